@@ -24,8 +24,8 @@ REPLAYS = 2  # beside carrier_ranks' ways
 class Carried(carrier_ranks.Carried):
     """`warm_up(rows, REPLAYS)`: what the bench's replays have carried."""
 
-    def __init__(self, hello: InitMessage, seat: Any) -> None:
-        super().__init__(hello, seat)
+    def __init__(self, hello: InitMessage, rank_device: Any) -> None:
+        super().__init__(hello, rank_device)
         for one in self.norms:
             one.kernel = norm.rms_norm
 

@@ -17,13 +17,14 @@ from quire.startup.engine_program import main
 from quire.text.grammars.compiler import GrammarCompiler
 
 
-def build(hello: EngineInitMessage) -> tuple[Engine, EngineReady]:
+def build(hello: EngineInitMessage) -> tuple[Engine, EngineReady, GrammarCompiler | None]:
     """The echo of the recipe."""
     echo = echo_service.Echo(**RECIPE["echo"])
     model = echo_service.built(echo, text=RECIPE["text"], kv_tokens=RECIPE["kv_tokens"], **RECIPE["settings"])
+    grammars = None
     if model.tokenizer is not None:
-        model.engine.grammar_compiler = GrammarCompiler(model.tokenizer, echo_service.VOCAB, (0,), trusted=True)
-    return model.engine, engine_ready(model.engine, model.memory_plan.to_lines(), model.notices)
+        grammars = GrammarCompiler(model.tokenizer, echo_service.VOCAB, (0,), trusted=True)
+    return model.engine, engine_ready(model.engine, model.memory_plan.to_lines(), model.notices), grammars
 
 
 RECIPE = json.loads(sys.argv.pop(1))

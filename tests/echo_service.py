@@ -24,6 +24,8 @@ from waiting import wait_until
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.core.engine import Engine
+from quire.core.recovery import RunnerRestarter
+from quire.core.runner import can_defer_masks
 from quire.core.scheduler import Scheduler
 from quire.core.validation import EngineLimits
 from quire.ipc.child_process import ChildProcess
@@ -141,6 +143,7 @@ def built(
     text: bool = True,
     kv_tokens: int = 1024,
     max_len: int = MAX_LEN,
+    restarter: RunnerRestarter | None = None,
     **settings: Any,
 ) -> EchoBuilt:
     """An engine over `runner`; `settings` are EngineConfig's. End tokens are none, so that lengths are known. One of
@@ -160,6 +163,7 @@ def built(
         max_len=max_len,
         eos_ids=(0,),
         preemption=config.preemption,
+        deferred_masks=can_defer_masks(runner, runner.depth),
     )
     engine = Engine(
         scheduler,
@@ -167,6 +171,7 @@ def built(
         EngineLimits(VOCAB, max_len, config.max_num_queued_reqs),
         clock=time.monotonic,
         seed=config.seed,
+        restarter=restarter,
     )
     words, chat = (tokenizer(), ChatTemplate(TEMPLATE, {})) if text else (None, None)
     return EchoBuilt(engine, spec, words, chat, Plan(), ("an echo",), {}, "echo", recipe)

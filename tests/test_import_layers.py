@@ -14,11 +14,9 @@ ROOT = Path(quire.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 ORDER = (  # a part imports only from those before it, and from itself
-    "errors", "config", "files", "client", "protocol", "memory", "core", "text", "kernels", "layers", "models",
-    "weights",
-    "worker", "ipc", "distributed", "sim", "startup", "jenga", "vattention", "pool", "llm", "async_llm", "server",
-    "cli",
-    "__main__",
+    "old_names", "errors", "config", "files", "client", "protocol", "memory", "core", "text", "kernels", "layers",
+    "models", "weights", "worker", "ipc", "distributed", "sim", "startup", "jenga", "vattention", "pool", "llm",
+    "async_llm", "server", "cli", "__main__",
 )  # fmt: skip
 MEASURING = {"bench", "reproduce"}  # commands: they take their options from cli, which starts them
 NOT_EVEN = {  # what a part must not import though it comes before

@@ -115,12 +115,12 @@ def test_stages_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> N
 
 
 def weights_of(folder: Path, part: Shard, **settings: Any) -> Any:
-    """The model of a part, loaded and not prepared yet, and its weights by their names."""
+    """The files that a part's model is loaded from, and its weights by their names, not prepared yet."""
     config = EngineConfig(model=str(folder), device="cpu", **settings)
-    model = _load_model(
+    model, files = _load_model(
         config, read_checkpoint(config).for_shard(part), torch.float32, torch.device("cpu"), False, part
     )
-    return model, dict(model.named_parameters())
+    return files, dict(model.named_parameters())
 
 
 @pytest.mark.parametrize("dummy", [True, False], ids=["dummy", "loaded"])
@@ -164,8 +164,8 @@ def changed(threads: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callabl
 
 
 FAULTS: dict[str, str] = {
-    "a journal entry skipped on one stage": r"rank 0 applied or drew something else than rank 1 in step \d",
-    "a stage that gives the rows of another step": r"gave \(pass, rows, columns, bytes\) \[2, .* are due",
+    "a journal entry skipped on one stage": r"rank 0 applied or sampled differently from rank 1 in step \d",
+    "a stage that gives the rows of another step": r"sent \(number, rows, columns, bytes\) \[2, .*, not",
     "what is to be added is lost between stages": "several ranks say something else than one",
 }
 

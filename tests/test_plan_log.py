@@ -228,7 +228,7 @@ HELD = TableWrite(1, 0, 0, (5, 6)), TableWrite(1, 1, 0, (7, 8))
         ),
         (
             StepPlan((BORN._replace(sampling=DeviceSamplingParams(min_p=1, top_k=1, presence_penalty=1.0)),), (), ()),
-            "its history",
+            "no history",
         ),
         (StepPlan((), (TableWrite(1, 2, 0, (5,)),), ()), r"journal\[0\]: there is no group 2"),
         (StepPlan((), (TableWrite(1, 0, 7, (5, 6)),), ()), r"journal\[0\]: places 7 on for 2 pages, of 8"),
@@ -237,7 +237,7 @@ HELD = TableWrite(1, 0, 0, (5, 6)), TableWrite(1, 1, 0, (7, 8))
         (StepPlan((), (), (), (PageCopy(0, 0, 3),)), r"ahead\[0\]: page 0 is none of group 0"),
         (StepPlan((), (Poison(0, -3),), ()), r"journal\[0\]: page -3 is none"),
         (StepPlan((), (SwapOut(1, 5, 7),), ()), r"journal\[0\]: host page 7 is none of group 1"),
-        (StepPlan((), HELD, (SeqSlice(1, (4, 5), 0, 1),)), r"rows\[0\]: slot 1 was never born"),
+        (StepPlan((), HELD, (SeqSlice(1, (4, 5), 0, 1),)), r"rows\[0\]: slot 1 was never initialized"),
         (
             StepPlan((BORN,), HELD[:1], (SeqSlice(1, (4, 5), 0, 1),)),
             r"no real page for some position below 2 in group 1",
@@ -307,7 +307,7 @@ def test_the_step_that_ended_a_runner_is_in_its_log(tmp_path: Path) -> None:
     logged.bind(SMALL)
     plan = StepPlan((), (), (SeqSlice(3, (4, 5), 0, 1),))
     with pytest.raises(KeyError):
-        logged.collect(logged.submit(plan))  # slot 3 was never born
+        logged.collect(logged.submit(plan))  # slot 3 was never initialized
     logged.close()
     with PlanLog(tmp_path / "log") as log:
         [step] = log

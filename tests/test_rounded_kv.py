@@ -87,8 +87,8 @@ def test_a_plan_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
         ({"memory": "virtual"}, "--memory is virtual"),
         ({"dtype": "float16"}, "they don't take the model's heads, or its --dtype"),
         ({"model_config": "jamba-52b"}, "running states"),
-        ({"model_config": "llama3.2-vision-11b"}, "pictures"),
-        ({"model_config": "pyramidkv-8b"}, "layers that choose what they keep of a prompt"),
+        ({"model_config": "llama3.2-vision-11b"}, "image embeddings"),
+        ({"model_config": "pyramidkv-8b"}, "layers that prune the prompt"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype is 'fp8'. Choose one of: auto, int8"),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_journal_entry_skipped_on_one_rank_is_named(folders: Any, monkeypatch:
     remote = partial(RemoteRunner, start=partial(ThreadRank, built))
     monkeypatch.setattr(quire.distributed.remote_runner, "RemoteRunner", remote)
     engine = engine_of(folders("llama"), tp=2, attention="sdpa")
-    with pytest.raises(EngineDead, match=r"rank 1 applied or drew something else than rank 0 in step \d"):
+    with pytest.raises(EngineDead, match=r"rank 1 applied or sampled differently from rank 0 in step \d"):
         list(answers(engine, 1))
     engine.close()
 

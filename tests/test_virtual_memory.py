@@ -164,7 +164,6 @@ def test_an_engine_that_dies_says_why_and_gives_its_pages_back(oracle, monkeypat
     monkeypatch.setattr(type(engine.runner.backend), "attend", lambda *_: 1 // 0)
     told: list[object] = []
     host = EngineLoop(engine, lambda front, message: told.append(message), 60.0)
-    host.client_indices = [0]
     engine.add("one", [1, 2, 3], params_of("greedy"))
     driver = store.driver
     del store

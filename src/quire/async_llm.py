@@ -1,7 +1,7 @@
-"""AsyncLLM: an engine for asyncio callers. What the server stands on.
+"""AsyncLLM: an engine for asyncio callers; the basis of the server.
 
-The engine is on a thread of this process, or in a process of its own (quire.ipc): either way requests are sent to it
-as messages, and what a step brought comes back as one. Text is made here, on the event loops of the callers.
+The engine runs on a thread of this process or in a process of its own (quire.ipc). Either way requests are sent to it
+as messages, and the outputs of a step return as one. Text is produced here, on the callers' event loops.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ PREFIX_PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
 
 class AsyncLLM(RequestTracker):
-    """A model for asyncio callers. `settings` are EngineConfig's fields; `observer` sees every step. `engine_process`
-    gives the engine a process of its own.
+    """A model for asyncio callers. `settings` are EngineConfig's fields; `observer` is notified of every step.
+    `engine_process` runs the engine in a process of its own.
 
-    The engine counts as stalled when one turn of its loop takes longer than `stall_after` seconds.
+    The engine counts as stalled if one iteration of its loop takes longer than `stall_after` seconds.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class AsyncLLM(RequestTracker):
         if engine_process:
             from quire.startup.engine_process import launch_engine_process
 
-            link, prompts, _ = launch_engine_process(config, progress)
-            self._set_up(link, prompts)
+            engine_client, prompts, _ = launch_engine_process(config, progress)
+            self._set_up(engine_client, prompts)
         else:
             from quire.startup.build import build
 
@@ -76,12 +76,12 @@ class AsyncLLM(RequestTracker):
 
     @classmethod
     def of(cls, built: BuiltEngine, *, observer: StepObserver | None = None, stall_after: float = 60.0) -> AsyncLLM:
-        """An AsyncLLM over an engine that is built already, on a thread."""
+        """Return an AsyncLLM over an engine that is already built, on a thread."""
         return cls.over(*_make_thread_client(built, stall_after), observer=observer)
 
     @classmethod
     def over(cls, link: EngineClient, prompts: InputProcessor, *, observer: StepObserver | None = None) -> AsyncLLM:
-        """An AsyncLLM over a link to an engine."""
+        """Return an AsyncLLM over a connection to an engine."""
         self = cls.__new__(cls)
         self._set_up(link, prompts, observer)
         return self
@@ -91,7 +91,7 @@ class AsyncLLM(RequestTracker):
     ) -> None:
         self.accepting, self.restarting = True, False
         self._ids = itertools.count()
-        self._registered_prefixes: dict[str, list[int]] = {}  # prefixes that are there, or are to be once the engine is
+        self._registered_prefixes: dict[str, list[int]] = {}  # registered again after a restart
         atexit.register(self.close)
         super().__init__(engine_client, prompts, observer)
 
@@ -108,12 +108,13 @@ class AsyncLLM(RequestTracker):
         media: tuple[ImageItem, ...] = (),
         pixels: Sequence[ImagePixels] = (),
     ) -> OutputStream:
-        """Queue a request; returns once the engine took it. InputError, Overloaded or EngineDead if it didn't. `media`
-        are the prompt's pictures, `pixels` what the encoder gets of them (see quire.text.input_processor.Prompt)."""
+        """Queue a request; return once the engine has accepted it. Raise InputError, Overloaded or EngineDead if it was
+        not accepted. `media` are the prompt's images, `pixels` the encoder's inputs (see
+        quire.text.input_processor.Prompt)."""
         id = request_id or f"async-{next(self._ids)}"
-        seen = [media] if media else ()
+        images = [media] if media else ()
         [stream] = await self.submit_all(
-            [(id, prompt_ids)], params, salt=salt, patient=patient, media=seen, pixels=pixels
+            [(id, prompt_ids)], params, salt=salt, patient=patient, media=images, pixels=pixels
         )
         return stream
 
@@ -128,8 +129,8 @@ class AsyncLLM(RequestTracker):
         pixels: Sequence[ImagePixels] = (),
         client: str = "",
     ) -> list[OutputStream]:
-        """As `submit`, for several (request id, token ids) at once: the engine takes all of them, or none. `media`:
-        each prompt's, if any has some. Clients share the engine, and the requests of a client share its part."""
+        """Like `submit`, for several (request id, token ids) at once: the engine accepts all of them, or none. `media`
+        has the images of each prompt, or is empty. The requests of one `client` share its share of the engine."""
         arrival = time.monotonic()
         for id, _ in prompts:
             if not 0 < len(id) <= MAX_ID_CHARS:
@@ -138,24 +139,26 @@ class AsyncLLM(RequestTracker):
             raise InputError(f"there are {len(prompts)} prompts; at most {MAX_REQUESTS} are taken at once", "prompt")
         self._check_open()
         size = sum(map(len, (*(params.bad_words or ()), *(params.stop or ()), *(prompt for _, prompt in prompts))))
-        checked = partial(self.prompts.validate, prompts, params, salt, media)
-        quick = self.prompts.is_grammar_ready(params)
-        tokens, resolved = await (
-            self.prompts.offload(size, checked) if quick else self.prompts.run_grammar_work(checked)
-        )
+        validate = partial(self.prompts.validate, prompts, params, salt, media)
+        if self.prompts.is_grammar_ready(params):
+            tokens, resolved = await self.prompts.offload(size, validate)
+        else:
+            tokens, resolved = await self.prompts.run_grammar_work(validate)
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         streams = []
         for (id, _), ids in zip(prompts, tokens):
             record = RequestRecord(id, len(ids), resolved, arrival)
             streams.append(self._new_stream(answer, record, ids, patient))
         each = zip(streams, tokens, media or repeat(()))
-        asked = tuple(NewRequest(stream.number, stream.id, ids, seen) for stream, ids, seen in each)
-        shown = tuple({one.key: one for one in pixels}.values())
-        if (bytes := sum(len(one.data) for one in shown)) > MAX_PIXEL_BYTES:
+        requests = tuple(NewRequest(stream.number, stream.id, ids, images) for stream, ids, images in each)
+        distinct = tuple({one.key: one for one in pixels}.values())
+        if (bytes := sum(len(one.data) for one in distinct)) > MAX_PIXEL_BYTES:
             raise InputError(
                 f"the pictures have {bytes} bytes, prepared; {MAX_PIXEL_BYTES} may be sent", "multi_modal_data"
             )
-        await self._send_and_wait(answer, lambda key: AddRequests(key, asked, resolved, salt, shown, client), streams)
+        await self._send_and_wait(
+            answer, lambda key: AddRequests(key, requests, resolved, salt, distinct, client), streams
+        )
         return streams
 
     def generate(
@@ -166,8 +169,8 @@ class AsyncLLM(RequestTracker):
         *,
         salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        """Continue a prompt (as LLM.generate takes it): all that there is of it, each time that there is more. Of what
-        came while its reader was away only the last is seen. Leaving the iterator aborts the request."""
+        """Continue a prompt (as in LLM.generate). Each output has the whole result so far; if the reader is slow,
+        intermediate outputs are skipped. Leaving the iterator aborts the request."""
         return self._stream_results(
             partial(self.prompts.process_prompt_async, prompt, salt), sampling_params, request_id, salt
         )
@@ -185,7 +188,7 @@ class AsyncLLM(RequestTracker):
         add_special_tokens: bool = False,
         **kwargs: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """As `generate`, for the answer to a conversation. `kwargs` are variables of the chat template."""
+        """Like `generate`, for the answer to a conversation. `kwargs` are variables of the chat template."""
         read = partial(
             self.prompts.process_chat_async, messages, add_generation_prompt, continue_final_message,
             documents=documents,
@@ -198,22 +201,23 @@ class AsyncLLM(RequestTracker):
     ) -> AsyncIterator[RequestOutput]:
         prompt = await read()
         params = given if given is not None else self.prompts.make_params()
-        _, ids, media, pixels = prompt
-        stream = await self.submit(ids, params, request_id, salt=salt, media=media, pixels=pixels)
-        assembly = RequestOutputBuilder(stream.id, prompt.text, prompt.ids, params, self.prompts.decode_token)
+        _, ids, images, pixels = prompt
+        stream = await self.submit(ids, params, request_id, salt=salt, media=images, pixels=pixels)
+        builder = RequestOutputBuilder(stream.id, prompt.text, prompt.ids, params, self.prompts.decode_token)
         try:
             async for output in stream:
-                assembly.push(output)
+                builder.push(output)
                 if output.done:
-                    assembly.finish(stream.record, time.monotonic())
-                yield assembly.snapshot()
+                    builder.finish(stream.record, time.monotonic())
+                yield builder.snapshot()
         finally:
             if not stream.done:
                 self.abort(stream.id)
 
     async def register_prefix(self, name: str, prefix: str | Sequence[int]) -> int:
-        """Compute a text or token ids and pin them as the prefix `name`; returns their number once requests find them.
-        PrefixTaken, PrefixesFull, InputError, Overloaded or EngineDead otherwise. Leaving early ends it."""
+        """Compute a text or token ids and pin them as the prefix `name`; return the number of tokens once requests can
+        use it. Raise PrefixTaken, PrefixesFull, InputError, Overloaded or EngineDead. Cancelling the call aborts the
+        registration."""
         self._check_open()
         tokens = await self.prompts.offload(num_chars(prefix), partial(self.prompts.process_prefix, name, prefix))
         record = RequestRecord(f"prefix:{name}", len(tokens), PREFIX_PARAMS, time.monotonic(), is_prefix=True)
@@ -235,7 +239,7 @@ class AsyncLLM(RequestTracker):
         return len(tokens)
 
     async def release_prefix(self, name: str) -> None:
-        """Let go of a registered prefix; requests that use its pages keep them. UnknownPrefix if there is none."""
+        """Release a registered prefix; requests that use its pages keep them. Raise UnknownPrefix if there is none."""
         self._registered_prefixes.pop(name, None)
         if not await self._send_and_wait(
             asyncio.get_running_loop().create_future(), lambda key: ReleasePrefix(key, name)
@@ -243,20 +247,21 @@ class AsyncLLM(RequestTracker):
             raise UnknownPrefix(f"no prefix called {name[:60]!r} is registered", "name")
 
     async def prefixes(self) -> tuple[dict[str, int], frozenset[str]]:
-        """The lengths in tokens of the registered prefixes and of those being computed, and which are ready."""
+        """Return the lengths in tokens of the registered prefixes and of those being computed, and the names of those
+        that are ready."""
         held, ready = await self._send_and_wait(asyncio.get_running_loop().create_future(), ListPrefixes)
         return held, frozenset(ready)
 
     async def look(self) -> str:
-        """What is in memory now, page by page, as JSON (see control.scene), behind what it took and how busy the engine
-        was (see link.messages.Look). EngineDead if there is none."""
-        found = await self._send_and_wait(asyncio.get_running_loop().create_future(), SnapshotRequest)
-        assert isinstance(found, str), "a look is answered with text"
-        return found
+        """Return a snapshot of the memory, page by page, as JSON (see quire.core.snapshot), after a header with its
+        cost and the engine's load (see quire.ipc.messages.SnapshotRequest). Raise EngineDead if there is no engine."""
+        snapshot = await self._send_and_wait(asyncio.get_running_loop().create_future(), SnapshotRequest)
+        assert isinstance(snapshot, str), "a snapshot is text"
+        return snapshot
 
     async def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix and picture; registered prefixes stay. Requests that run keep what they hold, and
-        nobody else finds it. Returns the number of pages that were emptied."""
+        """Drop all cached prefixes and images but the registered prefixes. Running requests keep their pages, which
+        other requests can no longer use. Return the number of pages that were freed."""
         return int(
             await self._send_and_wait(
                 asyncio.get_running_loop().create_future(), lambda key: AdminRequest(key, "reset")
@@ -264,74 +269,80 @@ class AsyncLLM(RequestTracker):
         )
 
     async def sleep(self, level: int = 1, mode: str = "refuse") -> dict[str, Any]:
-        """Let go of the KV memory, and of the weights: to host memory (`level` 1) or for good (2), until `wake_up`;
-        meanwhile requests get Asleep. With requests under way NotIdle, or with `mode` "wait" once they have ended, or
-        with "abort" when they were. Returns how it is, as `rest`."""
+        """Release the KV memory and the weights until `wake_up`; meanwhile requests get Asleep. The weights are moved
+        to host memory (`level` 1) or dropped (2). With unfinished requests raise NotIdle, or with `mode` "wait" wait
+        for their end, or with "abort" abort them. Return the state, as `rest`."""
         if mode not in SLEEP_MODES:
             raise InputError(f"mode is {short_repr(mode)}; it is one of {', '.join(SLEEP_MODES)}", "mode")
-        if type(level) is not int or level not in SLEEP_LEVELS:  # as the engine says it
+        if type(level) is not int or level not in SLEEP_LEVELS:  # the engine's own message
             raise InputError(f"level is {short_repr(level)}: an engine sleeps at level 1 or 2", "level")
         return await self._admin("sleep", level=level, mode=mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Any]:
-        """Take back what sleeps, or only "weights" or "kv_cache", in that order. With all of it there requests are
-        taken, and registered prefixes computed again. Overloaded if that isn't possible now. Returns as `rest`."""
+        """Restore what `sleep` released, or only "weights" or "kv_cache", in that order. Once all is restored, requests
+        are accepted, and registered prefixes are computed again. Raise Overloaded if that is not possible now. Return
+        the state, as `rest`."""
         if len(tags or ()) > MAX_TAGS:
             raise InputError(f"there are {len(tags or ())} tags; {MAX_TAGS} are the most", "tags")
         return await self._admin("wake", tags=tuple(tags or ()))
 
     async def rest(self) -> dict[str, Any]:
-        """Whether the engine sleeps: {"is_sleeping", "level" (0: it doesn't), "away": what sleeps}."""
+        """Return whether the engine sleeps: {"is_sleeping", "level" (0: awake), "away": what is released}."""
         return await self._admin("rest")
 
     async def is_sleeping(self) -> bool:
-        """Whether anything of the engine does."""
+        """Return True if the engine has released its weights or its KV memory."""
         return bool((await self.rest())["is_sleeping"])
 
     async def _admin(self, what: str, **how: Any) -> dict[str, Any]:
         answer = asyncio.get_running_loop().create_future()
-        found: dict[str, Any] = json.loads(
+        state: dict[str, Any] = json.loads(
             await self._send_and_wait(answer, lambda key: AdminRequest(key, what, **how))
         )
-        return found
+        return state
 
     @property
     def account(self) -> Account:
-        """The memory, as it was lately."""
+        """The latest memory usage."""
         return self.engine_client.metrics.account
 
     @property
     def queued(self) -> int:
-        """Requests that wait for their first step."""
+        """The number of requests that wait for their first step."""
         return self.engine_client.queue_sizes.waiting + sum(
-            len(question.streams) for question in list(self._pending_replies.values())
+            len(reply.streams) for reply in list(self._pending_replies.values())
         )
 
     @property
     def running(self) -> int:
-        """Requests in memory."""
+        """The number of running requests."""
         return self.engine_client.queue_sizes.running
 
     @property
     def swapped(self) -> int:
-        """Requests that were preempted and wait in host memory."""
+        """The number of preempted requests that are in host memory."""
         return self.engine_client.queue_sizes.swapped
 
     @property
     def active(self) -> int:
-        """Requests that were accepted and have not ended, and those being asked for."""
+        """The number of accepted requests that have not ended, and of those being submitted."""
         return len(self._streams_by_number)
 
     def heartbeat(self) -> Health:
-        """Never a generated request: only whether the loop turns. An idle engine is well."""
+        """Return the engine's health. No request is generated for it: only the loop's progress counts, so an idle
+        engine is healthy."""
         if self.error is not None or self._closing:
             return Health(False, False, 0.0, describe_error(self.error))
         return self.engine_client.health()
 
-    async def drain(self, timeout: float) -> bool:
-        """Accept nothing more, wait until all requests ended, and abort what is left after `timeout` seconds. Returns
-        whether nothing had to be aborted."""
+    def stop_accepting(self) -> None:
+        """Refuse new requests from now on."""
         self.accepting = False
+
+    async def drain(self, timeout: float) -> bool:
+        """Accept no more requests, wait until all have ended, and abort the rest after `timeout` seconds. Return False
+        if some were aborted."""
+        self.stop_accepting()
         end = time.monotonic() + timeout
         while self.active and self.error is None:
             if time.monotonic() >= end:
@@ -341,8 +352,8 @@ class AsyncLLM(RequestTracker):
         return True
 
     def close(self, timeout: float = CLOSE_SECONDS) -> bool:
-        """Abort everything, end the engine and the chat template's process; closing twice is fine. Returns whether the
-        engine ended: one whose step still hangs after `timeout` seconds is left to itself."""
+        """Abort all requests, and end the engine and the chat template's process. Closing twice is allowed. Return
+        False if the engine did not end: one whose step still hangs after `timeout` seconds is abandoned."""
         self._closing = True
         atexit.unregister(self.close)
         self.prompts.close()
@@ -351,14 +362,14 @@ class AsyncLLM(RequestTracker):
         return ended
 
     async def restart(self) -> None:
-        """Start an engine whose process died again, and compute the registered prefixes; what was under way stays lost.
-        StartupError if it can't be started."""
-        assert self.error is not None, "only a dead engine is started again"
-        self.restarting, dead_link = True, self.engine_client
+        """Restart an engine whose process died, and compute the registered prefixes again. The unfinished requests are
+        lost. Raise StartupError if it cannot be started."""
+        assert self.error is not None, "restart of a live engine"
+        self.restarting, dead_client = True, self.engine_client
         try:
-            self.connect(await asyncio.get_running_loop().run_in_executor(None, dead_link.start_replacement))
+            self.connect(await asyncio.get_running_loop().run_in_executor(None, dead_client.start_replacement))
         except asyncio.CancelledError:
-            dead_link.cancel_replacement()
+            dead_client.cancel_replacement()
             raise
         finally:
             self.restarting = False
@@ -378,9 +389,9 @@ class AsyncLLM(RequestTracker):
             raise engine_dead_error(self.error)
         if not self.accepting or self._closing:
             raise Overloaded("the server is shutting down", RETRY_AFTER)
-        # Refused at once: the engine's own check would come after the step under way.
+        # Refuse at once: the engine's own check would come after the current step.
         waiting = self.engine_client.queue_sizes.batches + sum(
-            bool(one.streams) for one in list(self._pending_replies.values())
+            bool(reply.streams) for reply in list(self._pending_replies.values())
         )
         if waiting >= self.limits.max_queued:
             self._count_rejected()
@@ -389,17 +400,12 @@ class AsyncLLM(RequestTracker):
 
 
 def _make_thread_client(built: BuiltEngine, stall_after: float) -> tuple[EngineClient, InputProcessor]:
-    """A link to an engine on a thread, and what is known of its texts."""
+    """Return a client of an engine on a thread, and the processor of its prompts."""
     from quire.ipc.thread_client import ThreadEngineClient
 
     ready = engine_ready(built.engine, built.memory_plan.to_lines(), built.notices)
-    ends = built.engine.scheduler.eos_ids
+    eos_ids = tuple(built.engine.scheduler.eos_ids)
     prompts = InputProcessor(
-        built.tokenizer,
-        built.chat_template,
-        built.engine.limits,
-        built.default_sampling,
-        built.image_loader,
-        tuple(ends),
+        built.tokenizer, built.chat_template, built.engine.limits, built.default_sampling, built.image_loader, eos_ids
     )
     return ThreadEngineClient(built.engine, ready, stall_after), prompts

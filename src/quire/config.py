@@ -1,4 +1,5 @@
-"""Every setting of an engine, with its default. Frozen inputs: derived numbers live in Geometry and MemoryPlan."""
+"""The settings of an engine and their defaults. They are inputs only: derived numbers are in KVCacheConfig and
+MemoryPlan."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from dataclasses import dataclass, fields, replace
 from quire.errors import StartupError
 
 RESERVED_MEMORIES = ("orca-oracle", "orca-pow2", "orca-max", "ft")
-PAGE_TABLE_MEMORIES = ("paged", "uniform")  # wherever page tables say
+PAGE_TABLE_MEMORIES = ("paged", "uniform")
 MEMORIES = (*PAGE_TABLE_MEMORIES, "virtual", *RESERVED_MEMORIES)
 PREEMPTIONS = ("recompute", "swap", "auto")
-VENDOR_ATTENTIONS = ("flash", "cudnn", "varlen")  # kernels of torch that know nothing of pages, beside Triton's
+VENDOR_ATTENTIONS = ("flash", "cudnn", "varlen")  # kernels of torch that read no page tables
 ATTENTIONS = ("auto", "reference", "sdpa", "native", "contiguous", "triton", *VENDOR_ATTENTIONS)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8", "int8", "int4")
@@ -29,60 +30,69 @@ EXECUTORS = ("auto", "inline", "process", "ray")
 ON_RANK_FAILURE = ("exit", "restart")
 POOLINGS = ("auto", "mean", "last")
 GENERATION_PARAMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""The parameters of a generation_config.json that become requests' defaults."""
+"""The parameters of generation_config.json that become the defaults of requests."""
 MAX_PAGE_SIZE = 1024
 MAX_STATE_TOKENS = 65536
 MAX_RANKS = 63
-MAX_SEQS = 65535  # rows of a launch: what a grid takes
+MAX_SEQS = 65535  # the most blocks in a dimension of a CUDA grid
 DEFAULT_BATCH_LIMITS = {"cpu": (256, 2048), "cuda": (1024, 8192)}
-"""Sequences in memory, and tokens of a step, where nothing is said: a GPU needs many of both to be busy."""
-# ... of --memory virtual on a CPU: Linux bounds a process's mappings, and each place of a slot is one
+"""The defaults of max_num_seqs and max_num_batched_tokens: a GPU needs many of both to be busy."""
 VIRTUAL_CPU_SEQS = 48
+"""The default of max_num_seqs for --memory virtual on a CPU: Linux limits the mappings of a process, and every slot
+needs some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How to build an engine. Sizes of the KV memory: `kv_tokens`, or `kv_gib`, or neither to fit it to the device.
+    """The settings of an engine.
 
-    `quantization` "fp8" rounds the weights of linear layers to FP8 while they are loaded (quire.weights.fp8); of a
-    checkpoint in FP8 it says nothing more. "int8" and "int4" round them to 8 or 4 bits by groups
-    (quire.weights.low_bit). `kv_cache_dtype` "int8" keeps keys and values in 8 bits, with a scale for each head and
-    token; "auto" as the model computes. `memory` is how the KV memory is managed: in pages; in pages where every layer
-    keeps every token, whatever it looks at ("uniform": PagedAttention as of vLLM 0.6.3); contiguous in virtual
-    addresses under which pages are mapped (vAttention); or as the baselines of PagedAttention §6.1 did (RESERVED),
-    which share nothing, preempt nobody, and hence ignore the settings of prefix caching and preemption. Of "virtual",
-    `virtual_page_kib` is the size of a page of the device, and `virtual_layout` which layers share a buffer
-    (control.memory.buffers); None: 2048 and "sliced" on a GPU, by control.memory.virtual.cut_of on a CPU. `map_ahead`
-    says whether what the next step needs is mapped while one computes, by whoever launched it or by a thread. Of layers
-    with a running state one is kept after every `state_tokens` tokens: a multiple of `page_size`, behind which prefixes
-    can be found (Jenga §5.3). What it sums up is in `state_dtype`, "auto" being float32. `table_scope` "model" gives
-    all layers one page table, "layer" one each (PagedAttention, footnote 1). `page_sizes` "lcm" cuts large pages, of
-    which any layer type may get any, into pages as large as each type's tokens are (Jenga §4); "max" pads all to one
-    size, "gcd" gives fewer layers a table, so that all pages are equal, and "own" gives each size a share of the memory
-    for good. `association` says which sequences' pages lie in one large page (§4.3): as the "paper" has it, only those
-    of one; whole large pages to one and the rest together ("bulk"); or any ("none"). `max_num_batched_tokens` is the
-    budget of tokens computed in one step, prompts in chunks included; it and `max_num_seqs` depend on the device where
-    they are None (MOST, `with_device_defaults`). A request may have `max_images` pictures of `max_image_pixels` pixels,
-    whose files have `max_image_bytes` together. Where their rows take the places of tokens `vision_cache` says where
-    these are until they are used, and whether they stay: in pages of their own ("pages"), among keys and values that
-    aren't written yet ("inside"), or nowhere: each chunk of a prompt encodes its pictures again ("off") (Jenga §6.2).
-    `depth` is how many steps may be in flight (None: what the runner prefers). `preemption` is by swapping to
-    `swap_gib` GiB of host memory, by recomputation, or by what `calibration` (a file that `quire bench preemption`
-    wrote) says is cheaper. `prefix_tokens` tokens of the KV memory are kept for prefixes that the operator registers.
-    `retention` says what stays cached behind a window, and of states (quire.memory.jenga.retention). `deterministic`
-    makes a GPU compute each sequence the same whatever else is in its batches; `cuda_graphs` lets it replay steps (a
-    CPU too, as tapes), and `warm_up` makes it compile kernels and capture these graphs at start, not when they are
-    first needed. `log_plans` names a file to write every plan and result to (quire.protocol.plan_log), for debugging.
-    `tp` ranks divide each layer of the model (quire.distributed), and `pp` stages its layers, of so many ranks each;
-    `kv_gib` and `swap_gib` are sums over all. `executor` "process" gives a single rank a process of its own too,
-    "inline" computes where the engine is, and "ray" has Ray place ranks, in the cluster at `ray_address` ("":
-    RAY_ADDRESS, or one for them alone). A rank has `rank_timeout` seconds for a step, and five times as many to start;
-    `on_rank_failure` is what follows if it fails: the engine's end, or ranks that are started anew
-    (quire.core.recovery). `pooling` is what embeddings are made of: the hidden states of all tokens or of the last one;
-    "auto": as the checkpoint's 1_Pooling/config.json says, else the last one's. `revision` is of a hub's model.
-    Requests' defaults (GENERATION) come from the model's generation_config.json with `generation_config` "auto" (or
-    True), from nowhere with "vllm" (or False), else from that file in the folder that it names; those in
-    `override_generation_config` win.
+    Model: `revision` is that of a model on the hub. `quantization` "fp8" rounds the weights of linear layers to FP8
+    while they are loaded (quire.weights.fp8; no effect on a checkpoint in FP8), "int8" and "int4" to 8 or 4 bits in
+    groups (quire.weights.low_bit). The defaults of requests (GENERATION_PARAMS) come from the model's
+    generation_config.json with `generation_config` "auto" (or True), from nowhere with "vllm" (or False), else from
+    that file in the folder it names; `override_generation_config` takes precedence. `pooling`: embeddings are the mean
+    of all hidden states or the last one; "auto": as in the checkpoint's 1_Pooling/config.json, else the last one.
+
+    KV memory: its size is `kv_tokens`, or `kv_gib`, or what fits on the device. `kv_cache_dtype` "int8" keeps keys and
+    values in 8 bits with a scale for each head and token; "auto" has the model's dtype. `memory` is "paged"; "uniform":
+    pages in which every layer keeps every token, whatever it attends to (PagedAttention as in vLLM 0.6.3); "virtual":
+    contiguous in virtual addresses, to which pages are mapped (vAttention); or a baseline of PagedAttention §6.1
+    (RESERVED_MEMORIES). The baselines share nothing and preempt nothing, so they ignore the settings of prefix caching
+    and preemption. For "virtual", `virtual_page_kib` is the page size of the device and `virtual_layout` says which
+    layers share a buffer (quire.memory.virtual); None: 2048 and "sliced" on a GPU, chosen by the memory on a CPU.
+    `map_ahead`: whether the pages of the next step are mapped while a step computes, by the thread that launched it
+    ("inline") or by another ("thread").
+
+    Pages: `page_size` tokens. `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention,
+    footnote 1). `page_sizes`: "lcm" divides large pages, which any layer type may use, into pages of each type's own
+    size (Jenga §4); "max" pads all pages to one size; "gcd" gives fewer layers a table, so that all pages are equal;
+    "own" gives each size a fixed part of the memory. `association` says which sequences' pages may share a large page
+    (§4.3): only those of one sequence ("paper"); whole large pages are of one, and the remaining pages share ("bulk");
+    or any ("none"). For layers with a running state, states are kept after every `state_tokens` tokens, a multiple of
+    `page_size`, where prefixes can be hit (Jenga §5.3); the part that accumulates is in `state_dtype`, "auto" being
+    float32. `prefix_tokens` tokens of the memory are reserved for registered prefixes. `retention` says what stays
+    cached after it has left a window, and which states (quire.memory.jenga.retention).
+
+    Images: a request may have `max_images` images of `max_image_pixels` pixels, whose files have `max_image_bytes` in
+    all. If their embeddings replace those of tokens, `vision_cache` says where they are kept until they are used, and
+    whether they stay: in pages of their own ("pages"), in pages of keys and values that aren't written yet ("inside"),
+    or nowhere ("off"): each chunk of a prompt then encodes its images again (Jenga §6.2).
+
+    Scheduling: `max_num_batched_tokens` is the most tokens of a step, chunks of prompts included; it and `max_num_seqs`
+    depend on the device if None (DEFAULT_BATCH_LIMITS, `with_device_defaults`). `depth` is the most steps in flight
+    (None: the runner's default). `preemption` swaps to `swap_gib` GiB of host memory, recomputes, or does what is
+    cheaper according to `calibration`, a file of `quire bench preemption`.
+
+    Execution: `deterministic` makes a GPU compute each sequence the same way whatever else is in its batches.
+    `cuda_graphs` lets it replay steps (on a CPU, recorded steps). `warm_up` compiles kernels and captures graphs at
+    start instead of on first use. `log_plans` is a file for all plans and results (quire.protocol.plan_log), for
+    debugging.
+
+    Ranks: `tp` ranks divide each layer, `pp` stages of as many ranks each divide the layers (quire.distributed);
+    `kv_gib` and `swap_gib` are sums over all ranks. `executor` "process" gives a single rank a process of its own too,
+    "inline" computes in the engine's process, and "ray" has Ray place the ranks, in the cluster at `ray_address` ("":
+    RAY_ADDRESS, else a new one). A rank has `rank_timeout` seconds for a step, and five times as many to start. If a
+    rank fails, `on_rank_failure` "exit" ends the engine and "restart" restarts the ranks (quire.core.recovery).
     """
 
     model: str = ""
@@ -142,7 +152,7 @@ class EngineConfig:
     on_rank_failure: str = "exit"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))  # frozen: normalised once, here
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))  # the dataclass is frozen
         if isinstance(self.generation_config, bool):
             object.__setattr__(self, "generation_config", "auto" if self.generation_config else "vllm")
         for name, allowed in (
@@ -195,8 +205,8 @@ class EngineConfig:
             number = not isinstance(value, bool) and hasattr(value, kind)
             if not number or not low <= value <= high:
                 whole = "a whole number " if isinstance(low, int) and not number else ""
-                said = str(value) if number else repr(value)
-                raise StartupError(f"{_flag_name(name)} is {said[:80]}", f"It must be {whole}between {low} and {high}")
+                shown = str(value) if number else repr(value)
+                raise StartupError(f"{_flag_name(name)} is {shown[:80]}", f"It must be {whole}between {low} and {high}")
         self._check_combinations()
         self._check_ranks()
 
@@ -256,8 +266,8 @@ class EngineConfig:
             raise StartupError(cause, f"It may set: {', '.join(GENERATION_PARAMS)}")
 
     def with_device_defaults(self, device: str) -> EngineConfig:
-        """The same with `max_num_seqs`, `max_num_batched_tokens` and, of a GPU, `virtual_page_kib` and
-        `virtual_layout` filled in for "cpu" or "cuda"."""
+        """Return the settings with the defaults of `device` ("cpu" or "cuda") for `max_num_seqs`,
+        `max_num_batched_tokens` and, on a GPU, `virtual_page_kib` and `virtual_layout`."""
         seqs, tokens = DEFAULT_BATCH_LIMITS[device]
         if self.memory == "virtual" and device == "cpu":
             seqs = VIRTUAL_CPU_SEQS
@@ -271,23 +281,23 @@ class EngineConfig:
         )
 
     def per_rank(self) -> EngineConfig:
-        """The same for one rank: its share of what is a sum over all."""
+        """Return the settings of one rank: its share of the sums over all ranks."""
         kv_gib = None if self.kv_gib is None else self.kv_gib / self.world_size
         return replace(self, kv_gib=kv_gib, swap_gib=self.swap_gib / self.world_size)
 
     @property
     def world_size(self) -> int:
-        """In all: `tp` of each of `pp` stages."""
+        """The number of ranks: `tp` of each of `pp` stages."""
         return self.tp * self.pp
 
     @property
     def has_rank_processes(self) -> bool:
-        """The model is in processes of its own, which are ranks."""
+        """True if ranks have processes of their own."""
         return self.world_size > 1 or self.executor in ("process", "ray")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The names of all settings."""
+        """Return the names of all settings."""
         return tuple(field.name for field in fields(cls))
 
 

@@ -1,22 +1,22 @@
-"""The failures that quire reports, as one tree.
+"""The exceptions of quire.
 
     QuireError
-    ├── InputError        a request, parameter or option that can't be served; names the value and the limit
+    ├── InputError        an invalid request, parameter or option; names the value and the limit
     │   ├── PromptTooLong     more tokens than the model or the memory can ever hold
     │   ├── PrefixTaken       a prefix of that name is registered already
-    │   ├── PrefixesFull      a prefix larger than what is left of the memory kept for prefixes
+    │   ├── PrefixesFull      a prefix larger than the remaining memory for registered prefixes
     │   ├── UnknownPrefix     no prefix of that name is registered
-    │   └── NotIdle           requests are there, and what was asked for needs that there are none
+    │   └── NotIdle           the operation needs an engine without requests
     ├── StartupError      the engine can't start; names the cause and a remedy
-    ├── LogError          a log of plans that can't be read, or doesn't hold together; names the byte
-    ├── Overloaded        the queue is full; come back after `retry_after` seconds
+    ├── LogError          an invalid plan log; names the byte
+    ├── Overloaded        the queue is full; retry after `retry_after` seconds
     │   └── Asleep            the engine sleeps, or is about to
-    ├── PeerLost          another rank is gone or doesn't answer: its own failure is the cause
-    └── EngineDead        the engine stopped; nothing more will be served
-        ├── RanksLost         the processes that compute have ended, for this cause; they may be started anew
-        └── FrontDead         a process of the server that speaks HTTP is gone, and the server ends
+    ├── PeerLost          another rank is gone or doesn't answer; its own error is the cause
+    └── EngineDead        the engine has stopped
+        ├── RanksLost         the rank processes have ended; they may be restarted
+        └── APIServerDead     an HTTP process of the server is gone, and the server ends
 
-Shortage of memory is never an exception: it is a return value of the memory. A broken invariant is an assert.
+Shortage of KV memory is a return value, not an exception. A broken invariant is an AssertionError.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MAX_REPR_CHARS = 80  # characters of a value in an error
+MAX_REPR_CHARS = 80  # of a value in an error
 
 
 class QuireError(Exception):
-    """Anything that quire reports on purpose."""
+    """The base class of quire's exceptions."""
 
 
 class InputError(QuireError, ValueError):
-    """Bad input, refused at the edge before anything is queued. `param` names the offending field, if one does."""
+    """Invalid input, rejected before anything is queued. `param`: the invalid field, if it is one."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class PrefixTaken(InputError):
 
 
 class PrefixesFull(InputError):
-    """A prefix larger than what is left of the memory kept for prefixes."""
+    """A prefix larger than the remaining memory for registered prefixes."""
 
 
 class UnknownPrefix(InputError):
@@ -57,7 +57,7 @@ class UnknownPrefix(InputError):
 
 
 class NotIdle(InputError):
-    """Requests run or wait, and what was asked for needs that none do."""
+    """Requests run or wait, and the operation needs an engine without requests."""
 
 
 class StartupError(QuireError):
@@ -69,7 +69,7 @@ class StartupError(QuireError):
 
 
 class LogError(QuireError):
-    """A log of plans that can't be read, or whose steps don't hold together, from byte `offset` on."""
+    """A plan log that can't be read, or whose steps contradict one another, at byte `offset`."""
 
     def __init__(self, message: str, offset: int = 0) -> None:
         super().__init__(message)
@@ -77,8 +77,8 @@ class LogError(QuireError):
 
 
 class Overloaded(QuireError):
-    """The bounded queue is full, or models that share the KV memory hold all of it; the client may retry after
-    `retry_after` seconds."""
+    """The queue is full, or models that share the KV memory hold all of it. The client may retry after `retry_after`
+    seconds."""
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -86,28 +86,29 @@ class Overloaded(QuireError):
 
 
 class Asleep(Overloaded):
-    """The engine sleeps, or is about to: it takes requests once it was woken up."""
+    """The engine sleeps or is about to. It accepts requests once it is awake."""
 
 
 class PeerLost(QuireError):
-    """A rank can't reach another one: an echo of what that one failed of."""
+    """A rank can't reach another one, whose own error is the cause."""
 
 
 class EngineDead(QuireError):
-    """The engine's loop ended; requests in flight fail with this."""
+    """The engine has stopped; its requests fail with this."""
 
 
 class RanksLost(EngineDead):
-    """The ranks of an engine have ended, for this cause. Without them it ends, unless they are started anew."""
+    """The rank processes have ended, for the reason in the message. The engine stops unless they are restarted."""
 
 
 class APIServerDead(EngineDead):
-    """A front of the server is gone: without it the server ends, and the engine with it."""
+    """A frontend process of the server is gone; the server and the engine end."""
 
 
 @contextmanager
 def input_error_at(place: str, show_place: bool) -> Iterator[None]:
-    """Within, errors about a prompt are about that at `place`, such as input[3]. `show_place`: they say so."""
+    """Attribute InputErrors about the prompt to `place`, such as input[3]. With `show_place` the message begins with
+    it."""
     try:
         yield
     except InputError as error:
@@ -119,11 +120,11 @@ def input_error_at(place: str, show_place: bool) -> Iterator[None]:
 
 
 def short_repr(value: object) -> str:
-    """A value as errors show it: as Python writes it, in one printable line of at most 80 characters."""
+    """Return the repr of a value in one printable line of at most MAX_REPR_CHARS characters, for errors."""
     brief = reprlib.Repr()
     brief.maxstring = brief.maxother = brief.maxlong = MAX_REPR_CHARS
     try:
         text = brief.repr(value)
-    except ValueError:  # an integer, here or within, of more digits than this process writes
+    except ValueError:  # an integer with more digits than Python converts
         text = f"a {type(value).__name__} with a huge integer"
     return text if len(text) <= MAX_REPR_CHARS else f"{text[: MAX_REPR_CHARS - 3]}..."

@@ -1,6 +1,6 @@
-"""Reading files that others wrote: a checkpoint's, which strangers did, and those that the operator names.
+"""Safe reading of files: those of a checkpoint, which is not trusted, and those that the operator names.
 
-Regular files only, each of a bounded size; a checkpoint's lie in its folder. It doesn't know what they hold.
+Only regular files of a bounded size are read; files of a checkpoint must be inside its folder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from quire.errors import StartupError, short_repr
 
 MIB = 1 << 20
-MAX_BYTES_BY_FILE = {  # the most bytes that are read, by a file's name in a checkpoint or by what the operator gives
+MAX_BYTES_BY_FILE = {  # the most bytes to read, by name in a checkpoint or by kind of the operator's file
     "config.json": MIB,
     "generation_config.json": MIB,
     "1_Pooling/config.json": MIB,
@@ -29,16 +29,16 @@ MAX_BYTES_BY_FILE = {  # the most bytes that are read, by a file's name in a che
     "prefixes": 8 * MIB,
     "calibration": MIB,
 }
-MAX_JSON_VALUES = 2 << 20  # of a JSON file, about: what they take in memory is a multiple of what they take in the file
+MAX_JSON_VALUES = 2 << 20  # about; in memory they take a multiple of their bytes in the file
 DOWNLOAD_AGAIN = "Copy or download the checkpoint again"
 READ_CHUNK = 1 << 20
 
 
 def find_checkpoint_file(folder: Path, name: str) -> Path | None:
-    """Where the file `name` of a checkpoint really is; None if there is none.
+    """Return the real path of the file `name` of a checkpoint, or None if there is none.
 
-    StartupError unless it is a regular file, links followed, within `folder`, within the entry of the hub's cache that
-    `folder` is a snapshot of, or among the blobs of an entry, to which older hub clients link from a local folder.
+    Raise StartupError unless, with links resolved, it is a regular file within `folder`, within the hub cache entry of
+    which `folder` is a snapshot, or among the blobs of an entry, to which older hub clients link from a local folder.
     """
     path = folder / name
     if not os.path.lexists(path):
@@ -60,7 +60,7 @@ def find_checkpoint_file(folder: Path, name: str) -> Path | None:
 
 
 def _allowed_root(folder: Path) -> Path:
-    """The folder that a checkpoint's files may be in: a snapshot's are links to its cache entry's blobs."""
+    """Return the folder that must contain a checkpoint's files. Those of a hub snapshot link to its cache entry."""
     real = folder.resolve()
     entry = real.parent.parent
     return entry if real.parent.name == "snapshots" and entry.name.startswith("models--") else real
@@ -73,13 +73,13 @@ def _is_hub_blob(real: Path) -> bool:
 def read_bounded(
     path: str | Path, max_bytes: int, display_name: str = "", remedy: str = DOWNLOAD_AGAIN, follow: bool = True
 ) -> bytes:
-    """The bytes of a regular file, which StartupError calls `display_name` (or by its path) if it can't be read or has
-    more than `max_bytes`. What a file says of its own size counts for nothing: those of the system say 0. Without
-    `follow`, which is for what `find_checkpoint_file` returned, it must be no link, as it was none then."""
+    """Return the bytes of a regular file. Raise StartupError, which names `display_name` (by default the path), if it
+    can't be read or has more than `max_bytes`. The reported size of the file is not used: it is 0 for files of the
+    system. Without `follow` the file must not be a link: for paths of `find_checkpoint_file`, which were none."""
     display_name = display_name or str(path)
     data = bytearray()
     try:
-        # Not blocking, so that opening a FIFO doesn't wait for a writer.
+        # Non-blocking, so that opening a FIFO does not wait for a writer.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
         descriptor = os.open(path, flags)
         with open(descriptor, "rb") as file:
@@ -97,7 +97,7 @@ def read_bounded(
 def read_bounded_text(
     path: str | Path, max_bytes: int, display_name: str = "", remedy: str = DOWNLOAD_AGAIN, follow: bool = True
 ) -> str:
-    """As `read_bounded`, decoded as UTF-8."""
+    """As `read_bounded`, but return the UTF-8 text."""
     display_name = display_name or str(path)
     try:
         return read_bounded(path, max_bytes, display_name, remedy, follow).decode("utf-8")
@@ -108,7 +108,7 @@ def read_bounded_text(
 def read_json_object(
     path: str | Path, max_bytes: int, display_name: str = "", remedy: str = DOWNLOAD_AGAIN, follow: bool = True
 ) -> dict[str, Any]:
-    """The object in a JSON file, read as by `read_bounded`; StartupError for anything else."""
+    """Return the object in a JSON file, read as by `read_bounded`. Raise StartupError if it has no object."""
     display_name = display_name or str(path)
     data = read_bounded(path, max_bytes, display_name, remedy, follow)
     if sum(data.count(mark) for mark in b",[{") > MAX_JSON_VALUES:
@@ -123,7 +123,7 @@ def read_json_object(
 
 
 def read_json_config(folder: Path, name: str) -> dict[str, Any]:
-    """The object in a checkpoint's JSON file `name`, empty if there is no such file."""
+    """Return the object in the JSON file `name` of a checkpoint; empty if there is no such file."""
     path = find_checkpoint_file(folder, name)
     return {} if path is None else read_json_object(path, MAX_BYTES_BY_FILE[name], str(folder / name), follow=False)
 

@@ -1,12 +1,11 @@
-"""Jenga's interface for layer types (Figure 9a), by its names: a type written as the paper writes them is a policy of
-quire's memory. Pages hold any number of tokens; a type says what it touches and which prefixes are valid in tokens.
+"""Jenga's interface for layer types (Figure 9a), with its names, and memory policies made from such types.
 
-quire asks a policy what is read, where the paper's engine lets a type stamp pages: what `update_last_access` touches
-when a request has `len` tokens is what the last of them reads, and is held until no later one touches it. When a page
-is released it gets one time for all types, so times themselves are only for who looks at an Evictor. What
-`get_possible_prefix` accepts is what must be found. `set_prefix_length` must rise with the position, which is the order
-in which pages are evicted here: from the last one.
-"""
+Pages hold any number of tokens; a layer type gives the pages that it touches and the valid prefixes in tokens. quire
+asks a policy what is read, while the paper's engine lets a type stamp pages: what `update_last_access` touches for a
+request with `len` tokens is what the last token reads, and is held until no later token touches it. On release a page
+gets one time for all types, so the times themselves only matter to a reader of an Evictor. What `get_possible_prefix`
+accepts must be found in the cache. `set_prefix_length` must rise with the position, since pages are evicted here from
+the last to the first."""
 
 from __future__ import annotations
 
@@ -20,35 +19,35 @@ from quire.protocol.sequence import Sequence as Branch
 
 
 class Evictor:
-    """When each page was last accessed, and how long a prefix it ends (§5.1)."""
+    """The last access of each page, and the length of the prefix that it ends (§5.1)."""
 
     def __init__(self) -> None:
         self.last_access: dict[int, int] = {}
         self.prefix_length: dict[int, int] = {}
 
     def update_last_access(self, page: int, time: int) -> None:
-        """The page was used."""
+        """Record a use of the page at `time`."""
         self.last_access[page] = time
 
     def set_prefix_length(self, page: int, length: int) -> None:
-        """Of pages that were used at one time, the one with the greatest length is evicted first."""
+        """Set a page's prefix length: of pages used at the same time the longest is evicted first."""
         self.prefix_length[page] = length
 
     def order(self) -> list[int]:
-        """The pages as they are evicted."""
+        """Return the pages in the order of eviction."""
         return sorted(self.last_access, key=lambda p: (self.last_access[p], -self.prefix_length.get(p, 0)))
 
 
 class Request:
-    """A request as a layer type sees it: `len` tokens, of which `page[i]` is the page of the i-th, counted from 1."""
+    """A request for a layer type: `len` tokens; `page[i]` is the page of the i-th token, counted from 1."""
 
     def __init__(self, len: int, page: Sequence[int]) -> None:
         self.len, self.page = len, page
 
 
 class LayerSupportsPrefixCache(Protocol):
-    """Figure 9a. `get_possible_prefix` is given whether the keys and values of each token are cached, and returns the
-    lengths of all prefixes that are valid for the type."""
+    """A layer type by Figure 9a. `get_possible_prefix` takes, for each token, whether its keys and values are cached,
+    and returns the lengths of all prefixes that are valid for the type."""
 
     evictor: Evictor
 
@@ -60,8 +59,10 @@ class LayerSupportsPrefixCache(Protocol):
 def access(
     layers: Sequence[LayerSupportsPrefixCache], pages: Sequence[Sequence[int]], start: int, len: int, time: int
 ) -> None:
-    """A step at `time` brought a request to `len` tokens, from `start` that it had or found. pages[t] are those of type
-    t, as in Request. One time for all types keeps eviction balanced, one length for a token aligned (§5.1)."""
+    """Record a step at `time` that extends a request from `start` tokens, computed or found before, to `len` tokens.
+
+    pages[t] are the pages of type t, as in Request. One time for all types keeps eviction balanced, and one length for
+    each token keeps it aligned (§5.1)."""
     for layer, page in zip(layers, pages):
         for tokens in range(max(start, 1), len + 1):
             layer.update_last_access(Request(tokens, page), time)
@@ -69,28 +70,28 @@ def access(
 
 
 def longest_prefix(layers: Sequence[LayerSupportsPrefixCache], hits: Sequence[Sequence[bool]]) -> int:
-    """The longest prefix that is valid for every type (§5.2), given what is cached of each; 0: none."""
+    """Return the longest prefix valid for every type, or 0 (§5.2); hits[t] are the cached tokens of type t."""
     valid = [layer.get_possible_prefix(is_hit) for layer, is_hit in zip(layers, hits)]
     return max(set.intersection(*valid), default=0)
 
 
 def policy_of(layer: LayerSupportsPrefixCache, horizon: int, period: int = 1) -> Callable[[KVCacheGroup], LayerPolicy]:
-    """What a memory's `policies` have for a kind of group: see JengaPolicy."""
+    """Return a function that makes the JengaPolicy of a group, for the `policies` of a memory."""
     return lambda group: JengaPolicy(group, layer, horizon, period)
 
 
 class JengaPolicy(FullPolicy):
-    """A layer type of the paper's interface as a policy of the memory.
+    """A policy of the memory for a layer type with the paper's interface.
 
-    What it touches must be a range up to the newest token. It is asked about requests of up to `horizon` tokens, which
-    are more than it looks back: beyond, what it touches and needs moves with the request, by `period` tokens at a time.
-    InputError names the method that contradicts this, or another one."""
+    What the type touches must be a range that ends at the newest token. The type is called for requests of up to
+    `horizon` tokens, which must be more than it looks back. For longer requests what it touches and needs moves with
+    the request, by `period` tokens at a time. InputError names the method that contradicts this, or another method."""
 
     def __init__(self, group: KVCacheGroup, layer: LayerSupportsPrefixCache, horizon: int, period: int = 1) -> None:
         super().__init__(group)
         self.layer, self.horizon, self.period = layer, horizon, period
-        self._first_touched: dict[int, int] = {}  # tokens -> the first one that the last of them touches
-        self._first_needed: dict[int, int] = {}  # tokens of a prefix -> the first one that must be cached
+        self._first_touched: dict[int, int] = {}  # tokens -> the first token that the last one touches
+        self._first_needed: dict[int, int] = {}  # tokens of a prefix -> the first token that must be cached
         self.check()
 
     def reads(self, seq: Branch | None, start: int, end: int) -> range:
@@ -99,13 +100,13 @@ class JengaPolicy(FullPolicy):
         )
 
     def required(self, seq: Branch | None, hit: int) -> range:
-        """Of what must be cached, the pages that the next token touches: Figure 9 asks for a token more."""
+        """Return the pages that must be cached and that the next token touches: Figure 9 requires one token more."""
         stop = self.group.num_pages(hit)
         first = max(self._look_up_first(hit, self._first_needed), self._look_up_first(hit + 1, self._first_touched))
         return range(min(self.group.num_full_pages(first), stop), stop)
 
     def _look_up_first(self, tokens: int, known: dict[int, int]) -> int:
-        """The first token that counts where there are so many, which beyond the horizon moves with them."""
+        """Return the first touched or needed token for `tokens` tokens; beyond the horizon it moves with them."""
         near = tokens
         if tokens > self.horizon:
             near = self.horizon - (self.horizon - tokens) % self.period
@@ -125,7 +126,9 @@ class JengaPolicy(FullPolicy):
         return first - 1
 
     def _find_first_needed(self, tokens: int) -> int:
-        """By halving: what is valid with some tokens missing is so with fewer of them missing."""
+        """Return the first token that must be cached.
+
+        Bisection works since a prefix that is valid with some tokens missing is valid with fewer of them missing."""
         low, high = 0, tokens
         while low < high:
             middle = (low + high + 1) // 2
@@ -140,7 +143,7 @@ class JengaPolicy(FullPolicy):
         return type(self.layer).__name__
 
     def check(self) -> None:
-        """InputError if what the layer type says contradicts itself, as far as short requests show it."""
+        """Raise InputError if the methods of the layer type contradict each other for short requests."""
         touched = list(map(self._find_first_touched, range(1, min(self.horizon, 48) + 1)))
         if touched != sorted(touched):
             raise InputError(f"update_last_access of {self._name} touches again what it had left", "policies")

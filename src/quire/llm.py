@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -12,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from quire.core.outputs import BranchOutput
 from quire.errors import EngineDead, InputError, Overloaded
@@ -30,8 +29,9 @@ from quire.text.request_detokenizer import RequestDetokenizer
 from quire.text.session import Node, session_params
 
 if TYPE_CHECKING:
-    from quire.pool import Pool, PoolMember
+    from quire.pool import Pool
     from quire.startup.build import BuiltEngine
+    from quire.startup.memory_plan import PoolMember
     from quire.text.tokenizer import Tokenizer
 
 log = logging.getLogger("quire")
@@ -39,9 +39,9 @@ log = logging.getLogger("quire")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """What LLM.beam_search takes; vLLM's names. `temperature` is there for vLLM's callers and has no effect: beams are
-    ranked by the model's own probabilities. SamplingParams(beam_width=...) offers more: early stopping, stop tokens,
-    penalties, log-probabilities."""
+    """The parameters of LLM.beam_search, with vLLM's names. `temperature` is accepted for compatibility and has no
+    effect: beams are ranked by the model's own probabilities. SamplingParams(beam_width=...) offers more: early
+    stopping, stop tokens, penalties, log-probabilities."""
 
     beam_width: int
     max_tokens: int
@@ -50,7 +50,8 @@ class BeamSearchParams:
     length_penalty: float = 1.0
 
     def sampling(self) -> SamplingParams:
-        """The same as SamplingParams that return every beam. InputError names the limit that a value breaks."""
+        """Return the equivalent SamplingParams, which return every beam. Raise InputError for a value out of its
+        range."""
         params = SamplingParams(
             beam_width=self.beam_width,
             max_tokens=self.max_tokens,
@@ -74,11 +75,12 @@ class LLM:
     """A model that is ready to generate. `settings` are EngineConfig's fields (memory, dtype, kv_tokens, ...).
 
     `model` is a folder, a hub id, or None for the bundled model. StartupError says what is wrong and what to change.
-    Not thread-safe, and one call at a time. A failed or interrupted call leaves nothing behind; the LLM stays usable.
-    `custom_kv_cache`: the quire.Pool in which the model shares its KV memory with others; it has the settings.
+    Not thread-safe, and one call at a time. After a failed or interrupted call nothing of it remains, and the LLM stays
+    usable. `custom_kv_cache`: a quire.Pool whose KV memory the model shares with others; it has the settings.
     """
 
-    _member: PoolMember | None = None
+    _pool: Pool | None = None
+    _pool_member: PoolMember | None = None
 
     def __init__(
         self, model: str | None = None, *, progress: bool = False, custom_kv_cache: Pool | None = None, **settings: Any
@@ -87,28 +89,32 @@ class LLM:
 
         if custom_kv_cache is not None:
             custom_kv_cache.check_thread()
-            self._member = custom_kv_cache.member(model, settings)
-            self._set_up(build(self._member.config, progress, self._member))
+            self._pool, self._pool_member = custom_kv_cache, custom_kv_cache.member(model, settings)
+            self._set_up(build(self._pool_member.config, progress, self._pool_member))
         else:
             self._set_up(build(engine_config(model, settings), progress))
 
     @classmethod
     def of(cls, built: BuiltEngine) -> LLM:
-        """An LLM over an engine that is built already."""
+        """Return an LLM over an engine that is already built."""
         self = cls.__new__(cls)
         self._set_up(built)
         return self
 
     def _set_up(self, built: BuiltEngine) -> None:
         self.built, self.engine = built, built.engine
-        ends = tuple(built.engine.scheduler.eos_ids)
+        eos_ids = tuple(built.engine.scheduler.eos_ids)
         self.prompts = InputProcessor(
-            built.tokenizer, built.chat_template, built.engine.limits, built.default_sampling, built.image_loader, ends
+            built.tokenizer,
+            built.chat_template,
+            built.engine.limits,
+            built.default_sampling,
+            built.image_loader,
+            eos_ids,
         )
-        # Offline, the caller's list is the queue.
-        self.engine.limits = self.engine.limits._replace(max_queued=sys.maxsize)
+        self.engine.lift_queue_limit()  # the caller's list is the queue
         self._ids = count()
-        self._transcripts: dict[str, RequestDetokenizer] = {}  # of requests under way
+        self._detokenizers: dict[str, RequestDetokenizer] = {}  # of unfinished requests
         for notice in built.notices:
             log.info(notice)
         self._closed = False
@@ -122,14 +128,15 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue each prompt; results in the order of the prompts. `sampling_params`: one for all, or one for each,
-        or None for the model's own defaults. InputError for a bad prompt or parameter, before anything is computed.
+        """Continue each prompt; return the results in the order of the prompts. `sampling_params`: one for all, one for
+        each, or None for the model's defaults. Raise InputError for an invalid prompt or parameter, before anything is
+        computed.
 
-        A prompt is a text, token ids, or {"prompt": text}, with which pictures may come: "multi_modal_data": {"image":
-        bytes of a file, a uint8 array, a PIL image, or a list of these}."""
+        A prompt is a text, token ids, or {"prompt": text}, which may have images: "multi_modal_data": {"image": bytes
+        of a file, a uint8 array, a PIL image, or a list of these}."""
         single = isinstance(prompts, str | Mapping) or (bool(prompts) and type(prompts[0]) is int)
-        given = [prompts] if single else list(prompts)
-        return self._run([self.prompts.process_prompt(item) for item in given], sampling_params, use_tqdm)
+        items = [prompts] if single else list(prompts)
+        return self._run([self.prompts.process_prompt(item) for item in items], sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -140,15 +147,15 @@ class LLM:
         use_tqdm: bool = True,
         **kwargs: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several. `kwargs` are variables of the chat template. Pictures are
-        image_url parts with data: URIs, as in requests."""
+        """Answer one conversation, or each of several. `kwargs` are variables of the chat template. Images are
+        image_url parts with data: URIs, as in HTTP requests."""
         single = not messages or isinstance(messages[0], Mapping)
-        conversations = [messages] if single else messages
-        rendered = [self.prompts.process_chat(item, add_generation_prompt, **kwargs) for item in conversations]  # type: ignore[arg-type]
+        conversations = cast("Sequence[Messages]", [messages] if single else messages)
+        rendered = [self.prompts.process_chat(item, add_generation_prompt, **kwargs) for item in conversations]
         return self._run(rendered, sampling_params, use_tqdm)
 
     def beam_search(self, prompts: Any, params: BeamSearchParams, *, use_tqdm: bool = False) -> list[BeamSearchOutput]:
-        """The most likely continuations of each prompt that beam search finds, best first."""
+        """Return the most likely continuations of each prompt that beam search finds, best first."""
         return [self._to_beam_output(result) for result in self.generate(prompts, params.sampling(), use_tqdm=use_tqdm)]
 
     def _to_beam_output(self, result: RequestOutput) -> BeamSearchOutput:
@@ -165,8 +172,9 @@ class LLM:
         return BeamSearchOutput(beams)
 
     def register_prefix(self, name: str, prefix: str | Sequence[int]) -> int:
-        """Compute a text or token ids once and keep them as the prefix `name`, for every prompt that begins so. Returns
-        their number. InputError, PrefixTaken, or PrefixesFull beyond the setting `prefix_tokens`."""
+        """Compute a text or token ids once and keep them as the prefix `name`, for all prompts that begin with it.
+        Return the number of tokens. Raise InputError, PrefixTaken, or PrefixesFull beyond the setting
+        `prefix_tokens`."""
         tokens = self.prompts.process_prefix(name, prefix)
         self._check_idle()
         self.engine.register_prefix(name, tokens)
@@ -184,55 +192,55 @@ class LLM:
         return len(tokens)
 
     def release_prefix(self, name: str) -> bool:
-        """Let go of a registered prefix. False if there is none of that name."""
+        """Release a registered prefix. Return False if there is none of that name."""
         self._check_idle()
         return self.engine.release_prefix(name)
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix and picture; registered prefixes stay. Returns the number of pages that were
-        emptied."""
+        """Drop all cached prefixes and images but the registered prefixes. Return the number of pages that were
+        freed."""
         self._check_idle()
         return self.engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
-        """Let go of the KV memory, and of the weights: to host memory (1; on a CPU they stay) or for good (2), until
-        `wake_up`. What is cached is lost."""
+        """Release the KV memory and the weights until `wake_up`. The weights are moved to host memory (level 1; on a
+        CPU they stay) or dropped (level 2). Cached prefixes are lost."""
         self._check_idle()
-        self.engine.sleep_controller.sleep(level)
+        self.engine.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take back what sleeps, or only "weights" or "kv_cache", in that order. With all of it there registered
-        prefixes are computed again, and prompts are taken."""
+        """Restore what `sleep` released, or only "weights" or "kv_cache", in that order. Once all is restored,
+        registered prefixes are computed again and prompts are accepted."""
         self._check_idle()
-        self.engine.sleep_controller.wake(tags)
+        self.engine.wake(tags)
         while self.engine.has_unfinished_requests:
             self._step()
 
     @property
     def prefixes(self) -> dict[str, int]:
-        """The registered prefixes: their lengths in tokens."""
+        """The lengths in tokens of the registered prefixes, by name."""
         return dict(self.engine.prefix_lengths)
 
     def embed(self, texts: Any, *, dimensions: int | None = None) -> list[list[float]]:
-        """The embedding of each text (a prompt as `generate` takes it, without pictures), of length 1: `hidden`
-        numbers, or their first `dimensions`. What they are made of is the setting `pooling`'s. InputError for a bad
-        text, before anything is computed."""
+        """Return the embedding of each text (a prompt as in `generate`, without images), scaled to length 1: `hidden`
+        numbers, or the first `dimensions` of them. The setting `pooling` selects the kind of pooling. Raise InputError
+        for an invalid text, before anything is computed."""
         single = isinstance(texts, str | Mapping) or (bool(texts) and type(texts[0]) is int)
         self.prompts.limits.check_embedding(dimensions)
         prompts = [self.prompts.process_prompt(text) for text in ([texts] if single else texts)]
         if any(prompt.images for prompt in prompts):
             raise InputError("pictures have no embeddings here", "prompt")
         jobs = self._add_requests(prompts, [EMBEDDING_PARAMS] * len(prompts))
-        found: dict[str, BranchOutput] = {}
+        finished: dict[str, BranchOutput] = {}
         try:
-            while len(found) < len(jobs):
-                found |= {output.request_id: output for output in self._step() if output.done}
+            while len(finished) < len(jobs):
+                finished |= {output.request_id: output for output in self._step() if output.done}
         finally:
             self._abort_requests(jobs)
-        return [embedding_vector(found[job.id], dimensions).tolist() for job in jobs]
+        return [embedding_vector(finished[job.id], dimensions).tolist() for job in jobs]
 
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[BranchOutput]:
-        """Continue one prompt, step by step. Leaving the iterator aborts the request."""
+        """Continue one prompt and yield its outputs step by step. Leaving the iterator aborts the request."""
         ready = prompt if isinstance(prompt, Prompt) else self.prompts.process_prompt(prompt)
         jobs = self._add_requests([ready], [params or self.prompts.make_params()])
         done = False
@@ -246,8 +254,9 @@ class LLM:
 
     @contextmanager
     def session(self, prompt: Any, *, width: int = 8, max_tokens: int = 256, top: int = 20) -> Iterator[Node]:
-        """A prompt that the caller continues, token by token and in up to `width` branches of up to `max_tokens` (see
-        quire.text.session). Room for all of them is required; other calls wait until the session is left."""
+        """Open a prompt that the caller continues token by token, in up to `width` branches of up to `max_tokens` (see
+        quire.text.session). The memory must have room for all of them. No other call is possible until the session is
+        left."""
         [job] = jobs = self._add_requests(
             [self.prompts.process_prompt(prompt)], [session_params(width, max_tokens, top)], waits=True
         )
@@ -258,26 +267,26 @@ class LLM:
             self._abort_requests(jobs)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         return self.prompts.encode(text, add_special_tokens)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, if it has one."""
+        """The model's tokenizer, or None."""
         return self.prompts.tokenizer
 
     def get_tokenizer(self) -> Tokenizer | None:
-        """As `tokenizer`."""
+        """Return `tokenizer`."""
         return self.tokenizer
 
     def close(self) -> None:
-        """Release the engine, and end the chat template's process. Closing twice is fine."""
+        """Release the engine and end the chat template's process. Closing twice is allowed."""
         if not self._closed:
             self._closed = True
             self.prompts.close()
             self.engine.close()
-            if self._member is not None:
-                self._member.pool.leave(self.engine, self._member.view)
+            if self._pool is not None and self._pool_member is not None:
+                self._pool.leave(self.engine, self._pool_member.view)
 
     def __enter__(self) -> LLM:
         return self
@@ -289,10 +298,12 @@ class LLM:
 
     # The loop
 
-    def _run(self, prompts: list[Prompt], params: Any, use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, use_tqdm: bool
+    ) -> list[RequestOutput]:
         jobs = self._add_requests(prompts, self._params_per_prompt(params, len(prompts)))
         decode = self.prompts.decode_token
-        found = {
+        builders = {
             job.id: RequestOutputBuilder(job.id, job.prompt.text, job.prompt.ids, job.params, decode) for job in jobs
         }
         requests = {job.id: self.engine.requests[job.id] for job in jobs}
@@ -301,17 +312,19 @@ class LLM:
                 left = len(jobs)
                 while left:
                     for output in self._step(interrupts):
-                        found[output.request_id].push(output)
+                        builders[output.request_id].push(output)
                         if output.done:
-                            found[output.request_id].finish(requests[output.request_id], self.engine.clock())
+                            builders[output.request_id].finish(requests[output.request_id], self.engine.clock())
                             left -= 1
                             bar.update()
         finally:
             self._abort_requests(jobs)
-        return [found[job.id].result for job in jobs]
+        return [builders[job.id].result for job in jobs]
 
-    def _params_per_prompt(self, params: Any, number: int) -> list[SamplingParams]:
-        """The parameters of each prompt."""
+    def _params_per_prompt(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, number: int
+    ) -> list[SamplingParams]:
+        """Return the parameters of each prompt."""
         if params is None or isinstance(params, SamplingParams):
             return [params or self.prompts.make_params()] * number
         each = list(params)
@@ -333,10 +346,10 @@ class LLM:
             for prompt, each in zip(prompts, params):
                 job = OfflineRequest(f"offline-{next(self._ids)}", prompt, resolved[id(each)])
                 jobs.append(job)
-                _, ids, media, pixels = prompt
-                self.engine.add(job.id, ids, job.params, may_wait=waits, images=media, pixels=pixels)
+                _, ids, images, pixels = prompt
+                self.engine.add(job.id, ids, job.params, may_wait=waits, images=images, pixels=pixels)
                 stop = partial(self.engine.stop, job.id)
-                self._transcripts[job.id] = RequestDetokenizer(self.prompts.text_backend, prompt.ids, job.params, stop)
+                self._detokenizers[job.id] = RequestDetokenizer(self.prompts.text_backend, prompt.ids, job.params, stop)
         except BaseException:
             self._abort_requests(jobs)
             raise
@@ -345,40 +358,41 @@ class LLM:
     def _check_idle(self) -> None:
         if self._closed:
             raise EngineDead("this LLM is closed")
-        if self._member is not None:
-            self._member.pool.check_thread()
+        if self._pool is not None:
+            self._pool.check_thread()
         if self.engine.has_unfinished_requests:
             raise InputError("another call of this LLM is under way: finish it, or close its iterator, first")
 
     def _step(self, interrupts: _DeferredInterrupts | None = None) -> list[BranchOutput]:
-        """One whole step; Ctrl-C in it is raised after it. `interrupts`: those that the caller has held up already."""
+        """Run one whole step; Ctrl-C during it is raised after it. `interrupts`: the caller's deferral, if it has
+        one."""
         try:
             with _DeferredInterrupts() if interrupts is None else nullcontext(interrupts) as interrupts:
                 outputs = self.engine.step()
-        except Overloaded:  # others that share the memory hold it: nothing was begun
+        except Overloaded:  # another engine holds the shared memory: no step began
             raise
         except BaseException:
-            self.close()  # a step cut short leaves an engine that can't be trusted
+            self.close()  # an interrupted step leaves the engine inconsistent
             raise
         interrupts.check()
-        return [told for output in outputs if (told := self._with_text(output)) is not None]
+        return [with_text for output in outputs if (with_text := self._with_text(output)) is not None]
 
     def _with_text(self, output: BranchOutput) -> BranchOutput | None:
-        """An output with its text; None where there is none any more."""
-        transcript = self._transcripts.get(output.request_id)
-        told = output if transcript is None else transcript.process(output)
-        if told is not None and told.done:
-            self._transcripts.pop(output.request_id, None)
-        return told
+        """Return an output with its text, or None if the branch has ended at a stop string before."""
+        detokenizer = self._detokenizers.get(output.request_id)
+        with_text = output if detokenizer is None else detokenizer.process(output)
+        if with_text is not None and with_text.done:
+            self._detokenizers.pop(output.request_id, None)
+        return with_text
 
     def _abort_requests(self, requests: list[OfflineRequest]) -> None:
-        """End what is left of a call, and wait until nothing of it is in flight."""
+        """Abort the unfinished requests of a call, and wait until no step with them is in flight."""
         if self._closed:
             return
         for job in requests:
             self.engine.abort(job.id)
-            self._transcripts.pop(job.id, None)
-        with suppress(KeyboardInterrupt):  # known already: the call is being abandoned
+            self._detokenizers.pop(job.id, None)
+        with suppress(KeyboardInterrupt):  # the call is already being aborted
             while self.engine.has_unfinished_requests:
                 self._step()
         if self.engine.has_unfinished_requests:
@@ -386,7 +400,7 @@ class LLM:
 
 
 class _DeferredInterrupts:
-    """Ctrl-C waits for the end of a step, so that the engine stays whole; a second one doesn't."""
+    """Defers Ctrl-C to the end of a step, so that the engine stays consistent. A second Ctrl-C is not deferred."""
 
     def __init__(self) -> None:
         self._interrupted = False

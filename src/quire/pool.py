@@ -1,8 +1,8 @@
-"""Several models over one KV memory (Jenga §8): `Pool([config, config], kv_gib=4)`, then `LLM(model,
+"""Several models that share one KV memory (Jenga §8): `Pool([config, config], kv_gib=4)`, then `LLM(model,
 custom_kv_cache=pool)` for each.
 
-Page sizes are planned from all models at once, so all of them are named before the first is loaded. What one model
-doesn't use the others may, page by page.
+Page sizes are planned for all models together, so all configs are given before the first model is loaded. Pages that
+one model doesn't use are free for the others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
 from quire.core.engine import Engine
@@ -23,7 +23,7 @@ from quire.memory.page_tables import build_page_pool
 from quire.memory.paged import PagedMemory
 from quire.startup.checkpoint import Checkpoint, read_checkpoint
 from quire.startup.dtypes import ITEMSIZE, choose_device, choose_dtype, kv_namespace, quantization_savings
-from quire.startup.memory_plan import GIB, MemoryPlan, plan_memory
+from quire.startup.memory_plan import GIB, MemoryPlan, PoolMember, plan_memory
 
 if TYPE_CHECKING:
     import torch
@@ -31,23 +31,12 @@ if TYPE_CHECKING:
 MUST_MATCH = ("page_sizes", "association", "device")
 
 
-class PoolMember(NamedTuple):
-    """One model's part of a pool, from which its engine is built."""
-
-    config: EngineConfig
-    source: Checkpoint
-    plan: MemoryPlan
-    memory: PagedMemory
-    view: PoolView
-    pool: Pool
-
-
 class Pool:
-    """`kv_gib` GiB of KV memory for the models of `configs`, whose own sizes of it are ignored. StartupError if they
-    can't have it in common.
+    """`kv_gib` GiB of KV memory for the models of `configs`, whose own KV memory sizes are ignored. Raises StartupError
+    if the models can't share a memory.
 
-    The thread that makes it is the one that uses its models. Each is loaded once; when it is closed, what it held is
-    the others'."""
+    Only the thread that creates the pool may use its models. Each is loaded once; closing it frees its pages for the
+    others."""
 
     def __init__(self, configs: Sequence[EngineConfig], *, kv_gib: float) -> None:
         if not configs or not kv_gib > 0:
@@ -76,29 +65,29 @@ class Pool:
         models = [(config, source.spec, size) for config, source, size in zip(sized, sources, sizes)]
         self.kv_configs = build_joint_kv_configs(models, int(kv_gib * GIB))
         joint = replace(self.kv_configs[0], groups=tuple(g for one in self.kv_configs for g in one.groups))
-        ledger = build_page_pool(joint, [group.ids for group in joint.groups], sized[0].association)
-        common = SharedPool(ledger, self.kv_configs, [config.prefix_tokens for config in sized])
+        page_pool = build_page_pool(joint, [group.ids for group in joint.groups], sized[0].association)
+        shared_pool = SharedPool(page_pool, self.kv_configs, [config.prefix_tokens for config in sized])
         self.bytes = joint.bytes
-        self.members = [self._member(*each) for each in zip(sized, sources, plans, common.views)]
+        self.members = [self._member(*parts) for parts in zip(sized, sources, plans, shared_pool.views)]
         self.buffer: torch.Tensor | None = None
         self.unloaded = list(self.members)
 
     def _member(self, config: EngineConfig, source: Checkpoint, plan: MemoryPlan, view: PoolView) -> PoolMember:
         memory = PagedMemory.from_kv_config(view.kv_config, config, kv_namespace(config, source, self.dtype), view)
-        longest = bisect_left(range(1, plan.max_len + 1), True, key=lambda length: not memory.fits([length]))
-        if longest < (2 if config.max_model_len is None else config.max_model_len):
+        max_len = bisect_left(range(1, plan.max_len + 1), True, key=lambda length: not memory.fits([length]))
+        if max_len < (2 if config.max_model_len is None else config.max_model_len):
             raise StartupError(
-                f"the pool holds {longest} tokens of {source.name} at most beside registered prefixes",
+                f"the pool holds {max_len} tokens of {source.name} at most beside registered prefixes",
                 "Use a larger kv_gib, or a smaller max_model_len or prefix_tokens",
             )
-        if longest < plan.max_len:
-            plan = plan._replace(max_len=longest, limit_note=" (a larger pool would allow more)")
-        return PoolMember(config, source, plan, memory, view, self)
+        if max_len < plan.max_len:
+            plan = plan._replace(max_len=max_len, limit_note=" (a larger pool would allow more)")
+        return PoolMember(config, source, plan, memory, view, self.shared_memory_group, self.get_buffer)
 
-    # For quire.startup.build and quire.llm
+    # For quire.llm and quire.startup.build
 
     def member(self, model: str | None, settings: dict[str, Any]) -> PoolMember:
-        """The part of a model, which is named as in its config. StartupError if there is none, or not any more."""
+        """Return and use up the member of `model`, the name in its config. Raise StartupError if there is none left."""
         if settings:
             raise StartupError(
                 f"{', '.join(settings)[:80]} is given beside a pool", "Set it in the pool's EngineConfig"
@@ -116,24 +105,24 @@ class Pool:
         )
 
     def get_buffer(self) -> torch.Tensor:
-        """The buffer that all models' pages are in; zeros at first."""
+        """Return the buffer of all models' pages; zeros at first."""
         import numpy as np
         import torch
 
         if self.buffer is None:
-            if self.device == "cpu":  # NumPy's untouched zeros cost a CPU no memory, torch's do
+            if self.device == "cpu":  # on a CPU, zeros of NumPy take no memory until written, those of torch do
                 self.buffer = torch.from_numpy(np.zeros(self.bytes, dtype=np.uint8))
             else:
                 self.buffer = torch.zeros(self.bytes, dtype=torch.uint8, device=self.device)
         return self.buffer
 
     def check_thread(self) -> None:
-        """InputError in any thread but its own."""
+        """Raise InputError unless the calling thread created the pool."""
         if threading.get_ident() != self.thread:
             raise InputError("models that share a KV memory are used by the thread that made their pool")
 
     def leave(self, engine: Engine, view: PoolView) -> None:
-        """A model is closed: what it held is the others'."""
+        """Remove a closed model and free its pages."""
         self.shared_memory_group.remove(engine)
         view.close()
         if not self.shared_memory_group.engines and not self.unloaded:
@@ -141,7 +130,7 @@ class Pool:
 
 
 def _check_compatible(configs: Sequence[EngineConfig], dtypes: Sequence[str]) -> None:
-    """StartupError for models whose pages can't lie in one memory."""
+    """Raise StartupError if the models can't share a memory."""
     for config in configs:
         if config.has_rank_processes:
             raise StartupError(
@@ -156,17 +145,21 @@ def _check_compatible(configs: Sequence[EngineConfig], dtypes: Sequence[str]) ->
     for name in MUST_MATCH:
         if len(values := {str(getattr(config, name)) for config in configs}) > 1:
             raise StartupError(f"models of a pool have {name} {', '.join(sorted(values))}", "Give all the same")
-    if len(set(dtypes)) > 1:  # the bits of another format may be no number
+    if len(set(dtypes)) > 1:  # as another format, the bits may not be a finite number
         raise StartupError(f"models of a pool have the formats {', '.join(dtypes)}", "Give all the same dtype")
 
 
 def _check_room(plans: Sequence[MemoryPlan]) -> None:
-    """StartupError if the weights and activations of all models don't fit beside the pool. Models compute in turns, but
-    each keeps what it computes in."""
-    own, kv = sum(plan.weight_bytes + plan.activation_bytes for plan in plans), max(plan.kv_bytes for plan in plans)
-    if own + kv > plans[0].free_bytes:
+    """Raise StartupError if the weights and activations of all models don't fit beside the pool. Only one model
+    computes at a time, but each keeps its activation buffers."""
+    weights_and_activations, kv = (
+        sum(plan.weight_bytes + plan.activation_bytes for plan in plans),
+        max(plan.kv_bytes for plan in plans),
+    )
+    if weights_and_activations + kv > plans[0].free_bytes:
         raise StartupError(
-            f"out of memory: the models of the pool take {own / GIB:.2f} GiB, their KV memory {kv / GIB:.2f} GiB, and "
+            f"out of memory: the models of the pool take {weights_and_activations / GIB:.2f} GiB, "
+            f"their KV memory {kv / GIB:.2f} GiB, and "
             f"{plans[0].free_bytes / GIB:.2f} GiB are free on {plans[0].device}",
             "Use a smaller kv_gib, or fewer models",
         )

@@ -1,10 +1,10 @@
-"""The interface that vAttention gives a serving framework (Table 4), by its names: `init`, `alloc_reqid`, `free_reqid`
-and `step`, over any driver of virtual memory. It knows pages and lengths; no engine, scheduler or model.
+"""vAttention's interface for a serving framework (Table 4), with its names: `init`, `alloc_reqid`, `free_reqid` and
+`step`, over any driver of virtual memory.
 
-Pages are counted by the ledger that the engine has too. The reqIds' own rules are here, and differ from the engine's
-memory `virtual` in one thing: there an empty page may stay mapped where its last owner was, since a plan says what may
-still be read. Here nobody says that, so a page lies under one reqId, and is unmapped before another gets it.
-"""
+It knows pages and lengths; no engine, scheduler or model. Pages are counted by the same PagePool as in the engine. The
+rules for reqIds are separate, and differ from the engine's memory `virtual` in one point: there an empty page may stay
+mapped where it was last used, since a plan determines what may still be read. Here there is no plan, so a page is
+mapped under one reqId, and unmapped before another one gets it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ if TYPE_CHECKING:
     import torch
 
 FAILED = -1
-LOW_WATER_DIVISOR = 10  # a tenth of all pages is kept unmapped, as far as inactive reqIds have pages to give (§6.2.2)
-MEAN_WINDOW = 16  # requests that the mean of the first pages looks back on, about
+LOW_WATER_DIVISOR = 10  # 1 / 10 of all pages is kept unmapped, if inactive reqIds have pages to reclaim (§6.2.2)
+MEAN_WINDOW = 16  # weight of the moving mean of the pages of new requests: about the last 16 requests
 LIMITS = {"N": MAX_LAYERS, "B": 2**16, "L": 2**31, "H": 2**16, "D": 2**16, "P": 8, "page_size": 2**31, "pages": 2**31}
 DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?", re.ASCII)
-DTYPES = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}  # by P, where none is given
+DTYPES = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}  # the defaults, by P
 
 
 class Counts(NamedTuple):
-    """Pages, each counted once for all the tensors that it is a part of. `free` ones are mapped nowhere, `cached` ones
-    under inactive reqIds, `active` ones under others. Since the start so many were mapped `in_step`, `ahead` of one,
-    and unmapped to be used elsewhere (`reclaimed`); `failures` of `step`; `seconds` that it took."""
+    """Numbers of pages, each counted once for all tensors.
+
+    `free` pages are not mapped, `cached` ones are mapped under inactive reqIds, `active` ones under active reqIds.
+    Since the start `in_step` pages were mapped in a step, `ahead` before one, and `reclaimed` ones were unmapped for
+    use elsewhere. `failures` counts failed steps, and `seconds` is the time of all steps."""
 
     free: int
     cached: int
@@ -50,13 +52,15 @@ def init(
     N: int, B: int, L: int, H: int, D: int, P: int, page_size: int, *, pages: int, layout: str = "layer",
     device: str = "cpu", dtype: torch.dtype | None = None, background: bool = False, driver: Driver | None = None,
 ) -> VAttention:  # fmt: skip
-    """vAttention for a worker with `N` layers, at most `B` requests of at most `L` tokens, and `H` KV heads of `D`
-    numbers of `P` bytes. Every buffer gets `pages` pages of `page_size` bytes, made now and mapped by `step`. `layout`
-    says which layers share a buffer: "layer" is the paper's, "sliced" puts all into one, "sliced:4" four.
+    """Return a vAttention for a worker with `N` layers, at most `B` requests of at most `L` tokens, and `H` KV heads of
+    `D` numbers of `P` bytes.
 
-    With `background` a thread maps ahead of need while an iteration runs (§6.2.1); else whoever calls `map_ahead` does.
-    `driver` is used in place of the device's, and closed with it. InputError for sizes that can't be; StartupError for
-    a layout or page size that can't be had here, or too few addresses or too little memory."""
+    Every buffer gets `pages` pages of `page_size` bytes, which are made now and mapped by `step`. `layout` determines
+    the layers that share a buffer: "layer" is the paper's, "sliced" puts all into one, "sliced:4" four.
+
+    With `background` a thread maps ahead while an iteration runs (§6.2.1); without it, call `map_ahead`. `driver`
+    replaces the device's own, and is closed with the result. InputError for invalid sizes; StartupError for a layout or
+    page size that is not available here, or too few addresses or too little memory."""
     given = {"N": N, "B": B, "L": L, "H": H, "D": D, "P": P, "page_size": page_size, "pages": pages}
     for name, value in given.items():
         if not isinstance(value, int) or not 1 <= value <= LIMITS[name]:
@@ -85,9 +89,10 @@ def init(
 
 
 class VAttention:
-    """Virtual tensors and their reqIds, 0 to B - 1. `tensors` are each layer's keys and its values, [B, L, H, D]; what
-    may be touched are the rows of a reqId before the length that `step` was last given (none over a driver without
-    bytes). Call it from one thread."""
+    """Virtual tensors and their reqIds, 0 to B - 1.
+
+    `tensors` are the keys and the values of each layer, [B, L, H, D]; empty over a driver without bytes. Only the
+    tokens of a reqId before its length in the last `step` may be accessed. Call the methods from one thread."""
 
     def __init__(
         self, buffers: BufferLayout, shape: tuple[int, int, int, int], itemsize: int, pages: int, driver: Driver,
@@ -101,14 +106,14 @@ class VAttention:
         ]
         driver.create(pages * buffers.num_buffers)
         once = driver.reserve(pages * buffers.num_buffers * buffers.buffer_page_bytes)
-        driver.map(once, 0, pages * buffers.num_buffers)  # so that none is zeroed, or first touched, in a step
+        driver.map(once, 0, pages * buffers.num_buffers)  # so that no page is zeroed, or first touched, in a step
         driver.unmap(once, pages * buffers.num_buffers)
         self.page_pool = PagePool([range(1, pages + 1)])
         self.mapped: list[list[int]] = [[] for _ in range(reqids)]  # the pages under each reqId, from its first token
         self.lengths = [0] * reqids
         self.inactive = dict.fromkeys(range(reqids))  # the longest unused first
-        self.unstepped_reqids: set[int] = set()  # given out, and not stepped with a token since
-        self.first_pages = 0.0  # mean pages that requests came in with
+        self.unstepped_reqids: set[int] = set()  # allocated, and without a step with tokens since
+        self.first_pages = 0.0  # mean pages of a request in its first step
         self.in_step = self.ahead = self.reclaimed = self.failures = 0
         self.seconds = 0.0
         self.tensors = self._make_tensors()
@@ -119,8 +124,10 @@ class VAttention:
     # Table 4
 
     def alloc_reqid(self, length: int = 0) -> int:
-        """An inactive reqId, active from now on; -1 if all are. Where it is known that the request will have `length`
-        tokens, the reqId with the fewest pages that suffice, else the most; not known, as for a mean one."""
+        """Activate an inactive reqId and return it; -1 if all are active.
+
+        The choice is the reqId with the fewest pages that suffice for `length` tokens, else the one with the most
+        pages; without a `length`, for those of a mean request."""
         self._wait_for_mapping()
         if not isinstance(length, int) or not 0 <= length <= self.max_len:
             raise InputError(
@@ -134,7 +141,7 @@ class VAttention:
         return reqid
 
     def free_reqid(self, reqid: int) -> None:
-        """The reqId is inactive; its pages stay for the next one (§6.2.2)."""
+        """Deactivate a reqId; its pages stay mapped for the next request (§6.2.2)."""
         self._wait_for_mapping()
         if not isinstance(reqid, int) or not 0 <= reqid < self.shape[0]:
             raise InputError(f"no reqId is {short_repr(reqid)}; they are 0 to {self.shape[0] - 1}", "reqid")
@@ -144,9 +151,11 @@ class VAttention:
         self.inactive[reqid] = None
 
     def step(self, seq_lens: Sequence[int]) -> int:
-        """0: pages for so many tokens of each reqId are mapped. -1: there aren't enough, even if no other was, and
-        nothing has changed: free a reqId and try again. DriverError if the system refuses a map: none of this step is
-        mapped then, and only lengths that became less have changed."""
+        """Map pages for seq_lens[r] tokens of each reqId r, and return 0.
+
+        -1: there are too few pages, even if no others were mapped, and nothing has changed: free a reqId and try again.
+        DriverError if the system refuses a mapping: then no page of this step is mapped, and only lengths that
+        decreased have changed."""
         began = time.perf_counter()
         self._wait_for_mapping()
         self._check_lengths(seq_lens)
@@ -167,16 +176,16 @@ class VAttention:
         self.seconds += time.perf_counter() - began
         return 0
 
-    # Beside it
+    # Besides Table 4
 
     def map_ahead(self) -> None:
-        """Map what the next step will need if every request gets one token more, and what a mean request will under the
-        reqId that is next; for when an iteration has been launched. With `background` a thread has been told to."""
+        """Map what the next step needs if every request gets one token more, and a mean request's pages under the next
+        reqId. Call it after an iteration was launched; with `background` a thread does it."""
         self._wait_for_mapping()
         self._map_ahead()
 
     def counts(self) -> Counts:
-        """What is mapped now, and what was done so far."""
+        """Return the numbers of pages by state now, and the counts so far."""
         self._wait_for_mapping()
         cached = sum(len(self.mapped[reqid]) for reqid in self.inactive)
         active = self.page_pool.used[0] - cached
@@ -184,8 +193,8 @@ class VAttention:
         return Counts(self._count_free(), cached, active, *totals)
 
     def close(self) -> None:
-        """Give all back; again does nothing. DriverError, which names them, while tensors made from these live, and
-        nothing has changed."""
+        """Release all memory; a second call does nothing. DriverError, which names them, while tensors made from these
+        are in use; then nothing has changed."""
         if self._closed:
             return
         with contextlib.suppress(DriverError):
@@ -201,7 +210,7 @@ class VAttention:
             self._thread.shutdown()
 
     def check(self) -> None:
-        """Assert that every page is free or under one reqId, and that those with tokens have the pages for them."""
+        """Assert that every page is free or under one reqId, and that each reqId has the pages for its tokens."""
         self._wait_for_mapping()
         named: dict[int, int] = {}
         for page in (page for pages in self.mapped for page in pages):
@@ -229,7 +238,7 @@ class VAttention:
                 self.ahead += self._map([(reqid, count)])
 
     def _map_needed(self, wants: list[tuple[int, int]], lengths: Sequence[int]) -> int:
-        """Map pages that are there, if what isn't needed for `lengths` is taken away as well. Returns how many."""
+        """Map the wanted pages and return their number; reclaim pages that `lengths` do not need if necessary."""
         count = sum(count for _, count in wants)
         if self._count_free() < count + self._low_water_pages():
             self._reclaim(count + self._low_water_pages(), self._inactive_keeps())
@@ -239,7 +248,7 @@ class VAttention:
         return self._map(wants)
 
     def _map(self, wants: list[tuple[int, int]]) -> int:
-        """Map so many free pages behind those of each reqId, or none if a call fails. Returns how many."""
+        """Map `count` free pages after those of each wanted (reqid, count), or none on failure; return their number."""
         fresh, runs = [], list[PageRun]()
         for reqid, count in wants:
             pages = [self.page_pool.allocate_one(0) for _ in range(count)]
@@ -255,8 +264,9 @@ class VAttention:
         return sum(count for _, count in wants)
 
     def _mapping_runs(self, reqid: int, pages: list[int]) -> Iterator[PageRun]:
-        """Where these come to lie, in every buffer; those in a row at once. A buffer's own pages have consecutive
-        numbers."""
+        """Yield the mappings of these pages in each buffer, consecutive pages as one.
+
+        The pages of one buffer have consecutive numbers in the driver."""
         starts = [i for i, page in enumerate(pages) if i == 0 or page != pages[i - 1] + 1]
         for part in range(len(self.buffer_addresses)):
             for start, end in zip(starts, [*starts[1:], len(pages)]):
@@ -271,8 +281,9 @@ class VAttention:
         )
 
     def _reclaim(self, wanted: int, spare: list[tuple[int, int]]) -> None:
-        """Unmap pages until `wanted` are free, or each of these reqIds keeps only so many. Nothing that was enqueued
-        can read them any more: it is waited for."""
+        """Unmap pages until `wanted` are free, or each (reqid, keep) of `spare` has only `keep` pages left.
+
+        Wait for the device first: work that was enqueued may still read the pages."""
         fenced = False
         for reqid, keep in spare:
             while self._count_free() < wanted and len(self.mapped[reqid]) > keep:
@@ -282,14 +293,14 @@ class VAttention:
                 self._unmap_last(reqid)
 
     def _inactive_keeps(self) -> list[tuple[int, int]]:
-        """Inactive reqIds with the pages that they keep; the next one those of a mean request."""
+        """Return the inactive reqIds with the pages to keep: a mean request's for the next reqId, else none."""
         if not self.inactive:
             return []
         following = self._choose_reqid(self._expected_pages())
         return [(reqid, self._expected_pages() if reqid == following else 0) for reqid in self.inactive]
 
     def _unmap_last(self, reqid: int) -> None:
-        """Free the last page of a reqId, or leave it if a call fails."""
+        """Unmap and free the last page of a reqId; if a call fails, leave it mapped."""
         page, at = self.mapped[reqid][-1], len(self.mapped[reqid]) - 1
         done: list[PageRun] = []
         try:
@@ -305,7 +316,7 @@ class VAttention:
         self.reclaimed += 1
 
     def _choose_reqid(self, need: int) -> int:
-        """Of the inactive reqIds the one with the fewest pages that suffice, else the one with the most."""
+        """Return the inactive reqId with the fewest pages that suffice for `need`, else the one with the most."""
         enough = [reqid for reqid in self.inactive if len(self.mapped[reqid]) >= need]
         if enough:
             return min(enough, key=lambda reqid: (len(self.mapped[reqid]), reqid))
@@ -320,7 +331,7 @@ class VAttention:
     def _low_water_pages(self) -> int:
         return self.pages // LOW_WATER_DIVISOR
 
-    # The rest
+    # Helpers
 
     def _check_lengths(self, lengths: Sequence[int]) -> None:
         if len(lengths) != self.shape[0]:
@@ -346,7 +357,7 @@ class VAttention:
         )
 
     def _wait_for_mapping(self) -> None:
-        """What is mapped ahead is mapped; its error, if it had one, is raised here, once."""
+        """Wait for the thread that maps ahead, and raise its error, if any, once."""
         if self._closed:
             raise InputError("this vAttention is closed")
         job = self._job
@@ -356,7 +367,7 @@ class VAttention:
             job.result()
 
     def _init_thread(self) -> None:
-        """In the thread: use the device whose memory it is."""
+        """Select the device in the background thread."""
         if self.driver.device is not None and self.driver.device.type == "cuda":
             import torch
 

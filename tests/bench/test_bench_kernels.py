@@ -7,7 +7,7 @@ import argparse
 import pytest
 import torch
 
-from quire.bench import cpu_kernels, cpu_kv, kernels, rank_kernels
+from quire.bench import cpu_kernels, cpu_kv, kernels, placed_kv, rank_kernels
 from quire.bench.replay import BEYOND_CACHE, MOST_INPUTS, Case, Ceilings, inputs, result
 from quire.kernels.cpu.library_loader import library
 
@@ -60,7 +60,7 @@ def test_cases_of_a_rank_have_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None
         made.append((batch, context, kv_heads, dim))
         raise Made
 
-    monkeypatch.setattr(kernels, "placed", placed)
+    monkeypatch.setattr(placed_kv, "placed", placed)
     with pytest.raises(Made):
         next(families["decodes"]())
     assert made[-1] == (1, 1024, 1, 128)

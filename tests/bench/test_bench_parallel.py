@@ -153,7 +153,7 @@ class Alone:
 
 def timed(given: Alone) -> Timed:
     runner = object.__new__(Timed)
-    runner.part, runner.seat, runner.device, runner.group = given.shard, None, CPU, None
+    runner.part, runner.device, runner.group, runner.device_exchange = given.shard, CPU, None, None
     runner.exchange: Any = given
     runner.host: Any = Alone()
     runner.norms = [RMSNorm(exchange_rank.SIZE, 1e-5, exchange_rank.DTYPE, CPU) for _ in range(2)]
@@ -206,7 +206,8 @@ def test_sums_of_all_sizes_go_the_way_that_is_measured() -> None:
     for way, most in (("one-shot", 1 << 40), ("two-shot", 0)):
         alone = Alone()
         runner = timed(alone)
-        alone.peers = runner.seat = SimpleNamespace()  # as of GPUs
+        alone.peers = SimpleNamespace()  # as of GPUs
+        runner.device_exchange: Any = alone
         runner.warm_up(2, exchange.WAYS.index(way))
         assert alone.most == {(most, 1 << 40)}
         assert runner.found["exact"]

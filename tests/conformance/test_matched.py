@@ -84,11 +84,10 @@ class MatchedTrace(Trace):
     """A trace with grammars. `waited` counts rows of requests without one in steps while a matched one waits."""
 
     def __init__(self, *args: Any, late: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, deferred_masks=late, **kwargs)
         self.masked = self.jumped = self.passed = self.early = self.freed = 0
         self.submitted = self.runner.submit
         if late:
-            self.scheduler.deferred_masks = True
             self.runner.submit_without_masks, self.runner.submit_masks = self.hold, self.release  # type: ignore[attr-defined]
         else:
             self.runner.submit = self.look  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from traces import STEMS, Asked, Checked, Trace, Watched, run_trace
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.memory.page_pool import PagePool
-from quire.memory.paged import AdmissionPlanner, PagedMemory
+from quire.memory.paged import PagedMemory
 from quire.memory.policies import WindowPolicy
 from quire.memory.prefix_cache import PrefixCache, PrefixHit
 from quire.memory.swap import Swap
@@ -246,11 +246,11 @@ def common_pages_not_counted(patch: Patch) -> None:
     patch.setattr(PagedMemory, "_incref_shared", lambda *args: None)
 
 
-@instead_of(AdmissionPlanner, "_find_shared_prefix")
-def branch_that_shares_too_much(common: Any, door: AdmissionPlanner, seq: Sequence, *more: Any) -> tuple[int, int]:
+@instead_of(PagedMemory, "_find_shared_prefix")
+def branch_that_shares_too_much(common: Any, memory: PagedMemory, seq: Sequence, *more: Any) -> tuple[int, int]:
     """A stride more than it has in common with the branch before it."""
-    tokens, owner = common(door, seq, *more)
-    longer = tokens + door.memory.prefix_cache.prefix_granularity
+    tokens, owner = common(memory, seq, *more)
+    longer = tokens + memory.prefix_cache.prefix_granularity
     return (longer, owner) if tokens and longer < len(seq.tokens) else (tokens, owner)
 
 
@@ -358,7 +358,7 @@ PLANTED: dict[str, Planted] = {
     ),
     "pages in common not counted": Planted(common_pages_not_counted, REFERENCES),
     "a branch that shares too much": Planted(branch_that_shares_too_much, WRONG, WRONG),
-    "a waiting one that isn't told": Planted(waiting_one_that_is_not_told, "a sequence waits for nothing"),
+    "a waiting one that isn't told": Planted(waiting_one_that_is_not_told, "a sequence waits for no pending key"),
     "a swapped page under another name": Planted(swapped_page_under_another_name, f"{HIT}|{WRONG}", WRONG),
 }
 

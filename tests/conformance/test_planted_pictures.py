@@ -111,9 +111,9 @@ def encoder_that_is_a_step_late(patch: Patch) -> None:
     after(patch)
 
 
-LOST = "pages of a picture are lost, or found without it"
+LOST = "pages of an image are lost, or found without it"
 TORN = r"a token of slot \d+ is torn"
-UNTABLED = r"a picture's page \d+ is in no table"
+UNTABLED = r"an image's page \d+ is in no table"
 
 PLANTED: dict[str, Shown] = {
     "cross pages of another picture": Shown(pages_of_another_picture_of_the_same_size, LOST, "cross-4"),

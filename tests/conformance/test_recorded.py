@@ -28,7 +28,7 @@ from traces import Watched, run_trace
 from quire.memory import paged
 from quire.memory.jenga.retention import Retention
 from quire.memory.page_tables import PageTables
-from quire.memory.paged import AdmissionPlanner
+from quire.memory.paged import PagedMemory
 from quire.memory.policies import FAR, LayerPolicy, drops_pages
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageCopy, PageOp, Poison, StepPlan, SwapIn, SwapOut, TableWrite
@@ -141,13 +141,11 @@ def as_estimated(policy: LayerPolicy, chunk: int, back: int) -> int:
     return -(-(policy.group.window + 2 * chunk) // policy.group.page_tokens) + 1
 
 
-COMMON = AdmissionPlanner._find_shared_prefix
+COMMON = PagedMemory._find_shared_prefix
 
 
-def only_where_all_is_held(
-    door: AdmissionPlanner, seq: Sequence, index: int, owners: dict[bytes, int]
-) -> tuple[int, int]:
-    return (0, index) if door.memory.drops_pages else COMMON(door, seq, index, owners)
+def only_where_all_is_held(memory: PagedMemory, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
+    return (0, index) if memory.drops_pages else COMMON(memory, seq, index, owners)
 
 
 @pytest.mark.share(8)
@@ -162,7 +160,7 @@ def test_steps_are_the_recorded_ones(case: Case, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Watched, "admit", held_up)
     monkeypatch.setattr(paged, "max_pages_at_once", as_estimated)
     monkeypatch.setattr(paged, "Retention", lambda pages, policies, *_: Retention(pages, policies, "paper"))
-    monkeypatch.setattr(AdmissionPlanner, "_find_shared_prefix", only_where_all_is_held)
+    monkeypatch.setattr(PagedMemory, "_find_shared_prefix", only_where_all_is_held)
     monkeypatch.setitem(PageTables.__init__.__kwdefaults__, "aligned_pages", 0)
     was, now = canonical(before()[str(case)]), canonical(record(case))
     differs = next((i for i, (a, b) in enumerate(zip(was, now)) if a != b), None)

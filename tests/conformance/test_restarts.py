@@ -47,6 +47,7 @@ def run(name: str, seed: int, requests: int = 12) -> int:
     trace = Trace(
         LAYOUTS[name](build), seed=seed, depth=depth, budget=budget, max_seqs=8,
         preemption=rng.choice(("swap", "recompute", "auto")),
+        restarter=RunnerRestarter(lambda: anew(), max_restarts=10**6),
     )  # fmt: skip
 
     def anew() -> Any:
@@ -56,7 +57,6 @@ def run(name: str, seed: int, requests: int = 12) -> int:
         return Flaky(trace.runner, rng, often), trace.memory
 
     trace.engine.runner = Flaky(trace.runner, rng, often)  # type: ignore[assignment]
-    trace.engine.restarter = RunnerRestarter(anew, max_restarts=10**6)
     trace.run(requests)
     return trace.engine.stats.restarts
 

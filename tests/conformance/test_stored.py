@@ -75,6 +75,6 @@ def test_mapped_pages_are_given_back_and_mapped_anew(name: str) -> None:
     trace.sleeps = []
     trace.run(8, arrivals=0.05)
     assert len(trace.sleeps) > 3
-    trace.engine.sleep_controller.sleep(1)
+    trace.engine.sleep(1)
     del runner.store
     assert leftovers() == before, "pages are mapped still"

@@ -53,12 +53,13 @@ def engines(seed: int, count: int) -> list[Engine]:
     groups = tuple(group for geometry in geometries for group in geometry.groups)
     joint = KVCacheConfig(geometries[0].layout, geometries[0].bytes, 7, groups, 2, 0, geometries[0].large_bytes)
     common = SharedPool(build_page_pool(joint, [group.ids for group in groups]), geometries, [0] * count)
-    cells, turns = np.zeros(joint.bytes, dtype=np.uint8), SharedMemoryGroup()
+    cells, group, made = np.zeros(joint.bytes, dtype=np.uint8), SharedMemoryGroup(), list[Engine]()
     for i, ((config, _, _), part) in enumerate(zip(models, common.views)):
         memory, runner = PagedMemory.from_kv_config(part.kv_config, config, str(i), part), Beside(cells)
         runner.bind(memory.kv_config)
-        turns.add(assemble(config, memory, runner, EngineLimits(VOCAB, LONGEST, 99), clock=lambda: 0.0))
-    return turns.engines
+        limits = EngineLimits(VOCAB, LONGEST, 99)
+        made.append(assemble(config, memory, runner, limits, clock=lambda: 0.0, shared_memory_group=group))
+    return made
 
 
 @pytest.mark.parametrize("count", [2, 3])

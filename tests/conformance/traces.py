@@ -18,6 +18,7 @@ from quire.core.encoder_budget import EncoderBudget
 from quire.core.engine import Engine
 from quire.core.outputs import BranchOutput
 from quire.core.preemption_costs import PreemptionCosts
+from quire.core.recovery import RunnerRestarter
 from quire.core.request import Request, RequestStatus
 from quire.core.scheduler import Scheduler
 from quire.core.validation import EngineLimits
@@ -317,6 +318,8 @@ class Trace:
         preemption: str = "recompute",
         unforked: float = 0.0,
         stages: int = 1,
+        deferred_masks: bool = False,
+        restarter: RunnerRestarter | None = None,
     ) -> None:
         self.rng = random.Random(seed)
         self.memory = Watched(memory)
@@ -329,11 +332,11 @@ class Trace:
         costs = PreemptionCosts(0, 1, 6 * max(group.page_bytes for group in self.groups), 0, 0)
         self.scheduler = Scheduler(
             self.memory, token_budget=budget, max_seqs=max_seqs, max_len=MAX_LEN, eos_ids=tuple(EOS),
-            preemption=preemption,
-            costs=costs, static_batching=is_static(memory), pp_size=stages,
+            preemption=preemption, costs=costs, static_batching=is_static(memory), pp_size=stages,
+            deferred_masks=deferred_masks,
         )  # fmt: skip
         limits = EngineLimits(VOCAB, MAX_LEN, 1000)
-        self.engine = Engine(self.scheduler, self.runner, limits, clock=lambda: 0.0)
+        self.engine = Engine(self.scheduler, self.runner, limits, clock=lambda: 0.0, restarter=restarter)
         self.total = memory.account().usage.total
         self.asked: dict[str, Asked] = {}
         self.outputs: dict[str, list[BranchOutput]] = {}
@@ -465,13 +468,13 @@ class Trace:
         prefixes are computed to again."""
         assert self.sleeps is not None
         self.sleeps.append(len(self.sleeps) % 2 + 1)
-        self.engine.sleep_controller.sleep(self.sleeps[-1])
+        self.engine.sleep(self.sleeps[-1])
         self.memory.check()
         assert is_unused(self.memory.memory), "something is held"
         for tags in (None,) if len(self.sleeps) % 3 else (("weights",), ("kv_cache",)):
             with pytest.raises(Asleep):
                 self.engine.add("asleep", [1], SamplingParams())
-            self.engine.sleep_controller.wake(tags)
+            self.engine.wake(tags)
         self.memory.check()
 
     def finish(self) -> None:

@@ -16,7 +16,7 @@ from memories import MEMORIES, Build
 from quire.core.engine import Engine
 from quire.core.outputs import BranchOutput
 from quire.core.scheduler import Scheduler
-from quire.core.step_history import MAX_STEPS, StepHistory, StepRecord
+from quire.core.step_history import MAX_STEPS, StepRecord
 from quire.core.validation import EngineLimits
 from quire.errors import EngineDead, InputError
 from quire.protocol.method import Advance, Branch, Choice, Context, Ending
@@ -349,7 +349,9 @@ def test_the_last_steps_are_noted_from_when_somebody_watches(depth: int) -> None
         engine.step()
     begun, computed = engine.stats.steps, engine.stats.computed_tokens
     under_way = sum(len(row.tokens) for plan, _ in engine.in_flight for row in plan.slices)
-    before, engine.step_history = dict(scheduler.preemption_counts), StepHistory(scheduler.preemption_counts)
+    before = dict(scheduler.preemption_counts)
+    engine.watch_steps(True)
+    assert engine.step_history is not None
     engine.add("g", [7] * 12, SamplingParams(max_tokens=2))
     steps = list[StepRecord]()
     while engine.has_unfinished_requests:

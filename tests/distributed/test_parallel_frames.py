@@ -46,9 +46,9 @@ BODIES = {
     "part", [(4, 4, 0, 1), (0, 1, 2, 2), (-1, 4, 0, 1), (0, 1, -1, 2), (0, MOST_RANKS, 0, 2)], ids=str
 )
 def test_parts_that_there_can_not_be_are_refused(part: tuple[int, int, int, int]) -> None:
-    with pytest.raises(WireError, match="is no rank and number of ranks, stage and number of stages"):
+    with pytest.raises(WireError, match="is not a rank and number of ranks, stage and number of stages"):
         rank_messages.read_init(memoryview(rank_messages.write_init(HELLO._replace(part=Shard(*part)))))
-    with pytest.raises(WireError, match="kind: 18 is no kind of frame"):
+    with pytest.raises(WireError, match="kind: 18 is not a kind of frame"):
         list(FrameCodec(KINDS).decode(FrameCodec().encode(18, b"")))
 
 

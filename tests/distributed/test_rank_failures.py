@@ -143,9 +143,9 @@ def test_a_rank_that_can_not_wake_up_ends_all() -> None:
     runner = threaded(2, lambda rank: FaultyEcho(1, **({"how": "raise", "place": "wake"} if rank else {})))
     engine = open_engine(runner)
     drain(engine)
-    engine.sleep_controller.sleep(1)
+    engine.sleep(1)
     with pytest.raises(EngineDead, match=f"{RAISED} waking up"):
-        engine.sleep_controller.wake()
+        engine.wake()
     runner.close()
 
 

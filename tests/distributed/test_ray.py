@@ -197,7 +197,7 @@ def test_gpus_are_those_that_ray_chose_and_room_is_bounded(cluster: str, monkeyp
                                                r"it \(0 GPUs are free\); there are 2 CPUs and 2 GPUs on"):  # fmt: skip
             placed(cluster, ranks=1, gpus=1.0)
     with pytest.raises(StartupError, match=r"no room for 3 ranks of 1 CPU each on this node: there are .*4 CPUs and 0 "
-                                           r"GPUs.*more than one node aren't there yet. Use --tp for one"):  # fmt: skip
+                                           r"GPUs.*more than one node are not supported. Use --tp "):  # fmt: skip
         placed(cluster, ranks=3)
     with pytest.raises(StartupError, match=r"no room for 3 ranks of 1 GPU each .*: there are .*2 CPUs and 2 GPUs on "
                                            r".*\. Use fewer ranks \(--tp\), or --device cpu"):  # fmt: skip

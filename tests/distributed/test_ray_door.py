@@ -169,7 +169,7 @@ def test_addresses(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_ray_address(where) == where
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = server.getsockname()[1]
-    with pytest.raises(StartupError, match=f"--ray-address is 127.0.0.1:{free}, where nobody answers: Connection ref"):
+    with pytest.raises(StartupError, match=f"--ray-address is 127.0.0.1:{free}, which does not answer: Connection ref"):
         resolve_ray_address(f"127.0.0.1:{free}")
 
 
@@ -185,10 +185,10 @@ def test_an_address_where_strangers_listen_too(port: int, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("said", ["auto", "ray://127.0.0.1:10001", "127.0.0.1", ":1", "a:b", "a:99999"])
 def test_what_is_no_address(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StartupError, match=r"--ray-address is .*, which is no HOST:PORT\. Give HOST:PORT"):
+    with pytest.raises(StartupError, match=r"--ray-address is .*, which is not HOST:PORT\. Give HOST:PORT"):
         resolve_ray_address(said)
     monkeypatch.setenv("RAY_ADDRESS", said)
-    with pytest.raises(StartupError, match=r"RAY_ADDRESS is .*, which is no HOST:PORT"):
+    with pytest.raises(StartupError, match=r"RAY_ADDRESS is .*, which is not HOST:PORT"):
         resolve_ray_address("")
 
 
@@ -215,7 +215,7 @@ def test_a_ray_that_is_old_or_listens_to_all_is_refused(monkeypatch: pytest.Monk
     order = PlacementRequest(2, 0.0, "127.0.0.1:1", "/nonexistent", [], "", "", 1.0)
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(os, "environ", {"RAY_ADDRESS": "x", "HOME": "/"})
-    with pytest.raises(StartupError, match=r"Ray is 2\.9\.3, which .*\. pip install 'ray>=2\.54'"):
+    with pytest.raises(StartupError, match=r"Ray is 2\.9\.3, in which .*\. pip install 'ray>=2\.54'"):
         connect_ray(order)
     ray.__version__ = "2.54.0"
     assert connect_ray(order) is ray

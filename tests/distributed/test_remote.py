@@ -86,9 +86,9 @@ def test_a_rank_that_differs_is_named_with_the_step(how: str, step: str) -> None
     """A journal entry is skipped, or another token drawn, on one rank."""
     with closing(threaded(3, lambda rank: FaultyEcho(1, VOCAB, how if rank == 1 else "", step=3))) as runner:
         engine = open_engine(runner)
-        with pytest.raises(EngineDead, match=rf"rank 1 applied or drew something else than rank 0 in step {step}$"):
+        with pytest.raises(EngineDead, match=rf"rank 1 applied or sampled differently from rank 0 in step {step}$"):
             drain(engine)
-        with pytest.raises(EngineDead, match="rank 1 applied or drew"):
+        with pytest.raises(EngineDead, match="rank 1 applied or sampled differently"):
             engine.step()
 
 
@@ -102,7 +102,7 @@ def test_a_rank_that_applied_something_else_is_named() -> None:
             return ticket
 
     runner = threaded(2, lambda rank: (Applying if rank else EchoRunner)(1, vocab_size=VOCAB))
-    with pytest.raises(EngineDead, match=r"rank 1 applied or drew something else than rank 0 in step 2$"):
+    with pytest.raises(EngineDead, match=r"rank 1 applied or sampled differently from rank 0 in step 2$"):
         drain(open_engine(runner))
     runner.close()
 

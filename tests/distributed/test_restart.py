@@ -32,16 +32,14 @@ def memory_of() -> KVMemory:
 
 def opened(runner: Any, start: Start | None = None, most: int = 3, clock: Callable[[], float] = lambda: 0.0) -> Engine:
     """An engine over ranks; `start` starts others."""
-    engine = engine_over(runner, memory_of(), 32)
 
     def anew() -> tuple[RemoteRunner, KVMemory]:
         made, memory = start(), memory_of()
         made.bind(memory.kv_config)
         return made, memory
 
-    if start is not None:
-        engine.restarter = RunnerRestarter(anew, most, clock=clock)
-    return engine
+    restarter = RunnerRestarter(anew, most, clock=clock) if start is not None else None
+    return engine_over(runner, memory_of(), 32, restarter)
 
 
 def ask(engine: Engine) -> None:

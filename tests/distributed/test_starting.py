@@ -134,7 +134,7 @@ def test_what_was_let_go_of_is_not_closed_again() -> None:
 
 def test_who_looks_into_a_runner_that_is_elsewhere_is_told_so() -> None:
     with closing(threaded(2, lambda rank: FaultyEcho())) as runner:
-        with pytest.raises(StartupError, match=r"into the runner \(store\)"):
+        with pytest.raises(StartupError, match="reads store of the runner"):
             runner.store  # noqa: B018
         assert not hasattr(runner, "anything")
 
@@ -151,7 +151,7 @@ def test_an_answer_that_is_none_ends_all_ranks() -> None:
     runner = threaded(2, lambda rank: FaultyEcho())
     engine = open_engine(runner)
     runner._receive_all = lambda *_: [Frame(STEP_RESULT, memoryview(b"none"))] * 2  # type: ignore[method-assign]
-    with pytest.raises(EngineDead, match="answer in step 1 is none"):
+    with pytest.raises(EngineDead, match="result of step 1 is malformed"):
         drain(engine)
-    with pytest.raises(EngineDead, match="answer in step 1 is none"):
+    with pytest.raises(EngineDead, match="result of step 1 is malformed"):
         runner.query("depth")

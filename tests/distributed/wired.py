@@ -8,6 +8,7 @@ from memories import MEMORIES, VOCAB, Build
 from traces import MAX_LEN
 
 from quire.core.engine import Engine
+from quire.core.recovery import RunnerRestarter
 from quire.core.scheduler import Scheduler
 from quire.core.validation import EngineLimits
 from quire.distributed.remote_runner import RemoteRunner
@@ -15,10 +16,10 @@ from quire.memory.interface import KVMemory
 from quire.protocol.sampling_params import SamplingParams
 
 
-def engine_over(runner: Any, memory: KVMemory, budget: int = 64) -> Engine:
+def engine_over(runner: Any, memory: KVMemory, budget: int = 64, restarter: RunnerRestarter | None = None) -> Engine:
     runner.bind(memory.kv_config)
     scheduler = Scheduler(memory, token_budget=budget, max_seqs=16, max_len=MAX_LEN)
-    return Engine(scheduler, runner, EngineLimits(VOCAB, MAX_LEN, 100), clock=lambda: 0.0)
+    return Engine(scheduler, runner, EngineLimits(VOCAB, MAX_LEN, 100), clock=lambda: 0.0, restarter=restarter)
 
 
 def open_engine(runner: RemoteRunner) -> Engine:

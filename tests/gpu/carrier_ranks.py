@@ -28,7 +28,9 @@ class Carried(Timed):
         self.first = torch.ones_like(delta)
         self.pieces = self.exchange.split_rows(rows, delta.nbytes)
         if carrier is None or not self.pieces:
-            self.found = {"missing": f"{rows} rows are not carried: {'; '.join(self.seat.notices) or 'no carrier'}"}
+            self.found = {
+                "missing": f"{rows} rows are not carried: {'; '.join(self.rank_device.notices) or 'no carrier'}"
+            }
             return
         self._compile(lambda: self.norms[0](self.first.clone(), delta.clone()))
         before = carrier.call

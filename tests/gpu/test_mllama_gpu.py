@@ -64,7 +64,7 @@ def served(model: Saved, **settings: Any) -> list[list[int]]:
     found = [tokens for _ in range(2) for _, tokens, _ in run(engine, MANY, params)]
     assert ("preemption" not in settings) or engine.scheduler.num_preemptions > 10
     if settings.get("cuda_graphs", True):
-        kinds = {sees for _, sees in engine.runner.decode_graphs.models}
+        kinds = {sees for _, sees in engine.runner.decode_graphs.model_graphs}
         assert kinds == {False, True}, "text alone, and with pictures"
     engine.close()
     return found
@@ -83,8 +83,8 @@ def test_tokens_are_the_same_in_every_memory(model: Saved) -> None:
 
 def test_nothing_is_captured_once_it_serves(model: Saved) -> None:
     engine = engine_of(model, device="cuda", dtype="bfloat16", max_num_batched_tokens=128, debug=False)
-    captured = len(engine.runner.decode_graphs.ends)
-    assert len(engine.runner.decode_graphs.models) == 2 * len(engine.runner.decode_graphs.sizes)
+    captured = len(engine.runner.decode_graphs.epilogue_graphs)
+    assert len(engine.runner.decode_graphs.model_graphs) == 2 * len(engine.runner.decode_graphs.capture_sizes)
     assert list(run(engine, PROMPTS, SamplingParams(max_tokens=5, ignore_eos=True)))
-    assert len(engine.runner.decode_graphs.ends) == captured
+    assert len(engine.runner.decode_graphs.epilogue_graphs) == captured
     engine.close()

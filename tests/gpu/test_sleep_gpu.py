@@ -31,9 +31,9 @@ def test_memory_leaves_and_comes_back(memory: str, graphs: bool) -> None:
     for level in (1, 2, 1):
         torch.cuda.synchronize()
         free, _ = torch.cuda.mem_get_info()
-        engine.sleep_controller.sleep(level)
+        engine.sleep(level)
         assert torch.cuda.mem_get_info()[0] - free > 0.9 * (plan.weight_bytes + plan.kv_bytes)
-        engine.sleep_controller.wake()
+        engine.wake()
         assert (engine.runner.decode_graphs is not None) == graphs
         assert answers(engine, REQUESTS) == wanted
         assert abs(torch.cuda.mem_get_info()[0] - free) < 0.1 * (plan.weight_bytes + plan.kv_bytes), "memory is lost"

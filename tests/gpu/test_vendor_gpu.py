@@ -11,8 +11,8 @@ from gpu_serving import engine_of
 from test_virtual_gpu import serve
 from torch import Tensor
 
-from quire.bench.kernels import Placed
 from quire.bench.mapped import on_mapped
+from quire.bench.placed_kv import Placed
 from quire.config import VENDOR_ATTENTIONS
 from quire.errors import StartupError
 from quire.kernels import vendor

@@ -13,8 +13,7 @@ class Told:
     def __init__(self, built: Any, fronts: int = 1) -> None:
         self.messages: list[tuple[int, EngineMessage]] = []
         self.engine = built.engine
-        self.host = EngineLoop(self.engine, self.tell)
-        self.host.client_indices = list(range(fronts))
+        self.host = EngineLoop(self.engine, self.tell, num_clients=fronts)
 
     def tell(self, front: int, message: EngineMessage) -> None:
         self.messages.append((front, message))

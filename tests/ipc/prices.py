@@ -97,7 +97,7 @@ async def front_side() -> dict[str, float]:
     link, rng = fed(), random.Random(0)
     words = Tokenizer.load(Path(quire.__file__).parent / "assets" / "tiny")
     llm = AsyncLLM.over(link, InputProcessor(words, None, link.ready.limits, {}))
-    Metrics("prices").attach(llm)
+    Metrics(llm, "prices")
     params = SamplingParams(max_tokens=220, ignore_eos=True, stop=["zzzz"])
     streams = [await llm.submit([1, 2, 3], params, f"r{i}") for i in range(ROWS)]
     for stream in streams:

@@ -135,7 +135,7 @@ def test_a_front_that_never_reads_is_left_in_the_end(
             engine.send(stepped(*((row, output(0, step)) for row in range(20))))
         assert engine._output_buffer.held_bytes == 0
         assert engine.channel.queued_bytes == 0
-    assert "front 3 is left: more waits for it than 300000 bytes" in caplog.text
+    assert "front 3 is left: more than 300000 bytes wait for it" in caplog.text
 
 
 def test_the_text_before_an_abort_is_read() -> None:

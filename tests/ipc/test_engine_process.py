@@ -90,7 +90,7 @@ def test_an_engine_that_fails_is_named_to_all(
 
     async def work(llm: AsyncLLM, link: ProcessEngineClient) -> None:
         died = asyncio.Event()
-        llm.on_death = died.set
+        llm.set_death_callback(died.set)
         readers = await under_way(llm, 3)
         began = time.monotonic()
         if sent is None:
@@ -184,15 +184,15 @@ def gone(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "version: it is 71"),
-        (FrameCodec().encode(STEP_OUTPUTS, b""), "is nothing that a front sends"),
+        (b"GET / HTTP/1.1\r\n\r\n", "version: 71"),
+        (FrameCodec().encode(STEP_OUTPUTS, b""), "is not a kind that clients send"),
     ],
 )
 def test_what_is_no_frame_closes_the_connection(data: bytes, why: str, caplog: pytest.LogCaptureFixture) -> None:
     ours, theirs = socket.socketpair()
     host = Mock()
     with ours, theirs:
-        reader = threading.Thread(target=ClientConnection(3, theirs).serve, args=(host,))
+        reader = threading.Thread(target=ClientConnection(3, theirs).serve, args=(host, None))
         reader.start()
         ours.sendall(data)
         reader.join(30)
@@ -219,7 +219,7 @@ def test_an_engine_that_is_called_off_before_it_starts_is_not_waited_for() -> No
     first.close(0.0)
     first.cancel_replacement()
     began = time.monotonic()
-    with pytest.raises(StartupError, match="isn't wanted any more"):
+    with pytest.raises(StartupError, match="replacement was cancelled"):
         first.start_replacement()
     assert time.monotonic() - began < 10
     assert first._replacement.child.has_exited()
@@ -230,7 +230,7 @@ def test_a_program_that_ends_at_start_is_named() -> None:
     garbling = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).sendall(b'x' * 99)"
     for program, said in (
         ("import os; os._exit(7)", "the engine's process ended with status 7 at start"),
-        (garbling, "sent what is no frame at start: version: it is 120"),
+        (garbling, "sent what is no frame at start: version: 120"),
     ):
         link = ProcessEngineClient(ChildProcess(1, ("-c", program)))
         with pytest.raises(StartupError, match=said):

@@ -64,7 +64,7 @@ class Front(Told):
     def __init__(self, forgetful: bool = False) -> None:
         super().__init__(echo_service.built())
         self.sent: list[ClientMessage | ClientLeft] = []  # what the host got
-        self.engine.grammar_compiler = self.maker = Maker(forgetful)
+        self.maker = Maker(forgetful)
         send = self.host.enqueue
 
         def record(front: int, message: ClientMessage | ClientLeft) -> bool:
@@ -72,7 +72,7 @@ class Front(Told):
             return send(front, message)
 
         self.host.enqueue = record  # type: ignore[method-assign]
-        self.lane = GrammarQueue(0, self.host, partial(self.tell, 0))
+        self.lane = GrammarQueue(0, self.host, self.maker, partial(self.tell, 0))
 
     def go(self, until: Callable[[], bool] = lambda: True) -> None:
         """As many turns as there is work for, until something is so, for which others work meanwhile."""
@@ -216,9 +216,8 @@ def test_a_grammar_that_fails_fails_its_own_request(front: Front, failure: BaseE
 
 
 def test_without_a_maker_there_are_no_forms(front: Front) -> None:
-    front.engine.grammar_compiler = None
-    with pytest.raises(InputError, match="isn't offered"):
-        front.lane.submit(add(1))
+    with pytest.raises(InputError, match="does not support structured output"):
+        GrammarQueue(0, front.host, None, partial(front.tell, 0)).submit(add(1))
 
 
 def test_the_reader_waits_where_very_many_wait(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,10 +223,10 @@ def test_what_has_no_place_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"memory": "virtual"}, "sees pictures"),
-        ({"memory": "orca-max"}, "sees pictures"),
+        ({"memory": "virtual"}, "takes images"),
+        ({"memory": "orca-max"}, "takes images"),
         ({"page_sizes": "gcd"}, "gcd"),
-        ({"vision_cache": "inside"}, "a row of a picture has 512 bytes: more than the 64"),
+        ({"vision_cache": "inside"}, "an image embedding has 512 bytes: more than the 64"),
         ({"vision_cache": "none"}, "--vision-cache is 'none'"),
         ({"max_images": -1}, "--max-images is -1"),
     ],

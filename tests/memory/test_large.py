@@ -155,7 +155,7 @@ def test_bytes_add_up() -> None:
 def test_what_must_not_happen() -> None:
     pages = TwoLevelPagePool([2], 1)
     a, b = take(pages, 0, 2, 1)
-    with pytest.raises(AssertionError, match="is reserved"):
+    with pytest.raises(AssertionError, match="must be reserved"):
         pages.allocate_one(0, 2)
     pages.decref(0, [a])
     with pytest.raises(AssertionError, match="no references"):
@@ -174,16 +174,16 @@ def test_what_must_not_happen() -> None:
         (lambda pages: pages.free_large.append(next(iter(pages.reclaimable))), "free and reclaimable"),
         (lambda pages: pages.refs[0].__setitem__(2, 2), "reference counts"),
         (lambda pages: pages.used.__setitem__(0, 7), "count of a group's pages"),
-        (lambda pages: pages.cached[0].clear(), "a page is cached or isn't"),
+        (lambda pages: pages.cached[0].clear(), "reference counts and the list"),
         (lambda pages: pages.index[0].clear(), "the index differs"),
         (lambda pages: pages.keys[0].__setitem__(9, b"x"), "is empty and has a key"),
         (lambda pages: pages.keys[0].__setitem__(2, b"a"), "two pages have the same key"),
-        (lambda pages: pages.partial[0].live_owners.clear(), "what a request left empty is lost"),
+        (lambda pages: pages.partial[0].live_owners.clear(), "empty pages of a finished request"),
         (lambda pages: pages.bound_group.__setitem__(1, 1), "held by two groups"),
         (lambda pages: pages.used_small.__setitem__(1, 2), "used pages of 1 are miscounted"),
         (lambda pages: pages.empty_small.__setitem__(1, 0), "empty pages of 1 are miscounted"),
         (lambda pages: pages.num_active.__setitem__(0, 3), "large pages of group 0 are miscounted"),
-        (lambda pages: pages.partial[0].by_owner.clear(), "empty pages aren't found"),
+        (lambda pages: pages.partial[0].by_owner.clear(), "the partial pages differ"),
         (lambda pages: pages.partial[0].owner_of.__setitem__(1, 5), "found under another owner"),
     ],
 )
@@ -300,7 +300,7 @@ def test_what_is_lost_is_seen_by_both() -> None:
     [page] = taken(second, 0, 1)
     with pytest.raises(AssertionError, match="reference counts"):
         first.check([{}, {}])
-    second.holder = Holds({page: 1})
+    second.bind(Holds({page: 1}))
     first.check([{}, {}])
     second.check([{page: 1}])
     second.close()

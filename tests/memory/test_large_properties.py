@@ -213,7 +213,7 @@ def an_owner_that_left_is_offered_to(add: Any, partial: PartialPages, home: int)
     found[home] = None
 
 
-LOST, COUNTED = "what a request left empty is lost", "what was found took more than was counted"
+LOST, COUNTED = "empty pages of a finished request are not available", "what was found took more than was counted"
 PLANTED: dict[str, tuple[type, str, Callable[..., Any], str]] = {  # a method, a bug, and what the check says of it
     "a second page takes a key that is there":
         (TwoLevelPagePool, "publish", a_second_page_takes_a_key, "two pages have the same key"),
@@ -228,7 +228,7 @@ PLANTED: dict[str, tuple[type, str, Callable[..., Any], str]] = {  # a method, a
         0], *rest, **how),
          COUNTED),
     "a large page more may be taken than is to spare":
-        (TwoLevelPagePool, "reserve", more_than_is_to_spare, r"no large page is left for group \d+: what is taken"),
+        (TwoLevelPagePool, "reserve", more_than_is_to_spare, r"no large page is left for group \d+: allocations must"),
     "what is found counts as pages, not as large pages":
         (TwoLevelPagePool, "find_cached_hits", lambda resting, pages, found: resting(pages,
         found)._replace(num_large=()), COUNTED),

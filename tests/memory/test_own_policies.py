@@ -96,11 +96,11 @@ class EndsTooEarly(ChunkedPolicy):
     [
         (BeyondItsTable, "reads pages 0 to 13 for tokens 37 to 45, of a table of 12"),
         (WritesUnread, "writes pages 0 to 3 for tokens 0 to 8, and reads pages 0 to 2"),
-        (RequiresUnread, r"requires pages 0 to 3 of a prefix of \d+ tokens, and reads pages 1 to 3 behind it"),
+        (RequiresUnread, r"requires pages 0 to 3 of a prefix of \d+ tokens, and reads pages 1 to 3 after it"),
         (RequiresTheFuture, "requires pages 0 to 1 of a prefix of 0 tokens"),
-        (ComesBack, "reads pages 0 to 3 after tokens 9 to 10, and of these pages 2 to 3 alone were left"),
+        (ComesBack, "reads pages 0 to 3 after tokens 9 to 10, when only pages 2 to 3 are held"),
         (HoldsMore, "holds .* are the most by its `starts`"),
-        (EndsTooEarly, "requires pages 0 to 1 behind 1 times its border of 1 pages"),
+        (EndsTooEarly, "requires pages 0 to 1 after 1 times its border of 1 pages"),
     ],
 )
 def test_check_names_a_policy_that_contradicts_itself(kind: type[LayerPolicy], said: str) -> None:

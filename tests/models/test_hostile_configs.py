@@ -129,7 +129,7 @@ def test_any_value_of_models_that_see(architecture: str) -> None:
     [
         ("llava-onevision-7b", {"vision_config": None}, "config.json has no vision_config"),
         ("llava-onevision-7b", {"text_config": None}, "config.json has no text_config"),
-        ("llava-onevision-7b", {"image_token_index": 152128}, "is 152128, and the text knows 152128"),
+        ("llava-onevision-7b", {"image_token_index": 152128}, "is 152128, and the text model has 152128"),
         ("llava-onevision-7b", {"text_config": {"model_type": "opt"}}, "the model_type in text_config .* is 'opt'"),
         ("paligemma2-10b", {"text_config": {"model_type": "gemma"}}, "the model_type in text_config .* is 'gemma'"),
         ("paligemma2-10b", {"projection_dim": 2048, "vision_config": {}}, "projection_dim is 2048"),
@@ -338,7 +338,7 @@ def test_any_value_of_any_key_of_pyramid_kv(way: dict[str, Any]) -> None:
 
 
 def test_windows_or_shared_layers_beside_budgets() -> None:
-    with pytest.raises(StartupError, match="pyramid_kv, and layers that share or don't see all"):
+    with pytest.raises(StartupError, match="pyramid_kv, and layers that share keys"):
         read({"average": 2048}, "mistral-7b")
-    with pytest.raises(StartupError, match="pyramid_kv, and layers that share or don't see all"):
+    with pytest.raises(StartupError, match="pyramid_kv, and layers that share keys"):
         read({"average": 2048}, kv_sharing=[None, 0] + [None] * 30)

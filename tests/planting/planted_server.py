@@ -150,8 +150,8 @@ BUGS: dict[str, Bug] = {
     ),
     "a resumed batch keeps its failures": bug(
         "server/batch.py",
-        'keep = found["error"] is None and ids.add(found["custom_id"])',
-        'keep = ids.add(found["custom_id"])',
+        'keep = answer["error"] is None and ids.add(answer["custom_id"])',
+        'keep = ids.add(answer["custom_id"])',
         f"{SERVER}test_batch.py::test_what_a_dead_engine_answered_is_kept",
         r"assert BatchSummary\(completed=\d+, failed=0, invalid=0, kept=\d+\) == \(\d+, 1, 0, \d+\)",
     ),
@@ -256,8 +256,8 @@ BUGS: dict[str, Bug] = {
     ),
     "logprobs behind a stop stay": bug(
         "text/request_detokenizer.py",
-        "tokens, tops = tokens[:read], tops[:read]",
-        "tokens = tokens[:read]",
+        "tokens, tops = tokens[:num_read], tops[:num_read]",
+        "tokens = tokens[:num_read]",
         f"{TEXT}test_stream.py::test_what_is_behind_a_stop_is_dropped_with_its_log_probabilities",
         r"assert \('once ', \(\d+, \d+\), \(TopLogprobs\(",
     ),

@@ -226,14 +226,14 @@ def test_rows_that_are_none_are_refused(head: tuple[Any, ...], numbers: tuple[in
     [
         (StepPlan((), (), (SeqSlice(2**63, (1,), 0, 1),)), "rows"),
         (StepPlan((), (), (SeqSlice(1, (1, -(2**63) - 1), 0, 1),)), "rows"),
-        (StepPlan((), (PageCopy(0, 2**64, 1),), ()), "journal numbers"),
+        (StepPlan((), (PageCopy(0, 2**64, 1),), ()), "page op numbers"),
         (StepPlan((), (), (), (), (TokenBitmask(1, bytes(5)),)), "masks"),
         (StepPlan((), (), (), (), (TokenBitmask(1, bytes(4)), TokenBitmask(2, bytes(8)))), "masks"),
         (StepPlan((), (), (), (), (TokenBitmask(2**63, bytes(4)),)), "mask slots"),
-        (StepPlan((SlotInit(1, 1, -1, None, 2**63, 5),), (), ()), "birth"),
-        (StepPlan((SlotInit(1, 1, -1, None, 0, 5, images=(ImageItem(b"short", 0, 1, 1),)),), (), ()), "medium"),
-        (StepPlan((SlotInit(1, 1, -1, None, 0, 5, images=(ImageItem(bytes(32), -1, 1, 1),)),), (), ()), "medium"),
-        (StepPlan((SlotInit(2**31, 1, -1, None, 0, 5),), (), ()), "birth"),
+        (StepPlan((SlotInit(1, 1, -1, None, 2**63, 5),), (), ()), "slot init"),
+        (StepPlan((SlotInit(1, 1, -1, None, 0, 5, images=(ImageItem(b"short", 0, 1, 1),)),), (), ()), "image"),
+        (StepPlan((SlotInit(1, 1, -1, None, 0, 5, images=(ImageItem(bytes(32), -1, 1, 1),)),), (), ()), "image"),
+        (StepPlan((SlotInit(2**31, 1, -1, None, 0, 5),), (), ()), "slot init"),
         (StepPlan((SlotInit(1, 1, -1, DeviceSamplingParams(top_k=2**31), 0, 5),), (), ()), "sampling"),
         (StepPlan((), (), (SeqSlice(1, ("x",), 0, 1),)), "rows"),  # type: ignore[arg-type]
         (StepResult((SliceResult((1,), (TopLogprobs(1, "x", 1),)),), 0.0), "top logprobs"),  # type: ignore[arg-type]

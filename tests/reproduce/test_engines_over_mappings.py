@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.bench import contexts, replay
-from quire.bench.kernels import placed
+from quire.bench.placed_kv import placed
 from quire.models.named_configs import named_config
 from quire.protocol.step_plan import SeqSlice
 from quire.reproduce import (

@@ -219,11 +219,11 @@ def test_entries_run(name: str, tmp_path: Path) -> None:
 
 
 def test_lines_are_counted_where_there_are_any(tmp_path: Path) -> None:
-    (tmp_path / "control" / "memory").mkdir(parents=True)
-    (tmp_path / "control" / "memory" / "one.py").write_text('"""Said."""\n\nx = 1\ny = 2\n')
+    (tmp_path / "memory").mkdir(parents=True)
+    (tmp_path / "memory" / "one.py").write_text('"""Said."""\n\nx = 1\ny = 2\n')
     assert list(lines_here(tmp_path).values()) == [2]
-    (tmp_path / "data" / "runner" / "virtual").mkdir(parents=True)
-    (tmp_path / "data" / "runner" / "virtual" / "one.py").write_text("x = 1\n")
+    (tmp_path / "worker" / "virtual").mkdir(parents=True)
+    (tmp_path / "worker" / "virtual" / "one.py").write_text("x = 1\n")
     assert list(lines_here(tmp_path).values()) == [2, 1]
     assert next(iter(lines_here(ROOT).values())) > 500
 

@@ -31,11 +31,13 @@ from quire.async_llm import AsyncLLM
 from quire.bench.machine import machine
 from quire.core.outputs import BranchOutput
 from quire.ipc.garbage_collection import freeze_loaded_objects
+from quire.protocol.sampling_params import SamplingParams
 from quire.server.api_server import bind
 from quire.server.app import create_app
 from quire.server.options import ServeOptions
 from quire.server.web_server import WebServer
-from quire.text.output_stream import OutputStream
+from quire.text.output_stream import OutputStream, RequestRecord
+from quire.text.request_detokenizer import RequestDetokenizer
 
 WORDS = (" once", " upon", " a", " time", " there", " was", " a", " quire")
 STEP = 0.004  # seconds between two steps, beside what they take
@@ -82,7 +84,11 @@ class Fed(AsyncLLM):
     ) -> list[OutputStream]:
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         accepted.set_result(None)
-        streams = [OutputStream(id, accepted, patient) for id, _ in prompts]
+        params = SamplingParams(detokenize=False)
+        detokenizer = RequestDetokenizer(None, (), params, lambda branch, stop: None)
+        streams = [
+            OutputStream(0, RequestRecord(id, 1, params, 0.0), detokenizer, accepted, patient) for id, _ in prompts
+        ]
         if self.at_once:
             asyncio.get_running_loop().call_soon(deliver, [(stream, output(stream.id, 0, True)) for stream in streams])
         else:

@@ -126,7 +126,7 @@ def test_watchers_are_bounded_and_nobody_looks_for_nobody(running: Running, monk
         next(lines)
         refused = httpx.get(f"{running.url}/console/events", headers=KEY)
         assert refused.status_code == 503
-        assert "1 watch already" in refused.json()["error"]["message"]
+        assert "the console has 1 clients, which is the limit" in refused.json()["error"]["message"]
     wait_until(lambda: console._poll_task.done(), "the last look has ended")
     number, steps = console.snapshot_number, json.loads(console.latest_snapshot)["steps"]
     time.sleep(3 * MIN_POLL_SECONDS)  # in which further looks would come

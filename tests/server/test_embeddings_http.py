@@ -156,7 +156,7 @@ def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[li
         ("/v1/embeddings", {"input": "a", "dimensions": HIDDEN + 1}, "dimensions", f"got {HIDDEN + 1}"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "base64"),
         ("/v1/embeddings", {"input": "a", "cache_salt": ""}, "cache_salt", "not be empty"),
-        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1", "2 texts for 3"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1", "text_1 has 2 texts, text_2 has 3"),
         ("/score", {"text_1": "a", "text_2": ["a"] * 1024}, "text_2", "1025 texts"),
         ("/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2", "text_2[1] is empty"),
         ("/rerank", {"query": "", "documents": ["a"]}, "query", "query is empty"),

@@ -86,7 +86,7 @@ def test_a_step_that_hangs() -> None:
     assert error.count("the engine stalled: step 4 has lasted") == 1
     stalled, _, left = error.partition("shutting down")
     assert re.search(r"quire-engine:\n(  .*\n)+.* in step\n(  .*\n)*.* in collect\n", stalled), stalled
-    assert "the engine's thread hangs and is left behind" in left
+    assert "the engine's thread hangs, and the process ends without it" in left
     assert answers[0].status_code == 503
     assert answers[0].json()["error"]["message"] == "the server is shutting down"
 

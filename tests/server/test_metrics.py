@@ -77,10 +77,8 @@ def test_counts_after_five_requests(placement: Placement) -> None:
 
 def test_the_lag_of_a_front_that_was_busy_is_seen(placement: Placement) -> None:
     async def work() -> tuple[float, float]:
-        metrics = Metrics()
-        lag = metrics.histograms["front_lag_seconds"]
         with linked(echo_service.built(Echo(pause=0.01)), placement) as llm:
-            metrics.attach(llm)
+            lag = Metrics(llm).histograms["front_lag_seconds"]
             stream = await llm.submit([1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
             await anext(stream)
             before = lag.total
@@ -161,8 +159,7 @@ def test_who_waits_for_a_prefix_is_deferred() -> None:
     engine = model.engine
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     with linked(model, "thread") as llm:
-        metrics = Metrics("echo")
-        metrics.attach(llm)
+        Metrics(llm, "echo")
         seen = set()
 
         async def ask() -> None:

@@ -59,7 +59,7 @@ def test_engine_death_fails_everybody(placement: Placement) -> None:
     model = echo_service.built(Echo(pause=0.02, fail_at=30))
     with echo_service.serving(model, placement=placement) as running:
         died, got = threading.Event(), list[object]()
-        running.llm.on_death = died.set
+        running.llm.set_death_callback(died.set)
         body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
         with openai_of(running) as client:
             stream = client.completions.create(
@@ -107,8 +107,7 @@ def test_ranks_that_start_anew_are_unhealthy_and_streams_go_on(echo: Running) ->
         again = echo_service.built(Echo()).engine
         return again.runner, again.scheduler.memory  # type: ignore[return-value]
 
-    gate, model = threading.Event(), echo_service.built(Lost())
-    model.engine.restarter = RunnerRestarter(anew)
+    gate, model = threading.Event(), echo_service.built(Lost(), restarter=RunnerRestarter(anew))
     body = {"prompt": "a", "max_tokens": 9, "temperature": 1, "seed": 5}
     wanted = httpx.post(f"{echo.url}/v1/completions", json=body).json()["choices"]
     with echo_service.serving(model) as running, concurrent.futures.ThreadPoolExecutor(1) as pool:

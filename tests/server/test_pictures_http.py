@@ -109,7 +109,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "a file": (part("file:///etc/passwd"), "nothing is ever fetched"),
     "no base64": (part("data:image/png;base64,!!!!"), "is no base64"),
     "cut short": (part(uri(written(drawn(8, 8))[:60])), "can't be read"),
-    "moving": (part(MOVING), "it moves"),
+    "moving": (part(MOVING), "it is animated"),
     "no pixels": (part(uri(png_of(0, 5))), "0 x 5 pixels"),
     "a bomb": (part(uri(png_of(100_000, 100_000))), "100000 x 100000 pixels"),
     "too small for the model": (part(uri(written(drawn(2, 2)))), "must have 4 pixels a side"),

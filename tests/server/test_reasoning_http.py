@@ -190,7 +190,7 @@ def test_markers_of_several_tokens() -> None:
         for field, value in (("response_format", form), ("thinking_token_budget", 3)):
             told = refusal(http, "/v1/chat/completions", {"messages": TALK, field: value, **opened})
             assert told["param"] == field
-            assert "'</think>' is no token here" in told["message"]
+            assert "'</think>' is not one token of this model" in told["message"]
 
 
 def test_cut_within_thoughts_nothing_was_called(served: Served) -> None:

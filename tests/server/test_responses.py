@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from quire.errors import InputError, StartupError
 from quire.server.errors import UnknownResponse
-from quire.server.options import ServeOptions, _check_options
+from quire.server.options import ServeOptions, check_options
 from quire.server.response_models import ResponsesResponse
 from quire.server.responses import store as response_store
 from quire.server.responses.render import ResponseItems
@@ -252,7 +252,7 @@ def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_flag() -> None:
     for options in (ServeOptions(store_responses=-1), ServeOptions(store_responses=5, fronts=2)):
         with pytest.raises(StartupError, match=f"--store-responses is {options.store_responses}"):
-            _check_options(options)
+            check_options(options)
 
 
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [

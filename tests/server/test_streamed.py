@@ -15,15 +15,17 @@ import echo_service
 import pytest
 
 from quire.core.outputs import BranchOutput
+from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import TopLogprobs
 from quire.server.answer_size import AnswerBudget, AnswerSize
 from quire.server.direct_writer import DIRECT_EXTENSION
-from quire.server.json_pieces import SHORT_CHARS, TokenStrings
+from quire.server.json_pieces import SHORT_CHARS, TokenStrings, WriterTurns
 from quire.server.render import ChatRenderer, CompletionRenderer
 from quire.server.request_models import ChatRequest, CompletionRequest
 from quire.server.streaming import EngineCall, EventStream
 from quire.text.input_processor import InputProcessor, Prompt
-from quire.text.output_stream import OutputStream, engine_dead_error
+from quire.text.output_stream import OutputStream, RequestRecord, engine_dead_error
+from quire.text.request_detokenizer import RequestDetokenizer
 
 TEXTS = (
     " a", "", '"', "\\", "\n\r\t", "é", "漢字", "\U0001f600", "\x00\x7f\u2028", "data: [DONE]\n\n", "</s>", " b" * 40,
@@ -76,18 +78,25 @@ def prompts_of_echo() -> InputProcessor:
     return echo_service.prompts()
 
 
+def new_stream(id: str, accepted: asyncio.Future[None]) -> OutputStream:
+    """A stream whose outputs have their text already."""
+    params = SamplingParams(detokenize=False)
+    detokenizer = RequestDetokenizer(None, (), params, lambda branch, stop: None)
+    return OutputStream(0, RequestRecord(id, 1, params, 0.0), detokenizer, accepted)
+
+
 def answer_to(body: dict[str, Any], prompts: int, engine: Any) -> tuple[EventStream, list[OutputStream]]:
     """The answer to `body`, and the streams that it reads."""
     accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     accepted.set_result(None)
     call = EngineCall(engine, "cmpl-x", AnswerBudget(), AnswerSize(0, 0))
-    call.streams = [OutputStream(f"cmpl-x-{at}", accepted) for at in range(prompts)]
+    call.streams = [new_stream(f"cmpl-x-{at}", accepted) for at in range(prompts)]
     text, given = prompts_of_echo(), [Prompt("once", [5, 6 + at]) for at in range(prompts)]
     words, renderer = TokenStrings(text), None
     if "messages" in body:
-        renderer = ChatRenderer("cmpl-x", "echo", ChatRequest(**body), given, words)
+        renderer = ChatRenderer("cmpl-x", "echo", ChatRequest(**body), given, words, WriterTurns())
     else:
-        renderer = CompletionRenderer("cmpl-x", "echo", CompletionRequest(**body), given, words, text)
+        renderer = CompletionRenderer("cmpl-x", "echo", CompletionRequest(**body), given, words, WriterTurns(), text)
     options = renderer.request.stream_options
     usage = options is not None and bool(options.include_usage)
     return EventStream(call, renderer, {}, usage, usage and bool(options.continuous_usage_stats)), call.streams
@@ -279,7 +288,7 @@ def test_what_came_before_it_was_listened_to() -> None:
     async def work() -> None:
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for end in (True, False):
-            stream, seen, errors = OutputStream("x", accepted), [], []
+            stream, seen, errors = new_stream("x", accepted), [], []
             for branch in (0, 1, 0):
                 stream.put(output(branch, "a", done=end and branch == 1))
             stream.listen(seen.append, errors.append)
@@ -288,7 +297,7 @@ def test_what_came_before_it_was_listened_to() -> None:
             stream.fail(engine_dead_error(None))
             assert len(errors) == 1
         late: list[Exception] = []
-        failed = OutputStream("x", accepted)
+        failed = new_stream("x", accepted)
         failed.fail(engine_dead_error(None))
         failed.listen(seen.append, late.append)
         assert len(late) == 1

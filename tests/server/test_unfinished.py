@@ -81,7 +81,7 @@ def test_what_is_ended_may_be_asked_again(served: Any, loose_brake: Path, stream
     loose_brake.unlink()
     assert http.post("/wake_up").status_code == 200
     error = (last_event(answer) if stream else answer.json())["error"]
-    assert error == {"type": "overloaded_error", "message": "the request was ended before its output"}
+    assert error == {"type": "overloaded_error", "message": "the request was aborted before its output was complete"}
     if not stream:
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
 

@@ -199,7 +199,7 @@ def test_masks_and_forced_tokens_are_those_that_would_be_computed(
     grammar = grammars().get(replace(FORM, after=marker))
     masker = grammar.backend
     masker.is_serial, masker._executor = way == "one by one", LLExecutor(2) if way == "on threads" else None
-    monkeypatch.setattr(quire.text.grammars.compiler, "MAX_SERIAL_MASKS", 1)
+    monkeypatch.setattr("quire.text.grammars.backend.MAX_SERIAL_MASKS", 1)
     grammar.shared.root.budget.nodes, grammar.shared.root.budget.masks = room
     rng = random.Random(0)
     for _ in range(12):

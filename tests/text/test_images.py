@@ -125,7 +125,7 @@ def test_files_of_two_sizes_are_refused() -> None:
         jpeg[:frame] + jpeg[frame : frame + 2 + length] + jpeg[frame:],
         bytes(webp),
     ):
-        with pytest.raises(InputError, match=r"it says two sizes|it says its size twice"):
+        with pytest.raises(InputError, match="it has two sizes"):
             decode_file(data, LIMITS, AT)
 
 
@@ -140,7 +140,7 @@ def test_sizes_at_the_limit() -> None:
 def test_moving_pictures_are_refused(format: str) -> None:
     frames = [Image.new("RGB", (4, 4), color) for color in (RED, BLUE)]
     data = written(frames[0], format, save_all=True, append_images=frames[1:])
-    with pytest.raises(InputError, match="it moves; only still pictures are read"):
+    with pytest.raises(InputError, match="it is animated; only still pictures are supported"):
         decode_file(data, LIMITS, AT)
 
 
@@ -148,14 +148,14 @@ def test_a_gif_of_very_many_frames_is_refused_before_any_is_drawn() -> None:
     one = written(Image.new("P", (2, 2)), "GIF")
     at = one.index(b"\x2c\0\0\0\0")
     data = one[:at] + one[at:-1] * 100_000 + b";"
-    with pytest.raises(InputError, match=r"it moves|has more than 131072 blocks"):
+    with pytest.raises(InputError, match=r"it is animated|has more than 131072 blocks"):
         decode_file(data, ImageLimits(bytes=1 << 25), AT)
 
 
 def test_a_gif_may_not_say_less_than_it_is() -> None:
     data = bytearray(written(Image.new("P", (64, 64)), "GIF"))
     data[6:10] = bytes((2, 0, 2, 0))
-    with pytest.raises(InputError, match="its picture is larger than it says"):
+    with pytest.raises(InputError, match="its picture is larger than its header says"):
         decode_file(bytes(data), LIMITS, AT)
 
 

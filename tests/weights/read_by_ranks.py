@@ -68,12 +68,12 @@ def loaded(folder: Path, part: Shard) -> dict[str, float]:
     """What a rank reads, as shares of the file."""
     size, model = (folder / SINGLE_FILE).stat().st_size, made(read_config(folder), part)
     before, began, faults = from_disk(), time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    load_weights(model, folder)
+    files = load_weights(model, folder)
     for parameter in model.parameters():
         parameter.data.sum()  # what is mapped is read when it is used
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     return {
-        "asked": model.read_bytes / size, "from_disk": (from_disk() - before) / size,
+        "asked": files.read_bytes / size, "from_disk": (from_disk() - before) / size,
         "seconds": time.perf_counter() - began, "pages_mapped": faults,
     }  # fmt: skip
 

@@ -150,7 +150,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "array of arrays": (header(keys=1, rest=key("a", struct.pack("<IIQ", 9, 9, 1) + bytes(64))), "array of the type 9"),
     "long array": (header(keys=1, rest=key("a", struct.pack("<IIQ", 9, 4, 1 << 61))), "entries"),
     "long texts": (header(keys=1, rest=key("a", struct.pack("<IIQ", 9, 8, 1 << 40))), "entries"),
-    "text behind": (header(keys=1, rest=key("a", struct.pack("<IIQQ", 9, 8, 1, 1 << 50))), "behind the file's end"),
+    "text behind": (header(keys=1, rest=key("a", struct.pack("<IIQQ", 9, 8, 1, 1 << 50))), "after the file's end"),
     "texts of everything": (
         header(keys=1, rest=key("a", struct.pack("<IIQQ", 9, 8, 1, (1 << 25) + 1) + bytes((1 << 25) + 1))),
         "texts in its arrays have 33554433 bytes",

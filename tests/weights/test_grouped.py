@@ -148,7 +148,7 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32, part: Shard = UNSHA
     for parameter in model.parameters():
         if not parameter.is_meta:
             parameter.data.view(torch.uint8).fill_(0xFF)
-    load_weights(model, folder, scheme=scheme)
+    model.read_bytes = load_weights(model, folder, scheme=scheme).read_bytes
     return model
 
 

@@ -218,12 +218,11 @@ def test_dummy_weights() -> None:
 def test_large_weights_that_need_no_change_lie_in_the_file(tmp_path: Path) -> None:
     theirs = save_large(tmp_path, hidden_size=768)
     model, converted = built(tmp_path, torch.bfloat16), built(tmp_path)
-    load_weights(model, tmp_path)
-    load_weights(converted, tmp_path)
-    [mapped] = model.mapped
+    [mapped] = load_weights(model, tmp_path).mapped
+    [other] = load_weights(converted, tmp_path).mapped
     inside = {name for name, x in model.named_parameters() if mapped.begin <= x.data_ptr() < mapped.end}
     assert inside == {"embed_tokens.weight", "head.weight", *(f"layers.{i}.attention.out.weight" for i in range(2))}
-    [other] = converted.mapped
+
     assert not any(other.begin <= x.data_ptr() < other.end for x in converted.parameters())
     # The file stays there if all weights were converted: other memory would lose what is in it.
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -236,8 +235,7 @@ def test_large_weights_that_need_no_change_lie_in_the_file(tmp_path: Path) -> No
     mapped.release()
     assert resident(mapped.begin) == 0
     assert torch.equal(model.head.weight, theirs.lm_head.weight), "it is read again"
-    converted.prepare(64)
-    assert not hasattr(converted, "mapped"), "nobody gives back what nobody may hold"
+    converted.prepare(64, mapped_files=[other])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mappings are said there")
@@ -329,7 +327,7 @@ def test_a_tower_without_its_projector(saved: Any, tmp_path: Path, family: str) 
     said, *lost = without(saved(family), tmp_path / "blind", PROJECTOR.match)
     assert "has a vision tower without its projector: it lacks " in said
     assert any(name.endswith(re.search(r"lacks ([\w.]+)", said)[1]) for name in lost), said  # type: ignore[index]
-    assert "config.json says that there is one: put its tensors, under these names" in said
+    assert "put its tensors, under these names" in said
     assert len(said) < 700
 
 

@@ -331,7 +331,7 @@ def test_pages_that_do_not_hold_states_are_refused() -> None:
         if size != states:
             with pytest.raises(StartupError, match=f"a page of {size:,} bytes doesn't hold states of {states:,} bytes"):
                 check_kv_cache_config(geometry, spec)
-    with pytest.raises(AssertionError, match="ssm is of numbers of 4 bytes, and the runner's have 2"):
+    with pytest.raises(AssertionError, match="ssm has elements of 4 bytes, and the runner's have 2"):
         state_caches(torch.zeros(states), geometry, spec, torch.bfloat16)
 
 
@@ -554,7 +554,5 @@ WRONG: dict[str, Callable[[Played], None]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_other_states_are_refused(name: str) -> None:
-    with pytest.raises(
-        AssertionError, match=r"slot \d goes on behind \d+ tokens from page \d+ of group 1, whose state"
-    ):
+    with pytest.raises(AssertionError, match=r"slot \d goes on after \d+ tokens from page \d+ of group 1, whose state"):
         WRONG[name](begun())

@@ -42,8 +42,8 @@ Run = Callable[[argparse.Namespace], list[dict[str, Any]]]
 
 
 class Entry(NamedTuple):
-    """`run` measures; `show` prints results as a table; `flags` adds the entry's own arguments; `more` is what the
-    document says beside the results."""
+    """The functions of a measurement: `run` measures, `show` formats the results as a table, `flags` adds arguments of
+    its own. `more` are further fields of the document."""
 
     about: str
     run: Run
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 def main(args: list[str]) -> int:
-    """Run one entry: a table to stdout, progress to stderr, JSON to --out."""
+    """Run one measurement: print a table to stdout and progress to stderr, write JSON to --out."""
     given = _parser().parse_args(args)
     given.said = args
     if given.entry in (None, "list"):
@@ -137,7 +137,7 @@ def _traced(run: Run) -> Run:
 
 
 def _serve(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Requests come as --arrivals or --rate says, else at a trace's own times, else as --concurrency says."""
+    """Run `serve`. Arrivals are given by --arrivals or --rate, else by a trace's own times, else by --concurrency."""
     if args.arrivals is not None:
         if args.rate is not None:
             raise StartupError("--arrivals and --rate are both given", "One says all: --rate X is poisson:X")

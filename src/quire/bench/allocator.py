@@ -1,7 +1,7 @@
-"""The cost of pages alone: what a ledger takes to give one out and to take it back, in microseconds of the CPU.
+"""Measure the page pool alone: microseconds of CPU time to allocate and to free a page.
 
-Two groups as in a model of Ministral's shape, three small pages of the one and one of the other in a large page; beside
-them a ledger of one level, whose pages all have one size. Hashing is apart: keys are there.
+Two groups as in a model of Ministral's shape: a large page holds three small pages of one group and one of the other.
+For comparison, a pool of one level whose pages have one size. Hashing is not included: page keys are given.
 """
 
 from __future__ import annotations

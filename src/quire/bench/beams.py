@@ -1,5 +1,6 @@
-"""Beam search: pages that branches share and copy on a write, beside a decoding that copies a beam's whole KV when it
-is re-parented (PagedAttention §6.3), and beside transformers' beam search. One process, in turn, the same prompts.
+"""Measure beam search with pages that branches share and copy on write, against copying a beam's whole KV when it is
+re-parented (PagedAttention §6.3), and against transformers' beam search. All run in turn in one process with the same
+prompts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from quire.bench.document import short, table
 from quire.bench.drive import Decoding, Load, drive
@@ -59,7 +60,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A result for the model that is named; for the bundled model and a dummy llama-125m if none is."""
+    """Return a result for the given model; for the bundled model and a dummy llama-125m if none is given."""
     if args.repeat < 1:
         raise StartupError(f"--repeat is {args.repeat}", "It must be at least 1")
     if not 1 <= args.beam_width <= 64:
@@ -82,8 +83,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def measure(
     made: BuiltEngine, config: EngineConfig, workload: str, jobs: list[Job], width: int, repeats: int
 ) -> dict[str, Any]:
-    """Tokens/s of each way: tokens of the best sequence of each request, over the time until the last one ended."""
-    memory: Any = made.engine.scheduler.memory
+    """Measure tokens/s of each way: tokens of each request's best sequence over the time until the last request
+    ends."""
+    memory = cast(PagedMemory, made.engine.scheduler.memory)
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         OURS: partial(_ours, made.engine, memory, jobs, width),
         EAGER: partial(_ours, made.engine, _eager(made.engine), jobs, width),
@@ -120,9 +122,9 @@ def _same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> int:
 
 
 def _eager(engine: Engine) -> EagerMemory:
-    """A memory of the same geometry, for the same tensors."""
-    memory: Any = engine.scheduler.memory
-    return EagerMemory(memory.geometry, max_step_tokens=memory.chunk, caching=False)
+    """Return a memory of the same KV cache configuration, for the same tensors."""
+    memory = cast(PagedMemory, engine.scheduler.memory)
+    return EagerMemory(memory.kv_config, max_step_tokens=memory.max_step_tokens, caching=False)
 
 
 def _ours(engine: Engine, memory: PagedMemory, jobs: list[Job], width: int) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def _ours(engine: Engine, memory: PagedMemory, jobs: list[Job], width: int) -> d
 
 
 def _peer(config: EngineConfig) -> Any:
-    """transformers' model with weights of its own where ours are random: only the bundled model gives the same text."""
+    """Return transformers' model. Its weights are random where ours are: only the bundled model gives the same text."""
     try:
         import transformers
     except ImportError:

@@ -1,15 +1,14 @@
-"""What steps cost on this machine: steps of a designed grid are run and timed, and the simulator's coefficients are
-fitted to two thirds of them; the error is that on the rest (`quire simulate --calibration FILE` reads the result).
+"""Calibrate the simulator's cost model on this machine: run and time a grid of steps, fit the coefficients to two
+thirds of them, and report the error on the rest. `quire simulate --calibration FILE` reads the result.
 
-Or, with --steps, the fit of steps that were recorded elsewhere: the simulator plans the same workloads again, so their
-work is known exactly, and a record of other steps is refused.
+With --steps, fit steps that were recorded elsewhere: the simulator plans the same workloads again, which gives the
+exact work of each step. A record whose steps differ from the plan is refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +52,7 @@ class Errors(NamedTuple):
 
 
 def shape_of(source: Checkpoint, itemsize: int, saved: int = 0) -> ModelShape:
-    """A model's shape for the cost model. `saved`: as for `Shape.of`."""
+    """Return a model's shape for the cost model. `saved` is that of `ModelShape.from_spec`."""
     settings: Any = ARCHITECTURES[architecture_of(source.config)][0].from_config(source.config)
     tied: bool = getattr(settings, "text", settings).tied  # the text's, of a model that sees
     return ModelShape.from_spec(source.spec, itemsize, tied, saved)
@@ -70,9 +69,9 @@ def split(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 def fitted(
     shape: ModelShape, samples: Sequence[Sample], bandwidth: float, moves: Coefficients = NOTHING
 ) -> Coefficients:
-    """Coefficients of least squared relative errors, none below 0; those of copies and swaps are taken from `moves`.
-    What every step takes is reading the weights, at `bandwidth` bytes a second, and the rest is the step's own. Of two
-    candidates the simpler one is taken, if the other isn't clearly better."""
+    """Fit coefficients, none below 0, by least squares of relative errors; those of copies and swaps are taken from
+    `moves`. Every step reads the weights, at `bandwidth` bytes a second; the rest is fitted. Of two candidates the
+    simpler one is taken unless the other is clearly better."""
     even = _balanced(samples)
     moved = [s.work.copied * moves.copied_byte + s.work.swapped * moves.swapped_byte for s in even]
     even = [s._replace(seconds=s.seconds - m) for s, m in zip(even, moved)]
@@ -92,7 +91,7 @@ def fitted(
 
 
 def _candidates(shape: ModelShape, samples: Sequence[Sample], bandwidth: float) -> Iterator[Coefficients]:
-    """The best coefficients for every overlap and time of launches; simple ones first."""
+    """Yield the best coefficients for each overlap and launch time, simple ones first."""
     prompts = [s.seconds for s in samples if s.work.attention]
     for launch in (0.0, *(np.percentile(prompts, LAUNCHES) if prompts else ())):
         free = [s for s in samples if not s.work.attention or s.seconds > (1 + MARGIN) * launch]
@@ -117,7 +116,7 @@ def _summed(shape: ModelShape, samples: Sequence[Sample], bandwidth: float) -> C
 def _overlapped(
     shape: ModelShape, samples: Sequence[Sample], bandwidth: float, overlap: float, operation: float
 ) -> Coefficients:
-    """With this overlap and these seconds for an operation: what is left over is fitted."""
+    """Fit the remaining coefficients for a given `overlap` and given seconds of an `operation`."""
     known = NOTHING._replace(weight_byte=1 / bandwidth, operation=operation, overlap=overlap)
     rows = [[w.kv_bytes, w.attention, 1.0, float(w.rows)] for _, w, *_ in samples]
     left = [s.seconds - CostModel(shape, known).device_seconds(s.work) for s in samples]
@@ -126,7 +125,7 @@ def _overlapped(
 
 
 def _balanced(samples: Sequence[Sample]) -> list[Sample]:
-    """Every kind of step as often as the most frequent: what is rare in a record isn't unimportant in service."""
+    """Repeat the samples of rare kinds of step, so that all kinds have equal weight."""
     kinds = {kind: [s for s in samples if s.what == kind] for kind in dict.fromkeys(s.what for s in samples)}
     most = max(map(len, kinds.values()))
     return [sample for group in kinds.values() for sample in group * round(most / len(group))]
@@ -150,8 +149,8 @@ def by_kind(cost: CostModel, samples: Sequence[Sample]) -> dict[str, dict[str, A
 def recorded(
     path: str, config: EngineConfig, source: Checkpoint, shape: ModelShape, kv_tokens: int
 ) -> dict[str, list[Sample]]:
-    """The samples of a record {workload: [[rows running, tokens, seconds] a step]}, whose requests all came at once:
-    the simulator plans them again, with `config`. StartupError if its steps have other numbers of tokens."""
+    """Return the samples of a record {workload: [[running rows, tokens, seconds] a step]}, whose requests all came at
+    once. The simulator plans them again with `config`. Raise StartupError if its steps have other numbers of tokens."""
     remedy = "Expected {WORKLOAD: [[rows, tokens, seconds], ...]}, recorded with the same settings"
     try:
         content: dict[str, list[list[float]]] = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -182,8 +181,9 @@ def planned(name: str, config: EngineConfig, source: Checkpoint, shape: ModelSha
     """The work of each step of a workload whose requests all come at once."""
     works: list[StepWork] = []
     cost = CostModel(shape, NOTHING._replace(step=1.0))
-    simulation = Simulation(config, source.spec, cost, kv_tokens, depth=2)
-    simulation.runner.on_step = lambda work, seconds: works.append(work)
+    simulation = Simulation(
+        config, source.spec, cost, kv_tokens, depth=2, on_step=lambda work, seconds: works.append(work)
+    )
     simulation.run(at_once(parse(name).jobs(source.spec.vocab_size, config.seed)))
     return works
 
@@ -236,7 +236,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _check(args: argparse.Namespace, config: EngineConfig) -> None:
-    """What the result couldn't be read with is refused before anything is measured."""
+    """Raise StartupError, before anything is measured, for arguments with which the result could not be read."""
     if config.depth is not None and config.depth > MAX_DEPTH:
         raise StartupError(f"--depth is {config.depth}", f"A calibration's is from 1 to {MAX_DEPTH}")
     if not 1e-3 <= args.memory_gib <= MOST_GIB:
@@ -256,7 +256,7 @@ def _made(config: EngineConfig) -> Found:
     made = build(config)
     try:
         shape = shape_of(source, ITEMSIZE[made.memory_plan.dtype], made.memory_plan.quantization_savings)
-        made.engine.limits = made.engine.limits._replace(max_queued=sys.maxsize)
+        made.engine.lift_queue_limit()
         runner: Any = made.engine.runner
         bandwidth, moved = bandwidth_of(runner.device), moves(made.engine)
         samples = grid(Timed(made.engine, shape))

@@ -1,7 +1,7 @@
-"""What a preemption costs on this machine by swapping and by recomputation: measured on an engine, fitted to Costs.
+"""Measure what a preemption costs on this machine by swapping and by recomputation, and fit PreemptionCosts.
 
-Every sample really moves pages between the engine's buffers, or really computes a prompt (PagedAttention §7.3). The
-fastest of its repeats counts: whatever disturbs a sample makes it slower.
+Every sample moves pages between the engine's buffers, or computes a prompt (PagedAttention §7.3). The fastest of its
+repeats counts, since disturbances only make a sample slower.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from quire.bench.shapes import local_runner
 from quire.core.engine import Engine
 from quire.core.preemption_costs import PreemptionCosts
+from quire.memory.interface import KVMemory
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.sequence import Sequence as Seq
+
+if TYPE_CHECKING:
+    from quire.worker.store import Store
 
 REPEATS = 7
 FIRST = 16  # tokens of the shortest sample
@@ -38,7 +43,7 @@ class Swap(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Coefficients that are 0 or more, and by how much (a share) the worst and the median sample miss the fit."""
+    """Coefficients, none below 0, and the largest and the median relative error of the samples."""
 
     coefficients: list[float]
     worst_error: float
@@ -46,7 +51,7 @@ class Fit(NamedTuple):
 
 
 def calibrate(engine: Engine, repeats: int = REPEATS) -> dict[str, Any]:
-    """Costs, their fits and the samples they were fitted to. The engine must be idle, and swap."""
+    """Return the costs, their fits and the samples. The engine must be idle, with host pages to swap to."""
     lengths = _lengths(engine)
     swaps = [swap_seconds(engine, length, repeats) for length in lengths]
     added = compute_seconds(engine, lengths, repeats)
@@ -63,8 +68,8 @@ def calibrate(engine: Engine, repeats: int = REPEATS) -> dict[str, Any]:
 
 
 def _lengths(engine: Engine) -> list[int]:
-    """Lengths from FIRST on, each half as long again as the one before, that the memory and the host pages hold."""
-    memory: Any = engine.scheduler.memory
+    """Return lengths from FIRST on, each 1.5 times the one before, that fit into the memory and the host pages."""
+    memory = engine.scheduler.memory
     most = min(engine.limits.max_len - 2, LONGEST, host_tokens(memory.kv_config))
     lengths, length = [], FIRST
     while length <= most and memory.fits([length + 1, ROOM]):
@@ -83,8 +88,8 @@ def host_tokens(geometry: KVCacheConfig) -> int:
 
 def swap_seconds(engine: Engine, length: int, repeats: int) -> Swap:
     """Swapping a sequence of `length` tokens out and in: the memory's bookkeeping and the copies."""
-    memory: Any = engine.scheduler.memory
-    store = engine.runner.store  # type: ignore[attr-defined]
+    memory = engine.scheduler.memory
+    store = local_runner(engine).store
     out: list[float] = []
     back: list[float] = []
     held = 0
@@ -101,14 +106,14 @@ def swap_seconds(engine: Engine, length: int, repeats: int) -> Swap:
     return Swap(length, held, min(out), min(back))
 
 
-def _moved(move: Callable[[list[Seq]], bool], seq: Seq, memory: Any, store: Any) -> None:
+def _moved(move: Callable[[list[Seq]], bool], seq: Seq, memory: KVMemory, store: Store) -> None:
     assert move([seq]), "the host pages are full"
     store.apply_page_ops(memory.take_page_ops()[0])
 
 
 def compute_seconds(engine: Engine, lengths: Sequence[int], repeats: int) -> list[float]:
-    """What computing a prompt of each length adds to the steps of a sequence that decodes: steps are made anyway, for
-    those that weren't preempted. The cache finds none of it."""
+    """Return, for each length, the seconds that computing such a prompt adds to the steps of a decoding sequence: the
+    running sequences need these steps in any case. No prompt is found in the prefix cache."""
     budget, added = engine.scheduler.token_budget, []
     one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
     for length in lengths:
@@ -134,10 +139,10 @@ def _steps(engine: Engine, count: int) -> None:
 
 
 def _timed(engine: Engine, work: Callable[[], None]) -> float:
-    """Seconds. On one thread of a CPU the process's own, which other processes don't lengthen."""
+    """Return the seconds of `work`: CPU time of this process if it computes on one thread, else wall-clock time."""
     import torch
 
-    device = engine.runner.device  # type: ignore[attr-defined]
+    device = local_runner(engine).device
     if device.type == "cpu":
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         began = clock()
@@ -151,8 +156,8 @@ def _timed(engine: Engine, work: Callable[[], None]) -> float:
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], whole: Sequence[float] | None = None) -> Fit:
-    """The coefficients, none below 0, that make the sum of squared relative errors smallest: with so few columns the
-    best of all subsets. Errors are relative to `whole`, of which `seconds` may be a part."""
+    """Fit coefficients, none below 0, that minimize the sum of squared relative errors, by trying all subsets of the
+    few columns. Errors are relative to `whole`, of which `seconds` may be a part."""
     wanted = np.array(seconds)
     against = wanted if whole is None else np.array(whole)
     weight = 1 / np.maximum(against, 0.01 * against.max())

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server, measured: its model, its metrics, and the load that client processes put on it."""
+"""Measure an OpenAI-compatible server: its model, its metrics, and a load that client processes send."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SHORTEST, LONGEST = 0.1, 3600.0  # seconds between two looks at a server's memor
 
 
 class Asking(NamedTuple):
-    """How completions are asked for: `chunk_usage` for the tokens so far in every chunk; `text` makes a prompt of token
-    ids a text, which is sent instead."""
+    """The form of completion requests. `chunk_usage`: every chunk reports the tokens so far. `text` turns the token ids
+    of a prompt into the text that is sent."""
 
     temperature: float = 0.0
     chunk_usage: bool = False
@@ -34,9 +34,9 @@ class Asking(NamedTuple):
 
 
 class Client:
-    """A server at `url`, such as http://127.0.0.1:8000. The key of QUIRE_API_KEY is sent if it is set. Load comes from
-    `clients` processes, or as many as it needs; they end with this context. Every `watch` seconds the server's memory
-    is looked at."""
+    """A client of the server at `url`, such as http://127.0.0.1:8000. It sends the key of QUIRE_API_KEY if that is set.
+    Load comes from `clients` processes (None: as many as it needs), which end with this context. The server's memory is
+    sampled every `watch` seconds."""
 
     def __init__(
         self, url: str, clients: int | None = None, asking: Asking | None = None, watch: float | None = None
@@ -103,7 +103,8 @@ class Client:
         return f"POST {self._root}/v1/{route} HTTP/1.1\r\n{lines}"
 
     def body(self, job: Job) -> bytes:
-        """A streamed completion of exactly the job's length; of a chat, where the job has pictures."""
+        """Return the request for a streamed completion of exactly the job's length, or for a chat if the job has
+        images."""
         temperature, chunk_usage, text = self._asking
         options = {"include_usage": True} | ({"continuous_usage_stats": True} if chunk_usage else {})
         prompt = text(job.prompt) if text else job.prompt
@@ -115,7 +116,7 @@ class Client:
         return json.dumps(asked, separators=(",", ":")).encode()
 
     def run(self, jobs: Sequence[Job], load: Load) -> dict[str, Any]:
-        """The numbers of one run of all jobs. Open loads send each request at its time."""
+        """Run all jobs and return the measurements. An open load sends each request at its time."""
         if jobs is not self._jobs:
             self._jobs, self._bodies = jobs, [self.body(job) for job in jobs]
         fleet = self._fleet_for(len(jobs), load)
@@ -133,7 +134,7 @@ class Client:
         return run
 
     def _fleet_for(self, requests: int, load: Load) -> Fleet:
-        """The processes of the run before, if they are as many as this one needs."""
+        """Return the client processes of the run before if their number fits, else new ones."""
         count = self._clients or clients_for(requests, load)
         if self._fleet is not None and self._fleet.count != count:
             self._fleet.close()
@@ -151,7 +152,7 @@ def _said(files: Sequence[bytes], text: Any) -> dict[str, Any]:
 
 
 def progress(run: dict[str, Any]) -> str:
-    """What somebody who waits should know of a run beside its speed, from "; " on; "" for nothing."""
+    """Return the progress report of a run beside its speed, starting with "; "; "" if there is none."""
     said = [f"{count} requests {what}" for what in ("refused", "failed") if (count := sum(run[what].values()))]
     said += [f"{run['other_lengths']} answers have other lengths than asked for"] if run["other_lengths"] else []
     said += [f"the client was saturated: {why}" for why in run["saturated"]]

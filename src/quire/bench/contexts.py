@@ -1,14 +1,16 @@
-"""Decode steps of long contexts without computing these: prompts are planned, given memory and mapped as ever, but of a
-step's tokens of a prompt only the last is computed, over whatever its pages hold. For timings of dummy weights.
+"""Decode steps of long contexts without computing the prompts, for timings of dummy weights: prompts are planned and
+get memory as usual, but of a prompt's tokens in a step only the last is computed, over whatever its pages contain.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+from quire.bench.shapes import local_runner
 from quire.core.engine import Engine
+from quire.core.runner import Runner
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import SeqSlice, StepPlan, StepResult
 
@@ -17,11 +19,11 @@ WARM = 6  # steps that aren't timed: kernels are compiled and graphs captured in
 
 
 class Skipping:
-    """A runner that takes prompts as computed, in place of the engine's own."""
+    """A runner that replaces the engine's own and treats prompts as computed."""
 
     def __init__(self, engine: Engine) -> None:
         self.runner: Any = engine.runner
-        engine.runner = self  # type: ignore[assignment]
+        engine.runner = cast(Runner, self)  # an engine without images calls no other methods
 
     def submit(self, plan: StepPlan) -> Any:
         return self.runner.submit(plan._replace(slices=tuple(map(last_token, plan.slices))))
@@ -47,7 +49,7 @@ def last_token(row: SeqSlice) -> SeqSlice:
 def skipping(engine: Engine) -> None:
     """Prompts are taken as computed from now on, over random keys and values."""
     if not isinstance(engine.runner, Skipping):
-        engine.runner.store.buffer.normal_()  # type: ignore[attr-defined]
+        local_runner(engine).store.buffer.normal_()
         Skipping(engine)
 
 
@@ -73,7 +75,8 @@ def stop(engine: Engine, names: Sequence[str] | None = None) -> None:
 
 
 def step_seconds(engine: Engine, steps: int, warm: int = WARM) -> list[float]:
-    """What each of so many steps took, by the host's clock; with several in flight, from the end of the one before."""
+    """Return the seconds of each of `steps` steps by the host's clock; with several in flight, since the end of the one
+    before."""
     for _ in range(warm):
         engine.step()
     seconds = []

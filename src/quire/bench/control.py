@@ -1,6 +1,5 @@
-"""The cost of the control plane alone: plan a step, update the memory, take in the result, with no model behind it.
-
-PagedAttention names this overhead without a number; here it is, in microseconds a step.
+"""Measure the control plane alone, without a model: microseconds to plan a step, update the memory and process the
+result. PagedAttention mentions this overhead without a number.
 """
 
 from __future__ import annotations

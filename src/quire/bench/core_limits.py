@@ -23,9 +23,10 @@ SIDE = 2048  # of the matrices that are multiplied
 
 
 class CoreLimits(NamedTuple):
-    """Of so many threads: bytes a second that they read of `buffer` bytes, more than the caches hold; and, where asked,
-    again and again of as many bytes as a model's weights have, which a large cache may hold. Operations a second in
-    products of square matrices; `int8` is None where torch has no such product."""
+    """Measurements with `threads` threads. `read`: bytes a second over a `buffer` of that many bytes, larger than the
+    caches. `read_weights`: the same, repeated over as many bytes as a model's weights, which a large cache may hold
+    (None: not measured). `bf16`, `fp32`, `int8`: operations a second in products of square matrices; `int8` is None if
+    torch has no such product."""
 
     threads: int
     buffer: int
@@ -36,18 +37,18 @@ class CoreLimits(NamedTuple):
     int8: float | None
 
     def multiply(self, itemsize: int) -> float:
-        """Operations a second on numbers of so many bytes. Two bytes are bf16's."""
+        """Return operations a second on numbers of `itemsize` bytes. Two bytes are bf16."""
         return {1: self.int8 or self.bf16, 2: self.bf16}.get(itemsize, self.fp32)
 
     def better(self, other: CoreLimits) -> CoreLimits:
-        """The larger of each of two measurements: whatever disturbs one makes it smaller."""
-        return CoreLimits(
-            *(one if one is None or other is None else max(one, other) for one, other in zip(self, other))
+        """Return the larger of each pair of measurements: disturbances only make them smaller."""
+        return CoreLimits._make(
+            one if one is None or other is None else max(one, other) for one, other in zip(self, other)
         )
 
 
 def core_limits(threads: Iterable[int], weights: int | None = None) -> list[CoreLimits]:
-    """A measurement for each number of threads; torch's own number is as it was afterwards."""
+    """Measure with each number of threads, then restore torch's own number."""
     kept, size = torch.get_num_threads(), buffer_bytes()
     buffer = torch.ones(size // 4)
     found = []
@@ -64,13 +65,13 @@ def core_limits(threads: Iterable[int], weights: int | None = None) -> list[Core
 
 
 def buffer_bytes() -> int:
-    """Twice the largest cache that the system tells of, but at most an eighth of the memory."""
-    return min(max(2 * largest_cache(), SMALLEST), LARGEST, psutil.virtual_memory().total // 8)
+    """Return twice the size of the largest cache, but at most an eighth of the memory."""
+    return min(max(2 * largest_cache(), SMALLEST), LARGEST, int(psutil.virtual_memory().total) // 8)
 
 
 def largest_cache() -> int:
-    """Bytes of the largest cache of the first core, as Linux tells; 0 if it doesn't. A virtual machine may be told of
-    one that it has in common with others."""
+    """Return the bytes of the first core's largest cache according to Linux; 0 if unknown. A virtual machine may report
+    a cache that it shares with others."""
     sizes = [0]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         if match := re.fullmatch(r"(\d+)([KM]?)", path.read_text().strip()):
@@ -79,8 +80,8 @@ def largest_cache() -> int:
 
 
 def reading(buffer: torch.Tensor) -> float:
-    """Bytes a second of the faster of two operations that read fp32 numbers once and write next to nothing: a dot
-    product with itself, a product of a matrix and a vector."""
+    """Return bytes a second of the faster of two operations that read fp32 numbers once and write almost nothing: a dot
+    product with itself, and a product of a matrix and a vector."""
     matrix = buffer[: len(buffer) // ROW * ROW].view(-1, ROW)
     vector = torch.ones(ROW)
     calls: list[Callable[[], Any]] = [lambda: torch.dot(buffer, buffer)]

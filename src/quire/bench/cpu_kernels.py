@@ -1,7 +1,8 @@
-"""`quire bench kernels --family products` on a CPU: our kernels over their grid of sizes, beside oneDNN and as a share
-of what the machine reads and multiplies in the same run; and `--family kv` (quire.bench.cpu_kv).
+"""`quire bench kernels --family products` on a CPU: our kernels over a grid of sizes, beside oneDNN and as a share of
+the machine's read and multiply rates in the same run; and `--family kv` (quire.bench.cpu_kv).
 
-A case's weights take turns, so that they come from memory, as a model's do; ours run as one program, without Python.
+A case's weights take turns, so that they come from memory, as a model's do. Ours run as one recorded program, without
+Python.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +20,9 @@ from torch import Tensor
 from quire.bench import cpu_kv
 from quire.errors import StartupError
 from quire.kernels.cpu import linear
-from quire.kernels.cpu.library import Library, RecordedOps
+from quire.kernels.cpu.library import Library
 from quire.kernels.cpu.library_loader import library, use_threads
+from quire.kernels.cpu.weight_arena import weight_arena
 from quire.layers.linear import pack_onednn
 
 SHAPES = {
@@ -47,7 +50,7 @@ class Rates(NamedTuple):
 
 
 def best(call: Callable[[], object]) -> float:
-    """The least seconds that it took: others use the machine too."""
+    """Return the least seconds of a call: other processes use the machine too."""
     least, end, count = float("inf"), time.perf_counter() + SECONDS, 0
     while count < 3 or (count < MOST_REPEATS and time.perf_counter() < end):
         start = time.perf_counter()
@@ -58,7 +61,7 @@ def best(call: Callable[[], object]) -> float:
 
 def rates(own: Library, dtype: torch.dtype) -> Rates:
     """Measured now, with all of the library's threads."""
-    data, chunks = linear.weight_arena().allocate(1, READ, torch.uint8).fill_(1), 16 * own.threads
+    data, chunks = weight_arena().allocate(1, READ, torch.uint8).fill_(1), 16 * own.threads
     sums = torch.empty(chunks, dtype=torch.int32)
     size = READ // chunks // 512 * 512
     seconds = best(lambda: own.call("read_all", chunks, data, size, sums))
@@ -103,13 +106,12 @@ def _matrix(own: Library, most: Rates, case: str, like: Tensor) -> Iterator[dict
     for rows in ROWS:
         x = torch.randn(rows, like.shape[1]).to(like.dtype)
         few = several if rows <= FEW else several[:2]
-        own.recorded_ops = tape = RecordedOps()
-        for i in few:
-            linear.linear(x, ours[i])
-        own.recorded_ops = None
-        calls: dict[str, Callable[[], object]] = {f"ours, {own.path.stem}": lambda tape=tape: own.run(tape)}  # type: ignore[misc]
+        with own.record() as tape:
+            for i in few:
+                linear.linear(x, ours[i])
+        calls: dict[str, Callable[[], object]] = {f"ours, {own.path.stem}": partial(own.run, tape)}
         if theirs:
-            calls["oneDNN"] = lambda few=few, x=x: [theirs[i](x) for i in few]  # type: ignore[misc]
+            calls["oneDNN"] = partial(_call_each, theirs[: len(few)], x)
         for kernel, call in calls.items():
             seconds = best(call) / len(few)
             amount, unit, top = (size, "GB/s", most.memory) if rows < FEW else (
@@ -118,6 +120,10 @@ def _matrix(own: Library, most: Rates, case: str, like: Tensor) -> Iterator[dict
             yield _line(
                 kernel, f"{case}, {rows} rows, {own.threads} threads", seconds * 1e6, rate / 1e9, unit, rate / top
             )
+
+
+def _call_each(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> list[Tensor]:
+    return [product(x) for product in products]
 
 
 def _line(kernel: str, case: str, us: float | None, rate: float, unit: str, share: float) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""`quire bench kernels --family kv` on a CPU: what keys and values in 8 bits save of a decode step at long contexts, of
-the 125M shape in bf16: of its attention alone, and of a whole step. Both formats take turns in one process."""
+"""`quire bench kernels --family kv` on a CPU: decode steps at long contexts with 8-bit keys and values against bf16,
+for the 125M shape: attention alone, and whole steps. Both formats take turns in one process.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.bench import contexts
-from quire.bench.shapes import built
+from quire.bench.shapes import built, local_runner
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.kernels.cpu.backend import NativeBackend
@@ -29,7 +30,7 @@ SHAPE = {"max_position_embeddings": 2 * CONTEXTS[-1]}
 
 
 class Taken(NamedTuple):
-    """Of one run: by the clock, and by all threads' processor time, of which neighbours take less."""
+    """One run: seconds of wall-clock time, and CPU seconds of all threads, which other processes affect less."""
 
     seconds: float
     processor: float
@@ -44,12 +45,13 @@ def contexts_in_turn(own: Library, memory: float) -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         engines = {kind: stack.enter_context(built(_config(kind), SHAPE)).engine for kind in NAMES}
         for engine in engines.values():
-            fill(engine.runner.store)  # type: ignore[attr-defined]
+            fill(local_runner(engine).store)
             contexts.Skipping(engine)
-        sizes = {kind: engine.runner.store.kv_config.groups[0].token_bytes for kind, engine in engines.items()}  # type: ignore[attr-defined]
+        stores = {kind: local_runner(engine).store for kind, engine in engines.items()}
+        sizes = {kind: store.kv_config.groups[0].token_bytes for kind, store in stores.items()}
         for rows in ROWS:
             for context in CONTEXTS:
-                tapes = {kind: _tape(own, engine.runner.store, rows, context) for kind, engine in engines.items()}  # type: ignore[attr-defined]
+                tapes = {kind: _tape(own, store, rows, context) for kind, store in stores.items()}
                 runs: Runs = {kind: partial(own.run, tape) for kind, tape in tapes.items()}
                 for what, taken in (("attention", in_turn(runs)), ("step", _steps(engines, rows, context))):
                     yield from _lines(f"{what}, {rows} x {context:,}", taken, sizes, rows * context, memory)
@@ -80,14 +82,11 @@ def _tape(own: Library, store: Store, rows: int, context: int) -> RecordedOps:
     [group], backend = store.kv_config.groups, NativeBackend(kernels=own)
     pages = torch.randperm(len(group.ids))[: rows * group.num_pages(context)].view(rows, -1) + group.ids.start
     table = torch.cat((torch.zeros_like(pages[:1]), pages))
-    own.recorded_ops = tape = RecordedOps()
-    try:
+    with own.record() as tape:
         step = backend.decode_batch(torch.arange(1, rows + 1), torch.full((rows,), context - 1))
         for cache in store.caches.values():
             q = torch.randn(rows, cache.heads, cache.head_dim).to(torch.bfloat16)
             backend.attend_cached(q, cache, backend.plan_decode(step, table, cache))
-    finally:
-        own.recorded_ops = None
     return tape
 
 

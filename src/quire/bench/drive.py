@@ -1,6 +1,6 @@
-"""Driving an engine in this process through a workload, and watching it: batches, memory, preemptions.
+"""Run a workload on an engine in this process, and record batches, memory and preemptions.
 
-The clock is the engine's own. Requests come at given times, or as soon as others are done.
+The clock is the engine's. Requests come at given times, or when others end.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ WATCHING = 0.01  # of the time may go into sampling the memory
 
 
 class Load(NamedTuple):
-    """When requests come. Open: request i at `times[i]` seconds. Closed (`times` is None): the next one as soon as
-    fewer than `concurrency` are under way."""
+    """The arrivals of requests. Open: request i comes at `times[i]` seconds. Closed (`times` is None): the next one
+    comes when fewer than `concurrency` are running."""
 
     times: Sequence[float] | None = None
     concurrency: int = 1
 
     def arrival(self, index: int, under_way: int, now: float) -> float | None:
-        """When request `index` came, if it has by `now`. All times are seconds from the start."""
+        """Return the arrival time of request `index` if it has come by `now`, else None. Times are seconds from the
+        start."""
         if self.times is None:
             return now if under_way < self.concurrency else None
         return self.times[index] if self.times[index] <= now else None
@@ -74,7 +75,7 @@ class Saved:
 
 
 class Watch:
-    """Counters of an engine from now on, and its memory by category, averaged over samples."""
+    """The counters of an engine since this object was made, and its memory by category as a mean of samples."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -87,8 +88,7 @@ class Watch:
 
     def _counters(self) -> dict[str, int]:
         stats, scheduler = self.engine.stats, self.engine.scheduler
-        memory: Any = scheduler.memory
-        sharing = memory.account().sharing
+        sharing = scheduler.memory.account().sharing
         return {
             "steps": stats.steps,
             "rows": stats.rows,
@@ -105,7 +105,7 @@ class Watch:
         }
 
     def step(self, outputs: Sequence[BranchOutput]) -> None:
-        """To be called after each step. Requests that it ended were running in it."""
+        """Update the counters; call this after each step. Requests that the step ended count as running in it."""
         self._steps += 1
         self._running += len(self.engine.scheduler.running) + sum(output.done for output in outputs)
         self._saved.sample(self.engine)

@@ -1,4 +1,4 @@
-"""A rank without a model, whose tokens are constants: what is left is the way of a step there and back."""
+"""A rank without a model that returns constant tokens: what remains is the time to send a step and its result."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ONE = SliceResult((7,))
 
 
 class StampedRunner:
-    """Notes when a plan's rows are arrays, as a model's inputs are: slots, positions and tokens of one a row. An order
-    to forget a picture is there when it's read."""
+    """Records the time at which a plan's slices have become arrays, as a model's inputs do: slots, positions and
+    tokens. For an order to remove an image it is the time at which the order has been read."""
 
     depth, device, notices = 1, "", ()
 

@@ -1,5 +1,6 @@
-"""A named workload as one endless sequence of requests, of which a trace takes the first ones: a higher rate serves the
-same requests and more of them. (`name@N` isn't that: it draws N prompts, then N outputs, so each N has others.)
+"""A named workload as an endless sequence of requests, of which a trace takes the first ones: at a higher rate the same
+requests come faster, followed by more. (`name@N` differs: it samples N prompts, then N outputs, so each N has other
+requests.)
 """
 
 from __future__ import annotations

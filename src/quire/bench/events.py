@@ -1,6 +1,6 @@
-"""What rare events cost the control plane: one call each, in which all that waits for the next step waits too.
+"""Measure rare events in the control plane: one call each, which delays everything that waits for the next step.
 
-Each is measured as often as asked, over a memory made anew; the least time counts: whatever disturbs makes it longer.
+Each is repeated on a new memory; the least time counts, since disturbances only make it longer.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from quire.bench.document import short, table
 from quire.bench.machine import Others
@@ -20,6 +20,7 @@ from quire.ipc.garbage_collection import freeze_loaded_objects
 from quire.memory.build import build_memory
 from quire.memory.interface import KVMemory
 from quire.memory.page_layout import MemorySize
+from quire.memory.paged import PagedMemory
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.sequence import Sequence as Seq
@@ -119,11 +120,11 @@ def look_up() -> tuple[float, int]:
     again = Seq(2, [*old.tokens[: LOOKUP - 1], 0])
     again.page_keys = list(old.page_keys)
     memory.free(old)
-    prefixes: Any = memory.prefix_cache
-    for page in list(prefixes.pages.index[1].values()):
-        prefixes.pages.evict(1, page)
+    prefixes, page_pool = cast(PagedMemory, memory).prefix_cache, cast(PagedMemory, memory).page_pool
+    for page in list(page_pool.index[1].values()):
+        page_pool.evict(1, page)
     found: list[int] = []
-    return _timed(lambda: found.append(prefixes.cached(again).tokens)), found[0]
+    return _timed(lambda: found.append(prefixes.find_cached(again).tokens)), found[0]
 
 
 def abort_swapped() -> tuple[float, int]:
@@ -138,7 +139,12 @@ def abort_swapped() -> tuple[float, int]:
     for request in reversed(requests):
         scheduler._preempt(request)
     assert len(scheduler.swapped) == SWAPPED, "requests weren't swapped"
-    seconds = _timed(lambda: [scheduler.finish(request, request.live_seqs[0], "abort") for request in requests])
+
+    def abort() -> None:
+        for request in requests:
+            scheduler.finish(request, request.live_seqs[0], "abort")
+
+    seconds = _timed(abort)
     assert not scheduler.swapped, "a request is left"
     return seconds, SWAPPED
 

@@ -1,5 +1,5 @@
-"""What ranks take to add up rows and to compute the norm behind: see quire.bench.exchange_rank. Of each size the
-slowest rank counts, and bits must be those of all others.
+"""Measure the all-reduce of tensor-parallel ranks and the norm that follows it (quire.bench.exchange_rank). For each
+size the slowest rank counts, and the bits of all ranks must be equal.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ PATIENCE = 60.0  # seconds for a rank to measure one way
 
 
 def measured(ranks: int, device: str, end: float) -> Iterator[dict[str, Any]]:
-    """Every way and size, ours first, as they come. What isn't there is left out; where ranks fail, the rest isn't
-    measured, and why is the last result. None is begun after `end` (time.monotonic)."""
+    """Yield the result of each way and size, ours first. Ways that are unavailable are left out. If a rank fails, the
+    rest is not measured and the last result has the reason. None is started after `end` (time.monotonic)."""
     config = EngineConfig(tp=ranks, device=device)
     runner = RemoteRunner(ranks, PATIENCE, partial(launch_rank_process, program=PROGRAM))
     try:
@@ -67,7 +67,7 @@ def sizes(way: str) -> tuple[int, ...]:
 
 
 def _joined(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks found."""
+    """Combine the results of all ranks."""
     same = len({one["bits"] for one in found}) == 1
     said: dict[str, Any] = {"same_bits": same, "exact": all(one["exact"] for one in found)}
     if "calls" in found[0]:

@@ -1,5 +1,5 @@
-"""A rank without a model, whose warm-up measures its exchange: what comes before a norm is added up over all ranks, and
-the norm computed, in each way that this machine has. Started, seated and joined as any rank is.
+"""A rank without a model that measures its exchange: an all-reduce followed by a norm, in each way that this machine
+has. It starts and connects as any rank does; a measurement is an order to warm up.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from quire.layers.prepare import connect_ranks
 from quire.layers.sharding import shard_columns
 from quire.startup import rank_program
 
+if TYPE_CHECKING:
+    from quire.distributed.rank_devices import RankDevice
+
 SIZE = 8192  # numbers of a row, as Llama-3-70B's have
 DTYPE = torch.bfloat16
 CALLS, REPLAYS, ROUNDS = 20, 50, 5  # in a graph; of a graph; of which the median is told
@@ -40,21 +43,24 @@ Call = Callable[[Tensor, Tensor], Tensor]
 
 
 class Timed:
-    """Stands for a runner. `warm_up(rows, way)` measures WAYS[way] with so many rows; `found` is what came of it."""
+    """Stands in for a runner. `warm_up(rows, way)` measures WAYS[way] with that many rows and leaves the result in
+    `found`."""
 
     depth, attention, notices = 1, "", ()
 
-    def __init__(self, hello: InitMessage, seat: Any = None) -> None:
-        self.part, self.seat = hello.part, seat
-        self.device = torch.device("cpu") if seat is None else seat.device
-        if seat is None:
+    def __init__(self, hello: InitMessage, rank_device: RankDevice | None = None) -> None:
+        self.part = hello.part
+        self.device_exchange = None if rank_device is None else rank_device.exchange
+        self.group: NcclCommunicator | None
+        if rank_device is None or self.device_exchange is None:
+            self.device = torch.device("cpu")
             kernels.use_threads(hello.config.threads)
-        self.exchange = (
-            SharedMemoryExchange(hello.part, hello.meeting, hello.seconds) if seat is None else seat.exchange
-        )
-        self.host = self.exchange if seat is None else self.exchange.host_exchange
-        self.group = NcclCommunicator(hello.part, self.host.store, hello.seconds, self.device, False, "gloo") \
-            if seat is None else self.exchange.nccl  # fmt: skip
+            self.host = SharedMemoryExchange(hello.part, hello.meeting, hello.seconds)
+            self.group = NcclCommunicator(hello.part, self.host.store, hello.seconds, self.device, False, "gloo")
+        else:
+            self.device, self.host = rank_device.device, self.device_exchange.host_exchange
+            self.group = self.device_exchange.nccl
+        self.exchange = self.device_exchange or self.host
         self.norms = [RMSNorm(SIZE, 1e-5, DTYPE, self.device) for _ in range(2)]
         for norm in self.norms:
             norm.weight.fill_(1.0)
@@ -63,7 +69,7 @@ class Timed:
         self.found: dict[str, Any] = {}
 
     def warm_up(self, rows: int, way: int) -> None:
-        """Measure. What can't be measured here says why, on all ranks alike."""
+        """Measure one way. If it is unavailable, which is so on all ranks alike, the result is the reason."""
         name = WAYS[way]
         if name == "beside a product":
             self.found = self._beside(rows)
@@ -92,7 +98,7 @@ class Timed:
 
     @contextmanager
     def _taking(self, name: str) -> Iterator[None]:
-        """Sums of all sizes go `name`'s way, where that is one of SHOTS."""
+        """A context in which sums of all sizes go one way, if `name` is in SHOTS."""
         if name not in SHOTS:
             yield
             return
@@ -110,17 +116,17 @@ class Timed:
             device_exchange.NCCL_MIN_BYTES = large
 
     def _compile(self, work: Callable[[], object]) -> None:
-        """Let kernels be compiled that `work` launches, while nobody waits for this rank inside of one."""
-        if self.seat is not None:
-            with self.exchange.warming_up():
+        """Run `work` so that its kernels are compiled before other ranks wait for this one within a kernel."""
+        if self.device_exchange is not None:
+            with self.device_exchange.warming_up():
                 work()
             self.host.barrier()
 
     def _way(self, name: str, delta: Tensor) -> tuple[Call, Tensor]:
-        """x [rows, SIZE] += the sum of all ranks' delta, and the norm of that, `name`'s way; and delta where that way
-        wants it."""
+        """Return the call that adds the sum of all ranks' delta to x [rows, SIZE] and returns its norm in the way
+        `name`, and delta where that way reads it."""
         ours, plain = self.norms
-        if name in SHOTS and getattr(self.exchange, "peers", None) is None:
+        if name in SHOTS and (self.device_exchange is None or self.device_exchange.peers is None):
             raise Missing("sums don't go through the memory of peers")
         if name == "quire" or name in SHOTS:
             return ours, delta.clone()
@@ -134,11 +140,14 @@ class Timed:
         return self._symmetric(name, delta)
 
     def _symmetric(self, name: str, delta: Tensor) -> tuple[Call, Tensor]:
-        """torch's own operations over the memory of peers. The one place that has them: they are said to be alpha."""
+        """Return the call and delta of torch's symmetric-memory operations. Only this uses them: torch calls them
+        alpha."""
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
 
-        group, plain = dist.group.WORLD.group_name, self.norms[1]
+        world, plain = dist.group.WORLD, self.norms[1]
+        assert world is not None, "the ranks' group is open"
+        group = world.group_name
         buffer = symmetric.empty(delta.shape, dtype=DTYPE, device=self.device)
         symmetric.rendezvous(buffer, group)
         operations = torch.ops.symm_mem
@@ -149,30 +158,33 @@ class Timed:
         return (lambda x, delta: plain(x, operations.two_shot_all_reduce_(delta, "sum", group))), buffer
 
     def _sum(self, delta: Tensor) -> Tensor:
-        """All ranks' in rank order and in fp32, rounded once, by what ranks on CPUs meet through."""
-        total, *others = self.host.all_gather(delta.cpu()).float()
+        """Return the sum of all ranks' delta in rank order, in fp32 and rounded once, computed on the host."""
+        total, *others = self.host.all_gather(delta.cpu()).float().unbind()
         for other in others:
             total += other
         return total.to(DTYPE)
 
     def _wanted(self, first: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        """x after a call, and its norm as this rank's own kernel has it."""
+        """Return the expected x after a call, and its norm by this rank's own kernel."""
         out = self.norms[1](first.clone(), total.to(self.device))
         return (first.cpu() + total).to(self.device), out
 
     def _beside(self, rows: int) -> dict[str, Any]:
-        """A product whose rows ranks add up, with the norm behind, as prompts have it: with the sums taken by the way
-        (`us`), and what of that time is hidden which NCCL's sum takes behind the product."""
+        """Measure a product whose rows are summed over ranks, followed by the norm, as in prompts, with the sum
+        overlapping the product (`us`); and the share `hidden` of the time that NCCL's sum takes after the product."""
         if self.device.type != "cuda" or self.group is None:
             return {"missing": "it is hidden by GPUs, beside NCCL"}
         ours, plain, group = *self.norms, self.group
         product = Linear(shard_columns(self.part, SIZE), SIZE, False, DTYPE, self.device)
         torch.manual_seed(self.part.tp_rank)
-        torch.nn.init.normal_(product.weight, std=SIZE**-0.5)
+        weight = product.weight
+        assert weight is not None, "it is not packed"
+        torch.nn.init.normal_(weight, std=SIZE**-0.5)
         inputs = torch.randn(rows, SIZE // self.part.tp_size, device=self.device, dtype=DTYPE)
         product.prepare()
         connect_ranks(product, self.exchange)
-        if product.overlap is None or not product.overlap.split_rows(rows, rows * SIZE * DTYPE.itemsize):
+        overlap = product.overlap
+        if overlap is None or not overlap.split_rows(rows, rows * SIZE * DTYPE.itemsize):
             return {"missing": "nothing carries them"}
         first = torch.ones(rows, SIZE, device=self.device, dtype=DTYPE)
         x = first.clone()
@@ -183,17 +195,17 @@ class Timed:
         def alone() -> Tensor:
             return product._matmul(inputs)
 
-        pieces = product.overlap.split_rows(rows, rows * SIZE * DTYPE.itemsize)
+        pieces = overlap.split_rows(rows, rows * SIZE * DTYPE.itemsize)
         delta = alone()
 
         def carried() -> Tensor:
             for piece in pieces:
-                self.exchange.send_rows(delta, piece)
+                overlap.send_rows(delta, piece)
             return ours(x, delta)
 
         def cut() -> Tensor:
             for piece in pieces:
-                torch.mm(inputs[piece], product.weight.t(), out=delta[piece])
+                torch.mm(inputs[piece], weight.t(), out=delta[piece])
             return plain(x, delta)
 
         spent = {
@@ -209,7 +221,7 @@ class Timed:
         return {**found, "us": spent["carried"], "hidden": (most - now) / (most - least), "parts_us": spent}
 
     def _spent(self, call: Callable[[], object], captured: bool = False) -> list[float]:
-        """Microseconds of a call, of each round: one after another, or `captured` in a graph, on GPUs."""
+        """Return the microseconds of a call, of each round. On GPUs `captured` calls are replayed as a graph."""
         cuda, spans = self.device.type == "cuda", []
         captured = captured and cuda
         once = _captured(call) if captured else call
@@ -231,10 +243,10 @@ class Timed:
         return spans
 
     def _replayed(self, delta: Tensor) -> dict[str, Any]:
-        """Many calls, as many as BUDGET has room for, with gathers and, between graphs, rows that are carried. On GPUs
-        they are launched from two streams in turn, one after another, as all that uses the exchange memory must be,
-        beside other work, of which ranks have more and less. All bits of each call are compared, on the device: x is 0
-        before, so that none of a sum's is rounded away."""
+        """Make as many calls as BUDGET permits, with gathers and, between graphs, rows sent in pieces. On GPUs they are
+        launched from two streams in turn, one after another, as everything that uses the exchange memory must be,
+        beside other work of which ranks have different amounts. All bits of each call are compared, on the device. x is
+        0 before a call, so that no bit of the sum is rounded away."""
         cuda, ours, calls, rows = self.device.type == "cuda", self.norms[0], CALLS, len(delta)
         x, kept = torch.empty((2, calls, rows, SIZE), device=self.device, dtype=DTYPE)
         given, numbers = (
@@ -287,13 +299,14 @@ class Timed:
                 "exact": found == 0}  # fmt: skip
 
     def _agreed(self, number: float) -> int:
-        """The least of all ranks' numbers, and 1 at least: all replay as often."""
+        """Return the least of all ranks' numbers, at least 1, so that all replay equally often."""
         return max(int(self.host.all_gather(torch.tensor([number], dtype=torch.float64)).min()), 1)
 
     def _carrying(self, wrong: Tensor) -> Callable[[], None] | None:
-        """A sum of rows that are sent in pieces, with the norm behind, whose bits are compared; where it is done."""
-        rows, carrier = CARRIED[0], getattr(self.exchange, "copy_engine", None)
-        if carrier is None or not (pieces := self.exchange.split_rows(rows, rows * SIZE * DTYPE.itemsize)):
+        """Return a call that sends the rows of a sum in pieces, computes the norm and compares its bits; None if
+        unsupported."""
+        rows, exchange = CARRIED[0], self.device_exchange
+        if exchange is None or not (pieces := exchange.split_rows(rows, rows * SIZE * DTYPE.itemsize)):
             return None
         torch.manual_seed(-1 - self.part.tp_rank)
         delta = torch.randn(rows, SIZE).to(self.device, DTYPE)
@@ -303,7 +316,7 @@ class Timed:
         def call() -> None:
             x.copy_(first)
             for piece in pieces:
-                self.exchange.send_rows(delta, piece)
+                exchange.send_rows(delta, piece)
             _unlike((x, self.norms[0](x, delta)), wanted, wrong)
 
         self._compile(lambda: self.norms[0](first.clone(), delta.clone()))
@@ -314,8 +327,8 @@ class Timed:
 
 
 class Busy:
-    """Two streams, from which work is launched in turn, one after another, and a third that has other work, which ranks
-    have of unlike sizes; so has, now and then, the one in front of a call: then this rank is late."""
+    """Launches work from two streams in turn, one after another, beside a third stream with other work whose size
+    differs by rank. Sometimes such work precedes a call too, which makes this rank late."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.streams = rank, [torch.cuda.Stream() for _ in range(3)]
@@ -357,7 +370,8 @@ def _captured(call: Callable[[], object], calls: int = CALLS) -> Callable[[], ob
 
 
 def _unlike(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], count: Tensor | None = None) -> Tensor:
-    """Adds to `count` how many numbers differ in some bit; on their device, which isn't waited for."""
+    """Add to `count` the number of elements whose bits differ, on the device and without waiting for it, and return
+    it."""
     count = torch.zeros(1, dtype=torch.int64, device=found[0].device) if count is None else count
     for one, other in zip(found, wanted, strict=True):
         bits = {2: torch.int16, 4: torch.int32}[one.itemsize]

@@ -1,7 +1,7 @@
-"""Client processes (quire.client) that put one load on a server: started once, given a plan for each run.
+"""Client processes (quire.client) that send one load to a server: they are started once and get a plan for each run.
 
-They share a file of requests' bytes and, for a closed loop, a queue; plans and results are JSON lines over pipes. They
-are programs of their own, and end when their stdin does.
+They share a file of request bodies and, for a closed loop, a queue. Plans and results are JSON lines over pipes. They
+end when their stdin closes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ LEAVE = 5.0  # seconds for a process to end
 
 
 def clients_for(requests: int, load: Load) -> int:
-    """As many as the load asks for, on at most half of the cores: the server may be on the others."""
+    """Return the number of clients: what the load needs, but at most half of the cores, since the server may run
+    here."""
     at_once = requests if load.times is not None else min(requests, load.concurrency)
     return max(1, min(-(-at_once // EACH), (os.cpu_count() or 1) // 2, 16))
 
 
 class Sent(NamedTuple):
-    """What came of one request. Seconds from the start of the run: when it was `due` and when it was `sent`, and when
-    each chunk came; `counts` says the tokens after each chunk, if the server does. `prompt`, `tokens`: its usage."""
+    """The outcome of one request. In seconds from the start of the run: when it was `due`, when it was `sent`, and when
+    each chunk came. `counts` are the tokens after each chunk, if the server reports them. `prompt` and `tokens` are its
+    usage."""
 
     number: int
     due: float

@@ -1,7 +1,7 @@
-"""Recording beam histories for simulations: which beam each next beam of the bundled model's searches goes on from.
+"""Record beam histories for simulations: the parent beam of each beam in searches of the bundled model.
 
-`quire bench histories --out FILE` leaves the document that quire.sim.histories reads. The model decodes stories that it
-wrote itself, cut to the lengths of prompts of PagedAttention's data sets; end tokens are drawn, and end nothing.
+`quire bench histories --out FILE` writes the document that quire.sim.histories reads. The model decodes stories that it
+wrote itself, cut to the prompt lengths of PagedAttention's data sets; sampled end tokens do not end a sequence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WORKLOADS = {"alpaca": (64, 512), "sharegpt": (16, 1024)}  # prompts, and steps 
 
 
 class Recorded(BeamSearch):
-    """Beam search that notes in `steps` which beam each next beam goes on from."""
+    """Beam search that records in `steps` the parent of each beam."""
 
     def __init__(self, width: int, steps: list[tuple[int, ...]]) -> None:
         super().__init__(width)

@@ -1,5 +1,6 @@
-"""Families of `quire bench kernels` for unlike layers: running states, a token a row and whole prompts, and mixtures of
-experts, in sizes of Jamba 52B; attention to pictures, in those of Llama 3.2 11B Vision."""
+"""Families of `quire bench kernels`: running states (one token a row, and whole prompts) and mixtures of experts, in
+the sizes of Jamba 52B; cross attention to images, in those of Llama 3.2 11B Vision.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def placed(pages: int, ssm: torch.dtype) -> list[StateCache]:
 
 
 def states() -> Iterator[Case]:
-    """One token a row, with states in fp32 and in bf16; then prompts, beside what they read and write of tokens."""
+    """Yield the cases of one token a row, with states in fp32 and in bf16; then of prompts, by the bytes of their
+    tokens."""
     weights = _weights()
     for ssm in (torch.float32, torch.bfloat16):
         name = str(ssm).removeprefix("torch.")
@@ -106,7 +108,9 @@ class Tokens(NamedTuple):
 def _tokens(count: int) -> Tokens:
     """As they lie in a layer: parts of two products."""
     xz, numbers = _random(count, 2 * INNER), _random(count, 256 + 2 * SIZE)
-    return Tokens(*xz.chunk(2, dim=1), _random(count, INNER), *numbers[:, 256:].chunk(2, dim=1))  # type: ignore[misc]
+    x, z = xz.chunk(2, dim=1)
+    B, C = numbers[:, 256:].chunk(2, dim=1)
+    return Tokens(x, z, _random(count, INNER), B, C)
 
 
 def _calls(
@@ -124,16 +128,18 @@ def _calls(
 
 
 def experts() -> Iterator[Case]:
-    """A layer's mixture, its choice given: beside reading the weights of the experts that were chosen, and for prompts
-    beside a product's rate. In bf16, and in FP8 where the GPU has it."""
+    """Yield the cases of a mixture-of-experts layer with given experts: against reading the weights of the chosen
+    experts, and for prompts against the rate of a matrix product. In bf16, and in FP8 if the GPU supports it."""
     from quire.kernels.triton.fused_moe import fused_moe
     from quire.weights.fp8 import E4M3, has_fp8_matmul
 
-    none, scales = (None, None), tuple(torch.ones(1, EXPERTS * n, device="cuda") for n in (2 * FFN, HIDDEN))
-    several = [((_random(EXPERTS, 2 * FFN, HIDDEN), _random(EXPERTS, HIDDEN, FFN)), none) for _ in range(2)]
-    formats = {"experts": several}
+    none = (None, None)
+    scales = torch.ones(1, EXPERTS * 2 * FFN, device="cuda"), torch.ones(1, EXPERTS * HIDDEN, device="cuda")
+    several = [(_random(EXPERTS, 2 * FFN, HIDDEN), _random(EXPERTS, HIDDEN, FFN)) for _ in range(2)]
+    formats: dict[str, list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | tuple[None, None]]]]
+    formats = {"experts": [(pair, none) for pair in several]}
     if has_fp8_matmul(torch.bfloat16, torch.device("cuda")):
-        formats["experts, FP8"] = [(tuple(weight.to(E4M3) for weight in pair), scales) for pair, _ in several]
+        formats["experts, FP8"] = [((gate_up.to(E4M3), down.to(E4M3)), scales) for gate_up, down in several]
     for rows in (1, 8, 64, 256, 2048, 8192):
         x = _random(rows, HIDDEN)
         shares, chosen = torch.rand(rows, EXPERTS, device="cuda").topk(TOP, dim=1)
@@ -148,9 +154,9 @@ def experts() -> Iterator[Case]:
 
 
 def crossed() -> Iterator[Case]:
-    """A token of each row attends to all rows of a picture of its own. The tables of all are one column, as a runner
-    has them (worker/cross_attention.py)."""
-    from quire.bench.kernels import decode_calls, placed
+    """Yield the cases of cross attention: one token of each row attends to all rows of its own image. All page tables
+    form one column, as in a runner (worker/cross_attention.py)."""
+    from quire.bench.placed_kv import decode_calls, placed
 
     for rows in (1, 8, 32):
         size = 2 * rows * KV_HEADS * PICTURE * DIM * 2

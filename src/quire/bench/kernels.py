@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.bench.document import short, table
 from quire.bench.kernel_states import crossed, experts, states
+from quire.bench.placed_kv import Placed, decode_calls, placed, random_tensor
 from quire.bench.rank_kernels import DECODES, LAYERS, LLAMA_8B, PAGE, Shape, decodes, products, shape_of
 from quire.bench.replay import Call, Case, ceilings, inputs, need_gpu, result, timed
 from quire.config import VENDOR_ATTENTIONS
@@ -35,48 +36,6 @@ CHUNKS = ((512, 7680), (2048, 30720))  # tokens, and those before them
 WINDOWED = ((8192, 0, 4096), (8192, 73728, 32768), (2048, 30720, 4096))
 CHUNKED, CHUNK = 32768, 8192  # tokens of a prompt, and of a step
 TOKENS = (1, 32, 256, 8192)
-
-
-class Placed(NamedTuple):
-    """Sequences in pages: `caches` of several layers, each a cache of its own for reading, and device tensors."""
-
-    caches: list[LayerCache]
-    tables: Tensor
-    slots: Tensor
-    lengths: Tensor
-
-
-def placed(
-    batch: int,
-    context: int,
-    kv_heads: int,
-    dim: int,
-    page: int,
-    layers: int,
-    dtype: torch.dtype,
-    heads: int,
-    contiguous: bool = False,
-    on: str = "cuda",
-) -> Placed:
-    """`batch` sequences of `context` random tokens in all layers, for `heads` query heads: in pages in random order, or
-    each in one run of tokens, a head's tokens one after another."""
-    device = torch.device(on)
-    page = context if contiguous else page
-    count = -(-context // page)
-    rows = torch.empty(batch * count + 1, layers, 2, kv_heads, page, dim, dtype=dtype, device=device).normal_()
-    tables = torch.zeros(batch + 1, count, dtype=torch.int64, device=device)
-    tables[1:] = torch.randperm(batch * count, device=device).view(batch, count) + 1
-    caches = [
-        LayerCache(*rows[:, i].unbind(1), heads, dim**-0.5, contiguous=contiguous)  # type: ignore[misc]
-        for i in range(layers)
-    ]
-    return Placed(
-        caches, tables, torch.arange(1, batch + 1, device=device), torch.full((batch,), context, device=device)
-    )
-
-
-def _random(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
 
 
 def copies() -> Iterator[Case]:
@@ -123,11 +82,13 @@ def sdpa() -> Iterator[Case]:
     attend = partial(F.scaled_dot_product_attention, enable_gqa=True)
     for batch, context in DECODES:
         size = 2 * batch * KV_HEADS * context * DIM * 2
-        kv = [[_random(batch, KV_HEADS, context, DIM) for _ in range(2)] for _ in range(min(inputs(size), LAYERS))]
-        query = _random(batch, HEADS, 1, DIM)
+        kv = [
+            [random_tensor(batch, KV_HEADS, context, DIM) for _ in range(2)] for _ in range(min(inputs(size), LAYERS))
+        ]
+        query = random_tensor(batch, HEADS, 1, DIM)
         yield Case("sdpa decode", f"{batch} x {context}", [partial(attend, query, *pair) for pair in kv], size)
     for length in PROMPTS:
-        q, k, v = _random(1, HEADS, length, DIM), *(_random(1, KV_HEADS, length, DIM) for _ in range(2))
+        q, k, v = random_tensor(1, HEADS, length, DIM), *(random_tensor(1, KV_HEADS, length, DIM) for _ in range(2))
         for name, backend in (("sdpa", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
             prompt: list[Call] = [partial(_with, backend, partial(attend, q, k, v, is_causal=True))]
             yield Case(f"{name} prompt", f"1 x {length}", prompt, _causal(length), "compute")
@@ -149,28 +110,11 @@ def wide() -> Iterator[Case]:
                 yield Case(name, f"{batch} x {context}", decode_calls(one), size)
 
 
-def decode_calls(where: Placed) -> list[Call]:
-    """A decode step's attention in each layer."""
-    from quire.kernels.triton.decode import choose_splits, decode, decode_scratch, multiprocessors
-
-    batch, cache, heads = len(where.slots), where.caches[0], where.caches[0].heads
-    device, dtype = where.slots.device, cache.dtype
-    splits = choose_splits(batch, cache.kv_heads, multiprocessors(device))
-    scratch = decode_scratch(batch, heads, cache.kv_heads, cache.head_dim, splits, device)
-    q, out = (torch.randn(batch, heads, cache.head_dim, dtype=dtype, device=device) for _ in range(2))
-    return [
-        partial(
-            decode, q, layer, where.tables, where.slots, where.lengths, out, splits=splits, scratch=scratch,
-        )
-        for layer in where.caches
-    ]  # fmt: skip
-
-
 def prompts() -> Iterator[Case]:
     """Causal attention over pages, of whole prompts and of chunks: by the kernel for every GPU, and by Hopper's own."""
     for length, start in (*((length, 0) for length in PROMPTS), *CHUNKS):
         where = placed(1, start + length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
-        q, out = _random(length, HEADS, DIM), _random(length, HEADS, DIM)
+        q, out = random_tensor(length, HEADS, DIM), random_tensor(length, HEADS, DIM)
         for name, attend, queries in _ours(where.caches[0]):
             call = partial(attend, q, where.caches[0], where.tables, _tiles(where, start, length, queries), out)
             case = f"1 x {length}" + (f" after {start}" if start else "")
@@ -182,7 +126,7 @@ def windowed() -> Iterator[Case]:
     those of what the window shows."""
     for length, start, window in WINDOWED:
         where = placed(1, start + length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
-        cache, q, out = replace(where.caches[0], window=window), *(_random(length, HEADS, DIM) for _ in range(2))
+        cache, q, out = replace(where.caches[0], window=window), *(random_tensor(length, HEADS, DIM) for _ in range(2))
         seen = int(np.minimum(np.arange(start, start + length) + 1, window).sum())
         for name, attend, queries in _ours(cache):
             call = partial(attend, q, cache, where.tables, _tiles(where, start, length, queries), out)
@@ -208,8 +152,8 @@ def _tiles(where: Placed, start: int, length: int, queries: int) -> Tensor:
     """Those of `length` tokens of the first sequence, from `start` on."""
     from quire.kernels.triton.prefill import make_prefill_tiles
 
-    row = (np.array([number], dtype=np.int64) for number in (int(where.slots[0]), start, length, 0))
-    return torch.from_numpy(make_prefill_tiles(*row, queries)).to(where.slots.device)
+    slot, starts, lengths, offset = np.array([int(where.slots[0]), start, length, 0], dtype=np.int64)[:, None]
+    return torch.from_numpy(make_prefill_tiles(slot, starts, lengths, offset, queries)).to(where.slots.device)
 
 
 def chunks() -> Iterator[Case]:
@@ -218,7 +162,7 @@ def chunks() -> Iterator[Case]:
     case, dtype = f"1 x {CHUNKED} by {CHUNK}", torch.bfloat16
     for layout, layers in (("", 0), (", layer", 1), (f", sliced:{DEPTH}", DEPTH)):
         if layers:
-            keys, values = (_random(1, CHUNKED, layers, KV_HEADS, DIM)[:, :, 0].transpose(1, 2) for _ in range(2))
+            keys, values = (random_tensor(1, CHUNKED, layers, KV_HEADS, DIM)[:, :, 0].transpose(1, 2) for _ in range(2))
             zero, one = torch.zeros(2, 1, dtype=torch.int64, device="cuda"), torch.ones(1, dtype=torch.int64).cuda()
             cache = LayerCache(keys, values, HEADS, DIM**-0.5, contiguous=True)
             where = Placed([cache], zero, one, one * CHUNKED)
@@ -243,6 +187,7 @@ def chunked(where: Placed, chunk: int) -> dict[str, Callable[[], list[Tensor]]]:
             for start, some in parts
         ]
     slot = int(where.tables[int(where.slots[0]), 0])
+    keys, values = cache.keys[slot], cache.values[slot]
     for name in VENDOR_ATTENTIONS if cache.contiguous else ():
         backend = VendorBackend(name)
         try:
@@ -252,11 +197,10 @@ def chunked(where: Placed, chunk: int) -> dict[str, Callable[[], list[Tensor]]]:
             continue
         calls[name] = [
             partial(
-                backend.kernel, some, *(x[slot, :, : start + len(some)] for x in (cache.keys, cache.values)), start,
-                cache.scale,
+                backend.kernel, some, keys[:, : start + len(some)], values[:, : start + len(some)], start, cache.scale
             )
             for start, some in parts
-        ]  # fmt: skip
+        ]
     return {name: partial(_each, some) for name, some in calls.items()}
 
 
@@ -275,19 +219,19 @@ def small() -> Iterator[Case]:
     from quire.kernels.triton.norm import rms_norm
     from quire.kernels.triton.rope_write import rope_write
 
-    weight, angles = _random(HIDDEN), torch.randn(8192, 2, DIM // 2, device="cuda")
+    weight, angles = random_tensor(HIDDEN), torch.randn(8192, 2, DIM // 2, device="cuda")
     width = HEADS + 2 * KV_HEADS
     for tokens in TOKENS:
         several = range(inputs(tokens * HIDDEN * 8))
-        norms = [[_random(tokens, HIDDEN) for _ in range(3)] for _ in several]
+        norms = [[random_tensor(tokens, HIDDEN) for _ in range(3)] for _ in several]
         calls: list[Call] = [partial(rms_norm, x, weight, 1e-5, delta=delta, out=out) for x, delta, out in norms]
         yield Case("rms_norm", f"{tokens} x {HIDDEN}", calls, tokens * HIDDEN * 2 * 4)
         at = placed(tokens, 64, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
-        pairs = [(_random(tokens, width, DIM), _random(tokens, HEADS, DIM)) for _ in several]
+        pairs = [(random_tensor(tokens, width, DIM), random_tensor(tokens, HEADS, DIM)) for _ in several]
         where = (at.caches[0], at.tables, at.slots, at.lengths - 1)
         calls = [partial(rope_write, qkv, q, *where, rotary=angles) for qkv, q in pairs]
         yield Case("rope_write", f"{tokens} x {width} heads", calls, tokens * width * DIM * 2 * 2)
-        both = [(_random(tokens, 2 * FFN), _random(tokens, FFN)) for _ in range(inputs(tokens * FFN * 6))]
+        both = [(random_tensor(tokens, 2 * FFN), random_tensor(tokens, FFN)) for _ in range(inputs(tokens * FFN * 6))]
         calls = [partial(act_and_mul, gate_up, "silu", out=out) for gate_up, out in both]
         yield Case("gate", f"{tokens} x {FFN}", calls, tokens * FFN * 2 * 3)
 
@@ -300,7 +244,7 @@ def sampling() -> Iterator[Case]:
         scratch = SamplingScratch.allocate(rows, VOCAB, torch.device("cuda"), has_random=False)
         slots = torch.arange(1, rows + 1, device="cuda")
         last, tokens, faults = (torch.zeros(rows + 1, dtype=torch.int64, device="cuda") for _ in range(3))
-        several = [_random(rows, VOCAB) for _ in range(inputs(rows * VOCAB * 2))]
+        several = [random_tensor(rows, VOCAB) for _ in range(inputs(rows * VOCAB * 2))]
         calls = [partial(greedy, logits, slots, last, tokens[1:], faults[1:], scratch) for logits in several]
         yield Case("greedy", f"{rows} x {VOCAB}", calls, rows * VOCAB * 2)
 

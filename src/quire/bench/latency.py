@@ -1,6 +1,6 @@
-"""Latencies: from when each request came and when its tokens did, the numbers that papers and servers report.
+"""Latencies of requests, from arrival times and token times: the numbers that papers and servers report.
 
-Knows no engine: a trace may come from this process, from a server or from a simulator.
+Independent of any engine: a trace may come from this process, a server or a simulator.
 """
 
 from __future__ import annotations

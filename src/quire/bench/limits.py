@@ -1,10 +1,9 @@
-"""What a CPU allows, and where the time goes: for each workload the bytes and the operations of its steps, what the
-cores read and multiply in the same run, and what each operation of a step takes beside both.
+"""Compare the time of steps with a CPU's limits: for each workload the bytes and operations of its steps, the rates at
+which the cores read and multiply in the same run, and the time of each operation of a step.
 
-Steps are timed twice, without clocks in them and with a clock around each operation (quire.bench.spent). Whatever
-disturbs a step makes it slower, so the fastest of the runs counts, for each step. Steps with prompts and those in which
-all sequences decode are told apart. On one thread the clock is the process's own time, which other processes don't
-lengthen.
+Steps are timed twice: without clocks in them, and with a clock around each operation (quire.bench.spent). Disturbances
+only make a step slower, so the fastest of all runs counts, for each step. Steps with prompts and steps of decodes alone
+are reported separately. With one thread the clock is the process's CPU time.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from quire.bench.calibrate import shape_of
 from quire.bench.document import short, table
@@ -37,7 +37,7 @@ PROMPTS, DECODE = "with prompts", "decode"
 
 
 class Step(NamedTuple):
-    """One step: seconds of the whole, those of its operations, its rows and tokens, and the bytes and operations of
+    """One step: its kind, its seconds and those of its operations, its rows and tokens, and the bytes and operations of
     its attention."""
 
     kind: str
@@ -50,7 +50,7 @@ class Step(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The cores' limits, by threads; then a result for each workload and kind of step."""
+    """Return the cores' limits by number of threads, then a result for each workload and kind of step."""
     import torch
 
     from quire.bench.core_limits import core_limits, thread_counts
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         if built.memory_plan.device != "cpu":
             raise StartupError("quire bench limits measures a CPU", "Give --device cpu, or run quire bench profile")
         shape = shape_of(read_checkpoint(config), itemsize := ITEMSIZE[built.memory_plan.dtype])
-        engine.limits = engine.limits._replace(max_queued=sys.maxsize)
+        engine.lift_queue_limit()
         counts = thread_counts(threads := torch.get_num_threads())
         print("what the cores read and multiply", file=sys.stderr)
         cores = core_limits(counts, shape.weight_bytes)
@@ -102,7 +102,8 @@ def measured(engine: Engine, jobs: Sequence[Job], shape: ModelShape, repeat: int
 
 
 def drive_once(engine: Engine, jobs: Sequence[Job], step: Callable[[], None] | None = None) -> None:
-    """All jobs at once, to their ends, with nothing in the prefix cache: `step` is called for each step."""
+    """Run all jobs, which come at once, to their ends with an empty prefix cache, calling `step` (default: the
+    engine's) for each step."""
     if (prefixes := engine.scheduler.memory.prefix_cache) is not None:
         prefixes.reset()
     for i, job in enumerate(jobs):
@@ -112,7 +113,7 @@ def drive_once(engine: Engine, jobs: Sequence[Job], step: Callable[[], None] | N
 
 
 def steps(engine: Engine, jobs: Sequence[Job], shape: ModelShape, spent: Spent | None = None) -> list[Step]:
-    """The steps of one run. Without `spent` their operations aren't known."""
+    """Return the steps of one run. Without `spent` the times of operations are unknown."""
     found: list[Step] = []
     plans: list[StepPlan] = []
     clock, runner = clock_of(engine.runner), engine.runner
@@ -141,22 +142,19 @@ def steps(engine: Engine, jobs: Sequence[Job], shape: ModelShape, spent: Spent |
                     for part in shape.attention)  # fmt: skip
         found.append(Step(kind, seconds, parts, len(rows), work.tokens, kv, work.attention + pairs))
 
-    runner.submit = submitted  # type: ignore[method-assign]
-    try:
+    with patch.object(runner, "submit", submitted):
         drive_once(engine, jobs, step)
-    finally:
-        runner.submit = submit  # type: ignore[method-assign]
     return found
 
 
 def fastest(runs: Sequence[Sequence[Step]]) -> list[Step]:
-    """Of each step of a run the fastest of all runs, which plan the same steps."""
+    """Return for each step the fastest of all runs, which plan the same steps."""
     assert len({tuple(step[3:] for step in run) for run in runs}) == 1, "runs of the same jobs have the same steps"
     return [min(same, key=lambda step: step.seconds) for same in zip(*runs)]
 
 
 def told(plain: Sequence[Step], timed: Sequence[Step]) -> dict[str, Any]:
-    """Means of steps of a kind: what one takes with and without clocks in it, and its operations."""
+    """Return the means of steps of one kind: the times without and with clocks, and the operations."""
 
     def mean(numbers: Iterable[float]) -> float:
         return sum(numbers) / len(timed)
@@ -182,8 +180,7 @@ def _mean(works: Sequence[Work]) -> dict[str, float]:
 
 
 def limit(found: dict[str, Any], read: float, multiply: float) -> None:
-    """Add what reading and multiplying alone would take of each operation, whichever is longer, and of the step: the
-    sum of these."""
+    """Add the least time of each operation, the longer of reading and multiplying alone, and their sum for the step."""
     for operation in found["operations"].values():
         operation["limit_ms"] = 1e3 * max(operation["bytes"] / read, operation["operations"] / multiply)
     found["limit_ms"] = sum(operation["limit_ms"] for operation in found["operations"].values())
@@ -196,7 +193,7 @@ def show(results: Sequence[dict[str, Any]]) -> str:
     cores = [result["cores"] for result in results if "cores" in result]
     kinds = [result for result in results if "operations" in result]
     again = "GB/s of the weights alone, again and again"
-    head = ("threads", "GB/s read", again, "bf16 GFLOP/s", "fp32 GFLOP/s", "int8 GOP/s")
+    head: tuple[str, ...] = "threads", "GB/s read", again, "bf16 GFLOP/s", "fp32 GFLOP/s", "int8 GOP/s"
     rows: list[tuple[Any, ...]] = [
         (c["threads"], *(short(None if c[name] is None else c[name] / 1e9)
                          for name in ("read", "read_weights", "bf16", "fp32", "int8")))

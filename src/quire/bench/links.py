@@ -1,4 +1,6 @@
-"""How this machine's GPUs are linked: a program that writes it as JSON, so that who asks opens no GPU."""
+"""A program that reports how this machine's GPUs are linked, as JSON: a process of its own, so that its caller opens no
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ def found() -> dict[str, Any]:
 
 
 def measured() -> dict[str, Any]:
-    """The GPUs' names, what nvidia-smi says of their links, and of each pair: peer access, atomic operations over the
-    link, as NVLink has them, and GB/s of copies one way."""
+    """Return the GPUs' names, nvidia-smi's description of their links, and for each pair: peer access, atomic
+    operations over the link (NVLink has them), and GB/s of copies in one direction."""
     import torch
 
     from quire.distributed.peer_memory import PeerError, has_native_atomics
@@ -63,7 +65,7 @@ def _copied(here: int, there: int) -> float:
             target.copy_(source, non_blocking=True)
         end.record()
         end.synchronize()
-    return COPIES * BYTES / start.elapsed_time(end) / 1e6
+    return COPIES * BYTES / float(start.elapsed_time(end)) / 1e6
 
 
 def _smi(asked: str) -> str:

@@ -24,7 +24,7 @@ QUIET = 0.1  # cores that others may use before a timing is suspect
 
 
 def machine() -> dict[str, Any]:
-    """What a reader must know to compare numbers. Asks torch only if it is loaded already."""
+    """Return the facts needed to compare numbers of machines. torch is asked only if it is already loaded."""
     model, flags = _cpu()
     torch = sys.modules.get("torch")
     return {
@@ -85,7 +85,7 @@ def peak_rss() -> int:
 
 
 class Others:
-    """CPU use of all other processes, in cores, since this object was made."""
+    """The CPU use of all other processes, in cores, since this object was made."""
 
     def __init__(self) -> None:
         self._began, self._busy, self._own = time.perf_counter(), _busy(), _own()

@@ -1,6 +1,5 @@
-"""Sequences in the memory `virtual`, laid out for kernels alone: pages in random order, mapped by the runner's own
-store. It knows no scheduler.
-"""
+"""Sequences in virtual memory for measuring kernels: pages in random order, mapped by the runner's store, no
+scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from quire.bench.kernels import Placed
+from quire.bench.placed_kv import Placed
 from quire.config import EngineConfig
 from quire.memory.page_layout import MemorySize
 from quire.memory.virtual.virtual_memory import build_virtual_kv_config
@@ -27,9 +26,9 @@ def on_mapped(
     spec: ModelSpec, batch: int, context: int, layout: str, work: Callable[[Placed], Found], on: str = "cuda",
     kib: int = 2048, dtype: torch.dtype = torch.bfloat16,
 ) -> Found:  # fmt: skip
-    """What `work` finds, given `batch` sequences of `context` random tokens in all of the model's layers, each
-    contiguous in addresses: `layout` says which layers share a buffer, and `kib` how many KiB a page of the device has.
-    `work` keeps none of these tensors, whose memory is closed then: DriverError."""
+    """Return the result of `work` over `batch` sequences of `context` random tokens in all layers of the model, each
+    contiguous in addresses. `layout`: which layers share a buffer. `kib`: the KiB of a device page. `work` must not
+    keep any of these tensors, or closing their memory raises DriverError."""
     config = EngineConfig(
         memory="virtual", virtual_layout=layout, virtual_page_kib=kib, max_num_seqs=batch, swap_gib=0.0
     )  # fmt: skip

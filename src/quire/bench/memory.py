@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from quire.bench.document import table
-from quire.bench.shapes import built
+from quire.bench.shapes import built, local_runner
 from quire.bench.workloads import Job, parse
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
         before = psutil.Process().memory_info().rss
     with built(config) as made:
-        made.engine.runner.store.buffer.zero_()  # a CPU's untouched pages are not there
+        runner, plan = local_runner(made.engine), made.memory_plan
+        runner.store.buffer.zero_()  # a CPU's untouched pages are not there
         _serve(made)
         pictures = _see(made, seeing)
         if gpu:
@@ -64,7 +65,6 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             most = torch.cuda.max_memory_reserved() + outside
         else:
             most = _highest() - before
-        runner, plan = made.engine.runner, made.memory_plan
         kept = {tensor.data_ptr(): tensor.nbytes for tensor in runner.model.state_dict().values()}
         weights = sum(kept.values()) if gpu else plan.weight_bytes  # a CPU's are packed: oneDNN's own, of the same size
         kv = runner.store.buffer.nbytes
@@ -80,7 +80,7 @@ def _serve(made: BuiltEngine) -> None:
     engine, plan = made.engine, made.memory_plan
     if plan.max_len < 2:
         raise StartupError("sequences of 1 token have no room for an output", "Use a larger --max-model-len")
-    engine.limits = engine.limits._replace(max_queued=sys.maxsize)
+    engine.lift_queue_limit()
     output = min(TOKENS, plan.max_len - 1)
     plain = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
     ruled = SamplingParams(

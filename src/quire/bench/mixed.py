@@ -1,9 +1,8 @@
-"""What a step with a prompt takes on a GPU, of the host and of the device: launched kernel by kernel, and replayed as
-CUDA graphs.
+"""Measure host and device time of GPU steps that have a prompt, launched kernel by kernel and replayed as CUDA graphs.
 
-Some sequences decode; every few steps a prompt comes. Before a step is submitted the device has nothing to do, and then
-it is made to wait until all of the step is enqueued: so the host's time is that of enqueuing, with nobody to wait for,
-and the device's has no gaps that the host is to blame for. Steps of decodes alone are replayed either way.
+Some sequences decode, and every few steps a prompt comes. The device is idle before a step, and then waits until the
+whole step is enqueued. So the host's time is that of enqueuing alone, and the device's time has no gaps caused by the
+host. Steps of decodes alone are replayed either way.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from quire.bench.document import short, table
 from quire.bench.shapes import built
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _spent(engine: Engine, args: argparse.Namespace) -> dict[int, dict[str, Any]]:
-    """By the tokens of the prompt, 0 for decodes alone: medians, in ms."""
+    """Return medians in ms by the number of prompt tokens; 0 for decodes alone."""
     steps = (args.steps + 1) * 2 * len(args.prompt) * (BETWEEN + 1)
     params = SamplingParams(temperature=0, max_tokens=steps + 100, ignore_eos=True, detokenize=False)
     for i in range(args.rows):
@@ -87,11 +86,11 @@ def _spent(engine: Engine, args: argparse.Namespace) -> dict[int, dict[str, Any]
 
 
 class Timed:
-    """In place of a runner's `submit`: what steps take, by the tokens of their prompt and by whether they may be
+    """Replaces a runner's `submit` to measure steps by the tokens of their prompt and by whether they may be
     replayed."""
 
     def __init__(self, engine: Engine) -> None:
-        self.runner: Any = engine.runner
+        self.runner = cast(Any, engine.runner)  # a ModelRunner; its `submit` is replaced
         self.submitted, self.mixed = self.runner.submit, self.runner.mixed_graphs
         self.runner.submit = self.submit
         self.replayed = True
@@ -105,7 +104,7 @@ class Timed:
         kind = max((len(row.tokens) for row in plan.slices), default=0), self.replayed
         torch.cuda.synchronize()
         torch.cuda._sleep(WAIT)
-        before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         began = time.perf_counter()
         ticket = self.submitted(plan)

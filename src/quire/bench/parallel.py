@@ -1,9 +1,9 @@
-"""All that more than one rank is for, measured within so many minutes, most valuable first: how GPUs are linked, the
-exchange, tokens, models, a step by rank, starts, failures. The document is written after each measurement, and what was
-left out is named.
+"""Measure everything about tensor parallelism within a number of minutes, most valuable first: GPU links, the exchange,
+tokens, models, a step by rank, starts, failures. The document is written after each measurement and names what was left
+out.
 
-Models run in quire's own commands, each a process with --tp. Without a GPU the same goes through on CPU ranks, with the
-bundled model and short requests: that shows that it works, not how fast ranks are.
+Models run in quire's own commands, each a process with --tp. Without GPUs the same measurements run on CPU ranks, with
+the bundled model and short requests: this shows that it works, not how fast ranks are.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ PROMPT = "The old lighthouse keeper"
 
 
 class Place(NamedTuple):
-    """What is measured where: `link`, 10^9 bytes a second of the slowest pair's copies (None: no GPUs); the numbers of
-    ranks; when to end (time.monotonic)."""
+    """Where to measure: `link`, 10^9 bytes a second of copies between the slowest pair of GPUs (None: no GPUs), the
+    numbers of ranks, and the time to end (time.monotonic)."""
 
     device: str
     link: float | None
@@ -90,7 +90,7 @@ def _exchange(place: Place) -> Found:
 
 
 def _tokens(place: Place) -> Found:
-    """What the bundled model says, in fp32: that of one rank, on every number of ranks."""
+    """Compare the bundled model's fp32 tokens with each number of ranks with those of one rank."""
     said = {}
     for ranks in (1, *place.several):
         flags = ("--dtype", "float32", "--temperature", "0", "--max-tokens", "48", "--device", place.device)
@@ -195,7 +195,7 @@ def _served(place: Place) -> Found:
 
 
 class Part(NamedTuple):
-    """`least` seconds are to be left for it to begin; on a CPU, LEAST."""
+    """A measurement. It starts only if `least` seconds are left; on a CPU, LEAST."""
 
     about: str
     run: Callable[[Place], Found]
@@ -225,8 +225,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All parts that there is time for. With --out the document is written after each. StartupError for arguments that
-    can't be."""
+    """Run all measurements that time permits. With --out the document is written after each. Raise StartupError for
+    invalid arguments."""
     if not 0 < args.minutes < 10_000:
         raise StartupError(f"--minutes is {args.minutes}", "Give a number above 0")
     end = time.monotonic() + 60 * args.minutes
@@ -278,7 +278,8 @@ def _save(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
 def _bench(
     flags: Sequence[str], workloads: Sequence[str], ranks: int, place: Place
 ) -> tuple[list[dict[str, Any]], str]:
-    """`quire bench throughput` on so many ranks: the results of the workloads, and why there aren't more, if so."""
+    """Run `quire bench throughput` with a number of ranks. Return the results of the workloads, and the reason if some
+    are missing."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"
         named = [word for name in (WARMING, *workloads) for word in ("--workload", name)]
@@ -293,7 +294,8 @@ def _bench(
 
 
 def _ran(args: Sequence[str], place: Place, **more: str) -> subprocess.CompletedProcess[str]:
-    """A command of quire's, with `more` in its environment. QuireError where it fails or takes longer than is left."""
+    """Run a quire command, with `more` in its environment. Raise QuireError if it fails or takes longer than the time
+    left."""
     command, seconds = [sys.executable, "-m", "quire", *args], place.left
     if seconds < LEAST / 2:
         raise QuireError(f"{max(seconds, 0.0):.0f} s were left for quire {' '.join(args[:4])}")
@@ -307,7 +309,8 @@ def _ran(args: Sequence[str], place: Place, **more: str) -> subprocess.Completed
 
 
 def _value(result: dict[str, Any]) -> tuple[float, str]:
-    """What counts of a workload: of one request the time between tokens, of long outputs these, else all tokens."""
+    """Return a workload's main number: for one request the time between tokens, for long outputs output tokens, else
+    all tokens."""
     median, workload = result["median"], result["workload"]
     if workload.endswith("@1"):
         return 1e3 * median["inter_token_s"]["mean"], "ms"

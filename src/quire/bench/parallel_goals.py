@@ -1,5 +1,5 @@
-"""What ranks on GPUs are asked to reach, beside what vLLM 0.26 was measured at. All of it is of H200s with NVLink; of
-others that copy slower it is rescaled, and that is said.
+"""Goals for ranks on GPUs, and the measurements of vLLM 0.26. All are of H200s with NVLink; for GPUs with slower links
+they are rescaled, and the result says so.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ ROW = 16_384  # bytes
 
 
 class Goal(NamedTuple):
-    """`value` by ranks, in `unit`, and vLLM's; below it is better where `low`. `steps`: tokens whose rows are exchanged
-    for each that is counted."""
+    """A goal: `value` by number of ranks, in `unit`, and vLLM's measurement. `low`: lower is better. `steps`: the
+    number of tokens whose rows are exchanged for each token that is counted."""
 
     value: dict[int, float]
     peer: dict[int, float] = {}  # noqa: RUF012
@@ -39,8 +39,8 @@ DETERMINISTIC = 1.05  # times as long, at most
 
 
 def seconds_more(ranks: int, nbytes: float, link: float | None) -> float:
-    """Seconds that an exchange of so many bytes takes longer than over NVLink, where copies have `link` 10^9 bytes a
-    second: each rank sends and gets 2 (ranks - 1) / ranks of them."""
+    """Return how many seconds longer than over NVLink an exchange of `nbytes` takes if copies have `link` 10^9 bytes a
+    second: each rank sends and receives 2 (ranks - 1) / ranks of them."""
     if link is None or link >= LINK or ranks < 2:
         return 0.0
     return 2 * (ranks - 1) / ranks * nbytes * (1 / link - 1 / LINK) / 1e9

@@ -1,5 +1,5 @@
-"""Pictures of workloads, as a model that sees takes them: each has the rows that the model makes of one of its size,
-and stands behind its prompt's first token. Pixels are drawn by lot, and prepared as a user's are; a server gets files.
+"""Images of workloads for a model with vision: each image has as many embeddings as the model makes for its size, and
+stands after its prompt's first token. Pixels are random and preprocessed as a user's are; a server gets files.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PLACE = EDGE  # the token that a picture's rows stand in the place of; nobody re
 
 
 class Eyes(NamedTuple):
-    """How a model of this config.json takes pictures: in tiles, and by rows `in_places` of tokens, or else by a token
-    each."""
+    """How a model of this config.json takes images: split into tiles, with one token per embedding (`in_places`) or one
+    token per image."""
 
     config: dict[str, Any]
     tiling: ImageTiling
@@ -39,7 +39,7 @@ class Eyes(NamedTuple):
         return cls(config, settings.tiling, spec.images_replace_tokens)
 
     def placed(self, sketch: Sketch) -> tuple[int, tuple[ImageItem, ...]]:
-        """The length of a request's prompt, and where its pictures stand."""
+        """Return the length of a request's prompt, and its images with their positions."""
         at, media = 1, list[ImageItem]()
         for one in sketch.pictures:
             grid = self.tiling.choose_grid(one.height, one.width, is_only_image=len(sketch.pictures) == 1)
@@ -49,7 +49,7 @@ class Eyes(NamedTuple):
         return sketch.prompt_len - sum(one.tokens for one in sketch.pictures) + at - 1, tuple(media)
 
     def jobs(self, sketches: Sequence[Sketch], jobs: Sequence[Job], pixels: bool = True) -> list[Job]:
-        """The same requests with their pictures, which were tokens in `jobs`; without `pixels` none are drawn."""
+        """Return the requests with images, which were tokens in `jobs`; without `pixels` none are made."""
         found = []
         for sketch, job in zip(sketches, jobs, strict=True):
             _, media = self.placed(sketch)
@@ -59,7 +59,7 @@ class Eyes(NamedTuple):
         return found
 
     def pixels(self, sketch: Sketch) -> tuple[ImagePixels, ...]:
-        """What an encoder gets of a request's pictures: the same of pictures of one name."""
+        """Return the encoder's input for a request's images. Images of the same name have the same pixels."""
         from PIL import Image
 
         from quire.text.images.preprocessor import read_image_preprocessor
@@ -78,8 +78,8 @@ class Eyes(NamedTuple):
 
 
 def posted(sketches: Sequence[Sketch], jobs: Sequence[Job]) -> list[Job]:
-    """The same requests for a server whose model sees: prompts of text alone, and pictures as PNG files, of which it
-    makes as many rows as of others of their sizes."""
+    """Return the requests for a server whose model has vision: prompts of text alone, and images as PNG files, which
+    get as many embeddings as others of their sizes."""
     return [
         Job(
             job.prompt[sum(one.tokens for one in sketch.pictures) :], job.output, files=tuple(map(png, sketch.pictures))
@@ -89,7 +89,7 @@ def posted(sketches: Sequence[Sketch], jobs: Sequence[Job]) -> list[Job]:
 
 
 def png(one: Sketched) -> bytes:
-    """A picture of its size, of blocks whose colours are drawn by lot: the same of pictures of one name."""
+    """Return an image of the given size of blocks in random colours, seeded by its name."""
     from PIL import Image
 
     blocks = -(-one.height // BLOCK), -(-one.width // BLOCK), 3

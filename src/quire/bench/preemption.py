@@ -1,7 +1,7 @@
-"""What a preemption costs, and what the policy that predicts it gains (PagedAttention §4.5): swapping, recomputing, or
-for each victim what a calibration says is cheaper, end to end on workloads that favour different ways.
+"""Measure preemption by swapping, by recomputation, and by the cheaper of both as a calibration predicts for each
+victim (PagedAttention §4.5), end to end on workloads that favour different ways.
 
-Policies take turns, so that all meet the same disturbances; they are compared by measured time alone.
+Policies take turns, so that disturbances affect all of them; they are compared by measured time alone.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         here = replace(config, kv_tokens=scene.kv_tokens, kv_gib=None)
         with built(here, shape) as made:
             jobs = scene.jobs(made.spec.vocab_size, config.seed)
-            made.engine.limits = made.engine.limits._replace(max_queued=sys.maxsize)
+            made.engine.lift_queue_limit()
             results.append({"kind": "comparison", **facts, **compare(made.engine, scene, jobs, costs, args.repeat)})
     return results
 
@@ -105,7 +105,8 @@ def _scene(name: str) -> Scene:
 
 
 def compare(engine: Engine, scene: Scene, jobs: Sequence[Job], costs: PreemptionCosts, repeats: int) -> dict[str, Any]:
-    """Seconds of all runs of each policy, in turn; the medians, and auto's over the better fixed one's."""
+    """Return the seconds of all runs of each policy, in turn; the medians, and the ratio of auto's to the better fixed
+    policy's."""
     scheduler = engine.scheduler
     scheduler.costs = costs
     seconds: dict[str, list[float]] = {policy: [] for policy in POLICIES}
@@ -144,8 +145,8 @@ def compare(engine: Engine, scene: Scene, jobs: Sequence[Job], costs: Preemption
 
 
 def _over(seconds: dict[str, list[float]], better: str) -> float:
-    """auto's time over that of the better fixed policy in the same turn, the median of all turns: a machine that is
-    slow for a while slows both."""
+    """Return the median over all turns of auto's time over the better fixed policy's in the same turn: a slow phase of
+    the machine affects both."""
     return median(auto / fixed for auto, fixed in zip(seconds["auto"], seconds[better]))
 
 

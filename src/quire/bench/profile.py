@@ -1,9 +1,9 @@
-"""Where a step's time goes on a GPU: its duration, the kernels in it by kind, and how long the GPU lies idle. Of decode
-steps, and of the steps that compute prompts.
+"""Profile steps on a GPU: their duration, the kernels in them by kind, and the GPU's idle time. For decode steps and
+for steps that compute prompts.
 
-The step is timed without the profiler; the kernels' times come from profiled steps of the same batch. Kernels that are
-launched early and wait for their predecessors overlap them, so what is summed up is the time in which any kernel runs.
-Of several ranks each is profiled; a kernel in which a rank waits for the others is one that runs.
+The step is timed without the profiler; kernel times come from profiled steps of the same batch. Kernels that are
+launched early and wait for their predecessors overlap them, so the busy time is the time in which any kernel runs. With
+several ranks each is profiled; a kernel that waits for other ranks counts as running.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(engine: Engine, rows: int, context: int) -> dict[str, Any]:
-    """Decode steps of `rows` sequences: milliseconds a step, busy milliseconds, and kernels by kind."""
+    """Measure decode steps of `rows` sequences: milliseconds a step, busy milliseconds, and kernels by kind."""
     params = SamplingParams(temperature=0, max_tokens=TIMED + PROFILED + WARM + 200, ignore_eos=True, detokenize=False)
     for i in range(rows):
         engine.add(str(i), [(7 * i + j) % 1000 + 10 for j in range(context)], params)
@@ -79,7 +79,7 @@ def measure(engine: Engine, rows: int, context: int) -> dict[str, Any]:
 
 
 def measure_prompts(engine: Engine, count: int, context: int) -> dict[str, Any]:
-    """The steps that compute `count` new prompts of `context` tokens each and draw one token after each, together."""
+    """Measure the steps that together compute `count` new prompts of `context` tokens and sample one token for each."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 
     def compute(salt: str) -> None:
@@ -96,8 +96,8 @@ def measure_prompts(engine: Engine, count: int, context: int) -> dict[str, Any]:
 
 
 def _kernels(engine: Engine, work: Callable[[], object], steps: int, step: float) -> dict[str, Any]:
-    """The kernels of `steps` steps that `work` runs and that take `step` seconds each when nobody looks: of the rank
-    that is busy for the longest, and, where there are several, of each."""
+    """Profile `steps` steps that `work` runs and that take `step` seconds each without the profiler. Return the kernels
+    of the rank that is busy for the longest and, with several ranks, of each."""
     ask = getattr(engine.runner, "query", None)
     if ask is None:
         profiler = KernelProfiler()

@@ -1,5 +1,5 @@
-"""A rank of a server is killed, or stopped, while clients read their streams: when each of them ended and how, what
-`/health` said, and what was left. Or it is killed under a load, and started anew: what became of all requests.
+"""Kill or stop a rank of a server while clients read their streams: report when and how each stream ended, the answers
+of `/health`, and what is left. Or kill a rank under a load, with restart: report the outcome of all requests.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 def measured(flags: Sequence[str], how: str, max_tokens: int, seconds: float) -> dict[str, Any]:
-    """`quire serve` with `flags`; one of its ranks gets SIGNALS[how] while it streams. QuireError if it isn't served
-    in so many seconds."""
+    """Start `quire serve` with `flags` and send SIGNALS[how] to a rank while it streams. Raise QuireError if the server
+    is not ready within `seconds`."""
     with serving(flags, seconds) as (server, port, log):
         clients = [Stream(port, max_tokens) for _ in range(CLIENTS)]
         end = time.monotonic() + seconds
@@ -64,9 +64,9 @@ def measured(flags: Sequence[str], how: str, max_tokens: int, seconds: float) ->
 
 
 def restarted(flags: Sequence[str], workload: str, rate: float, after: float, seconds: float) -> dict[str, Any]:
-    """`quire serve` with `flags` and --on-rank-failure restart is sent a workload, so many requests a second; one of
-    its ranks is killed `after` so many seconds. What `quire bench serve` says of all requests, how long /health was
-    not 200, and what /metrics says of ranks. QuireError if that takes longer than `seconds`."""
+    """Start `quire serve` with `flags` and --on-rank-failure restart, send it a workload of `rate` requests a second,
+    and kill a rank after `after` seconds. Return the results of `quire bench serve`, how long /health was not 200, and
+    the metrics of ranks. Raise QuireError if this takes longer than `seconds`."""
     end = time.monotonic() + seconds
     given = (*flags, "--on-rank-failure", "restart")
     with serving(given, seconds) as (server, port, log), tempfile.TemporaryDirectory() as folder:

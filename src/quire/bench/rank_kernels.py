@@ -49,8 +49,8 @@ LLAMA_8B = Shape(4096, 32, 8, 128, 14336, 128256, 32)
 
 
 def shape_of(name: str, ranks: int) -> Shape:
-    """The first of so many ranks' of the config `name`. StartupError for a model that isn't a Llama, or that can't be
-    shared out so."""
+    """Return the shape of the first of `ranks` ranks of the config `name`. Raise StartupError for a model that is not a
+    Llama or cannot be sharded so."""
     if not 1 <= ranks <= MOST_RANKS:
         raise StartupError(f"--tp is {ranks}", f"Give a number between 1 and {MOST_RANKS}")
     config, part = named_config(name), Shard(0, ranks)
@@ -68,7 +68,7 @@ def shape_of(name: str, ranks: int) -> Shape:
 
 def decodes(shape: Shape) -> Iterator[Case]:
     """Decode attention over scattered pages, and its contiguous twin."""
-    from quire.bench.kernels import decode_calls, placed
+    from quire.bench.placed_kv import decode_calls, placed
 
     heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.dim
     for batch, context in DECODES:
@@ -112,8 +112,8 @@ def _step(
     depth: int, product: Any, both: Any, layers: list[list[Tensor]], head: Tensor, x: Tensor, attended: Tensor,
     inner: Tensor,
 ) -> None:  # fmt: skip
-    """A step's products of `x` [rows, hidden], of what its heads have `attended` to and of the MLP's `inner` [rows,
-    intermediate]. `both`: gate's and up's."""
+    """Compute the products of a step from `x` [rows, hidden], the attention output `attended` and the MLP's `inner`
+    [rows, intermediate]. `both`: the stacked gate and up projections."""
     for i in range(depth):
         qkv, o, gate_up, down = layers[i % len(layers)]
         product(x, qkv)

@@ -1,5 +1,5 @@
-"""Timing kernels: a CUDA graph of many calls is replayed, so the host has no say; their inputs take turns, so that none
-is found in the cache. Ceilings, which results are shares of, are measured in the same run.
+"""Time kernels by replaying a CUDA graph of many calls, so that the host does not matter. Inputs take turns, so that
+none is in the cache. The ceilings that results are compared with are measured in the same run.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def need_gpu(what: str) -> None:
 
 
 def inputs(count: int) -> int:
-    """How many inputs of `count` bytes are needed for none to stay in the cache."""
+    """Return how many inputs of `count` bytes are needed so that none stays in the cache."""
     return max(1, min(MOST_INPUTS, -(-BEYOND_CACHE // max(count, 1))))
 
 
 def replayed(calls: Sequence[Call], rounds: int = 1) -> float:
-    """Seconds of one call: all calls in turn, `rounds` times, as one graph; the median of replays."""
+    """Return the seconds of one call: all calls in turn, `rounds` times, as one graph; the median of replays."""
     for call in calls[:2]:
         call()  # compiles
     torch.cuda.synchronize()
@@ -80,12 +80,12 @@ def _median(work: Call, repeats: int) -> float:
         work()
         end.record()
         end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1000)
+        seconds.append(float(start.elapsed_time(end)) / 1000)
     return median(seconds)
 
 
 def timed(case: Case) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     if case.bound != "link":
         return replayed(case.calls, max(1, 8 // len(case.calls)))
     for call in case.calls:

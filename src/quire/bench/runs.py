@@ -1,6 +1,6 @@
-"""Repeated runs of workloads against an engine in this process or a server: the results of throughput, latency, serve.
+"""Repeated runs of workloads on an engine in this process or on a server: throughput, latency, serve.
 
-Between runs the prefix cache is emptied, so that each does the same work.
+The prefix cache is emptied between runs, so that each does the same work.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Attempt = Callable[[Sequence[Job], Load], dict[str, Any]]
 
 
 class Target(NamedTuple):
-    """What runs the jobs: `attempt` once, for the numbers of a run; and facts that hold for all runs, asked for at the
-    end. `seen` gives requests their pictures, where a model sees."""
+    """An engine or a server under measurement. `attempt` runs the jobs once and returns the measurements; `facts`, read
+    at the end, hold for all runs. `seen` adds images to requests if the model has vision."""
 
     vocab_size: int
     max_len: int | None
@@ -60,7 +60,8 @@ def latency(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def serve(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Poisson arrivals at --rate a second (inf: all at once), or always --concurrency requests under way."""
+    """Measure under Poisson arrivals at --rate a second (inf: all at once), or with --concurrency requests running at
+    any time."""
     rate = args.rate
     if rate is not None and not rate > 0:
         raise StartupError(f"--rate is {rate}", "Give requests a second, above 0, or inf")
@@ -74,8 +75,8 @@ def serve(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(args: argparse.Namespace, loads: Loads) -> list[dict[str, Any]]:
-    """Every --workload, --repeat times after --warmup runs: the run of median duration, and all runs. With --out the
-    document is written after each workload."""
+    """Run each --workload --repeat times after --warmup runs. Return the run of median duration, and all runs. With
+    --out the document is written after each workload."""
     if args.repeat < 1 or args.warmup < 0:
         raise StartupError(f"--repeat is {args.repeat} and --warmup {args.warmup}", "Repeat at least 1, warm up 0")
     config = config_from(args)
@@ -103,7 +104,8 @@ def measure(args: argparse.Namespace, loads: Loads) -> list[dict[str, Any]]:
 
 
 def _decoding(args: argparse.Namespace) -> Decoding:
-    """Beams are searched, so temperature has no say in them. StartupError for what SamplingParams refuses."""
+    """Return how requests are decoded; temperature does not apply to beam search. Raise StartupError for values that
+    SamplingParams refuses."""
     decoding = Decoding(args.temperature, args.n, args.best_of, args.beam_width)
     try:
         decoding.params(Job([0], 1))
@@ -120,7 +122,7 @@ def _engine(config: EngineConfig, decoding: Decoding) -> Iterator[Target]:
     freeze_loaded_objects()
     start_up = seconds_alive()
     engine = built.engine
-    engine.limits = engine.limits._replace(max_queued=sys.maxsize)
+    engine.lift_queue_limit()
 
     def attempt(jobs: Sequence[Job], load: Load) -> dict[str, Any]:
         if (prefixes := engine.scheduler.memory.prefix_cache) is not None:
@@ -151,7 +153,8 @@ def _engine(config: EngineConfig, decoding: Decoding) -> Iterator[Target]:
 def _server(
     url: str, args: argparse.Namespace, config: EngineConfig, workloads: Sequence[Workload]
 ) -> Iterator[Target]:
-    """Where a workload has pictures, and MODEL sees, prompts are texts: a server takes pictures beside these alone."""
+    """Return the server as a target. For a workload with images and a model with vision, prompts are texts: a server
+    does not take images beside token ids."""
     pictured = any(sketch.pictures for workload in workloads for sketch in workload.sketches(config.seed)[:1])
     sees = pictured and read_checkpoint(config, weights=False).spec.vision is not None
     tokenizer = tokenizer_of(config) if sees or args.prompts == "text" else None

@@ -1,6 +1,6 @@
-"""What a server says of itself: /metrics before and after a run, and what happened between them.
+"""Read a server's /metrics before and after a run, and report the differences.
 
-Names are those of quire, under its own prefix or vLLM's, so vLLM's server can be read too.
+Names are those of quire, under its own prefix or vLLM's, so that vLLM's server can be read too.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Scrape(NamedTuple):
 
 
 def between(before: Scrape | None, after: Scrape | None, tokens: int, seconds: float) -> dict[str, Any] | None:
-    """What the server counted between two scrapes, in which a client got `tokens` tokens within `seconds`; None if it
-    shows none of it. A part that it doesn't show is left out."""
+    """Return what the server counted between two scrapes in which a client got `tokens` tokens within `seconds`; None
+    without metrics. Metrics that the server lacks are left out."""
     if before is None or after is None:
         return None
     facts: dict[str, Any] = {}
@@ -73,7 +73,8 @@ def between(before: Scrape | None, after: Scrape | None, tokens: int, seconds: f
 
 
 class Watch:
-    """Scrapes every so many seconds while it is open, from a thread; without a number, none."""
+    """Scrapes a server every given number of seconds, in a thread, while the context is open; without a number,
+    never."""
 
     def __init__(self, scrape: Callable[[], Scrape | None], every: float | None) -> None:
         self._scrape, self._every, self._over = scrape, every, threading.Event()
@@ -96,8 +97,8 @@ class Watch:
                 self._seen.append(seen)
 
     def held(self) -> dict[str, Any] | None:
-        """Means over the scrapes: requests that ran and waited, and bytes of KV memory by category, and by layer type
-        and category; None for no scrape. What a server doesn't show is left out."""
+        """Return means over the scrapes: running and waiting requests, and bytes of KV memory by category, and by layer
+        type and category. None without scrapes. Metrics that the server lacks are left out."""
         if not self._seen:
             return None
         facts: dict[str, Any] = {"samples": len(self._seen)}
@@ -129,7 +130,8 @@ def difference(before: Scrape, after: Scrape, name: str, label: str) -> dict[str
 
 
 def histogram(before: Scrape, after: Scrape, name: str) -> dict[str, float] | None:
-    """What a histogram took in: `count`, `mean`, and percentiles between the bounds of buckets; None for nothing."""
+    """Return `count`, `mean` and percentiles (interpolated within buckets) of a histogram between two scrapes; None if
+    it is empty."""
     count = sum(difference(before, after, f"{name}_count", "").values())
     if count <= 0:
         return None
@@ -145,8 +147,8 @@ def _known(points: dict[str, float | None]) -> Iterator[tuple[str, float]]:
 
 
 def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | None:
-    """A quantile of cumulative `buckets` (upper bounds, and how many are at most that), taken to be spread evenly in
-    each bucket, as Prometheus's histogram_quantile does. Beyond the last finite bound it is that bound."""
+    """Return a quantile of cumulative `buckets` (upper bound, count up to it), assuming an even spread within each
+    bucket, as Prometheus's histogram_quantile does. Beyond the last finite bound it is that bound."""
     if not buckets or buckets[-1][1] <= 0:
         return None
     rank, low, below = share * buckets[-1][1], 0.0, 0.0

@@ -1,8 +1,8 @@
-"""The numbers of a run against a server: latencies as a user has them and as vLLM's client counts them, what was
-refused or failed, and whether the client itself was the bottleneck.
+"""The results of a run against a server: latencies as a user has them and as vLLM's client defines them, refused and
+failed requests, and whether the client was the bottleneck.
 
-Times between tokens are known as times between chunks. With one token a chunk they are the same; otherwise the time
-between two chunks is shared by the tokens that came, and `inter_token_from` says how many those are taken to be.
+Times between tokens are derived from times between chunks. With one token a chunk they are the same; otherwise a
+chunk's tokens share the time since the chunk before, and `inter_token_from` reports how their number is known.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Times = npt.NDArray[np.float64]
 
 
 class Timed:
-    """One whole answer: when its chunks came, and how many tokens each brought. Chunks beyond the number of tokens
-    brought none, such as one that only says why an output ended."""
+    """One complete response: when its chunks came, and the tokens in each. Chunks beyond the number of tokens have
+    none, such as one with only a finish reason."""
 
     def __init__(self, sent: Sent) -> None:
         self.sent = sent
@@ -65,8 +65,8 @@ class Timed:
 
 
 def summary(jobs: Sequence[Job], sent: Sequence[Sent], clients: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The run's numbers. Every request is in one of `requests` (answered), `refused` (by status) and `failed` (by
-    reason). Latencies start when a request was due; a closed loop's is due when it is sent."""
+    """Summarize a run. Every request is in one of `requests` (answered), `refused` (by status) and `failed` (by
+    reason). Latencies start when a request was due; in a closed loop it is due when it is sent."""
     whole = [Timed(one) for one in sent if one.error is None]
     refused = Counter(str(one.status) for one in sent if one.error is not None and one.status not in (0, 200))
     failed = Counter(str(one.error)[:200] for one in sent if one.error is not None and one.status in (0, 200))
@@ -133,7 +133,7 @@ def _percentile(values: Sequence[float], which: int) -> float:
 
 
 def saturated(clients: Sequence[dict[str, Any]], late: Sequence[float]) -> list[str]:
-    """Why latencies may be the client's own; nothing if they aren't."""
+    """Return the reasons why latencies may be the client's own; empty if there are none."""
     reasons = []
     busiest = max(client["busiest"] for client in clients)
     if busiest >= BUSIEST:
@@ -148,8 +148,8 @@ def saturated(clients: Sequence[dict[str, Any]], late: Sequence[float]) -> list[
 
 
 def as_vllm(whole: Sequence[Timed], failed: int) -> dict[str, Any]:
-    """The numbers that vLLM's `bench serve` writes, by its names and definitions: milliseconds from when a request was
-    sent, over the answered requests; what was refused is among `failed`."""
+    """Return the numbers of vLLM's `bench serve`, by its names and definitions: milliseconds since a request was sent,
+    over the answered requests. Refused requests count in `failed`."""
     duration = max((float(one.times[-1]) for one in whole), default=0.0)
     prompt, output = sum(one.sent.prompt for one in whole), sum(one.tokens for one in whole)
     per_second = 1 / duration if duration > 0 else 0.0

@@ -8,11 +8,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from quire.config import EngineConfig
+from quire.core.engine import Engine
 from quire.models.named_configs import named_config
 from quire.startup.build import BuiltEngine, build
+
+if TYPE_CHECKING:
+    from quire.worker.model_runner import ModelRunner
 
 
 @contextmanager
@@ -28,3 +32,8 @@ def built(config: EngineConfig, shape: Mapping[str, Any] | None = None) -> Itera
         yield made
     finally:
         made.engine.close()
+
+
+def local_runner(engine: Engine) -> ModelRunner:
+    """Return the runner of an engine that runs its model in this process."""
+    return cast("ModelRunner", engine.runner)

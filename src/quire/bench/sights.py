@@ -1,8 +1,8 @@
-"""What pictures cost: to encode one, and to decode with one in the prompt, beside the same text alone.
+"""Measure the cost of images: encoding one, and decoding with one in the prompt, against the same text alone.
 
-A picture of random colours is prepared as one of a user's would be, and each request has one of its own. Steps are
-timed as they follow one another, so what is said is what a client would see. With --neighbours, also what those who
-decode see while pictures come, beside what they see while prompts come that fill a step.
+Images have random colours and are preprocessed as a user's are; each request has its own. Steps are timed back to back,
+so the times are those that a client sees. With --neighbours, also the times between tokens of decoding sequences while
+images come, and while prompts come that fill a step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.bench.calibrate import shape_of
 from quire.bench.document import short, table
-from quire.bench.shapes import built
+from quire.bench.shapes import built, local_runner
 from quire.bench.steps import Timed, encoder, picture_steps
 from quire.bench.workloads import Job
 from quire.cli.flags import config_from
@@ -105,17 +105,17 @@ def _served(engine: Engine, rows: int, args: argparse.Namespace, sight: Sight | 
     """Seconds to each request's first token, of all requests together, and of a decoding step."""
     params = SamplingParams(temperature=0, max_tokens=args.steps + 2, ignore_eos=True, detokenize=False)
     count = 0
-    prompts = []
+    prompts: list[tuple[str, Asked]] = []
     for i in range(rows):
         tokens = [(7 * i + 11 * j) % (engine.limits.vocab_size - 10) + 10 for j in range(args.text)]
-        media, pixels = (), ()
+        request: Asked = tokens, (), ()
         if sight is not None:
-            tokens, media, pixels = _shown(tokens, args.picture, i, *sight)
-            count = media[0].num_embeds
-        prompts.append((f"{i}", tokens, media, pixels))
+            request = _shown(tokens, args.picture, i, *sight)
+            count = request[1][0].num_embeds
+        prompts.append((f"{i}", request))
     salt = f"{time.perf_counter_ns()}"  # nothing is found again
     began, times, first, seen = time.perf_counter(), list[float](), 0.0, 0
-    for id, tokens, media, pixels in prompts:
+    for id, (tokens, media, pixels) in prompts:
         engine.add(id, tokens, params, salt=salt, images=media, pixels=pixels)
     while engine.has_unfinished_requests:
         outputs = engine.step()
@@ -133,8 +133,8 @@ STAY = (COMERS + 4) * APART  # tokens that the others generate, if nobody stops 
 
 
 def _neighbours(engine: Engine, args: argparse.Namespace, sight: Sight) -> dict[str, Any]:
-    """Milliseconds between two tokens of sequences that decode: with nobody else; while requests with a picture come;
-    and while prompts of text come, each of as many tokens as a step may still have beside them."""
+    """Return the milliseconds between tokens of decoding sequences: alone; while requests with an image come; and while
+    text prompts come, each as long as a step permits beside them."""
     rows = args.neighbours
     full = min(engine.scheduler.token_budget - rows, engine.limits.max_len - 2)
     pictures = [_shown([OTHER] * args.text, args.picture, i, *sight) for i in range(COMERS + 1)]
@@ -145,7 +145,7 @@ def _neighbours(engine: Engine, args: argparse.Namespace, sight: Sight) -> dict[
 
 
 def _gaps(engine: Engine, rows: int, comers: Sequence[Asked]) -> dict[str, float]:
-    """Percentiles of all steps while `comers` come and are computed."""
+    """Return percentiles of the time between tokens while `comers` come and are computed."""
     salt = f"{time.perf_counter_ns()}"
     long, once = (
         SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False) for count in (STAY, 1)
@@ -173,18 +173,19 @@ def _gaps(engine: Engine, rows: int, comers: Sequence[Asked]) -> dict[str, float
 def _longer(engine: Engine, cost: CostModel, args: argparse.Namespace, sight: Sight) -> float:
     """The coefficient `encoder` of this model over a calibration's others."""
     runner = engine.runner
-    asked = (_shown([OTHER] * args.text, args.picture, i, *sight) for i in range(1 + ROUNDS))
-    samples = picture_steps(Timed(engine, cost.shape), [Job(tokens, 1, *seen) for tokens, *seen in asked])
+    requests = [_shown([OTHER] * args.text, args.picture, i, *sight) for i in range(1 + ROUNDS)]
+    jobs = [Job(tokens, 1, images, pixels) for tokens, images, pixels in requests]
+    samples = picture_steps(Timed(engine, cost.shape), jobs)
     engine.runner = runner
     return encoder(cost, samples)
 
 
 def _encoded(engine: Engine, args: argparse.Namespace, sight: Sight) -> dict[str, Any]:
-    """The encoder alone, with `args.parts` parts of pictures in one launch, or one that is always whole: parts, and the
-    milliseconds that they take, of ROUNDS the median."""
+    """Measure the encoder alone, with `args.parts` image parts in one launch, or one whole image if the encoder takes
+    no parts. Return the number of parts, and the median of ROUNDS in milliseconds."""
     import torch
 
-    runner = engine.runner
+    runner = local_runner(engine)
     eyes, device = runner.model.vision_encoder, runner.device
     _, _, (picture,) = _shown([0] * (TEXT_FIRST + 1), args.picture, 0, *sight)
     grid, times = TileGrid(*picture.grid), list[float]()

@@ -1,7 +1,7 @@
-"""Where the time of an engine's steps goes on a CPU, operation by operation: clocks around what a step calls.
+"""Measure where the time of an engine's steps goes on a CPU, with a clock around each operation.
 
-On a CPU a call returns when its work is done, so that clocks around the layers' modules and the runner's parts tell it
-all; each costs about a microsecond, where torch's profiler costs as much as a small operation takes.
+On a CPU a call returns when its work is done, so that clocks around the layers' modules and the runner's parts account
+for all time. Each costs about a microsecond; torch's profiler costs as much as a small operation.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.norm import LayerNorm, RMSNorm
+from quire.worker.inputs import build_flat_batch
 
 CONTROL, RUNNER, MODEL = "control plane", "runner, the rest", "model, the rest"
 ATTENTION, PRODUCT = "attention", "product "
@@ -45,8 +46,8 @@ RUNNERS = (
 
 
 class Work(NamedTuple):
-    """Seconds that an operation took itself, without what others took within it; its calls; and, of products, the
-    bytes of weights and the operations."""
+    """An operation's own seconds, without those of operations within it; its calls; and for products the bytes of
+    weights and the operations."""
 
     seconds: float = 0.0
     calls: int = 0
@@ -55,7 +56,7 @@ class Work(NamedTuple):
 
 
 class Spent:
-    """A clock for every operation. One runs at a time: that of the innermost call."""
+    """A clock for each operation. One clock runs at a time: that of the innermost call."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -98,8 +99,8 @@ class Spent:
         return wrapped
 
     def product(self, name: str, layer: Linear) -> Callable[..., Any]:
-        """The layer's call, timed, its work counted. A layer whose weights don't have the size of its input's numbers
-        says their bytes as `weight_bytes`."""
+        """Return the layer's `forward`, timed and with its work counted. A layer may have `weight_bytes` if its weights
+        have another dtype than its input."""
         timed, rows = self.timed(name, layer.forward), sum(layer.output_sizes)
 
         def wrapped(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +129,7 @@ def watched(engine: Engine) -> Iterator[Spent]:
             owner = getattr(runner, part) if part else runner
             if hasattr(owner, name):
                 patch(owner, name, spent.timed(operation, getattr(owner, name)))
-        patch(running, "build_flat_batch", spent.timed("inputs", running.build_flat_batch))
+        patch(running, "build_flat_batch", spent.timed("inputs", build_flat_batch))
         if hasattr(stepping, "prepare_qkv"):
             patch(stepping, "prepare_qkv", spent.timed("rotation", stepping.prepare_qkv))
         patch(stepping.StepContext, "_rotary_tables", spent.timed("rotation", stepping.StepContext._rotary_tables))

@@ -1,5 +1,5 @@
-"""Steps of a designed grid, run and timed on an engine: sequences that decode, prompts, and both together; and what
-moving pages takes. The material of `quire bench calibrate`.
+"""Run and time a grid of steps on an engine, for `quire bench calibrate`: decoding sequences, prompts, both together,
+and page copies and swaps.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from quire.bench.calibration import TOKEN, host_tokens, swap_seconds
+from quire.bench.shapes import local_runner
 from quire.bench.workloads import Job
 from quire.core.engine import Engine
+from quire.core.runner import Runner
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import PageCopy, StepPlan, StepResult
@@ -34,7 +36,7 @@ NOTHING = Coefficients(*(0.0,) * 10)
 
 
 class Sample(NamedTuple):
-    """A step as it was: what it was one of, its work, and the seconds of the device and of the host."""
+    """A measured step: its kind, its work, and the seconds of the device and of the host."""
 
     what: str
     work: StepWork
@@ -43,9 +45,9 @@ class Sample(NamedTuple):
 
 
 class Timed:
-    """A runner that notes what each of its steps did, and how long it took: from when the device could begin. A GPU's
-    own events tell that: while a step is launched kernel by kernel, the step before it still runs, and by the host's
-    clock the launches would count as that one's."""
+    """A runner that records what each step did and how long the device took. On a GPU the times come from events: while
+    a step is launched kernel by kernel the previous one still runs, and the host's clock would add the launches to that
+    one."""
 
     def __init__(self, engine: Engine, shape: ModelShape) -> None:
         self.engine, self.runner, self.shape = engine, engine.runner, shape
@@ -59,7 +61,7 @@ class Timed:
         self.media: dict[int, tuple[ImageItem, ...]] = {}  # of a slot's latest sequence
         self.what = ""
         self.clock = clock_of(engine.runner)
-        engine.runner = self  # type: ignore[assignment]
+        engine.runner = cast(Runner, self)  # it lacks `bind`, which only a start calls
 
     def submit(self, plan: StepPlan) -> tuple[StepPlan, Any]:
         began = self.clock()
@@ -108,7 +110,7 @@ class Timed:
 
 
 def grid(timed: Timed) -> list[Sample]:
-    """Steps of all kinds that the engine's memory and budget have room for."""
+    """Measure steps of all kinds that the engine's memory and token budget permit."""
     samples: list[Sample] = []
     beside = _beside(timed)
     for context in CONTEXTS:
@@ -134,7 +136,7 @@ def _room(timed: Timed, count: int, length: int) -> bool:
 
 
 def decode_step(timed: Timed, rows: int, context: int) -> Sample:
-    """The fastest of some steps of `rows` sequences of about `context` tokens."""
+    """Return the fastest of several steps of `rows` sequences of about `context` tokens."""
     timed.what = "decode"
     _start(timed, rows, context)
     steps = [timed.step() for _ in range(WARM + STEPS)][WARM:]
@@ -143,9 +145,9 @@ def decode_step(timed: Timed, rows: int, context: int) -> Sample:
 
 
 def prompt_step(timed: Timed, count: int, length: int, rows: int = 0) -> Sample:
-    """The fastest of some steps that compute `count` prompts beside `rows` sequences that decode. Where steps overlap,
-    one sequence decodes in any case: in service, too, a step is launched while another one runs. Its launches are part
-    of the device's time as far as that leaves them to be seen, so they aren't counted as the host's."""
+    """Return the fastest of several steps that compute `count` prompts beside `rows` decoding sequences. If steps
+    overlap, at least one sequence decodes: in service, too, a step is launched while another one runs. Launches that
+    delay the device are part of its time, so they are not counted as the host's."""
     timed.what = "prompts and decode" if rows else "prompts"
     beside = _beside(timed)
     if rows or beside:
@@ -162,8 +164,8 @@ def prompt_step(timed: Timed, count: int, length: int, rows: int = 0) -> Sample:
 
 
 def long_prompt(timed: Timed) -> list[Sample]:
-    """Steps of whole chunks, of the longest prompt that the engine takes: their attention is mostly to what chunks
-    before them have left. None if that has no two chunks."""
+    """Measure the steps of whole chunks of the longest prompt: their attention is mostly to tokens of earlier chunks.
+    Empty if the prompt has fewer than two chunks."""
     engine, beside = timed.engine, _beside(timed)
     budget, most = engine.scheduler.token_budget - beside, engine.limits.max_len - 1
     others = [DECODED + 4 * (STEPS + WARM)] * beside
@@ -185,7 +187,8 @@ def long_prompt(timed: Timed) -> list[Sample]:
 
 
 def picture_steps(timed: Timed, jobs: Sequence[Job]) -> list[Sample]:
-    """The steps that encode pictures of requests that come one after another, the first one's left out: it compiles."""
+    """Return the steps that encode the images of requests that come one after another, without the first, which
+    compiles."""
     timed.what, beside, first = "pictures", _beside(timed), 0
     if beside:
         _start(timed, beside, DECODED)
@@ -199,7 +202,8 @@ def picture_steps(timed: Timed, jobs: Sequence[Job]) -> list[Sample]:
 
 
 def encoder(cost: CostModel, samples: Sequence[Sample]) -> float:
-    """The coefficient `encoder` with which half of these steps, that encode, take longer than `cost` says."""
+    """Return the coefficient `encoder`: the median ratio of the time of steps that encode images to the prediction of
+    `cost`."""
     return median(_encoder(cost, sample) for sample in samples)
 
 
@@ -243,10 +247,8 @@ def _fastest(steps: Sequence[Sample]) -> Sample:
 
 
 def moves(engine: Engine) -> Coefficients:
-    """What it takes to swap a byte, one way, and to copy a page's."""
-    memory: Any = engine.scheduler.memory
-    runner: Any = engine.runner
-    geometry = memory.kv_config
+    """Measure the seconds to swap a byte in one direction, and to copy a byte of a page."""
+    runner, geometry = local_runner(engine), engine.scheduler.memory.kv_config
     group = geometry.groups[0]
     most = min(host_tokens(geometry), group.tokens_in_pages(len(group.ids) // (2 * len(geometry.groups))))
     swaps = [swap_seconds(engine, n, REPEATS) for n in SWAPS if n <= most and n + 2 <= engine.limits.max_len]
@@ -280,7 +282,8 @@ def bandwidth_of(device: Any) -> float:
 
 
 def clock_of(runner: Any) -> Callable[[], float]:
-    """On one thread of a CPU the process's own time, which other processes don't lengthen."""
+    """Return the process's CPU clock if a CPU runner uses one thread, else the wall clock: other processes don't affect
+    the former."""
     import torch
 
     alone = runner.device.type == "cpu" and torch.get_num_threads() == 1
@@ -293,7 +296,7 @@ def mark(runner: Any) -> Any:
 
     if runner.device.type != "cuda":
         return None
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 

@@ -1,8 +1,8 @@
-"""What structured output costs: rows of one schema, or one among others, beside as many that may draw anything; forced
-tokens in one row beside one a step; and masks over a large vocabulary, by themselves.
+"""Measure structured output: rows of one schema, or one such row among others, against rows without a grammar; forced
+tokens at once against one a step; and masks over a large vocabulary alone.
 
-The model is whichever it is: what it says is of no account, so one without weights or a tokenizer does too. Then, and
-for the masks, the vocabulary is a made-up one: bytes, and words of syllables with and without a space before them.
+Any model will do, also one without weights or a tokenizer, since its text does not matter. In that case, and for masks
+alone, the vocabulary is synthetic: bytes, and words of syllables with and without a leading space.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from quire.cli.flags import add_engine_flags, config_from
 from quire.core import grammar_masks
 from quire.core.engine import Engine
 from quire.errors import StartupError
-from quire.protocol.sampling_params import SamplingParams, Structured, StructuredOutputsParams
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_output import Structured, StructuredOutputsParams
 from quire.text.grammars.compiler import CompiledGrammar, GrammarCompiler
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
-SENTENCES = {"type": "array", "minItems": 400, "items": {"type": "string"}}
+SENTENCES: dict[str, Any] = {"type": "array", "minItems": 400, "items": {"type": "string"}}
 """Free text within some form: as good as nothing of it is forced."""
 BOUNDED = {"type": "array", "minItems": 400, "items": {"type": "string", "minLength": 20, "maxLength": 60}}
 """The same with counted characters, which are many more states of a lexer."""
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _rows(engine: Engine, grammars: GrammarCompiler, args: argparse.Namespace, held: int) -> dict[str, Any]:
-    """Tokens a second of rows without a form, and of as many of which `held` have one, in turns."""
+    """Measure tokens a second of rows without a grammar, and of as many rows of which `held` have one, in turn."""
     grammar = grammars.get(form(SENTENCES))
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for i in range(args.repeat + 1):
@@ -81,10 +82,10 @@ def _rows(engine: Engine, grammars: GrammarCompiler, args: argparse.Namespace, h
             speed = _speed(engine, args.rows, args.tokens, grammar, held if matched else 0)
             if i:  # the first warms up
                 speeds[matched].append(speed)
-    free, matched = median(speeds[False]), median(speeds[True])
+    free, constrained = median(speeds[False]), median(speeds[True])
     runs = {"free": speeds[False], "schema": speeds[True]}
-    return {"rows": args.rows, "held": held, "lost": 1 - matched / free,
-            "tokens_per_second": {"free": free, "schema": matched}, "runs": runs}  # fmt: skip
+    return {"rows": args.rows, "held": held, "lost": 1 - constrained / free,
+            "tokens_per_second": {"free": free, "schema": constrained}, "runs": runs}  # fmt: skip
 
 
 def _forced(engine: Engine, grammars: GrammarCompiler, args: argparse.Namespace) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def _jumping(at_once: bool) -> Iterator[None]:
 
 
 def _speed(engine: Engine, rows: int, tokens: int, grammar: CompiledGrammar, held: int) -> float:
-    """Tokens a second of so many rows, of which the grammar holds `held`, from their first token to their last."""
+    """Return tokens a second of `rows` rows, `held` of them with the grammar, from the first token to the last."""
     for i in range(rows):
         matched = i < held
         params = SamplingParams(
@@ -136,7 +137,7 @@ def form(schema: dict[str, Any], compact: bool = False) -> Structured:
 
 
 def _masks(vocabulary: int, rows: int, steps: int = 100) -> dict[str, Any]:
-    """Random walks through schemas, on one thread: what a row's mask takes, and going on behind a token."""
+    """Measure random walks through schemas, on one thread: the time of a row's mask, and of accepting a token."""
     began = time.perf_counter()
     grammars = GrammarCompiler(made_up(vocabulary), vocabulary, (0,))
     grammars.get(form({"type": "null"})).backend.is_serial = False  # masks are timed apart from going on

@@ -68,11 +68,11 @@ class Traced(Workload):
     entries: list[Sketch] = field(repr=False)
 
     @property
-    def requests(self) -> int:  # type: ignore[override]
+    def requests(self) -> int:  # type: ignore[override]  # a field of Workload, derived here
         return len(self.entries)
 
     @property
-    def arrivals(self) -> tuple[float, ...] | None:  # type: ignore[override]
+    def arrivals(self) -> tuple[float, ...] | None:  # type: ignore[override]  # likewise
         """When requests come; ShareGPT's format doesn't say."""
         times = tuple(entry.arrival for entry in self.entries if entry.arrival is not None)
         return times if len(times) == len(self.entries) else None

@@ -1,11 +1,11 @@
-"""What the wire form of plans and results takes: bytes, and microseconds to write and to read, beside JSON's.
+"""Measure the wire format of plans and results: bytes, and microseconds to encode and decode, beside JSON's.
 
-The best of many repeats is reported, and the median: on a machine that does other things too, the best says what the
-code costs. The garbage collector rests meanwhile, as it nearly does in service (link.collector).
+The best and the median of many repeats are reported; on a busy machine the best shows the cost of the code. The garbage
+collector is off meanwhile, as it nearly is in service (ipc.garbage_collection).
 
-With --ranks N also what a step takes to so many ranks and back, which have no model: encoded, published, read by each,
-and the result of the first with the digests of all taken in. And, by the clocks of the ranks, how long it takes until
-the last one has the rows as arrays, which it may go on from while the engine does other things.
+With --ranks N also the time of a step to N ranks without a model and back: encoded, published, read by each, and the
+first rank's result with the digests of all received. And, by the ranks' clocks, the time until the last one has the
+slices as arrays, with which it can start.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def sent(ranks: int, repeats: int) -> list[dict[str, Any]]:
-    """What steps of some sizes take to `ranks` ranks and back, and an order without contents there."""
+    """Measure steps of several sizes to `ranks` ranks and back, and an order without contents to them."""
     runner, found = RemoteRunner(ranks, 60.0, partial(launch_rank_process, program=ECHO)), []
     to = f"{ranks} rank{'s' * (ranks > 1)}"
     try:
@@ -117,7 +117,7 @@ def _spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def _there_and_back(runner: RemoteRunner, plan: StepPlan) -> tuple[float, float]:
-    """Microseconds until a step is submitted, and until it is collected, at once."""
+    """Return the microseconds until a step is submitted, and until it is collected, with nothing else in flight."""
     began = time.monotonic_ns()
     ticket = runner.submit(plan)
     submitted = time.monotonic_ns()
@@ -126,14 +126,18 @@ def _there_and_back(runner: RemoteRunner, plan: StepPlan) -> tuple[float, float]
 
 
 def _there(runner: RemoteRunner, plan: StepPlan | None) -> float:
-    """Microseconds until the last rank has a step's rows as arrays, while nothing else is asked of any. Without a plan:
-    until it has an order of as few bytes as any."""
+    """Return the microseconds until the last rank has a step's slices as arrays, with nothing else in flight. Without a
+    plan: until it has read an order of minimal size."""
     began = time.monotonic_ns()
-    ticket = runner.submit(plan) if plan is not None else runner.remove_image(bytes(KEY_BYTES))
-    time.sleep(PAUSE)
-    if ticket is not None:
+    if plan is None:
+        runner.remove_image(bytes(KEY_BYTES))
+        time.sleep(PAUSE)
+    else:
+        ticket = runner.submit(plan)
+        time.sleep(PAUSE)
         runner.collect(ticket)
-    return (max(runner.query(ARRIVED)) - began) / 1e3
+    arrived: int = max(runner.query(ARRIVED))
+    return (arrived - began) / 1e3
 
 
 def measured(name: str, message: Message, repeats: int) -> dict[str, Any]:

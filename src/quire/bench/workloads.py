@@ -34,8 +34,8 @@ EDGE = 10  # token ids this near to either end of a vocabulary are not drawn: sp
 
 
 class Job(NamedTuple):
-    """One request: a prompt as token ids, and how many tokens it generates; the pictures in it, and what an encoder
-    gets of them. Or, for a server, pictures as PNG `files`, which stand before the prompt."""
+    """One request: a prompt as token ids, the number of tokens to generate, the images in it and their pixels. For a
+    server: images as PNG `files`, which precede the prompt."""
 
     prompt: list[int]
     output: int
@@ -45,8 +45,8 @@ class Job(NamedTuple):
 
 
 class Sketched(NamedTuple):
-    """A picture before it has pixels: its name, its size, and the tokens that stand for it in prompts of models that
-    see none (see quire.bench.pictured)."""
+    """An image without pixels: its name, its size, and the number of tokens that replace it in prompts of models
+    without vision (see quire.bench.pictured)."""
 
     name: str
     width: int
@@ -55,9 +55,9 @@ class Sketched(NamedTuple):
 
 
 class Sketch(NamedTuple):
-    """A request before it has tokens. Its prompt starts with the first `prefix_len` tokens of the text `prefix_id`, as
-    does any other that names it. `arrival` is in seconds from the start, if the workload says when requests come. The
-    tokens of its `pictures` are the first ones of `prompt_len`."""
+    """A request without tokens. Its prompt starts with the first `prefix_len` tokens of the text `prefix_id`, as do all
+    prompts with that prefix. `arrival` is in seconds from the start, if the workload defines it. The tokens of its
+    `pictures` are the first of `prompt_len`."""
 
     prompt_len: int
     output_len: int
@@ -173,8 +173,8 @@ EXPECTED = ", ".join((
 
 
 class Workload(ABC):
-    """Requests by their lengths and, made from a seed, their tokens. `arrivals` are their times in seconds from the
-    start, if the workload itself has any."""
+    """Requests as lengths and, from a seed, as tokens. `arrivals` are their times in seconds from the start, if the
+    workload defines them."""
 
     name: str
     requests: int
@@ -244,7 +244,8 @@ class Named(Workload):
             lengths = Uniform(tokens - tokens // 4, tokens + tokens // 4)
             return _questions(rng, documents, lengths, self.requests)
         if self.kind == "ramp":
-            return _ramp(rng, *self.numbers, self.requests)
+            first, last = self.numbers
+            return _ramp(rng, first, last, self.requests)
         *prefix_and_own, output = self.numbers
         shared = ("shared", prefix_and_own[0]) if self.kind == "shared" else ()
         return [Sketch(sum(prefix_and_own), output, *shared)] * self.requests

@@ -1,7 +1,7 @@
 """The command line: `quire generate | chat | serve | run-batch | plan | replay | simulate | bench | reproduce | env`.
 
-Commands import what they need when they run, so that `quire --help` is immediate. A failure ends with one last line
-that names cause and remedy, and exit status 2.
+Commands import what they need when they run, so that `quire --help` is fast. A failure ends with one last line with the
+cause and the remedy, and exit status 2.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from quire.cli.vllm_flags import no_effect_notices, unsupported_reason
 from quire.errors import QuireError, StartupError
 
 INTERRUPTED = 130
-CONFIG_HELP = "settings in YAML: flags' names without their dashes; what the command line says wins"
-SUGGEST_RATIO, MISSPELT_RATIO = 0.8, 0.9  # letters in common, of all of two flags: one may be meant, or is but misspelt
+CONFIG_HELP = "a YAML file of settings: names of flags without dashes; the command line overrides them"
+# Similarity of an unknown flag to a known one, above which that is suggested, or taken for what was meant.
+SUGGEST_RATIO, MISSPELT_RATIO = 0.8, 0.9
 COMMANDS = {
     "generate": "continue prompts",
     "chat": "talk to a model in the terminal",
@@ -28,15 +29,15 @@ COMMANDS = {
     "run-batch": "answer a file of requests, in OpenAI's batch format",
     "plan": "show how memory would be used, without loading the model",
     "replay": "check a log of plans (--log-plans), or compare two",
-    "simulate": "what a model on a device would serve: quire simulate --help",
-    "bench": "measure: quire bench NAME",
+    "simulate": "simulate serving a model on a device: quire simulate --help",
+    "bench": "run a benchmark: quire bench NAME",
     "reproduce": "reproduce a figure or table of a paper: quire reproduce NAME, or --list",
     "env": "show versions and hardware, for bug reports",
 }
 
 
 def build_parsers() -> tuple[Parser, dict[str, Parser]]:
-    """The parser of everything, and those of the commands by name."""
+    """Return the top-level parser, and the parsers of the commands by name."""
     top = Parser(prog="quire", description="Serve large language models.", allow_abbrev=False)
     top.add_argument("--version", action="store_true", help="print quire's version")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
@@ -45,23 +46,23 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
         command = commands.add_parser(name, help=help, description=help[:1].upper() + help[1:], allow_abbrev=False)
         named[name] = command
         if name in ("generate", "chat", "serve", "run-batch", "plan"):
-            command.usage = f"quire {name} [MODEL] [FLAGS]"  # argparse's own names every flag, on twenty lines
+            command.usage = f"quire {name} [MODEL] [FLAGS]"  # argparse's default lists every flag, on twenty lines
             command.add_argument("--config", metavar="FILE", help=CONFIG_HELP)
             add_engine_flags(command)
         if name in ("generate", "chat"):
             add_sampling_flags(command)
         if name == "generate":
-            command.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given repeatedly")
-            command.add_argument("--prompt-file", metavar="FILE", help="a file that holds one prompt; - is stdin")
-            command.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+            command.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated")
+            command.add_argument("--prompt-file", metavar="FILE", help="a file with one prompt; - is stdin")
+            command.add_argument("--json", action="store_true", help="print one JSON object per prompt")
         if name == "chat":
             command.add_argument("--system", metavar="TEXT", help="a system message to begin with")
         if name == "plan":
-            command.add_argument("--device-gib", type=float, metavar="GIB", help="plan for GPUs of so many GiB each, "
-                                 "which need not be there; with --device cpu, for such a machine")  # fmt: skip
+            command.add_argument("--device-gib", type=float, metavar="GIB", help="plan for GPUs with this much memory "
+                                 "each, which need not exist; with --device cpu, for such a machine")  # fmt: skip
         if name == "replay":
-            command.add_argument("file", metavar="FILE", help="a log that --log-plans wrote")
-            command.add_argument("--against", metavar="FILE2", help="another one: name the first difference")
+            command.add_argument("file", metavar="FILE", help="a log written by --log-plans")
+            command.add_argument("--against", metavar="FILE2", help="another log: print the first difference")
             command.add_argument("--debug", action="store_true", help="show tracebacks")
         if name == "serve":
             add_serve_flags(command)
@@ -71,8 +72,8 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments, and what their --config file adds to them. An unknown flag fails, naming the nearest known one, or
-    why there is none."""
+    """Parse the arguments, with those of a --config file. For an unknown flag, exit with the nearest known one, or the
+    reason why it is not supported."""
     top, named = build_parsers()
     args, unknown = top.parse_known_args(arguments)
     if not unknown and getattr(args, "config", None) is not None:
@@ -86,13 +87,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def with_config_file(arguments: list[str], file: str, command: Parser) -> list[str]:
-    """`arguments` with those of a file of settings, as far as they don't set the same."""
+    """Return `arguments` with those of a settings file that they do not set themselves."""
     from quire.cli.config_file import read_settings, settings_to_arguments
 
     bare, commands = build_parsers()
     for parser in commands.values():
         for action in parser._actions:
-            action.default = argparse.SUPPRESS  # then only what is said is found
+            action.default = argparse.SUPPRESS  # so that only given arguments are in the namespace
     given = vars(bare.parse_known_args(arguments)[0])
     try:
         more = settings_to_arguments(read_settings(file), command, given)
@@ -103,7 +104,7 @@ def with_config_file(arguments: list[str], file: str, command: Parser) -> list[s
 
 
 def fail_unknown_argument(flag: str, command: Parser) -> NoReturn:
-    """End for an argument that isn't there: with what it may have been meant to be, or why there is no such flag."""
+    """Exit because of an unknown argument, with a suggestion, or the reason why it is not supported."""
     name = flag.replace("_", "-")
     shown = [action for action in command._actions if action.help != argparse.SUPPRESS]
     known = [option for action in shown for option in action.option_strings]
@@ -114,7 +115,7 @@ def fail_unknown_argument(flag: str, command: Parser) -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command. Return the exit status."""
     if sys.stderr is None:
         _reopen_stderr()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -130,21 +131,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reopen_stderr() -> None:
-    """Discard what is written to stderr, which was closed. Children inherit it, and no other file gets its number."""
+    """Discard what is written to stderr, if it was closed. Child processes inherit this, and no other file gets its
+    number."""
     os.dup2(os.open(os.devnull, os.O_RDWR), 2)
     os.set_inheritable(2, True)  # dup2 does nothing if open returned 2
     sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
-    """Call `command`; what it raises becomes one line, with a traceback before it only for --debug."""
+    """Run `command` and return its exit status. An exception becomes one line on stderr, with a traceback only for
+    --debug."""
     try:
         return command()
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output left; nothing is wrong
+        sys.stderr.close()  # the reader of the output has closed the pipe, which is not an error
         return 0
     except Exception as error:
         if debug:

@@ -14,16 +14,16 @@ from quire.llm import LLM
 from quire.protocol.sampling_params import SamplingParams
 
 HELP = (
-    "/reset forgets the conversation, /quit or /exit ends it, /help says this; Ctrl-C stops an answer; "
-    "arrow keys recall and edit lines; begin with // to say a line that begins with /"
+    "/reset forgets the conversation, /quit or /exit ends it, /help prints this; Ctrl-C stops an answer; "
+    "arrow keys recall and edit lines; begin with // to send a line that begins with /"
 )
 QUIT_COMMANDS = ("/quit", "/exit")
-MAX_HISTORY = 1000  # lines; they are kept in memory, until the chat ends
+MAX_HISTORY = 1000  # lines, in memory only
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Read lines and answer each, until /quit or the end of input. The model never hears a line that begins with /; of
-    one that begins with // it hears all but the first of them."""
+    """Read lines and answer each, until /quit or the end of input. A line that begins with / is a command and is not
+    sent to the model; one that begins with // is sent without its first slash."""
     config = config_from(args)
     interactive = sys.stdin.isatty()
     from quire.startup.build import build
@@ -49,20 +49,21 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def unknown_command_message(line: str) -> str:
-    """What is said of a line that looks like a command and is none."""
+    """Return the message about a line that begins with / and is not a command."""
     return f"{line.split()[0][:80]} is not a command: {HELP}"
 
 
 def stream_answer(llm: LLM, history: list[dict[str, str]], params: SamplingParams) -> list[dict[str, str]]:
-    """Print the answer as it comes; returns the conversation with it. An answer that fails leaves its question out. Of
-    several answers the first is printed so, the others follow, and the conversation goes on with the first."""
-    said: list[list[str]] = [[] for _ in range(params.n)]
+    """Print the answer as it arrives, and return the conversation with it. If it fails, the question is removed too.
+    Of several answers the first one is streamed, and the conversation continues with it; the others are printed
+    after it."""
+    texts: list[list[str]] = [[] for _ in range(params.n)]
     try:
         for output in llm.stream(llm.prompts.process_chat(history), params):
-            said[output.branch].append(output.text)
+            texts[output.branch].append(output.text)
             if output.branch == 0:
                 print(output.text, end="", flush=True)
-        for other in said[1:]:
+        for other in texts[1:]:
             print("\n---\n" + "".join(other), end="", flush=True)
     except InputError as error:
         print(f"{error} (/reset starts anew)", file=sys.stderr)
@@ -70,20 +71,20 @@ def stream_answer(llm: LLM, history: list[dict[str, str]], params: SamplingParam
     except KeyboardInterrupt:
         pass
     print(flush=True)
-    return [*history, {"role": "assistant", "content": "".join(said[0])}]
+    return [*history, {"role": "assistant", "content": "".join(texts[0])}]
 
 
 def _read_lines(interactive: bool) -> Iterator[str]:
-    """What the user says, until /quit or the end of input."""
-    recalled = _load_readline() if interactive else None
+    """Yield the user's lines, until /quit or the end of input."""
+    readline = _load_readline() if interactive else None
     with suppress(EOFError, KeyboardInterrupt):
         while (line := _read_line(interactive)) not in QUIT_COMMANDS:
-            if recalled is not None and recalled.get_current_history_length() > MAX_HISTORY:
-                recalled.remove_history_item(0)
+            if readline is not None and readline.get_current_history_length() > MAX_HISTORY:
+                readline.remove_history_item(0)
             yield line
         return
     if interactive:
-        print()  # the shell goes on in a line of its own
+        print()  # the shell's prompt begins on a new line
 
 
 def _read_line(interactive: bool) -> str:
@@ -96,7 +97,7 @@ def _read_line(interactive: bool) -> str:
 
 
 def _load_readline() -> Any:
-    """The terminal library, which `input` edits and recalls lines with once it is there; None where it isn't."""
+    """Return the readline module, or None if it is missing. Once imported, `input` uses it to edit and recall lines."""
     with suppress(ImportError):
         import readline
 

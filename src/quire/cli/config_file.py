@@ -1,5 +1,5 @@
-"""`--config FILE`: settings in YAML, turned into the arguments that they stand for. Keys are flags' names without their
-dashes; what the command line itself says wins."""
+"""`--config FILE`: settings in YAML, converted to arguments. Keys are names of flags without dashes. Arguments on the
+command line override them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 
 from quire.errors import StartupError
 
-MAX_BYTES = 1 << 20  # bytes
-# Arguments, by where argparse puts them, that set the same: one on the command line silences the others in a file.
+MAX_BYTES = 1 << 20
+# Groups of arguments, by their names in argparse, that set the same: one on the command line overrides the others in a
+# file.
 EQUIVALENT_ARGUMENTS = (
     {"model", "vllm_model"},
     {"kv_gib", "kv_tokens", "kv_cache_memory_bytes"},
@@ -24,7 +25,7 @@ EQUIVALENT_ARGUMENTS = (
 
 
 def read_settings(file: str) -> dict[str, Any]:
-    """The mapping that the file holds. StartupError for anything else."""
+    """Return the mapping in the file. Raise StartupError if there is none."""
     import yaml
 
     shown = f"--config {file[:200]!r}"
@@ -38,23 +39,23 @@ def read_settings(file: str) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise StartupError(f"{shown} is larger than {MAX_BYTES} bytes", "Give a smaller file")
     try:
-        found = yaml.safe_load(content)
+        settings = yaml.safe_load(content)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise StartupError(f"{shown} is not YAML: {why}", "Write one setting a line, as `port: 8000`") from error
-    if found is None:
+    if settings is None:
         return {}
-    if not isinstance(found, dict):
-        raise StartupError(f"{shown} holds a {type(found).__name__}", "Write one setting a line, as `port: 8000`")
-    return found
+    if not isinstance(settings, dict):
+        raise StartupError(f"{shown} holds a {type(settings).__name__}", "Write one setting a line, as `port: 8000`")
+    return settings
 
 
 def settings_to_arguments(
     settings: dict[Any, Any], parser: argparse.ArgumentParser, given: Collection[str]
 ) -> list[str]:
-    """The arguments that `settings` stand for, less those that the command line sets: `given` holds where argparse puts
-    what it says. StartupError for a key that is no flag, or a value that its flag can't take."""
-    silenced = set(given).union(*(group for group in EQUIVALENT_ARGUMENTS if group & set(given)))
+    """Return the arguments for `settings`, without those that the command line sets; `given` are the names of the
+    latter in argparse. Raise StartupError for a key that is not a flag, or a value that its flag cannot take."""
+    overridden = set(given).union(*(group for group in EQUIVALENT_ARGUMENTS if group & set(given)))
     actions = {option: action for action in parser._actions for option in action.option_strings}
     arguments: list[str] = []
     seen: set[str] = set()
@@ -66,13 +67,13 @@ def settings_to_arguments(
         if flag in seen:
             raise StartupError(f"--config: {flag[2:80]!r} is there twice", "Give it once")
         seen.add(flag)
-        if action.dest not in silenced:
+        if action.dest not in overridden:
             arguments += _format_argument(flag, value, action, actions)
     return arguments
 
 
 def _format_argument(flag: str, value: Any, action: argparse.Action, actions: Collection[str]) -> Iterator[str]:
-    """A setting as it is said on the command line."""
+    """Yield the arguments of a setting."""
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise StartupError(f"--config: {flag[2:]} is {_describe(value)}", "It must be true or false")

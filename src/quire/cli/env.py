@@ -1,4 +1,5 @@
-"""`quire env`: versions and hardware, for bug reports. Of the environment it shows only whether a few names are set."""
+"""`quire env`: versions and hardware, for bug reports. Of the environment it shows only which of a few variables are
+set."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ VARIABLES = (
 
 
 def env(args: argparse.Namespace) -> int:
-    """Print facts, one a line."""
+    """Print facts, one per line."""
     for name, value in facts():
         print(f"{name:<18} {value}")
     return 0
 
 
 def facts() -> list[tuple[str, str]]:
-    """(name, value) pairs."""
+    """Return (name, value) pairs."""
     import psutil
     import torch
 
@@ -60,8 +61,8 @@ def facts() -> list[tuple[str, str]]:
 def _kernels() -> str:
     from quire.kernels.cpu.library_loader import library, missing_reason
 
-    found = library()
-    return found.path.stem if found is not None else f"none: {missing_reason()}"
+    kernels = library()
+    return kernels.path.stem if kernels is not None else f"none: {missing_reason()}"
 
 
 def _version(package: str) -> str:
@@ -72,13 +73,13 @@ def _version(package: str) -> str:
 
 
 def _cpu() -> tuple[str, list[str]]:
-    """The CPU's name and those of its features that matter here."""
-    found: dict[str, str] = {}
+    """Return the CPU's name, and its features among CPU_FEATURES."""
+    info: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")
-            found.setdefault(name.strip(), value.strip())
+            info.setdefault(name.strip(), value.strip())
     except OSError:
         return platform.processor() or platform.machine(), []
-    flags = set(found.get("flags", found.get("Features", "")).split())
-    return found.get("model name", platform.machine()), [name for name in CPU_FEATURES if name in flags]
+    flags = set(info.get("flags", info.get("Features", "")).split())
+    return info.get("model name", platform.machine()), [name for name in CPU_FEATURES if name in flags]

@@ -1,4 +1,4 @@
-"""`quire generate`: prompts from the command line, a file or stdin; continuations to stdout, all else to stderr."""
+"""`quire generate`: prompts from the command line, a file or stdin. Continuations go to stdout, messages to stderr."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def generate(args: argparse.Namespace) -> int:
                 "prompt": prompt,
                 "texts": texts,
                 "finish_reasons": [output.finish_reason for output in result.outputs],
-                "cumulative_logprobs": [output.cumulative_logprob for output in result.outputs],  # of ranked ones
+                "cumulative_logprobs": [output.cumulative_logprob for output in result.outputs],  # None unless ranked
             }
             print(json.dumps(line))
         else:
@@ -39,13 +39,13 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts of --prompt, then that of --prompt-file, else what a pipe brings."""
+    """Return the prompts of --prompt and that of --prompt-file; without either, the prompt on stdin if it is a pipe."""
     prompts = list(args.prompt or ())
     file = args.prompt_file or ("-" if not prompts and not sys.stdin.isatty() else None)
     if file is not None:
         try:
             text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-            prompts.append(text.removesuffix("\n"))  # the line break that echo and editors add is no part of a prompt
+            prompts.append(text.removesuffix("\n"))  # the line break that echo and editors add
         except (OSError, UnicodeDecodeError) as error:
             raise StartupError(f"--prompt-file {file} can't be read", "Give a UTF-8 text file") from error
     if not prompts:

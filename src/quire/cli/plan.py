@@ -1,4 +1,4 @@
-"""`quire plan`: the memory plan on one screen, without loading the model."""
+"""`quire plan`: print the memory plan without loading the model."""
 
 from __future__ import annotations
 

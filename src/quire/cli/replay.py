@@ -1,4 +1,4 @@
-"""`quire replay`: check a log of plans, or compare two."""
+"""`quire replay`: check a log of plans, or compare two logs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ DIFFERENT = 1
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Print what the log holds; with --against the first difference instead, if there is one."""
+    """Print a summary of the log, or with --against the first difference between two logs."""
     from quire.protocol.plan_log import PlanLog
     from quire.sim.plan_replay import compare_files, summarize
     from quire.sim.plan_replay import replay as replayed
 
     if args.against is not None:
-        found = compare_files(Path(args.file), Path(args.against))
-        print("no difference" if found is None else found)
-        return 0 if found is None else DIFFERENT
+        difference = compare_files(Path(args.file), Path(args.against))
+        print("no difference" if difference is None else difference)
+        return 0 if difference is None else DIFFERENT
     with PlanLog(Path(args.file)) as log:
         print("\n".join(summarize(log, replayed(log))))
     return 0

@@ -1,4 +1,4 @@
-"""`quire run-batch`: a file of requests answered into another one; all else to stderr."""
+"""`quire run-batch`: answer a file of requests into another file. Messages go to stderr."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def run_batch(args: argparse.Namespace) -> int:
-    """Answer the file. 0 if every line was answered well, else 1."""
+    """Answer the file. Return 0 if every line was answered, else 1."""
     config, template = config_from(args), read_chat_template(args.chat_template)
     if not 1 <= args.max_in_flight <= MAX_IN_FLIGHT:
         raise StartupError(f"--max-in-flight is {args.max_in_flight}", f"It must be between 1 and {MAX_IN_FLIGHT}")
@@ -40,13 +40,13 @@ def run_batch(args: argparse.Namespace) -> int:
         return llm, create_app(llm, args.served_model_name or (built.name,), config=config)
 
     began = time.perf_counter()
-    found = run(
+    summary = run(
         make, Path(args.input_file), Path(args.output_file), in_flight=args.max_in_flight, resume=args.resume
     )  # fmt: skip
-    kept = f", {found.kept} kept of an earlier run" if found.kept else ""
+    kept = f", {summary.kept} kept of an earlier run" if summary.kept else ""
     print(
-        f"{found.completed} completed, {found.failed} failed, {found.invalid} lines no requests{kept}, in "
+        f"{summary.completed} completed, {summary.failed} failed, {summary.invalid} lines no requests{kept}, in "
         f"{time.perf_counter() - began:.1f} s: {args.output_file}",
         file=sys.stderr,
     )
-    return 1 if found.failed or found.invalid else 0
+    return 1 if summary.failed or summary.invalid else 0

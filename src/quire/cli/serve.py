@@ -1,4 +1,4 @@
-"""`quire serve`: logging to stderr, then quire.server.api_server."""
+"""`quire serve`: configure logging to stderr, then run quire.server.api_server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*/?")
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve until told to stop."""
+    """Serve until a signal ends the server."""
     config, options = config_from(args), options_from(args)
     configure_logging(options)
     digits = sys.get_int_max_str_digits()
@@ -34,10 +34,10 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def options_from(args: argparse.Namespace) -> ServeOptions:
-    """How to serve. StartupError for a value that can't be served with."""
+    """Return the server's options. Raise StartupError for an invalid value."""
     if not ROOT_PATH.fullmatch(args.root_path):
         raise StartupError(f"--root-path is {args.root_path[:80]!r}", "Give a path that begins with /, as /api")
-    if f"{args.root_path}/".startswith("/v1/"):  # a path below it could be meant either way
+    if f"{args.root_path}/".startswith("/v1/"):  # paths below it would be ambiguous
         raise StartupError(f"--root-path is {args.root_path[:80]!r}, where routes begin", "Give another, as /api")
     if not 0 <= args.max_logprobs <= MAX_LOGPROBS:
         more = " (-1, the whole vocabulary, isn't offered)" if args.max_logprobs == -1 else ""
@@ -77,17 +77,17 @@ def options_from(args: argparse.Namespace) -> ServeOptions:
 
 
 def parse_origins(given: Sequence[str]) -> tuple[str, ...]:
-    """--allowed-origins: as they are, or as JSON lists of them."""
-    found: list[object] = []
+    """Return the origins of --allowed-origins. Each value is an origin or a JSON list of origins."""
+    origins: list[object] = []
     for text in given:
         try:
             value = json.loads(text) if text.startswith("[") else [text]
         except (ValueError, RecursionError) as error:
             raise StartupError(f"--allowed-origins is {text[:80]!r}", "It is no JSON list") from error
-        found += value
-    for one in found:
-        if not isinstance(one, str) or not ORIGIN.fullmatch(one):
+        origins += value
+    for origin in origins:
+        if not isinstance(origin, str) or not ORIGIN.fullmatch(origin):
             raise StartupError(
-                f"--allowed-origins has {str(one)[:80]!r}", "Give https://HOST, with a port if need be, or *"
+                f"--allowed-origins has {str(origin)[:80]!r}", "Give https://HOST, with a port if need be, or *"
             )
-    return tuple(str(one) for one in found)
+    return tuple(str(origin) for origin in origins)

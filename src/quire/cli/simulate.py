@@ -1,6 +1,6 @@
-"""`quire simulate`: what a model on a device would serve, without either: request rates, latencies, memory by category.
+"""`quire simulate`: simulate serving a model on a device without having either: request rates, latencies, memory.
 
-The engine, the scheduler and the memory are those that serve; the device is a calibration (quire.sim.cost_model).
+The engine, the scheduler and the memory are those of a real server; the device is a calibration (quire.sim.cost_model).
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DEFAULT_SECONDS = 600.0  # of a trace that is made here
+DEFAULT_SECONDS = 600.0  # duration of a generated trace
 MIN_RATE, MAX_RATE = 1e-6, 1e5
 
 
 class SimulatedDeployment(NamedTuple):
-    """A model on a device with so much memory for KV: `kv_bytes`, or as `kv_tokens` tokens in every layer need.
-    `image_processor` are a seeing model's."""
+    """A model on a device. The KV memory has `kv_bytes` bytes, or if that is 0 the size of `kv_tokens` tokens in every
+    layer. `image_processor` is set for a vision model."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -73,17 +73,17 @@ class SimulatedDeployment(NamedTuple):
 
     @property
     def max_len(self) -> int:
-        """Tokens that a sequence may have."""
+        """Return the maximum number of tokens of a sequence."""
         wanted = self.config.max_model_len or self.spec.max_len
         size = MemorySize(self.kv_tokens, wanted, self.cost.shape.itemsize, self.kv_bytes)
         return max_seq_len(self.config.with_device_defaults(self.calibration.kind), self.spec, size)
 
     def with_max_num_seqs(self, requests: int) -> SimulatedDeployment:
-        """The same, running at most so many sequences at a time."""
+        """Return this deployment with at most `requests` running sequences."""
         return self._replace(config=replace(self.config, max_num_seqs=requests))
 
     def simulation(self, draw: DrawFunction | None = None) -> Simulation:
-        """A fresh engine; `draw` as SimRunner takes it."""
+        """Return a simulation with a new engine. `draw`: see SimRunner."""
         kind, depth = self.calibration.kind, self.calibration.depth
         return Simulation(
             self.config, self.spec, self.cost, self.kv_tokens, kind=kind, depth=depth, draw=draw,
@@ -91,12 +91,12 @@ class SimulatedDeployment(NamedTuple):
         )  # fmt: skip
 
     def simulate(self, trace: Sequence[TraceRequest], objectives: Sequence[Objective] = ()) -> SimulationResult:
-        """A fresh engine serves the trace."""
+        """Serve the trace with a new engine."""
         return self.simulation().run(trace, objectives)
 
 
 def main(args: list[str]) -> int:
-    """Simulate each --rate, or find the highest that meets the objectives."""
+    """Simulate each --rate, or find the highest rate that meets the objectives."""
     given = _parser().parse_args(args)
     _check(given)
     plant = read_deployment(config_from(given), given.costs)
@@ -126,25 +126,25 @@ def _parser() -> Parser:
     add_engine_flags(parser)
     group = parser.add_argument_group("simulation")
     group.add_argument("--calibration", dest="costs", required=True, metavar="NAME|FILE",
-                       help=f"what steps cost: {', '.join(calibration_names())}, "
+                       help=f"costs of steps: {', '.join(calibration_names())}, "
                        "or a file of quire bench calibrate")  # fmt: skip
-    group.add_argument("--workload", metavar="NAME", help=f"{EXPECTED}; without @N, as many as --seconds brings")
-    group.add_argument("--trace", metavar="FILE", help="requests of a JSONL file, with their times")
+    group.add_argument("--workload", metavar="NAME", help=f"{EXPECTED}; without @N, as many as arrive in --seconds")
+    group.add_argument("--trace", metavar="FILE", help="a JSONL file of requests and their arrival times")
     group.add_argument("--trace-requests", type=int, metavar="N", help="only the first N of the trace")
     group.add_argument("--rate", type=float, nargs="+", metavar="X",
-                       help="requests a second (Poisson; a trace is stretched); one run each")  # fmt: skip
+                       help="requests per second (Poisson; a trace is scaled in time); one run each")  # fmt: skip
     group.add_argument("--seconds", type=float, default=DEFAULT_SECONDS, metavar="S",
                        help="length of a workload without @N (default: %(default)g)")  # fmt: skip
     group.add_argument("--find-rate", action="store_true", help="find the highest rate that meets the objectives")
     group.add_argument("--objective", action="append", metavar="NAME=MS",
                        help=f"{'|'.join(STATISTICS)}-{'|'.join(MEASURES)}-ms=NUMBER; may be repeated")  # fmt: skip
     group.add_argument("--out", metavar="FILE", help="write the results as JSON")
-    group.add_argument("--plot", metavar="FILE", help="write a picture (PNG)")
+    group.add_argument("--plot", metavar="FILE", help="write a plot (PNG)")
     return parser
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What can be refused before a model or a trace is read."""
+    """Raise StartupError for invalid arguments, before a model or a trace is read."""
     rates = args.rate or []
     for rate in rates:
         if not MIN_RATE <= rate <= MAX_RATE:
@@ -163,12 +163,12 @@ def _check(args: argparse.Namespace) -> None:
     if args.plot:
         from quire.reproduce.plots import figure
 
-        figure(1, 1)  # without matplotlib refused now, not behind the simulation
+        figure(1, 1)  # fails now if matplotlib is missing, not after the simulation
 
 
 def read_deployment(config: EngineConfig, calibration: str) -> SimulatedDeployment:
-    """What is to be simulated. Without --kv-gib or --kv-tokens the KV memory is what the calibration's device has left
-    over; what it had with its own model, if it says that."""
+    """Return the deployment to simulate. Without --kv-gib or --kv-tokens the KV memory is what the calibration has
+    measured for its own model, or else what remains on its device."""
     for name, count in (("tp", config.tp), ("pp", config.pp)):
         if count > 1:
             raise StartupError(f"--{name} is {count}, and what is simulated is one device", f"Leave --{name} out")
@@ -202,7 +202,7 @@ def read_deployment(config: EngineConfig, calibration: str) -> SimulatedDeployme
 
 
 def _fp8_saved_bytes(config: EngineConfig, source: Checkpoint, itemsize: int, found: Calibration) -> int:
-    """Bytes of the weights that FP8 saves: on a GPU, which is taken to compute with it."""
+    """Return the bytes of weights that FP8 saves: on a GPU, which is assumed to compute in FP8."""
     scheme = resolve_fp8_scheme(source.config, config.quantization)
     if scheme is None or found.kind != "cuda" or itemsize != 2:
         return 0
@@ -225,7 +225,7 @@ TraceAtRate = Callable[[float | None], list[TraceRequest]]
 
 
 def _trace_source(args: argparse.Namespace, plant: SimulatedDeployment) -> TraceAtRate:
-    """The requests at a rate; None keeps a trace's own times."""
+    """Return a function from a rate to the requests at that rate. None keeps a trace's own times."""
     if args.trace is not None:
         entries = load_trace(args.trace, plant.max_len, args.trace_requests, counter(plant.config))
         return partial(_scale_trace, Traced(Path(args.trace).name, entries), plant)
@@ -257,25 +257,25 @@ def _scale_trace(trace: Traced, plant: SimulatedDeployment, rate: float | None) 
         if times[-1] <= 0:
             raise StartupError(f"{trace.name[:60]} has no duration", "Leave --rate and --find-rate out")
         seconds = len(times) / rate
-        times = tuple(time / times[-1] * seconds for time in times)  # a share first: it is finite, however short both
+        times = tuple(time / times[-1] * seconds for time in times)  # divides first, so that nothing overflows
     return _to_trace_requests(trace, times, plant)
 
 
 def _to_trace_requests(workload: Workload, times: Sequence[float], plant: SimulatedDeployment) -> list[TraceRequest]:
-    found, most, seed = list[TraceRequest](), plant.max_len, plant.config.seed
+    requests, max_len, seed = list[TraceRequest](), plant.max_len, plant.config.seed
     jobs, sketches = workload.jobs(plant.spec.vocab_size, seed), workload.sketches(seed)
     if plant.image_processor is not None and any(sketch.pictures for sketch in sketches):
         jobs = plant.image_processor.jobs(sketches, jobs, pixels=False)
     for time, job in zip(times, jobs):
-        if len(job.prompt) + job.output > most:
+        if len(job.prompt) + job.output > max_len:
             raise StartupError(
                 f"a request of {workload.name[:60]} has {len(job.prompt) + job.output} tokens, but sequences may have "
-                f"{most}",
+                f"{max_len}",
                 "Use a shorter workload, another model or a larger --kv-gib",
             )
         params = SamplingParams(temperature=0.0, max_tokens=job.output, ignore_eos=True, detokenize=False)
-        found.append(TraceRequest(time, job.prompt, params, job.media))
-    return found
+        requests.append(TraceRequest(time, job.prompt, params, job.media))
+    return requests
 
 
 def _run_rates(
@@ -288,8 +288,9 @@ def _run_rates(
 def _find_highest_rate(
     plant: SimulatedDeployment, trace: TraceAtRate, objectives: Sequence[Objective], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """A result for each rate that was tried, ascending, with the highest: None if all of them do, or none. A rate that
-    the requests can't be had for, above others that do, ends the search; `ended` says why."""
+    """Return a result for each rate that was tried, in ascending order, each with the highest rate that meets the
+    objectives (None if all or none of them do). The search ends at a rate for which there are no requests; `ended` is
+    the reason."""
     tried: dict[float, dict[str, Any]] = {}
 
     def sustains(rate: float) -> bool:
@@ -301,8 +302,8 @@ def _find_highest_rate(
     highest: float | None = None
     ended: str | None = None
     try:
-        found = highest_rate(sustains, (args.rate or [1.0])[0])
-        highest = found if 0 < found < math.inf else None
+        rate = highest_rate(sustains, (args.rate or [1.0])[0])
+        highest = rate if 0 < rate < math.inf else None
     except StartupError as error:
         if not tried:
             raise
@@ -318,7 +319,7 @@ def _trace_at_rate(trace: TraceAtRate, rate: float | None) -> list[TraceRequest]
 
 
 def _result_record(outcome: SimulationResult, rate: float | None, objectives: Sequence[Objective]) -> dict[str, Any]:
-    """A run as the document has it. Latencies are of requests that ended."""
+    """Return the record of a run in the document. Latencies are those of finished requests."""
     done = [Trace(one.arrival, one.prompt_len, one.token_times) for one in outcome.requests if one.done]
     run = outcome.totals
     return {
@@ -335,7 +336,7 @@ def _result_record(outcome: SimulationResult, rate: float | None, objectives: Se
 
 
 def format_results(results: Sequence[dict[str, Any]], plant: SimulatedDeployment) -> str:
-    """A line a run, and what is to be known of the calibration."""
+    """Return a table with a line per run, and a line about the calibration."""
     head = ("rate", "requests/s", "output tok/s", "TTFT p50 ms", "p99", "normalised ms", "p99", "mean running",
             "KV used", "reserved", "internal", "external", "cached", "free", "preempted", "meets")  # fmt: skip
     rows = []
@@ -351,12 +352,12 @@ def format_results(results: Sequence[dict[str, Any]], plant: SimulatedDeployment
             "-" if run["meets"] is None else "yes" if run["meets"] else "no" if run["finished"] else "no (given up)",
         ))  # fmt: skip
     error = plant.calibration.error
-    off = f"steps off by {error['median']:.1%} (median)" if error and "median" in error else "not measured"
-    lines = [table(head, rows), f"simulated: {plant.calibration.device}, {plant.kv_tokens:,} tokens of KV; {off}"]
+    accuracy = f"steps off by {error['median']:.1%} (median)" if error and "median" in error else "not measured"
+    lines = [table(head, rows), f"simulated: {plant.calibration.device}, {plant.kv_tokens:,} tokens of KV; {accuracy}"]
     if results and "highest_rate" in results[0]:
-        found = results[0]["highest_rate"]
-        if found is not None:
-            lines.append(f"highest rate: {found:.4g} requests/s")
+        highest = results[0]["highest_rate"]
+        if highest is not None:
+            lines.append(f"highest rate: {highest:.4g} requests/s")
         elif results[-1]["ended"] is not None:
             tried = f"{results[-1]['rate']:.4g} requests/s, the highest rate tried,"
             lines.append(f"{tried} meets the objectives; the next can't be: {results[-1]['ended']}")
@@ -375,7 +376,7 @@ CATEGORIES = [name for name in Usage._fields if name != "free"]
 
 
 def plot_results(results: Sequence[dict[str, Any]]) -> Figure:
-    """Two panels: normalised latency (of one run: requests), and memory (over time, or by rate)."""
+    """Return a figure with two panels: latency by rate (or, for one run, requests over time), and memory."""
     fig = figure(11, 4)
     left, right = fig.subplots(1, 2)
     if len(results) == 1:

@@ -1,5 +1,5 @@
-"""vLLM's flags: other names for settings of ours where they mean the same, flags that ask for what is so anyway, and
-why others aren't there. Knows no other flags than these."""
+"""vLLM's flags: other names of quire's settings, flags without effect, and the reasons why other flags are not
+supported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SIZE_PATTERN = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)([kKmMgGtT]?)")
 SIZE_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
-# Flags that change nothing, and what is so anyway.
+# Flags without effect, and the behavior that quire always has.
 NO_EFFECT_FLAGS = {
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--disable-frontend-multiprocessing": "--engine-process off gives one process",
@@ -25,18 +25,18 @@ NO_EFFECT_FLAGS = {
     "--disable-log-stats": "a status line is written only while something happens, and /metrics costs a step nothing",
     "--disable-uvicorn-access-log": "HTTP requests are logged only with --access-log",
     "--enable-sleep-mode": "an engine can always sleep: POST /sleep",
-    "--enable-auto-tool-choice": "calls of tools are always read",
+    "--enable-auto-tool-choice": "tool calls are always parsed",
     "--enable-prompt-tokens-details": "usage always has them",
     "--enable-request-id-headers": "every response has an X-Request-Id",
     "--enable-server-load-tracking": "/load always answers",
     "--no-trust-remote-code": "no code of a model's folder ever runs",
 }
-# Flags of which one value asks for what is so anyway; of others there is a reason below.
+# Flags of which only these values are accepted, without effect; other values are refused for a reason below.
 SINGLE_VALUE_FLAGS = {
     "--data-parallel-size": ("1",), "--scheduling-policy": ("fcfs",),
     "--tokenizer-mode": ("auto", "hf"), "--config-format": ("auto", "hf"), "--runner": ("auto", "generate"),
 }  # fmt: skip
-# Beginnings of flags, and why quire has none that begin so.
+# Prefixes of flags, and why quire does not have such flags.
 UNSUPPORTED_FLAGS = (
     ("distributed-", "ranks need no settings of torch.distributed; see --executor"),
     ("data-parallel expert-parallel enable-expert-parallel nnodes "
@@ -50,7 +50,7 @@ UNSUPPORTED_FLAGS = (
     ("tool-parser-plugin tool-server", "no code is loaded by name; see --tool-call-parser"),
     ("exclude-tools", "a request leaves out the tools that its prompt shouldn't have"),
     ("reasoning-parser-plugin", "no code is loaded by name; see --reasoning-parser"),
-    ("enable-reasoning enable-in-reasoning reasoning-config", "a chat template that speaks of thoughts says so; see "
+    ("enable-reasoning enable-in-reasoning reasoning-config", "reasoning is detected from the chat template; see "
      "--reasoning-parser"),
     ("guided-decoding structured-outputs", "llguidance makes all grammars; see docs/structured.md"),
     ("limit-mm", "see --max-images, --max-image-pixels and --max-image-bytes"),
@@ -85,37 +85,39 @@ SHORT_FLAGS = {"-dp": "--data-parallel-size",
 
 
 def parse_size(text: str) -> int:
-    """Bytes: 1k is a thousand, 1K is 1,024."""
-    found = SIZE_PATTERN.fullmatch(text)
-    if found is None:
+    """Return a size in bytes: 1k is a thousand, 1K is 1,024."""
+    match = SIZE_PATTERN.fullmatch(text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is no size: 2147483648, 2G (of 1024) or 2g (of 1000)")
-    return int(float(found[1]) * SIZE_FACTORS[found[2]]) if "." in found[1] else int(found[1]) * SIZE_FACTORS[found[2]]
+    return int(float(match[1]) * SIZE_FACTORS[match[2]]) if "." in match[1] else int(match[1]) * SIZE_FACTORS[match[2]]
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Those that mean something, shown; those that change nothing, hidden."""
+    """Add the flags with an effect, and those without one, which --help does not show."""
     group = parser.add_argument_group("vLLM's names for settings of the engine")
-    there = {"default": argparse.SUPPRESS}
-    group.add_argument("--model", dest="vllm_model", metavar="MODEL", help="the argument MODEL", **there)
+    suppress = argparse.SUPPRESS
+    group.add_argument("--model", dest="vllm_model", metavar="MODEL", help="the argument MODEL", default=suppress)
     group.add_argument(
-        "--kv-cache-memory-bytes", type=parse_size, metavar="N", help="--kv-gib in bytes; 2G: 2 GiB", **there
+        "--kv-cache-memory-bytes", type=parse_size, metavar="N", help="--kv-gib in bytes; 2G: 2 GiB", default=suppress
     )
-    group.add_argument("--attention-backend", metavar="NAME", help="--attention, or TRITON_ATTN, TORCH_SDPA", **there)
+    group.add_argument("--attention-backend", metavar="NAME", help="--attention, or TRITON_ATTN, TORCH_SDPA",
+                       default=suppress)  # fmt: skip
     group.add_argument("--distributed-executor-backend", metavar="NAME",
-                       help="--executor; mp: process, uni: inline, ray: ray", **there)  # fmt: skip
-    group.add_argument("--load-format", choices=LOAD_FORMATS, help="dummy: --dummy-weights", **there)
-    group.add_argument("--enforce-eager", action="store_true", help="--no-cuda-graphs", **there)
+                       help="--executor; mp: process, uni: inline, ray: ray", default=suppress)  # fmt: skip
+    group.add_argument("--load-format", choices=LOAD_FORMATS, help="dummy: --dummy-weights", default=suppress)
+    group.add_argument("--enforce-eager", action="store_true", help="--no-cuda-graphs", default=suppress)
     for flag in NO_EFFECT_FLAGS:
-        parser.add_argument(flag, dest="needless", action="append_const", const=flag, help=argparse.SUPPRESS, **there)
+        parser.add_argument(flag, dest="needless", action="append_const", const=flag, help=suppress, default=suppress)
     for flag, values in SINGLE_VALUE_FLAGS.items():
-        parser.add_argument(flag, dest=f"only{flag}", help=argparse.SUPPRESS, metavar="/".join(values), **there)
+        parser.add_argument(flag, dest=f"only{flag}", help=suppress, metavar="/".join(values), default=suppress)
 
 
 def vllm_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """EngineConfig's fields that vLLM's names set. StartupError where ours say something else."""
-    given, found = vars(args), dict[str, Any]()
+    """Return the fields of EngineConfig that vLLM's names set. Raise StartupError if quire's flags set something
+    else."""
+    given, settings = vars(args), dict[str, Any]()
     if "vllm_model" in given:
-        found["model"] = given["vllm_model"]
+        settings["model"] = given["vllm_model"]
         if args.model not in ("", args.vllm_model):
             cause = f"--model is {args.vllm_model[:80]!r}, and MODEL is {args.model[:80]!r}"
             raise StartupError(cause, "Name the model once")
@@ -123,17 +125,17 @@ def vllm_settings(args: argparse.Namespace) -> dict[str, Any]:
         if args.kv_cache_memory_bytes < 1:
             raise StartupError(f"--kv-cache-memory-bytes is {args.kv_cache_memory_bytes}", "It must be above 0")
         _check_conflict(given, "kv_cache_memory_bytes", "kv_gib", "kv_tokens")
-        found["kv_gib"] = args.kv_cache_memory_bytes / 2**30
+        settings["kv_gib"] = args.kv_cache_memory_bytes / 2**30
     if "attention_backend" in given:
         _check_conflict(given, "attention_backend", "attention")
-        found["attention"] = BACKEND_NAMES.get(args.attention_backend.lower())
-        if found["attention"] is None:
+        settings["attention"] = BACKEND_NAMES.get(args.attention_backend.lower())
+        if settings["attention"] is None:
             cause = f"--attention-backend {args.attention_backend[:80]!r} is not in quire"
             raise StartupError(cause, f"Choose one of: {', '.join(sorted(BACKEND_NAMES))}")
     if "distributed_executor_backend" in given:
         _check_conflict(given, "distributed_executor_backend", "executor")
-        found["executor"] = EXECUTOR_NAMES.get(args.distributed_executor_backend.lower())
-        if found["executor"] is None:
+        settings["executor"] = EXECUTOR_NAMES.get(args.distributed_executor_backend.lower())
+        if settings["executor"] is None:
             cause = f"--distributed-executor-backend {args.distributed_executor_backend[:80]!r} is not in quire"
             raise StartupError(cause, f"Choose one of: {', '.join(EXECUTOR_NAMES)}")
     if "load_format" in given:
@@ -141,12 +143,12 @@ def vllm_settings(args: argparse.Namespace) -> dict[str, Any]:
             raise StartupError(
                 f"--load-format is {args.load_format}, and --dummy-weights is given", "Choose one of them"
             )
-        found["dummy_weights"] = args.load_format == "dummy"
+        settings["dummy_weights"] = args.load_format == "dummy"
     if "enforce_eager" in given:
         if given.get("cuda_graphs"):
             raise StartupError("--enforce-eager and --cuda-graphs contradict each other", "Choose one of them")
-        found["cuda_graphs"] = False
-    return found
+        settings["cuda_graphs"] = False
+    return settings
 
 
 def _check_conflict(given: dict[str, Any], name: str, *others: str) -> None:
@@ -157,7 +159,8 @@ def _check_conflict(given: dict[str, Any], name: str, *others: str) -> None:
 
 
 def no_effect_notices(args: argparse.Namespace) -> list[str]:
-    """What to say at start of flags that change nothing. StartupError for a value that would change something."""
+    """Return notices about flags without effect. Raise StartupError for an unsupported value of a flag with one
+    value."""
     lines = [
         f"{flag} changes nothing: {NO_EFFECT_FLAGS[flag]}" for flag in dict.fromkeys(getattr(args, "needless", ()))
     ]
@@ -174,7 +177,7 @@ def no_effect_notices(args: argparse.Namespace) -> list[str]:
 
 
 def unsupported_reason(flag: str) -> str | None:
-    """Why quire has no such flag, if it is one of vLLM's that is known."""
+    """Return why quire does not have the flag, or None if it is not a known flag of vLLM."""
     if not flag.startswith("-"):
         return None
     name = SHORT_FLAGS.get(flag, flag).lstrip("-")
@@ -182,5 +185,5 @@ def unsupported_reason(flag: str) -> str | None:
 
 
 def capitalize_first(text: str) -> str:
-    """With a capital, which flags have not."""
+    """Return `text` with its first letter in upper case."""
     return text[:1].upper() + text[1:]

@@ -1,5 +1,4 @@
-"""A client that puts load on an OpenAI-compatible server and times its answers: one asyncio program, `python -m
-quire.client`, of which `quire bench serve` starts as many as the load needs.
+"""A load generator for OpenAI-compatible servers: it sends requests and records the times of the answers. It is one
+asyncio program, `python -m quire.client`, of which `quire bench serve` starts as many as the load needs.
 
-It loads the standard library alone, and knows neither an engine nor a workload: its requests are bytes of a file.
-"""
+It imports only the standard library, and neither the engine nor the workload: its requests are bytes of a file."""

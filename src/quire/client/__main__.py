@@ -1,9 +1,8 @@
-"""`python -m quire.client`: plans come as JSON lines on stdin, what came of them goes to stdout.
+"""`python -m quire.client`: read plans as JSON lines from stdin, and write results to stdout.
 
-A plan is answered with {"ready": true}, {"start": T} begins it, and then come a line for each answer and one, {"load":
-...}, for the client itself. The end of stdin is the end of the program, in the middle of a run too: whoever started it
-is gone.
-"""
+A plan is answered by {"ready": true}, {"start": T} starts it, and then follow a line for each answer and one, {"load":
+...}, for the client itself. The end of stdin ends the program, even during a run: the process that started it has
+ended."""
 
 from __future__ import annotations
 
@@ -17,25 +16,30 @@ from typing import Any
 from quire.client.connection_pool import Address
 from quire.client.load_run import LoadPlan, LoadRun, PlannedRequest
 
-MAX_PLAN_BYTES = 2**26  # bytes of a plan
+MAX_PLAN_BYTES = 2**26
 
 
 def write_line(record: Mapping[str, Any]) -> None:
-    """A line to stdout."""
+    """Write a line of JSON to stdout."""
     sys.stdout.write(json.dumps(record, separators=(",", ":")) + "\n")
 
 
 def parse_plan(line: bytes) -> LoadPlan:
-    """The plan that a line holds."""
-    said = json.loads(line)
-    requests = [PlannedRequest(*one) for one in said["requests"]]
+    """Return the plan in a line."""
+    fields = json.loads(line)
+    requests = [PlannedRequest(*one) for one in fields["requests"]]
     return LoadPlan(
-        Address(*said["address"]), said["head"].encode(), requests, said["slots"], said["bodies"], said["queue"]
+        Address(*fields["address"]),
+        fields["head"].encode(),
+        requests,
+        fields["slots"],
+        fields["bodies"],
+        fields["queue"],
     )
 
 
 async def run_plans() -> None:
-    """Plans, one after the other."""
+    """Run the plans of stdin one after the other."""
     lines = asyncio.StreamReader(limit=MAX_PLAN_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     line = await lines.readline()
@@ -47,8 +51,8 @@ async def run_plans() -> None:
         if not begin:
             return
         run = LoadRun(plan, json.loads(begin)["start"])
-        working, ahead = asyncio.create_task(run.run()), asyncio.create_task(lines.readline())
-        await asyncio.wait((working, ahead), return_when=asyncio.FIRST_COMPLETED)
+        working, next_line = asyncio.create_task(run.run()), asyncio.create_task(lines.readline())
+        await asyncio.wait((working, next_line), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             working.cancel()
             return
@@ -57,11 +61,11 @@ async def run_plans() -> None:
             write_line({"answer": record})
         write_line({"load": load})
         sys.stdout.flush()
-        line = await ahead
+        line = await next_line
 
 
 def main() -> None:
-    """As many open connections as the system allows this process."""
+    """Raise the limit of open files, and run the plans."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     asyncio.run(run_plans())

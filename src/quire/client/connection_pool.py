@@ -1,4 +1,5 @@
-"""Connections to one server: a request at a time on each, kept open for the next one as long as the server allows."""
+"""Connections to one server. Each carries one request at a time, and stays open for the next one if the server allows
+it."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from typing import NamedTuple
 
 from quire.client.response_parser import BadResponse, ResponseParser, ResponseRecord
 
-BUFFER_BYTES = 65_536  # bytes read at once
-SILENCE_SECONDS = 600.0  # seconds without a byte after which an answer is given up
+BUFFER_BYTES = 65_536  # bytes of one read
+SILENCE_SECONDS = 600.0  # seconds without a byte after which a request is aborted
 
 
 class Address(NamedTuple):
-    """Where the server is: its address, its port, and the name that its certificate must have (without TLS: None)."""
+    """The server's IP address, its port, and the name in its certificate (None: no TLS)."""
 
     ip: str
     port: int
@@ -22,13 +23,13 @@ class Address(NamedTuple):
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection. `request` sends a request and returns when its answer has ended, well or not. What comes is put
-    into `buffer`, which the connections of an event loop share: it is read before another one gets it."""
+    """A connection. Received bytes are put into `buffer`, which the connections of an event loop share: each read is
+    handled before the next one."""
 
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
         self.is_usable = True
-        self.last_received = 0.0  # when the last byte came
+        self.last_received = 0.0  # time of the last byte
         self._reader: ResponseParser | None = None
         self._ended: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport | None = None
@@ -38,9 +39,9 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = transport
 
     async def request(self, data: bytes, record: ResponseRecord) -> None:
-        """Send `data`; what comes back is in `record`."""
-        assert self._transport is not None, "asked before it was connected"
-        assert self._reader is None, "asked twice at once"
+        """Send `data`, and return when the answer has ended, also if it failed. The result is in `record`."""
+        assert self._transport is not None, "`request` before the connection is open"
+        assert self._reader is None, "a request is in flight"
         self._reader, self._ended = ResponseParser(record), asyncio.get_running_loop().create_future()
         self.last_received = time.monotonic()
         self._transport.write(data)
@@ -52,7 +53,7 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         now = self.last_received = time.monotonic()
         data, reader = bytes(self._buffer[:nbytes]), self._reader
-        if reader is None:  # nobody asked
+        if reader is None:  # bytes without a request
             self.close()
             return
         try:
@@ -73,12 +74,12 @@ class Connection(asyncio.BufferedProtocol):
                 self._finish_response(f"{error} ({exc})" if exc else str(error))
 
     def abort_request(self, why: str) -> None:
-        """End what is under way, without an answer."""
+        """End the request in flight with an error."""
         self._finish_response(why)
         self.close()
 
     def close(self) -> None:
-        """No more is sent or read."""
+        """Close the connection."""
         self.is_usable = False
         if self._transport is not None:
             self._transport.abort()
@@ -94,7 +95,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class ConnectionPool:
-    """Open connections to the server at `address`. `in_use` are those with a request under way."""
+    """Open connections to the server at `address`. `in_use` are those with a request in flight."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -104,8 +105,8 @@ class ConnectionPool:
         self.in_use: set[Connection] = set()
 
     async def request(self, data: bytes, record: ResponseRecord) -> None:
-        """Send `data`, on an open connection if there is one. One that the server had already closed isn't the
-        request's failure: it is sent again, on a new one."""
+        """Send `data` on an idle connection, or on a new one. If the server had closed the idle connection, the request
+        is sent again on a new one: that is not the request's failure."""
         while True:
             used_before = bool(self._idle)
             try:
@@ -137,11 +138,11 @@ class ConnectionPool:
         return connection
 
     def abort_silent(self, now: float) -> None:
-        """Give up answers of which nothing came for SILENCE seconds."""
+        """Abort requests of which nothing was received for SILENCE_SECONDS."""
         for connection in [one for one in self.in_use if now - one.last_received > SILENCE_SECONDS]:
             connection.abort_request(f"nothing came for {SILENCE_SECONDS:g} s")
 
     def close(self) -> None:
-        """Close those that wait for a request."""
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()

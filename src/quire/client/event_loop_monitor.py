@@ -1,4 +1,4 @@
-"""How busy a client is: what it reports of itself, so that nobody takes its own delays for the server's."""
+"""How busy a client is. Clients report this so that their own delays are not taken for the server's."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-SAMPLE_INTERVAL = 0.01  # seconds between two looks at the clock
-WINDOW_SECONDS = 0.5  # seconds over which the share of a core is taken
+SAMPLE_INTERVAL = 0.01  # seconds between two samples
+WINDOW_SECONDS = 0.5  # seconds over which the share of a core is measured
 
 
 class EventLoopMonitor:
-    """The lag of the event loop, looked at every BEAT seconds, and the process's CPU time by windows. `on_window` is
-    called once a window, with the time."""
+    """Measures the lag of the event loop every SAMPLE_INTERVAL seconds, and the process's CPU time by windows.
+    `on_window` is called after each window with the time."""
 
     def __init__(self, on_window: Callable[[float], None] = lambda now: None) -> None:
         self._on_window = on_window
@@ -41,7 +41,7 @@ class EventLoopMonitor:
         self._window, self._cpu_window = now, cpu
 
     def stop(self) -> dict[str, Any]:
-        """What was seen: `cpu_s`, `seconds`, `busiest` (the greatest share of a core in a window), and the lag."""
+        """Stop, and return `cpu_s`, `seconds`, `busiest` (the largest share of a core in a window), and the lag."""
         self._timer.cancel()
         now = time.monotonic()
         if now - self._window >= WINDOW_SECONDS / 2 or not self._cpu_shares:

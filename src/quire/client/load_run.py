@@ -1,8 +1,8 @@
-"""One run of load: requests at their times on a clock that all clients share, or so many at once until none is left.
+"""One run of load: requests at given times, on a clock that all clients share, or a fixed number in flight until none
+is left.
 
-Requests are bytes of a file that the clients inherit. In a closed loop the next one is a record of a second file: they
-share its position, so reading a record takes it.
-"""
+Requests are bytes of a file that the clients inherit. In a closed loop the next request is a record of a second file:
+clients share its position, so reading a record takes it from the queue."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from quire.client.connection_pool import Address, ConnectionPool
 from quire.client.event_loop_monitor import EventLoopMonitor
 from quire.client.response_parser import ResponseRecord
 
-QUEUE_RECORD = struct.Struct(
-    "<QQQ"
-)  # a request in the queue: its number, and where its bytes begin and how many they are
+QUEUE_RECORD = struct.Struct("<QQQ")  # number, offset and size of a request in the queue
 
 
 class PlannedRequest(NamedTuple):
-    """A request: where it is in the file of bodies, and when it is due, in seconds from the start."""
+    """A request: its place in the file of bodies, and when it is due, in seconds from the start."""
 
     number: int
     offset: int
@@ -33,9 +31,8 @@ class PlannedRequest(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """What one client does in one run. `head` is the request's line and headers, but for its length. With
-    `concurrency`, so many requests of the queue are under way at any time; else `requests` are sent, in order of
-    time."""
+    """What one client sends in one run. `head` is the request line and headers, without the length. With `concurrency`,
+    that many requests of the queue are in flight at any time; else `requests` are sent, in order of time."""
 
     address: Address
     head: bytes
@@ -46,7 +43,7 @@ class LoadPlan(NamedTuple):
 
 
 class LoadRun:
-    """One plan, from `start` (time.monotonic) on."""
+    """One run of a plan that begins at `start` (time.monotonic)."""
 
     def __init__(self, plan: LoadPlan, start: float) -> None:
         self.plan, self.start = plan, start
@@ -54,9 +51,9 @@ class LoadRun:
         self._connections = ConnectionPool(plan.address)
 
     async def run(self) -> dict[str, Any]:
-        """All of it: how busy this client was. Then `records` holds an answer for every request."""
+        """Run the plan, and return how busy this client was. Then `records` has a record of every request."""
         gc.collect()
-        gc.disable()  # its passes would be lag; what a run leaves is bounded by its requests
+        gc.disable()  # collections would cause lag; garbage is bounded by the number of requests
         try:
             await asyncio.sleep(max(0.0, self.start - time.monotonic()))
             watch = EventLoopMonitor(self._connections.abort_silent)
@@ -70,14 +67,14 @@ class LoadRun:
             gc.enable()
 
     async def _send_on_time(self) -> None:
-        under_way = []
+        tasks = []
         for planned in self.plan.requests:
-            assert planned.due is not None, "a request without a time, and no slots"
+            assert planned.due is not None, "without concurrency every request has a time"
             early = self.start + planned.due - time.monotonic()
             if early > 0:
                 await asyncio.sleep(early)
-            under_way.append(asyncio.create_task(self._send_request(planned)))
-        await asyncio.gather(*under_way)
+            tasks.append(asyncio.create_task(self._send_request(planned)))
+        await asyncio.gather(*tasks)
 
     async def _run_slot(self) -> None:
         for planned in self._queued_requests():
@@ -88,25 +85,25 @@ class LoadRun:
             yield PlannedRequest(*QUEUE_RECORD.unpack(record))
 
     async def _send_request(self, planned: PlannedRequest) -> None:
-        answer = ResponseRecord(planned.number, None if planned.due is None else self.start + planned.due)
-        self.records.append(answer)
+        record = ResponseRecord(planned.number, None if planned.due is None else self.start + planned.due)
+        self.records.append(record)
         body = os.pread(self.plan.bodies_fd, planned.size, planned.offset)
         request = b"%sContent-Length: %d\r\n\r\n%s" % (self.plan.head, len(body), body)
-        answer.sent = time.monotonic()
-        await self._connections.request(request, answer)
+        record.sent = time.monotonic()
+        await self._connections.request(request, record)
 
     def to_json(self) -> Iterator[dict[str, Any]]:
-        """Every answer as a record for JSON: times are microseconds from the start, those of chunks each from the one
-        before it."""
-        for answer in self.records:
-            sent = round((answer.sent - self.start) * 1e6)
+        """Yield every record as JSON: times are microseconds, of `sent` from the start, of each chunk from the one
+        before."""
+        for record in self.records:
+            sent = round((record.sent - self.start) * 1e6)
             times, before = [], sent
-            for moment in answer.chunk_times:
+            for moment in record.chunk_times:
                 now = round((moment - self.start) * 1e6)
                 times.append(now - before)
                 before = now
             yield {
-                "number": answer.number, "sent": sent, "times": times, "counts": list(answer.token_counts),
-                "prompt": answer.prompt_tokens, "tokens": answer.completion_tokens, "status": answer.status,
-                "error": answer.error,
+                "number": record.number, "sent": sent, "times": times, "counts": list(record.token_counts),
+                "prompt": record.prompt_tokens, "tokens": record.completion_tokens, "status": record.status,
+                "error": record.error,
             }  # fmt: skip

@@ -1,7 +1,7 @@
-"""Reading one streamed completion: HTTP/1.1 and server-sent events, fed with bytes as they come.
+"""Parse a streamed completion: HTTP/1.1 and server-sent events.
 
-No socket and no clock: whoever feeds says when. Every length that a server states is bounded before it is believed.
-"""
+No socket and no clock: the caller passes bytes and times. Every length that a server states is checked against a limit
+before it is used."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-MAX_HEAD_BYTES = 65_536  # bytes of a status line and headers
-MAX_LINE_BYTES = 2**20  # bytes of a line of a stream
-MAX_CHUNK_BYTES = 2**24  # bytes of a chunk of a body
-MAX_SIZE_LINE_BYTES = 128  # bytes of the line before a chunk
-MAX_TOKENS = 2**31  # tokens of a request
-MAX_ERROR_BYTES = 300  # bytes kept of a body that says what went wrong
+MAX_HEAD_BYTES = 65_536  # of a status line and headers
+MAX_LINE_BYTES = 2**20
+MAX_CHUNK_BYTES = 2**24
+MAX_SIZE_LINE_BYTES = 128  # of the line before a chunk
+MAX_TOKENS = 2**31  # of a request
+MAX_ERROR_BYTES = 300  # kept of the body of an error
 SIZE_PATTERN = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;.*)?")
 LENGTH_PATTERN = re.compile(rb"[0-9]{1,12}")
 
 
 class BadResponse(Exception):
-    """What came is no streamed completion; the text says why."""
+    """The response is not a streamed completion; the text says why."""
 
 
 def _check_count(said: object) -> int:
-    """A number of tokens. ValueError if it can be none."""
+    """Return a number of tokens. Raise ValueError if it is none."""
     if not isinstance(said, int) or not 0 <= said <= MAX_TOKENS:
         raise ValueError(said)
     return said
 
 
 class ResponseRecord:
-    """What came of one request, in seconds on the client's clock: when it was due (in a closed loop: sent), when it was
-    sent, and when each chunk with a choice came. `token_counts` is the tokens after each chunk, if the server says
-    them. `error` is None, or why there is no whole answer; `status` is the HTTP status, 0 if none came."""
+    """The result of a request. Times are seconds on the client's clock: when it was due (in a closed loop: sent), when
+    it was sent, and when each chunk with a choice arrived. `token_counts` has the total of tokens after each chunk, if
+    the server reports it. `error` is None, or why the answer is incomplete; `status` is the HTTP status, 0 if there was
+    no response."""
 
     def __init__(self, number: int, due: float | None) -> None:
         self.number, self.due_at = number, due
@@ -47,19 +48,19 @@ class ResponseRecord:
 
 
 class ResponseParser:
-    """Feeds one Answer. `feed` returns True when the answer is complete; `keep_alive` then says whether the connection
-    may be used again."""
+    """Parses one response into a ResponseRecord. After its end `keep_alive` is True if the connection may be reused."""
 
     def __init__(self, record: ResponseRecord) -> None:
         self.record, self.keep_alive = record, False
         self._unparsed = self._line = b""
-        self._body_left = 0  # bytes of a body of known length
+        self._body_left = 0  # of a body with a content-length
         self._error_body = b""
         self._done = False
         self._parse: Callable[[bytes, float], int] = self._parse_head
 
     def feed(self, data: bytes, now: float) -> bool:
-        """Take in what came at `now`. BadAnswer if it can't be read."""
+        """Parse the bytes received at `now`, and return True if the response is complete. Raise BadResponse if it is
+        malformed."""
         if self._unparsed:
             data = self._unparsed + data
         at = 0
@@ -73,7 +74,7 @@ class ResponseParser:
         return self._done
 
     def on_close(self) -> None:
-        """The connection ended. BadAnswer unless that is how the answer ends."""
+        """Handle the end of the connection. Raise BadResponse unless it ends the response."""
         if self._done or self._parse == self._parse_until_close:
             self._finish()
         else:
@@ -115,8 +116,8 @@ class ResponseParser:
                 if len(data) - at > MAX_SIZE_LINE_BYTES:
                     raise BadResponse("a chunk without a size")
                 return at
-            found = SIZE_PATTERN.fullmatch(data, at, end)
-            size = int(found[1], 16) if found else -1
+            match = SIZE_PATTERN.fullmatch(data, at, end)
+            size = int(match[1], 16) if match else -1
             if not 0 <= size <= MAX_CHUNK_BYTES:
                 raise BadResponse(f"a chunk of size {data[at : min(end, at + 20)].decode(errors='replace')!r}")
             if not size:
@@ -128,7 +129,7 @@ class ResponseParser:
             at = after + 2
 
     def _parse_trailer(self, data: bytes, at: int, end: int) -> int:
-        """The last chunk, at `at`; what follows it ends with an empty line."""
+        """Parse the last chunk, at `at`; the trailer after it ends with an empty line."""
         last = data.find(b"\r\n\r\n", end)
         if last < 0:
             if len(data) - at > MAX_HEAD_BYTES:
@@ -181,14 +182,14 @@ class ResponseParser:
 
     def _finish(self) -> None:
         self._done = True
-        answer = self.record
-        if answer.status != 200:
-            answer.error = f"{answer.status}: {self._error_body.decode(errors='replace')}"
-        elif not answer.chunk_times or not answer.completion_tokens:
-            answer.error = "a stream that ended without tokens or usage"
+        record = self.record
+        if record.status != 200:
+            record.error = f"{record.status}: {self._error_body.decode(errors='replace')}"
+        elif not record.chunk_times or not record.completion_tokens:
+            record.error = "a stream that ended without tokens or usage"
 
 
 def _has_only_role(choice: Any) -> bool:
-    """Whether a chunk only says who speaks, as a chat's first one does: no token came with it."""
-    delta = choice.get("delta") if isinstance(choice, dict) else None
+    """Return True if a chunk only has the role, as the first one of a chat: it has no token."""
+    delta: Any = choice.get("delta") if isinstance(choice, dict) else None
     return bool(delta) and "role" in delta and not delta.get("content")

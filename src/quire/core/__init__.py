@@ -1,1 +1,1 @@
-"""The control plane: who is served next, and where its tokens are kept. Integers only: no torch, no I/O, no clock."""
+"""The engine and its scheduler: which sequences compute which tokens in each step. No torch, no I/O, no clock."""

@@ -1,4 +1,4 @@
-"""One way to put a scheduler and an engine together: for serving, for the simulator, and for comparisons."""
+"""Assembling a scheduler and an engine: for serving, for the simulator, and for comparisons."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.core.preemption_costs import DEFAULT_COSTS, PreemptionCosts
-from quire.core.runner import Runner
+from quire.core.recovery import RunnerRestarter
+from quire.core.runner import Runner, can_defer_masks
 from quire.core.scheduler import Scheduler
+from quire.core.shared_memory import SharedMemoryGroup
 from quire.core.validation import EngineLimits
 from quire.memory.baselines.reserved import STATIC_BATCH_MEMORIES
 from quire.memory.interface import KVMemory
@@ -27,9 +29,11 @@ def assemble(
     depth: int | None = None,
     tiling: ImageTiling | None = None,
     pooling: str = "last",
+    shared_memory_group: SharedMemoryGroup | None = None,
+    restarter: RunnerRestarter | None = None,
 ) -> Engine:
-    """An engine of `config`, which is sized for its device, over a memory and a runner that is bound to it. `depth` is
-    the config's where it isn't given, and else the runner's. `tiling`, `pooling`: see Engine."""
+    """Return an engine over `memory` and a runner that is bound to it. `config` has the defaults of its device.
+    `depth`: by default the config's, else the runner's. The other arguments are the Engine's."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
     depth = depth or config.depth or runner.depth
@@ -42,6 +46,19 @@ def assemble(
         preemption=config.preemption if config.swap_gib else "recompute",
         costs=costs,
         static_batching=config.memory in STATIC_BATCH_MEMORIES,
-        pp_size=min(config.pp, depth),  # as many sets of sequences as steps in flight
+        pp_size=min(config.pp, depth),  # sets of sequences: no more than steps in flight
+        deferred_masks=can_defer_masks(runner, depth),
+        shares_memory=shared_memory_group is not None,
     )
-    return Engine(scheduler, runner, limits, clock=clock, seed=config.seed, depth=depth, tiling=tiling, pooling=pooling)
+    return Engine(
+        scheduler,
+        runner,
+        limits,
+        clock=clock,
+        seed=config.seed,
+        depth=depth,
+        tiling=tiling,
+        pooling=pooling,
+        shared_memory_group=shared_memory_group,
+        restarter=restarter,
+    )

@@ -1,6 +1,6 @@
 """Branching: what a step of a decoding method does to the branches of its request (PagedAttention §5.2: fork, append,
-free). A method is asked once all live branches have their candidates; then those that it doesn't continue leave, those
-that it continues more than once are forked, and all are appended to. Knows no memory: a Hands does what needs one.
+free). The method is called once all live branches have their candidates. Branches that it doesn't continue are freed,
+those that it continues more than once are forked, and tokens are appended to all. BranchOps does what needs a memory.
 """
 
 from __future__ import annotations
@@ -21,26 +21,24 @@ ForkPair = tuple[Sequence, Sequence]
 
 
 class BranchOps(NamedTuple):
-    """What the scheduler does for a method's step."""
+    """The scheduler's functions that a method's step needs."""
 
     new_id: Callable[[], int]
-    fork: Callable[
-        [Request, list[ForkPair]], None
-    ]  # children share their parents' pages; else the request is preempted
-    free: Callable[[Sequence], None]  # it is freed
-    init_slot: Callable[[Request, Sequence, Sequence], None]  # the device is told of a sequence, and of its parent
-    finish: Callable[[Request, Sequence, str, str], None]  # it ends early: why, and what the error was
+    fork: Callable[[Request, list[ForkPair]], None]  # shares the parents' pages, or preempts the request
+    free: Callable[[Sequence], None]
+    init_slot: Callable[[Request, Sequence, Sequence], None]  # of a sequence, from its parent
+    finish: Callable[[Request, Sequence, str, str], None]  # early, with a finish reason and an error
 
 
 class MethodDriver:
-    """The steps of the requests that have a method."""
+    """Runs the steps of requests that have a method."""
 
     def __init__(self, ops: BranchOps, eos_ids: frozenset[int]) -> None:
         self.ops, self.eos_ids = ops, eos_ids
 
     def on_candidates(self, request: Request, seq: Sequence, sampled: SliceResult) -> bool:
-        """The candidates of one branch have come. Returns whether that completed a step of the request's method; if no
-        branch is live then, the request has ended. A row's error ends all branches; `seq` is left to be retired."""
+        """Record the candidates of one branch. Return True if this completed a step of the request's method; if no
+        branch is live then, the request has ended. An error of a slice ends all branches; the caller retires `seq`."""
         if sampled.error:
             self._fail(request, seq, sampled.error)
             return False
@@ -49,12 +47,12 @@ class MethodDriver:
             return False
         try:
             return self._advance(request)
-        except MethodError as wrong:
-            self._fail(request, seq, str(wrong))
+        except MethodError as error:
+            self._fail(request, seq, str(error))
             return False
 
     def fork(self, request: Request, seq: Sequence) -> Sequence:
-        """A new branch of a running request, as `seq` is now; `seq` must be quiet."""
+        """Fork a new branch of a running request from `seq`, which must not be in flight. Return it."""
         child = seq.fork(self.ops.new_id(), len(request.live_seqs), seq.seed)
         seq.num_forks = 0
         request.live_seqs.append(child)
@@ -70,8 +68,8 @@ class MethodDriver:
             self.ops.finish(request, other, "error", why)
 
     def _advance(self, request: Request) -> bool:
-        """Ask the method, and do what it says. False if it hasn't decided: then its branches stay as they are, until
-        somebody changes them. Misbehaved, and then nothing changed, if it says what can't be done."""
+        """Call the method and apply its choices. Return False if it suspends its branches: then they stay as they are
+        until the caller continues them. Raise MethodError, and change nothing, if its answer is invalid."""
         assert request.method is not None
         live, tops = request.live_seqs, request.candidates
         branches = [
@@ -83,16 +81,17 @@ class MethodDriver:
         request.candidates = {}
         self._record_endings(request, advance.endings, tops)
         parents = [live[choice.parent] for choice in advance.choices]
-        going = set(parents)
+        continued = set(parents)
         for seq in live:
             seq.num_forks = 0
-            if seq not in going:
+            if seq not in continued:
                 self.ops.free(seq)
         self._continue_branches(request, parents, advance.choices, tops)
         return True
 
     def _record_endings(self, request: Request, endings: Seq[Ending], tops: dict[int, TopLogprobs]) -> None:
-        """Note the branches that end, as copies: the same one may go on otherwise. The best are kept."""
+        """Add copies of the ended branches to the results, of which the best are kept. A branch may end and go on
+        too."""
         assert request.method is not None
         for ending in endings:
             parent = request.live_seqs[ending.parent]
@@ -106,8 +105,8 @@ class MethodDriver:
     def _continue_branches(
         self, request: Request, parents: list[Sequence], choices: Seq[Choice], tops: dict[int, TopLogprobs]
     ) -> None:
-        """The branches of the next step are those of `choices`, in their order: a parent's first continuation is the
-        parent itself, and the others are its children."""
+        """Make the branches of the next step, in the order of `choices`. The first continuation of a parent is the
+        parent itself, the others are its children."""
         request.live_seqs = []
         forks: list[ForkPair] = []
         continued: set[Sequence] = set()
@@ -124,13 +123,13 @@ class MethodDriver:
         if request.status is RequestStatus.RUNNING:
             for parent, child in forks:
                 self.ops.init_slot(request, child, parent)
-            if request.device_params.needs_history:  # the device has recorded its own choice, which wasn't the method's
+            if request.device_params.needs_history:  # the device recorded its own sample, not the choice
                 for parent in dict.fromkeys(parents):
                     self.ops.init_slot(request, parent, parent)
 
 
 def append_choice(request: Request, seq: Sequence, choice: Choice | Ending, top: TopLogprobs) -> None:
-    """Append what a method chose, with what its log-probabilities looked like."""
+    """Append the token that a method chose, with its log-probabilities."""
     seq.tokens.append(choice.token)
     seq.cumulative_logprob += choice.logprob
     if (count := request.params.logprobs) is not None:

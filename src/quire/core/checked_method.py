@@ -1,5 +1,5 @@
-"""A caller's decoding method, with everything that it says checked: what a method does wrong is bad input of its own
-request, whose neighbours must not notice. Knows no scheduler.
+"""A caller's decoding method whose answers are checked: an invalid answer is bad input of its own request and must not
+affect other requests.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class MethodError(Exception):
-    """A method broke its contract: its class, and what was wrong."""
+    """A method broke its contract. The message names its class and the error."""
 
 
 class ReadOnlyTokens(Sequence[int]):
-    """The tokens of a branch as its method sees them: what it changed would no longer be what was computed."""
+    """The tokens of a branch, read-only: a change by the method would not match what was computed."""
 
     __slots__ = ("_tokens",)
 
@@ -46,36 +46,37 @@ class ReadOnlyTokens(Sequence[int]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and self._tokens == list(other)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # as Python marks what has no hash
 
     def __repr__(self) -> str:
         return repr(self._tokens)
 
 
 class CheckedMethod:
-    """A Method that is asked for its width, its candidates and how many results it keeps once; what it says of them
-    later has no effect. Every Advance is one that the request's branches can take. Misbehaved otherwise."""
+    """A Method whose width, number of candidates and number of results are read once; later changes have no effect.
+    Every Advance is checked to be possible for the request's branches; MethodError otherwise."""
 
     def __init__(self, method: Method, vocab_size: int, may_wait: bool = False) -> None:
         self._method, self._vocab_size, self._may_wait = method, vocab_size, may_wait
         self._name = type(method).__name__
         self._top = 0
-        self._has_ended = False  # a branch has
+        self._has_ended = False  # whether a branch has
         self.width: int = self._ask_count("width", lambda: method.width, 1)
         self._keep = self._ask_count("keep()", lambda: method.keep(), 0 if may_wait else 1)
         if not callable(self._call("advance", lambda: getattr(method, "advance", None))):
             raise self._error("has no advance(branches, context)")
 
     def resolve_top(self, context: Context) -> None:
-        """Ask for the number of candidates, now that the request's lengths are known. InputError if it is none."""
+        """Read the number of candidates, now that the request's lengths are known. Raise InputError if it is
+        invalid."""
         try:
             top = self._ask_count("top()", lambda: self._method.top(context), 0)
-        except MethodError as wrong:
-            raise InputError(str(wrong), "method") from wrong
+        except MethodError as error:
+            raise InputError(str(error), "method") from error
         self._top = min(top, self._vocab_size)
 
     def top(self, context: Context) -> int:
-        """See Method. No more than there are tokens."""
+        """See Method. At most the vocabulary size."""
         return self._top
 
     def keep(self) -> int:
@@ -83,7 +84,7 @@ class CheckedMethod:
         return self._keep
 
     def advance(self, branches: Sequence[Branch], context: Context) -> Advance | None:
-        """See Method. None only of a method that `may_wait` for its request's caller."""
+        """See Method. Return None only if the method may wait for its request's caller."""
         advance: Any = self._call("advance()", lambda: self._method.advance(branches, context))
         if advance is None:
             if self._may_wait:
@@ -151,8 +152,8 @@ class CheckedMethod:
 
 
 def make_checked_method(params: SamplingParams, vocab_size: int, may_wait: bool = False) -> CheckedMethod | None:
-    """A method for one request, or None: each branch goes on by itself. `may_wait`: it may leave its branches to the
-    request's caller (text.session). InputError if there is no making one."""
+    """Return the method of a request, or None if its branches are independent. `may_wait`: the method may suspend its
+    branches until the request's caller continues them. Raise InputError if it can't be made or breaks its contract."""
     try:
         method = new_method(params)
     except Exception as error:
@@ -161,8 +162,8 @@ def make_checked_method(params: SamplingParams, vocab_size: int, may_wait: bool 
         raise InputError("method() returned None: it must make a method", "method")
     try:
         return None if method is None else CheckedMethod(method, vocab_size, may_wait)
-    except MethodError as wrong:
-        raise InputError(str(wrong), "method") from wrong
+    except MethodError as error:
+        raise InputError(str(error), "method") from error
 
 
 def _is_finite(value: object) -> bool:
@@ -172,7 +173,8 @@ def _is_finite(value: object) -> bool:
 
 
 def _short_repr(value: object) -> str:
-    """A value of any kind, short: only of plain ones is the text known to be harmless."""
+    """Return a short text for any value. Other types than int, str and float give their name: their repr may be
+    unsafe."""
     if type(value) is int and abs(value) < 10**30:
         return str(value)
     if type(value) in (str, float):
@@ -189,13 +191,13 @@ def _with_article(name: str) -> str:
 
 
 def _describe_error(error: Exception) -> str:
-    """An exception of a caller's code: its kind, what it says, and where it was raised."""
+    """Return the type, the message and the place of an exception that a caller's code raised."""
     try:
-        said = " ".join(str(error).split())[:200]
+        message = " ".join(str(error).split())[:200]
     except Exception:  # its own __str__ fails
-        said = ""
+        message = ""
     trace, where = error.__traceback__, ""
     while trace is not None:
         where = f" ({PurePath(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
         trace = trace.tb_next
-    return f"{type(error).__name__}{': ' * bool(said)}{said}{where}"
+    return f"{type(error).__name__}{': ' * bool(message)}{message}{where}"

@@ -1,6 +1,6 @@
-"""Decoding as pure functions: what a drawn token means for its sequence, when it ends, and beam search.
+"""Decoding without memory: what a sampled token does to its sequence, stop conditions, and beam search.
 
-A method is a composition of fork, append and free (PagedAttention §5.2); nothing here touches memory.
+A method is a composition of fork, append and free (PagedAttention §5.2).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from quire.protocol.step_plan import SeqSlice, SliceResult
 def append_token(
     request: Request, seq: Sequence, sampled: SliceResult, sample_index: int, eos_ids: frozenset[int], max_len: int
 ) -> tuple[int, ...]:
-    """Append the token of `sample_index` to `seq` and decide whether it ends there; the same of tokens that its grammar
-    leaves no choice about. What was appended."""
+    """Append the sampled token at `sample_index` to `seq`, then the tokens that its grammar forces, and set its finish
+    reason if it ends there. Return the appended tokens."""
     token = sampled.tokens[sample_index]
     seq.tokens.append(token)
     if sampled.top_logprobs:
@@ -37,12 +37,12 @@ def append_token(
     if not run:
         return (token,)
     start = len(seq.tokens) - 1
-    append_forced_tokens(seq, run, eos_ids, lambda drawn: check_stop(request, seq, drawn, eos_ids, max_len))
+    append_forced_tokens(seq, run, eos_ids, lambda forced: check_stop(request, seq, forced, eos_ids, max_len))
     return tuple(seq.tokens[start:])
 
 
 def resolve_num_logprobs(request: Request, eos_ids: frozenset[int]) -> int:
-    """How many most likely tokens a row returns with its sample; -1: no log-probabilities at all."""
+    """Return how many of the likeliest tokens a slice returns with its sample; -1: no log-probabilities at all."""
     top = request.params.num_logprobs
     if request.method is not None:
         return max(top, request.method.top(method_context(request.params, request.max_tokens, eos_ids)))
@@ -50,15 +50,15 @@ def resolve_num_logprobs(request: Request, eos_ids: frozenset[int]) -> int:
 
 
 def record_prompt_logprobs(seq_slice: SeqSlice, seq: Sequence, sampled: SliceResult) -> None:
-    """Take in what a row says of its prompt's tokens. A recomputed prompt is scored again: what came first counts."""
+    """Store the log-probabilities of a slice's prompt tokens. Those of a recomputed prompt are ignored."""
     for i, top in enumerate(sampled.prompt_logprobs):
         if seq_slice.start + i == len(seq.prompt_logprobs):
             seq.prompt_logprobs.append(top)
 
 
 def record_pooled(request: Request, seq: Sequence, seq_slice: SeqSlice, sampled: SliceResult) -> bool:
-    """Take in what a row of a request with pooling brought; whether the sequence ends there. After a preemption that
-    dropped it its rows come again, from the first on where all of them count."""
+    """Store the pooled hidden state of a slice. Return True if the sequence ends there. After a recomputation the
+    slices come again; for "mean" from position 0 on, and the sum starts over."""
     if seq.finish_reason is not None:
         return False
     if sampled.error:
@@ -76,7 +76,8 @@ def record_pooled(request: Request, seq: Sequence, seq_slice: SeqSlice, sampled:
 def check_stop(
     request: Request, seq: Sequence, token: int, eos_ids: frozenset[int], max_len: int
 ) -> tuple[str | None, int | None]:
-    """Why a sequence ends after `token`: ("stop", None) at an end token, ("stop", id) at a stop token, "length"."""
+    """Return the finish and the stop reason after `token`: ("stop", None) at an end token, ("stop", id) at a stop
+    token, ("length", None), or (None, None) if the sequence goes on."""
     length = len(seq.tokens)
     outputs = length - seq.prompt_len
     if outputs >= request.params.min_tokens:
@@ -90,14 +91,14 @@ def check_stop(
 
 
 def new_method(params: SamplingParams) -> Method | None:
-    """A fresh method for a request, or None: each branch goes on by itself."""
+    """Return a new method for a request, or None if its branches are independent."""
     if params.beam_width is not None:
         return BeamSearch(params.beam_width, params.length_penalty, params.early_stopping)
     return params.method() if params.method is not None else None
 
 
 def method_context(params: SamplingParams, max_tokens: int, eos_ids: frozenset[int]) -> Context:
-    """What a method may know of a request that may generate `max_tokens`."""
+    """Return the context of the method of a request that may generate `max_tokens`."""
     ends = frozenset[int]() if params.ignore_eos else eos_ids
     return Context(ends, frozenset(params.stop_token_ids or ()), params.min_tokens, max_tokens)
 
@@ -105,10 +106,11 @@ def method_context(params: SamplingParams, max_tokens: int, eos_ids: frozenset[i
 class BeamSearch:
     """Beam search (PagedAttention §4.4), with the rules of transformers' `num_beams`.
 
-    Of all continuations of all branches the best `width` that don't end are live next. One that ends is a result if it
-    is among the `width` best; its score is logprob / outputs ** length_penalty. The search ends when no live branch can
-    beat the worst of `width` results: with `early_stopping` True as soon as there are `width`, with False judged at the
-    present length, with "never" at the length that favours the live ones most. Below min_tokens no branch ends.
+    The best `width` continuations of all branches that don't end are the next live branches. A continuation that ends
+    is a result if it is among the `width` best; its score is logprob / outputs ** length_penalty. The search ends when
+    no live branch can beat the worst of `width` results: with `early_stopping` True as soon as there are `width`
+    results, with False judged at the current length, with "never" at the length that favours live branches most. Below
+    min_tokens no branch ends.
     """
 
     def __init__(self, width: int, length_penalty: float = 1.0, early_stopping: bool | str = False) -> None:
@@ -116,15 +118,15 @@ class BeamSearch:
         self.scores: list[float] = []  # of the results so far, best first
 
     def keep(self) -> int:
-        """The results that count."""
+        """See Method."""
         return self.width
 
     def top(self, context: Context) -> int:
-        """Enough that `width` branches could go on from any one, even if all its likeliest tokens are end tokens."""
+        """Return enough candidates that `width` branches can continue one, even if its likeliest tokens all end it."""
         return self.width + len(context.eos_ids | context.stop_ids)
 
     def advance(self, branches: Seq[Branch], context: Context) -> Advance:
-        """One step: `branches` in the order of the last call's choices."""
+        """See Method. `branches` are in the order of the choices of the last call."""
         outputs = len(branches[0].tokens) - branches[0].prompt_len + 1
         best = sorted(
             (
@@ -157,7 +159,7 @@ class BeamSearch:
         return Advance(tuple(choices), tuple(endings))
 
     def _cannot_improve(self, running: float, outputs: int, context: Context) -> bool:
-        """No live branch can change the results."""
+        """Return True if no live branch can change the results."""
         if len(self.scores) < self.width:
             return False
         if self.early_stopping is True:

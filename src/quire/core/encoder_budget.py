@@ -1,4 +1,4 @@
-"""What a step spends on pictures: their encoder's work is cut to fit, as prompts are. Knows no memory's inside."""
+"""The budget of a step for encoding images, which are encoded in parts, as prompts are computed in chunks."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from quire.protocol.sequence import Sequence
 
 
 class EncoderBudget:
-    """Of a scheduler whose steps compute `budget` tokens: encoding parts of pictures costs a step as much again, at
-    most, and a part if that is more; and they are no more than memory is planned for (`parts_a_step`). A row waits
-    until the pictures that it needs are encoded, while others go on."""
+    """The encoder budget of a scheduler whose steps compute `budget` tokens. A step encodes image parts of at most as
+    many tokens, at least one part, and no more than memory is planned for (`max_parts_per_step`). A slice waits until
+    the images that it needs are encoded, while others go on."""
 
     def __init__(self, memory: KVMemory, budget: int) -> None:
-        self.memory, self.clip_chunk = memory, memory.kv_config.clip_chunk
-        geometry = memory.kv_config
-        self.max_parts = max_parts_per_step(budget, geometry.part_tokens, geometry.part_rows, geometry.most_rows)
-        self.used_parts = 0  # parts, in the step that is planned
+        kv_config = memory.kv_config
+        self.memory, self.clip_chunk = memory, kv_config.clip_chunk
+        self.max_parts = max_parts_per_step(budget, kv_config.part_tokens, kv_config.part_rows, kv_config.most_rows)
+        self.used_parts = 0  # in the step that is being planned
 
     def start_step(self) -> None:
-        """A step is planned. If the one before came to nothing, so did what it was to encode: who needed that may be
-        gone, and his pictures with him."""
+        """Start planning a step. Encodings that were planned but not sent are undone: the requests that needed them may
+        have ended since, and their images with them."""
         self.used_parts = 0
         self.memory.undo_encoding()
 
     def schedule_encoding(self, seq: Sequence, count: int) -> int:
-        """How many of its next `count` tokens, for which there is room, a sequence can compute in this step."""
+        """Return how many of its next `count` tokens, which have pages, a sequence can compute in this step."""
         if not seq.images:
             return count
         end, parts = self.memory.plan_encoding(seq, seq.planned + count, self.max_parts - self.used_parts)

@@ -1,42 +1,46 @@
-"""The engine: requests in, outputs out, one step at a time. `schedule -> submit -> update` is all there is to a step.
+"""The engine: requests in, outputs out, one step at a time. A step is `schedule -> submit -> update`.
 
-It joins a scheduler with a runner through two messages (vocabulary.plan) and knows neither tensors nor pages nor text.
-Time comes in as a function, so that a simulator is this engine with another runner and clock.
+The engine connects a scheduler to a runner through two messages (quire.protocol.step_plan). It handles no tensors,
+pages or text. The clock is an argument, so a simulator is this engine with another runner and clock.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from quire.core.checked_method import CheckedMethod, make_checked_method
 from quire.core.decoding import method_context
 from quire.core.grammar_masks import build_masks
 from quire.core.image_registry import ImageRegistry
 from quire.core.outputs import BranchOutput, EngineStats, OutputBuilder
-from quire.core.recovery import RunnerRestarter, recover
-from quire.core.request import Request
-from quire.core.runner import DeferredMaskRunner, Runner
+from quire.core.recovery import RunnerRestarter
+from quire.core.request import Request, RequestStatus
+from quire.core.runner import DeferredMaskRunner, MonitoredRunner, Runner, SleepableRunner
 from quire.core.scheduler import Scheduler
 from quire.core.shared_memory import SharedMemoryGroup
-from quire.core.sleep import PREFIX_PARAMS, SleepController
+from quire.core.sleep import SleepController
 from quire.core.step_history import StepHistory
 from quire.core.validation import EngineLimits, check_images, check_salt
-from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong, RanksLost
+from quire.errors import EngineDead, InputError, NotIdle, PrefixesFull, PrefixTaken, PromptTooLong, RanksLost
 from quire.protocol.image_tiling import ImageTiling
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import StepPlan
-from quire.protocol.structured_output import GrammarCompiler
+
+T = TypeVar("T")
+PREFIX_PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+"""Sampling parameters of the requests that compute registered prefixes."""
 
 
 class ValidatedRequest(NamedTuple):
-    """A request that passed every check and isn't queued yet."""
+    """A request that passed every check and is not queued yet."""
 
     tokens: list[int]
     max_tokens: int
@@ -46,7 +50,7 @@ class ValidatedRequest(NamedTuple):
 
 
 class Engine:
-    """`add` requests, `step` until nothing is left. Not thread-safe: one thread drives it."""
+    """`add` requests, then `step` until `has_unfinished_requests` is False. Not thread-safe: one thread drives it."""
 
     def __init__(
         self,
@@ -59,31 +63,35 @@ class Engine:
         depth: int | None = None,
         tiling: ImageTiling | None = None,
         pooling: str = "last",
+        shared_memory_group: SharedMemoryGroup | None = None,
+        restarter: RunnerRestarter | None = None,
     ) -> None:
-        """`tiling` is how the model's pictures are cut; None: they are taken as they come. `pooling`: that of requests
-        that leave it to the engine."""
+        """`depth`: the most steps in flight; the runner's by default. `tiling`: how the model tiles images; None:
+        images are not checked against a tiling. `pooling`: the default of requests that name none.
+        `shared_memory_group`: the engines that share this one's KV memory. `restarter`: starts another runner when this
+        one is lost; without it RanksLost is raised."""
         self.scheduler, self.runner, self.limits, self.clock = scheduler, runner, limits, clock
         self.pooling, self.image_registry = pooling, ImageRegistry(tiling)
         self.depth = depth or runner.depth
         self.seed = seed
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[tuple[StepPlan, Any]] = deque()
-        self.is_awaiting_masks = False  # the last of them waits for masks
-        scheduler.deferred_masks = self.depth > 1 and isinstance(runner, DeferredMaskRunner)
-        self.pending_outputs: list[BranchOutput] = []  # outputs that no step brought: aborts
+        self.is_awaiting_masks = False  # the last step in flight has no masks yet
+        self.pending_outputs: list[BranchOutput] = []  # outputs for the next `step` to return
         self.stats = EngineStats()
-        self.step_history: StepHistory | None = None  # the last steps, while somebody watches
+        self.step_history: StepHistory | None = None  # see `watch_steps`
         self.output_builder = OutputBuilder(self.stats)
         self.num_added = self.num_batches = 0
-        self.num_ended = 0  # requests, those ended by a stop string aside
-        self.shared_memory_group: SharedMemoryGroup | None = None  # with engines that have the memory in common
-        self.restarter: RunnerRestarter | None = None  # what to do once the runner is lost; None: nothing
-        self.prefix_recompute_ids: set[str] = set()  # requests that compute registered prefixes once more
-        self.prefix_lengths: dict[str, int] = {}  # registered ones, and those being computed: their lengths
-        self.sleep_controller = SleepController(self)
-        self.grammar_compiler: GrammarCompiler | None = None  # where fronts send forms of outputs to it
+        self.num_ended = 0  # ended requests, without those that a stop string ended
+        self.shared_memory_group = shared_memory_group
+        if shared_memory_group is not None:
+            shared_memory_group.add(self)
+        self.restarter = restarter
+        self.prefix_recompute_ids: set[str] = set()  # requests that compute registered prefixes again
+        self.prefix_lengths: dict[str, int] = {}  # by name, of prefixes that are registered or being computed
+        self.sleep_controller = SleepController()
 
-    # In
+    # Requests
 
     def add(
         self,
@@ -97,8 +105,8 @@ class Engine:
         images: tuple[ImageItem, ...] = (),
         pixels: Seq[ImagePixels] = (),
     ) -> None:
-        """Queue a request. Raises InputError (PromptTooLong) or Overloaded, and then nothing changed. `may_wait`: its
-        method may leave its branches to whoever added it (text.session)."""
+        """Queue a request. Raise InputError (PromptTooLong) or Overloaded and change nothing if it can't be accepted.
+        `may_wait`: the request's method may suspend its branches until the caller continues them."""
         self.add_all(
             [(id, prompt)],
             params,
@@ -121,10 +129,10 @@ class Engine:
         pixels: Seq[ImagePixels] = (),
         client: str = "",
     ) -> None:
-        """Queue a request for each (id, prompt), all or none. Raises as `add`. They are one batch of `client`'s: see
-        quire.core.request_queue. `images` are the pictures of each prompt, where there are any, and `pixels` those of
-        all of them; the runner gets what it hasn't. `params` are resolved already (see quire.text.text_backend): words
-        are token ids here."""
+        """Queue a request for each (id, prompt), all or none. Raises as `add`. The requests form one batch of `client`
+        (see quire.core.request_queue). `images` are the images of each prompt, empty if no prompt has any. `pixels` are
+        the pixels of all of them; those that the runner lacks are sent to it. `params` are resolved already (see
+        quire.text.text_backend): words have become token ids."""
         self.sleep_controller.check_awake()
         waiting = self.scheduler.waiting
         self.limits.check_queue(len(prompts), waiting.num_batches, len(waiting))
@@ -136,19 +144,19 @@ class Engine:
                 raise InputError(f"request id {id[:80]!r} is in use", "request_id")
             accepted[id] = self._validate(prompt, params, may_wait, tuple(images[i]) if images else ())
         if images:
-            joins = not self.scheduler.memory.kv_config.sight
-            self.image_registry.check([one.images for one in accepted.values()], pixels, joins)
+            is_joined = not self.scheduler.memory.kv_config.sight
+            self.image_registry.check([request.images for request in accepted.values()], pixels, is_joined)
         self.num_batches += 1
-        for id, one in accepted.items():
-            self._enqueue(id, one, params, salt, prefix, client)
-        for picture in self.image_registry.take_new(pixels):
-            self.send_to_runner(self.runner.add_image, picture)
+        for id, validated in accepted.items():
+            self._enqueue(id, validated, params, salt, prefix, client)
+        for image in self.image_registry.take_new(pixels):
+            self.send_to_runner(self.runner.add_image, image)
 
     def _validate(
         self, prompt: Seq[int], params: SamplingParams, may_wait: bool, images: tuple[ImageItem, ...]
     ) -> ValidatedRequest:
-        geometry = self.scheduler.memory.kv_config
-        tokens = self.limits.check_prompt(prompt, () if geometry.sight else images)
+        kv_config = self.scheduler.memory.kv_config
+        tokens = self.limits.check_prompt(prompt, () if kv_config.sight else images)
         if images and params.prompt_logprobs is not None and max(tokens) >= self.limits.vocab_size:
             raise InputError(
                 f"prompt_logprobs is {params.prompt_logprobs}, and token {max(tokens)}, which stands for a picture, is "
@@ -158,10 +166,10 @@ class Engine:
         method = make_checked_method(params, self.limits.vocab_size, may_wait)
         width = params.width if method is None else method.width
         fits, max_seqs = self.scheduler.memory.fits, self.scheduler.max_seqs
-        check_images(images, tokens, geometry)
+        check_images(images, tokens, kv_config)
         if images:
             fits = partial(fits, images=images)
-        if geometry.both_ways and len(tokens) > self.scheduler.token_budget:
+        if kv_config.both_ways and len(tokens) > self.scheduler.token_budget:
             raise PromptTooLong(
                 f"the prompt has {len(tokens)} tokens, which attend to one another both ways: one step computes all of "
                 f"them, and a step has {self.scheduler.token_budget} at most (--max-num-batched-tokens)",
@@ -187,7 +195,7 @@ class Engine:
         seq.images = validated.images
         seq.matcher = None if params.grammar is None else params.grammar.new_matcher()
         seq.num_forks, seq.max_total_len = validated.width - 1, len(validated.tokens) + validated.max_tokens
-        if params.prompt_logprobs is not None or params.pooling == "mean":  # all of its rows count
+        if params.prompt_logprobs is not None or params.pooling == "mean":  # every position must be computed
             seq.max_prefix_hit = 0
         request = Request(id, seq, params, arrival_time=self.clock(), max_tokens=validated.max_tokens)
         request.method, request.prefix_name, request.images = validated.method, prefix, validated.images
@@ -197,31 +205,30 @@ class Engine:
         self.scheduler.add(request)
 
     def abort(self, id: str) -> None:
-        """End a request; its last outputs, with finish_reason "abort", come with the next step. Unknown ids pass."""
+        """End a request. The next step returns its last outputs, with finish_reason "abort". Ignore unknown ids."""
         request = self.requests.get(id)
         if request is None:
             return
         request.aborted = True
-        told = [seq for seq in request.live_seqs if seq.finish_reason is None]
-        for seq in told:
+        unfinished = [seq for seq in request.live_seqs if seq.finish_reason is None]
+        for seq in unfinished:
             self.scheduler.finish(request, seq, "abort")
-        self.pending_outputs += self.finish_outputs(self.output_builder.build_aborted(request, told))
+        self.pending_outputs += self.finish_outputs(self.output_builder.build_aborted(request, unfinished))
 
     def stop(self, id: str, branch: int, reason: str) -> bool | None:
-        """End a branch whose text has a stop string, as its reader found: no output tells of it. Unknown ones and those
-        that ended meanwhile pass. Whether it was the last of its request; None: not yet, as other branches wait for
-        what it computes for them after a preemption. Ask again after a step.
+        """End a branch in whose text the client found a stop string; no output reports its end. Ignore unknown branches
+        and those that ended meanwhile.
 
-        What a method's readers see before its end is what all its branches agree on, so all of them end."""
+        Return True if this ended the request. Return None, and end nothing, while other branches wait for a prefix that
+        this one recomputes after a preemption: call again after a step. If the request has a method, all its branches
+        end, since clients see only tokens that all of them share."""
         request = self.requests.get(id)
-        if request is not None and request.method is not None:
+        if request is None:
+            return False
+        if request.method is not None:
             return self._stop_branches(request, reason)
-        seq = (
-            next((seq for seq in request.live_seqs if seq.branch_index == branch), None)
-            if request is not None
-            else None
-        )
-        if request is None or seq is None or seq.finish_reason is not None:
+        seq = next((seq for seq in request.live_seqs if seq.branch_index == branch), None)
+        if seq is None or seq.finish_reason is not None:
             return False
         if any(_waits_for_prefix_of(other, seq) for other in request.live_seqs):
             return None
@@ -232,13 +239,14 @@ class Engine:
         return ended
 
     def _remove_request(self, request: Request) -> None:
-        """A request has ended. The runner keeps no picture that only this one had."""
+        """Forget a request that has ended, and remove the images from the runner that only this request used."""
         del self.requests[request.id]
         for key in self.image_registry.remove_request(request.images):
             self.send_to_runner(self.runner.remove_image, key)
 
-    def send_to_runner(self, send: Callable[[Any], None], item: Any) -> None:
-        """Say what the runner is to keep. To one that is lost it will be said when there is another one."""
+    def send_to_runner(self, send: Callable[[T], None], item: T) -> None:
+        """Call `send(item)`, a method of the runner. If the runner is lost and will be restarted, ignore the failure:
+        the restart sends all images again."""
         try:
             send(item)
         except RanksLost:
@@ -246,93 +254,149 @@ class Engine:
                 raise
 
     def _stop_branches(self, request: Request, reason: str) -> bool:
-        request.aborted = True  # no more is told of it
+        request.aborted = True  # suppresses further outputs
         for seq in [seq for seq in request.live_seqs if seq.finish_reason is None]:
             self.scheduler.finish(request, seq, "stop", reason)
         self.output_builder.record_stop_of_all(request)
         self._remove_request(request)
         return True
 
+    def lift_queue_limit(self) -> None:
+        """Accept any number of waiting requests, for callers that add all of theirs at once."""
+        self.limits = self.limits._replace(max_queued=sys.maxsize)
+
+    # Branches that the caller continues (see quire.text.session)
+
+    def append_tokens(self, request: Request, seq: Sequence, tokens: Seq[int]) -> None:
+        """Append tokens to a branch that is not in flight. The next steps compute them and then its candidates."""
+        request.candidates.pop(seq.id, None)
+        seq.tokens += tokens
+
+    def fork_branch(self, request: Request, seq: Sequence) -> Sequence:
+        """Fork a new branch of a running request from `seq`, which has its candidates and is not in flight. The branch
+        has the same candidates, unless forking preempted the request."""
+        candidates = request.candidates[seq.id]
+        child = self.scheduler.method_driver.fork(request, seq)
+        if request.status is RequestStatus.RUNNING:
+            request.candidates[child.id] = candidates
+        return child
+
+    def free_branch(self, request: Request, seq: Sequence) -> None:
+        """End a branch; those forked from it remain."""
+        request.candidates.pop(seq.id, None)
+        self.scheduler.finish(request, seq, "stop")
+
+    # Prefixes
+
     def register_prefix(self, name: str, tokens: Seq[int]) -> None:
-        """Compute `tokens` and pin them as the prefix `name` (PagedAttention §4.4); an output of request "prefix:NAME"
-        tells when it is ready, or by finish_reason "error" that it is not. PrefixTaken, PrefixesFull, or as `add`."""
+        """Compute `tokens` and pin them as the prefix `name` (PagedAttention §4.4). An output of request "prefix:NAME"
+        reports the end: with finish_reason "error" it failed. Raise PrefixTaken, PrefixesFull, or as `add`."""
         memory = self.scheduler.memory
         if self.scheduler.clip_chunk is not None:
             raise PrefixesFull(
-                f"the prefix {name[:60]!r} can't be kept: what is left of a prompt in this model depends on all of it",
+                f"the prefix {name[:60]!r} can't be registered: what this model keeps of a prompt depends on all its "
+                "tokens",
                 "prefix",
             )
         if name in self.prefix_lengths:
             raise PrefixTaken(f"a prefix called {name[:60]!r} is registered already", "name")
         if memory.prefix_cache is None or not memory.prefix_cache.can_pin(len(tokens)):
             raise PrefixesFull(
-                f"a prefix of {len(tokens)} tokens exceeds what is left of what is kept for prefixes (--prefix-tokens)",
+                f"a prefix of {len(tokens)} tokens exceeds the memory that is left for registered prefixes "
+                "(--prefix-tokens)",
                 "prefix",
             )
         self.add(f"prefix:{name}", tokens, PREFIX_PARAMS, prefix=name)
         self.prefix_lengths[name] = len(tokens)
 
     def recompute_prefix(self, name: str, tokens: Seq[int]) -> None:
-        """Again, as the memory has lost it; whatever waits in the queue."""
+        """Queue a registered prefix again, as the memory has lost it, even if the queue is full."""
         self._enqueue(f"prefix:{name}", self._validate(tokens, PREFIX_PARAMS, False, ()), PREFIX_PARAMS, "", name)
 
     def release_prefix(self, name: str) -> bool:
-        """Let go of a prefix. False if there is none of that name."""
+        """Unregister a prefix. Return False if there is none of that name."""
         if self.prefix_lengths.pop(name, None) is None:
             return False
-        if (
-            self.sleep_controller.saved_prefixes.pop(name, None) is not None
-        ):  # it is to be computed when the engine wakes up
+        if self.sleep_controller.saved_prefixes.pop(name, None) is not None:  # the engine sleeps
             return True
         request = self.requests.get(f"prefix:{name}")
         if request is not None and request.prefix_name == name:
             self.abort(request.id)
-        assert self.scheduler.memory.prefix_cache is not None, "a prefix was registered where none is kept"
+        assert self.scheduler.memory.prefix_cache is not None, "a prefix is registered without a prefix cache"
         self.scheduler.memory.prefix_cache.unpin(name)
         return True
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix and picture; registered prefixes stay. Requests that run keep what they hold, and
-        nobody else finds it. Returns the number of pages that were emptied."""
-        prefixes = self.scheduler.memory.prefix_cache
-        return 0 if prefixes is None else prefixes.reset()
+        """Forget all cached prefixes and images but the registered prefixes. Return the number of pages that were
+        freed. Running requests keep their pages, which later requests can't hit."""
+        prefix_cache = self.scheduler.memory.prefix_cache
+        return 0 if prefix_cache is None else prefix_cache.reset()
+
+    # Sleep
+
+    def check_sleep_level(self, level: int) -> None:
+        """Raise InputError if the engine can't sleep at `level`."""
+        self.sleep_controller.check_level(level)
+        if self.shared_memory_group is not None:
+            raise InputError("models that share a pool of KV memory don't sleep: close one instead", "level")
+        if not isinstance(self.runner, SleepableRunner):
+            raise InputError("the runner of this engine can't sleep", "level")
+
+    def sleep(self, level: int) -> None:
+        """Release the KV memory and the weights, which move to host memory (level 1) or are dropped (2). Cached
+        prefixes are lost. Raise InputError if the engine can't sleep at `level`, NotIdle while it has requests; then
+        nothing changed."""
+        self.check_sleep_level(level)
+        if self.has_unfinished_requests:
+            running, waiting = len(self.scheduler.running), len(self.requests) - len(self.scheduler.running)
+            raise NotIdle(f"{running} requests run and {waiting} wait: the engine sleeps once they have ended")
+        assert isinstance(self.runner, SleepableRunner), "checked above"
+        self.scheduler.new_slots.clear()  # of sequences that have left since
+        self.sleep_controller.sleep(level, self.runner, self.scheduler.memory)
+
+    def wake(self, tags: Seq[str] | None = None) -> None:
+        """Take back what `tags` name, everything by default. Once nothing is released any more, requests are accepted
+        and registered prefixes are computed again. Raise InputError for unknown tags. If the runner raises, what it did
+        not take back stays released."""
+        for name, tokens in self.sleep_controller.wake(tags, self.runner).items():
+            self.recompute_prefix(name, tokens)
 
     # Step
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """There is work or output left."""
+        """Return True if requests, steps in flight or outputs are left."""
         return bool(self.pending_outputs) or self.scheduler.has_unfinished_requests
 
     def step(self) -> list[BranchOutput]:
-        """Plan and submit until `depth` steps are in flight, then take in the oldest. Returns what it brought: nothing
-        if all that is left waits for its caller, or for engines that have the memory in common. EngineDead if nothing
-        can be done and nobody is waited for; Overloaded if those engines wait for their callers."""
+        """Plan and submit until `depth` steps are in flight, then process the result of the oldest. Return its outputs:
+        none if all that is left waits for its caller or for engines that share the memory. Raise EngineDead if nothing
+        can be planned although no caller is waited for; Overloaded if the other engines wait for their callers."""
         outputs, self.pending_outputs = self.pending_outputs, []
         if self.shared_memory_group is not None and self.shared_memory_group.should_skip_step(self):
             return outputs
         try:
             idle = not self._advance(outputs) and not outputs
         except RanksLost as lost:
-            return outputs + recover(self, lost)
+            return outputs + self._recover(lost)
         if idle and self.scheduler.has_unfinished_requests and not any(map(_waits_for_caller, self.scheduler.running)):
             self._handle_no_progress()
         return outputs
 
     def check_runner(self) -> None:
-        """While nothing is to be done: notice a runner, which has a `check_runner`, that is lost, and go on with "
-        "another."""
+        """Restart the runner if it is lost. Call it while the engine is idle; the runner must have `check`."""
         try:
-            self.runner.check()  # type: ignore[attr-defined]
+            cast(MonitoredRunner, self.runner).check()
         except RanksLost as lost:
-            self.pending_outputs += recover(self, lost)
+            self.pending_outputs += self._recover(lost)
 
     def step_for_others(self) -> bool:
-        """A step for the sake of others, whose outputs the next `step` returns. Whether there was anything to do."""
+        """Run a step that frees memory for another engine; the next `step` returns its outputs. Return False if there
+        was nothing to do."""
         return self._advance(self.pending_outputs)
 
     def _advance(self, outputs: list[BranchOutput]) -> bool:
-        """Plan and submit, and add what the oldest step in flight brings to `outputs`. False if there is none."""
+        """Plan and submit, then add the outputs of the oldest step in flight to `outputs`. Return False if none is."""
         while len(self.in_flight) < self.depth and not self.is_awaiting_masks:
             plan = self.scheduler.schedule()
             if plan is None:
@@ -355,27 +419,26 @@ class Engine:
         return True
 
     def _submit(self, plan: StepPlan) -> None:
-        """Hand a plan to the runner. What the rows of a grammar may draw depends on all tokens before: with steps in
-        flight they begin, and draw once those are taken in."""
+        """Submit a plan to the runner. Grammar masks depend on all earlier tokens, so with steps in flight the step
+        starts without masks, and they are submitted once the results of those steps are processed."""
         if not self.scheduler.deferred_masks or not self.scheduler.num_grammar_requests:
             self.in_flight.append((plan, self.runner.submit(plan)))
             return
-        assert isinstance(self.runner, DeferredMaskRunner), "masks may be late"
+        assert isinstance(self.runner, DeferredMaskRunner), "the scheduler defers masks"
         self.is_awaiting_masks = True
         self.in_flight.append((plan, self.runner.submit_without_masks(plan)))
         if len(self.in_flight) == 1:
             self._submit_masks()
 
     def _submit_masks(self) -> None:
-        assert isinstance(self.runner, DeferredMaskRunner), "masks may be late"
+        assert isinstance(self.runner, DeferredMaskRunner), "the scheduler defers masks"
         plan, ticket = self.in_flight.pop()
-        self.in_flight.append(
-            (plan, self.runner.submit_masks(ticket, build_masks(plan.slices, self.scheduler.by_slot)))
-        )
+        masks = build_masks(plan.slices, self.scheduler.by_slot)
+        self.in_flight.append((plan, self.runner.submit_masks(ticket, masks)))
         self.is_awaiting_masks = False
 
     def _handle_no_progress(self) -> None:
-        """Nothing can be planned: others hold the memory, or something is wrong."""
+        """Let other engines of a shared memory go on. Raise EngineDead if there are none."""
         if self.shared_memory_group is None or len(self.shared_memory_group.engines) == 1:
             raise EngineDead(f"no progress: {len(self.scheduler.waiting)} requests wait and nothing can be planned")
         self.shared_memory_group.yield_to_others(self)
@@ -385,24 +448,22 @@ class Engine:
         self.stats.rows += len(plan.slices)
         if self.step_history is not None:
             self.step_history.record_plan(self.stats.steps, plan)
-        for birth in plan.new_slots:
-            # Whoever was swapped in without a row, a step being in flight, may have left again, its slot be another's.
-            resident = self.scheduler.by_slot.get(birth.slot)
-            if birth.parent_slot >= 0 or resident is None or resident[1].id != birth.seq_id:
+        for init in plan.new_slots:
+            # A sequence that was swapped in without a slice may have been preempted since, and its slot reused.
+            occupant = self.scheduler.by_slot.get(init.slot)
+            if init.parent_slot >= 0 or occupant is None or occupant[1].id != init.seq_id:
                 continue
-            request = resident[0]
+            request = occupant[0]
             if request.scheduled_time is None:
                 request.scheduled_time = self.clock()
-                self.stats.prompt_tokens += birth.prompt_len
+                self.stats.prompt_tokens += init.prompt_len
 
     def finish_outputs(self, outputs: list[BranchOutput]) -> list[BranchOutput]:
-        """Forget the requests that these outputs end, and prefixes not registered; nobody hears of those in "
-        "`prefix_recompute_ids`."""
-        asked = (
-            [output for output in outputs if output.request_id not in self.prefix_recompute_ids]
-            if self.prefix_recompute_ids
-            else outputs
-        )
+        """Forget the requests that `outputs` end, and the prefixes that could not be registered. Return the outputs
+        without those of prefixes that are computed again."""
+        reported = outputs
+        if self.prefix_recompute_ids:
+            reported = [output for output in outputs if output.request_id not in self.prefix_recompute_ids]
         for output in outputs:
             if output.done:
                 self.num_ended += 1
@@ -411,20 +472,64 @@ class Engine:
                 self._remove_request(request)
                 if request.prefix_name is not None and output.finish_reason in ("abort", "error"):
                     self.prefix_lengths.pop(request.prefix_name, None)
-        return asked
+        return reported
+
+    def watch_steps(self, on: bool) -> None:
+        """Start recording `step_history`, unless it is being recorded; or stop and discard it."""
+        if not on:
+            self.step_history = None
+        elif self.step_history is None:
+            self.step_history = StepHistory(self.scheduler.preemption_counts)
+
+    # Recovery
+
+    def _recover(self, lost: RanksLost) -> list[BranchOutput]:
+        """Replace the lost runner and compute every sequence again. Return the outputs of requests that this ends.
+        Raise EngineDead if no other runner can be started."""
+        if self.restarter is None:
+            raise lost
+        self.in_flight.clear()
+        self.is_awaiting_masks = False
+        self.runner.close()
+        prefix_cache = self.scheduler.memory.prefix_cache
+        num_restarts = self.restarter.num_restarts
+        try:
+            self.runner, memory = self.restarter.restart(lost)
+        finally:
+            self.stats.restarts += self.restarter.num_restarts - num_restarts
+        outputs = self.finish_outputs(self.output_builder.build(self.scheduler.reset(memory), self.clock()))
+        self.sleep_controller.restore(self.runner)
+        for image in self.image_registry.runner_pixels.values():
+            self.send_to_runner(self.runner.add_image, image)
+        if prefix_cache is not None:
+            prefixes = prefix_cache.registered_prefixes.items()
+            for request in [self._prefix_request(name, prefix.tokens) for name, prefix in prefixes]:
+                self.scheduler.waiting.requeue(request)
+        return outputs
+
+    def _prefix_request(self, name: str, tokens: list[int]) -> Request:
+        """Return a request that computes a registered prefix again. Its outputs are not reported, and requests that
+        came before it may use the prefix."""
+        seq = Sequence(self.scheduler.new_seq_id(), list(tokens))
+        seq.max_total_len = len(tokens) + 1
+        request = Request(f"prefix:{name}", seq, PREFIX_PARAMS, arrival_time=self.clock(), max_tokens=1)
+        request.prefix_name = name
+        self.requests[request.id] = request
+        self.prefix_recompute_ids.add(request.id)
+        return request
 
     def close(self) -> None:
-        """Release the runner. The engine can't be used afterwards."""
+        """Close the runner. The engine can't be used afterwards."""
         self.in_flight.clear()
         self.runner.close()
 
 
 def _waits_for_prefix_of(other: Sequence, seq: Sequence) -> bool:
-    """`seq` is still to compute what `other` shares with it."""
+    """Return True if `seq` has yet to compute the prefix that `other` shares with it."""
     computing = seq.prefix_source is not None or seq.planned < other.planned
     return other.prefix_source is seq and other.finish_reason is None and computing
 
 
 def _waits_for_caller(request: Request) -> bool:
-    """Its branches have all that they asked for: whoever added it says how they go on."""
+    """Return True if every branch has its candidates and the caller must continue them."""
     return request.method is not None and len(request.candidates) == len(request.live_seqs)

@@ -1,7 +1,7 @@
-"""Structured output: sequences go on in their grammars with each token, and what they may draw next goes down as masks.
+"""Structured output: each token advances the grammar of its sequence, and token bitmasks say what may be sampled next.
 
-Grammars come with requests (vocabulary.structured), as methods do: nothing here knows how one is made. A matcher lives
-with its sequence, so preemption and prefix hits are nothing to it; a fork copies it.
+Grammars come with requests (quire.protocol.structured_output), as methods do. A matcher belongs to its sequence, so
+preemptions and prefix hits don't affect it; a fork copies it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from quire.protocol.step_plan import SeqSlice, TokenBitmask
 from quire.protocol.structured_output import GrammarMatcher
 
 JUMP_AHEAD_MIN_TOKENS = 4
-"""Tokens from which on a forced run is appended at once. Fewer are drawn, one a step: steps of which each row computes
-one token are the fastest."""
+"""The least number of forced tokens that are appended at once. Fewer are sampled, one a step: steps in which each slice
+computes one token are the fastest."""
 
 StopCheck = Callable[[int], tuple[str | None, int | None]]
-"""Why a sequence ends behind a token, its grammar aside."""
+"""Returns the finish and the stop reason after a token, the grammar aside."""
 
 
 def build_masks(
     slices: Iterable[SeqSlice], by_slot: Mapping[int, tuple[Request, Sequence]]
 ) -> tuple[TokenBitmask, ...]:
-    """What those rows may draw whose sequences have a grammar; all of them at once. One that has ended in the meantime
-    may draw anything: it isn't looked at."""
+    """Return the masks of the slices whose sequences have a grammar, computed in one call. Sequences that have ended
+    get none, as their samples are ignored."""
     slots, matchers, grammar = list[int](), list[GrammarMatcher](), None
     for row in slices:
         if row.num_samples:
@@ -38,8 +38,8 @@ def build_masks(
 
 
 def must_wait_for_token(request: Request, seq: Sequence, deferred_masks: bool) -> bool:
-    """Whether what follows a token that is under way is left until it comes. With masks that may be `deferred_masks`
-    only where a forced run will be appended behind it."""
+    """Return True if a sequence with a sample in flight must not be planned further. With `deferred_masks` that is only
+    so if forced tokens will be appended after the sample."""
     assert seq.matcher is not None, "it has a grammar"
     return not deferred_masks or (
         request.num_logprobs == -1 and len(seq.matcher.forced_tokens()) > JUMP_AHEAD_MIN_TOKENS
@@ -47,22 +47,20 @@ def must_wait_for_token(request: Request, seq: Sequence, deferred_masks: bool) -
 
 
 def advance_grammar(request: Request, seq: Sequence, token: int, eos_ids: frozenset[int]) -> tuple[int, ...]:
-    """`seq` has drawn `token`: go on in its grammar. Tokens that the grammar leaves no choice about are returned, to be
-    appended as if drawn, where nobody asks for their log-probabilities: all of them are computed in one row
-    (jump-ahead)."""
+    """Advance the grammar of `seq` by the sampled `token`. Return the tokens that the grammar then forces, to be
+    appended as if sampled and computed in one slice (jump-ahead). Return none if log-probabilities are wanted."""
     _accept_token(seq, token, eos_ids)
     if seq.matcher is None:
         return ()
     run = seq.matcher.forced_tokens()
-    if (
-        len(run) < JUMP_AHEAD_MIN_TOKENS or request.num_logprobs != -1 or seq.planned > seq.computed
-    ):  # a row for the first of them is under way
+    is_in_flight = seq.planned > seq.computed  # a slice samples the first of them already
+    if len(run) < JUMP_AHEAD_MIN_TOKENS or request.num_logprobs != -1 or is_in_flight:
         return ()
     return run
 
 
 def append_forced_tokens(seq: Sequence, run: Iterable[int], eos_ids: frozenset[int], stop: StopCheck) -> None:
-    """Append a forced run, as far as the sequence goes."""
+    """Append forced tokens until the sequence ends."""
     for forced in run:
         if seq.finish_reason is not None or seq.matcher is None:
             return
@@ -72,8 +70,8 @@ def append_forced_tokens(seq: Sequence, run: Iterable[int], eos_ids: frozenset[i
 
 
 def _accept_token(seq: Sequence, token: int, eos_ids: frozenset[int]) -> None:
-    """Go on behind the last token. A grammar leaves end tokens where it may end, so there the sequence does. One that
-    leaves everything from here on is let go."""
+    """Advance the grammar by the last token. A grammar allows end tokens only where it may end, so an end token ends
+    the sequence even with ignore_eos. A grammar that allows everything from here on is dropped."""
     matcher = seq.matcher
     assert matcher is not None, "it has a grammar"
     if why := matcher.accept(token):

@@ -1,5 +1,5 @@
-"""The pictures of an engine's requests: how many requests have each, and which the runner keeps. Pixels go to it once,
-by their key (vocabulary.media); no plan carries them.
+"""The images of an engine's requests: how many requests use each, and which the runner has. Pixels are sent to the
+runner once for each key (quire.protocol.images); plans carry no pixels.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from quire.protocol.images import ImageItem, ImagePixels
 
 
 class ImageRegistry:
-    """`tiling` is how the model's pictures are cut; None: they are taken as they come."""
+    """Counts the requests of each image. `tiling`: how the model tiles images; None: images are not checked."""
 
     def __init__(self, tiling: ImageTiling | None) -> None:
         self.tiling = tiling
-        self.runner_pixels: dict[bytes, ImagePixels] = {}  # by the runner
-        self._num_requests: Counter[bytes] = Counter()  # requests that have a picture
+        self.runner_pixels: dict[bytes, ImagePixels] = {}  # pixels that the runner has, by key
+        self._num_requests: Counter[bytes] = Counter()  # by image key
 
     def check(self, prompts: Iterable[tuple[ImageItem, ...]], pixels: Sequence[ImagePixels], is_joined: bool) -> None:
-        """InputError for pictures without pixels, or with others than they say: those that count are the first ones of
-        their key. `is_joined`: their tokens are the prompt's."""
-        there = {picture.key: picture for picture in reversed(pixels)} | self.runner_pixels
-        for i, medium in ((i, medium) for media in prompts for i, medium in enumerate(media)):
-            if medium.key not in there:
+        """Raise InputError if pixels are missing or don't match their image. Of pixels with the same key the runner's
+        count, else the first. `is_joined`: several images may be encoded as one (see check_pixels)."""
+        by_key = {one.key: one for one in reversed(pixels)} | self.runner_pixels
+        for i, image in ((i, image) for images in prompts for i, image in enumerate(images)):
+            if image.key not in by_key:
                 raise InputError("the pixels of a picture are missing", "media")
             if self.tiling is not None:
-                check_pixels(i, medium, there[medium.key], self.tiling, is_joined)
+                check_pixels(i, image, by_key[image.key], self.tiling, is_joined)
 
     def add_request(self, images: tuple[ImageItem, ...]) -> None:
-        """With a request."""
-        self._num_requests.update({medium.key for medium in images})
+        """Count the images of a new request."""
+        self._num_requests.update({image.key for image in images})
 
     def take_new(self, pixels: Sequence[ImagePixels]) -> list[ImagePixels]:
-        """Those that the runner is to see, as requests have them and it doesn't keep them."""
+        """Return the pixels to send to the runner: those that requests use and it lacks."""
         new: list[ImagePixels] = []
         for one in pixels:
             if one.key not in self.runner_pixels and one.key in self._num_requests:
@@ -45,11 +45,11 @@ class ImageRegistry:
         return new
 
     def remove_request(self, images: tuple[ImageItem, ...]) -> list[bytes]:
-        """With a request that has ended: the keys that the runner is to forget."""
-        keys = {medium.key for medium in images}
+        """Remove the images of a request that has ended. Return the keys that no request uses any more."""
+        keys = {image.key for image in images}
         self._num_requests.subtract(keys)
-        gone = [key for key in keys if not self._num_requests[key]]
-        for key in gone:
+        unused = [key for key in keys if not self._num_requests[key]]
+        for key in unused:
             del self._num_requests[key]
             self.runner_pixels.pop(key, None)
-        return gone
+        return unused

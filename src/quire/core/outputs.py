@@ -1,8 +1,7 @@
-"""Outcomes: what the events of a step come to for whoever asked, as Outputs. Most branches tell their tokens as they
-come; those of a method tell what all of them agree on, until the best are known; best_of waits for its end.
+"""Turns a step's events into outputs. Most branches report their tokens as they come. The branches of a method report
+what all of them agree on, until the best are known; best_of reports at its end.
 
-Knows tokens alone: text, and what ends a branch for the sake of it, is the readers' (quire.text.request_detokenizer).
-Knows neither runner nor memory.
+Outputs have tokens only: clients make text of them and check stop strings (quire.text.request_detokenizer).
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from quire.protocol.step_plan import TopLogprobs
 
 
 class BranchOutput(NamedTuple):
-    """What a step brought for one branch of a request. `finish_reason` is None while the branch goes on; `done` says
-    that the whole request ended. `cached_tokens` come with each, `prompt_logprobs` with the first of branch 0,
-    `pooled` [hidden] with the end of a request that has pooling: the last token's hidden state, or the mean of all.
-    `text` is empty until a Transcript read it."""
+    """The output of a step for one branch of a request. `finish_reason` is None while the branch goes on; `done`: the
+    whole request has ended. Every output has `cached_tokens`, the first one of branch 0 `prompt_logprobs`, and the last
+    one of a request with pooling `pooled` [hidden]: the hidden state of the last token, or the mean of all. `text` is
+    empty until the client detokenizes the tokens."""
 
     request_id: str
     branch: int
@@ -35,7 +34,7 @@ class BranchOutput(NamedTuple):
 
 
 class EngineStats:
-    """Counters since the start; plain numbers that a server exports."""
+    """Counters since the start, which a server exports as metrics."""
 
     __slots__ = (
         "computed_tokens", "finished", "generated_tokens", "idle_seconds", "prompt_tokens", "restarts", "rows",
@@ -44,14 +43,14 @@ class EngineStats:
 
     def __init__(self) -> None:
         self.steps = self.rows = self.prompt_tokens = self.generated_tokens = 0
-        self.restarts = 0  # of the runner, those that failed included
-        self.computed_tokens = 0  # of prompts and outputs, in steps that were collected
+        self.restarts = 0  # of the runner, failed ones included
+        self.computed_tokens = 0  # of prompts and outputs, in collected steps
         self.step_seconds = 0.0
-        self.idle_seconds = 0.0  # in which the device waited for the host between two steps
+        self.idle_seconds = 0.0  # the device waited for the host between two steps
         self.finished: dict[str, int] = {}
 
     def copy(self) -> EngineStats:
-        """These numbers, as they are now."""
+        """Return a copy of the counters."""
         other = EngineStats()
         for name in self.__slots__:
             setattr(other, name, getattr(self, name))
@@ -60,13 +59,13 @@ class EngineStats:
 
 
 class OutputBuilder:
-    """Counts what it tells in `stats`."""
+    """Builds outputs and counts them in `stats`."""
 
     def __init__(self, stats: EngineStats) -> None:
         self.stats = stats
 
     def build(self, events: list[SeqEvent], now: float) -> list[BranchOutput]:
-        """The outputs of a step's events."""
+        """Return the outputs of a step's events."""
         outputs: list[BranchOutput] = []
         for request, seq, tokens, tops in events:
             if request.aborted:
@@ -84,22 +83,22 @@ class OutputBuilder:
         return outputs
 
     def build_aborted(self, request: Request, seqs: list[Sequence]) -> list[BranchOutput]:
-        """The last outputs of an aborted request: of the branches in `seqs`, or of those that it would return."""
+        """Return the last outputs of an aborted request: of the branches `seqs`, or of the branches to be returned."""
         if request.method is not None or request.params.returns_best_of:
             return self._outputs_without_result(request, "abort")
         return [self._branch_output(request, seq, (), ()) for seq in seqs]
 
     def record_stop(self, request: Request, seq: Sequence) -> bool:
-        """Whoever reads a branch ended it, and knows: it isn't told. Whether the whole request has ended."""
+        """Count a branch that its client ended, without an output. Return True if the whole request has ended."""
         self._count_end(request, seq.finish_reason or "")
         return request.num_reported == len(request.live_seqs) + len(request.finished_seqs)
 
     def record_stop_of_all(self, request: Request) -> None:
-        """The same of a request whose branches are returned together: all of it has ended."""
+        """Count the end, by its client, of a request whose branches are returned together."""
         for _ in range(request.params.n):
             self._count_end(request, "stop")
 
-    # Each branch by itself
+    # Independent branches
 
     def _branch_output(
         self, request: Request, seq: Sequence, tokens: tuple[int, ...], top_logprobs: tuple[TopLogprobs, ...]
@@ -117,27 +116,25 @@ class OutputBuilder:
             request.cached_tokens, seq.pooled,
         )  # fmt: skip
 
-    # Branches of which some are returned
+    # best_of and methods
 
     def _best_of_outputs(self, request: Request) -> list[BranchOutput]:
-        """best_of: the n branches of the highest cumulative log-probability, best first."""
+        """Return the n branches of best_of with the highest cumulative log-probability, best first."""
         best = sorted(request.finished_seqs, key=_best_of_key)[: request.params.n]
         return [
             self._range_output(request, branch, seq, seq.prompt_len, len(seq.tokens)) for branch, seq in enumerate(best)
         ]
 
     def _method_outputs(self, request: Request) -> list[BranchOutput]:
-        """What a method's step settled: the tokens that all its branches agree on, or at its end the best results."""
+        """Return the new tokens that all branches of a method agree on, or at its end the best results."""
         n = request.params.n
         if request.status is not RequestStatus.DONE:
-            every = [seq for _, seq in request.results] + request.live_seqs
-            start, end = _agreed_range(request, every)
+            seqs = [seq for _, seq in request.results] + request.live_seqs
+            start, end = _agreed_range(request, seqs)
             request.agreed_tokens += end - start
-            return (
-                [self._range_output(request, branch, every[0], start, end) for branch in range(n)]
-                if end > start
-                else []
-            )
+            if end == start:
+                return []
+            return [self._range_output(request, branch, seqs[0], start, end) for branch in range(n)]
         best = [seq for _, seq in request.results[:n]]
         if not best:  # an error ended all of them; or, in a session, the last was freed
             last = next(
@@ -145,15 +142,15 @@ class OutputBuilder:
             )
             return self._outputs_without_result(request, last.finish_reason or "", last.stop_reason)
         start = best[0].prompt_len + request.agreed_tokens
-        told = [self._range_output(request, branch, seq, start, len(seq.tokens)) for branch, seq in enumerate(best)]
+        outputs = [self._range_output(request, branch, seq, start, len(seq.tokens)) for branch, seq in enumerate(best)]
         if len(best) < n:
-            told += self._outputs_without_result(
+            outputs += self._outputs_without_result(
                 request, "error", f"there are only {len(best)} results", first=len(best)
             )
-        return told
+        return outputs
 
     def _range_output(self, request: Request, branch: int, seq: Sequence, start: int, end: int) -> BranchOutput:
-        """Tokens [start, end) of what branch `branch` of the request turns out to be."""
+        """Return an output of branch `branch` with the tokens [start, end) of `seq`."""
         tokens = tuple(seq.tokens[start:end])
         tops = tuple(seq.top_logprobs[start - seq.prompt_len : end - seq.prompt_len])
         finish = seq.finish_reason if request.status is RequestStatus.DONE else None
@@ -172,7 +169,7 @@ class OutputBuilder:
     def _outputs_without_result(
         self, request: Request, why: str, reason: int | str | None = None, first: int = 0
     ) -> list[BranchOutput]:
-        """The end of a request whose branches are returned together; those from `first` on have no results."""
+        """Return the ends of the branches from `first` on, for which a method or best_of has no results."""
         outputs = []
         for branch in range(first, request.params.n):
             self._count_end(request, why)
@@ -180,16 +177,14 @@ class OutputBuilder:
             outputs.append(BranchOutput(request.id, branch, (), "", (), why, reason, done, 0.0))
         return outputs
 
-    # What all of them do
-
     def _count_end(self, request: Request, why: str) -> None:
-        """A branch's end is told."""
+        """Count the end of a branch."""
         self.stats.finished[why] = self.stats.finished.get(why, 0) + 1
         request.num_reported += 1
 
 
 def _agreed_range(request: Request, seqs: list[Sequence]) -> tuple[int, int]:
-    """From where on, and up to where, all of `seqs` have the same tokens that weren't told yet."""
+    """Return the range [start, end) of tokens that all of `seqs` share and that were not reported yet."""
     first = seqs[0]
     start, end = first.prompt_len + request.agreed_tokens, min(len(seq.tokens) for seq in seqs)
     end = next((i for i in range(start, end) if any(s.tokens[i] != first.tokens[i] for s in seqs)), end)
@@ -197,5 +192,5 @@ def _agreed_range(request: Request, seqs: list[Sequence]) -> tuple[int, int]:
 
 
 def _best_of_key(seq: Sequence) -> tuple[bool, float, int]:
-    """The order of best_of's branches: one that failed comes last, whatever its log-probability."""
+    """Return the sort key of best_of: failed branches come last, whatever their log-probability."""
     return seq.finish_reason == "error", -seq.cumulative_logprob, seq.branch_index

@@ -1,7 +1,4 @@
-"""Requests and their sequences: what is asked for, and how far each branch of it has come.
-
-Nothing here knows where tokens are kept: memory facts live in the memory.
-"""
+"""A request: its parameters, its branches and their progress. Page tables belong to the memory."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from quire.protocol.step_plan import TopLogprobs
 
 
 class RequestStatus(Enum):
-    """Where a request is. All its live sequences are in memory together, or swapped together, or absent together."""
+    """The state of a request. All its live sequences are in memory, all are swapped out, or none is stored."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -62,42 +59,42 @@ class Request:
     ) -> None:
         self.id = id
         self.params = params
-        self.device_params = params.to_device_params()  # what the device must know of them
+        self.device_params = params.to_device_params()  # the part that the device needs
         self.arrival_time = arrival_time
-        self.max_tokens = max_tokens  # resolved: what params ask for, cut to what model and memory allow
+        self.max_tokens = max_tokens  # resolved: at most what model and memory allow
         self.seed = first_seq.seed
         self.stop_ids = frozenset(params.stop_token_ids or ())
-        self.num_logprobs: int | None = None  # most likely tokens that its rows return, once that is known
+        self.num_logprobs: int | None = None  # likeliest tokens that its slices return; None: not resolved yet
         self.prompt_len = first_seq.prompt_len
-        self.method: Method | None = None  # how its branches go on, if not each for itself
-        self.candidates: dict[int, TopLogprobs] = {}  # what a method still waits for, by sequence
-        self.results: list[tuple[float, Sequence]] = []  # a method's, best first
-        self.agreed_tokens = 0  # tokens that all branches of a method agree on, and that were told
-        self.prefix_name: str | None = None  # register its prompt under this name
+        self.method: Method | None = None  # None: branches are independent
+        self.candidates: dict[int, TopLogprobs] = {}  # by sequence id, until the method's step is complete
+        self.results: list[tuple[float, Sequence]] = []  # a method's scores and ended branches, best first
+        self.agreed_tokens = 0  # reported tokens on which all branches of a method agree
+        self.prefix_name: str | None = None  # registers its prompt under this name
         self.images: tuple[ImageItem, ...] = ()
-        self.client, self.batch_id = "", 0  # whose it is, and what came with it
-        self.order = 0  # among all requests of the scheduler that has it: of two the lesser is served first
+        self.client, self.batch_id = "", 0  # see quire.core.request_queue
+        self.order = 0  # in its scheduler; requests with lower numbers are served first
         self.live_seqs = [first_seq]
         self.finished_seqs: list[Sequence] = []
         self.status = RequestStatus.WAITING
         self.aborted = False
         self.cached_tokens = 0
         self.preemptions = 0
-        self.num_reported = 0  # branches whose end was told
+        self.num_reported = 0  # branches whose end was reported
         self.scheduled_time: float | None = None
         self.first_token_time: float | None = None
 
     @property
     def max_slots(self) -> int:
-        """Slots that it holds or may come to hold."""
+        """The most slots that its live branches and their forks need."""
         if self.method is not None:
             return self.method.width
         return len(self.live_seqs) + sum(seq.num_forks for seq in self.live_seqs)
 
 
 class SeqEvent(NamedTuple):
-    """What one step did to one sequence: `tokens` it gained; the sequence says whether it ended. Without a sequence:
-    the request's method took a step, or all branches of a request ended."""
+    """The effect of a step on a sequence: the `tokens` that were appended. With `seq` None, the request's method took a
+    step or all branches of the request have ended."""
 
     request: Request
     seq: Sequence | None

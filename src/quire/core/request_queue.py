@@ -1,9 +1,9 @@
-"""Requests that wait to be admitted: a fair share for each client, then for each batch of a client, and first come
-first served within a batch. A batch is what came at once, such as the prompts of one HTTP request.
+"""The queue of requests to admit: a fair share for each client, then for each batch of a client, and first come first
+served within a batch. A batch is a set of requests that came at once, such as the prompts of one HTTP request.
 
 Both levels use start-time fair queueing (Goyal, Vin and Cheng, 1996): the one that was served least is next. A new
 client or batch starts at the service of the current one. So no share is saved up, and no request waits for another
-client's whole line.
+client's whole queue.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from itertools import count
 
 from quire.core.request import Request
 
-ORDER_STEP = 1 << 20  # orders between two arrivals: those of requests that overtake lie there
+ORDER_STEP = 1 << 20  # distance of the orders of two arrivals; overtaking requests get orders between
 
 
 class FairShare:
-    """What a client or a batch was served, in tokens. Of two that were served the same the older one is next."""
+    """The tokens that a client or a batch was served. With equal service the older one is next."""
 
     __slots__ = ("age", "served_tokens")
 
@@ -32,7 +32,7 @@ class FairShare:
 
 
 class BatchQueue(FairShare):
-    """Requests that came at once, in order."""
+    """The waiting requests of a batch, in order."""
 
     __slots__ = ("key", "requests")
 
@@ -42,7 +42,7 @@ class BatchQueue(FairShare):
 
 
 class ClientQueue(FairShare):
-    """A client's batches that wait; `virtual_time` is how far the one is that was served last."""
+    """The waiting batches of a client. `virtual_time`: the service of its batch that was served last."""
 
     __slots__ = ("batches", "heap", "key", "virtual_time")
 
@@ -54,29 +54,28 @@ class ClientQueue(FairShare):
 
 
 class RequestQueue:
-    """Newcomers by their shares, and before them those that were preempted, by their order."""
+    """New requests in the order of their shares, and before them `preempted` requests by their `order`."""
 
     def __init__(self) -> None:
         self.preempted: list[Request] = []
         self._clients: dict[str, ClientQueue] = {}
         self._heap: list[ClientQueue] = []
         self._virtual_time, self._ages, self._added = 0.0, count(), 0
-        self._last_batch: tuple[str, int] | None = None  # the client and the batch of the last newcomer
-        self.is_contended = False  # there were several clients, or a batch of several requests
-        self._by_arrival = deque[Request]()  # newcomers by arrival, and some that wait no more
-        self._in_by_arrival: set[Request] = set()  # those of `_arrived`
-        self._waiting_new: set[Request] = set()  # newcomers
-        self._counts = Counter[tuple[str, int]]()  # requests of each batch
-        self._taken_from: dict[
-            Request, tuple[ClientQueue, BatchQueue]
-        ] = {}  # newcomers that were taken, until they can't be put back
-        self._overtaken, self._overtakers = 0, 0  # the order that was overtaken last, and how often
+        self._last_batch: tuple[str, int] | None = None  # client and batch of the last new request
+        self.is_contended = False  # there were several clients, or a batch with several requests
+        self._by_arrival = deque[Request]()  # new requests by arrival, and some that wait no more
+        self._in_by_arrival: set[Request] = set()  # the requests in `_by_arrival`
+        self._waiting_new: set[Request] = set()  # the new requests
+        self._counts = Counter[tuple[str, int]]()  # waiting requests of each batch
+        # New requests that were popped since the last `put_back`.
+        self._taken_from: dict[Request, tuple[ClientQueue, BatchQueue]] = {}
+        self._overtaken, self._overtakers = 0, 0  # the last order that was overtaken, and by how many requests
 
     def __len__(self) -> int:
         return len(self.preempted) + len(self._waiting_new)
 
     def __iter__(self) -> Iterator[Request]:
-        """Those that were preempted, then newcomers by arrival."""
+        """Iterate over the preempted requests, then the new ones by arrival."""
         yield from self.preempted
         yield from (request for request in self._by_arrival if request in self._waiting_new)
 
@@ -86,7 +85,7 @@ class RequestQueue:
         return len(self._counts)
 
     def add(self, request: Request) -> None:
-        """A newcomer; it gets its order."""
+        """Queue a new request and set its `order`."""
         self._added += 1
         request.order = self._added * ORDER_STEP
         if self._last_batch is not None:
@@ -97,8 +96,8 @@ class RequestQueue:
         self._batch_of(request).requests.append(request)
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Of the newcomers that were taken since the last call, those that have to wait a little longer: they keep
-        their places, and nothing was served."""
+        """Put back new requests that were popped since the last call: they keep their places and were not served. The
+        other popped requests can't be put back any more."""
         for request in reversed(requests):
             client, batch = self._taken_from[request]
             client.served_tokens -= _cost(request)
@@ -118,12 +117,12 @@ class RequestQueue:
         self._taken_from.clear()
 
     def requeue(self, request: Request) -> None:
-        """One that was admitted and is preempted, or that has no batch: it comes before all newcomers."""
+        """Queue a request before all new ones: one that was preempted, or that has no batch."""
         self._counts[request.client, request.batch_id] += 1
         insort(self.preempted, request, key=_order)
 
     def peek_new(self) -> Request | None:
-        """The newcomer that is next."""
+        """Return the next new request, or None."""
         while self._heap:
             client = self._heap[0]
             while client.heap and not client.heap[0].requests:
@@ -134,8 +133,8 @@ class RequestQueue:
         return None
 
     def pop(self, request: Request) -> None:
-        """Take out `request`, the first of `preempted` or the `peek_new`. One that overtakes earlier newcomers gets an
-        order before theirs."""
+        """Remove `request`, which is the first of `preempted` or `peek_new()`, and count its service. A new request
+        that overtakes earlier ones gets an order before theirs."""
         if request not in self._waiting_new:
             self.remove(request)
             return
@@ -157,7 +156,7 @@ class RequestQueue:
             request.order = overtaken - ORDER_STEP + min(self._overtakers, ORDER_STEP - 1)
 
     def remove(self, request: Request) -> None:
-        """A request that has ended."""
+        """Remove a request that has ended."""
         if request in self._waiting_new:
             self._clients[request.client].batches[request.batch_id].requests.remove(request)
             self._count_out(request)
@@ -166,7 +165,7 @@ class RequestQueue:
             self._uncount(request)
 
     def _batch_of(self, request: Request) -> BatchQueue:
-        """The batch of a newcomer, which is counted."""
+        """Count a new request. Return its batch, which is created if needed."""
         client = self._clients.get(request.client)
         if client is None:
             client = self._clients[request.client] = ClientQueue(request.client, self._virtual_time, next(self._ages))
@@ -200,5 +199,5 @@ def _order(request: Request) -> int:
 
 
 def _cost(request: Request) -> int:
-    """What a request is served: the tokens of its prompt, and one of each branch, as nobody knows how many come."""
+    """Return the service of a request in tokens: its prompt, and one for each branch, as output lengths are unknown."""
     return request.prompt_len + request.max_slots

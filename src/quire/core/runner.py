@@ -1,4 +1,4 @@
-"""What the control plane asks of the data plane."""
+"""The interface between the engine and its runner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.protocol.step_plan import StepPlan, StepResult, TokenBitmask
 
 
 class Runner(Protocol):
-    """The data plane. `submit` only enqueues; up to `depth` plans may be in flight, collected in order."""
+    """Executes plans. `submit` only enqueues; up to `depth` plans may be in flight. They are collected in order."""
 
     depth: int
 
@@ -20,20 +20,20 @@ class Runner(Protocol):
         ...
 
     def add_image(self, pixels: ImagePixels) -> None:
-        """Keep a picture: plans that are submitted from now on may encode it."""
+        """Store an image. Plans that are submitted from now on may encode it."""
         ...
 
     def remove_image(self, key: bytes) -> None:
-        """No plan that isn't submitted yet encodes this picture. Unknown ones pass."""
+        """Forget an image: no later plan encodes it. Ignore unknown keys."""
         ...
 
     def submit(self, plan: StepPlan) -> Any:
-        """Enqueue a step; returns a ticket."""
+        """Enqueue a step. Return its ticket."""
         ...
 
     def collect(self, ticket: Any) -> StepResult:
-        """Wait for the step of a ticket. Steps in flight overlap, but the `seconds` of their results don't: they add up
-        to no more than has passed."""
+        """Wait for the step of a ticket and return its result. Steps in flight overlap, but the `seconds` of their
+        results don't: their sum is at most the elapsed time."""
         ...
 
     def close(self) -> None:
@@ -43,28 +43,40 @@ class Runner(Protocol):
 
 @runtime_checkable
 class SleepableRunner(Protocol):
-    """A runner that can let go of its memory and take it back. No step is in flight when it is asked to."""
+    """A runner that can release its memory and take it back. Both are called without a step in flight."""
 
     def sleep(self, level: int) -> None:
-        """Let go of pages, host pages and all that was made over them; with level 1 weights move to host memory, with
-        2 they are dropped. One that sleeps at level 1 may be asked for 2."""
+        """Release pages, host pages and everything made over them. At level 1 weights move to host memory, at 2 they
+        are dropped. May be called for level 2 while asleep at level 1."""
         ...
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Take back what is named, "weights" before "kv_cache": pages hold nothing, and their tables name nothing. What
-        it raises leaves it asleep, but for the weights if these came back."""
+        """Take back what `tags` name, "weights" before "kv_cache"; pages and page tables are empty. If it raises, the
+        runner stays asleep, except for weights that were taken back."""
         ...
 
 
 @runtime_checkable
 class DeferredMaskRunner(Protocol):
-    """A runner that can begin a step before it is known what its rows may draw, so that masks are made while the device
-    computes."""
+    """A runner that can start a step without its grammar masks, which are made while the device computes."""
 
     def submit_without_masks(self, plan: StepPlan) -> Any:
-        """As `submit`, but for the draws; no plan follows before `submit_masks`."""
+        """As `submit`, without sampling; no plan follows before `submit_masks`."""
         ...
 
     def submit_masks(self, ticket: Any, masks: tuple[TokenBitmask, ...]) -> Any:
-        """Go on with a step that is held; its ticket."""
+        """Finish a step that was submitted without masks. Return its ticket."""
         ...
+
+
+class MonitoredRunner(Protocol):
+    """A runner that can be lost while no step is in flight, as it is in other processes."""
+
+    def check(self) -> None:
+        """Raise RanksLost if the runner is lost."""
+        ...
+
+
+def can_defer_masks(runner: Runner, depth: int) -> bool:
+    """Return True if an engine with `depth` steps in flight submits masks after the step's start."""
+    return depth > 1 and isinstance(runner, DeferredMaskRunner)

@@ -1,14 +1,13 @@
-"""The scheduler: in the queue's order (quire.core.request_queue), one iteration at a time (PagedAttention §4.5).
+"""The scheduler: plans one step at a time (PagedAttention §4.5), in the order of the queue (quire.core.request_queue).
 
-`schedule` plans a step from how far sequences are planned, `update` takes in a step's result and reads the plan it is
-given. There is no prompt phase: a sequence gets the tokens that bring `planned` up to its length, in chunks if the
-budget asks for it. The scheduler never asks which memory it drives, and knows no clock.
+`schedule` plans a step, `update` processes a step's result with the plan of that step. There is no prompt phase: a
+sequence gets the tokens that bring `planned` up to its length, in chunks if the budget is short. The scheduler works
+over any memory and reads no clock.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
 
 from quire.core.branching import BranchOps, MethodDriver
 from quire.core.decoding import append_token, record_pooled, record_prompt_logprobs, resolve_num_logprobs
@@ -21,15 +20,19 @@ from quire.memory.answers import Deferred
 from quire.memory.interface import KVMemory
 from quire.protocol.seeds import branch_seed
 from quire.protocol.sequence import Sequence
-from quire.protocol.step_plan import LAST_SAMPLED, SeqSlice, SliceResult, SlotInit, StepPlan, StepResult
+from quire.protocol.step_plan import LAST_SAMPLED, SeqSlice, SliceResult, SlotInit, StepPlan, StepResult, TableWrite
 
 
 class Scheduler:
-    """`token_budget` tokens are computed in a step at most, and `max_seqs` sequences are resident. `preemption` is
-    "swap", "recompute", or "auto": what `costs` says is cheaper for the victim. `static_batching` batches
-    (FasterTransformer) take what the memory holds when nothing runs, whatever the budget, and nobody joins before their
-    last member ends. Where the model has `pp_size`, steps in flight are of different sequences, dealt out so that there
-    are as many of them."""
+    """Schedules requests: at most `token_budget` tokens in a step, and `max_seqs` sequences in memory.
+
+    `preemption` is "swap", "recompute", or "auto": whichever `costs` estimates to be cheaper for the victim. With
+    `static_batching` (FasterTransformer) a batch takes what the memory holds when nothing runs, whatever the budget,
+    and no request joins before the last member ends. With `pp_size` pipeline stages the steps in flight are of
+    different sequences, which are divided evenly among that many steps.
+
+    `deferred_masks`: the runner accepts grammar masks after a step has started. `shares_memory`: other engines allocate
+    from the same memory, so page operations are sent in a plan without slices rather than kept for the next plan."""
 
     def __init__(
         self,
@@ -43,38 +46,38 @@ class Scheduler:
         costs: PreemptionCosts = DEFAULT_COSTS,
         static_batching: bool = False,
         pp_size: int = 1,
+        deferred_masks: bool = False,
+        shares_memory: bool = False,
     ) -> None:
         self.memory, self.static_batching, self.pp_size = memory, static_batching, pp_size
         self.token_budget, self.max_seqs, self.max_len = token_budget, max_seqs, max_len
         self.eos_ids = frozenset(eos_ids)
         self.preemption, self.costs = preemption, costs
-        geometry = memory.kv_config
-        self.clip_chunk = geometry.clip_chunk if geometry.budget or geometry.both_ways else None
-        self.encoder_budget = EncoderBudget(memory, token_budget) if geometry.has_images else None
-        # Whether other engines may take pages before what was decided of them is done: it is sent without rows then
-        self.memory_contended: Callable[[], bool] = lambda: False
+        self.deferred_masks, self.shares_memory = deferred_masks, shares_memory
+        kv_config = memory.kv_config
+        self.clip_chunk = kv_config.clip_chunk if kv_config.budget or kv_config.both_ways else None
+        self.encoder_budget = EncoderBudget(memory, token_budget) if kv_config.has_images else None
         self.waiting, self.swapped = RequestQueue(), deque[Request]()
         self.running: dict[Request, None] = {}  # in order of arrival
         self.by_slot: dict[int, tuple[Request, Sequence]] = {}
         self.new_slots: list[SlotInit] = []
-        self.num_grammar_requests = 0  # requests with a grammar
-        self.deferred_masks = False  # the runner takes masks once a step is under way
-        self.num_in_flight = 0  # plans made whose results are awaited
+        self.num_grammar_requests = 0
+        self.num_in_flight = 0  # plans whose results are awaited
         self.last_seq_id = 0
-        self.rebalance_due = False  # a newcomer is to get room that another client or batch has more of
-        self.rebalance_target: Request | None = None  # the newcomer that room was made for
-        self.preemption_counts = {"swap": 0, "recompute": 0}  # requests, by the way it was done
-        self.num_prefix_waiters = 0  # waiting requests that the last look at the queue told to come later
-        hands = BranchOps(self.new_seq_id, self._fork, self._free_seq, self._init_forked_slot, self.finish)
-        self.method_driver = MethodDriver(hands, self.eos_ids)
+        self.rebalance_due = False  # a new request is to get slots of a client or batch that has more
+        self.rebalance_target: Request | None = None  # the new request that slots were freed for
+        self.preemption_counts = {"swap": 0, "recompute": 0}
+        self.num_prefix_waiters = 0  # requests that the last admission deferred
+        branch_ops = BranchOps(self.new_seq_id, self._fork, self._free_seq, self._init_forked_slot, self.finish)
+        self.method_driver = MethodDriver(branch_ops, self.eos_ids)
 
     def new_seq_id(self) -> int:
-        """A sequence id that was never used."""
+        """Return a sequence id that was never used."""
         self.last_seq_id += 1
         return self.last_seq_id
 
     def add(self, request: Request) -> None:
-        """Queue a request that the memory `fits`."""
+        """Queue a request. It must fit the memory (`KVMemory.fits`)."""
         self.num_grammar_requests += request.params.grammar is not None
         self.waiting.add(request)
 
@@ -85,87 +88,94 @@ class Scheduler:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """There is a request to serve, or a step whose result is awaited."""
+        """Return True if there are requests, or steps whose results are awaited."""
         return bool(self.waiting or self.swapped or self.running or self.num_in_flight)
 
     # schedule
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step. None: there is nothing to do, or memory is short, or a preemption is due, and a result is
-        awaited first."""
+        """Plan the next step. Return None if there is nothing to do, or if a result must be awaited first, as memory is
+        short or a preemption is due."""
         if self.rebalance_due:
             if self.num_in_flight:
                 return None
             self._rebalance()
-        rows: list[SeqSlice] = []
+        slices: list[SeqSlice] = []
         if self.encoder_budget is not None:
             self.encoder_budget.start_step()
-        hurt = self._schedule_running(rows)
-        # What was spread over large pages finds room when it comes back together.
-        if hurt is not None and (not hurt or not self.running):
-            self._schedule_waiting(rows)
-        if hurt is None or (not rows and not hurt and (self.num_in_flight or not (self.new_slots and self.running))):
-            sees = self.encoder_budget is not None and self.encoder_budget.used_parts > 0
-            return self._make_plan([]) if (sees and hurt is not None) or self.memory_contended() else None
-        for row in rows:
+        preempted = self._schedule_running(slices)
+        # If nothing runs any more, admit at once: requests that were spread over large pages may fit when readmitted.
+        if preempted is not None and (not preempted or not self.running):
+            self._schedule_waiting(slices)
+        if preempted is None or (
+            not slices and not preempted and (self.num_in_flight or not (self.new_slots and self.running))
+        ):
+            encodes = self.encoder_budget is not None and self.encoder_budget.used_parts > 0
+            must_send = (encodes and preempted is not None) or self._has_shared_page_ops()
+            return self._make_plan([]) if must_send else None
+        for row in slices:
             seq = self.by_slot[row.slot][1]
             seq.planned = row.start + len(row.tokens)
             seq.pending_samples += row.num_samples > 0
-        return self._make_plan(
-            rows
-        )  # none of them: a request comes back whose method waits, or victims' pages are taken
+        return self._make_plan(slices)  # without slices if a method suspends its branches, or victims were swapped out
+
+    def _has_shared_page_ops(self) -> bool:
+        """Return True if page operations are pending on pages that other engines may take before the next plan."""
+        page_ops = getattr(self.memory, "page_ops", ()) if self.shares_memory else ()
+        return any(type(op) is not TableWrite for op in page_ops)
 
     def _make_plan(self, slices: list[SeqSlice]) -> StepPlan:
-        births, self.new_slots = tuple(self.new_slots), []
-        now, ahead = self.memory.take_page_ops()
+        new_slots, self.new_slots = tuple(self.new_slots), []
+        page_ops, ahead = self.memory.take_page_ops()
         self.num_in_flight += 1
         masks = build_masks(slices, self.by_slot) if self.num_grammar_requests and not self.deferred_masks else ()
-        return StepPlan(births, now, tuple(slices), ahead, masks)
+        return StepPlan(new_slots, page_ops, tuple(slices), ahead, masks)
 
     def _schedule_running(self, slices: list[SeqSlice]) -> bool | None:
-        """Give each running sequence its next tokens, oldest request first; preempt the youngest when memory is short.
-        Returns whether anybody was hurt; None when memory is short but steps are in flight, so that victims may be."""
-        hurt, budget, staged = False, self.token_budget, self.pp_size > 1
-        most, drawing = -(-len(self.by_slot) // self.pp_size), 0  # rows that draw: others are the next step's
-        grow, wanted, sight = self.memory.grow, self._num_new_tokens, self.encoder_budget
+        """Give each running sequence its next tokens, oldest request first. Preempt the youngest while memory is short.
+        Return True if a request was preempted, None if one must be but steps are in flight."""
+        preempted, budget, pipelined = False, self.token_budget, self.pp_size > 1
+        # With stages: slices that sample in this step. The remaining ones are left to the next steps.
+        max_samples, num_samples = -(-len(self.by_slot) // self.pp_size), 0
+        grow, num_new_tokens, encoder_budget = self.memory.grow, self._num_new_tokens, self.encoder_budget
         for request in list(self.running):
             if request.status is not RequestStatus.RUNNING:
-                break  # preempted above, and so is everyone younger
+                break  # preempted above, and so are all younger ones
             first = len(slices)
             for seq in request.live_seqs:
-                count = wanted(request, seq, budget)
-                if count <= 0 or (staged and drawing == most and seq.planned + count >= len(seq.tokens)):
+                count = num_new_tokens(request, seq, budget)
+                if count <= 0 or (pipelined and num_samples == max_samples and seq.planned + count >= len(seq.tokens)):
                     continue
                 while not grow(seq, seq.planned + count):
                     if self.num_in_flight:
                         return None
-                    hurt = True
+                    preempted = True
                     self._preempt(next(reversed(self.running)))
                     if request.status is not RequestStatus.RUNNING:
                         del slices[first:]
-                        return hurt
-                if sight is not None and not (count := sight.schedule_encoding(seq, count)):
+                        return preempted
+                if encoder_budget is not None and not (count := encoder_budget.schedule_encoding(seq, count)):
                     continue
                 slices.append(self._make_slice(request, seq, count))
-                if staged:
-                    drawing += slices[-1].num_samples > 0
+                if pipelined:
+                    num_samples += slices[-1].num_samples > 0
                 budget -= count
-        return hurt
+        return preempted
 
     def _num_new_tokens(self, request: Request, seq: Sequence, budget: int) -> int:
-        """Tokens that the sequence could compute next, of `token_budget`."""
+        """Return how many tokens, at most `budget`, the sequence can compute next."""
         if seq.finish_reason is not None:
             return 0
         if seq.pending_samples:
             if seq.num_forks or request.method is not None or self.pp_size > 1:
-                return 0  # what follows is decided when its sample arrives, or known to the first stage then
+                return 0  # its sample decides what follows, or must reach the first stage
             if seq.matcher is not None and must_wait_for_token(request, seq, self.deferred_masks):
-                return 0  # as what may be drawn is; others go on
+                return 0  # the mask depends on the sample
             if len(seq.tokens) + seq.pending_samples - seq.prompt_len >= request.max_tokens:
-                return 0  # its last token is on its way
+                return 0  # its last token is in flight
         if seq.prefix_source is not None:
             if seq.prefix_source.prefix_source is not None or seq.prefix_source.planned < seq.planned:
-                return 0  # what it shares is still to be computed, by the sibling or by that one's own
+                return 0  # its prefix is not computed yet, by the sibling or by the sibling's own source
             seq.prefix_source = None
         count = min(len(seq.tokens) + seq.pending_samples - seq.planned, budget)
         return count if self.clip_chunk is None else self.clip_chunk(seq.prompt_len, seq.planned, count)
@@ -183,7 +193,7 @@ class Scheduler:
             score = tuple(seq.tokens[start + 1 : min(end + 1, seq.prompt_len)])
         return SeqSlice(self.memory.slot(seq), tokens, start, sample, score)
 
-    # Preemption: whole requests, all or nothing, and all sequences of a request together (§4.5)
+    # Preemption: all sequences of a request together (§4.5)
 
     def _preempt(self, victim: Request) -> None:
         if self._preemption_mode(victim) == "swap":
@@ -199,12 +209,12 @@ class Scheduler:
         self._preempt_by_recompute(victim)
 
     def _preempt_by_recompute(self, victim: Request) -> None:
-        """Every sequence leaves memory and will be recomputed, as one prompt of all its tokens so far."""
+        """Free every sequence. Each will be recomputed, as one prompt of all its tokens so far."""
         del self.running[victim]
         for seq in victim.live_seqs:
             self._free_seq(seq)
             seq.computed = seq.planned = 0
-        victim.candidates = {}  # they will be drawn again
+        victim.candidates = {}  # they will be sampled again
         victim.status = RequestStatus.WAITING
         self.waiting.requeue(victim)
         self._count_preemption(victim, "recompute")
@@ -216,68 +226,69 @@ class Scheduler:
     def _preemption_mode(self, victim: Request) -> str:
         if self.preemption != "auto":
             return self.preemption
-        held, tokens = self.memory.count_held(victim.live_seqs)
-        return self.costs.cheaper_mode(held, tokens, [seq.computed for seq in victim.live_seqs])
+        pages, tokens = self.memory.count_held(victim.live_seqs)
+        return self.costs.cheaper_mode(pages, tokens, [seq.computed for seq in victim.live_seqs])
 
     # Admission
 
     def _schedule_waiting(self, slices: list[SeqSlice]) -> None:
-        """Bring requests in, in the queue's order, while the budget, the slots and the memory allow: nobody new is
-        admitted before older ones that were preempted are back (§4.5), unless these have more than their share. Who is
-        told to come later keeps its place and its slots, as the memory keeps room for it, and the next one is tried."""
+        """Admit requests in the queue's order while the budget, the slots and the memory allow. Preempted requests come
+        before new ones (§4.5), unless their client or batch has more than its share. A deferred request keeps its place
+        in the queue, and slots and memory stay reserved for it; the next one is tried."""
         self.num_prefix_waiters = 0
         if (self.static_batching and self.running) or not (self.swapped or self.waiting):
             return
         budget = self.token_budget - sum(len(row.tokens) for row in slices)
-        slots = self.max_seqs - sum(
-            request.max_slots for request in self.running
-        )  # those of forks to come are taken too
-        later: list[Request] = []
+        slots = self.max_seqs - sum(request.max_slots for request in self.running)  # slots of later forks count too
+        deferred: list[Request] = []
         while (budget > 0 or self.static_batching) and (self.swapped or self.waiting):
             request = self._next_to_admit()
-            back = request.status is RequestStatus.SWAPPED
+            is_swapped = request.status is RequestStatus.SWAPPED
             joined: list[SeqSlice] | Deferred | None = None
             if request.max_slots <= slots:
-                joined = self._swap_in(request, budget) if back else self._admit(request, budget)
+                joined = self._swap_in(request, budget) if is_swapped else self._admit(request, budget)
             if joined is None:
                 self.rebalance_due = not self.static_batching and self._rebalance_victim() is not None
                 break
             if isinstance(joined, Deferred) and request.preemptions:
                 break
-            if back:
+            if is_swapped:
                 self.swapped.popleft()
             else:
                 self.waiting.pop(request)
             slots -= request.max_slots
             if isinstance(joined, Deferred):
-                later.append(request)
+                deferred.append(request)
                 continue
             request.status = RequestStatus.RUNNING
-            late = bool(self.running) and next(reversed(self.running)).order > request.order
+            out_of_order = bool(self.running) and next(reversed(self.running)).order > request.order
             self.running[request] = None
-            if late:  # it was told to wait, or dropped because it couldn't be forked, and younger ones went on
+            if out_of_order:  # it was deferred, or dropped because it could not be forked, and younger ones run
                 self.running = dict.fromkeys(sorted(self.running, key=lambda other: other.order))
             slices.extend(joined)
             budget -= sum(len(row.tokens) for row in joined)
-        self.waiting.put_back(later)
-        self.num_prefix_waiters = len(later)
+        self.waiting.put_back(deferred)
+        self.num_prefix_waiters = len(deferred)
 
     def _next_to_admit(self) -> Request:
-        """Who is to join next."""
+        """Return the request to admit next."""
         favoured, self.rebalance_target = self.rebalance_target, None
         if favoured is not None and favoured is self.waiting.peek_new():
             return favoured
-        new, fronts = self.waiting.peek_new(), [line[0] for line in (self.waiting.preempted, self.swapped) if line]
-        back = min(fronts, key=lambda one: one.order, default=None)
-        if back is None or (new is not None and (new.order < back.order or self._goes_first(new, back, 0))):
-            assert new is not None, "somebody waits"
+        new, heads = self.waiting.peek_new(), [line[0] for line in (self.waiting.preempted, self.swapped) if line]
+        preempted = min(heads, key=lambda request: request.order, default=None)
+        if preempted is None or (
+            new is not None and (new.order < preempted.order or self._goes_first(new, preempted, 0))
+        ):
+            assert new is not None, "a request waits"
             return new
-        return back
+        return preempted
 
-    # Room for newcomers whose client or batch has less than others
+    # Slots for new requests whose client or batch has fewer than others
 
     def _rebalance(self) -> None:
-        """Preempt those that have more than their share, until the newcomer that is next has a slot; at least one."""
+        """Preempt requests of clients or batches with more than their share, at least one, until the next new request
+        has its slots."""
         self.rebalance_due = False
         while (victim := self._rebalance_victim()) is not None:
             self._preempt(victim)
@@ -287,21 +298,24 @@ class Scheduler:
                 break
 
     def _rebalance_victim(self) -> Request | None:
-        """Whom to preempt for the newcomer that is next: the youngest of the batch that has most slots, of the client
-        that has most. None if that would not be fair."""
+        """Return the request to preempt for the next new request: the youngest of the batch with most slots, of the
+        client with most slots. None if that would not be fair."""
         new = self.waiting.peek_new()
         if new is None or not self.running or not self.waiting.is_contended:
             return None
         clients, batches = self._slots_in_use()
         client = max(clients, key=lambda key: clients[key])
         _, batch = max((key for key in batches if key[0] == client), key=lambda key: batches[key])
-        youngest = next(one for one in reversed(self.running) if (one.client, one.batch_id) == (client, batch))
+        youngest = next(
+            request for request in reversed(self.running) if (request.client, request.batch_id) == (client, batch)
+        )
         return youngest if self._goes_first(new, youngest, youngest.max_slots) else None
 
     def _goes_first(self, new: Request, other: Request, freed_slots: int) -> bool:
-        """Whether a newcomer goes before another request, whose client and batch have `freed_slots` slots without it:
-        its own client or, of the same client, its batch has less then, too. A batch asks for a client's own slots only
-        as long as it has none: exchanging more of them would cost the client, and gain it nothing."""
+        """Return True if a new request goes before `other`, whose client and batch have `freed_slots` fewer slots
+        without it: if the client of `new` then still has no more slots than the client of `other` or, for the same
+        client, its batch than the other batch. Within a client a batch preempts another only while it has no slot:
+        exchanging more slots would cost the client work and gain it nothing."""
         if (new.client, new.batch_id) == (other.client, other.batch_id):
             return False
         clients, batches = self._slots_in_use()
@@ -313,7 +327,7 @@ class Scheduler:
         )
 
     def _slots_in_use(self) -> tuple[Counter[str], Counter[tuple[str, int]]]:
-        """Slots that each client and each batch has."""
+        """Return the slots of each client and of each (client, batch)."""
         clients, batches = Counter[str](), Counter[tuple[str, int]]()
         for request in self.running:
             clients[request.client] += request.max_slots
@@ -321,25 +335,26 @@ class Scheduler:
         return clients, batches
 
     def _swap_in(self, request: Request, budget: int) -> list[SeqSlice] | None:
-        """Bring all live sequences of a swapped request back, or none."""
+        """Swap in all live sequences of a request, or none. Return None if memory is short."""
         return self._start_request(request, budget) if self.memory.swap_in(request.live_seqs) else None
 
     def _admit(self, request: Request, budget: int) -> list[SeqSlice] | Deferred | None:
-        """Bring all live sequences of a request into memory, or none. What they have in common is computed by one of
-        them, a step before the others."""
+        """Admit all live sequences of a request to memory, or none. A prefix that they share is computed by one of
+        them, a step before the others. Return None if memory is short."""
         admitted = self.memory.admit(request.live_seqs, budget)
         if not isinstance(admitted, list):
             return admitted
-        for seq, (reused, after) in zip(request.live_seqs, admitted):
+        for seq, (reused, prefix_source) in zip(request.live_seqs, admitted):
             seq.computed = seq.planned = reused
-            seq.prefix_source = after
+            seq.prefix_source = prefix_source
         if not request.preemptions:
             request.cached_tokens = request.live_seqs[0].planned
         return self._start_request(request, budget)
 
     def _start_request(self, request: Request, budget: int) -> list[SeqSlice]:
-        """Its sequences are in memory; those that find room compute in this step."""
-        rows: list[SeqSlice] = []
+        """Initialize the slots of a request that was admitted. Return slices of the sequences that can grow in this
+        step."""
+        slices: list[SeqSlice] = []
         for seq in request.live_seqs:
             self.by_slot[self.memory.slot(seq)] = (request, seq)
             self._init_slot(request, seq)
@@ -347,18 +362,20 @@ class Scheduler:
             if count <= 0 or not self.memory.grow(seq, seq.planned + count):
                 continue
             if self.encoder_budget is None or (count := self.encoder_budget.schedule_encoding(seq, count)):
-                rows.append(self._make_slice(request, seq, count))
+                slices.append(self._make_slice(request, seq, count))
                 budget -= count
-        return rows
+        return slices
 
     def _init_slot(self, request: Request, seq: Sequence, parent_slot: int = -1) -> None:
-        sampling = request.device_params if parent_slot < 0 else None  # a fork's are its parent's
+        sampling = request.device_params if parent_slot < 0 else None  # a fork has its parent's
         history = tuple(seq.tokens) if request.device_params.needs_history else ()
         if request.num_logprobs is None:
             request.num_logprobs = resolve_num_logprobs(request, self.eos_ids)
         slot = self.memory.slot(seq)
-        about = seq.seed, seq.prompt_len, history, request.num_logprobs, seq.images
-        self.new_slots.append(SlotInit(slot, seq.id, parent_slot, sampling, *about))
+        init = SlotInit(
+            slot, seq.id, parent_slot, sampling, seq.seed, seq.prompt_len, history, request.num_logprobs, seq.images
+        )
+        self.new_slots.append(init)
 
     def _init_forked_slot(self, request: Request, seq: Sequence, parent: Sequence) -> None:
         self._init_slot(request, seq, self.memory.slot(parent))
@@ -370,7 +387,7 @@ class Scheduler:
     # update
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
-        """Take in the result of the oldest plan in flight."""
+        """Process the result of the oldest plan in flight."""
         self.num_in_flight -= 1
         events, by_slot, commit = list[SeqEvent](), self.by_slot, self.memory.commit
         for row, sampled in zip(plan.slices, result.slice_results):
@@ -378,7 +395,7 @@ class Scheduler:
             seq.computed = row.start + len(row.tokens)
             if row.score_tokens:
                 record_prompt_logprobs(row, seq, sampled)
-            if seq.finish_reason is None and not sampled.error:  # what a fault computed is not kept for others
+            if seq.finish_reason is None and not sampled.error:  # pages with faulty values are not shared
                 commit(seq)
             if row.num_samples:
                 seq.pending_samples -= 1
@@ -389,7 +406,7 @@ class Scheduler:
             if seq.finish_reason is not None and request.status is not RequestStatus.DONE:
                 self._retire(request, seq)
                 if not request.live_seqs and (request.method is not None or request.params.returns_best_of):
-                    events.append(SeqEvent(request, None))  # what is told at the end can be told now
+                    events.append(SeqEvent(request, None))  # outputs that wait for the request's end
         return events
 
     def _process_sampled(
@@ -402,31 +419,30 @@ class Scheduler:
                     del self.running[request]
                     request.status = RequestStatus.DONE
             return
-        others = self._fork_branches(request, seq) if seq.num_forks else ()
+        children = self._fork_branches(request, seq) if seq.num_forks else ()
         tokens = append_token(request, seq, slice_result, 0, self.eos_ids, self.max_len)
         events.append(SeqEvent(request, seq, tokens, slice_result.top_logprobs[:1]))
-        for draw, branch in enumerate(others, 1):
-            drawn = append_token(request, branch, slice_result, draw, self.eos_ids, self.max_len)
-            events.append(SeqEvent(request, branch, drawn, slice_result.top_logprobs[draw : draw + 1]))
-            if branch.finish_reason is not None:
-                self._retire(request, branch)
+        for i, child in enumerate(children, 1):
+            child_tokens = append_token(request, child, slice_result, i, self.eos_ids, self.max_len)
+            events.append(SeqEvent(request, child, child_tokens, slice_result.top_logprobs[i : i + 1]))
+            if child.finish_reason is not None:
+                self._retire(request, child)
             elif request.status is RequestStatus.RUNNING:
-                self._init_slot(request, branch, parent_slot=self.memory.slot(seq))
-        jumped = len(tokens) > 1  # over tokens that the device hasn't drawn
+                self._init_slot(request, child, parent_slot=self.memory.slot(seq))
         if (
-            jumped
+            len(tokens) > 1  # tokens that the grammar forced, which the device has not sampled
             and request.device_params.needs_history
             and seq.finish_reason is None
             and request.status is RequestStatus.RUNNING
         ):
             self._init_slot(request, seq, parent_slot=self.memory.slot(seq))
         if request.prefix_name is not None and not slice_result.error:
-            assert self.memory.prefix_cache is not None, "a prefix is registered where none is kept"
+            assert self.memory.prefix_cache is not None, "a prefix is registered without a prefix cache"
             if not self.memory.prefix_cache.pin(request.prefix_name, seq):
                 seq.finish_reason, seq.stop_reason = "error", "the registered prefixes are full"
 
     def _fork_branches(self, request: Request, seq: Sequence) -> list[Sequence]:
-        """Those that are forked from a sequence now."""
+        """Fork the branches of a sequence. Return the children."""
         children = [seq.fork(self.new_seq_id(), i, branch_seed(request.seed, i)) for i in range(1, 1 + seq.num_forks)]
         seq.num_forks = 0
         request.live_seqs += children
@@ -434,7 +450,7 @@ class Scheduler:
         return children
 
     def _fork(self, request: Request, pairs: list[tuple[Sequence, Sequence]]) -> None:
-        """Children share their parents' pages. If the memory can't fork, the whole request is preempted."""
+        """Have children share their parents' pages. If the memory can't fork, preempt the whole request."""
         for i, (parent, child) in enumerate(pairs):
             if not self.memory.fork(parent, child):
                 absent = [child for _, child in pairs[i:]]
@@ -447,10 +463,10 @@ class Scheduler:
                 return
             self.by_slot[self.memory.slot(child)] = (request, child)
 
-    # Ends
+    # End
 
     def finish(self, request: Request, seq: Sequence, why: str, reason: int | str | None = None) -> None:
-        """End a sequence early (a stop string, an abort). It leaves memory once no step in flight names it."""
+        """End a sequence early (a stop string, an abort). Its memory is freed once no step in flight uses it."""
         if seq.finish_reason is None:
             seq.finish_reason, seq.stop_reason = why, reason
         if request.status is not RequestStatus.DONE and seq in request.live_seqs:
@@ -473,7 +489,44 @@ class Scheduler:
             request.status = RequestStatus.DONE
             self.num_grammar_requests -= request.params.grammar is not None
 
+    # After the loss of the runner
+
+    def reset(self, memory: KVMemory) -> list[SeqEvent]:
+        """Go on over `memory`, which is empty, with all requests in the queue in order of arrival. Steps in flight are
+        forgotten. Sequences that only awaited a step in flight to end are ended; return the events of the requests that
+        this ends and whose end is still to be reported."""
+        in_memory = sorted([*self.running, *self.swapped], key=lambda request: request.order)
+        requests = sorted([*in_memory, *self.waiting], key=lambda request: request.order)
+        self.memory = memory
+        self.by_slot, self.new_slots, self.running = {}, [], {}
+        self.num_in_flight = self.num_prefix_waiters = 0
+        self.rebalance_due, self.rebalance_target = False, None
+        if self.encoder_budget is not None:
+            self.encoder_budget = EncoderBudget(memory, self.token_budget)
+        self.swapped.clear()
+        events = [event for request in requests for event in _reset_request(request)]
+        for request in in_memory:
+            self.waiting.requeue(request)
+        for request in requests:
+            if not request.live_seqs:
+                self.waiting.remove(request)
+        return events
+
+
+def _reset_request(request: Request) -> list[SeqEvent]:
+    request.preemptions += request.status is not RequestStatus.WAITING
+    request.status, request.candidates = RequestStatus.WAITING, {}
+    for seq in request.live_seqs:
+        seq.planned = seq.computed = seq.pending_samples = 0
+        seq.prefix_source = None
+    request.finished_seqs += [seq for seq in request.live_seqs if seq.finish_reason is not None]
+    request.live_seqs = [seq for seq in request.live_seqs if seq.finish_reason is None]
+    if request.live_seqs:
+        return []
+    request.status = RequestStatus.DONE
+    return [SeqEvent(request, None)] if request.method is not None or request.params.returns_best_of else []
+
 
 def _insert_by_order(queue: deque[Request], victim: Request) -> None:
-    """Put a preempted request where its order says, near the front."""
+    """Insert a preempted request by its `order`."""
     queue.insert(next((i for i, other in enumerate(queue) if other.order > victim.order), len(queue)), victim)

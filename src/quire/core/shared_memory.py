@@ -1,44 +1,47 @@
-"""Engines that have one KV memory in common (Jenga §8), driven by one thread: who goes on when it is short.
+"""Engines that share one KV memory (Jenga §8), driven by one thread: which engine steps when memory is short.
 
-An engine preempts its own requests only. One that has none left to preempt, and still finds no room, lets the others go
-on instead, and comes back when something of theirs has ended: so two engines can't take each other's room for ever.
+An engine preempts its own requests only. If it has none left to preempt and still can't allocate, it lets the others
+step instead, and goes on once a request of theirs has ended. So two engines can't preempt each other forever.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from quire.core.scheduler import Scheduler
 from quire.errors import Overloaded
-from quire.protocol.step_plan import TableWrite
 
-if TYPE_CHECKING:
-    from quire.core.engine import Engine
+
+class SharedMemoryEngine(Protocol):
+    """The part of an engine that SharedMemoryGroup uses."""
+
+    scheduler: Scheduler
+    num_ended: int  # requests ended since the start
+
+    def step_for_others(self) -> bool:
+        """Run a step. Return False if there was nothing to do."""
+        ...
 
 
 class SharedMemoryGroup:
-    """The engines of a memory. `blocked` are those that found no room, and what had ended elsewhere then."""
+    """The engines of a memory. `blocked`: the engines that could not allocate, each with the number of requests that
+    had ended in the other engines by then."""
 
     def __init__(self) -> None:
-        self.engines: list[Engine] = []
-        self.blocked: dict[Engine, int] = {}
+        self.engines: list[SharedMemoryEngine] = []
+        self.blocked: dict[SharedMemoryEngine, int] = {}
 
-    def add(self, engine: Engine) -> None:
-        """It has a part of the memory."""
+    def add(self, engine: SharedMemoryEngine) -> None:
+        """Add an engine; it calls this itself."""
         self.engines.append(engine)
-        engine.shared_memory_group = self
-        memory = engine.scheduler.memory
-        engine.scheduler.memory_contended = lambda: any(
-            type(entry) is not TableWrite for entry in getattr(memory, "page_ops", ())
-        )
 
-    def remove(self, engine: Engine) -> None:
-        """It has none any more."""
+    def remove(self, engine: SharedMemoryEngine) -> None:
+        """Remove an engine that is closed."""
         self.engines.remove(engine)
         self.blocked.pop(engine, None)
 
-    def should_skip_step(self, engine: Engine) -> bool:
-        """Whether the engine lets this step go by: it was short, and nothing has ended elsewhere. The others went on
-        instead."""
+    def should_skip_step(self, engine: SharedMemoryEngine) -> bool:
+        """Return True if `engine` is blocked and no request has ended elsewhere since; the others have stepped then."""
         if (
             engine.scheduler.has_unfinished_requests
             and self.blocked.get(engine) == self._ended_elsewhere(engine)
@@ -48,9 +51,9 @@ class SharedMemoryGroup:
         self.blocked.pop(engine, None)
         return False
 
-    def yield_to_others(self, engine: Engine) -> None:
-        """The engine found no room, with nothing in memory that it could preempt. The others go on; Overloaded if they
-        can't, as they wait for their callers."""
+    def yield_to_others(self, engine: SharedMemoryEngine) -> None:
+        """Block `engine`, which can't allocate and has nothing in memory to preempt, and step the others. Raise
+        Overloaded if they can't, as they wait for their callers."""
         self.blocked[engine] = self._ended_elsewhere(engine)
         if not self._step_others(engine):
             self.blocked.pop(engine)
@@ -58,11 +61,9 @@ class SharedMemoryGroup:
                 "models that share the KV memory hold it, and wait for their callers: leave their sessions"
             )
 
-    def _step_others(self, engine: Engine) -> bool:
-        went = [
-            other.step_for_others() for other in self.engines if other is not engine
-        ]  # all of them, not up to the first
-        return any(went)
+    def _step_others(self, engine: SharedMemoryEngine) -> bool:
+        stepped = [other.step_for_others() for other in self.engines if other is not engine]  # all, so not in any()
+        return any(stepped)
 
-    def _ended_elsewhere(self, engine: Engine) -> int:
+    def _ended_elsewhere(self, engine: SharedMemoryEngine) -> int:
         return sum(other.num_ended for other in self.engines if other is not engine)

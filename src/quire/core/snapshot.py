@@ -1,4 +1,4 @@
-"""What an engine holds at a moment, page by page, for whoever watches. It costs nothing while nobody asks."""
+"""Snapshots of an engine: its pages, queues and requests, for the dashboard. They cost nothing unless requested."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from quire.memory.page_tables import PageTables
 from quire.protocol.kv_cache_config import KVCacheGroup
 
 FREE, CACHED, SHARED, PINNED, FIRST_OWNER = range(5)
-"""What a page is, in a scene: free, or of another group; found by prefixes, used by nobody; named by several tables; a
-registered prefix's; and from FIRST on one request's: FIRST + its order % OWNERS. Host pages, where swapped
-sequences are, are free, shared, or one request's."""
+"""Codes of pages in a snapshot: free or of another group; cached (unused, can be hit by a prefix); in several page
+tables; of a registered prefix; from FIRST_OWNER on, of one request: FIRST_OWNER + its arrival % NUM_OWNERS. Host pages,
+which hold swapped sequences, are free, shared or of one request."""
 NUM_OWNERS = 256 - FIRST_OWNER
-MAX_CELLS = 1 << 14  # of a group; where it has more pages, a cell stands for several, and shows the greatest number
-MAX_REQUESTS = 128  # that are told one by one
-MAX_NAME_CHARS = 80  # characters
+MAX_CELLS = 1 << 14  # of a group; with more pages, a cell stands for several and has the greatest of their codes
+MAX_REQUESTS = 128  # that are listed
+MAX_NAME_CHARS = 80
 
 
 def take_snapshot(engine: Engine) -> dict[str, Any]:
-    """All of it, as JSON takes it: counts since the start, the last steps where these are noted, queues, bytes by
-    category, pages by group, requests. For the engine's thread, between two steps."""
+    """Return a snapshot as JSON values: counts since the start, the recorded steps, queues, bytes by category, pages by
+    group, requests. Call it on the engine's thread, between two steps."""
     scheduler, stats = engine.scheduler, engine.stats
     memory: Any = scheduler.memory
     account = memory.account()
-    holding = {*engine.requests.values(), *scheduler.running}  # what has ended may have a step under way
+    # Requests that have ended may still be in a step in flight.
+    holding = {*engine.requests.values(), *scheduler.running}
     owners = {request: FIRST_OWNER + request.order // ORDER_STEP % NUM_OWNERS for request in holding}
     colours = {seq.id: owners[request] for request in holding for seq in (*request.live_seqs, *request.finished_seqs)}
     shown = sorted(engine.requests.values(), key=lambda request: request.order)[:MAX_REQUESTS]
@@ -49,22 +50,22 @@ def _group_snapshots(memory: Any, owner_codes: Mapping[int, int]) -> list[dict[s
     pinned = [list[int]() for _ in memory.groups]
     for g, page in getattr(memory.prefix_cache, "pin_counts", {}):
         pinned[g].append(page)
-    found = []
+    snapshots = []
     for g, group in enumerate(memory.groups):
         cells, saved = _page_cells(memory, g, group, owner_codes, pinned[g])
         counts = [cells.count(kind) for kind in range(FIRST_OWNER)]
         common = memory.kv_config.large_bytes > 0 or sum(other.ids == group.ids for other in memory.groups) > 1
-        found.append({
+        snapshots.append({
             "kind": group.kind, "window": group.window, "layers": len(group.layers), "page_bytes": group.page_bytes,
             "page_tokens": group.run_tokens, "pages": len(cells), "used": len(cells) - counts[FREE] - counts[CACHED],
             "shared": counts[SHARED], "saved": saved, "pinned": counts[PINNED], "cached": counts[CACHED],
             "common": common, **_encode_cells(cells), "host": _host_snapshot(memory, g, group, owner_codes),
         })  # fmt: skip
-    return found
+    return snapshots
 
 
 def _host_snapshot(memory: Any, g: int, group: KVCacheGroup, owner_codes: Mapping[int, int]) -> dict[str, Any]:
-    """The host pages of a group: whose sequences were swapped out. None in use: no cells are told."""
+    """Return the host pages of a group, without cells if none is used."""
     cells = bytearray(len(group.host_ids))
     swap: Any = getattr(memory, "swap", None)
     if swap is not None and swap.seq_pages:
@@ -72,12 +73,12 @@ def _host_snapshot(memory: Any, g: int, group: KVCacheGroup, owner_codes: Mappin
         for id, resident in swap.seq_pages.items():
             _mark_pages(cells, start, filter(None, resident.tables[g]), owner_codes.get(id, FIRST_OWNER))
     used = len(cells) - cells.count(FREE)
-    told = _encode_cells(cells) if used else {"per": 1, "cells": ""}
-    return {"pages": len(cells), "used": used, "shared": cells.count(SHARED), **told}
+    encoded = _encode_cells(cells) if used else {"per": 1, "cells": ""}
+    return {"pages": len(cells), "used": used, "shared": cells.count(SHARED), **encoded}
 
 
 def _encode_cells(cells: bytearray) -> dict[str, Any]:
-    """How many pages a cell stands for, and the cells in base64."""
+    """Return how many pages a cell stands for, and the cells in base64."""
     per = -(-len(cells) // MAX_CELLS) or 1
     shown = cells if per == 1 else bytes(map(max, zip(*(_padded(cells[i::per], cells, per) for i in range(per)))))
     return {"per": per, "cells": b64encode(shown).decode()}
@@ -90,7 +91,7 @@ def _padded(part: bytearray, cells: bytearray, per: int) -> bytes:
 def _page_cells(
     memory: Any, g: int, group: KVCacheGroup, owner_codes: Mapping[int, int], pinned: list[int]
 ) -> tuple[bytearray, int]:
-    """What each page of a group is; and how many pages more sequences would need if none shared one."""
+    """Return the codes of a group's pages, and how many more pages sequences would need if they shared none."""
     start, named = group.ids.start, 0
     cells = bytearray(len(group.ids))
     for id, resident in memory.seq_pages.items():
@@ -106,7 +107,7 @@ def _page_cells(
 
 
 def _mark_pages(cells: bytearray, start: int, pages: Iterable[int], owner_code: int) -> None:
-    """Pages of a table, whose ids begin at `start`."""
+    """Set the codes of a table's pages. `start` is the id of the first cell's page."""
     for page in pages:
         cells[page - start] = SHARED if cells[page - start] else owner_code
 

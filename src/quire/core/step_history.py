@@ -1,4 +1,4 @@
-"""What each of the last steps did, noted while somebody watches (control.scene). Knows neither runner nor memory."""
+"""Records of the last steps, for snapshots (quire.core.snapshot)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from quire.protocol.step_plan import StepPlan
 
-MAX_STEPS = 32  # steps that are kept
+MAX_STEPS = 32
 
 
 class StepRecord(NamedTuple):
-    """A step that was collected: its number, the tokens of its rows that have several (of prompts, or computed again),
-    its rows of one token, the requests that were swapped out or dropped to be recomputed as it was planned, and its
-    milliseconds, overlap counted once."""
+    """A collected step: its number, the tokens of its slices with several tokens (of prompts or recomputed), the number
+    of its slices with one token, the requests that its planning swapped out or dropped for recomputation, and its
+    milliseconds, without overlap with other steps."""
 
     number: int
     prefill_tokens: int
@@ -25,24 +25,24 @@ class StepRecord(NamedTuple):
 
 
 class StepHistory:
-    """The last steps, from now on. `preempted` are the scheduler's counts of requests by the way it was done."""
+    """The last MAX_STEPS steps since its creation. `preempted`: the scheduler's counts of preemptions by mode."""
 
     def __init__(self, preempted: Mapping[str, int]) -> None:
         self._preempted = preempted
         self._last_preempted = dict(preempted)
-        self._in_flight: dict[int, tuple[int, int, int, int]] = {}  # by number: those in flight, as in Step
+        self._in_flight: dict[int, tuple[int, int, int, int]] = {}  # by step number; fields of StepRecord
         self.steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
 
     def record_plan(self, number: int, plan: StepPlan) -> None:
-        """Step `number` was planned."""
+        """Record that step `number` was planned."""
         sizes = [len(row.tokens) for row in plan.slices]
-        rows, before, self._last_preempted = sizes.count(1), self._last_preempted, dict(self._preempted)
-        swapped, recomputed = (self._last_preempted[way] - before[way] for way in ("swap", "recompute"))
-        self._in_flight[number] = sum(sizes) - rows, rows, swapped, recomputed
+        decodes, before, self._last_preempted = sizes.count(1), self._last_preempted, dict(self._preempted)
+        swapped, recomputed = (self._last_preempted[mode] - before[mode] for mode in ("swap", "recompute"))
+        self._in_flight[number] = sum(sizes) - decodes, decodes, swapped, recomputed
 
     def record_result(self, number: int, seconds: float) -> None:
-        """Step `number` was collected, and took so long. One that was planned before is passed over; so are those of a
-        runner that was lost."""
+        """Record that step `number` was collected and took `seconds`. Steps that were planned before this history
+        began, or that a lost runner had in flight, are ignored."""
         entry = self._in_flight.get(number)
         self._in_flight = {later: one for later, one in self._in_flight.items() if later > number}
         if entry is not None:

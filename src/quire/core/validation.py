@@ -1,6 +1,4 @@
-"""What a request may ask for, checked at the edge: before anything of it is queued. Every refusal names the value and
-the limit.
-"""
+"""Validation of requests before they are queued. Every error names the value and the limit."""
 
 from __future__ import annotations
 
@@ -17,26 +15,26 @@ from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import SamplingParams
 
 MAX_SALT = 1024
-PROMPTS_PER_REQUEST = 16  # of the requests that wait, on an average
-# ids behind the vocabulary, which stand for pictures alone: an embedding has rows for so many (Mllama)
+PROMPTS_PER_REQUEST = 16  # the average that the queue has room for
+# Token ids after the vocabulary that only stand for images; the embedding has rows for them (Mllama).
 EXTRA_TOKEN_IDS = 8
 
 FitsFunction = Callable[[list[int], int], bool]
-"""Whether branches that reach these lengths, with a common prompt of so many tokens, fit into an empty memory."""
+"""Returns True if branches of these lengths, with a common prompt of this length, fit into an empty memory."""
 
 
 class EngineLimits(NamedTuple):
-    """Of one engine."""
+    """The limits of an engine."""
 
     vocab_size: int
     max_len: int
     max_queued: int
-    held_by: str = "the model"  # what sets max_len: the model, the memory or an option
-    hidden: int = 0  # numbers of an embedding; 0: there are none
+    held_by: str = "the model"  # what limits max_len: the model, the memory or an option
+    hidden: int = 0  # dimensions of an embedding; 0: no embeddings
 
     def check_queue(self, more: int, batches: int, waiting: int) -> None:
-        """Check that a batch of `more` requests may join `waiting` requests of so many `batches`. A batch counts once.
-        Overloaded if there is no room now, InputError if the batch is too large for an empty queue."""
+        """Check that a batch of `more` requests may join the `waiting` requests of `batches` batches. Raise Overloaded
+        if the queue is too full now, InputError if the batch is too large for an empty queue."""
         most = self.max_queued * PROMPTS_PER_REQUEST
         if 1 < more > most:
             each = f"{PROMPTS_PER_REQUEST} for each of --max-num-queued-reqs"
@@ -49,7 +47,7 @@ class EngineLimits(NamedTuple):
             raise Overloaded(f"the queue is full: {waiting} of {most} prompts are waiting")
 
     def check_length(self, length: int) -> None:
-        """InputError (PromptTooLong) for a prompt of no tokens, or of too many."""
+        """Raise InputError (PromptTooLong) for an empty or too long prompt."""
         if length == 0:
             raise InputError("the prompt is empty: it must have at least one token", "prompt")
         if length >= self.max_len:
@@ -60,13 +58,13 @@ class EngineLimits(NamedTuple):
             )
 
     def resolved(self, params: SamplingParams, pooling: str, keeps_partial_prompt: bool) -> SamplingParams:
-        """Parameters that an engine can follow, words in them being token ids; with `pooling` if they leave it open.
-        InputError otherwise. `keeps_partial_prompt`: layers keep a part of each prompt, or its tokens see all of it."""
+        """Return the parameters with `pooling` as the default. Raise InputError if the engine can't follow them.
+        `keeps_partial_prompt`: layers keep only a part of each prompt, or all tokens of a prompt see one another."""
         params.check_vocabulary(self.vocab_size)
         if params.prompt_logprobs is not None and keeps_partial_prompt:
             raise InputError(
-                f"prompt_logprobs is {params.prompt_logprobs}, and the model's layers keep a part of each prompt, or "
-                "each of its tokens sees all of it: it couldn't be scored again after a preemption, or not at all",
+                f"prompt_logprobs is {params.prompt_logprobs}, and this model can't score prompts: its layers keep "
+                "only a part of each prompt, or prompt tokens attend to later ones",
                 "prompt_logprobs",
             )
         if params.pooling is not None:
@@ -80,10 +78,11 @@ class EngineLimits(NamedTuple):
         return params
 
     def check_embedding(self, dimensions: int | None = None) -> None:
-        """InputError where there are no embeddings, or none of so many numbers."""
+        """Raise InputError if the model has no embeddings, or none with this number of dimensions."""
         if not self.hidden:
             why = (
-                "what computes it has no hidden states, or it keeps a part of a prompt, or tokens of one see all of it"
+                "its runner has no hidden states, its layers keep only a part of each prompt, or prompt tokens attend "
+                "to later ones"
             )
             raise InputError(f"this model has no embeddings: {why}", "model")
         if dimensions is not None and not 1 <= dimensions <= self.hidden:
@@ -92,13 +91,13 @@ class EngineLimits(NamedTuple):
             )
 
     def check_prompt(self, prompt: Sequence[int], images: Sequence[ImageItem] = ()) -> list[int]:
-        """The prompt's tokens. InputError (PromptTooLong) if there is none, or one that isn't, or too many. Where its
-        pictures stand, ids may lie beyond the vocabulary: no output has these."""
+        """Return the prompt's tokens. Raise InputError (PromptTooLong) if there are none or too many, or for an invalid
+        id. Tokens that stand for `images` may have the extra ids after the vocabulary, which no output has."""
         self.check_length(len(prompt))
         for i, token in enumerate(prompt):
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 beyond = type(token) is int and 0 <= token < self.vocab_size + EXTRA_TOKEN_IDS
-                if beyond and any(one.start <= i < one.end for one in images):
+                if beyond and any(image.start <= i < image.end for image in images):
                     continue
                 shown, most = repr(token)[:40], self.vocab_size - 1
                 raise InputError(f"prompt token {i} is {shown}; token ids are integers from 0 to {most}", "prompt")
@@ -107,9 +106,9 @@ class EngineLimits(NamedTuple):
     def resolve_max_tokens(
         self, prompt_len: int, params: SamplingParams, width: int, max_seqs: int, fits: FitsFunction
     ) -> int:
-        """Tokens that a request of `width` branches may generate: what it asks for, cut to the model's length; if it
-        doesn't ask, cut to what the memory holds too. InputError if more than `max_seqs` branches would run,
-        PromptTooLong if nothing fits."""
+        """Return how many tokens a request of `width` branches may generate: its max_tokens, at most the model's
+        length; by default also at most what the memory holds. Raise InputError for more than `max_seqs` branches,
+        PromptTooLong if the memory is too small."""
         room = self.max_len - prompt_len
         wanted = room if params.max_tokens is None else min(params.max_tokens, room)
         if width > max_seqs:
@@ -117,12 +116,12 @@ class EngineLimits(NamedTuple):
             what, name = (name, name) if params.method is None else ("the width of the method", "method")
             raise InputError(f"{what} is {width}, but at most {max_seqs} sequences run at once", name)
 
-        def held(output: int) -> bool:
+        def fits_output(output: int) -> bool:
             return fits([prompt_len + output] * width, prompt_len)
 
-        if params.max_tokens is None and not held(wanted):
-            wanted = bisect(range(1, wanted + 1), False, key=lambda output: not held(output))
-        if wanted == 0 or not held(wanted):
+        if params.max_tokens is None and not fits_output(wanted):
+            wanted = bisect(range(1, wanted + 1), False, key=lambda output: not fits_output(output))
+        if wanted == 0 or not fits_output(wanted):
             raise PromptTooLong(
                 f"{width} x ({prompt_len} prompt + {wanted} output) tokens don't fit into the KV memory; "
                 "ask for fewer branches or a smaller max_tokens, or start with a larger --kv-gib",
@@ -132,25 +131,26 @@ class EngineLimits(NamedTuple):
 
 
 def check_images(images: Sequence[ImageItem], tokens: Sequence[int], kv_config: KVCacheConfig) -> None:
-    """InputError for pictures that a model hasn't eyes for, or that don't stand in the prompt one behind another."""
+    """Raise InputError if the model takes no images, or if they overlap or are out of order in the prompt."""
     if images and not kv_config.has_images:
         raise InputError(f"there are {len(images)} pictures, and the model or its memory has no place for any", "media")
     end = 0
-    for i, medium in enumerate(images):
-        if not end <= medium.start < medium.end <= len(tokens) or min(medium.num_embeds, medium.num_parts) < 1:
+    for i, image in enumerate(images):
+        if not end <= image.start < image.end <= len(tokens) or min(image.num_embeds, image.num_parts) < 1:
             raise InputError(
-                f"picture {i} stands at tokens {medium.start} to {medium.end} with {medium.num_embeds} rows of "
-                f"{medium.num_parts} parts, in a prompt of {len(tokens)} tokens, behind token {end}",
+                f"picture {i} stands at tokens {image.start} to {image.end} with {image.num_embeds} rows of "
+                f"{image.num_parts} parts, in a prompt of {len(tokens)} tokens, behind token {end}",
                 "media",
             )
-        if kv_config.sight and medium.num_embeds != medium.num_tokens:
-            raise InputError(f"picture {i} has {medium.num_embeds} rows for {medium.num_tokens} tokens", "media")
-        end = medium.end
+        if kv_config.sight and image.num_embeds != image.num_tokens:
+            raise InputError(f"picture {i} has {image.num_embeds} rows for {image.num_tokens} tokens", "media")
+        end = image.end
 
 
 def check_pixels(i: int, image: ImageItem, pixels: ImagePixels, tiling: ImageTiling, is_joined: bool) -> None:
-    """InputError unless these are the pixels of a picture that `tiling` cuts so, or with `is_joined` of some that are
-    seen as one; and the prompt's picture `i` takes as much as these do."""
+    """Raise InputError unless `tiling` tiles an image to this grid and these pixels, and image `i` of the prompt has as
+    many tokens, embeds and parts. With `is_joined` the pixels may be those of several images that are encoded as
+    one."""
     size, numbers = len(TileGrid._fields), pixels.grid
     grids = [TileGrid(*numbers[at : at + size]) for at in range(0, len(numbers) - size + 1, size)]
     known = 1 <= len(grids) == len(numbers) / size and (is_joined or len(grids) == 1)
@@ -175,7 +175,7 @@ def check_pixels(i: int, image: ImageItem, pixels: ImagePixels, tiling: ImageTil
 
 
 def _is_valid_grid(grid: TileGrid, tiling: ImageTiling) -> bool:
-    """Whether a picture of this size is cut so."""
+    """Return True if `tiling` tiles an image of this size to this grid."""
     sides = grid.height, grid.width
     if not all(1 <= side <= MAX_IMAGE_SIDE for side in sides):
         return False
@@ -183,7 +183,7 @@ def _is_valid_grid(grid: TileGrid, tiling: ImageTiling) -> bool:
 
 
 def check_salt(salt: str) -> None:
-    """InputError for what is no salt of a prefix cache."""
+    """Raise InputError for an invalid salt of the prefix cache."""
     if not isinstance(salt, str):
         raise InputError(f"cache_salt must be a string, got {type(salt).__name__}", "cache_salt")
     if len(salt) > MAX_SALT:

@@ -1,1 +1,1 @@
-"""More than one rank: programs that each have a part of the model, and the runner that stands for all of them."""
+"""Multiple ranks: processes that each hold a part of the model, and the runner that stands for all of them."""

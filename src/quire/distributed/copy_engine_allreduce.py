@@ -1,7 +1,6 @@
-"""Rows that ranks add up, sent by a GPU's copy engines while it computes the next ones: a product of many rows is
-computed in pieces, and each is on its way to the other ranks while the next is computed. See kernels.triton.carried for
-two ranks, and kernels.triton.owned for more.
-"""
+"""All-reduce of many rows by a GPU's copy engines, overlapped with computation: a product of many rows is computed in
+pieces, and each piece is sent to the other ranks while the next one is computed. See kernels.triton.copy_engine_pair
+for two ranks and kernels.triton.copy_engine_allreduce for more."""
 
 from __future__ import annotations
 
@@ -14,36 +13,37 @@ from quire.distributed import peer_memory
 from quire.kernels.triton import copy_engine_allreduce, copy_engine_pair
 from quire.kernels.triton.all_reduce import PeerBuffers
 
-MIN_CHUNK_ROWS, MIN_CHUNK_BYTES = (
-    1024,
-    16 << 20,
-)  # rows and bytes of a piece: smaller products and copies take longer in all
+# Smaller pieces take longer in all, for products and for copies.
+MIN_CHUNK_ROWS, MIN_CHUNK_BYTES = 1024, 16 << 20
 
 
-def _event() -> Any:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+def _new_event() -> Any:
+    return torch.cuda.Event()
+
+
+def _new_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def make_copy_engine_all_reduce(peers: PeerBuffers, device: torch.device) -> CopyEngineAllReduce:
-    """One rank's end, of so many ranks."""
+    """Return the object for one rank, by the number of ranks."""
     return CopyEngineAllReduce(peers, device) if peers.ranks == 2 else TwoShotCopyEngineAllReduce(peers, device)
 
 
 class CopyEngineAllReduce:
-    """One of two ranks' end. At most one exchange is under way: `pending_delta`, which was or is being sent, until "
-    "`finish`."""
+    """The all-reduce of one of two ranks. At most one is in flight: that of `pending_delta`, until `finish`."""
 
     add_norm = staticmethod(copy_engine_pair.all_reduce_norm_pair)
 
     def __init__(self, peers: PeerBuffers, device: torch.device) -> None:
         self.peers, self.call, self.chunk_rows = peers, 0, 0
         self.pending_delta: Tensor | None = None
-        self._stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        *self._computed_events, self._sent_event = (_event() for _ in range(copy_engine_pair.MAX_PIECES + 1))
+        self._stream = _new_stream(device)
+        *self._computed_events, self._sent_event = (_new_event() for _ in range(copy_engine_pair.MAX_PIECES + 1))
 
     def split_rows(self, rows: int, nbytes: int) -> tuple[slice, ...]:
-        """The rows that are to be computed at a time, for `send_rows`, of so many with `nbytes` in all; none where they
-        are too few for it to be worth it, or too many."""
+        """Return the pieces in which `rows` rows of `nbytes` bytes in all are to be computed and passed to `send_rows`;
+        none if there are too few rows for this to pay, or too many for the region."""
         size = max(-(-rows // copy_engine_pair.MAX_PIECES), MIN_CHUNK_ROWS, MIN_CHUNK_BYTES * rows // nbytes)
         fits = self._rows_needed(rows, size) * nbytes <= copy_engine_pair.region_capacity(self.peers) * rows
         if rows < 2 * MIN_CHUNK_ROWS or not fits or torch.cuda.is_current_stream_capturing():
@@ -51,8 +51,8 @@ class CopyEngineAllReduce:
         return tuple(slice(at, min(at + size, rows)) for at in range(0, rows, size))
 
     def send_rows(self, delta: Tensor, rows: slice) -> None:
-        """Send these rows of delta [T, size], dense, which the current stream has computed; from the first on, in
-        order, in the pieces that were said."""
+        """Send these rows of the dense delta [T, size], which the current stream has computed. The pieces of
+        `split_rows` must be sent in order, from the first on."""
         begin, end = rows.start, rows.stop
         if begin == 0:
             self.finish_and_discard()
@@ -65,17 +65,18 @@ class CopyEngineAllReduce:
     def finish(
         self, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, post_norm_weight: Tensor | None
     ) -> Tensor:
-        """As carried.add_norm, of what was sent: the norm, or without x the sum, in delta's place."""
+        """Finish the all-reduce of what was sent: return the norm, as copy_engine_pair.all_reduce_norm_pair does, or,
+        without x, the sum in delta's memory."""
         delta, self.pending_delta = self.pending_delta, None
         assert delta is not None, "it was sent"
         self._sent_event.record(self._stream)
-        torch.cuda.current_stream().wait_event(self._sent_event)  # then delta's memory may be used for something else
+        torch.cuda.current_stream().wait_event(self._sent_event)  # delta's memory may be reused after this
         out = None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
         self.add_norm(self.peers, self.call, self.chunk_rows, x, delta, weight, bias, eps, post_norm_weight, out)
         return delta if out is None else out
 
     def finish_and_discard(self) -> None:
-        """What was sent isn't what is to be added up: it is waited for, and forgotten."""
+        """Wait for what was sent and discard it, since another tensor is to be all-reduced."""
         if self.pending_delta is not None:
             self.pending_delta = self.pending_delta.clone()
             self.finish(None, None, None, 0.0, None)
@@ -84,17 +85,17 @@ class CopyEngineAllReduce:
         self, peers: PeerBuffers, x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
         post_norm_weight: Tensor | None,
     ) -> None:  # fmt: skip
-        """Compile what will be launched for rows like these: one of them, which nobody sends."""
+        """Compile the kernels for rows like these, with one row that is not sent."""
         x, delta = x[:1].clone(), delta[:1].clone()
         self.add_norm(peers, 1, 1, x, delta, weight, bias, eps, post_norm_weight, torch.empty_like(x))
         self.add_norm(peers, 1, 1, None, delta, None, None, 0.0, None, None)
 
     def _rows_needed(self, rows: int, piece: int) -> int:
-        """The rows of the region that is filled the furthest."""
+        """Return the number of rows of the fullest region."""
         return rows
 
     def _send_chunk(self, delta: Tensor, rows: slice, number: int) -> None:
-        """Send a piece, once it is computed."""
+        """Send a piece after it is computed."""
         begin, row, turn = rows.start, delta.stride(0) * delta.itemsize, self.call % 2
         other, stream = self.peers.addresses[1 - self.peers.rank], self._stream.cuda_stream
         target = other + copy_engine_pair.region_offset(self.peers, turn) + begin * row
@@ -103,27 +104,28 @@ class CopyEngineAllReduce:
 
 
 class TwoShotCopyEngineAllReduce(CopyEngineAllReduce):
-    """The same of more ranks, each of which adds up its share of every piece. That is done on a second stream, which
-    waits for the others' parts by the driver's means: no program does, so the product has the GPU until all are there.
+    """The all-reduce of one of three or more ranks, each of which sums its share of every piece. It does so on a second
+    stream, which waits for the other ranks' parts by stream operations of the driver, not by a kernel, so the product
+    has the whole GPU until all parts are there.
 
-    Such a wait has no bounds. So nothing waits for that stream but the kernels of `finish`, which have: one for this
-    rank's own sums, behind which it has sent all and read delta, and one for the others', which may fill the GPU then.
-    When they give up they let the stream go on. All ranks queue the same, in an order in which it could be done one by
-    one: it doesn't matter which streams share a queue of the device."""
+    Such a wait has no timeout. Therefore only the kernels of `finish` wait for that stream, and these have timeouts:
+    one waits for this rank's own sums, after which it has sent all and read delta, and one for the other ranks' sums,
+    which may fill the GPU then. On a timeout they release the stream. All ranks queue the same operations, in an order
+    in which they could run one by one, so it does not matter which streams share a hardware queue."""
 
     add_norm = staticmethod(copy_engine_allreduce.all_reduce_norm_owned)
 
     def __init__(self, peers: PeerBuffers, device: torch.device) -> None:
         super().__init__(peers, device)
-        self._reduce_stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._reduce_stream = _new_stream(device)
         me, ranks = peers.rank, peers.ranks
-        self._other_ranks = tuple((me + i) % ranks for i in range(1, ranks))  # no two ranks begin with the same
+        self._other_ranks = tuple((me + i) % ranks for i in range(1, ranks))  # each rank begins with another one
 
     def warm_up(
         self, peers: PeerBuffers, x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
         post_norm_weight: Tensor | None,
     ) -> None:  # fmt: skip
-        """See Carrier."""
+        """See CopyEngineAllReduce."""
         super().warm_up(peers, x, delta, weight, bias, eps, post_norm_weight)
         copy_engine_allreduce.reduce_owned(peers, delta[:1].clone(), slice(0, 1), 0, 0)
 
@@ -131,14 +133,14 @@ class TwoShotCopyEngineAllReduce(CopyEngineAllReduce):
         return copy_engine_allreduce.region_rows(self.peers.ranks, piece, rows)
 
     def _send_chunk(self, delta: Tensor, rows: slice, number: int) -> None:
-        """The others' shares go to them; this rank's own is added up when their parts are there, and goes to all."""
+        """Send the other ranks their shares of a piece, and queue the sum of this rank's own share."""
         peers, row, stream = self.peers, delta.stride(0) * delta.itemsize, self._stream.cuda_stream
         me, parts = peers.rank, copy_engine_allreduce.region_offset(peers, copy_engine_allreduce.PARTS)
         first, share = copy_engine_allreduce.parts_layout(peers.ranks, self.chunk_rows, rows)
         for owner in self._other_ranks:
-            some = copy_engine_allreduce.owned_rows(rows, owner, peers.ranks)
+            owner_rows = copy_engine_allreduce.owned_rows(rows, owner, peers.ranks)
             at = parts + (first + (me - (me > owner)) * share) * row
-            self._copy(peers.addresses[owner] + at, delta.data_ptr() + some.start * row, some, row, stream)
+            self._copy(peers.addresses[owner] + at, delta.data_ptr() + owner_rows.start * row, owner_rows, row, stream)
         for owner in self._other_ranks:
             peer_memory.stream_write_value(
                 peers.addresses[owner] + copy_engine_allreduce.flag_offset(copy_engine_allreduce.PARTS, number, me),
@@ -151,7 +153,8 @@ class TwoShotCopyEngineAllReduce(CopyEngineAllReduce):
             self._reduce_own_rows(delta, own, number, first, share)
 
     def _reduce_own_rows(self, delta: Tensor, own: slice, number: int, first: int, share: int) -> None:
-        """Of this rank's own rows; see owned.places."""
+        """Sum this rank's own rows once the other ranks' parts are there, and send the sums to all ranks. `first` and
+        `share` are those of copy_engine_allreduce.parts_layout."""
         peers, row, stream = self.peers, delta.stride(0) * delta.itemsize, self._reduce_stream.cuda_stream
         me, mine = peers.rank, peers.addresses[peers.rank]
         for source in self._other_ranks:
@@ -163,7 +166,7 @@ class TwoShotCopyEngineAllReduce(CopyEngineAllReduce):
         at = copy_engine_allreduce.region_offset(peers, copy_engine_allreduce.SUMS) + own.start * row
         for other in self._other_ranks:
             self._copy(peers.addresses[other] + at, mine + at, own, row, stream)
-        for rank in (*self._other_ranks, me):  # behind the copies: its own word says that this rank has sent all
+        for rank in (*self._other_ranks, me):  # after the copies; the own flag says that this rank has sent all
             peer_memory.stream_write_value(
                 peers.addresses[rank] + copy_engine_allreduce.flag_offset(copy_engine_allreduce.SUMS, number, me),
                 self.call,

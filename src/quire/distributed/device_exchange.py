@@ -1,6 +1,5 @@
-"""How ranks on GPUs meet in a step: through each other's memory where they reach it (kernels.triton.reduce), else, and
-for the largest sums, through NCCL. Both may be captured in graphs.
-"""
+"""Communication of ranks on GPUs in a step: through each other's memory where GPUs have peer access
+(kernels.triton.all_reduce), else, and for the largest sums, through NCCL. Both can be captured in graphs."""
 
 from __future__ import annotations
 
@@ -21,14 +20,13 @@ if TYPE_CHECKING:
     from quire.distributed.copy_engine_allreduce import CopyEngineAllReduce
 
 NCCL_MIN_BYTES = 16 << 20
-"""Bytes from which on sums are NCCL's, or carried, where a product is computed in pieces."""
-WARMUP_BYTES = 1 << 20  # bytes of `Peers.more`, for a row
+"""Larger sums go through NCCL, or through copy engines where a product is computed in pieces."""
+WARMUP_BYTES = 1 << 20  # `PeerBuffers.copy_bytes` while warming up: room for a row
 
 
 class DeviceExchange:
-    """One rank's end (see quire.layers.exchange). `peers` are a kernels.triton.reduce.Peers, None where GPUs don't
-    reach each other; `nccl` is None where NCCL must not be used; `host_exchange` is where processes meet outside of
-    steps."""
+    """The Exchange (quire.layers.exchange) of one rank. `peers` is a kernels.triton.all_reduce.PeerBuffers, or None
+    without peer access; `nccl` is None if NCCL must not be used; `host_exchange` is used outside of steps."""
 
     def __init__(
         self,
@@ -38,7 +36,7 @@ class DeviceExchange:
         peers: Any,
         nccl: NcclCommunicator | None,
     ) -> None:
-        assert peers is not None or nccl is not None, "ranks have something to meet through"
+        assert peers is not None or nccl is not None, "ranks need peer access or NCCL"
         self.shard, self.device, self.host_exchange, self.nccl = shard, device, host_exchange, nccl
         self.peers, self._error = peers, None if peers is None else peers.error
         self.is_warming_up, self.pdl = False, False
@@ -65,7 +63,7 @@ class DeviceExchange:
         rows = dense.view(-1, x.shape[-1])
         if not self.kernels.exchange_shape(
             self.shard.tp_size, rows.shape[1], x.itemsize
-        ).two_shot_rows:  # too long for rows
+        ).two_shot_rows:  # the rows are too long
             rows = dense.view(-1, 64)
         self.kernels.all_reduce(self.peers, rows, pdl=self.pdl)
         return x if dense is x else x.copy_(dense)
@@ -79,8 +77,9 @@ class DeviceExchange:
         eps: float,
         post_norm_weight: Tensor | None = None,
     ) -> Tensor | None:
-        """x [T, size] += the sum of all ranks' delta, in place, and the norm of that, in one launch: see
-        kernels.triton.reduce.add_norm. None where that isn't done: `all_reduce` comes first then."""
+        """Add the sum of all ranks' delta to x [T, size] in place, and return the norm of that, in one launch: see
+        kernels.triton.all_reduce.all_reduce_norm. Return None if that is not possible; then `all_reduce` must be called
+        first."""
         if self.copy_engine is not None:
             if self.copy_engine.pending_delta is delta:
                 return self.copy_engine.finish(x, weight, bias, eps, post_norm_weight)
@@ -97,16 +96,16 @@ class DeviceExchange:
         )
 
     def split_rows(self, rows: int, nbytes: int) -> tuple[slice, ...]:
-        """In what pieces a product is to be computed that is to be added up over ranks, of so many rows and bytes in
-        all, each of which `send_rows` is then given; none: as a whole, and nothing is sent before `all_reduce` or
+        """Return the pieces in which to compute a product of `rows` rows and `nbytes` bytes that is to be all-reduced,
+        each of which is then passed to `send_rows`; none: as a whole, and nothing is sent before `all_reduce` or
         `all_reduce_norm`."""
         if self.copy_engine is None or self.is_warming_up or nbytes <= NCCL_MIN_BYTES:
             return ()
         return self.copy_engine.split_rows(rows, nbytes)
 
     def send_rows(self, delta: Tensor, rows: slice) -> None:
-        """Begin to exchange these rows of delta, the next of its `overlap_chunks`."""
-        assert self.copy_engine is not None, "there are no pieces without"
+        """Start the all-reduce of these rows of delta, the next piece of `split_rows`."""
+        assert self.copy_engine is not None, "`split_rows` returns no pieces without"
         self.copy_engine.send_rows(delta, rows)
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -118,24 +117,24 @@ class DeviceExchange:
         return self.nccl.all_gather(x)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        """See SharedExchange, through which it goes: nothing is captured, and no time counts."""
+        """See quire.layers.exchange. It goes through the host: it is never captured, and time does not matter."""
         return self.host_exchange.all_reduce_max(x)
 
     def _uses_nccl(self, x: Tensor) -> bool:
-        """Whether sums like x are not taken through peers' memory."""
+        """Return True if sums of x's size are not computed through peers' memory."""
         if self.peers is None:
             return True
         return x.nbytes > NCCL_MIN_BYTES and self.nccl is not None and not self.nccl.is_ordered
 
     def check_peers(self) -> None:
-        """PeerLost if a kernel has waited in vain."""
+        """Raise PeerLost if a kernel waited in vain."""
         if self._error is not None and (missed := int(self._error[0])):
-            raise PeerLost(f"rank {missed - 1} has said nothing in a step")
+            raise PeerLost(f"rank {missed - 1} was silent in a step")
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Within, steps may run in any threads and in any order: nobody is met, and sums are of no use. It ends for all
-        ranks together."""
+        """A context in which steps may run on any thread and in any order: no rank is waited for, and the sums are
+        meaningless. All ranks leave it together."""
         peers = self.peers
         if peers is not None:
             scratch = torch.zeros(KERNEL_BYTES + WARMUP_BYTES, dtype=torch.uint8, device=self.device)

@@ -1,10 +1,9 @@
-"""How stages on GPUs of one host give each other what a step's tokens are at a layer's border: each has an inbox on its
-GPU, into which the stage before copies, with a flag behind. That something is on its way is said through the pipes
-that stages on CPUs use, so that who waits in vain, and for whom, is known as there.
+"""Communication of pipeline stages on GPUs of one host: each rank has an inbox on its GPU, into which the previous
+stage copies the tensors of a step, followed by a flag. The header of each message goes through the sockets that stages
+on CPUs use, so that timeouts and lost stages are detected as there.
 
-An inbox has INBOX places, used in turn. Whoever takes a step's rows has finished the step before, and says so: what is
-written over has been read.
-"""
+An inbox has STAGE_BUFFER_STEPS slots, used in turn. A stage that receives a step has finished the step before, and
+acknowledges that, so a slot is only overwritten after it was read."""
 
 from __future__ import annotations
 
@@ -25,13 +24,13 @@ ACK = b"\1"
 
 
 class DeviceStagePipes(StagePipes):
-    """One rank's ends, as Pipes."""
+    """The connections of one rank on a GPU to the previous and the next stage (see StagePipes)."""
 
     def __init__(
         self, shard: Shard, descriptors: Sequence[int], seconds: float, device: torch.device, slot_bytes: int
     ) -> None:
-        """`slot_bytes`: bytes of the longest step's rows. StartupError where GPUs don't reach each other's memory.
-        Returns once the stage behind is here too."""
+        """Open the inbox and exchange handles. `slot_bytes` is the size of the rows of the longest step. Raise
+        StartupError if a GPU has no access to another one's memory. Return once the next stage is connected too."""
         super().__init__(shard, descriptors, seconds)
         self.device, self.slot_bytes, self.acknowledged = device, -(-slot_bytes // 256) * 256, 0
         try:
@@ -41,17 +40,17 @@ class DeviceStagePipes(StagePipes):
                 self._inbox = peer_memory.as_tensor(self._inbox_address, nbytes, device)
                 self._blocking_call(self._previous.sendall, handle)
             if self._next is not None:
-                found = bytearray(HANDLE_BYTES)
-                self._receive_into(self._next, memoryview(found))
-                self._next_inbox_address = peer_memory.open_handle(bytes(found))
+                handle_bytes = bytearray(HANDLE_BYTES)
+                self._receive_into(self._next, memoryview(handle_bytes))
+                self._next_inbox_address = peer_memory.open_handle(bytes(handle_bytes))
         except PeerError as error:
             raise StartupError(
                 f"a stage's GPU doesn't reach another one's memory: {error}", "Use GPUs with peer access, or --tp"
             ) from error
 
     def send(self, x: Tensor, delta: Tensor | None) -> None:
-        """See Pipes; behind what the current stream computes."""
-        assert self._next is not None, "the last stage has none behind it"
+        """See StagePipes. The copies are queued on the current stream."""
+        assert self._next is not None, "the last stage has no next one"
         while self.num_sent - self.acknowledged >= STAGE_BUFFER_STEPS:
             self._receive_into(self._next, memoryview(bytearray(len(ACK))))
             self.acknowledged += 1
@@ -69,9 +68,9 @@ class DeviceStagePipes(StagePipes):
         self._send_head(x, len(both))
 
     def receive(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """See Pipes. What is returned is there when the current stream gets to it, until the step after next is
+        """See StagePipes. The tensors are valid for operations on the current stream, until the step after next is
         sent."""
-        assert self._previous is not None, "the first stage has none before it"
+        assert self._previous is not None, "the first stage has no previous one"
         if self.num_received:
             self._blocking_call(self._previous.sendall, ACK)
         more = self._receive_head(rows, columns, dtype)

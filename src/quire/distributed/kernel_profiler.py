@@ -1,6 +1,5 @@
-"""What this process's GPU computes between a beginning and an end: each kernel's time, by torch's profiler. For
-benches, of the engine's own process and of ranks.
-"""
+"""Profile the kernels of this process's GPU by torch's profiler. For benchmarks of the engine's process and of
+ranks."""
 
 from __future__ import annotations
 
@@ -8,17 +7,17 @@ import re
 from collections import defaultdict
 from typing import Any
 
-MAX_KINDS = 60  # of kernels that are told, those that take most
+MAX_KINDS = 60  # kinds of kernels that are reported, those with the most time
 
 
 class KernelProfiler:
-    """One at a time."""
+    """One profile at a time."""
 
     def __init__(self) -> None:
         self._profile: Any = None
 
     def begin(self) -> None:
-        """From here on kernels are counted; what was launched before is done."""
+        """Start the profile, after all kernels launched before have finished."""
         import torch
 
         torch.cuda.synchronize()
@@ -26,19 +25,19 @@ class KernelProfiler:
         self._profile.__enter__()
 
     def end(self) -> dict[str, Any]:
-        """Until here. Milliseconds: `busy_ms` in which any kernel ran, `span_ms` from the first to the last, and
-        `kernels` by kind, how many and how long. Kernels that are launched early and wait for their predecessors
-        overlap these."""
+        """Stop the profile and return, in milliseconds, `busy_ms` in which any kernel ran, `span_ms` from the first
+        start to the last end, and `kernels`: count and time by kind. Kernels that are launched early and wait for their
+        predecessors overlap these."""
         import torch
 
         profile, self._profile = self._profile, None
-        assert profile is not None, "it has begun"
+        assert profile is not None, "`begin` was called"
         torch.cuda.synchronize()
         profile.__exit__(None, None, None)
         spans = [
             (event.time_range.start, event.time_range.end, event.name)
             for event in profile.events() or ()
-            if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+            if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]  # not in its stubs
         ]
         kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
         for start, end, name in spans:
@@ -54,7 +53,7 @@ class KernelProfiler:
 
 
 def covered_time(spans: list[tuple[float, float]]) -> float:
-    """The time that intervals (start, end) cover together."""
+    """Return the length of the union of intervals (start, end)."""
     covered, reach = 0.0, float("-inf")
     for start, end in sorted(spans):
         covered += max(0.0, end - max(start, reach))
@@ -63,5 +62,5 @@ def covered_time(spans: list[tuple[float, float]]) -> float:
 
 
 def kernel_kind(name: str) -> str:
-    """A kernel's name without what its template was made with."""
+    """Return a kernel's name without its template arguments."""
     return re.split(r"[<(]", re.sub(r"^void ", "", name))[0][:60]

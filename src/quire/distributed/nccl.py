@@ -1,6 +1,5 @@
-"""Ranks as a group of torch.distributed: NCCL on GPUs. They find each other through a file without a name, so no port
-is asked for; NCCL itself listens on the loopback interface.
-"""
+"""The ranks of a stage as a group of torch.distributed with NCCL. They connect through an unnamed file, so no port is
+needed; NCCL itself listens on the loopback interface."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 from quire.protocol.parallel_layout import Shard
 
 SINGLE_HOST_ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-"""What is set where nothing else is: the engine ends ranks that fail, not NCCL's watchdog."""
+"""Defaults of environment variables. The engine ends ranks that fail, so NCCL's watchdog is off."""
 
 
 class NcclCommunicator:
-    """One rank's end. `is_ordered`: sums are taken here, in rank order and in fp32; else NCCL takes them, in an order
-    that depends on their size, and rounds as it goes."""
+    """The communicator of one rank. `is_ordered`: sums are computed here, in rank order and in fp32; else NCCL computes
+    them, in an order that depends on their size, and rounds after each addition."""
 
     def __init__(
         self, shard: Shard, store: int, seconds: float, device: torch.device, is_ordered: bool, backend: str = "nccl"
     ) -> None:
-        """Meet the others, through the file that the descriptor `store` is of."""
+        """Connect to the other ranks, through the file of the descriptor `store`."""
         for name, value in SINGLE_HOST_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self.shard, self.is_ordered = shard, is_ordered
@@ -39,7 +38,7 @@ class NcclCommunicator:
             timeout=timedelta(seconds=seconds),
             device_id=device if device.type == "cuda" else None,
         )
-        self.all_reduce(torch.zeros(1, device=device))  # what communicators allocate is allocated now
+        self.all_reduce(torch.zeros(1, device=device))  # allocate the communicator's memory now
         self.all_gather(torch.zeros(1, device=device))
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -65,5 +64,5 @@ class NcclCommunicator:
         return every
 
     def close(self) -> None:
-        """Leave it. Graphs that have its operations are gone."""
+        """Leave the group. Graphs that captured its operations must be gone."""
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The exchange memories of ranks on one host's GPUs, opened by one another."""
+"""The exchange memories of ranks on one host's GPUs, each opened by all ranks."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from quire.protocol.parallel_layout import Shard
 def open_peer_buffers(
     shard: Shard, device: torch.device, indices: Sequence[int], host: SharedMemoryExchange, seconds: float
 ) -> tuple[Any, str]:
-    """A kernels.triton.reduce.Peers, or None and why there is none, alike on all ranks. `indices`: the ranks' GPUs."""
+    """Return a kernels.triton.all_reduce.PeerBuffers and "", or None and the reason, the same on all ranks. `indices`
+    are the GPUs of the ranks, `seconds` the timeout of a step."""
     from quire.kernels.triton import all_reduce, copy_engine_pair
 
     try:
         why = _unreachable(shard, indices)
-    except PeerError as error:  # a driver that doesn't say
+    except PeerError as error:  # the driver reports no attributes
         why = str(error)
-    mine, nbytes = b"", peer_memory_layout.peer_bytes(shard.tp_size)
-    more = nbytes - peer_memory_layout.KERNEL_BYTES
+    handle, nbytes = b"", peer_memory_layout.peer_bytes(shard.tp_size)
+    copy_bytes = nbytes - peer_memory_layout.KERNEL_BYTES
     if not why:
         try:
-            address, mine = peer_memory.export(nbytes)
+            address, handle = peer_memory.export(nbytes)
         except PeerError as error:
             why = str(error)
-    handles = host.all_gather(torch.tensor(list(mine.ljust(HANDLE_BYTES, b"\0")), dtype=torch.uint8))
+    handles = host.all_gather(torch.tensor(list(handle.ljust(HANDLE_BYTES, b"\0")), dtype=torch.uint8))
     if not _all_ranks_ok(why, host):
-        if mine:
+        if handle:
             peer_memory.free(address)
         return None, _first_reason(why, host)
     addresses: list[int] = []
@@ -41,7 +42,7 @@ def open_peer_buffers(
         for rank in range(shard.tp_size):
             theirs = bytes(handles[rank].tolist())
             addresses.append(address if rank == shard.tp_rank else peer_memory.open_handle(theirs))
-            if more:  # where it is refused, it is so now
+            if copy_bytes:  # fail now, not in a step
                 peer_memory.stream_write_value(addresses[-1] + copy_engine_pair.flag_offset(0, 0), 0, 0)
     except PeerError as error:
         why = str(error)
@@ -54,17 +55,17 @@ def open_peer_buffers(
         return None, why
     polls = min(int(seconds * all_reduce.POLLS), 2**31 - 1)
     counters = torch.zeros(peer_memory_layout.PROGRAMS, dtype=torch.int64, device=device)
-    word = torch.zeros(
+    error_word = torch.zeros(
         1, dtype=torch.int64, pin_memory=device.type == "cuda"
     )  # the host reads it without asking the device
     table = torch.tensor(addresses, dtype=torch.int64, device=device)
     return all_reduce.PeerBuffers(
-        table, counters, word, shard.tp_rank, shard.tp_size, polls, tuple(addresses), more
+        table, counters, error_word, shard.tp_rank, shard.tp_size, polls, tuple(addresses), copy_bytes
     ), ""
 
 
 def _unreachable(shard: Shard, indices: Sequence[int]) -> str:
-    """Why this rank's GPU doesn't reach another one's memory, if so."""
+    """Return the reason that this rank's GPU has no access to another one's memory, or ""."""
     here = indices[shard.tp_rank]
     if shard.tp_size > peer_memory_layout.MAX_PEERS:
         return f"more than {peer_memory_layout.MAX_PEERS} ranks"
@@ -79,11 +80,11 @@ def _unreachable(shard: Shard, indices: Sequence[int]) -> str:
 
 
 def _all_ranks_ok(why: str, host: SharedMemoryExchange) -> bool:
-    """No rank has a reason against it."""
+    """Return True if no rank has a reason against it."""
     return not host.all_gather(torch.tensor([bool(why)])).any()
 
 
 def _first_reason(why: str, host: SharedMemoryExchange) -> str:
-    """The first rank's reason that has one: all say the same."""
-    said = host.all_gather(torch.tensor(list(why.encode()[:200].ljust(200, b"\0")), dtype=torch.uint8))
-    return next(filter(None, (bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in said)))
+    """Return the reason of the first rank that has one, the same on all ranks."""
+    reasons = host.all_gather(torch.tensor(list(why.encode()[:200].ljust(200, b"\0")), dtype=torch.uint8))
+    return next(filter(None, (bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in reasons)))

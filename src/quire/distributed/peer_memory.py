@@ -1,6 +1,5 @@
-"""Memory on a GPU that the other ranks' GPUs can reach: each rank exports its own, through CUDA's driver (cuIpc*), and
-opens the others'. A piece of its own, not one of torch's allocator, whose whole block would be exported.
-"""
+"""GPU memory that the other ranks' GPUs can access: each rank exports its own by CUDA's driver (cuIpc*) and opens the
+others'. It is allocated apart from torch, because exporting memory of torch's allocator would export a whole block."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ LAZY_PEER_ACCESS, NATIVE_ATOMIC = 1, 3  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, CU
 
 
 class PeerError(Exception):
-    """A call that CUDA's driver refused."""
+    """CUDA's driver returned an error."""
 
 
 class IpcHandle(ctypes.Structure):
@@ -31,8 +30,8 @@ def _library() -> Any:
         raise PeerError(str(error)) from error
     address, stream = ctypes.c_uint64, ctypes.c_void_p
     library.cuMemcpyDtoDAsync_v2.argtypes = address, address, ctypes.c_size_t, stream
-    for told in (library.cuStreamWriteValue64_v2, library.cuStreamWaitValue64_v2):
-        told.argtypes = stream, address, ctypes.c_uint64, ctypes.c_uint
+    for function in (library.cuStreamWriteValue64_v2, library.cuStreamWaitValue64_v2):
+        function.argtypes = stream, address, ctypes.c_uint64, ctypes.c_uint
     return library
 
 
@@ -46,14 +45,15 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 class ExportedMemory(NamedTuple):
-    """A piece of this rank's memory, and by what other processes open it."""
+    """An allocation of this rank, and the handle by which other processes open it."""
 
     address: int
     handle: bytes
 
 
 def export(nbytes: int) -> ExportedMemory:
-    """`nbytes` of the current device, zeros. PeerError if there are not so many, or they can't be exported."""
+    """Allocate and export `nbytes` of zeros on the current device. Raise PeerError if there is not enough memory, or if
+    it can't be exported."""
     address, handle = ctypes.c_uint64(), IpcHandle()
     _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
     try:
@@ -67,7 +67,7 @@ def export(nbytes: int) -> ExportedMemory:
 
 
 def open_handle(handle: bytes) -> int:
-    """The address of another process's memory. PeerError if it can't be reached from here."""
+    """Open another process's memory and return its address. Raise PeerError if it can't be accessed from here."""
     address = ctypes.c_uint64()
     theirs = IpcHandle.from_buffer_copy(handle)
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), theirs, ctypes.c_uint(LAZY_PEER_ACCESS))
@@ -75,49 +75,49 @@ def open_handle(handle: bytes) -> int:
 
 
 def close(address: int) -> None:
-    """Let go of what was opened."""
+    """Close what `open_handle` opened."""
     with suppress(PeerError):
         _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
 
 def free(address: int) -> None:
-    """Give back what was exported, once nobody has it open."""
+    """Free exported memory. All other processes must have closed it."""
     with suppress(PeerError):
         _call("cuMemFree_v2", ctypes.c_uint64(address))
 
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:
-    """Copy from one device's memory to its own or another's, on a stream, by a copy engine."""
+    """Copy from one device's memory to its own or another one's by a copy engine, on a stream."""
     _call("cuMemcpyDtoDAsync_v2", target, source, nbytes, stream)
 
 
 def stream_write_value(address: int, value: int, stream: int) -> None:
-    """Write 8 bytes, on a stream: whoever sees them sees what came before on the stream, too."""
+    """Write 8 bytes, on a stream. A reader of the value also sees all earlier writes of the stream."""
     _call("cuStreamWriteValue64_v2", stream, address, value, 0)
 
 
 def stream_wait_value(address: int, value: int, stream: int) -> None:
-    """On a stream, wait until the 8 bytes there are at least `value`, whoever writes them."""
+    """Wait, on a stream, until the 8 bytes are at least `value`."""
     _call("cuStreamWaitValue64_v2", stream, address, value, 0)
 
 
 def as_tensor(address: int, nbytes: int, device: Any) -> Any:
-    """Memory of this process's on a GPU, as bytes of torch's, which doesn't own it."""
+    """Return GPU memory of this process as a uint8 tensor that does not own it."""
     import torch
 
     return torch.as_tensor(_CudaArray(address, nbytes), device=device)
 
 
 class _CudaArray:
-    """What torch asks of another library's array on a GPU."""
+    """The interface by which torch wraps another library's GPU array."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        said = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-        self.__cuda_array_interface__ = said
+        interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ = interface
 
 
 def has_native_atomics(here: int, there: int) -> bool:
-    """Whether device `here` changes device `there`'s memory atomically, as it does over NVLink."""
+    """Return True if device `here` can access device `there`'s memory atomically, as over NVLink."""
     value = ctypes.c_int()
     _call("cuDeviceGetP2PAttribute", ctypes.byref(value), NATIVE_ATOMIC, here, there)
     return bool(value.value)

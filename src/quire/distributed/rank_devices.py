@@ -1,8 +1,7 @@
-"""Ranks on GPUs, before they build anything: which GPU each has, how they will meet, and what room that leaves.
+"""Ranks on GPUs before they build anything: the GPU of each rank, its exchange, and the memory that remains.
 
-QUIRE_SHARE_GPU=1 lets more ranks start than there are GPUs, to try the code without them: they take turns on one, so
-each exchange takes as long as some time slices, and NCCL, which refuses that, isn't used.
-"""
+QUIRE_SHARE_GPU=1 permits more ranks than GPUs, to test the code: ranks take turns on a GPU, so each exchange takes
+several time slices, and NCCL, which does not support this, is not used."""
 
 from __future__ import annotations
 
@@ -21,14 +20,18 @@ if TYPE_CHECKING:
     from quire.distributed.shared_memory_exchange import SharedMemoryExchange
 
 SHARE_GPU_VARIABLE = "QUIRE_SHARE_GPU"
-GPU_DEVICE_FILES = "/dev/nvidia[0-9]*"  # a GPU each
+GPU_DEVICE_FILES = "/dev/nvidia[0-9]*"  # one for each GPU
 GIB = 2**30
+QUERY = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory,process_name", "--format=csv,noheader,nounits")
+QUERY_SECONDS = 5.0  # timeout of the query
+MAX_PROCESSES = 4  # named at most
+REPORT_SHARE = 0.1  # share of a GPU's memory; with more in use, the processes are queried
 log = logging.getLogger("quire.distributed")
 
 
 def seems_to_have_devices(device: str, ranks: int) -> bool:
-    """Whether it is likely, before torch is imported and `check_gpus` says it, that so many ranks have what to compute
-    on: by the GPUs' files, and by how many CUDA_VISIBLE_DEVICES names."""
+    """Return True if there are probably enough devices for this number of ranks, before torch is imported and
+    `check_gpus` checks it: by the GPUs' device files and the length of CUDA_VISIBLE_DEVICES."""
     if device == "cpu":
         return True
     count, named = len(glob(GPU_DEVICE_FILES)), os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -40,7 +43,7 @@ def seems_to_have_devices(device: str, ranks: int) -> bool:
 
 
 def check_gpus(tp: int, pp: int = 1) -> None:
-    """StartupError for more ranks than GPUs that this process may use."""
+    """Raise StartupError if there are more ranks than GPUs that this process may use."""
     import torch
 
     count, ranks = torch.cuda.device_count(), tp * pp
@@ -54,12 +57,12 @@ def check_gpus(tp: int, pp: int = 1) -> None:
 
 
 def may_share_gpus() -> bool:
-    """Ranks may share GPUs."""
+    """Return True if ranks may share GPUs."""
     return os.environ.get(SHARE_GPU_VARIABLE, "") not in ("", "0")
 
 
 def gpus_per_rank(ranks: int) -> float:
-    """What a rank has of a GPU: one, or a share where they share."""
+    """Return the GPUs of a rank: one, or a fraction if ranks share GPUs."""
     import torch
 
     count = torch.cuda.device_count()
@@ -67,13 +70,14 @@ def gpus_per_rank(ranks: int) -> float:
 
 
 def smallest_device_memory(memory_infos: Sequence[dict[str, Any]], utilization: float) -> tuple[int, int, str]:
-    """What memory is planned for, given what each rank's Seat tells: bytes of a rank's GPU in all and free, of the one
-    with the least room, and a name for it that says who uses it, if known. StartupError for GPUs of different kinds."""
+    """Return the memory to plan for, given each rank's `RankDevice.memory_info`: total and free bytes of a rank's GPU,
+    of the one with the least room, and a description of it that names its other users, if known. Raise StartupError for
+    GPUs of different kinds."""
     names = [str(one["name"]) for one in memory_infos]
     for rank, name in enumerate(names):
         if name != names[0]:
             raise StartupError(
-                f"GPU 0 is {names[0]}, and GPU {rank} is {name}: ranks share out each layer equally",
+                f"GPU 0 is {names[0]}, and GPU {rank} is {name}: ranks divide each layer equally",
                 "Choose GPUs of one kind by CUDA_VISIBLE_DEVICES",
             )
     users = {one["index"]: sum(other["index"] == one["index"] for other in memory_infos) for one in memory_infos}
@@ -83,15 +87,17 @@ def smallest_device_memory(memory_infos: Sequence[dict[str, Any]], utilization: 
     rank = min(range(len(rooms)), key=lambda rank: utilization * rooms[rank][0] - rooms[rank][0] + rooms[rank][1])
     total, free = rooms[rank]
     others = f" (used: {memory_infos[rank]['others']})" if memory_infos[rank].get("others") else ""
-    said = f"GPU {memory_infos[rank]['index']}, of which {free / GIB:.2f} of {total / GIB:.2f} GiB are free{others}"
-    return total, free, said
+    index = memory_infos[rank]["index"]
+    description = f"GPU {index}, of which {free / GIB:.2f} of {total / GIB:.2f} GiB are free{others}"
+    return total, free, description
 
 
 class RankDevice:
-    """A rank's GPU, opened, and its end of the exchange (None: there are no others)."""
+    """A rank's GPU, opened, and its exchange (None for a single rank)."""
 
     def __init__(self, hello: InitMessage) -> None:
-        """StartupError where ranks can't meet. All ranks at a time."""
+        """Open the GPU and the exchange; all ranks must do so at the same time. Raise StartupError if ranks can't
+        communicate."""
         import torch
 
         from quire.distributed.shared_memory_exchange import SharedMemoryExchange
@@ -99,13 +105,13 @@ class RankDevice:
         self.index = hello.part.global_rank % max(torch.cuda.device_count(), 1)
         self.device = torch.device("cuda", self.index)
         torch.cuda.set_device(self.device)
-        torch.zeros(1, device=self.device)  # makes the context
+        torch.zeros(1, device=self.device)  # creates the CUDA context
         self.notices: tuple[str, ...] = ()
         self.exchange: DeviceExchange | None = None
         if hello.part.tp_size > 1:
             host = SharedMemoryExchange(hello.part, hello.meeting, hello.seconds)
             self.exchange = self._open_exchange(hello, host)
-            host.barrier()  # all have all that they allocate
+            host.barrier()  # all ranks have allocated their exchange memory
 
     def _open_exchange(self, hello: InitMessage, host: SharedMemoryExchange) -> DeviceExchange:
         import torch
@@ -131,32 +137,26 @@ class RankDevice:
         return DeviceExchange(hello.part, self.device, host, peers, group)
 
     def memory_info(self) -> dict[str, Any]:
-        """For `smallest_device_memory`."""
+        """Return the memory of the GPU, for `smallest_device_memory`."""
         import torch
 
         free, total = torch.cuda.mem_get_info(self.device)
-        found = {"name": torch.cuda.get_device_name(self.device), "index": self.index, "free": free, "total": total}
+        info = {"name": torch.cuda.get_device_name(self.device), "index": self.index, "free": free, "total": total}
         if total - free > REPORT_SHARE * total:
-            found["others"] = other_gpu_processes(str(torch.cuda.get_device_properties(self.device).uuid))
-        return found
-
-
-QUERY = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory,process_name", "--format=csv,noheader,nounits")
-QUERY_SECONDS = 5.0  # for it to answer
-MAX_PROCESSES = 4  # processes that are named
-REPORT_SHARE = 0.1  # share of a GPU's memory from which on it is asked who has it
+            info["others"] = other_gpu_processes(str(torch.cuda.get_device_properties(self.device).uuid))
+        return info
 
 
 def other_gpu_processes(uuid: str) -> str:
-    """The processes with the most memory of the GPU that is called so, but for this one: "" if none are known."""
+    """Describe the other processes with the most memory on the GPU of that uuid; "" if none are known."""
     try:
-        done = subprocess.run(QUERY, capture_output=True, errors="replace", timeout=QUERY_SECONDS)
+        query = subprocess.run(QUERY, capture_output=True, errors="replace", timeout=QUERY_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    found = []
-    for line in done.stdout.splitlines():
+    processes = []
+    for line in query.stdout.splitlines():
         gpu, *fields = (field.strip() for field in line.split(",", 3))
         if len(fields) == 3 and uuid in gpu and fields[0] != str(os.getpid()):
-            found.append((int(fields[1]) if fields[1].isdigit() else 0, fields[0], fields[2].rpartition("/")[2]))
-    largest = sorted(found, reverse=True)[:MAX_PROCESSES]
+            processes.append((int(fields[1]) if fields[1].isdigit() else 0, fields[0], fields[2].rpartition("/")[2]))
+    largest = sorted(processes, reverse=True)[:MAX_PROCESSES]
     return ", ".join(f"{mib / 1024:.2f} GiB by process {pid} ({name[:40]})" for mib, pid, name in largest)

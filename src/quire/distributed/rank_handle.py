@@ -1,4 +1,4 @@
-"""A rank as the engine's process has it: how it is started and ended, and what it said."""
+"""Ranks from the engine's side: start their processes, read their messages, and end them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from quire.ipc.child_process import ChildProcess, program_arguments
 from quire.ipc.frames import Frame, FrameCodec
 from quire.protocol.columns import WireError
 
-KILL_WAIT_SECONDS = 5.0  # seconds for a process to go that was killed
+KILL_WAIT_SECONDS = 5.0  # seconds for a killed process to end
 RANK_PROGRAM = program_arguments("quire.startup.rank_program")
 
-RankLauncher = Callable[[int, Sequence[int]], ChildProcess]  # of a rank's number, and the descriptors that it inherits
+RankLauncher = Callable[[int, Sequence[int]], ChildProcess]  # arguments: rank, inherited descriptors
 
 
 def launch_rank_process(rank: int, inherited: Sequence[int], program: Sequence[str] = RANK_PROGRAM) -> ChildProcess:
-    """A rank as a process."""
+    """Start a rank as a child process."""
     return ChildProcess(1, (*program, str(rank)), f"rank {rank}", inherited)
 
 
 class RankLaunchThread(threading.Thread):
-    """Starts ranks, and lives as long as they do: they die with the thread that started them (PR_SET_PDEATHSIG)."""
+    """A thread that starts ranks and lives as long as they do: they die with the thread that started them
+    (PR_SET_PDEATHSIG)."""
 
     def __init__(self, start: Callable[[], list[ChildProcess]]) -> None:
         super().__init__(name="quire-ranks", daemon=True)
@@ -38,7 +39,7 @@ class RankLaunchThread(threading.Thread):
         self._cancelled = False
 
     def run(self) -> None:
-        """On its thread."""
+        """Start the ranks, then wait for `may_exit`."""
         try:
             self._children = self._launch_ranks()
         except BaseException as error:
@@ -50,7 +51,8 @@ class RankLaunchThread(threading.Thread):
             kill_children(self._children)
 
     def wait_for_children(self) -> list[ChildProcess]:
-        """They are started. Raises what starting them raised. An interrupt meanwhile leaves none."""
+        """Start the thread, and return the ranks' processes. Raise what starting them raised. An interrupt cancels the
+        start."""
         try:
             self.start()
         except RuntimeError as error:
@@ -65,29 +67,30 @@ class RankLaunchThread(threading.Thread):
         return self._children
 
     def cancel(self) -> None:
-        """None that it has started, or is about to, is wanted."""
+        """End the ranks that the thread has started or is starting."""
         self._cancelled = True
         self.may_exit.set()
         if self.is_alive():
-            self.join(KILL_WAIT_SECONDS / 5)  # Ray may take long to start them: they end once it has
+            self.join(KILL_WAIT_SECONDS / 5)  # Ray may take longer: `run` ends them then
 
 
 class RankHandle:
-    """A rank as the engine has it: its process, and what it has said that nobody took yet."""
+    """A rank: its process, its received frames, and its failure."""
 
     def __init__(self, rank: int, child: ChildProcess) -> None:
         self.rank, self.child = rank, child
         self.connection = child.connections[0]
-        self.step_results, self.other_frames = deque[Frame](), deque[Frame]()  # of steps, and of all else
-        self.failure: RankFailure | None = None  # with a reason of its own, or without any word
+        self.step_results, self.other_frames = deque[Frame](), deque[Frame]()  # results of steps, and all other frames
+        self.failure: RankFailure | None = None  # reported by the rank, or the end of its process
         self._decoder, self.encoder = FrameCodec(KINDS), FrameCodec(KINDS)
 
     def queue_for(self, kind: int) -> deque[Frame]:
-        """Where frames of a kind are until they are taken: steps may be answered before anybody asks."""
+        """Return the queue of received frames of that kind. Step results have their own, because they may arrive before
+        they are asked for."""
         return self.step_results if kind == STEP_RESULT else self.other_frames
 
     def read(self) -> None:
-        """Take in what came."""
+        """Read from the rank's socket."""
         try:
             data = self.connection.recv(READ_SIZE)
             for frame in self._decoder.decode(data):
@@ -102,7 +105,7 @@ class RankHandle:
 
 
 def launch_ranks(start: RankLauncher, ranks: int, ring: RingWriter, meeting: RankRendezvous) -> list[ChildProcess]:
-    """All ranks, or none and what was raised."""
+    """Start all ranks; on an error, end those that were started and raise it."""
     children: list[ChildProcess] = []
     try:
         for rank in range(ranks):
@@ -114,7 +117,7 @@ def launch_ranks(start: RankLauncher, ranks: int, ring: RingWriter, meeting: Ran
 
 
 def kill_children(children: list[ChildProcess]) -> None:
-    """End ranks that nobody knows yet."""
+    """End ranks that have no RankHandle yet."""
     for child in children:
         child.wait_or_kill(0.0)
         for connection in child.connections:
@@ -124,15 +127,15 @@ def kill_children(children: list[ChildProcess]) -> None:
 def release_ranks(
     children: list[ChildProcess], ring: RingWriter, meeting: RankRendezvous, keeper: RankLaunchThread
 ) -> None:
-    """End ranks at once, and let go of all that they had in common, also when it is interrupted."""
-    with ExitStack() as left:  # the last first
-        left.callback(keeper.may_exit.set)
-        left.callback(meeting.close)
-        left.callback(ring.close)
+    """Kill all ranks at once and release their shared resources, even if interrupted."""
+    with ExitStack() as cleanup:  # callbacks run in reverse order
+        cleanup.callback(keeper.may_exit.set)
+        cleanup.callback(meeting.close)
+        cleanup.callback(ring.close)
         for child in reversed(children):
             for connection in child.connections:
-                left.callback(connection.close)
-            left.callback(child.wait_or_kill, KILL_WAIT_SECONDS)
+                cleanup.callback(connection.close)
+            cleanup.callback(child.wait_or_kill, KILL_WAIT_SECONDS)
         for child in children:
             with suppress(OSError):
                 child.process.kill()

@@ -1,9 +1,8 @@
-"""What an engine and its ranks tell each other: orders to all ranks through the ring, answers over each one's socket.
+"""Messages between an engine and its ranks: orders to all ranks through the ring, replies over each rank's socket.
 
-Frames are the link's (quire.ipc.frames: a head with kind and number, then a body), plans and results as everywhere
-(quire.protocol.wire). Orders are carried out one after another, so that all ranks do the same in the same order; each
-but SEE, FORGET, PLAN and CLOSE has one answer.
-"""
+Frames are those of quire.ipc.frames (a header with kind and number, then a body); plans and results are those of
+quire.protocol.wire. Orders are carried out one after another, so all ranks do the same in the same order; each has one
+reply, except for ADD_IMAGE, REMOVE_IMAGE, PLAN and CLOSE."""
 
 from __future__ import annotations
 
@@ -41,16 +40,16 @@ KINDS = range(1, 18)
     SLEEP,
     WAKE,
 ) = KINDS
-WARM_UP_BODY = struct.Struct("<II")  # tokens of a step, tokens of a sequence
-STEP_RESULT_HEAD = struct.Struct("<QQQ")  # the step, from 1; digests of what was applied, and of what was drawn
+WARM_UP_BODY = struct.Struct("<II")  # maximum tokens of a step, and of a sequence
+STEP_RESULT_HEAD = struct.Struct("<QQQ")  # the step, from 1; digests of what was applied, and of the samples
 MAX_EOS_IDS = 1 << 16  # end tokens
-MAX_FAILURE_CHARS = 1 << 12  # characters of a failure
+MAX_FAILURE_CHARS = 1 << 12  # characters of a failure's text
 
 
 class InitMessage(NamedTuple):
-    """What one rank is to build: its `part` of the model of `config`, which is sized and says dtype and device, for
-    sequences of up to `max_len` tokens that `eos_ids` end. Others wait for it `seconds` at most. `meeting` are the
-    descriptors of the Meeting where ranks meet."""
+    """What one rank is to build: its `part` of the model of `config`, which is sized and has dtype and device resolved,
+    for sequences of up to `max_len` tokens that `eos_ids` end. Other ranks wait for it at most `seconds`. `meeting` are
+    the descriptors of the RankRendezvous."""
 
     config: EngineConfig
     part: Shard
@@ -63,7 +62,8 @@ class InitMessage(NamedTuple):
 
 
 class RankFailure(NamedTuple):
-    """A rank failed: what it says, what to change (of a start), and whether it's the echo of another one's failure."""
+    """The failure of a rank: its text, a remedy (of a failed start), and whether it only follows from another rank's
+    failure."""
 
     text: str
     remedy: str = ""
@@ -71,42 +71,42 @@ class RankFailure(NamedTuple):
 
 
 def write_init(hello: InitMessage) -> bytes:
-    """The body of a HELLO, the first frame on a rank's socket."""
+    """Return the body of an INIT or OPEN_DEVICE, the first frames on a rank's socket."""
     return write_json({**hello._asdict(), "config": asdict(hello.config), "part": list(hello.part)})
 
 
 def read_init(body: memoryview) -> InitMessage:
-    """The same, read. WireError for what is none, StartupError for settings that can't be."""
+    """Read the body of an INIT. Raise WireError if it is malformed, StartupError for invalid settings."""
     data = read_json(body)
-    part, eos, meeting = (read_field(data, name, list) for name in ("part", "eos_ids", "meeting"))
+    part, eos_ids, meeting = (read_field(data, name, list) for name in ("part", "eos_ids", "meeting"))
     if len(part) != 4 or not all(type(one) is int for one in part) or not is_valid_shard(*part):
-        raise WireError("part", f"{str(part)[:80]} is no rank and number of ranks, stage and number of stages")
-    if len(eos) > MAX_EOS_IDS or not all(type(token) is int for token in eos):
-        raise WireError("eos_ids", f"no list of up to {MAX_EOS_IDS} token ids")
+        raise WireError("part", f"{str(part)[:80]} is not a rank and number of ranks, stage and number of stages")
+    if len(eos_ids) > MAX_EOS_IDS or not all(type(token) is int for token in eos_ids):
+        raise WireError("eos_ids", f"not a list of at most {MAX_EOS_IDS} token ids")
     if len(meeting) > 2 + 4 * MOST_RANKS or not all(type(one) is int and one >= 0 for one in meeting):
-        raise WireError("meeting", "no list of descriptors")
+        raise WireError("meeting", "not a list of descriptors")
     try:
         config = EngineConfig(**read_field(data, "config", dict))
     except TypeError as error:
         raise WireError("config", str(error)[:200]) from error
     return InitMessage(
-        config, Shard(*part), tuple(eos), read_uint32(data, "max_len"), read_field(data, "seconds", float),
+        config, Shard(*part), tuple(eos_ids), read_uint32(data, "max_len"), read_field(data, "seconds", float),
         tuple(meeting), read_field(data, "progress", bool), read_uint32(data, "log_level"),
     )  # fmt: skip
 
 
 def is_valid_shard(rank: int, ranks: int, stage: int, stages: int) -> bool:
-    """Whether there can be a Part of these."""
+    """Return True if these are the fields of a valid Shard."""
     return 0 <= rank < ranks and 0 <= stage < stages and ranks * stages <= MOST_RANKS
 
 
 def write_bind(geometry: KVCacheConfig) -> bytes:
-    """The body of a BIND."""
+    """Return the body of a BIND."""
     return write_json(kv_cache_config_to_json(geometry))
 
 
 def read_bind(body: memoryview) -> KVCacheConfig:
-    """The same, read. WireError for what is none."""
+    """Read the body of a BIND. Raise WireError if it is malformed."""
     try:
         return kv_cache_config_from_json(read_json(body))
     except (ValueError, KeyError, TypeError) as error:
@@ -114,12 +114,12 @@ def read_bind(body: memoryview) -> KVCacheConfig:
 
 
 def write_add_image(pixels: ImagePixels) -> bytes:
-    """The body of a SEE."""
+    """Return the body of an ADD_IMAGE."""
     return b"".join(write_pixels(pixels))
 
 
 def read_add_image(body: memoryview) -> ImagePixels:
-    """The same, read. WireError for what is none."""
+    """Read the body of an ADD_IMAGE. Raise WireError if it is malformed."""
     reader = FrameReader(body)
     pixels = read_pixels(reader)
     if reader.offset != reader.end:
@@ -128,36 +128,36 @@ def read_add_image(body: memoryview) -> ImagePixels:
 
 
 def read_remove_image(body: memoryview) -> bytes:
-    """The body of a FORGET: a picture's key."""
+    """Read the body of a REMOVE_IMAGE: the image's key."""
     if len(body) != KEY_BYTES:
         raise WireError("key", f"it has {len(body)} bytes, not {KEY_BYTES}")
     return bytes(body)
 
 
 def read_warm_up(body: memoryview) -> tuple[int, int]:
-    """The body of a WARM: the most tokens of a step and of a sequence."""
+    """Read the body of a WARM_UP: the maximum number of tokens of a step and of a sequence."""
     tokens, longest = FrameReader(body).unpack(WARM_UP_BODY, "warm-up")
     return tokens, longest
 
 
 def read_sleep(body: memoryview) -> int:
-    """The body of a SLEEP: the level."""
+    """Read the body of a SLEEP: the level."""
     if len(body) != 1:
         raise WireError("level", f"it has {len(body)} bytes, not 1")
     return body[0]
 
 
 def read_wake(body: memoryview) -> list[str]:
-    """The body of a WAKE: what is taken back."""
+    """Read the body of a WAKE: the tags of the memory to restore."""
     tags = read_field(read_json(body), "tags", list)
     if not all(type(tag) is str for tag in tags):
-        raise WireError("tags", "one is no text")
+        raise WireError("tags", "one is not a string")
     return tags
 
 
 class RankStepResult(NamedTuple):
-    """The body of an ANSWER: the step, digests of what was applied and of what was drawn, and the result's frame, of
-    the rank that tells it."""
+    """The body of a STEP_RESULT: the step, digests of what was applied and of what was sampled, and the encoded
+    StepResult, empty unless the rank returns it."""
 
     step: int
     applied: int
@@ -166,18 +166,18 @@ class RankStepResult(NamedTuple):
 
 
 def read_step_result(body: memoryview) -> RankStepResult:
-    """The same, read. WireError for what is none."""
+    """Read the body of a STEP_RESULT. Raise WireError if it is malformed."""
     step, applied, drawn = FrameReader(body).unpack(STEP_RESULT_HEAD, "answer")
     return RankStepResult(step, applied, drawn, body[STEP_RESULT_HEAD.size :])
 
 
 def write_failure(failed: RankFailure) -> bytes:
-    """The body of a FAILED."""
+    """Return the body of a FAILED."""
     return write_json(failed._replace(text=failed.text[:MAX_FAILURE_CHARS])._asdict())
 
 
 def read_failure(frame: Frame) -> RankFailure:
-    """The same, read."""
+    """Read the body of a FAILED."""
     data: Mapping[str, Any] = read_json(frame.body)
     return RankFailure(
         read_field(data, "text", str)[:MAX_FAILURE_CHARS],

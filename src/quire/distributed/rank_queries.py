@@ -1,4 +1,4 @@
-"""What may be asked of a rank's runner: each question by its name, with an answer of JSON."""
+"""Questions about a rank's runner, by name. The answers are JSON."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _query_usage(runner: Any) -> list[float]:
 
 def _query_graphs(runner: Any) -> dict[str, list[Any]]:
     graphs, mixed = getattr(runner, "decode_graphs", None), getattr(runner, "mixed_graphs", None)
-    found = {} if graphs is None else {"decode steps": list(graphs.capture_sizes)}
-    return found if mixed is None else {**found, "steps with prompts": [*map(list, mixed.half_sizes()[0])]}
+    sizes = {} if graphs is None else {"decode steps": list(graphs.capture_sizes)}
+    return sizes if mixed is None else {**sizes, "steps with prompts": [*map(list, mixed.half_sizes()[0])]}
 
 
 _profiler = KernelProfiler()
@@ -36,10 +36,9 @@ RANK_QUERIES: dict[str, RankQuery] = {
     "attention": lambda runner: getattr(runner, "attention", ""),
     "device": lambda runner: str(getattr(runner, "device", "")),
     "notices": lambda runner: list(getattr(runner, "notices", ())),
-    "graphs": _query_graphs,  # the sizes that it captures, by the kind of step
-    "mapped": _query_mapping,  # where memory is virtual, the fields of vocabulary.plan.Mapped
-    "read_bytes": lambda runner: getattr(getattr(runner, "model", None), "read_bytes", 0),  # of the checkpoint
+    "graphs": _query_graphs,  # the captured sizes, by kind of step
+    "mapped": _query_mapping,  # the fields of a MappingStats, if memory is virtual
     "profile": lambda runner: _profiler.begin(),
-    "profiled": lambda runner: _profiler.end(),  # since it was last told to
-    "used": _query_usage,  # the fields of vocabulary.plan.RankUse
+    "profiled": lambda runner: _profiler.end(),  # since "profile"
+    "used": _query_usage,  # the fields of a RankUsage
 }

@@ -1,4 +1,4 @@
-"""The start of ranks, from the engine's side: what each is told to build."""
+"""Start ranks from the engine's side: what each is to build."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from quire.protocol.parallel_layout import ParallelLayout
 
 
 def launcher_arguments(config: EngineConfig, device: str) -> dict[str, RankLauncher]:
-    """What RemoteRunner is told of how ranks start on "cpu" or "cuda". StartupError where it can't be so."""
+    """Return the arguments of RemoteRunner for how ranks are started on "cpu" or "cuda". Raise StartupError if that is
+    impossible."""
     if config.executor != "ray":
         return {}
     from quire.distributed.ray_launcher import RayLauncher
@@ -28,19 +29,19 @@ def launcher_arguments(config: EngineConfig, device: str) -> dict[str, RankLaunc
 
 
 def open_devices(ranks: RemoteRunner, config: EngineConfig) -> tuple[int, int, str]:
-    """Have all ranks open their GPUs, and find what memory is planned for: see devices.room_of."""
-    parts = ranks.layout.shards()
-    told = ranks.open_devices(
-        [InitMessage(config, part, (), 1, ranks.seconds, ranks.rendezvous.descriptors) for part in parts]
+    """Have all ranks open their GPUs, and return the memory to plan for: see rank_devices.smallest_device_memory."""
+    shards = ranks.layout.shards()
+    memory_infos = ranks.open_devices(
+        [InitMessage(config, part, (), 1, ranks.seconds, ranks.rendezvous.descriptors) for part in shards]
     )
-    return smallest_device_memory(told, config.gpu_memory_utilization)
+    return smallest_device_memory(memory_infos, config.gpu_memory_utilization)
 
 
 def build_ranks(
     ranks: RemoteRunner, config: EngineConfig, folder: str, eos_ids: tuple[int, ...], max_len: int, progress: bool
 ) -> None:
-    """Have all ranks build their part of the model in `folder` ("": the config's shape). `config` is sized, and says
-    dtype, device and attention. Returns when they have."""
+    """Have all ranks build their part of the model in `folder` ("": the config's named shape), and wait for it.
+    `config` is sized, with dtype, device and attention resolved."""
     if folder:
         config = replace(config, model=folder, revision=None)
     if config.device == "cpu" or config.threads is not None:
@@ -64,9 +65,9 @@ def rebuild_ranks(
     make_memory: Callable[[], KVMemory],
     check_memory: Callable[[tuple[int, int, str]], None],
 ) -> tuple[RemoteRunner, KVMemory]:
-    """Other ranks like those that have ended, bound to a memory like theirs; `config` is as for `build_ranks`, and
-    `check_memory` raises StartupError where their GPUs, as `open_devices` finds them, lack the room by now.
-    StartupError or RanksLost if they can't be."""
+    """Start new ranks after a failure, bound to a new memory like the old one; `config` is as for `build_ranks`.
+    `check_memory` raises StartupError if the free memory, as `open_devices` returns it, is too small by now. Raise
+    StartupError or RanksLost if the ranks can't be built."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     start = launcher_arguments(config, config.device)
     ranks = remote_runner.RemoteRunner(ParallelLayout(config.tp, config.pp), config.rank_timeout, **start)
@@ -85,7 +86,8 @@ def rebuild_ranks(
 
 
 def threads_per_rank(threads: int | None, ranks: int) -> int | None:
-    """The threads of a rank, where all of them have `threads` (None: one a core); None: as OMP_NUM_THREADS says."""
+    """Return the threads of a rank if all ranks have `threads` (None: one for each core); None: OMP_NUM_THREADS
+    decides."""
     if threads is None and "OMP_NUM_THREADS" in os.environ:
         return None
     if threads is None:
@@ -97,7 +99,8 @@ def threads_per_rank(threads: int | None, ranks: int) -> int | None:
 
 
 def unused_threads_notice(threads: int | None, ranks: int) -> list[str]:
-    """What to say of --threads that ranks don't share out evenly: all have as many, so that they compute alike."""
+    """Return a notice that ranks leave some of --threads unused, if so: all ranks have equally many, so that they
+    compute alike."""
     each = max(threads // ranks, 1) if threads is not None else 0
     if threads is None or each * ranks == threads:
         return []

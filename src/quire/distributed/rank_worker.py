@@ -1,6 +1,5 @@
-"""A rank: a program that has a part of the model, and does what the engine orders through the ring, in that order.
-Started by quire.distributed.remote_runner. It decides nothing, and ends with the process that started it.
-"""
+"""A rank: a process that holds a part of the model and carries out the engine's orders, which come through the ring. It
+is started by quire.distributed.remote_runner, decides nothing, and ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -58,37 +57,38 @@ from quire.protocol.wire import decode_frame, encode_frame
 
 HANGUP = getattr(select, "POLLRDHUP", select.POLLHUP)
 PR_SET_PDEATHSIG = 1
-DIGEST_HEAD = struct.Struct("<QQ")  # a step, what was applied
+DIGEST_HEAD = struct.Struct("<QQ")  # the step, `applied`
 MASK = 2**64 - 1
 NO_MULTICAST_ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""What keeps libraries from NVLink's multicast objects."""
+"""Keeps libraries from creating NVLink multicast objects."""
 log = logging.getLogger("quire.distributed")
-RunnerBuilder = Callable[..., Any]  # of a Hello, and of a `seat` if there is one: a Runner of control.engine
+RunnerBuilder = Callable[..., Any]  # makes a Runner of an InitMessage, and of the RankDevice if there is one
 
 
 class EngineGone(Exception):
-    """The engine's process is gone, or wants no more."""
+    """The engine's process has ended, or has closed this rank."""
 
 
 def plan_digest(step: int, frame: memoryview, applied: int) -> int:
-    """8 bytes that ranks agree in if they were given the same plan as this step, and `applied` the same of plans so
-    far."""
-    said = hashlib.blake2b(DIGEST_HEAD.pack(step, applied & MASK), digest_size=8)
-    said.update(frame)
-    return int.from_bytes(said.digest(), "little")
+    """Return 8 bytes that are equal on ranks that were given the same plan for this step. `applied` is such a digest of
+    the page operations so far."""
+    digest = hashlib.blake2b(DIGEST_HEAD.pack(step, applied & MASK), digest_size=8)
+    digest.update(frame)
+    return int.from_bytes(digest.digest(), "little")
 
 
 def samples_digest(result: StepResult) -> int:
-    """8 bytes that ranks agree in if they drew the same tokens."""
-    return hash(next(zip(*result.slice_results), ())) & MASK  # tuples of integers: the same in every process
+    """Return 8 bytes that are equal on ranks that sampled the same tokens. Hashes of tuples of integers are the same in
+    every process."""
+    return hash(next(zip(*result.slice_results), ())) & MASK
 
 
 class RankWorker:
-    """Carries out orders over `runner`, and answers on `connection`."""
+    """Carries out orders on `runner`, and replies on `connection`."""
 
     def __init__(self, hello: InitMessage, runner: Any, send: Callable[[int, bytes], None]) -> None:
         self.shard, self.runner, self._send = hello.part, runner, send
@@ -96,7 +96,7 @@ class RankWorker:
         self.in_flight: deque[tuple[memoryview, Any]] = deque()
 
     def execute(self, frame: Frame) -> None:
-        """Carry out one order. Gone: it was the last."""
+        """Carry out one order. Raise EngineGone after the last."""
         kind, body = frame
         if kind == PLAN:
             self._submit(body)
@@ -107,8 +107,8 @@ class RankWorker:
         elif kind == REMOVE_IMAGE:
             self.runner.remove_image(read_remove_image(body))
         elif kind == QUERY:
-            asked = read_json(body)
-            self._send(QUERY_REPLY, write_json({"told": RANK_QUERIES[asked["question"]](self.runner)}))
+            request = read_json(body)
+            self._send(QUERY_REPLY, write_json({"told": RANK_QUERIES[request["question"]](self.runner)}))
         elif kind in (BIND, WARM_UP):
             self.runner.bind(read_bind(body)) if kind == BIND else self.runner.warm_up(*read_warm_up(body))
             self._send(DONE, b"")
@@ -118,15 +118,15 @@ class RankWorker:
         elif kind == CLOSE:
             raise EngineGone
         else:
-            raise WireError("kind", f"{kind} is no order")
+            raise WireError("kind", f"{kind} is not an order")
 
     def _submit(self, body: memoryview) -> None:
         plan = decode_frame(body)
         if not isinstance(plan, StepPlan):
-            raise WireError("kind", "a result comes where a plan should")
+            raise WireError("kind", "a result instead of a plan")
         self.submitted += 1
         self.in_flight.append((body, self.runner.submit(plan)))
-        if self.shard.pp_size > 1:  # nobody says when: the stage behind may still compute it
+        if self.shard.pp_size > 1:  # without a COLLECT: the next stage may still be computing this step
             self._collect()
 
     def _collect(self) -> None:
@@ -134,12 +134,12 @@ class RankWorker:
         result = self.runner.collect(ticket)
         self.collected += 1
         applied = plan_digest(self.collected, body, getattr(self.runner, "op_checksum", 0))
-        said = encode_frame(result) if self.shard.returns_result else b""
-        self._send(STEP_RESULT, STEP_RESULT_HEAD.pack(self.collected, applied, samples_digest(result)) + said)
+        encoded_result = encode_frame(result) if self.shard.returns_result else b""
+        self._send(STEP_RESULT, STEP_RESULT_HEAD.pack(self.collected, applied, samples_digest(result)) + encoded_result)
 
     @property
     def activity(self) -> str:
-        """What it is at, for the log."""
+        """What the rank is doing, for the log."""
         return f"in step {self.collected + 1}" if self.submitted > self.collected else "between steps"
 
 
@@ -150,18 +150,18 @@ def serve(
     end: Callable[[], object],
     open_device: Callable[[InitMessage], Any] | None = None,
 ) -> int:
-    """Build what the HELLO on `connection` says, then obey what comes through the ring. Returns the exit status; `end`
-    is called, on another thread, once the other side is gone. Before a HELLO there may be a MEET: what `open_device`
-    makes of it is given to `build` too."""
-    answers, orders = FrameCodec(KINDS), FrameCodec(KINDS)
+    """Build what the INIT on `connection` describes, then carry out the orders of the ring. Return the exit status.
+    `end` is called on another thread when the engine's process has ended. If an OPEN_DEVICE precedes the INIT, `build`
+    gets the result of `open_device` too."""
+    outgoing, orders = FrameCodec(KINDS), FrameCodec(KINDS)
 
     def send(kind: int, body: bytes) -> None:
-        with suppress(OSError):  # whoever should read it is gone, which ends this rank
-            connection.sendall(answers.encode(kind, body))
+        with suppress(OSError):  # the engine has ended, which ends this rank
+            connection.sendall(outgoing.encode(kind, body))
 
-    said = _read_init_messages(connection)
+    init_messages = _read_init_messages(connection)
     try:
-        kind, hello = next(said)
+        kind, init_message = next(init_messages)
     except (EOFError, OSError):
         return 1
     except (WireError, StartupError) as error:
@@ -170,20 +170,20 @@ def serve(
     parent = select.poll()
     parent.register(connection, HANGUP)
     threading.Thread(target=_exit_with_engine, args=(parent, end), name="quire-parent", daemon=True).start()
-    logging.getLogger().setLevel(hello.log_level)
+    logging.getLogger().setLevel(init_message.log_level)
     try:
         if kind == OPEN_DEVICE:
             assert open_device is not None, "there is no GPU here"
-            place = open_device(hello)
-            send(QUERY_REPLY, write_json({"told": place.told()}))
-            build = partial(build, seat=place)
-            _, hello = next(said)
-        runner = build(hello)
+            rank_device = open_device(init_message)
+            send(QUERY_REPLY, write_json({"told": rank_device.memory_info()}))
+            build = partial(build, rank_device=rank_device)
+            _, init_message = next(init_messages)
+        runner = build(init_message)
     except BaseException as error:
-        _log_failure(hello.part.global_rank, "at start", error)
+        _log_failure(init_message.part.global_rank, "at start", error)
         send(FAILED, write_failure(_to_failure(error)))
         return 1
-    rank = RankWorker(hello, runner, send)
+    rank = RankWorker(init_message, runner, send)
     send(READY, write_json({name: RANK_QUERIES[name](runner) for name in ("depth", "attention", "device", "notices")}))
     poll = select.poll()
     poll.register(reader.event, select.POLLIN)
@@ -196,19 +196,21 @@ def serve(
         runner.close()
         return 0
     except BaseException as error:
-        _log_failure(hello.part.global_rank, rank.activity, error)
+        _log_failure(init_message.part.global_rank, rank.activity, error)
         send(FAILED, write_failure(_to_failure(error)))
         return 1
 
 
 def _log_failure(rank: int, doing: str, error: BaseException) -> None:
-    """Log what nobody foresaw: others' failures and mistakes of whoever started this are told in a line."""
+    """Log an unexpected error. The failures of other ranks, and errors of the user, are reported in one line
+    elsewhere."""
     if not isinstance(error, PeerLost | StartupError):
         log.error("rank %d failed %s", rank, doing, exc_info=error)
 
 
 def _read_init_messages(connection: socket.socket) -> Iterator[tuple[int, InitMessage]]:
-    """What comes before orders: a HELLO, or a MEET, which has the same body, and a HELLO."""
+    """Yield the kind and message of the frames before orders: an INIT, or an OPEN_DEVICE, which has the same body, and
+    an INIT."""
     frames = FrameCodec(KINDS)
     while True:
         data = connection.recv(READ_SIZE)
@@ -216,13 +218,13 @@ def _read_init_messages(connection: socket.socket) -> Iterator[tuple[int, InitMe
             raise EOFError
         for frame in frames.decode(data):
             if frame.kind not in (INIT, OPEN_DEVICE):
-                raise WireError("kind", f"{frame.kind} comes before a hello")
+                raise WireError("kind", f"{frame.kind} before INIT")
             yield frame.kind, read_init(frame.body)
 
 
 def _next_record(reader: RingReader, poll: select.poll) -> bytes:
-    """The next record, which is waited for. `poll` is for the reader's event, and for a word of whoever sends records:
-    Gone, as that's their end."""
+    """Wait for the next record and return it. `poll` watches the reader's event and the engine's socket; the socket is
+    readable only when the engine has ended: then raise EngineGone."""
     while not reader:
         for descriptor, _ in poll.poll():
             if descriptor != reader.event:
@@ -231,14 +233,15 @@ def _next_record(reader: RingReader, poll: select.poll) -> bytes:
 
 
 def _exit_with_engine(parent: select.poll, end: Callable[[], object]) -> None:
-    """The process ends with the engine's, also when a step hangs."""
+    """End the process when the engine's has ended, even if a step hangs."""
     parent.poll()
     end()
 
 
 def _to_failure(error: BaseException) -> RankFailure:
-    """What is said of a failure: a StartupError as it is."""
+    """Return the RankFailure of an error, with the text and remedy of a StartupError."""
     if isinstance(error, StartupError):
         return RankFailure(error.cause, error.remedy)
-    said = next(iter(str(error).splitlines()), "")
-    return RankFailure(f"{type(error).__name__}{': ' * bool(said)}{said}"[:300], "", isinstance(error, PeerLost))
+    first_line = next(iter(str(error).splitlines()), "")
+    text = f"{type(error).__name__}{': ' * bool(first_line)}{first_line}"
+    return RankFailure(text[:300], "", isinstance(error, PeerLost))

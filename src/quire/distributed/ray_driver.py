@@ -1,9 +1,9 @@
-"""Ray's driver: a process between the engine and Ray, so that nothing of Ray's is in the engine's own (threads, signal
-handlers, variables, and an end if the cluster goes). It has Ray place an actor for each rank, which holds the rank's
-program as its child, and tells the engine where they are and how each ended. It ends with the engine's process.
+"""Ray's driver: a process between the engine and Ray, which keeps Ray's threads, signal handlers, environment and
+crashes out of the engine's process. It has Ray place an actor for each rank, which runs the rank's program as its
+child, and reports to the engine where ranks are and how each ended. It ends with the engine's process.
 
-Numbers and texts alone go through Ray, which pickles its calls: what ranks and engine tell each other never does.
-"""
+Only numbers and texts go through Ray, which pickles the arguments of calls; messages between engine and ranks never
+do."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from quire.ipc.frames import FrameCodec, read_json, write_json
 KINDS = range(1, 6)
 PLACE, PLACED, RANK_EXITED, RANK_LOST, PLACEMENT_FAILED = KINDS
 PR_SET_PDEATHSIG = 1
-MIN_RAY_VERSION = (2, 54)  # before, others can have a cluster run code: CVE-2026-27482
-POLL_SECONDS = 0.5  # seconds of one wait
-KILL_WAIT_SECONDS = 5.0  # seconds for processes to go that were killed
+MIN_RAY_VERSION = (2, 54)  # older versions run other users' code: CVE-2026-27482
+POLL_SECONDS = 0.5  # timeout of one wait
+KILL_WAIT_SECONDS = 5.0  # seconds for killed processes to end
 CLOSE_SECONDS = 15.0  # seconds for all of Ray to end
-OBJECT_STORE_BYTES = 80 << 20  # bytes of Ray's object store, which nothing is put into: about the least that it takes
+OBJECT_STORE_BYTES = 80 << 20  # of Ray's object store, which stays empty: about the minimum
 LOOPBACK = "127.0.0.1"
 LOCAL_CLUSTER_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # it listens on the loopback interface alone, as it does there
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes Ray listen on the loopback interface only
 }
-"""Variables of a cluster of our own."""
+"""The environment of a cluster started here."""
 
 
 class PlacementRequest(NamedTuple):
-    """What the engine wants: so many `ranks` with `gpus` of a GPU each (0: on a CPU), in the cluster at `address` or
-    ("") one of their own with its files in `folder`. A rank begins as `program`, which finds the engine at the socket
-    `name` and shows `token`. Others have `patience` seconds to leave room."""
+    """The ranks to place: `ranks` of them with `gpus` of a GPU each (0: on a CPU), in the cluster at `address`, or, if
+    that is "", in a new cluster with its files in `folder`. A rank starts as `program`, which connects to the engine's
+    socket `name` and sends `token`. Placement may take `patience` seconds."""
 
     ranks: int
     gpus: float
@@ -61,26 +61,28 @@ class PlacementRequest(NamedTuple):
 
 
 def main() -> None:
-    """The argument is the descriptor of the engine's connection."""
-    os.setsid()  # what a terminal sends to all reaches nothing of Ray's
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # one that is stopped sees the connection's end too
+    """Run the driver. The argument is the descriptor of the engine's connection."""
+    os.setsid()  # signals of a terminal do not reach Ray's processes
+    ctypes.CDLL(None).prctl(
+        PR_SET_PDEATHSIG, signal.SIGCONT
+    )  # a stopped driver continues, and sees the end of the connection
     connection = socket.socket(fileno=int(sys.argv[1]))
-    frames, said = FrameCodec(KINDS), FrameCodec(KINDS)
+    frames, outgoing = FrameCodec(KINDS), FrameCodec(KINDS)
     gone = threading.Event()
 
     def send(kind: int, **body: Any) -> None:
-        with suppress(OSError):  # whoever should read it is gone, which ends this
-            connection.sendall(said.encode(kind, write_json(body)))
+        with suppress(OSError):  # the engine has ended, which ends this process
+            connection.sendall(outgoing.encode(kind, write_json(body)))
 
-    order = None
-    while order is None:
+    request = None
+    while request is None:
         data = connection.recv(READ_SIZE)
         if not data:
             exit_now(1)
-        order = next((PlacementRequest(**read_json(frame.body)) for frame in frames.decode(data)), None)
+        request = next((PlacementRequest(**read_json(frame.body)) for frame in frames.decode(data)), None)
     threading.Thread(target=_exit_with_engine, args=(connection, gone), name="quire-parent", daemon=True).start()
     try:
-        _run_driver(order, send, gone)
+        _run_driver(request, send, gone)
     except StartupError as error:
         send(PLACEMENT_FAILED, text=error.cause, remedy=error.remedy)
     except BaseException as error:
@@ -90,7 +92,8 @@ def main() -> None:
 
 
 def _exit_with_engine(connection: socket.socket, gone: threading.Event) -> None:
-    """Note that the engine's process wants no more, or is gone; then all ends in time."""
+    """Set `gone` when the engine's process has ended or closed the connection; then end the process after CLOSE_SECONDS
+    at the latest."""
     with suppress(OSError):
         while connection.recv(READ_SIZE):
             pass
@@ -100,7 +103,7 @@ def _exit_with_engine(connection: socket.socket, gone: threading.Event) -> None:
 
 
 def _run_driver(order: PlacementRequest, send: Callable[..., None], gone: threading.Event) -> None:
-    """Place ranks, tell of their ends, and leave nothing of it. StartupError where there is no room."""
+    """Place the ranks, report their ends, and clean up. Raise StartupError if there is no room."""
     with ExitStack() as last, ExitStack() as undo:
         last.callback(shutil.rmtree, order.folder, ignore_errors=True)
         last.callback(end_session, os.getpid())
@@ -112,24 +115,24 @@ def _run_driver(order: PlacementRequest, send: Callable[..., None], gone: thread
         actors = create_actors(ray, order, group)
         for actor in actors:
             undo.callback(ray.kill, actor)
-        seats = ray.get([actor.seat.remote() for actor in actors], timeout=order.patience)
-        if len({node for node, _ in seats}) > 1:
+        placements = ray.get([actor.seat.remote() for actor in actors], timeout=order.patience)
+        if len({node for node, _ in placements}) > 1:
             raise StartupError("Ray placed ranks on more than one node", "Use --tp for the GPUs of one node")
-        send(PLACED, gpus=[gpus for _, gpus in seats])
+        send(PLACED, gpus=[gpus for _, gpus in placements])
         silence_output()
         if not watch_ranks(ray, order, actors, send, gone):
-            undo.pop_all()  # nobody is there to do that
+            undo.pop_all()  # the cluster is gone
 
 
 def connect_ray(order: PlacementRequest) -> Any:
-    """The module ray, connected."""
+    """Connect to a cluster, or start one, and return the module ray."""
     if not order.address:
         for name in [name for name in os.environ if name.startswith("RAY_")]:
             del os.environ[name]
         os.environ.update(LOCAL_CLUSTER_ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32))
     ray = import_module("ray")
     if tuple(map(int, re.findall(r"\d+", ray.__version__)[:2])) < MIN_RAY_VERSION:
-        raise StartupError(f"Ray is {ray.__version__}, which others can have run code (CVE-2026-27482)",
+        raise StartupError(f"Ray is {ray.__version__}, in which other users can run code (CVE-2026-27482)",
                            f"pip install 'ray>={'.'.join(map(str, MIN_RAY_VERSION))}'")  # fmt: skip
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if order.address:
@@ -149,19 +152,21 @@ def connect_ray(order: PlacementRequest) -> Any:
 def watch_ranks(
     ray: Any, order: PlacementRequest, actors: list[Any], send: Callable[..., None], gone: threading.Event
 ) -> bool:
-    """Have actors run ranks, and tell of the end of each, until the engine's process wants no more: or, then False,
-    until something of a cluster of our own is gone, and all ranks with it."""
-    held = {actor.hold.remote(order.program, order.name, order.token, rank): rank for rank, actor in enumerate(actors)}
-    ours = find_ray_processes()
+    """Have the actors run the ranks, and report the end of each, until the engine's process closes the connection.
+    Return False if instead a process of a cluster started here has ended; all ranks end with it."""
+    running = {
+        actor.hold.remote(order.program, order.name, order.token, rank): rank for rank, actor in enumerate(actors)
+    }
+    ray_processes = find_ray_processes()
     while not gone.is_set():
-        if broken := next(filter(None, map(describe_process_end, ours.items())), ""):
-            for rank in held.values():
-                send(RANK_LOST, rank=rank, told=broken)
+        if failure := next(filter(None, map(describe_process_end, ray_processes.items())), ""):
+            for rank in running.values():
+                send(RANK_LOST, rank=rank, told=failure)
             end_session(os.getpid())
             return False
-        over, _ = ray.wait(list(held), timeout=POLL_SECONDS) if held else ([], gone.wait(POLL_SECONDS))
-        for one in over:
-            rank = held.pop(one)
+        ended, _ = ray.wait(list(running), timeout=POLL_SECONDS) if running else ([], gone.wait(POLL_SECONDS))
+        for one in ended:
+            rank = running.pop(one)
             try:
                 code, told = ray.get(one)
                 send(RANK_EXITED, rank=rank, code=code, told=told)
@@ -171,7 +176,8 @@ def watch_ranks(
 
 
 def create_placement_group(ray: Any, order: PlacementRequest, gone: threading.Event) -> Any:
-    """A group of bundles on this node, one a rank. StartupError where there is no room in time."""
+    """Return a placement group with one bundle on this node for each rank. Raise StartupError if there is no room in
+    time."""
     kind, each = ("GPU", order.gpus) if order.gpus else ("CPU", 1.0)
     bundles: list[dict[str, float]] = [{kind: each} for _ in range(order.ranks)]
     bundles[0][find_node_resource(ray, order, kind, each)] = 0.001  # keeps the group on this node
@@ -182,16 +188,16 @@ def create_placement_group(ray: Any, order: PlacementRequest, gone: threading.Ev
             ray.util.remove_placement_group(group)
             free = ray.available_resources().get(kind, 0.0)
             raise StartupError(
-                f"Ray found no room for {describe_request(order, kind, each)} on this node within {order.patience:g} "
-                f"s: "
-                f"others use it ({free:g} {kind}s are free); there are {describe_nodes(ray)}",
+                f"Ray found no room for {describe_request(order, kind, each)} on this node "
+                f"within {order.patience:g} s: others use it ({free:g} {kind}s are free); "
+                f"there are {describe_nodes(ray)}",
                 "Wait for them to end, or use fewer ranks (--tp)",
             )
     return group
 
 
 def create_actors(ray: Any, order: PlacementRequest, group: Any) -> list[Any]:
-    """An actor in each bundle."""
+    """Create an actor in each bundle."""
     strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
     made, cpus = make_actor_class(ray), 0 if order.gpus else 1
     return [
@@ -203,7 +209,7 @@ def create_actors(ray: Any, order: PlacementRequest, group: Any) -> list[Any]:
 
 
 def find_node_resource(ray: Any, order: PlacementRequest, kind: str, each: float) -> str:
-    """The resource that this node alone has. StartupError where it hasn't what is wanted, whoever uses it."""
+    """Return the resource that only this node has. Raise StartupError if the node is too small even when idle."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     here = next(node for node in nodes if node["NodeID"] == ray.get_runtime_context().get_node_id())
     if here["Resources"].get(kind, 0.0) < order.ranks * each:
@@ -212,38 +218,39 @@ def find_node_resource(ray: Any, order: PlacementRequest, kind: str, each: float
             f"Ray has no room for {describe_request(order, kind, each)} on this node: there are {describe_nodes(ray)}"
         )
         if every >= order.ranks * each:
-            raise StartupError(f"{cause}; ranks on more than one node aren't there yet", "Use --tp for one node")
+            raise StartupError(f"{cause}; ranks on more than one node are not supported", "Use --tp for one node")
         raise StartupError(cause, "Use fewer ranks (--tp), or --device cpu" if order.gpus else "Use fewer ranks (--tp)")
     return next(str(name) for name in here["Resources"] if name.startswith("node:") and "__" not in name)
 
 
 def describe_request(order: PlacementRequest, kind: str, each: float) -> str:
-    """What is asked for, in words."""
+    """Describe the request in words."""
     return f"{order.ranks} rank{'s' * (order.ranks > 1)} of {each:g} {kind}{' each' * (order.ranks > 1)}"
 
 
 def describe_nodes(ray: Any) -> str:
-    """What the cluster has, in words, this node first."""
+    """Describe the cluster's nodes in words, this node first."""
     here = ray.get_runtime_context().get_node_id()
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
-    had = (f"{node['Resources'].get('CPU', 0):g} CPUs and {node['Resources'].get('GPU', 0):g} GPUs on "
+    descriptions = (f"{node['Resources'].get('CPU', 0):g} CPUs and {node['Resources'].get('GPU', 0):g} GPUs on "
            f"{node['NodeManagerAddress']}" for node in nodes[:8])  # fmt: skip
-    return ", ".join(had) + (f" and {len(nodes) - 8} more nodes" if len(nodes) > 8 else "")
+    return ", ".join(descriptions) + (f" and {len(nodes) - 8} more nodes" if len(nodes) > 8 else "")
 
 
 def find_ray_processes() -> dict[int, str]:
-    """What a cluster of our own can't be without, by their numbers, as far as they are children of this process."""
-    found = {}
+    """Return the names, by pid, of the children of this process without which a cluster started here fails."""
+    names = {}
     for pid, parent, _, _ in list_processes():
         with suppress(OSError):
             name = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
             if parent == os.getpid() and name in ("gcs_server", "raylet"):
-                found[pid] = name
-    return found
+                names[pid] = name
+    return names
 
 
 def describe_process_end(child: tuple[int, str]) -> str:
-    """How a child, of a number and a name, ended, in words; "" if it goes on. Its status is left to its owner."""
+    """Describe how a child, given by pid and name, ended; "" if it is running. It is not reaped: its parent in Ray does
+    that."""
     pid, name = child
     with suppress(ChildProcessError):
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -255,7 +262,7 @@ def describe_process_end(child: tuple[int, str]) -> str:
 
 
 def list_processes() -> Iterator[tuple[int, int, int, str]]:
-    """Each process of the system: its number, its parent's, its session's, its state."""
+    """Yield (pid, parent's pid, session, state) of every process of the system."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError, IndexError):
             state, parent, _, session = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:4]
@@ -263,7 +270,7 @@ def list_processes() -> Iterator[tuple[int, int, int, str]]:
 
 
 def end_session(session: int) -> None:
-    """End what is left of a session, but for its leader: what Ray started, where nobody is there to end it."""
+    """Kill what is left of a session, except for its leader: processes that Ray started and did not end."""
     end = time.monotonic() + KILL_WAIT_SECONDS
     while time.monotonic() < end:
         left = [pid for pid, _, its, state in list_processes() if its == session != pid and state not in "ZX"]
@@ -276,31 +283,33 @@ def end_session(session: int) -> None:
 
 
 def silence_output() -> None:
-    """What Ray prints of workers and nodes that end: the engine's process says it in a line."""
+    """Redirect standard output and errors to /dev/null: Ray prints the ends of workers and nodes, which the engine's
+    process reports in one line."""
     with open(os.devnull, "wb") as nowhere:
         for descriptor in (1, 2):
             os.dup2(nowhere.fileno(), descriptor)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says that isn't Ray's rule."""
+    """Return the first line of an exception's text that is not empty."""
     lines = [line.strip() for line in str(error).splitlines()]
     return next(filter(None, lines), type(error).__name__)[:300].rstrip(".")
 
 
 def make_actor_class(ray: Any) -> Any:
-    """The actor's class: local, so that Ray's workers needn't find quire, and with modules of the standard library."""
+    """Return the actor's class. It is local and imports only the standard library, so Ray's workers do not need
+    quire."""
 
     class Holder:
-        """Holds a rank's program as its child, which dies with it."""
+        """Runs a rank's program as its child, which dies with it."""
 
         def seat(self) -> tuple[str, list[str]]:
-            """The node that this is on, and the GPUs that Ray chose for it."""
-            found = ray.get_runtime_context()
-            return found.get_node_id(), [str(one) for one in found.get_accelerator_ids().get("GPU", ())]
+            """Return the id of this node, and the GPUs that Ray assigned."""
+            context = ray.get_runtime_context()
+            return context.get_node_id(), [str(one) for one in context.get_accelerator_ids().get("GPU", ())]
 
         def hold(self, program: list[str], name: str, token: str, rank: int) -> tuple[int, str]:
-            """Run a rank: how it ended, and what it said before it had the engine's standard error."""
+            """Run a rank. Return its exit status, and its errors from before it got the engine's standard error."""
             import json
             import os
             import subprocess
@@ -308,13 +317,13 @@ def make_actor_class(ray: Any) -> Any:
             child = subprocess.Popen(program, env={}, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
             assert child.stdin is not None, "a pipe"
             assert child.stderr is not None, "a pipe"
-            said = {"name": name, "token": token, "rank": rank, "parent": os.getpid()}
+            message = {"name": name, "token": token, "rank": rank, "parent": os.getpid()}
             try:
-                child.stdin.write(json.dumps(said).encode() + b"\n")
+                child.stdin.write(json.dumps(message).encode() + b"\n")
                 child.stdin.close()
             except OSError:
-                pass  # it's gone already
-            told = child.stderr.read().decode(errors="replace")
-            return child.wait(), told[-500:]
+                pass  # it has ended already
+            errors = child.stderr.read().decode(errors="replace")
+            return child.wait(), errors[-500:]
 
     return ray.remote(Holder)

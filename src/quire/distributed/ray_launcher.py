@@ -1,7 +1,6 @@
-"""Ranks that Ray places (--executor ray): another way to start those of quire.distributed.rank_handle. Ray decides
-where a rank is and which GPU it has, and its actor holds the rank's program as a child; ring, sockets and memory are
-the same as elsewhere. All on this host.
-"""
+"""Ranks placed by Ray (--executor ray), as an alternative to quire.distributed.rank_handle.launch_rank_process. Ray
+chooses the node and GPU of a rank, and its actor runs the rank's program as a child; the ring, sockets and memory are
+the same as without Ray. All ranks are on this host."""
 
 from __future__ import annotations
 
@@ -41,27 +40,27 @@ from quire.ipc.child_process import ChildProcess, describe_exit_code, program_ar
 from quire.ipc.frames import FrameCodec, read_field, read_json, read_uint32, write_json
 from quire.protocol.columns import WireError
 
-RAY_START_SECONDS = 120.0  # seconds in which Ray must start, or its cluster be reached
-PLACEMENT_SECONDS = 30.0  # seconds in which others must leave room in a cluster, and actors must start in it
-RANK_CONNECT_SECONDS = 60.0  # seconds for a rank's program to ask for its descriptors
-EXIT_REPORT_SECONDS = 10.0  # seconds in which Ray tells how a rank ended
+RAY_START_SECONDS = 120.0  # seconds for Ray to start, or for its cluster to answer
+PLACEMENT_SECONDS = 30.0  # seconds for room in the cluster, and for actors to start
+RANK_CONNECT_SECONDS = 60.0  # seconds for a rank to connect
+EXIT_REPORT_SECONDS = 10.0  # seconds for Ray to report how a rank ended
 DRIVER_PROGRAM = program_arguments("quire.distributed.ray_driver")
 LAUNCHER = ("-I", "-S", str(Path(ray_rank_bootstrap.__file__)))
 
 
 class RayLauncher:
-    """A Start (quire.distributed.rank_handle) of `ranks` with `gpus` of a GPU each (0: on a CPU), in the cluster that
-    `address` names (see ray_address)."""
+    """A RankLauncher (quire.distributed.rank_handle) of `ranks` with `gpus` of a GPU each (0: on a CPU), in the cluster
+    at `address` (see ray_address)."""
 
     def __init__(self, ranks: int, gpus: float, address: str = "", program: Sequence[str] = RANK_PROGRAM) -> None:
-        """StartupError where Ray isn't installed, or that cluster isn't to be used."""
+        """Raise StartupError if Ray is not installed, or the cluster must not be used."""
         if find_spec("ray") is None:
             raise StartupError("--executor is ray, and Ray isn't installed", "pip install 'quire[ray]'")
         self._ranks, self._gpus, self._address, self._program = ranks, gpus, resolve_ray_address(address), program
         self._group: RayRankGroup | None = None
 
     def __call__(self, rank: int, inherited: Sequence[int]) -> ChildProcess:
-        """The rank, which all others are placed with when the first is asked for. StartupError if it can't be."""
+        """Start a rank. All ranks are placed when the first is started. Raise StartupError if that fails."""
         try:
             self._group = self._group or RayRankGroup(self._ranks, self._gpus, self._address)
             return self._group.start_rank(rank, self._program, inherited)
@@ -74,17 +73,17 @@ class RayLauncher:
 
 
 class RayRankGroup:
-    """All ranks of a start: the process that is Ray's driver, the door at which their programs come, and what was
-    heard of them."""
+    """All ranks of a start: Ray's driver process, the socket to which their programs connect, and the reports of the
+    driver."""
 
     def __init__(self, ranks: int, gpus: float, address: str) -> None:
-        """Have Ray place them. StartupError if it can't, or takes too long."""
-        self.exit_reports: dict[int, tuple[int, str]] = {}  # by ranks: the status, and what was said at first
-        self.loss_reasons: dict[int, str] = {}  # ... what of Ray's they ended with
-        self.driver_exited = False  # the driver has ended
+        """Have Ray place the ranks. Raise StartupError if it can't, or takes too long."""
+        self.exit_reports: dict[int, tuple[int, str]] = {}  # by rank: the exit status, and its errors at start
+        self.loss_reasons: dict[int, str] = {}  # by rank: the process of Ray with which it ended
+        self.driver_exited = False
         self._lock, self._frames = threading.RLock(), FrameCodec(KINDS)
         self._last_rank, self._running_ranks = ranks - 1, set(range(ranks))
-        self._gpus: list[str] | None = None  # of all ranks, once they are placed
+        self._gpus: list[str] | None = None  # of all ranks, after they are placed
         self._start_error: StartupError | None = None
         self._folder = tempfile.mkdtemp(prefix="quire-ray-")
         with ExitStack() as undo:
@@ -106,15 +105,15 @@ class RayRankGroup:
             raise
 
     def start_rank(self, rank: int, program: Sequence[str], inherited: Sequence[int]) -> ChildProcess:
-        """Give a rank's program what it waits for. StartupError if it doesn't come."""
-        heard = (self._fd_server.pending, self.exit_reports, self.loss_reasons)
+        """Send a rank its program. Raise StartupError if the rank does not connect."""
+        reports = (self._fd_server.pending, self.exit_reports, self.loss_reasons)
         self._wait_until(
-            lambda: any(rank in one for one in heard), RANK_CONNECT_SECONDS, f"has not started rank {rank}"
+            lambda: any(rank in one for one in reports), RANK_CONNECT_SECONDS, f"has not started rank {rank}"
         )
         if rank not in self._fd_server.pending:
-            code, said = self.exit_reports.get(rank, (0, ""))
+            code, errors = self.exit_reports.get(rank, (0, ""))
             raise _rank_start_error(
-                rank, self.loss_reasons.get(rank) or said.strip() or f"it {describe_exit_code(code)}"
+                rank, self.loss_reasons.get(rank) or errors.strip() or f"it {describe_exit_code(code)}"
             )
         environment = dict(os.environ)
         if self._gpus:
@@ -129,11 +128,12 @@ class RayRankGroup:
                 ours.close()
                 raise _rank_start_error(rank, str(error)) from error
         if rank == self._last_rank:
-            self._fd_server.close()  # nobody else is expected
+            self._fd_server.close()  # all ranks have connected
         return RayRankProcess(rank, process, ours, self)
 
     def _wait_until(self, done: Callable[[], bool], seconds: float, what: str) -> None:
-        """Hear what comes until it's done. StartupError if Ray refuses, fails, or takes longer."""
+        """Handle events until `done` returns True. Raise StartupError if Ray refuses, fails, or takes longer than
+        `seconds`."""
         end = time.monotonic() + seconds
         while not done():
             if self._start_error is not None:
@@ -145,7 +145,7 @@ class RayRankGroup:
             self._poll_events(min(left, 1.0))
 
     def _poll_events(self, seconds: float) -> None:
-        """Take in what the driver, and programs at the door, say within so many seconds."""
+        """Handle what the driver and connecting ranks send within `seconds`."""
         with self._lock:
             poll = select.poll()
             for one in (self._connection, self._fd_server.socket):
@@ -179,7 +179,7 @@ class RayRankGroup:
             self._start_error = StartupError(read_field(data, "text", str), read_field(data, "remedy", str))
 
     def wait_for_exit_report(self, rank: int, seconds: float) -> None:
-        """Wait so long at most for what Ray tells of a rank's end."""
+        """Wait for Ray's report of a rank's end, for at most `seconds`."""
         end = time.monotonic() + seconds
         while not (rank in self.exit_reports or rank in self.loss_reasons or self.driver_exited):
             if (left := end - time.monotonic()) <= 0:
@@ -187,22 +187,22 @@ class RayRankGroup:
             self._poll_events(min(left, 0.2))
 
     def rank_exited(self, rank: int) -> None:
-        """A rank has ended; with the last all ends."""
+        """Note that a rank has ended. The last one closes the group."""
         self._running_ranks.discard(rank)
         if not self._running_ranks:
             self.close()
 
     def close(self) -> None:
-        """Nothing of Ray's is left that wasn't there before."""
+        """End everything that was started in Ray."""
         with self._lock:
             self._fd_server.close()
             with suppress(OSError):
-                self._connection.shutdown(socket.SHUT_WR)  # the driver sees that, and ends all
+                self._connection.shutdown(socket.SHUT_WR)  # the driver ends everything at the end of its connection
             self._reap(CLOSE_SECONDS)
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _reap(self, seconds: float) -> None:
-        """The driver ends, or is ended after so many seconds, and nothing that it started is left."""
+        """Wait for the driver's end, kill it after `seconds`, and end all that it started."""
         if not self.driver_exited:
             self.driver.wait_or_kill(seconds)
             self.driver_exited = True
@@ -211,19 +211,19 @@ class RayRankGroup:
 
 
 class PidfdProcess:
-    """A process that isn't this one's child, as subprocess has those that are. `descriptor` is its pidfd."""
+    """A process that is not a child of this one, with the interface of subprocess.Popen. `descriptor` is its pidfd."""
 
     def __init__(self, pid: int, descriptor: int) -> None:
-        self.pid, self._descriptor = pid, descriptor  # -1: it has ended
+        self.pid, self._descriptor = pid, descriptor  # -1 after its end
 
     def poll(self) -> int | None:
-        """None until it has ended; how isn't known here."""
+        """Return None while the process runs, else -1: its exit status is not known here."""
         with suppress(subprocess.TimeoutExpired):
             return self.wait(0.0)
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. subprocess.TimeoutExpired where it doesn't come."""
+        """Wait for its end. Raise subprocess.TimeoutExpired after `timeout` seconds."""
         if self._descriptor >= 0:
             poll = select.poll()
             poll.register(self._descriptor, select.POLLIN)
@@ -234,7 +234,7 @@ class PidfdProcess:
         return -1
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         if self._descriptor >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
@@ -248,7 +248,7 @@ class RayRankProcess(ChildProcess):
         self.connections, self._rank, self._group = [connection], rank, group
 
     def describe_exit(self, timeout: float = EXIT_REPORT_SECONDS) -> str:
-        """How it ended, as Ray tells: by itself, or with something of Ray's."""
+        """Describe how the rank ended, as Ray reports it: by itself, or with a process of Ray."""
         self._group.wait_for_exit_report(self._rank, timeout)
         if self._rank in self._group.exit_reports:
             return describe_exit_code(self._group.exit_reports[self._rank][0])
@@ -259,11 +259,11 @@ class RayRankProcess(ChildProcess):
         return "was ended, and Ray doesn't say how" if self.has_exited() else "left its connection, and goes on"
 
     def is_stopped(self) -> bool:
-        """See Child."""
+        """See ChildProcess."""
         return not self.has_exited() and super().is_stopped()
 
     def wait_or_kill(self, timeout: float) -> bool:
-        """See Child. With the last rank's end all of Ray's is let go."""
+        """See ChildProcess. The end of the last rank closes the group."""
         by_itself = super().wait_or_kill(timeout)
         self._group.rank_exited(self._rank)
         return by_itself

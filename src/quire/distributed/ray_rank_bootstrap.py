@@ -1,10 +1,9 @@
-"""The first moments of a rank that Ray placed: run by its path, as a child of Ray's actor, with the standard library
-alone. It fetches from the engine's process what a rank inherits where that starts it (descriptors, the environment,
-the folder), and becomes the rank's program.
+"""The start of a rank that Ray placed: run by its path, as a child of Ray's actor, with the standard library alone. It
+gets from the engine's process what a rank inherits when that starts it (descriptors, environment, working directory),
+and then executes the rank's program.
 
-The engine's socket is in the abstract namespace, which is this host's. Both ends look at whose the other's process is,
-and the engine asks for a token.
-"""
+The engine's socket is in the abstract namespace of this host. Both ends check the user of the other process, and the
+engine checks a token."""
 
 from __future__ import annotations
 
@@ -20,29 +19,30 @@ import sys
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-ANSWER_SECONDS = 60.0  # seconds that the engine may take for each answer
+ANSWER_SECONDS = 60.0  # timeout of the engine's replies
 LENGTH = struct.Struct("<I")  # bytes of JSON that follow
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 def main() -> None:
-    """One line on standard input says the engine's socket, the token, the rank and the process of the actor."""
-    said = json.loads(sys.stdin.readline())
+    """Start the rank. One line of JSON on standard input has the engine's socket, the token, the rank and the actor's
+    pid."""
+    message = json.loads(sys.stdin.readline())
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != said["parent"]:
+    if os.getppid() != message["parent"]:
         sys.exit("the actor is gone")
-    with socket.socket(socket.AF_UNIX) as door:
-        door.settimeout(ANSWER_SECONDS)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(ANSWER_SECONDS)
         try:
-            door.connect("\0" + said["name"])
+            connection.connect("\0" + message["name"])
         except OSError as error:
             sys.exit(f"the engine's process isn't on the host, or in the container, of Ray's worker: {error.strerror}")
-        told, descriptors = fetch_program(door, said)
-    exec_program(told, descriptors)
+        program, descriptors = fetch_program(connection, message)
+    exec_program(program, descriptors)
 
 
 def fetch_program(door: socket.socket, said: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-    """What the engine tells of the rank, and descriptors."""
+    """Return what the engine sends for this rank, and the descriptors."""
     _, user, _ = CREDENTIALS.unpack(door.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     if user != os.getuid():
         sys.exit(f"the engine's process is user {user}'s, and Ray's worker is user {os.getuid()}'s")
@@ -57,26 +57,26 @@ def fetch_program(door: socket.socket, said: dict[str, Any]) -> tuple[dict[str, 
 
 
 def receive_exactly(door: socket.socket, count: int) -> bytes:
-    """So many bytes."""
-    found = bytearray()
-    while len(found) < count:
-        data = door.recv(count - len(found))
+    """Receive `count` bytes."""
+    received = bytearray()
+    while len(received) < count:
+        data = door.recv(count - len(received))
         if not data:
             sys.exit("the engine's process refused this rank")
-        found += data
-    return bytes(found)
+        received += data
+    return bytes(received)
 
 
 def exec_program(program: dict[str, Any], descriptors: list[int]) -> None:
-    """Be the rank's program: descriptors have the numbers that they have in the engine's process."""
+    """Execute the rank's program, with descriptors under the numbers that they have in the engine's process."""
     numbers = program["numbers"]
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
-        apart = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for descriptor in descriptors]
+        copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for descriptor in descriptors]
         for descriptor in descriptors:
-            os.close(descriptor)  # they came inheritable
-        for descriptor, number in zip(apart, numbers):
+            os.close(descriptor)  # the originals are inheritable
+        for descriptor, number in zip(copies, numbers):
             os.dup2(descriptor, number, inheritable=True)
     except OSError as error:
         sys.exit(f"no descriptors up to {max(numbers) + len(numbers)} (`ulimit -n` of Ray's worker): {error.strerror}")

@@ -1,7 +1,6 @@
-"""Where ranks of one host meet in a step: memory that they share, with two slots for each and how often each has met
-the others, two eventfds each, and pipes from stage to stage. Made by the engine's process; none of it has a name. No
-torch here.
-"""
+"""The shared resources through which the ranks of one host communicate in a step: memory with two slots for each rank
+and a counter of its exchanges, two eventfds for each rank, and sockets between stages. The engine's process creates
+them; none has a name. No torch here."""
 
 from __future__ import annotations
 
@@ -14,16 +13,16 @@ from typing import NamedTuple
 
 from quire.protocol.parallel_layout import ParallelLayout, Shard
 
-SLOT_BYTES = 1 << 20  # bytes that a rank tells at once; larger tensors go in pieces
-COUNTER_BYTES = 4096  # bytes for counts
-# words from a rank's count to the next one's, of which the second says that it waits for another stage
+SLOT_BYTES = 1 << 20  # of a rank's tensor; larger ones are sent in pieces
+COUNTER_BYTES = 4096
+# Words for each rank: the count of its exchanges, then a flag that it waits for another stage, then padding.
 COUNTER_STRIDE = 8
 
 
 class RankFds(NamedTuple):
-    """The descriptors of a Meeting that one rank uses: of the memory, which has `bytes`, of a file that groups of
-    torch.distributed meet through, of the events of its stage, two a rank, and of its pipes from the stage before and
-    to the one behind, or -1."""
+    """The descriptors of a RankRendezvous that one rank uses: the memory, of `bytes` bytes; a file through which groups
+    of torch.distributed connect; the events of its stage, two for each rank; and its sockets to the previous and the
+    next stage, or -1."""
 
     memory: int
     store: int
@@ -34,29 +33,30 @@ class RankFds(NamedTuple):
 
 
 def rank_fds(shard: Shard, descriptors: Sequence[int]) -> RankFds:
-    """What is whose of a Meeting's descriptors."""
+    """Return the descriptors that a rank uses of `RankRendezvous.descriptors`."""
     memory, store, *rest = descriptors
     ranks, stage = shard.tp_size * shard.pp_size, 2 * shard.tp_size
     pipes = rest[2 * ranks :]
-    assert len(pipes) == 2 * (ranks - shard.tp_size), f"{len(rest)} descriptors are not those of {ranks} ranks"
-    before = -1 if shard.is_first_stage else pipes[2 * (shard.global_rank - shard.tp_size) + 1]
-    behind = -1 if shard.is_last_stage else pipes[2 * shard.global_rank]
+    assert len(pipes) == 2 * (ranks - shard.tp_size), f"{len(rest)} descriptors do not match {ranks} ranks"
+    previous_stage = -1 if shard.is_first_stage else pipes[2 * (shard.global_rank - shard.tp_size) + 1]
+    next_stage = -1 if shard.is_last_stage else pipes[2 * shard.global_rank]
     return RankFds(
         memory,
         store,
         rest[stage * shard.pp_rank : stage * (shard.pp_rank + 1)],
-        before,
-        behind,
+        previous_stage,
+        next_stage,
         COUNTER_BYTES + ranks * 2 * SLOT_BYTES,
     )
 
 
 class RankRendezvous:
-    """The descriptors that ranks inherit: of the memory, of a file that groups of torch.distributed meet through, of
-    the events, two a rank, and of both ends of pipes, from each rank of a stage to its like of the next."""
+    """The descriptors that ranks inherit: the memory, a file through which groups of torch.distributed connect, the
+    events, two for each rank, and both ends of the sockets from each rank of a stage to the same rank of the next
+    one."""
 
     def __init__(self, layout: ParallelLayout) -> None:
-        """OSError where the system has no memory or descriptor for it."""
+        """Create them. Raise OSError if the system has no memory or descriptor left."""
         ranks = layout.world_size
         self.memory = os.memfd_create("quire-meeting", os.MFD_CLOEXEC)
         self.events, self.pipes = list[int](), list[int]()
@@ -76,18 +76,18 @@ class RankRendezvous:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """All of them: see `rank_fds`."""
+        """All descriptors: see `rank_fds`."""
         return self.memory, self.store, *self.events, *self.pipes
 
     def slowest_rank(self, ranks: Iterable[int]) -> int:
-        """Of these ranks the one that others may wait for: of those that don't wait for another stage the one that has
-        met the others least often."""
+        """Return the one of these ranks for which the others probably wait: of those that do not wait for another
+        stage, the one with the fewest exchanges."""
         every = list(ranks)
         at_work = [rank for rank in every if not self._counters[rank * COUNTER_STRIDE + 1]]
         return min(at_work or every, key=lambda rank: self._counters[rank * COUNTER_STRIDE])
 
     def close(self) -> None:
-        """Let go of them, which stay as long as ranks have them."""
+        """Close them. They exist as long as ranks have them open."""
         if hasattr(self, "_counters"):
             self._counters.release()
             self._map.close()

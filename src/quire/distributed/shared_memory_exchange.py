@@ -1,9 +1,8 @@
-"""How ranks on CPUs of one host meet in a step: each writes what it has into its slot, tells the others, and reads
-theirs. Every rank adds up all by itself, in rank order and in fp32, so that all have the same bits.
+"""Communication of ranks on CPUs of one host in a step: each rank writes its tensor into its slot, notifies the others,
+and reads theirs. Every rank sums all tensors itself, in rank order and in fp32, so all get the same bits.
 
-A rank has two slots, used in turn. Whoever has heard of the others' next piece knows that they have read this one, so
-that what is written over was read by all.
-"""
+A rank has two slots, used in turn. A notification for the next piece shows that its sender has read this one, so a slot
+is only overwritten after all ranks have read it."""
 
 from __future__ import annotations
 
@@ -20,19 +19,19 @@ from quire.distributed.rendezvous import COUNTER_BYTES, COUNTER_STRIDE, SLOT_BYT
 from quire.errors import PeerLost
 from quire.protocol.parallel_layout import Shard
 
-START_FACTOR = 5.0  # times as long as in a step others are waited for: quire.distributed.remote_runner.STARTS
-TIMEOUT_MARGIN = 30.0  # seconds more than the engine waits: it names who is silent before anybody else gives up
+START_FACTOR = 5.0  # as quire.distributed.remote_runner.START_FACTOR
+TIMEOUT_MARGIN = 30.0  # seconds more than the engine waits, so that the engine names the silent rank first
 
 
 class SharedMemoryExchange:
-    """One rank's end (see quire.layers.exchange). PeerLost where another one says nothing for `seconds`."""
+    """The Exchange (quire.layers.exchange) of one rank. Raises PeerLost if another rank is silent for `seconds`."""
 
     def __init__(self, shard: Shard, descriptors: Sequence[int], seconds: float) -> None:
-        """`descriptors` are a Meeting's."""
+        """Map the memory of the RankRendezvous of these `descriptors`."""
         self.shard, self._seconds = shard, seconds + TIMEOUT_MARGIN
-        seats = rank_fds(shard, descriptors)
-        events, self.store = seats.events, seats.store
-        shared = mmap.mmap(seats.memory, seats.bytes)
+        fds = rank_fds(shard, descriptors)
+        events, self.store = fds.events, fds.store
+        shared = mmap.mmap(fds.memory, fds.bytes)
         self._counters = memoryview(shared)[:COUNTER_BYTES].cast("Q")
         slots = torch.frombuffer(shared, dtype=torch.uint8, offset=COUNTER_BYTES).view(-1, shard.tp_size, 2, SLOT_BYTES)
         self._slots = slots[shard.pp_rank]
@@ -46,16 +45,16 @@ class SharedMemoryExchange:
         self._slot = 0
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[ranks, *x.shape]: everybody's, in rank order."""
-        every = x.new_empty((self.shard.tp_size, *x.shape))
-        sent, received = _as_bytes(x.contiguous()), every.view(self.shard.tp_size, -1).view(torch.uint8)
+        """Return all ranks' tensors, [ranks, *x.shape], in rank order."""
+        gathered = x.new_empty((self.shard.tp_size, *x.shape))
+        sent, received = _as_bytes(x.contiguous()), gathered.view(self.shard.tp_size, -1).view(torch.uint8)
         for at in range(0, len(sent), SLOT_BYTES):
             piece = sent[at : at + SLOT_BYTES]
             received[:, at : at + SLOT_BYTES] = self._all_gather_chunk(piece)
-        return every
+        return gathered
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """x, in place and returned: the sum of all ranks'."""
+        """Replace x by the sum over all ranks, and return it."""
         flat, most = x.contiguous().view(-1), SLOT_BYTES // x.itemsize
         for at in range(0, len(flat), most):
             piece = flat[at : at + most]
@@ -67,13 +66,13 @@ class SharedMemoryExchange:
         return x if x.is_contiguous() else x.copy_(flat.view(x.shape))
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        """x's numbers, each the largest of all ranks': asked for while weights are loaded, for as long as a start may
-        take. On x's device."""
+        """Return the element-wise maximum over all ranks, on x's device. Used while weights are loaded, with the
+        timeout of a start."""
         with self._scaled_timeout(START_FACTOR):
             return self.all_gather(x.cpu()).amax(0).to(x.device)
 
     def barrier(self, timeout_factor: float = 1.0) -> None:
-        """Wait until all are here, so many times as long as in a step."""
+        """Wait for all ranks, with the timeout of a step times `timeout_factor`."""
         with self._scaled_timeout(timeout_factor):
             self.all_gather(torch.zeros(1))
 
@@ -86,10 +85,10 @@ class SharedMemoryExchange:
             self._seconds = seconds
 
     def check_peers(self) -> None:
-        """Who is missed is missed at once."""
+        """Do nothing: a lost rank raises an error in the exchange itself."""
 
     def _all_gather_chunk(self, piece: Tensor) -> Tensor:
-        """[ranks, bytes]: everybody's piece, until two more are met."""
+        """Return all ranks' bytes of one piece, [ranks, bytes], valid until the exchange after next."""
         turn, missing = self._next_slot(), self.shard.tp_size - 1
         self._counters[self.shard.global_rank * COUNTER_STRIDE] += 1
         self._slots[self.shard.tp_rank, turn, : len(piece)] = piece
@@ -97,12 +96,12 @@ class SharedMemoryExchange:
             os.eventfd_write(event, 1)
         while missing:
             if not self._polls[turn].poll(self._seconds * 1000):
-                raise PeerLost(f"{missing} of {self.shard.tp_size - 1} other ranks have said nothing in a step")
+                raise PeerLost(f"{missing} of {self.shard.tp_size - 1} other ranks were silent in a step")
             missing -= os.eventfd_read(self._own_events[turn])
         return self._slots[:, turn, : len(piece)]
 
     def _next_slot(self) -> int:
-        """The slot of the next piece."""
+        """Return the slot of the next piece."""
         self._slot = 1 - self._slot
         return self._slot
 

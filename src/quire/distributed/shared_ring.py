@@ -1,9 +1,10 @@
-"""A ring of shared memory: one writer, readers in other processes, each of which reads every record. Knows bytes only.
+"""A ring of shared memory with one writer and readers in other processes, each of which reads every record. Records are
+bytes.
 
-The memory has no name (memfd): it goes with the last process that has it, and /dev/shm may be small. A reader sleeps
-until its eventfd says how many records came; it goes by that count and by the records' numbers, never by what it sees
-change, so that it misses none. Its place is in the memory too: the writer waits for the slowest.
-"""
+The memory has no name (memfd): it is freed with the last process that maps it, and does not depend on the size of
+/dev/shm. A reader sleeps on its eventfd, which counts new records. It relies on that count and on the records' numbers,
+not on memory changing, so that it misses none. The readers' positions are in the memory too: the writer waits for the
+slowest reader."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ from quire.errors import EngineDead
 
 RING_BYTES = 1 << 22
 PAGE = 4096
-POSITION_BYTES = 2 * PAGE  # bytes for places
-HEAD = struct.Struct("=QQ")  # a record's number, from 1, and its bytes, with which the next one is aligned
+POSITION_BYTES = 2 * PAGE
+HEAD = struct.Struct("=QQ")  # a record's number, from 1, and its bytes; records are aligned to this size
 ALIGNED = HEAD.size
-POSITION_STRIDE = 8  # words between two places, so that no two are in a line of a cache
-POLL_SECONDS = 0.0002  # seconds between two looks for room
+POSITION_STRIDE = 8  # words between two positions, so that no two share a cache line
+POLL_SECONDS = 0.0002  # seconds between two checks for room
 
 
 class RingFull(Exception):
-    """For too long the reader called `reader` has made no room."""
+    """Reader number `reader` has made no room for too long."""
 
     def __init__(self, reader: int, seconds: float) -> None:
         super().__init__(f"reader {reader} has made no room in {seconds:g} s")
@@ -34,17 +35,17 @@ class RingFull(Exception):
 
 
 class RingMemory:
-    """The memory of a ring: places of the writer and of the readers first, then records, end to start."""
+    """The memory of a ring: the positions of the writer and of the readers, then the records."""
 
     def __init__(self, descriptor: int) -> None:
         size = os.fstat(descriptor).st_size
-        self.map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)  # no step waits for a page
+        self.map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)  # no page faults in a step
         self.capacity = size - POSITION_BYTES
-        self.positions = memoryview(self.map)[:POSITION_BYTES].cast("Q")  # stored and loaded as whole words
+        self.positions = memoryview(self.map)[:POSITION_BYTES].cast("Q")  # words are stored and loaded atomically
         self.records = memoryview(self.map)[POSITION_BYTES:]
 
     def put(self, at: int, data: bytes | memoryview) -> None:
-        """Copy `data` to place `at` of all that was ever written."""
+        """Copy `data` to position `at`, counted over everything ever written."""
         start = at % self.capacity
         first = min(len(data), self.capacity - start)
         self.records[start : start + first] = data[:first]
@@ -52,23 +53,23 @@ class RingMemory:
             self.records[: len(data) - first] = data[first:]
 
     def get(self, at: int, size: int) -> bytes:
-        """The `size` bytes there."""
+        """Return `size` bytes at position `at`."""
         start = at % self.capacity
-        found = bytes(self.records[start : start + size])
-        return found if len(found) == size else found + bytes(self.records[: size - len(found)])
+        data = bytes(self.records[start : start + size])
+        return data if len(data) == size else data + bytes(self.records[: size - len(data)])
 
     def close(self) -> None:
-        """Let go of it."""
+        """Unmap the memory."""
         self.positions.release()
         self.records.release()
         self.map.close()
 
 
 class RingWriter:
-    """The writer's side. `descriptor` and `events`, one for each reader, are what readers are made of."""
+    """The writer. A reader is made of `descriptor` and of its one of `events`."""
 
     def __init__(self, readers: int, capacity: int = RING_BYTES) -> None:
-        """OSError where the system has no memory or descriptor for it."""
+        """Create the ring. Raise OSError if the system has no memory or descriptor left."""
         assert capacity % PAGE == 0, f"{capacity} bytes aren't whole pages"
         assert 0 < readers < POSITION_BYTES // (8 * POSITION_STRIDE), f"there are no places for {readers} readers"
         self.events: list[int] = []
@@ -81,14 +82,13 @@ class RingWriter:
         except OSError:
             self._close_fds()
             raise
-        self.max_record_bytes = capacity // 4 - HEAD.size  # bytes of a record
-        self._last_number = self._write_position = self._read_position = (
-            0  # how far all readers have come, as far as is known
-        )
+        self.max_record_bytes = capacity // 4 - HEAD.size
+        self._last_number = self._write_position = 0
+        self._read_position = 0  # the last known position of the slowest reader
 
     def write(self, data: bytes, seconds: float, while_full: Callable[[], None] = lambda: None) -> None:
-        """Have all readers read `data`, in as many records as it takes. `while_full` is called while there is no room;
-        RingFull after so many seconds without."""
+        """Write `data` for all readers, in as many records as it takes. `while_full` is called repeatedly while there
+        is no room. Raise RingFull after `seconds` without room."""
         for start in range(0, len(data), self.max_record_bytes):
             self._write_record(data[start : start + self.max_record_bytes], seconds, while_full)
 
@@ -101,10 +101,10 @@ class RingWriter:
         self._write_position += size
         memory.positions[0] = self._write_position
         for event in self.events:
-            os.eventfd_write(event, 1)  # a system call: what was stored before it is there for whoever it wakes
+            os.eventfd_write(event, 1)  # a system call: the reader that it wakes sees all earlier stores
 
     def _wait_for_readers(self, place: int, seconds: float, waiting: Callable[[], None]) -> None:
-        """Until all readers have come so far."""
+        """Wait until all readers have reached position `place`."""
         end = None
         while (slowest := self._slowest_reader())[0] < place:
             end = time.monotonic() + seconds if end is None else end
@@ -115,12 +115,12 @@ class RingWriter:
         self._read_position = slowest[0]
 
     def _slowest_reader(self) -> tuple[int, int]:
-        """How far all readers have come, and who has come no farther."""
-        places = self._memory.positions
-        return min((places[(1 + reader) * POSITION_STRIDE], reader) for reader in range(len(self.events)))
+        """Return the lowest position of all readers, and its reader."""
+        positions = self._memory.positions
+        return min((positions[(1 + reader) * POSITION_STRIDE], reader) for reader in range(len(self.events)))
 
     def close(self) -> None:
-        """Let go of the memory, which stays as long as readers have it."""
+        """Unmap the memory, which exists as long as readers map it."""
         self._memory.close()
         self._close_fds()
 
@@ -132,14 +132,14 @@ class RingWriter:
 
 
 class RingReader:
-    """The side of reader `reader`. `event` can be waited for: it is readable when records came."""
+    """Reader number `reader`. Its `event` is readable when there are new records."""
 
     def __init__(self, descriptor: int, event: int, reader: int) -> None:
         self._memory, self.event, self._position_index = RingMemory(descriptor), event, (1 + reader) * POSITION_STRIDE
         self._num_available = self._number = self._position = 0
 
     def __bool__(self) -> bool:
-        """There is a record to read."""
+        """Return True if there is a record to read."""
         if not self._num_available:
             try:
                 self._num_available = os.eventfd_read(self.event)
@@ -148,7 +148,7 @@ class RingReader:
         return True
 
     def read(self) -> bytes:
-        """The next record, which is there. EngineDead if it was overwritten before it was read."""
+        """Return the next record; there must be one. Raise EngineDead if it was overwritten before it was read."""
         memory = self._memory
         number, size = HEAD.unpack_from(memory.records, self._position % memory.capacity)  # aligned, so in one piece
         data = memory.get(self._position + HEAD.size, size) if number == self._number + 1 else b""
@@ -162,5 +162,5 @@ class RingReader:
         return data
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the memory."""
         self._memory.close()

@@ -1,6 +1,5 @@
-"""How stages on CPUs of one host give each other what a step's tokens are at a layer's border: through pipes without a
-name, from each rank of a stage to its like of the next.
-"""
+"""Communication of pipeline stages on CPUs of one host: the tensors of a step at the border of two stages go through
+unnamed sockets, from each rank of a stage to the same rank of the next one."""
 
 from __future__ import annotations
 
@@ -20,58 +19,57 @@ from quire.distributed.shared_memory_exchange import TIMEOUT_MARGIN
 from quire.errors import PeerLost
 from quire.protocol.parallel_layout import Shard
 
-HEAD = struct.Struct("<QIIIB")  # the pass, rows, columns, bytes of a number, and whether something is to be added
-SOCKET_BUFFER_BYTES = 1 << 22  # bytes on their way that are asked for; the system may allow less
+HEAD = struct.Struct("<QIIIB")  # number of the message, rows, columns, bytes of an element, whether there is a delta
+SOCKET_BUFFER_BYTES = 1 << 22  # requested; the system may allow less
 
 
 class StagePipes:
-    """One rank's ends (see quire.worker.stage_runner). PeerLost where a neighbour takes or gives nothing for so "
-    "long."""
+    """The StageNeighbours (quire.layers.exchange) of one rank. Raises PeerLost if a neighbour sends or receives nothing
+    for `seconds` times the number of stages."""
 
     def __init__(self, shard: Shard, descriptors: Sequence[int], seconds: float) -> None:
-        """`descriptors` are a Meeting's."""
-        seats = rank_fds(shard, descriptors)
+        """Open the sockets of the RankRendezvous of these `descriptors`."""
+        fds = rank_fds(shard, descriptors)
         self.shard = shard
         self._previous, self._next = (
-            _open_socket(one, seconds * shard.pp_size + TIMEOUT_MARGIN)
-            for one in (seats.previous_stage, seats.next_stage)
+            _open_socket(one, seconds * shard.pp_size + TIMEOUT_MARGIN) for one in (fds.previous_stage, fds.next_stage)
         )
         weakref.finalize(self, _close, self._previous, self._next)
-        self._counters = memoryview(mmap.mmap(seats.memory, COUNTER_BYTES)).cast("Q")
+        self._counters = memoryview(mmap.mmap(fds.memory, COUNTER_BYTES)).cast("Q")
         self.num_sent = self.num_received = 0
 
     def send(self, x: Tensor, delta: Tensor | None) -> None:
-        """x and delta, if any, [T, columns] each, to the stage behind."""
-        assert self._next is not None, "the last stage has none behind it"
+        """Send x and delta, if any, [T, columns] each, to the next stage."""
+        assert self._next is not None, "the last stage has no next one"
         both = [x] if delta is None else [x, delta]
         self._send_head(x, len(both))
         for tensor in both:
             self._blocking_call(self._next.sendall, _bytes(tensor.contiguous()))
 
     def _send_head(self, x: Tensor, count: int) -> None:
-        """What comes: so many tensors like x."""
-        assert self._next is not None, "the last stage has none behind it"
+        """Send the header of `count` tensors like x."""
+        assert self._next is not None, "the last stage has no next one"
         self.num_sent += 1
         self._blocking_call(self._next.sendall, HEAD.pack(self.num_sent, *x.shape, x.itemsize, count - 1))
 
     def receive(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """What the stage before sent of its next step, which has so many rows."""
+        """Receive the tensors of the previous stage's next step, which has `rows` rows."""
         more = self._receive_head(rows, columns, dtype)
-        assert self._previous is not None, "the first stage has none before it"
+        assert self._previous is not None, "the first stage has no previous one"
         both = [torch.empty(rows, columns, dtype=dtype) for _ in range(1 + more)]
         for tensor in both:
             self._receive_into(self._previous, _bytes(tensor))
         return both[0], both[1] if more else None
 
     def _receive_head(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
-        """Wait for the head of what comes, which must be of such rows; whether there are two tensors."""
-        assert self._previous is not None, "the first stage has none before it"
+        """Wait for the next header, which must have this shape and dtype. Return True if there are two tensors."""
+        assert self._previous is not None, "the first stage has no previous one"
         self.num_received += 1
         head = bytearray(HEAD.size)
         self._receive_into(self._previous, memoryview(head))
         *found, more = HEAD.unpack(head)
         due = [self.num_received, rows, columns, dtype.itemsize]
-        assert found == due, f"the stage before gave (pass, rows, columns, bytes) {found}, and {due} are due"
+        assert found == due, f"the previous stage sent (number, rows, columns, bytes) {found}, not {due}"
         return bool(more)
 
     def _receive_into(self, end: socket.socket, room: memoryview) -> None:
@@ -86,13 +84,14 @@ class StagePipes:
             try:
                 return work(data) or 0
             except TimeoutError:
-                raise PeerLost("another stage has taken or given nothing in a step") from None
+                raise PeerLost("another stage has received or sent nothing in a step") from None
             except ConnectionError as error:
                 raise PeerLost("another stage has left") from error
 
     @contextmanager
     def _marked_as_waiting(self) -> Iterator[None]:
-        """Whoever looks for the one that all wait for is told that it isn't this one."""
+        """A context in which this rank is marked as waiting for another stage, so that it is not reported as the
+        slowest."""
         self._counters[self.shard.global_rank * COUNTER_STRIDE + 1] = 1
         try:
             yield

@@ -1,4 +1,4 @@
-"""Where Triton keeps what it compiles, if its own folder can't be written: other ranks, and the next start, find it."""
+"""A cache folder for Triton if its own can't be written, for other ranks and for the next start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ TRITON_CACHE_DIR = "TRITON_CACHE_DIR"
 
 
 def triton_cache_environment() -> dict[str, str]:
-    """The variable that names a folder of this user's alone, among temporary files, where a home can't be written; else
-    nothing, and so where somebody else has such a folder: what is in it is run."""
+    """Return the variable that names a private folder of this user among temporary files, if Triton's own can't be
+    written; else nothing. Return nothing too if another user could write the folder, since the files in it are
+    executed."""
     if TRITON_CACHE_DIR in os.environ or _writable():
         return {}
     folder = Path(tempfile.gettempdir()) / f"quire-triton-{os.getuid()}"
@@ -26,10 +27,10 @@ def triton_cache_environment() -> dict[str, str]:
 
 
 def _writable() -> bool:
-    """The folder that Triton chooses by itself."""
+    """Return True if Triton's default folder can be written."""
     try:
         folder = Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # there is no home
+    except (OSError, RuntimeError):  # no home directory
         return False
     return os.access(folder, os.W_OK)

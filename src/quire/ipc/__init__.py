@@ -1,1 +1,1 @@
-"""The link between fronts, which know texts and clients, and the one engine, which knows tokens: messages both ways."""
+"""Connect clients, which know texts and HTTP, to the one engine, which knows tokens: messages in both directions."""

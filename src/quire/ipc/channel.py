@@ -1,8 +1,7 @@
-"""One side of a connection between a front and an engine's process: sends frames from any thread, never waiting.
+"""One end of a connection between a client and the engine's process. It sends frames from any thread without waiting.
 
-What the socket doesn't take at once is sent by a thread of the channel's own, and bounded: a reader that is stuck holds
-nobody up, and once too much waits for it the channel is closed.
-"""
+A thread of the channel sends what the socket does not take at once. The queue is bounded: a reader that hangs does not
+block the sender, and a full queue closes the channel."""
 
 from __future__ import annotations
 
@@ -15,26 +14,26 @@ from contextlib import suppress
 
 from quire.ipc.frames import FrameCodec
 
-READ_SIZE = 1 << 18  # bytes that are read at once
-MAX_QUEUED_BYTES = 1 << 28  # bytes that wait for the other side
+READ_SIZE = 1 << 18  # bytes of one read
+MAX_QUEUED_BYTES = 1 << 28  # bytes that may wait to be sent
 log = logging.getLogger("quire.ipc")
 
 
 class Channel:
-    """Sends on `connection`, whose other side is called `name` in the log. Reading is the owner's. `on_drained` is
-    called, on the channel's thread, whenever nothing waits any more."""
+    """Sends on `connection`; `name` names the other end in the log. The owner reads from the connection. `on_drained`
+    is called on the channel's thread whenever the queue has become empty."""
 
     def __init__(self, connection: socket.socket, name: str, on_drained: Callable[[], None] | None = None) -> None:
         self.connection, self.name, self._on_drained = connection, name, on_drained
         self._frames = FrameCodec()
         self._lock = threading.Condition()
         self._queue: deque[bytes] = deque()
-        self._queued_bytes = 0  # bytes
+        self._queued_bytes = 0
         self._open = True
         self._sender: threading.Thread | None = None
 
     def send(self, kind: int, body: bytes) -> bool:
-        """Send a frame, or have it sent; False once the channel is closed."""
+        """Send or queue a frame. Return False if the channel is closed."""
         with self._lock:
             if not self._open:
                 return False
@@ -46,11 +45,11 @@ class Channel:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait for the other side."""
+        """The number of bytes that wait to be sent."""
         return self._queued_bytes
 
     def close(self, timeout: float = 1.0) -> None:
-        """Send what waits, for so many seconds at the most, then nothing more."""
+        """Send what is queued, for at most `timeout` seconds, then close the connection."""
         with self._lock:
             self._lock.wait_for(lambda: not (self._queue and self._open), timeout)
             self._shut_down()
@@ -60,13 +59,13 @@ class Channel:
             return self.connection.send(frame, socket.MSG_DONTWAIT)
         except (BlockingIOError, InterruptedError):
             return 0
-        except OSError:  # the other side is gone: whoever reads hears of it
+        except OSError:  # the other end is gone: the reader gets an EOF
             self._shut_down()
             return len(frame)
 
     def _enqueue(self, rest: bytes) -> None:
         if self._queued_bytes + len(rest) > MAX_QUEUED_BYTES:
-            log.error("%s doesn't read what it is sent: %d bytes wait for it, at most %d may; it is left alone",
+            log.error("%s does not read: %d bytes wait for it, at most %d may; its connection is closed",
                       self.name, self._queued_bytes, MAX_QUEUED_BYTES)  # fmt: skip
             self._shut_down()
             return

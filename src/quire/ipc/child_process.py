@@ -1,7 +1,6 @@
-"""Processes that are programs of quire's own: how they are started, watched and ended; and what they do first and last.
+"""Child processes that run programs of quire: start, watch and end them, and what such a program does first and last.
 
-No fork, no pickle: a program inherits connections without a name, whose descriptors' numbers are its arguments.
-"""
+No fork, no pickle: a program inherits unnamed sockets, and its arguments are the numbers of their descriptors."""
 
 from __future__ import annotations
 
@@ -16,49 +15,49 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, Self
 
-import quire
 from quire.errors import StartupError
 
 BOOTSTRAP = (
     "import sys; from importlib import import_module; "
     "sys.path.append(sys.argv.pop(1)); import_module(sys.argv.pop(1)).main()"
 )
-KILL_WAIT_SECONDS = 10.0  # seconds for a process that was killed to be gone
+KILL_WAIT_SECONDS = 10.0  # seconds for a killed process to end
 
 
 def program_arguments(module: str) -> tuple[str, ...]:
-    """Python's arguments to run `main` of a module of quire, which is found last where this process has it."""
-    return "-P", "-c", BOOTSTRAP, str(Path(quire.__file__).parent.parent), module
+    """Return Python's arguments that run `main` of a module of quire. The folder of this installation is appended to
+    sys.path, so it is searched last."""
+    return "-P", "-c", BOOTSTRAP, str(Path(__file__).parents[2]), module
 
 
 class ChildProcess:
-    """The engine's process, or another one of the server's that is called `name`, and our ends of its connections. It
+    """A process of the server that is called `name` in messages, with this process's ends of its connections. It
     inherits the descriptors in `inherited_fds` too, whose numbers are its last arguments."""
 
     def __init__(
         self, num_connections: int, program: Sequence[str], name: str = "the engine", inherited_fds: Sequence[int] = ()
     ) -> None:
-        """StartupError if the system has no socket or process for it."""
+        """Start the process. Raise StartupError if the system has no socket or process for it."""
         self.program = program
         pairs: list[tuple[socket.socket, socket.socket]] = []
         try:
             pairs += [socket.socketpair() for _ in range(num_connections)]
-            theirs = [*(pair[1].fileno() for pair in pairs), *inherited_fds]
+            child_fds = [*(pair[1].fileno() for pair in pairs), *inherited_fds]
             with _sigint_blocked():
                 self.process = subprocess.Popen(
-                    [sys.executable, *program, *map(str, theirs)], stdin=subprocess.DEVNULL, pass_fds=theirs
+                    [sys.executable, *program, *map(str, child_fds)], stdin=subprocess.DEVNULL, pass_fds=child_fds
                 )
         except OSError as error:
             for ours, _ in pairs:
                 ours.close()
             raise StartupError(f"no process can be started for {name}: {error.strerror}") from error
         finally:
-            for _, their in pairs:
-                their.close()
+            for _, theirs in pairs:
+                theirs.close()
         self.connections = [ours for ours, _ in pairs]
 
     def describe_exit(self, timeout: float = 1.0) -> str:
-        """How it ended."""
+        """Wait up to `timeout` seconds for the end of the process, and describe it in words."""
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -66,22 +65,22 @@ class ChildProcess:
         return describe_exit_code(code)
 
     def is_stopped(self) -> bool:
-        """It was stopped by a signal (SIGSTOP), as far as the system tells."""
+        """Return True if the process is stopped by a signal (SIGSTOP), as far as /proc reports it."""
         with suppress(OSError, IndexError):
             return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         return False
 
     def has_exited(self) -> bool:
-        """It is gone."""
+        """Return True if the process has ended."""
         return self.process.poll() is not None
 
     def wait_or_kill(self, timeout: float) -> bool:
-        """Wait for its end, which is forced after `timeout` seconds. Whether it ended by itself."""
+        """Wait for the end of the process, and kill it after `timeout` seconds. Return True if it ended by itself."""
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, on a GPU that is gone, say
+            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, for example on a lost GPU
                 self.process.wait(KILL_WAIT_SECONDS)
             return False
         return True
@@ -89,7 +88,8 @@ class ChildProcess:
 
 @contextmanager
 def _sigint_blocked() -> Iterator[None]:
-    """A program that is started within is told of no interrupt until it spares them: it would die with a traceback."""
+    """Block SIGINT for a program that is started within, until it calls `ignore_signals`: it would end with a
+    traceback."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         yield
@@ -98,38 +98,38 @@ def _sigint_blocked() -> Iterator[None]:
 
 
 def describe_exit_code(code: int) -> str:
-    """How a process ended, given its status: below 0, by a signal."""
+    """Describe in words how a process ended, given its status: a negative one is a signal."""
     if code < 0:
         return f"was ended by signal {-code} ({signal.Signals(-code).name})"
     return f"ended with status {code}"
 
 
 class ExternalProcess(ChildProcess):
-    """The engine's process, which another front started and looks after: here is one connection to it."""
+    """The engine's process, started and watched by another frontend; this one has one connection to it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connections = [connection]
 
     def describe_exit(self, timeout: float = 1.0) -> str:
-        """That it is gone; how it ended is said where it was started."""
+        """Return that it is gone; the frontend that started it reports how."""
         return "is gone"
 
     def is_stopped(self) -> bool:
-        """Not for this front to say."""
+        """Return False: only the frontend that started the process checks this."""
         return False
 
     def has_exited(self) -> bool:
-        """There is nothing to end here."""
+        """Return True: there is nothing to end here."""
         return True
 
     def wait_or_kill(self, timeout: float) -> bool:
-        """Nothing to wait for."""
+        """Return True: there is nothing to wait for."""
         return True
 
 
 class InterruptGuard:
-    """Within, no interrupt is lost: Python drops a KeyboardInterrupt that comes while it lets go of an import's lock,
-    or of garbage. Where interrupts raise one, on a main thread; elsewhere nothing is done."""
+    """A context that loses no interrupt: Python drops a KeyboardInterrupt that arrives while it releases an import lock
+    or collects garbage. It acts only on a main thread whose SIGINT raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.interrupted = False
@@ -150,20 +150,21 @@ class InterruptGuard:
         raise KeyboardInterrupt
 
     def raise_if_interrupted(self) -> None:
-        """Raise it, if one has come."""
+        """Raise KeyboardInterrupt if one arrived."""
         if self.interrupted:
             raise KeyboardInterrupt
 
 
 def ignore_signals() -> None:
-    """In a program: Ctrl-C and SIGTERM, which a terminal or a service manager sends to all, are the first front's."""
+    """Ignore SIGINT and SIGTERM in a child program: a terminal or a service manager sends them to all processes, and
+    the first frontend handles them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # see Child
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # see `_sigint_blocked`
 
 
 def exit_now(status: int) -> NoReturn:
-    """End a program at once: threads of libraries may hang."""
+    """End the program at once, without waiting for threads of libraries, which may hang."""
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

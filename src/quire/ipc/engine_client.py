@@ -1,6 +1,5 @@
-"""The front's side of a link: requests that are under way, questions that wait for an answer, and what the engine tells
-of both, on its way to the event loops that asked.
-"""
+"""The client side of an engine: requests in flight, messages that wait for a reply, and outputs on their way to the
+event loops of the callers."""
 
 from __future__ import annotations
 
@@ -38,12 +37,12 @@ log = logging.getLogger("quire")
 
 
 class EngineClient(Protocol):
-    """The way to an engine, and what is known of it."""
+    """A connection to an engine, and the latest state that it reported."""
 
     @property
-    def engine(self) -> Engine | None: ...  # where it is in this process
+    def engine(self) -> Engine | None: ...  # None: it is in another process
     @property
-    def is_in_process(self) -> bool: ...  # the engine is in this process
+    def is_in_process(self) -> bool: ...
     @property
     def ready(self) -> EngineReady: ...
 
@@ -61,31 +60,39 @@ class EngineClient(Protocol):
 
 
 class PendingReply(NamedTuple):
-    """What the engine was asked, until it answers; `streams` are those of the requests that it was to take."""
+    """A message that waits for its reply; `streams` are those of the requests in it."""
 
     future: asyncio.Future[Any]
     streams: Sequence[OutputStream]
 
 
 class RequestTracker:
-    """What is under way over `engine_client`. `observer` sees every step."""
+    """The requests in flight over `engine_client`. `observer` is notified of every step."""
 
     def __init__(
         self, engine_client: EngineClient, prompts: InputProcessor, observer: StepObserver | None = None
     ) -> None:
         self.prompts, self.observer = prompts, observer
         self.num_aborted = self.num_rejected = 0
-        self._rejected_lock = threading.Lock()  # of those that are refused, on the engine's thread and on callers'
+        self._rejected_lock = threading.Lock()  # requests are rejected on the engine's thread and on callers' threads
         self.on_death: Callable[[], object] | None = None
         self._closing = False
-        self._streams_by_number: dict[int, OutputStream] = {}  # by number, from when they are asked for
-        self._streams_by_id: dict[str, OutputStream] = {}  # the same by id
+        self._streams_by_number: dict[int, OutputStream] = {}  # from the time that they are sent
+        self._streams_by_id: dict[str, OutputStream] = {}
         self._pending_replies: dict[int, PendingReply] = {}
-        self._numbers, self._keys = itertools.count(), itertools.count()  # they begin anew behind MOST_NUMBER
+        self._numbers, self._keys = itertools.count(), itertools.count()  # they wrap after MAX_NUMBER
         self.connect(engine_client)
 
+    def set_observer(self, observer: StepObserver) -> None:
+        """Notify `observer` of every step from now on."""
+        self.observer = observer
+
+    def set_death_callback(self, on_death: Callable[[], object]) -> None:
+        """Call `on_death` when the engine dies, possibly on another thread."""
+        self.on_death = on_death
+
     def connect(self, engine_client: EngineClient) -> None:
-        """Go on over another link, after the engine's death; the first one too."""
+        """Use another connection: at first, and after the engine was replaced."""
         self.engine_client = engine_client
         self.error: BaseException | None = None
         self.limits, self.kv_cache_info = engine_client.ready.limits, engine_client.ready.cache
@@ -94,13 +101,13 @@ class RequestTracker:
 
     @property
     def engine(self) -> Engine:
-        """The engine, where it is in this process."""
+        """The engine, if it is in this process."""
         assert self.engine_client.engine is not None, "the engine has a process of its own"
         return self.engine_client.engine
 
     @property
     def metrics(self) -> EngineMetrics:
-        """What the engine has counted, and its memory, as they were lately."""
+        """The latest counters and memory usage of the engine."""
         return self.engine_client.metrics
 
     # For callers, on their event loops
@@ -108,17 +115,17 @@ class RequestTracker:
     def _new_stream(
         self, answer: asyncio.Future[None], record: RequestRecord, prompt: Sequence[int], patient: bool = False
     ) -> OutputStream:
-        """The stream of a request to come."""
-        stream = OutputStream(record.id, answer, patient)
-        stream.number, stream.record = next(self._numbers) & MAX_NUMBER, record
-        stop = partial(self._send_stop, stream.number)
-        stream.detokenizer = RequestDetokenizer(self.prompts.text_backend, prompt, record.params, stop)
-        return stream
+        """Create the stream of a new request."""
+        number = next(self._numbers) & MAX_NUMBER
+        stop = partial(self._send_stop, number)
+        detokenizer = RequestDetokenizer(self.prompts.text_backend, prompt, record.params, stop)
+        return OutputStream(number, record, detokenizer, answer, patient)
 
     async def _send_and_wait(
         self, answer: asyncio.Future[Any], message: Callable[[int], ClientMessage], streams: Sequence[OutputStream] = ()
     ) -> Any:
-        """The engine's answer to `message` of a key; the requests of `streams` share it."""
+        """Send the message that `message` makes of a key, and return the engine's reply. The requests of `streams`
+        share it."""
         if self.error is not None or self._closing:
             raise engine_dead_error(self.error)
         for at, stream in enumerate(streams):
@@ -132,7 +139,7 @@ class RequestTracker:
         try:
             if not self.engine_client.send(message(key)):
                 self._resolve_reply(key, None, engine_dead_error(self.error))
-        except BaseException as error:  # of what can't be sent
+        except BaseException as error:  # the message can't be encoded
             self._resolve_reply(key, None, error)
         try:
             return await answer
@@ -142,81 +149,81 @@ class RequestTracker:
             raise
 
     def abort(self, request_id: str) -> None:
-        """End a request whose caller left. From any thread; unknown ids pass."""
+        """Abort a request whose caller left. Can be called from any thread; unknown ids are ignored."""
         stream = self._streams_by_id.get(request_id)
         if stream is not None:
             self.engine_client.send(AbortRequests((stream.number,)))
 
     def _send_stop(self, number: int, branch: int, reason: str) -> None:
-        """A stop string was found in a branch's text."""
+        """Report that a stop string occurred in a branch's text."""
         self.engine_client.send(StopBranch(number, branch, reason))
 
     def _count_rejected(self) -> None:
-        """Count a request for which the queue had no room."""
+        """Count a request that was rejected because the queue was full."""
         with self._rejected_lock:
             self.num_rejected += 1
 
-    # What the engine tells, on whichever thread it comes
+    # Messages of the engine, on any thread
 
     def _receive(self, message: EngineMessage) -> None:
         if isinstance(message, StepOutputs):
             self._handle_step_outputs(message)
         elif isinstance(message, Reply):
-            question = self._pending_replies.get(message.key)
-            if isinstance(message.error, Overloaded) and (question is None or question.streams):
+            pending = self._pending_replies.get(message.key)
+            if isinstance(message.error, Overloaded) and (pending is None or pending.streams):
                 self._count_rejected()
             self._resolve_reply(message.key, message.value, message.error)
         else:
-            assert isinstance(message, EngineExited), "there are three kinds"
+            assert isinstance(message, EngineExited), "an unknown message"
             self._handle_engine_exit(message.error)
 
     def _resolve_reply(self, key: int, value: Any, error: BaseException | None) -> None:
-        question = self._pending_replies.pop(key, None)
-        if question is None:
+        pending = self._pending_replies.pop(key, None)
+        if pending is None:
             return
         if error is not None:
-            for stream in question.streams:
+            for stream in pending.streams:
                 self._forget_stream(stream)
-        self._call_on_loop(question.future.get_loop(), resolve_future, question.future, value, error)
+        self._call_on_loop(pending.future.get_loop(), resolve_future, pending.future, value, error)
 
     def _handle_step_outputs(self, message: StepOutputs) -> None:
-        """Hand a step's outputs to their streams: one call an event loop."""
+        """Pass a step's outputs to their streams, with one call for each event loop."""
         for progress in message.progress:
             if (stream := self._streams_by_number.get(progress.number)) is not None:
                 _update_record(stream.record, progress)
         batches: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, BranchOutput]]] = {}
         for number, output in message.outputs:
-            if (found := self._streams_by_number.get(number)) is not None:
-                batches.setdefault(found.loop, []).append((found, output))
+            if (target := self._streams_by_number.get(number)) is not None:
+                batches.setdefault(target.loop, []).append((target, output))
         for loop, batch in batches.items():
             self._call_on_loop(loop, self._deliver, batch, message.now)
         if self.observer is not None and message.computed:
             self.observer.on_step_computed(message.computed)
 
     def _deliver(self, batch: list[tuple[OutputStream, BranchOutput]], now: float) -> None:
-        """On the loop: a step's outputs become text, and go each to its stream."""
-        seen: list[tuple[BranchOutput, RequestRecord]] = []
+        """On the event loop: detokenize a step's outputs and put each into its stream."""
+        delivered: list[tuple[BranchOutput, RequestRecord]] = []
         for stream, output in batch:
             if stream.failed:
                 continue
             try:
-                found = stream.detokenizer.process(output)
-                if found is None:
+                text_output = stream.detokenizer.process(output)
+                if text_output is None:
                     continue
-                if found.done:
+                if text_output.done:
                     self._forget_stream(stream)
-                stream.put(found)
-            except BaseException as error:  # also what libraries raise beside Exception: its own request's alone
+                stream.put(text_output)
+            except BaseException as error:  # libraries raise more than Exception; only this request fails
                 self._fail_stream(stream, error)
                 continue
-            if not stream.record.is_prefix:  # what the operator registers isn't a client's request
-                seen.append((found, stream.record))
-                self.num_aborted += found.done and found.finish_reason == "abort"
+            if not stream.record.is_prefix:  # a registered prefix isn't a client's request
+                delivered.append((text_output, stream.record))
+                self.num_aborted += text_output.done and text_output.finish_reason == "abort"
         if self.observer is not None:
-            self.observer.on_outputs(seen, now)
+            self.observer.on_outputs(delivered, now)
 
     def _fail_stream(self, stream: OutputStream, error: BaseException) -> None:
-        """A request whose text can't be made."""
+        """Abort a request whose text can't be made."""
         log.error("the text of request %s failed", stream.id, exc_info=error)
         self.abort(stream.id)
         self._forget_stream(stream)
@@ -228,7 +235,7 @@ class RequestTracker:
             del self._streams_by_id[stream.id]
 
     def _call_on_loop(self, loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
-        """Call a function on an event loop, at once if it is this one."""
+        """Call a function on an event loop, at once if it is the running one."""
         try:
             if asyncio._get_running_loop() is loop:
                 function(*args)
@@ -242,7 +249,7 @@ class RequestTracker:
                 self._forget_stream(stream)
 
     def _handle_engine_exit(self, error: BaseException) -> None:
-        """Nothing will be served any more: tell everybody."""
+        """Fail all requests and pending replies, since none will be served any more."""
         if self.error is not None:
             return
         closed = self._closing

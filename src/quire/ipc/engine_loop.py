@@ -1,8 +1,8 @@
-"""The host of an engine: one thread that works off what fronts send, steps, and tells each front what came for it.
+"""The loop of an engine: one thread that handles the messages of clients, runs steps, and sends each client its
+outputs.
 
-The same for a thread of the front's own process and for a process of the engine's own. Whoever sends waits for nobody;
-the thread sleeps on a condition when there is nothing to do.
-"""
+It runs on a thread of the client's process or in a process of its own. A sender never blocks; the thread waits on a
+condition when there is nothing to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from quire.core.engine import Engine
 from quire.core.outputs import BranchOutput
 from quire.core.request import Request
 from quire.core.snapshot import take_snapshot
-from quire.core.step_history import StepHistory
 from quire.errors import EngineDead, InputError
 from quire.ipc.admin_ops import AdminOps
 from quire.ipc.heartbeat import Health, Heartbeat
@@ -47,27 +46,29 @@ from quire.protocol.columns import MAX_STEP_SLICES
 
 log = logging.getLogger("quire")
 
-METRICS_INTERVAL = 0.25  # seconds between two looks at the memory's usage while busy
-HISTORY_IDLE_SECONDS = 10.0  # seconds without a look, and steps aren't noted any more
-RUNNER_CHECK_INTERVAL = 0.5  # seconds between two looks at a runner that can end by itself
-FIRST_CLIENT = 0  # the number of the first front
+METRICS_INTERVAL = 0.25  # seconds between two metrics while busy
+HISTORY_IDLE_SECONDS = 10.0  # seconds without a snapshot after which steps are no longer recorded
+RUNNER_CHECK_INTERVAL = 0.5  # seconds between two checks of a runner that can end by itself
+FIRST_CLIENT = 0
 
 SendToClient = Callable[[int, EngineMessage], None]
-"""Hands a message to a front, on the engine's thread. One that left is passed over."""
+"""Sends a message to a client, on the engine's thread. One that has left is ignored."""
 
 
 class TrackedRequest:
-    """A request of the engine, and whose it is."""
+    """A request of the engine, with the client that sent it and that client's number for it."""
 
     __slots__ = ("client_index", "id", "image_keys", "is_reported", "number", "request")
 
-    def __init__(self, client_index: int, number: int, id: str, request: Request) -> None:
+    def __init__(
+        self, client_index: int, number: int, id: str, request: Request, image_keys: Iterable[bytes] = ()
+    ) -> None:
         self.client_index, self.number, self.id, self.request = client_index, number, id, request
-        self.is_reported = False  # anything of it
-        self.image_keys: Iterable[bytes] = ()  # the keys of its pictures
+        self.is_reported = False  # its progress was sent
+        self.image_keys = image_keys
 
     def progress(self) -> RequestProgress:
-        """How far it has come."""
+        """Return how far the request has come."""
         request = self.request
         return RequestProgress(
             self.number, request.max_tokens, request.scheduled_time, request.first_token_time, request.cached_tokens,
@@ -76,12 +77,12 @@ class TrackedRequest:
 
 
 class ClientLeft:
-    """A front is gone. After the last one the engine ends."""
+    """A client has left. The loop ends after the last one."""
 
 
 class EngineLoop:
-    """`engine`, driven by whoever calls `run`. `cpu_seconds` is the processor time that it took; a turn of more than
-    `stall_after` seconds is a stall."""
+    """Runs `engine` on the thread that calls `run`. `cpu_seconds` returns the processor time used so far, in seconds;
+    an iteration of more than `stall_after` seconds is a stall."""
 
     def __init__(
         self,
@@ -89,23 +90,24 @@ class EngineLoop:
         send_to_client: SendToClient,
         stall_after: float = 60.0,
         cpu_seconds: Callable[[], float] = time.thread_time,
+        num_clients: int = 1,
     ) -> None:
         self.engine, self._send_to_client, self._cpu_seconds = engine, send_to_client, cpu_seconds
         self.heartbeat = Heartbeat(stall_after)
-        self.client_indices = [FIRST_CLIENT]
+        self.client_indices = list(range(num_clients))
         self._wake = threading.Condition()
         self._incoming: deque[tuple[int, ClientMessage | ClientLeft]] = deque()
         self._processing: deque[tuple[int, ClientMessage | ClientLeft]] = deque()
         self._closing = False
-        self._requests_by_id: dict[str, TrackedRequest] = {}  # by the request's id
-        self._requests_by_number: dict[tuple[int, int], TrackedRequest] = {}  # by front and number
+        self._requests_by_id: dict[str, TrackedRequest] = {}
+        self._requests_by_number: dict[tuple[int, int], TrackedRequest] = {}  # by client and number
         self._metrics_sent_at, self._dirty = time.monotonic(), True
-        self._last_snapshot = (0.0, 0.0)  # when somebody looked last, and the processor time until then
-        self._snapshot_send_seconds = 0.0  # processor time to tell the last look
+        self._last_snapshot = (0.0, 0.0)  # its time, and the processor time used until then
+        self._snapshot_send_seconds = 0.0  # processor time to send the last snapshot
         self._reported_tokens = 0
         self.pixels, self.admin_ops = PixelStore(), AdminOps(engine)
-        self._deferred_stops: list[tuple[int, StopBranch]] = []  # stops that must wait for a step
-        # A runner in other processes is looked at while there is nothing to do: one may end.
+        self._deferred_stops: list[tuple[int, StopBranch]] = []  # to be repeated after the step in flight
+        # A runner in other processes is checked while there is nothing to do, because a process may end.
         self._idle_wait_seconds = RUNNER_CHECK_INTERVAL if hasattr(engine.runner, "check") else None
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             AddRequests: self._add, AbortRequests: self._abort, StopBranch: self._stop,
@@ -114,10 +116,10 @@ class EngineLoop:
             ClientLeft: self._client_left,
         }  # fmt: skip
 
-    # From any thread
+    # Called from any thread
 
     def enqueue(self, client_index: int, message: ClientMessage | ClientLeft) -> bool:
-        """Hand a front's message to the engine's thread; False when that takes no more."""
+        """Pass a client's message to the engine's thread. Return False if the loop takes no more."""
         with self._wake:
             if self._closing:
                 return False
@@ -126,43 +128,43 @@ class EngineLoop:
             return True
 
     def close(self) -> None:
-        """End `run`, after the step under way."""
+        """End `run` after the current step."""
         with self._wake:
             self._closing = True
             self._wake.notify()
 
     def health(self) -> Health:
-        """How the loop is, as long as it is."""
+        """Return the health of the loop, for as long as it runs."""
         health = self.heartbeat.health("")
         restarts = self.engine.restarter
         return (
             health._replace(stalled=True, why=restarts.status) if restarts is not None and restarts.status else health
         )
 
-    # On the engine's thread
+    # Called on the engine's thread
 
     def run(self) -> BaseException | None:
-        """Serve until `close`, then release the engine. Returns what ended it before, which all fronts were told."""
+        """Serve until `close`, then close the engine. Return the error that ended the loop earlier, which all clients
+        were sent, or None."""
         error: BaseException | None = None
         try:
             while self._run_once():
                 pass
-        except BaseException as failure:  # whoever ends the thread, SystemExit too, is named to those who wait
+        except BaseException as failure:  # clients are sent whatever ended the thread, SystemExit too
             error = failure
         with self._wake:
             died, self._closing = not self._closing, True
         try:
-            for front in self.client_indices:
-                self._send_to_client(
-                    front, EngineExited(error if died and error is not None else EngineDead("the engine was closed"))
-                )
+            exited = EngineExited(error if died and error is not None else EngineDead("the engine was closed"))
+            for client_index in self.client_indices:
+                self._send_to_client(client_index, exited)
         finally:
             self._close_engine(error)
         return error if died else None
 
     def _close_engine(self, error: BaseException | None) -> None:
-        """Close the engine. After a failure its frames would hold on to what is released, and a second one is only
-        logged: the first is what there is to say."""
+        """Close the engine. After a failure, first clear the frames of the traceback, which would keep memory alive; a
+        second failure is only logged, since the first is the cause."""
         chain = error
         while chain is not None:
             traceback.clear_frames(chain.__traceback__)
@@ -175,7 +177,7 @@ class EngineLoop:
             log.exception("the engine could not be closed")
 
     def _run_once(self) -> bool:
-        """One turn: messages, then a step. False when it is time to end."""
+        """Run one iteration: handle messages, then run a step. Return False if the loop is to end."""
         with self._wake:
             while not (self._incoming or self._closing or self.engine.has_unfinished_requests):
                 self.heartbeat.mark_idle()
@@ -194,54 +196,50 @@ class EngineLoop:
         with self._wake:
             self._processing, self._incoming = self._incoming, self._processing
             self.heartbeat.begin_iteration(self.engine.stats.steps - len(self.engine.in_flight) + 1)
-        late, self._deferred_stops = self._deferred_stops, []
-        for front, stop in late:
-            self._stop(front, stop)
+        deferred, self._deferred_stops = self._deferred_stops, []
+        for client_index, stop in deferred:
+            self._stop(client_index, stop)
         while self._processing:
-            front, message = self._processing.popleft()
-            self._handlers[type(message)](front, message)
+            client_index, message = self._processing.popleft()
+            self._handlers[type(message)](client_index, message)
         self._dirty = True
         if self.engine.has_unfinished_requests:
             self._publish(self.engine.step())
-        self.heartbeat.mark_idle()  # as in `_care`
-        for front, answer in self.admin_ops.finish_pending_sleep():
-            self._send_to_client(front, answer)
+        self.heartbeat.mark_idle()  # to fall asleep may take any time, as in `_admin`
+        for client_index, reply in self.admin_ops.finish_pending_sleep():
+            self._send_to_client(client_index, reply)
         return True
 
     def _publish(self, outputs: list[BranchOutput]) -> None:
-        """Tell each front what came for its requests; the first one, that there was a step."""
+        """Send each client the outputs of its requests, and the first client a message for every step."""
         now = self.engine.clock()
-        brought: dict[int, tuple[list[RequestProgress], list[tuple[int, BranchOutput]]]] = {FIRST_CLIENT: ([], [])}
+        by_client: dict[int, tuple[list[RequestProgress], list[tuple[int, BranchOutput]]]] = {FIRST_CLIENT: ([], [])}
         for output in outputs:
-            owned = self._requests_by_id.get(output.request_id)
-            if owned is None:  # a prefix that is computed again
+            tracked = self._requests_by_id.get(output.request_id)
+            if tracked is None:  # a prefix that is computed again
                 continue
-            progress, told = brought.get(owned.client_index) or brought.setdefault(owned.client_index, ([], []))
-            if not owned.is_reported or output.done:
-                owned.is_reported = True
-                progress.append(owned.progress())
-            told.append((owned.number, output))
+            progress, client_outputs = by_client.setdefault(tracked.client_index, ([], []))
+            if not tracked.is_reported or output.done:
+                tracked.is_reported = True
+                progress.append(tracked.progress())
+            client_outputs.append((tracked.number, output))
             if output.done:
-                self._forget(owned)
+                self._forget(tracked)
         computed, self._reported_tokens = (
             self.engine.stats.computed_tokens - self._reported_tokens,
             self.engine.stats.computed_tokens,
         )
         facts, queues = self._metrics_if_due(), queue_sizes(self.engine)
-        for front in (
-            self.client_indices if facts is not None else [front for front in self.client_indices if front in brought]
-        ):
-            progress, told = brought.get(front, ([], []))
-            self._send_to_client(
-                front,
-                StepOutputs(
-                    now, queues, computed if front == FIRST_CLIENT else 0, progress, told[:MAX_STEP_SLICES], facts
-                ),
-            )
-            for at in range(
-                MAX_STEP_SLICES, len(told), MAX_STEP_SLICES
-            ):  # of aborts, say, which end any number of branches
-                self._send_to_client(front, StepOutputs(now, queues, 0, (), told[at : at + MAX_STEP_SLICES]))
+        for client_index in self.client_indices:
+            if facts is None and client_index not in by_client:
+                continue
+            progress, client_outputs = by_client.get(client_index, ([], []))
+            first = client_outputs[:MAX_STEP_SLICES]
+            message = StepOutputs(now, queues, computed if client_index == FIRST_CLIENT else 0, progress, first, facts)
+            self._send_to_client(client_index, message)
+            for at in range(MAX_STEP_SLICES, len(client_outputs), MAX_STEP_SLICES):  # aborts end any number of branches
+                part = client_outputs[at : at + MAX_STEP_SLICES]
+                self._send_to_client(client_index, StepOutputs(now, queues, 0, (), part))
 
     def _metrics_if_due(self) -> EngineMetrics | None:
         now = time.monotonic()
@@ -249,46 +247,47 @@ class EngineLoop:
             return None
         self._metrics_sent_at = now
         if now - self._last_snapshot[0] > HISTORY_IDLE_SECONDS:
-            self.engine.step_history = None
+            self.engine.watch_steps(False)
         return collect_metrics(self.engine, self._cpu_seconds())
 
     def _send_metrics(self) -> None:
-        """Before a rest: what is so now."""
+        """Send the current metrics to all clients, before the loop waits."""
         self._dirty, self._metrics_sent_at = False, time.monotonic()
         facts, queues = collect_metrics(self.engine, self._cpu_seconds()), queue_sizes(self.engine)
-        for front in self.client_indices:
-            self._send_to_client(front, StepOutputs(self.engine.clock(), queues, 0, (), (), facts))
+        for client_index in self.client_indices:
+            self._send_to_client(client_index, StepOutputs(self.engine.clock(), queues, 0, (), (), facts))
 
-    # What fronts send
+    # Messages of clients
 
     def _add(self, client_index: int, message: AddRequests) -> None:
         def add() -> None:
-            if len({asked.number for asked in message.requests}) < len(message.requests):
+            if len({request.number for request in message.requests}) < len(message.requests):
                 raise InputError("request numbers must be distinct")
-            prompts = [(asked.id, asked.prompt) for asked in message.requests]
-            if message.pixels or seen:
-                self._add_with_images(prompts, message, seen)
+            prompts = [(request.id, request.prompt) for request in message.requests]
+            if message.pixels or image_keys:
+                self._add_with_images(prompts, message, image_keys)
             else:
                 self.engine.add_all(prompts, message.params, salt=message.salt, client=message.client)
 
-        seen = {asked.number: {medium.key for medium in asked.media} for asked in message.requests if asked.media}
+        with_images = [request for request in message.requests if request.media]
+        image_keys = {request.number: {image.key for image in request.media} for request in with_images}
         self._add_and_reply(
-            client_index, message.key, add, {asked.number: asked.id for asked in message.requests}, seen
+            client_index, message.key, add, {request.number: request.id for request in message.requests}, image_keys
         )
 
     def _add_with_images(
         self, prompts: list[tuple[str, Sequence[int]]], message: AddRequests, image_keys: dict[int, set[bytes]]
     ) -> None:
-        """Requests with pictures, by the keys that each has `image_keys`; each is a user of these."""
-        shown = {one.key: one for one in message.pixels}
+        """Add requests with images; each request holds a reference to the pixels of its `image_keys`."""
+        pixels_by_key = {one.key: one for one in message.pixels}
         used = [key for keys in image_keys.values() for key in keys]
-        if not shown.keys() >= set(used):
+        if not pixels_by_key.keys() >= set(used):
             raise InputError("the pixels of a picture are missing")
-        pixels = self.pixels.incref([shown[key] for key in used])
+        pixels = self.pixels.incref([pixels_by_key[key] for key in used])
         try:
-            media = [asked.media for asked in message.requests]
+            images = [request.media for request in message.requests]
             self.engine.add_all(
-                prompts, message.params, salt=message.salt, images=media, pixels=pixels, client=message.client
+                prompts, message.params, salt=message.salt, images=images, pixels=pixels, client=message.client
             )
         except BaseException:
             self.pixels.decref(used)
@@ -308,8 +307,8 @@ class EngineLoop:
         ids: dict[int, str],
         image_keys: Mapping[int, set[bytes]] = {},
     ) -> None:
-        """`add` requests of these numbers and ids, and say whether that went well. `image_keys` are keys of "
-        "pictures."""
+        """Call `add`, which adds the requests of these numbers and ids, and reply whether it succeeded. `image_keys`
+        are the keys of each request's images, by number."""
         try:
             for number in ids:
                 if (client_index, number) in self._requests_by_number:
@@ -319,9 +318,8 @@ class EngineLoop:
             self._send_to_client(client_index, Reply(key, error))
             return
         for number, id in ids.items():
-            owned = TrackedRequest(client_index, number, id, self.engine.requests[id])
-            self._requests_by_id[id] = self._requests_by_number[client_index, number] = owned
-            owned.image_keys = image_keys.get(number, ())
+            tracked = TrackedRequest(client_index, number, id, self.engine.requests[id], image_keys.get(number, ()))
+            self._requests_by_id[id] = self._requests_by_number[client_index, number] = tracked
         self._send_to_client(client_index, Reply(key))
 
     def _abort(self, client_index: int, message: AbortRequests) -> None:
@@ -329,19 +327,19 @@ class EngineLoop:
         if numbers is None:
             numbers = tuple(number for owner, number in self._requests_by_number if owner == client_index)
         for number in numbers:
-            owned = self._requests_by_number.get((client_index, number))
-            if owned is not None:
-                self.engine.abort(owned.id)
+            tracked = self._requests_by_number.get((client_index, number))
+            if tracked is not None:
+                self.engine.abort(tracked.id)
 
     def _stop(self, client_index: int, message: StopBranch) -> None:
-        owned = self._requests_by_number.get((client_index, message.number))
-        if owned is None:
+        tracked = self._requests_by_number.get((client_index, message.number))
+        if tracked is None:
             return
-        ended = self.engine.stop(owned.id, message.branch, message.reason)
+        ended = self.engine.stop(tracked.id, message.branch, message.reason)
         if ended is None:
             self._deferred_stops.append((client_index, message))
         elif ended:
-            self._forget(owned)
+            self._forget(tracked)
 
     def _release_prefix(self, client_index: int, message: ReleasePrefix) -> None:
         self._send_to_client(client_index, Reply(message.key, value=self.engine.release_prefix(message.name)))
@@ -354,10 +352,9 @@ class EngineLoop:
 
     def _snapshot(self, client_index: int, message: SnapshotRequest) -> None:
         began, now, used = time.thread_time(), time.monotonic(), self._cpu_seconds()
-        (seen, before), self._last_snapshot = self._last_snapshot, (now, used)
-        busy = min(max(used - before, 0.0) / max(now - seen, 1e-6), 1.0)
-        if self.engine.step_history is None:
-            self.engine.step_history = StepHistory(self.engine.scheduler.preemption_counts)
+        (last_time, last_used), self._last_snapshot = self._last_snapshot, (now, used)
+        busy = min(max(used - last_used, 0.0) / max(now - last_time, 1e-6), 1.0)
+        self.engine.watch_steps(True)
         text = json.dumps(take_snapshot(self.engine), separators=(",", ":"))
         made = time.thread_time()
         took = made - began + self._snapshot_send_seconds
@@ -367,11 +364,11 @@ class EngineLoop:
         self._snapshot_send_seconds = time.thread_time() - made
 
     def _admin(self, client_index: int, message: AdminRequest) -> None:
-        self.heartbeat.mark_idle()  # to sleep and to wake up takes as long as it takes
-        answer = self.admin_ops.handle(client_index, message)
+        self.heartbeat.mark_idle()  # to fall asleep or wake up may take any time
+        reply = self.admin_ops.handle(client_index, message)
         self._dirty = True
-        if answer is not None:
-            self._send_to_client(client_index, answer)
+        if reply is not None:
+            self._send_to_client(client_index, reply)
 
     def _client_left(self, client_index: int, message: ClientLeft) -> None:
         self._abort(client_index, AbortRequests(None))

@@ -1,6 +1,5 @@
-"""The engine's process: builds what it is told to, then serves the fronts at the other ends of its connections until
-none is left. Started by quire.ipc.process_client, over sockets that have no name: nobody else can reach them.
-"""
+"""The server side of the engine's process: one thread for each client reads its messages for the EngineLoop, until no
+client is left. The connections are unnamed sockets, so no other process can reach them."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from quire.core.engine import Engine
 from quire.errors import InputError, StartupError
@@ -42,18 +40,17 @@ from quire.ipc.messages import EngineExited, EngineMessage, EngineReady, Reply, 
 from quire.ipc.output_buffer import OutputBuffer
 from quire.ipc.thread_stacks import format_thread_stacks
 from quire.protocol.columns import WireError
+from quire.protocol.structured_output import GrammarCompiler
 
-if TYPE_CHECKING:
-    pass
-
-LAG_BYTES = 1 << 22  # bytes that wait for a front: from then on its outputs are merged, until none wait
-END_SECONDS = 20.0  # for the end once no front is left; then it is forced
+LAG_BYTES = 1 << 22  # bytes queued for a client from which on its outputs are merged, until the queue is empty
+END_SECONDS = 20.0  # seconds to end after the last client left, then the end is forced
 log = logging.getLogger("quire.ipc")
-EngineBuilder = Callable[[EngineInitMessage], tuple[Engine, EngineReady]]
+EngineBuilder = Callable[[EngineInitMessage], tuple[Engine, EngineReady, GrammarCompiler | None]]
+"""Builds an engine. Without a grammar compiler it accepts no structured output."""
 
 
 class ClientConnection:
-    """A front, as the engine's process has it: a thread reads what it sends."""
+    """A client's connection in the engine's process."""
 
     def __init__(self, client_index: int, connection: socket.socket) -> None:
         self.client_index, self.connection = client_index, connection
@@ -64,7 +61,8 @@ class ClientConnection:
         self._has_pinged = self._silence_logged = False
 
     def read_frame(self, timeout: float | None = None) -> Frame | None:
-        """The next frame; None when there is none after `timeout` seconds. EOFError when the front is gone."""
+        """Return the next frame, or None if there is none within `timeout` seconds. Raise EOFError if the client has
+        left."""
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         while not self._unread_frames:
@@ -77,9 +75,9 @@ class ClientConnection:
             self._unread_frames.reverse()
         return self._unread_frames.pop()
 
-    def serve(self, engine_loop: EngineLoop) -> None:
-        """Hand what the front sends to `engine_loop`, until the front is gone."""
-        lane = GrammarQueue(self.client_index, engine_loop, self.send)
+    def serve(self, engine_loop: EngineLoop, grammar_compiler: GrammarCompiler | None) -> None:
+        """Pass the client's messages to `engine_loop` until the client leaves. Runs on a thread of its own."""
+        queue = GrammarQueue(self.client_index, engine_loop, grammar_compiler, self.send)
         try:
             while True:
                 frame = self.read_frame(SILENCE_SECONDS)
@@ -88,7 +86,7 @@ class ClientConnection:
                 elif frame.kind == PING:
                     self._handle_ping(engine_loop)
                 else:
-                    self._handle_frame(lane, frame)
+                    self._handle_frame(queue, frame)
         except (EOFError, ConnectionError):
             pass
         except Exception as error:
@@ -96,13 +94,13 @@ class ClientConnection:
             log.error("front %d is left: %s", self.client_index, error, exc_info=None if known else error)
         finally:
             self.channel.close(0)
-            lane.close()
+            queue.close()
             engine_loop.enqueue(self.client_index, ClientLeft())
 
-    def _handle_frame(self, lane: GrammarQueue, frame: Frame) -> None:
+    def _handle_frame(self, queue: GrammarQueue, frame: Frame) -> None:
         try:
-            lane.submit(read_client_message(frame))
-        except InputError as error:  # of parameters that no honest front sends
+            queue.submit(read_client_message(frame))
+        except InputError as error:  # parameters that a correct client never sends
             self.send(Reply(read_add_key(frame), error))
 
     def _handle_ping(self, host: EngineLoop) -> None:
@@ -117,18 +115,18 @@ class ClientConnection:
             log.error("front %d has not been heard of for %g s", self.client_index, SILENCE_SECONDS)
 
     def send(self, message: EngineMessage) -> None:
-        """Send a message, or merge it with what waits for a front that lags. One that is too large, or more than may
-        wait, ends the connection, not the engine."""
+        """Send a message, or merge it with the outputs that a slow client has yet to get. A message that is too large,
+        or too much queued output, ends the connection, not the engine."""
         with self._send_lock:
             rest: EngineMessage | None = message
             if isinstance(message, StepOutputs) and (self._output_buffer or self.channel.queued_bytes > LAG_BYTES):
                 if not self._output_buffer:
-                    log.warning("front %d lags: %d bytes wait for it, and outputs to come are put together",
+                    log.warning("front %d lags: %d bytes wait for it; its outputs are merged until it catches up",
                     self.client_index,
                                 self.channel.queued_bytes)  # fmt: skip
                 rest = self._output_buffer.add(message)
                 if self._output_buffer.held_bytes > MAX_QUEUED_BYTES:
-                    log.error("front %d is left: more waits for it than %d bytes", self.client_index, MAX_QUEUED_BYTES)
+                    log.error("front %d is left: more than %d bytes wait for it", self.client_index, MAX_QUEUED_BYTES)
                     self.channel.close(0)
                     self._output_buffer = OutputBuffer()
             elif isinstance(message, EngineExited):
@@ -137,7 +135,7 @@ class ClientConnection:
                 self._write_messages(rest)
 
     def _flush_output_buffer(self) -> None:
-        """On the channel's thread: nothing waits but the backlog."""
+        """Send the merged outputs. Called on the channel's thread, when nothing else waits."""
         with self._send_lock:
             self._write_messages(*self._output_buffer.drain())
 
@@ -146,12 +144,12 @@ class ClientConnection:
             for message in messages:
                 self.channel.send(*write_engine_message(message))
         except WireError as error:
-            log.error("front %d is left, as it can't be told: %s", self.client_index, error)
+            log.error("front %d is left: its message can't be encoded: %s", self.client_index, error)
             self.channel.close(0)
 
 
 def log_stalls(engine_loop: EngineLoop) -> None:
-    """Say once, with all stacks, that the loop stalled, and that it moves on if it does."""
+    """Log once, with the stacks of all threads, that the loop stalled, and once that it moves on."""
     stalled = False
     while True:
         time.sleep(0.5)
@@ -164,61 +162,64 @@ def log_stalls(engine_loop: EngineLoop) -> None:
 
 
 def serve_clients(build: EngineBuilder, connections: list[socket.socket]) -> int:
-    """Serve fronts over `connections`, of which the first says what to build. The exit status."""
+    """Serve clients over `connections`, the first of which sends what to build. Return the exit status."""
     ignore_signals()
-    sides = [ClientConnection(front, connection) for front, connection in enumerate(connections)]
+    clients = [ClientConnection(index, connection) for index, connection in enumerate(connections)]
     try:
-        frame = sides[0].read_frame()
+        frame = clients[0].read_frame()
         assert frame is not None, "without a timeout"
         if frame.kind != INIT:
-            raise WireError("kind", f"{frame.kind} comes before a hello")
-        hello = read_engine_init(frame.body)
+            raise WireError("kind", f"{frame.kind} before INIT")
+        init = read_engine_init(frame.body)
     except (EOFError, OSError):
         return 1
-    logging.getLogger().setLevel(hello.log_level)
+    logging.getLogger().setLevel(init.log_level)
     building = threading.Event()
     threading.Thread(
         target=_exit_with_client, args=(connections[0], building), name="quire-parent", daemon=True
     ).start()
     try:
-        engine, ready = build(hello)
+        engine, ready, grammar_compiler = build(init)
         building.set()
     except BaseException as error:  # a library may end the thread too, by SystemExit
-        sides[0].channel.send(START_FAILED, write_json(error_to_json(_to_startup_error(error))))
-        sides[0].channel.close()
+        clients[0].channel.send(START_FAILED, write_json(error_to_json(_to_startup_error(error))))
+        clients[0].channel.close()
         return 1
-    host = EngineLoop(engine, lambda front, message: sides[front].send(message), hello.stall_after, time.process_time)
-    host.client_indices = list(range(len(sides)))
+    engine_loop = EngineLoop(
+        engine, lambda index, message: clients[index].send(message), init.stall_after, time.process_time, len(clients)
+    )
     freeze_loaded_objects()
     readers = []
-    for side in sides:
-        side.channel.send(READY, write_ready(ready))
+    for client in clients:
+        client.channel.send(READY, write_ready(ready))
+        name = f"quire-front-{client.client_index}"
         readers.append(
-            threading.Thread(target=side.serve, args=(host,), name=f"quire-front-{side.client_index}", daemon=True)
+            threading.Thread(target=client.serve, args=(engine_loop, grammar_compiler), name=name, daemon=True)
         )
         readers[-1].start()
     threading.Thread(target=_exit_after_clients, args=(readers,), name="quire-end", daemon=True).start()
-    threading.Thread(target=log_stalls, args=(host,), name="quire-watch", daemon=True).start()
-    ended = host.run()
-    for side in sides:
-        side.channel.close()
+    threading.Thread(target=log_stalls, args=(engine_loop,), name="quire-watch", daemon=True).start()
+    ended = engine_loop.run()
+    for client in clients:
+        client.channel.close()
     if ended is not None:
         log.error("the engine stopped: %s", ended or type(ended).__name__, exc_info=ended)
     return 1 if ended is not None else 0
 
 
 def _to_startup_error(error: BaseException) -> StartupError:
-    """Why nothing was built, for who waits. What nobody foresaw is in the log with its traceback."""
+    """Return the reason that nothing was built, for the clients that wait. An unexpected error is logged with its
+    traceback."""
     if isinstance(error, StartupError):
         return error
     log.error("the engine can't be built", exc_info=error)
-    said = next(iter(str(error).splitlines()), "")
-    cause = f"the engine's process failed at start: {type(error).__name__}{': ' * bool(said)}{said}"[:300]
+    first_line = next(iter(str(error).splitlines()), "")
+    cause = f"the engine's process failed at start: {type(error).__name__}{': ' * bool(first_line)}{first_line}"[:300]
     return StartupError(cause, "What it wrote to the log says more")
 
 
 def _exit_with_client(connection: socket.socket, built: threading.Event) -> None:
-    """While the model loads: the process ends with its front, which may be killed meanwhile."""
+    """End the process with its client, which may be killed while the model loads."""
     poll = select.poll()
     poll.register(connection, getattr(select, "POLLRDHUP", select.POLLHUP))
     while not built.is_set():
@@ -227,7 +228,7 @@ def _exit_with_client(connection: socket.socket, built: threading.Event) -> None
 
 
 def _exit_after_clients(readers: list[threading.Thread]) -> None:
-    """Once no front is left the process ends, also when a step hangs."""
+    """End the process after the last client left, even if a step hangs."""
     for reader in readers:
         reader.join()
     faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)

@@ -1,10 +1,9 @@
-"""The frames that fronts and an engine in a process of its own exchange: typed, versioned, numbered, bounded; no JSON a
-step, and no pickle.
+"""The frames between clients and an engine in a process of its own: typed, versioned, numbered and bounded. No pickle,
+and no JSON in every step.
 
-A frame is a head (version, kind, number in its direction, length of the body) and a body. What comes every step, and
-prompts, are columns of numbers (quire.protocol.columns); what is rare is JSON. A reader refuses what no writer of
-this version sends, naming the field, before it makes anything of that size.
-"""
+A frame is a header (version, kind, number in its direction, length of the body) and a body. Step outputs and prompts
+are columns of numbers (quire.protocol.columns); rare messages are JSON. A reader refuses what no writer of this version
+sends, naming the field, before it allocates anything of that size."""
 
 from __future__ import annotations
 
@@ -76,35 +75,41 @@ from quire.protocol.structured_output import Structured
 
 VERSION = 1
 HEAD = struct.Struct("<BBHII")  # version, kind, 0, number, bytes of the body
-MAX_JSON_BYTES = 1 << 24  # bytes
-MAX_ERROR_CHARS = 1 << 16  # characters of an error
+MAX_JSON_BYTES = 1 << 24
+MAX_ERROR_CHARS = 1 << 16  # characters of an error's text
 MAX_CLIENT_CHARS = 64  # characters of a client's name
 COUNT = struct.Struct("<I")
-STOP_HEAD = struct.Struct("<III")  # number, branch, bytes of the reason
 KINDS = (
     INIT, ADD, ABORT, STOP, REGISTER_PREFIX, RELEASE_PREFIX, LIST_PREFIXES, PING, READY, START_FAILED, REPLY,
-    STEP_OUTPUTS, ENGINE_EXITED, PONG, SNAPSHOT,
-    ADMIN,
+    STEP_OUTPUTS, ENGINE_EXITED, PONG, SNAPSHOT, ADMIN,
 ) = range(1, 17)  # fmt: skip
 INPUT_ERRORS: dict[str, type[InputError]] = {
     kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix, NotIdle)
 }
-# Of parameters: the front's own. The form of an output goes as it is, to be compiled there.
+# Parameters that only the client needs. Structured output is sent as its source, and compiled in the engine's process.
 NOT_SENT_PARAMS = ("stop", "bad_words", "method", "stop_automaton", "structured_outputs", "grammar")
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if field.name not in NOT_SENT_PARAMS}
+STOP_HEAD = struct.Struct("<III")  # request number, branch, bytes of the reason
+# now; the five queue sizes; computed; numbers of progress, of outputs, of outputs with details; bytes of the metrics
+STEP_HEAD = struct.Struct("<d5IIIIII")
+PROGRESS = struct.Struct("<IIddII")  # number, max_tokens, scheduled, first_token, cached_tokens, preemptions
+DETAILS = struct.Struct("<BBBqI")  # finish reason, done, kind of the stop reason, the reason as a number, its bytes
+FINISH_REASONS = (None, "stop", "length", "abort", "error")
+NO_REASON, NUMBER, TEXT = range(3)
+COUNTERS = ("computed_tokens", "generated_tokens", "prompt_tokens", "restarts", "rows", "steps")
 T = TypeVar("T")
 
 
 class Frame(NamedTuple):
-    """A frame as it was read."""
+    """A frame that was read."""
 
     kind: int
     body: memoryview
 
 
 class FrameCodec:
-    """The frames of one direction of a connection: numbers those that are written, and checks those that are read,
-    which are of these `kinds`."""
+    """The frames of one direction of a connection: numbers those that it encodes, and checks the numbers of those that
+    it decodes, whose kind must be in `kinds`."""
 
     def __init__(self, kinds: range = KINDS) -> None:
         self.kinds = kinds
@@ -112,17 +117,17 @@ class FrameCodec:
         self._buffer = bytearray()
 
     def encode(self, kind: int, body: bytes) -> bytes:
-        """The next frame. WireError beyond MOST_BYTES."""
+        """Return the bytes of the next frame. Raise WireError if the body has more than MAX_FRAME_BYTES."""
         if len(body) > MAX_FRAME_BYTES:
-            raise WireError("frame", f"{len(body)} bytes, at most {MAX_FRAME_BYTES} are sent")
+            raise WireError("frame", f"{len(body)} bytes, at most {MAX_FRAME_BYTES} are allowed")
         self._written += 1
         return HEAD.pack(VERSION, kind, 0, self._written & 0xFFFFFFFF, len(body)) + body
 
     def decode(self, data: bytes) -> Iterator[Frame]:
-        """Frames that `data`, which came, completes. WireError for what is none."""
+        """Yield the frames that the received `data` completes. Raise WireError for a malformed header."""
         if not self._buffer and len(data) >= HEAD.size:
             kind, length = self._check_head(HEAD.unpack_from(data))
-            if len(data) == HEAD.size + length:  # as most come: one, and whole
+            if len(data) == HEAD.size + length:  # the common case: one whole frame
                 self._read += 1
                 yield Frame(kind, memoryview(data)[HEAD.size :])
                 return
@@ -143,66 +148,66 @@ class FrameCodec:
     def _check_head(self, head: tuple[int, ...]) -> tuple[int, int]:
         version, kind, zero, number, length = head
         if version != VERSION:
-            raise WireError("version", f"it is {version}, only {VERSION} is read")
+            raise WireError("version", f"{version}, expected {VERSION}")
         if kind not in self.kinds or zero:
-            raise WireError("kind", f"{kind} is no kind of frame")
+            raise WireError("kind", f"{kind} is not a kind of frame")
         if number != (self._read + 1) & 0xFFFFFFFF:
-            raise WireError("number", f"it is {number}, and {self._read + 1} comes next")
+            raise WireError("number", f"{number}, expected {self._read + 1}")
         if length > MAX_FRAME_BYTES:
-            raise WireError("length", f"{length} bytes are announced, at most {MAX_FRAME_BYTES} are read")
+            raise WireError("length", f"{length} bytes, at most {MAX_FRAME_BYTES} are allowed")
         return kind, length
 
 
 def write_json(value: Any) -> bytes:
-    """A body of JSON."""
+    """Return a body of JSON."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def read_json(body: memoryview) -> dict[str, Any]:
-    """The object in a body of JSON. WireError for anything else."""
+    """Return the object in a body of JSON. Raise WireError for anything else."""
     if len(body) > MAX_JSON_BYTES:
-        raise WireError("JSON", f"{len(body)} bytes, at most {MAX_JSON_BYTES} are read")
+        raise WireError("JSON", f"{len(body)} bytes, at most {MAX_JSON_BYTES} are allowed")
     try:
-        found = json.loads(bytes(body))
+        data = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
         raise WireError("JSON", str(error)[:200]) from error
-    if not isinstance(found, dict):
-        raise WireError("JSON", f"a {type(found).__name__}, no object")
-    return found
+    if not isinstance(data, dict):
+        raise WireError("JSON", f"a {type(data).__name__}, not an object")
+    return data
 
 
 def read_field(data: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    """A field of an object that must be of that type. WireError if it isn't."""
+    """Return a field of an object. Raise WireError unless it is of type `kind`."""
     value = data.get(name)
     if type(value) is not kind:
-        raise WireError(name, f"a {type(value).__name__}, no {kind.__name__}")
+        raise WireError(name, f"a {type(value).__name__}, not a {kind.__name__}")
     return value
 
 
 def read_uint32(data: Mapping[str, Any], name: str) -> int:
-    """A field that is an integer from 0 to 2**32 - 1."""
+    """Return an integer field. Raise WireError unless it is from 0 to 2**32 - 1."""
     value = read_field(data, name, int)
     if not 0 <= value <= MAX_NUMBER:
-        raise WireError(name, f"{value} is none from 0 to {MAX_NUMBER}")
+        raise WireError(name, f"{value} is not from 0 to {MAX_NUMBER}")
     return value
 
 
 def write_client_message(message: ClientMessage) -> tuple[int, bytes]:
-    """The kind and body of a front's message. InputError for parameters that can't be sent."""
+    """Return the kind and body of a client's message. Raise InputError for parameters that can't be sent."""
     match message:
         case AddRequests(key, requests, params, salt, pixels, client):
             head = write_json({
-                "key": key, "salt": salt, "client": client, "numbers": [asked.number for asked in requests],
-                "ids": [asked.id for asked in requests], "params": params_to_json(params),
+                "key": key, "salt": salt, "client": client, "numbers": [request.number for request in requests],
+                "ids": [request.id for request in requests], "params": params_to_json(params),
             })  # fmt: skip
-            prompts = write_runs([asked.prompt for asked in requests], "prompts")
-            media = [asked.media for asked in requests]
-            pictures = write_images(media, pixels) if any(media) else ()
-            return ADD, b"".join((COUNT.pack(len(head)), head, *prompts, *pictures))
+            prompts = write_runs([request.prompt for request in requests], "prompts")
+            media = [request.media for request in requests]
+            images = write_images(media, pixels) if any(media) else ()
+            return ADD, b"".join((COUNT.pack(len(head)), head, *prompts, *images))
         case AbortRequests(None):
             return ABORT, COUNT.pack(0xFFFFFFFF)
         case AbortRequests(numbers):
-            assert numbers is not None, "those of all are said above"
+            assert numbers is not None, "the case above has None"
             return ABORT, COUNT.pack(len(numbers)) + write_ints(numbers, "numbers", "q")
         case StopBranch(number, branch, reason):
             text = reason.encode("utf-8", "surrogatepass")
@@ -221,15 +226,15 @@ def write_client_message(message: ClientMessage) -> tuple[int, bytes]:
 
 
 def read_client_message(frame: Frame) -> ClientMessage:
-    """A front's message. WireError for what is none; InputError for parameters that are refused."""
+    """Read a client's message. Raise WireError if it is malformed, InputError for invalid parameters."""
     read = READERS.get(frame.kind)
     if read is None:
-        raise WireError("kind", f"{frame.kind} is nothing that a front sends")
+        raise WireError("kind", f"{frame.kind} is not a kind that clients send")
     return read(frame.body)
 
 
 def _split(body: memoryview) -> tuple[dict[str, Any], FrameReader]:
-    """The JSON that a body begins with, and the rest."""
+    """Return the JSON at the start of a body, and a reader for the rest."""
     reader = FrameReader(body)
     (size,) = reader.unpack(COUNT, "size")
     at = reader.skip(size, "head")
@@ -240,23 +245,23 @@ def _read_add(body: memoryview) -> AddRequests:
     head, reader = _split(body)
     ids, numbers = read_field(head, "ids", list), read_field(head, "numbers", list)
     if not 0 < len(ids) == len(numbers) <= MAX_REQUESTS:
-        raise WireError("ids", f"{len(ids)} of them, for {len(numbers)} numbers; at most {MAX_REQUESTS} are read")
+        raise WireError("ids", f"{len(ids)} ids for {len(numbers)} numbers; at most {MAX_REQUESTS} are allowed")
     if not all(type(id) is str and 0 < len(id) <= MAX_ID_CHARS for id in ids):
-        raise WireError("ids", "one is no text, or too long")
+        raise WireError("ids", f"one is not a string of 1 to {MAX_ID_CHARS} characters")
     if not all(type(one) is int and 0 <= one <= MAX_NUMBER for one in numbers):
-        raise WireError("numbers", f"one is none from 0 to {MAX_NUMBER}")
+        raise WireError("numbers", f"one is not an integer from 0 to {MAX_NUMBER}")
     prompts = list(reader.read_runs(len(ids), "prompts"))
     media, pixels = read_images(reader, prompts) if reader.offset < reader.end else ([()] * len(ids), ())
     _check_at_end(reader)
-    asked = tuple(map(NewRequest, numbers, ids, prompts, media))
+    new_requests = tuple(map(NewRequest, numbers, ids, prompts, media))
     if len(client := read_field(head, "client", str)) > MAX_CLIENT_CHARS:
-        raise WireError("client", f"it has {len(client)} characters; at most {MAX_CLIENT_CHARS} are read")
+        raise WireError("client", f"{len(client)} characters, at most {MAX_CLIENT_CHARS} are allowed")
     params = params_from_json(read_field(head, "params", dict))
-    return AddRequests(read_uint32(head, "key"), asked, params, read_field(head, "salt", str), pixels, client)
+    return AddRequests(read_uint32(head, "key"), new_requests, params, read_field(head, "salt", str), pixels, client)
 
 
 def read_add_key(frame: Frame) -> int:
-    """The key of an Add whose parameters are refused."""
+    """Return the key of an AddRequests whose parameters are invalid."""
     return read_uint32(_split(frame.body)[0], "key")
 
 
@@ -276,7 +281,7 @@ def _read_stop(body: memoryview) -> StopBranch:
     try:
         return StopBranch(request, branch, bytes(body[at : at + size]).decode("utf-8", "surrogatepass"))
     except UnicodeDecodeError as error:
-        raise WireError("reason", f"no UTF-8: {error.reason}") from error
+        raise WireError("reason", f"not UTF-8: {error.reason}") from error
 
 
 def _read_register_prefix(body: memoryview) -> RegisterPrefix:
@@ -303,10 +308,10 @@ def _read_admin_request(body: memoryview) -> AdminRequest:
     data = read_json(body)
     what = read_field(data, "what", str)
     if what not in ADMIN_OPERATIONS:
-        raise WireError("what", f"{what[:60]!r} is nothing that is done")
+        raise WireError("what", f"{what[:60]!r} is not an operation")
     mode, tags = read_field(data, "mode", str), read_field(data, "tags", list)
     if mode not in SLEEP_MODES or len(tags) > MAX_TAGS or not all(type(tag) is str for tag in tags):
-        raise WireError("mode", "it is none, or the tags are no texts")
+        raise WireError("mode", "unknown mode, or tags that are not strings")
     return AdminRequest(read_uint32(data, "key"), what, read_uint32(data, "level"), mode, tuple(tags))
 
 
@@ -317,16 +322,16 @@ def _check_at_end(reader: FrameReader) -> None:
 
 READERS: dict[int, Callable[[memoryview], ClientMessage]] = {
     ADD: _read_add, ABORT: _read_abort, STOP: _read_stop, REGISTER_PREFIX: _read_register_prefix,
-    RELEASE_PREFIX: _read_release_prefix,
-    LIST_PREFIXES: _read_list_prefixes, SNAPSHOT: _read_snapshot_request, ADMIN: _read_admin_request,
+    RELEASE_PREFIX: _read_release_prefix, LIST_PREFIXES: _read_list_prefixes, SNAPSHOT: _read_snapshot_request,
+    ADMIN: _read_admin_request,
 }  # fmt: skip
 
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
-    """What the engine must know of parameters, as JSON: those that aren't the defaults. InputError for a method, which
-    is a program."""
+    """Return the parameters that the engine needs and that are not the defaults, as JSON. Raise InputError for a
+    method, which is a program."""
     if params.method is not None:
-        raise InputError("a method can't be given to an engine in a process of its own", "method")
+        raise InputError("a method can't be sent to an engine in another process", "method")
     given = {name: getattr(params, name) for name in DEFAULTS}
     if (form := params.structured) is not None:
         given["structured"] = form.kind, form.source, form.after, form.opening, form.budget
@@ -334,42 +339,42 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
 
 
 def params_from_json(data: dict[str, Any]) -> SamplingParams:
-    """Parameters, checked as everybody's are."""
+    """Read parameters, with the checks of SamplingParams."""
     if unknown := next((name for name in data if name not in DEFAULTS), None):
-        raise WireError("params", f"there is no {unknown[:60]!r}")
+        raise WireError("params", f"{unknown[:60]!r} is not a parameter")
     words = data.get("bad_word_ids", ())
     if not isinstance(words, list | tuple) or not all(isinstance(word, list) for word in words):
-        raise WireError("bad_word_ids", "no lists of token ids")
+        raise WireError("bad_word_ids", "not lists of token ids")
     form = data.get("structured")
     if form is not None:
         lists = isinstance(form, list | tuple) and all(isinstance(tokens, list | tuple) for tokens in form[2:4])
         if not lists or len(form) != 5:
-            raise WireError("structured", "no kind, source, markers and budget")
+            raise WireError("structured", "not kind, source, markers and budget")
         form = Structured(*form)
     return SamplingParams(**{**data, "bad_word_ids": tuple(map(tuple, words)), "structured": form})
 
 
 def write_engine_message(message: EngineMessage) -> tuple[int, bytes]:
-    """The kind and body of the engine's message."""
+    """Return the kind and body of an engine's message."""
     match message:
         case StepOutputs():
             return STEP_OUTPUTS, write_step_outputs(message)
         case Reply(key, error, value):
-            said = None if error is None else error_to_json(error)
-            return REPLY, write_json({"key": key, "error": said, "value": value})
+            error_data = None if error is None else error_to_json(error)
+            return REPLY, write_json({"key": key, "error": error_data, "value": value})
         case EngineExited(error):
             return ENGINE_EXITED, write_json(error_to_json(error))
 
 
 def read_engine_message(frame: Frame) -> EngineMessage:
-    """The engine's message. WireError for what is none."""
+    """Read an engine's message. Raise WireError if it is malformed."""
     if frame.kind == STEP_OUTPUTS:
         return read_step_outputs(frame.body)
     data = read_json(frame.body)
     if frame.kind == ENGINE_EXITED:
         return EngineExited(error_from_json(data))
     if frame.kind != REPLY:
-        raise WireError("kind", f"{frame.kind} is nothing that an engine sends now")
+        raise WireError("kind", f"{frame.kind} is not a kind that engines send after the start")
     error, value = data.get("error"), data.get("value")
     return Reply(
         read_uint32(data, "key"),
@@ -384,11 +389,11 @@ def _read_reply_value(value: Any) -> int | str | tuple[dict[str, int], tuple[str
             return value
         case [dict(held), list(ready)] if all(type(length) is int for length in held.values()):
             return held, tuple(map(str, ready))
-    raise WireError("value", f"a {type(value).__name__} is no answer")
+    raise WireError("value", f"a {type(value).__name__} is not a reply value")
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:
-    """An error as JSON: its kind, as far as readers know it, and what it says."""
+    """Return an error as JSON: its kind, or EngineDead for kinds that readers do not know, and its text."""
     text = str(error)[:MAX_ERROR_CHARS]
     match error:
         case StartupError():
@@ -407,7 +412,7 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
 
 
 def error_from_json(data: dict[str, Any]) -> Exception:
-    """The error that JSON says."""
+    """Return the error that `error_to_json` wrote."""
     kind, text, param = read_field(data, "kind", str), read_field(data, "text", str), data.get("param")
     if kind in INPUT_ERRORS:
         return INPUT_ERRORS[kind](text, param if isinstance(param, str) else None)
@@ -418,22 +423,12 @@ def error_from_json(data: dict[str, Any]) -> Exception:
     return EngineDead(text)
 
 
-# now; waiting, running, swapped, deferred, batches; computed; numbers of progress, outputs, those with more; bytes of
-# facts
-STEP_HEAD = struct.Struct("<d5IIIIII")
-PROGRESS = struct.Struct("<IIddII")  # number, max_tokens, scheduled, first_token, cached_tokens, preemptions
-DETAILS = struct.Struct("<BBBqI")  # why it ended, done, kind of the reason, reason as a number, bytes of the reason
-FINISH_REASONS = (None, "stop", "length", "abort", "error")
-NO_REASON, NUMBER, TEXT = range(3)
-COUNTERS = ("computed_tokens", "generated_tokens", "prompt_tokens", "restarts", "rows", "steps")
-
-
 def write_step_outputs(message: StepOutputs) -> bytes:
-    """The body."""
+    """Return the body of a STEP_OUTPUTS frame."""
     facts = b"" if message.facts is None else json.dumps(metrics_to_json(message.facts), separators=(",", ":")).encode()
     outputs = [output for _, output in message.outputs]
-    more = [at for at, output in enumerate(outputs) if _has_details(output)]
-    counts = len(message.progress), len(outputs), len(more), len(facts)
+    detailed = [at for at, output in enumerate(outputs) if _has_details(output)]
+    counts = len(message.progress), len(outputs), len(detailed), len(facts)
     parts = [STEP_HEAD.pack(message.now, *message.queues, message.computed, *counts)]
     parts += [_write_progress(progress) for progress in message.progress]
     if outputs:
@@ -442,9 +437,9 @@ def write_step_outputs(message: StepOutputs) -> bytes:
         parts += write_runs([output.tokens for output in outputs], "tokens")
         parts.append(write_floats([output.cumulative_logprob for output in outputs], "logprobs"))
         parts.append(write_ints([output.cached_tokens for output in outputs], "cached tokens", "b"))
-    if more:
-        parts.append(write_ints(more, "places"))
-        parts += _write_details([outputs[at] for at in more])
+    if detailed:
+        parts.append(write_ints(detailed, "places"))
+        parts += _write_details([outputs[at] for at in detailed])
     parts.append(facts)
     return b"".join(parts)
 
@@ -477,23 +472,10 @@ def _write_details(outputs: Sequence[BranchOutput]) -> Iterator[bytes]:
         yield from write_vectors(pooled, "pooled")
 
 
-def metrics_to_json(facts: EngineMetrics) -> dict[str, Any]:
-    """Facts as JSON has them."""
-    stats = facts.stats
-    counted = {name: getattr(stats, name) for name in COUNTERS}
-    return {
-        "usage": facts.account.usage, "sharing": facts.account.sharing,
-        "types": facts.account.types, "preempted": dict(facts.preempted),
-        "counted": counted, "finished": stats.finished, "step_seconds": stats.step_seconds,
-        "idle_seconds": stats.idle_seconds, "seconds": facts.seconds, "mapped": facts.mapped,
-        "ranks": facts.ranks, "asleep": facts.asleep,
-    }  # fmt: skip
-
-
 def read_step_outputs(body: memoryview) -> StepOutputs:
-    """The message in a body. WireError names the field and the byte where it can't be one."""
+    """Read the body of a STEP_OUTPUTS frame. Raise WireError with the field and the offset where it is malformed."""
     reader = FrameReader(body)
-    now, *queued, computed, progressed, count, few, size = reader.unpack(STEP_HEAD, "head")
+    now, *queued, computed, progressed, count, num_detailed, size = reader.unpack(STEP_HEAD, "head")
     if progressed * PROGRESS.size > reader.end - reader.offset:
         raise reader.error("progress", f"{progressed} are announced, {reader.end - reader.offset} bytes remain")
     progress = [_read_progress(reader) for _ in range(progressed)]
@@ -510,12 +492,11 @@ def read_step_outputs(body: memoryview) -> StepOutputs:
             logprobs, repeat(None), cached, repeat(()),
         )  # fmt: skip
         outputs = list(map(tuple_new, repeat(BranchOutput), columns))
-    if few:
-        _read_details(reader, few, outputs)
+    if num_detailed:
+        _read_details(reader, num_detailed, outputs)
     at = reader.skip(size, "facts")
     facts = metrics_from_json(_load(bytes(body[at : at + size]))) if size else None
-    if reader.offset != reader.end:
-        raise reader.error("frame", f"{reader.end - reader.offset} bytes follow its end")
+    _check_at_end(reader)
     return StepOutputs(now, QueueSizes(*queued), computed, progress, list(zip(numbers, outputs)), facts)
 
 
@@ -528,20 +509,20 @@ def _read_progress(reader: FrameReader) -> RequestProgress:
 
 
 def _read_details(reader: FrameReader, count: int, outputs: list[BranchOutput]) -> None:
-    """Complete those outputs that say more than their tokens."""
+    """Complete the outputs that have more than tokens."""
     if count > len(outputs):
         raise reader.error("places", f"{count} are announced, of {len(outputs)} outputs")
     places = reader.read_ints(count, "places")
     if not all(0 <= at < len(outputs) for at in places):
-        raise reader.error("places", f"one is none from 0 to {len(outputs) - 1}")
+        raise reader.error("places", f"one is not from 0 to {len(outputs) - 1}")
     ends = [_read_end(reader) for _ in range(count)]
     at = reader.skip(count, "flags")
     flags = bytes(reader.frame[at : at + count])
     if max(flags) > 3:
-        raise WireError("flags", f"{max(flags)} is none from 0 to 3", at)
+        raise WireError("flags", f"{max(flags)} is not from 0 to 3", at)
     tops, prompt_tops = (list(read_top_logprobs(reader, count)) for _ in range(2))
-    many = sum(flag >> 1 for flag in flags)
-    pooled = iter(read_vectors(reader, many, "pooled") if many else ())
+    num_pooled = sum(flag >> 1 for flag in flags)
+    pooled = iter(read_vectors(reader, num_pooled, "pooled") if num_pooled else ())
     for i, place in enumerate(places):
         finish, done, reason = ends[i]
         outputs[place] = outputs[place]._replace(
@@ -553,23 +534,36 @@ def _read_details(reader: FrameReader, count: int, outputs: list[BranchOutput]) 
 def _read_end(reader: FrameReader) -> tuple[str | None, bool, int | str | None]:
     finish, done, kind, value, size = reader.unpack(DETAILS, "end")
     if finish >= len(FINISH_REASONS) or done > 1 or kind > TEXT:
-        raise reader.error("end", f"{finish}, {done} and {kind} are no reason, flag and kind")
+        raise reader.error("end", f"{finish}, {done} and {kind} are not reason, flag and kind")
     text = read_text(reader, size)
     return FINISH_REASONS[finish], bool(done), {NO_REASON: None, NUMBER: value, TEXT: text}[kind]
 
 
 def _load(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)
+        data = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise WireError("facts", str(error)[:200]) from error
-    if not isinstance(found, dict):
-        raise WireError("facts", f"a {type(found).__name__}, no object")
-    return found
+    if not isinstance(data, dict):
+        raise WireError("facts", f"a {type(data).__name__}, not an object")
+    return data
+
+
+def metrics_to_json(facts: EngineMetrics) -> dict[str, Any]:
+    """Return metrics as JSON."""
+    stats = facts.stats
+    counted = {name: getattr(stats, name) for name in COUNTERS}
+    return {
+        "usage": facts.account.usage, "sharing": facts.account.sharing,
+        "types": facts.account.types, "preempted": dict(facts.preempted),
+        "counted": counted, "finished": stats.finished, "step_seconds": stats.step_seconds,
+        "idle_seconds": stats.idle_seconds, "seconds": facts.seconds, "mapped": facts.mapped,
+        "ranks": facts.ranks, "asleep": facts.asleep,
+    }  # fmt: skip
 
 
 def metrics_from_json(data: dict[str, Any]) -> EngineMetrics:
-    """The facts that JSON says. WireError for what are none."""
+    """Read what `metrics_to_json` wrote. Raise WireError if it is malformed."""
     try:
         stats = EngineStats()
         for name in COUNTERS:
@@ -593,5 +587,5 @@ def metrics_from_json(data: dict[str, Any]) -> EngineMetrics:
 
 def _check_count(value: Any) -> int:
     if type(value) is not int:
-        raise TypeError(f"a {type(value).__name__} is no count")
+        raise TypeError(f"a {type(value).__name__} is not a count")
     return value

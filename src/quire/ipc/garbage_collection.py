@@ -1,9 +1,8 @@
-"""Python's garbage collector, while a model is loaded and in a process that serves: what is loaded stays, and
-collections are few.
+"""Set Python's garbage collector for loading a model and for serving: loaded objects are exempt, and collections are
+rare.
 
-A step makes thousands of small tuples that reference counting frees; searching them for cycles costs more than a step's
-planning. For programs of our own only: a library leaves its caller's collector alone, but for the time of a start.
-"""
+A step makes thousands of small tuples that reference counting frees; searching them for cycles costs more than planning
+a step. Only quire's own programs change the collector for good; in a library's caller it is paused during the start."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ GC_THRESHOLD = 50_000  # objects made and not freed between two collections of t
 
 
 def freeze_loaded_objects() -> None:
-    """Call once everything is loaded: the collector leaves it alone from then on, and comes less often."""
+    """Exempt everything that is loaded from collection, and collect less often from then on."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 20, 50)
@@ -24,16 +23,16 @@ def freeze_loaded_objects() -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """While torch is imported and a model is built: each collection would look at what the ones before it found to
-    stay, a tenth of the time. Afterwards the collector is as it was, and what was made meanwhile counts as old: the
-    next collection would look at all of it."""
+    """Pause the collector while torch is imported and a model is built, as collections would search all that stays
+    again and again, which takes a tenth of the time. Afterwards the collector is as before, and the new objects are in
+    the oldest generation, so that the next collection does not search them."""
     running = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if running:
-            if not gc.get_freeze_count():  # of a program's own
+            if not gc.get_freeze_count():  # objects that a program froze stay frozen
                 gc.freeze()
-                gc.unfreeze()  # to the oldest generation
+                gc.unfreeze()  # moves all to the oldest generation
             gc.enable()

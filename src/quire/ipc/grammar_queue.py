@@ -1,8 +1,7 @@
-"""Where forms of outputs become grammars in the engine's process: a thread for each front, beside the one that reads
-what the front sends and the engine's.
+"""Compile grammars in the engine's process, on one thread for each client beside the client's reader and the engine's
+thread.
 
-A request whose grammar isn't held waits there, and so does what the front sends about it; all else goes on.
-"""
+A request whose grammar is not cached waits here, and with it later messages about it; all other messages pass."""
 
 from __future__ import annotations
 
@@ -29,24 +28,31 @@ if TYPE_CHECKING:
     from quire.ipc.engine_loop import EngineLoop
     from quire.protocol.structured_output import Grammar, GrammarCompiler
 
-MAX_WAITING_MESSAGES = 256  # messages; with more, the reader waits
+MAX_WAITING_MESSAGES = 256  # with more the reader waits
 log = logging.getLogger("quire.ipc")
 
 
 class GrammarQueue:
-    """The way of what `client_index` sends to `engine_loop`; `reply` answers the front. Used by the thread that "
-    "reads."""
+    """Passes the messages of `client_index` to `engine_loop`; `reply` answers the client. Used by the thread that reads
+    the client's messages."""
 
-    def __init__(self, client_index: int, engine_loop: EngineLoop, reply: Callable[[Reply], None]) -> None:
+    def __init__(
+        self,
+        client_index: int,
+        engine_loop: EngineLoop,
+        grammar_compiler: GrammarCompiler | None,
+        reply: Callable[[Reply], None],
+    ) -> None:
         self.client_index, self._engine_loop, self._reply = client_index, engine_loop, reply
+        self._grammar_compiler = grammar_compiler
         self._condition = threading.Condition()
-        self._messages: deque[ClientMessage] = deque()  # the first is worked on
-        self._waiting_requests: Counter[int] = Counter()  # of requests, that those name
+        self._messages: deque[ClientMessage] = deque()  # the first is being processed
+        self._waiting_requests: Counter[int] = Counter()  # numbers of the requests in `_messages`
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def submit(self, message: ClientMessage) -> None:
-        """Hand a message to the host, or have it wait. InputError for a form where none can be had."""
+        """Pass a message to the engine loop, or queue it. Raise InputError if structured output is not available."""
         with self._condition:
             now, later = self._split(message)
             if now is not None:
@@ -56,7 +62,7 @@ class GrammarQueue:
                 self._enqueue(later)
 
     def close(self) -> None:
-        """The front is gone: nothing that waits reaches the host any more."""
+        """Drop what waits: the client has left."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -71,10 +77,10 @@ class GrammarQueue:
             self._thread.start()
 
     def _split(self, message: ClientMessage) -> tuple[ClientMessage | None, ClientMessage | None]:
-        """What of a message can go on, and what must wait."""
+        """Return the part of a message that can pass now, and the part that must wait."""
         match message:
-            case AddRequests() if (asked := message.params.structured) is not None:
-                grammar = self._grammar_maker().get_cached(asked)
+            case AddRequests() if (form := message.params.structured) is not None:
+                grammar = self._grammar_maker().get_cached(form)
                 return (None, message) if grammar is None else (_with_grammar(message, grammar), None)
             case AbortRequests(None) if self._waiting_requests:
                 return message, AbortRequests(tuple(self._waiting_requests))
@@ -86,18 +92,16 @@ class GrammarQueue:
                 return AbortRequests(rest) if rest else None, AbortRequests(late)
             case StopBranch(number) if number in self._waiting_requests:
                 return None, message
-            case RegisterPrefix() | ReleasePrefix() | ListPrefixes() if (
-                self._messages
-            ):  # in order, also among each other
+            case RegisterPrefix() | ReleasePrefix() | ListPrefixes() if self._messages:  # these keep their order
                 return None, message
         return message, None
 
     def _grammar_maker(self) -> GrammarCompiler:
-        if (maker := self._engine_loop.engine.grammar_compiler) is None:
-            raise InputError("structured output isn't offered here", "structured_outputs")
-        return maker
+        if self._grammar_compiler is None:
+            raise InputError("this engine does not support structured output", "structured_outputs")
+        return self._grammar_compiler
 
-    # On a thread of its own
+    # On the queue's own thread
 
     def _run(self) -> None:
         while True:
@@ -106,24 +110,24 @@ class GrammarQueue:
                 if self._closed:
                     return
                 message = self._messages[0]
-            found = self._compile(message) if isinstance(message, AddRequests) else message
+            compiled = self._compile(message) if isinstance(message, AddRequests) else message
             with self._condition:
                 if self._closed:
                     return
                 self._messages.popleft()
                 self._waiting_requests -= Counter(_request_numbers(message))
                 self._condition.notify_all()
-                if found is not None:
-                    self._engine_loop.enqueue(self.client_index, found)
+                if compiled is not None:
+                    self._engine_loop.enqueue(self.client_index, compiled)
 
     def _compile(self, message: AddRequests) -> AddRequests | None:
-        """The same with its grammar; None if there is none, and the front was told why."""
+        """Return the message with its grammar, or None if it can't be compiled; then the client gets the reason."""
         assert message.params.structured is not None, "others don't wait"
         try:
             return _with_grammar(message, self._grammar_maker().get(message.params.structured))
         except (InputError, Overloaded) as error:
             self._reply(Reply(message.key, error))
-        except BaseException as error:  # also what libraries raise beside Exception: its own request's alone
+        except BaseException as error:  # libraries raise more than Exception; only this request fails
             log.error("a grammar can't be made", exc_info=error)
             why = f"the grammar of the request failed: {type(error).__name__}: {error}"[:300]
             self._reply(Reply(message.key, EngineDead(why)))
@@ -135,10 +139,10 @@ def _with_grammar(message: AddRequests, grammar: Grammar) -> AddRequests:
 
 
 def _request_numbers(message: ClientMessage) -> tuple[int, ...]:
-    """The numbers of the requests that a message is about."""
+    """Return the numbers of the requests that a message is about."""
     match message:
         case AddRequests():
-            return tuple(asked.number for asked in message.requests)
+            return tuple(request.number for request in message.requests)
         case AbortRequests(numbers):
             return numbers or ()
         case StopBranch(number) | RegisterPrefix(_, number):

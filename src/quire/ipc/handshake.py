@@ -1,5 +1,5 @@
-"""The first frames of a connection: what the engine's process is to build, and what came of it; and the pulse that it
-is asked for from then on."""
+"""The first frames of a connection (what the engine's process is to build, and the result), and the heartbeat that a
+client asks for afterwards."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from quire.ipc.heartbeat import Health
 from quire.ipc.messages import EngineReady
 from quire.protocol.columns import FrameReader, WireError
 
-HEARTBEAT = struct.Struct("<BdI")  # stalled, seconds since the loop's last turn, bytes of why
+HEARTBEAT = struct.Struct("<BdI")  # stalled, seconds since the loop's last iteration, bytes of the reason
 MAX_EOS_IDS = 1 << 16  # end tokens
 
 
 class EngineInitMessage(NamedTuple):
-    """`named` are the end tokens of the tokenizer, which the engine's process doesn't load. `progress`: show how the
-    model loads."""
+    """What the engine's process is to build. `named` are the end tokens of the tokenizer, which the engine's process
+    does not load. `stall_after` is in seconds. `progress`: show the progress of loading the model."""
 
     config: EngineConfig
     named: tuple[int, ...]
@@ -32,16 +32,16 @@ class EngineInitMessage(NamedTuple):
 
 
 def write_engine_init(hello: EngineInitMessage) -> bytes:
-    """The body of a HELLO."""
+    """Return the body of an INIT frame."""
     return write_json({**hello._asdict(), "config": asdict(hello.config)})
 
 
 def read_engine_init(body: memoryview) -> EngineInitMessage:
-    """The same, read. WireError for what is none, StartupError for settings that can't be."""
+    """Read the body of an INIT frame. Raise WireError if it is malformed, StartupError for invalid settings."""
     data = read_json(body)
     named = read_field(data, "named", list)
     if len(named) > MAX_EOS_IDS or not all(type(token) is int for token in named):
-        raise WireError("named", f"no list of up to {MAX_EOS_IDS} token ids")
+        raise WireError("named", f"not a list of at most {MAX_EOS_IDS} token ids")
     try:
         config = EngineConfig(**read_field(data, "config", dict))
     except TypeError as error:
@@ -53,7 +53,7 @@ def read_engine_init(body: memoryview) -> EngineInitMessage:
 
 
 def write_ready(ready: EngineReady) -> bytes:
-    """The body of a READY."""
+    """Return the body of a READY frame."""
     return write_json({
         "limits": ready.limits._asdict(), "lines": ready.lines, "notices": ready.notices, "cache": dict(ready.cache),
         "facts": metrics_to_json(ready.facts),
@@ -61,7 +61,7 @@ def write_ready(ready: EngineReady) -> bytes:
 
 
 def read_ready(body: memoryview) -> EngineReady:
-    """The same, read."""
+    """Read the body of a READY frame."""
     data = read_json(body)
     limits = read_field(data, "limits", dict)
     vocab, longest, queued = (read_uint32(limits, name) for name in ("vocab_size", "max_len", "max_queued"))
@@ -75,13 +75,13 @@ def read_ready(body: memoryview) -> EngineReady:
 
 
 def write_heartbeat(health: Health, now: float) -> bytes:
-    """The body of a PONG."""
+    """Return the body of a PONG frame. `now` is a monotonic time in seconds."""
     why = health.why.encode()[:4096]
     return HEARTBEAT.pack(health.stalled, now - health.beat, len(why)) + why
 
 
 def read_heartbeat(body: memoryview, now: float) -> Health:
-    """The same, read."""
+    """Read the body of a PONG frame."""
     reader = FrameReader(body)
     stalled, lasted, size = reader.unpack(HEARTBEAT, "pulse")
     at = reader.skip(size, "why")
@@ -89,6 +89,6 @@ def read_heartbeat(body: memoryview, now: float) -> Health:
 
 
 def read_start_failure(frame: Frame) -> StartupError:
-    """Why the engine couldn't be built."""
+    """Return the error in a START_FAILED frame: why the engine could not be built."""
     data = read_json(frame.body)
     return StartupError(read_field(data, "text", str), read_field(data, "remedy", str) if "remedy" in data else "")

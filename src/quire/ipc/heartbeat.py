@@ -1,15 +1,16 @@
-"""The pulse of a loop on a thread of its own: whether it is alive and turns, as other threads ask."""
+"""The heartbeat of a loop on a thread of its own: other threads ask whether it is alive and makes progress."""
 
 from __future__ import annotations
 
 import time
 from typing import NamedTuple
 
-SILENCE_SECONDS = 2.0  # seconds without a word from another process, which are said in the log then
+SILENCE_SECONDS = 2.0  # seconds without a frame from another process after which this is logged
 
 
 class Health(NamedTuple):
-    """Is the engine alive, and making progress? `beat` is the monotonic time of its last turn."""
+    """Whether the engine is alive, and makes progress. `beat` is the monotonic time of its last iteration, in
+    seconds."""
 
     alive: bool
     stalled: bool
@@ -18,22 +19,23 @@ class Health(NamedTuple):
 
 
 class Heartbeat:
-    """The loop says when it begins a turn and when it rests. A turn longer than `stall_after` seconds is a stall."""
+    """The loop reports when it begins an iteration and when it is idle. An iteration longer than `stall_after` seconds
+    is a stall."""
 
     def __init__(self, stall_after: float) -> None:
         self.stall_after = stall_after
         self._last_iteration, self._busy, self._step = time.monotonic(), False, 0
 
     def begin_iteration(self, step: int) -> None:
-        """A turn begins, which takes in what waits and computes the step of that number."""
+        """Note that an iteration begins, which runs step number `step`."""
         self._last_iteration, self._busy, self._step = time.monotonic(), True, step
 
     def mark_idle(self) -> None:
-        """There is nothing to do."""
+        """Note that the loop has nothing to do."""
         self._busy = False
 
     def health(self, death: str) -> Health:
-        """How the loop is; `death` says why it ended, if it did."""
+        """Return the health of the loop. `death` is why it ended, or ""."""
         lasted, beat = time.monotonic() - self._last_iteration, self._last_iteration
         stalled = not death and self._busy and lasted > self.stall_after
         return Health(not death, stalled, beat, f"step {self._step} has lasted {lasted:.0f} s" if stalled else death)

@@ -1,8 +1,8 @@
-"""What fronts and the engine tell each other. One engine's thread works off what all fronts send, in order, and tells
-each front once a step what the step brought for it.
+"""Messages between clients and the engine. One thread of the engine handles the messages of all clients in order, and
+sends each client its outputs once a step.
 
-A front numbers its requests; numbers are its own. `key` names a question: its Answer has the same.
-"""
+A client numbers its requests; the numbers are its own. A message with a `key` is answered by the Reply with the same
+key."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import MappingStats, RankUsage
 
-MAX_NUMBER = 2**32 - 1  # of a request or a question
-MAX_REQUESTS = 1 << 16  # of one message
-MAX_ID_CHARS = 1024  # characters of a request's name
-MAX_TAGS = 16  # of a wake-up
+MAX_NUMBER = 2**32 - 1  # the largest number or key
+MAX_REQUESTS = 1 << 16  # in a message
+MAX_ID_CHARS = 1024  # characters of a request's id
+MAX_TAGS = 16  # in a wake-up
+ADMIN_OPERATIONS = ("reset", "sleep", "wake", "rest")
+SLEEP_MODES = ("refuse", "wait", "abort")
 
 
 class NewRequest(NamedTuple):
-    """A request: its number, its name among all, its prompt, and the pictures in that."""
+    """A request: the client's number for it, its id, unique among all clients, its prompt, and the images in the
+    prompt."""
 
     number: int
     id: str
@@ -35,8 +38,9 @@ class NewRequest(NamedTuple):
 
 
 class AddRequests(NamedTuple):
-    """Queue all of these, or none. Their parameters are resolved: words are token ids. `pixels` are those of all their
-    pictures, each once. `client`, at most MOST_CLIENT characters, is whoever has a common share of the engine."""
+    """Queue all of these requests, or none. Their parameters are resolved: words are token ids. `pixels` has each of
+    their images once. `client`, at most MAX_CLIENT_CHARS characters, names the API client, among which the engine is
+    shared fairly."""
 
     key: int
     requests: tuple[NewRequest, ...]
@@ -47,13 +51,13 @@ class AddRequests(NamedTuple):
 
 
 class AbortRequests(NamedTuple):
-    """End requests whose clients left; None: all of this front's."""
+    """End requests whose callers left; None: all of this client's."""
 
     numbers: tuple[int, ...] | None
 
 
 class StopBranch(NamedTuple):
-    """A branch's text has a stop string: end it. It isn't told any more."""
+    """End a branch, because its text has a stop string. The client gets no more output of it."""
 
     number: int
     branch: int
@@ -61,7 +65,7 @@ class StopBranch(NamedTuple):
 
 
 class RegisterPrefix(NamedTuple):
-    """Compute a prefix and keep it; it is told of as a request of that number."""
+    """Compute a prefix and keep it. Its progress and output are those of a request with that number."""
 
     key: int
     number: int
@@ -70,31 +74,31 @@ class RegisterPrefix(NamedTuple):
 
 
 class ReleasePrefix(NamedTuple):
-    """Let go of a prefix. The answer says whether there was one."""
+    """Release a prefix. The reply is whether it was registered."""
 
     key: int
     name: str
 
 
 class ListPrefixes(NamedTuple):
-    """Which prefixes are there?"""
+    """Ask which prefixes are registered."""
 
     key: int
 
 
 class SnapshotRequest(NamedTuple):
-    """What is in memory, page by page? The answer is JSON (control.scene), which begins with `took`, the seconds of
-    processor time that looking took, and writing the answer, and sending the one before; and `busy`, the engine's
-    processor time a second since somebody looked before."""
+    """Ask what is in memory, page by page. The reply is JSON (quire.core.snapshot), which begins with `took`, the
+    seconds of processor time to take the snapshot, write this reply, and send the previous one; and `busy`, the
+    engine's processor time per second since the previous snapshot."""
 
     key: int
 
 
 class AdminRequest(NamedTuple):
-    """Look after the engine: do `what`, one of CARES. "reset" forgets cached prefixes; the answer is how many pages
-    were emptied. "sleep" and "wake" are those of control.rest, for a `level` and `tags`; the answer to them and to
-    "rest" is JSON, how it is then. A sleep with requests under way is refused, or waits for their end, or has them end,
-    as `mode`, one of MODES, says."""
+    """Do `what`, one of ADMIN_OPERATIONS. "reset" drops cached prefixes; the reply is how many pages were emptied.
+    "sleep" and "wake" are those of quire.core.sleep, for a `level` and `tags`; the reply to them and to "rest" is JSON
+    with the resulting state. A sleep with requests in flight is refused, waits for their end, or aborts them, as
+    `mode`, one of SLEEP_MODES, says."""
 
     key: int
     what: str
@@ -103,8 +107,6 @@ class AdminRequest(NamedTuple):
     tags: tuple[str, ...] = ()
 
 
-ADMIN_OPERATIONS = ("reset", "sleep", "wake", "rest")
-SLEEP_MODES = ("refuse", "wait", "abort")
 ClientMessage = (
     AddRequests
     | AbortRequests
@@ -118,7 +120,7 @@ ClientMessage = (
 
 
 class Reply(NamedTuple):
-    """Of a question: what went wrong, if anything did; else what was asked."""
+    """The reply to the message with that key: an error, or a value."""
 
     key: int
     error: Exception | None = None
@@ -126,7 +128,7 @@ class Reply(NamedTuple):
 
 
 class RequestProgress(NamedTuple):
-    """How far a request has come, in seconds of CLOCK_MONOTONIC: told with its first output, and with its last."""
+    """The progress of a request, sent with its first output and with its last. Times are seconds of CLOCK_MONOTONIC."""
 
     number: int
     max_tokens: int
@@ -137,8 +139,9 @@ class RequestProgress(NamedTuple):
 
 
 class QueueSizes(NamedTuple):
-    """Requests that wait for their first step, are in memory, or in host memory; `deferred` of those that wait, until
-    another one has computed a common prefix; `batches` that those that wait are of."""
+    """How many requests wait for their first step, are in memory, or are in host memory; `deferred` is how many of
+    those that wait do so for another request that computes a common prefix; `batches` is how many batches those that
+    wait belong to."""
 
     waiting: int = 0
     running: int = 0
@@ -148,20 +151,20 @@ class QueueSizes(NamedTuple):
 
 
 class EngineMetrics(NamedTuple):
-    """What is so, and what was counted since the start."""
+    """The current state of the engine, and its counters since the start."""
 
     account: Account
     stats: EngineStats
-    preempted: Mapping[str, int]  # requests, by the way it was done
-    seconds: float = 0.0  # of processor time, of the engine's thread, or of its process where it has one
+    preempted: Mapping[str, int]  # requests, by how they were preempted
+    seconds: float = 0.0  # processor time of the engine's process, or of its thread if it has no process of its own
     mapped: MappingStats = MappingStats()
-    ranks: tuple[RankUsage, ...] = ()  # where the model is in processes of its own
-    asleep: int = 0  # the level; 0: it is awake
+    ranks: tuple[RankUsage, ...] = ()  # if the model is in processes of its own
+    asleep: int = 0  # the sleep level; 0: awake
 
 
 class StepOutputs(NamedTuple):
-    """What a step brought for one front, at `now` of CLOCK_MONOTONIC. `outputs` are by the requests' numbers. The first
-    front learns how many tokens were `computed`."""
+    """The outputs of a step for one client, at `now`, in seconds of CLOCK_MONOTONIC. `outputs` have the client's
+    numbers of the requests. Only the first client gets `computed`, the number of tokens that were computed."""
 
     now: float
     queues: QueueSizes
@@ -172,7 +175,7 @@ class StepOutputs(NamedTuple):
 
 
 class EngineExited(NamedTuple):
-    """The engine's loop ended, and why. Nothing follows."""
+    """The engine's loop ended, with the reason. No message follows."""
 
     error: BaseException
 
@@ -181,8 +184,8 @@ EngineMessage = Reply | StepOutputs | EngineExited
 
 
 class EngineReady(NamedTuple):
-    """What a front must know of an engine that was built. `lines` are its memory plan, `notices` what is said at start;
-    `cache` are facts of the KV memory by vLLM's names."""
+    """What a client must know of a new engine. `lines` are its memory plan, `notices` are shown at start; `cache`
+    describes the KV memory by vLLM's names."""
 
     limits: EngineLimits
     lines: tuple[str, ...]
@@ -192,7 +195,7 @@ class EngineReady(NamedTuple):
 
 
 def queue_sizes(engine: Engine) -> QueueSizes:
-    """As they are now."""
+    """Return the current queue sizes."""
     scheduler = engine.scheduler
     waiting = scheduler.waiting
     return QueueSizes(
@@ -201,7 +204,7 @@ def queue_sizes(engine: Engine) -> QueueSizes:
 
 
 def collect_metrics(engine: Engine, seconds: float = 0.0) -> EngineMetrics:
-    """As they are now; asked on the engine's thread."""
+    """Return the current metrics. Must be called on the engine's thread."""
     scheduler = engine.scheduler
     mapped = getattr(engine.runner, "mapping_stats", None) or MappingStats()
     ranks = getattr(engine.runner, "used", ())
@@ -211,17 +214,17 @@ def collect_metrics(engine: Engine, seconds: float = 0.0) -> EngineMetrics:
 
 
 def engine_ready(engine: Engine, lines: list[str], notices: tuple[str, ...]) -> EngineReady:
-    """What fronts must know of an engine."""
+    """Return what clients must know of a new engine."""
     memory = engine.scheduler.memory
     cache = kv_cache_info(memory.kv_config, engine.limits.max_len, memory.account())
     return EngineReady(engine.limits, tuple(lines), notices, cache, collect_metrics(engine))
 
 
 def kv_cache_info(geometry: KVCacheConfig, max_len: int, account: Account) -> dict[str, object]:
-    """vLLM's names, and ours: `num_blocks` and `page_bytes` of each pool of pages, or of each group of layers where all
-    have all of the memory in common, in large pages of `large_page_bytes`. `num_gpu_blocks` times `block_size`
-    is the size in tokens, of which every layer takes a place."""
-    pools = {group.ids: group for group in geometry.groups}  # unlike pages have one each
+    """Describe the KV memory by vLLM's names and ours: `num_blocks` and `page_bytes` of each pool of pages, or, if all
+    groups of layers share the memory in large pages of `large_page_bytes`, of each group. `num_gpu_blocks` times
+    `block_size` is the size in tokens, each of which takes a slot in every layer."""
+    pools = {group.ids: group for group in geometry.groups}  # pages of different kinds have one pool each
     users = Counter(group.ids for group in geometry.groups)
     shape = {
         "block_size": [group.run_tokens for group in pools.values()],

@@ -1,7 +1,8 @@
-"""What a front that lags behind its engine is still to be told: outputs of many steps merged, one a branch. Knows no
-sockets. The longer a front is away, the more steps its next message holds, so one that is slower than its engine lags
-by a bounded time, and what waits for it grows by 4 bytes a token.
-"""
+"""Outputs for a client that is slower than its engine: outputs of many steps are merged, one for each branch. No
+sockets here.
+
+The slower the client, the more steps its next message holds, so it lags by a bounded time, and the buffer grows by 4
+bytes a token."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from quire.ipc.messages import QueueSizes, StepOutputs
 from quire.protocol.columns import MAX_STEP_SLICES
 from quire.protocol.step_plan import TopLogprobs
 
-BRANCH_BYTES = 600  # bytes that a branch takes here, about, beside its tokens
-LOGPROB_BYTES = 400  # a token's log-probability
+BRANCH_BYTES = 600  # approximate bytes of a branch without its tokens
+LOGPROB_BYTES = 400  # approximate bytes of a token's log-probabilities
 
 
 class MergedOutput:
-    """Outputs of one branch: tokens are appended, and the last one says the rest."""
+    """The merged outputs of one branch: tokens are appended, all else is the last output's."""
 
     __slots__ = ("_last_output", "_prompt_tops", "_tokens", "_tops")
 
@@ -26,7 +27,7 @@ class MergedOutput:
         self._prompt_tops: tuple[TopLogprobs, ...] | None = None
 
     def add(self, output: BranchOutput) -> None:
-        """Merge one more."""
+        """Merge one more output."""
         self._last_output = output
         self._tokens.extend(output.tokens)
         self._tops += output.top_logprobs
@@ -34,28 +35,28 @@ class MergedOutput:
             self._prompt_tops = output.prompt_logprobs
 
     def merge(self) -> BranchOutput:
-        """All of them as one."""
+        """Return all outputs as one."""
         tokens, tops = tuple(self._tokens), tuple(self._tops)
         return self._last_output._replace(tokens=tokens, top_logprobs=tops, prompt_logprobs=self._prompt_tops)
 
 
 class OutputBuffer:
-    """`held_bytes` is about how many bytes are held."""
+    """Merged outputs by request and branch. `held_bytes` is the approximate number of bytes held."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
-        self._by_request: dict[int, dict[int, MergedOutput]] = {}  # by the request's number and the branch
+        self._by_request: dict[int, dict[int, MergedOutput]] = {}  # by request number and branch
         self._now, self._last_queue_sizes = 0.0, QueueSizes()
 
     def __bool__(self) -> bool:
         return bool(self._by_request)
 
     def add(self, message: StepOutputs) -> StepOutputs | None:
-        """Merge what can be; the rest of the message, if there is any, is to be told now. Log-probabilities
-        and embeddings take less room as frames, so outputs that have some aren't merged, unless others of their request
-        are."""
+        """Merge the outputs of a message. Return the rest of the message, which is to be sent now, or None.
+        Log-probabilities and embeddings take less room as frames, so outputs with these are merged only if others of
+        their request are."""
         self._now, self._last_queue_sizes = message.now, message.queues
-        rest = [found for found in message.outputs if not self._merge_output(*found)]
+        rest = [numbered_output for numbered_output in message.outputs if not self._merge_output(*numbered_output)]
         if rest or message.progress or message.computed or message.facts is not None:
             return message._replace(outputs=rest)
         return None
@@ -68,14 +69,14 @@ class OutputBuffer:
         if merged is None:
             merged = MergedOutput()
             self.held_bytes += BRANCH_BYTES
-        branches[output.branch] = merged  # the last one now: whoever ends a request is told last
+        branches[output.branch] = merged  # moved to the end: the output that ends a request is sent last
         merged.add(output)
         tops = len(output.top_logprobs) + len(output.prompt_logprobs or ())
         self.held_bytes += 4 * len(output.tokens) + LOGPROB_BYTES * tops
         return True
 
     def drain(self) -> list[StepOutputs]:
-        """All that is held, which is no more then."""
+        """Remove all that is held, and return it as messages."""
         held = [(number, merged) for number, branches in self._by_request.items() for merged in branches.values()]
         self._by_request, self.held_bytes = {}, 0
         return [

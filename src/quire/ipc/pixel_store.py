@@ -1,5 +1,5 @@
-"""The pixels of the requests that an engine has: each picture once, until the last of its requests ended, since one
-that was preempted may have to see it again. Bounded."""
+"""The pixels of the requests of an engine. Each image is held once until the last of its requests ended, since a
+preempted request may have to encode it again. The size is bounded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from quire.errors import Overloaded
 from quire.protocol.images import ImagePixels
 
-MAX_PIXEL_BYTES = 1 << 32  # bytes
+MAX_PIXEL_BYTES = 1 << 32
 
 
 class PixelStore:
-    """Pictures by key. `total_bytes` is what they have together, `max_bytes` at most."""
+    """Pixels by the key of their image. `total_bytes` is their size, at most `max_bytes`."""
 
     def __init__(self, max_bytes: int = MAX_PIXEL_BYTES) -> None:
         self.total_bytes, self.max_bytes = 0, max_bytes
@@ -23,24 +23,23 @@ class PixelStore:
         return len(self._by_key)
 
     def incref(self, pixels: Sequence[ImagePixels]) -> tuple[ImagePixels, ...]:
-        """Count one more user of each; a picture that is here already is returned in place of its like. Overloaded if
-        they don't fit, and then nothing changed."""
-        new = {one.key: one for one in pixels if one.key not in self._by_key}
-        size = sum(len(one.data) for one in new.values())
+        """Add one reference to each image; for an image that is held already, the held pixels are returned. Raise
+        Overloaded, and change nothing, if the pixels do not fit."""
+        new = {image.key: image for image in pixels if image.key not in self._by_key}
+        size = sum(len(image.data) for image in new.values())
         if self.total_bytes + size > self.max_bytes:
             raise Overloaded(
                 f"the pictures of requests under way have {self.total_bytes} bytes; with the {size} of this one they "
-                f"are "
-                f"more than {self.max_bytes}"
+                f"are more than {self.max_bytes}"
             )
         self._by_key |= new
         self.total_bytes += size
-        for one in pixels:
-            self._refcounts[one.key] = self._refcounts.get(one.key, 0) + 1
-        return tuple(self._by_key[one.key] for one in pixels)
+        for image in pixels:
+            self._refcounts[image.key] = self._refcounts.get(image.key, 0) + 1
+        return tuple(self._by_key[image.key] for image in pixels)
 
     def decref(self, keys: Iterable[bytes]) -> None:
-        """One user less of each; those without any are gone."""
+        """Remove one reference from each image, and images without references."""
         for key in keys:
             self._refcounts[key] -= 1
             if not self._refcounts[key]:

@@ -1,6 +1,5 @@
-"""The engine in a process of its own, as a front has it: started, spoken to over a socket without a name, listened to
-on an event loop, and given up when it is dead or silent.
-"""
+"""The client of an engine in another process: start it, talk to it over an unnamed socket and an event loop, and give
+it up when it is dead or silent."""
 
 from __future__ import annotations
 
@@ -40,13 +39,13 @@ from quire.ipc.messages import (
 )
 from quire.protocol.columns import WireError
 
-PING_INTERVAL = 0.5  # seconds between two questions for the engine's pulse
-HANG_SECONDS = 30.0  # seconds without an answer after which it is given up
+PING_INTERVAL = 0.5  # seconds between two requests for the heartbeat
+HANG_SECONDS = 30.0  # seconds of silence after which the engine is given up
 log = logging.getLogger("quire.ipc")
 
 
 class ProcessEngineClient:
-    """A link to the engine of `child`, whose model is known to be `ready` once `wait_ready` returned."""
+    """A connection to the engine of `child`. `ready` is set once `wait_ready` has returned."""
 
     is_in_process, engine = False, None
     ready: EngineReady
@@ -64,16 +63,16 @@ class ProcessEngineClient:
         self._queue_sizes = QueueSizes()
         self._metrics: EngineMetrics
         self._init_message: EngineInitMessage
-        self._early_frames: list[Frame] = []  # what came right behind the first
+        self._early_frames: list[Frame] = []  # received together with the first
         self._receive: Callable[[EngineMessage], None]
 
     def send_init(self, message: EngineInitMessage) -> None:
-        """Say what is to be built."""
+        """Send what is to be built."""
         self._init_message = message
         self._channel.send(INIT, write_engine_init(message))
 
     def wait_ready(self) -> None:
-        """Wait until the engine is built. StartupError if it can't be, or its process ends."""
+        """Wait until the engine is built. Raise StartupError if it can't be, or if its process ends."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         frames: list[Frame] = []
@@ -88,7 +87,7 @@ class ProcessEngineClient:
             if frame.kind == START_FAILED:
                 raise read_start_failure(frame)
             if frame.kind != READY:
-                raise WireError("kind", f"{frame.kind} comes before the engine is ready")
+                raise WireError("kind", f"{frame.kind} before READY")
             self.ready = read_ready(frame.body)
             self._metrics = self.ready.facts
         except (EOFError, OSError) as error:
@@ -98,14 +97,14 @@ class ProcessEngineClient:
             raise StartupError(f"the engine's process sent what is no frame at start: {error}") from error
 
     def start(self, receive: Callable[[EngineMessage], None]) -> None:
-        """What the engine tells goes to `receive`, on the event loop that `attach_event_loop` was first called on."""
+        """Pass the engine's messages to `receive`, on the event loop on which `attach_event_loop` is called first."""
         self._receive = receive
         for frame in self._early_frames:
             self._handle_frame(frame)
         self._early_frames.clear()
 
     def attach_event_loop(self) -> None:
-        """Listen on the running event loop, unless another one does."""
+        """Read the connection on the running event loop, unless an open loop reads it already."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._ended or self._loop is loop or (self._loop is not None and not self._loop.is_closed()):
@@ -116,56 +115,58 @@ class ProcessEngineClient:
         self._ping()
 
     def send(self, message: ClientMessage) -> bool:
-        """Send a message, from any thread; False when the engine takes no more."""
+        """Send a message, from any thread. Return False if the engine takes no more."""
         return self._channel.send(*write_client_message(message))
 
     @property
     def queue_sizes(self) -> QueueSizes:
-        """As they were after the last step."""
+        """The queue sizes after the last step."""
         return self._queue_sizes
 
     @property
     def metrics(self) -> EngineMetrics:
-        """As they were lately."""
+        """The latest metrics."""
         return self._metrics
 
     def health(self) -> Health:
-        """Whether the engine's loop turns, as its process says, and whether that says anything."""
-        silent = (self._unanswered - 1) * PING_INTERVAL
-        if silent >= SILENCE_SECONDS:
-            return Health(True, True, self._health.beat, f"its process has not been heard of for {silent:.0f} s")
+        """Return the health that the engine's process reported last, or a stall if the process is silent."""
+        silent_seconds = (self._unanswered - 1) * PING_INTERVAL
+        if silent_seconds >= SILENCE_SECONDS:
+            return Health(
+                True, True, self._health.beat, f"its process has not been heard of for {silent_seconds:.0f} s"
+            )
         return self._health
 
     def start_replacement(self) -> ProcessEngineClient:
-        """Such an engine in another process, once this one is gone; returns when it is built. StartupError if it can't
-        be, or if `cancel_replacement` is called meanwhile."""
+        """Start a new process with the same engine, once this one has ended, and return its client when it is built.
+        Raise StartupError if it can't be, or if `cancel_replacement` is called meanwhile."""
         self.child.wait_or_kill(SILENCE_SECONDS)
-        self._replacement = link = ProcessEngineClient(ChildProcess(1, self.child.program))
+        self._replacement = replacement = ProcessEngineClient(ChildProcess(1, self.child.program))
         try:
-            if not self._replacement_cancelled:  # else there is nothing to wait for
-                link.send_init(self._init_message)
-                link.wait_ready()
+            if not self._replacement_cancelled:  # a cancelled one is not waited for
+                replacement.send_init(self._init_message)
+                replacement.wait_ready()
             if self._replacement_cancelled:
-                raise StartupError("the engine isn't wanted any more")
+                raise StartupError("the engine's replacement was cancelled")
         except BaseException:
-            link.close(0.0)
+            replacement.close(0.0)
             raise
-        return link
+        return replacement
 
     def cancel_replacement(self) -> None:
-        """From another thread: no engine is wanted any more of `start_replacement`."""
+        """End `start_replacement`, from another thread: its engine is no longer needed."""
         self._replacement_cancelled = True
         if self._replacement is not None:
             self._replacement.close(0.0)
 
     def close(self, timeout: float) -> bool:
-        """End the process. Returns whether it ended by itself, within `timeout` seconds."""
+        """End the process. Return True if it ended by itself within `timeout` seconds."""
         if not self._ended:
             self._disconnect(1.0)
         return self.child.wait_or_kill(timeout)
 
     def give_up(self, error: BaseException) -> None:
-        """On the event loop: the engine is left, for something else that ends the server."""
+        """Leave the engine for an error elsewhere that ends the server. Called on the event loop."""
         self._fail(error)
 
     # On the event loop
@@ -203,25 +204,26 @@ class ProcessEngineClient:
             self._receive(message)
 
     def _ping(self) -> None:
-        """Ask for the pulse. Silence is counted in questions, so that whoever was stopped itself blames nobody."""
+        """Ask for the heartbeat. Silence is counted in unanswered requests, not by the clock, so a client that was
+        itself stopped does not give up the engine."""
         if self._ended or self._loop is None:
             return
-        silent = self._unanswered * PING_INTERVAL
-        if silent >= SILENCE_SECONDS and not self._silence_logged:
+        silent_seconds = self._unanswered * PING_INTERVAL
+        if silent_seconds >= SILENCE_SECONDS and not self._silence_logged:
             self._silence_logged = True
-            log.error("the engine's process has not been heard of for %g s", silent)
-        if silent >= SILENCE_SECONDS and self.child.is_stopped():
-            self._fail(EngineDead(f"its process was stopped (SIGSTOP) and is given up after {silent:g} s"))
+            log.error("the engine's process has not been heard of for %g s", silent_seconds)
+        if silent_seconds >= SILENCE_SECONDS and self.child.is_stopped():
+            self._fail(EngineDead(f"its process was stopped (SIGSTOP) and is given up after {silent_seconds:g} s"))
             return
-        if silent >= HANG_SECONDS:
-            self._fail(EngineDead(f"its process has not been heard of for {silent:g} s and is given up"))
+        if silent_seconds >= HANG_SECONDS:
+            self._fail(EngineDead(f"its process has not been heard of for {silent_seconds:g} s and is given up"))
             return
         self._unanswered += 1
         self._channel.send(PING, b"")
         self._loop.call_later(PING_INTERVAL, self._ping)
 
     def _fail(self, error: BaseException) -> None:
-        """Nothing more will be said or heard."""
+        """Leave the engine, and report `error` as its end."""
         if not self._ended:
             self._disconnect()
             if not self.child.has_exited():
@@ -231,7 +233,7 @@ class ProcessEngineClient:
             self._receive(EngineExited(error))
 
     def _disconnect(self, timeout: float = 0.0) -> None:
-        """Let go of the connection; what waits to be sent has so many seconds."""
+        """Close the connection, after sending what is queued for up to `timeout` seconds."""
         self._ended = True
         self._channel.close(timeout)
         loop = self._loop

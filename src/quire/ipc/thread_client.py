@@ -1,4 +1,4 @@
-"""The engine on a thread of the front's own process: messages are handed over as they are."""
+"""The client of an engine on a thread of this process: messages are passed as objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.memory.answers import Account
 
 
 class ThreadEngineClient:
-    """A link to `engine`, which is there already. What it tells comes on the engine's thread."""
+    """A connection to `engine`, which is built already. Its messages are received on the engine's thread."""
 
     is_in_process = True
 
@@ -32,30 +32,30 @@ class ThreadEngineClient:
         self._mapped, self._ranks = ready.facts.mapped, ready.facts.ranks
         self._seconds = 0.0
         self._engine_loop = EngineLoop(engine, self._on_message, stall_after)
-        # A daemon, so that one that hangs doesn't hold up the program's end; one that works is closed by then.
+        # A daemon, so that a hanging thread does not block the end of the program; others are closed by then.
         self._thread = threading.Thread(target=self._engine_loop.run, name="quire-engine", daemon=True)
         self._receive: Callable[[EngineMessage], None]
 
     def start(self, receive: Callable[[EngineMessage], None]) -> None:
-        """What the engine tells goes to `receive` from now on."""
+        """Start the engine's thread; its messages go to `receive`."""
         self._receive = receive
         self._thread.start()
 
     def attach_event_loop(self) -> None:
-        """Called on event loops before they wait for anything: there is a thread, which needs none."""
+        """Do nothing: a thread needs no event loop."""
 
     def send(self, message: ClientMessage) -> bool:
-        """Hand over a message, from any thread; False when the engine takes no more."""
+        """Pass a message, from any thread. Return False if the engine takes no more."""
         return self._engine_loop.enqueue(FIRST_CLIENT, message)
 
     @property
     def queue_sizes(self) -> QueueSizes:
-        """As they are now."""
+        """The current queue sizes."""
         return queue_sizes(self.engine)
 
     @property
     def metrics(self) -> EngineMetrics:
-        """As they are now, and the memory as it was lately."""
+        """The current counters, with the latest memory usage."""
         scheduler = self.engine.scheduler
         mapped, ranks = self._mapped, self._ranks
         return EngineMetrics(self._account, self.engine.stats, scheduler.preemption_counts, self._seconds, mapped,
@@ -63,19 +63,19 @@ class ThreadEngineClient:
                      self.engine.sleep_controller.level)  # fmt: skip
 
     def health(self) -> Health:
-        """Whether the engine's loop turns."""
+        """Return the health of the engine's loop."""
         return self._engine_loop.health() if self._thread.is_alive() else Health(False, False, 0.0, "closed")
 
     def start_replacement(self) -> ThreadEngineClient:
-        """Such an engine, started anew: its memory and its device are this process's, so there is none."""
+        """Raise StartupError: the engine's memory and device are this process's, so it can't be started again."""
         raise StartupError("an engine on a thread can't be started again", "Give it a process: --engine-process on")
 
     def cancel_replacement(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no replacement is ever started."""
 
     def close(self, timeout: float) -> bool:
-        """End the thread and release the engine. Returns whether the thread ended: one whose step still hangs after
-        `timeout` seconds is left to itself."""
+        """End the thread and release the engine. Return True if the thread ended within `timeout` seconds; a thread
+        that hangs in a step is left running."""
         self._engine_loop.close()
         if self._thread is threading.current_thread():
             return True

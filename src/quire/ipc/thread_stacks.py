@@ -1,4 +1,4 @@
-"""Where all threads of this process are, for the log."""
+"""Format the stacks of all threads of this process, for the log."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 import threading
 import traceback
 
-MAX_FRAMES = 40  # of a thread, the innermost ones
+MAX_FRAMES = 40  # of a thread; the innermost are kept
 
 
 def format_thread_stacks() -> str:
-    """The stacks of all threads, the main one's first."""
+    """Return the stacks of all threads as text, the main thread's first."""
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
     parts = [

@@ -1,1 +1,1 @@
-"""Attention over paged keys and values: an obvious reference, and backends that must equal it."""
+"""Kernels and attention backends over paged keys and values; every one must equal the slow reference."""

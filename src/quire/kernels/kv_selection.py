@@ -1,8 +1,9 @@
-"""What a layer with a budget keeps of a prompt (SnapKV §4, PyramidKV §4.2), and its move to the front of its pages.
+"""Selection of the tokens of a prompt that a layer with a budget keeps (SnapKV §4, PyramidKV §4.2), and their move to
+the front of the sequence's pages.
 
-The prompt's last queries vote: their attention to each token before them is averaged over these queries and over the
-query heads that share a key head, then over neighbouring tokens. Each key head keeps the tokens that it finds
-likeliest, the earlier one of two that are equal, and the last ones themselves, in the order in which they came.
+The prompt's last queries (the observation window) vote: their attention to each earlier token is averaged over these
+queries and over the query heads that share a key head, then over neighbouring tokens. Each key head keeps the tokens
+with the most votes, of equal ones the earlier, and the observation window itself, in their original order.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from quire.kernels.limits import MAX_SCORES
 
 
 class PromptEnd(NamedTuple):
-    """A row that computes the end of its sequence's prompt, of `prompt` tokens: `count` of them, the last one in front
-    of the step's token `stop`."""
+    """A row that computes the last `count` of its prompt's `prompt` tokens, which end before token `stop` of the
+    step."""
 
     slot: int
     stop: int
     prompt: int
-    count: int
+    count: int  # type: ignore[assignment]  # in place of tuple.count, which is not used
 
 
 def prompt_ends(batch: ForwardBatch) -> list[PromptEnd]:
-    """The rows of a step that do."""
+    """Return a PromptEnd for each row in which a prompt ends."""
     if batch.prompt_lens is None:
         return []
     prompts, stops = batch.prompt_lens[0], batch.starts + batch.lengths
@@ -40,17 +41,17 @@ def prompt_ends(batch: ForwardBatch) -> list[PromptEnd]:
 
 
 def compress_prompts(q: Tensor, cache: LayerCache, tables: Tensor, ends: list[PromptEnd]) -> None:
-    """Leave of these prompts what the layer keeps: its keys and values are all written, and q [T, heads, dim] are the
-    step's queries as they were compared with them."""
+    """Reduce these prompts to the tokens that the layer keeps. Their keys and values must all be written; q [T, heads,
+    dim] are the step's queries, normalised and rotated."""
     queries = cache.selection.observation_window
     for slot, stop, prompt, count in ends:
         if cache.budget is not None and prompt > cache.budget:
-            assert count >= queries, f"the last {queries} tokens of a prompt were computed in several steps"
+            assert count >= queries, f"the last {queries} tokens of a prompt must be computed in one step"
             _compress_prompt(q[stop - queries : stop], cache, tables[slot], prompt)
 
 
 def _compress_prompt(q: Tensor, cache: LayerCache, table: Tensor, prompt: int) -> None:
-    assert cache.budget is not None, "a layer that keeps all"
+    assert cache.budget is not None, "the layer has no budget"
     size, shared = cache.page_tokens, cache.heads // cache.kv_heads
     pages = table[: -(-prompt // size)]
     to = torch.arange(cache.budget, device=q.device)
@@ -59,20 +60,20 @@ def _compress_prompt(q: Tensor, cache: LayerCache, table: Tensor, prompt: int) -
         heads = slice(head, head + most)
         keys, values = (_gather_tokens(x[pages, heads], prompt) for x in (cache.keys, cache.values))
         query = q[:, head * shared : (head + len(keys)) * shared]
-        kept = select_positions(query, keys, cache)[:, :, None].expand(-1, -1, cache.head_dim)
-        for there, found in ((cache.keys, keys), (cache.values, values)):
-            there[pages[to // size], heads, to % size] = found.gather(1, kept).transpose(0, 1)
+        selected = select_positions(query, keys, cache)[:, :, None].expand(-1, -1, cache.head_dim)
+        for target, source in ((cache.keys, keys), (cache.values, values)):
+            target[pages[to // size], heads, to % size] = source.gather(1, selected).transpose(0, 1)
 
 
 def _gather_tokens(pages: Tensor, tokens: int) -> Tensor:
-    """[pages, heads, page_tokens, dim] -> [heads, tokens, dim], a copy."""
+    """Copy the first `tokens` tokens of pages [pages, heads, page_tokens, dim] to [heads, tokens, dim]."""
     return pages.transpose(0, 1).flatten(1, 2)[:, :tokens]
 
 
 def select_positions(q: Tensor, keys: Tensor, cache: LayerCache) -> Tensor:
-    """The positions to keep, rising, a key head: q [queries, heads, dim] are the last queries of the prompt whose keys
-    are [kv_heads, tokens, dim]. -> [kv_heads, budget]."""
-    assert cache.budget is not None, "a layer that keeps all"
+    """Return the positions that each key head keeps, ascending, [kv_heads, budget]. q [queries, heads, dim] are the
+    last queries of the prompt, whose keys are [kv_heads, tokens, dim]."""
+    assert cache.budget is not None, "the layer has no budget"
     heads, tokens, dim = keys.shape
     last, before = len(q), tokens - len(q)
     query = q.view(last, heads, -1, dim).permute(1, 2, 0, 3).float() * cache.scale

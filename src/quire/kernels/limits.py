@@ -1,5 +1,5 @@
-"""How much is held at once: by attention through gathered pages, by the scoring of prompts, and by graphs; and what the
-Triton kernels take. The memory plan counts with these numbers. No torch here."""
+"""Limits on working memory (attention through gathered pages, scoring of prompts, graphs), and on the shapes that the
+kernels take. The memory plan uses these numbers. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ MAX_SCORES = 1 << 22
 """Numbers in one score matrix, all heads together."""
 
 MAX_SCORED_POSITIONS = 256
-"""Prompt positions whose logits over the vocabulary are held together."""
+"""Prompt positions whose logits over the vocabulary are in memory together."""
 
 MAX_IMAGE_PARTS = 8
-"""Parts of pictures that a tower encodes together."""
+"""Parts of images that a vision tower encodes together."""
 
 MAX_GRAPH_ROWS = 1024
 """Rows of the largest decode step that is replayed as a CUDA graph."""
@@ -22,13 +22,13 @@ MAX_GRAPH_TOKENS = 1024
 """Tokens of the largest step with prompts that is replayed as CUDA graphs."""
 
 MAX_GQA_GROUP = 64
-"""Query heads of a key head, at most, in the Triton kernels."""
+"""The most query heads that share a key head in the Triton kernels."""
 
 MAX_HEAD_DIM = 256
-"""Numbers of a head, at most, there."""
+"""The largest head_dim of the Triton kernels."""
 
 MAX_CPU_SPLITS = 16
-"""Parts of a context that a CPU's kernels attend to apart, at most."""
+"""The most splits of one context in the CPU kernels."""
 
 MAX_INDEX_ROWS = 2**31 - 1
-"""Rows of a tensor that are named by their numbers."""
+"""The most rows of a tensor that torch.index_select can index."""

@@ -1,9 +1,9 @@
-"""Running states (Mamba, arXiv:2312.00752): where they lie, which of them one step reads and writes, and the two
-operations that advance them, in plain torch: right, on any device, and not fast.
+"""Recurrent states of Mamba layers (arXiv:2312.00752): their storage, the plan of which states a step reads and writes,
+and the two operations that advance them, in plain torch: for any device, but slow.
 
-The state after a sequence's latest token lies in the page of that token's run. What is read is the page of the token
-before a row's first one, and what is written are the pages of all runs that its tokens are of: a page whose run is
-whole is the state at its end, a checkpoint.
+A page holds the state for a run of `page_tokens` tokens. The state after a sequence's latest token is in the page of
+that token's run. A row reads the page of the token before its first one, and writes the pages of all runs that its
+tokens belong to. The page of a complete run is a checkpoint: the state at the run's end.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor
 from quire.kernels.forward_batch import ForwardBatch, to_device
 
 CONV_TILE = 64
-"""Tokens of a row that a program of the convolution takes."""
+"""Tokens of a row that one program of the convolution computes."""
 
 SCAN_CHUNK = 64
-"""Tokens whose states are held together here."""
+"""Tokens whose states are in memory together in this module's `selective_scan`."""
 
 
 @dataclass(frozen=True, eq=False)
 class StateCache:
-    """One layer's states: views of the pages of a group, a page to a run of `page_tokens` tokens.
+    """One layer's states: views of the pages of a group, one page for each run of `page_tokens` tokens.
 
     `conv` [pages, d_inner, d_conv - 1] holds the last inputs of the convolution, oldest first, in the model's dtype;
-    `ssm` [pages, d_inner, d_state] in fp32, or in a shorter dtype, that a state is rounded to when it is written. A
-    page's numbers follow one another in each of them; from page to page it is as far as the pages' size says.
+    `ssm` [pages, d_inner, d_state] is in fp32, or in a shorter dtype, to which a state is rounded when it is written.
+    In both, a page's numbers are contiguous; the stride between pages is the page size.
     """
 
     conv: Tensor
@@ -40,29 +40,29 @@ class StateCache:
     page_tokens: int = 512
 
     def __post_init__(self) -> None:
-        assert self.conv.shape[:2] == self.ssm.shape[:2], "as many pages and channels in both"
+        assert self.conv.shape[:2] == self.ssm.shape[:2], "conv and ssm differ in pages or channels"
         for view in (self.conv, self.ssm):
-            assert view.stride()[1:] == (view.shape[2], 1), "a page's numbers follow one another"
+            assert view.stride()[1:] == (view.shape[2], 1), "a page's numbers must be contiguous"
 
     @property
     def plan_key(self) -> tuple[int, int]:
-        """Layers of one kind have one plan a step."""
+        """Return the key by which layers share the plan of a step."""
         return self.group, self.page_tokens
 
 
 @dataclass(frozen=True, eq=False)
 class StatePlan:
-    """One step's rows, for all layers of a kind; all on the device, int64.
+    """One step's rows, for all layers with the same `plan_key`; all tensors on the device, int64.
 
-    Row r has `lengths[r]` tokens from `offsets[r]` on in the batch, in front of which its sequence has `starts[r]`. It
-    reads page `read_pages[r]`; below 0 nothing is read, and the state is zero. It writes page `write_pages[r, j]` when
-    the j-th of the runs of `page_tokens` that its tokens are of, or the row, ends. No row writes what another one reads
-    or writes, but for padding, whose rows have no tokens, or share scratch page 0.
+    Row r has `lengths[r]` tokens from `offsets[r]` on in the batch, after `starts[r]` earlier tokens of its sequence.
+    It reads page `read_pages[r]`; below 0 nothing is read, and the state is zero. It writes page `write_pages[r, j]` at
+    the end of the j-th run of `page_tokens` that its tokens belong to, or at the end of the row. No row writes what
+    another one reads or writes, except padding, whose rows have no tokens or share scratch page 0.
 
-    `tiles`, int32 [*, 2], are (row, first token in the row) of all parts of rows, of `CONV_TILE` tokens at most. None:
+    `tiles`, int32 [*, 2], are (row, first token in the row) of all parts of rows, of at most `CONV_TILE` tokens. None:
     each row is one token, and row r's is token r. A tile of a row without tokens does nothing.
 
-    (States after each of a few tokens, not at the end of runs alone: `page_tokens` 1, and a page to each.)
+    (For the state after each token, not only at the end of runs: `page_tokens` 1, and a page for each token.)
     """
 
     offsets: Tensor
@@ -75,7 +75,7 @@ class StatePlan:
 
     @classmethod
     def from_batch(cls, batch: ForwardBatch, cache: StateCache) -> StatePlan:
-        """The plan of an eager step."""
+        """Return the plan of an eager step."""
         table, run = batch.tables[cache.group], cache.page_tokens
         if (batch.lengths == 1).all():
             return cls.for_decode(table, to_device(batch.slots, batch.device), batch.positions, run)
@@ -88,8 +88,8 @@ class StatePlan:
 
     @classmethod
     def for_decode(cls, table: Tensor, slots: Tensor, positions: Tensor, page_tokens: int) -> StatePlan:
-        """The plan of rows of one token each, at `positions` [R], in `slots` [R], from what is on the device alone: it
-        may be captured. Padding has slot 0 and position 0."""
+        """Return the plan of rows of one token each, at `positions` [R], in `slots` [R]. It reads only device memory,
+        so a graph may capture it. Padding has slot 0 and position 0."""
         offsets = torch.arange(len(slots), device=slots.device)
         lengths = torch.ones_like(positions)
         pages = state_pages(table, slots, positions, lengths, page_tokens, 1)
@@ -97,7 +97,7 @@ class StatePlan:
 
 
 def make_state_tiles(lengths: np.ndarray) -> np.ndarray:
-    """`StatePlan.tiles` of rows of these lengths, on the host."""
+    """Return `StatePlan.tiles` of rows of these lengths, on the host."""
     counts = -(-lengths // CONV_TILE)
     rows = np.repeat(np.arange(len(lengths)), counts)
     first = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -107,7 +107,7 @@ def make_state_tiles(lengths: np.ndarray) -> np.ndarray:
 def state_pages(
     table: Tensor, slots: Tensor, starts: Tensor, lengths: Tensor, page_tokens: int, width: int
 ) -> tuple[Tensor, Tensor]:
-    """(`reads`, `writes`), the latter `width` wide: behind a row's last page that one again."""
+    """Return (read_pages [R], write_pages [R, width]); after a row's last page that page repeats."""
     before, last = (starts - 1).clamp_(min=0) // page_tokens, (starts + lengths - 1).clamp_(min=0) // page_tokens
     reads = table[slots, before].masked_fill_(starts == 0, -1)
     runs = starts[:, None] // page_tokens + torch.arange(width, device=starts.device)
@@ -117,18 +117,19 @@ def state_pages(
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: StatePlan, activation: str | None = "silu"
 ) -> Tensor:
-    """x [T, d_inner] -> each channel's convolution with its weight [d_inner, d_conv] over the token and those before
-    it, plus bias, through the activation: computed in fp32 and rounded once. The plan's states are written."""
-    assert activation in ACTIVATIONS, f"no convolution ends in {activation!r}"
-    out, behind = torch.empty_like(x, memory_format=torch.contiguous_format), weight.shape[1] - 1
+    """Return the causal convolution of x [T, d_inner], each channel with its weight [d_inner, d_conv] over the token
+    and those before it, plus bias, through the activation; computed in fp32 and rounded once. Reads and writes the
+    plan's states."""
+    assert activation in ACTIVATIONS, f"unknown activation {activation!r}"
+    out, earlier = torch.empty_like(x, memory_format=torch.contiguous_format), weight.shape[1] - 1
     kernel, shift = weight.float()[:, None], None if bias is None else bias.float()
-    for some in _row_groups(plan):
-        tokens = x[some.tokens].view(len(some.rows), -1, x.shape[1]).transpose(1, 2)  # [rows, d_inner, length]
-        inputs = torch.cat((_read_pages(cache.conv, plan.read_pages[some.rows]).to(x.dtype), tokens), dim=2)
+    for group in _row_groups(plan):
+        tokens = x[group.tokens].view(len(group.rows), -1, x.shape[1]).transpose(1, 2)  # [rows, d_inner, length]
+        inputs = torch.cat((_read_pages(cache.conv, plan.read_pages[group.rows]).to(x.dtype), tokens), dim=2)
         wide = F.conv1d(inputs.float(), kernel, shift, groups=len(weight))
-        out[some.tokens] = ACTIVATIONS[activation](wide).to(x.dtype).transpose(1, 2).reshape(-1, x.shape[1])
-        for j, end in enumerate(some.ends):
-            cache.conv[plan.write_pages[some.rows, j]] = inputs[:, :, end : end + behind].to(cache.conv.dtype)
+        out[group.tokens] = ACTIVATIONS[activation](wide).to(x.dtype).transpose(1, 2).reshape(-1, x.shape[1])
+        for j, end in enumerate(group.ends):
+            cache.conv[plan.write_pages[group.rows, j]] = inputs[:, :, end : end + earlier].to(cache.conv.dtype)
     return out
 
 
@@ -139,23 +140,24 @@ def selective_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, bias: Tensor | None,
     cache: StateCache, plan: StatePlan,
 ) -> Tensor:  # fmt: skip
-    """For each token of a row, with delta = softplus(dt + bias),
+    """Return y of the selective scan: for each token of a row, with delta = softplus(dt + bias),
 
-        h = exp(delta A) h + delta x B,   y = (C h + D x) silu(z),
+        h = exp(delta A) h + delta x B,   y = (C h + D x) silu(z).
 
-    of x, dt, z, y [T, d_inner]; B, C [T, d_state]; A [d_inner, d_state], D, bias [d_inner], these three in fp32:
-    computed in fp32 and rounded once. The plan's states are read and written."""
+    x, dt, z, y [T, d_inner]; B, C [T, d_state]; A [d_inner, d_state], D, bias [d_inner], these three in fp32. Computed
+    in fp32 and rounded once. Reads and writes the plan's states."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for some in _row_groups(plan):
-        rows, at = len(some.rows), some.tokens
+    for group in _row_groups(plan):
+        rows, at = len(group.rows), group.tokens
         wide = [tensor[at].float().view(rows, -1, tensor.shape[1]) for tensor in (x, dt, B, C, z)]
-        h, done, parts = _read_pages(cache.ssm, plan.read_pages[some.rows]).float(), 0, []
-        for j, end in enumerate(some.ends):
+        h, done, parts = _read_pages(cache.ssm, plan.read_pages[group.rows]).float(), 0, []
+        for j, end in enumerate(group.ends):
             for first in range(done, end, SCAN_CHUNK):
-                part = [tensor[:, first : min(first + SCAN_CHUNK, end)] for tensor in wide]
-                y, h = _scan_chunk(*part, A, D, bias, h)
+                chunk = slice(first, min(first + SCAN_CHUNK, end))
+                x_chunk, dt_chunk, b_chunk, c_chunk, z_chunk = (tensor[:, chunk] for tensor in wide)
+                y, h = _scan_chunk(x_chunk, dt_chunk, b_chunk, c_chunk, z_chunk, A, D, bias, h)
                 parts.append(y)
-            cache.ssm[plan.write_pages[some.rows, j]] = h.to(cache.ssm.dtype)
+            cache.ssm[plan.write_pages[group.rows, j]] = h.to(cache.ssm.dtype)
             done = end
         out[at] = torch.cat(parts, dim=1).view(-1, x.shape[1]).to(x.dtype)
     return out
@@ -164,8 +166,8 @@ def selective_scan(
 def _scan_chunk(
     x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor, A: Tensor, D: Tensor, bias: Tensor | None, h: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rows' next tokens [rows, length, *] after states h [rows, d_inner, d_state] -> their outputs, the states after
-    them. Each token's decay and addition are joined with those before it, twice as many in each pass."""
+    """Return (outputs, final states) of the rows' next tokens [rows, length, *] after states h [rows, d_inner,
+    d_state]. A parallel scan: each pass doubles the number of tokens combined with those before them."""
     delta = F.softplus(dt if bias is None else dt + bias)
     decay = torch.exp(delta[..., None] * A)
     states = (delta * x)[..., None] * B[:, :, None]
@@ -180,14 +182,15 @@ def _scan_chunk(
 
 
 def _read_pages(states: Tensor, pages: Tensor) -> Tensor:
-    """A copy of these pages [rows, d_inner, *], zero where there is none: the bytes of a page that isn't read may be
-    anything."""
+    """Return a copy of these pages [rows, d_inner, *], zero where the id is below 0. Selects instead of multiplying,
+    because page 0 may hold any bytes."""
     return torch.where((pages < 0)[:, None, None], 0, states[pages.clamp(min=0)])
 
 
 @dataclass(frozen=True)
 class _RowGroup:
-    """Rows of as many tokens each, those `tokens`, one row after another; `ends` of their runs and of them."""
+    """Rows of equal length: `tokens` are their token indices, row after row, and `ends` the offsets in a row at which
+    its runs end, and the row."""
 
     rows: list[int]
     tokens: Tensor
@@ -195,7 +198,7 @@ class _RowGroup:
 
 
 def _row_groups(plan: StatePlan) -> Iterator[_RowGroup]:
-    """All rows of one token together, each other one by itself."""
+    """Yield all rows of one token as one group, and each other row as a group of its own."""
     offsets, lengths, starts = plan.offsets.tolist(), plan.lengths.tolist(), plan.starts.tolist()
     single = [row for row, length in enumerate(lengths) if length == 1]
     if single:

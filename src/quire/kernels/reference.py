@@ -1,6 +1,6 @@
-"""The reference: PagedAttention as the paper writes it (§4.1, Equation 4), page by page. Slow and obvious.
+"""Reference implementation of PagedAttention as in the paper (§4.1, Equation 4), page by page. Slow and obvious.
 
-It is the oracle of every kernel test, and a backend of its own (`--attention reference`).
+Every kernel test compares with it, and it is a backend of its own (`--attention reference`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, position: int, *, scale: float,
     window: int | None = None, softcap: float | None = None, chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of one query over pages: q [heads, dim], keys and values [pages, kv_heads, page_tokens, dim], table
-    [logical pages] -> [heads, dim]. The query at `position` sees positions 0 .. position, the last `window` of
-    them, or those of its `chunk`.
+    """Return the attention of one query over pages: q [heads, dim], keys and values [pages, kv_heads, page_tokens,
+    dim], table [logical pages] -> [heads, dim]. The query at `position` sees positions 0 .. position, the last `window`
+    of them, or those of its `chunk`.
 
-    For each page j: A_j = exp(q K_j^T * scale), o = sum_j A_j V_j / sum_j A_j, with a running maximum for safety.
+    For each page j: A_j = exp(q K_j^T * scale), o = sum_j A_j V_j / sum_j A_j; the running maximum avoids overflow.
     """
     heads, dim = q.shape
     kv_heads, size = keys.shape[1], keys.shape[2]
@@ -37,7 +37,7 @@ def paged_attention(
         at = torch.arange(j * size, (j + 1) * size, device=q.device)
         seen = (at >= first) & (at <= position)
         page = table[j]
-        # Select, never multiply: a recycled page's unwritten rest may be NaN, and 0 * NaN is NaN.
+        # Select, never multiply: the unwritten end of a reused page may hold NaN, and 0 * NaN is NaN.
         key = torch.where(seen[:, None], keys[page].to(work), 0.0)
         value = torch.where(seen[:, None], values[page].to(work), 0.0)
         scores = query @ key.transpose(1, 2)
@@ -54,20 +54,20 @@ def paged_attention(
 
 
 def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
-    """Write k, v [T, kv_heads, dim] of T tokens to their pages."""
+    """Write k and v [T, kv_heads, dim] of T tokens to their pages."""
     keys[pages, :, offsets] = k
     values[pages, :, offsets] = v
 
 
 class ReferenceBackend:
-    """One query at a time, one page at a time. Any strides will do."""
+    """Computes one query and one page at a time. Takes any strides."""
 
     layout = KVCacheLayout.PAGED
     reads_contiguous = False
     fuses_rope = False
 
     def check_cache(self, cache: LayerCache) -> None:
-        """StartupError for a cache that it can't read: there is none."""
+        """Accept every cache."""
 
     def plan(
         self, batch: ForwardBatch, cache: LayerCache, query_batch: ForwardBatch | None = None
@@ -78,20 +78,21 @@ class ReferenceBackend:
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: tuple[ForwardBatch, ForwardBatch]
     ) -> Tensor:
         """Write k and v [T, kv_heads, dim] to their pages, then attend: q [Q, heads, dim] -> [Q, heads, dim], with the
-        queries of the tokens `asked` for, or all T."""
-        batch, asked = plan
+        queries of the plan's second batch."""
+        batch, query_batch = plan
         if cache.writes_kv:
             write_pages(cache.keys, cache.values, k, v, *batch.slot_mapping(cache))
         tables = batch.tables[cache.group]
-        whole = np.repeat(asked.bidirectional_mask, asked.lengths)
-        last = np.where(whole, np.repeat(asked.starts + asked.lengths - 1, asked.lengths), asked.positions.cpu())
-        bounds = [(None, None) if all_of_it else (cache.window, cache.chunk) for all_of_it in whole]
+        bidirectional = np.repeat(query_batch.bidirectional_mask, query_batch.lengths)
+        row_ends = np.repeat(query_batch.starts + query_batch.lengths - 1, query_batch.lengths)
+        last = np.where(bidirectional, row_ends, query_batch.positions.cpu())
+        bounds = [(None, None) if both_ways else (cache.window, cache.chunk) for both_ways in bidirectional]
         return torch.stack(
             [
                 paged_attention(
                     query, cache.keys, cache.values, tables[slot], position,
                     scale=cache.scale, window=window, softcap=cache.softcap, chunk=chunk,
                 )
-                for query, slot, position, (window, chunk) in zip(q, asked.token_slots, last.tolist(), bounds)
+                for query, slot, position, (window, chunk) in zip(q, query_batch.token_slots, last.tolist(), bounds)
             ]
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Attention through plain torch: gather the pages, then dense products. Batched over sequences and heads.
+"""Attention in plain torch: gather the pages, then dense products, batched over sequences and heads.
 
-A step's queries are cut into tiles of up to TILE tokens of one sequence; tiles of like size form buckets, and each
-bucket is one batched call a layer: a decode step of 32 sequences is one bucket. Where pages keep a head's tokens
-together, one gather of [head, page] rows gives exactly the operand of a batched product; other layouts (tokens outside
-of heads) are gathered page by page and turned, which is slower.
+A step's queries are cut into tiles of up to QUERY_TILE tokens of one sequence. Tiles of similar size form a bucket, and
+each bucket is one batched call a layer: a decode step of 32 sequences is one bucket. Where a head's tokens are
+contiguous in a page, one gather of [head, page] rows gives the operand of a batched product; with other layouts (tokens
+outside of heads) pages are gathered and transposed, which is slower.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from quire.protocol.kv_cache_config import KVCacheLayout
 
 @dataclass(slots=True)
 class Bucket:
-    """B tiles of up to Q queries over up to N pages. `queries` [B, Q] are rows of the step's tokens (a short tile
-    repeats its last one, and a short bucket its last tile), `pages` [B, N] page ids, `rows` [B, kv_heads, N] the rows
-    of their heads (None: there are no LayerCache.head_rows), `masked_out` [B, 1, Q, N * page_tokens] is true where a
-    query may not look (None: nowhere), `unwritten_rows` are rows of the gathered values, as [B * kv_heads * N *
-    page_tokens, dim], that hold no token of the sequence. `valid_queries` are the real ones of [B, Q] (None: all),
-    `output_rows` the rows they answer.
+    """B tiles of up to Q queries over up to N pages.
+
+    `queries` [B, Q] are token indices of the step; a short tile is padded with its last query, and a short bucket with
+    its last tile. `pages` [B, N] are page ids, `rows` [B, kv_heads, N] the indices of their heads in
+    LayerCache.head_page_rows (None: the cache has none). `masked_out` [B, 1, Q, N * page_tokens] is true where a query
+    does not see a key (None: nowhere). `unwritten_rows` are the rows of the gathered values, as [B * kv_heads * N *
+    page_tokens, dim], that hold no token of the sequence. `valid_queries` are the flat indices in [B, Q] that are no
+    padding (None: all), and `output_rows` the rows of the result that they compute.
     """
 
     queries: Tensor
@@ -44,8 +46,8 @@ class Bucket:
 
 @dataclass(slots=True)
 class SdpaPlan:
-    """One kind's buckets, and where the step's keys and values go: `pages` and `offsets` [T], or `slots` [T * kv_heads]
-    of the rows' tokens."""
+    """A step's buckets, and where its keys and values are written: `pages` and `offsets` [T], or, as indices of tokens
+    in LayerCache.head_page_rows, `slots` [T * kv_heads]."""
 
     buckets: list[Bucket]
     pages: Tensor
@@ -54,7 +56,8 @@ class SdpaPlan:
 
 
 class SdpaBackend:
-    """See the head of the file. Buffers for gathered keys and values are kept between layers and steps."""
+    """The backend that the module's docstring describes. Layers and steps reuse its buffers for gathered keys and
+    values."""
 
     layout = KVCacheLayout.PAGED
     reads_contiguous = False
@@ -64,7 +67,7 @@ class SdpaBackend:
         self.scratch: dict[str, Tensor] = {}
 
     def check_cache(self, cache: LayerCache) -> None:
-        """StartupError for a cache that it can't read: one whose rows torch wouldn't count."""
+        """Raise StartupError if the cache has more rows than torch can index."""
         rows = cache.head_page_rows
         if rows is not None and len(rows[0]) > MAX_INDEX_ROWS:
             raise StartupError(
@@ -74,8 +77,8 @@ class SdpaBackend:
             )
 
     def plan(self, batch: ForwardBatch, cache: LayerCache, query_batch: ForwardBatch | None = None) -> SdpaPlan:
-        """Once a step and kind of layers, on the host: keys and values of `batch`, queries of `query_batch` if "
-        "given."""
+        """Return the plan for all layers with this `plan_key`, computed on the host once a step: keys and values of
+        `batch`, queries of `query_batch` if given."""
         query_batch, batch = (query_batch or batch).for_cache(cache), batch.for_cache(cache)
         tiles = _make_tiles(query_batch, cache)
         pages, offsets = batch.slot_mapping(cache)
@@ -97,6 +100,7 @@ class SdpaBackend:
             return self._attend(q, plan.buckets[0], cache)
         out = torch.empty_like(q)
         for bucket in plan.buckets:
+            assert bucket.output_rows is not None, "a bucket without output_rows is the only one"
             part = self._attend(q, bucket, cache)
             out.index_copy_(0, bucket.output_rows, part)
         return out
@@ -129,7 +133,7 @@ class SdpaBackend:
         return out if bucket.valid_queries is None else out.index_select(0, bucket.valid_queries)
 
     def _gather_kv(self, bucket: Bucket, cache: LayerCache) -> tuple[Tensor, Tensor]:
-        """The keys and the values of the bucket's pages, [B * kv_heads, N * page_tokens, dim] each."""
+        """Return the keys and values of the bucket's pages, [B * kv_heads, N * page_tokens, dim] each."""
         if bucket.rows is None or cache.head_page_rows is None:
             count, dim = len(bucket.pages), cache.head_dim
             turned = (x[bucket.pages].transpose(1, 2).contiguous() for x in (cache.keys, cache.values))
@@ -139,7 +143,7 @@ class SdpaBackend:
         return self._gather("keys", keys, bucket.rows, cache), self._gather("values", values, bucket.rows, cache)
 
     def _gather(self, name: str, source: Tensor, rows: Tensor, cache: LayerCache) -> Tensor:
-        """source[rows], in a buffer that is reused."""
+        """Return source[rows], in the scratch buffer `name`."""
         flat = rows.reshape(-1)
         numbers = flat.numel() * source.shape[1]
         scratch = self.scratch.get(name)
@@ -151,15 +155,15 @@ class SdpaBackend:
 
 
 def _head_rows(pages: Tensor, cache: LayerCache) -> Tensor:
-    """[..., 1] pages -> [..., kv_heads]: the rows of their heads, see LayerCache.head_rows."""
+    """Return the indices of the pages' heads in LayerCache.head_page_rows: pages [..., 1] -> [..., kv_heads]."""
     size = cache.page_tokens * cache.head_dim
     heads = torch.arange(cache.kv_heads, device=pages.device) * (cache.head_stride // size)
     return pages * (cache.keys.stride(0) // size) + heads
 
 
 def _attend_bmm(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, cache: LayerCache) -> Tensor:
-    """softmax(query keys^T * scale) values as two batched products, with a cap if there is one; torch's fused kernel
-    knows no caps, and is slow on CPUs for one query and for bf16 prompts (docs/performance.md)."""
+    """Return softmax(query keys^T * scale) values by two batched products, with a softcap if the layer has one. torch's
+    fused kernel has no softcap, and is slow on CPUs for one query and for bf16 prompts (docs/performance.md)."""
     count, kv, shared, width, dim = query.shape
     scores = torch.bmm((query * cache.scale).reshape(count * kv, shared * width, dim), keys.transpose(1, 2))
     if cache.softcap is not None:
@@ -171,8 +175,8 @@ def _attend_bmm(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | No
 
 
 def _attend_sdpa(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, cache: LayerCache) -> Tensor:
-    """The same through torch's fused kernels. The group is folded into the queries: with grouped heads and a mask torch
-    has no fused kernel."""
+    """Return the same by torch's fused kernels. Query heads that share a key head are folded into the queries, because
+    torch has no fused kernel for grouped heads and a mask."""
     count, kv, shared, width, dim = query.shape
     mask = None if hidden is None else ~hidden
     if mask is not None and width > 1:
@@ -185,34 +189,35 @@ def _attend_sdpa(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | N
 
 
 def _make_tiles(batch: ForwardBatch, cache: LayerCache) -> np.ndarray:
-    """Tiles as int64 [n, 7]: slot, first token of the step, queries, first position, first page, end position, and
-    whether every query sees all up to there. Long contexts are cut into fewer queries, so that a tile's scores stay
-    within MAX_SCORES."""
+    """Return the tiles, int64 [n, 7]: slot, first token of the step, queries, first position, first page, end position,
+    and 1 if the tile is bidirectional: every query sees all up to the end. Tiles of long contexts have fewer queries,
+    so that a tile's scores stay within MAX_SCORES."""
     ends = batch.context_lens(cache.group)
-    asked = zip(batch.lengths.tolist(), ends.tolist())
-    most = np.array([_max_queries(end, cache) if length > 1 else 1 for length, end in asked], dtype=np.int64)
+    rows = zip(batch.lengths.tolist(), ends.tolist())
+    most = np.array([_max_queries(end, cache) if length > 1 else 1 for length, end in rows], dtype=np.int64)
     counts = -(-batch.lengths // most)
     row = np.repeat(np.arange(len(counts)), counts)
     cut = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * most[row]
     queries = np.minimum(batch.lengths[row] - cut, most[row])
     position = batch.starts[row] + cut
     page = np.zeros_like(position)
-    whole = batch.bidirectional_mask[row]
+    bidirectional = batch.bidirectional_mask[row]
     if cache.is_local:
-        page = np.where(whole, 0, np.maximum(cache.first_visible(position), 0) // cache.page_tokens)
-    end = np.where(whole, ends[row], position + queries)
-    return np.stack([batch.slots[row], batch.offsets[row] + cut, queries, position, page, end, whole], 1)
+        page = np.where(bidirectional, 0, np.maximum(cache.first_visible(position), 0) // cache.page_tokens)
+    end = np.where(bidirectional, ends[row], position + queries)
+    return np.stack([batch.slots[row], batch.offsets[row] + cut, queries, position, page, end, bidirectional], 1)
 
 
 def _max_queries(end: int, cache: LayerCache) -> int:
-    """Queries of a tile whose context ends here: a power of two."""
+    """Return the queries of a tile whose context ends at `end`: a power of two."""
     pages = round_up_bits(-(-end // cache.page_tokens), 5)
     fit = MAX_SCORES // (cache.heads * pages * cache.page_tokens)
     return 1 << min(max(fit, 1), QUERY_TILE).bit_length() - 1
 
 
 def _group_tiles(tiles: np.ndarray, cache: LayerCache) -> list[np.ndarray]:
-    """Indices of tiles that go together: of like size, so that little is padded, and within MAX_SCORES, padded."""
+    """Return the tile indices of each bucket: tiles of similar size, so that padding is small, whose padded scores stay
+    within MAX_SCORES."""
     span = tiles[:, 5] - tiles[:, 4] * cache.page_tokens
     order = np.lexsort((span, tiles[:, 2]))
     queries, spans = tiles[order, 2].tolist(), span[order].tolist()
@@ -229,51 +234,52 @@ def _group_tiles(tiles: np.ndarray, cache: LayerCache) -> list[np.ndarray]:
 
 
 def _padded_shape(tiles: int, queries: int, pages: int) -> tuple[int, int, int]:
-    """What a bucket of so many is padded to, so that there are few shapes."""
+    """Return the padded (tiles, queries, pages) of a bucket, rounded up so that there are few shapes."""
     return round_up_bits(tiles, 4 if queries > 1 else 3), round_up_bits(queries, 1), round_up_bits(pages, 5)
 
 
 def _num_scores(tiles: int, queries: int, span: int, cache: LayerCache) -> int:
-    """Numbers in the score matrix of a bucket of so many."""
+    """Return the size of a bucket's score matrix; `span` is its longest context in tokens."""
     tiles, queries, pages = _padded_shape(tiles, queries, -(-span // cache.page_tokens))
     return tiles * queries * pages * cache.page_tokens * cache.heads
 
 
 def _make_bucket(batch: ForwardBatch, cache: LayerCache, tiles: np.ndarray) -> Bucket:
-    """The host computes what depends on the number of tiles, the device what depends on the lengths of contexts."""
+    """Return the bucket of these tiles. The host computes the arrays sized by tiles, the device those sized by
+    contexts."""
     size, device = cache.page_tokens, batch.device
-    known = len(tiles)
+    num_tiles = len(tiles)
     longest = int((-(-tiles[:, 5] // size) - tiles[:, 4]).max())
-    many, width, count = _padded_shape(known, int(tiles[:, 2].max()), longest)
-    tiles = tiles[np.minimum(np.arange(many), known - 1)]
+    many, width, count = _padded_shape(num_tiles, int(tiles[:, 2].max()), longest)
+    tiles = tiles[np.minimum(np.arange(many), num_tiles - 1)]
     _, tokens, queries, _, pages, ends, _ = tiles.T
-    slots, _, asked, positions, first, end, whole = to_device(np.ascontiguousarray(tiles.T), device)
+    slots, _, num_queries, positions, first, end, both_ways = to_device(np.ascontiguousarray(tiles.T), device)
     logical = first[:, None] + torch.arange(count, device=device)
     table = batch.tables[cache.group]
-    named = table[slots[:, None], logical.clamp(max=table.shape[1] - 1)]
-    # Pages past the end of a short tile resolve to the scratch page, whose content is finite.
-    named = named.masked_fill_(logical * size >= end[:, None], 0)
+    page_ids = table[slots[:, None], logical.clamp(max=table.shape[1] - 1)]
+    # Pages after the end of a short tile become the scratch page, whose content is finite.
+    page_ids = page_ids.masked_fill_(logical * size >= end[:, None], 0)
     hidden = None
     if width > 1 or cache.is_local or ((ends - pages * size) != count * size).any():
         key_at = (first * size)[:, None, None] + torch.arange(count * size, device=device)  # [B, 1, keys]
         across = torch.arange(width, device=device)
-        query_at = (positions[:, None] + torch.minimum(across, (asked - 1)[:, None]))[:, :, None]
-        all_of_it = (whole > 0)[:, None, None]
-        hidden = key_at > torch.where(all_of_it, (end - 1)[:, None, None], query_at)
+        query_at = (positions[:, None] + torch.minimum(across, (num_queries - 1)[:, None]))[:, :, None]
+        bidirectional = (both_ways > 0)[:, None, None]
+        hidden = key_at > torch.where(bidirectional, (end - 1)[:, None, None], query_at)
         if cache.is_local:
-            hidden |= (key_at < cache.first_visible(query_at)) & ~all_of_it
+            hidden |= (key_at < cache.first_visible(query_at)) & ~bidirectional
         hidden = hidden[:, None]
-    picked = tokens[:, None] + np.minimum(np.arange(width), queries[:, None] - 1)
+    indices = tokens[:, None] + np.minimum(np.arange(width), queries[:, None] - 1)
     real = np.arange(width) < queries[:, None]
-    real[known:] = False
-    whole = width == 1 and known == many == batch.tokens.numel()
+    real[num_tiles:] = False
+    in_order = width == 1 and num_tiles == many == batch.tokens.numel()
     return Bucket(
-        queries=to_device(picked, device),
-        pages=named,
-        rows=None if cache.head_page_rows is None else _head_rows(named[:, :, None], cache).transpose(1, 2),
+        queries=to_device(indices, device),
+        pages=page_ids,
+        rows=None if cache.head_page_rows is None else _head_rows(page_ids[:, :, None], cache).transpose(1, 2),
         masked_out=hidden,
         unwritten_rows=_unwritten_rows(ends, pages, count, cache, device),
-        output_rows=None if whole else to_device(picked[real], device),
+        output_rows=None if in_order else to_device(indices[real], device),
         valid_queries=None if real.all() else to_device(np.nonzero(real.reshape(-1))[0], device),
     )
 
@@ -281,12 +287,13 @@ def _make_bucket(batch: ForwardBatch, cache: LayerCache, tiles: np.ndarray) -> B
 def _unwritten_rows(
     ends: np.ndarray, pages: np.ndarray, count: int, cache: LayerCache, device: torch.device
 ) -> Tensor | None:
-    """Rows of the gathered values behind each tile's end, in its last page: nobody wrote them for this sequence."""
+    """Return the rows of the gathered values after each tile's end, in its last page: they are not written for this
+    sequence."""
     size, kv = cache.page_tokens, cache.kv_heads
-    behind = -ends % size
-    if not behind.any():
+    unwritten = -ends % size
+    if not unwritten.any():
         return None
-    tile = np.repeat(np.arange(len(ends)), behind)
-    at = (ends - pages * size)[tile] + np.arange(len(tile)) - np.repeat(np.cumsum(behind) - behind, behind)
+    tile = np.repeat(np.arange(len(ends)), unwritten)
+    at = (ends - pages * size)[tile] + np.arange(len(tile)) - np.repeat(np.cumsum(unwritten) - unwritten, unwritten)
     rows = (tile[:, None] * kv + np.arange(kv)) * (count * size) + at[:, None]
     return to_device(rows.reshape(-1), device)

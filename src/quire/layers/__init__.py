@@ -1,1 +1,1 @@
-"""The building blocks of models: small torch modules without autograd. They know no model, no batch, no cache."""
+"""The building blocks of models: small torch modules without autograd, independent of models, batches and caches."""

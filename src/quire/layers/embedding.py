@@ -1,4 +1,4 @@
-"""A table of vectors, one for each token or position."""
+"""Token and position embeddings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from quire.layers.sharding import ShardRange, as_shard_range
 
 
 class Embedding(nn.Module):
-    """ids [T] int64 in [0, count) -> vectors [T, size], a fresh tensor; multiplied by `scale`, rounded to the dtype, if
-    one is given. With `onto` [T, size], they are added to it instead, in place, and ids count from `first` on.
+    """ids [T] int64 in [0, count) -> vectors [T, size], a new tensor, multiplied by `scale` (rounded to the dtype) if
+    given. With `add_to` [T, size] they are added to it instead, in place; `offset` is added to the ids.
 
-    Of a vocabulary that ranks share out it has the rows of a Cut, and asks for others through the exchange."""
+    If ranks divide a vocabulary, the table has the rows of a ShardRange; the others come through the exchange."""
+
+    __call__: Callable[..., Tensor]
 
     def __init__(
         self, count: int | ShardRange, size: int, dtype: torch.dtype, device: torch.device, scale: float | None = None
@@ -31,13 +33,13 @@ class Embedding(nn.Module):
         weight = nn.Parameter(
             torch.empty(self.shard_range.padded, size, dtype=dtype, device=device), requires_grad=False
         )
-        self.weight: Tensor | None = weight
+        self.weight: nn.Parameter | None = weight
         self.use_cpu_kernel = False
         self.packed_lookup: Callable[..., Tensor] | None = None
 
     def tie_to_packed(self, product: object) -> None:
-        """The weight is a head's too, which has packed it for `product`; if rows can be read from there, it is not
-        needed twice."""
+        """Look rows up in `product`, the packed weight of a tied head, and drop the plain weight, if rows can be read
+        from that packing."""
         from quire.kernels.cpu import linear, low_bit_linear
 
         if isinstance(product, linear.PackedLinear):
@@ -47,33 +49,33 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor, add_to: Tensor | None = None, offset: int = 0) -> Tensor:
         if self.exchange is not None:
-            assert add_to is None, "positions are not shared out"
+            assert add_to is None, "position embeddings are not sharded"
             return self._lookup_sharded(ids, self.exchange)
         if self.packed_lookup is not None:
-            assert add_to is None, "a head's rows are of tokens"
+            assert add_to is None, "a tied head's rows are token embeddings"
             return self.packed_lookup(ids, 1.0 if self.scale is None else self.scale)
         assert self.weight is not None, "a table is plain or packed"
         if self.use_cpu_kernel:
             return embedding(ids, self.weight, scale=self.scale, add_to=add_to, offset=offset)
-        found = F.embedding(ids + offset if offset else ids, self.weight)
+        vectors = F.embedding(ids + offset if offset else ids, self.weight)
         if self.scale is not None:
-            found.mul_(self.scale)
-        return found if add_to is None else add_to.add_(found)
+            vectors.mul_(self.scale)
+        return vectors if add_to is None else add_to.add_(vectors)
 
     def _lookup_sharded(self, ids: Tensor, exchange: Exchange) -> Tensor:
-        """Each vector is that of the one rank that has it, since it is added to zeros."""
-        own = self.shard_range.local
-        other = (ids < own.start) | (ids >= own.stop)
-        ids = (ids - own.start).masked_fill_(other, 0)
+        """Sum the ranks' vectors. Each is zero on all ranks but the one that has its row, so the sum is exact."""
+        local = self.shard_range.local
+        missing = (ids < local.start) | (ids >= local.stop)
+        ids = (ids - local.start).masked_fill_(missing, 0)
         if self.packed_lookup is not None:
-            found = self.packed_lookup(ids, 1.0)
+            vectors = self.packed_lookup(ids, 1.0)
         else:
             assert self.weight is not None, "a table is plain or packed"
-            found = F.embedding(ids, self.weight)
-        found = exchange.all_reduce(found.masked_fill_(other[:, None], 0))
-        return found if self.scale is None else found.mul_(self.scale)
+            vectors = F.embedding(ids, self.weight)
+        vectors = exchange.all_reduce(vectors.masked_fill_(missing[:, None], 0))
+        return vectors if self.scale is None else vectors.mul_(self.scale)
 
     def prepare(self) -> None:
-        """Call once, after loading. On a CPU an operation of ours does it."""
+        """Choose the kernel: on a CPU quire's own. Call once, after loading."""
         if self.weight is not None:
             self.use_cpu_kernel = has_kernels(self.weight.device, self.weight.dtype)

@@ -1,8 +1,8 @@
-"""A linear layer whose weight may be several projections stacked (q, k, v or gate, up), so that one product does all.
+"""A linear layer whose weight may be several projections stacked (q, k, v or gate, up), computed by one product.
 
-On a CPU `prepare` packs the weight for kernels of our own; without those, into oneDNN's layout, which F.linear would
-otherwise do at every call, and then rows are added to the input, so that there are few shapes. On a GPU the weight may
-be in FP8.
+On a CPU `prepare` packs the weight for quire's kernels; without those, into oneDNN's layout, which F.linear would
+otherwise do at every call. The input is then padded with rows, so that there are few shapes. On a GPU the weight may be
+in FP8.
 """
 
 from __future__ import annotations
@@ -16,32 +16,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.kernels.onednn import limit_onednn_cache, round_up_bits
+from quire.layers.exchange import OverlappedAllReduce
 from quire.layers.sharding import ShardRange, as_shard_range
 
 if TYPE_CHECKING:
     from quire.kernels.cpu.low_bit_linear import LowBitWeight
-    from quire.layers.exchange import OverlappedAllReduce
 
-# The row count that oneDNN lays the weight out for. On Zen 5, 1 costs fp32 a factor of 1.5 to 3 at 4 to 32 rows; the
+# The row count for which oneDNN packs the weight. On Zen 5, 1 slows fp32 by a factor of 1.5 to 3 at 4 to 32 rows; the
 # other values (and all of them in bf16) are equal at every row count from 1 to 2048.
 ROWS_HINT = 32
-ROW_COUNT_BITS = 4  # an eighth more rows at most
+ROW_COUNT_BITS = 4  # of a padded row count: at most an eighth more rows
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
 class Linear(nn.Module):
     """x [..., in_features] -> x weight^T + bias [..., out_features].
 
-    `out_features` may be a tuple: the rows of the projections stacked in this weight, kept in `output_sizes`. A
-    `weight` given is shared (a head tied to the embedding), not allocated.
+    `out_features` may be a tuple: the rows of the stacked projections, also in `output_sizes`. A `weight` that is given
+    is shared (a head tied to the embedding), not allocated.
 
-    Where ranks share out a layer, it has a Cut of each projection's rows, or of the columns: then what it gives is one
-    rank's part of a sum, and only the first rank adds the bias (from `prepare` on).
+    With tensor parallelism a layer has a ShardRange of each projection's rows, or of the columns. In the latter case
+    its output is one rank's term of a sum, and only the first rank adds the bias (from `prepare` on).
     """
 
     FP8: ClassVar[dict[str, str]] = {"weight": "scale"}
-    """Parameters [N, K] that may be in FP8, and the attributes with their scales, None where they are not (see
-    quire.weights.fp8); then `prepare` must find a GPU."""
+    """Parameters [N, K] that may be in FP8 -> the attribute with their scales, None if they are not in FP8 (see
+    quire.weights.fp8). FP8 needs a GPU."""
+
+    __call__: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class Linear(nn.Module):
         self.row_shards = tuple(
             map(as_shard_range, out_features if isinstance(out_features, tuple) else (out_features,))
         )
-        self.output_sizes = tuple(cut.padded for cut in self.row_shards)
+        self.output_sizes = tuple(part.padded for part in self.row_shards)
         rows, columns = sum(self.output_sizes), self.column_shard.padded
         if weight is None:
             weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device=device), requires_grad=False)
@@ -66,16 +68,17 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device), requires_grad=False) if bias else None
         self.scale: Tensor | None = None  # of an FP8 weight: [groups, rows], see quire.kernels.triton.linear
         self.low_bit_parts: list[Callable[[], LowBitWeight] | None] | None = None
-        """What makes the parts of a weight in few bits (quire.weights.low_bit), which has a shape only."""
+        """For a low-bit weight (quire.weights.low_bit), a meta tensor: the functions that make its parts."""
         self.deferred_loads: list[Callable[[], object]] = []
-        """What fills parts of the weight, which lie in a file until then: one layer's at a time are in memory."""
+        """Functions that copy parts of the weight from a mapped file: at `prepare`, so that only one layer's copy is in
+        memory at a time."""
         self.packed: Callable[[Tensor], Tensor] | None = None
-        self.small_kernel: Callable[..., Tensor] | None = None  # for up to `few_rows` rows
+        self.small_kernel: Callable[..., Tensor] | None = None  # for up to `small_kernel_rows` rows
         self.small_kernel_rows = 0
-        self.any_rows_kernel: Callable[..., Tensor] | None = None  # for any number; None: the library's product
+        self.any_rows_kernel: Callable[..., Tensor] | None = None  # for any number of rows; None: F.linear
         self.pdl = False
         self.overlap: OverlappedAllReduce | None = None
-        self.output_modified = False  # what it gives is changed before ranks add it up: it isn't sent as it is computed
+        self.output_modified = False  # before the all-reduce: the output must not be sent while it is computed
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
@@ -87,7 +90,7 @@ class Linear(nn.Module):
         return self._matmul(x)
 
     def _forward_overlapped(self, x: Tensor, pieces: tuple[slice, ...], sending: OverlappedAllReduce) -> Tensor:
-        """The product, computed in pieces, each of which is on its way to other ranks while the next is computed."""
+        """Compute the product in pieces, each of which is sent to the other ranks while the next is computed."""
         out = x.new_empty(len(x), sum(self.output_sizes))
         plain = (
             self.weight.t() if self.weight is not None and self.any_rows_kernel is None and self.bias is None else None
@@ -105,14 +108,17 @@ class Linear(nn.Module):
             return self.small_kernel(x, self.weight, self.bias, self.scale, pdl=self.pdl)
         if self.any_rows_kernel is not None:
             return self.any_rows_kernel(x, self.weight, self.bias, self.scale, pdl=self.pdl)
+        assert self.weight is not None, "a weight is plain or packed"
         return F.linear(x, self.weight, self.bias)
 
     @torch.no_grad()
     def prepare(self, deterministic: bool = False) -> None:
-        """Call once, after loading. On a CPU the weight is packed and the plain one dropped, where that works. On a GPU
-        few rows get a kernel of their own, which reads the weight faster than the library's; or, if `deterministic`,
-        any number of rows one kernel that computes each row alike (the library chooses by their number). Of a weight in
-        FP8 one row is multiplied as it is, and more are in FP8 too, unless `deterministic`."""
+        """Pack the weight and choose kernels. Call once, after loading.
+
+        On a CPU the weight is packed, if possible, and the plain one dropped. On a GPU few rows get a kernel that reads
+        the weight faster than the library's. If `deterministic`, all row counts get one kernel that computes each row
+        alike (the library chooses by row count). With an FP8 weight one row is multiplied unquantized; more rows are
+        quantized to FP8 too, unless `deterministic`."""
         self.load_deferred()
         if not self.column_shard.shard.is_first_tp_rank:
             self.bias = None
@@ -131,12 +137,11 @@ class Linear(nn.Module):
             elif self.scale is not None:
                 self.any_rows_kernel, self.pdl = fp8_linear.fp8_linear, supports_pdl(self.weight.device)
             if not deterministic and linear.supports(self.weight, 1):
-                few = (
-                    (linear.linear, linear.MAX_ROWS)
-                    if self.scale is None
-                    else (fp8_linear.fp8_linear_few_rows, fp8_linear.MAX_ROWS)
-                )
-                (self.small_kernel, self.small_kernel_rows), self.pdl = few, supports_pdl(self.weight.device)
+                self.pdl = supports_pdl(self.weight.device)
+                if self.scale is None:
+                    self.small_kernel, self.small_kernel_rows = linear.linear, linear.MAX_ROWS
+                else:
+                    self.small_kernel, self.small_kernel_rows = fp8_linear.fp8_linear_few_rows, fp8_linear.MAX_ROWS
         if self.weight.device.type != "cpu":
             return
         from quire.kernels.cpu import linear as cpu
@@ -152,20 +157,20 @@ class Linear(nn.Module):
             self.packed, self.weight = packed, None
 
     def load_deferred(self) -> None:
-        """All of the weight is there afterwards."""
-        for part in self.deferred_loads:
-            part()
+        """Run the deferred loads: the weight is complete afterwards."""
+        for load in self.deferred_loads:
+            load()
         self.deferred_loads.clear()
 
     def pack_low_bit(
         self, deterministic: bool, activation: str | None = None, gated: bool = False
     ) -> Callable[[Tensor], Tensor] | None:
-        """A weight in few bits, packed; None if its parts have unlike forms and are to be one product with what
-        follows. They are made here, so that no other layer's lie beside them."""
+        """Return the product with a low-bit weight, packed; None if an activation is to be fused and its parts have
+        different formats. The parts are made here, so that no other layer's are in memory at the same time."""
         from quire.kernels.cpu.low_bit_linear import PackedLowBitLinear, StackedLowBitLinear
 
-        assert self.low_bit_parts is not None, "it has few bits"
-        assert self.weight is not None, "it is packed once"
+        assert self.low_bit_parts is not None, "not a low-bit weight"
+        assert self.weight is not None, "packed twice"
         made: list[LowBitWeight] = []
         for make in self.low_bit_parts:
             assert make is not None, "all parts are loaded"
@@ -179,16 +184,16 @@ class Linear(nn.Module):
             return None
         if len(made) == 1:
             return PackedLowBitLinear(made[0], dtype, self.bias, activation, gated, deterministic)
-        biases = [None] * len(made) if self.bias is None else self.bias.split(rows)
+        biases = [None] * len(made) if self.bias is None else torch.split(self.bias, rows)
         return StackedLowBitLinear(
             [PackedLowBitLinear(part, dtype, bias, deterministic=deterministic) for part, bias in zip(made, biases)]
         )
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """x -> F.linear(x, weight, bias) through torch's private oneDNN operators; None if they are missing or wrong.
+    """Return x -> F.linear(x, weight, bias) through torch's oneDNN operators; None if they are missing or wrong.
 
-    The operators are private, so they are tried here, on this weight, before they are trusted.
+    These operators are private, so they are tested here on this weight.
     """
     try:
         linear = torch.ops.mkldnn._linear_pointwise.default
@@ -205,7 +210,7 @@ def pack_onednn(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tenso
 
 
 def _pad_rows(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """product(x), of x [T, in_features], with rows added to x so that there are few shapes."""
+    """Return product(x) for x [T, in_features]. x is padded with rows, so that there are few shapes."""
     rows = len(x)
     more = round_up_bits(rows, ROW_COUNT_BITS) - rows
     return product(F.pad(x, (0, 0, 0, more)))[:rows] if more else product(x)

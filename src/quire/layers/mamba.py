@@ -1,5 +1,5 @@
-"""The Mamba-1 mixer (arXiv:2312.00752): a gated state space whose steps, and what goes in and out of its states, depend
-on the token; with Jamba's norms of these three (arXiv:2403.19887)."""
+"""The Mamba-1 mixer (arXiv:2312.00752): a gated state-space layer whose step size dt, input matrix B and output matrix
+C depend on the token; with Jamba's norms of these three (arXiv:2403.19887)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from quire.kernels import mamba_states
 from quire.kernels.mamba_states import StateCache, StatePlan
 from quire.layers.exchange import Exchange
 from quire.layers.linear import Linear
+from quire.layers.module_list import module_list
 from quire.layers.norm import RMSNorm
 from quire.layers.sharding import ParameterShards, shard_columns
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 
 
 class MambaDims(NamedTuple):
-    """Numbers of a token: in the model, of the mixer's channels, and of what their steps are made of; and of a channel:
-    its states, and the taps of its convolution."""
+    """Sizes per token: the hidden size, the mixer's channels, the rank of dt. Per channel: its state, and the taps of
+    its convolution."""
 
     hidden: int
     d_inner: int
@@ -32,74 +33,73 @@ class MambaDims(NamedTuple):
 
 
 class MambaMixer(nn.Module):
-    """x [T, hidden] -> [T, hidden], by `mix` and then `out`. The layer's states, in `cache`, are taken from in front of
-    the step's tokens to behind them, as the plan says.
+    """x [T, hidden] -> [T, hidden], by `mix` and then `out`. The layer's states, in `cache`, are advanced over the
+    step's tokens, as the plan says.
 
-    Where ranks share out a layer, each has some channels and their states. What steps, B and C are made of is a sum
-    over all channels, so ranks meet within the mixer; what it gives is one rank's part of a sum."""
+    With tensor parallelism each rank has some channels and their states. dt, B and C are made of a sum over all
+    channels, so there is an all-reduce within the mixer; its output is one rank's term of a sum."""
 
     def __init__(
         self, widths: MambaDims, act: str, bias: bool, conv_bias: bool, norm_eps: float | None,
         dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED,
     ) -> None:  # fmt: skip
-        """`norm_eps`: that of the norms of dt, B and C; None where there are none."""
+        """`norm_eps` is for the norms of dt, B and C; None: there are no norms."""
         super().__init__()
         if act not in mamba_states.ACTIVATIONS:
             raise StartupError(f"the activation {short_repr(act)} of a Mamba layer is not supported", "Supported: silu")
         w, self.act = widths, act
-        own = shard_columns(shard, w.d_inner)
+        channels = shard_columns(shard, w.d_inner)
         self.param_shards = dict.fromkeys(
-            ("conv_weight", "conv_bias", "dt_bias", "A_log", "D"), ParameterShards((own,), None)
+            ("conv_weight", "conv_bias", "dt_bias", "A_log", "D"), ParameterShards((channels,), None)
         )
         self.exchange: Exchange | None = None
 
         def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
-        self.in_proj = Linear(w.hidden, (own, own), bias, dtype, device)
-        self.conv_weight = empty(own.padded, 1, w.d_conv, dtype=dtype)
-        self.conv_bias = empty(own.padded, dtype=dtype) if conv_bias else None
-        self.x_proj = Linear(own, (w.dt_rank, w.d_state, w.d_state), False, dtype, device)
-        self.dt_proj = Linear(w.dt_rank, own, False, dtype, device)
-        # These join fp32 numbers; a checkpoint may have them in its own dtype.
-        self.dt_bias = empty(own.padded, dtype=torch.float32)
-        self.A_log = empty(own.padded, w.d_state, dtype=torch.float32)
-        self.D = empty(own.padded, dtype=torch.float32)
-        self.out = Linear(own, w.hidden, bias, dtype, device)
+        self.in_proj = Linear(w.hidden, (channels, channels), bias, dtype, device)
+        self.conv_weight = empty(channels.padded, 1, w.d_conv, dtype=dtype)
+        self.conv_bias = empty(channels.padded, dtype=dtype) if conv_bias else None
+        self.x_proj = Linear(channels, (w.dt_rank, w.d_state, w.d_state), False, dtype, device)
+        self.dt_proj = Linear(w.dt_rank, channels, False, dtype, device)
+        # fp32, since they are used with fp32 numbers; a checkpoint may have them in its own dtype.
+        self.dt_bias = empty(channels.padded, dtype=torch.float32)
+        self.A_log = empty(channels.padded, w.d_state, dtype=torch.float32)
+        self.D = empty(channels.padded, dtype=torch.float32)
+        self.out = Linear(channels, w.hidden, bias, dtype, device)
         sizes = (w.dt_rank, w.d_state, w.d_state)
-        self.norms = nn.ModuleList(
-            RMSNorm(size, norm_eps, dtype, device) for size in (sizes if norm_eps is not None else ())
-        )
-        self.fused_norms: Callable[..., tuple[Tensor, ...]] | None = None  # in one launch
+        norms = [] if norm_eps is None else [RMSNorm(size, norm_eps, dtype, device) for size in sizes]
+        self.norms = module_list(norms)
+        self.fused_norms: Callable[..., tuple[Tensor, ...]] | None = None  # all three in one launch
         self.A: Tensor | None = None
         self.conv, self.scan = mamba_states.causal_conv, mamba_states.selective_scan
 
     def mix(self, x: Tensor, cache: StateCache, plan: StatePlan) -> Tensor:
-        """[T, d_inner], or its own channels: what the scan finds for each token; `out` comes next."""
+        """Return the scan's output [T, d_inner] (of the local channels), before `out`."""
         assert self.A is not None, "prepare() makes it"
         inner, gate = self.in_proj(x).chunk(2, dim=1)
         inner = self.conv(inner, self.conv_weight[:, 0], self.conv_bias, cache, plan, self.act)
         product = self.x_proj(inner)
         if self.exchange is not None:
             product = self.exchange.all_reduce(product)
-        steps, *numbers = self.split_norm(product)
-        return self.scan(inner, self.dt_proj(steps), self.A, *numbers, self.D, gate, self.dt_bias, cache, plan)
+        dt, b, c = self.split_norm(product)
+        return self.scan(inner, self.dt_proj(dt), self.A, b, c, self.D, gate, self.dt_bias, cache, plan)
 
     def split_norm(self, product: Tensor) -> tuple[Tensor, ...]:
-        """What the steps are made of [T, dt_rank], B and C [T, d_state], of the product that has them side by side."""
+        """Split `x_proj`'s output into dt [T, dt_rank], B and C [T, d_state], and normalise them if there are norms."""
         if self.fused_norms is not None:
             return self.fused_norms(product, tuple(norm.weight for norm in self.norms), self.norms[0].eps)
-        parts = product.split(self.x_proj.output_sizes, dim=1)
+        parts = torch.split(product, list(self.x_proj.output_sizes), dim=1)
         return tuple(norm(part) for norm, part in zip(self.norms, parts)) if self.norms else parts
 
     @torch.no_grad()
     def prepare(self, deterministic: bool = False) -> None:
-        """Call once, after loading. On a GPU kernels are chosen; if `deterministic`, ones by which a token's bits, with
-        states in fp32, depend neither on the rows beside it nor on how its row is cut into steps."""
+        """Choose kernels. Call once, after loading. If `deterministic`, a token's bits on a GPU, with states in fp32,
+        depend neither on the batch's other rows nor on how its sequence is split into steps."""
         self.A = -torch.exp(self.A_log)
-        for one in self.norms:
-            if one.weight is None:  # it has none
-                one.weight = nn.Parameter(self.conv_weight.new_ones(one.shape), requires_grad=False)
+        for norm_module in self.norms:
+            if norm_module.weight is None:  # FalconMamba's norms have no weight
+                norm_module.weight = nn.Parameter(self.conv_weight.new_ones(norm_module.shape), requires_grad=False)
         if self.A.is_cuda:
             from quire.kernels.triton import mamba_conv, mamba_scan, norm
             from quire.kernels.triton.launch import supports_pdl

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from quire.errors import StartupError, short_repr
 from quire.kernels.cpu import activation as cpu
 from quire.kernels.cpu import dispatch
+from quire.kernels.cpu.linear import ACTIVATIONS as CPU_ACTIVATIONS
 from quire.layers.linear import Linear
 from quire.layers.sharding import ShardRange
 
@@ -27,7 +28,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def get_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The function that a config calls `name`."""
+    """Return the activation function with config.json's name `name`; StartupError for an unknown name."""
     if name not in ACTIVATIONS:
         raise StartupError(
             f"the activation {short_repr(name)} is not supported", f"Supported: {', '.join(sorted(ACTIVATIONS))}"
@@ -37,6 +38,8 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
 
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)); gate and up are one product."""
+
+    __call__: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -52,8 +55,8 @@ class GatedMLP(nn.Module):
         self.gate_up = Linear(hidden, (intermediate, intermediate), bias, dtype, device)
         self.down = Linear(intermediate, hidden, bias, dtype, device)
         self.gate_kernel: Callable[..., Tensor] | None = None  # act(gate) * up in one launch
-        self.gated_kernel: Callable[..., Tensor] | None = None  # and the product before it too, for few rows
-        self.packed_kernel: Callable[[Tensor], Tensor] | None = None  # all that comes before `down`, in one operation
+        self.gated_kernel: Callable[..., Tensor] | None = None  # act(gate(x)) * up(x) in one launch, for few rows
+        self.packed_kernel: Callable[[Tensor], Tensor] | None = None  # the same on a CPU, for any number of rows
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed_kernel is not None:
@@ -67,10 +70,10 @@ class GatedMLP(nn.Module):
         return self.down(self.gate_kernel(product(x), self.act_name, pdl=product.pdl))
 
     def prepare(self, deterministic: bool = False) -> None:
-        """Call once, after loading. `deterministic`: as for `Linear`."""
+        """Choose kernels. Call once, after loading. `deterministic`: as for `Linear`."""
         self.packed_kernel = _pack_with_activation(self.gate_up, self.act_name, True, deterministic)
         weight = self.gate_up.weight
-        if dispatch.has_kernels(self.device, self.dtype) and self.act_name in cpu.ACTIVATIONS:
+        if dispatch.has_kernels(self.device, self.dtype) and self.act_name in CPU_ACTIVATIONS:
             self.gate_kernel = cpu.act_and_mul
         if weight is None or not weight.is_cuda:
             return
@@ -84,6 +87,8 @@ class GatedMLP(nn.Module):
 
 class MLP(nn.Module):
     """down(act(up(x)))."""
+
+    __call__: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -110,9 +115,9 @@ class MLP(nn.Module):
         return self.down(self.act(inner))
 
     def prepare(self, deterministic: bool = False) -> None:
-        """Call once, after loading. `deterministic`: as for `Linear`."""
+        """Choose kernels. Call once, after loading. `deterministic`: as for `Linear`."""
         self.packed_kernel = _pack_with_activation(self.up, self.act_name, False, deterministic)
-        if dispatch.has_kernels(self.device, self.dtype) and self.act_name in cpu.ACTIVATIONS:
+        if dispatch.has_kernels(self.device, self.dtype) and self.act_name in CPU_ACTIVATIONS:
             self.act_in_place = cpu.act
         if self.up.weight is None or not self.up.weight.is_cuda:
             return
@@ -125,8 +130,8 @@ class MLP(nn.Module):
 def _pack_with_activation(
     product: Linear, name: str, gated: bool, deterministic: bool
 ) -> Callable[[Tensor], Tensor] | None:
-    """On a CPU that has our kernels: the product and the activation as one operation; the weight is packed for it, and
-    the plain one dropped. Else None."""
+    """Return the product with its activation as one operation, if the CPU has quire's kernels for it, and drop the
+    plain weight; else return None."""
     if product.weight is None or product.weight.device.type not in ("cpu", "meta"):
         return None
     from quire.kernels.cpu import linear

@@ -1,5 +1,5 @@
-"""Normalisation over the last dimension, computed in fp32 whatever the dtype; and, before it, the residual sum. Where
-ranks share out a layer, what it adds is their parts' sum: here they are exchanged, and nowhere else.
+"""Normalisation over the last dimension, computed in fp32, with the residual sum before it. With tensor parallelism the
+residual is all-reduced here: a layer's output is one rank's term of a sum until the next norm.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from quire.layers.exchange import Exchange
 
 
 class RMSNorm(nn.Module):
-    """x [..., size] -> x / sqrt(mean(x^2) + eps) * weight. With `delta`, first x += delta, in place; or x +=
-    behind(delta), where the sum goes through a norm, of the same eps, before it is added.
+    """x [..., size] -> x / sqrt(mean(x^2) + eps) * weight. With `delta`, first x += delta, in place; with `post_norm`,
+    a norm of the same eps, x += post_norm(delta).
 
-    With `offset` a checkpoint keeps the weight's difference from one (Gemma): the sum of both is taken in fp32, and
-    kept so, since in a shorter dtype it would lose what is small beside one.
+    With `offset` a checkpoint has weight - 1 (Gemma). The weight is then computed and stored in fp32, since a shorter
+    dtype would lose small differences from one.
     """
+
+    __call__: Callable[..., Tensor]
 
     def __init__(
         self, size: int, eps: float, dtype: torch.dtype, device: torch.device, *, offset: bool = False
@@ -28,23 +30,21 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.shape, self.eps, self.dtype, self.offset = (size,), eps, dtype, offset
         self.exchange: Exchange | None = None
-        self.all_reduce_norm: Callable[..., Tensor | None] | None = None  # sum, residual sum and norm at once
+        self.all_reduce_norm: Callable[..., Tensor | None] | None = None  # all-reduce, residual sum and norm in one
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.kernel: Callable[..., Tensor] | None = None
         self.pdl = False
 
     def forward(self, x: Tensor, delta: Tensor | None = None, post_norm: RMSNorm | None = None) -> Tensor:
+        post_weight = None if post_norm is None else post_norm.weight
         if self.exchange is not None and delta is not None:
             if self.all_reduce_norm is not None:
-                found = self.all_reduce_norm(
-                    x, delta, self.weight, None, self.eps, None if post_norm is None else post_norm.weight
-                )
-                if found is not None:
-                    return found
+                normed = self.all_reduce_norm(x, delta, self.weight, None, self.eps, post_weight)
+                if normed is not None:
+                    return normed
             delta = self.exchange.all_reduce(delta)
         if self.kernel is not None:
-            added = None if post_norm is None else post_norm.weight
-            return self.kernel(x, self.weight, self.eps, delta=delta, post_norm_weight=added, pdl=self.pdl)
+            return self.kernel(x, self.weight, self.eps, delta=delta, post_norm_weight=post_weight, pdl=self.pdl)
         assert not self.offset, "prepare() adds the one"
         if delta is not None:
             x.add_(delta if post_norm is None else post_norm(delta))
@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
     def prepare(self) -> None:
-        """Call once, after loading. On a GPU sums and norms become one launch, on a CPU one operation of ours."""
+        """Choose the kernel that computes sum and norm at once. Call once, after loading."""
         if self.offset:
             self.weight, self.offset = nn.Parameter(self.weight.float() + 1, requires_grad=False), False
         if dispatch.has_kernels(self.weight.device, self.dtype):
@@ -68,11 +68,13 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """x [..., size] -> (x - mean) / sqrt(variance + eps) * weight + bias. With `delta`, first x += delta, in place."""
 
+    __call__: Callable[..., Tensor]
+
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.shape, self.eps = (size,), eps
         self.exchange: Exchange | None = None
-        self.all_reduce_norm: Callable[..., Tensor | None] | None = None  # sum, residual sum and norm at once
+        self.all_reduce_norm: Callable[..., Tensor | None] | None = None  # as in RMSNorm
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.kernel: Callable[..., Tensor] | None = None
@@ -80,11 +82,10 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         if self.exchange is not None and delta is not None:
-            if (
-                self.all_reduce_norm is not None
-                and (found := self.all_reduce_norm(x, delta, self.weight, self.bias, self.eps)) is not None
-            ):
-                return found
+            if self.all_reduce_norm is not None:
+                normed = self.all_reduce_norm(x, delta, self.weight, self.bias, self.eps)
+                if normed is not None:
+                    return normed
             delta = self.exchange.all_reduce(delta)
         if self.kernel is not None:
             return self.kernel(x, self.weight, self.bias, self.eps, delta=delta, pdl=self.pdl)
@@ -93,7 +94,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
     def prepare(self) -> None:
-        """Call once, after loading. On a GPU the sum and the norm become one launch, on a CPU one operation of ours."""
+        """Choose the kernel that computes sum and norm at once. Call once, after loading."""
         if dispatch.has_kernels(self.weight.device, self.weight.dtype):
             self.kernel = norm.layer_norm
         if self.weight.is_cuda:

@@ -1,40 +1,43 @@
-"""The layers of a model that is divided into stages, runs of layers one behind another (pipeline parallelism: GPipe,
-arXiv:1811.06965). A stage's model is the whole one's, with its own layers; in the places of others are layers that
-pass on what they are given, so that layers keep their numbers.
+"""The layers of a pipeline stage, a run of consecutive layers (GPipe, arXiv:1811.06965). A stage's model has a
+placeholder for each layer of other stages, which returns its inputs, so that layers keep their numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
+from quire.layers.module_list import module_list
 from quire.protocol.parallel_layout import Shard
+
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 class PPMissingLayer(nn.Module):
-    """In the place of a layer that another stage has: x and what is to be added to it go through as they are."""
+    """The placeholder for a layer of another stage: returns x and delta, the pending residual, unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.post_mlp_norm: nn.Module | None = None  # the norm that a delta goes through first, where a model has such
+        self.post_mlp_norm: nn.Module | None = None  # the norm applied to delta before it is added, if the model has it
 
     def forward(self, x: Tensor, delta: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor | None]:
         return x, delta
 
     def attend(self, x: Tensor, delta: Tensor | None, *rest: Any, last: bool = False) -> Tensor | None:
-        """In the last layer's place: what is to be added by the next stage."""
+        """As the last layer: return the delta that the next stage adds."""
         return delta
 
     mix = attend
 
     def feed_forward(self, x: Tensor, delta: Tensor | None) -> Tensor | None:
-        """Behind `attend`."""
+        """The part of the layer after `attend`."""
         return delta
 
 
-def make_layers(shard: Shard, count: int, make: Callable[[int], nn.Module]) -> nn.ModuleList:
-    """`count` layers, of which the part's stage has some."""
-    own = shard.layer_range(count)
-    return nn.ModuleList(make(layer) if layer in own else PPMissingLayer() for layer in range(count))
+def make_layers(shard: Shard, count: int, make: Callable[[int], Layer]) -> Sequence[Layer]:
+    """Return an nn.ModuleList of `count` layers: those of the shard's stage, and placeholders for the others. These are
+    typed as layers too: they have the methods that `run_layers` of a model calls."""
+    local = shard.layer_range(count)
+    return module_list(make(layer) if layer in local else cast(Layer, PPMissingLayer()) for layer in range(count))

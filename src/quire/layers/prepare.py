@@ -1,13 +1,16 @@
-"""What is done once to a model's layers: when its weights are there, kernels are chosen and weights are packed; and
-a shard is told where it meets the others.
+"""What is done once to a model's layers: choosing kernels and packing weights after loading, and connecting a shard to
+the other ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from torch import nn
 
 from quire.layers.embedding import Embedding
-from quire.layers.exchange import Exchange
+from quire.layers.exchange import Exchange, OverlappedAllReduce
 from quire.layers.linear import Linear
 from quire.layers.mamba import MambaMixer
 from quire.layers.mlp import MLP, GatedMLP
@@ -16,18 +19,25 @@ from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.softcap import Softcap
 
 
-def prepare_layers(model: nn.Module, deterministic: bool = False) -> None:
-    """Call `prepare` of every layer that has something to prepare. `deterministic`: a row's result must not depend on
-    the number of rows, on a GPU, and on a CPU with kernels of our own. What has been packed is given back to the files
-    that it was mapped from (`model.mapped`), if any."""
+class MappedWeights(Protocol):
+    """A mapped file of weights (quire.weights.mapped_files)."""
+
+    def release(self) -> None:
+        """Give the file's pages in memory back to the system."""
+        ...
+
+
+def prepare_layers(model: nn.Module, deterministic: bool = False, mapped_files: Sequence[MappedWeights] = ()) -> None:
+    """Call `prepare` of every layer that has one. `deterministic`: a row's result must not depend on the number of
+    rows, on a GPU or with quire's CPU kernels. `mapped_files`, from which the weights were loaded, are released after
+    each packing."""
     embeddings = [module for module in model.modules() if isinstance(module, Embedding)]
-    files = model.__dict__.pop("mapped", ())
     for module in model.modules():
         if isinstance(module, Linear):
             weight = module.weight
             module.prepare(deterministic)
-            for mapped in files:
-                mapped.release()
+            for file in mapped_files:
+                file.release()
             for embedding in embeddings:
                 if weight is not None and embedding.weight is weight and module.weight is None:
                     embedding.tie_to_packed(module.packed)
@@ -38,23 +48,23 @@ def prepare_layers(model: nn.Module, deterministic: bool = False) -> None:
 
 
 def connect_ranks(model: nn.Module, exchange: Exchange) -> None:
-    """Let a shard meet those of the other ranks in every step: at the norms before which something is added, within its
-    Mamba mixers, at its embedding, and at its logits, which `exchange` of the model, or of its `text`, is for. Its
-    `eyes` are whole on each rank. Before or after `prepare`."""
-    # A stage's last product is added up by the next one.
-    sends = hasattr(exchange, "send_rows") and exchange.shard.pp_size == 1
-    eyes = (
-        set(model.vision_encoder.modules()) if getattr(model, "vision_encoder", None) is not None else set[nn.Module]()
-    )
+    """Connect a shard to the other ranks: at the norms that add a residual, within Mamba mixers, at the embedding, and
+    at the logits (`exchange` of the model and of its `text`). A vision encoder is whole on each rank. May be called
+    before or after `prepare`."""
+    # The last product of a pipeline stage is reduced by the next stage.
+    overlap = exchange if isinstance(exchange, OverlappedAllReduce) and exchange.shard.pp_size == 1 else None
+    vision_encoder: nn.Module | None = getattr(model, "vision_encoder", None)
+    unsharded = set[nn.Module]() if vision_encoder is None else set(vision_encoder.modules())
     for module in model.modules():
-        if module in eyes:
+        if module in unsharded:
             continue
-        met = isinstance(module, RMSNorm | LayerNorm | MambaMixer)
-        if met or (isinstance(module, Embedding) and module.shard_range.is_sharded):
+        if isinstance(module, RMSNorm | LayerNorm | MambaMixer) or (
+            isinstance(module, Embedding) and module.shard_range.is_sharded
+        ):
             module.exchange = exchange
         if isinstance(module, RMSNorm | LayerNorm):
             module.all_reduce_norm = getattr(exchange, "all_reduce_norm", None)
-        if isinstance(module, Linear) and module.column_shard.is_sharded and not module.output_modified and sends:
-            module.overlap = exchange  # type: ignore[assignment]
+        if isinstance(module, Linear) and module.column_shard.is_sharded and not module.output_modified:
+            module.overlap = overlap
     for holder in (model, getattr(model, "text", model)):
         holder.__dict__["exchange"] = exchange

@@ -1,4 +1,4 @@
-"""The numbers that define a rotary embedding (RoFormer), scalings included. No torch: memory plans read them too."""
+"""The parameters of a rotary embedding (RoFormer), scalings included. No torch: memory plans read them too."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Pair i of a head turns by position * theta^(-2i / head_dim), changed as `kind` says to reach `factor` times
-    `original_max_len`, the length that the model was trained for. `attention_factor` multiplies cos and sin (YaRN).
+    """Pair i of a head is rotated by position * theta^(-2i / head_dim), scaled by the method `kind` to reach `factor`
+    times `original_max_len`, the length that the model was trained for. `attention_factor` multiplies cos and sin
+    (YaRN).
 
-    LongRoPE divides what pair i turns by its number in `long_factors` where sequences may be longer than
-    `original_max_len`, and in `short_factors` where none is: keys stay as they were rotated, so that it is one or the
-    other for all sequences.
+    LongRoPE divides the angle of pair i by `long_factors[i]` if sequences may be longer than `original_max_len`, else
+    by `short_factors[i]`. Cached keys stay rotated, so the choice is the same for all sequences.
 
-    `partial_rotary_factor` is config.json's partial_rotary_factor: only these dimensions of a head are rotated
-    (Phi-4-mini), and their number stands for head_dim. Loading permutes the rows of Q and K (`rotary_order`), which
-    leaves their products unchanged. Kernels rotate whole heads, the other pairs by an angle of 0.
+    `partial_rotary_factor`: only this fraction of a head's dimensions is rotated (Phi-4-mini), and their number
+    replaces head_dim in the formula. Loading permutes the rows of Q and K (`rotary_order`), which leaves their products
+    unchanged. Kernels rotate whole heads, the other pairs by an angle of 0.
     """
 
     kind: str
@@ -36,12 +36,12 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many of a head's numbers are rotated."""
+        """Return the number of rotated dimensions of a head."""
         return int(head_dim * self.partial_rotary_factor)
 
     def rotary_order(self, head_dim: int) -> list[int]:
-        """A head's numbers as rotation has them, pair i being numbers i and i + head_dim / 2: those that are rotated
-        are the first `rotary_dim` of a checkpoint's, whose pairs are i and i + turned / 2."""
+        """Return the order in which quire has a checkpoint's dimensions of a head. In quire pair i is dimensions i and
+        i + head_dim / 2. In a checkpoint the first `rotary_dim` are rotated, in pairs i and i + rotary_dim / 2."""
         half, rest = self.rotary_dim(head_dim) // 2, list(range(self.rotary_dim(head_dim), head_dim))
         first, second = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         return [*range(half), *first, *range(half, 2 * half), *second]

@@ -1,6 +1,6 @@
 """Rotary position embedding: a table of cos and sin for every position, and the rotation of queries and keys.
 
-Angles are computed in fp32 on the CPU, so that every device has the same; scalings as in transformers.
+Angles are computed in fp32 on the CPU, so that they are the same on every device; scalings are those of transformers.
 """
 
 from __future__ import annotations
@@ -23,59 +23,59 @@ class RotaryEmbedding(nn.Module):
         self.table: Tensor | None = None  # fp32 [length, 2, head_dim / 2]: cos, sin
 
     def prepare(self, device: torch.device, length: int | None = None) -> None:
-        """Build the table on `device`, for `length` positions if fewer than the model's are enough."""
+        """Build the table on `device`, for `length` positions if that is less than the model's length."""
         self.table = cos_sin_table(self.rope, self.head_dim, min(length or self.length, self.length)).to(device)
 
     def angles_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [T] -> (cos, sin), each [T, 1, head_dim], as `rotate` takes them. Once a step, for all layers."""
+        """Return (cos, sin) for positions [T], each [T, 1, head_dim], as `rotate` takes them."""
         assert self.table is not None, "prepare() builds the table"
         cos, sin = self.table[positions].to(dtype).unsqueeze(1).unbind(2)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim] -> the same, rotated, a fresh tensor. The halves (a, b) of a head become
-    (a cos - b sin, b cos + a sin)."""
+    """Return x [T, heads, head_dim] rotated, as a new tensor. The halves (a, b) of a head become (a cos - b sin, b cos
+    + a sin)."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def prepare_qkv(
     qkv: Tensor, heads: int, angles: tuple[Tensor, Tensor] | None, norms: tuple[RMSNorm, RMSNorm] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [T, heads + 2 kv_heads, head_dim] -> queries and keys, normalised a head and rotated where asked, and values:
-    views, or fresh tensors."""
+    """Split qkv [T, heads + 2 kv_heads, head_dim] into queries, keys and values (views or new tensors); queries and
+    keys are normalised per head if `norms` are given, then rotated if `angles` are."""
     kv_heads = (qkv.shape[1] - heads) // 2
-    both, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
+    qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
     if norms is not None:
-        q, k = both.split((heads, kv_heads), dim=1)
-        both = torch.cat((norms[0](q), norms[1](k)), dim=1)
+        q, k = torch.split(qk, [heads, kv_heads], dim=1)
+        qk = torch.cat((norms[0](q), norms[1](k)), dim=1)
     if angles is not None:
-        both = rotate(both, *angles)
-    q, k = both.split((heads, kv_heads), dim=1)
+        qk = rotate(qk, *angles)
+    q, k = torch.split(qk, [heads, kv_heads], dim=1)
     return q, k, v
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, length: int) -> Tensor:
-    """fp32 [length, 2, head_dim / 2].
+    """Return the table of cos and sin, fp32 [length, 2, head_dim / 2].
 
-    Dynamic NTK changes the base with the sequence's length, but cached keys stay as they were rotated. So position p is
-    rotated as a sequence of p + 1 tokens would be: unscaled below `original_len`, with the base for p + 1 beyond.
-    That is what transformers' generation with a cache does token by token, and it doesn't depend on the batch.
+    Dynamic NTK changes the base with the sequence's length, but cached keys stay rotated. So position p is rotated as
+    in a sequence of p + 1 tokens: unscaled below `original_max_len`, beyond it with the base for p + 1. transformers'
+    generation with a cache does the same token by token, and it doesn't depend on the batch.
     """
-    turned, positions = rope.rotary_dim(head_dim), torch.arange(length, dtype=torch.float32).unsqueeze(1)
+    rotary_dim, positions = rope.rotary_dim(head_dim), torch.arange(length, dtype=torch.float32).unsqueeze(1)
     lengths = {"dynamic": positions + 1, "longrope": torch.tensor(length)}
-    frequencies = inverse_frequencies(rope, turned, lengths.get(rope.kind))
+    frequencies = inverse_frequencies(rope, rotary_dim, lengths.get(rope.kind))
     angles = positions * frequencies
-    found = torch.stack((angles.cos(), angles.sin()), dim=1).mul_(rope.attention_factor)
-    if turned == head_dim:
-        return found
-    still = torch.tensor((1.0, 0.0)).view(1, 2, 1).expand(length, 2, (head_dim - turned) // 2)
-    return torch.cat((found, still), dim=2)
+    table = torch.stack((angles.cos(), angles.sin()), dim=1).mul_(rope.attention_factor)
+    if rotary_dim == head_dim:
+        return table
+    unrotated = torch.tensor((1.0, 0.0)).view(1, 2, 1).expand(length, 2, (head_dim - rotary_dim) // 2)
+    return torch.cat((table, unrotated), dim=2)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, length: Tensor | None = None) -> Tensor:
-    """fp32 [head_dim / 2], radians a position; [N, head_dim / 2] for dynamic NTK, which needs the lengths [N, 1].
-    LongRoPE needs the longest."""
+    """Return the angles in radians per position, fp32 [head_dim / 2]; [N, head_dim / 2] for dynamic NTK, with `length`
+    [N, 1]. For LongRoPE `length` is that of the longest sequence."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     if rope.kind == "dynamic":
         assert length is not None, "dynamic NTK depends on the length"
@@ -95,13 +95,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, length: Tensor | None =
 
 
 def _yarn(rope: RopeConfig, head_dim: int, plain: Tensor) -> Tensor:
-    """YaRN section 3.2: pairs that turn more than beta_fast times over the original length stay, those that turn less
-    than beta_slow times are interpolated, a linear ramp between."""
+    """YaRN section 3.2: pairs with more than beta_fast rotations over the original length are unchanged, those with
+    less than beta_slow are interpolated, with a linear ramp between."""
 
-    def pair_turning(times: float) -> float:
-        return head_dim * math.log(rope.original_max_len / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def pair_index(rotations: float) -> float:
+        return head_dim * math.log(rope.original_max_len / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
+    low, high = pair_index(rope.beta_fast), pair_index(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -111,7 +111,7 @@ def _yarn(rope: RopeConfig, head_dim: int, plain: Tensor) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Llama 3.1: short waves stay, long waves are stretched by `factor`, with a smooth step between."""
-    turns = rope.original_max_len * plain / (2 * math.pi)  # over the original length
-    smooth = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    """Llama 3.1: short wavelengths are unchanged, long ones are stretched by `factor`, with a linear step between."""
+    rotations = rope.original_max_len * plain / (2 * math.pi)  # over the original length
+    smooth = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return (1 - smooth) * plain / rope.factor + smooth * plain

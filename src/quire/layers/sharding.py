@@ -1,5 +1,5 @@
-"""What one rank has of a dimension of a weight: all of it, or, where ranks share out a model's layers, some rows or
-columns. No torch.
+"""The part of a weight's dimension that one rank has: all of it, or with tensor parallelism some rows or columns. No
+torch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from quire.protocol.parallel_layout import UNSHARDED, Shard
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """`local` of `total` rows or columns, in room for `padded` of them: what is behind its own is padding, zeros.
-    `shard` says whose they are."""
+    """The `local` of `total` rows or columns, which the rank `shard` has. Its weight has `padded` of them: those after
+    the local ones are padding, zeros."""
 
     local: range
     total: int
@@ -21,39 +21,38 @@ class ShardRange:
 
     @property
     def is_sharded(self) -> bool:
-        """Other ranks have others."""
+        """Return True if other ranks have the rest."""
         return self.shard.tp_size > 1
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterShards:
-    """Of a parameter that is divided: what a rank has of its rows, those of each projection, and of its columns, if it
-    hasn't all."""
+    """The part of a divided parameter that one rank has: rows of each projection, and columns (None: all)."""
 
     rows: tuple[ShardRange, ...]
     columns: ShardRange | None
 
 
 def as_shard_range(size: int | ShardRange) -> ShardRange:
-    """All of a dimension, where only its size is said."""
+    """Return `size`, or the whole dimension if it is an int."""
     return size if isinstance(size, ShardRange) else ShardRange(range(size), size, size)
 
 
 def shard_columns(shard: Shard, size: int) -> ShardRange:
-    """An equal part of `size` columns of a feed-forward block."""
-    own = shard.shard_range(size)
-    return ShardRange(own, size, len(own), shard)
+    """Return the shard's equal part of `size` columns of a feed-forward block."""
+    local = shard.shard_range(size)
+    return ShardRange(local, size, len(local), shard)
 
 
 def shard_heads(shard: Shard, queries: int, keys: int, head_dim: int) -> tuple[ShardRange, ShardRange]:
-    """The columns of its heads of so many: of queries, and of keys (or values)."""
-    queries_cut, keys_cut = (
+    """Return the columns of the shard's query heads, and of its key (or value) heads."""
+    query_columns, key_columns = (
         ShardRange(range(own.start * head_dim, own.stop * head_dim), count * head_dim, len(own) * head_dim, shard)
         for own, count in zip(shard.head_ranges(queries, keys), (queries, keys))
     )
-    return queries_cut, keys_cut
+    return query_columns, key_columns
 
 
 def shard_vocab(shard: Shard, size: int) -> ShardRange:
-    """Its rows of a vocabulary: as much room on each rank, and fewer of their own on the last ones, or none."""
+    """Return the shard's rows of a vocabulary. All ranks have equal room; the last ones have fewer rows, or none."""
     return ShardRange(shard.vocab_range(size), size, shard.padded_vocab_rows(size), shard)

@@ -1,4 +1,4 @@
-"""The bound on logits: x becomes cap * tanh(x / cap) (Gemma 2, section 2)."""
+"""The soft cap on logits, cap * tanh(x / cap) (Gemma 2, section 2)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from quire.kernels.cpu import activation, dispatch
 
 
 class Softcap(nn.Module):
-    """x [R, size] of `dtype`, in place where that can be; computed in fp32, rounded once."""
+    """x [R, size] of `dtype` -> cap * tanh(x / cap), computed in fp32, rounded once. Kernels overwrite x."""
+
+    __call__: Callable[..., Tensor]
 
     def __init__(self, cap: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -25,7 +27,7 @@ class Softcap(nn.Module):
         return x.float().div_(self.cap).tanh_().mul_(self.cap).to(x.dtype)
 
     def prepare(self) -> None:
-        """Call once, after loading. On a GPU it becomes one launch, on a CPU one operation of ours."""
+        """Choose the kernel. Call once, after loading."""
         if dispatch.has_kernels(self.device, self.dtype):
             self.kernel = activation.softcap
         if self.device.type == "cuda":

@@ -1,5 +1,4 @@
-"""What a memory answers: whether sequences came in, where they are, and what its bytes are used for, in the terms of
-PagedAttention Figure 2."""
+"""The results that a memory returns: admissions, placements, and bytes by the categories of PagedAttention Figure 2."""
 
 from __future__ import annotations
 
@@ -10,15 +9,17 @@ from quire.protocol.sequence import Sequence
 
 
 class Admission(NamedTuple):
-    """A sequence came in. Its first `reused_tokens` tokens needn't be computed: they have been; or, if it names one, a
-    sequence `depends_on` computes what is missing of them, and its rows must come first."""
+    """The result of an admission: the first `reused_tokens` tokens of the sequence need not be computed.
+
+    They are in memory, or the sequence `depends_on` computes the missing ones in the same step; its slices must come
+    first."""
 
     reused_tokens: int
     depends_on: Sequence | None = None
 
 
 class Deferred(Enum):
-    """Not in this step, though there may be room: what could be shared is being computed for another."""
+    """Not admitted in this step, even if there is room: pages to share are being computed for another sequence."""
 
     DEFERRED = "later"
 
@@ -27,16 +28,18 @@ DEFERRED = Deferred.DEFERRED
 
 
 class Placement(NamedTuple):
-    """Where a sequence's tokens are: for each group the page of each logical page; 0 where none is held."""
+    """The slot of a sequence, and for each group the page of each logical page; 0 where none is held."""
 
     slot: int
     tables: tuple[tuple[int, ...], ...]
 
 
 class Usage(NamedTuple):
-    """Bytes. `used` holds tokens' keys and values; `reserved` is set aside for tokens of a step under way or of known
-    length; `internal` is the unfilled rest of pages; `external` can't be used for want of contiguity; `cached` holds
-    prefixes that no sequence uses; `free` is free."""
+    """Bytes of the memory by category.
+
+    `used`: keys and values of tokens. `reserved`: set aside for tokens of a step in progress or of known length.
+    `internal`: the unfilled rest of pages. `external`: unusable because of fragmentation. `cached`: prefixes that no
+    sequence uses."""
 
     used: int
     cached: int
@@ -47,14 +50,15 @@ class Usage(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All categories together: the size of the memory."""
+        """The sum of all categories: the size of the memory."""
         return sum(self)
 
 
 class Sharing(NamedTuple):
-    """How pages are shared, swapped and pinned, for metrics. Bytes and tokens; `copies`, `swapped_out`, `swapped_in`,
-    `queries` and `hits` count from the start. `tables` is what the sequences in memory would hold if none shared a
-    page, `saved` what they hold less than that (PagedAttention §6.3: the memory saved is saved / tables)."""
+    """How pages are shared, swapped and pinned, for metrics; in bytes and tokens.
+
+    `copies`, `swapped_out`, `swapped_in`, `queries` and `hits` count from the start. `tables` is what the sequences in
+    memory would hold without sharing, and `saved` is what sharing saves of it (PagedAttention §6.3: saved / tables)."""
 
     tables: int
     saved: int
@@ -63,20 +67,22 @@ class Sharing(NamedTuple):
     swapped_in: int = 0
     host_pages: int = 0
     host_pages_used: int = 0
-    prefixes: int = 0  # registered ones
-    prefix_tokens: int = 0  # in them
-    prefix_capacity: int = 0  # tokens that may be
-    queries: int = 0  # tokens of prompts looked up among cached prefixes
-    hits: int = 0  # and found
-    full_hits: int = 0  # and found as far as layers are asked that see all tokens; windows may have less
-    encoder_runs: int = 0  # pictures that were encoded
-    encoder_parts: int = 0  # and parts of pictures
-    picture_hits: int = 0  # times that a picture was wanted whose pages were there
+    prefixes: int = 0  # registered prefixes
+    prefix_tokens: int = 0  # tokens of registered prefixes
+    prefix_capacity: int = 0  # the most tokens of registered prefixes
+    queries: int = 0  # prompt tokens looked up in the prefix cache
+    hits: int = 0  # prompt tokens found there
+    full_hits: int = 0  # prompt tokens that full-attention layers alone would have found
+    encoder_runs: int = 0  # images encoded
+    encoder_parts: int = 0  # parts of images encoded
+    picture_hits: int = 0  # images whose pages were found
 
 
 class TypeUsage(NamedTuple):
-    """Bytes of the pages of one layer type, "full" or "window-4096": what tokens take of pages that are in use, the
-    rest of these pages, and cached prefixes that no sequence uses (Jenga, Figure 16)."""
+    """Bytes of the pages of one layer type, such as "full" or "window-4096" (Jenga, Figure 16).
+
+    `used`: tokens in pages that are in use. `internal`: the rest of these pages. `cached`: prefixes that no sequence
+    uses."""
 
     layer_type: str
     used: int
@@ -85,18 +91,18 @@ class TypeUsage(NamedTuple):
 
 
 class LargePageStats(NamedTuple):
-    """Large pages (Jenga §4): free ones, those bound to groups, a group, and what happened to them from the start."""
+    """Large pages (Jenga §4): the number free, the numbers bound to each group, and counts of events from the start."""
 
     free: int
     active: list[int]
     reclaimable: list[int]
-    evicted_large: int  # reclaimable ones that were taken
-    evicted_small: int  # cached small pages that were taken, one at a time
-    rebound: int  # large pages that went from one group to another
+    evicted_large: int  # reclaimable large pages that were evicted
+    evicted_small: int  # cached small pages that were evicted one at a time
+    rebound: int  # large pages that moved from one group to another
 
 
 class Account(NamedTuple):
-    """All of it; `types` where layers of several kinds may have pages."""
+    """Memory statistics; `types` is empty where a memory has no layer types."""
 
     usage: Usage
     sharing: Sharing

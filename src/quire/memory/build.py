@@ -1,4 +1,4 @@
-"""Builds the memory that a config names."""
+"""Build the memory that a config names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from quire.protocol.model_spec import ModelSpec
 
 
 def build_memory(config: EngineConfig, spec: ModelSpec, size: MemorySize, model_id: str = "") -> KVMemory:
-    """The memory that `config.memory` names, of `size`; what the config doesn't size is sized as for a CPU.
-    StartupError if it has no room for the longest sequence, where it reserves, or beside the registered prefixes."""
+    """Build the memory that `config.memory` names, of `size`. Settings without a value get the defaults of a CPU.
+
+    StartupError if a reserved memory has no room for the longest sequence, or a paged one for a sequence besides the
+    registered prefixes."""
     config = config.with_device_defaults("cpu")
     if spec.min_budget:
         _check_prompt_pruning(config, spec)
@@ -44,19 +46,19 @@ def build_memory(config: EngineConfig, spec: ModelSpec, size: MemorySize, model_
 
 
 def _check_prompt_pruning(config: EngineConfig, spec: ModelSpec) -> None:
-    """StartupError where layers keep a part of each prompt and the settings are for layers that keep all."""
+    """Raise StartupError if the settings do not fit layers that prune the prompt (PyramidKV)."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     queries = spec.selection.observation_window
     if config.max_num_batched_tokens < queries:
         raise StartupError(
             f"--max-num-batched-tokens is {config.max_num_batched_tokens}, and the model's layers need the last "
-            f"{queries} tokens of a prompt in one step, which choose what is kept of it",
+            f"{queries} tokens of a prompt in one step, to choose what they keep of it",
             f"Use {queries} or more",
         )
     if config.prefix_tokens:
         raise StartupError(
             f"--prefix-tokens is {config.prefix_tokens}, and what the model's layers keep of a prompt depends on all "
-            "of it: no prefix of it can be kept for others",
+            "of it: no prefix can be stored for others",
             "Leave --prefix-tokens out",
         )
     if config.memory == "virtual":
@@ -66,8 +68,10 @@ def _check_prompt_pruning(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def max_seq_len(config: EngineConfig, spec: ModelSpec, size: MemorySize) -> int:
-    """Tokens of the longest sequence, of up to `size.max_len`, that a memory of `size` holds: what `fits` says, which
-    is asked of requests too. What isn't known before it is built is bounded by the tokens that every layer holds."""
+    """Return the most tokens, up to `size.max_len`, of a sequence that fits a memory of `size`.
+
+    It builds the memory and asks `fits`, as the check of requests does. For a memory without page tables it is bounded
+    by the tokens that every layer holds."""
     if size.tokens >= size.max_len or config.memory not in PAGE_TABLE_MEMORIES:
         return min(size.tokens, size.max_len)
     memory = build_memory(config, spec, size)

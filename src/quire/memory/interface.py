@@ -1,7 +1,7 @@
-"""Memories: where the keys and values of every sequence live. One small protocol; one file an implementation.
+"""The protocol of a KV memory.
 
-The scheduler drives a KVMemory without knowing which one it is; the runner replays the journal that it writes.
-"""
+The scheduler calls a KVMemory and does not know the implementation. The runner replays the page operations that the
+memory records."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from quire.protocol.step_plan import PageOps
 class KVMemory(Protocol):
     """The interface of every memory. Shortage is a return value, and a call that reports it has changed nothing.
 
-    Lengths are in tokens. `free` and `fork` take quiet sequences only. Deterministic: the same calls give the same
-    placements and journal. `prefix_cache` is None where none is shared.
-    """
+    Lengths are in tokens. `free` and `fork` take only sequences that are not in flight. A memory is deterministic: the
+    same calls give the same placements and page operations. `prefix_cache` is None if prefixes are not shared."""
 
     kv_config: KVCacheConfig
 
@@ -29,74 +28,77 @@ class KVMemory(Protocol):
     def prefix_cache(self) -> PrefixCache | None: ...
 
     def fits(self, lengths: Seq[int], shared_prefix_len: int = 0, images: Seq[ImageItem] = ()) -> bool:
-        """Could sequences of these lengths, with a common prefix of `shared_prefix_len` tokens and these pictures in
-        it, be held at once if the memory were otherwise idle?"""
+        """Return True if sequences of these lengths, with a common prefix of `shared_prefix_len` tokens that contains
+        these images, could be held at once in a memory that is otherwise empty."""
         ...
 
     def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admission] | Deferred | None:
-        """Birth of all live sequences of a request: reuse prefixes that are there, and what these sequences have in
-        common, and make room for up to `budget` more tokens of one sequence, for all tokens of several. At least one
-        token of each is left to compute. None: no room, and trying again is of use only once something left. LATER: the
-        next request may be tried, this one will find more in a step to come. Undone by `free`."""
+        """Admit all live sequences of a request, and reuse cached prefixes and what the sequences have in common.
+
+        Make room for up to `budget` more tokens of one sequence, or for all tokens of several. At least one token of
+        each is left to compute. None: there is no room, and another attempt is useless until something is released.
+        DEFERRED: the next request may be tried; a later step will find more cached pages for this one. `free` undoes an
+        admission."""
         ...
 
     def grow(self, seq: Sequence, length: int) -> bool:
-        """Make tokens [seq.planned, length) writable and private to the sequence. Monotone and idempotent."""
+        """Make tokens [seq.planned, length) writable and private, or return False. Monotone and idempotent."""
         ...
 
     def plan_encoding(self, seq: Sequence, length: int, max_parts: int) -> tuple[int, int]:
-        """Go on encoding the pictures that tokens [seq.planned, length) need, for which `grow` has made room, with at
-        most `max_parts` parts; where nothing keeps them, whole pictures, and the first one of a step whatever it has.
-        Returns how far the tokens can be computed, if a journal taken next comes first, and how many parts that one
-        will have encoded."""
+        """Plan up to `max_parts` more parts of the images that tokens [seq.planned, length) need; call `grow` first.
+
+        Where encoded images are not stored, whole images are planned, and the first one of a step whatever its size.
+        Return the length up to which tokens can be computed once the next page operations are replayed, and the number
+        of parts that they encode."""
         ...
 
     def undo_encoding(self) -> None:
-        """Take back what `plan_encoding` said since the last journal: the step that it was for isn't done."""
+        """Undo the `plan_encoding` calls since the last `take_page_ops`: their step is not run."""
         ...
 
     def commit(self, seq: Sequence) -> None:
-        """tokens[:seq.computed] are valid: publish full pages, drop what no layer needs any more."""
+        """Record that tokens[:seq.computed] are valid: publish full pages, and drop pages that no layer needs."""
         ...
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """`child` starts with the parent's computed state."""
+        """Admit `child` with the parent's computed tokens; False if there is no room."""
         ...
 
     def free(self, seq: Sequence) -> None:
-        """Death, in memory or swapped out; cached pages may outlive the sequence."""
+        """Release a sequence, in memory or swapped out; its cached pages may stay."""
         ...
 
     def swap_out(self, seqs: Seq[Sequence]) -> bool:
-        """Move quiet sequences, all of a request, to host memory; they leave their slots. False if that has no room."""
+        """Move all sequences of a request, none in flight, to host memory. False if host memory has no room."""
         ...
 
     def swap_in(self, seqs: Seq[Sequence]) -> bool:
-        """Bring back sequences that were swapped out together, into new slots. False while memory is short."""
+        """Move sequences that were swapped out together back, into new slots. False if there is no room."""
         ...
 
     def count_held(self, seqs: Seq[Sequence]) -> tuple[int, int]:
-        """Bytes of the pages that these sequences hold, a shared one counted once, and the tokens in them."""
+        """Return the bytes of the pages that these sequences hold, shared ones once, and the tokens in them."""
         ...
 
     def slot(self, seq: Sequence) -> int:
-        """The dense index (from 1) of a resident sequence; 0 is scratch."""
+        """Return the slot, a dense index from 1, of a sequence in memory; slot 0 is scratch."""
         ...
 
     def take_page_ops(self) -> tuple[PageOps, PageOps]:
-        """Effects since the last call: before the step's writes, and while it computes."""
+        """Return the page operations since the last call: those before the step's writes, and those during the step."""
         ...
 
     def discard_contents(self) -> None:
-        """The runner's pages are new ones, in which nothing lies. No sequence is in memory, nor a registered prefix."""
+        """Forget all content: the runner has new, empty pages. No sequence and no registered prefix is in memory."""
         ...
 
     def get_placement(self, seq: Sequence) -> Placement:
-        """What the replayed tables must equal. For tests; never called in a step."""
+        """Return what the runner's replayed tables must equal. For tests; not called in a step."""
         ...
 
     def account(self) -> Account:
-        """Bytes by category, which add up to the memory's size; and how much is shared, swapped and pinned."""
+        """Return the bytes by category, the sum of which is the memory's size, and sharing, swapping and pinning."""
         ...
 
     def check(self) -> None:

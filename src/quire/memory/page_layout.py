@@ -1,4 +1,4 @@
-"""How a memory is cut into pages: which layers share page tables, how large their pages are, and how many there are."""
+"""The layout of a memory: which layers share page tables, how large their pages are, and how many there are."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ PAGE_SIZE_HINT = "Use --page-sizes max, or another --page-size"
 
 
 class MemorySize(NamedTuple):
-    """How large a memory is to be: `tokens` of capacity in every layer, for sequences of up to `max_len` tokens. Where
-    all layers have all of the memory in common it has `bytes`, if they are given: what some don't use others may."""
+    """The size of a memory: `tokens` tokens in every layer, for sequences of up to `max_len` tokens.
+
+    If `bytes` is given, and all layers share all of the memory, it has that many bytes: some layers can use what others
+    do not."""
 
     tokens: int
     max_len: int
@@ -37,8 +39,10 @@ class MemorySize(NamedTuple):
 
 
 class PageSpec(NamedTuple):
-    """The pages of some layers: `page_tokens` tokens fill one, `token_bytes` each; or a state of `token_bytes` bytes is
-    one, after the latest of so many tokens. There are `fixed_count` of them, or 0: as many as tokens need."""
+    """The pages of a group of layers: a page holds `page_tokens` tokens of `token_bytes` bytes each.
+
+    With `is_state` a page holds one state of `token_bytes` bytes, after the last of `page_tokens` tokens. There are
+    `fixed_count` pages, or, if it is 0, as many as tokens need."""
 
     layers: tuple[int, ...]
     token_bytes: int
@@ -48,52 +52,58 @@ class PageSpec(NamedTuple):
     fixed_count: int = 0
 
     def num_pages(self, tokens: int, seqs: int = 0) -> int:
-        """Pages for so many tokens, with a state for each of `seqs` sequences."""
+        """Return the pages for `tokens` tokens, with a state for each of `seqs` sequences."""
         return self.fixed_count or max(-(-tokens // self.page_tokens), seqs if self.is_state else 0)
 
 
 class PageLayout(NamedTuple):
-    """The pages of each group, of which a token takes a place in one of each; and the bytes of the large pages that all
-    of them are parts of, or 0 where there are none."""
+    """The pages of each group; a token takes a place in a page of each. `large_bytes` is the size of the large pages
+    that contain them, or 0 if there are none."""
 
     specs: tuple[PageSpec, ...]
     large_bytes: int = 0
 
     @property
     def small_pages_per_large(self) -> list[int]:
-        """Pages of a large one, a group."""
-        return [self.large_bytes // sheet.page_bytes for sheet in self.specs]
+        """For each group the number of its pages in a large page."""
+        return [self.large_bytes // page_spec.page_bytes for page_spec in self.specs]
 
     @property
     def token_granularity(self) -> int:
-        """Tokens of the smallest run: a memory is for a multiple of so many."""
-        return min(sheet.page_tokens for sheet in self.specs)
+        """The tokens of the smallest page: a memory is sized in multiples of it."""
+        return min(page_spec.page_tokens for page_spec in self.specs)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of pages that a token takes, what pads them included. States are none of any token's, unless there is
-        nothing else: then a token has its part of one."""
-        sheets = [sheet for sheet in self.specs if not sheet.is_state] or self.specs
+        """The bytes of pages that a token takes, with padding. States do not count, unless there is nothing else: then
+        a token takes its share of one."""
+        specs = [page_spec for page_spec in self.specs if not page_spec.is_state] or self.specs
         return -(
-            -sum(sheet.page_bytes * self.token_granularity // sheet.page_tokens for sheet in sheets)
+            -sum(page_spec.page_bytes * self.token_granularity // page_spec.page_tokens for page_spec in specs)
             // self.token_granularity
         )
 
     def total_bytes(self, tokens: int, seqs: int = 0) -> int:
-        """Bytes of a memory that holds so many tokens in every group, and states of so many sequences."""
-        counts = [sheet.num_pages(tokens, seqs) for sheet in self.specs]
+        """Return the bytes of a memory for `tokens` tokens in every group, and the states of `seqs` sequences."""
+        counts = [page_spec.num_pages(tokens, seqs) for page_spec in self.specs]
         if self.large_bytes:
             return (
                 sum(-(-count // ratio) for count, ratio in zip(counts, self.small_pages_per_large)) * self.large_bytes
             )
-        return sum(count * sheet.page_bytes for count, sheet in zip(counts, self.specs))
+        return sum(count * page_spec.page_bytes for count, page_spec in zip(counts, self.specs))
 
     def max_tokens(self, pool_bytes: int) -> int:
-        """The most tokens that every group holds at once in so many bytes: whole steps."""
-        pool_bytes -= sum(sheet.fixed_count * sheet.page_bytes for sheet in self.specs)
-        cost = sum(Fraction(sheet.page_bytes, sheet.page_tokens) for sheet in self.specs if not sheet.fixed_count)
+        """Return the most tokens, in steps of `token_granularity`, that every group holds in `pool_bytes` bytes."""
+        pool_bytes -= sum(page_spec.fixed_count * page_spec.page_bytes for page_spec in self.specs)
+        cost = sum(
+            Fraction(page_spec.page_bytes, page_spec.page_tokens)
+            for page_spec in self.specs
+            if not page_spec.fixed_count
+        )
         if not cost:
-            return min(sheet.fixed_count * sheet.page_tokens for sheet in self.specs) if pool_bytes >= 0 else 0
+            return (
+                min(page_spec.fixed_count * page_spec.page_tokens for page_spec in self.specs) if pool_bytes >= 0 else 0
+            )
         most, fixed = int(pool_bytes / cost) // self.token_granularity, self.total_bytes(0)
         while most > 0 and self.total_bytes(most * self.token_granularity) - fixed > pool_bytes:
             most -= 1
@@ -101,50 +111,51 @@ class PageLayout(NamedTuple):
 
 
 def as_uniform(spec: ModelSpec) -> ModelSpec:
-    """The model as PagedAttention has it, of vLLM 0.6.3: every layer keeps every token. What layers look at stays what
-    it is: the runner knows."""
+    """Return the model as PagedAttention in vLLM 0.6.3 stores it: every layer keeps every token. The attention of
+    layers does not change: the runner has the original model."""
     layers = (replace(one, window=None, chunk=None, budget=None, policy=None) for one in spec.layers)
     return replace(spec, layers=tuple(layers))
 
 
 def plan_page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int, pool_bytes: int = 0) -> PageLayout:
-    """The pages of a memory of `pool_bytes` bytes, as `config.page_sizes` says. StartupError if layers can't be cut so,
-    or if large pages were larger than the pool can have them."""
-    [sheets] = plan_joint_layouts([(config, spec, itemsize)], pool_bytes)
-    return sheets
+    """Return the layout of a memory of `pool_bytes` bytes, by `config.page_sizes`. StartupError if there is none, or
+    its large pages would be too large for the pool."""
+    [page_layout] = plan_joint_layouts([(config, spec, itemsize)], pool_bytes)
+    return page_layout
 
 
 def plan_joint_layouts(models: Sequence[tuple[EngineConfig, ModelSpec, int]], pool_bytes: int = 0) -> list[PageLayout]:
-    """The same for models that have the pool in common: (config, spec, itemsize) each. Pages are cut as the first one's
-    config says."""
+    """Return the layouts of models (config, spec, itemsize) that share a pool. The first config applies to all."""
     config = models[0][0]
-    parts = [group_layers(*model) for model in models]
+    layer_sets = [group_layers(*model) for model in models]
     types = [
         [LayerType(str(layers[:1]), _page_bytes(*model, layers), _page_multiple(*model, layers)) for layers in sets]
-        for model, sets in zip(models, parts)
+        for model, sets in zip(models, layer_sets)
     ]
-    every = [kind for own in types for kind in own]
-    sizes, large = [-(-kind.page_bytes // kind.page_multiple) * kind.page_multiple for kind in every], 0
+    all_types = [kind for model_types in types for kind in model_types]
+    sizes, large = [-(-kind.page_bytes // kind.page_multiple) * kind.page_multiple for kind in all_types], 0
     if config.memory == "uniform":
         sizes = [
-            size for model, sets, own in zip(models, parts, types) for size in _uniform_page_bytes(model[1], sets, own)
+            size
+            for model, sets, model_types in zip(models, layer_sets, types)
+            for size in _uniform_page_bytes(model[1], sets, model_types)
         ]
     elif config.page_sizes == "max" or config.memory not in PAGE_TABLE_MEMORIES:
-        sizes = [max_page(every)] * len(every)
+        sizes = [max_page(all_types)] * len(all_types)
     elif config.page_sizes == "lcm" and len(set(sizes)) > 1:
-        sizes, large = _plan_large_pages(every, max_large_bytes(pool_bytes))
-    left = iter(sizes)
+        sizes, large = _plan_large_pages(all_types, max_large_bytes(pool_bytes))
+    remaining_sizes = iter(sizes)
     return [
-        PageLayout(tuple(_page_spec(*model, layers, next(left)) for layers in sets), large)
-        for model, sets in zip(models, parts)
+        PageLayout(tuple(_page_spec(*model, layers, next(remaining_sizes)) for layers in sets), large)
+        for model, sets in zip(models, layer_sets)
     ]
 
 
 def check_large_pages(page_layout: PageLayout, pool_bytes: int) -> None:
-    """StartupError if there are fewer large pages in so many bytes than groups, each of which needs one."""
+    """Raise StartupError if `pool_bytes` bytes have fewer large pages than there are groups: each group needs one."""
     large, groups = page_layout.large_bytes, len(page_layout.specs)
     if large and pool_bytes // large < groups:
-        least = plan_pages([LayerType("", sheet.page_bytes) for sheet in page_layout.specs], 0).large_bytes
+        least = plan_pages([LayerType("", page_spec.page_bytes) for page_spec in page_layout.specs], 0).large_bytes
         padded = f" ({least:,} if pages were padded by at most 3 %)" if least < large else ""
         raise StartupError(
             f"a large page has {large:,} bytes{padded}, and {pool_bytes:,} bytes of KV memory are "
@@ -155,19 +166,19 @@ def check_large_pages(page_layout: PageLayout, pool_bytes: int) -> None:
 
 
 def tokens_for_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int, pool_bytes: int) -> int:
-    """Tokens that a memory of so many bytes holds in every layer."""
-    sheets = plan_page_layout(config, spec, itemsize, pool_bytes)
-    if not spec.state_layers and (len(sheets.specs) == 1 or config.memory == "virtual"):
+    """Return the tokens that a memory of `pool_bytes` bytes holds in every layer."""
+    page_layout = plan_page_layout(config, spec, itemsize, pool_bytes)
+    if not spec.state_layers and (len(page_layout.specs) == 1 or config.memory == "virtual"):
         return pool_bytes // spec.token_bytes(itemsize)
-    return sheets.max_tokens(pool_bytes)
+    return page_layout.max_tokens(pool_bytes)
 
 
 def group_layers(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[tuple[int, ...]]:
-    """The layers of each group: those that share page tables."""
-    owners = spec.kv_layers  # a layer that shares another's keys and values keeps none
+    """Return the layers of each group: those that share page tables."""
+    owners = spec.kv_layers  # without the layers that use another layer's keys and values
     if spec.state_layers:
         check_states(config, spec)
-    rows: list[tuple[int, ...]] = [()] if has_embed_pages(config, spec) else []  # pages of no layer
+    embed_groups: list[tuple[int, ...]] = [()] if has_embed_pages(config, spec) else []  # pages of no layer
     if spec.vision is not None:
         check_vision(config, spec, itemsize)
     if any(layer.has_int8_kv for layer in spec.layers):
@@ -175,11 +186,11 @@ def group_layers(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[t
     if config.memory == "uniform":
         of = {i: (bool(spec.layers[i].state_tensors), spec.layers[i].is_cross_attention) for i in owners}
         kinds = [tuple(i for i in owners if of[i] == kind) for kind in ((False, False), (False, True), (True, False))]
-        return [layers for layers in kinds if layers] + rows
+        return [layers for layers in kinds if layers] + embed_groups
     if config.table_scope == "layer":
-        return [(i,) for i in owners] + rows
-    kept = {i: spec.layers[i].group_key for i in owners}
-    sets = [tuple(i for i in owners if kept[i] == kind) for kind in dict.fromkeys(kept.values())]
+        return [(i,) for i in owners] + embed_groups
+    group_keys = {i: spec.layers[i].group_key for i in owners}
+    sets = [tuple(i for i in owners if group_keys[i] == kind) for kind in dict.fromkeys(group_keys.values())]
     if config.page_sizes == "gcd" and len(sets) > 1:
         sizes = [(len(layers), spec.layers[layers[0]].token_bytes(itemsize)) for layers in sets]
         counts = split_into_equal_sets(sizes)
@@ -189,11 +200,11 @@ def group_layers(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[t
                 f"--page-sizes is gcd, and no sets of layers have equal bytes: {shown}"[:400], PAGE_SIZE_HINT
             )
         return [layers[at : at + n] for layers, n in zip(sets, counts) for at in range(0, len(layers), n)]
-    return sets + rows
+    return sets + embed_groups
 
 
 def has_embed_pages(config: EngineConfig, spec: ModelSpec) -> bool:
-    """Whether rows that take the places of a picture's tokens have pages of their own."""
+    """Return True if embeddings that replace an image's tokens have pages of their own."""
     return spec.images_replace_tokens and config.vision_cache == "pages"
 
 
@@ -202,23 +213,23 @@ def _is_state(spec: ModelSpec, layers: Sequence[int]) -> bool:
 
 
 def _uniform_page_bytes(spec: ModelSpec, sets: Sequence[tuple[int, ...]], types: Sequence[LayerType]) -> list[int]:
-    """The sizes of uniform pages: states are apart, and whatever else has a place, a picture's rows too, has one in
-    every layer (so Llama 3.2 Vision wastes 79.6 % in vLLM 0.6.3: Jenga §3.2)."""
+    """Return the sizes of uniform pages: states have their own, and everything else, image embeddings included, takes a
+    place in every layer (so Llama 3.2 Vision wastes 79.6 % in vLLM 0.6.3: Jenga §3.2)."""
     whole = sum(kind.page_bytes for layers, kind in zip(sets, types) if layers and not _is_state(spec, layers))
     return [kind.page_bytes if _is_state(spec, layers) else whole for layers, kind in zip(sets, types)]
 
 
 def _page_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int, layers: Sequence[int]) -> int:
-    """Bytes of the tokens of these layers in a page; of their states, one after another."""
+    """Return the bytes that a page of these layers holds: their tokens, then their states."""
     if not layers:
-        assert spec.vision is not None, "pages of no layer hold rows of pictures"
+        assert spec.vision is not None, "pages of no layer hold image embeddings"
         return config.page_size * spec.vision.embed_dim * itemsize
     size = config.page_size * sum(spec.layers[i].token_bytes(itemsize) for i in layers)
     return size + sum(spec.layers[i].state_bytes for i in layers)
 
 
 def _page_multiple(config: EngineConfig, spec: ModelSpec, itemsize: int, layers: Sequence[int]) -> int:
-    """Bytes of a head's tokens in a page: pages are a whole number of them."""
+    """Return the bytes of one head's tokens in a page, of which the page size must be a multiple."""
     if not layers or spec.layers[layers[0]].state_tensors:
         return PAGE_ALIGNMENT
     return math.lcm(*(spec.layers[i].cell_bytes(itemsize) * config.page_size for i in layers))
@@ -230,21 +241,22 @@ def _page_spec(
     held = _page_bytes(config, spec, itemsize, layers)
     if not _is_state(spec, layers):
         return PageSpec(layers, held // config.page_size, page_bytes, config.page_size)
-    # Uniform pages leave each sequence a state for good, which is apart from them (vLLM 0.6.3).
+    # With uniform pages each sequence has one permanent state, separate from the pages (vLLM 0.6.3).
     assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
     fixed = config.max_num_seqs + config.max_num_seqs // WATERMARK_DIVISOR + 1 if config.memory == "uniform" else 0
     return PageSpec(layers, held, page_bytes, state_interval(config, spec), True, fixed)
 
 
 def state_interval(config: EngineConfig, spec: ModelSpec) -> int:
-    """Tokens behind each of which there is a state: where none is ever found again a sequence has one alone."""
+    """Return the tokens between two stored states. Without reuse of prefixes a sequence has only one state."""
     if config.memory != "uniform" and (config.enable_prefix_caching or config.prefix_tokens):
         return config.state_tokens
     return -(-(config.max_model_len or spec.max_len) // config.page_size) * config.page_size
 
 
 def _plan_large_pages(types: Sequence[LayerType], limit: int) -> tuple[list[int], int]:
-    """The sizes of the types' pages, and that of the large ones; 0 where padding made them equal."""
+    """Return the page sizes of the types, and that of large pages, or 0 if padding makes all pages equal. StartupError
+    if large pages exceed `limit` bytes."""
     plan = plan_pages(types, limit)
     if plan.large_bytes > limit:
         exact = plan_pages(types, None).large_bytes
@@ -258,8 +270,9 @@ def _plan_large_pages(types: Sequence[LayerType], limit: int) -> tuple[list[int]
 
 
 class GroupAllocation(NamedTuple):
-    """What a group of layers has of a memory: `num_pages` pages, which other groups with pages of that size have too.
-    The rest is as in Group."""
+    """The pages of a group of layers: `num_pages` pages, shared by groups with the same page size.
+
+    The other fields are as in KVCacheGroup."""
 
     layers: tuple[int, ...]
     page_bytes: int
@@ -274,28 +287,30 @@ class GroupAllocation(NamedTuple):
 def build_kv_config(
     config: EngineConfig, spec: ModelSpec, size: MemorySize, layout: KVCacheLayout = KVCacheLayout.PAGED
 ) -> KVCacheConfig:
-    """The pages for `size.tokens` tokens in every layer, or those in `size.bytes`."""
+    """Return the memory layout with pages for `size.tokens` tokens in every layer, or in `size.bytes` bytes."""
     pool = size.bytes or size.tokens * spec.token_bytes(size.itemsize)
-    sheets = plan_page_layout(config, spec, size.itemsize, pool)
-    kept = as_uniform(spec) if config.memory == "uniform" else spec
-    shares = _allocate_groups(sheets, config, size)
-    if sheets.large_bytes:
-        found = _build_two_level_config(shares, sheets, config, kept, size)
+    page_layout = plan_page_layout(config, spec, size.itemsize, pool)
+    stored_spec = as_uniform(spec) if config.memory == "uniform" else spec
+    allocations = _allocate_groups(page_layout, config, size)
+    if page_layout.large_bytes:
+        kv_config = _build_two_level_config(allocations, page_layout, config, stored_spec, size)
     else:
-        found = assign_pages(shares, config, kept, size, layout)
-    least, groups = spec.min_budget, found.groups
+        kv_config = assign_pages(allocations, config, stored_spec, size, layout)
+    least, groups = spec.min_budget, kv_config.groups
     if least and config.memory == "uniform":
         groups = tuple(replace(group, kind="uniform", budget=least) for group in groups)
-    found = replace(found, groups=groups, budget=least, queries=spec.selection.observation_window if least else 0)
-    return found if spec.vision is None else _with_images(found, config, spec, spec.vision)
+    kv_config = replace(
+        kv_config, groups=groups, budget=least, queries=spec.selection.observation_window if least else 0
+    )
+    return kv_config if spec.vision is None else _with_images(kv_config, config, spec, spec.vision)
 
 
 def _with_images(kv_config: KVCacheConfig, config: EngineConfig, spec: ModelSpec, vision: VisionSpec) -> KVCacheConfig:
-    """The same for pictures: tables have places for as many as a request may have."""
-    rows = vision.embed_dim * kv_config.itemsize
+    """Return `kv_config` with what images need: tables with room for as many images as a request may have."""
+    row_bytes = vision.embed_dim * kv_config.itemsize
     kv_config = replace(
         kv_config, sight=config.vision_cache if spec.images_replace_tokens else "",
-        row_bytes=rows if spec.images_replace_tokens else 0,
+        row_bytes=row_bytes if spec.images_replace_tokens else 0,
         part_tokens=vision.part_tokens, part_rows=vision.part_embeds, most_rows=vision.max_embeds,
         both_ways=vision.bidirectional_prompt,
     )  # fmt: skip
@@ -316,16 +331,16 @@ def _allocate_groups(page_layout: PageLayout, config: EngineConfig, size: Memory
         seqs = 0
     return [
         GroupAllocation(
-            sheet.layers, sheet.page_bytes, sheet.token_bytes, sheet.num_pages(size.tokens, seqs),
-            -(-size.max_len // sheet.page_tokens), sheet.page_tokens,
+            page_spec.layers, page_spec.page_bytes, page_spec.token_bytes, page_spec.num_pages(size.tokens, seqs),
+            -(-size.max_len // page_spec.page_tokens), page_spec.page_tokens,
         )
-        for sheet in page_layout.specs
+        for page_spec in page_layout.specs
     ]  # fmt: skip
 
 
 def count_states(config: EngineConfig, tokens: int) -> int:
-    """Sequences that are to have a state each, in a memory that is sized by its tokens: all of them, or as many as have
-    a page of tokens."""
+    """Return the number of sequences with a state each in a memory that is sized by tokens: `max_num_seqs`, or fewer if
+    there are fewer pages of tokens."""
     assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
     return min(config.max_num_seqs, -(-tokens // config.page_size))
 
@@ -337,18 +352,20 @@ def _build_two_level_config(
     spec: ModelSpec,
     size: MemorySize,
 ) -> KVCacheConfig:
-    """All groups' pages in large pages, behind a scratch one (Jenga §4.1)."""
+    """Return the layout with all groups' pages in large pages, after a scratch large page (Jenga §4.1)."""
     assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
     large = page_layout.large_bytes
     count = (size.bytes or page_layout.total_bytes(size.tokens, count_states(config, size.tokens))) // large
     check_large_pages(page_layout, count * large)
-    hosts = min(int(config.swap_gib * 2**30) // large, count)
+    host_pages = min(int(config.swap_gib * 2**30) // large, count)
     groups = tuple(
-        _build_group(share, spec, range(ratio, (count + 1) * ratio), range(1, hosts * ratio + 1))
-        for share, ratio in zip(allocations, page_layout.small_pages_per_large)
+        _build_group(allocation, spec, range(ratio, (count + 1) * ratio), range(1, host_pages * ratio + 1))
+        for allocation, ratio in zip(allocations, page_layout.small_pages_per_large)
     )
     slots = config.max_num_seqs + 1
-    return KVCacheConfig(KVCacheLayout.PAGED, (count + 1) * large, slots, groups, size.itemsize, hosts * large, large)
+    return KVCacheConfig(
+        KVCacheLayout.PAGED, (count + 1) * large, slots, groups, size.itemsize, host_pages * large, large
+    )
 
 
 def _build_group(allocation: GroupAllocation, spec: ModelSpec, ids: range, host_ids: range) -> KVCacheGroup:
@@ -374,13 +391,15 @@ def _build_group(allocation: GroupAllocation, spec: ModelSpec, ids: range, host_
 def assign_pages(
     allocations: list[GroupAllocation], config: EngineConfig, spec: ModelSpec, size: MemorySize, layout: KVCacheLayout
 ) -> KVCacheConfig:
-    """Where these pages lie. Page ids begin behind the scratch page, which every group sees as its page 0; groups with
-    pages of one size have them in common. Host pages are as many as `config.swap_gib` holds, in the same proportions,
-    and never more than the device has (PagedAttention §4.5)."""
+    """Return the layout with page ids for these pages.
+
+    Ids begin after the scratch page, which is page 0 of every group; groups with pages of one size share them. Host
+    pages are as many as `config.swap_gib` holds, in the same proportions, and at most those of the device
+    (PagedAttention §4.5)."""
     assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
-    counts: dict[int, int] = {}  # page bytes -> pages; small ones first, so that ids are small numbers
-    for share in sorted(allocations, key=lambda share: share.page_bytes):
-        counts[share.page_bytes] = counts.get(share.page_bytes, 0) + share.num_pages
+    counts: dict[int, int] = {}  # page bytes -> pages; the smallest pages first, so that ids are small numbers
+    for allocation in sorted(allocations, key=lambda allocation: allocation.page_bytes):
+        counts[allocation.page_bytes] = counts.get(allocation.page_bytes, 0) + allocation.num_pages
     ids, end = place_page_ids(list(counts.items()), max(counts))
     swap, whole = int(config.swap_gib * 2**30), sum(page_bytes * count for page_bytes, count in counts.items())
     hosts = [(page_bytes, min(swap * count // whole, count)) for page_bytes, count in counts.items()]
@@ -388,7 +407,8 @@ def assign_pages(
     own = dict(zip(counts, ids))
     own_host = {page_bytes: range(rows.start + 1, rows.stop + 1) for page_bytes, rows in zip(counts, host_rows)}
     groups = tuple(
-        _build_group(share, spec, own[share.page_bytes], own_host[share.page_bytes]) for share in allocations
+        _build_group(allocation, spec, own[allocation.page_bytes], own_host[allocation.page_bytes])
+        for allocation in allocations
     )
     return KVCacheConfig(layout, end, config.max_num_seqs + 1, groups, size.itemsize, host_end)
 
@@ -396,16 +416,17 @@ def assign_pages(
 def build_joint_kv_configs(
     models: Sequence[tuple[EngineConfig, ModelSpec, MemorySize]], pool_bytes: int
 ) -> list[KVCacheConfig]:
-    """Geometries of models that have all of one buffer of `pool_bytes` bytes in common (Jenga §8), and host memory each
-    of its own. Their pages are parts of the same large pages, or all of one size: then those are the large pages."""
-    cut = plan_joint_layouts([(config, spec, size.itemsize) for config, spec, size in models], pool_bytes)
-    sheets = tuple(sheet for one in cut for sheet in one.specs)
-    large = cut[0].large_bytes or sheets[0].page_bytes
-    check_large_pages(PageLayout(sheets, large), pool_bytes)
-    made = []
-    for one, (config, spec, size) in zip(cut, models):
-        one, size = one._replace(large_bytes=large), size._replace(bytes=pool_bytes)
-        geometry = _build_two_level_config(_allocate_groups(one, config, size), one, config, spec, size)
-        geometry = replace(geometry, large_bytes=cut[0].large_bytes)
-        made.append(geometry if spec.vision is None else _with_images(geometry, config, spec, spec.vision))
-    return made
+    """Return the layouts of models that share a buffer of `pool_bytes` bytes, with separate host memory (Jenga §8).
+
+    Their pages are parts of the same large pages, or all of one size, which are then the large pages."""
+    layouts = plan_joint_layouts([(config, spec, size.itemsize) for config, spec, size in models], pool_bytes)
+    specs = tuple(page_spec for layout in layouts for page_spec in layout.specs)
+    large = layouts[0].large_bytes or specs[0].page_bytes
+    check_large_pages(PageLayout(specs, large), pool_bytes)
+    kv_configs = []
+    for layout, (config, spec, size) in zip(layouts, models):
+        layout, size = layout._replace(large_bytes=large), size._replace(bytes=pool_bytes)
+        kv_config = _build_two_level_config(_allocate_groups(layout, config, size), layout, config, spec, size)
+        kv_config = replace(kv_config, large_bytes=layouts[0].large_bytes)
+        kv_configs.append(kv_config if spec.vision is None else _with_images(kv_config, config, spec, spec.vision))
+    return kv_configs

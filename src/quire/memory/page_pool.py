@@ -1,12 +1,11 @@
-"""The ledger of one memory's pages, on the device or on the host: empty, used (referenced by tables) or cached
-(unreferenced, but content worth keeping).
+"""The pool of one memory's pages, on the device or on the host.
 
-The interface is that of Jenga's two-level allocator (§4, §5.4): pages have ids of their group, and shortage is one
-question over all groups. Here groups with pages of one size share a pool, the case that PagedAttention treats, and
-groups of other sizes have pools of their own; so of the five steps two remain: an empty page, else the pool's least
-recently used cached one. No page is ever searched for: empty pages are a stack, cached ones a queue in the order of
-their last use.
-"""
+A page is empty, used (referenced by tables) or cached (unreferenced, but its content can be found by a key). The
+interface is that of Jenga's two-level allocator (§4, §5.4): page ids are per group, and one question over all groups
+asks for room. Here groups with pages of one size share a size class, as in PagedAttention, and groups of other sizes
+have size classes of their own. So two of Jenga's five steps remain: an empty page, else the least recently used cached
+page of the size class. No page is searched for: empty pages are a stack, and cached ones a queue in the order of their
+last use."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import mul
 from typing import NamedTuple, Protocol
 
-SCRATCH = 0
-WATERMARK_DIVISOR = 100  # a hundredth of a pool stays free when a sequence joins others
-ALIGNED_PAGES = 16  # pages that are released of each group at a time
+SCRATCH = 0  # page 0 is never allocated; in a table it stands where a page was dropped
+WATERMARK_DIVISOR = 100  # 1 / 100 of a size class stays free when a sequence is admitted beside others
+ALIGNED_PAGES = 16  # pages of each group that are released at a time
 
 
 class EmptyPages(Protocol):
-    """The empty pages of a pool, in the order in which they are given out."""
+    """The empty pages of a size class, in the order of allocation."""
 
     def append(self, page: int, /) -> None: ...
     def pop(self) -> int: ...
@@ -31,8 +30,8 @@ class EmptyPages(Protocol):
 
 
 class CachedHits(NamedTuple):
-    """Cached pages that are about to be used again: how many of each group, and, of two levels, in how many large pages
-    of which nothing is used now."""
+    """Cached pages that are about to be used again: their number in each group, and, in a two-level pool, the number of
+    large pages without used pages that they lie in."""
 
     num_pages: list[int]
     num_large: Sequence[int] = ()
@@ -42,7 +41,7 @@ NO_CACHED_HITS = CachedHits([])
 
 
 class UnusedBytes(NamedTuple):
-    """Bytes of pages that aren't used: as in Usage."""
+    """Bytes of pages that are not used, by the categories of Usage."""
 
     cached: int
     external: int
@@ -50,13 +49,14 @@ class UnusedBytes(NamedTuple):
 
 
 TablePosition = tuple[int, int, int]
-"""A group, a slot, and which of its logical pages."""
+"""(group, slot, logical page)."""
 
 
 class EmptyPageQueue:
-    """Empty pages, of which the one that came back first is given out first: so what another place still remembers of a
-    page lasts as long as it can. Pages that are `premapped` to a place are given out elsewhere only when no other one
-    is left."""
+    """Empty pages, of which the one that was released first is allocated first.
+
+    So a page stays mapped where it was last used for as long as possible. Pages that are `premapped` at a position are
+    allocated for another one only when no other page is left."""
 
     def __init__(self, pages: Iterable[int]) -> None:
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(reversed(list(pages)))
@@ -69,17 +69,17 @@ class EmptyPageQueue:
         return self.free.popitem(last=False)[0] if self.free else self.premapped.popitem(last=False)[0]
 
     def set_premapped(self, page: int, position: TablePosition) -> None:
-        """An empty page, promised or not, is for this place."""
+        """Record that an empty page, premapped or not, is mapped for this position."""
         self.free.pop(page, None)
         self.premapped[page] = position
 
     def clear_premapped(self, page: int) -> None:
-        """A promise is no more: the page is like all others, the last of them."""
+        """Return a premapped page to the end of the other empty pages."""
         del self.premapped[page]
         self.free[page] = None
 
     def put_first(self, page: int) -> None:
-        """This page of them is given out next."""
+        """Make this page the next one to be allocated."""
         self.premapped.pop(page, None)
         self.free[page] = None
         self.free.move_to_end(page, last=False)
@@ -93,8 +93,10 @@ class EmptyPageQueue:
 
 
 class SizeClass:
-    """Pages `ids` of one size, for some groups. `order` gives the empty pages in the order of first use;
-    `make_empty_pages` makes what keeps them, of the last one first."""
+    """Pages `ids` of one size, for one or more groups.
+
+    `order` lists the empty pages in the order of first use. `make_empty_pages` makes their container from the list in
+    reverse order."""
 
     __slots__ = ("cached", "empty", "groups", "ids", "keys", "refs")
 
@@ -113,19 +115,21 @@ class SizeClass:
 
     @property
     def available(self) -> int:
-        """Pages that can be given out."""
+        """The number of pages that can be allocated."""
         return len(self.empty) + len(self.cached)
 
 
 class PagePool:
-    """The pages of groups whose ids are `ids`, one range a group; groups with the same range share them. `order` and
-    `make_empty_pages` as in Pool, the former where there is one. `releases` counts the times that something came back:
-    what was refused once needn't be tried before.
+    """The pages of groups whose ids are `ids`, one range for each group; groups with the same range share them.
 
-    The pages of a group hold `page_tokens` tokens. All of a pool have one clock, and of pages that were used equally
-    long ago those with the last tokens are evicted first, whatever their group (Jenga §5.1, balanced and aligned
-    eviction). For experiments: not `balanced`, a group that is short evicts pages of its own as long as it has any,
-    however old others are; `aligned_pages` pages of one group are taken to be equally deep, and with 0 all of them."""
+    `order` and `make_empty_pages` are as in SizeClass; `order` is for pools with one size class. The pages of a group
+    hold `page_tokens` tokens. `releases` counts the times that pages or slots were released: a request that was refused
+    need not be tried before it changes.
+
+    All pages of a size class are in one order of use. Of pages that were used at the same time those with the last
+    tokens are evicted first, whatever their group (Jenga §5.1, balanced and aligned eviction). For experiments: without
+    `balanced` a group evicts pages of its own while it has any, however old the others are; `aligned_pages` is the
+    number of pages of one group that count as equally deep, and 0 means all of them."""
 
     def __init__(
         self, ids: Sequence[range], order: Iterable[int] | None = None,
@@ -134,16 +138,15 @@ class PagePool:
         aligned_pages: int = ALIGNED_PAGES,
     ) -> None:  # fmt: skip
         self.page_tokens, self.balanced, self.aligned_pages = page_tokens, balanced, aligned_pages
-        self.size_classes = [SizeClass(own, order, make_empty_pages) for own in dict.fromkeys(ids)]
-        self.size_class_of = [
-            next(pool for pool in self.size_classes if pool.ids == own) for own in ids
-        ]  # each group's pool
+        self.size_classes = [SizeClass(group_ids, order, make_empty_pages) for group_ids in dict.fromkeys(ids)]
+        # Of each group
+        self.size_class_of = [next(pool for pool in self.size_classes if pool.ids == group_ids) for group_ids in ids]
         for group, pool in enumerate(self.size_class_of):
             pool.groups.append(group)
-        self.index: list[dict[bytes, int]] = [{} for _ in ids]  # content -> page
-        self.evicted_keys: dict[int, list[bytes]] = {}  # content that was given up, of groups where somebody asks
+        self.index: list[dict[bytes, int]] = [{} for _ in ids]  # key of the content -> page
+        self.evicted_keys: dict[int, list[bytes]] = {}  # see `track_evictions`
         self.used = [0] * len(ids)  # pages of each group that tables name
-        self.num_cached = [0] * len(ids)  # of each group
+        self.num_cached = [0] * len(ids)  # pages of each group
         self.releases = self.evictions = 0
 
     def can_allocate(
@@ -154,8 +157,10 @@ class PagePool:
         margin: bool = False,
         assume_empty: bool = False,
     ) -> bool:
-        """Could needs[g] pages be given to each group g, or, of cached pages, be used again (`cached_hits` of them)?
-        With `margin` a little stays free. `assume_empty`: were the memory otherwise empty."""
+        """Return True if needs[g] pages of each group g can be allocated, or, where cached, used again (`cached_hits`).
+
+        With `margin` a small part of each size class (WATERMARK_DIVISOR) must stay free. With `assume_empty` the
+        question is asked of an empty pool."""
         for pool in self.size_classes:
             room = len(pool.ids) if assume_empty else pool.available
             if margin:
@@ -165,26 +170,26 @@ class PagePool:
         return True
 
     def reserve(self, needs: Sequence[int], cached_hits: CachedHits = NO_CACHED_HITS, *, margin: bool = False) -> bool:
-        """Whether that is so; if it is, taking this much, in any order, will succeed."""
+        """Return True if `can_allocate` holds; then the allocations, in any order, cannot fail."""
         return self.can_allocate(needs, cached_hits, margin=margin)
 
     def find_cached_hits(self, pages: Iterable[tuple[int, int]]) -> CachedHits:
-        """Of these pages (group, page), each named once, those that are cached and used by nobody."""
+        """Return the numbers of cached pages among these (group, page), each given once."""
         counts = [0] * len(self.size_class_of)
         for group, page in pages:
             counts[group] += not self.size_class_of[group].refs[page]
         return CachedHits(counts)
 
     def fits_within(self, needs: Sequence[int], limits: Sequence[int]) -> bool:
-        """Whether pages for `needs` take no more room than pages for `limits`."""
+        """Return True if pages for `needs` take no more room than pages for `limits`."""
         return all(sum(needs[g] - limits[g] for g in pool.groups) <= 0 for pool in self.size_classes)
 
     def fragmentation_pages(self, group: int) -> int:
-        """Pages that a sequence which drops pages may hold empty, before and behind those it needs."""
+        """Return the most empty pages that a sequence which drops pages holds before and after its needed ones."""
         return 0
 
     def allocate(self, group: int, count: int, owner: int | None = None) -> list[int]:
-        """Private pages, for a request `owner`; who that is makes no difference here. The caller has reserved them."""
+        """Return new private pages, which the caller has reserved. `owner`, a request, is not used here."""
         pool = self.size_class_of[group]
         empty = pool.empty
         if count == 1 or not isinstance(empty, list) or len(empty) < count:
@@ -193,13 +198,13 @@ class PagePool:
         del empty[len(empty) - count :]
         refs = pool.refs
         for page in pages:
-            assert refs[page] == 0, f"page {page} is given out but has {refs[page]} references"
+            assert refs[page] == 0, f"page {page} is allocated but has {refs[page]} references"
             refs[page] = 1
         self.used[group] += count
         return pages
 
     def allocate_one(self, group: int, owner: int | None = None) -> int:
-        """A private page. The caller has reserved it."""
+        """Return a new private page, which the caller has reserved."""
         pool = self.size_class_of[group]
         if pool.empty:
             page = pool.empty.pop()
@@ -208,24 +213,24 @@ class PagePool:
             del pool.cached[page]
             self._drop_content(pool, page)
             self.evictions += 1
-        assert pool.refs[page] == 0, f"page {page} is given out but has {pool.refs[page]} references"
+        assert pool.refs[page] == 0, f"page {page} is allocated but has {pool.refs[page]} references"
         pool.refs[page] = 1
         self.used[group] += 1
         return page
 
     def _oldest_cached(self, size_class: SizeClass, group: int) -> int:
-        """The cached page that is evicted for a group."""
+        """Return the cached page to evict for a group."""
         oldest = next(iter(size_class.cached))
         if self.balanced:
             return oldest
         return next((page for page in size_class.cached if (size_class.keys[page] or (-1,))[0] == group), oldest)
 
     def find(self, group: int, key: bytes) -> int | None:
-        """The page that holds the content `key`, used or cached."""
+        """Return the page, used or cached, with the content `key`, or None."""
         return self.index[group].get(key)
 
     def incref(self, group: int, page: int, count: int = 1) -> None:
-        """So many more tables name the page."""
+        """Add `count` references to a used or cached page."""
         pool = self.size_class_of[group]
         if pool.refs[page] == 0:
             del pool.cached[page]
@@ -234,16 +239,17 @@ class PagePool:
         pool.refs[page] += count
 
     def incref_used(self, group: int, pages: Sequence[int]) -> None:
-        """One more table names these pages, all of them used; a fork's whole cost (scratch is passed over)."""
+        """Add a reference to each of these used pages: all that a fork costs. Scratch pages are skipped."""
         refs = self.size_class_of[group].refs
         for page in pages:
             refs[page] += 1
         refs[SCRATCH] = 0
 
     def decref(self, group: int, pages: Sequence[int]) -> None:
-        """One table fewer names these pages (scratch is passed over); the last one leaves a page cached if it was
-        published, else empty. From the last to the first: of pages that were used equally long ago, the deeper ones are
-        evicted first."""
+        """Remove a reference from each of these pages; scratch pages are skipped.
+
+        A page without references becomes cached if it was published, else empty. Pages are released from the last to
+        the first: of pages that were used at the same time the deeper ones are evicted first."""
         pool = self.size_class_of[group]
         refs, freed = pool.refs, 0
         for page in reversed(pages):
@@ -264,8 +270,9 @@ class PagePool:
         self.releases += freed > 0
 
     def decref_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        """One sequence fewer names the pages of its tables, one a group: from its last tokens to its first, a piece of
-        every group after the other."""
+        """Remove a reference from the pages of a sequence's tables, one for each group.
+
+        Release them from the last tokens to the first, in turn `aligned_pages` pages of every group."""
         stops = [len(table) for table in tables]
         if len(tables) > 1 and self.aligned_pages:
             piece = self.aligned_pages * math.lcm(*self.page_tokens)
@@ -278,35 +285,39 @@ class PagePool:
         for group, stop in enumerate(stops):
             self.decref(group, tables[group][:stop])
 
+    def count_release(self) -> None:
+        """Count a slot that was released: an admission that was refused for want of it may succeed now."""
+        self.releases += 1
+
     def remove_owner(self, owner: int) -> None:
-        """A request has left: nothing, here."""
+        """Do nothing: this pool does not record which request holds a page."""
 
     def ref_count(self, group: int, page: int) -> int:
-        """How many tables name the page."""
+        """Return the number of tables that name the page."""
         return self.size_class_of[group].refs[page]
 
     def is_shared(self, group: int, page: int) -> bool:
-        """Several tables name the page."""
+        """Return True if several tables name the page."""
         return self.size_class_of[group].refs[page] > 1
 
     def is_empty(self, group: int, page: int) -> bool:
-        """Nothing names the page and its content isn't kept."""
+        """Return True if no table names the page and it has no key."""
         pool = self.size_class_of[group]
         return pool.refs[page] == 0 and pool.keys[page] is None
 
     def publish(self, group: int, page: int, key: bytes) -> None:
-        """The page's content is complete and may be found by `key`. A second page of the same content stays private."""
+        """Make a complete page findable by `key`. A second page with the same content stays private."""
         keys = self.size_class_of[group].keys
         if keys[page] is None and key not in self.index[group]:
             keys[page] = (group, key)
             self.index[group][key] = page
 
     def track_evictions(self, group: int) -> list[bytes]:
-        """A list to which the keys of a group's pages are added from now on, when their content is given up."""
+        """Return a list to which the keys of evicted pages of a group are appended from now on."""
         return self.evicted_keys.setdefault(group, [])
 
     def unpublish(self, group: int, page: int) -> None:
-        """The content of a page that is used isn't found any more."""
+        """Remove the key of a used page: its content is not found any more."""
         _, key = self.size_class_of[group].keys[page] or (group, b"")
         del self.index[group][key]
         self.size_class_of[group].keys[page] = None
@@ -319,19 +330,19 @@ class PagePool:
         pool.empty.append(page)
 
     def make_room(self, group: int) -> None:
-        """One empty page more, if a cached one can be had for it: the one that would be given out next."""
+        """Evict the cached page that would be allocated next, if there is one."""
         pool = self.size_class_of[group]
         if pool.cached:
             self.evict(group, self._oldest_cached(pool, group))
             self.evictions += 1
 
     def iter_cached(self, group: int) -> Iterator[int]:
-        """The cached pages of a group."""
+        """Iterate over the cached pages of a group."""
         pool = self.size_class_of[group]
         return (page for page in pool.cached if (pool.keys[page] or (-1,))[0] == group)
 
     def drop_cached(self) -> int:
-        """Empty every cached page. Returns how many there were."""
+        """Empty every cached page, and return their number."""
         count = 0
         for pool in self.size_classes:
             count += len(pool.cached)
@@ -352,17 +363,17 @@ class PagePool:
 
     @property
     def total(self) -> int:
-        """All pages."""
+        """The number of all pages."""
         return sum(len(pool.ids) for pool in self.size_classes)
 
     def count_unused_bytes(self, sizes: Sequence[int]) -> UnusedBytes:
-        """The bytes of its pages that aren't used; groups' pages have `sizes`."""
+        """Return the bytes of pages that are not used; pages of group g have sizes[g] bytes."""
         cached = sum(len(pool.cached) * sizes[pool.groups[0]] for pool in self.size_classes)
         return UnusedBytes(cached, 0, sum(len(pool.empty) * sizes[pool.groups[0]] for pool in self.size_classes))
 
     def check(self, expected_refs: Sequence[dict[int, int]]) -> None:
-        """Assert conservation: empty + cached + used = total, each page in one state; and that each group's pages have
-        as many references as `expected_refs` says that tables name them."""
+        """Assert that each page is in one state, that empty + cached + used = total, and that pages of group g have the
+        reference counts expected_refs[g]."""
         for pool in self.size_classes:
             counts: dict[int, int] = {}
             for group in pool.groups:
@@ -387,8 +398,8 @@ class PagePool:
                 assert self.size_class_of[group].keys[page] == (group, key), f"page {page} is indexed under another key"
         keyed = sum(key is not None for pool in self.size_classes for key in pool.keys)
         assert sum(map(len, self.index)) == keyed, "a keyed page is not indexed"
-        resting = [
+        num_cached = [
             sum(not self.size_class_of[group].refs[page] for page in pages.values())
             for group, pages in enumerate(self.index)
         ]
-        assert self.num_cached == resting, "the count of a group's cached pages is wrong"
+        assert self.num_cached == num_cached, "the count of a group's cached pages is wrong"

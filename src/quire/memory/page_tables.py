@@ -1,8 +1,8 @@
-"""Page tables: which pages hold the tokens of each resident sequence (PagedAttention §4.2-4.4), a table a layer group.
+"""Page tables: which pages hold the tokens of each sequence in memory (PagedAttention §4.2-4.4).
 
-Pages are reference-counted; a fork shares all of them and the first write to a shared one copies it. Every change is
-written to a journal, which the runner replays.
-"""
+A sequence has a table for each layer group. Pages are reference-counted: a fork shares all of them, and the first write
+to a shared page copies it. A page that no later token reads is freed before the sequence ends, in
+`PageTables._drop_unneeded`. Every change is recorded as a page operation, which the runner replays."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ from quire.protocol.step_plan import PageCopy, PageOp, Poison, TableWrite
 
 
 class PageTables:
-    """The slots and page tables of resident sequences. See KVMemory for the methods that it has too; `order`,
-    `balanced` and `aligned_pages` as in Ledger, `association` as in LargePages. With `debug` pages are poisoned when
-    they are given out. `view` is that of the model in a ledger which it has in common with others."""
+    """The slots and page tables of the sequences in memory. It implements a part of KVMemory.
+
+    `order`, `balanced` and `aligned_pages` are as in PagePool, `association` as in TwoLevelPagePool. With `debug` new
+    pages are poisoned. `view` is the model's view of a pool that several models share. With `keep_images` encoded
+    images stay cached for other sequences."""
 
     make_empty_pages: Callable[[Iterable[int]], EmptyPages] = list
 
@@ -41,7 +43,7 @@ class PageTables:
         self, kv_config: KVCacheConfig, policies: Policies = POLICIES, order: Iterable[int] | None = None,
         debug: bool = False, association: str = "bulk", view: PoolView | None = None, *,
         aligned_pages: int = ALIGNED_PAGES,
-        balanced: bool = True,
+        balanced: bool = True, keep_images: bool = True,
     ) -> None:  # fmt: skip
         self.kv_config, self.debug, self.association = kv_config, debug, association
         self.groups = kv_config.groups
@@ -50,13 +52,12 @@ class PageTables:
             self.policies[kv_config.image_embed_group] = InlineImagePolicy(
                 kv_config.groups[kv_config.image_embed_group]
             )
-        self.retaining_policies = {
-            policy for policy in self.policies if not drops_pages(policy)
-        }  # that need all pages to the end
+        # A policy either retains all pages to the sequence's end, or drops some before.
+        self.retaining_policies = {policy for policy in self.policies if not drops_pages(policy)}
         self.dropping_policies = [
             (g, p) for g, p in enumerate(self.policies) if p.media or p not in self.retaining_policies
-        ]  # the others
-        self.drop_delay = [0] * len(self.policies)  # tokens that pages are held longer than they are read, a group
+        ]
+        self.drop_delay = [0] * len(self.policies)  # of each group: see Retention.drop_delay
         self.grows_with_length = [grows_with_length(policy) for policy in self.policies]
         self.prunes_prompt = any(policy.shrinks for policy in self.policies)
         ids = [group.ids for group in kv_config.groups]
@@ -76,58 +77,63 @@ class PageTables:
         self.free_slots = list(range(kv_config.slots - 1, 0, -1))
         self.seq_pages: dict[int, SeqPages] = {}
         self.page_ops: list[PageOp] = []
-        self.encoder_cache = EncoderCache(self)
+        self.encoder_cache = EncoderCache(self, caching=keep_images)
         self.copies = 0  # pages copied on write
 
     def attach(self, seq: Sequence, tables: Tables, length: int = 0, owner: int | None = None) -> SeqPages:
-        """Give a slot and page tables; the pages' references are counted by the caller. It will have `length` tokens
-        soon. `owner` as in Resident, where it isn't the sequence itself."""
-        resident = SeqPages(self.allocate_slot(tables, length), tables, seq.id if owner is None else owner)
-        resident.images = seq.images
-        self.seq_pages[seq.id] = resident
+        """Give a sequence, which will soon have `length` tokens, a slot and page tables.
+
+        The caller counts the pages' references. `owner` is as in SeqPages; the default is the sequence itself."""
+        slot = self.allocate_slot(tables, length)
+        seq_pages = SeqPages(slot, tables, seq.id if owner is None else owner, seq.images)
+        self.seq_pages[seq.id] = seq_pages
         for g, pages in enumerate(tables):
             if pages:
-                self.page_ops.append(TableWrite(resident.slot, g, 0, tuple(pages)))
-        return resident
+                self.page_ops.append(TableWrite(seq_pages.slot, g, 0, tuple(pages)))
+        return seq_pages
 
     def grow(self, seq: Sequence, length: int) -> bool:
-        resident = self.seq_pages[seq.id]
-        if length <= resident.capacity and not resident.needs_cow_check:
-            if length > resident.requested_tokens:
-                resident.requested_tokens = length
+        seq_pages = self.seq_pages[seq.id]
+        if length <= seq_pages.capacity and not seq_pages.needs_cow_check:
+            if length > seq_pages.requested_tokens:
+                seq_pages.requested_tokens = length
             return True
-        return self._grow_tables(seq, resident, length, seq.planned)
+        return self._grow_tables(seq, seq_pages, length, seq.planned)
 
     def _grow_tables(self, seq: Sequence, seq_pages: SeqPages, length: int, start: int, reserved: bool = False) -> bool:
-        """What computing tokens [start, length) reads or writes is there, and what it writes is private; or no change
-        at all. `reserved`: pages for this and more were reserved before."""
+        """Allocate the pages that computing tokens [start, length) needs, and copy the shared pages that it writes.
+
+        Return False, without any change, if there is no room. `reserved`: the caller has reserved at least these
+        pages."""
         tables = seq_pages.tables
         if length > start:
             copies = self._find_shared_writes(seq, seq_pages, start, length) if seq_pages.needs_cow_check else []
-            more = [policy.reads(seq, start, length).stop - len(table) for policy, table in zip(self.policies, tables)]
-            if copies or max(more) > 0:
-                needs = [count if count > 0 else 0 for count in more]
+            new_counts = [
+                policy.reads(seq, start, length).stop - len(table) for policy, table in zip(self.policies, tables)
+            ]
+            if copies or max(new_counts) > 0:
+                needs = [count if count > 0 else 0 for count in new_counts]
                 for g, _ in copies:
                     needs[g] += 1
-                held = None
+                found_pages = None
                 if not reserved and seq.images:
-                    held = self.encoder_cache.reserve(seq, tables, needs)
-                    if held is None:
+                    found_pages = self.encoder_cache.reserve(seq, tables, needs)
+                    if found_pages is None:
                         return False
                 elif not reserved and not self.page_pool.reserve(needs):
                     return False
                 for g, at in copies:
                     self._copy_on_write(seq_pages, g, at)
-                for g, count in enumerate(more):
+                for g, count in enumerate(new_counts):
                     if count > 0 and self.policies[g].media:
                         self.encoder_cache.extend_table(seq, seq_pages, g, len(tables[g]) + count)
                     elif count > 0:
                         at, slot = len(tables[g]), seq_pages.slot
-                        fresh = tuple(self.allocate_pages(g, count, seq_pages.owner, slot, at))
-                        self.page_ops.append(TableWrite(slot, g, at, fresh))
-                        tables[g].extend(fresh)
-                if held:
-                    self.encoder_cache.decref_pages(held)
+                        new_pages = tuple(self.allocate_pages(g, count, seq_pages.owner, slot, at))
+                        self.page_ops.append(TableWrite(slot, g, at, new_pages))
+                        tables[g].extend(new_pages)
+                if found_pages:
+                    self.encoder_cache.decref_pages(found_pages)
                 seq_pages.capacity = self.capacity_of(seq, seq_pages)
             seq_pages.needs_cow_check = False
         seq_pages.capacity, seq_pages.requested_tokens = (
@@ -137,30 +143,30 @@ class PageTables:
         return True
 
     def _find_shared_writes(self, seq: Sequence, seq_pages: SeqPages, start: int, length: int) -> list[tuple[int, int]]:
-        """The pages, as (group, logical page), that will be written and that others name too."""
-        found = []
+        """Return the shared pages, as (group, logical page), that will be written."""
+        shared = []
         for g, (policy, table) in enumerate(zip(self.policies, seq_pages.tables)):
             writes = policy.writes(seq, start, length)
-            there = range(writes.start, min(writes.stop, len(table)))
-            found += [(g, i) for i in there if self.page_pool.is_shared(g, table[i])]
-        return found
+            existing = range(writes.start, min(writes.stop, len(table)))
+            shared += [(g, i) for i in existing if self.page_pool.is_shared(g, table[i])]
+        return shared
 
     def capacity_of(self, seq: Sequence, seq_pages: SeqPages) -> int:
-        """Tokens that can be computed in these pages."""
+        """Return the number of tokens that can be computed in these pages."""
         room = FAR
-        for policy, table, gone, growing in zip(
+        for policy, table, pruned, grows in zip(
             self.policies, seq_pages.tables, seq_pages.pruned_tokens, self.grows_with_length
         ):
-            if growing or len(table) < policy.reads(seq, FAR, FAR + 1).stop:
-                room = min(room, policy.room(seq, len(table)) + gone)
+            if grows or len(table) < policy.reads(seq, FAR, FAR + 1).stop:
+                room = min(room, policy.room(seq, len(table)) + pruned)
         return room
 
     def allocate_slot(self, tables: Tables, length: int) -> int:
-        """A free slot, for a sequence with these tables that will have `length` tokens soon."""
+        """Return a free slot for a sequence with these tables, which will soon have `length` tokens."""
         return self.free_slots.pop()
 
     def allocate_pages(self, group: int, count: int, owner: int, slot: int = 0, at: int = 0) -> list[int]:
-        """Pages of its own for logical pages `at`, `at` + 1, ... of a slot (0: of one that isn't known yet)."""
+        """Return private pages for logical pages `at`, `at` + 1, ... of a slot; 0: the slot is not known yet."""
         pages = self.choose_pages(group, count, owner, slot, at)
         if self.encoder_cache.image_policies:
             self.encoder_cache.drop_incomplete()
@@ -169,7 +175,7 @@ class PageTables:
         return pages
 
     def choose_pages(self, group: int, count: int, owner: int, slot: int, at: int) -> list[int]:
-        """Which pages these are. The caller has reserved them."""
+        """Return the pages for `allocate_pages`, which the caller has reserved."""
         return self.page_pool.allocate(group, count, owner)
 
     def _copy_on_write(self, seq_pages: SeqPages, group: int, at: int) -> None:
@@ -180,7 +186,7 @@ class PageTables:
         self.page_ops.append(PageCopy(group, old, new))
         self.page_ops.append(TableWrite(seq_pages.slot, group, at, (new,)))
         seq_pages.tables[group][at] = new
-        self.page_pool.decref(group, (old,))  # others keep it
+        self.page_pool.decref(group, (old,))
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         assert parent.not_in_flight, f"sequence {parent.id} is forked while in flight"
@@ -192,21 +198,13 @@ class PageTables:
             pages = table[: policy.reads(parent, computed, computed).stop]
             self.page_pool.incref_used(g, pages)
             tables.append(pages)
-        resident = self.attach(child, tables, owner=source.owner)
-        resident.published_tokens, resident.requested_tokens, resident.drops_at = (
-            source.published_tokens,
-            computed,
-            source.drops_at,
-        )
-        resident.prefix_ends, resident.pruned_tokens, resident.is_stale = (
-            source.prefix_ends,
-            list(source.pruned_tokens),
-            source.is_stale,
-        )
+        seq_pages = self.attach(child, tables, owner=source.owner)
+        seq_pages.copy_progress(source)
+        seq_pages.requested_tokens = computed
         if source.pending_encodings:
-            self.encoder_cache.copy_waits(resident, source)
-        resident.capacity = min(source.capacity, self.capacity_of(child, resident))
-        source.needs_cow_check = resident.needs_cow_check = True
+            self.encoder_cache.copy_waits(seq_pages, source)
+        seq_pages.capacity = min(source.capacity, self.capacity_of(child, seq_pages))
+        source.needs_cow_check = seq_pages.needs_cow_check = True
         return True
 
     def free(self, seq: Sequence) -> None:
@@ -221,26 +219,28 @@ class PageTables:
         self.page_pool.decref_tables(tables)
         self.page_pool.remove_owner(seq_pages.owner)
         self.free_slots.append(seq_pages.slot)
-        self.page_pool.releases += 1
+        self.page_pool.count_release()
 
     def _tables_to_release(self, seq_pages: SeqPages) -> Tables:
-        """The pages that a sequence in memory has a part in as it leaves."""
+        """Return the tables to release when a sequence leaves memory."""
         return seq_pages.tables
 
     def _drop_unneeded(self, seq: Sequence, seq_pages: SeqPages) -> None:
-        """Release the pages that no token to come can see, nor any of the last few (`drop_delay`)."""
+        """Release the pages that a window passed `drop_delay` tokens ago: no later token reads them.
+
+        Release also the pages that are free after a prompt was pruned, and those of images that were read."""
         seq_pages.drops_at = FAR
         for g, policy in self.dropping_policies:
-            table, held = seq_pages.tables[g], seq_pages.first_page[g]
+            table, old_first = seq_pages.tables[g], seq_pages.first_page[g]
             start = max(seq.computed - self.drop_delay[g], 0)
             first = min(policy.reads(seq, start, start + 1).start, len(table))
-            if first > held:
-                gone = table[held:first]
-                table[held:first] = [SCRATCH] * len(gone)
-                self.page_ops.append(TableWrite(seq_pages.slot, g, held, (SCRATCH,) * len(gone)))
+            if first > old_first:
+                dropped = table[old_first:first]
+                table[old_first:first] = [SCRATCH] * len(dropped)
+                self.page_ops.append(TableWrite(seq_pages.slot, g, old_first, (SCRATCH,) * len(dropped)))
                 seq_pages.first_page[g] = first
-                self.page_pool.decref(g, gone)
-                self._after_drop(seq, seq_pages, g, gone)
+                self.page_pool.decref(g, dropped)
+                self._after_drop(seq, seq_pages, g, dropped)
             if policy.shrinks and seq.computed >= seq.prompt_len:
                 seq_pages.pruned_tokens[g] = policy.gone(seq)
                 stop = policy.reads(seq, seq.prompt_len, seq_pages.requested_tokens).stop
@@ -248,15 +248,14 @@ class PageTables:
                 del table[stop:]
             seq_pages.drops_at = min(seq_pages.drops_at, self._next_drop(g, seq, first))
         if self.prunes_prompt:
-            seq_pages.capacity = max(
-                self.capacity_of(seq, seq_pages), seq_pages.requested_tokens
-            )  # steps in flight may be behind a prompt
+            # A step in flight may already follow the prompt.
+            seq_pages.capacity = max(self.capacity_of(seq, seq_pages), seq_pages.requested_tokens)
 
     def _after_drop(self, seq: Sequence, seq_pages: SeqPages, group: int, pages: list[int]) -> None:
-        """These pages, the last before the first one held, were dropped."""
+        """Handle the drop of these pages, the last ones before the first page still held."""
 
     def _next_drop(self, group: int, seq: Sequence, first: int) -> int:
-        """Computed tokens from which on a group needs page `first` no more; no later than that is a page full."""
+        """Return the number of computed tokens at which a group stops needing page `first`, or an earlier number."""
         policy, back = self.policies[group], self.drop_delay[group]
         if policy.shrinks and seq.computed < seq.prompt_len:
             return seq.prompt_len
@@ -266,7 +265,7 @@ class PageTables:
             return FAR
         start = max(seq.computed + 1 - back, 0)
         ends = range(start, start + policy.group.run_tokens)
-        if policy.reads(seq, ends.stop - 2, ends.stop - 1).start <= first:  # so it is where pages are left one by one
+        if policy.reads(seq, ends.stop - 2, ends.stop - 1).start <= first:  # the usual case: one page at a time
             return ends.stop - 1 + back
         return start + bisect(ends, False, key=lambda end: policy.reads(seq, end, end + 1).start > first) + back
 
@@ -274,7 +273,7 @@ class PageTables:
         return self.seq_pages[seq.id].slot
 
     def all_seq_pages(self) -> Iterable[SeqPages]:
-        """Of sequences in memory, and of those that were swapped out."""
+        """Return the pages of all sequences, those that are swapped out included."""
         return self.seq_pages.values()
 
     def count_held(self, seqs: Seq[Sequence]) -> tuple[int, int]:
@@ -288,15 +287,15 @@ class PageTables:
         return size, tokens
 
     def count_table_refs(self) -> list[dict[int, int]]:
-        """How many tables of resident sequences name each page, a group. Asserts what must hold of the tables."""
+        """Return for each group the number of tables that name each page. Assert the invariants of the tables."""
         counts: list[dict[int, int]] = [{} for _ in self.groups]
         slots = set(self.free_slots)
-        for resident in self.seq_pages.values():
-            assert resident.slot not in slots, f"slot {resident.slot} is used twice"
-            slots.add(resident.slot)
-            assert resident.capacity >= resident.requested_tokens, "the tables are shorter than their sequence"
-            for g, table in enumerate(resident.tables):
-                first = resident.first_page[g]
+        for seq_pages in self.seq_pages.values():
+            assert seq_pages.slot not in slots, f"slot {seq_pages.slot} is used twice"
+            slots.add(seq_pages.slot)
+            assert seq_pages.capacity >= seq_pages.requested_tokens, "the tables are shorter than their sequence"
+            for g, table in enumerate(seq_pages.tables):
+                first = seq_pages.first_page[g]
                 assert not any(table[:first]), "a dropped page is still held"
                 assert all(table[first:]), "a live page is missing"
                 assert len(table) <= self.groups[g].table_width, "a table is wider than the runner's"
@@ -311,11 +310,12 @@ def build_page_pool(
     make_empty_pages: Callable[[Iterable[int]], EmptyPages] = list, *, balanced: bool = True,
     aligned_pages: int = ALIGNED_PAGES,
 ) -> PagePool | TwoLevelPagePool:  # fmt: skip
-    """The ledger of a memory's pages, whose ids are those, a range a group; of two levels where there are large pages.
-    `order`, `make_empty_pages`, `balanced` and `aligned_pages` as in Ledger."""
-    spans = [group.run_tokens // group.run_pages or 1 for group in kv_config.groups]
+    """Make the pool of pages with these ids, one range for each group; a two-level pool if there are large pages.
+
+    `order`, `make_empty_pages`, `balanced` and `aligned_pages` are as in PagePool."""
+    page_tokens = [group.run_tokens // group.run_pages or 1 for group in kv_config.groups]
     if not kv_config.large_bytes:
-        return PagePool(ids, order, make_empty_pages, spans, balanced=balanced, aligned_pages=aligned_pages)
-    assert (balanced, aligned_pages > 0) == (True, True), "of two levels the pages of all groups have one order"
+        return PagePool(ids, order, make_empty_pages, page_tokens, balanced=balanced, aligned_pages=aligned_pages)
+    assert (balanced, aligned_pages > 0) == (True, True), "a two-level pool evicts in one order for all groups"
     ratios = [kv_config.large_bytes // group.page_bytes for group in kv_config.groups]
-    return TwoLevelPagePool(ratios, len(ids[0]) // ratios[0], association, spans)
+    return TwoLevelPagePool(ratios, len(ids[0]) // ratios[0], association, page_tokens)

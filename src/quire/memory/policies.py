@@ -1,10 +1,9 @@
-"""What a layer type keeps: one small object a group of layers (Jenga §5.2, "layer-specific caching rules").
+"""The policies of layer types: one small object for each group of layers (Jenga §5.2, "layer-specific caching rules").
 
-A policy says which pages a computation reads, which ones it writes, and which are worth keeping. All else follows from
-that, here and in the memory: what is allocated (what is read and isn't there), copied on write (what is written and
-shared), dropped (what the next token doesn't read), published and hit, and how much a sequence holds at once.
-Pages here are logical: page i of a group is the i-th of a sequence's table.
-"""
+A policy says which pages a computation reads, which it writes, and which are worth caching. All else follows from that,
+here and in the memory: what is allocated (read and missing), copied on write (written and shared), dropped (not read by
+the next token), published and hit, and how much a sequence holds at once. Pages here are logical: page i of a group is
+the i-th of a sequence's table."""
 
 from __future__ import annotations
 
@@ -18,100 +17,99 @@ from quire.protocol.images import ImageItem
 from quire.protocol.kv_cache_config import KVCacheGroup
 from quire.protocol.sequence import Sequence
 
-FAR = 2**40  # tokens: further than any sequence gets
+FAR = 2**40  # tokens: longer than any sequence
 
 
 class FullPolicy:
-    """Full attention: every token sees all before it. Other layer types are subclasses that differ in what they say.
+    """Full attention: every token attends to all tokens before it. Other layer types are subclasses.
 
-    `seq` is the sequence; None stands for any, and then the answer is for one that needs the most.
-    """
+    `seq` is the sequence; None stands for any sequence, and the result is for one that needs the most."""
 
-    shrinks = False  # whether a prompt's pages change once more, and some go, when its last token is computed
-    media = False  # whether the pages are of a sequence's pictures, see MediaPolicy
+    shrinks = False  # True if the prompt is pruned, and its pages rewritten, when its last token is computed
+    media = False  # True if the pages hold the images of a sequence, see ImagePolicy
 
     def __init__(self, group: KVCacheGroup) -> None:
         self.group = group
 
     @property
     def unit(self) -> int:
-        """A prefix can end after a multiple of so many tokens: where a page ends. 0: what the pages hold doesn't depend
-        on the sequence's tokens, and they aren't found by them."""
+        """The tokens of a page: a prefix can end after a multiple of them. 0: the content of the pages does not depend
+        on the sequence's tokens, and they are not found by them."""
         return self.group.run_tokens
 
     @property
     def border(self) -> int:
-        """Behind a multiple of so many pages nothing before it is read: a prefix may end there, whatever of it is
-        there. 0: there is no such place."""
+        """After a multiple of this number of pages no earlier page is read, so a prefix may end there whatever is
+        cached of it. 0: there is no such place."""
         return 0
 
     def starts(self) -> range:
-        """Tokens from FAR on, one of which is such that a step that starts with it makes a sequence hold the most."""
+        """Return positions from FAR on; a step that starts at one of them makes a sequence hold the most pages."""
         return range(FAR, FAR + self.group.run_tokens)
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
-        """The pages that computing tokens [start, end) looks at, those that it changes among them. Later tokens never
-        read earlier pages again."""
+        """Return the pages that computing tokens [start, end) reads or writes. Later tokens read no earlier pages."""
         return range(self.group.num_pages(end))
 
     def writes(self, seq: Sequence | None, start: int, end: int) -> range:
-        """The pages that it changes: they must belong to this sequence alone."""
+        """Return the pages that computing tokens [start, end) writes: they must be private to the sequence."""
         return range(self.group.num_full_pages(start), self.group.num_pages(end))
 
     def gone(self, seq: Sequence) -> int:
-        """Tokens of its prompt that have no place any more once all of them are computed."""
+        """Return the number of prompt tokens that are removed when the whole prompt is computed."""
         return 0
 
     def room(self, seq: Sequence, pages: int) -> int:
-        """Tokens, of those that have a place, that can be computed in the first `pages` pages."""
+        """Return how many tokens, without the removed ones, can be computed in the first `pages` pages."""
         return self.group.tokens_in_pages(pages)
 
     def keeps(self, seq: Sequence, page: int) -> bool:
-        """Whether a page that is full is worth finding again."""
+        """Return True if a full page is worth caching."""
         return True
 
     def required(self, seq: Sequence | None, hit: int) -> range:
-        """The pages that must be there for a prefix of `hit` tokens to be used."""
+        """Return the pages that must be present to reuse a prefix of `hit` tokens."""
         reads = self.reads(seq, hit, hit + 1)
         stop = min(self.group.num_pages(hit), reads.stop)
         return range(min(reads.start, stop), stop)
 
     def needed(self, first: int, last: int) -> range:
-        """The pages that prefixes need which end at `first` or behind it, and at `last` at most."""
+        """Return the pages needed by the prefixes that end at `first` to `last` tokens."""
         return range(self.reads(None, first, first + 1).start, self.group.num_pages(last))
 
 
 class WindowPolicy(FullPolicy):
-    """Sliding-window attention: the token at p sees positions > p - window."""
+    """Sliding-window attention: the token at p attends to positions > p - window."""
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
-        assert self.group.window is not None, "a window has a length"
+        assert self.group.window is not None, "the group has no window"
         return range(self.group.num_full_pages(self.group.first_visible(start)), self.group.num_pages(end))
 
 
 class ChunkedPolicy(FullPolicy):
-    """Chunked-local attention: the token at p sees positions >= p - p % chunk. Behind a chunk's border nothing before
-    it is read again."""
+    """Chunked-local attention: the token at p attends to positions >= p - p % chunk, and to no earlier chunk."""
 
     @property
     def border(self) -> int:
-        assert self.group.chunk is not None, "a chunk has a length"
+        assert self.group.chunk is not None, "the group has no chunk"
         return self.group.num_full_pages(math.lcm(self.group.chunk, self.group.run_tokens))
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
-        assert self.group.chunk is not None, "a chunk has a length"
+        assert self.group.chunk is not None, "the group has no chunk"
         return range(self.group.num_full_pages(self.group.first_visible(start)), self.group.num_pages(end))
 
     def starts(self) -> range:
-        assert self.group.chunk is not None, "a chunk has a length"
-        first = self.group.first_visible(FAR) + self.group.chunk - 1  # a chunk's last token: all of the chunk is held
+        assert self.group.chunk is not None, "the group has no chunk"
+        first = self.group.first_visible(FAR) + self.group.chunk - 1  # a chunk's last token reads all of the chunk
         return range(first, first + self.group.chunk * self.group.run_tokens, self.group.chunk)
 
 
 class BudgetPolicy(FullPolicy):
-    """PyramidKV: all of a prompt is there while it is computed. The step that computes its last token leaves `budget`
-    tokens of it, one behind another in the first pages, and later tokens follow them: that a token is at p doesn't say
-    in which page it lies. What is kept depends on all of the prompt, so no part of it can be found again."""
+    """PyramidKV: the whole prompt is held while it is computed; then `budget` tokens of it stay.
+
+    The step that computes the last prompt token moves the tokens that stay to the first pages, and later tokens follow
+    them: a token's position does not determine its page. The choice depends on the whole prompt, so no part of it can
+    be reused."""
 
     shrinks = True
 
@@ -120,7 +118,7 @@ class BudgetPolicy(FullPolicy):
         return 0
 
     def gone(self, seq: Sequence) -> int:
-        assert self.group.budget is not None, "a budget has a number"
+        assert self.group.budget is not None, "the group has no budget"
         return max(seq.prompt_len - self.group.budget, 0)
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
@@ -139,11 +137,11 @@ class BudgetPolicy(FullPolicy):
 
 
 class UniformPolicy(FullPolicy):
-    """Layers with unlike budgets in the same pages, all of which stay to the end (PagedAttention): in layers of the
-    least budget later tokens lie closest to the front."""
+    """Layers with different budgets in the same pages, all of which stay to the end (PagedAttention). Later tokens lie
+    nearest to the front in the layers with the least budget."""
 
     def writes(self, seq: Sequence | None, start: int, end: int) -> range:
-        assert self.group.budget is not None, "a budget has a number"
+        assert self.group.budget is not None, "the group has no budget"
         gone = 0 if seq is None or end < seq.prompt_len else max(seq.prompt_len - self.group.budget, 0)
         if seq is not None and gone and start < seq.prompt_len:
             return self.reads(seq, start, end)
@@ -151,7 +149,7 @@ class UniformPolicy(FullPolicy):
 
 
 class ImageSpan(NamedTuple):
-    """A picture, and its pages in a table: from the first one up to `stop`."""
+    """An image, and its pages [first, stop) in a table."""
 
     image: ImageItem
     first: int
@@ -159,9 +157,11 @@ class ImageSpan(NamedTuple):
 
 
 class ImagePolicy(FullPolicy):
-    """Rows that the pictures of a sequence are encoded to: pages of each picture's own, one picture's behind another's.
-    They come all at once when a token needs one, found by the picture's key or encoded, and no token changes them. No
-    prefix requires them: a picture that isn't found costs an encoder run. Of any sequence (None) there is none."""
+    """Embeddings of a sequence's images, in pages of their own, one image after another.
+
+    All pages of an image are added when a token needs it, found by the image's key or encoded, and no token changes
+    them. No prefix requires them: an image that is not found costs an encoder run. For any sequence (None) there are no
+    images."""
 
     media = True
 
@@ -170,15 +170,15 @@ class ImagePolicy(FullPolicy):
         return 0
 
     def image_spans(self, seq: Sequence) -> Iterator[ImageSpan]:
-        """Where the pages of its pictures are."""
+        """Iterate over the images of a sequence, with the pages of each."""
         first = 0
-        for medium in seq.images:
-            stop = first + self.group.num_pages(medium.num_embeds)
-            yield ImageSpan(medium, first, stop)
+        for image in seq.images:
+            stop = first + self.group.num_pages(image.num_embeds)
+            yield ImageSpan(image, first, stop)
             first = stop
 
     def first_needed_page(self, spans: list[ImageSpan], start: int) -> int:
-        """The first page that a token from `start` on needs, of pictures some of which begin behind it."""
+        """Return the first page that a token from `start` on needs; some images may begin after `start`."""
         raise NotImplementedError
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
@@ -191,7 +191,7 @@ class ImagePolicy(FullPolicy):
         return range(0)
 
     def required(self, seq: Sequence | None, hit: int) -> range:
-        """None. It begins where the picture does whose pages are needed next: all of these will be looked for."""
+        """Return an empty range at the first page of the image that is needed next, which is looked up as a whole."""
         if seq is None or not seq.images:
             return range(0)
         begin = self.reads(seq, hit, hit + 1).start
@@ -203,40 +203,40 @@ class ImagePolicy(FullPolicy):
         return next((m.start for m, _, stop in spans if stop > pages and m.start >= seq.planned), FAR)
 
     def next_drop(self, seq: Sequence) -> int:
-        """Computed tokens from which on fewer pages are needed than now."""
+        """Return the number of computed tokens at which fewer pages are needed than now."""
         raise NotImplementedError
 
 
 class CrossPolicy(ImagePolicy):
-    """Cross attention: a token sees the latest picture that begins before it or with it, and no other one."""
+    """Cross attention: a token attends to the last image that begins at or before it, and to no other."""
 
     def first_needed_page(self, spans: list[ImageSpan], start: int) -> int:
         return next((span.first for span in reversed(spans) if span.image.start <= start), 0)
 
     def next_drop(self, seq: Sequence) -> int:
-        return next((medium.start for medium in seq.images if medium.start > seq.computed), FAR)
+        return next((image.start for image in seq.images if image.start > seq.computed), FAR)
 
 
 class VisionPolicy(ImagePolicy):
-    """Rows that take the places of a picture's tokens: each is read once, when its token is computed."""
+    """Embeddings that replace the tokens of an image: each is read once, when its token is computed."""
 
     def first_needed_page(self, spans: list[ImageSpan], start: int) -> int:
-        for medium, first, _ in spans:
-            if medium.end > start:
-                return first + self.group.num_full_pages(max(start - medium.start, 0))
+        for image, first, _ in spans:
+            if image.end > start:
+                return first + self.group.num_full_pages(max(start - image.start, 0))
         return spans[-1].stop
 
     def next_drop(self, seq: Sequence) -> int:
-        medium = next((medium for medium in seq.images if medium.end > seq.computed), None)
-        if medium is None:
+        image = next((image for image in seq.images if image.end > seq.computed), None)
+        if image is None:
             return FAR
-        full = self.group.num_full_pages(max(seq.computed - medium.start, 0)) + 1
-        return min(medium.end, medium.start + full * self.group.run_tokens)
+        full = self.group.num_full_pages(max(seq.computed - image.start, 0)) + 1
+        return min(image.end, image.start + full * self.group.run_tokens)
 
 
 class InlineImagePolicy(FullPolicy):
-    """Full attention whose pages hold, until they are written, the rows of a picture: each those of the page before it
-    (Jenga §6.2). So while a picture is computed a page behind its last token's is there."""
+    """Full attention whose pages hold, until their keys and values are written, the embeddings of an image, each page
+    those of the page before it (Jenga §6.2). So while an image is computed a page after its last token's is held."""
 
     def _last_page(self, image: ImageItem) -> int:
         return (image.end - 1) // self.group.run_tokens + 1
@@ -245,8 +245,8 @@ class InlineImagePolicy(FullPolicy):
         pages = super().reads(seq, start, end)
         if seq is None or not seq.images:
             return pages
-        behind = [self._last_page(m) + 1 for m in seq.images if m.start < end and m.end > start]
-        return range(pages.start, max(pages.stop, *behind) if behind else pages.stop)
+        last_pages = [self._last_page(m) + 1 for m in seq.images if m.start < end and m.end > start]
+        return range(pages.start, max(pages.stop, *last_pages) if last_pages else pages.stop)
 
     def room(self, seq: Sequence, pages: int) -> int:
         short = (m.start for m in seq.images if m.end > seq.planned and self._last_page(m) >= pages)
@@ -254,15 +254,17 @@ class InlineImagePolicy(FullPolicy):
 
 
 class StatePolicy(FullPolicy):
-    """A running state, after the latest token of each run. Computing goes on from that of the token before, and leaves
-    one in the page of each run that it passes through: where a run is full its page is a checkpoint, at which a prefix
-    can end and computing start again (Jenga §5.3). The page of the latest token changes with every token."""
+    """A running state: a page holds the state after the last computed token of its `page_tokens` tokens.
+
+    Computation continues from the state of the previous token, and leaves a state in each page that it passes. A full
+    page is a checkpoint: a prefix can end there, and computation restart (Jenga §5.3). The page of the latest token
+    changes with every token."""
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
         return range(self.group.num_full_pages(max(start - 1, 0)), self.group.num_pages(end))
 
     def starts(self) -> range:
-        first = -(-FAR // self.group.run_tokens) * self.group.run_tokens  # it goes on from the page before
+        first = -(-FAR // self.group.run_tokens) * self.group.run_tokens  # it reads the page before too
         return range(first, first + 1)
 
     def needed(self, first: int, last: int) -> range:
@@ -275,14 +277,14 @@ POLICIES: Policies = {
     "full": FullPolicy, "window": WindowPolicy, "chunked": ChunkedPolicy, "budget": BudgetPolicy,
     "uniform": UniformPolicy, "state": StatePolicy, "cross": CrossPolicy, "vision": VisionPolicy,
 }  # fmt: skip
-"""By the kind of a group."""
+"""The policies by the kind of a group."""
 ENTRY_POINT_GROUP = "quire.policies"
-"""The group of entry points by which an installed package offers a policy, under the name of its kind."""
+"""The group of entry points by which an installed package provides a policy; its name is the kind."""
 
 
 def policies_for(kinds: Iterable[str]) -> Policies:
-    """Policies for groups of these kinds: ours, and of others those that installed packages offer. StartupError for a
-    kind that nobody has a policy for."""
+    """Return the policies for groups of these kinds: the built-in ones, and those of installed packages. StartupError
+    for a kind without a policy."""
     missing = set(kinds) - set(POLICIES)
     offered = {found.name: found for found in entry_points(group=ENTRY_POINT_GROUP)} if missing else {}
     for kind in sorted(missing - set(offered)):
@@ -294,19 +296,20 @@ def policies_for(kinds: Iterable[str]) -> Policies:
 
 
 def drops_pages(policy: LayerPolicy) -> bool:
-    """Whether pages are dropped before the sequence's end."""
+    """Return True if pages are dropped before the sequence's end."""
     return policy.shrinks or policy.reads(None, FAR, FAR + 1).start > 0
 
 
 def grows_with_length(policy: LayerPolicy) -> bool:
-    """Whether a sequence needs more pages of the group as it gets longer, however long it is."""
+    """Return True if a sequence needs more pages as it grows, without a bound."""
     return policy.reads(None, 2 * FAR, 2 * FAR + 1).stop > policy.reads(None, FAR, FAR + 1).stop
 
 
 def max_pages_at_once(policy: LayerPolicy, max_step_tokens: int, drop_delay: int = 0) -> int:
-    """The most pages that a sequence holds, however long it is, when it grows by up to `max_step_tokens` tokens a step
-    and a step may be planned before the one before it is confirmed, and pages are held `drop_delay` tokens longer than
-    they are read."""
+    """Return the most pages that a sequence of any length holds.
+
+    It grows by up to `max_step_tokens` tokens in a step, a step may be planned before the previous one is confirmed,
+    and pages are held `drop_delay` tokens longer than they are read."""
     if not drops_pages(policy):
         return FAR
     return max(
@@ -317,8 +320,8 @@ def max_pages_at_once(policy: LayerPolicy, max_step_tokens: int, drop_delay: int
 
 
 def find_contradictions(policy: LayerPolicy, max_step_tokens: int, max_pages: int) -> Iterator[str]:
-    """What a policy says that can't be, of steps of one token and of `max_step_tokens` at places all along a table.
-    `max_pages` as `max_pages_at_once` says."""
+    """Yield the contradictions in a policy, for steps of one and of `max_step_tokens` tokens all along a table.
+    `max_pages` is the result of `max_pages_at_once`."""
     group = policy.group
     longest = group.tokens_in_pages(group.table_width)
     spread = [int(64 * 1.2**i) + 1 for i in range(80)]
@@ -333,13 +336,15 @@ def find_contradictions(policy: LayerPolicy, max_step_tokens: int, max_pages: in
                 yield f"writes {_format_range(writes)} for {step}, and reads {_format_range(reads)}"
             if needs and not (first.start <= needs.start and needs.stop <= min(first.stop, group.num_pages(start))):
                 read = _format_range(first)
-                yield f"requires {_format_range(needs)} of a prefix of {start} tokens, and reads {read} behind it"
+                yield f"requires {_format_range(needs)} of a prefix of {start} tokens, and reads {read} after it"
             if later.start < reads.start:
-                yield f"reads {_format_range(later)} after {step}, and of these {_format_range(reads)} alone were left"
+                yield f"reads {_format_range(later)} after {step}, when only {_format_range(reads)} are held"
             if later.stop - first.start > max_pages:
                 yield f"holds {later.stop - first.start} pages in {step}, and {max_pages} are the most by its `starts`"
-        if policy.border and (behind := policy.required(None, group.tokens_in_pages(policy.border * (start + 1)))):
-            yield f"requires {_format_range(behind)} behind {start + 1} times its border of {policy.border} pages"
+        if policy.border and (
+            after_border := policy.required(None, group.tokens_in_pages(policy.border * (start + 1)))
+        ):
+            yield f"requires {_format_range(after_border)} after {start + 1} times its border of {policy.border} pages"
 
 
 def _format_range(pages: range) -> str:
@@ -347,6 +352,5 @@ def _format_range(pages: range) -> str:
 
 
 def peak_pages(policy: LayerPolicy, length: int, max_pages: int, seq: Sequence | None = None) -> int:
-    """The most pages held at once by a sequence that grows to `length` tokens; `max_pages` as `max_pages_at_once` "
-    "says."""
+    """Return the most pages held at once by a sequence that grows to `length` tokens; see `max_pages_at_once`."""
     return min(policy.reads(seq, 0, length).stop, max_pages)

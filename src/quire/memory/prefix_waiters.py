@@ -1,6 +1,8 @@
-"""Branches of one request that come back together where pages are dropped as a sequence computes. What they have in
-common is computed by one of them. It never holds all of it at once, so each of the others gets what it needs of it when
-that one comes by: before it drops any of these pages, or when the other one's turn is, whichever is first."""
+"""Branches of one request that are admitted together where pages are dropped while a sequence computes.
+
+One of them, the leader, computes their common prefix. It never holds all of the prefix at once, so each other branch, a
+waiter, takes the pages that it needs when the leader has computed them: before the leader drops one, or when the waiter
+is scheduled, whichever is first."""
 
 from __future__ import annotations
 
@@ -11,57 +13,57 @@ from quire.protocol.step_plan import TableWrite
 
 
 class PrefixWaiters:
-    """The sequences in memory that have no pages yet."""
+    """The sequences in memory that have a slot and no pages yet."""
 
     def __init__(self, page_tables: PageTables) -> None:
         self.page_tables = page_tables
-        self.leaders: dict[int, tuple[Sequence, int]] = {}  # a follower, whom it follows, and for how many tokens
-        self.waiters: dict[int, list[Sequence]] = {}  # whom they follow, and its followers
+        self.leaders: dict[int, tuple[Sequence, int]] = {}  # waiter's id -> its leader, and their common tokens
+        self.waiters: dict[int, list[Sequence]] = {}  # leader's id -> its waiters
 
     def add(self, seq: Sequence, leader: Sequence, tokens: int) -> None:
-        """`seq` is in memory without pages; it will have the first `tokens` tokens, whole pages, of `leader`."""
+        """Let `seq`, which has no pages, wait for the first `tokens` tokens, whole pages, of `leader`."""
         self.leaders[seq.id] = leader, tokens
         self.waiters.setdefault(leader.id, []).append(seq)
 
     def serve_waiters(self, leader: Sequence, tokens: int) -> None:
-        """So many tokens of `leader` are there, and pages are about to be dropped."""
+        """Give pages to the waiters that need up to `tokens` tokens of `leader`, before it drops pages."""
         for seq in list(self.waiters.get(leader.id, ())):
             if self.leaders[seq.id][1] <= tokens:
                 self.attach_prefix(seq)
 
     def attach_prefix(self, seq: Sequence) -> None:
-        """The follower shares what it needs to go on after the tokens that it has in common; it follows no more."""
-        owner, tokens = self.leaders[seq.id]
+        """Let a waiter share the pages that it needs to continue after the common tokens. It waits no more."""
+        leader, tokens = self.leaders[seq.id]
         self._remove(seq)
-        tables, resident = self.page_tables, self.page_tables.seq_pages[seq.id]
-        for g, (policy, table) in enumerate(zip(tables.policies, tables.seq_pages[owner.id].tables)):
+        page_tables, seq_pages = self.page_tables, self.page_tables.seq_pages[seq.id]
+        for g, (policy, table) in enumerate(zip(page_tables.policies, page_tables.seq_pages[leader.id].tables)):
             need = policy.required(seq, tokens)
             pages = table[need.start : need.stop]
-            assert len(pages) == len(need), f"sequence {owner.id} hasn't come so far"
-            assert all(pages), f"sequence {owner.id} has dropped what sequence {seq.id} needs"
-            tables.page_pool.incref_used(g, pages)
-            resident.tables[g] = [SCRATCH] * need.start + pages
-            resident.first_page[g] = need.start
-            if resident.tables[g]:
-                tables.page_ops.append(TableWrite(resident.slot, g, 0, tuple(resident.tables[g])))
-        resident.published_tokens = resident.requested_tokens = tokens
-        resident.capacity = tables.capacity_of(seq, resident)
+            assert len(pages) == len(need), f"sequence {leader.id} has too few pages"
+            assert all(pages), f"sequence {leader.id} has dropped what sequence {seq.id} needs"
+            page_tables.page_pool.incref_used(g, pages)
+            seq_pages.tables[g] = [SCRATCH] * need.start + pages
+            seq_pages.first_page[g] = need.start
+            if seq_pages.tables[g]:
+                page_tables.page_ops.append(TableWrite(seq_pages.slot, g, 0, tuple(seq_pages.tables[g])))
+        seq_pages.published_tokens = seq_pages.requested_tokens = tokens
+        seq_pages.capacity = page_tables.capacity_of(seq, seq_pages)
 
     def remove(self, seq: Sequence) -> None:
-        """A sequence leaves memory. Who follows it gets what there is of it, or has left or will leave with it."""
+        """Remove a sequence that leaves memory, and give its waiters the pages that it has. Others leave with it."""
         if seq.id in self.leaders:
             self._remove(seq)
         if seq.id in self.waiters:
             self.serve_waiters(seq, seq.computed)
 
     def _remove(self, seq: Sequence) -> None:
-        owner, _ = self.leaders.pop(seq.id)
-        self.waiters[owner.id].remove(seq)
-        if not self.waiters[owner.id]:
-            del self.waiters[owner.id]
+        leader, _ = self.leaders.pop(seq.id)
+        self.waiters[leader.id].remove(seq)
+        if not self.waiters[leader.id]:
+            del self.waiters[leader.id]
 
     def check(self) -> None:
-        """Assert that who follows is in memory without pages."""
-        for id, (owner, _) in self.leaders.items():
-            assert not any(self.page_tables.seq_pages[id].tables), "a follower has pages"
-            assert id in [seq.id for seq in self.waiters[owner.id]], "a follower is forgotten"
+        """Assert that every waiter is in memory without pages, and is listed with its leader."""
+        for id, (leader, _) in self.leaders.items():
+            assert not any(self.page_tables.seq_pages[id].tables), "a waiter has pages"
+            assert id in [seq.id for seq in self.waiters[leader.id]], "a waiter is not listed with its leader"

@@ -1,4 +1,4 @@
-"""What layers demand of the settings of a memory that isn't only for tokens: where it can't be, the start says why."""
+"""Check the settings of a memory against the layers of a model: running states, 8-bit keys and values, images."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from quire.protocol.model_spec import ModelSpec
 
 
 def check_states(config: EngineConfig, spec: ModelSpec) -> None:
-    """StartupError where the settings are none for layers that keep a running state, or no access takes one."""
+    """Raise StartupError if the settings do not fit layers with a running state, or a state is not aligned."""
     for part in (part for i in spec.state_layers for part in spec.layers[i].state_tensors):
         if min(part.shape, default=0) < 1 or math.prod(part.shape) * part.itemsize % PAGE_ALIGNMENT:
             raise StartupError(
                 f"a layer's state {part.name[:40]!r} is {part.shape} numbers of {part.itemsize} bytes"[:200]
                 + f": no multiple of the {PAGE_ALIGNMENT} bytes that one access takes",
-                "Use a model whose states are",
+                f"Use a model whose states have a multiple of {PAGE_ALIGNMENT} bytes",
             )
     if config.memory not in PAGE_TABLE_MEMORIES:
         raise StartupError(
-            f"--memory is {config.memory}, and the model's layers keep a running state, which is none of any token's",
+            f"--memory is {config.memory}, and the model's layers keep a running state, which this memory cannot hold",
             "Use --memory paged, or uniform",
         )
     if config.memory == "uniform" and config.prefix_tokens:
         raise StartupError(
-            f"--prefix-tokens is {config.prefix_tokens}, and --memory is uniform, where a state is one sequence's for "
-            "good: none can be kept for others",
+            f"--prefix-tokens is {config.prefix_tokens}, and --memory is uniform, where a state belongs to one "
+            "sequence: none can be stored for a registered prefix",
             "Use --memory paged",
         )
     if config.page_sizes == "gcd" and len(spec.state_layers) < len(spec.kv_layers):
@@ -43,16 +43,17 @@ def check_states(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def check_int8_kv_cache(config: EngineConfig, spec: ModelSpec) -> None:
-    """StartupError where keys and values in 8 bits don't fit what is kept."""
+    """Raise StartupError if a model or memory cannot store keys and values in 8 bits."""
     beside = {
         "running states": bool(spec.state_layers),
-        "what it keeps of pictures": spec.vision is not None,
-        "layers that choose what they keep of a prompt by its keys": spec.min_budget > 0,
+        "image embeddings": spec.vision is not None,
+        "layers that prune the prompt by its keys": spec.min_budget > 0,
     }
-    found = next((what for what, there in beside.items() if there), None)
-    if found is not None:
+    reason = next((what for what, there in beside.items() if there), None)
+    if reason is not None:
         raise StartupError(
-            f"--kv-cache-dtype is int8, and the model has {found}, which isn't kept in 8 bits", "Leave it out"
+            f"--kv-cache-dtype is int8, and the model has {reason}, which can't be stored in 8 bits",
+            "Leave --kv-cache-dtype out",
         )
     if config.memory == "virtual":
         raise StartupError(
@@ -61,23 +62,26 @@ def check_int8_kv_cache(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def check_vision(config: EngineConfig, spec: ModelSpec, itemsize: int) -> None:
-    """StartupError where the settings are none for a model that sees pictures."""
-    assert spec.vision is not None, "the model has no eyes"
+    """Raise StartupError if the settings do not fit a model with image input."""
+    assert spec.vision is not None, "the model takes no images"
     if config.memory not in PAGE_TABLE_MEMORIES:
         raise StartupError(
-            f"--memory is {config.memory}, and the model sees pictures, which have no place in it",
+            f"--memory is {config.memory}, and the model takes images, which this memory cannot hold",
             "Use --memory paged, or uniform",
         )
     if spec.min_budget:
-        raise StartupError("the model sees pictures, and its layers keep a part of each prompt", "Use another model")
+        raise StartupError(
+            "the model takes images, and its layers prune the prompt, which is not supported together",
+            "Use another model",
+        )
     if config.page_sizes == "gcd":
         raise StartupError(
-            "--page-sizes is gcd, and what is kept of pictures has pages of a size of its own",
+            "--page-sizes is gcd, and image embeddings have pages of another size",
             "Use --page-sizes lcm, max or own",
         )
     if spec.vision.bidirectional_prompt and config.prefix_tokens:
         raise StartupError(
-            f"--prefix-tokens is {config.prefix_tokens}, and what the model keeps of a prompt depends on all of it",
+            f"--prefix-tokens is {config.prefix_tokens}, and the keys and values of a prompt depend on all of it",
             "Leave --prefix-tokens out",
         )
     row = spec.vision.embed_dim * itemsize
@@ -87,14 +91,14 @@ def check_vision(config: EngineConfig, spec: ModelSpec, itemsize: int) -> None:
     )
     if spec.images_replace_tokens and config.vision_cache == "inside" and row > most:
         raise StartupError(
-            f"--vision-cache is inside, and a row of a picture has {row:,} bytes: more than the {most:,} that layers "
-            "with full attention keep of a token",
+            f"--vision-cache is inside, and an image embedding has {row:,} bytes: more than the {most:,} that layers "
+            "with full attention store for a token",
             "Use --vision-cache pages, or off",
         )
 
 
 def _full_attention_layer_sets(config: EngineConfig, spec: ModelSpec) -> list[list[int]]:
-    """The sets of layers that see all tokens and share page tables."""
+    """Return the sets of full-attention layers that share page tables."""
     if config.memory == "uniform":
         return [
             [i for i in spec.kv_layers if not spec.layers[i].is_cross_attention and not spec.layers[i].state_tensors]

@@ -1,9 +1,9 @@
-"""The models: one file a family. Torch is imported only when a model's class is asked for."""
+"""The models: one file per family. Torch is imported only when a model's class is resolved."""
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quire.errors import StartupError, short_repr
 from quire.models.gemma_settings import GemmaSettings
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from quire.models.opt import OPT
     from quire.models.vision_language import VisionLanguageModel
 
-    Model = Llama | Gemma | OPT | GPT2 | Jamba | Mamba | Mllama | VisionLanguageModel
+    Model: TypeAlias = Llama | Gemma | OPT | GPT2 | Jamba | Mamba | Mllama | VisionLanguageModel
 
 Settings = (
     type[LlamaSettings] | type[GemmaSettings] | type[OPTSettings] | type[GPT2Settings]
     | type[JambaSettings] | type[MambaSettings] | type[MllamaSettings] | type[VisionLanguageSettings]
 )  # fmt: skip
 
-# The name in config.json -> the settings that read it, and the class as "module:name".
+# The architecture in config.json -> the settings class that reads it, and the model class as "module:name".
 ARCHITECTURES: dict[str, tuple[Settings, str]] = {
     "LlamaForCausalLM": (LlamaSettings, "llama:Llama"),
     "MistralForCausalLM": (LlamaSettings, "llama:Llama"),
@@ -58,24 +58,25 @@ ARCHITECTURES: dict[str, tuple[Settings, str]] = {
 
 
 def architecture_of(config: dict[str, Any]) -> str:
-    """The supported architecture that `config` names; StartupError if it names none."""
-    names = config.get("architectures")
+    """Return the architecture that `config` names. Raise StartupError if there is none or it is not supported."""
+    names: object = config.get("architectures")
     remedy = f"Supported architectures: {', '.join(ARCHITECTURES)}"
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise StartupError("config.json names no architecture", remedy)
-    if names[0] not in ARCHITECTURES:
-        raise StartupError(f"the architecture {short_repr(names[0])} is not supported", remedy)
-    return names[0]
+    name: str = names[0]
+    if name not in ARCHITECTURES:
+        raise StartupError(f"the architecture {short_repr(name)} is not supported", remedy)
+    return name
 
 
 def resolve_model_class(config: dict[str, Any]) -> type[Model]:
-    """The model's class. StartupError for an architecture that isn't supported."""
+    """Return the model class. Raise StartupError for an architecture that is not supported."""
     module, _, name = ARCHITECTURES[architecture_of(config)][1].partition(":")
-    found: type[Model] = getattr(import_module(f"quire.models.{module}"), name)
-    return found
+    model_class: type[Model] = getattr(import_module(f"quire.models.{module}"), name)
+    return model_class
 
 
 def read_spec(config: dict[str, Any], shard: Shard = UNSHARDED) -> ModelSpec:
-    """The same as resolve(config).spec(config), without torch; or what one rank's shard has, `vocab_size` and `hidden`
-    aside, which are the model's. StartupError for a model that can't be divided so."""
+    """Return resolve_model_class(config).spec(config) without importing torch; or that of one rank's shard, with the
+    whole model's `vocab_size` and `hidden`. Raise StartupError for a model that can't be divided so."""
     return ARCHITECTURES[architecture_of(config)][0].from_config(config).for_shard(shard).spec()

@@ -1,8 +1,7 @@
-"""How far back each layer of a Llama attends, and whose keys and values it reads: what a config.json may say beside
-transformers' keys of a Llama. `layer_types`, `sliding_window` and `attention_chunk_size` are those of other families
-there; `kv_sharing` is ours: for each layer null, or the number of the earlier layer whose keys and values it reads.
-
-No torch.
+"""Each layer's attention span in a Llama, and the layer whose keys and values it reads: keys of config.json beyond
+transformers' for Llama. `layer_types`, `sliding_window` and `attention_chunk_size` are transformers' keys of other
+families. `kv_sharing` is quire's: for each layer null, or the number of the earlier layer whose keys and values it
+reads. No torch.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ from quire.errors import StartupError, short_repr
 from quire.models.config_reader import ConfigReader
 
 LENGTH_KEYS = {"full_attention": "", "sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""The names of layer types, and the key of their length in tokens."""
+"""Layer type -> the key of its length in tokens."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Those of the families that have no chunks."""
+"""Layer types of the families without chunked attention."""
 
 
 class AttentionKind(NamedTuple):
-    """What one layer sees: the last `window` positions, or those of its `chunk`, or all; and whose it reads."""
+    """One layer attends to the last `window` positions, or to those of its `chunk`, or to all; it reads the keys and
+    values of `kv_sharing_layer` if that is given."""
 
     window: int | None = None
     chunk: int | None = None
@@ -27,7 +27,7 @@ class AttentionKind(NamedTuple):
 
 
 def read_attention_kinds(fields: ConfigReader, layers: int) -> tuple[AttentionKind, ...]:
-    """One for each layer. StartupError, with the value, for what can't be."""
+    """Return the kind of each layer. Raise StartupError for an invalid value."""
     fields.require_value("num_kv_shared_layers", 0)
     types = read_layer_types(fields, layers, tuple(LENGTH_KEYS)) or ("full_attention",) * layers
     used = {name: fields.get_int(key) for name, key in LENGTH_KEYS.items() if key and name in types}
@@ -48,7 +48,7 @@ def read_attention_kinds(fields: ConfigReader, layers: int) -> tuple[AttentionKi
 
 
 def read_layer_types(fields: ConfigReader, layers: int, known: tuple[str, ...] = LAYER_TYPES) -> tuple[str, ...] | None:
-    """A name for each of so many layers, known ones only; None if there are none."""
+    """Return `layer_types`, one of the `known` names for each of `layers`; None if config.json has none."""
     types = fields.config.get("layer_types")
     if types is None:
         return None
@@ -61,7 +61,7 @@ def read_layer_types(fields: ConfigReader, layers: int, known: tuple[str, ...] =
 
 
 def _check_kv_sharing(layer: int, owner: object, owners: list[object], kinds: list[AttentionKind]) -> None:
-    """Layer `layer` may read what `owner` keeps."""
+    """Raise StartupError unless `layer` may read the keys and values of layer `owner`."""
     if isinstance(owner, bool) or not isinstance(owner, int) or not 0 <= owner < layer:
         raise StartupError(
             f"kv_sharing says that layer {layer} shares with layer {short_repr(owner)}", "It must be an earlier layer"
@@ -74,8 +74,8 @@ def _check_kv_sharing(layer: int, owner: object, owners: list[object], kinds: li
         )
     if kinds[owner] != kinds[layer]:
         raise StartupError(
-            f"kv_sharing says that layer {layer} shares with layer {owner}, and they see {_describe(kinds[layer])} and "
-            f"{_describe(kinds[owner])}",
+            f"kv_sharing says that layer {layer} shares with layer {owner}, but they attend to "
+            f"{_describe(kinds[layer])} and {_describe(kinds[owner])}",
             "Layers that share must have one layer type",
         )
 

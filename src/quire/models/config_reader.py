@@ -1,4 +1,4 @@
-"""Checked reading of a config.json: every value has the type and range that the models rely on, or a StartupError."""
+"""Checked reading of a config.json: a value of a wrong type or range is a StartupError."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REQUIRED: Any = object()
 
 
 class ConfigReader:
-    """A config object and what to call it in errors. A null counts as absent wherever there is a default."""
+    """A config object, and its name in errors. A null counts as absent if there is a default."""
 
     def __init__(self, config: dict[str, Any], where: str = "config.json") -> None:
         self.config, self.source = config, where
@@ -28,7 +28,7 @@ class ConfigReader:
         return StartupError(f"{name} in {self.source} must be {kind}, got {short_repr(value)}")
 
     def get_int(self, name: str, default: Any = REQUIRED, maximum: int = MAX_SIZE, minimum: int = 1) -> Any:
-        """An integer, positive unless `minimum` says otherwise."""
+        """Return an integer from `minimum` to `maximum`."""
         kind = f"an integer from {minimum} to {maximum}"
         value = self._get(name, default, kind)
         if value is default:
@@ -38,7 +38,7 @@ class ConfigReader:
         return value
 
     def get_float(self, name: str, default: Any = REQUIRED) -> Any:
-        """A number above 0, up to MAX_NUMBER."""
+        """Return a number above 0, up to MAX_NUMBER."""
         kind = f"a number above 0, up to {MAX_NUMBER:g}"
         value = self._get(name, default, kind)
         if value is default:
@@ -48,14 +48,14 @@ class ConfigReader:
         return float(value)
 
     def get_floats(self, name: str) -> tuple[float, ...]:
-        """A list of numbers above 0, up to MAX_NUMBER."""
+        """Return a list of 1 to MAX_LIST_LENGTH numbers above 0, up to MAX_NUMBER."""
         kind = f"a list of 1 to {MAX_LIST_LENGTH} numbers above 0, up to {MAX_NUMBER:g}"
-        found = self._get(name, REQUIRED, kind)
-        if not isinstance(found, list) or not 1 <= len(found) <= MAX_LIST_LENGTH:
-            raise self._error(name, found, kind)
-        if not all(type(value) in (int, float) and 0 < value <= MAX_NUMBER for value in found):
-            raise self._error(name, found, kind)
-        return tuple(map(float, found))
+        values = self._get(name, REQUIRED, kind)
+        if not isinstance(values, list) or not 1 <= len(values) <= MAX_LIST_LENGTH:
+            raise self._error(name, values, kind)
+        if not all(type(value) in (int, float) and 0 < value <= MAX_NUMBER for value in values):
+            raise self._error(name, values, kind)
+        return tuple(map(float, values))
 
     def get_bool(self, name: str, default: bool) -> bool:
         value = self._get(name, default, "true or false")
@@ -70,14 +70,14 @@ class ConfigReader:
         return value
 
     def get_object(self, name: str) -> dict[str, Any]:
-        """An object; an empty one where it is absent."""
+        """Return an object, empty if it is absent."""
         value = self._get(name, {}, "an object")
         if not isinstance(value, dict):
             raise self._error(name, value, "an object")
         return value
 
     def get_token_ids(self, name: str) -> tuple[int, ...]:
-        """A token id, a list of them, or nothing."""
+        """Return the ids of a token id or a list of them; none if it is absent."""
         value = self._get(name, (), "")
         items = [value] if isinstance(value, int) else value
         if not isinstance(items, list | tuple):
@@ -88,7 +88,8 @@ class ConfigReader:
         return tuple(items)
 
     def require_value(self, name: str, allowed: Any) -> None:
-        """An option that quire implements for one value only, which is also the one meant when it is absent."""
+        """Raise StartupError unless the option is absent or has the `allowed` value, its default and the only one that
+        is implemented."""
         value = self.config.get(name)
         if value is not None and value != allowed:
             raise StartupError(f"{name}={short_repr(value)} in {self.source} is not supported", f"Only {allowed!r} is")

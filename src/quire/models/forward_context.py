@@ -1,5 +1,5 @@
-"""What a model is given beside its tokens: their positions, attention over the cache, and running states. The runner
-implements it."""
+"""The interface between a model and the runtime: positions, attention over the cache, recurrent states. The model
+runner implements it."""
 
 from __future__ import annotations
 
@@ -13,47 +13,50 @@ from quire.layers.rotary import RotaryEmbedding
 
 
 class ForwardContext(Protocol):
-    """One step's batch: T tokens, those of all its sequences one after another, without padding between them."""
+    """One step's batch: the T tokens of all its sequences, concatenated without padding."""
 
     positions: Tensor  # [T] int64, each token's position in its own sequence
 
     def attend(
-        self, layer: int, qkv: Tensor, rotary: RotaryEmbedding | None = None, norms: tuple[RMSNorm,
-        RMSNorm] | None = None,
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: RotaryEmbedding | None = None,
+        norms: tuple[RMSNorm, RMSNorm] | None = None,
         last: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """qkv [T, heads + 2 kv_heads, head_dim] holds each token's queries, keys and values. Queries and keys are
-        normalised a head if `norms` (theirs) are given, then rotated if `rotary` is; keys and values go to the cache of
-        `layer`; then each token attends to its own sequence up to itself, as the layer's LayerSpec says (window,
-        chunk, scale, softcap). A layer that shares another's keys and values gives queries alone, [T, heads, head_dim].
+    ) -> Tensor:
+        """Return the attention's output [T, heads, head_dim]; of the `last` layer, only that of the tokens that
+        `select_logits_rows` keeps.
 
-        -> [T, heads, head_dim], where the model says that this is its `last` attention only of the `select_logits_rows`
-        tokens. Rotation and writing are asked for here because a GPU does them in one launch.
+        qkv [T, heads + 2 kv_heads, head_dim] has each token's queries, keys and values; of a layer that reads another
+        layer's keys and values, queries alone, [T, heads, head_dim]. Queries and keys are normalised per head if their
+        `norms` are given, then rotated if `rotary` is. Keys and values are written to the cache of `layer`. Each token
+        attends to its own sequence up to itself, as the LayerSpec says (window, chunk, scale, softcap). Rotation and
+        writing are part of the call because a GPU does them in one launch.
         """
         ...
 
     def state(self, layer: int) -> tuple[StateCache, StatePlan]:
-        """The running states of `layer`, and which of them the step's rows read and write. A layer with states is asked
-        for every token of the step."""
+        """Return the recurrent states of `layer`, and the plan of those that the step reads and writes. A layer with
+        states advances them over every token of the step."""
         ...
 
     @property
     def image_mask(self) -> Tensor | None:
-        """[T, 1]: 1 for tokens that see a picture, by layers of their own, and 0 for others. None: all are 0."""
+        """[T, 1]: 1 for tokens that cross-attend to an image, 0 for others. None: all are 0."""
         ...
 
     def cross_attend(self, layer: int, q: Tensor) -> Tensor:
-        """q [T, heads, head_dim] -> the same: each token attends to the rows of the latest picture that stands before
-        it or in its place, neighbouring pictures counting as one. Zeros for tokens that see none. Asked only where
-        `image_mask` says that some do."""
+        """Return the cross-attention of q [T, heads, head_dim], of the same shape. Each token attends to the rows of
+        the latest image at or before its position; adjacent images count as one. Zeros for tokens without an image.
+        Called only if `image_mask` is not None."""
         ...
 
     def merge_image_embeddings(self, x: Tensor) -> Tensor:
-        """x [T, hidden], the tokens' embeddings -> the same, the rows of pictures in the places of those tokens that
-        stand for them. x may be used up."""
+        """Return the tokens' embeddings x [T, hidden] with the rows of images in place of their placeholder tokens.
+        x may be overwritten."""
         ...
 
     def select_logits_rows(self, x: Tensor) -> Tensor:
-        """The rows of x [T, hidden] that go on after the last attention: those of tokens whose logits will be asked
-        for. Nothing else of it is read by anybody."""
+        """Return the rows of x [T, hidden] whose logits are needed: only for these the model is run to its end."""
         ...

@@ -1,12 +1,13 @@
-"""Gemma-2 (Riviere et al., 2024): norms before and behind attention and MLP, bounded scores and logits, a window in
-every second layer; and the text of Gemma-3 (Kamath et al., 2025): normalised queries and keys instead of bounds, five
-layers with a window to each without, and a rotary embedding of their own for these.
+"""Gemma-2 (Riviere et al., 2024): norms before and after attention and MLP, soft caps on scores and logits, a sliding
+window in every second layer; and the text model of Gemma-3 (Kamath et al., 2025): normalised queries and keys instead
+of the cap on scores, five layers with a window to each without, and a separate rotary embedding for those with one.
 
-The model knows tokens and an Attending; it knows no batch, no cache, no sampling.
+The model works on tokens and a ForwardContext; batching, the cache and sampling are outside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,9 +18,10 @@ from quire.layers.embedding import Embedding
 from quire.layers.exchange import Exchange, gather_logits
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
+from quire.layers.module_list import module_list
 from quire.layers.norm import RMSNorm
 from quire.layers.pipeline import make_layers
-from quire.layers.prepare import prepare_layers
+from quire.layers.prepare import MappedWeights, prepare_layers
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.sharding import shard_columns, shard_vocab
 from quire.layers.softcap import Softcap
@@ -40,8 +42,8 @@ WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
 
 
 class GemmaDecoderLayer(nn.Module):
-    """x += behind(attention(norm(x))), then the same with the MLP, all of it in place. Each sum, and the norm that it
-    goes through, is left to the norm that follows: that reads all of x anyway."""
+    """x += post_norm(attention(norm(x))), then the same with the MLP, in place. Each sum with its post norm is left to
+    the norm that follows, which reads all of x anyway."""
 
     def __init__(
         self, settings: GemmaSettings, layer: int, dtype: torch.dtype, device: torch.device, shard: Shard
@@ -58,17 +60,17 @@ class GemmaDecoderLayer(nn.Module):
         self, x: Tensor, delta: Tensor | None, post_norm: RMSNorm | None, rotary: RotaryEmbedding, ctx: ForwardContext,
         last: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Up to the attention, itself included. `delta` and `post_norm` are what the block before leaves to be "
-        "added."""
+        """Run the layer up to the attention: return its output, before `out`. `delta` is the previous layer's residual,
+        `post_norm` the norm through which it is added."""
         return self.attention(self.attention_norm(x, delta, post_norm), rotary, ctx, last)
 
     def feed_forward(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Behind it: what is to be added to x next, through `post_mlp_norm`."""
+        """Run the rest of the layer: return the residual to be added to x through `post_mlp_norm`."""
         return self.mlp(self.mlp_norm(x, self.attention.out(attended), self.post_attention_norm))
 
 
 class Gemma(nn.Module):
-    """The model, its weights uninitialised: fill them (quire.weights), then `prepare`, then `forward`."""
+    """The model, with uninitialised weights: load them (quire.weights), call `prepare`, then `forward`."""
 
     weight_prefixes: ClassVar[tuple[str, ...]] = (
         "model.language_model.",
@@ -79,7 +81,7 @@ class Gemma(nn.Module):
 
     @staticmethod
     def spec(config: dict[str, Any]) -> ModelSpec:
-        """What a memory needs to know. StartupError for a config that isn't supported."""
+        """Return the ModelSpec of a config.json. Raise StartupError if it is not supported."""
         return GemmaSettings.from_config(config).spec()
 
     def __init__(
@@ -87,7 +89,7 @@ class Gemma(nn.Module):
     ) -> None:
         super().__init__()
         s = GemmaSettings.from_config(config)
-        s.for_shard(shard)  # refuses what can't be
+        s.for_shard(shard)  # raises StartupError if the model can't be divided so
         self.tied = s.tied
         self.exchange: Exchange | None = None
         self.vocab_shard = rows = shard_vocab(shard, s.vocab_size)
@@ -96,7 +98,7 @@ class Gemma(nn.Module):
         self.layers = make_layers(
             shard, len(s.windows), lambda layer: GemmaDecoderLayer(s, layer, dtype, device, shard)
         )
-        if not shard.is_first_stage:  # what the layer before this stage's leaves to be added goes through its norm
+        if not shard.is_first_stage:  # the previous stage's last residual is added here, through that layer's post norm
             before = self.layers[shard.layer_range(len(s.windows)).start - 1]
             before.post_mlp_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device, offset=True)
         self.norm = RMSNorm(s.hidden, s.norm_eps, dtype, device, offset=True)
@@ -104,57 +106,62 @@ class Gemma(nn.Module):
         self.head = Linear(s.hidden, rows, False, dtype, device, tied) if shard.has_lm_head(s.tied) else None
         self.softcap = None if s.final_softcap is None else Softcap(s.final_softcap, dtype, device)
         ropes = list(dict.fromkeys(s.ropes))
-        self.rotary = nn.ModuleList(RotaryEmbedding(rope, s.head_dim, s.max_len) for rope in ropes)
-        self.rotary_index = [ropes.index(rope) for rope in s.ropes]  # a layer's own of these
+        self.rotary = module_list(RotaryEmbedding(rope, s.head_dim, s.max_len) for rope in ropes)
+        self.rotary_index = [ropes.index(rope) for rope in s.ropes]  # each layer's index into `rotary`
 
     def forward(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
+        """Run tokens [T] int64: return hidden states [R, hidden] of those that `ctx` selects, after the final norm."""
         return self.finish(*self.embed(tokens, ctx), ctx)
 
     def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Up to the last attention, itself included: x [T, hidden], and what it gives."""
+        """Run the model up to the last attention: return x [T, hidden] and the attention's output."""
+        assert self.embed_tokens is not None, "only the first stage embeds"
         return self.run_layers(self.embed_tokens(tokens), ctx)
 
     def run_layers(self, x: Tensor, ctx: ForwardContext, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The same from embeddings on, which are used up; or from what the stage before gives, of this one's layers."""
-        behind = None
+        """As `embed`, from embeddings `x`, or from the previous stage's x and delta. x is overwritten."""
+        post_norm = None
         *layers, last = zip(self.layers, (self.rotary[which] for which in self.rotary_index), strict=True)
         for layer, rotary in layers:
-            delta = layer.feed_forward(x, layer.attend(x, delta, behind, rotary, ctx))
-            behind = layer.post_mlp_norm
+            delta = layer.feed_forward(x, layer.attend(x, delta, post_norm, rotary, ctx))
+            post_norm = layer.post_mlp_norm
         layer, rotary = last
-        return x, layer.attend(x, delta, behind, rotary, ctx, last=True)
+        return x, layer.attend(x, delta, post_norm, rotary, ctx, last=True)
 
     def finish(self, x: Tensor, attended: Tensor, ctx: ForwardContext) -> Tensor:
-        """`finish_selected`, of the context's wanted tokens."""
+        """Call `finish_selected` for the tokens that `ctx` selects."""
         return self.finish_selected(ctx.select_logits_rows(x), attended)
 
     def finish_selected(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""
+        """Run what follows the last attention, for the selected tokens: return hidden states [R, hidden]."""
         last = self.layers[-1]
         return self.norm(x, last.feed_forward(x, attended), last.post_mlp_norm)
 
     def logits(self, hidden: Tensor, local: bool = False) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `local` this rank's, [R, room]."""
+        """Return the logits [R, vocab_size] of hidden [R, hidden], in the model's dtype; if `local`, this rank's
+        columns, padding included."""
+        assert self.head is not None, "only the last stage has logits"
         logits = self.head(hidden)
         if self.softcap is not None:
             logits = self.softcap(logits)
         return gather_logits(logits, self.vocab_shard, None if local else self.exchange)
 
     def weight_sources(self) -> dict[str, WeightSource]:
-        """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
+        """Map parameter names to the checkpoint's tensors, without prefix. Call before `prepare`."""
         return expand_weight_names(self, WEIGHT_NAMES)
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may hold and that are not needed: those that read pictures
+        """Regular expressions of tensors that a checkpoint may hold and that are not loaded, Gemma-3's vision tower
         among them."""
-        pictures = r"(vision_tower|multi_modal_projector)\..*"
-        return (r"(.*\.)?rotary_emb\.inv_freq", pictures, *((r"lm_head\.weight",) if self.tied else ()))
+        vision = r"(vision_tower|multi_modal_projector)\..*"
+        return (r"(.*\.)?rotary_emb\.inv_freq", vision, *((r"lm_head\.weight",) if self.tied else ()))
 
-    def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
-        """After loading, once: choose kernels, pack weights, build the rotary tables for positions below `max_len`.
-        `deterministic`: see quire.layers.prepare."""
+    def prepare(
+        self, max_len: int | None = None, deterministic: bool = False, mapped_files: Sequence[MappedWeights] = ()
+    ) -> None:
+        """Choose kernels, pack weights, build the rotary tables for positions below `max_len`. Call once, after
+        loading. `deterministic`, `mapped_files`: see quire.layers.prepare."""
         for rotary in self.rotary:
             rotary.prepare(self.norm.weight.device, max_len)
-        prepare_layers(self, deterministic)
+        prepare_layers(self, deterministic, mapped_files)

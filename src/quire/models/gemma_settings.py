@@ -1,4 +1,4 @@
-"""What the config.json of a Gemma-2 or of the text of a Gemma-3 says. No torch. Defaults are transformers'."""
+"""Settings of Gemma-2 and of Gemma-3's text model. No torch. Defaults are transformers'."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXT_DEFAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaSettings:
-    """Gemma-2 and Gemma-3. `ropes` and `windows` have one entry a layer. `scale` multiplies products of queries and
+    """Gemma-2 and Gemma-3. `ropes` and `windows` have one entry per layer. `scale` multiplies products of queries and
     keys, `softcap` bounds them, `final_softcap` bounds logits."""
 
     vocab_size: int
@@ -54,7 +54,7 @@ class GemmaSettings:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises StartupError for a value that is missing, wrong or not supported."""
+        """Read a config.json. Raise StartupError for a value that is missing, wrong or not supported."""
         check_quantization(ConfigReader(config))
         name = (config.get("architectures") or [""])[0]
         fields, third = ConfigReader(config), name != "Gemma2ForCausalLM"
@@ -90,7 +90,7 @@ class GemmaSettings:
         )
 
     def for_shard(self, shard: Shard) -> Self:
-        """One rank's shard. StartupError if there can't be so many ranks."""
+        """Return one rank's settings. Raise StartupError if the model can't be divided among that many ranks."""
         check_tp_division(shard.tp_size, self.heads, self.kv_heads, intermediate_size=self.intermediate)
         return replace(
             self,
@@ -102,7 +102,7 @@ class GemmaSettings:
 
     @property
     def parameters(self) -> int:
-        """Weights of the model, tied ones once."""
+        """Number of parameters; tied ones count once."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (queries + 2 * keys) + queries * self.hidden
         attention += self.qkv_bias * (queries + 2 * keys) + self.out_bias * self.hidden
@@ -128,18 +128,18 @@ class GemmaSettings:
 
 
 def read_gemma3_text(fields: ConfigReader) -> ConfigReader:
-    """The text of a Gemma-3 that reads pictures too, whose config may leave out anything that is as transformers has
-    it. Whether the head is tied is said of the whole."""
+    """Return the text config of a Gemma-3 with a vision tower, with transformers' defaults. tie_word_embeddings is read
+    from the outer config."""
     tied = fields.config.get("tie_word_embeddings")
-    more = {} if tied is None else {"tie_word_embeddings": tied}
+    outer = {} if tied is None else {"tie_word_embeddings": tied}
     return ConfigReader(
-        {**TEXT_DEFAULTS, **fields.get_object("text_config"), **more}, f"text_config of {fields.source}"
+        {**TEXT_DEFAULTS, **fields.get_object("text_config"), **outer}, f"text_config of {fields.source}"
     )
 
 
 def read_gemma_layer_types(fields: ConfigReader, third: bool) -> tuple[str, ...]:
-    """Each layer's type: every second layer attends to all, of Gemma-3 every sixth, unless `layer_types`, or of Gemma-3
-    `sliding_window_pattern`, says otherwise."""
+    """Return each layer's type: that of `layer_types`; by default every second layer attends to all tokens, in Gemma-3
+    every sixth, or as `sliding_window_pattern` says."""
     layers = fields.get_int("num_hidden_layers", maximum=MAX_LAYERS)
     period = fields.get_int("sliding_window_pattern", 6) if third else 2
     usual = tuple(LOCAL if layer % period else FULL for layer in range(1, layers + 1))
@@ -147,9 +147,9 @@ def read_gemma_layer_types(fields: ConfigReader, third: bool) -> tuple[str, ...]
 
 
 def read_ropes(fields: ConfigReader, max_len: int) -> dict[str, RopeConfig]:
-    """Gemma-3's rotary embedding for each type of layers. `rope_parameters` holds an object a type; older configs have
-    `rope_local_base_freq`, and for layers that attend to all `rope_theta` and `rope_scaling`. Either way `max_len` is
-    the length behind a scaling, not the one before it."""
+    """Return Gemma-3's rotary embedding for each type of layer. `rope_parameters` has an object per type; older configs
+    have `rope_local_base_freq`, and for layers that attend to all tokens `rope_theta` and `rope_scaling`. Either way
+    `max_len` is the length after scaling."""
     section, scaling = fields.get_object("rope_parameters"), fields.get_object("rope_scaling")
     if not all(name in LAYER_TYPES for name in section):
         raise StartupError(
@@ -160,11 +160,11 @@ def read_ropes(fields: ConfigReader, max_len: int) -> dict[str, RopeConfig]:
     full = ConfigReader(types.get_object(FULL) | scaling, f"the rope of {FULL} in {fields.source}")
     local = ConfigReader(types.get_object(LOCAL), f"the rope of {LOCAL} in {fields.source}")
     thetas = fields.get_float("rope_theta", 1e6), fields.get_float("rope_local_base_freq", 1e4)
-    found = (read_rope_section(fields, rope, max_len, theta)[0] for rope, theta in zip((full, local), thetas))
-    return dict(zip((FULL, LOCAL), found))
+    ropes = (read_rope_section(fields, rope, max_len, theta)[0] for rope, theta in zip((full, local), thetas))
+    return dict(zip((FULL, LOCAL), ropes))
 
 
 def _read_softcap(fields: ConfigReader, name: str, default: float | None) -> float | None:
-    """A bound: `default` where it is absent, none where it is null."""
+    """Return a bound: `default` if it is absent, None if it is null."""
     cap: float | None = fields.get_float(name, None if name in fields.config else default)
     return cap

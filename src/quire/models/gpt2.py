@@ -1,10 +1,11 @@
 """GPT-2 (Radford et al., 2019): learned positions, norm before each block, GELU. Checkpoints keep weights as [in, out].
 
-The model knows tokens and an Attending; it knows no batch, no cache, no sampling.
+The model works on tokens and a ForwardContext; batching, the cache and sampling are outside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.layers.pipeline import make_layers
-from quire.layers.prepare import prepare_layers
+from quire.layers.prepare import MappedWeights, prepare_layers
 from quire.layers.sharding import shard_columns, shard_heads, shard_vocab
 from quire.models.forward_context import ForwardContext
 from quire.models.settings import GPT2Settings
@@ -51,6 +52,8 @@ TRANSPOSED_WEIGHTS = r"\.(attention|mlp)\."
 class GPT2Attention(nn.Module):
     """Queries, keys and values from one product; attention through the context; the output projection."""
 
+    __call__: Callable[..., Tensor]
+
     def __init__(
         self, settings: GPT2Settings, layer: int, dtype: torch.dtype, device: torch.device, shard: Shard
     ) -> None:
@@ -62,13 +65,13 @@ class GPT2Attention(nn.Module):
         self.out = Linear(queries, s.hidden, True, dtype, device)
 
     def forward(self, x: Tensor, ctx: ForwardContext, last: bool = False) -> Tensor:
-        """What the heads of each token find; `out` comes next."""
+        """Return the heads' outputs [T, heads * head_dim], before `out`."""
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
         return ctx.attend(self.layer, qkv, last=last).flatten(1)
 
 
 class GPT2DecoderLayer(nn.Module):
-    """x += attention(norm(x)), then x and what is to be added to it next, mlp(norm(x))."""
+    """x += attention(norm(x)); returns x and the next residual, mlp(norm(x))."""
 
     def __init__(
         self, settings: GPT2Settings, layer: int, dtype: torch.dtype, device: torch.device, shard: Shard
@@ -84,22 +87,22 @@ class GPT2DecoderLayer(nn.Module):
         return self.feed_forward(x, self.attention.out(self.attend(x, delta, ctx)))
 
     def attend(self, x: Tensor, delta: Tensor | None, ctx: ForwardContext, last: bool = False) -> Tensor:
-        """Up to the attention, itself included."""
+        """Run the layer up to the attention: return its output, before `out`."""
         return self.attention(self.attention_norm(x, delta), ctx, last)
 
     def feed_forward(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """Behind it."""
+        """Run the rest of the layer: return x and the next residual."""
         return x, self.mlp(self.mlp_norm(x, delta))
 
 
 class GPT2(nn.Module):
-    """The model, its weights uninitialised: fill them (quire.weights), then `prepare`, then `forward`."""
+    """The model, with uninitialised weights: load them (quire.weights), call `prepare`, then `forward`."""
 
     weight_prefixes: ClassVar[tuple[str, ...]] = ("transformer.",)
 
     @staticmethod
     def spec(config: dict[str, Any]) -> ModelSpec:
-        """What a memory needs to know. StartupError for a config that isn't supported."""
+        """Return the ModelSpec of a config.json. Raise StartupError if it is not supported."""
         return GPT2Settings.from_config(config).spec()
 
     def __init__(
@@ -107,7 +110,7 @@ class GPT2(nn.Module):
     ) -> None:
         super().__init__()
         s = GPT2Settings.from_config(config)
-        s.for_shard(shard)  # refuses what can't be
+        s.for_shard(shard)  # raises StartupError if the model can't be divided so
         self.tied = s.tied
         self.exchange: Exchange | None = None
         self.vocab_shard = rows = shard_vocab(shard, s.vocab_size)
@@ -119,42 +122,49 @@ class GPT2(nn.Module):
         self.head = Linear(s.hidden, rows, False, dtype, device, tied) if shard.has_lm_head(s.tied) else None
 
     def forward(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
+        """Run tokens [T] int64: return hidden states [R, hidden] of those that `ctx` selects, after the final norm."""
         return self.finish(*self.embed(tokens, ctx), ctx)
 
     def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Up to the last attention, itself included: x [T, hidden], and what it gives."""
+        """Run the model up to the last attention: return x [T, hidden] and the attention's output."""
+        assert self.embed_tokens is not None, "only the first stage embeds"
+        assert self.positions is not None, "only the first stage embeds"
         return self.run_layers(self.positions(ctx.positions, add_to=self.embed_tokens(tokens)), ctx)
 
     def run_layers(self, x: Tensor, ctx: ForwardContext, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The same from embeddings on, which are used up; or from what the stage before gives, of this one's layers."""
+        """As `embed`, from embeddings `x`, or from the previous stage's x and delta. x is overwritten."""
         *layers, last = self.layers
         for layer in layers:
             x, delta = layer(x, delta, ctx)
         return x, last.attend(x, delta, ctx, last=True)
 
     def finish(self, x: Tensor, attended: Tensor, ctx: ForwardContext) -> Tensor:
-        """`finish_selected`, of the context's wanted tokens."""
+        """Call `finish_selected` for the tokens that `ctx` selects."""
         return self.finish_selected(ctx.select_logits_rows(x), attended)
 
     def finish_selected(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""
+        """Run what follows the last attention, for the selected tokens: return hidden states [R, hidden]."""
         x, delta = self.layers[-1].feed_forward(x, self.layers[-1].attention.out(attended))
         return self.norm(x, delta)
 
     def logits(self, hidden: Tensor, local: bool = False) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `local` this rank's, [R, room]."""
+        """Return the logits [R, vocab_size] of hidden [R, hidden], in the model's dtype; if `local`, this rank's
+        columns, padding included."""
+        assert self.head is not None, "only the last stage has logits"
         return gather_logits(self.head(hidden), self.vocab_shard, None if local else self.exchange)
 
     def weight_sources(self) -> dict[str, WeightSource]:
-        """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
+        """Map parameter names to the checkpoint's tensors, without prefix. Call before `prepare`."""
         return expand_weight_names(self, WEIGHT_NAMES, TRANSPOSED_WEIGHTS)
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may hold and that are not needed: causal masks."""
+        """Regular expressions of tensors that a checkpoint may hold and that are not loaded: causal masks."""
         return (r"h\.\d+\.attn\.(masked_)?bias", *((r"lm_head\.weight",) if self.tied else ()))
 
-    def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
-        """After loading, once: choose kernels, pack weights. `deterministic`: see quire.layers.prepare."""
-        prepare_layers(self, deterministic)
+    def prepare(
+        self, max_len: int | None = None, deterministic: bool = False, mapped_files: Sequence[MappedWeights] = ()
+    ) -> None:
+        """Choose kernels and pack weights. Call once, after loading. `deterministic`, `mapped_files`: see
+        quire.layers.prepare."""
+        prepare_layers(self, deterministic, mapped_files)

@@ -1,11 +1,12 @@
-"""Jamba (Lieber et al., 2024): Mamba layers with a few of attention between them, none of which needs a rotary
-embedding, and behind each a feed-forward block, every second one of experts.
+"""Jamba (Lieber et al., 2024): Mamba layers with a few attention layers between them, without rotary embedding. Each
+layer has a feed-forward block, every second one a mixture of experts.
 
-The model knows tokens and an Attending; it knows no batch, no cache, no sampling.
+The model works on tokens and a ForwardContext; batching, the cache and sampling are outside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.moe import SparseMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.pipeline import make_layers
-from quire.layers.prepare import prepare_layers
+from quire.layers.prepare import MappedWeights, prepare_layers
 from quire.layers.sharding import shard_columns, shard_vocab
 from quire.models.forward_context import ForwardContext
 from quire.models.llama import LlamaAttention
@@ -44,8 +45,8 @@ WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
 
 
 class JambaDecoderLayer(nn.Module):
-    """x += mixer(norm(x)), of attention or of a running state, then x and what is to be added to it next,
-    mlp(norm(x)). Each sum is left to the norm that follows, which reads all of x anyway."""
+    """x += mixer(norm(x)), the mixer being attention or Mamba; returns x and the next residual, mlp(norm(x)). Each sum
+    is left to the norm that follows, which reads all of x anyway."""
 
     def __init__(
         self, settings: JambaSettings, layer: int, dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED
@@ -67,7 +68,7 @@ class JambaDecoderLayer(nn.Module):
         return self.feed_forward(x, self.mix(x, delta, ctx))
 
     def mix(self, x: Tensor, delta: Tensor | None, ctx: ForwardContext, last: bool = False) -> Tensor:
-        """Up to what the mixer's output projection is given."""
+        """Run the layer up to the mixer: return its output, before the projection `out`."""
         normed = self.mixer_norm(x, delta)
         if self.attention is not None:
             return self.attention(normed, None, ctx, last)
@@ -75,7 +76,7 @@ class JambaDecoderLayer(nn.Module):
         return self.mamba.mix(normed, *ctx.state(self.layer))
 
     def feed_forward(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """From that projection on."""
+        """Run the rest of the layer from that projection on: return x and the next residual."""
         mixer, mlp = self.attention or self.mamba, self.mlp or self.experts
         assert mixer is not None, "a layer attends, or has a state"
         assert mlp is not None, "a layer has a feed-forward block"
@@ -83,13 +84,13 @@ class JambaDecoderLayer(nn.Module):
 
 
 class Jamba(nn.Module):
-    """The model, its weights uninitialised: fill them (quire.weights), then `prepare`, then `forward`."""
+    """The model, with uninitialised weights: load them (quire.weights), call `prepare`, then `forward`."""
 
     weight_prefixes: ClassVar[tuple[str, ...]] = ("model.",)
 
     @staticmethod
     def spec(config: dict[str, Any]) -> ModelSpec:
-        """What a memory needs to know. StartupError for a config that isn't supported."""
+        """Return the ModelSpec of a config.json. Raise StartupError if it is not supported."""
         return JambaSettings.from_config(config).spec()
 
     def __init__(
@@ -97,7 +98,7 @@ class Jamba(nn.Module):
     ) -> None:
         super().__init__()
         s = JambaSettings.from_config(config)
-        s.for_shard(shard)  # refuses what can't be
+        s.for_shard(shard)  # raises StartupError if the model can't be divided so
         self.exchange: Exchange | None = None
         self.vocab_shard = rows = shard_vocab(shard, s.vocab_size)
         self.tied, self.num_experts = s.tied, s.experts
@@ -110,38 +111,41 @@ class Jamba(nn.Module):
         self.head = Linear(s.hidden, rows, False, dtype, device, tied) if shard.has_lm_head(s.tied) else None
 
     def forward(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
+        """Run tokens [T] int64: return hidden states [R, hidden] of those that `ctx` selects, after the final norm."""
         return self.finish(*self.embed(tokens, ctx), ctx)
 
     def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Up to the last layer's mixer, itself included: x [T, hidden], and what it gives; of a state, which all tokens
-        advance, of all of them."""
+        """Run the model up to the last layer's mixer: return x [T, hidden] and the mixer's output. A Mamba mixer gives
+        that of all tokens, since all of them advance its state."""
+        assert self.embed_tokens is not None, "only the first stage embeds"
         return self.run_layers(self.embed_tokens(tokens), ctx)
 
     def run_layers(self, x: Tensor, ctx: ForwardContext, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The same from embeddings on, which are used up; or from what the stage before gives, of this one's layers."""
+        """As `embed`, from embeddings `x`, or from the previous stage's x and delta. x is overwritten."""
         *layers, last = self.layers
         for layer in layers:
             x, delta = layer(x, delta, ctx)
         return x, last.mix(x, delta, ctx, last=True)
 
     def finish(self, x: Tensor, mixed: Tensor, ctx: ForwardContext) -> Tensor:
-        """`finish_selected`, of the context's wanted tokens."""
+        """Call `finish_selected` for the tokens that `ctx` selects."""
         return self.finish_selected(
             ctx.select_logits_rows(x), mixed if self.layers[-1].mamba is None else ctx.select_logits_rows(mixed)
         )
 
     def finish_selected(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Behind the last mixer, of the tokens whose x these are, and what it gave: hidden [T, hidden]."""
+        """Run what follows the last mixer, for the selected tokens: return hidden states [R, hidden]."""
         x, delta = self.layers[-1].feed_forward(x, mixed)
         return self.norm(x, delta)
 
     def logits(self, hidden: Tensor, local: bool = False) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `local` this rank's, [R, room]."""
+        """Return the logits [R, vocab_size] of hidden [R, hidden], in the model's dtype; if `local`, this rank's
+        columns, padding included."""
+        assert self.head is not None, "only the last stage has logits"
         return gather_logits(self.head(hidden), self.vocab_shard, None if local else self.exchange)
 
     def weight_sources(self) -> dict[str, WeightSource]:
-        """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
+        """Map parameter names to the checkpoint's tensors, without prefix. Call before `prepare`."""
         return expand_weight_names(
             self,
             {
@@ -152,9 +156,12 @@ class Jamba(nn.Module):
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
+        """Regular expressions of tensors that a checkpoint may hold and that are not loaded."""
         return (r"lm_head\.weight",) if self.tied else ()
 
-    def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
-        """After loading, once: choose kernels, pack weights. `deterministic`: see quire.layers.prepare."""
-        prepare_layers(self, deterministic)
+    def prepare(
+        self, max_len: int | None = None, deterministic: bool = False, mapped_files: Sequence[MappedWeights] = ()
+    ) -> None:
+        """Choose kernels and pack weights. Call once, after loading. `deterministic`, `mapped_files`: see
+        quire.layers.prepare."""
+        prepare_layers(self, deterministic, mapped_files)

@@ -1,11 +1,12 @@
 """LLaMA (Touvron et al., 2023) with grouped-query attention, and its relatives Mistral (sliding window), Qwen2
-(biases), Qwen3 (normalised queries and keys), InternLM2 and Phi-3 (other names).
+(biases), Qwen3 (normalised queries and keys), InternLM2 and Phi-3 (other weight names).
 
-The model knows tokens and an Attending; it knows no batch, no cache, no sampling.
+The model works on tokens and a ForwardContext; batching, the cache and sampling are outside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.pipeline import make_layers
-from quire.layers.prepare import prepare_layers
+from quire.layers.prepare import MappedWeights, prepare_layers
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.sharding import shard_columns, shard_heads, shard_vocab
 from quire.models.forward_context import ForwardContext
@@ -52,8 +53,10 @@ WEIGHT_NAMES_BY_FORMAT = {"internlm2": INTERNLM2_WEIGHT_NAMES, "phi3": PHI3_WEIG
 
 
 class LlamaAttention(nn.Module):
-    """Queries, keys and values from one product, or queries alone where the layer shares another's keys and values;
-    rotated, if they are; attention through the context; the output projection."""
+    """Queries, keys and values from one product, or queries alone if the layer shares another's keys and values; their
+    rotation, if any; attention through the context; the output projection."""
+
+    __call__: Callable[..., Tensor]
 
     def __init__(
         self, settings: LlamaSettings | GemmaSettings | JambaSettings, layer: int, dtype: torch.dtype,
@@ -71,7 +74,7 @@ class LlamaAttention(nn.Module):
         self.k_norm = norm() if settings.qk_norm else None
 
     def forward(self, x: Tensor, rotary: RotaryEmbedding | None, ctx: ForwardContext, last: bool = False) -> Tensor:
-        """What the heads of each token find; `out` comes next."""
+        """Return the heads' outputs [T, heads * head_dim], before `out`."""
         product = self.qkv or self.q
         assert product is not None, "a layer has queries"
         qkv = product(x).view(len(x), -1, self.head_dim)
@@ -80,8 +83,8 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    """x += attention(norm(x)), then x and what is to be added to it next, mlp(norm(x)). Each sum is left to the norm
-    that follows, which reads all of x anyway."""
+    """x += attention(norm(x)); returns x and the next residual, mlp(norm(x)). Each sum is left to the norm that
+    follows, which reads all of x anyway."""
 
     def __init__(
         self, settings: LlamaSettings, layer: int, dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED
@@ -103,22 +106,22 @@ class LlamaDecoderLayer(nn.Module):
     def attend(
         self, x: Tensor, delta: Tensor | None, rotary: RotaryEmbedding, ctx: ForwardContext, last: bool = False
     ) -> Tensor:
-        """Up to the attention, itself included."""
+        """Run the layer up to the attention: return its output, before `out`."""
         return self.attention(self.attention_norm(x, delta), rotary, ctx, last)
 
     def feed_forward(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """Behind it."""
+        """Run the rest of the layer: return x and the next residual."""
         return x, self.mlp(self.mlp_norm(x, delta))
 
 
 class Llama(nn.Module):
-    """The model, its weights uninitialised: fill them (quire.weights), then `prepare`, then `forward`."""
+    """The model, with uninitialised weights: load them (quire.weights), call `prepare`, then `forward`."""
 
     weight_prefixes: ClassVar[tuple[str, ...]] = ("model.",)
 
     @staticmethod
     def spec(config: dict[str, Any]) -> ModelSpec:
-        """What a memory needs to know. StartupError for a config that isn't supported."""
+        """Return the ModelSpec of a config.json. Raise StartupError if it is not supported."""
         return LlamaSettings.from_config(config).spec()
 
     def __init__(
@@ -126,13 +129,11 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         self.settings = s = LlamaSettings.from_config(config)
-        s.for_shard(shard)  # refuses what can't be
+        s.for_shard(shard)  # raises StartupError if the model can't be divided so
         self.exchange: Exchange | None = None
         self.vocab_shard = rows = shard_vocab(shard, s.vocab_size)
-        self.tied, self.kv_sharing_layers = (
-            s.tied,
-            [i for i, kind in enumerate(s.attention_kinds) if kind.kv_sharing_layer is not None],
-        )
+        self.tied = s.tied
+        self.kv_sharing_layers = [i for i, kind in enumerate(s.attention_kinds) if kind.kv_sharing_layer is not None]
         self.embed_tokens = Embedding(rows, s.hidden, dtype, device) if shard.has_embedding(s.tied) else None
         self.layers = make_layers(
             shard, len(s.attention_kinds), lambda layer: LlamaDecoderLayer(s, layer, dtype, device, shard)
@@ -143,63 +144,70 @@ class Llama(nn.Module):
         self.rotary = RotaryEmbedding(s.rope, s.head_dim, s.max_len)
 
     def forward(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
+        """Run tokens [T] int64: return hidden states [R, hidden] of those that `ctx` selects, after the final norm."""
         return self.finish(*self.embed(tokens, ctx), ctx)
 
     def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Up to the last attention, itself included: x [T, hidden], and what it gives."""
+        """Run the model up to the last attention: return x [T, hidden] and the attention's output."""
+        assert self.embed_tokens is not None, "only the first stage embeds"
         return self.run_layers(self.embed_tokens(tokens), ctx)
 
     def run_layers(self, x: Tensor, ctx: ForwardContext, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The same from embeddings on, which are used up; or from what the stage before gives, of this one's layers."""
+        """As `embed`, from embeddings `x`, or from the previous stage's x and delta. x is overwritten."""
         *layers, last = self.layers
         for layer in layers:
             x, delta = layer(x, delta, self.rotary, ctx)
         return x, last.attend(x, delta, self.rotary, ctx, last=True)
 
     def finish(self, x: Tensor, attended: Tensor, ctx: ForwardContext) -> Tensor:
-        """`finish_selected`, of the context's wanted tokens."""
+        """Call `finish_selected` for the tokens that `ctx` selects."""
         return self.finish_selected(ctx.select_logits_rows(x), attended)
 
     def finish_selected(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""
+        """Run what follows the last attention, for the selected tokens: return hidden states [R, hidden]."""
         x, delta = self.layers[-1].feed_forward(x, self.layers[-1].attention.out(attended))
         return self.norm(x, delta)
 
     def logits(self, hidden: Tensor, local: bool = False) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `local` this rank's, [R, room]."""
+        """Return the logits [R, vocab_size] of hidden [R, hidden], in the model's dtype; if `local`, this rank's
+        columns, padding included."""
+        assert self.head is not None, "only the last stage has logits"
         return gather_logits(self.head(hidden), self.vocab_shard, None if local else self.exchange)
 
     def weight_sources(self) -> dict[str, WeightSource]:
-        """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
+        """Map parameter names to the checkpoint's tensors, without prefix. Call before `prepare`."""
         s, attention = self.settings, "attention.qkv.weight"
         names = expand_weight_names(self, {**WEIGHT_NAMES, **WEIGHT_NAMES_BY_FORMAT.get(s.weight_format, {})})
         if s.weight_format == "internlm2":
             grouped = s.heads // s.kv_heads * s.head_dim, s.head_dim, s.head_dim
-            names |= {k: stored._replace(group_rows=grouped) for k, stored in names.items() if k.endswith(attention)}
+            names |= {k: source._replace(group_rows=grouped) for k, source in names.items() if k.endswith(attention)}
         if s.rope.partial_rotary_factor < 1:
             names |= {
-                k: stored._replace(row_order=self._qkv_row_order(k))
-                for k, stored in names.items()
+                k: source._replace(row_order=self._qkv_row_order(k))
+                for k, source in names.items()
                 if k.endswith(attention)
             }
         return names
 
     def _qkv_row_order(self, name: str) -> tuple[int, ...]:
-        """Rows of queries, keys and values, the former two as rotation has them."""
-        *turned, values = self.get_submodule(name.rpartition(".")[0]).output_sizes
-        dim, end = self.settings.head_dim, sum(turned)
+        """Return the row order of a qkv weight: queries and keys as rotation needs them, values unchanged."""
+        qkv = self.get_submodule(name.rpartition(".")[0])
+        assert isinstance(qkv, Linear), f"{name} is no weight of a linear layer"
+        *rotated, values = qkv.output_sizes
+        dim, end = self.settings.head_dim, sum(rotated)
         heads = [head + row for head in range(0, end, dim) for row in self.settings.rope.rotary_order(dim)]
         return (*heads, *range(end, end + values))
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
-        unread = tuple(rf"layers\.{layer}\.self_attn\.[kv]_proj\..*" for layer in self.kv_sharing_layers)
-        return (r"(.*\.)?rotary_emb\.inv_freq", *unread, *((r"lm_head\.weight",) if self.tied else ()))
+        """Regular expressions of tensors that a checkpoint may hold and that are not loaded."""
+        shared = tuple(rf"layers\.{layer}\.self_attn\.[kv]_proj\..*" for layer in self.kv_sharing_layers)
+        return (r"(.*\.)?rotary_emb\.inv_freq", *shared, *((r"lm_head\.weight",) if self.tied else ()))
 
-    def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
-        """After loading, once: choose kernels, pack weights, build the rotary table for positions below `max_len`.
-        `deterministic`: see quire.layers.prepare."""
+    def prepare(
+        self, max_len: int | None = None, deterministic: bool = False, mapped_files: Sequence[MappedWeights] = ()
+    ) -> None:
+        """Choose kernels, pack weights, build the rotary table for positions below `max_len`. Call once, after loading.
+        `deterministic`, `mapped_files`: see quire.layers.prepare."""
         self.rotary.prepare(self.norm.weight.device, max_len)
-        prepare_layers(self, deterministic)
+        prepare_layers(self, deterministic, mapped_files)

@@ -1,5 +1,5 @@
-"""What the config.json of a Mamba (Gu and Dao, 2023), a FalconMamba or a Jamba (Lieber et al., 2024) says. No torch.
-Defaults are transformers'.
+"""Settings of Mamba (Gu and Dao, 2023), FalconMamba and Jamba (Lieber et al., 2024). No torch. Defaults are
+transformers'.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from quire.protocol.model_spec import LayerSpec, ModelSpec, StateTensor
 from quire.protocol.parallel_layout import UNSHARDED, Shard, check_tp_division
 
 MAX_D_STATE = 256
-"""Numbers of a channel's state."""
+"""Limit of the size of a channel's state."""
 MIN_D_CONV, MAX_D_CONV = 2, 16
-"""Tokens that the convolution sees; all but the last are part of the state."""
+"""Limits of the convolution's width in tokens; all but the last are part of the state."""
 MAX_EXPAND = 16
 MAX_D_INNER = 2**20
 MAX_DT_RANK = 2**16
 MAX_EXPERTS = 1024
 MAMBA_MAX_LEN = 2**20
-"""A Mamba has no longest sequence of its own; this is how long quire's may be."""
+"""quire's limit of a sequence's length: the architecture has none."""
 ITEMSIZES = {"bfloat16": 2, "float16": 2}
 STATE_ITEMSIZE = 4
-"""Bytes of a number of `ssm`, unless --state-dtype says otherwise."""
+"""Bytes of a number of the `ssm` state, unless --state-dtype is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerSettings:
-    """One Mamba layer's mixer: `d_inner` channels, of `d_state` numbers each, a convolution over `d_conv` tokens, and
-    step sizes of rank `dt_rank`. `norms`: step sizes, B and C are normalised, with weights ("learned", Jamba), without
-    ("plain", FalconMamba), or not ("none"), with `norm_eps`."""
+    """One Mamba layer's mixer: `d_inner` channels with states of `d_state` numbers each, a convolution over `d_conv`
+    tokens, and step sizes of rank `dt_rank`. `norms`, with `norm_eps`: step sizes, B and C are normalised with weights
+    ("learned", Jamba), without ("plain", FalconMamba), or not at all ("none")."""
 
     hidden: int
     d_inner: int
@@ -46,7 +46,7 @@ class MixerSettings:
 
     @property
     def parameters(self) -> int:
-        """Weights of it."""
+        """Number of parameters."""
         products = 3 * self.hidden * self.d_inner + self.bias * (2 * self.d_inner + self.hidden)
         selection = self.d_inner * (self.dt_rank + 2 * self.d_state) + self.d_inner * (self.dt_rank + 1)
         norms = (self.norms == "learned") * (self.dt_rank + 2 * self.d_state)
@@ -60,27 +60,27 @@ class MixerSettings:
 
     @property
     def fp32_parameters(self) -> int:
-        """Of these, those that are in float32 whatever the model's dtype."""
+        """Number of parameters that are in float32 regardless of the model's dtype."""
         return self.d_inner * (self.d_state + 2)
 
     @property
     def dims(self) -> tuple[int, int, int, int, int]:
-        """In the order of quire.layers.mamba."""
+        """The fields of quire.layers.mamba.MambaDims, in order."""
         return self.hidden, self.d_inner, self.dt_rank, self.d_state, self.d_conv
 
     def for_shard(self, shard: Shard) -> Self:
-        """One rank's shard: its channels."""
+        """Return one rank's settings: its channels."""
         return replace(self, d_inner=len(shard.shard_range(self.d_inner)))
 
     def layer_spec(self, itemsize: int) -> LayerSpec:
-        """What such a layer keeps, in a model of numbers of `itemsize` bytes."""
+        """Return the layer's spec: its states, in a model of `itemsize` bytes per number."""
         conv = StateTensor("conv", (self.d_inner, self.d_conv - 1), itemsize)
         return LayerSpec(0, 0, state_tensors=(conv, StateTensor("ssm", (self.d_inner, self.d_state), STATE_ITEMSIZE)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSettings:
-    """Mamba and FalconMamba: a norm and a mixer a layer."""
+    """Mamba and FalconMamba: each layer is a norm and a mixer."""
 
     vocab_size: int
     hidden: int
@@ -95,7 +95,7 @@ class MambaSettings:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises StartupError for a value that is missing, wrong or not supported."""
+        """Read a config.json. Raise StartupError for a value that is missing, wrong or not supported."""
         fields = ConfigReader(config)
         check_quantization(fields)
         falcon = (config.get("architectures") or [""])[0] == "FalconMambaForCausalLM"
@@ -117,7 +117,7 @@ class MambaSettings:
         )  # fmt: skip
 
     def for_shard(self, shard: Shard) -> Self:
-        """One rank's shard. StartupError if there can't be so many ranks."""
+        """Return one rank's settings. Raise StartupError if the model can't be divided among that many ranks."""
         if self.mixer.d_inner % shard.tp_size:
             raise StartupError(
                 f"--tp is {shard.tp_size}, which doesn't divide the model: it has {self.mixer.d_inner} channels",
@@ -127,7 +127,7 @@ class MambaSettings:
 
     @property
     def parameters(self) -> int:
-        """Weights of the model, tied ones once."""
+        """Number of parameters; tied ones count once."""
         embeddings = (1 if self.tied else 2) * self.shard.padded_vocab_rows(self.vocab_size) * self.hidden
         return self.layers * (self.mixer.parameters + self.hidden) + self.hidden + embeddings
 
@@ -149,9 +149,9 @@ class MambaSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JambaSettings:
-    """Jamba: Mamba layers with some of attention between them (`is_attention_layer`, one entry a layer), which have no
-    rotary embedding, and a feed-forward block in each, of which some (`is_moe_layer`) have `experts`,
-    `experts_per_token` of them a token."""
+    """Jamba: Mamba layers with some attention layers between them (`is_attention_layer`, one entry per layer), which
+    have no rotary embedding. Each layer has a feed-forward block; some (`is_moe_layer`) have `experts`, of which each
+    token uses `experts_per_token`."""
 
     vocab_size: int
     hidden: int
@@ -177,7 +177,7 @@ class JambaSettings:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises StartupError for a value that is missing, wrong or not supported."""
+        """Read a config.json. Raise StartupError for a value that is missing, wrong or not supported."""
         fields = ConfigReader(config)
         check_quantization(fields)
         fields.require_value("mamba_inner_layernorms", True)
@@ -210,7 +210,7 @@ class JambaSettings:
         )  # fmt: skip
 
     def for_shard(self, shard: Shard) -> Self:
-        """One rank's shard. StartupError if there can't be so many ranks."""
+        """Return one rank's settings. Raise StartupError if the model can't be divided among that many ranks."""
         columns = {"intermediate_size": self.intermediate, "mamba_expand times hidden_size": self.mixer.d_inner}
         check_tp_division(shard.tp_size, self.heads, self.kv_heads, **columns)
         return replace(
@@ -224,7 +224,7 @@ class JambaSettings:
 
     @property
     def parameters(self) -> int:
-        """Weights of the model, tied ones once, those of all experts."""
+        """Number of parameters, all experts included; tied ones count once."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * queries + 2 * keys)
         block, sparse = 3 * self.hidden * self.intermediate, sum(self.is_moe_layer)
@@ -237,7 +237,7 @@ class JambaSettings:
 
     @property
     def expert_parameters(self) -> int:
-        """Of these, those of all experts; routers aren't among them."""
+        """Number of parameters of all experts, without routers."""
         return sum(self.is_moe_layer) * self.experts * 3 * self.hidden * self.intermediate
 
     def spec(self) -> ModelSpec:
@@ -269,7 +269,7 @@ def _read_mixer(
     bias: bool,
     norms: tuple[str, float],
 ) -> MixerSettings:
-    """`names` are those of the state's size, the convolution's, the factor from `hidden` to `inner`, and the rank."""
+    """Read a mixer. `names` are the keys of d_state, d_conv, the factor from hidden to d_inner, and dt_rank."""
     fields.require_value("hidden_act", "silu")
     state, conv, expand, rank = names
     inner = fields.get_int(expand, 2, MAX_EXPAND) * hidden
@@ -292,7 +292,7 @@ def _read_mixer(
 
 
 def _read_heads(fields: ConfigReader, hidden: int, heads: int) -> tuple[int, int]:
-    """Heads of keys, and the size of a head."""
+    """Return the number of key heads, and the size of a head."""
     kv_heads, head_dim = fields.get_int("num_key_value_heads", 8), fields.get_int("head_dim", hidden // heads)
     if heads % kv_heads:
         raise StartupError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
@@ -302,7 +302,7 @@ def _read_heads(fields: ConfigReader, hidden: int, heads: int) -> tuple[int, int
 
 
 def _periodic_layers(fields: ConfigReader, name: str, layers: int, period: int, offset: int) -> tuple[bool, ...]:
-    """Which layers are those that `name`_period and `name`_offset mean."""
+    """Return, for each layer, whether it is one of those that `name`_period and `name`_offset select."""
     period = fields.get_int(f"{name}_period", period, MAX_LAYERS)
     offset = fields.get_int(f"{name}_offset", offset, period - 1, 0)
     if offset >= period:
@@ -311,6 +311,6 @@ def _periodic_layers(fields: ConfigReader, name: str, layers: int, period: int, 
 
 
 def _itemsize(config: dict[str, Any]) -> int:
-    """Bytes of a number in the checkpoint."""
-    said = config.get("dtype") or config.get("torch_dtype")
-    return ITEMSIZES.get(said, 4) if isinstance(said, str) else 4
+    """Return the bytes of a number in the checkpoint."""
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return ITEMSIZES.get(dtype, 4) if isinstance(dtype, str) else 4

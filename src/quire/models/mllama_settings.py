@@ -1,5 +1,5 @@
-"""What the config.json of a Llama 3.2 Vision says: a Llama, layers between its own that attend to pictures, and eyes.
-No torch. Defaults are transformers'.
+"""Settings of Llama 3.2 Vision: a Llama with cross-attention layers, and a vision encoder. No torch. Defaults are
+transformers'.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.parallel_layout import Shard
 
 EXTRA_TOKENS = 8
-"""Vectors behind the vocabulary's, for tokens that no output has: that which stands for a picture is one."""
+"""Embeddings after the vocabulary's, for tokens that are never generated, such as the image token."""
 TEXT_DEFAULTS: dict[str, Any] = {
     "vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32,
     "num_key_value_heads": 8, "intermediate_size": 14_336, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5,
@@ -28,7 +28,7 @@ DEFAULT_CROSS_LAYERS = [3, 8, 13, 18, 23, 28, 33, 38]
 
 @dataclass(frozen=True, slots=True)
 class MllamaSettings:
-    """`text` is of all layers; those of `cross_layers` attend to pictures alone, and the text's MLP follows."""
+    """`text` has all layers; those in `cross_layers` have cross-attention to images in place of self-attention."""
 
     text: LlamaSettings
     vision: VisionSettings
@@ -36,8 +36,8 @@ class MllamaSettings:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises StartupError for a value that is missing, wrong or not supported, and for eyes and a text that don't
-        fit."""
+        """Read a config.json. Raise StartupError for a value that is missing, wrong or not supported, and for a vision
+        encoder and a text model that don't fit."""
         fields = ConfigReader(config)
         section = fields.get_object("text_config")
         if not section:
@@ -50,53 +50,51 @@ class MllamaSettings:
         if text.head_dim * text.heads != text.hidden or text.tied or set(text.attention_kinds) != {AttentionKind()}:
             raise StartupError(
                 "text_config of config.json has a head_dim other than hidden_size / num_attention_heads, tied "
-                "embeddings, or layers that don't see all",
+                "embeddings, or layers that don't attend to all tokens",
                 "Llama 3.2 Vision has none of these",
             )
         vision = VisionSettings.from_config(config, fields.get_object(PREPROCESSOR_KEY))
         token = vision.image_token_id
         if token is not None and token >= text.vocab_size + EXTRA_TOKENS:
             raise StartupError(
-                f"config.json's token for pictures is {token}, and there are {text.vocab_size} tokens and "
-                f"{EXTRA_TOKENS} more",
+                f"config.json's image token is {token}, and there are {text.vocab_size} tokens and {EXTRA_TOKENS} more",
                 f"image_token_index must be below {text.vocab_size + EXTRA_TOKENS}",
             )
         return cls(text, vision, _read_cross_layers(section.get("cross_attention_layers"), len(text.attention_kinds)))
 
     def for_shard(self, shard: Shard) -> Self:
-        """One rank's shard: all of the eyes, a part of the rest. StartupError if there can't be so many ranks."""
+        """Return one rank's settings: the whole vision encoder and a part of the text model. Raise StartupError if the
+        text model can't be divided among that many ranks."""
         return replace(self, text=self.text.for_shard(shard))
 
     @property
     def parameters(self) -> int:
-        """The text's: what its layers for pictures have beside a Llama's, two norms of a head and two gates, and the
-        tokens beyond the vocabulary."""
-        text = self.text
-        more = text.shard.padded_vocab_rows(text.vocab_size + EXTRA_TOKENS) - text.shard.padded_vocab_rows(
-            text.vocab_size
-        )
-        return text.parameters + len(self.cross_layers) * (2 * text.head_dim + 2) + more * text.hidden
+        """Return the text model's parameters. Beyond a Llama's, cross-attention layers have two head norms and two
+        gates, and the embedding has the extra tokens."""
+        text, padded_rows = self.text, self.text.shard.padded_vocab_rows
+        extra_rows = padded_rows(text.vocab_size + EXTRA_TOKENS) - padded_rows(text.vocab_size)
+        return text.parameters + len(self.cross_layers) * (2 * text.head_dim + 2) + extra_rows * text.hidden
 
     def spec(self) -> ModelSpec:
-        """`parameters` are the text's: those of the eyes are in `vision`."""
+        """Return the ModelSpec. `parameters` are the text model's; those of the vision encoder are in `vision`."""
         text = self.text.spec()
         vision = self.vision.spec(self.parameters)
-        looks = LayerSpec(self.text.kv_heads, self.text.head_dim, is_cross_attention=True)
-        layers = tuple(looks if i in self.cross_layers else layer for i, layer in enumerate(text.layers))
+        cross = LayerSpec(self.text.kv_heads, self.text.head_dim, is_cross_attention=True)
+        layers = tuple(cross if i in self.cross_layers else layer for i, layer in enumerate(text.layers))
         return replace(text, family="mllama", layers=layers, parameters=self.parameters, vision=vision)
 
 
-def _read_cross_layers(found: Any, layers: int) -> tuple[int, ...]:
-    """The layers that attend to pictures: some, but not the last one, behind which only what is asked for goes on."""
-    found = DEFAULT_CROSS_LAYERS if found is None else found
+def _read_cross_layers(value: Any, layers: int) -> tuple[int, ...]:
+    """Return the cross-attention layers. The last layer can't be one, since only selected tokens run to its end."""
+    value = DEFAULT_CROSS_LAYERS if value is None else value
     if (
-        not isinstance(found, list)
-        or not found
-        or not all(type(layer) is int and 0 <= layer < layers - 1 for layer in found)
-        or found != sorted(set(found))
+        not isinstance(value, list)
+        or not value
+        or not all(type(layer) is int and 0 <= layer < layers - 1 for layer in value)
+        or value != sorted(set(value))
     ):
         raise StartupError(
-            f"cross_attention_layers in text_config of config.json is {short_repr(found)}",
+            f"cross_attention_layers in text_config of config.json is {short_repr(value)}",
             f"It must list some of the layers 0 to {layers - 2}, in order",
         )
-    return tuple(found)
+    return tuple(value)

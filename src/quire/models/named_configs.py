@@ -1,5 +1,5 @@
-"""Named shapes: config dictionaries with the published dimensions of well-known models, for plans, simulations and runs
-with dummy weights (`--model-config NAME`). Sources: each model's own config.json; GPT-3's paper, table 2.1. No torch.
+"""Named configs: config.json objects with the published dimensions of well-known models, for plans, simulations and
+runs with dummy weights (`--model-config NAME`). Sources: each model's config.json; GPT-3's paper, table 2.1. No torch.
 """
 
 from __future__ import annotations
@@ -10,116 +10,6 @@ from typing import Any
 from quire.errors import StartupError
 from quire.models.vision.named_configs import PREPROCESSOR_CONFIGS, VISION_CONFIGS
 from quire.models.vision_language_settings import PREPROCESSOR_KEY
-
-_LONG = [
-    1.03, 1.05, 1.05, 1.08, 1.23, 1.23, 1.3, 1.45, 1.6, 1.65, 1.9, 2.86, 3.69, 5.42, 5.49, 5.49, 9.09, 11.58, 15.66,
-    15.77, 15.79, 18.36, 21.99, 23.08, 30.01, 32.35, 32.59, 35.56, 39.95, 53.84, 56.2, 57.95, 59.29, 59.77, 59.92,
-    61.19, 61.96, 62.5, 63.37, 63.48, 63.48, 63.66, 63.85, 64.08, 64.76, 64.8, 64.81, 64.81,
-]  # fmt: skip
-_SHORT = [
-    1.05, 1.05, 1.05, 1.1, 1.1, 1.1, 1.25, 1.25, 1.4, 1.45, 1.55, 1.85, 1.9, *[2.0] * 19, 2.1, 2.1, 2.2, *[2.35] * 4,
-    2.4, 2.4, 2.65, 2.7, 2.9, 2.95, 3.05, 3.05, 3.05,
-]  # fmt: skip
-_QWEN2_TEXT = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152128,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1000000.0,
-    "use_sliding_window": False,
-    "eos_token_id": 151645,
-}
-_INTERNLM2 = {
-    "model_type": "internlm2",
-    "architectures": ["InternLM2ForCausalLM"],
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 92553,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000.0,
-    "rope_scaling": {"type": "dynamic", "factor": 2.0},
-    "bias": False,
-    "eos_token_id": 2,
-}
-_GEMMA2 = {
-    "model_type": "gemma2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 42,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "sliding_window": 4096,
-    "vocab_size": 257216,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "eos_token_id": [1, 107],
-}
-_PHI3 = {
-    "model_type": "phi3_v",
-    "hidden_size": 3072,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "intermediate_size": 8192,
-    "vocab_size": 32064,
-    "max_position_embeddings": 131072,
-    "original_max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "rope_scaling": {"type": "su", "short_factor": _SHORT, "long_factor": _LONG},
-    "sliding_window": 131072,
-    "eos_token_id": 2,
-}
-
-
-def _llama_vision(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Any]:
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    return {
-        "model_type": "mllama_text_model",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "cross_attention_layers": list(range(3, layers, 5)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "intermediate_size": intermediate,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": {**rope, "original_max_position_embeddings": 8192},
-        "eos_token_id": [128001, 128008, 128009],
-    }
-
-
-def _vision_language(eyes: str, **text: Any) -> dict[str, Any]:
-    return {
-        **VISION_CONFIGS[eyes],
-        **text,
-        PREPROCESSOR_KEY: PREPROCESSOR_CONFIGS[eyes],
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
-
-
-VISION_LANGUAGE_CONFIGS: dict[str, dict[str, Any]] = {
-    "llava-onevision-7b": _vision_language("llava-onevision-7b", text_config=_QWEN2_TEXT),
-    "internvl2-8b": _vision_language("internvl2-8b", llm_config=_INTERNLM2),
-    "phi-3-vision-4b": _vision_language("phi-3-vision", **_PHI3),
-    "llama3.2-vision-11b": _vision_language("llama-3.2-11b-vision", text_config=_llama_vision(4096, 40, 32, 14336)),
-    "llama3.2-vision-90b": _vision_language("llama-3.2-11b-vision", text_config=_llama_vision(8192, 100, 64, 28672)),
-    "paligemma2-10b": _vision_language("paligemma2-10b", text_config=_GEMMA2),
-}
 
 
 def _llama(
@@ -146,6 +36,63 @@ def _llama(
     }
 
 
+_LLAMA3 = {"rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001}
+_LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_PYRAMID = {**_LLAMA3, "rope_scaling": _LLAMA31_ROPE, "pyramid_kv": {"average": 2048}}
+_LLAMA32_1B = {
+    **_LLAMA3,
+    "rope_scaling": {**_LLAMA31_ROPE, "factor": 32.0},
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def _character_ai(layers: int) -> dict[str, Any]:
+    """Return the attention keys of character.ai's models ("Optimizing AI inference", 2024) for a Llama: windows of
+    1,024 tokens, every sixth layer global, and layers that share keys and values. The sharing layers are not published;
+    here two adjacent local layers share, and three successive global ones."""
+    full = range(5, layers, 6)
+    sharing: list[int | None] = [i - 1 if i % 6 in (1, 3) else None for i in range(layers)]
+    for n, layer in enumerate(full):
+        sharing[layer] = full[n - n % 3] if n % 3 else None
+    types = ["full_attention" if i in full else "sliding_attention" for i in range(layers)]
+    return {"layer_types": types, "sliding_window": 1024, "kv_sharing": sharing}
+
+
+_YI = {"rope_theta": 5000000.0}
+# Its authors state that theta was raised to between 5e6 and 1e7 for 200K tokens; the exact value could not be checked.
+# No size depends on it.
+_YI_200K = {"rope_theta": 10000000.0}
+_MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
+_MINISTRAL = {
+    **_MISTRAL,
+    "architectures": ["MinistralForCausalLM"],
+    "model_type": "ministral",
+    "sliding_window": 32768,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3] * 9,
+    "rope_theta": 1e8,
+    "head_dim": 128,
+}
+# A draft model for Ministral 8B that was never published: Llama-3.2-1B's shape (Jenga's evaluation gives no more), with
+# the tokens of Ministral 8B.
+_MINISTRAL_1B = {**_LLAMA32_1B, "bos_token_id": 1, "eos_token_id": 2}
+_QWEN = {"rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "bos_token_id": 151643, "use_sliding_window": False}
+_QWEN2 = {**_QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "eos_token_id": 151643}
+_QWEN3 = {
+    **_QWEN,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+}
+
+
 def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return {
         "architectures": ["OPTForCausalLM"],
@@ -164,18 +111,6 @@ def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
         "eos_token_id": 2,
         "dtype": "float16",
     }
-
-
-def _character_ai(layers: int) -> dict[str, Any]:
-    """The attention that character.ai described ("Optimizing AI inference", 2024) on a Llama: windows of 1,024 tokens,
-    every sixth layer global, and layers that share keys and values. Which ones do isn't published; here two neighbours
-    within a run of local layers do, and three global ones in a row."""
-    full = range(5, layers, 6)
-    sharing: list[int | None] = [i - 1 if i % 6 in (1, 3) else None for i in range(layers)]
-    for n, layer in enumerate(full):
-        sharing[layer] = full[n - n % 3] if n % 3 else None
-    types = ["full_attention" if i in full else "sliding_attention" for i in range(layers)]
-    return {"layer_types": types, "sliding_window": 1024, "kv_sharing": sharing}
 
 
 def _gpt2(hidden: int, layers: int, heads: int, length: int, dtype: str = "float32") -> dict[str, Any]:
@@ -197,7 +132,7 @@ def _gpt2(hidden: int, layers: int, heads: int, length: int, dtype: str = "float
 
 
 def _gemma2(hidden: int, layers: int, heads: int, ffn: int, head_dim: int, scalar: int) -> dict[str, Any]:
-    """Half as many heads of keys as of queries, and a window in every second layer."""
+    """Gemma-2: half as many key heads as query heads, and a window in every second layer."""
     return {
         "architectures": ["Gemma2ForCausalLM"],
         "model_type": "gemma2",
@@ -223,23 +158,8 @@ def _gemma2(hidden: int, layers: int, heads: int, ffn: int, head_dim: int, scala
     }
 
 
-_LLAMA3 = {"rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001}
-_LLAMA31_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-_PYRAMID = {**_LLAMA3, "rope_scaling": _LLAMA31_ROPE, "pyramid_kv": {"average": 2048}}
-_LLAMA32_1B = {
-    **_LLAMA3,
-    "rope_scaling": {**_LLAMA31_ROPE, "factor": 32.0},
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
-# The text of gemma-3-4b, whose own config.json leaves out what is transformers' default for it. The window, the pattern
-# and the ropes are as others state them who converted it; the file itself could not be read.
+# The text model of gemma-3-4b. Its config.json leaves out transformers' defaults and could not be read; the window, the
+# pattern and the ropes are those of published conversions.
 _GEMMA3_4B = {
     **_gemma2(2560, 34, 8, 10240, 256, 256),
     "architectures": ["Gemma3ForCausalLM"],
@@ -255,33 +175,7 @@ _GEMMA3_4B = {
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     "eos_token_id": [1, 106],
 }
-_YI = {"rope_theta": 5000000.0}
-# Its makers widened theta to between 5e6 and 1e7 for 200K tokens, by their own account; which of them it is here could
-# not be checked. No size depends on it.
-_YI_200K = {"rope_theta": 10000000.0}
-_MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
-# A draft for Ministral 8B that was never published: Llama-3.2-1B's shape (Jenga's evaluation says no more of it), with
-# the tokens of the model that it drafts for.
-_MINISTRAL_1B = {**_LLAMA32_1B, "bos_token_id": 1, "eos_token_id": 2}
-_MINISTRAL = {
-    **_MISTRAL,
-    "architectures": ["MinistralForCausalLM"],
-    "model_type": "ministral",
-    "sliding_window": 32768,
-    "layer_types": ["full_attention", *["sliding_attention"] * 3] * 9,
-    "rope_theta": 1e8,
-    "head_dim": 128,
-}
-_QWEN = {"rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "bos_token_id": 151643, "use_sliding_window": False}
-_QWEN2 = {**_QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "eos_token_id": 151643}
-_QWEN3 = {
-    **_QWEN,
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "eos_token_id": 151645,
-    "head_dim": 128,
-}
-# Jamba-v0.1, whose own config.json says what is transformers' default for it.
+# Jamba-v0.1; its config.json has transformers' defaults.
 _JAMBA = {
     "architectures": ["JambaForCausalLM"],
     "model_type": "jamba",
@@ -335,6 +229,118 @@ def _mamba(hidden: int, layers: int) -> dict[str, Any]:
     }
 
 
+_QWEN2_TEXT = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152128,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "eos_token_id": 151645,
+}
+_INTERNLM2 = {
+    "model_type": "internlm2",
+    "architectures": ["InternLM2ForCausalLM"],
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 92553,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "dynamic", "factor": 2.0},
+    "bias": False,
+    "eos_token_id": 2,
+}
+_GEMMA2 = {
+    "model_type": "gemma2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 4096,
+    "vocab_size": 257216,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "eos_token_id": [1, 107],
+}
+_SHORT = [
+    1.05, 1.05, 1.05, 1.1, 1.1, 1.1, 1.25, 1.25, 1.4, 1.45, 1.55, 1.85, 1.9, *[2.0] * 19, 2.1, 2.1, 2.2, *[2.35] * 4,
+    2.4, 2.4, 2.65, 2.7, 2.9, 2.95, 3.05, 3.05, 3.05,
+]  # fmt: skip
+
+_LONG = [
+    1.03, 1.05, 1.05, 1.08, 1.23, 1.23, 1.3, 1.45, 1.6, 1.65, 1.9, 2.86, 3.69, 5.42, 5.49, 5.49, 9.09, 11.58, 15.66,
+    15.77, 15.79, 18.36, 21.99, 23.08, 30.01, 32.35, 32.59, 35.56, 39.95, 53.84, 56.2, 57.95, 59.29, 59.77, 59.92,
+    61.19, 61.96, 62.5, 63.37, 63.48, 63.48, 63.66, 63.85, 64.08, 64.76, 64.8, 64.81, 64.81,
+]  # fmt: skip
+_PHI3 = {
+    "model_type": "phi3_v",
+    "hidden_size": 3072,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "intermediate_size": 8192,
+    "vocab_size": 32064,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"type": "su", "short_factor": _SHORT, "long_factor": _LONG},
+    "sliding_window": 131072,
+    "eos_token_id": 2,
+}
+
+
+def _llama_vision(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Any]:
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {
+        "model_type": "mllama_text_model",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "cross_attention_layers": list(range(3, layers, 5)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "intermediate_size": intermediate,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {**rope, "original_max_position_embeddings": 8192},
+        "eos_token_id": [128001, 128008, 128009],
+    }
+
+
+def _vision_language(encoder: str, **text: Any) -> dict[str, Any]:
+    return {
+        **VISION_CONFIGS[encoder],
+        **text,
+        PREPROCESSOR_KEY: PREPROCESSOR_CONFIGS[encoder],
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+VISION_LANGUAGE_CONFIGS: dict[str, dict[str, Any]] = {
+    "llava-onevision-7b": _vision_language("llava-onevision-7b", text_config=_QWEN2_TEXT),
+    "internvl2-8b": _vision_language("internvl2-8b", llm_config=_INTERNLM2),
+    "phi-3-vision-4b": _vision_language("phi-3-vision", **_PHI3),
+    "llama3.2-vision-11b": _vision_language("llama-3.2-11b-vision", text_config=_llama_vision(4096, 40, 32, 14336)),
+    "llama3.2-vision-90b": _vision_language("llama-3.2-11b-vision", text_config=_llama_vision(8192, 100, 64, 28672)),
+    "paligemma2-10b": _vision_language("paligemma2-10b", text_config=_GEMMA2),
+}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "opt-125m": _opt(768, 12, 12),
     "opt-1.3b": _opt(2048, 24, 32),
@@ -363,8 +369,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ministral-8b": _llama(4096, 36, 32, 8, 12288, 131072, 131072, **_MINISTRAL),
     "ministral-1b": _llama(2048, 16, 32, 8, 8192, 131072, 131072, **_MINISTRAL_1B),
     "gemma-2-2b": _gemma2(2304, 26, 8, 9216, 256, 256),
-    # 9B: mirrors of its config.json disagree on query_pre_attn_scalar (224, hidden / heads, in the first ones; 256, its
-    # heads' size, as its makers' own code has it). No size depends on it.
+    # Mirrors of the 9B config.json disagree on query_pre_attn_scalar: 224 (hidden / heads) in the first ones, 256 (the
+    # head size) as in Google's code. No size depends on it.
     "gemma-2-9b": _gemma2(3584, 42, 16, 14336, 256, 256),
     "gemma-2-27b": _gemma2(4608, 46, 32, 36864, 128, 144),
     "gemma-3-4b": _GEMMA3_4B,
@@ -377,7 +383,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def named_config(name: str) -> dict[str, Any]:
-    """A fresh config.json object for `name`; StartupError for an unknown name."""
+    """Return a new copy of the config `name`. Raise StartupError for an unknown name."""
     if name not in CONFIGS:
         raise StartupError(f"there is no model config {name!r}", f"Known: {', '.join(CONFIGS)}")
     return deepcopy(CONFIGS[name])

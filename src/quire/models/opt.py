@@ -1,11 +1,12 @@
 """OPT (Zhang et al., 2022): learned positions, ReLU, biases everywhere; opt-350m normalises after each block and
 projects its smaller word embeddings in and out.
 
-The model knows tokens and an Attending; it knows no batch, no cache, no sampling.
+The model works on tokens and a ForwardContext; batching, the cache and sampling are outside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm
 from quire.layers.pipeline import make_layers
-from quire.layers.prepare import prepare_layers
+from quire.layers.prepare import MappedWeights, prepare_layers
 from quire.layers.sharding import shard_columns, shard_heads, shard_vocab
 from quire.models.forward_context import ForwardContext
 from quire.models.settings import OPTSettings
@@ -56,6 +57,8 @@ WEIGHT_NAMES = _weight_names()
 class OPTAttention(nn.Module):
     """Queries, keys and values from one product; attention through the context; the output projection."""
 
+    __call__: Callable[..., Tensor]
+
     def __init__(
         self, settings: OPTSettings, layer: int, dtype: torch.dtype, device: torch.device, shard: Shard
     ) -> None:
@@ -67,14 +70,14 @@ class OPTAttention(nn.Module):
         self.out = Linear(queries, s.hidden, s.bias, dtype, device)
 
     def forward(self, x: Tensor, ctx: ForwardContext, last: bool = False) -> Tensor:
-        """What the heads of each token find; `out` comes next."""
+        """Return the heads' outputs [T, heads * head_dim], before `out`."""
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
         return ctx.attend(self.layer, qkv, last=last).flatten(1)
 
 
 class OPTDecoderLayer(nn.Module):
-    """Attention, then the feed-forward block, each added to x, with the norm before or after. Returns x, and what is
-    to be added to it by the norm that follows."""
+    """x += attention, then x += mlp, with the norm before or after. Returns x and the residual that the next norm adds;
+    None if the norm is after."""
 
     def __init__(
         self, settings: OPTSettings, layer: int, dtype: torch.dtype, device: torch.device, shard: Shard
@@ -91,11 +94,11 @@ class OPTDecoderLayer(nn.Module):
         return self.feed_forward(x, self.attention.out(self.attend(x, delta, ctx)))
 
     def attend(self, x: Tensor, delta: Tensor | None, ctx: ForwardContext, last: bool = False) -> Tensor:
-        """Up to the attention, itself included."""
+        """Run the layer up to the attention: return its output, before `out`."""
         return self.attention(self.attention_norm(x, delta) if self.norm_before else x, ctx, last)
 
     def feed_forward(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Behind it."""
+        """Run the rest of the layer: return x and the next residual, if any."""
         if self.norm_before:
             return x, self.mlp(self.mlp_norm(x, delta))
         x = self.attention_norm(x, delta)
@@ -103,13 +106,13 @@ class OPTDecoderLayer(nn.Module):
 
 
 class OPT(nn.Module):
-    """The model, its weights uninitialised: fill them (quire.weights), then `prepare`, then `forward`."""
+    """The model, with uninitialised weights: load them (quire.weights), call `prepare`, then `forward`."""
 
     weight_prefixes: ClassVar[tuple[str, ...]] = ("model.decoder.", "decoder.")
 
     @staticmethod
     def spec(config: dict[str, Any]) -> ModelSpec:
-        """What a memory needs to know. StartupError for a config that isn't supported."""
+        """Return the ModelSpec of a config.json. Raise StartupError if it is not supported."""
         return OPTSettings.from_config(config).spec()
 
     def __init__(
@@ -117,13 +120,13 @@ class OPT(nn.Module):
     ) -> None:
         super().__init__()
         s = OPTSettings.from_config(config)
-        s.for_shard(shard)  # refuses what can't be
+        s.for_shard(shard)  # raises StartupError if the model can't be divided so
         self.tied = s.tied
         self.exchange: Exchange | None = None
         self.vocab_shard = rows = shard_vocab(shard, s.vocab_size)
         self.embed_tokens = Embedding(rows, s.embed_dim, dtype, device) if shard.has_embedding(s.tied) else None
-        places = s.max_len + POSITION_OFFSET
-        self.positions = Embedding(places, s.hidden, dtype, device) if shard.is_first_stage else None
+        positions = s.max_len + POSITION_OFFSET
+        self.positions = Embedding(positions, s.hidden, dtype, device) if shard.is_first_stage else None
         projected = s.embed_dim != s.hidden
         self.project_in = Linear(s.embed_dim, s.hidden, False, dtype, device) if projected else None
         self.layers = make_layers(shard, s.layers, lambda layer: OPTDecoderLayer(s, layer, dtype, device, shard))
@@ -133,11 +136,13 @@ class OPT(nn.Module):
         self.head = Linear(s.embed_dim, rows, False, dtype, device, tied) if shard.has_lm_head(s.tied) else None
 
     def forward(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm if any."""
+        """Run tokens [T] int64: return hidden states [R, hidden] of those that `ctx` selects, after the norm if any."""
         return self.finish(*self.embed(tokens, ctx), ctx)
 
     def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Up to the last attention, itself included: x [T, hidden], and what it gives."""
+        """Run the model up to the last attention: return x [T, hidden] and the attention's output."""
+        assert self.embed_tokens is not None, "only the first stage embeds"
+        assert self.positions is not None, "only the first stage embeds"
         x = self.embed_tokens(tokens)
         if self.project_in is not None:
             x = self.project_in(x)
@@ -145,18 +150,18 @@ class OPT(nn.Module):
         return self.run_layers(x, ctx)
 
     def run_layers(self, x: Tensor, ctx: ForwardContext, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The same from embeddings on, which are used up; or from what the stage before gives, of this one's layers."""
+        """As `embed`, from embeddings `x`, or from the previous stage's x and delta. x is overwritten."""
         *layers, last = self.layers
         for layer in layers:
             x, delta = layer(x, delta, ctx)
         return x, last.attend(x, delta, ctx, last=True)
 
     def finish(self, x: Tensor, attended: Tensor, ctx: ForwardContext) -> Tensor:
-        """`finish_selected`, of the context's wanted tokens."""
+        """Call `finish_selected` for the tokens that `ctx` selects."""
         return self.finish_selected(ctx.select_logits_rows(x), attended)
 
     def finish_selected(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""
+        """Run what follows the last attention, for the selected tokens: return hidden states [R, hidden]."""
         x, delta = self.layers[-1].feed_forward(x, self.layers[-1].attention.out(attended))
         if self.norm is not None:
             return self.norm(x, delta)
@@ -165,19 +170,24 @@ class OPT(nn.Module):
         return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: Tensor, local: bool = False) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `local` this rank's, [R, room]."""
+        """Return the logits [R, vocab_size] of hidden [R, hidden], in the model's dtype; if `local`, this rank's
+        columns, padding included."""
+        assert self.head is not None, "only the last stage has logits"
         logits = self.head(hidden if self.project_out is None else self.project_out(hidden))
         return gather_logits(logits, self.vocab_shard, None if local else self.exchange)
 
     def weight_sources(self) -> dict[str, WeightSource]:
-        """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
+        """Map parameter names to the checkpoint's tensors, without prefix. Call before `prepare`."""
         return expand_weight_names(self, WEIGHT_NAMES)
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
+        """Regular expressions of tensors that a checkpoint may hold and that are not loaded."""
         return (r"lm_head\.weight",) if self.tied else ()
 
-    def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
-        """After loading, once: choose kernels, pack weights. `deterministic`: see quire.layers.prepare."""
-        prepare_layers(self, deterministic)
+    def prepare(
+        self, max_len: int | None = None, deterministic: bool = False, mapped_files: Sequence[MappedWeights] = ()
+    ) -> None:
+        """Choose kernels and pack weights. Call once, after loading. `deterministic`, `mapped_files`: see
+        quire.layers.prepare."""
+        prepare_layers(self, deterministic, mapped_files)

@@ -1,11 +1,11 @@
-"""PyramidKV in a config.json: how many tokens of a prompt each layer keeps, and how it chooses them. No torch.
+"""PyramidKV in a config.json: the number of a prompt's tokens that each layer keeps, and their selection. No torch.
 
     "pyramid_kv": {"average": 2048, "groups": 8, "queries": 32, "pool": 5}
 
-Layers keep `average` tokens on average, fewer from the first layer to the last one: in front of the last `queries` of
-them, of which every layer keeps all, the last layer keeps a twentieth of the average, as its authors have it. Layers
-form `groups` of equal size with one budget each, a multiple of 16 behind the queries, so that their pages are of one
-size. Or `budgets` says each layer's own, null where a layer keeps all.
+Layers keep `average` tokens on average, fewer from the first layer to the last. Every layer keeps the last `queries`
+tokens. Of those before, the last layer keeps a twentieth of the average, as in the paper. Layers form `groups` of equal
+size with one budget each, `queries` plus a multiple of 16, so that their pages have one size. Alternatively `budgets`
+lists each layer's budget, null for a layer that keeps all.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from quire.models.config_reader import MAX_SIZE, ConfigReader
 from quire.protocol.model_spec import SnapKVSelection
 
 BETA = 20
-"""The last layer's part of the average: one of so many (PyramidKV's beta)."""
+"""The average budget divided by the last layer's (PyramidKV's beta)."""
 
 BUDGET_STEP = 16
-"""Chosen tokens of a budget are a multiple of it, since pages hold so many."""
+"""The selected tokens of a budget are a multiple of it, the tokens of a page."""
 
 MAX_QUERIES, MAX_POOL = 1024, 255
 KEYS = ("average", "groups", "queries", "pool", "budgets")
@@ -26,15 +26,15 @@ SOURCE = "pyramid_kv of config.json"
 
 
 def read_budgets(fields: ConfigReader, layers: int, max_len: int) -> tuple[tuple[int | None, ...], SnapKVSelection]:
-    """Each layer's budget, None where it keeps all, and the choice. StartupError names the value that is wrong."""
+    """Return each layer's budget, None if it keeps all, and the selection. Raise StartupError for an invalid value."""
     section = fields.config.get("pyramid_kv")
     if section is None:
         return (None,) * layers, SnapKVSelection()
     if not isinstance(section, dict) or (unknown := [name for name in section if name not in KEYS]):
         wrong = short_repr(unknown[0]) if isinstance(section, dict) else short_repr(section)
         raise StartupError(f"{SOURCE} has {wrong}", f"It is an object of {', '.join(KEYS)}")
-    own = ConfigReader(section, SOURCE)
-    selection = SnapKVSelection(own.get_int("queries", 32, MAX_QUERIES), own.get_int("pool", 5, MAX_POOL))
+    reader = ConfigReader(section, SOURCE)
+    selection = SnapKVSelection(reader.get_int("queries", 32, MAX_QUERIES), reader.get_int("pool", 5, MAX_POOL))
     if selection.pooling_kernel % 2 == 0:
         raise StartupError(
             f"pool in {SOURCE} is {selection.pooling_kernel}", "It must be odd: a token and its neighbours"
@@ -43,7 +43,7 @@ def read_budgets(fields: ConfigReader, layers: int, max_len: int) -> tuple[tuple
         raise StartupError(f"{SOURCE} must have either average or budgets", "Give one of them")
     if section.get("budgets") is not None:
         return _read_listed_budgets(section["budgets"], layers, selection.observation_window, max_len), selection
-    average, groups = own.get_int("average", maximum=max_len), own.get_int("groups", min(layers, 8), layers)
+    average, groups = reader.get_int("average", maximum=max_len), reader.get_int("groups", min(layers, 8), layers)
     if average < selection.observation_window:
         raise StartupError(
             f"average in {SOURCE} is {average}", f"It must be at least the {selection.observation_window} queries"
@@ -54,7 +54,7 @@ def read_budgets(fields: ConfigReader, layers: int, max_len: int) -> tuple[tuple
 
 
 def linear_budgets(average: int, queries: int, layers: int, groups: int) -> tuple[int, ...]:
-    """Budgets that fall linearly from the first layer to the last one, each group's the mean of its layers'."""
+    """Return budgets that fall linearly from the first layer to the last, averaged over each group of layers."""
     mean = average - queries
     low = mean / BETA
     high = 2 * mean - low

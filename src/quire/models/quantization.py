@@ -1,8 +1,7 @@
-"""What a config.json's `quantization_config` says: which layers are in FP8 or in few bits, and by how many scales. No
-torch.
+"""The `quantization_config` of a config.json: the layers in FP8 or in few bits, and their scales. No torch.
 
-Supported are checkpoints in FP8 (e4m3) as they are published: `fp8` (blocks of 128 x 128, or a scale a tensor),
-`compressed-tensors` in the format `float-quantized`, and `fbgemm_fp8`; and in few bits `awq` and `gptq`. Scales of
+Supported are published formats of FP8 (e4m3), `fp8` (blocks of 128 x 128, or one scale per tensor),
+`compressed-tensors` in the format `float-quantized`, and `fbgemm_fp8`; and of few bits, `awq` and `gptq`. Scales of
 activations are not read: rows are scaled by their own largest values (see quire.kernels.triton.fp8_linear).
 """
 
@@ -16,22 +15,22 @@ from quire.models.config_reader import ConfigReader
 
 METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8", "awq", "gptq")
 BLOCK = 128
-"""Rows and columns of a block that has one scale, where there are blocks."""
+"""Rows and columns of a block with one scale."""
 SOURCE = "quantization_config of config.json"
 GGUF_BLOCKS_KEY = "quire_blocks"
-"""Of a config that a GGUF file's metadata make: whether its weights are in blocks of few bits."""
-LM_HEAD = "lm_head"  # is never quantised by two of the three methods, whether they name it or not
+"""The key, in a config made from a GGUF file's metadata, that is true if its weights are in low-bit blocks."""
+LM_HEAD = "lm_head"  # two of the three methods never quantise it, even if it is not among the exceptions
 REMEDY = "Use the unquantised checkpoint, with --quantization fp8"
-MAX_IGNORED_MODULES = 4096  # modules that are named as not quantised
-MAX_PATTERNS = 64  # of these that are regular expressions: each is matched with each module
-MAX_PATTERN_LENGTH = 200  # characters of one such name
-MAX_REPEATS = 4  # in one pattern: matching it takes at most so high a power of a name's length
+MAX_IGNORED_MODULES = 4096
+MAX_PATTERNS = 64  # regular expressions among the ignored modules: each is matched with each module
+MAX_PATTERN_LENGTH = 200  # characters
+MAX_REPEATS = 4  # repetitions in one pattern: the exponent of a name's length in the time of a match
 
 
 class FP8Scheme(NamedTuple):
-    """Linear layers in FP8. `stored`: the checkpoint has their numbers and scales; else they are made while loading,
-    with a scale a row. `blocks`: a scale for every block of BLOCK x BLOCK, not for all of a row or all rows.
-    `ignored_modules` names modules that aren't in FP8, as the checkpoint calls them, or by regular expressions behind
+    """Linear layers in FP8. `stored`: the checkpoint has FP8 numbers and scales; else they are made while loading, with
+    one scale per row. `blocks`: one scale per block of BLOCK x BLOCK, instead of one per row or tensor.
+    `ignored_modules`: modules that aren't in FP8, by the checkpoint's names or by regular expressions with the prefix
     "re:"."""
 
     stored: bool
@@ -39,12 +38,12 @@ class FP8Scheme(NamedTuple):
     ignored_modules: tuple[str, ...] = ()
 
     def covers(self, module: str, prefixes: tuple[str, ...] = ()) -> bool:
-        """Whether the checkpoint's `module`, named without one of `prefixes`, is quantised."""
+        """Return True if the checkpoint's `module`, given without one of `prefixes`, is quantised."""
         names = (module, *(prefix + module for prefix in prefixes))
         return not any(_matches(entry, name) for entry in self.ignored_modules for name in names)
 
     def scales_per_row(self, depth: int) -> int:
-        """Scales of a row of `depth` numbers."""
+        """Return the number of scales of a row of `depth` numbers."""
         return -(-depth // BLOCK) if self.blocks else 1
 
 
@@ -53,9 +52,9 @@ GROUP_SIZES = (32, 64, 128)
 
 
 class LowBitScheme(NamedTuple):
-    """Linear layers in few bits, by groups of columns. `stored`: as a checkpoint has them ("awq", "gptq"), or a GGUF
-    file ("gguf"); else they are made while loading, in groups of 32. Of GPTQ, `desc_act` says that a group's columns
-    may lie anywhere, and `zeros_minus_one` that zeros are stored less 1."""
+    """Linear layers in few bits, with scales for groups of columns. `stored`: the format of a checkpoint ("awq",
+    "gptq") or a GGUF file ("gguf"); if empty, weights are quantised while loading, in groups of 32. For GPTQ,
+    `desc_act`: a group's columns may be anywhere; `zeros_minus_one`: zeros are stored minus 1."""
 
     bits: int
     stored: str = ""
@@ -65,7 +64,7 @@ class LowBitScheme(NamedTuple):
     zeros_minus_one: bool = True
 
     def covers(self, module: str, prefixes: tuple[str, ...] = ()) -> bool:
-        """Whether the checkpoint's `module`, named without one of `prefixes`, is quantised."""
+        """Return True if the checkpoint's `module`, given without one of `prefixes`, is quantised."""
         names = (module, *(prefix + module for prefix in prefixes))
         return not any(_matches(entry, name) for entry in self.ignored_modules for name in names)
 
@@ -74,8 +73,8 @@ SCHEMES_ON_LOAD = {"int8": LowBitScheme(8), "int4": LowBitScheme(4)}
 
 
 def resolve_scheme(config: dict[str, Any], requested: str | None) -> FP8Scheme | LowBitScheme | None:
-    """How the weights of a model are quantised: as its config.json says; else, where it is `requested` for
-    (--quantization), made while loading. StartupError for a quantization_config that isn't supported."""
+    """Return the quantization of a model's weights: that of its config.json, else the `requested` one (--quantization),
+    applied while loading. Raise StartupError for an unsupported quantization_config."""
     stored = read_checkpoint_scheme(config)
     if stored is not None and requested in SCHEMES_ON_LOAD:
         raise StartupError(
@@ -87,20 +86,20 @@ def resolve_scheme(config: dict[str, Any], requested: str | None) -> FP8Scheme |
 
 
 def resolve_fp8_scheme(config: dict[str, Any], requested: str | None) -> FP8Scheme | None:
-    """The same, of FP8 alone."""
-    found = resolve_scheme(config, requested)
-    return found if isinstance(found, FP8Scheme) else None
+    """As `resolve_scheme`, but None for schemes other than FP8."""
+    scheme = resolve_scheme(config, requested)
+    return scheme if isinstance(scheme, FP8Scheme) else None
 
 
 def read_checkpoint_scheme(config: dict[str, Any]) -> FP8Scheme | LowBitScheme | None:
-    """What `config` says; None where it says nothing."""
-    said = config.get("quantization_config") or config.get("compression_config")
-    if not said:
+    """Return the scheme of `config`; None if it has none. Raise StartupError for an unsupported one."""
+    section = config.get("quantization_config") or config.get("compression_config")
+    if not section:
         return None
-    if not isinstance(said, dict):
-        raise StartupError(f"quantization_config in config.json must be an object, got {short_repr(said)}")
-    fields = ConfigReader(said, SOURCE)
-    method = said.get("quant_method")
+    if not isinstance(section, dict):
+        raise StartupError(f"quantization_config in config.json must be an object, got {short_repr(section)}")
+    fields = ConfigReader(section, SOURCE)
+    method = section.get("quant_method")
     if method == "fp8":
         return _read_fp8(fields)
     if method == "compressed-tensors":
@@ -116,11 +115,11 @@ def read_checkpoint_scheme(config: dict[str, Any]) -> FP8Scheme | LowBitScheme |
 
 
 def _read_fp8(fields: ConfigReader) -> FP8Scheme:
-    """`fp8`: blocks, as DeepSeek and Qwen publish them, or without weight_block_size a scale a tensor."""
+    """`fp8`: blocks (DeepSeek, Qwen), or without weight_block_size one scale per tensor."""
     fields.require_value("fmt", "e4m3")
     _one_of(fields, "activation_scheme", "dynamic", "static")
-    kept = _read_module_names(fields, "modules_to_not_convert") + _read_module_names(fields, "ignored_layers")
-    return FP8Scheme(True, _read_block_size(fields, "weight_block_size"), (*kept, LM_HEAD))
+    ignored = _read_module_names(fields, "modules_to_not_convert") + _read_module_names(fields, "ignored_layers")
+    return FP8Scheme(True, _read_block_size(fields, "weight_block_size"), (*ignored, LM_HEAD))
 
 
 def _read_compressed_tensors(fields: ConfigReader) -> FP8Scheme:
@@ -137,7 +136,7 @@ def _read_compressed_tensors(fields: ConfigReader) -> FP8Scheme:
     weights = ConfigReader(group.get_object("weights"), f"the weights of {group.source}")
     _one_of(weights, "type", "float")
     if weights.get_int("num_bits") != 8 or not weights.get_bool("symmetric", True):
-        raise StartupError(f"{weights.source} are not symmetric numbers of 8 bits, which are supported alone", REMEDY)
+        raise StartupError(f"{weights.source} are not symmetric numbers of 8 bits", f"Only these are. {REMEDY}")
     weights.require_value("dynamic", False)
     weights.require_value("group_size", None)
     strategy = _one_of(weights, "strategy", "tensor", "channel", "block")
@@ -158,19 +157,19 @@ def _read_awq_gptq(fields: ConfigReader, method: str) -> LowBitScheme:
             f"group_size in {SOURCE} is {short_repr(group)}, which is not supported",
             f"{', '.join(map(str, GROUP_SIZES))}: these are",
         )
-    kept = (*_read_module_names(fields, "modules_to_not_convert"), LM_HEAD)
+    ignored = (*_read_module_names(fields, "modules_to_not_convert"), LM_HEAD)
     if method == "awq":
         version = fields.get_str("version", "gemm").lower()
         if version != "gemm" or not fields.get_bool("zero_point", True):
             raise StartupError(
                 f"{SOURCE} has the version {short_repr(version)}", "awq is read in gemm's, with zero_point"
             )
-        return LowBitScheme(bits, "awq", group, kept)
+        return LowBitScheme(bits, "awq", group, ignored)
     fields.require_value("lm_head", False)
     if fields.config.get("dynamic"):
-        raise StartupError(f"{SOURCE} has layers of their own kinds (dynamic), which are not supported", REMEDY)
-    form = _one_of(fields, "checkpoint_format", "gptq", "gptq_v2")
-    return LowBitScheme(bits, "gptq", group, kept, fields.get_bool("desc_act", False), form == "gptq")
+        raise StartupError(f"{SOURCE} has per-layer options (dynamic), which are not supported", REMEDY)
+    version = _one_of(fields, "checkpoint_format", "gptq", "gptq_v2")
+    return LowBitScheme(bits, "gptq", group, ignored, fields.get_bool("desc_act", False), version == "gptq")
 
 
 def _read_block_size(fields: ConfigReader, name: str) -> bool:
@@ -184,7 +183,7 @@ def _read_block_size(fields: ConfigReader, name: str) -> bool:
 
 
 def _one_of(fields: ConfigReader, name: str, *values: str) -> str:
-    """One of `values`, the first one where it is absent."""
+    """Return an option that must be one of `values`; the first if it is absent."""
     value = fields.get_str(name, values[0])
     if value not in values:
         raise StartupError(
@@ -195,7 +194,7 @@ def _one_of(fields: ConfigReader, name: str, *values: str) -> str:
 
 
 def _read_module_names(fields: ConfigReader, name: str) -> tuple[str, ...]:
-    """Names of modules, or patterns that are safe to match: they come with a checkpoint, from anyone."""
+    """Return names and patterns of modules. Checkpoints are untrusted, so only patterns safe to match are accepted."""
     value = fields.config.get(name)
     if value is None:
         return ()
@@ -217,7 +216,7 @@ def _read_module_names(fields: ConfigReader, name: str) -> tuple[str, ...]:
 
 
 def _is_safe_pattern(pattern: str) -> bool:
-    """It is a regular expression, and matching it takes no exponential time."""
+    """Return True if `pattern` is a regular expression whose matching takes no exponential time."""
     repeats = len(re.findall(r"[*+?{]", pattern))
     if len(pattern) > MAX_PATTERN_LENGTH or repeats > MAX_REPEATS or re.search(r"\)[*+?{]|\\[1-9]|\(\?[^:]", pattern):
         return False
@@ -229,7 +228,7 @@ def _is_safe_pattern(pattern: str) -> bool:
 
 
 def _matches(entry: str, name: str) -> bool:
-    """An entry is a module's name, the end or the beginning of one, or a pattern for its beginning."""
+    """Return True if `entry` matches a module: its name, the beginning or end of it, or a pattern for its beginning."""
     if entry.startswith("re:"):
         return re.match(entry[3:], name) is not None
     entry = entry.removesuffix(".*")

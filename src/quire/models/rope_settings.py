@@ -1,4 +1,4 @@
-"""What a config.json says of a rotary embedding, and of the length that it reaches. No torch."""
+"""The rotary embedding in a config.json, and the sequence length that it reaches. No torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.models.config_reader import ConfigReader
 def read_rope(fields: ConfigReader, max_position: int, partial: bool = False) -> tuple[RopeConfig, int]:
     """Read the rotary embedding of all layers, and the length that it reaches; `partial`: see `read_rope_section`.
 
-    Newer configs hold everything in `rope_parameters`; older ones hold `rope_theta` and perhaps `rope_scaling`. Where
-    both are given `rope_scaling` counts, as in transformers.
+    Newer configs have everything in `rope_parameters`; older ones have `rope_theta` and perhaps `rope_scaling`. If both
+    are given `rope_scaling` is used, as in transformers.
     """
     where = "rope_scaling" if fields.config.get("rope_scaling") else "rope_parameters"
     section = fields.config.get(where) or {}
@@ -35,14 +35,14 @@ def read_rope_section(
     if partial:
         share = float(rope.get_float("partial_rotary_factor", fields.get_float("partial_rotary_factor", 1.0)))
         if not 0 < share <= 1:
-            raise StartupError(f"partial_rotary_factor is {share:g}", "It must be above 0, and 1 at most")
+            raise StartupError(f"partial_rotary_factor is {share:g}", "It must be above 0, and at most 1")
     else:
         for options in (fields, rope):
             options.require_value("partial_rotary_factor", 1.0)
     kind = rope.get_str("rope_type", rope.get_str("type", "default"))
     if kind not in (*ROPE_KINDS, "su"):
         raise StartupError(f"the rope_type {short_repr(kind)} is not supported", f"Supported: {', '.join(ROPE_KINDS)}")
-    if kind == "su" or (kind == "yarn" and "short_factor" in rope.config):  # as Phi-3's first configs call it
+    if kind == "su" or (kind == "yarn" and "short_factor" in rope.config):  # names in Phi-3's first configs
         kind = "longrope"
     theta = rope.get_float("rope_theta", theta)
     plain = RopeConfig(kind=kind, theta=theta, original_max_len=max_position, partial_rotary_factor=share)
@@ -82,7 +82,7 @@ def read_rope_section(
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    """YaRN section 3.4 (there 1/sqrt(t)); DeepSeek's configs give two scales and mean their ratio."""
+    """YaRN section 3.4 (there 1/sqrt(t)); DeepSeek's configs give two scales, whose ratio is used."""
 
     def scale(mscale: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

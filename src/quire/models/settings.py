@@ -1,4 +1,4 @@
-"""What a config.json says, a frozen dataclass a family, and the arithmetic on it (layers, lengths, parameters).
+"""Settings of the Llama, OPT and GPT-2 families, read from config.json, and derived sizes (layers, parameters).
 
 No torch: memory plans and simulations read a model's spec without building it. Defaults are transformers'.
 """
@@ -24,9 +24,9 @@ WEIGHT_FORMATS = {"InternLM2ForCausalLM": "internlm2", "Phi3ForCausalLM": "phi3"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSettings:
-    """LLaMA and its relatives. `attention_kinds` has one entry a layer; `max_len` counts what a rope scaling adds.
-    `weight_format` names how checkpoints call and stack the weights, where that isn't as LLaMA's do. Of a shard, here
-    and below, heads and `intermediate` are its own, and so are `parameters`."""
+    """LLaMA and its relatives. `attention_kinds` has one entry per layer; `max_len` includes the rope scaling.
+    `weight_format` is the checkpoint's naming and stacking of weights, empty for LLaMA's. In a shard, here and below,
+    heads, `intermediate` and `parameters` are those of the shard."""
 
     vocab_size: int
     hidden: int
@@ -53,32 +53,36 @@ class LlamaSettings:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises StartupError for a value that is missing, wrong or not supported."""
+        """Read a config.json. Raise StartupError for a value that is missing, wrong or not supported."""
         fields = ConfigReader(config)
         check_quantization(fields)
         architecture = (config.get("architectures") or ["LlamaForCausalLM"])[0]
         qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
-        stored = WEIGHT_FORMATS.get(architecture, "")
-        if stored == "internlm2":
+        weight_format = WEIGHT_FORMATS.get(architecture, "")
+        if weight_format == "internlm2":
             fields.require_value("bias", False)
         hidden, heads = fields.get_int("hidden_size"), fields.get_int("num_attention_heads")
         kv_heads, head_dim = read_heads(fields, heads, heads, 128 if qwen3 else hidden // heads)
         rope, max_len = read_rope(fields, fields.get_int("max_position_embeddings"), architecture == "Phi3ForCausalLM")
-        turned = rope.rotary_dim(head_dim)
-        if turned % 2 or not turned:
+        rotary_dim = rope.rotary_dim(head_dim)
+        if rotary_dim % 2 or not rotary_dim:
             raise StartupError(
-                f"partial_rotary_factor {rope.partial_rotary_factor} rotates {turned} of {head_dim} dimensions",
+                f"partial_rotary_factor {rope.partial_rotary_factor} rotates {rotary_dim} of {head_dim} dimensions",
                 "The number must be even and above 0",
             )
-        if rope.kind == "longrope" and len(rope.short_factors) != turned // 2:
+        if rope.kind == "longrope" and len(rope.short_factors) != rotary_dim // 2:
             raise StartupError(
-                f"short_factor and long_factor have {len(rope.short_factors)} numbers", f"They must have {turned // 2}"
+                f"short_factor and long_factor have {len(rope.short_factors)} numbers",
+                f"They must have {rotary_dim // 2}",
             )
         layers = fields.get_int("num_hidden_layers", maximum=MAX_LAYERS)
         kinds = _read_attention_kinds(fields, architecture, layers, max_len)
         budgets, selection = read_budgets(fields, layers, max_len)
         if any(budgets) and any(kind != AttentionKind() for kind in kinds):
-            raise StartupError("config.json has pyramid_kv, and layers that share or don't see all", "Give one of them")
+            raise StartupError(
+                "config.json has pyramid_kv, and layers that share keys and values or don't attend to all tokens",
+                "Give one of them",
+            )
         bias = fields.get_bool("attention_bias", False) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
         return cls(
             vocab_size=fields.get_int("vocab_size"),
@@ -100,13 +104,13 @@ class LlamaSettings:
             selection=selection,
             max_len=max_len,
             eos_ids=fields.get_token_ids("eos_token_id"),
-            weight_format=stored,
+            weight_format=weight_format,
         )
 
     def for_shard(self, shard: Shard) -> Self:
-        """One rank's shard. StartupError if there can't be so many ranks."""
+        """Return one rank's settings. Raise StartupError if the model can't be divided among that many ranks."""
         check_tp_division(shard.tp_size, self.heads, self.kv_heads, intermediate_size=self.intermediate)
-        if any(self.budgets) and shard.tp_size > self.kv_heads:  # each key head chooses what its query heads look at
+        if any(self.budgets) and shard.tp_size > self.kv_heads:  # a key head selects tokens by all its query heads
             raise StartupError(
                 f"--tp is {shard.tp_size}, and pyramid_kv of config.json needs whole key heads: there are "
                 f"{self.kv_heads}",
@@ -122,20 +126,16 @@ class LlamaSettings:
 
     @property
     def parameters(self) -> int:
-        """Weights of the model, tied ones once."""
+        """Number of parameters; tied ones count once."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * self.hidden * queries + self.qkv_bias * queries + self.out_bias * self.hidden
         attention += self.qk_norm * 2 * self.head_dim
-        owned = (
-            sum(kind.kv_sharing_layer is None for kind in self.attention_kinds)
-            * 2
-            * keys
-            * (self.hidden + self.qkv_bias)
-        )
+        kv_layers = sum(kind.kv_sharing_layer is None for kind in self.attention_kinds)
+        keys_values = kv_layers * 2 * keys * (self.hidden + self.qkv_bias)
         mlp = 3 * self.hidden * self.intermediate + self.mlp_bias * (2 * self.intermediate + self.hidden)
         layer = attention + mlp + 2 * self.hidden
         embeddings = (1 if self.tied else 2) * self.shard.padded_vocab_rows(self.vocab_size) * self.hidden
-        return len(self.attention_kinds) * layer + owned + self.hidden + embeddings
+        return len(self.attention_kinds) * layer + keys_values + self.hidden + embeddings
 
     def spec(self) -> ModelSpec:
         return ModelSpec(
@@ -157,7 +157,7 @@ class LlamaSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OPTSettings:
-    """OPT. opt-350m has an `embed_dim` other than `hidden`, and normalises after each block (`norm_before` false)."""
+    """OPT. opt-350m has an `embed_dim` other than `hidden`, and norms after each block (`norm_before` is False)."""
 
     vocab_size: int
     embed_dim: int
@@ -176,7 +176,7 @@ class OPTSettings:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises StartupError for a value that is missing, wrong or not supported."""
+        """Read a config.json. Raise StartupError for a value that is missing, wrong or not supported."""
         fields = ConfigReader(config)
         check_quantization(fields)
         fields.require_value("layer_norm_elementwise_affine", True)
@@ -198,7 +198,7 @@ class OPTSettings:
         )
 
     def for_shard(self, shard: Shard) -> Self:
-        """One rank's shard. StartupError if there can't be so many ranks."""
+        """Return one rank's settings. Raise StartupError if the model can't be divided among that many ranks."""
         check_tp_division(shard.tp_size, self.heads, self.heads, ffn_dim=self.intermediate)
         heads, intermediate = self.heads // shard.tp_size, self.intermediate // shard.tp_size
         return replace(self, heads=heads, intermediate=intermediate, shard=shard)
@@ -209,7 +209,7 @@ class OPTSettings:
 
     @property
     def parameters(self) -> int:
-        """Weights of the model, tied ones once."""
+        """Number of parameters; tied ones count once."""
         h, ffn, queries = self.hidden, self.intermediate, self.heads * self.head_dim
         layer = 4 * h * queries + 2 * h * ffn + self.bias * (3 * queries + 2 * h + ffn) + 4 * h
         embeddings = (1 if self.tied else 2) * self.shard.padded_vocab_rows(self.vocab_size) * self.embed_dim
@@ -249,7 +249,7 @@ class GPT2Settings:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Raises StartupError for a value that is missing, wrong or not supported."""
+        """Read a config.json. Raise StartupError for a value that is missing, wrong or not supported."""
         fields = ConfigReader(config)
         if read_checkpoint_scheme(config):
             raise StartupError("quantised checkpoints of GPT-2 are not supported: their weights are transposed", REMEDY)
@@ -271,7 +271,7 @@ class GPT2Settings:
         )
 
     def for_shard(self, shard: Shard) -> Self:
-        """One rank's shard. StartupError if there can't be so many ranks."""
+        """Return one rank's settings. Raise StartupError if the model can't be divided among that many ranks."""
         check_tp_division(shard.tp_size, self.heads, self.heads, n_inner=self.intermediate)
         heads, intermediate = self.heads // shard.tp_size, self.intermediate // shard.tp_size
         return replace(self, heads=heads, intermediate=intermediate, shard=shard)
@@ -282,7 +282,7 @@ class GPT2Settings:
 
     @property
     def parameters(self) -> int:
-        """Weights of the model, tied ones once."""
+        """Number of parameters; tied ones count once."""
         h, ffn, queries = self.hidden, self.intermediate, self.heads * self.head_dim
         layer = 4 * h * queries + 3 * queries + h + 2 * h * ffn + ffn + h + 4 * h
         embeddings = (1 if self.tied else 2) * self.shard.padded_vocab_rows(self.vocab_size) * h + self.max_len * h
@@ -303,7 +303,7 @@ class GPT2Settings:
 
 
 def read_heads(fields: ConfigReader, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """Heads of keys, beside `heads` of queries, and their size, with what they are by default."""
+    """Return the number of key heads and the head size, for `heads` query heads; `kv_heads`, `head_dim`: defaults."""
     kv_heads, head_dim = fields.get_int("num_key_value_heads", kv_heads), fields.get_int("head_dim", head_dim)
     if heads % kv_heads:
         raise StartupError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
@@ -315,7 +315,7 @@ def read_heads(fields: ConfigReader, heads: int, kv_heads: int, head_dim: int) -
 def _read_attention_kinds(
     fields: ConfigReader, architecture: str, layers: int, max_len: int
 ) -> tuple[AttentionKind, ...]:
-    """What each layer sees. Of Llama's relatives none has layers that share."""
+    """Return each layer's attention kind. None of Llama's relatives has layers that share keys and values."""
     if architecture == "LlamaForCausalLM":
         return read_attention_kinds(fields, layers)
     fields.require_value("kv_sharing", None)
@@ -326,8 +326,8 @@ def _read_attention_kinds(
 
 
 def read_windows(fields: ConfigReader, architecture: str, layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window: Mistral's is one for all, unless `layer_types` says which layers have one, as it may
-    for Ministral and Qwen too; or Qwen's max_window_layers does."""
+    """Return each layer's sliding window. Mistral's is the same for all layers. The layers that have one are given by
+    `layer_types` (Mistral, Ministral, Qwen), or by Qwen's max_window_layers."""
     types = read_layer_types(fields, layers)
     if architecture in ("MistralForCausalLM", "MinistralForCausalLM"):
         window = read_window(fields)
@@ -342,13 +342,13 @@ def read_windows(fields: ConfigReader, architecture: str, layers: int) -> tuple[
 
 
 def read_window(fields: ConfigReader) -> int | None:
-    """`sliding_window`: 4,096 where it is absent, none where it is null."""
+    """Return `sliding_window`: 4,096 if it is absent, None if it is null."""
     window: int | None = fields.get_int("sliding_window", None if "sliding_window" in fields.config else 4096)
     return window
 
 
 def windows_for_types(types: tuple[str, ...], window: int | None) -> tuple[int | None, ...]:
-    """The window of each layer of these types."""
+    """Return each layer's window, from its type."""
     if "sliding_attention" in types and window is None:
         raise StartupError("layer_types has sliding_attention, but there is no sliding window")
     return tuple(window if name == "sliding_attention" else None for name in types)
@@ -362,5 +362,5 @@ def _read_head_count(fields: ConfigReader, name: str, hidden: int) -> int:
 
 
 def check_quantization(fields: ConfigReader) -> None:
-    """StartupError for a quantization_config that isn't supported."""
+    """Raise StartupError for a quantization_config that isn't supported."""
     read_checkpoint_scheme(fields.config)

@@ -1,14 +1,16 @@
-"""Models whose text has pictures' rows in place of tokens' embeddings: LLaVA-OneVision, InternVL, Phi-3-Vision and
-PaliGemma. Eyes, and a text model that knows nothing of them.
+"""Models that put image rows in place of token embeddings: LLaVA-OneVision, InternVL, Phi-3-Vision and PaliGemma. A
+vision encoder, and a text model that is independent of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quire.layers.prepare import MappedWeights
 from quire.models.forward_context import ForwardContext
 from quire.models.gemma import Gemma
 from quire.models.gemma_settings import GemmaSettings
@@ -23,12 +25,12 @@ TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_mod
 
 
 class VisionLanguageModel(nn.Module):
-    """The model, its weights uninitialised: fill them (quire.weights), then `prepare`, then `forward`. `vision_encoder`
-    is an Encoder (quire.models.vision), which whoever runs the model asks before it."""
+    """The model, with uninitialised weights: load them (quire.weights), call `prepare`, then `forward`. The caller runs
+    `vision_encoder`, an Encoder (quire.models.vision), before."""
 
     @staticmethod
     def spec(config: dict[str, Any]) -> ModelSpec:
-        """What a memory needs to know. StartupError for a config that isn't supported."""
+        """Return the ModelSpec of a config.json. Raise StartupError if it is not supported."""
         return VisionLanguageSettings.from_config(config).spec()
 
     def __init__(
@@ -37,59 +39,57 @@ class VisionLanguageModel(nn.Module):
         super().__init__()
         s = VisionLanguageSettings.from_config(config).for_shard(shard)
         self.text = (Gemma if isinstance(s.text, GemmaSettings) else Llama)(s.text_config, dtype, device, shard)
-        self.vision_encoder = (
-            build_encoder(s.vision, dtype, device) if shard.is_first_stage else None
-        )  # with the embedding
-        self.weight_prefixes = (
-            *TEXT_PREFIXES,
-            *(self.vision_encoder.weight_prefixes if self.vision_encoder is not None else ()),
-            *self.text.weight_prefixes,
-        )
+        self.vision_encoder = build_encoder(s.vision, dtype, device) if shard.is_first_stage else None
+        vision_prefixes = () if self.vision_encoder is None else self.vision_encoder.weight_prefixes
+        self.weight_prefixes: tuple[str, ...] = (*TEXT_PREFIXES, *vision_prefixes, *self.text.weight_prefixes)
 
     def forward(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
-        """tokens [T] int64 -> hidden [T, hidden] (of the context's wanted tokens), after the final norm."""
+        """Run tokens [T] int64: return hidden states [R, hidden] of those that `ctx` selects, after the final norm."""
         return self.finish(*self.embed(tokens, ctx), ctx)
 
     def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Up to the last attention, itself included: x [T, hidden], and what it gives."""
+        """Run the model up to the last attention: return x [T, hidden] and the attention's output."""
+        assert self.text.embed_tokens is not None, "only the first stage embeds"
         return self.text.run_layers(ctx.merge_image_embeddings(self.text.embed_tokens(tokens)), ctx)
 
     def run_layers(self, x: Tensor, ctx: ForwardContext, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The same from what the stage before gives, of this one's layers."""
+        """As `embed`, from the previous stage's x and delta. x is overwritten."""
         return self.text.run_layers(x, ctx, delta)
 
     def finish(self, x: Tensor, attended: Tensor, ctx: ForwardContext) -> Tensor:
-        """`finish_selected`, of the context's wanted tokens."""
+        """Call `finish_selected` for the tokens that `ctx` selects."""
         return self.text.finish(x, attended, ctx)
 
     def finish_selected(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Behind the last attention, of the tokens whose x and attention these are: hidden [T, hidden]."""
+        """Run what follows the last attention, for the selected tokens: return hidden states [R, hidden]."""
         return self.text.finish_selected(x, attended)
 
     def logits(self, hidden: Tensor, local: bool = False) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab_size], in the model's dtype; with `local` this rank's, [R, room]."""
+        """Return the logits [R, vocab_size] of hidden [R, hidden], in the model's dtype; if `local`, this rank's
+        columns, padding included."""
         return self.text.logits(hidden, local)
 
     def weight_sources(self) -> dict[str, WeightSource]:
-        """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
-        parts = (
-            {"text": self.text}
-            if self.vision_encoder is None
-            else {"text": self.text, "vision_encoder": self.vision_encoder}
-        )
-        return {f"{part}.{name}": stored for part, of in parts.items() for name, stored in of.weight_sources().items()}
+        """Map parameter names to the checkpoint's tensors, without prefix. Call before `prepare`."""
+        parts = {"text": self.text}
+        if self.vision_encoder is not None:
+            parts["vision_encoder"] = self.vision_encoder
+        return {
+            f"{part}.{name}": source
+            for part, module in parts.items()
+            for name, source in module.weight_sources().items()
+        }
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
-        return (
-            self.text.ignored_weights
-            if self.vision_encoder is None
-            else (*self.text.ignored_weights, *self.vision_encoder.ignored_weights)
-        )
+        """Regular expressions of tensors that a checkpoint may hold and that are not loaded."""
+        vision = () if self.vision_encoder is None else self.vision_encoder.ignored_weights
+        return (*self.text.ignored_weights, *vision)
 
-    def prepare(self, max_len: int | None = None, deterministic: bool = False) -> None:
-        """After loading, once, as a text model."""
-        self.text.prepare(max_len, deterministic)
+    def prepare(
+        self, max_len: int | None = None, deterministic: bool = False, mapped_files: Sequence[MappedWeights] = ()
+    ) -> None:
+        """Prepare the text model and the vision encoder. Call once, after loading."""
+        self.text.prepare(max_len, deterministic, mapped_files)
         if self.vision_encoder is not None:
             self.vision_encoder.prepare(deterministic)

@@ -1,5 +1,5 @@
-"""What the config.json of a model whose text has pictures' rows in place of tokens' embeddings says: eyes, and a text
-model that is one of ours. No torch.
+"""Settings of models that put image rows in place of token embeddings: a vision encoder, and a supported text model. No
+torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.protocol.model_spec import ModelSpec
 from quire.protocol.parallel_layout import Shard
 
 PREPROCESSOR_KEY = "preprocessor_config"
-"""Where a config.json that was read has what preprocessor_config.json says, see quire.weights.checkpoint_files."""
+"""The key under which a config.json that was read has preprocessor_config.json (see quire.weights.checkpoint_files)."""
 TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"vocab_size": 32_000, "max_position_embeddings": 2048}),
     "mistral": ("MistralForCausalLM", {"vocab_size": 32_000, "max_position_embeddings": 131_072}),
@@ -26,12 +26,12 @@ TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3ForCausalLM", {"vocab_size": 32_064, "max_position_embeddings": 4096}),
     "gemma2": ("Gemma2ForCausalLM", {"vocab_size": 256_000, "max_position_embeddings": 8192}),
 }
-"""By the model_type of the text: its architecture, and what a config may leave out, since transformers has it so."""
+"""The text's model_type -> its architecture, and transformers' defaults of keys that a config may leave out."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionLanguageSettings:
-    """`text_config` is the text's own."""
+    """`text_config` is the config of the text model, read into `text`."""
 
     text_config: dict[str, Any]
     text: LlamaSettings | GemmaSettings
@@ -39,7 +39,8 @@ class VisionLanguageSettings:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """StartupError for a value that is missing, wrong or not supported, and for eyes and a text that don't fit."""
+        """Read a config.json. Raise StartupError for a value that is missing, wrong or not supported, and for a vision
+        encoder and a text model that don't fit."""
         text = extract_text_config(config)
         vision = VisionSettings.from_config(config, ConfigReader(config).get_object(PREPROCESSOR_KEY))
         kind = GemmaSettings if text["architectures"] == ["Gemma2ForCausalLM"] else LlamaSettings
@@ -47,28 +48,29 @@ class VisionLanguageSettings:
         if vision.bidirectional != isinstance(settings.text, GemmaSettings):
             raise StartupError(
                 f"the text of a {short_repr(config['architectures'][0])} is a {text['architectures'][0]}",
-                "PaliGemma on Gemma-2 is supported, and of the others those on Llama's relatives",
+                "PaliGemma is supported with Gemma-2, the other architectures with Llama's relatives",
             )
         token, vocab = vision.image_token_id, settings.text.vocab_size
         if token is not None and token >= vocab:
             raise StartupError(
-                f"config.json's token for pictures is {token}, and the text knows {vocab} tokens",
+                f"config.json's image token is {token}, and the text model has {vocab} tokens",
                 f"image_token_index must be below {vocab}",
             )
         return settings
 
     def for_shard(self, shard: Shard) -> Self:
-        """One rank's shard: all of the eyes, a part of the text. StartupError if there can't be so many ranks."""
+        """Return one rank's settings: the whole vision encoder and a part of the text model. Raise StartupError if the
+        text model can't be divided among that many ranks."""
         return replace(self, text=self.text.for_shard(shard))
 
     def spec(self) -> ModelSpec:
-        """`parameters` are the text's: those of the eyes are in `vision`."""
+        """Return the ModelSpec. `parameters` are the text model's; those of the vision encoder are in `vision`."""
         text = self.text.spec()
         return replace(text, vision=self.vision.spec(text.parameters))
 
 
 def extract_text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The text's part of a config.json, as a text model's own. Of Phi-3-Vision that is all of it."""
+    """Return the text model's config from a config.json; for Phi-3-Vision that is all of it."""
     name = config["architectures"][0]
     if name == "Phi3VForCausalLM":
         return {**TEXT_MODELS["phi3"][1], **config, "architectures": ["Phi3ForCausalLM"]}
@@ -82,11 +84,11 @@ def extract_text_config(config: dict[str, Any]) -> dict[str, Any]:
             f"the model_type in {where} of config.json is {short_repr(kind)}", f"Supported: {', '.join(TEXT_MODELS)}"
         )
     architecture, usual = TEXT_MODELS[kind]
-    more = {"architectures": [architecture]}
-    if config.get("tie_word_embeddings"):  # transformers reads either
+    more: dict[str, Any] = {"architectures": [architecture]}
+    if config.get("tie_word_embeddings"):  # transformers reads it from either object
         more["tie_word_embeddings"] = True
     if config.get("quantization_config") is not None:
         more["quantization_config"] = config["quantization_config"]
-    if kind == "gemma2":  # attention in the prompt is both ways here, by what calls it
+    if kind == "gemma2":  # prompts attend in both directions, by the VisionSpec
         section = {k: v for k, v in section.items() if k != "use_bidirectional_attention"}
     return {**usual, **{k: v for k, v in section.items() if v is not None}, **more}

@@ -1,4 +1,4 @@
-"""The weight-name table: which tensors of a checkpoint fill each of our parameters."""
+"""Weight names: the checkpoint's tensors for each parameter."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch import nn
 
 
 class WeightSource(NamedTuple):
-    """A parameter's rows are those of `tensors`, one below the other, `rows` of each; `transpose` for weights kept as
-    [in, out]. Where tensors are `group_rows`, their rows lie in groups, each with so many rows of every part, and the
-    parameter has one part below the other. `row_order`: the parameter's rows by their numbers there, if they are
-    others."""
+    """A parameter consists of the rows of `tensors`, concatenated, `rows` of each. `transpose`: the checkpoint has them
+    as [in, out]. `group_rows`: the tensor's rows are in groups, with this number of rows of each part; the parameter
+    has the parts one after another. `row_order`: the tensor's row numbers in the parameter's order, if different."""
 
     tensors: tuple[str, ...]
     rows: tuple[int, ...]
@@ -25,10 +24,10 @@ class WeightSource(NamedTuple):
 def expand_weight_names(
     model: nn.Module, table: Mapping[str, str | tuple[str, ...]], transposed: str = ""
 ) -> dict[str, WeightSource]:
-    """Every parameter of `model` -> its Stored, from a `table` of patterns in which * is the layer's number.
+    """Return each parameter's WeightSource, from a `table` of patterns in which * is the layer's number.
 
-    `transposed` is a regular expression that the names of parameters kept as [in, out] match. A parameter that the
-    table lacks is a KeyError: a mistake in the table.
+    `transposed` is a regular expression for the names of parameters that a checkpoint has as [in, out]. A parameter
+    that the table lacks is a KeyError: a mistake in the table.
     """
     sources = {}
     for name, parameter in model.named_parameters():
@@ -56,33 +55,33 @@ INTERNLM2_WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
     "layers.*.mlp.down.weight": "layers.*.feed_forward.w2.weight",
     "head.weight": "output.weight",
 }
-"""Where InternLM2's names aren't LLaMA's. Its `wqkv` has, for each key head, its query heads, then it, then its value
-head."""
+"""InternLM2's names that differ from LLaMA's. Its `wqkv` has, for each key head, its query heads, the key head, and the
+value head."""
 PHI3_WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
     "layers.*.attention.qkv.weight": "layers.*.self_attn.qkv_proj.weight",
     "layers.*.mlp.gate_up.weight": "layers.*.mlp.gate_up_proj.weight",
 }
-"""The same of Phi-3."""
+"""Phi-3's names that differ from LLaMA's."""
 
 
 def mixer_weight_names(ours: str, theirs: str) -> dict[str, str | tuple[str, ...]]:
-    """The table of a Mamba layer's mixer (quire.layers.mamba)."""
+    """Return the name table of a Mamba layer's mixer (quire.layers.mamba)."""
     names = {
         "in_proj": "in_proj", "conv_weight": "conv1d.weight", "conv_bias": "conv1d.bias",
         "x_proj.weight": "x_proj.weight",
         "dt_proj.weight": "dt_proj.weight", "dt_bias": "dt_proj.bias", "A_log": "A_log", "D": "D", "out": "out_proj",
         **{f"norms.{i}.weight": f"{x}_layernorm.weight" for i, x in enumerate(("dt", "b", "c"))},
     }  # fmt: skip
-    for both in ("in_proj", "out"):
-        name = names.pop(both)
-        names |= {f"{both}.{kind}": f"{name}.{kind}" for kind in ("weight", "bias")}
-    return {f"{ours}.{own}": f"{theirs}.{name}" for own, name in names.items()}
+    for linear in ("in_proj", "out"):
+        name = names.pop(linear)
+        names |= {f"{linear}.{kind}": f"{name}.{kind}" for kind in ("weight", "bias")}
+    return {f"{ours}.{parameter}": f"{theirs}.{tensor}" for parameter, tensor in names.items()}
 
 
 def expert_weight_names(ours: str, theirs: str, experts: int) -> dict[str, str | tuple[str, ...]]:
-    """The table of a layer's experts (quire.layers.moe), each of which a checkpoint keeps apart."""
-    each = [f"{theirs}.{expert}" for expert in range(experts)]
+    """Return the name table of a layer's experts (quire.layers.moe), which are separate tensors in a checkpoint."""
+    names = [f"{theirs}.{expert}" for expert in range(experts)]
     return {
-        f"{ours}.gate_up": tuple(f"{one}.{x}_proj.weight" for one in each for x in ("gate", "up")),
-        f"{ours}.down": tuple(f"{one}.down_proj.weight" for one in each),
+        f"{ours}.gate_up": tuple(f"{name}.{x}_proj.weight" for name in names for x in ("gate", "up")),
+        f"{ours}.down": tuple(f"{name}.down_proj.weight" for name in names),
     }

@@ -1,1 +1,1 @@
-"""What the planes say to each other: what a model keeps, the messages of a step, what a request may ask for."""
+"""Data that crosses a boundary: model and cache specs, a step's plan and result, sampling parameters, wire formats."""

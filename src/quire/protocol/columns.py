@@ -1,6 +1,6 @@
-"""Columns of numbers as bytes, little-endian, and a reader of them: what the wire forms of messages are made of.
+"""Columns of little-endian numbers, of which the wire formats of messages consist, and a reader of them.
 
-A reader checks each count against the bytes that remain before it makes anything of that size."""
+The reader checks each count against the remaining bytes before it allocates anything of that size."""
 
 from __future__ import annotations
 
@@ -11,22 +11,18 @@ from typing import Any
 
 from quire.protocol.step_plan import TopLogprobs
 
-MAX_FRAME_BYTES, MAX_STEP_SLICES = 2**28, 2**16  # of a frame; of a step, more than a launch takes
-MAX_PIXEL_BYTES = 2**27  # bytes that a request's pictures have, prepared
+MAX_FRAME_BYTES, MAX_STEP_SLICES = 2**28, 2**16  # a step has fewer slices: a kernel launch takes no more
+MAX_PIXEL_BYTES = 2**27  # bytes of the preprocessed images of a request
 COUNT = struct.Struct("<I")
-WIDTHS = {ord("b"): 1, ord("i"): 4, ord("q"): 8}  # bytes of a number, by the code before a column
-LENGTHS_ZERO, LENGTHS_ONE, LENGTHS_LISTED = (
-    0,
-    1,
-    2,
-)  # how long runs are: none has any, each has one, or there is a column of counts
+WIDTHS = {ord("b"): 1, ord("i"): 4, ord("q"): 8}  # bytes of a number, by the code that precedes a column
+LENGTHS_ZERO, LENGTHS_ONE, LENGTHS_LISTED = 0, 1, 2
+"""The lengths of runs: all are 0, all are 1, or a column of lengths follows."""
 
-
-tuple_new = tuple.__new__  # makes a NamedTuple of a tuple at half the cost of its constructor
+tuple_new = tuple.__new__  # makes a NamedTuple from a tuple at half the cost of its constructor
 
 
 class WireError(ValueError):
-    """A frame that can't be read, or a message that can't be said in one: `field` is where, `offset` the byte."""
+    """A frame that can't be read, or a message that can't be encoded, at field `field` and byte `offset`."""
 
     def __init__(self, field: str, why: str, offset: int | None = None) -> None:
         super().__init__(f"{field}{'' if offset is None else f' at byte {offset}'}: {why}")
@@ -41,7 +37,7 @@ def pack_struct(form: struct.Struct, field: str, *values: Any) -> bytes:
 
 
 def write_ints(values: Sequence[int], field: str, width: str = "i") -> bytes:
-    """A column: the code of a width that holds all values, `width` if it does, and the values."""
+    """Return a column: the code of the first width, from `width` on, that holds all values; then the values."""
     try:
         return struct.pack(f"<c{len(values)}{width}", width.encode(), *values)
     except struct.error as error:
@@ -55,7 +51,7 @@ def write_floats(values: Sequence[float], field: str) -> bytes:
 
 
 def write_run_lengths(runs: Sequence[Sequence[Any]], field: str) -> bytes:
-    """How long each of some runs is."""
+    """Return the lengths of runs."""
     if not any(runs):
         return b"\0"
     lengths = list(map(len, runs))
@@ -63,7 +59,7 @@ def write_run_lengths(runs: Sequence[Sequence[Any]], field: str) -> bytes:
 
 
 def write_runs(runs: Sequence[Sequence[int]], field: str) -> Iterator[bytes]:
-    """Runs of integers: how long each is, and all of them end to end."""
+    """Yield the lengths of runs of integers, then all integers."""
     kind, numbers = flatten_runs(runs)
     if kind != LENGTHS_LISTED:
         yield bytes((kind,))
@@ -74,7 +70,7 @@ def write_runs(runs: Sequence[Sequence[int]], field: str) -> Iterator[bytes]:
 
 
 def flatten_runs(runs: Sequence[Sequence[int]]) -> tuple[int, Sequence[int]]:
-    """How long all runs are (ZEROS, ONES, LISTED), and their numbers end to end."""
+    """Return the kind of the runs' lengths (LENGTHS_ZERO, LENGTHS_ONE, LENGTHS_LISTED) and all their numbers."""
     if not any(runs):
         return LENGTHS_ZERO, ()
     try:
@@ -96,7 +92,7 @@ def write_top_logprobs(top_logprobs: Sequence[TopLogprobs]) -> Iterator[bytes]:
 
 
 def write_vectors(vectors: Sequence[Sequence[float]], field: str) -> Iterator[bytes]:
-    """Runs of numbers."""
+    """Yield the lengths of runs of floats, then all floats."""
     yield write_ints(list(map(len, vectors)), field)
     try:
         yield struct.pack(f"<{sum(map(len, vectors))}d", *chain.from_iterable(vectors))
@@ -105,7 +101,7 @@ def write_vectors(vectors: Sequence[Sequence[float]], field: str) -> Iterator[by
 
 
 class FrameReader:
-    """A frame, read up to byte `offset`."""
+    """Reads a frame; `offset` is the next byte."""
 
     __slots__ = ("end", "frame", "offset")
 
@@ -121,7 +117,7 @@ class FrameReader:
         raise self.error(field, f"{count} are announced, at most {MAX_STEP_SLICES} are read")
 
     def skip(self, size: int, field: str) -> int:
-        """Go on by `size` bytes; returns where they begin."""
+        """Skip `size` bytes. Return the offset of the first."""
         at = self.offset
         if size > self.end - at:
             raise self.error(field, f"{size} bytes are announced, {self.end - at} remain")
@@ -132,7 +128,7 @@ class FrameReader:
         return form.unpack_from(self.frame, self.skip(form.size, field))
 
     def read_ints(self, count: int, field: str) -> tuple[int, ...]:
-        """A column of `count` integers."""
+        """Read a column of `count` integers."""
         at = self.skip(1, field)
         size = WIDTHS.get(self.frame[at])
         if size is None:
@@ -144,8 +140,7 @@ class FrameReader:
         return struct.unpack_from(f"<{count}d", self.frame, self.skip(8 * count, field))
 
     def read_run_lengths(self, runs: int, field: str) -> int | Sequence[int]:
-        """How long each of `read_runs` runs is, one number if all are as long. There must be other proof of "
-        "`read_runs`."""
+        """Read the lengths of `runs` runs: one number if all are equal. The caller must have checked `runs`."""
         at = self.skip(1, field)
         if self.frame[at] in (LENGTHS_ZERO, LENGTHS_ONE):
             return self.frame[at]
@@ -160,7 +155,7 @@ class FrameReader:
         return lengths
 
     def read_runs(self, count: int, field: str) -> Iterable[tuple[int, ...]]:
-        """`count` runs of integers. There must be other proof of `count`."""
+        """Read `count` runs of integers. The caller must have checked `count`."""
         lengths = self.read_run_lengths(count, field)
         if lengths == LENGTHS_ZERO:
             return repeat((), count)
@@ -183,14 +178,14 @@ def read_text(reader: FrameReader, length: int) -> str:
 
 
 def read_vectors(reader: FrameReader, count: int, field: str) -> list[tuple[float, ...]]:
-    """`count` runs of numbers. There must be other proof of `count`."""
+    """Read `count` runs of floats. The caller must have checked `count`."""
     lengths = reader.read_lengths(count, field)
     total = sum(lengths)
     return split_runs(reader.read_floats(total, field), lengths)
 
 
 def read_top_logprobs(reader: FrameReader, samples: int) -> Iterable[tuple[TopLogprobs, ...]]:
-    """The tops of so many samples. There must be other proof of that number."""
+    """Read the top log-probabilities of each sample. The caller must have checked the number `samples`."""
     numbers = reader.read_run_lengths(samples, "numbers of tops")
     count = numbers * samples if isinstance(numbers, int) else sum(numbers)
     if not count:

@@ -1,4 +1,4 @@
-"""What a prompt has besides tokens: pictures, as the control plane counts them and as the data plane sees them."""
+"""Images in prompts: ImageItem for the engine, ImagePixels for the runner."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class ImageItem(NamedTuple):
-    """A picture in a prompt. `key` (32 bytes) says what it is: a digest of its content, how it was prepared, and the
-    tenant's salt; what was made of a picture is found again by it.
+    """An image in a prompt. `key` (32 bytes) is a digest of its content, its preprocessing and the tenant's salt;
+    caches find an image's data by it.
 
-    It stands at positions start .. start + tokens - 1. Its encoder makes `num_embeds` rows of numbers: as many as
-    tokens, where they take the place of these tokens' embeddings; or others, where layers of their own attend to them
-    (cross attention). `num_parts` equal shares (tiles) of a picture can be encoded one after another.
+    It stands at positions start .. start + num_tokens - 1. The encoder makes `num_embeds` embeddings: one for each
+    token, if they replace the tokens' embeddings, or another number, if layers of their own attend to them (cross
+    attention). The image consists of `num_parts` equal parts (tiles), which can be encoded one after another.
     """
 
     key: bytes
@@ -22,13 +22,13 @@ class ImageItem(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position behind it."""
+        """The position after the image."""
         return self.start + self.num_tokens
 
 
 class ImagePixels(NamedTuple):
-    """What the encoder gets of the picture `key`: `shape` (tiles, height, width, 3) bytes, and `grid`, what else its
-    model must know of it (tiles a side, the original's size)."""
+    """The encoder's input for the image `key`: bytes of `shape` (tiles, height, width, 3), and `grid`, the
+    fields of its TileGrid, or of several for images that are encoded as one."""
 
     key: bytes
     shape: tuple[int, ...]

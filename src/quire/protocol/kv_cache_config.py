@@ -1,4 +1,5 @@
-"""How pages hold keys, values and states, layer by layer; and the same as JSON, for plan logs and ranks."""
+"""The layout of the KV cache: which pages hold the keys, values and states of which layers. And its JSON form, for plan
+logs and ranks."""
 
 from __future__ import annotations
 
@@ -9,38 +10,38 @@ from typing import Any
 
 from quire.config import VISION_CACHES
 
-MAX_TABLE_ENTRIES = 2**27  # of all page tables together, and tokens of host memory
+MAX_TABLE_ENTRIES = 2**27  # of all page tables of a log; also the most tokens of its host memory
 
 
 def kv_cache_config_to_json(kv_config: KVCacheConfig) -> dict[str, Any]:
-    """A geometry as JSON: a range is its two ends."""
-    found = asdict(kv_config)
-    found["layout"] = kv_config.layout.value
-    for group in found["groups"]:
+    """Return a config as JSON values; a range becomes [start, stop]."""
+    data = asdict(kv_config)
+    data["layout"] = kv_config.layout.value
+    for group in data["groups"]:
         for name, value in group.items():
             if isinstance(value, range):
                 group[name] = [value.start, value.stop]
-    return found
+    return data
 
 
 def kv_cache_config_from_json(data: dict[str, Any]) -> KVCacheConfig:
-    """The geometry that was said. ValueError, KeyError or TypeError if none was."""
+    """Return the config of JSON values. Raise ValueError, KeyError or TypeError if they are invalid."""
     values = {field.name: data[field.name] for field in fields(KVCacheConfig)}
     groups = tuple(_group_from_json(group) for group in values.pop("groups"))
     layout, sight, both_ways = KVCacheLayout(values.pop("layout")), values.pop("sight"), values.pop("both_ways")
     if sight not in ("", *VISION_CACHES) or type(both_ways) is not bool:
         raise ValueError(f"it sees {str(sight)[:40]!r}, both ways {str(both_ways)[:40]!r}")
     numbers = {name: parse_count(value) for name, value in values.items()}
-    geometry = KVCacheConfig(layout=layout, groups=groups, sight=sight, both_ways=both_ways, **numbers)
+    kv_config = KVCacheConfig(layout=layout, groups=groups, sight=sight, both_ways=both_ways, **numbers)
     if not groups or set(data) != {field.name for field in fields(KVCacheConfig)}:
         raise ValueError("it has no groups, or what is unknown here")
-    if geometry.large_bytes and any(geometry.large_bytes % group.page_bytes for group in groups):
+    if kv_config.large_bytes and any(kv_config.large_bytes % group.page_bytes for group in groups):
         raise ValueError("its pages aren't parts of its large pages")
-    return geometry
+    return kv_config
 
 
 def check_replay_size(kv_config: KVCacheConfig) -> None:
-    """ValueError for more than a file, which anybody may have written, has tables of here."""
+    """Raise ValueError if a plan log, which may be forged, would need too large tables to be replayed."""
     if sum(kv_config.slots * group.table_width for group in kv_config.groups) > MAX_TABLE_ENTRIES:
         raise ValueError(f"its page tables have more than {MAX_TABLE_ENTRIES} cells")
     if any(group.host_ids.stop * group.run_tokens > MAX_TABLE_ENTRIES for group in kv_config.groups):
@@ -65,16 +66,16 @@ def _group_from_json(data: dict[str, Any]) -> KVCacheGroup:
 
 
 def parse_count(value: Any) -> int:
-    """A count, as a geometry has them. ValueError for anything else."""
+    """Return a JSON value that is a count. Raise ValueError otherwise."""
     if type(value) is not int or not 0 <= value < 2**62:
         raise ValueError(f"{str(value)[:40]!r} is no number of a geometry")
     return value
 
 
 class KVCacheLayout(Enum):
-    """Where a memory puts a sequence's tokens: `PAGED`, wherever page tables say, or `CONTIGUOUS`, one after another in
-    addresses, so that position p is p strides behind the first one. A kernel that needs the latter is refused over the
-    former; one that reads page tables works over both."""
+    """Where a memory puts a sequence's tokens: `PAGED`, in the pages of page tables, or `CONTIGUOUS`, in consecutive
+    addresses, so that position p is p strides after the first. A kernel that needs contiguous tokens is rejected for
+    PAGED; one that reads page tables works with both."""
 
     PAGED = "paged"
     CONTIGUOUS = "contiguous"
@@ -82,20 +83,21 @@ class KVCacheLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers that share page tables: how large their pages are, how many tokens fill them, which pages are theirs.
+    """Layers that share page tables: the size of their pages, the tokens of a page, and the page ids.
 
-    A page of `page_bytes` holds a run of tokens of all the layers, one layer after another. `run_tokens` tokens fill
-    `run_pages` pages: 16 and 1, say, or 256 and 15 where a page is so many bytes that its tokens aren't whole; then a
-    token's `token_bytes` may lie in two pages. Page `id` is at byte id * page_bytes of the memory; `ids` may be given
-    to this group, or to another one with the same `ids`, and so may `host_ids` in host memory, whose page `id` is at
-    byte (id - 1) * page_bytes. `layers` are those that keep keys and values: one that shares another's is in none.
-    `table_width` is how many pages a sequence has at most. `kind` says what is kept (see
-    quire.memory.policies): "full", "window", "chunked", "budget" (`budget` tokens of a prompt), "uniform" (all,
-    where layers have budgets, the least of which is `budget`), "state" (a page is the running state after the latest of
-    the tokens of its run, of `token_bytes` however many these are), and two whose runs are of the rows that a
-    sequence's pictures are encoded to, each picture in pages of its own: "cross" (keys and values of them) and "vision"
-    (the rows themselves; of no layer). Where a sequence's tokens are contiguous in addresses, a page is `parts` equal
-    pages of the device, one in each buffer of the group's keys and values.
+    A page of `page_bytes` holds a run of tokens of all layers, one layer after another. `run_tokens` tokens fill
+    `run_pages` pages: 16 and 1, for example, or 256 and 15 if the page size is not a multiple of a token's size; then a
+    token's `token_bytes` may be split over two pages. Page `id` is at byte id * page_bytes of the memory. The pages
+    `ids` may be allocated to this group or to another one with the same `ids`. So may the pages `host_ids` of host
+    memory, where page `id` is at byte (id - 1) * page_bytes. `layers` are those that keep keys and values; a layer that
+    reads another layer's is in no group. `table_width` is the most pages of a sequence.
+
+    `kind` says what is kept (see quire.memory.policies): "full", "window", "chunked", "budget" (`budget` tokens of a
+    prompt), "uniform" (everything, although layers have budgets, the least of which is `budget`), or "state" (a page is
+    the running state after the last token of its run, of `token_bytes` in all). The runs of two kinds are of image
+    embeddings, each image in pages of its own: "cross" (their keys and values) and "vision" (the embeddings themselves;
+    of no layer). With contiguous tokens a page consists of `parts` equal pages of the device, one in each buffer of the
+    group's keys and values.
     """
 
     layers: tuple[int, ...]
@@ -113,58 +115,58 @@ class KVCacheGroup:
     budget: int | None = None
 
     def first_visible(self, position: int) -> int:
-        """The first position that the token at `position` sees."""
+        """Return the first position that the token at `position` attends to."""
         if self.chunk is not None:
             return position - position % self.chunk
         return 0 if self.window is None else max(0, position - self.window + 1)
 
     def num_pages(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens, the last one perhaps in part."""
+        """Return how many pages `tokens` tokens need."""
         return -(-tokens * self.run_pages // self.run_tokens)
 
     def num_full_pages(self, tokens: int) -> int:
-        """Pages that `tokens` tokens fill."""
+        """Return how many pages `tokens` tokens fill completely."""
         return tokens * self.run_pages // self.run_tokens
 
     def tokens_in_pages(self, pages: int) -> int:
-        """Tokens that lie in the first `num_pages` pages, whole ones only."""
+        """Return how many whole tokens the first `pages` pages hold."""
         return pages * self.run_tokens // self.run_pages
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of what fills a page: of one that isn't padded, all."""
+        """The bytes of a page without padding."""
         return self.token_bytes if self.kind == "state" else self.run_tokens * self.token_bytes // self.run_pages
 
     def payload_of_page(self, page: int, tokens: int) -> int:
-        """Bytes of the first `tokens` tokens of a sequence that lie in its page `page`."""
+        """Return the bytes that the first `tokens` tokens of a sequence use in its page `page`."""
         if self.kind == "state":
             return self.token_bytes if self.num_pages(tokens) > page else 0
         return min(max(tokens * self.token_bytes - page * self.payload_bytes, 0), self.payload_bytes)
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a page, where they are whole."""
+        """The tokens of a page, if no token is split over pages."""
         assert self.run_pages == 1, f"{self.run_tokens} tokens fill {self.run_pages} pages: a page has no whole tokens"
         return self.run_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """What the runner must allocate: one buffer of `bytes`, `host_bytes` of host memory where swapped sequences wait,
-    and for each group a table of `slots` x `table_width` page ids. Slot 0 and every group's page 0 are scratch: padding
-    resolves to them and no sequence owns them.
+    """What the runner allocates: one buffer of `bytes`, `host_bytes` of host memory for swapped sequences, and for each
+    group a table of `slots` x `table_width` page ids. Slot 0 and page 0 of every group are scratch: padding uses them
+    and no sequence has them.
 
-    With `large_bytes` the groups' pages are parts of large pages of so many bytes (Jenga §4), and all groups have all
-    of the memory in common: page `id` of a group is in large page id * page_bytes // large_bytes, and large page 0 is
-    scratch. With 0 each size of pages has a run of ids, and a part of the memory, of its own.
+    With `large_bytes` the groups' pages are parts of large pages of that size (Jenga §4), and all groups share the
+    whole memory: page `id` of a group is in large page id * page_bytes // large_bytes, and large page 0 is scratch.
+    With 0 each page size has its own range of ids and part of the memory.
 
-    Of a prompt of more than `budget` tokens some layer keeps a part (0: of none), which its last `queries` tokens
-    choose: one step computes all of these, and nothing behind them.
+    Some layers keep only a part of a prompt of more than `budget` tokens (0: no layer does). The last `queries` tokens
+    of the prompt choose that part: one step computes all of them, and no token after them.
 
-    `sight` says where the rows lie that take the places of a picture's tokens ("pages", "inside" or "off": see
-    plan.Encode); "" if none do. They have `row_bytes` bytes; `part_tokens`, `part_rows` and `most_rows` say how many
-    parts of pictures a step encodes (see `max_parts_per_step`). With `both_ways` one step computes all of a prompt that
-    isn't there yet, and what follows it another.
+    `sight` says where the embeddings are stored that replace image tokens ("pages", "inside" or "off": see
+    step_plan.ImageEncoding); "" if no embeddings do. An embedding has `row_bytes` bytes. `part_tokens`, `part_rows` and
+    `most_rows` limit the image parts that a step encodes (see `max_parts_per_step`). With `both_ways` one step computes
+    all tokens of a prompt that are not computed yet, and no token after them.
     """
 
     layout: KVCacheLayout
@@ -185,18 +187,18 @@ class KVCacheConfig:
 
     @property
     def has_images(self) -> bool:
-        """There are pictures among the prompts."""
+        """True if prompts may have images."""
         return bool(self.sight) or any(group.kind == "cross" and group.layers for group in self.groups)
 
     @property
     def image_embed_group(self) -> int:
-        """The group in whose pages rows lie that take tokens' places, where `sight` is "inside": a page has room for as
-        many of them as of tokens."""
-        hosts = (g for g, one in enumerate(self.groups) if one.kind == "full" and one.run_pages == 1)
-        return next(g for g in hosts if self.groups[g].page_bytes >= self.row_bytes * self.groups[g].run_tokens)
+        """With `sight` "inside": the group in whose pages image embeddings are stored. Its pages have room for as many
+        embeddings as tokens."""
+        candidates = (g for g, group in enumerate(self.groups) if group.kind == "full" and group.run_pages == 1)
+        return next(g for g in candidates if self.groups[g].page_bytes >= self.row_bytes * self.groups[g].run_tokens)
 
     def clip_chunk(self, prompt_len: int, planned: int, count: int) -> int:
-        """How many of a sequence's next `count` tokens one step may compute, behind the `planned` first ones;
+        """Return how many of a sequence's next `count` tokens, after the first `planned` ones, one step may compute.
         `prompt_len` is the length of its prompt."""
         rest = prompt_len - planned
         if self.both_ways:
@@ -206,7 +208,7 @@ class KVCacheConfig:
         return rest if count >= rest else max(min(count, rest - self.queries), 0)
 
     def tokens_in_large_pages(self, on_host: bool = False) -> int:
-        """Tokens that every group of tokens holds at once in large pages, on the device or on the host."""
+        """Return how many tokens fit into the large pages, in all groups of tokens at once."""
         groups = [group for group in self.groups if group.kind not in ("cross", "vision")]
         ratios = [self.large_bytes // group.page_bytes for group in groups]
         count = len(groups[0].host_ids if on_host else groups[0].ids) // ratios[0]

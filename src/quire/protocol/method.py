@@ -1,7 +1,7 @@
-"""Decoding methods: how the branches of a request go on, said as fork, append and free (PagedAttention §5.2).
+"""Decoding methods: how the branches of a request continue, in terms of fork, append and free (PagedAttention §5.2).
 
-A method sees the live branches of its request with their most likely next tokens, and answers with the branches of the
-next step. A branch that is continued twice is forked, one that isn't continued is freed. It never sees memory.
+A method gets the live branches of its request with their most likely next tokens, and returns the branches of the next
+step. A branch that is continued twice is forked, one that is not continued is freed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.protocol.step_plan import TopLogprobs
 
 
 class Branch(NamedTuple):
-    """A live branch: its prompt and outputs, the sum of its log-probabilities, and what could follow: `top` has the
+    """A live branch: its prompt and outputs, the sum of its log-probabilities, and its candidates: `top` has the
     `Method.top` most likely next tokens and their log-probabilities, most likely first."""
 
     tokens: Seq[int]
@@ -23,7 +23,7 @@ class Branch(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Continue branch `parent` (an index into the live ones) with `token`, of log-probability `logprob`."""
+    """Continue branch `parent` (an index into the live branches) with `token` of log-probability `logprob`."""
 
     parent: int
     token: int
@@ -43,14 +43,14 @@ class Ending(NamedTuple):
 
 
 class Advance(NamedTuple):
-    """The branches of the next step, in order, and those that end now. No choices: the request ends."""
+    """The branches of the next step, in order, and those that end now. Without choices the request ends."""
 
     choices: tuple[Choice, ...]
     endings: tuple[Ending, ...] = ()
 
 
 class Context(NamedTuple):
-    """What a method may know of its request."""
+    """The parameters of a request that its method gets."""
 
     eos_ids: frozenset[int]
     stop_ids: frozenset[int]
@@ -59,21 +59,22 @@ class Context(NamedTuple):
 
 
 class Method(Protocol):
-    """One request's decoding method. `width` branches at most are live; `top` candidates are returned for each. Width,
-    top and keep are asked for once, when the request is added. docs/decoding.md says what becomes of a method that
-    breaks its contract: its request ends with an error, and no other."""
+    """The decoding method of one request. At most `width` branches are live. `width`, `top` and `keep` are read once,
+    when the request is added. If a method breaks its contract, its request ends with an error (see
+    docs/decoding.md)."""
 
     width: int
 
     def top(self, context: Context) -> int:
-        """How many most likely tokens of each branch `advance` needs."""
+        """Return how many of the most likely tokens of each branch `advance` needs."""
         ...
 
     def advance(self, branches: Seq[Branch], context: Context) -> Advance | None:
-        """Called once a step, with all live branches in the order of the last choices. They must end before they have
-        more than context.max_tokens outputs. None is for sessions alone, whose caller changes the branches."""
+        """Return how the live branches continue. Called once a step, with the branches in the order of the last
+        choices. They must end before they have more than context.max_tokens outputs. Only a method of a session may
+        return None; then the caller changes the branches."""
         ...
 
     def keep(self) -> int:
-        """How many ended branches may still be returned: the best that many by score are kept."""
+        """Return how many ended branches to keep: those with the best scores."""
         ...

@@ -1,7 +1,5 @@
-"""What a model needs of a memory, and what a memory needs of a runner: the vocabulary that both sides share.
-
-A LayerSpec says what one layer keeps; a ModelSpec lists them; a Geometry, derived by a memory, says which tensors the
-runner must allocate. Integers only: no tensors, no policies.
+"""Model specs: a LayerSpec says what one layer keeps in memory; a ModelSpec has the layers and sizes of a model. A
+memory derives a KVCacheConfig from it, which says what the runner allocates.
 """
 
 from __future__ import annotations
@@ -12,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 STATE_ALIGNMENT = 16
-"""Bytes of one access: where tensors of a state begin."""
+"""Alignment in bytes of the tensors of a state: the width of one access."""
 SCALE_BYTES = 4
-"""What numbers of 8 bits are multiplied by, in fp32."""
+"""Bytes of the fp32 scale of 8-bit numbers."""
 
 
 class StateTensor(NamedTuple):
-    """A tensor of a layer's running state: of `shape`, of numbers of `itemsize` bytes."""
+    """A tensor of a layer's running state; its numbers have `itemsize` bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,26 +24,26 @@ class StateTensor(NamedTuple):
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes of it, in a place that begins where any of them may."""
+        """Bytes of the tensor, padded to STATE_ALIGNMENT."""
         return -(-math.prod(self.shape) * self.itemsize // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one attention layer keeps of each token: keys and values of `kv_heads` heads of `head_dim` numbers; and how
-    it attends to them.
+    """What a layer keeps of each token: keys and values of `kv_heads` heads of `head_dim` numbers; and how it attends
+    to them.
 
     `window` is None for full attention; otherwise the token at position p attends to positions > p - window; or, with
     `chunk`, to positions >= p - p % chunk. Products of queries and keys are multiplied by `scale` (None: head_dim **
-    -0.5); then `softcap`, if any, bounds them: x becomes softcap * tanh(x / softcap). `heads` are the query heads
-    (None: the model's). A layer that `kv_source_layer` keeps nothing: it reads the keys and values of that earlier
-    layer. `budget` is how many tokens of a prompt the layer keeps (PyramidKV); None: all. `policy` names a layer type
-    that isn't quire's own (see quire.memory.policies).
+    -0.5). `softcap` bounds them: x becomes softcap * tanh(x / softcap). `heads` are the query heads (None: the
+    model's). A layer with `kv_source_layer` keeps nothing: it reads the keys and values of that earlier layer. `budget`
+    is how many tokens of a prompt the layer keeps (PyramidKV); None: all. `policy` names a layer type that is not
+    quire's own (see quire.memory.policies).
 
-    With `has_int8_kv` keys and values are in 8 bits, and behind each head's is what they are multiplied by: such a cell
-    is written once, and is as good wherever it lies. A layer with a `state_tensors` (Mamba) keeps these tensors of a
-    sequence, whatever its length, and nothing of a token. A layer that is `is_cross_attention` keeps keys and values of
-    the rows that pictures are encoded to, and none of tokens.
+    With `has_int8_kv` keys and values have 8 bits, and the numbers of each head are followed by their scale; such a
+    cell is written once and can be copied as it is. A layer with `state_tensors` (Mamba) keeps these tensors for a
+    sequence of any length, and nothing of tokens. A layer with `is_cross_attention` keeps keys and values of image
+    embeddings, and none of tokens.
     """
 
     kv_heads: int
@@ -63,26 +61,23 @@ class LayerSpec:
     has_int8_kv: bool = False
 
     def cell_bytes(self, itemsize: int) -> int:
-        """Bytes of one head's keys of a token, or of its values."""
+        """Return the bytes of the key (or value) of one head and token."""
         return self.head_dim + SCALE_BYTES if self.has_int8_kv else self.head_dim * itemsize
 
     def token_bytes(self, itemsize: int) -> int:
-        """Bytes of one token's keys and values that this layer keeps; of one row of a picture's, if it is "
-        "`is_cross_attention`."""
-        return (
-            0
-            if self.kv_source_layer is not None or self.state_tensors
-            else 2 * self.kv_heads * self.cell_bytes(itemsize)
-        )
+        """Return the bytes of the keys and values of one token, or of one image embedding with cross attention."""
+        if self.kv_source_layer is not None or self.state_tensors:
+            return 0
+        return 2 * self.kv_heads * self.cell_bytes(itemsize)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a sequence's state."""
-        return sum(part.padded_bytes for part in self.state_tensors)
+        """Bytes of the running state of a sequence."""
+        return sum(tensor.padded_bytes for tensor in self.state_tensors)
 
     @property
     def kind(self) -> str:
-        """The name of the policy that says what is kept, as a Group has it."""
+        """The name of the policy that says what is kept (see KVCacheGroup.kind)."""
         if self.policy is not None:
             return self.policy
         if self.state_tensors or self.is_cross_attention:
@@ -92,36 +87,38 @@ class LayerSpec:
 
     @property
     def group_key(self) -> tuple[str | int | tuple[StateTensor, ...] | None, ...]:
-        """What decides how its tokens are kept, and for how long: layers that agree in it share page tables."""
+        """Layers with equal keys share page tables: they keep the same tokens in the same form."""
         return self.kind, self.kv_heads, self.head_dim, self.window, self.chunk, self.budget, self.state_tensors
 
 
 @dataclass(frozen=True, slots=True)
 class SnapKVSelection:
-    """How layers with a budget choose what they keep of a prompt (SnapKV §4, PyramidKV §4.2): its last
-    `observation_window` tokens, and of those before them what these attend to most, once attention is averaged over
-    `pooling_kernel` neighbours."""
+    """How layers with a budget choose the tokens of a prompt to keep (SnapKV §4, PyramidKV §4.2): the last
+    `observation_window` ones, and of the others those to which these attend most, after averaging over `pooling_kernel`
+    neighbours."""
 
     observation_window: int = 32
     pooling_kernel: int = 5
 
 
 def max_parts_per_step(budget: int, part_tokens: int, part_embeds: int, max_embeds: int) -> int:
-    """How many parts of pictures a step of `budget` tokens encodes at most: as many as take as long as these, but no
-    more than its tokens are rows of, and a picture beyond, of which not all rows are among them. See VisionSpec."""
-    most = max(budget // max(part_tokens, 1), 1)
-    return min(most, -(-(budget + max_embeds) // part_embeds)) if part_embeds else most
+    """Return the most image parts that a step of `budget` tokens encodes: as many as take the time of these tokens, and
+    no more than have embeddings among them, plus those of one image that has only some. See VisionSpec."""
+    count = max(budget // max(part_tokens, 1), 1)
+    return min(count, -(-(budget + max_embeds) // part_embeds)) if part_embeds else count
 
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
-    """A model's eyes: the rows that stand for a picture have `embed_dim` numbers and are `max_embeds` at most;
-    `parameters` of tower and connector; where numbers have 2 bytes, `activations`, bytes that encoding takes, however
-    many parts a step has, `part_bytes` of each of these beside, and `partial_image_bytes` of a picture that a step
-    leaves in parts, where it has ended another one; `part_operations` of a part's products; `part_tokens`, how many
-    tokens of a prompt take about as long as a part, and `part_embeds`, the places of how many of them a part's rows
-    take at least (0: of none). With `bidirectional_prompt` the tokens of a prompt attend to one another both ways, so
-    that all of it is computed in one step (PaliGemma)."""
+    """The vision encoder of a model.
+
+    An image has at most `max_embeds` embeddings of `embed_dim` numbers. `parameters`: of the encoder and the connector.
+    Bytes, with 2-byte numbers: encoding needs `activations` whatever the number of parts, `part_bytes` for each part of
+    a step, and `partial_image_bytes` for an image that a step leaves incomplete after it has completed another.
+    `part_operations`: arithmetic operations of a part's products. `part_tokens`: how many prompt tokens take about as
+    long as a part. `part_embeds`: the least number of tokens that the embeddings of a part replace (0: none). With
+    `bidirectional_prompt` the tokens of a prompt attend to one another both ways, so one step computes all of it
+    (PaliGemma)."""
 
     embed_dim: int
     max_embeds: int
@@ -137,10 +134,10 @@ class VisionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as the control plane and the memory plan see it. `parameters` counts weights, tied ones once;
+    """The sizes of a model, for the memory and the memory plan. `parameters` counts weights, tied ones once.
     `num_rope_tables` are its rotary embeddings, each a table for all positions. Of `parameters`, `expert_parameters`
-    are those of all experts of all layers that have `experts` of them each, of which a token takes `active_experts`;
-    and `fp32_parameters` are in float32 whatever the others are in."""
+    belong to experts, of which layers have `experts` each and a token uses `active_experts`; `fp32_parameters` are in
+    float32 whatever the dtype."""
 
     family: str
     layers: tuple[LayerSpec, ...]
@@ -160,36 +157,38 @@ class ModelSpec:
     fp32_parameters: int = 0
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Bytes of all weights, eyes included, where numbers have `itemsize` bytes."""
-        eyes = self.vision.parameters if self.vision is not None else 0
-        return (self.parameters + eyes) * itemsize + self.fp32_parameters * (4 - itemsize)
+        """Return the bytes of all weights, the vision encoder included, with `itemsize` bytes a number."""
+        vision = self.vision.parameters if self.vision is not None else 0
+        return (self.parameters + vision) * itemsize + self.fp32_parameters * (4 - itemsize)
 
     @property
     def min_budget(self) -> int:
-        """The least of its layers' budgets; 0 if none has one."""
+        """The least budget of a layer; 0 if none has one."""
         return min((layer.budget for layer in self.layers if layer.budget is not None), default=0)
 
     def token_bytes(self, itemsize: int) -> int:
-        """Bytes of one token's keys and values over all layers (OPT-13B in fp16: 819,200)."""
+        """Return the bytes of one token's keys and values over all layers (OPT-13B in fp16: 819,200)."""
         return sum(layer.token_bytes(itemsize) for layer in self.layers)
 
     def with_state_itemsize(self, itemsize: int, ssm_itemsize: int) -> ModelSpec:
-        """The same where numbers of states have `itemsize` bytes, as all others have, and those of `ssm_itemsize`, in
-        which what was rounded adds up, `ssm_itemsize`."""
-        layers = tuple(
-            replace(layer, state_tensors=tuple(part._replace(itemsize=ssm_itemsize if part.name == "ssm" else itemsize)
-                                       for part in layer.state_tensors))
-            for layer in self.layers
-        )  # fmt: skip
-        return replace(self, layers=layers) if self.state_layers else self
+        """Return the spec with `itemsize` bytes for the numbers of states, and `ssm_itemsize` for those of the tensor
+        "ssm", in which rounding errors accumulate."""
+        if not self.state_layers:
+            return self
+        itemsizes = {"ssm": ssm_itemsize}
+        layers = []
+        for layer in self.layers:
+            tensors = [one._replace(itemsize=itemsizes.get(one.name, itemsize)) for one in layer.state_tensors]
+            layers.append(replace(layer, state_tensors=tuple(tensors)))
+        return replace(self, layers=tuple(layers))
 
     def with_int8_kv(self) -> ModelSpec:
-        """The same where keys and values are in 8 bits."""
+        """Return the spec with keys and values in 8 bits."""
         return replace(self, layers=tuple(replace(layer, has_int8_kv=True) for layer in self.layers))
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a sequence's running state over all layers, however long it is (Jamba 52B in bf16: 8,716,288)."""
+        """Bytes of a sequence's running state over all layers (Jamba 52B in bf16: 8,716,288)."""
         return sum(layer.state_bytes for layer in self.layers)
 
     @property
@@ -199,7 +198,7 @@ class ModelSpec:
 
     @property
     def images_replace_tokens(self) -> bool:
-        """It sees pictures, by rows that take the places of tokens; else, if it sees any, by cross attention."""
+        """True if image embeddings replace those of tokens. Other vision models use cross attention."""
         return self.vision is not None and not any(layer.is_cross_attention for layer in self.layers)
 
     @property
@@ -209,11 +208,11 @@ class ModelSpec:
 
 
 def place_page_ids(sizes: Sequence[tuple[int, int]], scratch: int) -> tuple[list[range], int]:
-    """Where pages of several sizes lie in one buffer: for each (bytes, count) the ids of its pages, and the bytes of
-    the buffer. Each size has a run of ids of its own, behind `scratch` bytes; page `id` is at byte id * bytes."""
-    found, end = [], scratch
+    """Return the ids of pages of several sizes in one buffer, for each (bytes, count), and the bytes of the buffer.
+    Each size has its own range of ids, after `scratch` bytes; page `id` is at byte id * bytes."""
+    ids, end = [], scratch
     for size, count in sizes:
         first = -(-end // size)
-        found.append(range(first, first + count))
+        ids.append(range(first, first + count))
         end = (first + count) * size
-    return found, end
+    return ids, end

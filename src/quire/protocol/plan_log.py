@@ -1,8 +1,8 @@
-"""A log of plans: every StepPlan that a runner was given and every StepResult that it gave, in the wire form.
+"""Plan logs: every StepPlan that a runner was given and every StepResult that it returned, in the wire format.
 
-The file begins with a line that names it and its version, and a header: the geometry of the memory, and how large the
-vocabulary is. Then come frames (vocabulary.wire), each behind its length; a result is that of the oldest plan without
-one. `quire replay` reads it.
+The file begins with a line that names the format and its version, and a JSON header with the KV cache config and the
+vocabulary size. Then come frames (quire.protocol.wire), each after its length; a result belongs to the oldest plan
+without one. `quire replay` reads plan logs.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import json
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from quire.errors import LogError, StartupError
 from quire.protocol.columns import MAX_FRAME_BYTES, WireError
@@ -29,14 +28,14 @@ from quire.protocol.wire import decode_frame, encode_frame
 
 MAGIC = b"quire plans 1\n"
 LENGTH = struct.Struct("<I")
-MAX_HEADER_BYTES = 2**20  # bytes
+MAX_HEADER_BYTES = 2**20
 MAX_IN_FLIGHT = 64
 BUFFER_BYTES = 2**20
 
 
 class LoggingRunner:
-    """`runner`, with all that it is given and gives written to the file `path`: a plan before it is submitted, so that
-    it is there if the runner fails. Everything else is the runner's own. OSError where the file can't take more."""
+    """Wraps `runner` and logs its plans and results to the file `path`. A plan is logged before it is submitted, so
+    that the log has it if the runner fails. Other attributes are the runner's. Raises OSError if writing fails."""
 
     def __init__(self, runner: Any, path: Path, vocab_size: int) -> None:
         self.runner, self.vocab_size = runner, vocab_size
@@ -50,7 +49,7 @@ class LoggingRunner:
         return getattr(self.runner, name)
 
     def bind(self, kv_config: KVCacheConfig) -> None:
-        """See control.engine.Runner, as of all that follows."""
+        """Write the header, then bind the runner (see quire.core.runner, for the other methods too)."""
         header = json.dumps({"vocab_size": self.vocab_size, "geometry": kv_cache_config_to_json(kv_config)}).encode()
         self.file.write(MAGIC + LENGTH.pack(len(header)) + header)
         self.runner.bind(kv_config)
@@ -61,11 +60,11 @@ class LoggingRunner:
         return self.runner.submit(plan)
 
     def sleep(self, level: int) -> None:
-        """The runner sleeps. Nothing is logged: plans behind a sleep name no page that was written before."""
+        """Put the runner to sleep. The log needs no entry: later plans read no page that was written before."""
         self.runner.sleep(level)
 
     def wake(self, tags: Sequence[str]) -> None:
-        """It wakes up."""
+        """Wake the runner."""
         self.runner.wake(tags)
 
     def collect(self, ticket: Any) -> StepResult:
@@ -75,7 +74,7 @@ class LoggingRunner:
         return result
 
     def close(self) -> None:
-        """Close the log, and the runner."""
+        """Close the log and the runner."""
         try:
             self.file.close()
         finally:
@@ -87,30 +86,29 @@ class LoggingRunner:
 
 
 class LoggingDeferredMaskRunner(LoggingRunner):
-    """The same of a runner that can hold a step (control.runners.Holding)."""
+    """A LoggingRunner for a DeferredMaskRunner (quire.core.runner)."""
 
     held_plan: StepPlan
 
     def submit_without_masks(self, plan: StepPlan) -> Any:
-        """Hold the plan, to be logged with its masks."""
+        """Submit the plan, and keep it to log it with its masks."""
         self.held_plan = plan
         return self.runner.submit_without_masks(plan)
 
     def submit_masks(self, ticket: Any, masks: tuple[TokenBitmask, ...]) -> Any:
-        """Log the plan that is held, then go on with it."""
+        """Log the plan with its masks, then submit the masks."""
         self._write(encode_frame(self.held_plan._replace(masks=masks)))
         return self.runner.submit_masks(ticket, masks)
 
 
 def with_plan_log(runner: Any, path: Path, vocab_size: int) -> LoggingRunner:
-    """The runner with a log, which can hold steps if it can."""
-    return (LoggingDeferredMaskRunner if hasattr(runner, "submit_without_masks") else LoggingRunner)(
-        runner, path, vocab_size
-    )
+    """Return the runner with a log. It accepts deferred masks if the runner does."""
+    wrapper = LoggingDeferredMaskRunner if hasattr(runner, "submit_without_masks") else LoggingRunner
+    return wrapper(runner, path, vocab_size)
 
 
 class LoggedStep(NamedTuple):
-    """A plan, with the place of its frame, and its result: None if the log ends before it was collected."""
+    """A plan with the offset of its frame, and its result: None if the log ends before it was collected."""
 
     number: int
     offset: int
@@ -119,13 +117,13 @@ class LoggedStep(NamedTuple):
 
 
 class PlanLog:
-    """A log to read, a step after the other. LogError names the byte from which it is none."""
+    """Reads a log step by step. LogError names the byte where it is invalid."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self.size = path.stat().st_size
-            self.file: BufferedReader = path.open("rb", buffering=BUFFER_BYTES)
+            self.file: BinaryIO = path.open("rb", buffering=BUFFER_BYTES)
         except OSError as error:
             raise LogError(f"{path} can't be read: {error.strerror}") from error
         try:
@@ -137,8 +135,8 @@ class PlanLog:
     def _open(self) -> None:
         start = self.file.read(len(MAGIC))
         if start != MAGIC:
-            said = f"it begins with {start!r}, not with {MAGIC!r}"
-            raise self.error(0, f"this is no log of plans, or one of another version, or truncated: {said}")
+            detail = f"it begins with {start!r}, not with {MAGIC!r}"
+            raise self.error(0, f"this is no log of plans, or one of another version, or truncated: {detail}")
         data = self._read_framed(MAX_HEADER_BYTES, "the header")
         try:
             header = json.loads(data)
@@ -149,7 +147,7 @@ class PlanLog:
             raise self.error(len(MAGIC), f"the header can't be read: {type(error).__name__} {error}") from error
 
     def error(self, offset: int, why: str) -> LogError:
-        """What is wrong with the file, from byte `offset` on."""
+        """Return a LogError about byte `offset`."""
         return LogError(f"{self.path}, byte {offset}: {why}", offset)
 
     def close(self) -> None:
@@ -163,8 +161,8 @@ class PlanLog:
         self.close()
 
     def __iter__(self) -> Iterator[LoggedStep]:
-        """The steps that are left, each once its result is read."""
-        flight: deque[tuple[int, StepPlan]] = deque()
+        """Iterate over the remaining steps, each once its result is read."""
+        in_flight: deque[tuple[int, StepPlan]] = deque()
         number = 0
         while (at := self.file.tell()) < self.size:
             frame = self._read_framed(MAX_FRAME_BYTES, "a frame")
@@ -172,24 +170,24 @@ class PlanLog:
                 message = decode_frame(frame)
             except WireError as error:
                 raise self.error(
-                    at + LENGTH.size + (error.offset or 0), f"step {number + len(flight)}, {error}"
+                    at + LENGTH.size + (error.offset or 0), f"step {number + len(in_flight)}, {error}"
                 ) from error
             if isinstance(message, StepPlan):
-                flight.append((at, message))
-                if len(flight) > MAX_IN_FLIGHT:
+                in_flight.append((at, message))
+                if len(in_flight) > MAX_IN_FLIGHT:
                     raise self.error(at, f"more than {MAX_IN_FLIGHT} plans wait for their results")
                 continue
-            if not flight:
+            if not in_flight:
                 raise self.error(at, f"after {number} steps, a result without a plan")
-            began, plan = flight.popleft()
-            yield LoggedStep(number, began, plan, message)
+            offset, plan = in_flight.popleft()
+            yield LoggedStep(number, offset, plan, message)
             number += 1
-        for began, plan in flight:
-            yield LoggedStep(number, began, plan, None)
+        for offset, plan in in_flight:
+            yield LoggedStep(number, offset, plan, None)
             number += 1
 
     def _read_framed(self, max_bytes: int, what: str) -> bytes:
-        """What lies behind the next length; it must all be there."""
+        """Read the next length and the bytes that follow it. Raise LogError if they are not complete."""
         at = self.file.tell()
         left = self.size - at - LENGTH.size
         if left < 0:

@@ -1,5 +1,5 @@
-"""What a request may ask for: how tokens are chosen and when to stop. Every value is checked where it comes in, and an
-error names the value and the limit."""
+"""Sampling parameters of a request: how tokens are chosen and when to stop. Every value is checked; errors name the
+value and the limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_LOGPROBS = 20
 MAX_LOGPROB_IDS = 128
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
-MAX_BAD_WORD_IDS = 1024  # in all of them together
+MAX_BAD_WORD_IDS = 1024  # of all bad words together
 MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_IDS = 2**20
 MAX_STOP_IDS = 1024
@@ -29,7 +29,7 @@ POOLINGS = ("auto", "mean", "last")
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> int:
-    """`value`, checked; `name` may go on after the parameter's own name: "stop_token_ids[3]"."""
+    """Return `value`, checked. `name` may have more than the parameter's name: "stop_token_ids[3]"."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(f"{name} must be an integer, got {type(value).__name__}", _param_name(name))
     if not low <= value <= high:
@@ -58,7 +58,7 @@ def _check_bool(name: str, value: Any) -> bool:
 
 
 def _short_repr(value: object) -> str:
-    """A value as an error may show it: short, whatever was sent."""
+    """Return a short text for a value in an error."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
@@ -83,7 +83,7 @@ def _check_strings(name: str, value: Any, count: int, chars: int) -> tuple[str, 
 
 
 def _check_token_ids(name: str, value: Any, most: int = MAX_TOKEN_IDS) -> tuple[int, ...]:
-    """Distinct token ids, in their order."""
+    """Return the distinct token ids of a list, in order."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         raise InputError(f"{name} must be a list of token ids, got {type(value).__name__}", name)
     ids = tuple(value)
@@ -97,16 +97,17 @@ def _check_token_ids(name: str, value: Any, most: int = MAX_TOKEN_IDS) -> tuple[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to stop; vLLM's names. Every value is checked here: InputError names the limit.
+    """How to choose tokens and when to stop, with vLLM's names. Raises InputError, which names the limit, for invalid
+    values.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 keeps all tokens. `max_tokens` None means as many as the model's length
-    allows. `logprobs` k returns the chosen token's log-probability and those of the k most likely; with
-    `logprob_token_ids` those of exactly these tokens come in place of the most likely ones, and `logprobs` is None or
-    as many (an empty list is None). `seed` makes the result a function of (seed, prompt) whatever else is in the batch.
-    With `pooling` nothing is generated: hidden states of the prompt are returned, their "mean", the "last" token's, or
-    what the engine was started with ("auto"). `bad_word_ids` and `stop_automaton` are filled from `bad_words` and
-    `stop` by the engine's tokenizer, before the request is queued. `structured` is the form of the output, given as
-    such or by vLLM's names in `structured_outputs`; `grammar` is made of it where it comes in, too.
+    allows. `logprobs` k returns the log-probabilities of the sampled token and of the k most likely ones. With
+    `logprob_token_ids` those of exactly these tokens are returned instead of the most likely ones; `logprobs` must then
+    be None or their number (an empty list means None). `seed` makes the result a function of (seed, prompt), whatever
+    else is in the batch. With `pooling` nothing is generated: hidden states of the prompt are returned, their "mean",
+    the "last" token's, or the engine's setting ("auto"). `structured` is the form of the output, which may also be
+    given with vLLM's names as `structured_outputs`. Before the request is queued, the tokenizer fills `bad_word_ids`
+    and `stop_automaton` from `bad_words` and `stop`, and `grammar` is compiled from `structured`.
     """
 
     n: int = 1
@@ -146,7 +147,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)  # frozen: normalised once, here
+            object.__setattr__(self, name, value)  # the dataclass is frozen
 
         _check_int("n", self.n, 1, MAX_N)
         self._check_branches()
@@ -206,24 +207,24 @@ class SamplingParams:
                 raise InputError(f"{name} can't be combined with pooling, which generates nothing", name)
 
     def _resolve_structured(self) -> Structured | None:
-        """The form of the output, by whichever name it was given. Beams and methods have none: they choose among the
-        likeliest tokens, which a grammar would have to know before."""
-        found, name = self.structured, "structured_outputs"
-        if found is not None and not isinstance(found, Structured):
-            raise InputError(f"structured must be Structured, got {type(found).__name__}", "structured")
+        """Return the form of the output, from either parameter. Beams and methods can't have one: they choose among the
+        likeliest tokens, which a grammar would have to restrict before."""
+        structured, name = self.structured, "structured_outputs"
+        if structured is not None and not isinstance(structured, Structured):
+            raise InputError(f"structured must be Structured, got {type(structured).__name__}", "structured")
         if (other := self.structured_outputs) is not None:
             if not isinstance(other, StructuredOutputsParams):
                 raise InputError(f"{name} must be StructuredOutputsParams, got {type(other).__name__}", name)
-            if found not in (None, other.structured()):
+            if structured not in (None, other.structured()):
                 raise InputError(f"{name} and structured ask for different forms: give one", name)
-            found = other.structured()
+            structured = other.structured()
         for what, clash in (("beam search", self.beam_width), ("a method", self.method)):
-            if found is not None and clash is not None:
+            if structured is not None and clash is not None:
                 raise InputError(f"{name} can't be combined with {what}", name)
         for what, given in (("min_tokens", self.min_tokens > 0), ("ignore_eos", self.ignore_eos)):
-            if found is not None and given:
+            if structured is not None and given:
                 raise InputError(f"{what} can't be combined with {name}: a grammar says when an output ends", what)
-        return found
+        return structured
 
     def _check_branches(self) -> None:
         if self.best_of is not None:
@@ -282,29 +283,29 @@ class SamplingParams:
 
     @property
     def width(self) -> int:
-        """The most sequences that a request of these parameters holds at once."""
+        """The most sequences that the request has at once."""
         return self.beam_width or self.best_of or self.n
 
     @property
     def returns_best_of(self) -> bool:
-        """Which branches are returned is known at the end only: best_of above n."""
+        """True for best_of above n: which branches are returned is known only at the end."""
         return self.beam_width is None and self.best_of is not None and self.best_of > self.n
 
     @property
     def num_logprobs(self) -> int:
-        """The most likely tokens whose log-probabilities come beside that of each chosen one; those of
-        `logprob_token_ids` come in their place. -1: none come, not even its own."""
+        """How many of the most likely tokens have their log-probabilities returned with each sampled token; 0 with
+        `logprob_token_ids`. -1: no log-probabilities, not even that of the sampled token."""
         if self.logprob_token_ids:
             return 0
         return -1 if self.logprobs is None else self.logprobs
 
     @property
     def needs_history(self) -> bool:
-        """The sampler must know the tokens so far."""
+        """True if the sampler must know the tokens so far."""
         return self.to_device_params().needs_history
 
     def to_device_params(self) -> DeviceSamplingParams:
-        """What the data plane must know of these parameters: how tokens are drawn, not what becomes of them."""
+        """Return the part of the parameters that the runner needs to sample tokens."""
         return DeviceSamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -325,7 +326,7 @@ class SamplingParams:
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise InputError for a token id that the model doesn't have."""
+        """Raise InputError for a token id outside the vocabulary."""
         assert self.stop_token_ids is not None
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),

@@ -1,4 +1,4 @@
-"""One branch of a request: its tokens, and how far they are computed."""
+"""Sequences: one for each branch of a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.protocol.structured_output import GrammarMatcher
 
 
 def common_prefix_len(a: list[int], b: list[int], limit: int) -> int:
-    """The length of the longest common prefix, at most `limit`; found by halving, a slice at a time."""
+    """Return the length of the longest common prefix, at most `limit`. A binary search, which compares whole slices."""
     high = min(limit, len(a), len(b))
     if a[:high] == b[:high]:
         return high
@@ -26,8 +26,8 @@ def common_prefix_len(a: list[int], b: list[int], limit: int) -> int:
 class Sequence:
     """One branch of a request: its tokens, and how far they are computed.
 
-    computed <= planned <= len(tokens) + pending. tokens[:computed] have valid state in memory, confirmed by a collected
-    result; `planned` counts tokens handed to the runner; `pending_samples` counts samples that the host has not seen
+    computed <= planned <= len(tokens) + pending_samples. tokens[:computed] have valid state in memory, as their results
+    were collected. `planned` counts tokens in submitted plans, `pending_samples` samples that the host does not have
     yet.
     """
 
@@ -66,49 +66,46 @@ class Sequence:
         self.planned = 0
         self.pending_samples = 0
         self.branch_index = branch_index
-        self.num_forks = 0  # siblings that will be forked from this one
-        self.max_total_len = 0  # tokens that it will have at most, its prompt included; 0: that isn't known
+        self.num_forks = 0  # siblings to fork from this one
+        self.max_total_len = 0  # the most tokens that it will have, with the prompt; 0: not known
         self.seed = seed
         self.cache_salt = cache_salt
-        self.images: tuple[ImageItem, ...] = ()  # the pictures of its prompt, in order
-        self.max_prefix_hit = MAX_TOKENS  # the longest prefix hit allowed; 0 when prompt log-probabilities are wanted
-        self.page_keys: list[bytes] = []  # chained page keys: facts about tokens, filled by the memory as pages fill
+        self.images: tuple[ImageItem, ...] = ()  # of its prompt, in order
+        self.max_prefix_hit = MAX_TOKENS  # the longest allowed prefix hit; 0 with prompt log-probabilities
+        self.page_keys: list[bytes] = []  # chained page keys of `tokens`, which the memory adds as pages fill
         self.cumulative_logprob = 0.0
-        self.top_logprobs: list[TopLogprobs] = []  # of its own tokens, where they are kept: methods, best_of
-        self.prefix_source: Sequence | None = None  # computes what this one shares and hasn't computed itself
+        self.top_logprobs: list[TopLogprobs] = []  # of its outputs; only for methods and best_of
+        self.prefix_source: Sequence | None = None  # the sibling that computes the prefix of this one
         self.prompt_logprobs: list[TopLogprobs] = []
-        self.matcher: GrammarMatcher | None = None  # its place in the grammar of its output, behind `tokens`
-        self.pooled: tuple[float, ...] = ()  # hidden states of its prompt: their sum so far, or the last one
-        self.finish_reason: str | None = None  # why it ended; it may still be in flight
+        self.matcher: GrammarMatcher | None = None  # its state in the grammar, after `tokens`
+        self.pooled: tuple[float, ...] = ()  # hidden state of its prompt: the sum so far, or the last one
+        self.finish_reason: str | None = None  # set when it ends, even if it is still in flight
         self.stop_reason: int | str | None = None
 
     def __len__(self) -> int:
-        """Tokens known or drawn, those still unseen by the host included."""
+        """Return the number of tokens, with samples that the host does not have yet."""
         return len(self.tokens) + self.pending_samples
 
     @property
     def not_in_flight(self) -> bool:
-        """No step in flight names this sequence; only then may it be freed, forked or swapped."""
+        """True if no step in flight uses this sequence; only then may it be freed, forked or swapped."""
         return self.planned == self.computed
 
     @property
     def num_outputs(self) -> int:
-        """Tokens generated so far, unseen ones included."""
+        """Generated tokens, with samples that the host does not have yet."""
         return len(self.tokens) + self.pending_samples - self.prompt_len
 
     def fork(self, id: int, branch_index: int, seed: int) -> Sequence:
-        """A child with the same tokens and the same computed state. The parent must be quiet."""
+        """Return a child with the same tokens and computed state. The sequence must not be in flight."""
         assert self.not_in_flight, f"sequence {self.id} is forked while in flight"
         assert not self.pending_samples, f"sequence {self.id} is forked with a sample unseen"
         child = Sequence(id, list(self.tokens), seed=seed, cache_salt=self.cache_salt, branch_index=branch_index)
         child.prompt_len, child.computed, child.planned = self.prompt_len, self.computed, self.planned
-        child.max_total_len, child.max_prefix_hit, child.page_keys = (
-            self.max_total_len,
-            self.max_prefix_hit,
-            list(self.page_keys),
-        )
+        child.max_total_len, child.max_prefix_hit = self.max_total_len, self.max_prefix_hit
+        child.page_keys = list(self.page_keys)
         child.images = self.images
         child.cumulative_logprob, child.top_logprobs = self.cumulative_logprob, list(self.top_logprobs)
         child.matcher = None if self.matcher is None else self.matcher.copy()
-        child.prompt_logprobs = self.prompt_logprobs  # one prompt, scored once, before it is forked
+        child.prompt_logprobs = self.prompt_logprobs  # shared: the prompt is scored before the fork
         return child

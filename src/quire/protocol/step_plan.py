@@ -1,4 +1,4 @@
-"""The messages between the control plane and the data plane: one StepPlan down, one StepResult up, a step.
+"""The messages between the engine and the runner: for each step one StepPlan down and one StepResult up.
 
 Immutable plain values (tuples of integers, strings and floats): they can be sent to other ranks, logged, replayed and
 diffed. PagedAttention §4.6: "the scheduler first prepares the message with input token IDs ... and the block table".
@@ -12,12 +12,12 @@ from typing import NamedTuple
 from quire.protocol.images import ImageItem
 
 LAST_SAMPLED = -1
-"""In `Row.tokens`: this slot's most recent sample, which only the device has seen."""
+"""In `SeqSlice.tokens`: the slot's most recent sample, which only the device has."""
 
 
 class DeviceSamplingParams(NamedTuple):
-    """How tokens are drawn: of a request's parameters (vocabulary.params) what the data plane reads, in numbers
-    and token ids only. Methods, stop strings and whatever else decides what a token means stay above."""
+    """How tokens are sampled: the part of SamplingParams that the runner needs, as numbers and token ids. Methods, stop
+    strings and the like stay with the engine and its clients."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -27,23 +27,23 @@ class DeviceSamplingParams(NamedTuple):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()  # masked with the model's end tokens while there are fewer than min_tokens
+    stop_token_ids: tuple[int, ...] = ()  # masked, with the end tokens, below min_tokens
     allowed_token_ids: tuple[int, ...] | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids and the numbers to add to their logits
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    candidates_only: bool = False  # a method chooses among the likeliest tokens: none is drawn
-    prompt_logprobs: int = -1  # most likely tokens to return with each token to score; -1: none is scored
-    logprob_token_ids: tuple[int, ...] = ()  # to return with each sample, in place of the most likely ones
-    pooling: str = ""  # "mean" or "last": nothing is drawn, hidden states of the prompt are returned (Sampled.pooled)
+    candidates_only: bool = False  # a method chooses among the likeliest tokens: none is sampled
+    prompt_logprobs: int = -1  # likeliest tokens to return with each scored token; -1: no scoring
+    logprob_token_ids: tuple[int, ...] = ()  # to return with each sample instead of the likeliest ones
+    pooling: str = ""  # "mean" or "last": nothing is sampled, hidden states are returned (SliceResult.pooled)
 
     @property
     def greedy(self) -> bool:
-        """The most likely token is chosen; no noise is drawn."""
+        """True if the most likely token is chosen, without noise."""
         return self.candidates_only or self.temperature < 1e-5
 
     @property
     def needs_history(self) -> bool:
-        """The sampler must know the tokens so far: penalties and multi-token bad words."""
+        """True if the sampler must know the tokens so far: for penalties and bad words of several tokens."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -53,11 +53,11 @@ class DeviceSamplingParams(NamedTuple):
 
 
 class SlotInit(NamedTuple):
-    """A sequence gets a slot (on admission, fork or swap-in): all that the device must know of it.
+    """The start of a sequence in a slot (on admission, fork or swap-in), with all that the device must know of it. It
+    ends the slot's previous sequence.
 
-    A slot's next birth is its death. With `parent_slot` >= 0 the child starts with the parent slot's sampling state,
-    and `sampling` is None: it is the parent's. `history` is the tokens so far (prompt first, `prompt_len` of them), and
-    given only when `sampling` needs it.
+    With `parent_slot` >= 0 the child starts with the parent slot's sampling state, and `sampling` is None. `history` is
+    the tokens so far, the first `prompt_len` of which are the prompt; only if `sampling` needs it.
     """
 
     slot: int
@@ -67,17 +67,17 @@ class SlotInit(NamedTuple):
     seed: int
     prompt_len: int
     history: tuple[int, ...] = ()
-    num_logprobs: int = -1  # most likely tokens to return with each sample; -1: no log-probabilities at all
-    images: tuple[ImageItem, ...] = ()  # the pictures of its prompt, in order; a fork's too
+    num_logprobs: int = -1  # likeliest tokens to return with each sample; -1: no log-probabilities
+    images: tuple[ImageItem, ...] = ()  # of its prompt, in order; a fork's too
 
 
 class SeqSlice(NamedTuple):
-    """One sequence's share of a step: compute `tokens` at positions start, start + 1, ...
+    """The part of a step for one sequence: compute `tokens` at positions start, start + 1, ...
 
-    `num_samples` tokens are drawn from the logits of the last position (0: none; n > 1: one for each branch to be
-    forked, the i-th with the seed of branch i). `score_tokens[i]` is a prompt token whose log-probability after
-    tokens[i] is wanted. `draft_tokens` tokens were guessed to follow `tokens`: they are computed too, and as many of
-    them are accepted as sampling would have drawn.
+    `num_samples` tokens are sampled from the logits of the last position (0: none; n > 1: one for each branch to fork,
+    the i-th with the seed of branch i). The log-probability of the prompt token `score_tokens[i]` after tokens[i] is
+    returned. `draft_tokens` are guesses of the tokens that follow: they are computed too, and accepted as far as
+    sampling gives the same tokens.
     """
 
     slot: int
@@ -88,11 +88,11 @@ class SeqSlice(NamedTuple):
     draft_tokens: tuple[int, ...] = ()
 
 
-# Journal entries: effects on tables and pages, in order.
+# Page operations: changes of page tables and pages, in order.
 
 
 class TableWrite(NamedTuple):
-    """tables[group][slot, at : at + len(pages)] = pages."""
+    """tables[group][slot, first_page : first_page + len(pages)] = pages."""
 
     slot: int
     group: int
@@ -101,7 +101,7 @@ class TableWrite(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """Copy the content of page `src` to page `dst`, all layers of the group."""
+    """Copy the content of page `src` to page `dst`, for all layers of the group."""
 
     group: int
     src: int
@@ -125,25 +125,27 @@ class SwapIn(NamedTuple):
 
 
 class Poison(NamedTuple):
-    """Debug mode: page `page` is given out anew; fill it with NaN, so that reading before writing shows."""
+    """Debug mode: fill page `page`, which is newly allocated, with NaN, so that reads before writes are noticed."""
 
     group: int
     page: int
 
 
 class ImageEncoding(NamedTuple):
-    """Encode parts first .. first + parts - 1 of the `image_index`-th picture of the sequence in `slot`, before the
-    step's rows. Parts come in order, in one step or in several ones; with first = 0 what this slot had of the picture
-    is void.
+    """Encode parts first_part .. first_part + num_parts - 1 of the `image_index`-th image of the sequence in `slot`,
+    before the step's slices. Parts come in order, in one or several steps; first_part = 0 discards the slot's earlier
+    parts of the image.
 
-    With the last part its rows are written, row 0 first; where depends on `group`. Of a "cross" group keys and values
-    of the rows, of a "vision" group the rows themselves: to the pages that the slot's table names from its page
-    `first_page` on, run_tokens rows a page. Group -1 (`--vision-cache off`): nowhere, they are for the rows of this
-    step. Else (`inside`) they lie in pages of keys and values of the group that aren't written yet: the row of position
-    p in the page behind its token's, p // run_tokens + 1 of the slot's (that of the first row is `first_page`), from
-    byte p % run_tokens * row_bytes on. A row is read by the step that computes its position, before that step writes
-    keys and values. The first `skip_embeds` rows aren't needed, and aren't written: there may be keys and values in
-    their places.
+    After the last part the image's embeddings are written, in order. Where depends on `group`:
+    - a "cross" group: their keys and values; a "vision" group: the embeddings themselves. They go to the pages in the
+      slot's page table from index `first_page` on, run_tokens embeddings a page;
+    - -1 (`--vision-cache off`): nowhere, only this step's slices use them;
+    - another group (`inside`): to its pages of keys and values that aren't written yet. The embedding of position p is
+      put in the page after its token's, which has index p // run_tokens + 1 in the table (that of the first embedding
+      is `first_page`), at byte p % run_tokens * row_bytes. The step that computes the position reads the embedding
+      before it writes keys and values.
+
+    The first `skip_embeds` embeddings aren't needed and aren't written, as keys and values may be in their places.
     """
 
     group: int
@@ -160,17 +162,17 @@ PageOps = tuple[PageOp, ...]
 
 
 class TokenBitmask(NamedTuple):
-    """What the row of `slot` may draw in this step: `allowed` has a bit a token, 32 to a little-endian word, lowest bit
-    first. Bits beyond the vocabulary are 0."""
+    """The tokens that may be sampled for `slot` in this step: `allowed` has one bit for each token, 32 in a
+    little-endian word, lowest bit first. Bits after the vocabulary are 0."""
 
     slot: int
     allowed: bytes
 
 
 class StepPlan(NamedTuple):
-    """One step: births, then the journal in order, then the rows, a tuple or, of a plan that was read, arrays that are
-    equal to it (vocabulary.rows). `overlapped_page_ops` is journal work to do while it computes. Rows of slots without
-    one of `masks` may draw any token; all masks have one length."""
+    """A step: start the new slots, do the page operations in order, then compute the slices: a tuple or, in a decoded
+    plan, SeqSlices, which are equal to it. `overlapped_page_ops` are page operations to do while the step computes.
+    Slots without a mask may sample any token; all masks have the same length."""
 
     new_slots: tuple[SlotInit, ...]
     page_ops: PageOps
@@ -180,8 +182,8 @@ class StepPlan(NamedTuple):
 
 
 class TopLogprobs(NamedTuple):
-    """The log-probability of one token, its rank (1 is the most likely), and the k most likely alternatives; or, beside
-    a sample whose `DeviceSamplingParams` has logprob_token_ids, these and no others, in their order."""
+    """The log-probability of a token, its rank (1 is the most likely), and the k most likely alternatives; or, for a
+    sample with logprob_token_ids (see DeviceSamplingParams), exactly these tokens, in their order."""
 
     token: int
     logprob: float
@@ -191,13 +193,12 @@ class TopLogprobs(NamedTuple):
 
 
 class SliceResult(NamedTuple):
-    """What a row produced: `tokens` drawn (one a branch; of a row with a draft the run that was accepted: some of the
-    draft, and one token after it), `top_logprobs` beside each when log-probabilities were asked for, and
-    `prompt_logprobs`, one for each of the row's `score` tokens. `error` is set when the row's logits, or what is
-    pooled, were not finite.
+    """The result of a slice: the sampled `tokens` (one for each branch; with a draft, its accepted tokens and one
+    more), `top_logprobs` for each of them if log-probabilities are wanted, and `prompt_logprobs` for each of the
+    slice's score tokens. `error` is set if logits or pooled states were not finite.
 
-    `pooled` [hidden], of a row of a sequence with `pooling`: the sum of the hidden states of its tokens ("mean"), or
-    that of the prompt's last one, from the row that has it."""
+    `pooled` [hidden], with pooling: the sum of the hidden states of the slice's tokens ("mean"), or the hidden state of
+    the prompt's last token, in the slice that has it."""
 
     tokens: tuple[int, ...]
     top_logprobs: tuple[TopLogprobs, ...] = ()
@@ -207,10 +208,10 @@ class SliceResult(NamedTuple):
 
 
 class MappingStats(NamedTuple):
-    """What a runner of virtual memory did since its start: `mapped_bytes` lie in sequences' places now, a page that
-    lies in several counted in each; pages mapped and unmapped, those of each buffer counted; of these `overlapped`
-    while a step computed, in `overlap_seconds` seconds of whoever launched it; and the seconds that steps waited for
-    the others."""
+    """Statistics of a runner with virtual memory since its start. `mapped_bytes`: bytes mapped for sequences now; a
+    page that is mapped for several sequences counts for each. `maps` and `unmaps`: pages mapped and unmapped, counted
+    in each buffer; `overlapped` of them while a step computed, which took `overlap_seconds` of the launching thread.
+    Steps waited `stall_seconds` for the others."""
 
     mapped_bytes: int = 0
     maps: int = 0
@@ -221,15 +222,15 @@ class MappingStats(NamedTuple):
 
 
 class RankUsage(NamedTuple):
-    """What a rank in a process of its own uses: processor time since its start, in seconds, and memory now."""
+    """The resources of a rank in a process of its own: processor seconds since its start, and memory now."""
 
     cpu_seconds: float
     memory_bytes: int
 
 
 class StepResult(NamedTuple):
-    """One Sampled a row, in plan order, the step's duration, and how long the device was idle before it though the step
-    before was not collected yet: it waited for the host."""
+    """One SliceResult for each slice, in plan order; the step's duration in seconds; and the seconds that the device
+    was idle before it, waiting for the host, while the previous step was not collected yet."""
 
     slice_results: tuple[SliceResult, ...]
     seconds: float

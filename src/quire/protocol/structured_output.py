@@ -1,5 +1,5 @@
-"""Structured output: what a request may say of the form of its output, and what the control plane must know of a
-grammar that was made of it. Who makes grammars is the text plane's (quire.text.grammars.compiler).
+"""Structured output: how a request gives the form of its output, and the interfaces of grammars. Grammars are compiled
+by quire.text.grammars.compiler.
 """
 
 from __future__ import annotations
@@ -8,24 +8,24 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Final, Literal, Protocol, get_args
 
 from quire.errors import InputError
 
 StructuredKind = Literal["json", "regex", "grammar", "choice", "json_object", "structural_tag"]
 STRUCTURED_KINDS: tuple[str, ...] = get_args(StructuredKind)
-MAX_SOURCE_CHARS = 1 << 18  # characters
-MAX_CHOICES = 1999  # each is an item of a parser's row, as is what holds them: text/grammars/compiler.py allows 2,000
-ANY_OUTPUT = "any"  # a kind that only readers of thoughts ask for: whatever the model says, behind them
-MAX_MARKER_TOKENS = 16  # tokens
+MAX_SOURCE_CHARS = 1 << 18
+MAX_CHOICES = 1999  # with the choice itself within the 2,000 parser items of text/grammars/compiler.py
+ANY_OUTPUT: Final = "any"  # any text after the reasoning; only the server's reasoning parsers use this kind
+MAX_MARKER_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Structured:
-    """The form of an output. `source` is the JSON text of a schema, a pattern, a Lark grammar, a JSON list of choices,
-    "" or the JSON of a structural tag. The grammar begins behind the token ids `after`, a marker such as </think>; with
-    none at the first token of the output. Before it stand thoughts, which begin with the tokens `opening`, and have at
-    most `budget` tokens more: then the marker follows."""
+    """The form of an output. `source` is, by `kind`: the JSON text of a schema, a regular expression, a Lark grammar, a
+    JSON list of choices, "" (json_object), or the JSON of a structural tag. The grammar begins after the token ids
+    `after`, a marker such as </think>; without a marker, at the first token. Reasoning comes before the marker: it
+    begins with the tokens `opening`, and the marker is forced after at most `budget` more tokens."""
 
     kind: StructuredKind | Literal["any"]
     source: str
@@ -62,14 +62,14 @@ class Structured:
 
 
 PARAM_NAME = "structured_outputs"
-LLGUIDANCE_OPTIONS_KEY = "x-guidance"  # a member of schemas, in which llguidance looks for options
+LLGUIDANCE_OPTIONS_KEY = "x-guidance"  # the member of schemas with options of llguidance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form of an output by vLLM's names: exactly one of these. `json` is a schema, as an object or as its text;
-    `grammar` is in Lark's notation; `structural_tag` an object or its text. With `disable_any_whitespace` there is none
-    between parts of a JSON text."""
+    """The form of an output with vLLM's names; give exactly one form. `json` is a schema, as an object or as text;
+    `grammar` is in Lark's notation; `structural_tag` is an object or text. `disable_any_whitespace` forbids whitespace
+    between the parts of a JSON text."""
 
     json: str | Mapping[str, Any] | bool | None = None
     regex: str | None = None
@@ -80,26 +80,27 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
 
     def structured(self) -> Structured:
-        """What the engine is asked for. InputError unless exactly one form is given, and of its type."""
+        """Return the form. Raise InputError unless exactly one is given, with the right type."""
         given = [name for name in STRUCTURED_KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             raise InputError(
                 f"give exactly one of {', '.join(STRUCTURED_KINDS)}; got {', '.join(given) or 'none'}", PARAM_NAME
             )
         kind: Any = given[0]
-        found = Structured(kind, to_source(kind, getattr(self, kind)))
-        return without_whitespace(found) if self.disable_any_whitespace else found
+        spec = Structured(kind, to_source(kind, getattr(self, kind)))
+        return without_whitespace(spec) if self.disable_any_whitespace else spec
 
 
 SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords of JSON Schema whose value has schemas by name; HOLDING: is a schema, or a list of some."""
+"""Keywords of JSON Schema whose value maps names to schemas."""
 SCHEMA_VALUE_KEYWORDS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
+"""Keywords of JSON Schema whose value is a schema or a list of schemas."""
 EXTRA_PROPERTY_KEYWORDS = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
 COMPOSITION_KEYWORDS = frozenset(("$ref", "anyOf", "oneOf", "if", "dependentSchemas"))
 
 
 def to_source(kind: StructuredKind, value: Any, name: str = PARAM_NAME) -> str:
-    """The source that `value` is for a kind. InputError, for the parameter `name`, if it is of another type."""
+    """Return the source text of `value` for a kind. Raise InputError, about the parameter `name`, for a wrong type."""
     if kind == "json_object":
         if value is not True:
             raise InputError(f"{name}: json_object must be true, got {str(value)[:40]}", name)
@@ -118,21 +119,21 @@ def to_source(kind: StructuredKind, value: Any, name: str = PARAM_NAME) -> str:
 
 
 def without_whitespace(spec: Structured) -> Structured:
-    """The same JSON without space between its parts. InputError for what isn't JSON."""
+    """Return the spec without whitespace between the parts of the JSON. Raise InputError for other kinds."""
     if spec.kind == "json_object":
         spec = replace(spec, kind="json", source='{"type": "object"}')
     return _with_option(spec, "whitespace_flexible", False)
 
 
 def with_lenient(spec: Structured) -> Structured:
-    """The same schema, whose keywords needn't all be enforced: those that can't be are passed over."""
+    """Return the spec with unsupported keywords of the schema ignored instead of rejected."""
     return _with_option(spec, "lenient", True)
 
 
 def close_objects(schema: Any) -> Any:
-    """The same schema, whose objects have no other members than `properties` names, where it says nothing of others:
-    what OpenAI's `strict` has schemas say. One that composes objects of parts is left as it is: closed, each part would
-    exclude what the others name."""
+    """Return the schema with `additionalProperties: false` for objects with `properties` that say nothing of other
+    members, as OpenAI's `strict` requires. A schema that composes objects of parts is returned unchanged: closed parts
+    would exclude the members of one another."""
     try:
         return schema if _composes_objects(schema) else _close_objects(schema)
     except RecursionError as error:
@@ -148,28 +149,29 @@ def _composes_objects(schema: Any) -> bool:
 
 def _close_objects(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_close_objects(one) for one in schema]
+        return [_close_objects(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found = map_subschemas(schema, _close_objects)
-    if "properties" in found and EXTRA_PROPERTY_KEYWORDS.isdisjoint(found):
-        found["additionalProperties"] = False
-    return found
+    closed = map_subschemas(schema, _close_objects)
+    if "properties" in closed and EXTRA_PROPERTY_KEYWORDS.isdisjoint(closed):
+        closed["additionalProperties"] = False
+    return closed
 
 
 def map_subschemas(
     schema: dict[str, Any], change: Callable[[Any], Any], keywords: Collection[str] = SCHEMA_VALUE_KEYWORDS
 ) -> dict[str, Any]:
-    """The same schema, with what `change` makes of each value that is a schema or a list of some (`keywords`)."""
-    found = {name: change(one) if name in keywords else one for name, one in schema.items()}
+    """Return the schema with `change` applied to the values of `keywords`, which are schemas or lists of schemas, and
+    to the schemas in the values of SCHEMA_MAP_KEYWORDS."""
+    changed = {name: change(value) if name in keywords else value for name, value in schema.items()}
     for name in SCHEMA_MAP_KEYWORDS:
-        if isinstance(parts := found.get(name), dict):
-            found[name] = {key: change(one) for key, one in parts.items()}
-    return found
+        if isinstance(subschemas := changed.get(name), dict):
+            changed[name] = {key: change(subschema) for key, subschema in subschemas.items()}
+    return changed
 
 
 def _with_option(spec: Structured, name: str, value: bool) -> Structured:
-    """The same schema, with an option of llguidance's for it."""
+    """Return the spec with an option of llguidance set in its schema."""
     if spec.kind != "json":
         raise InputError(f"{spec.kind} isn't a JSON schema: it has no such option", PARAM_NAME)
     schema = parse_source(spec)
@@ -181,7 +183,8 @@ def _with_option(spec: Structured, name: str, value: bool) -> Structured:
 
 
 def parse_source(spec: Structured) -> Any:
-    """What a source that is JSON says. InputError if it isn't, or has a number that isn't one, as NaN and 1e999."""
+    """Return the value of a JSON source. Raise InputError for invalid JSON, and for NaN and infinite numbers
+    (1e999)."""
     try:
         return json.loads(spec.source, parse_float=_parse_finite_float, parse_constant=_parse_finite_float)
     except (ValueError, RecursionError) as error:
@@ -206,30 +209,30 @@ def _dump_choices(value: Any, name: str) -> str:
         raise InputError(f"{name}: choice must be a list of strings, got {type(value).__name__}", name)
     if not 0 < len(value) <= MAX_CHOICES:
         raise InputError(f"{name}: choice must have 1 to {MAX_CHOICES} entries, got {len(value)}", name)
-    for i, each in enumerate(value):
-        if not isinstance(each, str) or not each:
+    for i, choice in enumerate(value):
+        if not isinstance(choice, str) or not choice:
             raise InputError(f"{name}: choice[{i}] must be a string of at least one character", name)
     return json.dumps(list(value), ensure_ascii=False)
 
 
 class GrammarMatcher(Protocol):
-    """One sequence's place in a grammar. Not thread-safe: whoever plans and takes in steps drives it."""
+    """The state of a sequence in its grammar. Not thread-safe: only the engine's thread uses it."""
 
     def accept(self, token: int) -> str:
-        """Go on behind `token`. "": fine; else why it can't follow, or why the grammar can't go on."""
+        """Advance by `token`. Return "", or the reason why it is not allowed or the grammar can't continue."""
         ...
 
     def forced_tokens(self) -> tuple[int, ...]:
-        """Tokens that must follow, in order, an end token among them; the mask leaves only the first. They are not
-        accepted yet."""
+        """Return the tokens that must follow, in order; they may end with an end token. The matcher does not
+        advance."""
         ...
 
     def is_unconstrained(self) -> bool:
-        """Anything may follow, from here to the end: nobody need ask any more."""
+        """Return True if any tokens may follow from here on: the matcher is not needed any more."""
         ...
 
     def copy(self) -> GrammarMatcher:
-        """The same place, to go on from by itself."""
+        """Return an independent copy."""
         ...
 
 
@@ -237,22 +240,22 @@ class Grammar(Protocol):
     """A compiled grammar, for any number of sequences."""
 
     def new_matcher(self) -> GrammarMatcher:
-        """At its beginning."""
+        """Return a matcher at the start of the grammar."""
         ...
 
     def compute_masks(self, matchers: Sequence[GrammarMatcher]) -> list[bytes]:
-        """What may follow for each, of this or another grammar of the same vocabulary: a bit a token, 32 to a
-        little-endian word, lowest bit first."""
+        """Return the allowed next tokens of each matcher, which may be of another grammar of the same vocabulary: one
+        bit for each token, 32 in a little-endian word, lowest bit first."""
         ...
 
 
 class GrammarCompiler(Protocol):
-    """Makes grammars of forms of outputs; for any thread."""
+    """Compiles grammars; thread-safe."""
 
     def get_cached(self, spec: Structured) -> Grammar | None:
-        """The grammar, if it costs nothing to get it."""
+        """Return the grammar if it is compiled already, else None."""
         ...
 
     def get(self, spec: Structured) -> Grammar:
-        """The grammar. InputError if it can't be had; it may take long to make."""
+        """Return the grammar, compiling it if needed, which may take long. Raise InputError if it can't be compiled."""
         ...

@@ -1,9 +1,9 @@
-"""The wire form of plans and results: typed, versioned frames of bytes, to be sent to other processes or kept in a log.
+"""The wire format of plans and results: typed, versioned frames of bytes, for other processes and for plan logs.
 
-A frame says what it is, then how many there are of everything, then columns of numbers, little-endian: what all rows
-have for `slot`, what all have for `start`, ... A reader checks each count against the bytes that remain before it makes
-anything of that size (see columns.py), so a frame that is forged costs what an honest one of its length does: what
-Python takes for as many numbers, up to a hundred times the frame. No pickle."""
+A frame has its version and kind, then all counts, then columns of little-endian numbers: the `slot` of all slices, the
+`start` of all slices, ... The reader checks each count against the remaining bytes before it allocates anything of that
+size (see columns.py). So a forged frame costs no more than a valid one of its length: the memory of as many Python
+numbers, up to a hundred times the frame. No pickle."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Message = StepPlan | StepResult
 
 
 class PageOpFormat(NamedTuple):
-    """How a journal's entry is said: `num_ints` integers, then, if it has a `has_run`, one tuple of integers."""
+    """The format of a page operation: `num_ints` integers, then, with `has_run`, one tuple of integers."""
 
     op_type: type[PageOp]
     num_ints: int
@@ -71,26 +71,26 @@ PAGE_OP_FORMATS = (
     PageOpFormat(Poison, 2),
     PageOpFormat(ImageEncoding, 7),
 )
-"""The kinds of entries; an entry's place here is its code on the wire, so new ones go last."""
-PAGE_OP_CODES = {kind.op_type: code for code, kind in enumerate(PAGE_OP_FORMATS)}
+"""The formats of page operations. The index is the code on the wire, so new ones go last."""
+PAGE_OP_CODES = {op_format.op_type: code for code, op_format in enumerate(PAGE_OP_FORMATS)}
 
 HEAD = struct.Struct("<BB")  # version, kind
-PLAN_HEAD = struct.Struct("<IIIII")  # births, entries of the journal, rows, entries of `ahead`, masks
-RESULT_HEAD = struct.Struct("<I?dd")  # samples, whether some are pooled, seconds, idle
-# slot, seq, parent, seed, prompt_len, top, tokens of history, has sampling, pictures
+PLAN_HEAD = struct.Struct("<IIIII")  # counts: new slots, page operations, slices, overlapped page operations, masks
+RESULT_HEAD = struct.Struct("<I?dd")  # slice results, whether some are pooled, seconds, idle seconds
+# slot, seq_id, parent_slot, seed, prompt_len, num_logprobs, length of history, whether sampling follows, images
 SLOT_INIT = struct.Struct("<iqiqiiIBI")
-IMAGE_ITEM = struct.Struct("<32s4I")  # key, start, tokens, rows, parts
+IMAGE_ITEM = struct.Struct("<32s4I")  # the fields of ImageItem
 KEY_BYTES = 32
-# temperature, top_p, min_p, the penalties; top_k, min_tokens, prompt_logprobs; counts of stop tokens, allowed ones,
-# biases, bad words, named tokens; flags
+# temperature, top_p, min_p, penalties; top_k, min_tokens, prompt_logprobs; counts of stop tokens, allowed tokens,
+# biases, bad words, logprob_token_ids; flags
 SAMPLING = struct.Struct("<6d3i5IB")
-CANDIDATES_ONLY, HAS_ALLOWED_TOKENS = 1, 2  # flags of sampling: a method chooses; allowed_token_ids is not None
-POOLING_FLAGS = {"": 0, "mean": 4, "last": 8}  # and of these one
+CANDIDATES_ONLY, HAS_ALLOWED_TOKENS = 1, 2  # flags: candidates_only; allowed_token_ids is not None
+POOLING_FLAGS = {"": 0, "mean": 4, "last": 8}  # and one of these flags
 POOLING_BY_FLAG = {flag: pooling for pooling, flag in POOLING_FLAGS.items()}
 
 
 def encode_frame(message: Message) -> bytes:
-    """The frame of a message. WireError for a number beyond what its field holds, or beyond MOST_BYTES in all."""
+    """Return the frame of a message. Raise WireError if a number is too large for its field, or the frame too large."""
     frame = b"".join(_write_plan(message) if isinstance(message, StepPlan) else _write_result(message))
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError("frame", f"{len(frame)} bytes, at most {MAX_FRAME_BYTES} are sent")
@@ -98,17 +98,17 @@ def encode_frame(message: Message) -> bytes:
 
 
 def _write_plan(plan: StepPlan) -> Iterator[bytes]:
-    births, journal, rows, ahead, masks = plan
+    new_slots, page_ops, slices, overlapped, masks = plan
     yield HEAD.pack(VERSION, PLAN)
-    yield PLAN_HEAD.pack(len(births), len(journal), len(rows), len(ahead), len(masks))
-    for birth in births:
-        yield from _write_slot_init(birth)
-    if journal:
-        yield from _write_page_ops(journal)
-    if rows:
-        yield write_slices(rows)
-    if ahead:
-        yield from _write_page_ops(ahead)
+    yield PLAN_HEAD.pack(len(new_slots), len(page_ops), len(slices), len(overlapped), len(masks))
+    for slot_init in new_slots:
+        yield from _write_slot_init(slot_init)
+    if page_ops:
+        yield from _write_page_ops(page_ops)
+    if slices:
+        yield write_slices(slices)
+    if overlapped:
+        yield from _write_page_ops(overlapped)
     if masks:
         size = len(masks[0].allowed)
         if size % 4 or any(len(mask.allowed) != size for mask in masks):
@@ -119,37 +119,39 @@ def _write_plan(plan: StepPlan) -> Iterator[bytes]:
 
 
 def _write_result(result: StepResult) -> Iterator[bytes]:
-    samples, seconds, idle = result
-    tokens, tops, scores, errors, pooled = zip(*samples) if samples else ((),) * 5
-    some = any(pooled)
+    slice_results, seconds, idle = result
+    tokens, tops, prompt_tops, errors, pooled = zip(*slice_results) if slice_results else ((),) * 5
+    has_pooled = any(pooled)
     yield HEAD.pack(VERSION, RESULT)
-    yield pack_struct(RESULT_HEAD, "result head", len(samples), some, seconds, idle)
-    if not samples:
+    yield pack_struct(RESULT_HEAD, "result head", len(slice_results), has_pooled, seconds, idle)
+    if not slice_results:
         return
     texts = [error.encode("utf-8", "surrogatepass") for error in errors] if any(errors) else errors
-    yield write_ints(list(map(len, texts)), "error lengths", "b")  # one a sample: a reader knows how many there are
+    yield write_ints(
+        list(map(len, texts)), "error lengths", "b"
+    )  # one byte or more for each: proves their number to the reader
     if any(errors):
         yield from texts
     yield from write_runs(tokens, "sampled tokens")
-    for each in (tops, scores):
-        yield write_run_lengths(each, "numbers of tops")
-        yield from write_top_logprobs(list(chain.from_iterable(each)))
-    if some:
+    for runs in (tops, prompt_tops):
+        yield write_run_lengths(runs, "numbers of tops")
+        yield from write_top_logprobs(list(chain.from_iterable(runs)))
+    if has_pooled:
         yield from write_vectors(pooled, "pooled")
 
 
 def _write_slot_init(slot_init: SlotInit) -> Iterator[bytes]:
-    slot, seq, parent, sampling, seed, prompt_len, history, top, media = slot_init
-    has = sampling is not None
-    yield pack_struct(SLOT_INIT, "birth", slot, seq, parent, seed, prompt_len, top, len(history), has, len(media))
+    slot, seq_id, parent, sampling, seed, prompt_len, history, num_logprobs, images = slot_init
+    lengths = len(history), sampling is not None, len(images)
+    yield pack_struct(SLOT_INIT, "slot init", slot, seq_id, parent, seed, prompt_len, num_logprobs, *lengths)
     if sampling is not None:
         yield from _write_sampling(sampling)
     if history:
-        yield write_ints(history, "birth history")
-    for medium in media:
-        if len(medium.key) != KEY_BYTES:
-            raise WireError("medium", f"its key has {len(medium.key)} bytes, not {KEY_BYTES}")
-        yield pack_struct(IMAGE_ITEM, "medium", *medium)
+        yield write_ints(history, "slot init history")
+    for image in images:
+        if len(image.key) != KEY_BYTES:
+            raise WireError("image", f"its key has {len(image.key)} bytes, not {KEY_BYTES}")
+        yield pack_struct(IMAGE_ITEM, "image", *image)
 
 
 def _write_sampling(sampling: DeviceSamplingParams) -> Iterator[bytes]:
@@ -165,31 +167,31 @@ def _write_sampling(sampling: DeviceSamplingParams) -> Iterator[bytes]:
     yield write_ints(sampling.stop_token_ids, "stop tokens")
     yield write_ints(allowed or (), "allowed tokens")
     yield write_ints([token for token, _ in bias], "biased tokens")
-    yield write_floats([by for _, by in bias], "biases")
+    yield write_floats([value for _, value in bias], "biases")
     yield write_ints(list(map(len, words)), "bad word lengths")
     yield write_ints(list(chain.from_iterable(words)), "bad words")
     yield write_ints(sampling.logprob_token_ids, "named tokens")
 
 
 def _write_page_ops(page_ops: PageOps) -> Iterator[bytes]:
-    codes = [PAGE_OP_CODES[type(entry)] for entry in page_ops]
+    codes = [PAGE_OP_CODES[type(op)] for op in page_ops]
     numbers: list[int] = []
-    each: Any
-    for code, each in zip(codes, page_ops):
+    op: Any
+    for code, op in zip(codes, page_ops):
         if PAGE_OP_FORMATS[code].has_run:
-            *few, run = each
-            numbers += few
+            *ints, run = op
+            numbers += ints
             numbers.append(len(run))
             numbers += run
         else:
-            numbers += each
+            numbers += op
     yield bytes(codes)
     yield COUNT.pack(len(numbers))
-    yield write_ints(numbers, "journal numbers")
+    yield write_ints(numbers, "page op numbers")
 
 
 def decode_frame(frame: bytes | bytearray | memoryview) -> Message:
-    """The message of a frame. WireError names the field and the byte where it can't be one."""
+    """Return the message of a frame. WireError names the field and the byte where it is invalid."""
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError("frame", f"{len(frame)} bytes, at most {MAX_FRAME_BYTES} are read", 0)
     reader = FrameReader(frame)
@@ -205,90 +207,107 @@ def decode_frame(frame: bytes | bytearray | memoryview) -> Message:
 
 
 def _read_plan(reader: FrameReader) -> StepPlan:
-    births, entries, count, later, masked = reader.unpack(PLAN_HEAD, "plan head")
-    if births * SLOT_INIT.size > reader.end - reader.offset:
-        raise reader.error("births", f"{births} are announced, {reader.end - reader.offset} bytes remain")
-    born = tuple([_read_slot_init(reader) for _ in range(births)])
-    journal = _read_page_ops(reader, entries) if entries else ()
-    rows = read_slices(reader, count) if reader.check_count(count, "rows") else ()
-    ahead = _read_page_ops(reader, later) if later else ()
-    return StepPlan(born, journal, rows, ahead, _read_masks(reader, masked) if masked else ())
+    num_inits, num_ops, num_slices, num_overlapped, num_masks = reader.unpack(PLAN_HEAD, "plan head")
+    if num_inits * SLOT_INIT.size > reader.end - reader.offset:
+        raise reader.error("slot inits", f"{num_inits} are announced, {reader.end - reader.offset} bytes remain")
+    new_slots = tuple([_read_slot_init(reader) for _ in range(num_inits)])
+    page_ops = _read_page_ops(reader, num_ops) if num_ops else ()
+    slices = read_slices(reader, num_slices) if reader.check_count(num_slices, "rows") else ()
+    overlapped = _read_page_ops(reader, num_overlapped) if num_overlapped else ()
+    return StepPlan(new_slots, page_ops, slices, overlapped, _read_masks(reader, num_masks) if num_masks else ())
 
 
 def _read_masks(reader: FrameReader, count: int) -> tuple[TokenBitmask, ...]:
     reader.check_count(count, "masks")
     [words] = reader.unpack(COUNT, "masks")
     slots = reader.read_ints(count, "mask slots")
-    at = [reader.skip(4 * words, "masks") for _ in slots]
-    return tuple([TokenBitmask(slot, bytes(reader.frame[start : start + 4 * words])) for slot, start in zip(slots, at)])
+    starts = [reader.skip(4 * words, "masks") for _ in slots]
+    masks = (bytes(reader.frame[start : start + 4 * words]) for start in starts)
+    return tuple(map(TokenBitmask, slots, masks))
 
 
 def _read_result(reader: FrameReader) -> StepResult:
-    count, some, seconds, idle = reader.unpack(RESULT_HEAD, "result head")
+    count, has_pooled, seconds, idle = reader.unpack(RESULT_HEAD, "result head")
     if not reader.check_count(count, "samples"):
         return StepResult((), seconds, idle)
     lengths = reader.read_lengths(count, "error lengths")
     errors = [read_text(reader, length) for length in lengths] if any(lengths) else repeat("", count)
     tokens = reader.read_runs(count, "sampled tokens")
     tops = read_top_logprobs(reader, count)
-    scores = read_top_logprobs(reader, count)
-    pooled = read_vectors(reader, count, "pooled") if some else repeat((), count)
-    return StepResult(
-        tuple(map(tuple_new, repeat(SliceResult), zip(tokens, tops, scores, errors, pooled))), seconds, idle
-    )
+    prompt_tops = read_top_logprobs(reader, count)
+    pooled = read_vectors(reader, count, "pooled") if has_pooled else repeat((), count)
+    fields = zip(tokens, tops, prompt_tops, errors, pooled)
+    return StepResult(tuple(map(tuple_new, repeat(SliceResult), fields)), seconds, idle)
 
 
 def _read_slot_init(reader: FrameReader) -> SlotInit:
-    slot, seq, parent, seed, prompt_len, top, history, has, pictures = reader.unpack(SLOT_INIT, "birth")
-    if has > 1:
-        raise reader.error("birth", f"{has} neither says that it has sampling parameters nor that it hasn't")
-    sampling = _read_sampling(reader) if has else None
-    tokens = reader.read_ints(history, "birth history") if history else ()
-    if pictures * IMAGE_ITEM.size > reader.end - reader.offset:
-        raise reader.error("media", f"{pictures} are announced, {reader.end - reader.offset} bytes remain")
-    media = tuple([ImageItem(*reader.unpack(IMAGE_ITEM, "medium")) for _ in range(pictures)])
-    return SlotInit(slot, seq, parent, sampling, seed, prompt_len, tokens, top, media)
+    slot, seq_id, parent, seed, prompt_len, num_logprobs, history_len, has_sampling, num_images = reader.unpack(
+        SLOT_INIT, "slot init"
+    )
+    if has_sampling > 1:
+        raise reader.error(
+            "slot init", f"{has_sampling} neither says that it has sampling parameters nor that it hasn't"
+        )
+    sampling = _read_sampling(reader) if has_sampling else None
+    history = reader.read_ints(history_len, "slot init history") if history_len else ()
+    if num_images * IMAGE_ITEM.size > reader.end - reader.offset:
+        raise reader.error("images", f"{num_images} are announced, {reader.end - reader.offset} bytes remain")
+    images = tuple([ImageItem(*reader.unpack(IMAGE_ITEM, "image")) for _ in range(num_images)])
+    return SlotInit(slot, seq_id, parent, sampling, seed, prompt_len, history, num_logprobs, images)
 
 
 def _read_sampling(reader: FrameReader) -> DeviceSamplingParams:
-    *factors, top_k, min_tokens, scored, stops, some, biased, barred, named, flags = reader.unpack(SAMPLING, "sampling")
-    temperature, top_p, min_p, presence, frequency, repetition = factors
+    (
+        *floats,
+        top_k,
+        min_tokens,
+        prompt_logprobs,
+        num_stop,
+        num_allowed,
+        num_biases,
+        num_bad_words,
+        num_logprob_ids,
+        flags,
+    ) = reader.unpack(SAMPLING, "sampling")
+    temperature, top_p, min_p, presence, frequency, repetition = floats
     pooling = POOLING_BY_FLAG.get(flags & ~(CANDIDATES_ONLY | HAS_ALLOWED_TOKENS))
-    if pooling is None or (some and not flags & HAS_ALLOWED_TOKENS):
+    if pooling is None or (num_allowed and not flags & HAS_ALLOWED_TOKENS):
         raise reader.error("sampling", f"its flags are {flags}")
-    stop = reader.read_ints(stops, "stop tokens")
-    allowed = reader.read_ints(some, "allowed tokens")
-    bias = tuple(zip(reader.read_ints(biased, "biased tokens"), reader.read_floats(biased, "biases")))
-    lengths = reader.read_lengths(barred, "bad word lengths")
+    stop = reader.read_ints(num_stop, "stop tokens")
+    allowed = reader.read_ints(num_allowed, "allowed tokens")
+    bias = tuple(zip(reader.read_ints(num_biases, "biased tokens"), reader.read_floats(num_biases, "biases")))
+    lengths = reader.read_lengths(num_bad_words, "bad word lengths")
     words = tuple(split_runs(reader.read_ints(sum(lengths), "bad words"), lengths))
     return DeviceSamplingParams(
         temperature, top_p, top_k, min_p, presence, frequency, repetition, min_tokens, stop,
-        allowed if flags & HAS_ALLOWED_TOKENS else None, bias, words, bool(flags & CANDIDATES_ONLY), scored,
-        reader.read_ints(named, "named tokens"), pooling,
+        allowed if flags & HAS_ALLOWED_TOKENS else None, bias, words, bool(flags & CANDIDATES_ONLY), prompt_logprobs,
+        reader.read_ints(num_logprob_ids, "named tokens"), pooling,
     )  # fmt: skip
 
 
 def _read_page_ops(reader: FrameReader, count: int) -> PageOps:
-    at = reader.skip(count, "journal kinds")
+    at = reader.skip(count, "page op kinds")
     codes = bytes(reader.frame[at : at + count])
     if max(codes) >= len(PAGE_OP_FORMATS):
-        raise WireError("journal kinds", f"{max(codes)} is no kind of entry", at)
-    [numbers] = reader.unpack(COUNT, "journal")
-    values = reader.read_ints(numbers, "journal numbers")
-    entries: list[Any] = []
-    place = 0
+        raise WireError("page op kinds", f"{max(codes)} is no kind of entry", at)
+    [count_numbers] = reader.unpack(COUNT, "page ops")
+    numbers = reader.read_ints(count_numbers, "page op numbers")
+    page_ops: list[Any] = []
+    start = 0
     for code in codes:
-        entry, size, run = PAGE_OP_FORMATS[code]
-        end = place + size
-        fields: tuple[Any, ...] = values[place:end]
-        if run:
-            length = values[end] if end < numbers else -1
-            fields = (*fields, values[end + 1 : end + 1 + length])
-            end = end + 1 + length if length >= 0 else numbers + 1
-        if end > numbers:
-            raise reader.error("journal numbers", f"entry {len(entries)} goes beyond the {numbers} that there are")
-        entries.append(tuple_new(entry, fields))
-        place = end
-    if place != numbers:
-        raise reader.error("journal numbers", f"{numbers - place} belong to no entry")
-    return tuple(entries)
+        op_type, num_ints, has_run = PAGE_OP_FORMATS[code]
+        end = start + num_ints
+        fields: tuple[Any, ...] = numbers[start:end]
+        if has_run:
+            length = numbers[end] if end < count_numbers else -1
+            fields = (*fields, numbers[end + 1 : end + 1 + length])
+            end = end + 1 + length if length >= 0 else count_numbers + 1
+        if end > count_numbers:
+            raise reader.error(
+                "page op numbers", f"entry {len(page_ops)} goes beyond the {count_numbers} that there are"
+            )
+        page_ops.append(tuple_new(op_type, fields))
+        start = end
+    if start != count_numbers:
+        raise reader.error("page op numbers", f"{count_numbers - start} belong to no entry")
+    return tuple(page_ops)

@@ -1,7 +1,8 @@
-"""`quire reproduce NAME`: a figure, a table or a claim of the papers, their number beside ours, as JSON and a picture.
+"""`quire reproduce NAME`: a figure, a table or a claim of the papers, with their number beside ours, as JSON and a
+picture.
 
-An entry of ENTRIES is a function and a line; it needs no arguments and says whether the claim holds. Where there is no
-matplotlib --no-pictures leaves documents alone, and --draw makes the pictures of those elsewhere.
+An entry of ENTRIES is a function without arguments and a line of text; it reports whether the claim holds. Without
+matplotlib, --no-pictures writes the documents alone, and --draw makes their pictures elsewhere.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from quire.reproduce.result import DIFFERS, Reproduction
 
 
 class Entry(NamedTuple):
-    """`function` is "module:name" below quire.reproduce; it is loaded when it runs. If it `samples`, it takes how much
-    to run: False, or with --full True. `gpu`: it is nothing without one. `timed`: its numbers are times of this
-    machine; others, which --simulated runs, are the same anywhere: closed forms, counts, simulations, and fig15 and c5,
-    which run the bundled model. `part_of`: --all runs that entry instead. `draw`, like `function`, makes the picture
-    of a document's data."""
+    """`function` is "module:name" below quire.reproduce, loaded when it runs. If it `samples`, it takes one argument:
+    True with --full, else False. `gpu`: it needs a GPU. `timed`: its numbers are times of this machine. Other entries,
+    which --simulated runs, are the same on any machine: closed forms, counts, simulations, and fig15 and c5, which run
+    the bundled model. `part_of`: --all runs that entry instead. `draw`, like `function`, makes the picture of a
+    document's data."""
 
     function: str
     about: str
@@ -281,7 +282,8 @@ def main(args: list[str]) -> int:
 
 
 def _all(simulated: bool) -> list[str]:
-    """Everything that this machine can reproduce, once; if `simulated`, only what any machine would find the same."""
+    """Return all entries that this machine can reproduce, once each; if `simulated`, only those that are the same on
+    any machine."""
     names = [name for name, entry in ENTRIES.items() if entry.part_of is None]
     if simulated:
         return [name for name in names if not ENTRIES[name].timed and not ENTRIES[name].gpu]

@@ -1,5 +1,5 @@
-"""Jenga Figure 17: prefix caching by the number of articles that questions are asked about: how much of the prompts is
-found, and what that does to throughput, by each policy for what left a window. By simulation.
+"""Jenga Figure 17: prefix caching by the number of articles that questions are about: hit rate and throughput for each
+retention policy of tokens beyond a window. By simulation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OURS = "boundary"
 
 
 class Found(NamedTuple):
-    """A run: the share of prompts' tokens that was found, and requests a second."""
+    """A run: the share of prompt tokens found in the prefix cache, and requests a second."""
 
     articles: int
     way: str
@@ -48,7 +48,7 @@ def case(articles: int, length: int = LENGTH) -> Case:
 
 
 def run(articles: int, way: str) -> Found:
-    """One question after another, as somebody asks them who waits for the answer."""
+    """Serve one question after another."""
     rule, more = WAYS[way]
     asked = case(articles)
     engine = asked.plant(rule, **more).simulation().engine

@@ -16,7 +16,7 @@ from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, by_way,
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from quire.bench.kernels import Placed
+    from quire.bench.placed_kv import Placed
     from quire.bench.replay import Call
     from quire.kernels.forward_batch import LayerCache
 
@@ -49,8 +49,8 @@ def measured_of(model: str, full: bool, missing: dict[str, str]) -> list[dict[st
     """Points of one model, each way's memory in turn."""
     import torch
 
-    from quire.bench.kernels import placed
     from quire.bench.mapped import on_mapped
+    from quire.bench.placed_kv import placed
 
     spec, batches = spec_of(model), (ALL if full else MODELS)[model]
     points: list[dict[str, Any]] = []
@@ -75,8 +75,9 @@ def measured_of(model: str, full: bool, missing: dict[str, str]) -> list[dict[st
 def _points(
     where: Placed, batches: Sequence[int], way: str, missing: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Our kernel, for the first sequences; and torch's own, if there is a place to tell why one is `missing`."""
-    from quire.bench.kernels import decode_calls
+    """Measure our kernel for the first sequences, and torch's own kernels if `missing` is given; it gets the reasons
+    for those that can't run."""
+    from quire.bench.placed_kv import decode_calls
     from quire.bench.replay import replayed
 
     points, layers = [], len(where.caches)
@@ -114,7 +115,7 @@ def _torch_calls(where: Placed) -> list[Call]:
 
 
 def judged(points: Points) -> list[Result]:
-    """At the largest batch: no slower than the best paged kernel, and what is left of the paper's gain."""
+    """Judge the largest batch: no slower than the best paged kernel, and the share of the paper's gain."""
     results = []
     for model, most in PAPER.items():
         mine = [p for p in points if p["model"] == model]

@@ -1,7 +1,8 @@
-"""PagedAttention Figure 18: what paging costs the attention kernel (a), what the page's size does to requests (b).
+"""PagedAttention Figure 18: the cost of paging in the attention kernel (a), and the effect of the page size on requests
+(b).
 
 (a) One kernel source, with page tables and without. The paper compared its kernel with FasterTransformer's, on an A100.
-(b) Fixed request rates, and a KV memory as small as the paper's, so that pages too large for their sequences cost room.
+(b) Fixed request rates, and a KV memory as small as the paper's, so that pages too large for their sequences waste it.
 """
 
 from __future__ import annotations
@@ -88,28 +89,31 @@ def _kernel(model: str, batch: int, context: int) -> Kernel:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from quire.bench.kernels import DIM, decode_calls, placed
+    from quire.bench.kernels import DIM
+    from quire.bench.placed_kv import decode_calls, placed
     from quire.bench.replay import inputs, replayed
 
     heads, kv_heads, layers = MODELS[model]
     several = min(inputs(2 * batch * kv_heads * context * DIM * 2), layers)
-    micros = []
-    for contiguous in (False, True):
+
+    def ours(contiguous: bool) -> float:
         where = placed(batch, context, kv_heads, DIM, PAGE, several, torch.float16, heads, contiguous)
-        micros.append(1e6 * replayed(decode_calls(where), 2))
+        return 1e6 * replayed(decode_calls(where), 2)
+
+    paged, contiguous = ours(False), ours(True)
     q, *kv = (
         torch.randn(batch, count, length, DIM, dtype=torch.float16, device="cuda")
         for count, length in ((heads, 1), *((kv_heads, context),) * (2 * several))
     )
     attend = partial(scaled_dot_product_attention, q, enable_gqa=heads > kv_heads)
     calls = [partial(attend, k, v) for k, v in zip(kv[::2], kv[1::2])]
-    return Kernel(model, batch, context, *micros, 1e6 * replayed(calls, 2))
+    return Kernel(model, batch, context, paged, contiguous, 1e6 * replayed(calls, 2))
 
 
 class Served(NamedTuple):
-    """A trace at `rate` requests a second, over pages of `page` tokens, in several runs. `normalised` is the paper's
-    latency: seconds a token, the mean over requests, of the median run; `apart` that of the slowest run over that of
-    the fastest; `mean_batch` the mean over runs, `preemptions` of all."""
+    """A trace at `rate` requests a second over pages of `page` tokens, in several runs. `normalised` is the paper's
+    latency of the median run: seconds a token, a mean over requests. `apart`: the slowest run's latency over the
+    fastest's. `mean_batch` is a mean over runs; `preemptions` are those of all runs."""
 
     trace: str
     page: int
@@ -157,7 +161,7 @@ def figure_18b(full: bool = False) -> Reproduction:
 @contextmanager
 def _engine(device: str, page: int) -> Iterator[BuiltEngine]:
     with built(_config(device, page)) as made:
-        made.engine.limits = made.engine.limits._replace(max_queued=sys.maxsize)
+        made.engine.lift_queue_limit()
         yield made
 
 
@@ -185,7 +189,8 @@ def _config(device: str, page: int) -> EngineConfig:
 
 
 def _serve(engine: Engine, jobs: list[Job], times: list[float]) -> dict[str, Any]:
-    """`normalised` seconds a token; `capacity`: requests a second until MANY of them were done."""
+    """Serve the jobs. Return the facts with `normalised`, seconds a token, and `capacity`, requests a second until a
+    share of MANY is done."""
     traces, facts = drive(engine, jobs, Load(times), Decoding())
     normalised = latencies(traces)["normalised_s"]
     assert normalised is not None, "no requests"
@@ -198,7 +203,13 @@ def _verdicts(points: list[Served]) -> list[Result]:
     """What the figure says, with our ratio beside it."""
     by = {(p.trace, p.page): p.normalised for p in points}
     best = {trace: min(p.normalised for p in points if p.trace == trace) for trace in TRACES}
-    share, alpaca = (lambda page: by["sharegpt", page]), (lambda page: by["alpaca", page])
+
+    def share(page: int) -> float:
+        return by["sharegpt", page]
+
+    def alpaca(page: int) -> float:
+        return by["alpaca", page]
+
     sizes = sorted({p.page for p in points})
     good, largest = [page for page in sizes if 16 <= page <= 128], sizes[-1]
     return [

@@ -95,7 +95,8 @@ def panels(names: tuple[str, ...], full: bool = False) -> Reproduction:
 
 
 def ratio_at(found: dict[str, Curve], system: str, limit: float) -> float:
-    """How many times the rate of another system the paged one sustains at another limit, by the first seed's curves."""
+    """Return the ratio of the paged system's highest rate to another system's at another limit, by the first seed's
+    curves."""
     return found["paged"].at(limit) / found[system].at(limit)
 
 

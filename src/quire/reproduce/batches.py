@@ -29,7 +29,7 @@ Batches = dict[str, list[float]]
 
 
 def figure_13(full: bool = False) -> Reproduction:
-    """Averages over time while requests come, after the first tenth of the trace."""
+    """Compare means over time while requests come, after the first tenth of the trace."""
     seconds = HOUR if full else SECONDS
     jobs = [(load, system, rate, seconds) for load, rate in reversed(TRACES.values()) for system in PAPER]
     done = in_parallel(mean_running, jobs)
@@ -55,7 +55,7 @@ def figure_13(full: bool = False) -> Reproduction:
 
 
 def _input(what: str, paper: float, ours: float, unit: str) -> Result:
-    """A number beside the paper's that the paged system's batch, an input, has a part in: no claim."""
+    """Return a result without a claim, since the paged system's batch is an input of the calibration."""
     return Result("P-F13", f"{what} {INPUT}", paper, ours, unit, MEASURED)
 
 

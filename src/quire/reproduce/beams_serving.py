@@ -146,8 +146,8 @@ def _gaps(found: Curves) -> list[Result]:
 
 
 def _claims(found: Curves) -> list[Result]:
-    """What the figure says as a whole. What searches may have missed is no difference: a rate is found to TOLERANCE, so
-    a ratio of two rates too, and a ratio of two gaps to ERROR."""
+    """Judge the figure as a whole within the error of searches: a rate, and so a ratio of two rates, is exact to
+    TOLERANCE, a ratio of two gaps to ERROR."""
     basic = gap(found["basic", 1])
     results = []
     for way in ("parallel", "beam"):

@@ -4,7 +4,6 @@ keys and values only and run over virtual memory as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,14 +12,14 @@ from quire.reproduce.paged_or_contiguous import prompt_calls
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quire.bench.kernels import Placed
+    from quire.bench.placed_kv import Placed
 
 APART = 0.05  # of the largest result: what another may be from one in fp32, at most
 
 
-def chunk_calls(where: Placed, start: int, missing: dict[str, str]) -> dict[str, Callable[[], Tensor]]:
-    """By kernel, the attention of the first sequence's tokens from `start` on: [tokens, heads, dim]. Left out, and
-    `missing` told, is what can't compute it, or computes something else."""
+def chunk_calls(where: Placed, start: int, missing: dict[str, str]) -> dict[str, partial[Tensor]]:
+    """Return by kernel the attention of the first sequence's tokens from `start` on: [tokens, heads, dim]. Kernels that
+    can't compute it are left out, with the reason in `missing`."""
     import torch
 
     from quire.kernels import vendor
@@ -38,7 +37,7 @@ def chunk_calls(where: Placed, start: int, missing: dict[str, str]) -> dict[str,
 
 
 def check(where: Placed, start: int, missing: dict[str, str]) -> list[str]:
-    """The kernels that compute what a plain product in fp32 does."""
+    """Return the kernels whose results agree with a plain product in fp32."""
     import torch
 
     torch.manual_seed(0)
@@ -52,7 +51,7 @@ def check(where: Placed, start: int, missing: dict[str, str]) -> list[str]:
             missing[name] = str(error).splitlines()[0][:120]
             continue
         if expected is None:
-            query = next(iter(calls.values())).args[0]  # type: ignore[attr-defined]  # our kernels' first argument
+            query = next(iter(calls.values())).args[0]  # our kernels' first argument
             expected = plain(query, where, start)
         apart = float((found - expected).abs().max())
         if apart <= APART * float(expected.abs().max()):

@@ -21,8 +21,8 @@ ROOT = Path(quire.__file__).parent
 PAPER = {"Python": 8.5, "kernels": 2.0}  # thousands of lines
 OTHER, KERNELS, MEASURING = "text and Python API", "kernels", "measuring"
 PARTS = {  # files and folders below the package; a file belongs to the longest name that it begins with
-    "control plane": ("control", "vocabulary", "config", "errors"),
-    "runner": ("data",),
+    "control plane": ("core", "memory", "protocol", "config", "errors"),
+    "runner": ("worker",),
     "models": ("layers", "models", "weights"),
     KERNELS: ("kernels",),
     "server and command line": ("server", "cli", "__main__"),

@@ -1,5 +1,5 @@
-"""Jenga §7: its size, "about 4000 lines of Python code on top of vLLM", no CUDA kernel changed; and what it took here:
-the lines of those files that are there because layers keep unlike things.
+"""Jenga §7: its size, "about 4000 lines of Python code on top of vLLM", no CUDA kernel changed; beside the lines of
+this package's files that exist because layers keep different kinds of memory.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ if TYPE_CHECKING:
 
 PAPER = 4000
 PARTS = {  # files below the package, by what they are there for
-    "large pages, and pages in them": tuple(
-        f"memory/{name}.py" for name in ("large", "partial", "audit", "sizes", "layout")
+    "large pages, and pages in them": (
+        "memory/jenga/two_level_pool.py", "memory/jenga/partial_pages.py", "memory/jenga/page_sizes.py",
+        "memory/page_layout.py",
     ),
-    "layer types and what they keep": tuple(
-        f"memory/{name}.py" for name in ("policies", "demands", "retention", "gathering", "followers")
+    "layer types and what they keep": (
+        "memory/policies.py", "memory/requirements.py", "memory/jenga/retention.py", "memory/jenga/compaction.py",
+        "memory/prefix_waiters.py",
     ),
     "pictures": ("memory/encoder_cache.py", "core/encoder_budget.py"),
     "several models in one pool": ("memory/jenga/shared_pool.py", "pool.py"),
     "the paper's own interface": ("jenga.py",),
-    "the runner's side": tuple(f"worker/{name}.py" for name in ("views", "prompts", "pictures", "crossing")),
-}
+    "the runner's side": (
+        "worker/cache_views.py", "worker/prompt_lengths.py", "worker/image_inputs.py", "worker/cross_attention.py",
+    ),
+}  # fmt: skip
 CUDA = {".cu", ".cuh"}
 
 

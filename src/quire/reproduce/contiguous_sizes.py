@@ -6,7 +6,7 @@ The paper writes KB and MB for powers of two, and its GB and TB are 1,000 and 10
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,8 +33,8 @@ TOKEN_KB = {"yi-6b": 64, "llama3-8b": 128, "yi-34b": 240}
 class Row(NamedTuple):
     """A line of Table 8: for each of PAGES how many tokens one holds, and the MB that a request wastes at most."""
 
-    tokens: list[int]
-    waste: list[float]
+    tokens: Sequence[float]
+    waste: Sequence[float]
 
 
 TABLE_8 = {  # (model, tensor-parallel workers)
@@ -127,7 +127,7 @@ def table_8() -> Reproduction:
 
 
 def row_of(name: str, tensor: int, layout: str) -> Row:
-    """Our line of the table. Tokens that aren't whole are rounded to hundredths."""
+    """Return our line of the table. Fractions of tokens are rounded to hundredths."""
     found = [on_workers(name, tensor, page, layout) for page in PAGES.values()]
     tokens = [_plain(round(each[0].run_tokens / each[0].run_pages, 2)) for each in found]
     return Row(tokens, [_plain(max_waste_bytes(each) / MIB) for each in found])
@@ -146,7 +146,7 @@ def _points() -> Iterator[dict[str, object]]:
 
 
 def _text_8() -> str:
-    """What 2 MB pages come to by layout, and what a crowd wastes at worst."""
+    """Return a table of 2 MB pages by layout: tokens of a page, and the worst-case waste of many requests."""
     rows = []
     for name, tensor in TABLE_8:
         for layout in ("layer", "sliced:4", *OURS):

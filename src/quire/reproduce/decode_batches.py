@@ -38,7 +38,7 @@ MATCHED = CASE._replace(kv_gib=42.0)
 
 
 class Decoded(NamedTuple):
-    """A run by a rule: the steps that decode, and the share of the allocated memory that no token to come reads."""
+    """A run under an allocation rule: its decode steps, and the share of allocated memory that no later token reads."""
 
     batch: float
     steps: int
@@ -139,7 +139,7 @@ SMALL = Case("ministral-8b", L4, "arxiv-qa@1", halved=True)
 
 
 def longest_request() -> Reproduction:
-    """What a request may have in the budget of an L4, and that such a request is served."""
+    """Return the longest request that fits the budget of an L4, and check that it is served."""
     found = {rule: SMALL.plant(rule).max_len for rule in ("jenga", "uniform")}
     served = {rule: _one(rule, length) for rule, length in found.items()}
     longest = SMALL.spec.max_len

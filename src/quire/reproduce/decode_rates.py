@@ -39,7 +39,7 @@ Points = Sequence[dict[str, Any]]
 def decoded(
     model: str, settings: dict[str, Any], batches: Sequence[int], context: int, missing: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """Points of one engine, the largest batch first: whose requests then end until the next one is left."""
+    """Measure one engine at each batch size, the largest first; requests then end until the next size is left."""
     from quire.bench import contexts
 
     steps = max(batches) * context // 4096 + (STEPS + contexts.WARM + 4) * len(batches)  # at most, while one decodes

@@ -1,6 +1,5 @@
-"""Engines of vAttention's three models with dummy weights, for sequences as long as asked, over any memory: what the
-entries that run whole steps have in common.
-"""
+"""Engines of vAttention's three models with dummy weights, over any memory: shared by the entries that run whole
+steps."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ LAYER_SLACK, SLACK = 2048, 128  # tokens of a sequence's last page of 2 MB at mo
 def dummy(
     model: str | Mapping[str, Any], length: int, seqs: int, **settings: Any
 ) -> AbstractContextManager[BuiltEngine]:
-    """An engine of one of SHAPES, or of a shape given, with room for `seqs` sequences of `length` tokens at once.
-    Nothing is compiled or captured before it is needed, so its first steps aren't to be timed. StartupError if the
-    device is too small."""
+    """Open an engine of one of SHAPES, or of a given shape, with room for `seqs` sequences of `length` tokens at once.
+    Nothing is compiled or captured in advance, so its first steps must not be timed. Raise StartupError if the device
+    is too small."""
     shape = {**(SHAPES[model] if isinstance(model, str) else model), "max_position_embeddings": length}
     slack = LAYER_SLACK if settings.get("virtual_layout") == "layer" else SLACK
     return built(EngineConfig(**{
@@ -41,7 +40,7 @@ def virtual(layout: str, ahead: bool = True) -> dict[str, Any]:
 
 
 def release() -> None:
-    """Give back what engines that are gone held of the device, so that the next one finds it free."""
+    """Release the device memory of engines that are gone, for the next one."""
     import torch
 
     gc.collect()

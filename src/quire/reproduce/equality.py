@@ -1,7 +1,8 @@
-"""The same greedy tokens by every way: memories, page sizes, batches, chunks, preemption by swapping and recomputing.
+"""Check that every configuration generates the same greedy tokens: memories, page sizes, batches, chunks, preemption by
+swapping and by recomputation.
 
 PagedAttention §4.5 and §4.6 and the other papers presuppose it: a memory decides where keys and values are, never what
-they are. The bundled model in float32 on a CPU; transformers' tokens stand beside, where it is installed.
+they are. The bundled model in float32 on a CPU, beside transformers if installed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import quire
 from quire.bench.document import table
@@ -49,9 +50,9 @@ CUTS = ("lcm", "max", "gcd", "own")  # of pages of unlike layers
 
 
 class Way(NamedTuple):
-    """One configuration of the engine; `depth` is how many steps may be in flight. Virtual memory has pages of 4, 16
-    and 64 KiB where others have 1, 16 and 64 tokens, and in little memory what it chooses itself. `windows`: of the
-    model WINDOWED, whose pages are cut so."""
+    """A configuration of the engine; `depth` is the number of steps in flight. Virtual memory has pages of 4, 16 and 64
+    KiB where others have 1, 16 and 64 tokens; with little memory it chooses its own. `windows`: the model WINDOWED,
+    whose pages have such layouts."""
 
     memory: str = "paged"
     page: int = 16
@@ -78,7 +79,7 @@ class Way(NamedTuple):
 
     @property
     def group(self) -> str:
-        """What it is told with: a memory with plenty of room, or a way to preempt in little."""
+        """Return the group that reports this way: a memory with plenty of room, or a kind of preemption with little."""
         name = self.memory if not self.windows else f"windows, {self.memory}"
         if self.windows and self.memory == "paged":
             name += f" {self.windows}"
@@ -93,9 +94,8 @@ class Answer(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A way's tokens beside the reference's: how many were compared, how many were equal, answers that part at a tie
-    (and are compared no further); how many were compared with transformers' in the same way, and were equal; None
-    without it."""
+    """A way's tokens beside the reference's: the number compared, the number equal, and the answers that diverge at a
+    tie, which are not compared further. Then the same numbers beside transformers; None without it."""
 
     way: Way
     tokens: int
@@ -129,7 +129,7 @@ def same_tokens() -> Reproduction:
 
 
 def ways() -> Iterator[Way]:
-    """Every memory at each page and batch size, then memory so short that somebody is preempted."""
+    """Return every memory at each page and batch size, then memories so small that requests are preempted."""
     for memory in MEMORIES:
         for page in PAGES:
             for batch in BATCHES:
@@ -145,7 +145,8 @@ def ways() -> Iterator[Way]:
 
 
 def windowed_ways() -> Iterator[Way]:
-    """Pages of unlike layers, by every cut of them; uniform and virtual ones. With plenty of room and with little."""
+    """Return the ways of the model with windows: every page layout, uniform and virtual pages, each with plenty of
+    memory and with little."""
     kinds = [("paged", cut) for cut in CUTS] + [("uniform", "lcm"), ("virtual", "lcm")]
     for memory, cut in kinds:
         for page in PAGES:
@@ -160,7 +161,7 @@ def windowed_ways() -> Iterator[Way]:
 
 
 def run(way: Way, prompts: Sequence[list[int]]) -> tuple[list[Answer], dict[str, int]]:
-    """The answers to all prompts, which come at once, and how often somebody was preempted, by way."""
+    """Return the answers to all prompts, which come at once, and the number of preemptions by kind."""
     with way.build() as made:
         return answers_of(made.engine, prompts)
 
@@ -201,8 +202,9 @@ def compare(
 
 
 def _along(ours: Sequence[int], theirs: Sequence[int], margins: Sequence[float]) -> tuple[int, int]:
-    """How many tokens of one sequence are compared, up to where it parts at a tie, and how many are equal: after
-    another parting none is. A tie excuses this sequence and no other one. `margins` are those of either."""
+    """Return how many tokens of one sequence are compared, and how many of them are equal. The comparison ends where
+    the sequences diverge at a tie; after any other divergence no token is equal. A tie excuses this sequence only.
+    `margins` are those of either."""
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
     tied = same < min(len(ours), len(theirs)) and margins[same] <= TIE
     return (same if tied else len(theirs)), same
@@ -228,7 +230,7 @@ def _transformers(prompts: Sequence[list[int]]) -> list[list[int]]:
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32).eval()
+    model = cast(Any, AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)).eval()
     answers = []
     with torch.inference_mode():
         for prompt in prompts:
@@ -242,7 +244,8 @@ def _transformers(prompts: Sequence[list[int]]) -> list[list[int]]:
 
 
 class Group(NamedTuple):
-    """Ways that are told in one line. `preemptions` of its own kind; those of any kind, where it may choose."""
+    """Ways that are reported in one line. `preemptions` are those of the group's kind, or of any kind if the engine may
+    choose."""
 
     name: str
     ways: int
@@ -257,14 +260,14 @@ class Group(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """All that was compared is equal; and somebody was preempted where that is the question."""
+        """Return True if all compared tokens are equal and, for preemption, some request was preempted."""
         wanted = {"swap": self.swapped, "recompute": self.recomputed}.get(self.name.rpartition(" ")[2])
         happened = self.swapped + self.recomputed if wanted is None else wanted
         return self.tokens == self.equal and (happened > 0 or not self.short)
 
 
 def groups(compared: Sequence[Compared]) -> Iterator[Group]:
-    """Sums over the ways of each group, in order."""
+    """Yield the sums over the ways of each group, in order."""
     for name in dict.fromkeys(one.way.group for one in compared):
         mine = [one for one in compared if one.way.group == name]
         ways = [one.way for one in mine]

@@ -1,11 +1,11 @@
-"""Jenga Figure 4: what is left of cached prefixes when eviction is balanced between layer types and aligned, and when
-it isn't. The memory itself evicts; its opposites are settings of its ledger.
+"""Jenga Figure 4: how much of cached prefixes survives if eviction is balanced between layer types and aligned, and if
+not. The real memory evicts; settings of its page pool turn each order off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from quire.bench.document import table
 from quire.memory.paged import PagedMemory
@@ -64,7 +64,7 @@ def left(memory: PagedMemory, first: int) -> int:
 
 
 def balance() -> dict[str, list[int]]:
-    """(a): two texts were read, a third one comes: what is left of the first two, in tokens."""
+    """Return (a): two texts are read, then a third: how many tokens of the first two stay cached."""
     found = {}
     for name in ("balanced, aligned", "not balanced"):
         memory = memory_of(78, 4, **ORDERS[name])
@@ -75,7 +75,7 @@ def balance() -> dict[str, list[int]]:
 
 
 def alignment() -> dict[str, int]:
-    """(b): of one text, whose last tokens must go: what is left of it, in tokens."""
+    """Return (b): how many tokens of one text stay cached when its last tokens must be evicted."""
     found = {}
     for name in ("balanced, aligned", "not aligned"):
         memory = memory_of(60, 64, **({"aligned_pages": 1} | ORDERS[name]))
@@ -86,7 +86,7 @@ def alignment() -> dict[str, int]:
 
 
 class Rate(NamedTuple):
-    """Served by an order: the share of prompts' tokens that is found, and requests a second."""
+    """A simulation with an eviction order: the share of prompt tokens found in the cache, and requests a second."""
 
     order: str
     retention: str
@@ -100,9 +100,9 @@ def rates() -> list[Rate]:
     for retention in ("paper", "boundary"):
         for name, orders in ORDERS.items():
             engine = CASE.plant("jenga", retention=retention).simulation().engine
-            ledger: Any = engine.scheduler.memory.page_pool  # type: ignore[attr-defined]
+            page_pool = cast(PagedMemory, engine.scheduler.memory).page_pool
             for setting, value in orders.items():
-                setattr(ledger, setting, value)
+                setattr(page_pool, setting, value)
             run = serve(engine, burst(CASE.sketches()), CASE.spec, concurrency=1)
             found.append(Rate(name, retention, run.hit_rate, run.requests_per_s))
     return found

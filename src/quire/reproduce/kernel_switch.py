@@ -1,8 +1,7 @@
-"""vAttention Figure 12: what changes in a program when its attention kernel is replaced, over memory that is contiguous
-in addresses. The same attention by torch's several calls, written below, and their differences counted in lines.
+"""vAttention Figure 12: the lines of a program that change when its attention kernel is replaced, over memory that is
+contiguous in addresses: the same attention by several of torch's functions, written below, and their differences.
 
-Over paged memory a kernel has to be written, or changed, before the program is. What a kernel costs this engine is
-counted beside it.
+Over paged memory a kernel has to be written or changed first; its cost in this engine is counted beside it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import difflib
 import inspect
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
 from quire.reproduce.code_size import ROOT, code_lines
@@ -70,13 +70,14 @@ def varlen_attn(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
     sizes = len(query), len(keys)
     starts = [torch.tensor([0, size], dtype=torch.int32, device=query.device) for size in sizes]
-    return varlen_attn(query, keys, values, *starts, *sizes, window_size=(-1, 0), **_grouped(varlen_attn))
+    return _grouped(varlen_attn)(query, keys, values, *starts, *sizes, window_size=(-1, 0))
 
 
-def _grouped(call: Callable[..., Tensor]) -> dict[str, bool]:
+def _grouped(attend: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Return torch's varlen_attn with several query heads per key head. Its signature depends on torch's version."""
     from quire.kernels.vendor import gqa_kwargs
 
-    return gqa_kwargs(call)
+    return partial(attend, **gqa_kwargs(attend))
 
 
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -86,7 +87,7 @@ ON_A_CPU = ("sdpa", "sdpa_flash")
 
 
 class Change(NamedTuple):
-    """From one way to another: lines that go and lines that come, with their marks."""
+    """The change from one way to another: the removed and added lines, with their marks."""
 
     before: str
     after: str
@@ -132,8 +133,8 @@ def figure_12() -> Reproduction:
 
 
 def compared() -> dict[str, bool]:
-    """Whether a prompt's and a later token's outputs over virtual tensors, in each layout, are those over plain ones;
-    of the ways that run on this machine."""
+    """Check for each layout, and each way that runs here, that outputs of a prompt and of a later token over virtual
+    tensors equal those over plain ones."""
     import torch
 
     device, page, dtype, names = "cpu", 4096, torch.float32, [*ON_A_CPU]

@@ -1,5 +1,5 @@
-"""Jenga Figures 6 and 8: which large pages a request's small pages lie in, and what comes back when it ends. The
-memory's own ledger is asked. Its large page 0 is scratch: below, large pages are counted behind it.
+"""Jenga Figures 6 and 8: the large pages that contain a request's small pages, and those freed when it ends, from the
+real page pool. Its large page 0 is scratch: below, large pages are numbered from the one after it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PER_LARGE, TOKENS = 4, 8  # of Figure 8: small pages of a large one, and of each
 
 
 class Taken(NamedTuple):
-    """A small page: which token it is for, its id within its kind, and the large page that it lies in."""
+    """A small page: the token that it is for, its id within its group, and the large page that contains it."""
 
     token: str
     kind: int
@@ -40,8 +40,8 @@ def reserved(pages: TwoLevelPagePool, group: int, count: int, owner: int) -> lis
 
 
 def walk() -> tuple[int, list[Taken], list[int]]:
-    """Figure 6: the bytes of a large page, the pages of the request in the order of their use, and how many large pages
-    are free at the beginning, then, and at the end."""
+    """Return Figure 6: the bytes of a large page, the request's pages in the order of use, and the numbers of free
+    large pages at the beginning, then, and at the end."""
     plan = plan_pages([LayerType("image", IMAGE), LayerType("text", TEXT)])
     pages = TwoLevelPagePool(plan.small_pages_per_large, 3, "paper")
     free, found = [len(pages.free_large)], list[Taken]()
@@ -105,8 +105,9 @@ def _draw_6(found: Sequence[Taken]) -> Figure:
 
 
 class Ended(NamedTuple):
-    """Two requests took pages `how`; `before` and `owners` have, by large page, the request of each small one, "" if it
-    is empty, before A ended and since; `back` large pages are free again, of `bound`."""
+    """The result after two requests took pages in the way `how`. `before` and `owners`: for each large page the request
+    of each of its small pages ("" if empty), before and after A ended. `back`: the large pages that are free again, of
+    at most `bound`."""
 
     association: str
     how: str
@@ -117,7 +118,7 @@ class Ended(NamedTuple):
 
 
 def ended(association: str, how: str) -> Ended:
-    """Requests A and B take TOKENS pages each, and A ends: pages "one by one", in turn, as requests decode, or "at
+    """Let requests A and B take TOKENS pages each, then end A. `how`: "one by one", in turn, as requests decode, or "at
     once", as prompts are computed."""
     pages = TwoLevelPagePool([PER_LARGE], 2 * TOKENS // PER_LARGE, association)
     held: dict[int, list[int]] = {0: [], 1: []}

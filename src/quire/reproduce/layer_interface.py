@@ -83,8 +83,9 @@ def _arguments(name: str) -> list[str]:
 
 
 def _policies() -> dict[str, Any]:
-    """The built-in window sees itself and those before it, as the paper's; a prefix needs one token fewer of it, so
-    that the paper's rule is the one of a window that is longer by one."""
+    """Return the memory's policies with the paper's class for windows. The built-in window contains the token itself,
+    as the paper's does, but its prefix rule needs one token less: the paper's rule is that of a window longer by
+    one."""
     return {**POLICIES, "window": policy_of(SlidingWindowLayer(WINDOW * 4), horizon=64)}
 
 

@@ -14,8 +14,8 @@ BF16 = 2
 
 
 class Kind(NamedTuple):
-    """`layers` layers, of which each keeps `unit_bytes` of a unit. `most`: no more units than these are needed, however
-    long a request is (a window, a budget; of states one). `unit` says what a unit is."""
+    """`layers` layers, each of which keeps `unit_bytes` for each `unit`. `most`: the largest number of units that a
+    request needs, however long it is (a window, a budget; 1 for states)."""
 
     name: str
     layers: int

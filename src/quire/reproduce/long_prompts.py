@@ -1,9 +1,9 @@
 """vAttention Figure 8 and Table 6: prompts of up to 192K tokens in chunks of 2,048, of Yi-6B and Llama-3-8B, on a GPU.
-Figure 8 is told by their attention alone, by every kernel over pages and over virtual memory; Table 6 by the seconds to
-the first token, through the engine.
+For Figure 8 the attention alone is measured, by each kernel over pages and over virtual memory; for Table 6 the seconds
+to the first token, through the engine.
 
-A chunk's attention takes time in proportion to the tokens before it, so some chunks are timed, and those between taken
-to lie on a line.
+A chunk's attention takes time in proportion to the tokens before it, so that some chunks are timed and those between
+are interpolated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, by_way,
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from quire.bench.kernels import Placed
+    from quire.bench.placed_kv import Placed
 
 MODELS = ("yi-6b", "llama3-8b")
 CHUNK = 2048
@@ -70,8 +70,8 @@ def attention_of(model: str, missing: dict[str, str]) -> list[dict[str, Any]]:
     """Points of one model, each memory in turn."""
     import torch
 
-    from quire.bench.kernels import placed
     from quire.bench.mapped import on_mapped
+    from quire.bench.placed_kv import placed
 
     spec, most, dtype = spec_of(model), LENGTHS[-1], getattr(torch, DTYPE)
     kept, layers = spec.layers[0], len(spec.layers)
@@ -86,7 +86,7 @@ def attention_of(model: str, missing: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def _lengths(where: Placed, memory: str, layers: int, missing: dict[str, str]) -> list[dict[str, Any]]:
-    """Seconds of prompts of every length by each kernel that computes what it should."""
+    """Return the seconds of prompts of each length by each kernel whose results are right."""
     from quire.bench.replay import replayed
     from quire.reproduce.chunk_kernels import check, chunk_calls
 
@@ -191,8 +191,8 @@ def table_6(full: bool = False) -> Reproduction:
 
 
 def first_tokens(model: str, settings: dict[str, Any], thousands: Sequence[int]) -> list[float]:
-    """Seconds to the first token of a prompt of each length, after one of that length that isn't timed: cuDNN plans for
-    some 40 ms for each pair of lengths that it meets first."""
+    """Return the seconds to the first token of a prompt of each length, after one of that length that is not timed:
+    cuDNN plans for about 40 ms for each new pair of lengths."""
     from quire.bench.contexts import TOKEN, stop
     from quire.protocol.sampling_params import SamplingParams
 

@@ -70,7 +70,7 @@ def _over(dtype: torch.dtype, kib: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
     del view, plain
     mapped.clear()
-    memory.tensors = []
+    memory.tensors = ()
     gc.collect()
     memory.close()
     return found

@@ -1,8 +1,8 @@
-"""vAttention Tables 3 and 7: what each call of virtual memory takes, and how many bytes a second can be mapped, while
-the device is idle and while it computes; on this machine's GPU, if there is one, and over memfd. By one worker, and by
-two processes at once.
+"""vAttention Tables 3 and 7: the time of each virtual-memory call, and the rate at which memory can be mapped while the
+device is idle and while it computes; on this machine's GPU, if any, and over memfd. By one worker, and by two processes
+at once.
 
-The paper's pages below 2 MB are of a patched driver; here such pages are the CPU's.
+The paper's pages below 2 MB need a patched driver; here such pages are the CPU's.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def measured_rows(device: str, page: int) -> list[CallLatency]:
 
 
 def _products(device: str) -> Callable[[], None]:
-    """Gives a GPU a product of a tenth of a millisecond or so, which nobody waits for."""
+    """Return a function that launches a matrix product of about a tenth of a millisecond on the GPU, without
+    waiting."""
     import torch
 
     with torch.cuda.device(device):
@@ -208,7 +209,7 @@ def judged_7(points: Points) -> list[Result]:
 
 
 def _rates(device: str, page: int, seconds: float) -> tuple[float, float]:
-    """GB/s idle and loaded, medians of what was measured again and again for so long."""
+    """Return GB/s while idle and while loaded: medians of repeated measurements for `seconds`."""
     found, began = list[tuple[float, float]](), time.perf_counter()
     while not found or time.perf_counter() - began < seconds:
         rows = measured_rows(device, page)
@@ -218,7 +219,7 @@ def _rates(device: str, page: int, seconds: float) -> tuple[float, float]:
 
 
 def at_once(pair: Sequence[str], page: int, seconds: float = AT_ONCE) -> list[float]:
-    """GB/s of each of two processes, which map for so long beside each other."""
+    """Return the GB/s of each of two processes that map at the same time for `seconds`."""
     command = [sys.executable, "-m", "quire.reproduce.mapping_costs"]
     workers = [
         subprocess.Popen([*command, device, str(page), str(seconds)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -54,8 +54,8 @@ WINDOWS = "simulated, windows"
 
 
 class Ran(NamedTuple):
-    """A memory's run: bytes by category, a mean over the run's time; requests in memory, a mean over its steps; mean
-    end-to-end latency / output length in seconds; requests and output tokens a second."""
+    """A run of a memory: bytes by category (mean over time), requests in memory (mean over steps), mean end-to-end
+    latency / output length in seconds, and requests and output tokens a second."""
 
     by: str
     memory: str
@@ -66,7 +66,8 @@ class Ran(NamedTuple):
     preemptions: int
 
     def share(self, kind: str) -> float:
-        """Of the memory that isn't free or cached, so that the end of the trace doesn't count as waste."""
+        """Return a category's share of the memory that is not free or cached, so that the trace's end does not count as
+        waste."""
         taken = sum(getattr(self.usage, name) for name in KINDS)
         return float(getattr(self.usage, kind)) / taken if taken else 0.0
 
@@ -96,9 +97,9 @@ def simulated(case: Case) -> list[Ran]:
 
 
 def real(case: Case) -> list[Ran]:
-    """The case through every memory with the bundled model, in float32. The clock is this process's CPU time: its one
-    thread does everything, and what else the machine does has no say. It stands still in sleep, so the first request
-    comes at 0, and the rate must keep the engine busy."""
+    """Run the case through each memory with the bundled model in float32. The clock is this process's CPU time: one
+    thread does everything, so that other processes do not affect it. It stops in sleep, so the first request comes at
+    0, and the rate must keep the engine busy."""
     times = np.array(poisson(case.requests, case.rate, serving.SEED))
     arrivals = Load((times - times[0]).tolist())
     runs = []

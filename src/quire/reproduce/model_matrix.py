@@ -1,5 +1,5 @@
-"""Jenga Table 1: models, data sets and devices. Each model is planned into each device's budget, its eyes and states
-included: what is left for KV, and whether the longest request of its data set fits; or by how much it doesn't.
+"""Jenga Table 1: models, data sets and devices. Each model, with vision encoder and states, is planned into each
+device's budget: the memory left for KV, and whether the longest request of its data set fits, or the shortfall.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from quire.models.quantization import FP8_ON_LOAD
 from quire.reproduce.result import Reproduction, Result, equal, measured
 from quire.reproduce.unlike_serving import BESIDE, GB, L4, SHARE, Case, burst
 from quire.reproduce.unlike_throughput import CASES
+from quire.sim.simulation import TraceRequest
 from quire.weights.fp8 import saved_bytes
 
 if TYPE_CHECKING:
@@ -29,9 +30,9 @@ PLANS, OOM = "plans", "OOM"
 
 
 class Cell(NamedTuple):
-    """A model on a device. `weights` are bytes as this engine has them, in FP8 where the paper's are; `left` what the
-    budget leaves for KV; of this, tokens in every layer and a large page's bytes, and whether the longest request fits
-    into two-level pages and into uniform ones (None: nothing does)."""
+    """A model on a device. `weights`: bytes in this engine, in FP8 where the paper's are. `left`: bytes that the budget
+    leaves for KV. Then tokens in every layer, the bytes of a large page, and whether the longest request fits two-level
+    pages and uniform ones (None: no request fits)."""
 
     model: str
     device: str
@@ -51,8 +52,8 @@ class Cell(NamedTuple):
 
 
 def weights(case: Case) -> int:
-    """Bytes of a case's weights, with its eyes; FP8 as --quantization fp8 has it: scales beside, and embeddings, head
-    and eyes in 16 bits."""
+    """Return the bytes of a case's weights, with the vision encoder. FP8 is that of --quantization fp8: with scales,
+    and with embeddings, head and vision encoder in 16 bits."""
     spec = case.spec
     eyes = spec.vision.parameters if spec.vision is not None else 0
     return 2 * (spec.parameters + eyes) - (saved_bytes(case.shape, FP8_ON_LOAD, 2) if case.halved else 0)
@@ -83,7 +84,7 @@ def cell(model: str, case: Case, paper: str) -> Cell:
     )  # fmt: skip
 
 
-def _length(asked: Any) -> int:
+def _length(asked: TraceRequest) -> int:
     return len(asked.prompt) + (asked.params.max_tokens or 0)
 
 

@@ -8,7 +8,7 @@ Figure 18's question (attention_blocks.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -45,9 +45,9 @@ TRACES = {"sharegpt": Trace(2.0, 300.0, (16, 32, 64, 128)), "alpaca": Trace(30.0
 
 
 class Point(NamedTuple):
-    """A page size: the share of the taken memory that is the unfilled rest of pages; requests that ran at once, both
-    averaged over time while requests come; how many were preempted until the last one came, all at the trace's rate;
-    requests a second that keep to LIMIT."""
+    """A page size: the share of used memory that is the unfilled rest of pages, and the number of running requests,
+    both means over time while requests come; the preemptions until the last one came; all at the trace's rate. Then the
+    highest rate in requests a second that keeps LIMIT."""
 
     workload: str
     page: int
@@ -164,7 +164,7 @@ def _draw(points: Sequence[Point]) -> Figure:
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(12, 3.8)
-    panels = (
+    panels: tuple[tuple[str, Callable[[Point], float], bool], ...] = (
         ("internal waste, % of taken memory", lambda p: 100 * p.internal, False),
         ("mean batch / the largest", lambda p: p.running, True),
         ("highest rate / the best", lambda p: p.highest, True),

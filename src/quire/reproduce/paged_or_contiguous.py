@@ -7,7 +7,7 @@ are ours; torch's own kernels for contiguous memory are beside them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from quire.bench.kernels import Placed
+    from quire.bench.placed_kv import Placed
     from quire.bench.replay import Call
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 4, 128, 32  # Yi-6B's
@@ -44,7 +44,7 @@ def decode_us(batch: int, context: int, page: int, contiguous: bool = False) -> 
     """Microseconds of one layer's decode attention."""
     import torch
 
-    from quire.bench.kernels import decode_calls, placed
+    from quire.bench.placed_kv import decode_calls, placed
     from quire.bench.replay import inputs, replayed
 
     several = min(inputs(2 * batch * KV_HEADS * context * DIM * 2), LAYERS)
@@ -153,12 +153,12 @@ def figure_4(full: bool = False) -> Reproduction:
 def _prompt_points(batch: int, context: int, missing: dict[str, str]) -> Iterator[dict[str, Any]]:
     import torch
 
-    from quire.bench.kernels import placed
+    from quire.bench.placed_kv import placed
     from quire.bench.replay import replayed
 
     for contiguous in (False, True):
         where = placed(batch, context, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS, contiguous, ON)
-        ways = {**prompt_calls(where, missing), **(torch_calls(where) if contiguous else {})}
+        ways: dict[str, Call] = {**prompt_calls(where, missing), **(torch_calls(where) if contiguous else {})}
         for way, call in ways.items():
             try:
                 yield {"batch": batch, "context": context, "way": way, "us": 1e6 * replayed([call])}
@@ -168,9 +168,11 @@ def _prompt_points(batch: int, context: int, missing: dict[str, str]) -> Iterato
         release()
 
 
-def prompt_calls(where: Placed, missing: dict[str, str], start: int = 0, q: Tensor | None = None) -> dict[str, Call]:
-    """Prompts through our kernels, as many as take this memory: of each sequence the tokens from `start` on, whose
-    queries q [tokens of all, heads, dim] are. `missing` is told of the other kernels."""
+def prompt_calls(
+    where: Placed, missing: dict[str, str], start: int = 0, q: Tensor | None = None
+) -> dict[str, partial[Tensor]]:
+    """Return the prompt kernels of ours that run over this memory, for the tokens of each sequence from `start` on,
+    with queries q [tokens of all, heads, dim]. `missing` gets the reasons for the others."""
     import numpy as np
     import torch
 
@@ -179,7 +181,7 @@ def prompt_calls(where: Placed, missing: dict[str, str], start: int = 0, q: Tens
 
     cache, device = where.caches[0], where.slots.device
     batch, context, group = len(where.slots), int(where.lengths[0]), cache.heads // cache.kv_heads
-    kernels = {
+    kernels: dict[str, tuple[Callable[..., Tensor], int]] = {
         "prompt": (
             prefill.prefill,
             prefill.tile_queries(cache.heads, cache.kv_heads, cache.head_dim, cache.dtype.itemsize),
@@ -200,7 +202,7 @@ def prompt_calls(where: Placed, missing: dict[str, str], start: int = 0, q: Tens
     slots = where.slots.cpu().numpy()
     if q is None:
         q = torch.randn(batch * count, cache.heads, cache.head_dim, dtype=cache.dtype, device=device)
-    out, calls = torch.empty_like(q), dict[str, Any]()
+    out, calls = torch.empty_like(q), dict[str, "partial[Tensor]"]()
     for name, (kernel, queries) in kernels.items():
         tiles = prefill.make_prefill_tiles(slots, starts, lengths, np.arange(batch) * count, queries)
         calls[f"{name}, {side}"] = partial(kernel, q, cache, where.tables, torch.from_numpy(tiles).to(device), out)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class Issue(NamedTuple):
-    """What Table 1 says: `number` is the paper's, `percent` the same as an overhead; `here`, what tells of it."""
+    """An issue of Table 1: `number` is the paper's, `percent` the same as an overhead, `here` the entries that measure
+    it."""
 
     system: str
     what: str

@@ -1,8 +1,8 @@
 """Jenga Figure 14: latency of Llama 3.2 Vision by request rate, over two-level pages and over uniform ones: end to end,
-until the first token, and of each token after it. By simulation, and for real on one GPU.
+to the first token, and of each later token. By simulation, and for real on one GPU.
 
-A device that isn't the paper's serves more of the same requests, so rates are shares of what uniform pages serve at
-most, and of what two-level pages do, by simulation.
+Another device than the paper's serves other rates, so rates are shares of the capacity with uniform pages, and of the
+capacity with two-level pages, by simulation.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def timed(asked: Sequence[TraceRequest], rate: float) -> list[TraceRequest]:
 def latencies(
     rule: str, by: str, rate: float, capacity: float, served: Sequence[ServedRequest], end: float
 ) -> Latencies:
-    """Of requests that are done; of others what they can't fall below any more."""
-    means = (mean(one.lower_bound(measure, end) for one in served) for measure in MEASURES)
-    return Latencies(rule, by, rate, rate / capacity, *means, sum(not one.done for one in served))
+    """Return the mean latencies; a request that is not done counts with its lower bound at `end`."""
+    e2e, ttft, tpot = (mean(one.lower_bound(measure, end) for one in served) for measure in MEASURES)
+    return Latencies(rule, by, rate, rate / capacity, e2e, ttft, tpot, sum(not one.done for one in served))
 
 
 def run(case: Case, rule: str, rate: float, capacity: float, count: int) -> Latencies:
@@ -74,8 +74,8 @@ def run(case: Case, rule: str, rate: float, capacity: float, count: int) -> Late
 
 
 def capacity(case: Case, rule: str) -> float:
-    """Requests a second that a rule serves when all have come at once: while the middle ones end, since memory fills at
-    the beginning and empties at the end."""
+    """Return the requests a second that a rule serves when all come at once, measured over the middle ones: memory
+    fills at the beginning and empties at the end."""
     outcome = case.plant(rule).simulation().run(burst(case.sketches(), case.eyes))
     ends = sorted(one.token_times[-1][0] for one in outcome.requests)
     first, last = len(ends) // 5, len(ends) - len(ends) // 5 - 1

@@ -1,6 +1,6 @@
-"""Jenga Figure 12: what a request [t0 i0 i1 i2 i3 t1] holds after each of its steps, in chunks of 3 tokens: where the
-embeddings of its picture have pages of their own (a), and where they lie in those of keys and values to come (b).
-Counted over the real scheduler and memory.
+"""Jenga Figure 12: the memory of a request [t0 i0 i1 i2 i3 t1] after each of its steps, in chunks of 3 tokens: with
+embeddings of its image in pages of their own (a), and in the pages of later keys and values (b). Counted over the real
+scheduler and memory.
 """
 
 from __future__ import annotations
@@ -34,15 +34,23 @@ def seen(step: StepUsage) -> tuple[int, int, int, int, int]:
 
 
 def peak(steps: Sequence[StepUsage]) -> int:
-    """The most that is held behind a step: keys and values and embeddings, each of a token."""
+    """Return the most that is held after a step: keys and values and embeddings, each in tokens."""
     return max(step.kv + step.free_places + step.leftover_embeddings for step in steps)
 
 
 def timelines() -> Reproduction:
     """Both of the figure's, and the same without a cache."""
     found = {way: figure_12(way, TEXT, PICTURE, CHUNK) for way in WAYS}
-    data: Any = {way: [step._asdict() for step in steps] for way, steps in found.items()}
+    data: Any = {way: [_document(step) for step in steps] for way, steps in found.items()}
     return Reproduction(judged(found), text(found), lambda: draw(data), data)
+
+
+def _document(step: StepUsage) -> dict[str, Any]:
+    """Return a step by the names that documents have."""
+    return {
+        "tokens": step.tokens, "encodes": step.encodes, "kv": step.kv, "places": step.free_places,
+        "embeddings": step.embeddings, "behind": step.leftover_embeddings,
+    }  # fmt: skip
 
 
 def judged(found: Mapping[str, Sequence[StepUsage]]) -> list[Result]:

@@ -92,7 +92,7 @@ class Planned(NamedTuple):
 
 
 def planned(kinds: Sequence[Kind]) -> Planned:
-    """By quire's own planner: pages of PAGE tokens, or of one state."""
+    """Plan the pages with quire's planner, for pages of PAGE tokens, or of one state."""
     types = [LayerType(kind.name, kind.bytes * (1 if kind.unit == "state" else PAGE)) for kind in kinds]
     return Planned(kinds, plan_pages(types, None), plan_pages(types), max_page(types), gcd_page(types))
 
@@ -136,7 +136,8 @@ def planner_table() -> Reproduction:
 
 
 def eight_bit_state() -> Kind:
-    """The state that gives the paper's numbers: 16 numbers of 16 bits, and 4 inputs of 32 bits, for each channel."""
+    """Return the state that gives the paper's numbers: for each channel 16 numbers of 16 bits and 4 inputs of 32
+    bits."""
     return Kind("state", 28, 8192 * (4 * 4 + 16 * 2), 1, "state")
 
 

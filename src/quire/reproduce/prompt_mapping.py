@@ -1,8 +1,8 @@
-"""vAttention Figure 11: a prompt of 16K tokens whose pages are mapped first, and one that finds pages mapped. Three
-models with dummy weights on a GPU, in pages of 2 MB; on a CPU a small shape, in the pages that a GPU doesn't have.
+"""vAttention Figure 11: a prompt of 16K tokens whose pages are mapped first, and one whose pages are mapped already.
+Three models with dummy weights on a GPU, in pages of 2 MB; on a CPU a small shape, in page sizes that a GPU lacks.
 
-Prompts come one after another. Where pages are mapped first, each gets a place where nothing lies: what the one before
-left there is unmapped. With everything on it gets the place of the one before, as it is.
+Prompts come one after another. If pages are mapped first, each prompt gets a slot without pages: those of the one
+before are unmapped. With all optimizations it gets the slot of the one before, with its pages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from quire.bench.document import table
 from quire.errors import StartupError
@@ -93,8 +93,7 @@ def _run(model: str, way: str, settings: Mapping[str, Any], device: str) -> list
             seen.append(_prompt(engine, f"row-{i}", length))
             contexts.stop(engine)
             if way.endswith("sync"):
-                for slot in engine.scheduler.memory.forget_free_slots():  # type: ignore[attr-defined]
-                    engine.runner.store.unmap_slot(slot)  # type: ignore[attr-defined]
+                _unmap_free_slots(engine)
         del engine
     del made
     seconds, maps, stalled = zip(*seen[1:])  # kernels are compiled in the first one
@@ -102,12 +101,23 @@ def _run(model: str, way: str, settings: Mapping[str, Any], device: str) -> list
              "stalled_ms": 1000 * median(stalled)}]  # fmt: skip
 
 
+def _unmap_free_slots(engine: Engine) -> None:
+    from quire.bench.shapes import local_runner
+    from quire.memory.virtual.virtual_memory import VirtualMemory
+
+    store: Any = local_runner(engine).store
+    for slot in cast(VirtualMemory, engine.scheduler.memory).forget_free_slots():
+        store.unmap_slot(slot)
+
+
 def _prompt(engine: Engine, name: str, length: int) -> tuple[float, int, float]:
-    """Seconds until its first token; the pages mapped in its way, and the seconds of that."""
+    """Return the seconds until a prompt's first token, the pages mapped on its critical path, and the seconds of
+    mapping."""
     from quire.bench.contexts import TOKEN
+    from quire.bench.shapes import local_runner
     from quire.protocol.sampling_params import SamplingParams
 
-    store: Any = engine.runner.store  # type: ignore[attr-defined]
+    store: Any = local_runner(engine).store
     before = getattr(store, "mapping_stats", None)
     began = time.perf_counter()
     engine.add(name, [TOKEN] * length, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False))
@@ -125,8 +135,8 @@ def _prompt(engine: Engine, name: str, length: int) -> tuple[float, int, float]:
 
 
 def compared(points: Points) -> list[dict[str, Any]]:
-    """The same with `ratio`: pages mapped first to everything on, in the same layout, where kernels and addresses are
-    the same; and that to pages."""
+    """Return the points with `ratio`: of pages mapped first to all optimizations, in the same layout, where kernels and
+    addresses are equal; and of the latter to paged memory."""
     ms = {(p["model"], p["way"]): p["ms"] for p in points}
     found = []
     for p in points:

@@ -1,7 +1,7 @@
-"""docs/reproduction.md, from the documents that `quire reproduce --out` left: every entry, its numbers beside the
-paper's with their verdicts, the machine, the command and the picture.
+"""Write docs/reproduction.md from the documents of `quire reproduce --out`: every entry, its numbers beside the paper's
+with verdicts, the machine, the command and the picture.
 
-A document belongs to the entry that it names; NAME.json is the entry's own, others are runs elsewhere, told beside.
+A document belongs to the entry that it names; NAME.json is the entry's own, others are runs on other machines.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class Described(Protocol):
 
 
 class Found(NamedTuple):
-    """A document, and where it was."""
+    """A document and its path."""
 
     path: Path
     content: dict[str, Any]
 
     @property
     def own(self) -> bool:
-        """It is the run that NAME.json stands for."""
-        return self.path.stem == self.content["name"]
+        """Return True if this is the entry's own document, NAME.json."""
+        return bool(self.path.stem == self.content["name"])
 
     def count(self, verdict: str) -> int:
         return sum(1 for result in self.content["results"] if result["verdict"] == verdict)

@@ -1,11 +1,11 @@
-"""vAttention Figure 7 and Table 4: which reqId has which pages as requests come, grow and go; and the interface by
-which a serving framework says so, called. Counted, by the library itself.
+"""vAttention Figure 7 and Table 4: the pages under each reqId as requests come, grow and end; and calls of the
+interface for serving frameworks. Counted by the library itself.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire import vattention
 from quire.bench.document import table
@@ -27,7 +27,7 @@ PAPER = {  # of Figure 7: pages under reqIds 0 and 1
 
 
 class Moment(NamedTuple):
-    """Who has each reqId, "" if nobody, and the pages mapped under it in the K-cache, the first token's first."""
+    """The request of each reqId ("" if none), and the pages mapped under it in the K-cache, in the order of tokens."""
 
     what: str
     owners: tuple[str, ...]
@@ -112,7 +112,9 @@ def _draw_walk(moments: list[Moment]) -> Figure:
         for reqid, (owner, pages) in enumerate(zip(moment.owners, moment.pages)):
             for at in range(PLACES):
                 there = at < len(pages)
-                face = {"facecolor": colours[owner], "alpha": 0.6} if there else {"fill": False, "linestyle": ":"}
+                face: dict[str, Any] = {"fill": False, "linestyle": ":"}
+                if there:
+                    face = {"facecolor": colours[owner], "alpha": 0.6}
                 axes.add_patch(Rectangle((at, -1.5 * reqid), 0.92, 0.9, edgecolor="0.3", **face))
                 if there:
                     axes.text(at + 0.46, 0.45 - 1.5 * reqid, f"page {pages[at]}", ha="center", va="center", fontsize=7)

@@ -29,8 +29,8 @@ class Result(NamedTuple):
 
 
 class Reproduction(NamedTuple):
-    """Results, what to print and report beside them (tables, what is assumed and what limits it), and how to draw them.
-    `data` is what the picture shows, for the document."""
+    """Results, the text to print and report beside them (tables, assumptions, limits), and a function that draws them.
+    `data` is the picture's content, for the document."""
 
     results: list[Result]
     text: str
@@ -59,12 +59,13 @@ def measured(row: str, what: str, ours: Any, unit: str, real_or_simulated: str =
 
 
 def cited(row: str, what: str, paper: Any, elsewhere: str, unit: str = "") -> Result:
-    """What the paper says, and `elsewhere`, what there is of it in place of a number: the entry that measures it."""
+    """Return a result for a statement of the paper that has no number here; `elsewhere` names the entry that measures
+    it."""
     return Result(row, what, paper, elsewhere, unit, CITED)
 
 
 def by_way(points: Sequence[dict[str, Any]], at: tuple[str, str], value: str, digits: int, unit: str = "") -> str:
-    """A table of `value`, a line for each pair of what `at` names and a column for each point's "way"."""
+    """Return a table of `value`: a line for each pair of values of `at`, a column for each point's "way"."""
     ways = list(dict.fromkeys(p["way"] for p in points))
     found = {(p[at[0]], p[at[1]], p["way"]): f"{p[value]:.{digits}f}" for p in points}
     places = dict.fromkeys((p[at[0]], p[at[1]]) for p in points)

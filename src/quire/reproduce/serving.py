@@ -49,9 +49,9 @@ SHARED, OWN = EDGE + 1, EDGE + 2  # token ids of prefixes and of everything else
 
 
 class Load(NamedTuple):
-    """What is served on what: a calibration's device and, unless `model` and `kv_gib` say otherwise, its model and KV
-    memory. The first `prefix` tokens of all prompts are the same ones; the paged memory has them registered. Lengths
-    are the workload's times `stretch`, those of a prefix that it names aside. `seed` says which requests, and when."""
+    """A load on a device: a calibration's, with its model and KV memory unless `model` and `kv_gib` are given. The
+    first `prefix` tokens of all prompts are the same, and registered in the paged memory. Lengths are the workload's
+    times `stretch`, except those of a prefix that it names. `seed` determines the requests and their times."""
 
     calibration: str
     workload: str
@@ -62,7 +62,7 @@ class Load(NamedTuple):
     seed: int = SEED
 
     def plant(self, system: str) -> SimulatedDeployment:
-        """The load's model under a system's memory. No prefix is cached but those registered, as in the paper."""
+        """Return the load's model with a system's memory. Only registered prefixes are cached, as in the paper."""
         config = EngineConfig(
             memory=system, model_config=self.model, kv_gib=self.kv_gib, enable_prefix_caching=False, seed=SEED,
             prefix_tokens=self.prefix if system == "paged" else 0,
@@ -99,15 +99,15 @@ class Load(NamedTuple):
     def serve(
         self, system: str, trace: Sequence[TraceRequest], limit: float = math.inf, until: float = math.inf
     ) -> SimulationResult:
-        """A system serves a trace, until its mean normalised latency must exceed `limit`, or for `until` seconds."""
+        """Serve a trace until its mean normalised latency must exceed `limit`, or for `until` seconds."""
         simulation = self.plant(system).simulation()
         if simulation.config.prefix_tokens:
             simulation.register_prefix("prefix", [SHARED] * self.prefix)
         return simulation.run(trace, [Objective("mean", "normalised", limit)] if limit < math.inf else (), until)
 
     def capacity(self, system: str) -> float:
-        """Requests a second that a system serves when all have come at once; while the middle ones end, since memory
-        fills at the beginning and empties at the end."""
+        """Return the requests a second that a system serves when all come at once, measured over the middle ones:
+        memory fills at the beginning and empties at the end."""
         mean = np.mean([one.prompt_len - self.prefix + one.output_len for one in self.sketches(MANY)])
         count = CROWD * math.ceil(self.plant(system).kv_tokens / float(mean))
         outcome = self.serve(system, self.arriving([0.0] * count))
@@ -117,8 +117,8 @@ class Load(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A run at a rate: its mean normalised latency in seconds a token (None: it was given up), the requests that ran at
-    once (mean over steps), seconds a step, and how many requests were preempted."""
+    """A run at a rate: its mean normalised latency in seconds a token (None: it was aborted), running requests (mean
+    over steps), seconds a step, and preempted requests."""
 
     rate: float
     latency: float | None
@@ -156,7 +156,7 @@ class Curve(NamedTuple):
 
 
 def measure(load: Load, system: str, rate: float, seconds: float, limit: float = SHOWN) -> Point:
-    """One run; it is given up when its latency must exceed `limit`."""
+    """Simulate one run; abort it when its latency must exceed `limit`."""
     outcome = load.serve(system, load.trace(rate, seconds), limit)
     run = outcome.totals
     latency = Objective("mean", "normalised", limit).value(outcome.requests) if run.finished else None
@@ -189,8 +189,9 @@ def _check(found: float, system: str, seconds: float) -> None:
 
 
 def further_rate(load: Load, system: str, seconds: float, first: float, limit: float = LIMIT) -> float:
-    """The highest rate of a load with another seed, from the `first` seed's: steps of NEXT up or down until one keeps
-    the limit and the next doesn't, and between these two as Curve.at does. No run is given up: both latencies count."""
+    """Return the highest rate of a load with another seed, searched from the `first` seed's: steps of NEXT up or down
+    until one rate keeps the limit and the next doesn't, then interpolation as in Curve.at. No run is aborted, since
+    both latencies count."""
     points: dict[float, Point] = {}
 
     def sustains(rate: float) -> bool:
@@ -228,8 +229,8 @@ def ratios(rates: Rates, other: str, ours: str = "paged") -> tuple[float, ...]:
 
 
 def in_parallel(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], most: int = 8) -> list[Any]:
-    """The function of each job's arguments, in the jobs' order, by as many processes as there are cores. It must be
-    importable by its name. Give the longest jobs first."""
+    """Call `function` with each job's arguments in as many processes as there are cores, at most `most`. Return the
+    results in the order of jobs. The function must be importable by name. Put the longest jobs first."""
     workers = min(len(jobs), len(os.sched_getaffinity(0)), most)
     if workers < 2:
         return [function(*job) for job in jobs]

@@ -1,10 +1,9 @@
-"""PagedAttention Figures 13a and 12a for real: OPT-13B's shape on one GPU, with the 12 GiB of KV of Table 1, served by
-five systems; beside the simulation of the same traces. Weights are dummies: what a token is has no say in what a step
-costs.
+"""PagedAttention Figures 13a and 12a on a real GPU: OPT-13B's shape with dummy weights and the 12 GiB of KV of Table 1,
+served by five systems; beside the simulation of the same traces. Token values do not affect the cost of steps.
 
-A GPU faster than the paper's A100 would not fill its memory at the paper's rates, so they are scaled to equal
-saturation: the same share of what the paged system serves at most, by simulation on either device. So what is compared
-with the paper are batches, and ratios between systems. The calibration was made before, from steps of its own.
+A GPU faster than the paper's A100 would not fill its memory at the paper's rates, so rates are scaled to equal
+saturation: the same share of the paged system's simulated capacity on either device. What can be compared with the
+paper are batches, and ratios between systems. The calibration was made before, from steps of its own.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ SHOWN = (0.5, WITHIN, 1.0, 1.15, BEYOND)  # and those that are simulated
 
 
 class Setting(NamedTuple):
-    """What is served where, and how long. A run of Figure 13 takes `seconds`; one of Figure 12 as many as bring
-    `requests`, the same ones to all systems, but from `least` to `most`, and within a system's capacity `drain` more.
-    The first `ramp` seconds of any aren't measured."""
+    """A load, a device, and durations. A run of Figure 13 takes `seconds`. One of Figure 12 takes as long as `requests`
+    need to come, the same ones for all systems, within `least` and `most`, and `drain` more if the rate is within the
+    system's capacity. The first `ramp` seconds are not measured."""
 
     place: Place
     ramp: float = 8.0

@@ -107,7 +107,7 @@ class Place(NamedTuple):
         plant = plant if kv_tokens is None else plant._replace(kv_tokens=kv_tokens, kv_bytes=0)
         made = plant.simulation()
         if not padded:
-            made.runner.padding = None
+            made.runner.set_padding(None)
         return made
 
     def simulate(self, plan: Plan, kv_tokens: int | None = None, padded: bool = False) -> Run:

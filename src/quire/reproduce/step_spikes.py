@@ -74,13 +74,14 @@ def figure_10(full: bool = False) -> Reproduction:
 def timed(engine: Engine, depth: int, lengths: Sequence[int], steps: int) -> dict[str, Any]:
     """`ms` of each step, and the pages that were mapped in its way."""
     from quire.bench import contexts
+    from quire.bench.shapes import local_runner
 
     engine.depth = depth
     contexts.skipping(engine)
     contexts.start(engine, lengths)
     contexts.step_seconds(engine, 0)
     seconds, maps = [], []
-    store: Any = engine.runner.store  # type: ignore[attr-defined]
+    store: Any = local_runner(engine).store  # virtual memory's
     for _ in range(steps):
         before = store.mapping_stats
         seconds += contexts.step_seconds(engine, 1, 0)

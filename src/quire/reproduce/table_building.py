@@ -93,7 +93,7 @@ def _us(build: Callable[[], object]) -> float:
     """Microseconds of the host, median."""
     import torch
 
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     seconds = []
     for _ in range(REPEATS + 1):
         wait()

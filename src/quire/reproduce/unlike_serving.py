@@ -11,13 +11,14 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from quire.bench.pictured import Eyes
 from quire.bench.workloads import Sketch, parse
 from quire.cli.simulate import SimulatedDeployment, read_deployment
 from quire.config import EngineConfig
 from quire.core.engine import Engine
+from quire.core.runner import Runner
 from quire.errors import QuireError
 from quire.memory.policies import POLICIES
 from quire.models import read_spec
@@ -180,12 +181,12 @@ class Step(NamedTuple):
 
 
 class Counted:
-    """A runner that notes the steps it is given. See control.engine.Runner."""
+    """A runner that counts the rows and tokens of the steps it gets. It replaces the engine's own."""
 
     def __init__(self, engine: Engine) -> None:
         self.runner, self.depth = engine.runner, engine.depth
         self.steps: list[Step] = []
-        engine.runner = self  # type: ignore[assignment]
+        engine.runner = cast(Runner, self)  # a step calls no other methods
 
     def submit(self, plan: StepPlan) -> Any:
         counts = [len(row.tokens) for row in plan.slices]
@@ -206,8 +207,8 @@ class Counted:
 
 
 class Memory(NamedTuple):
-    """Bytes of the KV memory at a time: what tokens to come read, in layers that see all and in others; what is
-    allocated beside that; what isn't allocated; and requests that ran."""
+    """Bytes of the KV memory at a time: read by later tokens, in full-attention layers and in others; allocated but not
+    read; not allocated; and the number of running requests."""
 
     time: float
     full: int
@@ -222,10 +223,9 @@ class Memory(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A run: `decode_steps` are those with a row that decodes, `batch` is how many rows these have on average, and
-    `hit_rate` is of prompts' tokens; `normalised` is the mean of latency / output length, in seconds a token, and
-    `latency` that of latencies; `encoder_runs` are pictures as wholes, of `encoder_parts`. `steps` and `memory` are
-    what was seen."""
+    """A run. `decode_steps`: steps with a decoding row; `batch`: their mean number of rows. `hit_rate`: share of prompt
+    tokens. `normalised`: mean of latency / output length, in seconds a token; `latency`: mean latency. `encoder_runs`:
+    whole images encoded, with `encoder_parts` parts. `steps` and `memory`: samples."""
 
     seconds: float
     requests: int
@@ -259,7 +259,7 @@ class Ran(NamedTuple):
 def needed(engine: Engine, spec: ModelSpec, itemsize: int, now: float) -> Memory:
     """The memory now. What a layer needs of a sequence is what its tokens in flight and to come read, whatever the
     memory keeps; each sequence counts alone. Rows of pictures aren't counted as needed."""
-    scheduler: Any = engine.scheduler
+    scheduler = engine.scheduler
     full = window = 0
     kinds = by_reach(spec, itemsize)
     for _, seq in scheduler.by_slot.values():
@@ -297,8 +297,8 @@ def serve(
     engine: Engine, trace: Sequence[TraceRequest], spec: ModelSpec, sampled: float | None = None, itemsize: int = 2,
     concurrency: int | None = None, each: Callable[[Engine], None] = lambda engine: None,
 ) -> Ran:  # fmt: skip
-    """All requests of a trace, which have come, as fast as the engine can; at most `concurrency` at a time. Its clock
-    says how long that took. The memory is looked at every `sampled` seconds of it; `each` is called after each step."""
+    """Serve all requests of a trace, which are there from the start, at most `concurrency` at a time. Times are by the
+    engine's clock. The memory is sampled every `sampled` seconds; `each` is called after each step."""
     counted, clock = Counted(engine), engine.clock
     before = _counts(engine)
     began, look = clock(), clock()
@@ -340,14 +340,15 @@ def _ran(
     steps: list[Step],
     memory: list[Memory],
 ) -> Ran:
-    hits, queries, preemptions, *encoded = counts
+    hits, queries, preemptions, encoder_runs, encoder_parts = counts
     output = sum(one.params.max_tokens or 0 for one in trace)
     decoding = [step.decoding for step in steps if step.decoding]
     return Ran(
         seconds, len(trace), output + sum(len(one.prompt) for one in trace), output, len(decoding),
         sum(decoding) / max(len(decoding), 1), hits / queries if queries else 0.0, preemptions,
         sum(one / length for one, length in latencies) / max(len(latencies), 1),
-        sum(one for one, _ in latencies) / max(len(latencies), 1), *encoded, steps, memory,
+        sum(one for one, _ in latencies) / max(len(latencies), 1), encoder_runs, encoder_parts,
+        steps, memory,
     )  # fmt: skip
 
 

@@ -1,1 +1,2 @@
-"""The HTTP server: OpenAI's API over AsyncLLM. `serve` in run.py starts it; importing this package loads nothing."""
+"""The HTTP server: OpenAI's API for an AsyncLLM. `serve` in api_server.py starts it. Importing this package loads
+nothing."""

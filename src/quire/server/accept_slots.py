@@ -1,7 +1,7 @@
-"""Connections of all fronts of a server: how many each has open, in memory that they share, so that they take turns at
-accepting, those that have the fewest first, and keep one limit together.
+"""Share one limit of open connections among the frontends of a server, and take turns at accepting.
 
-A front writes its own number and reads the others'. Nobody waits for anybody: a number that is late costs evenness.
+Each frontend writes the number of its open connections into shared memory and reads those of the others. The frontend
+with the fewest accepts first. There are no locks: a number that is read late only makes the shares less even.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ COUNT_FORMAT = struct.Struct("=I")
 
 
 def create_slots_file(count: int) -> int:
-    """The descriptor of a file without a name for the numbers of so many fronts; the caller's to close."""
+    """Return the descriptor of an unnamed file for the numbers of `count` frontends. The caller closes it."""
     with tempfile.TemporaryFile() as file:
         file.truncate(COUNT_FORMAT.size * count)
         return os.dup(file.fileno())
 
 
 class AcceptSlots:
-    """The numbers of `count` fronts in the file of that descriptor, of which this one's is `index`; `max_connections`
-    connections may be open in all of them."""
+    """The numbers of open connections of `count` frontends in the file `descriptor`. This frontend's number is at
+    `index`. All of them together may have `max_connections` open (None: no limit)."""
 
     def __init__(self, descriptor: int, count: int, index: int, max_connections: int | None) -> None:
         self.max_connections, self._index = max_connections, index
         self._open_counts = memoryview(mmap.mmap(descriptor, COUNT_FORMAT.size * count)).cast("I")
 
     def set_open(self, open: int) -> None:
-        """This front has so many."""
+        """Set the number of connections that this frontend has open."""
         self._open_counts[self._index] = open
 
     def is_full(self) -> bool:
-        """There is no room for another one."""
+        """Return True if the frontends have reached the limit together."""
         return self.max_connections is not None and sum(self._open_counts) >= self.max_connections
 
     def is_my_turn(self) -> bool:
-        """It is this front's turn: none has fewer."""
+        """Return True if no frontend has fewer connections open than this one."""
         return self._open_counts[self._index] <= min(self._open_counts)
 
 
 class OpenConnections(set[Any]):
-    """The connections that a front has open, their number noted in `accept_slots`."""
+    """The set of this frontend's open connections. Its size is published in `accept_slots`, if given."""
 
     def __init__(self, accept_slots: AcceptSlots | None) -> None:
         super().__init__()
         self._accept_slots = accept_slots
 
     def add(self, one: Any) -> None:
-        """One was accepted."""
+        """Add an accepted connection."""
         super().add(one)
         if self._accept_slots is not None:
             self._accept_slots.set_open(len(self))
 
     def discard(self, one: Any) -> None:
-        """One is closed."""
+        """Remove a closed connection."""
         super().discard(one)
         if self._accept_slots is not None:
             self._accept_slots.set_open(len(self))

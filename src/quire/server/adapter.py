@@ -1,5 +1,5 @@
-"""What other APIs' requests have in common that are answered by the chat's path: fields that mean the same there, where
-the messages of the chat come from, and the chat's errors in the names that the client knows."""
+"""What the Messages and Responses APIs share: both translate a request to a chat request. The shared fields, the
+conversation with the client's names of its parts, and the translation of the chat's errors to those names."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ MESSAGE_PATH = re.compile(r"messages\[\d{1,9}\]")
 
 
 def parse_partial_arguments(text: str) -> Json:
-    """The object that JSON is, or as much of it as there is where it was cut: what Anthropic's client makes of a
-    stream. Empty for what is no object, or no JSON."""
+    """Parse a JSON object, or as much as there is of one that was cut off, as Anthropic's client does for streams.
+    Return {} for text that is no JSON object."""
     try:
-        found = ARGUMENTS.validate_json(text, experimental_allow_partial=True)
-        json.dumps(found, allow_nan=False)  # there are no infinities in JSON, but 1e999 is one once it is read
+        arguments = ARGUMENTS.validate_json(text, experimental_allow_partial=True)
+        json.dumps(arguments, allow_nan=False)  # refuses infinities: 1e999 is parsed as one, and JSON has none
     except ValueError:
         return {}
-    return found
+    return arguments
 
 
 class SharedChatFields(RequestFields):
-    """Fields that mean what they mean in chats."""
+    """Fields that mean the same as in a chat request."""
 
     model: str | None = None
     stream: bool | None = None
@@ -67,32 +67,32 @@ class SharedChatFields(RequestFields):
     include_reasoning: bool | None = None
 
     def chat_fields(self) -> Json:
-        """These fields, as a chat has them."""
+        """Return the values of these fields, by name."""
         return {name: getattr(self, name) for name in SharedChatFields.model_fields}
 
 
 class Conversation:
-    """Messages of a chat. `client_paths`: by a place in them, as the chat's errors have it, what the client calls "
-    "it."""
+    """The messages of a chat. `client_paths` maps the path of a part as the chat's errors name it, such as
+    messages[0].content[1], to the client's path."""
 
     def __init__(self) -> None:
         self.messages: list[Json] = []
         self.client_paths: dict[str, str] = {}
 
     def append(self, at: str, message: Json) -> None:
-        """One more message, which the client gave at the place `at`."""
+        """Append a message that is at the path `at` of the client's request."""
         self.client_paths[f"messages[{len(self.messages)}]"] = at
         self.messages.append(message)
 
     def last(self) -> Json:
-        """The last message, if there is one."""
+        """Return the last message, or {} if there is none."""
         return self.messages[-1] if self.messages else {}
 
 
 class ClientNames(NamedTuple):
-    """What a route's clients call things: `messages_field` is the field that has the conversation; `field_names` are
-    what the chat's fields are called there, if they are called otherwise; `message_replacements` what is written
-    otherwise in the errors about one."""
+    """The names that a route's clients use. `messages_field` is the field that holds the conversation. `field_names`
+    maps fields of chats to the client's fields where the names differ. `message_replacements` maps a field of chats to
+    (old, new) pairs of text, which are replaced in errors about that field."""
 
     route: str
     messages_field: str
@@ -100,8 +100,8 @@ class ClientNames(NamedTuple):
     message_replacements: Mapping[str, tuple[tuple[str, str], ...]] = {}
 
     def check_fields(self, given: Mapping[str, Any], known: Collection[str], more: Collection[str] = ()) -> Json:
-        """InputError for a field of chats, or one of `more`, that isn't `known` to the route and asks for something.
-        What nobody knows."""
+        """Return the fields of `given` that are unknown to all APIs. Raise InputError for a field that is set and is a
+        field of chats, or one of `more`, but not one of the route's `known` fields."""
         others = (ChatRequest.model_fields.keys() | REFUSED_FIELDS | {*more}) - {*known}
         for name, value in given.items():
             if name in others and value not in EMPTY_VALUES:
@@ -111,30 +111,30 @@ class ClientNames(NamedTuple):
 
     @contextmanager
     def rename_errors(self, conversation: Conversation) -> Iterator[None]:
-        """Within, errors about a chat say what the client calls it."""
+        """Return a context manager in which errors about a chat are raised with the client's names."""
         try:
             yield
         except InputError as error:
-            theirs = error.param or ""
-            field = re.split(r"[.\[]", theirs)[0]
-            name = self.messages_field if field in ("prompt", "messages") else self.field_names.get(field, theirs)
-            text = CHAT_PATH.sub(lambda found: self._client_path(conversation, found[0]), str(error))
+            param = error.param or ""
+            field = re.split(r"[.\[]", param)[0]
+            name = self.messages_field if field in ("prompt", "messages") else self.field_names.get(field, param)
+            text = CHAT_PATH.sub(lambda match: self._client_path(conversation, match[0]), str(error))
             for old, new in self.message_replacements.get(
-                field, ((field, name),) if name != theirs and field != "prompt" else ()
+                field, ((field, name),) if name != param and field != "prompt" else ()
             ):
                 text = text.replace(old, new)
             error.args, error.param = (text,), name or None
             raise
 
     def rename_warnings(self, warnings: Sequence[str]) -> list[str]:
-        """What an answer warns of about tools, with what the client calls them."""
-        found = list(warnings)
+        """Return warnings about tools with the client's names."""
+        texts = list(warnings)
         for old, new in self.message_replacements.get("tools", ()):
-            found = [text.replace(old, new) for text in found]
-        return found
+            texts = [text.replace(old, new) for text in texts]
+        return texts
 
     def _client_path(self, conversation: Conversation, at: str) -> str:
-        """What the client calls the place `at` of the conversation."""
+        """Return the client's path of the part of the conversation that the chat calls `at`."""
         [message] = MESSAGE_PATH.findall(at)
         return conversation.client_paths.get(at) or conversation.client_paths.get(
             message, self.messages_field

@@ -1,4 +1,5 @@
-"""What an operator does to a running server and asks of it: admin routes, and routes that are there if flags say so."""
+"""Admin routes (sleep, wake up, cache reset), and the routes that exist only with a flag (/server_info,
+/tokenizer_info)."""
 
 from __future__ import annotations
 
@@ -23,18 +24,18 @@ PACKAGES = ("torch", "triton", "tokenizers", "llguidance", "fastapi", "uvicorn")
 
 
 class AdminRoutes:
-    """Looks after `llm`, whose engine `config` describes."""
+    """Admin routes for `llm`, whose settings are `config`."""
 
     def __init__(self, llm: AsyncLLM, config: EngineConfig | None) -> None:
         self.llm, self.config = llm, config
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Forget cached prefixes and pictures; requests that run aren't disturbed."""
+        """Drop cached prefixes and cached images. Running requests are not affected."""
         check_query(request)
         return JSONResponse({"pages": await self.llm.reset_prefix_cache()})
 
     async def sleep(self, request: Request) -> Response:
-        """Let go of the KV memory, and of the weights: to host memory (level=1) or for good (2)."""
+        """Free the KV memory, and move the weights to host memory (level=1) or discard them (level=2)."""
         check_query(request, "level", "mode")
         level = request.query_params.get("level", "1")
         if level not in ("1", "2"):
@@ -42,18 +43,18 @@ class AdminRoutes:
         return JSONResponse(await self.llm.sleep(int(level), request.query_params.get("mode", "refuse")))
 
     async def wake_up(self, request: Request) -> Response:
-        """Take back what sleeps, or what tags say of it."""
+        """Restore what was freed: everything, or only the parts named by `tags`."""
         check_query(request, "tags")
         return JSONResponse(await self.llm.wake_up(request.query_params.getlist("tags")))
 
     async def is_sleeping(self) -> Response:
-        """Whether the engine sleeps, and what of it."""
+        """Return whether the engine sleeps, at which level, and which parts are freed."""
         return JSONResponse(await self.llm.rest())
 
     async def server_info(self) -> Response:
-        """The engine's settings, its memory plan and what it runs on."""
+        """Return the engine's settings, its memory plan, and versions."""
         ready = self.llm.engine_client.ready
-        found = {
+        info = {
             "version": quire.__version__,
             "python": platform.python_version(),
             "platform": platform.platform(),
@@ -63,33 +64,33 @@ class AdminRoutes:
             "notices": list(ready.notices),
             "cache": dict(ready.cache),
         }
-        return Response(json.dumps(found, default=str), media_type="application/json")
+        return Response(json.dumps(info, default=str), media_type="application/json")
 
     async def tokenizer_info(self) -> Response:
-        """What the tokenizer's settings say, with the chat template that is used."""
+        """Return the tokenizer's settings and the chat template in use."""
         tokenizer, template = self.llm.prompts.tokenizer, self.llm.prompts.chat_template
         if tokenizer is None:
             raise InputError("this model has no tokenizer")
-        found = {**tokenizer_settings(tokenizer), "chat_template": None if template is None else template.source}
-        return Response(json.dumps(found), media_type="application/json")
+        info = {**tokenizer_settings(tokenizer), "chat_template": None if template is None else template.source}
+        return Response(json.dumps(info), media_type="application/json")
 
 
 def check_query(request: Request, *names: str) -> None:
-    """InputError for a parameter in the path that isn't one of these."""
+    """Raise InputError if the query has a parameter that is not in `names`."""
     if unknown := next((name for name in request.query_params if name not in names), None):
-        raise InputError(f"there is no parameter {short_repr(unknown)} here", unknown)
+        raise InputError(f"there is no query parameter {short_repr(unknown)} on this route", unknown)
 
 
 def tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:
-    """As a folder's tokenizer_config.json says them, less names of files and code; special tokens are texts."""
-    said = {
+    """Return the settings of tokenizer_config.json without names of files and of code. Special tokens are strings."""
+    settings = {
         name: value
         for name, value in tokenizer.config.items()
         if not name.endswith(("_file", "_path")) and name not in ("auto_map", "chat_template")
     }
     added = {str(id): _added_token_fields(token) for id, token in sorted(tokenizer.added_tokens.items())}
-    found = {"tokenizer_class": None, **said, **tokenizer.special_tokens, "added_tokens_decoder": added}
-    return dict(json.loads(json.dumps(found), parse_constant=lambda name: None))  # there is no NaN in JSON
+    info = {"tokenizer_class": None, **settings, **tokenizer.special_tokens, "added_tokens_decoder": added}
+    return dict(json.loads(json.dumps(info), parse_constant=lambda name: None))  # NaN, which JSON lacks, as null
 
 
 def _added_token_fields(token: Any) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""`quire serve`: bind, load, listen; then wait for a signal or the engine's death. Imports the web libraries late."""
+"""`quire serve`: bind the address, load the model and serve until a signal arrives or the engine dies. The web
+libraries are imported late."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from quire.ipc.child_process import InterruptGuard
 from quire.ipc.garbage_collection import freeze_loaded_objects
 from quire.ipc.thread_stacks import format_thread_stacks
 from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
-from quire.server.options import ServeOptions, _check_options, read_chat_template, set_chat_template
+from quire.server.options import ServeOptions, check_options, read_chat_template, set_chat_template
 from quire.server.prefixes import Prefix, read_prefixes, register_prefixes
 
 if TYPE_CHECKING:
@@ -27,17 +28,16 @@ if TYPE_CHECKING:
     from quire.server.frontend_manager import FrontendManager
     from quire.server.server_group import ServerGroup
 
-DEATH_NOTICE_SECONDS = 1.0  # seconds in which a dead server still answers, so that its clients learn why
-# seconds that the end may take beside draining, the engine's thread included; then it is forced
-SHUTDOWN_MARGIN_SECONDS = 20.0
+DEATH_NOTICE_SECONDS = 1.0  # after the engine's death the server still answers, so that clients get the reason
+SHUTDOWN_MARGIN_SECONDS = 20.0  # limit of a shutdown, in addition to draining; then the process is ended
 log = logging.getLogger("quire.server")
 
 
 def serve(config: EngineConfig, options: ServeOptions, print_line: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or Ctrl-C. Returns 0 after a clean end, 1 when the engine died or hangs. StartupError before
-    that."""
-    began = time.perf_counter()
-    _check_options(options)
+    """Serve until SIGTERM or Ctrl-C. Return the exit status: 0 after a clean shutdown, 1 if the engine died or hangs.
+    Raise StartupError if the server cannot start."""
+    start = time.perf_counter()
+    check_options(options)
     keys, template = read_keys(options.api_key_file), read_chat_template(options.chat_template)
     admin_keys = read_keys(options.admin_key_file, "--admin-key-file", ADMIN_KEY_VARIABLE)
     prefixes = read_prefixes(options.prefixes)
@@ -45,9 +45,9 @@ def serve(config: EngineConfig, options: ServeOptions, print_line: Callable[[str
     from quire.server.frontend_manager import FrontendManager, worker_settings
 
     settings = worker_settings(config, options, keys, admin_keys, template.source if template is not None else None)
-    fronts = FrontendManager(options.fronts, listener, settings, options.max_connections)
+    frontends = FrontendManager(options.fronts, listener, settings, options.max_connections)
     with InterruptGuard() as interrupts:
-        llm, name = _load_model(config, options, fronts)
+        llm, name = _load_model(config, options, frontends)
     try:
         interrupts.raise_if_interrupted()
         if template is not None:
@@ -55,19 +55,19 @@ def serve(config: EngineConfig, options: ServeOptions, print_line: Callable[[str
         for line in [*llm.engine_client.ready.lines, *llm.engine_client.ready.notices]:
             print_line(line)
         if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
-            print_line(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to ask for a key")
-        app = make_app(llm, name, config, options, keys, admin_keys, fronts)
+            print_line(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to require a key")
+        app = make_app(llm, name, config, options, keys, admin_keys, frontends)
         url = server_url(options.host, listener.getsockname()[1], tls=options.ssl_certfile is not None)
-        shown = [*options.served_model_name, name][0]
+        model_name = [*options.served_model_name, name][0]
 
         def ready() -> None:
-            print_line(f"quire serves {shown} at {url} (ready in {time.perf_counter() - began:.1f} s)")
+            print_line(f"quire serves {model_name} at {url} (ready in {time.perf_counter() - start:.1f} s)")
             print_line(curl_line(url + options.root_path, chat=llm.prompts.chat_template is not None, key=bool(keys)))
 
-        status = run_loop(_serve(app, listener, llm, options, fronts, prefixes, ready, print_line))
+        status = run_loop(_serve(app, listener, llm, options, frontends, prefixes, ready, print_line))
     finally:
         ended = close_engine(llm)
-        fronts.close()
+        frontends.close()
         listener.close()
     return status if ended else 1
 
@@ -81,7 +81,7 @@ def make_app(
     admin_keys: Sequence[str],
     server_group: ServerGroup,
 ) -> Any:
-    """The ASGI application of a front; `name` is the model's unless others were given."""
+    """Return a frontend's ASGI application. `name` is the model's name, used if the options give none."""
     from quire.server.app import create_app
 
     return create_app(
@@ -96,8 +96,8 @@ def make_app(
 
 
 def _load_model(config: EngineConfig, options: ServeOptions, frontends: FrontendManager) -> tuple[AsyncLLM, str]:
-    """The model, and its name. The web libraries load meanwhile: both wait for files, and torch's import leaves the
-    interpreter free."""
+    """Return the loaded model and its name. The web libraries are imported meanwhile: both wait for files, and torch's
+    import releases the interpreter lock."""
     from quire.async_llm import AsyncLLM
 
     libraries = threading.Thread(target=import_libraries, name="quire-imports")
@@ -108,12 +108,12 @@ def _load_model(config: EngineConfig, options: ServeOptions, frontends: Frontend
             from quire.startup.engine_process import launch_engine_process
 
             after = options.stall_after
-            link, prompts, source = launch_engine_process(
+            engine_client, prompts, checkpoint = launch_engine_process(
                 config, progress, after, num_clients=options.fronts, start_other_clients=frontends.start_workers
             )
-            llm = AsyncLLM.over(link, prompts)
+            llm = AsyncLLM.over(engine_client, prompts)
             frontends.wait_ready(llm)
-            return llm, source.name
+            return llm, checkpoint.name
         from quire.startup.build import build
 
         built = build(config, progress)
@@ -127,7 +127,7 @@ def _load_model(config: EngineConfig, options: ServeOptions, frontends: Frontend
 
 
 def run_loop(serving: Coroutine[Any, Any, int]) -> int:
-    """asyncio.run, which SystemExit and KeyboardInterrupt from anywhere in it end with a line in the log and a 1."""
+    """Run `serving` with asyncio.run. A SystemExit or KeyboardInterrupt from any task is logged, and 1 is returned."""
     try:
         return asyncio.run(serving)
     except (SystemExit, KeyboardInterrupt) as error:
@@ -136,26 +136,29 @@ def run_loop(serving: Coroutine[Any, Any, int]) -> int:
 
 
 def close_engine(llm: AsyncLLM) -> bool:
-    """Close the engine; False, with all stacks in the log, if its thread hangs. The process ends nevertheless."""
+    """Close the engine. Return False, and log all stacks, if its thread hangs; the process ends nevertheless."""
     from quire.server.shutdown import LAST_RESPONSES_SECONDS, arm_exit_timer, cancel_exit_timer
 
     ended = llm.close()
     if ended:
         cancel_exit_timer()
     else:
-        log.error("the engine's thread hangs and is left behind; all threads:\n%s", format_thread_stacks())
+        log.error(
+            "the engine's thread hangs, and the process ends without it; all threads:\n%s", format_thread_stacks()
+        )
         arm_exit_timer(LAST_RESPONSES_SECONDS)
     return ended
 
 
 def import_libraries() -> None:
-    """Those of the web."""
+    """Import the web libraries."""
     for name in ("fastapi", "uvicorn", "uvicorn.protocols.http.h11_impl", "prometheus_client"):
         import_module(name)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, before anything slow happens. StartupError when it can't be had."""
+    """Return a socket bound to the address. This comes before anything slow, so that a bad address fails at once. Raise
+    StartupError if the address cannot be bound."""
     if not 0 <= port <= 65535:
         raise StartupError(f"--port is {port}", "It must be between 0 and 65535")
     try:
@@ -174,14 +177,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def server_url(host: str, port: int, *, tls: bool = False) -> str:
-    """The URL that a client on this machine uses."""
+    """Return the server's URL for clients on this machine."""
     name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{'https' if tls else 'http'}://{name}:{port}"
 
 
 def curl_line(url: str, *, chat: bool, key: bool) -> str:
-    """A request to paste into a shell. Over TLS curl is told to trust whoever answers at this machine's own address,
-    for which few certificates are made."""
+    """Return an example request for a shell. With TLS, curl does not check the certificate: few certificates are made
+    for the machine's own address."""
     path, body = "/v1/completions", '{"prompt": "Once upon a time", "max_tokens": 40}'
     if chat:
         path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Hello!"}]}'
@@ -200,6 +203,7 @@ async def _serve(
     on_ready: Callable[[], None],
     print_line: Callable[[str], None],
 ) -> int:
+    """Serve `app` until a signal arrives or the engine dies. Return the exit status."""
     from quire.server.shutdown import LoopErrorLogger, arm_exit_timer, log_stalls
     from quire.server.status import log_status
     from quire.server.web_server import WebServer
@@ -207,13 +211,13 @@ async def _serve(
     loop = asyncio.get_running_loop()
     LoopErrorLogger(loop)
     stop, died = asyncio.Event(), asyncio.Event()
-    llm.on_death = lambda: loop.call_soon_threadsafe(died.set)
+    llm.set_death_callback(lambda: loop.call_soon_threadsafe(died.set))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_first_signal, loop, stop)
     llm.engine_client.attach_event_loop()
     await frontends.connect()
     waits = [asyncio.ensure_future(event.wait()) for event in (stop, died)]
-    aside = [asyncio.ensure_future(log_stalls(llm)), asyncio.ensure_future(log_status(llm))]
+    background = [asyncio.ensure_future(log_stalls(llm)), asyncio.ensure_future(log_status(llm))]
     try:
         if prefixes and not await _register_prefixes(llm, prefixes, waits, print_line):
             return await _shut_down(llm, options, stop, frontends)
@@ -223,24 +227,24 @@ async def _serve(
         await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
         if llm.error is not None and options.on_engine_death == "restart" and await _restart_engine(llm, stop):
             died.clear()
-            if llm.error is not None:  # again, meanwhile
+            if llm.error is not None:  # it died again meanwhile
                 died.set()
             waits[1] = asyncio.ensure_future(died.wait())
             await asyncio.wait([serving, *waits], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
-            serving.result()  # why it could not start
+            serving.result()  # raises the reason why it could not start
         status = await _shut_down(llm, options, stop, frontends)
         server.should_exit = True
         await serving
         return status
     finally:
-        for task in [*waits, *aside]:
+        for task in [*waits, *background]:
             task.cancel()
         arm_exit_timer(SHUTDOWN_MARGIN_SECONDS)
 
 
 async def _restart_engine(llm: AsyncLLM, stop: asyncio.Event) -> bool:
-    """Whether a dead engine was started again; not when a signal came first."""
+    """Restart a dead engine. Return False if the restart failed or a signal arrived first."""
     log.error("the engine stopped: %s; it is started again, once", llm.heartbeat().why)
     restarting, stopping = asyncio.ensure_future(llm.restart()), asyncio.ensure_future(stop.wait())
     await asyncio.wait([restarting, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -249,9 +253,9 @@ async def _restart_engine(llm: AsyncLLM, stop: asyncio.Event) -> bool:
         restarting.cancel()
         return False
     if (error := restarting.exception()) is not None:
-        log.error("the engine can't be started again: %s", error)
+        log.error("the engine can't be restarted: %s", error)
         return False
-    log.warning("the engine is there again")
+    log.warning("the engine was restarted")
     return True
 
 
@@ -261,8 +265,7 @@ async def _register_prefixes(
     end_events: list[asyncio.Task[Literal[True]]],
     print_line: Callable[[str], None],
 ) -> bool:
-    """Whether the prefixes are there; False when a signal or the engine's death, of which `end_events` are, came "
-    "before."""
+    """Register the prefixes. Return False if one of `end_events`, a signal or the engine's death, came first."""
     registering = asyncio.ensure_future(register_prefixes(llm, prefixes))
     await asyncio.wait([registering, *end_events], return_when=asyncio.FIRST_COMPLETED)
     if not registering.done() or isinstance(registering.exception(), EngineDead):
@@ -273,13 +276,14 @@ async def _register_prefixes(
 
 
 async def _shut_down(llm: AsyncLLM, options: ServeOptions, stop: asyncio.Event, frontends: FrontendManager) -> int:
-    """Let what runs end, after a signal, or say why the engine or the server did. From here on the end is certain.
-    Returns the exit status."""
+    """Drain the requests after a signal, or log why the engine or the server stopped. The process ends within a limit
+    from here on. Return the exit status."""
     from quire.server.shutdown import arm_exit_timer
 
     if stop.is_set() and llm.error is None:
         arm_exit_timer(options.shutdown_timeout + SHUTDOWN_MARGIN_SECONDS)
-        llm.accepting, end = False, time.monotonic() + options.shutdown_timeout
+        llm.stop_accepting()
+        end = time.monotonic() + options.shutdown_timeout
         frontends.request_drain(options.shutdown_timeout)
         log.info("shutting down: %d requests have %g s to end", await frontends.load(), options.shutdown_timeout)
         if not await llm.drain(options.shutdown_timeout):
@@ -287,14 +291,14 @@ async def _shut_down(llm: AsyncLLM, options: ServeOptions, stop: asyncio.Event, 
         if llm.error is None:
             return 0 if await frontends.wait_ended(max(end - time.monotonic(), 0)) else 1
     arm_exit_timer(DEATH_NOTICE_SECONDS + SHUTDOWN_MARGIN_SECONDS)
-    if llm.error is not None and not isinstance(llm.error, APIServerDead):  # whose end was said
+    if llm.error is not None and not isinstance(llm.error, APIServerDead):  # the latter was logged before
         log.error("the engine stopped: %s", llm.heartbeat().why, exc_info=llm.error)
     await asyncio.sleep(DEATH_NOTICE_SECONDS)
     return 1
 
 
 def _on_first_signal(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """Begin to drain; the next signal ends the process at once."""
+    """Start to drain. The next signal ends the process at once."""
     stop.set()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)

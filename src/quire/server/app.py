@@ -1,4 +1,4 @@
-"""The routes of the server, and what is around them."""
+"""The ASGI application: routes and middleware."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ from quire.server.responses.routes import ResponseRoutes
 from quire.server.server_group import ServerGroup
 from quire.server.service import Service
 
-ALIAS_PATHS = {"/score": ("/v1/score",), "/rerank": ("/v1/rerank", "/v2/rerank")}  # where Cohere's clients ask
+ALIAS_PATHS = {"/score": ("/v1/score",), "/rerank": ("/v1/rerank", "/v2/rerank")}  # paths that Cohere's clients use
 HEAD_PATHS = ("/health", "/ping", "/metrics", "/version", "/v1/models")
 
 
 class App(FastAPI):
-    """FastAPI behind `wrap`, which is around its answers to failures too, and with a document of its own."""
+    """FastAPI with its own OpenAPI document. `wrap` adds the outermost middleware, which also sees the responses to
+    failures."""
 
     def __init__(self, wrap: Callable[[ASGIApp], ASGIApp], requires_keys: bool, **options: Any) -> None:
         self.wrap, self.requires_keys = wrap, requires_keys
         super().__init__(**options)
+        self.router.route_class = PlainRoute
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, made once."""
+        """Return the OpenAPI document. It is made once."""
         if self.openapi_schema is None:
             self.openapi_schema = finish_openapi(super().openapi(), self.requires_keys)
         return self.openapi_schema
@@ -71,51 +73,50 @@ def create_app(
     server_info: bool = False,
     tokenizer_info: bool = False,
 ) -> FastAPI:
-    """The ASGI application over `llm`, which stays the caller's to close. `keys`: API keys; none leaves it open.
-    `admin_keys` open the admin routes; none shuts them. `root_path`: a prefix that paths may have. `allowed_origins`:
-    whose pages may ask from a browser. `metrics_prefix` and `config`: see Metrics. `strict` refuses unknown fields;
-    `max_logprobs` is the most that a request may ask for; `log_requests` logs each; `server_group` are the fronts that
-    this is one of. `tool_format` is how the model writes calls of tools, `reasoning_format` how it writes thoughts;
-    None: as its template says. `console`: there is one (server.console). `server_info`, `tokenizer_info`: the routes of
-    these names are there. At most `store_responses` of /v1/responses are kept."""
-    metrics = Metrics(model_names[0], metrics_prefix, config)
-    metrics.attach(llm)
-    terms = RequestRules(llm.prompts.defaults, llm.prompts.tokenizer is not None, max_logprobs, strict)
-    service = Service(llm, model_names, metrics, terms, log_requests, server_group, tool_format, reasoning_format)
-    before = partial(wrap_app, counters=metrics.http, root_path=root_path, allowed_origins=tuple(allowed_origins))
-    app = App(before, bool(keys), title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
+    """Return the ASGI application for `llm`. The caller closes `llm`.
+
+    `keys`: the API keys; without any the server is open. `admin_keys` open the admin routes; without any these are
+    closed. `root_path`: a prefix that paths may have. `allowed_origins`: origins whose web pages may send requests from
+    a browser. `metrics_prefix`, `config`: see Metrics. `strict` refuses unknown fields. `max_logprobs` is the most
+    log-probabilities that a request may ask for. `log_requests` logs each request. `server_group`: the frontends of the
+    server that this one belongs to. `tool_format` and `reasoning_format`: how the model writes tool calls and
+    reasoning; None: detected from the chat template. `console`, `server_info`, `tokenizer_info` enable these routes.
+    `store_responses`: the most responses of /v1/responses that are stored.
+    """
+    metrics = Metrics(llm, model_names[0], metrics_prefix, config)
+    rules = RequestRules(llm.prompts.defaults, llm.prompts.tokenizer is not None, max_logprobs, strict)
+    service = Service(llm, model_names, metrics, rules, log_requests, server_group, tool_format, reasoning_format)
+    wrap = partial(wrap_app, counters=metrics.http, root_path=root_path, allowed_origins=tuple(allowed_origins))
+    app = App(wrap, bool(keys), title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
     add_routes(app, service, store_responses)
     add_admin_routes(app, AdminRoutes(llm, config), server_info, tokenizer_info)
     if console:
         add_console(app, Console(llm, metrics, service.server_group.num_frontends))
     add_handlers(app, metrics)
-    sight, share = llm.prompts.image_loader, service.server_group.num_frontends
-    pictures = sight.limits.max_body_chars if sight is not None else 0
-    app.add_middleware(
-        BodyLimitMiddleware, max_body=max_body, max_len=llm.prompts.max_len, num_frontends=share, image_chars=pictures
+    loader, max_len = llm.prompts.image_loader, llm.prompts.max_len
+    image_chars, num_frontends = (
+        loader.limits.max_body_chars if loader is not None else 0,
+        service.server_group.num_frontends,
     )
-    open = OPEN_PATHS if console else ()
     app.add_middleware(
-        ApiKeyMiddleware, keys=keys, admin_keys=admin_keys, open_paths=open
-    )  # around the other: added last
+        BodyLimitMiddleware, max_body=max_body, max_len=max_len, num_frontends=num_frontends, image_chars=image_chars
+    )
+    open_paths = OPEN_PATHS if console else ()  # the middleware that is added last is the outer one
+    app.add_middleware(ApiKeyMiddleware, keys=keys, admin_keys=admin_keys, open_paths=open_paths)
     return app
 
 
 def add_routes(app: FastAPI, service: Service, store_responses: int = 0) -> None:
-    """Every path, and who answers it. HEAD is there for who asks whether a server is up, and like second paths of one
-    route in no document."""
-    app.router.route_class = PlainRoute
-    embeddings, answers, messages = (
-        EmbeddingRoutes(service),
-        ResponseRoutes(service, store_responses),
-        MessageRoutes(service),
-    )
+    """Add all routes but those of operators. HEAD routes, for clients that check whether the server is up, and second
+    paths of a route are not in the OpenAPI document."""
+    embeddings, messages = EmbeddingRoutes(service), MessageRoutes(service)
+    responses = ResponseRoutes(service, store_responses)
     for method, path, route in (
         ("POST", "/v1/completions", service.completions),
         ("POST", "/v1/chat/completions", service.chat),
-        ("POST", "/v1/responses", answers.create),
-        ("GET", "/v1/responses/{name}", answers.get),
-        ("DELETE", "/v1/responses/{name}", answers.delete),
+        ("POST", "/v1/responses", responses.create),
+        ("GET", "/v1/responses/{name}", responses.get),
+        ("DELETE", "/v1/responses/{name}", responses.delete),
         ("POST", "/v1/messages", messages.create),
         ("POST", "/v1/messages/count_tokens", messages.count),
         ("POST", "/v1/embeddings", embeddings.embeddings),
@@ -143,7 +144,7 @@ def add_routes(app: FastAPI, service: Service, store_responses: int = 0) -> None
 
 
 def _add_admin_route(app: FastAPI, method: str, path: str, route: Callable[..., Any]) -> None:
-    """A route for admin keys."""
+    """Add a route that needs an admin key."""
     app.add_api_route(
         path,
         route,
@@ -156,7 +157,7 @@ def _add_admin_route(app: FastAPI, method: str, path: str, route: Callable[..., 
 
 
 def add_admin_routes(app: FastAPI, admin: AdminRoutes, server_info: bool, tokenizer_info: bool) -> None:
-    """What an operator does and asks."""
+    """Add the routes of operators."""
     _add_admin_route(app, "POST", "/reset_prefix_cache", admin.reset_prefix_cache)
     _add_admin_route(app, "POST", "/sleep", admin.sleep)
     _add_admin_route(app, "POST", "/wake_up", admin.wake_up)
@@ -169,7 +170,7 @@ def add_admin_routes(app: FastAPI, admin: AdminRoutes, server_info: bool, tokeni
 
 
 def add_console(app: FastAPI, console: Console) -> None:
-    """The page, its files, and what it is told; in no document."""
+    """Add the routes of the console: its page, files and events. They are not in the OpenAPI document."""
     paths = {
         "/": console.page,
         PAGE: console.page,

@@ -1,7 +1,9 @@
-"""A file of requests through the server's routes, without sockets: OpenAI's batch format, as vLLM's run-batch takes it.
+"""Answer a file of requests through the server's routes, without sockets. The format is OpenAI's batch format, as in
+vLLM's run-batch.
 
-Each line of the input is answered by one line of the output, as they end; `custom_id` says which. The output is written
-beside its place under another name, which a run that was cut short leaves for `resume`, and takes its name at the end.
+Each line of the input is answered by one line of the output, in the order in which the answers end; `custom_id` links
+the two. The output is written beside its destination under another name and renamed at the end. An interrupted run
+leaves that file, and `resume` continues it.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ FIELDS = frozenset({"custom_id", "method", "url", "body"})
 MAX_LINES = 1_000_000
 MAX_ID_CHARS = 512  # characters of a custom_id
 MAX_IN_FLIGHT = 4096
-MAX_TRIES = 600  # for a line that finds the queue full
+MAX_TRIES = 600  # of a line while the queue is full
 PARTIAL_SUFFIX = ".partial"
 MAX_ERROR_CHARS = 1000  # characters of an error
 
 
 class BatchRequest(NamedTuple):
-    """A request of the input. `number`: of its line, from 1."""
+    """A request of the input. `number` is the number of its line, from 1."""
 
     number: int
     custom_id: str
@@ -43,25 +45,26 @@ class BatchRequest(NamedTuple):
 
 
 class InvalidLine(NamedTuple):
-    """A line that is no request, and why."""
+    """A line that is not a request, and the reason."""
 
     number: int
     custom_id: str | None
     why: str
 
     def to_output_line(self) -> bytes:
-        """Its line of the output."""
+        """Return the line of the output for it."""
         error = {
             "code": "invalid_line",
             "message": f"line {self.number}: {self.why}"[:MAX_ERROR_CHARS],
             "line": self.number,
         }
-        found = {"id": _new_id(), "custom_id": self.custom_id, "response": None, "error": error}
-        return json.dumps(found).encode() + b"\n"
+        line = {"id": _new_id(), "custom_id": self.custom_id, "response": None, "error": error}
+        return json.dumps(line).encode() + b"\n"
 
 
 class BatchSummary(NamedTuple):
-    """How many lines were answered well, failed, were no requests, and had been answered by an earlier run."""
+    """Numbers of lines that were answered, that failed, that were not requests, and that an earlier run had
+    answered."""
 
     completed: int
     failed: int
@@ -70,13 +73,13 @@ class BatchSummary(NamedTuple):
 
 
 class SeenIds:
-    """The custom_ids seen so far, as digests."""
+    """A set of custom_ids, stored as digests."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
 
     def add(self, custom_id: str) -> bool:
-        """Note one; whether it is new."""
+        """Add a custom_id. Return True if it is new."""
         digest = blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         new = digest not in self._seen
         self._seen.add(digest)
@@ -90,8 +93,8 @@ def _new_id() -> str:
 def read_lines(
     file: BinaryIO, max_line: int = MAX_BODY, max_lines: int = MAX_LINES
 ) -> Iterator[BatchRequest | InvalidLine]:
-    """The lines of a file but the empty ones. One that has more than `max_line` bytes is bad, and not held. InputError
-    after `max_lines`."""
+    """Yield the requests of a file. Empty lines are skipped. A line of more than `max_line` bytes is invalid and is not
+    held in memory. Raise InputError after `max_lines` lines."""
     number = 0
     while raw := file.readline(max_line + 2):
         number += 1
@@ -106,28 +109,28 @@ def read_lines(
 
 
 def parse_line(number: int, raw: bytes) -> BatchRequest | InvalidLine:
-    """A request, or what is wrong with it."""
+    """Return the request of a line, or the reason why it is invalid."""
     try:
-        found = json.loads(raw.rstrip())
+        line = json.loads(raw.rstrip())
     except (ValueError, RecursionError) as error:
         where = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         return InvalidLine(number, None, f"it is not valid JSON{where}")
-    if not isinstance(found, dict):
+    if not isinstance(line, dict):
         return InvalidLine(number, None, "it is no JSON object")
-    custom_id = found.get("custom_id")
+    custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
         return InvalidLine(number, None, f"custom_id must be a string of 1 to {MAX_ID_CHARS} characters")
-    why = _line_error(found)
+    why = _line_error(line)
     if why is not None:
         return InvalidLine(number, custom_id, why)
     try:
-        return BatchRequest(number, custom_id, found["url"], json.dumps(found["body"]).encode())
+        return BatchRequest(number, custom_id, line["url"], json.dumps(line["body"]).encode())
     except (ValueError, RecursionError):
         return InvalidLine(number, custom_id, "its body can't be written as JSON")
 
 
 def _line_error(line: dict[str, Any]) -> str | None:
-    """What is wrong with the fields of a line beside its custom_id."""
+    """Return what is wrong with the fields of a line other than custom_id, or None."""
     if unknown := sorted(line.keys() - FIELDS):
         return f"there is no field {unknown[0][:60]!r}; a line has custom_id, method, url and body"
     if (method := line.get("method")) != "POST":
@@ -141,8 +144,8 @@ def _line_error(line: dict[str, Any]) -> str | None:
 
 
 async def post(app: ASGIApp, url: str, body: bytes) -> tuple[int, bytes, float]:
-    """POST to an ASGI application: the status, the answer's body, and after how many seconds to ask again (0: never).
-    Whoever leaves cancels it."""
+    """POST to an ASGI application. Return the status, the body of the answer, and the seconds after which to retry (0:
+    do not retry). Cancelling this call cancels the request."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
              "path": url, "raw_path": url.encode(), "query_string": b"", "root_path": "", "headers": headers,
@@ -154,7 +157,7 @@ async def post(app: ASGIApp, url: str, body: bytes) -> tuple[int, bytes, float]:
     async def receive() -> Message:
         nonlocal sent
         if sent:
-            await asyncio.get_running_loop().create_future()  # nobody leaves
+            await asyncio.get_running_loop().create_future()  # never done: this client does not disconnect
         sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
@@ -165,13 +168,13 @@ async def post(app: ASGIApp, url: str, body: bytes) -> tuple[int, bytes, float]:
             parts.append(message.get("body", b""))
 
     await app(scope, receive, send)
-    again = dict(start.get("headers", ())).get(b"retry-after", b"0")
-    return start["status"], b"".join(parts), float(again)
+    retry_after = dict(start.get("headers", ())).get(b"retry-after", b"0")
+    return start["status"], b"".join(parts), float(retry_after)
 
 
 class BatchRunner:
-    """Answers the lines of a file by `app`, the server's application over `llm`, `in_flight` at once, into `out`.
-    `kept_ids`: custom_ids that are answered there already."""
+    """Answers the lines of a file with `app`, the server's application for `llm`, into `out`, `in_flight` lines at
+    once. `kept_ids` are the `num_kept` custom_ids that `out` has answers to already."""
 
     def __init__(
         self, app: ASGIApp, llm: AsyncLLM, out: BinaryIO, in_flight: int, kept_ids: SeenIds, num_kept: int = 0
@@ -181,7 +184,7 @@ class BatchRunner:
         self._counts: Counter[str] = Counter()
 
     async def run(self, lines: Iterator[BatchRequest | InvalidLine]) -> BatchSummary:
-        """All of them. EngineDead when the engine stops; what was answered until then is in the output."""
+        """Answer all lines. Raise EngineDead if the engine stops; the answers until then are in the output."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self.in_flight):
@@ -205,12 +208,12 @@ class BatchRunner:
 
     async def _answer(self, line: BatchRequest) -> None:
         for tried in range(MAX_TRIES):
-            status, body, again = await post(self.app, line.url, line.body)
+            status, body, retry_after = await post(self.app, line.url, line.body)
             if self.llm.error is not None:
                 raise EngineDead("the engine stopped") from self.llm.error
-            if status != 503 or not again or tried == MAX_TRIES - 1:
+            if status != 503 or not retry_after or tried == MAX_TRIES - 1:
                 break
-            await asyncio.sleep(min(again, 1.0))
+            await asyncio.sleep(min(retry_after, 1.0))
         error = json.dumps(json.loads(body).get("error")) if status >= 400 else "null"
         head = f'{{"id":"{_new_id()}","custom_id":{json.dumps(line.custom_id)},"response":{{"status_code":{status},'
         head += f'"request_id":"{uuid.uuid4().hex}","body":'
@@ -224,16 +227,16 @@ class BatchRunner:
 
 
 def copy_completed(path: Path, out: BinaryIO) -> tuple[SeenIds, int]:
-    """Write to `out` what an earlier run left at `path` but its failures, which are asked again, and a line that was
-    cut. The custom_ids, and how many there are."""
+    """Copy the answers of an earlier run at `path` to `out`, without failed ones, which are tried again, and without a
+    last line that was cut off. Return their custom_ids and their number."""
     ids, number = SeenIds(), 0
     with path.open("rb") as file:
         for raw in file:
             if not raw.endswith(b"\n"):
                 break
             try:
-                found = json.loads(raw)
-                keep = found["error"] is None and ids.add(found["custom_id"])
+                answer = json.loads(raw)
+                keep = answer["error"] is None and ids.add(answer["custom_id"])
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise StartupError(f"{path} holds no answers of a batch", "Move it away") from error
             if keep:
@@ -243,13 +246,14 @@ def copy_completed(path: Path, out: BinaryIO) -> tuple[SeenIds, int]:
 
 
 def open_partial(target: Path, resume: bool) -> tuple[BinaryIO, SeenIds, int]:
-    """The file that becomes `target`, open, with the answers of an earlier run if they are kept. StartupError if it
-    is a folder, can't be written, or is there and isn't to be resumed."""
+    """Open the file that will be renamed to `target`, with the answers of an earlier run if `resume` is set. Return it,
+    their custom_ids and their number. Raise StartupError if `target` is a folder or cannot be written, or if there is
+    an earlier run and `resume` is not set."""
     if target.is_dir():
         raise StartupError(f"{target} is a folder", "Give a file as --output-file")
     partial, fresh = Path(f"{target}{PARTIAL_SUFFIX}"), Path(f"{target}{PARTIAL_SUFFIX}.new")
     if partial.exists() and not resume:
-        raise StartupError(f"{partial} is there: a run that didn't end", "Add --resume to go on with it, or remove it")
+        raise StartupError(f"{partial} exists: an earlier run did not end", "Add --resume to continue it, or remove it")
     try:
         with fresh.open("wb") as out:
             ids, number = copy_completed(partial, out) if partial.exists() else (SeenIds(), 0)
@@ -262,8 +266,9 @@ def open_partial(target: Path, resume: bool) -> tuple[BinaryIO, SeenIds, int]:
 def run_batch(
     make: Callable[[], tuple[AsyncLLM, ASGIApp]], source: Path, target: Path, *, in_flight: int, resume: bool = False
 ) -> BatchSummary:
-    """Answer the requests of the file `source` into the file `target`, by the application that `make` makes. `resume`
-    keeps what an earlier run answered well. StartupError for files that can't be read or written, before `make`."""
+    """Answer the requests of the file `source` into the file `target`, with the application that `make` returns.
+    `resume` keeps the answers of an earlier run. Raise StartupError, before `make` is called, for files that cannot be
+    read or written."""
     if source.resolve() == target.resolve():
         raise StartupError(f"--input-file and --output-file are both {source}", "Give two files")
     try:
@@ -272,13 +277,14 @@ def run_batch(
     except OSError as error:
         raise StartupError(f"{source} can't be read: {error.strerror}", "Give a JSONL file") from error
     with file:
-        out, kept, had = open_partial(target, resume)
+        out, kept_ids, num_kept = open_partial(target, resume)
         with out:
             llm, app = make()
             try:
-                sight = llm.prompts.image_loader
-                longest = MAX_BODY + (sight.limits.max_body_chars if sight is not None else 0)
-                summary = asyncio.run(BatchRunner(app, llm, out, in_flight, kept, had).run(read_lines(file, longest)))
+                loader = llm.prompts.image_loader
+                max_line = MAX_BODY + (loader.limits.max_body_chars if loader is not None else 0)
+                runner = BatchRunner(app, llm, out, in_flight, kept_ids, num_kept)
+                summary = asyncio.run(runner.run(read_lines(file, max_line)))
             finally:
                 llm.close()
             os.fsync(out.fileno())

@@ -1,8 +1,9 @@
-"""Connections: HTTP/1.1 within bounds. How many there are, how much and how long each may ask, and how long it may take
-to read; those beyond are told why in OpenAI's shape and are closed. Knows no routes and no engine.
+"""HTTP/1.1 connections with limits: their number, the size and duration of a request, and the time that a client may
+take to read. A connection over a limit gets an error in OpenAI's format and is closed. Nothing here depends on routes
+or on the engine.
 
-The bounds cost a few comparisons for each piece received and a look at each connection once a second; what is sent
-passes by them.
+The limits cost a few comparisons for each piece of data received, and a check of each connection once a second. Sending
+costs nothing extra.
 """
 
 from __future__ import annotations
@@ -30,32 +31,32 @@ from quire.server.direct_writer import DIRECT_EXTENSION, DirectWriter
 from quire.server.errors import Failure
 
 MAX_HEAD_BYTES = 64 << 10  # bytes of a request line and its headers
-MAX_HEADERS = 100  # and as many trailers, which are headers after a chunked body
+MAX_HEADERS = 100  # also the limit of trailers, which are headers after a chunked body
 MAX_TARGET_BYTES = 8 << 10  # bytes of a path with its query
-FREE_CHUNKS = 1024  # of a chunked body; beyond, they have CHUNK_BYTES on average. Each costs as much as a whole head
-CHUNK_BYTES = 256
-MAX_ACCEPTS = 32  # connections taken before something else has its turn
-YIELD_SECONDS = 0.002  # seconds that are left to a front with fewer connections to take one
+FREE_CHUNKS = 1024  # chunks of a body without a minimum size: each costs as much to parse as a whole head
+CHUNK_BYTES = 256  # the least average size of the chunks of a body that has more
+MAX_ACCEPTS = 32  # connections accepted in one turn of the event loop
+YIELD_SECONDS = 0.002  # time for a frontend with fewer connections to accept one
 BACKLOG = 2048
-MAX_LINGERING = 16  # refused connections that are left a second to read why
+MAX_LINGERING = 16  # refused connections that stay open, so that the client can read the error
 LAST_CHUNK = re.compile(rb"[\r\n]{0,2}0+(?![0-9A-Fa-f])[^\n]*\n")  # before the trailers
 EXHAUSTED_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 log = logging.getLogger("quire.server")
 
 
 class ConnectionLimits(NamedTuple):
-    """How many connections there may be, and for how many seconds one may keep the server waiting."""
+    """The most connections, and time limits of a connection in seconds."""
 
     connections: int = 1000
-    head: float = 15.0  # for complete headers, from the connection or from the first byte of a later request on
+    head: float = 15.0  # until the headers are complete, from the connection or the first byte of a later request
     idle: float = 30.0  # between two requests; whole seconds
     write: float = 60.0  # without reading a byte of what was sent
-    linger: float = 1.0  # to read why it was refused
-    sweep: float = 1.0  # between two looks
+    linger: float = 1.0  # to read the reason of a refusal
+    sweep: float = 1.0  # between two checks of these limits
 
 
 def raw_response(failure: Failure) -> bytes:
-    """A whole response, after which the connection is closed."""
+    """Return the bytes of a response, with "Connection: close"."""
     body = json.dumps(failure.body()).encode()
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
     lines = [f"HTTP/1.1 {failure.code} {http.HTTPStatus(failure.code).phrase}"]
@@ -64,36 +65,38 @@ def raw_response(failure: Failure) -> bytes:
 
 
 class LogThrottle:
-    """Counts what would fill the log; `flush` says it in one line."""
+    """Counts frequent events, and logs their number in one line on `flush`."""
 
     def __init__(self, subject: str) -> None:
         self._subject, self._count, self._last = subject, 0, ""
 
     def count(self, last: str) -> None:
-        """It happened once more."""
+        """Count an event, described by `last`."""
         self._count, self._last = self._count + 1, last
 
     def flush(self) -> None:
-        """What happened since it was told last, if anything did."""
+        """Log the number of events since the last call, if there were any."""
         if self._count:
             log.warning("%s: %d (%s)", self._subject, self._count, self._last)
             self._count = 0
 
 
 class BoundedParser(h11.Connection):
-    """h11's server side. What breaks a rule isn't raised but is `fault`, after which there are no more events."""
+    """h11's parser of requests, with limits. A violation is not raised but stored in `fault`; no events follow it."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self.fault: Failure | None = None
         self._chunks = self._size = 0
-        self._at_chunk_size = self._in_trailers = (
-            False  # what comes next of a chunked body: a chunk's size, or its trailers
-        )
+        # What comes next in a chunked body: the size of a chunk, or the trailers.
+        self._at_chunk_size = self._in_trailers = False
 
     def next_event(self) -> Any:
-        """The next event, or NEED_DATA also when there is a fault, and in place of PAUSED while nothing waits: what it
-        would be is that the connection needn't be read, which costs more to say twice a request than it saves."""
+        """Return the next event, or NEED_DATA after a fault.
+
+        PAUSED is returned as NEED_DATA while no data is waiting: uvicorn would pause reading, which costs more for each
+        request than it saves.
+        """
         if self.fault is None:
             self.fault = self._head_failure()
         if self.fault is not None:
@@ -109,18 +112,18 @@ class BoundedParser(h11.Connection):
             self._chunks = self._size = 0
             self._at_chunk_size, self._in_trailers = b"transfer-encoding" in dict(event.headers), False
             if len(event.target) > MAX_TARGET_BYTES:
-                self.fault = Failure(414, f"the path has {len(event.target)} bytes; {MAX_TARGET_BYTES} are the most")
+                self.fault = Failure(414, f"the path has {len(event.target)} bytes; the limit is {MAX_TARGET_BYTES}")
         elif isinstance(event, h11.Data):
             self._chunks, self._size = self._chunks + event.chunk_start, self._size + len(event.data)
             self._at_chunk_size = event.chunk_end
             if self._chunks > FREE_CHUNKS and self._size < CHUNK_BYTES * self._chunks:
                 cause = f"the body comes in chunks of {self._size // self._chunks} bytes"
-                self.fault = Failure(400, f"{cause}; beyond {FREE_CHUNKS} they have {CHUNK_BYTES} at least on average")
+                self.fault = Failure(400, f"{cause}; more than {FREE_CHUNKS} chunks must have {CHUNK_BYTES} on average")
         return event if self.fault is None else h11.NEED_DATA
 
     def _head_failure(self) -> Failure | None:
-        """Before it is parsed, as each header takes time: whether the head or the trailers that begin what was received
-        are bounded."""
+        """Return the failure if the headers or trailers at the start of the received data exceed a limit. Checked
+        before they are parsed, since each header takes time."""
         data, name = self._head()
         ends = [at for at in (data.find(b"\n\r\n"), data.find(b"\n\n")) if at >= 0]
         end = min(ends) if ends else len(data.rstrip(b"\r\n"))
@@ -131,12 +134,12 @@ class BoundedParser(h11.Connection):
         return None
 
     def _head(self) -> tuple[bytes, str]:
-        """What was received, if it begins with a line and headers, else nothing; and what the headers are called."""
+        """Return the received data if it starts with headers or trailers, else b"", and which of them it is."""
         if self.their_state is h11.IDLE:
             return self.trailing_data[0], "headers"
         if self.their_state is not h11.SEND_BODY or not (self._at_chunk_size or self._in_trailers):
             return b"", ""
-        # Looked at where h11 holds it: a copy for each chunk takes longer than the chunk.
+        # Reads h11's own buffer: a copy for each chunk takes longer than the chunk itself.
         if not self._in_trailers and LAST_CHUNK.match(self._receive_buffer._data) is None:
             return b"", ""
         first, self._in_trailers = not self._in_trailers, True
@@ -145,7 +148,7 @@ class BoundedParser(h11.Connection):
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's, within `limits`. It is one of `connections` from the socket's acceptance until it is closed."""
+    """uvicorn's protocol with `limits`. It is in `connections` from when the socket is accepted until it is closed."""
 
     conn: BoundedParser
 
@@ -161,32 +164,29 @@ class BoundedProtocol(H11Protocol):
         super().__init__(config, state, app_state)
         self.conn, self._limits, self._connections, self._refused = BoundedParser(), limits, connections, refused
         self.app = self._app_with_direct
-        # when the client began to owe a head, or a body that was answered already
+        # Since when headers are due from the client, or the rest of a body that was answered already.
         self._waiting_since: float | None = None
-        self._refused_at: float | None = None  # when it was told to go
-        self._unsent, self._unsent_changed = (
-            0,
-            0.0,
-        )  # bytes that the client must read before more is sent, and their last change
+        self._refused_at: float | None = None  # when the connection was refused
+        self._unsent, self._unsent_changed = 0, 0.0  # bytes that the client has not read yet, and their last change
         connections.add(self)
 
     async def _app_with_direct(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application, with Direct among the extensions that it is offered."""
+        """Call the application with a DirectWriter among the ASGI extensions."""
         scope["extensions"] = {DIRECT_EXTENSION: DirectWriter(self.cycle, self.flow)}
         await self.config.loaded_app(scope, receive, send)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The first head is due."""
-        super().connection_made(transport)  # type: ignore[arg-type]
+        """Start the time limit of the first headers."""
+        super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn asks for asyncio.Transport
         self._waiting_since = self.loop.time()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """There is room for another one."""
+        """Remove the connection from the set of open ones."""
         self._connections.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Pieces of requests."""
+        """Parse received data, and start or stop the time limit."""
         if self._refused_at is not None:
             return
         state = self.conn.their_state
@@ -197,30 +197,30 @@ class BoundedProtocol(H11Protocol):
             self._waiting_since = self.loop.time()
 
     def handle_events(self) -> None:
-        """What was received, up to a fault."""
+        """Handle the received events, and refuse the connection after a fault."""
         super().handle_events()
         if self.conn.fault is not None and self._refused_at is None:
             self._refuse(self.conn.fault)
 
     def on_response_complete(self) -> None:
-        """The rest of the request, if it has one, is due."""
+        """Start the time limit for the rest of the request's body, if it has not arrived."""
         super().on_response_complete()
         self._waiting_since = (
             self.loop.time() if self.conn.their_state is h11.SEND_BODY and self._is_client_due() else None
         )
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A client that wishes for another protocol is answered in this one; two lines in the log say nothing."""
+        """Log nothing: a client that asks for another protocol is answered in HTTP/1.1."""
 
     def shutdown(self) -> None:
-        """End after the response under way."""
+        """Close the connection after the current response."""
         if self._refused_at is not None:
             self.transport.abort()
         else:
             super().shutdown()
 
     def sweep(self, now: float) -> None:
-        """End what takes too long."""
+        """Close the connection if it exceeds a time limit."""
         if self.transport is None:
             return  # TLS has a limit of its own
         if self._refused_at is not None:
@@ -246,7 +246,7 @@ class BoundedProtocol(H11Protocol):
         return state is h11.IDLE or (state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete)
 
     def _refuse(self, failure: Failure) -> None:
-        """Say why, unless a response has begun; then close, and leave a moment to read it."""
+        """Send the failure, unless a response has begun, and close. The client has a moment to read it."""
         self._refused_at = self.loop.time()
         self._refused.count(f"{failure.code}, {failure.message}")
         self._unset_keepalive_if_required()
@@ -260,12 +260,12 @@ class BoundedProtocol(H11Protocol):
             self.transport.close()
             return
         self.transport.write_eof()
-        self.flow.resume_reading()  # what is left unread when a socket is closed may cost the client the answer
+        self.flow.resume_reading()  # closing a socket with unread data may discard the response
 
 
 class ConnectionAcceptor:
-    """Accepts connections on a bound socket, as many as `limits` allow; those beyond get a 503 at once. Where other
-    fronts accept on it too, `accept_slots` says whose turn it is."""
+    """Accepts connections on a bound socket, up to the limit; further ones get a 503 at once. If other frontends accept
+    on the socket too, `accept_slots` decides which of them accepts next."""
 
     def __init__(
         self,
@@ -281,18 +281,16 @@ class ConnectionAcceptor:
         self._connections = OpenConnections(accept_slots)
         self._accept_tasks: set[asyncio.Task[None]] = set()
         self._lingering: deque[tuple[float, socket.socket]] = deque()
-        self._refused, self._over_limit = (
-            LogThrottle("connections refused or ended"),
-            LogThrottle("connections beyond the limit"),
-        )
+        self._refused = LogThrottle("connections refused or ended")
+        self._over_limit = LogThrottle("connections beyond the limit")
         self._accept_errors = LogThrottle("connections can't be accepted")
         self._max_connections = (
             accept_slots.max_connections
             if accept_slots is not None and accept_slots.max_connections is not None
             else limits.connections
         )
-        told = Failure(503, f"all {self._max_connections} connections are in use", headers={"Retry-After": "1"})
-        self._full_response = raw_response(told)
+        failure = Failure(503, f"all {self._max_connections} connections are in use", headers={"Retry-After": "1"})
+        self._full_response = raw_response(failure)
         self._closed = False
         listener.setblocking(False)
         listener.listen(BACKLOG)
@@ -300,7 +298,7 @@ class ConnectionAcceptor:
         self._sweeper = self._loop.call_later(limits.sweep, self._sweep)
 
     def close(self) -> None:
-        """Accept nothing more. What is open goes on."""
+        """Stop accepting. Open connections stay open."""
         self._closed = True
         self._loop.remove_reader(self._listener)
         self._sweeper.cancel()
@@ -308,7 +306,7 @@ class ConnectionAcceptor:
             sock.close()
 
     def _on_readable(self) -> None:
-        """Accept, unless it is another front's turn: then a moment later, if nobody else did."""
+        """Accept connections. If it is another frontend's turn, wait a moment first."""
         if self._accept_slots is None:
             self._accept(MAX_ACCEPTS)
         elif self._accept_slots.is_my_turn():
@@ -329,9 +327,8 @@ class ConnectionAcceptor:
             try:
                 sock, _address = self._listener.accept()
             except OSError as error:
-                if (
-                    error.errno in EXHAUSTED_ERRNOS
-                ):  # by others: connections are kept below the limit. The sweep tries again
+                # Exhausted by other processes, since connections stay below the limit. The sweep tries again.
+                if error.errno in EXHAUSTED_ERRNOS:
                     self._accept_errors.count(str(error))
                     self._loop.remove_reader(self._listener)
                 return
@@ -367,7 +364,7 @@ class ConnectionAcceptor:
     def _close_lingering(self) -> None:
         _, sock = self._lingering.popleft()
         with suppress(OSError):
-            sock.recv(MAX_HEAD_BYTES)  # what is left unread may cost the client the answer
+            sock.recv(MAX_HEAD_BYTES)  # closing a socket with unread data may discard the response
         sock.close()
 
     def _sweep(self) -> None:
@@ -378,5 +375,5 @@ class ConnectionAcceptor:
             self._close_lingering()
         for protocol in list(self._connections):
             protocol.sweep(now)
-        for tally in (self._refused, self._over_limit, self._accept_errors):
-            tally.flush()
+        for throttle in (self._refused, self._over_limit, self._accept_errors):
+            throttle.flush()

@@ -1,10 +1,10 @@
-"""The console: a page that shows the engine at work, and what it is told of that, as server-sent events.
+"""The console: a page that shows the engine at work, fed by server-sent events.
 
-The page's files hold no data, so they are open; whatever they ask for needs a key where one is set. All who watch
-through one front share its looks at the engine. Between two looks the engine has 400 times the processor time that one
-took, from its first page to its last byte, and with several fronts as many times more; the fronts' part of an event is
-up to three times the engine's. So watching takes about a hundredth of the processor time, also where others leave
-the server a quarter of a core. While nobody watches nothing is asked.
+The page's files contain no data, so they need no key; the events do if keys are set. All clients of one frontend share
+its snapshots of the engine. Between two snapshots the engine gets 400 times the processor time that a snapshot took,
+multiplied by the number of frontends. A frontend spends up to three times the engine's time on an event. So watching
+takes about 1% of the processor time, even if other processes leave the server a quarter of a core. Without clients no
+snapshots are taken.
 """
 
 from __future__ import annotations
@@ -32,16 +32,12 @@ FILES = {"console.css": "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
 OPEN_PATHS = ("/", PAGE, f"{PAGE}/", *(f"{PAGE}/{name}" for name in FILES))
 LATENCIES = {"first": "time_to_first_token_seconds", "between": "inter_token_latency_seconds"}  # as Metrics has them
 MAX_WATCHERS = 32
-MIN_POLL_SECONDS, ENGINE_SHARE = (
-    0.2,
-    0.0025,
-)  # seconds between two looks, at least; of the engine's that all fronts' looks may take
-IDLE_LOAD, MIN_LOAD = (
-    0.05,
-    0.25,
-)  # processor time a second: of an engine that has nothing to lose; less counts as so much
-MAX_STREAM_SECONDS = 600.0  # seconds that a client is told; it asks again then
-SNAPSHOT_HEAD = re.compile(r'\{"took": ?([^,]+), ?"busy": ?([^,]+),')  # of a scene
+MIN_POLL_SECONDS = 0.2  # between two snapshots
+ENGINE_SHARE = 0.0025  # of the engine's processor time, for the snapshots of all frontends
+IDLE_LOAD = 0.05  # processor time per second below which the engine counts as idle
+MIN_LOAD = 0.25  # processor time per second; a lower one counts as this much
+MAX_STREAM_SECONDS = 600.0  # duration of a stream; the client connects again then
+SNAPSHOT_HEAD = re.compile(r'\{"took": ?([^,]+), ?"busy": ?([^,]+),')
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -54,8 +50,7 @@ HEADERS = {
 
 
 class Console:
-    """The page's files, and those who watch `llm` through this front, one of `num_frontends`, which counted "
-    "`metrics`."""
+    """The console's routes. `metrics` are those of this frontend, which is one of `num_frontends`."""
 
     def __init__(self, llm: AsyncLLM, metrics: Metrics, num_frontends: int = 1) -> None:
         self.llm, self.metrics, self.engine_share, self.num_watchers = llm, metrics, ENGINE_SHARE / num_frontends, 0
@@ -67,37 +62,37 @@ class Console:
         self._files = {name: (folder / name).read_bytes() for name in FILES}
 
     async def page(self, request: Request) -> Response:
-        """The page. Its files are named as lying below it, so other paths lead there."""
+        """Return the page. It names its files relative to PAGE/, so other paths are redirected there."""
         if not request.url.path.endswith(f"{PAGE}/"):
             return RedirectResponse(f"{PAGE[1:]}/")
         return Response(self._page, media_type="text/html", headers=HEADERS)
 
     async def file(self, request: Request) -> Response:
-        """One of its files."""
+        """Return one of the page's files."""
         name = request.url.path.rpartition("/")[2]
         return Response(self._files[name], media_type=FILES[name], headers=HEADERS)
 
     async def events(self, request: Request) -> Response:
-        """Scenes (quire.core.snapshot), as they come."""
+        """Stream snapshots (quire.core.snapshot)."""
         if self.num_watchers >= MAX_WATCHERS:
-            return Failure(503, f"{MAX_WATCHERS} watch already", headers={"Retry-After": "10"}).response(request.scope)
+            return Failure(
+                503, f"the console has {MAX_WATCHERS} clients, which is the limit", headers={"Retry-After": "10"}
+            ).response(request.scope)
         return StreamingResponse(
             self._event_stream(request), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
         )
 
     async def _event_stream(self, request: Request) -> AsyncIterator[str]:
-        """One client's events: the latest scene each time, whatever it missed."""
+        """Yield the events of one client. Each is the latest snapshot; earlier ones may be skipped."""
         self.num_watchers += 1
         seen, end = 0, asyncio.get_running_loop().time() + MAX_STREAM_SECONDS
         try:
             if self._poll_task is None or self._poll_task.done():
-                self._poll_task, seen = (
-                    asyncio.create_task(self._poll_engine()),
-                    self.snapshot_number,
-                )  # what is there is of long ago
+                self._poll_task = asyncio.create_task(self._poll_engine())
+                seen = self.snapshot_number  # the stored snapshot is outdated: skip it
             while asyncio.get_running_loop().time() < end:
                 async with self._updated:
-                    await self._updated.wait_for(lambda seen=seen: self.snapshot_number != seen)  # type: ignore[misc]
+                    await self._updated.wait_for(lambda seen=seen: self.snapshot_number != seen)  # type: ignore[misc]  # mypy infers no type for its default
                     seen, latest = self.snapshot_number, self.latest_snapshot
                 if not latest or await request.is_disconnected():
                     return
@@ -106,11 +101,11 @@ class Console:
             self.num_watchers -= 1
 
     async def _poll_engine(self) -> None:
-        """Ask the engine, as long as anybody watches."""
+        """Take snapshots of the engine while there are clients."""
         while self.num_watchers:
             try:
-                scene = await self.llm.look()
-                latest, pause = self._add_latencies(scene), self._pause_seconds(scene)
+                snapshot = await self.llm.look()
+                latest, pause = self._add_latencies(snapshot), self._pause_seconds(snapshot)
             except EngineDead:
                 latest, pause = "", 0.0
             async with self._updated:
@@ -121,14 +116,16 @@ class Console:
             await asyncio.sleep(pause)
 
     def _add_latencies(self, snapshot: str) -> str:
-        """A scene, and how many latencies of each kind this front has counted, and their sum in seconds."""
-        counted = {kind: self.metrics.histograms[name] for kind, name in LATENCIES.items()}
-        told = {kind: [sum(of.counts), of.total] for kind, of in counted.items()}
-        return f'{snapshot[:-1]}, "latencies": {json.dumps(told)}}}'
+        """Return the snapshot with the number and the sum in seconds of each kind of latency that this frontend has
+        measured."""
+        histograms = {kind: self.metrics.histograms[name] for kind, name in LATENCIES.items()}
+        latencies = {kind: [sum(of.counts), of.total] for kind, of in histograms.items()}
+        return f'{snapshot[:-1]}, "latencies": {json.dumps(latencies)}}}'
 
     def _pause_seconds(self, snapshot: str) -> float:
-        """Seconds until the next look. What a scene begins with says it: reading all of it would take longer."""
-        began = SNAPSHOT_HEAD.match(snapshot)
-        assert began is not None, "a scene begins with what it took"
-        took, busy = map(float, began.groups())
+        """Return the seconds until the next snapshot. Only the head of the snapshot is parsed, since parsing all of it
+        takes longer."""
+        head = SNAPSHOT_HEAD.match(snapshot)
+        assert head is not None, "a snapshot begins with the time that it took"
+        took, busy = map(float, head.groups())
         return max(MIN_POLL_SECONDS, took / self.engine_share / max(busy, MIN_LOAD) if busy > IDLE_LOAD else 0.0)

@@ -1,5 +1,5 @@
-"""What two fronts of one server ask each other, over a socket without a name: frames of a length and JSON. Knows no
-fronts."""
+"""Messages between two frontends of one server, over an unnamed socket. A frame is a length and JSON. Nothing here
+depends on the kinds of messages."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from quire.protocol.columns import WireError
 from quire.protocol.json_frames import HEADER, pack, unpack
 
 MAX_FRAME_BYTES = 1 << 23  # bytes of a frame
-MAX_UNSENT_BYTES = 1 << 24  # bytes that may wait for the other side: then it is asked no more
+MAX_UNSENT_BYTES = 1 << 24  # bytes that wait for the other side to read; above it, messages are dropped
 log = logging.getLogger("quire.server")
 
 Handler = Callable[[Any], Awaitable[Any]]
 
 
 def send_blocking(connection: socket.socket, kind: str, value: Any) -> None:
-    """Before there is an event loop: say something. OSError when the other side is gone."""
+    """Send a message before there is an event loop. Raise OSError if the other side is gone."""
     connection.sendall(_frame({"what": kind, "value": value}))
 
 
 def receive_blocking(connection: socket.socket) -> tuple[str, Any]:
-    """Before there is an event loop: wait for what the other side says. EOFError when it is gone."""
-    said = _parse(_read_exactly(connection, _frame_length(_read_exactly(connection, HEADER))))
-    return _message_kind(said), said.get("value")
+    """Receive a message before there is an event loop. Return its kind and value. Raise EOFError if the other side is
+    gone."""
+    message = _parse(_read_exactly(connection, _frame_length(_read_exactly(connection, HEADER))))
+    return _message_kind(message), message.get("value")
 
 
 def _read_exactly(connection: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size:
-        data = connection.recv(size - len(found))
+    received = b""
+    while len(received) < size:
+        data = connection.recv(size - len(received))
         if not data:
             raise EOFError
-        found += data
-    return found
+        received += data
+    return received
 
 
 def _frame(value: dict[str, Any]) -> bytes:
@@ -58,12 +59,12 @@ def _frame_length(head: bytes) -> int:
 
 def _parse(body: bytes) -> dict[str, Any]:
     try:
-        said = unpack(body)
+        message = unpack(body)
     except (ValueError, RecursionError) as error:
         raise WireError("frame", f"no JSON: {str(error)[:200]}") from error
-    if not isinstance(said, dict):
-        raise WireError("frame", f"a {type(said).__name__}, no object")
-    return said
+    if not isinstance(message, dict):
+        raise WireError("frame", f"a {type(message).__name__}, no object")
+    return message
 
 
 def _message_kind(message: Mapping[str, Any]) -> str:
@@ -74,8 +75,8 @@ def _message_kind(message: Mapping[str, Any]) -> str:
 
 
 class ControlChannel:
-    """One side of `connection`, on an event loop. `handlers` answer what the other side asks, by name; what they are
-    given and what they return is JSON."""
+    """One side of `connection` on an event loop. `handlers` answer the other side's messages, by kind; they take and
+    return JSON values."""
 
     def __init__(self, connection: socket.socket, handlers: Mapping[str, Handler]) -> None:
         self._connection, self._handlers = connection, handlers
@@ -86,11 +87,11 @@ class ControlChannel:
         self._writer: asyncio.StreamWriter
 
     async def connect(self) -> None:
-        """Have the connection on the running loop. Nothing is read yet."""
+        """Attach the connection to the running event loop. Nothing is read yet."""
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._connection)
 
     async def serve(self) -> None:
-        """Answer, until the other side is gone or says what is no frame."""
+        """Answer messages until the other side is gone or sends an invalid frame."""
         try:
             while True:
                 length = _frame_length(await self._reader.readexactly(HEADER))
@@ -98,7 +99,7 @@ class ControlChannel:
         except (asyncio.IncompleteReadError, OSError):
             pass
         except WireError as error:
-            log.error("another front sent what is no frame: %s", error)
+            log.error("another front sent an invalid frame: %s", error)
         finally:
             self._writer.close()
             for answer in self._pending.values():
@@ -107,11 +108,12 @@ class ControlChannel:
             self._pending.clear()
 
     def notify(self, kind: str, value: Any = None) -> None:
-        """Tell something that needs no answer."""
+        """Send a message that needs no answer."""
         self._send({"what": kind, "value": value})
 
     async def request(self, kind: str, value: Any, timeout: float) -> Any:
-        """What the other side answers. TimeoutError after so many seconds, ConnectionError when it is gone."""
+        """Send a message and return the answer. Raise TimeoutError after `timeout` seconds, ConnectionError if the
+        other side is gone."""
         key = next(self._keys)
         answer = self._pending[key] = asyncio.get_running_loop().create_future()
         try:
@@ -135,7 +137,7 @@ class ControlChannel:
             return
         handler = self._handlers.get(_message_kind(message))
         if handler is None:
-            raise WireError("what", f"{message['what'][:60]!r} is nothing that is asked")
+            raise WireError("what", f"{message['what'][:60]!r} is not a known kind of message")
         task = asyncio.get_running_loop().create_task(self._run_handler(handler, message.get("value"), key))
         self._handler_tasks.add(task)
         task.add_done_callback(self._handler_tasks.discard)
@@ -143,8 +145,8 @@ class ControlChannel:
     async def _run_handler(self, handler: Handler, value: Any, key: Any) -> None:
         try:
             value = await handler(value)
-        except Exception as error:  # whoever asked doesn't wait for ever
-            log.error("what another front asked failed", exc_info=error)
+        except Exception as error:  # the other side's request has a timeout
+            log.error("a request of another front failed", exc_info=error)
             return
         if key is not None:
             with suppress(ConnectionError):

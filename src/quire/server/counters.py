@@ -1,4 +1,4 @@
-"""What a front counts since its start: what its own requests came to. Fronts of one server add theirs up."""
+"""The counters of one frontend since its start. The frontends of one server add theirs up."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from quire.protocol.columns import WireError
 from quire.server.http_counters import DURATION_BOUNDS, Histogram, HttpCounters
 
-PROMPT_SOURCES = ("local_compute", "local_cache_hit")  # where prompt tokens came from
+PROMPT_SOURCES = ("local_compute", "local_cache_hit")  # prompt tokens were computed, or found in the cache
 PLAIN_COUNTERS = ("invalid", "aborted", "rejected")
 
 
 class ServerCounters:
-    """Counts of one front, or of several; `bounds` are those of its histograms by name. `cpu_seconds` are of processor
-    time."""
+    """Counters of one frontend, or the sums of several. `bounds` maps the names of histograms to their upper bounds.
+    `cpu_seconds` is processor time."""
 
     def __init__(self, bounds: Mapping[str, Sequence[float]]) -> None:
         self.histograms = {name: Histogram(of) for name, of in bounds.items()}
@@ -26,7 +26,7 @@ class ServerCounters:
         self.cpu_seconds = 0.0
 
     def add(self, other: ServerCounters) -> None:
-        """Count what `other` counted too."""
+        """Add the counts of `other`."""
         for name, histogram in other.histograms.items():
             self.histograms[name].add(histogram)
         self.finished.update(other.finished)
@@ -40,7 +40,7 @@ class ServerCounters:
         self.cpu_seconds += other.cpu_seconds
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the counts as a JSON value."""
         return {
             "histograms": {name: [of.counts, of.total] for name, of in self.histograms.items()},
             "finished": dict(self.finished), "sources": self.prompt_sources, "seconds": self.cpu_seconds,
@@ -51,7 +51,7 @@ class ServerCounters:
 
 
 def read_counters(data: Any, bounds: Mapping[str, Sequence[float]]) -> ServerCounters:
-    """The counts that JSON says. WireError for what are none."""
+    """Return the counts that to_json wrote. Raise WireError if `data` is invalid."""
     counted = ServerCounters(bounds)
     try:
         for name, [counts, total] in data["histograms"].items():

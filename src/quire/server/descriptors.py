@@ -1,4 +1,4 @@
-"""Descriptors: how many files and connections this process may have open, and how many of them are for connections."""
+"""Limits on open files and connections of this process."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from contextlib import suppress
 
 from quire.errors import StartupError
 
-MAX_DESCRIPTORS = 65_536  # that the limit is raised to
+MAX_DESCRIPTORS = 65_536  # the limit of open files is raised to this
 MAX_CONNECTIONS = 8_192
-RESERVED_DESCRIPTORS = 32  # for files, and for connections on their way out
+RESERVED_DESCRIPTORS = 32  # for files, and for connections that are being closed
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit to the hard one, or to 65,536 where that allows more."""
+    """Raise the soft limit of open files to the hard limit, but to at most 65,536."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # a system with a lower limit of its own
+        with suppress(OSError, ValueError):  # the system has a lower limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def connection_capacity(requested: int | None = None) -> int:
-    """How many connections fit, with what is open now: 8,192 at most, or what is `requested`. StartupError if that
-    many, or a single one, don't fit."""
+    """Return how many connections can be opened: `requested`, or else as many as the limit of open files allows, at
+    most 8,192. Raise StartupError if `requested`, or even one, exceeds that limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = len(os.listdir("/dev/fd")) + RESERVED_DESCRIPTORS
     room = MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(soft - taken, MAX_CONNECTIONS)
@@ -32,5 +32,5 @@ def connection_capacity(requested: int | None = None) -> int:
         raise StartupError(f"--max-connections is {requested}", "It is 1 or more")
     if room < (requested or 1):
         cause = f"{requested or 1} connections don't fit: {soft} files may be open and {taken} are needed otherwise"
-        raise StartupError(cause, f"Raise the limit (ulimit -n); {MAX_CONNECTIONS} connections are the most")
+        raise StartupError(cause, f"Raise the limit (ulimit -n); the most connections are {MAX_CONNECTIONS}")
     return requested or room

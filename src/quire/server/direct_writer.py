@@ -1,7 +1,7 @@
-"""Writing a response's body at once, with nothing to await: an ASGI extension that quire's own protocol class offers.
+"""Write a part of a response's body without awaiting: an ASGI extension that quire's own protocol class offers.
 
-A response begins and ends the ordinary way, so whoever is around it sees it, and h11 keeps its state; what is written
-here is a part of its body in between, framed as h11 would.
+A response begins and ends the ordinary way, so middleware sees it and h11's state stays valid. The parts between are
+written here, with the same framing as h11's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ DIRECT_EXTENSION = "quire.direct"  # in a scope's extensions
 
 
 class DirectWriter:
-    """The body of one response, which has no Content-Length."""
+    """Writes the body of one response that has no Content-Length."""
 
     __slots__ = ("_chunked", "_cycle", "_flow")
 
@@ -23,12 +23,12 @@ class DirectWriter:
 
     @property
     def is_open(self) -> bool:
-        """Whether a part may be written now: the response is under way, and its client reads what it is sent."""
+        """Return True if a part can be written now: the response has begun, and the client reads what is sent."""
         cycle = self._cycle
         if self._flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.response_started:
             return False
         return not cycle.transport.is_closing()
 
     def write(self, part: bytes) -> None:
-        """A part that isn't empty. Only while `is_open`."""
+        """Write a part, which must not be empty. Only while `is_open`."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._chunked else part)

@@ -1,6 +1,5 @@
-"""/v1/embeddings, /score and /rerank: embeddings of texts by the model that is served, and their cosines. A model that
-was made to write is a bi-encoder here: each text is embedded by itself, and no pair is read together.
-"""
+"""/v1/embeddings, /score and /rerank: embeddings of texts by the served model, and their cosines. A generative model is
+used as a bi-encoder: each text is embedded on its own, and pairs are not read together."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ Body = EmbeddingRequest | ScoreRequest | RerankRequest
 
 
 class EmbeddingRoutes:
-    """The routes, over what `service` has."""
+    """The routes of embeddings."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -57,7 +56,7 @@ class EmbeddingRoutes:
             if getattr(body, name) is not None and not as_bytes:
                 raise InputError(f'{name} is for encoding_format "base64"; numbers in JSON have neither', name)
         if None not in (body.normalize, body.use_activation) and body.normalize != body.use_activation:
-            raise InputError("normalize and use_activation mean the same, and differ", "normalize")
+            raise InputError("normalize and use_activation mean the same, but their values differ", "normalize")
         given = [body.messages] if body.input is None else split_prompts(body.input, "input", MAX_INPUTS)
         dtype = body.embed_dtype or "float32"
         big = body.endianness == "big" or (body.endianness == "native" and sys.byteorder == "big")
@@ -71,10 +70,13 @@ class EmbeddingRoutes:
         return await self._respond("embd", body, name, given, _field_paths(name, given), http, written)
 
     async def score(self, body: ScoreRequest, http: Request) -> Response:
-        """Cosines of pairs of texts: one with each of several, or as many as there are of both."""
+        """Return the cosines of pairs of texts: one text with each of several, or two lists of equal length."""
         first, second = ([one] if isinstance(one, str) else list(one) for one in (body.text_1, body.text_2))
         if not first or not second or len(first) not in (1, len(second)):
-            raise InputError(f"text_1 has {len(first)} texts for {len(second)}: it must be one, or as many", "text_1")
+            raise InputError(
+                f"text_1 has {len(first)} texts, text_2 has {len(second)}: text_1 must have one, or as many as text_2",
+                "text_1",
+            )
         _check_num_texts("text_2", len(first) + len(second))
         places = [*_field_paths("text_1", body.text_1), *_field_paths("text_2", body.text_2)]
 
@@ -92,7 +94,7 @@ class EmbeddingRoutes:
         return await self._respond("score", body, "text_2", [*first, *second], places, http, written)
 
     async def rerank(self, body: RerankRequest, http: Request) -> Response:
-        """Documents by their cosine with the query."""
+        """Return documents sorted by their cosine with the query."""
         _check_num_texts("documents", 1 + len(body.documents))
         if not body.documents:
             raise InputError("documents must have at least one entry", "documents")
@@ -122,8 +124,8 @@ class EmbeddingRoutes:
         self, kind: str, body: Body, name: str, given: Sequence[Any], field_paths: Sequence[str], http: Request,
         write_answer: Callable[[list[np.ndarray], str], JsonPieces],
     ) -> Response:  # fmt: skip
-        """Return what `write_answer` makes of the embeddings of `given` and of their usage. Errors call the field
-        `name` and its entries `field_paths`."""
+        """Embed `given` and return the response that `write_answer` makes of the embeddings and the usage. Errors call
+        the field `name` and its entries `field_paths`."""
         service, limits = self.service, self.service.llm.limits
         service.check_model(body.model)
         check_known(body, service.request_rules.strict)
@@ -140,7 +142,7 @@ class EmbeddingRoutes:
                     await service.render_chat(options, service.truncation(body, 1), read_tools(options.tools or []))
                 ]
                 if prompts[0].images:
-                    raise InputError("pictures can't be embedded: send text parts only", "messages")
+                    raise InputError("images can't be embedded: send text parts only", "messages")
             else:
                 special = options.add_special_tokens is not False
                 prompts = await service.input_processor.process_prompts(
@@ -174,20 +176,21 @@ def _check_num_texts(name: str, number: int) -> None:
 
 
 def _field_paths(name: str, given: str | Sequence[Any]) -> list[str]:
-    """The names of a field's texts in errors."""
+    """Return the names of a field's texts in errors."""
     return [name] if isinstance(given, str) else [f"{name}[{at}]" for at in range(len(given))]
 
 
 def _base64(numbers: np.ndarray, dtype: str, big: bool) -> str:
-    """The numbers' bytes. A bfloat16 is the upper half of a float32, rounded to nearest, ties to even."""
+    """Return the bytes of the numbers, in base64 as a JSON string. A bfloat16 is the upper half of a float32, rounded
+    to nearest, ties to even."""
     if dtype == "bfloat16":
         bits = numbers.astype("<f4").view("<u4")
-        found = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+        encoded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
     else:
-        found = numbers.astype("<f2" if dtype == "float16" else "<f4")
-    return json.dumps(base64.b64encode((found.byteswap() if big else found).tobytes()).decode())
+        encoded = numbers.astype("<f2" if dtype == "float16" else "<f4")
+    return json.dumps(base64.b64encode((encoded.byteswap() if big else encoded).tobytes()).decode())
 
 
 def _floats(numbers: np.ndarray) -> str:
-    """A JSON array; nine digits say which float32 it was."""
+    """Return the numbers as a JSON list. Nine digits identify a float32."""
     return "[" + ",".join(["%.9g"] * len(numbers)) % tuple(numbers.tolist()) + "]"

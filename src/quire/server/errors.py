@@ -1,5 +1,5 @@
-"""Failures as HTTP responses in OpenAI's shape, {"error": {"message", "type", "param", "code"}}, or for /v1/messages in
-Anthropic's, {"type": "error", "error": {"type", "message"}}: 4 KiB at the most."""
+"""Failures as HTTP responses of at most 4 KiB: in OpenAI's format, {"error": {"message", "type", "param", "code"}}, or
+for /v1/messages in Anthropic's, {"type": "error", "error": {"type", "message"}}."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPENAI_TYPES = {
     503: "ServiceUnavailableError",
 }
 MESSAGES_PATH = "/v1/messages"
-ANTHROPIC_TYPES = {  # Anthropic's
+ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -47,28 +47,28 @@ ANTHROPIC_TYPES = {  # Anthropic's
     503: "overloaded_error",
 }
 ANSWERED_ERROR = "quire.told"  # in a request's scope: the exception that was answered and logged
-LAST_ANSWER_SECONDS = 1.0  # seconds to send what remains to be said
+LAST_ANSWER_SECONDS = 1.0  # to send the response to an exception that ends a request
 log = logging.getLogger("quire.server")
 
 
 class Failure(NamedTuple):
-    """What a client is told, and the headers that go with it."""
+    """An error response: its status, message and headers."""
 
     code: int
     message: str
     param: str | None = None
     headers: dict[str, str] | None = None
-    details: dict[str, Any] | None = None  # Anthropic's, which its clients act on
+    details: dict[str, Any] | None = None  # a field of Anthropic's format that its clients act on
 
     def body(self) -> dict[str, Any]:
-        """The JSON of the error."""
+        """Return the error in OpenAI's format."""
         kind = OPENAI_TYPES.get(self.code, "BadRequestError" if self.code < 500 else "InternalServerError")
         param = None if self.param is None else _printable(self.param, MAX_PARAM)
         message = _printable(self.message, MAX_MESSAGE)
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
     def anthropic_body(self) -> dict[str, Any]:
-        """The JSON of the error as Anthropic has it, where a message must say by itself which field is meant."""
+        """Return the error in Anthropic's format, which has no param: the message names the field."""
         field = (self.param or "").partition(".")[0].partition("[")[0]
         message = self.message if field in self.message else f"{field}: {self.message}"
         kind = ANTHROPIC_TYPES.get(self.code, "invalid_request_error" if self.code < 500 else "api_error")
@@ -76,33 +76,33 @@ class Failure(NamedTuple):
         return {"type": "error", "error": {"type": kind, "message": _printable(message, MAX_MESSAGE), **details}}
 
     def response(self, scope: Scope) -> JSONResponse:
-        """The whole response to the request of `scope`, in the shape that its clients know."""
+        """Return the response to the request of `scope`, in the format of its route."""
         path = route_path(scope)
         theirs = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
         return JSONResponse(self.anthropic_body() if theirs else self.body(), self.code, self.headers)
 
 
 def route_path(scope: Scope) -> str:
-    """The path below --root-path."""
+    """Return the path of a request, without --root-path."""
     path, root = str(scope.get("path", "")), str(scope.get("root_path", "")).rstrip("/")
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
 def _printable(text: str, limit: int) -> str:
-    """What a client may be sent of a text that may be the client's own: no lone surrogates, and bounded."""
+    """Return `text`, which may come from the client, cut to `limit` characters and without lone surrogates."""
     return text.encode("utf-8", "replace").decode()[:limit]
 
 
 class UnknownModel(InputError):
-    """A request names a model that isn't served."""
+    """A request names a model that is not served."""
 
 
 class UnknownResponse(InputError):
-    """No response of that id is stored for who asks."""
+    """No response with that id is stored for this client."""
 
 
 class ThreadsUnsupported(InputError):
-    """A request wants the server to hold its messages. Anthropic's client sends them all when it is told so."""
+    """A request asks the server to store its messages. Anthropic's client sends all messages after this error."""
 
     details: ClassVar[dict[str, Any]] = {"error_code": "thread_unsupported_request"}
 
@@ -113,18 +113,18 @@ STATUS_CODES: dict[type[InputError], int] = {
 
 
 def to_failure(error: BaseException) -> Failure:
-    """Any exception, as a client may see it: no paths, no addresses, no traceback."""
+    """Return the failure that a client sees for an exception: no paths, addresses or tracebacks."""
     if isinstance(error, InputError):
         details = error.details if isinstance(error, ThreadsUnsupported) else None
         return Failure(STATUS_CODES.get(type(error), 400), str(error), error.param, details=details)
     if isinstance(error, Overloaded):
         return Failure(503, str(error), headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, EngineDead):
-        return Failure(503, "the engine stopped: what was under way is lost", headers={"Retry-After": "10"})
+        return Failure(503, "the engine stopped: requests in progress are lost", headers={"Retry-After": "10"})
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
-        told = body_error(first) or wrong_type_error(first["loc"], first["msg"])
-        return Failure(400, str(told), told.param)
+        wrong = body_error(first) or wrong_type_error(first["loc"], first["msg"])
+        return Failure(400, str(wrong), wrong.param)
     if isinstance(error, HTTPException) and (error.status_code, error.detail) == (404, "Not Found"):
         return Failure(404, "there is nothing at this path; /openapi.json lists the routes")
     if isinstance(error, asyncio.CancelledError):
@@ -137,7 +137,8 @@ def to_failure(error: BaseException) -> Failure:
 
 @contextmanager
 def rename_param(param: str, name: str) -> Iterator[None]:
-    """Within, errors about the field `param` are about the one that the client calls `name`."""
+    """Return a context manager in which errors about the fields `param` and max_tokens are about `name`, the client's
+    field."""
     try:
         yield
     except InputError as error:
@@ -147,7 +148,8 @@ def rename_param(param: str, name: str) -> Iterator[None]:
 
 
 def body_error(error: Mapping[str, Any]) -> InputError | None:
-    """What is wrong with a body that is no JSON object. Curl's -d alone sends a form, which FastAPI doesn't parse."""
+    """Return the error for a body that is not a JSON object, or None for other errors. curl's -d alone sends a form,
+    which FastAPI does not parse."""
     if error["type"] == "json_invalid":
         return InputError("the request body is not valid JSON")
     if error["type"] == "model_attributes_type" and error["loc"] == ("body",):
@@ -156,15 +158,15 @@ def body_error(error: Mapping[str, Any]) -> InputError | None:
 
 
 def add_handlers(app: FastAPI, metrics: Metrics) -> None:
-    """Answer every exception in its client's shape, and count the bad requests."""
+    """Answer every exception in the format of its route, and count invalid requests."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
         request.scope[ANSWERED_ERROR] = error
-        found = to_failure(error)
-        if found.code == 405:  # Starlette names the methods of one route only
-            found = found._replace(headers={"Allow": ", ".join(sorted(_methods(app, request.scope)))})
-        metrics.invalid += 400 <= found.code < 500
-        return found.response(request.scope)
+        failure = to_failure(error)
+        if failure.code == 405:  # Starlette names the methods of one route only
+            failure = failure._replace(headers={"Allow": ", ".join(sorted(_methods(app, request.scope)))})
+        metrics.invalid += 400 <= failure.code < 500
+        return failure.response(request.scope)
 
     for kind in (InputError, Overloaded, EngineDead, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
@@ -176,9 +178,8 @@ def _methods(app: FastAPI, scope: Scope) -> set[str]:
 
 
 class CatchAllMiddleware:
-    """ASGI middleware outside of everything: whatever ends a request is logged, once, and answered in its client's
-    shape unless a response has begun, which is cut. `on_exit_request` is called when it was SystemExit or
-    KeyboardInterrupt."""
+    """The outermost ASGI middleware. An exception that ends a request is logged once and answered in the format of its
+    route; a response that has begun is cut off. `on_exit_request` is called for SystemExit and KeyboardInterrupt."""
 
     def __init__(self, app: ASGIApp, on_exit_request: Callable[[], object]) -> None:
         self.app, self.on_exit_request = app, on_exit_request
@@ -189,7 +190,7 @@ class CatchAllMiddleware:
             return
         try:
             await self.app(scope, receive, send)
-        except BaseException as error:  # also what libraries raise beside Exception, as Rust's panics
+        except BaseException as error:  # Rust's panics are not Exceptions
             if scope.get(ANSWERED_ERROR) is not error:
                 await self._answer_error(error, scope, receive, send)
 
@@ -200,7 +201,7 @@ class CatchAllMiddleware:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and not task.cancelling():
             error = RuntimeError("something waited for was cancelled, the request was not")
-        # A response that has begun refuses the start of another one.
+        # A response that has begun raises RuntimeError at the start of another one.
         with suppress(RuntimeError, TimeoutError):
             async with asyncio.timeout(LAST_ANSWER_SECONDS):
                 await to_failure(error).response(scope)(scope, receive, send)

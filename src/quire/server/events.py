@@ -1,6 +1,6 @@
-"""Outputs as typed events, for APIs that answer with several entries one after another: thoughts, texts, calls.
+"""Outputs as typed events, for APIs whose answers are lists of items: reasoning, texts and tool calls.
 
-A whole answer is what a stream's events come to: the same code writes both, and says nothing in between.
+The same code writes a stream and a whole answer. For a whole answer it writes no events.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from quire.core.outputs import BranchOutput
 from quire.errors import InputError, Overloaded, QuireError
 from quire.server.direct_writer import DirectWriter
-from quire.server.json_pieces import JsonPieces, TokenStrings
+from quire.server.json_pieces import JsonPieces, TokenStrings, WriterTurns
 from quire.server.message_parser import ChoiceParser, MessageParts, ParsedCall
 from quire.server.output_queue import IndexedOutputs as IndexedOutputs
 from quire.server.render import ChatRenderer, ChoicePieces
@@ -26,37 +26,37 @@ Json = dict[str, Any]
 
 
 class EmitEvent(Protocol):
-    """Writes an event of a `kind`."""
+    """Writes an event of type `kind`."""
 
     def __call__(self, kind: str, **members: Any) -> None: ...
 
 
 class OutputItem(Protocol):
-    """Thoughts, a text or a call, said as it comes. `item` is what a whole answer has."""
+    """An item of an answer that grows: reasoning, a text or a tool call. `item` is its JSON in a whole answer."""
 
     item: Json
 
     def add(self, text: str) -> None:
-        """More of it."""
+        """Append text."""
 
     def end(self, status: str) -> None:
-        """There is no more."""
+        """End the item."""
 
 
 class TextItemFactory(Protocol):
-    """Begins a text, or thoughts."""
+    """Makes an item of text or of reasoning."""
 
     def __call__(self, index: int, emit: EmitEvent) -> OutputItem: ...
 
 
 class CallItemFactory(Protocol):
-    """Begins a call."""
+    """Makes an item of a tool call."""
 
     def __call__(self, index: int, emit: EmitEvent, call: ParsedCall) -> OutputItem: ...
 
 
 class OutputItems:
-    """The entries of an output, one after another; the last one is open. `emits_events`: events are written."""
+    """The items of an output, in order. The last one is open. `emits_events` is False for a whole answer."""
 
     text_item: ClassVar[TextItemFactory]
     reasoning_item: ClassVar[TextItemFactory]
@@ -66,7 +66,7 @@ class OutputItems:
         self.emits_events = emits_events
         self._events: JsonPieces = []
         self._items: list[OutputItem] = []
-        self._open_kind: TextItemFactory | CallItemFactory | None = None  # what the open one is
+        self._open_kind: TextItemFactory | CallItemFactory | None = None  # of the open item
 
     def emit(self, kind: str, **members: Any) -> None:
         """Write an event."""
@@ -75,12 +75,12 @@ class OutputItems:
             self._events.append(f"event: {kind}\ndata: {data}\n\n")
 
     def take_events(self) -> JsonPieces:
-        """The events since the last time."""
-        said, self._events = self._events, []
-        return said
+        """Return and remove the events since the last call."""
+        events, self._events = self._events, []
+        return events
 
     def add(self, parts: MessageParts) -> None:
-        """A run of an output: what it thinks, says or calls."""
+        """Add a part of the output: reasoning, text and tool calls."""
         if parts.reasoning:
             self._text_item(type(self).reasoning_item).add(parts.reasoning)
         if parts.content:
@@ -94,17 +94,17 @@ class OutputItems:
                 self._items[-1].add(call.arguments)
 
     def finish(self, status: str) -> None:
-        """There is no more; what said nothing said an empty text."""
+        """End the output. An empty output becomes one empty text."""
         if not self._items:
             self._text_item(type(self).text_item)
         self.close_item(status)
 
     def items(self) -> list[Json]:
-        """The entries."""
+        """Return the items as JSON."""
         return [entry.item for entry in self._items]
 
     def close_item(self, status: str) -> None:
-        """End the last entry, if it hasn't ended."""
+        """End the last item, if it is open."""
         if self._open_kind is not None:
             self._open_kind = None
             self._items[-1].end(status)
@@ -121,7 +121,7 @@ class OutputItems:
 
 
 class EventRenderer(ChatRenderer):
-    """An output as entries. `body` is the whole answer once `_finish` has run."""
+    """Renders an output as items. `body` is the whole answer after `_finish`."""
 
     body: Json
 
@@ -132,14 +132,15 @@ class EventRenderer(ChatRenderer):
         chat: ChatRequest,
         prepared: PreparedChat,
         token_strings: TokenStrings,
+        writer_turns: WriterTurns,
         items: OutputItems,
     ) -> None:
-        prompt, box, thinking = prepared.prompt, prepared.tool_choice, prepared.reasoning
-        super().__init__(id, model, chat, [prompt], token_strings, box, thinking)
-        self._parser, self._items = ChoiceParser(box, thinking), items
+        prompt, tool_choice, reasoning = prepared.prompt, prepared.tool_choice, prepared.reasoning
+        super().__init__(id, model, chat, [prompt], token_strings, writer_turns, tool_choice, reasoning)
+        self._parser, self._items = ChoiceParser(tool_choice, reasoning), items
 
     def choice_nowait(self, at: int, output: BranchOutput) -> ChoicePieces | None:
-        """The events of an output; with its last one, those of the end."""
+        """Return the events of an output, or None if it has none."""
         self.usage.add(at, 0, len(output.tokens), output.cached_tokens)
         last = output.finish_reason is not None
         for parts in self._parser.push_runs(output.text, last, output.tokens):
@@ -150,22 +151,22 @@ class EventRenderer(ChatRenderer):
         return ChoicePieces(at, 0, pieces) if pieces else None
 
     async def choice(self, at: int, output: BranchOutput, whole: bool) -> ChoicePieces | None:
-        """As `choice_nowait`, in its turn."""
-        found = self.choice_nowait(at, output)
-        await self.pace(*(found.pieces if found is not None else ()))
-        return found
+        """Return the events of an output, or None. Other writers may take a turn meanwhile."""
+        choice = self.choice_nowait(at, output)
+        await self.pace(*(choice.pieces if choice is not None else ()))
+        return choice
 
     def failure_events(self, error: BaseException) -> JsonPieces:
-        """The last events of a stream that failed."""
+        """Return the last events of a stream that failed."""
         raise NotImplementedError
 
     def _finish(self, output: BranchOutput) -> None:
-        """The output has ended: `body` it, and its last events."""
+        """Set `body` and write the last events, at the end of the output."""
         raise NotImplementedError
 
 
 class TypedEventStream(EventStream):
-    """Sends events. The last one says how the stream ended; there is no [DONE]."""
+    """A response that streams typed events. The last event says how the stream ended; there is no [DONE]."""
 
     _renderer: EventRenderer
 
@@ -173,7 +174,7 @@ class TypedEventStream(EventStream):
         super().__init__(call, renderer, headers, usage=False, continuous=False)
 
     def _try_write(self, direct: DirectWriter, outputs: IndexedOutputs) -> bool:
-        if any(output.finish_reason is not None for _, output in outputs):  # its events may say all the text again
+        if any(output.finish_reason is not None for _, output in outputs):  # the last events may repeat all the text
             return False
         return super()._try_write(direct, outputs)
 
@@ -185,14 +186,15 @@ class TypedEventStream(EventStream):
 
 
 def unfinished_error(output: BranchOutput) -> QuireError:
-    """Why an output ended that neither its model nor a length did: for what was asked, or since all end."""
+    """Return the error for an output that ended neither by its model nor at a length limit: what the client asked for
+    failed, or the server is shutting down."""
     if output.finish_reason == "error":
         return InputError(f"the output can't go on: {output.stop_reason}")
-    return Overloaded("the request was ended before its output", retry_after=10)
+    return Overloaded("the request was aborted before its output was complete", retry_after=10)
 
 
 async def collect_answer(call: EngineCall, renderer: EventRenderer) -> JsonPieces:
-    """The whole answer of a call, when all of it is there."""
+    """Return the answer of a call, once it is complete."""
     for at, output in await call.collect():
         await renderer.choice(at, output, whole=True)
     return [json.dumps(renderer.body, separators=(",", ":"))]

@@ -1,6 +1,6 @@
-"""A further front of a server, as a program. Its arguments CONTROL LISTENER ENGINE PLACES are numbers of inherited
-descriptors. The first front says what it is to be, when it accepts and when it ends: quire.server.frontend_manager.
-"""
+"""A worker frontend of a server, as a program. Its arguments CONTROL LISTENER ENGINE SLOTS are numbers of inherited
+descriptors. The main frontend sends its settings and decides when it accepts and ends:
+quire.server.frontend_manager."""
 
 from __future__ import annotations
 
@@ -42,30 +42,25 @@ log = logging.getLogger("quire.server")
 
 
 class FrontendWorker(ServerGroup):
-    """The whole server, as one of its further fronts sees it: through the first."""
+    """The server as a worker frontend sees it: through messages to the main frontend, over `connection`."""
 
-    def __init__(self, count: int, started: int, connection: socket.socket) -> None:
-        super().__init__(count, started)
-        self.accept_requested, self.accept_started, self.drain_requested = (
-            asyncio.Event(),
-            asyncio.Event(),
-            asyncio.Event(),
-        )
-        self.drain_seconds = 0.0  # to drain in
+    def __init__(self, count: int, started: int, connection: socket.socket, accept_slots: AcceptSlots) -> None:
+        super().__init__(count, started, accept_slots)
+        self.accept_requested, self.accept_started = asyncio.Event(), asyncio.Event()
+        self.drain_requested, self.drain_seconds = asyncio.Event(), 0.0
         self._missed_beats, self._reported_problem = 0, ""
         self._channel = ControlChannel(connection, {
             "beat": self._on_beat, "counts": self._on_counts, "load": self._on_load, "accept": self._on_accept,
-            "end": self._on_end,
-            "died": self._on_died,
+            "end": self._on_end, "died": self._on_died,
         })  # fmt: skip
 
     async def connect(self) -> list[asyncio.Task[None]]:
-        """Listen to the first front, in the tasks that are returned."""
+        """Connect to the main frontend. Return the tasks that handle its messages and watch its heartbeats."""
         await self._channel.connect()
         return [asyncio.ensure_future(self._watch_manager()), asyncio.ensure_future(self._count_missed_beats())]
 
     def problem(self) -> str:
-        """What the first front says of all, or that it says nothing."""
+        """Return why the server is unhealthy, as the main frontend reports it, or that its heartbeats are missing."""
         return (
             "the first front has not been heard of"
             if self._missed_beats >= MAX_MISSED_BEATS
@@ -73,23 +68,24 @@ class FrontendWorker(ServerGroup):
         )
 
     async def scrape(self) -> bytes:
-        """The metrics of all fronts, which the first one adds up; those of the engine alone if it doesn't answer."""
+        """Return the metrics of all frontends, which the main one adds up, or those of the engine alone if it does not
+        answer."""
         try:
             return str(await self._ask("scrape")).encode()
         except Overloaded:
             return self.metrics.render_engine()
 
     async def load(self) -> int:
-        """Requests in the server. Overloaded if the first front doesn't answer."""
+        """Return the number of requests in the server. Raise Overloaded if the main frontend does not answer."""
         return int(await self._ask("load"))
 
     async def wait_all_drained(self) -> None:
-        """This front is: wait until the others are too."""
+        """Report that this frontend is drained, and wait until all are."""
         with suppress(TimeoutError, ConnectionError):
             await self._channel.request("drained", None, self.drain_seconds + EXTRA_SECONDS)
 
     def report_end(self, reason: str) -> None:
-        """Say that this front ends, and why."""
+        """Report that this frontend ends, and why."""
         with suppress(ConnectionError):
             self._channel.notify("over", reason)
 
@@ -97,7 +93,7 @@ class FrontendWorker(ServerGroup):
         try:
             return await self._channel.request(kind, None, 3 * GATHER_SECONDS)
         except (TimeoutError, ConnectionError) as error:
-            log.warning("the first front doesn't say what it knows of all (%s)", kind)
+            log.warning("the first front doesn't answer (%s)", kind)
             raise Overloaded("the first front of this server doesn't answer", 1) from error
 
     async def _watch_manager(self) -> None:
@@ -107,12 +103,13 @@ class FrontendWorker(ServerGroup):
             await self._on_died("the first front is gone")
 
     async def _count_missed_beats(self) -> None:
-        """Silence is counted in looks, so that whoever was stopped itself blames nobody."""
+        """Count missed heartbeats. The count is of turns of this loop, not of time: time would also pass while this
+        process is stopped."""
         while True:
             self._missed_beats += 1
             await asyncio.sleep(BEAT_SECONDS)
 
-    # What the first front asks
+    # Messages of the main frontend
 
     async def _on_beat(self, why: str) -> None:
         self._missed_beats, self._reported_problem = 0, why
@@ -140,7 +137,7 @@ class FrontendWorker(ServerGroup):
 
 
 def options_from_json(options_json: Mapping[str, Any]) -> ServeOptions:
-    """The options that JSON says."""
+    """Return the options that JSON holds."""
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in options_json.items()
     }
@@ -148,7 +145,7 @@ def options_from_json(options_json: Mapping[str, Any]) -> ServeOptions:
 
 
 def run(channel: socket.socket, listener: socket.socket, connection: socket.socket, slots_fd: int) -> int:
-    """Be the front that the first one describes. The exit status."""
+    """Run the worker with the settings that the main frontend sends. Return the exit status."""
     try:
         _, settings = receive_blocking(channel)
     except (EOFError, OSError, WireError):
@@ -156,12 +153,12 @@ def run(channel: socket.socket, listener: socket.socket, connection: socket.sock
     options = options_from_json(settings["options"])
     configure_logging(options, f"front {settings['number']}")
     sys.set_int_max_str_digits(MAX_INT_DIGITS)
-    peers = FrontendWorker(settings["count"], settings["started"], channel)
-    peers.accept_slots = AcceptSlots(slots_fd, peers.num_frontends, settings["number"], options.max_connections)
+    slots = AcceptSlots(slots_fd, settings["count"], settings["number"], options.max_connections)
+    worker = FrontendWorker(settings["count"], settings["started"], channel, slots)
     try:
-        llm, app = _load_app(settings, options, peers, channel, connection)
+        llm, app = _load_app(settings, options, worker, channel, connection)
         send_blocking(channel, "ready", None)
-    except OSError:  # the first front is gone
+    except OSError:  # the main frontend is gone
         return 1
     except Exception as error:
         if not isinstance(error, StartupError):
@@ -171,7 +168,7 @@ def run(channel: socket.socket, listener: socket.socket, connection: socket.sock
             send_blocking(channel, "failed", {"text": error.cause, "remedy": error.remedy})
         return 1
     try:
-        status = run_loop(_serve(app, listener, llm, options, peers))
+        status = run_loop(_serve(app, listener, llm, options, worker))
     finally:
         ended = close_engine(llm)
     return status if ended else 1
@@ -184,25 +181,27 @@ def _load_app(
     control: socket.socket,
     connection: socket.socket,
 ) -> tuple[AsyncLLM, Any]:
-    """The engine that the first front started, and the application over it."""
+    """Connect to the engine that the main frontend started. Return it, and the application for it."""
     from quire.async_llm import AsyncLLM
 
     import_libraries()
     config = EngineConfig(**settings["config"])
-    link, prompts, source = join_engine_process(config, connection, lambda named: _wait_for_engine(connection, control))
-    llm = AsyncLLM.over(link, prompts)
+    engine_client, prompts, checkpoint = join_engine_process(
+        config, connection, lambda _: _wait_for_engine(connection, control)
+    )
+    llm = AsyncLLM.over(engine_client, prompts)
     if settings["template"] is not None:
         from quire.text.chat_template import ChatTemplate
 
         set_chat_template(prompts, ChatTemplate(settings["template"], {}))
     keys, admin_keys = settings["keys"], settings["admin_keys"]
-    app = make_app(llm, source.name, config, options, keys, admin_keys, server_group)
+    app = make_app(llm, checkpoint.name, config, options, keys, admin_keys, server_group)
     freeze_loaded_objects()
     return llm, app
 
 
 def _wait_for_engine(engine: socket.socket, control: socket.socket) -> None:
-    """Wait until the engine says something. StartupError when the first front leaves before."""
+    """Wait until the engine sends data. Raise StartupError if the main frontend is gone first."""
     poll = select.poll()
     poll.register(engine, select.POLLIN)
     poll.register(control, select.POLLHUP | getattr(select, "POLLRDHUP", 0))
@@ -213,39 +212,41 @@ def _wait_for_engine(engine: socket.socket, control: socket.socket) -> None:
 async def _serve(
     app: Any, listener: socket.socket, llm: AsyncLLM, options: ServeOptions, worker: FrontendWorker
 ) -> int:
-    """Accept once told to, until told to end, or a part of the server is lost. The exit status."""
+    """Serve from when the main frontend allows it until it ends the worker, or a part of the server is lost. Return the
+    exit status."""
     from quire.server.shutdown import LoopErrorLogger, arm_exit_timer
     from quire.server.web_server import WebServer
 
     loop = asyncio.get_running_loop()
     LoopErrorLogger(loop)
     died = asyncio.Event()
-    llm.on_death = lambda: loop.call_soon_threadsafe(died.set)
+    llm.set_death_callback(lambda: loop.call_soon_threadsafe(died.set))
     llm.engine_client.attach_event_loop()
-    aside = await worker.connect()
+    background = await worker.connect()
     ends = [asyncio.ensure_future(event.wait()) for event in (worker.drain_requested, died)]
-    told = asyncio.ensure_future(worker.accept_requested.wait())
+    allowed = asyncio.ensure_future(worker.accept_requested.wait())
     try:
-        await asyncio.wait([told, *ends], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([allowed, *ends], return_when=asyncio.FIRST_COMPLETED)
         if not worker.accept_requested.is_set():
             return await _shut_down(llm, worker)
         server = WebServer(app, options, worker.accept_started.set, died.set, accept_slots=worker.accept_slots)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         await asyncio.wait([serving, *ends], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
-            serving.result()  # why it could not start
+            serving.result()  # raises the reason why it could not start
         status = await _shut_down(llm, worker)
         server.should_exit = True
         await serving
         return status
     finally:
-        for task in [told, *ends, *aside]:
+        for task in [allowed, *ends, *background]:
             task.cancel()
         arm_exit_timer(SHUTDOWN_MARGIN_SECONDS)
 
 
 async def _shut_down(llm: AsyncLLM, worker: FrontendWorker) -> int:
-    """Let what runs end, or leave clients a moment to learn why it won't. The exit status."""
+    """Drain the requests, or answer for a moment with the reason why the engine or the server stopped. Return the exit
+    status."""
     from quire.server.shutdown import arm_exit_timer
 
     if worker.drain_requested.is_set() and llm.error is None:
@@ -262,7 +263,7 @@ async def _shut_down(llm: AsyncLLM, worker: FrontendWorker) -> int:
 
 
 def main() -> None:
-    """The arguments are the numbers of inherited descriptors."""
+    """Run the worker. The arguments are the numbers of inherited descriptors."""
     ignore_signals()
     control, listener, connection = (socket.socket(fileno=int(number)) for number in sys.argv[1:4])
     exit_now(run(control, listener, connection, int(sys.argv[4])))

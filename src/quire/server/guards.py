@@ -1,4 +1,4 @@
-"""ASGI middleware around every route: API and admin keys, bounds on bodies. Deny by default: only /health is open."""
+"""ASGI middleware for every route: API and admin keys, and limits on bodies. Only /health needs no key."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.errors import Failure, route_path
 
 OPEN_PATHS = ("/health",)
-ADMIN = "quire.admin"  # in a request's scope: an admin key came with it
+ADMIN = "quire.admin"  # in a request's scope: True if it has an admin key
 CLIENT = "quire.client"  # in a request's scope: see client_of
-TRUSTED = "quire.trusted"  # in a request's scope: a key came with it, or none is needed
+TRUSTED = "quire.trusted"  # in a request's scope: True if it has a key, or none is needed
 MAX_BODY = 8 << 20  # bytes
-MAX_BODIES = 256 << 20  # bytes, of all requests under way
+MAX_BODIES = 256 << 20  # bytes, of all requests in progress
 BODY_SECONDS = 60.0  # for a whole body to arrive
-MAX_COMMAS = 1 << 18  # in a body, or four for each token that fits
-MAX_COLONS_AND_BRACKETS = 1 << 16  # colons and opening brackets in a body, or one for each token that fits
-CHARS_PER_SLASH = 32  # characters of base64, of which one may be a slash that some write as \/
-MAX_BACKSLASHES = 1 << 20  # in a body, or eight for each token that fits
+MAX_COMMAS = 1 << 18  # in a body, or four per token of the longest prompt
+MAX_COLONS_AND_BRACKETS = 1 << 16  # colons and opening brackets in a body, or one per token of the longest prompt
+CHARS_PER_SLASH = 32  # characters of base64 per slash, which some clients write as \/
+MAX_BACKSLASHES = 1 << 20  # in a body, or eight per token of the longest prompt
 
 
 def request_keys(scope: Scope) -> list[bytes]:
-    """The keys that came with a request: "Authorization: Bearer KEY" and, as Anthropic's clients have it, "x-api-key:
-    KEY". A header that is there twice has none."""
+    """Return the keys of a request: "Authorization: Bearer KEY" and, as Anthropic's clients send it, "x-api-key: KEY".
+    A header that occurs twice is ignored."""
     given = [(name, value) for name, value in scope.get("headers", ()) if name in (b"authorization", b"x-api-key")]
     bearers = [value for name, value in given if name == b"authorization"]
     plain = [value.strip() for name, value in given if name == b"x-api-key"]
@@ -38,8 +38,8 @@ def request_keys(scope: Scope) -> list[bytes]:
 
 
 class ApiKeyMiddleware:
-    """Refuses every request without a key (`request_keys`), except to OPEN routes and `open_paths` ones. An admin key
-    opens all that a key does; whether a request has one, `require_admin` asks."""
+    """Refuses requests without a key (`request_keys`), except to OPEN_PATHS and `open_paths`. An admin key is also a
+    key; `require_admin` checks for it."""
 
     def __init__(
         self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str] = (), open_paths: Sequence[str] = ()
@@ -63,27 +63,27 @@ class ApiKeyMiddleware:
 
     @staticmethod
     def _match_key(scope: Scope, keys: Sequence[bytes]) -> bytes:
-        """The one of `keys` that came with a request; b"" if none did."""
-        # Every key is compared, so that the time says nothing about which one was close.
+        """Return the one of `keys` that a request has, or b""."""
+        # Every key is compared, so that the time does not depend on which one is similar.
         matches = [(hmac.compare_digest(key, known), known) for key in request_keys(scope) for known in keys]
         return next((known for equal, known in matches if equal), b"")
 
 
 def client_of(request: Request) -> str:
     """Return the client for fair sharing: a digest of the API key, or "" without keys."""
-    found: str = request.scope.get(CLIENT, "")
-    return found
+    client: str = request.scope.get(CLIENT, "")
+    return client
 
 
 async def require_admin(request: Request) -> None:
-    """What admin routes depend on: 403 without an admin key, an ordinary one or none at all. The route asks, not its
-    path, so no way of writing the path leads past it."""
+    """Raise a 403 without an admin key. A dependency of admin routes: since the route checks, no spelling of the path
+    avoids it."""
     if not request.scope.get(ADMIN):
         raise HTTPException(403, "an admin key is required; without one in the server's settings this route is shut")
 
 
 class CharLimit(NamedTuple):
-    """What a body may have `max_count` of."""
+    """The most of the characters `chars` that a body may have."""
 
     name: str
     chars: tuple[bytes, ...]
@@ -91,12 +91,13 @@ class CharLimit(NamedTuple):
 
 
 class BodyLimitMiddleware:
-    """Reads a request's body before the route sees it: at most `max_body` bytes, chunked or not, within `seconds`, and
-    MAX_BODIES for all requests under way, or a front's share of that.
+    """Reads the body of a request before the route is called: at most `max_body` bytes, within `seconds`, and at most
+    MAX_BODIES for all requests in progress, or a frontend's share of that.
 
-    How long JSON holds the interpreter while it is parsed isn't a matter of its bytes but of its values: they are
-    counted by what separates and opens them, and escapes in strings beside. Limits grow with `max_len`, the most tokens
-    of a prompt, and with `image_chars`, the most characters of those that a body may have."""
+    The time for which parsing JSON holds the interpreter depends on the number of values, not of bytes. So the
+    characters that separate and open values are limited, and backslashes, which begin escapes. The limits grow with
+    `max_len`, the longest prompt in tokens, and `image_chars`, the most characters of images in a body.
+    """
 
     def __init__(
         self,
@@ -150,7 +151,8 @@ class BodyLimitMiddleware:
         await self.app(scope, replay, send)
 
     async def _read(self, parts: list[bytes], scope: Scope, receive: Receive) -> bytes | Failure | None:
-        """The body, of which `parts` are held."""
+        """Read the body. The `parts` are counted in `held_bytes`. Return a Failure if it exceeds a limit, None if the
+        client left."""
         too_large = Failure(413, f"the request body may have at most {self.max_body} bytes")
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared[:20]) > self.max_body:
@@ -173,7 +175,7 @@ class BodyLimitMiddleware:
             if self._limit_failure(counts) is None:
                 parts.append(part)
                 self.held_bytes += len(part)
-            else:  # the rest is awaited nevertheless: most clients listen only once they sent all
+            else:  # read the rest nevertheless: most clients read the response only after they have sent everything
                 self.held_bytes -= sum(map(len, parts))
                 parts.clear()
         return self._limit_failure(counts) or b"".join(parts)

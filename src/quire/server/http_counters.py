@@ -1,4 +1,4 @@
-"""HTTP requests by route, method and kind of status, and how long they took: counted around the routes."""
+"""Counters of HTTP requests by route, method and class of status, and histograms of their durations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH")
-PROBES = ("/health", "/ping", "/metrics", "/version", "/load")  # asked again and again by machines: not counted
+PROBES = ("/health", "/ping", "/metrics", "/version", "/load")  # polled by monitoring, so not counted
 DURATION_BOUNDS = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 class Histogram:
-    """Counts by upper bound. Takes many equal values at once, which one step's latencies mostly are."""
+    """Counts of values by upper bound. `observe` takes many equal values at once: most latencies of a step are
+    equal."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -23,33 +24,33 @@ class Histogram:
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """`value` was seen `times` times."""
+        """Count `value` `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     def add(self, other: Histogram) -> None:
-        """All that `other`, of the same bounds, has seen was seen."""
+        """Add the counts of `other`, which has the same bounds."""
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
         self.total += other.total
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Prometheus' buckets."""
-        rows, seen = [], 0
+        """Return the buckets in Prometheus' format: (bound, count of values up to it)."""
+        buckets, total = [], 0
         for bound, count in zip([*self.bounds, float("inf")], list(self.counts)):
-            seen += count
-            rows.append(("+Inf" if bound == float("inf") else str(float(bound)), float(seen)))
-        return rows
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), float(total)))
+        return buckets
 
 
 class HttpCounters:
-    """As many series as there are routes, methods and kinds of status, whatever clients send."""
+    """The number of series is limited by the routes, methods and classes of status, whatever clients send."""
 
     def __init__(self) -> None:
-        self.requests: Counter[tuple[str, str, str]] = Counter()  # by route, method, status as 2xx
+        self.requests: Counter[tuple[str, str, str]] = Counter()  # by route, method and class of status, such as 2xx
         self.durations: dict[tuple[str, str], Histogram] = {}  # by route and method
 
     def add(self, route: str, method: str, status: int, seconds: float) -> None:
-        """A request was answered."""
+        """Count an answered request."""
         if route not in PROBES:
             method = method if method in METHODS else "other"
             self.requests[route, method, f"{status // 100}xx"] += 1
@@ -57,8 +58,9 @@ class HttpCounters:
 
 
 class CountHttpMiddleware:
-    """ASGI that counts what passes through it, before the last of an answer leaves: whoever has read it whole finds it
-    counted. `none` stands for a path without a route, or that no key opened."""
+    """ASGI middleware that counts requests. A request is counted before the last part of its response is sent, so a
+    client that has read all of it finds it counted. The route is "none" for an unknown path or a request without a
+    valid key."""
 
     def __init__(self, app: ASGIApp, counters: HttpCounters) -> None:
         self.app, self.counters = app, counters

@@ -1,4 +1,5 @@
-"""API keys and admin keys, from a file or the environment. A key is never shown, nor taken from the command line."""
+"""API keys and admin keys, from a file or the environment. Keys are never logged, and never taken from the command
+line."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ ADMIN_KEY_VARIABLE = "QUIRE_ADMIN_KEY"
 
 
 def read_keys(file: str | None, flag: str = "--api-key-file", variable: str = KEY_VARIABLE) -> tuple[str, ...]:
-    """Keys: lines of `file`, which `flag` named, else what the environment's `variable` holds, else none.
+    """Return the keys in `file`, one per line, else the key in the environment's `variable`, else none. `flag` is the
+    flag that named the file.
 
-    The variable is gone afterwards: no child inherits it, and nothing that reads this process's environment finds it.
+    The variable is removed, so that child processes and readers of this process's environment do not see the key.
     """
     key = os.environ.get(variable, "").strip()
     if variable in os.environ:
@@ -32,8 +34,8 @@ def read_keys(file: str | None, flag: str = "--api-key-file", variable: str = KE
 
 
 def _erase_variable(variable: str) -> None:
-    """Overwrite a variable where the system keeps it: /proc shows a process's first environment, whatever was unset."""
-    with suppress(AttributeError, OSError):  # no C library to ask: unsetting it must do
+    """Overwrite a variable in the process's initial environment, which /proc shows even after it is unset."""
+    with suppress(AttributeError, OSError):  # without a C library the variable is only unset
         getenv = ctypes.CDLL(None).getenv
         getenv.restype = ctypes.c_void_p
         if at := getenv(os.fsencode(variable)):

@@ -1,4 +1,4 @@
-"""What a serving process sets for itself as a whole: its log, and how long an integer in JSON may be."""
+"""Process-wide settings of a server: logging, and the limit on the digits of an integer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quire.server.options import ServeOptions
 
-MAX_INT_DIGITS = 640  # of an integer in JSON, the least that Python allows to set; reading it costs their square
+MAX_INT_DIGITS = 640  # of an integer in JSON, the lowest limit that Python allows; the parse time is quadratic
 
 
 def configure_logging(options: ServeOptions, name: str = "") -> None:
-    """Log to stderr, each line with the name of the front that says it, if it has one."""
-    said = f"%(asctime)s {name}: %(message)s" if name else "%(asctime)s %(message)s"
-    logging.basicConfig(stream=sys.stderr, format=said, datefmt="%H:%M:%S")
+    """Log to stderr. Each line has the `name` of the frontend, if given."""
+    format = f"%(asctime)s {name}: %(message)s" if name else "%(asctime)s %(message)s"
+    logging.basicConfig(stream=sys.stderr, format=format, datefmt="%H:%M:%S")
     logging.getLogger("quire").setLevel(logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(options.uvicorn_log_level.upper())
     if options.access_log:

@@ -1,4 +1,4 @@
-"""An answer's message as OpenAI has it: text, thoughts and calls, from what a reader finds in the output."""
+"""Parse an output into a chat message in OpenAI's format: text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from quire.text.tool_parsers.base import ParsedEvent
 
 
 class ParsedCall(NamedTuple):
-    """A call, or a part of one: `id` and `name` are those of a call that begins here."""
+    """A tool call, or a part of one. `id` and `name` are set only at the start of a call."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple's method, which is not used
     id: str = ""
     name: str = ""
     arguments: str = ""
 
     def to_json(self, whole: bool) -> str:
-        """The call in a message, or with its index a part of it in a delta."""
+        """Return the JSON of the call in a message (`whole`), or of a part of it in a delta, which has its index."""
         index = "" if whole else f'"index":{self.index},'
         head = f'"id":{quoted(self.id)},"type":"function",' if self.id else ""
         name = f'"name":{quoted(self.name)},' if self.id else ""
@@ -29,7 +29,7 @@ class ParsedCall(NamedTuple):
 
 
 class MessageParts(NamedTuple):
-    """What some of an output adds to a message."""
+    """What an output adds to a message."""
 
     content: str = ""
     reasoning: str = ""
@@ -39,7 +39,7 @@ class MessageParts(NamedTuple):
         return bool(self.content or self.reasoning or self.calls)
 
     def to_delta(self) -> str:
-        """A chunk's delta."""
+        """Return the delta of a chunk."""
         rest = self.reasoning or self.calls
         members = [f'"content":{quoted(self.content)}'] if self.content or not rest else []
         if self.reasoning:
@@ -50,7 +50,7 @@ class MessageParts(NamedTuple):
         return "{" + ",".join(members) + "}"
 
     def to_message(self, echoed_text: str = "") -> str:
-        """A whole message, whose text begins with `echoed_text`."""
+        """Return a whole message, whose text begins with `echoed_text`."""
         text = echoed_text + self.content
         content = "null" if not text and (self.calls or self.reasoning) else quoted(text)
         thoughts = f',"reasoning_content":{quoted(self.reasoning)},"reasoning":{quoted(self.reasoning)}'
@@ -62,43 +62,44 @@ class MessageParts(NamedTuple):
 
 
 class ChoiceParser:
-    """One choice: its text, as it comes. `reasoning` tells thoughts from what follows them."""
+    """Parses the text of one choice as it arrives. `reasoning` separates reasoning from the answer."""
 
     def __init__(self, tool_choice: ToolChoice, reasoning: RequestReasoning | None = None) -> None:
         self._tool_choice, self._reasoning = tool_choice, reasoning
         self._tool_parser = tool_choice.new_parser()
         self._reasoning_parser = None if reasoning is None else reasoning.new_parser()
         self._counter = None if reasoning is None else reasoning.new_counter()
-        self.has_call = False  # there is a call in it
+        self.has_call = False
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of thoughts so far."""
+        """Return the number of reasoning tokens so far."""
         return 0 if self._counter is None else self._counter.count
 
     def push(self, text: str, last: bool, tokens: Sequence[int] = ()) -> MessageParts:
-        """What `text` adds, which is that of `tokens` or comes a little later; with `last` the output has ended."""
+        """Return what `text` adds to the message. `text` is the text of `tokens`, or arrives a little later. `last`:
+        the output has ended."""
         thought, text, due = self._split_reasoning(text, last, tokens)
         parts = self._parse_answer(text, last) if due else MessageParts()
         return parts._replace(reasoning=thought) if thought else parts
 
     def push_runs(self, text: str, last: bool, tokens: Sequence[int] = ()) -> list[MessageParts]:
-        """As `push`, but what comes one after the other stays apart: thoughts, texts, each call."""
-        thought, text, due = self._split_reasoning(text, last, tokens)
-        found = [MessageParts(reasoning=thought)]
+        """Like `push`, but return one entry for each run of reasoning, of text and of each call, in order."""
+        reasoning, text, due = self._split_reasoning(text, last, tokens)
+        runs = [MessageParts(reasoning=reasoning)]
         if due and (self._tool_choice.mode == "named" or self._tool_parser is None):
-            found.append(self._parse_answer(text, last))
+            runs.append(self._parse_answer(text, last))
         elif due:
-            found += [self._collect(run) for _, run in groupby(self._parse_events(text, last), _run_key)]
-        return found
+            runs += [self._collect(run) for _, run in groupby(self._parse_events(text, last), _run_key)]
+        return runs
 
     def _split_reasoning(self, text: str, last: bool, tokens: Sequence[int]) -> tuple[str, str, bool]:
-        """The thoughts to show, the answer's text, and whether that is to be read."""
+        """Return the reasoning to show, the answer's text, and whether the answer is to be parsed."""
         if self._reasoning_parser is None or self._reasoning is None or self._counter is None:
             return "", text, True
         thought, text = self._reasoning_parser.push(text, last)
         self._counter.add(tokens)
-        over = last and self._reasoning_parser.phase in ("behind", "over")
+        over = last and self._reasoning_parser.phase in ("after", "over")
         return (thought if self._reasoning.is_returned else ""), text, bool(text) or over
 
     def _parse_answer(self, text: str, last: bool) -> MessageParts:
@@ -109,30 +110,30 @@ class ChoiceParser:
         return self._collect(self._parse_events(text, last))
 
     def _parse_events(self, text: str, last: bool) -> list[ParsedEvent]:
-        assert self._tool_parser is not None, "who has none doesn't ask"
+        assert self._tool_parser is not None, "called without a tool parser"
         events = self._tool_parser.feed(text)
         return events + self._tool_parser.finish() if last else events
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """As OpenAI has it: a call is a reason to end."""
+        """Return the finish reason in OpenAI's format: "tool_calls" instead of "stop" if there is a call."""
         return "tool_calls" if self.has_call and reason == "stop" else reason
 
     def _named_call(self, text: str) -> MessageParts:
-        """All of it is the arguments of the named tool."""
+        """Return a call of the named tool: all of the text is its arguments."""
         if self.has_call:
             return MessageParts(calls=(ParsedCall(0, arguments=text),) if text else ())
         self.has_call = True
         return MessageParts(calls=(ParsedCall(0, self._tool_choice.new_call_id(), self._tool_choice.named_tool, text),))
 
     def _collect(self, events: Iterable[ParsedEvent]) -> MessageParts:
-        found = MessageCollector(self._tool_choice.new_call_id)
+        collector = MessageCollector(self._tool_choice.new_call_id)
         for event in events:
             if event.kind in ("call", "arguments"):
                 if event.index and not self._tool_choice.parallel:
                     continue
                 self.has_call = True
-            found.add(event)
-        return found.to_parts()
+            collector.add(event)
+        return collector.to_parts()
 
 
 def _run_key(event: ParsedEvent) -> tuple[str, int]:
@@ -140,7 +141,7 @@ def _run_key(event: ParsedEvent) -> tuple[str, int]:
 
 
 class MessageCollector:
-    """Events as the parts of one message; pieces of one call are one part of it."""
+    """Collects parser events into one MessageParts. The pieces of a call are joined."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
@@ -149,7 +150,7 @@ class MessageCollector:
         self._arguments: dict[int, list[str]] = {}
 
     def add(self, event: ParsedEvent) -> None:
-        """One more."""
+        """Add an event."""
         if event.kind == "call":
             self._heads[event.index] = self._new_id(), event.text
             self._arguments[event.index] = []
@@ -159,7 +160,7 @@ class MessageCollector:
             self._texts[event.kind].append(event.text)
 
     def to_parts(self) -> MessageParts:
-        """All of them."""
+        """Return the collected parts."""
         calls = [
             ParsedCall(index, *self._heads.get(index, ("", "")), "".join(texts))
             for index, texts in self._arguments.items()

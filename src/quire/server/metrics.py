@@ -1,14 +1,14 @@
-"""Prometheus metrics with vLLM's names, under quire_ or vLLM's own vllm: prefix. Engine facts are read at scrape time;
-only latencies and what a request came to are counted as they happen, a step at a time."""
+"""Prometheus metrics with vLLM's names, with the prefix quire_ or vllm:. The engine's state is read when the metrics
+are scraped; only latencies and results of requests are counted as they happen, once a step."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from quire.async_llm import AsyncLLM
@@ -19,20 +19,20 @@ from quire.memory.answers import TypeUsage
 from quire.server.counters import ServerCounters
 from quire.text.output_stream import RequestRecord
 
-PREFIXES = {"quire": "quire_", "vllm": "vllm:"}  # --metrics-prefix, and what names begin with
+PREFIXES = {"quire": "quire_", "vllm": "vllm:"}  # by --metrics-prefix
 LABELS = ("model_name", "engine")
-ENGINE_LABEL = "0"  # there is one
+ENGINE_LABEL = "0"  # there is one engine
 PARTIAL_COMMENT = (
-    b"# The first front doesn't answer: what fronts count (requests, latencies, HTTP, processor time) is left out\n"
+    b"# The first front doesn't answer: counters of fronts (requests, latencies, HTTP, processor time) are left out\n"
 )
 
-SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by the level of sleep
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by sleep level
 CATEGORIES = TypeUsage._fields[1:]
 
-Samples = Sequence[tuple[tuple[str, ...], float]]  # the values of labels, and of the sample
-Family = tuple[str, str, tuple[str, ...], Samples]  # a name, its help, the labels beside LABELS
+Samples = Sequence[tuple[tuple[str, ...], float]]  # label values, and the sample's value
+Family = tuple[str, str, tuple[str, ...], Samples]  # name, help, labels in addition to LABELS, samples
 
-# vLLM's bounds are among ours: its dashboards ask for some of them by value.
+# These include vLLM's bounds: its dashboards select some of them by value.
 SHORT_LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.025, 0.04, 0.05, 0.06, 0.075, 0.08, 0.1, 0.15, 0.2, 0.25,
 0.3, 0.4, 0.5,
          0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
@@ -52,13 +52,13 @@ HISTOGRAMS = {
     "request_decode_time_seconds": ("From the first token to the end", LONG_LATENCY_BOUNDS),
     "request_inference_time_seconds": ("From the first step to the end", LONG_LATENCY_BOUNDS),
     "front_lag_seconds": (
-        "From a step's end until its outputs were text, on their way to clients",
+        "From a step's end until its outputs are detokenized and passed to clients",
         SHORT_LATENCY_BOUNDS,
     ),
     "iteration_tokens_total": ("Prompt and output tokens computed in a step", STEP_TOKEN_BOUNDS),
     "request_prompt_tokens": ("Prompt tokens of a request", COUNT_BOUNDS),
     "request_prefill_kv_computed_tokens": (
-        "Prompt tokens of a request that were computed, not found cached",
+        "Prompt tokens of a request that were computed, not cached",
         COUNT_BOUNDS,
     ),
     "request_generation_tokens": ("Output tokens of a request", COUNT_BOUNDS),
@@ -71,30 +71,25 @@ BOUNDS = {name: bounds for name, (_, bounds) in HISTOGRAMS.items()}
 
 
 class Metrics(ServerCounters):
-    """An Observer of an AsyncLLM (attach one with `attach`), and the collector of its own registry. Every series has
-    the labels `model_name` and `engine`; `config` adds what the engine itself doesn't know to cache_config_info.
-    `other_counters` are the counts of other fronts, which are added to its own."""
+    """Counts the steps of `llm` as its observer, and renders its metrics. Every series has the labels `model_name` and
+    `engine`. `config` adds settings that the engine does not know to cache_config_info."""
 
-    def __init__(self, model_name: str = "", prefix: str = "quire", config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, llm: AsyncLLM, model_name: str = "", prefix: str = "quire", config: EngineConfig | None = None
+    ) -> None:
         super().__init__(BOUNDS)
         self.prefix, self.labels, self.config = PREFIXES[prefix], [model_name, ENGINE_LABEL], config
-        self.llm: AsyncLLM | None = None
-        self.other_counters: Callable[[], Iterable[ServerCounters]] = tuple
-        self.registry = CollectorRegistry()
+        self.llm = llm
+        llm.set_observer(self)
 
-    def attach(self, llm: AsyncLLM) -> None:
-        """Observe `llm` from now on."""
-        self.llm, llm.observer = llm, self
-        self.registry.register(self)
-
-    # As it happens
+    # Counted as it happens
 
     def on_step_computed(self, tokens: int) -> None:
-        """A step computed so many tokens."""
+        """Count a step that computed `tokens` tokens."""
         self._observe("iteration_tokens_total", tokens)
 
     def on_outputs(self, outputs: Sequence[tuple[BranchOutput, RequestRecord]], now: float) -> None:
-        """Take in a step's outputs."""
+        """Count the outputs of a step, which ended at the time `now`."""
         gaps: dict[float, int] = {}
         for output, request in outputs:
             tokens = len(output.tokens)
@@ -114,13 +109,14 @@ class Metrics(ServerCounters):
         self._observe("front_lag_seconds", time.monotonic() - now)
 
     def _on_first_token(self, request: RequestRecord, branch: int) -> None:
-        """A branch has its first token."""
+        """Count the first token of a branch."""
         if branch == 0 and request.first_token_time is not None:
             self._observe("time_to_first_token_seconds", request.first_token_time - request.arrival_time)
         self._count_prompt(request)
 
     def _count_prompt(self, request: RequestRecord) -> None:
-        """At a request's first token, or at its end if it had none: the whole prompt was computed, or found."""
+        """Count the tokens of a prompt as computed or cached: at the request's first token, or at its end if it had
+        none."""
         if not request.branch_progress and request.scheduled_time is not None:
             self.prompt_sources["local_compute"] += request.prompt_len - request.cached_tokens
             self.prompt_sources["local_cache_hit"] += request.cached_tokens
@@ -152,27 +148,25 @@ class Metrics(ServerCounters):
             if tokens > 1:
                 self._observe("request_time_per_output_token_seconds", decode / (tokens - 1))
 
-    # At scrape time, on any thread
+    # Read at scrape time, on any thread
 
     def own_counters(self) -> ServerCounters:
-        """What this front has counted until now."""
-        assert self.llm is not None, "scraped before watching"
-        counted = ServerCounters(BOUNDS)
-        counted.add(self)
-        counted.aborted, counted.rejected = self.llm.num_aborted, self.llm.num_rejected
-        counted.cpu_seconds = time.process_time() - (
+        """Return what this frontend has counted until now."""
+        counters = ServerCounters(BOUNDS)
+        counters.add(self)
+        counters.aborted, counters.rejected = self.llm.num_aborted, self.llm.num_rejected
+        counters.cpu_seconds = time.process_time() - (
             self.llm.metrics.seconds if self.llm.engine_client.is_in_process else 0
         )
-        return counted
+        return counters
 
-    def render(self) -> bytes:
-        """Prometheus' text format."""
-        return generate_latest(self.registry)
+    def render(self, other_counters: Iterable[ServerCounters] = ()) -> bytes:
+        """Return the metrics in Prometheus' text format. The counts of other frontends are added to this one's."""
+        return generate_latest(FamilyCollector(self._all_families(other_counters)))
 
     def render_engine(self) -> bytes:
-        """The same without what fronts count, for one that doesn't know what the others did: its own part of a sum
-        would look like counters that began anew."""
-        assert self.llm is not None, "scraped before watching"
+        """Return the metrics without counters of frontends, for a worker that does not know the others' counts: its own
+        counts alone would look like counters that were reset."""
         return PARTIAL_COMMENT + generate_latest(
             FamilyCollector(self._families(engine_gauges(self.llm, self.config), engine_counters(self.llm)))
         )
@@ -182,11 +176,9 @@ class Metrics(ServerCounters):
             for name, text, labels, samples in families:
                 yield self._with_samples(kind(self.prefix + name, text, labels=[*LABELS, *labels]), samples)
 
-    def collect(self) -> Iterator[Metric]:
-        """All families."""
-        assert self.llm is not None, "scraped before watching"
+    def _all_families(self, other_counters: Iterable[ServerCounters]) -> Iterator[Metric]:
         whole = self.own_counters()
-        for other in self.other_counters():
+        for other in other_counters:
             whole.add(other)
         counters = chain(engine_counters(self.llm), frontend_counters(whole, self.llm.metrics))
         yield from self._families(engine_gauges(self.llm, self.config), counters)
@@ -197,12 +189,12 @@ class Metrics(ServerCounters):
         yield from self._http(whole)
 
     def _http(self, whole: ServerCounters) -> Iterator[Metric]:
-        prefix = "" if self.prefix == PREFIXES["vllm"] else self.prefix  # vLLM's have none
+        prefix = "" if self.prefix == PREFIXES["vllm"] else self.prefix  # vLLM's HTTP metrics have none
         labels = [*LABELS, "handler", "method"]
-        text = "HTTP requests but for probes, by kind of status"
+        text = "HTTP requests except probes, by class of status"
         requests = CounterMetricFamily(f"{prefix}http_requests", text, labels=[*labels, "status"])
         yield self._with_samples(requests, list(whole.http.requests.items()))
-        text = "Seconds until they were answered, to the end of a stream"
+        text = "Seconds until requests were answered; of a stream, until its end"
         seconds = HistogramMetricFamily(f"{prefix}http_request_duration_seconds", text, labels=labels)
         for names, histogram in whole.http.durations.items():
             seconds.add_metric([*self.labels, *names], histogram.cumulative(), histogram.total)
@@ -215,21 +207,21 @@ class Metrics(ServerCounters):
 
 
 class FamilyCollector(NamedTuple):
-    """A collector of some families."""
+    """A collector, in prometheus_client's sense, of metric families."""
 
     families: Iterable[Metric]
 
     def collect(self) -> Iterable[Metric]:
-        """These."""
+        """Return the families."""
         return self.families
 
 
 def engine_gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
-    """What is so now."""
+    """Yield the gauges: the engine's current state."""
     usage, sharing, types = llm.account
     deferred = min(llm.engine_client.queue_sizes.deferred, llm.queued)
     reasons = [(("capacity",), llm.queued - deferred), (("deferred",), deferred)]
-    text = "Waiting requests: capacity: until there is room; deferred: until another one has computed a common prefix"
+    text = "Waiting requests: capacity: for memory; deferred: for another request that computes a common prefix"
     yield "num_requests_waiting_by_reason", text, ("reason",), reasons
     sizes = [((category,), size) for category, size in usage._asdict().items()]
     yield "kv_bytes", "KV memory by category", ("category",), sizes
@@ -245,10 +237,10 @@ def engine_gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family
         ("num_requests_swapped", "Requests in host memory", llm.swapped),
         ("kv_cache_usage_perc", "KV memory in use by requests and registered prefixes; 1 is all of it", held),
         ("kv_unshared_bytes", "KV memory that requests would hold if none shared a page", sharing.tables),
-        ("kv_sharing_saved_bytes", "KV memory that they hold less than that", sharing.saved),
+        ("kv_sharing_saved_bytes", "KV memory that they save by sharing", sharing.saved),
         (
             "kv_mapped_bytes",
-            "Bytes that lie in the places of sequences, with --memory virtual",
+            "Bytes mapped in the address ranges of sequences, with --memory virtual",
             llm.metrics.mapped.mapped_bytes,
         ),
         ("host_pages", "Host pages for swapped requests", sharing.host_pages),
@@ -259,13 +251,18 @@ def engine_gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family
     ):
         yield name, text, (), [((), value)]
     states = [((state,), int(level == llm.metrics.asleep)) for level, state in enumerate(SLEEP_STATES)]
-    yield "engine_sleep_state", "1 for the state that it is in: with its weights, or without", ("sleep_state",), states
+    yield (
+        "engine_sleep_state",
+        "1 for the engine's state: awake, weights offloaded, or discarded",
+        ("sleep_state",),
+        states,
+    )
     info = cache_info(llm, config)
     yield "cache_config_info", "The KV memory's shape", tuple(info), [(tuple(map(str, info.values())), 1)]
 
 
 def cache_info(llm: AsyncLLM, config: EngineConfig | None) -> dict[str, object]:
-    """Facts of the KV memory."""
+    """Return the settings of the KV memory."""
     info = dict(llm.kv_cache_info)
     if config is not None:
         info["gpu_memory_utilization"] = config.gpu_memory_utilization
@@ -274,7 +271,7 @@ def cache_info(llm: AsyncLLM, config: EngineConfig | None) -> dict[str, object]:
 
 
 def engine_counters(llm: AsyncLLM) -> Iterator[Family]:
-    """What the engine counted since its start."""
+    """Yield the counters of the engine since its start."""
     facts = llm.metrics
     stats, sharing = facts.stats, facts.account.sharing
     for name, text, value in (
@@ -282,38 +279,38 @@ def engine_counters(llm: AsyncLLM) -> Iterator[Family]:
         ("prefix_cache_hits", "Tokens found in the prefix cache", sharing.hits),
         (
             "prefix_cache_full_hits",
-            "Tokens found by full attention, whether windows have them or not",
+            "Tokens found in the prefix cache of full attention, even where windows lack them",
             sharing.full_hits,
         ),
-        ("encoder_runs", "Pictures encoded", sharing.encoder_runs),
-        ("encoder_parts", "Parts (tiles) of pictures encoded", sharing.encoder_parts),
-        ("picture_hits", "Pictures that were wanted and needn't be encoded", sharing.picture_hits),
+        ("encoder_runs", "Images encoded", sharing.encoder_runs),
+        ("encoder_parts", "Tiles of images encoded", sharing.encoder_parts),
+        ("picture_hits", "Images that were found in the cache and not encoded again", sharing.picture_hits),
         ("num_preemptions", "Requests preempted", sum(facts.preempted.values())),
         ("kv_pages_copied", "Pages copied on write", sharing.copies),
         ("kv_maps", "Pages mapped by --memory virtual, in each buffer", facts.mapped.maps),
         ("kv_unmaps", "Pages unmapped", facts.mapped.unmaps),
         ("kv_maps_ahead", "Pages mapped while a step computed", facts.mapped.overlapped),
         ("kv_map_stall_seconds", "Seconds that steps waited for pages to be mapped", facts.mapped.stall_seconds),
-        ("kv_map_ahead_seconds", "Seconds of mapping behind a step's launch", facts.mapped.overlap_seconds),
+        ("kv_map_ahead_seconds", "Seconds of mapping pages after a step's launch", facts.mapped.overlap_seconds),
         ("swapped_out_bytes", "Bytes of KV memory copied to the host", sharing.swapped_out),
         ("swapped_in_bytes", "Bytes of KV memory copied back", sharing.swapped_in),
         ("prompt_tokens", "Prompt tokens of scheduled requests", stats.prompt_tokens),
         ("generation_tokens", "Tokens generated", stats.generated_tokens),
-        ("rank_restarts", "Times that ranks were started anew, with --on-rank-failure restart", stats.restarts),
+        ("rank_restarts", "Restarts of ranks, with --on-rank-failure restart", stats.restarts),
         ("engine_steps", "Steps of the engine", stats.steps),
         ("engine_idle_seconds", "Seconds that the device waited for the host between two steps", stats.idle_seconds),
         ("engine_step_seconds", "Seconds of steps, overlap counted once", stats.step_seconds),
     ):
         yield name, text, (), [((), value)]
     ways = [((way,), count) for way, count in facts.preempted.items()]
-    yield "preemptions", "Requests preempted, by the way it was done", ("way",), ways
+    yield "preemptions", "Requests preempted, by method", ("way",), ways
 
 
 def frontend_counters(counters: ServerCounters, facts: EngineMetrics) -> Iterator[Family]:
-    """What all fronts counted; and the processor time of fronts, engine and ranks."""
+    """Yield the counters of all frontends, and the processor time of frontends, engine and ranks."""
     for name, text, value in (
         ("prompt_tokens_cached", "Prompt tokens that were found cached", counters.prompt_sources["local_cache_hit"]),
-        ("aborted_requests", "Requests that ended before their end: clients that left, drains", counters.aborted),
+        ("aborted_requests", "Requests that were aborted: clients that left, shutdowns", counters.aborted),
         ("invalid_requests", "Requests refused with a 4xx status", counters.invalid),
         ("admission_rejections", "Requests refused for a full queue", counters.rejected),
     ):
@@ -324,11 +321,11 @@ def frontend_counters(counters: ServerCounters, facts: EngineMetrics) -> Iterato
     for name, text, label, counts in (
         (
             "prompt_tokens_by_source",
-            "Prompt tokens of requests that began to answer",
+            "Prompt tokens of requests that have an output",
             "source",
             counters.prompt_sources,
         ),
-        ("process_cpu_seconds", "Processor time of what speaks HTTP, of the engine and of ranks", "process", seconds),
+        ("process_cpu_seconds", "Processor time of frontends, of the engine and of ranks", "process", seconds),
         ("request_success", "Requests that ended", "finished_reason", {why: counters.finished[why] for why in reasons}),
     ):
         yield name, text, (label,), [((key,), count) for key, count in counts.items()]

@@ -1,4 +1,4 @@
-"""What `quire serve` is told beside the engine's config."""
+"""The options of `quire serve`, in addition to the engine's config."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ MAX_STORED_RESPONSES = 1 << 20  # responses
 
 
 class ServeOptions(NamedTuple):
-    """How to serve; the model's own settings are in EngineConfig."""
+    """Options of a server. The model's own settings are in EngineConfig."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: str | None = None
     admin_key_file: str | None = None
-    prefixes: str | None = None  # a file of them
+    prefixes: str | None = None  # a file
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
-    tool_call_parser: str | None = None  # None: as the template says
-    reasoning_parser: str | None = None  # the same
+    tool_call_parser: str | None = None  # None: detected from the chat template
+    reasoning_parser: str | None = None  # None: detected from the chat template
     root_path: str = ""
     shutdown_timeout: float = 30.0
     access_log: bool = False
-    allowed_origins: tuple[str, ...] = ()  # of web pages that may ask from a browser
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may send requests from a browser
     metrics_prefix: str = "quire"
     console: bool = True
-    store_responses: int = 0  # the most of /v1/responses that are kept
+    store_responses: int = 0  # the most responses of /v1/responses that are stored
     server_info: bool = False
     tokenizer_info: bool = False
     strict: bool = False  # refuse unknown fields of requests
@@ -45,16 +45,16 @@ class ServeOptions(NamedTuple):
     log_requests: bool = False
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
-    max_connections: int | None = None  # as many as there are descriptors for
+    max_connections: int | None = None  # None: as many as the limit of open files allows
     stall_after: float = 60.0  # seconds
-    engine_process: str = "on"  # or "off": the engine is a thread
+    engine_process: str = "on"  # or "off": the engine runs in a thread
     on_engine_death: str = "exit"  # or "restart", once
-    fronts: int = 1  # processes that speak HTTP
+    fronts: int = 1  # frontends: processes that serve HTTP
     uvicorn_log_level: str = "warning"
 
 
-def _check_options(options: ServeOptions) -> None:
-    """What can be refused at once; and the process's own limits are set."""
+def check_options(options: ServeOptions) -> None:
+    """Raise StartupError for invalid options. Raises this process's limit of open files."""
     if not 0 <= options.shutdown_timeout <= MAX_SHUTDOWN_TIMEOUT:
         cause = f"--shutdown-timeout is {options.shutdown_timeout:g}"
         raise StartupError(cause, f"It is in seconds, from 0 to {MAX_SHUTDOWN_TIMEOUT:,}")
@@ -83,7 +83,7 @@ def _check_options(options: ServeOptions) -> None:
 
 
 def read_chat_template(file: str | None) -> ChatTemplate | None:
-    """The operator's chat template, if there is one."""
+    """Return the chat template in `file`, or None without a file."""
     if file is None:
         return None
     from quire.text.chat_template import ChatTemplate
@@ -92,9 +92,8 @@ def read_chat_template(file: str | None) -> ChatTemplate | None:
 
 
 def set_chat_template(input_processor: InputProcessor, template: ChatTemplate) -> None:
-    """Have conversations written by `template`; the special tokens stay the model's."""
+    """Use `template` for conversations, with the model's special tokens. Raise StartupError if there is no
+    tokenizer."""
     if input_processor.tokenizer is None:
         raise StartupError("--chat-template needs a tokenizer, and this model has none", "Give one: --tokenizer")
-    if input_processor.chat_template is not None:
-        input_processor.chat_template.close()
-    input_processor.chat_template = template.with_special_tokens(input_processor.tokenizer.special_tokens)
+    input_processor.replace_chat_template(template.with_special_tokens(input_processor.tokenizer.special_tokens))

@@ -1,5 +1,5 @@
-"""ASGI around the whole application, failures included: an X-Request-Id on every response, the prefix of a proxy's
-paths, counts, and which web pages of other origins may ask. Knows no routes."""
+"""Middleware around the whole application, also for failures: an X-Request-Id on every response, the path prefix of a
+proxy, HTTP counters, and CORS."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METHODS = ("GET", "HEAD", "POST", "DELETE")
 
 
 def request_id(scope: Scope) -> str:
-    """The client's X-Request-Id if it sent one of 1 to 128 visible ASCII characters, else a new one."""
+    """Return the client's X-Request-Id if it sent one of 1 to 128 visible ASCII characters, else a new one."""
     given = [value for name, value in scope["headers"] if name == REQUEST_ID_HEADER]
     if len(given) == 1 and 0 < len(given[0]) <= MAX_ID_CHARS and all(0x21 <= byte <= 0x7E for byte in given[0]):
         return str(given[0].decode("ascii"))
@@ -25,7 +25,7 @@ def request_id(scope: Scope) -> str:
 
 
 class RequestIdMiddleware:
-    """Names every request in its scope and in its response."""
+    """Sets the request's id in its scope and in its response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -46,8 +46,8 @@ class RequestIdMiddleware:
 
 
 class RootPathMiddleware:
-    """Below `root`, "/x" say, the same routes: a proxy in front may strip it from paths, or leave it there. What is
-    inside sees whole paths, and `root` as ASGI's root_path."""
+    """Serves the same routes under `root`, such as "/x". A proxy may remove this prefix from paths or leave it. Inner
+    applications see full paths, and `root` as ASGI's root_path."""
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         self.app, self.root = app, root
@@ -56,16 +56,17 @@ class RootPathMiddleware:
         if self.root and scope["type"] == "http":
             path = scope["path"]
             whole = path if path.startswith(self.root + "/") else self.root + path
-            scope["root_path"], scope["path"] = self.root, whole  # in place: what is noted inside is read outside
+            scope["root_path"], scope["path"] = self.root, whole  # in place: outer middleware reads the inner changes
         await self.app(scope, receive, send)
 
 
 def wrap_app(
     app: ASGIApp, counters: HttpCounters, root_path: str = "", allowed_origins: tuple[str, ...] = ()
 ) -> ASGIApp:
-    """All of it around `app`. Without `allowed_origins` other origins' pages are told nothing, preflights included."""
+    """Return `app` inside all of this middleware. Without `allowed_origins` pages of other origins get no permission,
+    not even for preflight requests."""
     if allowed_origins:
-        # Outside of the keys: a preflight can't carry one. A page sends its own key, so no credentials of the browser.
+        # Outside the check of keys, since a preflight has none. No browser credentials: a page sends its own key.
         app = CORSMiddleware(
             app, allowed_origins, METHODS, allow_headers=("*",), expose_headers=("X-Request-Id", "Retry-After")
         )

@@ -1,7 +1,7 @@
-"""The outputs of one HTTP request's streams, on their way to the one client that reads them.
+"""The outputs of the streams of one HTTP request, on their way to the client.
 
-A client that keeps up gets what a step brought in one write, with no task to wake; what is more than that (a client
-that is slow, a long text, the end) waits for the reader, an ordinary task, which finds all of it merged.
+If the client keeps up, the outputs of a step are sent in one write, without waking a task. Otherwise (a slow client, a
+long text, the end) they wait for the reader, an ordinary task, which gets them merged.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from functools import partial
 from quire.core.outputs import BranchOutput
 from quire.text.output_stream import MergedOutput, OutputStream
 
-IndexedOutputs = list[tuple[int, BranchOutput]]  # by prompt
+IndexedOutputs = list[tuple[int, BranchOutput]]  # (prompt index, output)
 TryWrite = Callable[[IndexedOutputs], bool]
 
 
 class OutputQueue:
-    """(prompt index, Output) of `streams`, as an async iterator. A slow reader finds one merged Output a branch;
-    patient streams wake it at the end only. An error is raised after the outputs before it.
+    """An async iterator of (prompt index, output) from `streams`. A slow reader gets one merged output per branch.
+    Final-only streams wake the reader only at the end. An error is raised after the outputs before it.
 
-    While the reader waits, `writer` is offered what the latest steps brought; it may say that it can't write it now."""
+    While the reader waits, `writer` is called with the outputs of the latest steps. It returns False if it cannot write
+    them now.
+    """
 
     def __init__(self, streams: Sequence[OutputStream], writer: TryWrite | None = None) -> None:
         self._streams_left, self._final_only, self._writer = len(streams), streams[0].final_only, writer
         self._loop = asyncio.get_running_loop()
-        self._pending: dict[tuple[int, int], BranchOutput | MergedOutput] = {}  # by prompt and branch
+        self._pending: dict[tuple[int, int], BranchOutput | MergedOutput] = {}  # by (prompt index, branch)
         self._error: Exception | None = None
         self._ready = asyncio.Event()
-        self._reader_waits = self._offer_scheduled = False  # the reader; a call of `_offer`
+        self._reader_waits = self._offer_scheduled = False
         for at, stream in enumerate(streams):
             stream.listen(partial(self._put, at), self._fail)
 
@@ -52,7 +54,7 @@ class OutputQueue:
         return key[0], _to_output(self._pending.pop(key))
 
     def _put(self, at: int, output: BranchOutput) -> None:
-        """One more output, of prompt `at`."""
+        """Add an output of prompt `at`."""
         key = at, output.branch
         held = self._pending.get(key)
         self._pending[key] = output if held is None else _merge(held, output)
@@ -60,24 +62,24 @@ class OutputQueue:
         if self._writer is None:
             if not self._final_only or not self._streams_left:
                 self._ready.set()
-        elif not self._offer_scheduled:  # when all that the step brought is here
+        elif not self._offer_scheduled:  # runs after all outputs of the step have been added
             self._offer_scheduled = True
             self._loop.call_soon(self._offer, self._writer)
 
     def _fail(self, error: Exception) -> None:
-        """Nothing more will come of the streams that haven't ended."""
+        """Store an error, unless all streams have ended."""
         if self._streams_left:
             self._error = error
             self._ready.set()
 
     def _offer(self, writer: TryWrite) -> None:
-        """Have written what is held, or else wake the reader; also at the end."""
+        """Have the pending outputs written, or else wake the reader, also at the end."""
         self._offer_scheduled = False
         if self._reader_waits and self._pending:
             try:
                 if writer([(at, _to_output(held)) for (at, _), held in self._pending.items()]):
                     self._pending.clear()
-            except Exception as error:  # the reader's to tell
+            except Exception as error:  # raised to the reader
                 self._pending.clear()
                 self._error = error
         if self._pending or not self._streams_left or self._error is not None:

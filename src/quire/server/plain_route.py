@@ -1,6 +1,5 @@
-"""Routes that take nothing, or a JSON body as one model. FastAPI describes them, but calls them with machinery for
-dependencies, forms and parameters that they don't have, which costs more than what they do.
-"""
+"""Routes whose endpoints take nothing, or a JSON body as one model. FastAPI documents them, but they are called without
+its handling of dependencies, forms and parameters, which costs more than the endpoints themselves."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class PlainRoute(APIRoute):
-    """An APIRoute; one whose endpoint takes a body, a model, and the request at the most is called without FastAPI's
-    ways. What is wrong with a body is told as FastAPI tells it."""
+    """An APIRoute. An endpoint that takes at most one body, which is a model, and the request is called directly.
+    Errors in a body are those of FastAPI."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, endpoint, **options)
-        asked = self.dependant
-        more = asked.dependencies, asked.path_params, asked.query_params, asked.header_params, asked.cookie_params
-        self.needs_fastapi = any(more) or len(asked.body_params) > 1
+        takes = self.dependant
+        others = takes.dependencies, takes.path_params, takes.query_params, takes.header_params, takes.cookie_params
+        self.needs_fastapi = any(others) or len(takes.body_params) > 1
         if not self.needs_fastapi:
             self.app = request_response(self._plain_endpoint(endpoint))
 
@@ -46,7 +45,7 @@ class PlainRoute(APIRoute):
 
 
 async def read_body(request: Request, model: type[M]) -> M:
-    """A request's body. RequestValidationError if it isn't one of the `model`."""
+    """Return a request's body as a `model`. Raise RequestValidationError if it is invalid."""
     raw = await request.body()
     given: Any = raw
     if not raw:
@@ -58,7 +57,7 @@ async def read_body(request: Request, model: type[M]) -> M:
             place = ("body", error.pos)
             found = {"type": "json_invalid", "loc": place, "msg": "JSON decode error", "input": {}}
             raise RequestValidationError([found]) from error
-        except Exception as error:  # bytes of no text, too deep, numbers too long
+        except Exception as error:  # invalid UTF-8, too much nesting, too many digits
             raise HTTPException(400, "There was an error parsing the body") from error
     try:
         return model.model_validate(given, from_attributes=True)
@@ -68,7 +67,7 @@ async def read_body(request: Request, model: type[M]) -> M:
 
 
 def is_json(content_type: str) -> bool:
-    """Whether a Content-Type says that a body is JSON."""
+    """Return True if a Content-Type means JSON."""
     if content_type == "application/json":
         return True
     message = Message()

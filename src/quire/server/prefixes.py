@@ -1,4 +1,4 @@
-"""Prefixes that the operator names in a file, registered before the server answers (PagedAttention §4.4)."""
+"""Prefixes in a file of the operator's, registered before the server accepts requests (PagedAttention §4.4)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Prefix = str | list[int]
 
 
 def read_prefixes(file: str | None) -> dict[str, Prefix]:
-    """The prefixes in `file`, a text or token ids each. StartupError names the entry that is wrong."""
+    """Return the prefixes in `file` by name, each a text or token ids. Raise StartupError that names an invalid
+    entry."""
     if file is None:
         return {}
     data = read_bounded(file, MAX_BYTES_BY_FILE["prefixes"], f"--prefixes {file}", REMEDY)
@@ -33,12 +34,12 @@ def read_prefixes(file: str | None) -> dict[str, Prefix]:
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in entries:
             raise ValueError(f"{short_repr(name)} is there twice")
-        found[name] = value
-    return found
+        entries[name] = value
+    return entries
 
 
 def _entry(where: str, name: str, given: Any) -> Prefix:
@@ -53,7 +54,8 @@ def _entry(where: str, name: str, given: Any) -> Prefix:
 
 
 async def register_prefixes(llm: AsyncLLM, prefixes: dict[str, Prefix]) -> int:
-    """Register all; returns how many tokens they have. StartupError names the one that can't be."""
+    """Register all prefixes. Return their number of tokens. Raise StartupError that names a prefix that cannot be
+    registered."""
     total = 0
     for name, prefix in prefixes.items():
         try:

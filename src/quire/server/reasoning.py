@@ -1,4 +1,4 @@
-"""Reasoning models over HTTP: where an output's thoughts are told from its answer, and what a request asks of them."""
+"""Reasoning models over HTTP: how reasoning is separated from the answer, and which reasoning options a request has."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from quire.text.reasoning_parser import (
 from quire.text.tokenizer import Tokenizer
 
 BUDGET_FIELD = "thinking_token_budget"
-PROMPT_END_TOKENS = 64  # tokens of a prompt, in which its last marker is looked for
+PROMPT_END_TOKENS = 64  # last tokens of a prompt that are searched for its last marker
 
 
 class RequestReasoning(NamedTuple):
-    """How the outputs of one request are read. `begin`, `end`: markers' token ids. `token_bytes`: the bytes of a token.
-    `is_returned`: thoughts are returned."""
+    """How the outputs of one request are parsed. `begin` and `end` are the token ids of the markers around reasoning.
+    `token_bytes` returns the bytes of a token. `is_returned`: reasoning is part of the response."""
 
     format: ReasoningFormat
     start: ReasoningStart
@@ -38,40 +38,41 @@ class RequestReasoning(NamedTuple):
     is_returned: bool = True
 
     def new_parser(self) -> ReasoningParser:
-        """Of one output."""
+        """Return a parser for one output."""
         return ReasoningParser(self.format, self.start)
 
     def new_counter(self) -> ReasoningTokenCounter:
-        """Of one output's tokens."""
+        """Return a counter for the tokens of one output."""
         return ReasoningTokenCounter(self)
 
 
 class ReasoningTokenCounter:
-    """Counts tokens of thoughts, markers aside, by what each spells: the same however many come at once."""
+    """Counts reasoning tokens without markers. It parses the text of each token by itself, so the count does not depend
+    on how many tokens arrive at once."""
 
     def __init__(self, reasoning: RequestReasoning) -> None:
         self.count = 0
         self._parser, self._token_bytes = reasoning.new_parser(), reasoning.token_bytes
-        self._pending = 0  # tokens that may be a marker's
+        self._pending = 0  # tokens that may belong to a marker
 
     def add(self, tokens: Iterable[int]) -> None:
-        """More of the output."""
-        reader = self._parser
+        """Add tokens of the output."""
+        parser = self._parser
         for token in tokens:
-            if not reader.in_reasoning and reader.phase != "before":
+            if not parser.in_reasoning and parser.phase != "before":
                 return
-            marked = reader.begin_seen
-            reader.push(self._token_bytes(token).decode("latin-1"))
-            if reader.in_marker:
+            begin_seen = parser.begin_seen
+            parser.push(self._token_bytes(token).decode("latin-1"))
+            if parser.in_marker:
                 self._pending += 1
-            elif reader.in_reasoning and reader.begin_seen == marked:
+            elif parser.in_reasoning and parser.begin_seen == begin_seen:
                 self.count, self._pending = self.count + self._pending + 1, 0
             else:
                 self._pending = 0
 
 
 class ModelReasoning:
-    """What a server knows of its model's thoughts. `name` is a format's, or "off"."""
+    """The reasoning format of the model. `name` is the name of a format, or "off"."""
 
     def __init__(self, name: str, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -88,31 +89,31 @@ class ModelReasoning:
     def for_request(
         self, request: ChatRequest, prompt: Prompt, continued: str | None = None
     ) -> RequestReasoning | None:
-        """How the outputs of `prompt` are read; None: they have no thoughts. `continued`: the message that they go on
-        with. InputError for a budget where there are none to bound."""
+        """Return how the outputs of `prompt` are parsed, or None if they have no reasoning. `continued` is the message
+        that they continue. Raise InputError for a budget if the model has no known reasoning format."""
         budget = request.thinking_token_budget
         if budget is not None and not 0 <= budget < 2**31:
             raise InputError(f"{BUDGET_FIELD} must be from 0 to {2**31 - 1}, got {str(budget)[:40]}", BUDGET_FIELD)
         if self.format is None or self._tokenizer is None:
             if budget is not None:
                 raise InputError(
-                    f"{BUDGET_FIELD}: nothing is known of this model's thoughts; see --reasoning-parser", BUDGET_FIELD
+                    f"{BUDGET_FIELD}: this model's reasoning format is unknown; see --reasoning-parser", BUDGET_FIELD
                 )
             return None
         text = prompt.text
-        if text is None:  # it was cut
+        if text is None:  # the prompt was truncated
             text = self._tokenizer.decode(prompt.ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
-        opening = reasoning_start(self.format, text, continued)
-        if opening == "closed":
+        start = reasoning_start(self.format, text, continued)
+        if start == "closed":
             return None
-        shown = request.include_reasoning is not False
-        return RequestReasoning(self.format, opening, self._begin, self._end, self._tokenizer.token_bytes, shown)
+        is_returned = request.include_reasoning is not False
+        return RequestReasoning(self.format, start, self._begin, self._end, self._tokenizer.token_bytes, is_returned)
 
     def apply_to(
         self, params: SamplingParams, request: ChatRequest, reasoning: RequestReasoning | None
     ) -> SamplingParams:
-        """`params` of outputs with thoughts: a form, and a budget, which a grammar sees to, need the marker that ends
-        them; markers that are special tokens are needed in the text."""
+        """Return `params` for outputs with reasoning. Structured output and a budget are enforced by a grammar, which
+        needs the end marker as one token. Markers that are special tokens must be part of the text."""
         if reasoning is None:
             return params
         budget, form = request.thinking_token_budget, params.structured
@@ -121,9 +122,11 @@ class ModelReasoning:
             return replace(params, skip_special_tokens=False) if special else params
         field = structured_field(request) if budget is None else BUDGET_FIELD
         if len(self._end) != 1 and budget is None and reasoning.start == "maybe":
-            return params  # the form from the first token on, and no thoughts
+            return params  # the structured output starts at the first token, without reasoning
         if len(self._end) != 1:
-            raise InputError(f"{field}: {reasoning.format.end!r} is no token here, so no grammar knows its end", field)
+            raise InputError(
+                f"{field}: {reasoning.format.end!r} is not one token of this model, so a grammar can't find it", field
+            )
         opening = reasoning.begin if reasoning.start == "maybe" else ()
         form = form or Structured(ANY_OUTPUT, "", self._end)
         try:

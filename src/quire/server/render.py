@@ -1,11 +1,13 @@
-"""Outputs as OpenAI's JSON: one renderer makes a stream's chunks and, from all outputs merged, a whole response.
+"""Render outputs as OpenAI's JSON. One renderer makes the chunks of a stream and, from merged outputs, a whole
+response.
 
-What a prompt contributes is written once for all choices; long lists are written in slices (see pieces.py).
+What depends only on a prompt is rendered once for all its choices. Long lists are rendered in slices (json_pieces.py).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -14,11 +16,13 @@ from typing import NamedTuple
 
 from quire.core.outputs import BranchOutput
 from quire.protocol.step_plan import TopLogprobs
+from quire.server.answer_size import MAX_BYTES
 from quire.server.json_pieces import (
     SLICE_ENTRIES,
     JsonPieces,
     TokenStrings,
     WritePace,
+    WriterTurns,
     ids_json,
     json_array,
     logprob_json,
@@ -33,21 +37,21 @@ NO_TOOLS = ToolChoice()
 
 
 class UsageCounter:
-    """Tokens of one HTTP request, over its prompts and branches."""
+    """Counts the tokens of one HTTP request, for all prompts and branches."""
 
     def __init__(self, prompts: list[Prompt]) -> None:
         self.prompt_lengths = [len(prompt.ids) for prompt in prompts]
         self.completion_tokens: dict[int, int] = {}  # by choice
-        self.cached_tokens: dict[int, int] = {}
-        self.reasoning_tokens: dict[int, int] = {}  # of completions, by choice, where models think
+        self.cached_tokens: dict[int, int] = {}  # by prompt
+        self.reasoning_tokens: dict[int, int] = {}  # by choice; empty if the model has no reasoning
 
     def add(self, at: int, choice: int, tokens: int, cached: int) -> None:
-        """`tokens` more of a choice, an output of prompt `at`, of which `cached_tokens` tokens were reused."""
+        """Count `tokens` of a choice of prompt `at`, of which `cached` tokens were found in the cache."""
         self.completion_tokens[choice] = self.completion_tokens.get(choice, 0) + tokens
         self.cached_tokens[at] = cached
 
     def choice_json(self, at: int, choice: int) -> str:
-        """The usage of one choice until now, as JSON."""
+        """Return the usage of one choice so far as JSON."""
         prompt, completion = self.prompt_lengths[at], self.completion_tokens.get(choice, 0)
         return (
             f'{{"prompt_tokens":{prompt},"completion_tokens":{completion},"total_tokens":{prompt + completion},'
@@ -59,39 +63,40 @@ class UsageCounter:
         return f',"completion_tokens_details":{{"reasoning_tokens":{tokens}}}' if self.reasoning_tokens else ""
 
     def total_json(self) -> str:
-        """OpenAI's usage object, as JSON."""
+        """Return OpenAI's usage object as JSON."""
         prompt, completion = sum(self.prompt_lengths), sum(self.completion_tokens.values())
+        cached, details = sum(self.cached_tokens.values()), self._details(*self.reasoning_tokens)
         return (
             f'{{"prompt_tokens":{prompt},"completion_tokens":{completion},"total_tokens":{prompt + completion},'
-            f'"prompt_tokens_details":{{"cached_tokens":{sum(self.cached_tokens.values())}}}{self._details(*self.reasoning_tokens)}}}'
+            f'"prompt_tokens_details":{{"cached_tokens":{cached}}}{details}}}'
         )
 
 
 class ScoredToken(NamedTuple):
-    """A token beside its Top; None for a prompt's first token, which has no probability."""
+    """A token and its log-probabilities; `top` is None for the first token of a prompt, which has no probability."""
 
     token: int
     top: TopLogprobs | None
 
 
 class ChoicePieces(NamedTuple):
-    """What an output adds to choice `index`, which continues prompt `at`."""
+    """The JSON that an output adds to choice `index`, which continues prompt `at`."""
 
     at: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple's method, which is not used
     pieces: JsonPieces
 
 
 def _top_logprobs(top: TopLogprobs, k: int) -> dict[int, float]:
-    """The chosen token and the k most likely ones."""
+    """Return the log-probabilities of the sampled token and of the k most likely ones, by token id."""
     return {top.token: top.logprob, **dict(zip(top.ids[:k], top.logprobs[:k]))}
 
 
 async def prompt_logprobs_json(
     tops: Sequence[TopLogprobs], k: int, token_strings: TokenStrings, pace: WritePace
 ) -> JsonPieces:
-    """vLLM's prompt_logprobs: for each prompt token, and the `k` most likely ones in its place, {id: {logprob, rank,
-    decoded_token}}; null for the first."""
+    """Return vLLM's prompt_logprobs: null for the first prompt token, and for each other one an object {id: {logprob,
+    rank, decoded_token}} with that token and the `k` most likely ones."""
     slices = ["null"]
     for start in range(0, len(tops), SLICE_ENTRIES):
         slices.append(
@@ -111,8 +116,8 @@ def _prompt_token_json(top: TopLogprobs, k: int, token_strings: TokenStrings) ->
 
 
 class LogprobLists(NamedTuple):
-    """The four parallel lists of a completion's log-probabilities, in slices. The next token's text begins at "
-    "`next_offset`."""
+    """The four parallel lists of a completion's log-probabilities, in slices. `next_offset` is where the text of the
+    next token begins."""
 
     tokens: JsonPieces
     token_logprobs: JsonPieces
@@ -121,31 +126,37 @@ class LogprobLists(NamedTuple):
     next_offset: int
 
     def concat(self, other: LogprobLists) -> LogprobLists:
-        """Both, one after the other."""
-        return LogprobLists(*(mine + more for mine, more in zip(self[:4], other[:4])), other.next_offset)
+        """Return the lists with those of `other` appended."""
+        return LogprobLists(
+            self.tokens + other.tokens,
+            self.token_logprobs + other.token_logprobs,
+            self.top_logprobs + other.top_logprobs,
+            self.text_offsets + other.text_offsets,
+            other.next_offset,
+        )
 
     def to_json(self) -> JsonPieces:
-        """The legacy format's object."""
+        """Return the object of the legacy format."""
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        pieces = []
-        for name, slices in zip(names, self):
+        pieces: JsonPieces = []
+        for name, slices in zip(names, self[:4]):
             pieces += [f'{"," if pieces else "{"}"{name}":', *json_array(slices)]
         return [*pieces, "}"]
 
 
 def finish_json(output: BranchOutput) -> str:
-    """How a choice ended, if it did."""
+    """Return the members of JSON that say how a choice ended, null if it has not."""
     if output.finish_reason is None and output.stop_reason is None:
         return ',"finish_reason":null,"stop_reason":null'
     return f',"finish_reason":{json.dumps(output.finish_reason)},"stop_reason":{json.dumps(output.stop_reason)}'
 
 
 class BaseRenderer:
-    """What both kinds of answers have in common. `index` of a choice: prompt * n + branch."""
+    """The common part of the renderers. The index of a choice is prompt * n + branch."""
 
     object_names = ("", "")  # of a response, and of a chunk
-    text_wrapper = ("", "")  # a chunk's text, between its index and its log-probabilities
-    has_logprobs = False  # with log-probabilities
+    text_wrapper = ("", "")  # the JSON before and after a chunk's text, between its index and its log-probabilities
+    has_logprobs = False
 
     def __init__(
         self,
@@ -154,24 +165,28 @@ class BaseRenderer:
         request: CompletionRequest | ChatRequest,
         prompts: list[Prompt],
         token_strings: TokenStrings,
+        writer_turns: WriterTurns,
     ) -> None:
-        self.id, self.prompts, self.usage, self.pace = id, prompts, UsageCounter(prompts), WritePace()
+        self.id, self.prompts, self.usage = id, prompts, UsageCounter(prompts)
+        # A stream's chunks are not held in memory, so their number is not limited.
+        self.pace = WritePace(writer_turns, math.inf if request.stream else MAX_BYTES)
         self.token_strings, self.request = token_strings, request
         self.n = request.n or 1
         self.returns_ids = bool(request.return_token_ids)
         self._head = f'"created":{int(time.time())},"model":{json.dumps(model)},"system_fingerprint":null,"choices":['
 
     def head(self, whole: bool) -> str:
-        """A response, or a chunk of one, up to its first choice."""
+        """Return the JSON of a response (`whole`), or of a chunk, up to its first choice."""
         return f'{{"id":{json.dumps(self.id)},"object":"{self.object_names[0 if whole else 1]}",{self._head}'
 
     @property
     def is_text_only(self) -> bool:
-        """Whether all that a stream's chunks have is text, so that `choice_nowait` writes them."""
+        """Return True if the chunks of a stream have only text. Then `choice_nowait` can render them."""
         return not (self.has_logprobs or self.returns_ids or self.request.echo)
 
     def choice_nowait(self, at: int, output: BranchOutput) -> ChoicePieces | None:
-        """`choice`, for a chunk of a plain stream: nothing is awaited."""
+        """Return the chunk of a text-only stream for an output, or None if it adds nothing. Like `choice`, without
+        awaiting."""
         index = at * self.n + output.branch
         self.usage.add(at, index, len(output.tokens), output.cached_tokens)
         if not output.text and output.finish_reason is None:
@@ -181,11 +196,12 @@ class BaseRenderer:
         return ChoicePieces(at, index, [f'{{"index":{index},{before}{text}{after}null{finish_json(output)}}}'])
 
     async def opening_choices(self) -> list[ChoicePieces]:
-        """Chunks that come before any output."""
+        """Return the chunks that come before any output."""
         return []
 
     async def extra_members(self, whole: bool) -> JsonPieces:
-        """What a response has beside its choices and its usage; a stream's first chunk too."""
+        """Return the members of a response in addition to its choices and usage. A stream has them in its first
+        chunk."""
         return []
 
     async def _ids_member(self, name: str, ids: Iterable[int]) -> JsonPieces:
@@ -193,7 +209,7 @@ class BaseRenderer:
 
 
 class CompletionRenderer(BaseRenderer):
-    """/v1/completions."""
+    """Renders /v1/completions."""
 
     object_names = ("text_completion", "text_completion")
     text_wrapper = '"text":', ',"logprobs":'
@@ -206,20 +222,21 @@ class CompletionRenderer(BaseRenderer):
         request: CompletionRequest,
         prompts: list[Prompt],
         token_strings: TokenStrings,
+        writer_turns: WriterTurns,
         input_processor: InputProcessor,
     ) -> None:
-        super().__init__(id, model, request, prompts, token_strings)
+        super().__init__(id, model, request, prompts, token_strings, writer_turns)
         self.input_processor = input_processor
         self.num_logprob_ids = len(request.logprob_token_ids or ())
         self.has_logprobs = request.logprobs is not None or self.num_logprob_ids > 0
         self.scores_only = bool(request.echo) and request.max_tokens == 0
-        self._offsets: dict[int, int] = {}  # where the next token's text begins, a choice
+        self._offsets: dict[int, int] = {}  # by choice, where the next token's text begins
         self._prompt_tops: dict[int, tuple[TopLogprobs, ...]] = {}  # a prompt is scored once, before its branches
         self._echoed: dict[int, tuple[str, LogprobLists]] = {}
         self._prompt_scores: dict[int, JsonPieces] = {}
 
     async def choice(self, at: int, output: BranchOutput, whole: bool) -> ChoicePieces | None:
-        """What `output` adds to its choice; None when there is nothing to show."""
+        """Return the JSON that `output` adds to its choice, or None if it adds nothing."""
         if self.is_text_only and not whole:
             await self.pace(output.text)
             return self.choice_nowait(at, output)
@@ -269,7 +286,7 @@ class CompletionRenderer(BaseRenderer):
         return ChoicePieces(at, index, [*pieces, "}"])
 
     async def _echo(self, at: int) -> tuple[str, LogprobLists]:
-        """A prompt's text as JSON, and its lists."""
+        """Return a prompt's text as JSON, and its lists of log-probabilities."""
         if at in self._echoed:
             for slices in self._echoed[at][1][:4]:
                 self.pace.count(*slices)
@@ -301,26 +318,26 @@ class CompletionRenderer(BaseRenderer):
         return self._prompt_scores[at]
 
     async def _logprob_lists(self, scored: list[ScoredToken], k: int, offset: int) -> LogprobLists:
-        """The legacy format: four parallel lists, with up to `k` alternatives a token."""
-        found = LogprobLists([], [], [], [], offset)
+        """Return the lists of the legacy format, with up to `k` alternatives per token."""
+        lists = LogprobLists([], [], [], [], offset)
         for start in range(0, len(scored), SLICE_ENTRIES):
-            some = scored[start : start + SLICE_ENTRIES]
+            part = scored[start : start + SLICE_ENTRIES]
             offsets = []
-            for item in some:
+            for item in part:
                 offsets.append(offset)
                 offset += self.token_strings.length(item.token)
-            found.tokens.append(",".join(self.token_strings.logprob_name(item.token) for item in some))
-            found.token_logprobs.append(
-                ",".join("null" if item.top is None else logprob_json(item.top.logprob) for item in some)
+            lists.tokens.append(",".join(self.token_strings.logprob_name(item.token) for item in part))
+            lists.token_logprobs.append(
+                ",".join("null" if item.top is None else logprob_json(item.top.logprob) for item in part)
             )
-            found.top_logprobs.append(",".join(self._alternatives(item, k) for item in some))
-            found.text_offsets.append(",".join(map(str, offsets)))
-            await self.pace(found.tokens[-1], found.token_logprobs[-1], found.top_logprobs[-1], found.text_offsets[-1])
-        return found._replace(next_offset=offset)
+            lists.top_logprobs.append(",".join(self._alternatives(item, k) for item in part))
+            lists.text_offsets.append(",".join(map(str, offsets)))
+            await self.pace(lists.tokens[-1], lists.token_logprobs[-1], lists.top_logprobs[-1], lists.text_offsets[-1])
+        return lists._replace(next_offset=offset)
 
     def _alternatives(self, scored: ScoredToken, k: int) -> str:
-        """The drawn token and the `k` most likely ones by their names. Of tokens with one name the first has it, the
-        others are "token_id:N", so that none hides another."""
+        """Return the sampled token and the `k` most likely ones, with their log-probabilities, by name. If tokens have
+        the same name, the first one gets it and the others are called "token_id:N", so that none is lost."""
         if scored.top is None:
             return "null"
         named: dict[str, str] = {}
@@ -331,7 +348,7 @@ class CompletionRenderer(BaseRenderer):
 
 
 class ChatRenderer(BaseRenderer):
-    """/v1/chat/completions. `echoed_text` is what `echo` puts before each output."""
+    """Renders /v1/chat/completions. `echoed_text` precedes each output if the request has `echo`."""
 
     object_names = ("chat.completion", "chat.completion.chunk")
     text_wrapper = '"delta":{"content":', '},"logprobs":'
@@ -344,26 +361,28 @@ class ChatRenderer(BaseRenderer):
         request: ChatRequest,
         prompts: list[Prompt],
         token_strings: TokenStrings,
+        writer_turns: WriterTurns,
         tool_choice: ToolChoice = NO_TOOLS,
         reasoning: RequestReasoning | None = None,
     ) -> None:
-        super().__init__(id, model, request, prompts, token_strings)
+        super().__init__(id, model, request, prompts, token_strings, writer_turns)
         self.has_reasoning = reasoning is not None
-        reads = self.has_reasoning or tool_choice.mode != "none"
-        self._parsers = [ChoiceParser(tool_choice, reasoning) for _ in range(self.n)] if reads else None
+        is_parsed = self.has_reasoning or tool_choice.mode != "none"
+        self._parsers = [ChoiceParser(tool_choice, reasoning) for _ in range(self.n)] if is_parsed else None
         self.echoed_text = last_assistant_text(request) if request.echo else ""
         self.num_logprob_ids = len(request.logprob_token_ids or ())
         self.has_logprobs = bool(request.logprobs) or self.num_logprob_ids > 0
         self._prompt_tops: tuple[TopLogprobs, ...] = ()
 
     async def opening_choices(self) -> list[ChoicePieces]:
-        """The first chunk of each choice carries the role; with `echo` the next one the message that is continued."""
-        said = ['{"role":"assistant","content":""}']
+        """Return the first chunk of each choice, which has the role, and with `echo` a second one with the continued
+        message."""
+        deltas = ['{"role":"assistant","content":""}']
         if self.echoed_text:
-            said.append(f'{{"content":{json.dumps(self.echoed_text)}}}')
+            deltas.append(f'{{"content":{json.dumps(self.echoed_text)}}}')
         return [
             ChoicePieces(0, index, [f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}'])
-            for delta in said
+            for delta in deltas
             for index in range(self.n)
         ]
 
@@ -378,14 +397,14 @@ class ChatRenderer(BaseRenderer):
         return ChoicePieces(at, output.branch, [pieces])
 
     def _parse(self, parser: ChoiceParser, output: BranchOutput) -> tuple[MessageParts, BranchOutput]:
-        """What an output's text is, and how it ended."""
+        """Return the parts of the message in an output, and the output with its finish reason in OpenAI's format."""
         parts = parser.push(output.text, output.finish_reason is not None, output.tokens)
         if self.has_reasoning:
             self.usage.reasoning_tokens[output.branch] = parser.reasoning_tokens
         return parts, output._replace(finish_reason=parser.finish_reason(output.finish_reason))
 
     async def choice(self, at: int, output: BranchOutput, whole: bool) -> ChoicePieces | None:
-        """What `output` adds to its choice; None when there is nothing to show."""
+        """Return the JSON that `output` adds to its choice, or None if it adds nothing."""
         if self.is_text_only and not whole:
             await self.pace(output.text)
             return self.choice_nowait(at, output)
@@ -412,7 +431,7 @@ class ChatRenderer(BaseRenderer):
         return ChoicePieces(at, index, [*pieces, "}"])
 
     async def extra_members(self, whole: bool) -> JsonPieces:
-        """The prompt's ids, and in a whole response its log-probabilities."""
+        """Return the prompt's ids, and for a whole response its log-probabilities."""
         pieces = await self._ids_member("prompt_token_ids", self.prompts[0].ids) if whole or self.returns_ids else []
         if not whole:
             return pieces
@@ -423,13 +442,13 @@ class ChatRenderer(BaseRenderer):
         return [*pieces, ',"prompt_logprobs":', *scores]
 
     async def _logprobs_content(self, output: BranchOutput) -> JsonPieces:
-        """The log-probabilities of an output's tokens."""
+        """Return the log-probabilities of an output's tokens."""
         if not self.has_logprobs:
             return ["null"]
         slices = []
         for start in range(0, len(output.top_logprobs), SLICE_ENTRIES):
-            some = zip(output.tokens[start : start + SLICE_ENTRIES], output.top_logprobs[start : start + SLICE_ENTRIES])
-            slices.append(",".join(self._token_entry(token, top) for token, top in some))
+            part = zip(output.tokens[start : start + SLICE_ENTRIES], output.top_logprobs[start : start + SLICE_ENTRIES])
+            slices.append(",".join(self._token_entry(token, top) for token, top in part))
             await self.pace(slices[-1])
         return ['{"content":', *json_array(slices), ',"refusal":null}']
 
@@ -447,7 +466,8 @@ Renderer = CompletionRenderer | ChatRenderer
 
 
 def last_assistant_text(request: ChatRequest) -> str:
-    """The text of the last message, if the assistant said it. For messages that the template has taken."""
+    """Return the text of the last message if its role is assistant, else "". The messages must have been rendered by
+    the template before, which checks them."""
     last = request.messages[-1]
     content = last.get("content")
     if last.get("role") != "assistant":

@@ -1,4 +1,4 @@
-"""One log line for each request that the engine took, by --enable-log-requests: sizes and parameters, no text."""
+"""Log each request that was queued, with --enable-log-requests: sizes and parameters, no text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger("quire.server")
 
 
 def log_request(id: str, prompts: Sequence[Prompt], params: SamplingParams, scope: Scope) -> None:
-    """Log a request that was queued. What the client chose is shown as repr, so it can't forge a line, of which only
-    the beginning is made."""
+    """Log a request that was queued. Values from the client are logged as their repr, which is shortened, so that they
+    cannot forge a log line."""
     values = [(field, getattr(params, field.name)) for field in fields(params) if field.repr]
     shown = ", ".join(f"{field.name}={short(value)}" for field, value in values if value != field.default)
-    tokens, pictures = sum(len(prompt.ids) for prompt in prompts), sum(len(prompt.images) for prompt in prompts)
-    sizes = f"{len(prompts)} prompts, {tokens} tokens" + f", {pictures} pictures" * bool(pictures)
+    tokens, images = sum(len(prompt.ids) for prompt in prompts), sum(len(prompt.images) for prompt in prompts)
+    sizes = f"{len(prompts)} prompts, {tokens} tokens" + f", {images} pictures" * bool(images)
     text = "request %s (X-Request-Id %s): %s; %s"
     log.info(text, id, scope.get(REQUEST_ID, "-"), sizes, shown[:MAX_PARAM_CHARS] or "no parameters")

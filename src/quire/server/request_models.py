@@ -1,8 +1,8 @@
-"""What clients may send: pydantic models of OpenAI's requests with vLLM's additions, and their SamplingParams.
+"""Request bodies as pydantic models: OpenAI's requests with vLLM's additions.
 
-Wrong types are refused, and so is what would change the output and isn't offered; a field that nobody knows is named in
-a warning header (`unknown_fields`). Lists fail at their first bad element, so that no request makes an error larger
-than itself; ranges are SamplingParams' business, the schema only shows them.
+Wrong types are refused, and so are unsupported fields that would change the output. Unknown fields are ignored and
+named in a warning header (`unknown_fields`). Lists fail at their first bad element, so that an error is never larger
+than the request. Ranges are checked by SamplingParams; the schema only shows them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from quire.text.chat_messages import unknown_message_fields
 from quire.text.tools import MAX_CALLS, MAX_TOOLS
 
 MAX_PROMPTS = 256
-MAX_WARNING_CHARS = 512  # characters of one
+MAX_WARNING_CHARS = 512
 MAX_INPUTS = 1024  # texts that are embedded at once
 REQUEST_ID = re.compile(r"[!-~]{1,128}", re.ASCII)
 
 
 class HashableFailFast(FailFast):
-    """FailFast that may stand in a union, whose members must be hashable."""
+    """FailFast for members of a union, which must be hashable."""
 
     __hash__ = object.__hash__
 
 
-# What the OpenAPI document says of values that are checked elsewhere.
+# Schemas for the OpenAPI document, of values that are checked elsewhere.
 TOKEN = {"type": "integer", "minimum": 0}
 TEXT_PART_SCHEMA = {
     "type": "object",
@@ -170,55 +170,55 @@ Messages = Annotated[
 ]
 InputField = str | Ids | Strings | Annotated[list[Ids], HashableFailFast(), Field(max_length=MAX_INPUTS)]
 PromptField = str | Ids | Strings | Annotated[list[Ids], HashableFailFast(), Field(max_length=MAX_PROMPTS)]
-RefusedField = Annotated[Any, WithJsonSchema({"type": "null"})]  # a field to refuse
+RefusedField = Annotated[Any, WithJsonSchema({"type": "null"})]
 
-# They don't change the output, so they are taken and dropped.
+# Fields that do not change the output: ignored without a warning.
 IGNORED_FIELDS = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prediction", "session_id", "guided_decoding_backend",
 })  # fmt: skip
 
-# They change the output in ways not offered: ignoring them would be worse than saying so.
+# Unsupported fields that change the output: refused, since ignoring them would give a wrong answer.
 REFUSED_FIELDS = frozenset({
     "functions", "function_call", "guided_whitespace_pattern", "structural_tag", "suffix", "prompt_embeds",
     "audio", "logits_processors", "web_search_options", "mm_processor_kwargs", "media_io_kwargs",
     "kv_transfer_params", "vllm_xargs", "repetition_detection", "priority",
 })  # fmt: skip
-EMPTY_VALUES = (None, False, 0, "", [], {})
+EMPTY_VALUES: tuple[object, ...] = (None, False, 0, "", [], {})
 
 
 def ranged_field(low: float | None = None, high: float | None = None, **more: Any) -> Any:
-    """A field, None unless given, whose range the schema shows."""
+    """Return a field with default None whose range is shown in the schema."""
     limits = {name: value for name, value in (("minimum", low), ("maximum", high)) if value is not None}
     return Field(default=None, json_schema_extra={**limits, **more})
 
 
 class RequestFields(BaseModel):
-    """Strict types; unknown fields are kept, to be named."""
+    """Strict types. Unknown fields are kept, to be named in a warning."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
 
 class StreamOptions(RequestFields):
-    """`continuous_usage_stats` puts into each chunk the usage so far of its choice."""
+    """Options of a stream. `continuous_usage_stats` adds to each chunk the usage of its choice so far."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class TruncationFields(RequestFields):
-    """A prompt cut to `truncate_prompt_tokens` tokens: its last ones, or with `truncation_side` "right" its first. -1:
-    to what leaves room for the output."""
+    """Truncates the prompt to `truncate_prompt_tokens` tokens: the last ones, or the first ones with `truncation_side`
+    "right". -1 leaves room for the output."""
 
     truncate_prompt_tokens: int | None = ranged_field(-1)
     truncation_side: Literal["left", "right"] | None = None
 
 
 class SamplingFields(TruncationFields):
-    """What completions and chat have in common. None everywhere: the model's default, else OpenAI's.
+    """Fields of completions and chats. None means the model's default, else OpenAI's.
 
-    Beam search takes vLLM's fields, see `_branches`. It looks for the most likely text, so temperature, top_p, top_k,
-    min_p and seed are ignored; penalties, biases and bans act.
+    Beam search takes vLLM's fields, see `request_params._branch_params`. It searches for the most likely text, so
+    temperature, top_p, top_k, min_p and seed are ignored; penalties, biases and bans apply.
     """
 
     model: str | None = None
@@ -267,7 +267,7 @@ class SamplingFields(TruncationFields):
 
 
 class CompletionRequest(SamplingFields):
-    """The body of /v1/completions. `multi_modal_data` has the pictures of a single prompt."""
+    """The body of /v1/completions. `multi_modal_data` holds the images of a single prompt."""
 
     prompt: PromptField
     multi_modal_data: Annotated[dict[str, Any] | None, WithJsonSchema(MULTI_MODAL)] = None
@@ -279,8 +279,8 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatTemplateFields(RequestFields):
-    """How the model's template is to write messages. `continue_final_message` leaves the last one open, for the output
-    to go on with; `documents` and `reasoning_effort` are for templates that read them."""
+    """Options of the chat template. `continue_final_message` leaves the last message open, so that the output continues
+    it. `documents` and `reasoning_effort` are for templates that use them."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -293,8 +293,8 @@ class ChatTemplateFields(RequestFields):
 
 
 class ChatRequest(SamplingFields, ChatTemplateFields):
-    """The body of /v1/chat/completions. `echo` puts the last message before the output, if the assistant said it.
-    `thinking_token_budget` bounds thoughts, `include_reasoning` says whether they are returned."""
+    """The body of /v1/chat/completions. `echo` puts the last message before the output if its role is assistant.
+    `thinking_token_budget` limits reasoning, `include_reasoning` is whether it is returned."""
 
     messages: Messages
     max_completion_tokens: int | None = ranged_field(1)
@@ -306,8 +306,8 @@ class ChatRequest(SamplingFields, ChatTemplateFields):
 
 
 class EmbeddingRequest(TruncationFields, ChatTemplateFields):
-    """The body of /v1/embeddings: texts, or a conversation. `dimensions`: the first so many numbers of each vector, of
-    length 1 again. `normalize` and `use_activation` are two names of one thing; `embed_dtype` and `endianness` are of
+    """The body of /v1/embeddings: texts, or a conversation. `dimensions` truncates each vector to its first numbers,
+    scaled to length 1 again. `normalize` and `use_activation` mean the same. `embed_dtype` and `endianness` are for
     base64."""
 
     model: str | None = None
@@ -333,7 +333,7 @@ class ScoreRequest(TruncationFields):
 
 
 class RerankRequest(TruncationFields):
-    """The body of /rerank: the `top_n` documents nearest to the query, nearest first."""
+    """The body of /rerank. Returns the `top_n` documents nearest to the query, nearest first."""
 
     model: str | None = None
     query: str
@@ -368,7 +368,8 @@ class DetokenizeRequest(RequestFields):
 
 
 def unknown_fields(request: RequestFields) -> list[str]:
-    """The names of the fields that nobody knows, in order; those of stream_options and messages with these before."""
+    """Return the names of the unknown fields, in order. Those of stream_options and messages are prefixed with that
+    name."""
     names = [name for name in request.model_extra or () if name not in IGNORED_FIELDS and name not in REFUSED_FIELDS]
     options = getattr(request, "stream_options", None)
     names += [f"stream_options.{name}" for name in (options.model_extra if options is not None else None) or ()]
@@ -376,8 +377,8 @@ def unknown_fields(request: RequestFields) -> list[str]:
 
 
 def warning_header(request: RequestFields, ignored: Sequence[str] = (), texts: Sequence[str] = ()) -> dict[str, str]:
-    """The header that names the fields that nobody knows, or that are `ignored`, and that says what else is `texts`,
-    each cut; none if there is nothing to say."""
+    """Return the Warning header, or {} if there is nothing to warn of. It names fields that are unknown or `ignored`,
+    and contains `texts`, each cut to a limit."""
     names = [re.sub(r"[^!#-\[\]-~]", "?", name[:40]) for name in (*ignored, *unknown_fields(request))]
     if names:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
@@ -388,7 +389,7 @@ def warning_header(request: RequestFields, ignored: Sequence[str] = (), texts: S
 
 
 def check_supported(request: RequestFields) -> None:
-    """InputError for a field that asks for something that this server doesn't do."""
+    """Raise InputError for a field that asks for something unsupported."""
     for name, value in (request.model_extra or {}).items():
         if name in REFUSED_FIELDS and value not in EMPTY_VALUES:
             raise InputError(f"{name} is not supported", name)
@@ -407,7 +408,7 @@ UNION_TYPES = {
 
 
 def wrong_type_error(location: Any, message: str) -> InputError:
-    """An error at `location`, which may begin with FastAPI's "body"."""
+    """Return the error for a wrong type at `location`, which may begin with FastAPI's "body"."""
     path = [str(part)[:60] for part in location if part != "body"]
     where = path[0] if path and not path[0].isdigit() else None
     if where in UNION_TYPES and len(path) > 1:

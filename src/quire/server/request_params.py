@@ -1,4 +1,4 @@
-"""From what a request asks for to the engine's SamplingParams: defaults, clashes, and the names that clients know."""
+"""Convert a request's fields to the engine's SamplingParams: defaults, conflicts, and the client's names in errors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from quire.server.request_models import (
 )
 from quire.server.structured import read_structured
 
-MAX_ALLOWED_TOKEN_IDS = 1 << 15  # allowed_token_ids: what the event loop reads in some milliseconds
+MAX_ALLOWED_TOKEN_IDS = 1 << 15  # the event loop reads these in some milliseconds
 
 
 class RequestRules(NamedTuple):
-    """What holds for every request: the model's sampling `defaults`, whether there is text at all, the most
-    log-probabilities a token, and whether unknown fields are refused (`strict`)."""
+    """Rules for every request: the model's sampling `defaults`, whether there is a tokenizer, the most
+    log-probabilities per token, and whether unknown fields are refused (`strict`)."""
 
     defaults: Mapping[str, Any]
     has_tokenizer: bool = True
@@ -34,7 +34,7 @@ class RequestRules(NamedTuple):
 
 
 def check_known(request: RequestFields, strict: bool) -> None:
-    """InputError for a field that is not supported or, if `strict`, not known."""
+    """Raise InputError for a field that is not supported or, with `strict`, not known."""
     check_supported(request)
     if strict and (names := unknown_fields(request)):
         raise InputError(f"there is no field {names[0][:60]!r} (this server was started with --strict)", names[0])
@@ -47,7 +47,7 @@ def _check_request(request: SamplingFields, rules: RequestRules) -> None:
             ("tools", EMPTY_VALUES), ("tool_choice", (None, "none", "auto")), ("thinking_token_budget", EMPTY_VALUES),
         ):  # fmt: skip
             if getattr(request, name) not in nothing:
-                raise InputError(f"{name} is for chats: completions have no tools, and no thoughts", name)
+                raise InputError(f"{name} is for chats: completions have no tools and no reasoning", name)
     if request.modalities not in (None, ["text"]):
         raise InputError('modalities may only be ["text"]', "modalities")
     if request.spaces_between_special_tokens is False:
@@ -87,9 +87,9 @@ def _given_params(request: SamplingFields, rules: RequestRules) -> dict[str, Any
 
 
 def _branch_params(request: SamplingFields) -> dict[str, Any]:
-    """best_of, or beam search: asked for by `use_beam_search`, its width given by `beam_width`, else (as vLLM had it)
-    by `best_of`, else by `n`; or by `beam_width` alone. Beams are streamed as they settle; the samples of a best_of
-    can't be, since which of them are returned is known at the end."""
+    """Return the parameters of best_of or of beam search. Beam search is enabled by `use_beam_search` or `beam_width`;
+    its width is `beam_width`, else, as in vLLM, `best_of`, else `n`. Beams are streamed once they are final. The
+    samples of best_of cannot be streamed, since the ones to return are known only at the end."""
     beams = request.use_beam_search
     if beams is False or (beams is None and request.beam_width is None):
         for name, plain in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
@@ -109,11 +109,11 @@ def _branch_params(request: SamplingFields) -> dict[str, Any]:
         )
     if request.best_of not in (None, width):
         raise InputError(f"best_of is {str(request.best_of)[:30]}, but beam_width is {width}: give one", "best_of")
-    found: dict[str, Any] = {"beam_width": width}
+    params: dict[str, Any] = {"beam_width": width}
     for name in ("length_penalty", "early_stopping"):
         if getattr(request, name) is not None:
-            found[name] = getattr(request, name)
-    return found
+            params[name] = getattr(request, name)
+    return params
 
 
 def _check_logprobs(name: str, value: int, rules: RequestRules) -> int:
@@ -123,8 +123,8 @@ def _check_logprobs(name: str, value: int, rules: RequestRules) -> int:
 
 
 def _make_params(given: dict[str, Any], names: Mapping[str, str]) -> SamplingParams:
-    """SamplingParams whose errors say what the client calls a parameter; `names` maps theirs to the client's. Beside
-    logprob_token_ids the number of logprobs says nothing (vLLM's rule)."""
+    """Return the SamplingParams. Errors name the client's parameters: `names` maps SamplingParams' names to the
+    client's. With logprob_token_ids the number of logprobs is ignored, as in vLLM."""
     if given.get("logprob_token_ids"):
         given.pop("logprobs", None)
     try:
@@ -137,8 +137,8 @@ def _make_params(given: dict[str, Any], names: Mapping[str, str]) -> SamplingPar
 
 
 def completion_params(request: CompletionRequest, rules: RequestRules) -> SamplingParams:
-    """Completions: 16 tokens unless asked; `echo` with `logprobs` scores the prompt. `max_tokens` 0 with `echo`, which
-    only scores, draws one token that the response leaves out."""
+    """Return the parameters of a completion. The default of max_tokens is 16. `echo` with `logprobs` scores the prompt.
+    `max_tokens` 0 with `echo` only scores; one token is sampled, and the response leaves it out."""
     given = _given_params(request, rules)
     if request.echo and request.max_tokens == 0:
         if request.logprob_token_ids:
@@ -152,7 +152,8 @@ def completion_params(request: CompletionRequest, rules: RequestRules) -> Sampli
 
 
 def chat_params(request: ChatRequest, rules: RequestRules) -> SamplingParams:
-    """Chat: as many tokens as fit unless asked; `top_logprobs` needs `logprobs`."""
+    """Return the parameters of a chat. Without max_tokens the output may fill the context. `top_logprobs` needs
+    `logprobs`."""
     given = _given_params(request, rules)
     given["max_tokens"] = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if request.top_logprobs is not None:
@@ -168,8 +169,8 @@ def chat_params(request: ChatRequest, rules: RequestRules) -> SamplingParams:
 
 
 def split_prompts(prompt: Any, name: str = "prompt", max_prompts: int = MAX_PROMPTS) -> list[str | list[int]]:
-    """The prompts of a completion request, or what has another `name`: one string, strings, one list of ids, or lists
-    of ids, at most `max_prompts`."""
+    """Return the prompts of a completion request, or the entries of another field `name`: one string, strings, one list
+    of ids, or lists of ids, at most `max_prompts`."""
     single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
     prompts = [prompt] if single else prompt
     if not 1 <= len(prompts) <= max_prompts:

@@ -1,6 +1,7 @@
-"""What the server answers, for its OpenAPI document: the shapes of every route's answers, errors included.
+"""Pydantic models of the responses of all routes, errors included, for the OpenAPI document.
 
-Answers are written by hand (render.py, pieces.py); nothing here runs when one is. Tests compare the two.
+Responses are written as text (render.py, json_pieces.py), and these models are not used for that. Tests compare the
+two.
 """
 
 from __future__ import annotations
@@ -15,69 +16,190 @@ from quire.server.errors import MESSAGES_PATH
 
 
 class StrictModel(BaseModel):
-    """All fields, and no others. Those that have a default may be left out."""
+    """A model that forbids unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class TextContent(StrictModel):
-    type: Literal["text"]
-    text: str
+# Errors
 
 
-class ThinkingContent(StrictModel):
-    type: Literal["thinking"]
-    thinking: str
-    signature: Literal[""]
+class ErrorInfo(StrictModel):
+    message: str
+    type: str
+    param: str | None
+    code: int
 
 
-class ToolUse(StrictModel):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ThinkingTokens(StrictModel):
-    thinking_tokens: int
-
-
-class MessageUsage(StrictModel):
-    input_tokens: int
-    cache_creation_input_tokens: Literal[0]
-    cache_read_input_tokens: int
-    output_tokens: int
-    output_tokens_details: ThinkingTokens
-
-
-class MessagesResponse(StrictModel):
-    """A message. A stream's events are Anthropic's: message_start, those of the content blocks, message_delta and
-    message_stop, or an error."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[TextContent | ThinkingContent | ToolUse]
-    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
-    stop_sequence: str | None
-    usage: MessageUsage
-
-
-class CountTokensResponse(StrictModel):
-    input_tokens: int
+class Error(StrictModel):
+    error: ErrorInfo
 
 
 class MessageErrorInfo(StrictModel):
     type: str
     message: str
-    details: dict[str, Any] = Field({})
+    details: dict[str, Any] = Field(default={})
 
 
 class MessageError(StrictModel):
     type: Literal["error"]
     error: MessageErrorInfo
 
+
+# Completions and chats
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"] | None
+
+
+class PromptTokensDetails(StrictModel):
+    cached_tokens: int
+
+
+class Usage(StrictModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(StrictModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
+
+
+class CompletionLogprobs(StrictModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(StrictModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs
+
+
+class Completion(StrictModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TokenLogprob(StrictModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(StrictModel):
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class ToolCallFunction(StrictModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(StrictModel):
+    id: str
+    type: Literal["function"]
+    function: ToolCallFunction
+
+
+class Message(StrictModel):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] = Field(default=[])
+
+
+class ChatChoice(StrictModel):
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | None
+
+
+class ChatCompletion(StrictModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: PromptLogprobs
+    usage: Usage
+
+
+class DeltaFunctionCall(StrictModel):
+    name: str = ""
+    arguments: str
+
+
+class DeltaToolCall(StrictModel):
+    """The first delta of a call has its id, type and name. The call's arguments are those of all its deltas, joined."""
+
+    index: int
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: DeltaFunctionCall
+
+
+class DeltaMessage(StrictModel):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    tool_calls: list[DeltaToolCall] = Field(default=[])
+
+
+class ChunkChoice(StrictModel):
+    """A completion's chunk has `text`, a chat's `delta`."""
+
+    index: int
+    text: str = ""
+    delta: DeltaMessage = DeltaMessage()
+    logprobs: CompletionLogprobs | ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Chunk(StrictModel):
+    """The data of one server-sent event. The last event of a stream is [DONE], unless it fails."""
+
+    id: str
+    object: Literal["text_completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[ChunkChoice]
+    prompt_token_ids: list[int] | None = None
+    usage: Usage | None = None
+
+
+# /v1/responses
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -162,8 +284,8 @@ class ResponseTool(StrictModel):
 
 
 class ResponsesResponse(StrictModel):
-    """A response. `store`: whether it is kept. A stream's events are OpenAI's, response.created to response.completed,
-    .incomplete or .failed."""
+    """A response. `store` is whether it is stored. A stream has OpenAI's events, from response.created to
+    response.completed, .incomplete or .failed."""
 
     id: str
     object: Literal["response"]
@@ -199,13 +321,67 @@ class DeletedResponse(StrictModel):
     deleted: Literal[True]
 
 
+# /v1/messages
+
+
+class TextContent(StrictModel):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingContent(StrictModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: Literal[""]
+
+
+class ToolUse(StrictModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ThinkingTokens(StrictModel):
+    thinking_tokens: int
+
+
+class MessageUsage(StrictModel):
+    input_tokens: int
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: ThinkingTokens
+
+
+class MessagesResponse(StrictModel):
+    """A message. A stream has Anthropic's events: message_start, those of the content blocks, message_delta and
+    message_stop, or an error."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextContent | ThinkingContent | ToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class CountTokensResponse(StrictModel):
+    input_tokens: int
+
+
+# Embeddings
+
+
 class EmbeddingUsage(StrictModel):
     prompt_tokens: int
     total_tokens: int
 
 
 class EmbeddingData(StrictModel):
-    """Base64 is of little-endian float32."""
+    """Base64 encodes little-endian float32."""
 
     object: Literal["embedding"]
     index: int
@@ -251,177 +427,7 @@ class RerankResponse(StrictModel):
     usage: EmbeddingUsage
 
 
-FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"] | None
-
-
-class ErrorInfo(StrictModel):
-    message: str
-    type: str
-    param: str | None
-    code: int
-
-
-class Error(StrictModel):
-    error: ErrorInfo
-
-
-class PromptTokensDetails(StrictModel):
-    cached_tokens: int
-
-
-class Usage(StrictModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class PromptLogprob(StrictModel):
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
-
-
-class CompletionLogprobs(StrictModel):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class CompletionChoice(StrictModel):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    token_ids: list[int] | None
-    prompt_token_ids: list[int] | None
-    prompt_logprobs: PromptLogprobs
-
-
-class Completion(StrictModel):
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: None
-    choices: list[CompletionChoice]
-    usage: Usage
-
-
-class TokenLogprob(StrictModel):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatTokenLogprob(TokenLogprob):
-    top_logprobs: list[TokenLogprob]
-
-
-class ChatLogprobs(StrictModel):
-    content: list[ChatTokenLogprob]
-    refusal: None
-
-
-class ToolCallFunction(StrictModel):
-    name: str
-    arguments: str
-
-
-class ToolCall(StrictModel):
-    id: str
-    type: Literal["function"]
-    function: ToolCallFunction
-
-
-class Message(StrictModel):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    tool_calls: list[ToolCall] = Field([])
-
-
-class ChatChoice(StrictModel):
-    index: int
-    message: Message
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    token_ids: list[int] | None
-
-
-class ChatCompletion(StrictModel):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: None
-    choices: list[ChatChoice]
-    prompt_token_ids: list[int] | None
-    prompt_logprobs: PromptLogprobs
-    usage: Usage
-
-
-class DeltaFunctionCall(StrictModel):
-    name: str = ""
-    arguments: str
-
-
-class DeltaToolCall(StrictModel):
-    """The first of a call has its id, type and name; the arguments of all pieces joined are its arguments."""
-
-    index: int
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: DeltaFunctionCall
-
-
-class DeltaMessage(StrictModel):
-    role: Literal["assistant"] = "assistant"
-    content: str = ""
-    tool_calls: list[DeltaToolCall] = Field([])
-
-
-class ChunkChoice(StrictModel):
-    """A completion's chunk has `text`, a chat's `delta`."""
-
-    index: int
-    text: str = ""
-    delta: DeltaMessage = DeltaMessage()
-    logprobs: CompletionLogprobs | ChatLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class Chunk(StrictModel):
-    """The data of one server-sent event; the last event of a stream that ends well is [DONE]."""
-
-    id: str
-    object: Literal["text_completion", "chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: None
-    choices: list[ChunkChoice]
-    prompt_token_ids: list[int] | None = None
-    usage: Usage | None = None
-
-
-class TokenizeResponse(StrictModel):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class DetokenizeResponse(StrictModel):
-    prompt: str
+# Models and tokens
 
 
 class ModelCard(StrictModel):
@@ -437,6 +443,31 @@ class ModelCard(StrictModel):
 class ModelList(StrictModel):
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class TokenizeResponse(StrictModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(StrictModel):
+    prompt: str
+
+
+# State of the server
+
+
+class VersionResponse(StrictModel):
+    version: str
+
+
+class ServerLoad(StrictModel):
+    server_load: int = Field(ge=0)
+
+
+# Admin routes
 
 
 class RegisteredPrefix(StrictModel):
@@ -480,7 +511,7 @@ class ServerInfo(StrictModel):
 
 
 class TokenizerInfo(BaseModel):
-    """What tokenizer_config.json says, and more of it."""
+    """The settings of tokenizer_config.json. They may include further fields."""
 
     model_config = ConfigDict(extra="allow")
     tokenizer_class: str | None
@@ -488,13 +519,7 @@ class TokenizerInfo(BaseModel):
     added_tokens_decoder: dict[str, Any]
 
 
-class VersionResponse(StrictModel):
-    version: str
-
-
-class ServerLoad(StrictModel):
-    server_load: int = Field(ge=0)
-
+# The OpenAPI document
 
 RESPONSE_MODELS: dict[str, type[BaseModel] | None] = {
     "POST /v1/completions": Completion,
@@ -533,7 +558,7 @@ STREAM_MODELS: dict[str, type[BaseModel]] = {
     "/v1/responses": ResponsesResponse,
     "/v1/messages": MessagesResponse,
 }
-QUERY_PARAMETERS: dict[str, dict[str, dict[str, Any]]] = {  # behind a path's "?"
+QUERY_PARAMETERS: dict[str, dict[str, dict[str, Any]]] = {
     "POST /sleep": {
         "level": {"type": "integer", "enum": list(SLEEP_LEVELS), "default": 1},
         "mode": {"type": "string", "enum": list(SLEEP_MODES), "default": SLEEP_MODES[0]},
@@ -543,21 +568,21 @@ QUERY_PARAMETERS: dict[str, dict[str, dict[str, Any]]] = {  # behind a path's "?
     },
 }
 STATUS_DESCRIPTIONS = {
-    400: "What was asked can't be done; the message names the field, the value and the limit",
+    400: "The request is invalid; the message names the field, the value and the limit",
     401: "No valid key",
     403: "No admin key",
     404: "No such model, prefix or stored response",
     408: "The body took too long to arrive",
-    409: "A prefix of that name is registered, or requests run",
+    409: "A prefix with that name is registered, or requests are running",
     413: "The body is too large, or the prefix doesn't fit",
     500: "A defect of the server",
-    503: "The queue is full, the engine sleeps, or the server is about to end; Retry-After says when to come back",
+    503: "The queue is full, the engine sleeps, or the server is shutting down; Retry-After says when to retry",
 }
 SECURITY_SCHEME = "KeyOfTheServer"
 
 
 def route_responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
-    """The answers of a route, by status."""
+    """Return the responses of a route in the OpenAPI document, by status."""
     error: type[BaseModel] = MessageError if path.startswith(MESSAGES_PATH) else Error
     codes = {401: error, 500: error, 503: error}
     if method == "POST" and path != "/ping":
@@ -574,27 +599,27 @@ def route_responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
         codes |= {400: Error}
     if path == "/health":
         del codes[401]
-    found: dict[int | str, dict[str, Any]] = {
+    responses: dict[int | str, dict[str, Any]] = {
         code: {"model": model, "description": STATUS_DESCRIPTIONS[code]} for code, model in sorted(codes.items())
     }
-    answer = RESPONSE_MODELS[f"{method} {path}"]
-    found[200] = {"description": "The answer"} if answer is None else {"model": answer, "description": "The answer"}
+    model = RESPONSE_MODELS[f"{method} {path}"]
+    responses[200] = {"description": "The answer"} if model is None else {"model": model, "description": "The answer"}
     if path in ("/health", "/ping"):
-        found[503]["description"] = "The engine's loop hangs, or requests are not accepted; without a key no body"
+        responses[503]["description"] = "The engine's loop hangs, or requests are not accepted; without a key no body"
     if method == "POST" and path in STREAM_MODELS:
-        described = {"type": "string", "description": STREAM_MODELS[path].__doc__}
-        found[200]["content"] = {"text/event-stream": {"schema": described}}
-    return found
+        schema = {"type": "string", "description": STREAM_MODELS[path].__doc__}
+        responses[200]["content"] = {"text/event-stream": {"schema": schema}}
+    return responses
 
 
 def query_parameters(method: str, path: str) -> dict[str, Any]:
-    """What a route takes behind its path, for the document."""
-    taken = QUERY_PARAMETERS.get(f"{method} {path}", {})
-    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in taken.items()]}
+    """Return the query parameters of a route in the OpenAPI document."""
+    schemas = QUERY_PARAMETERS.get(f"{method} {path}", {})
+    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in schemas.items()]}
 
 
 def finish_openapi(document: dict[str, Any], requires_keys: bool) -> dict[str, Any]:
-    """FastAPI's OpenAPI document, less what it says of answers that this server doesn't give."""
+    """Complete FastAPI's OpenAPI document: remove responses that this server does not send, add chunks and keys."""
     bodies = {"/health": None, "/ping": None, "/metrics": {"text/plain": {"schema": {"type": "string"}}}}
     for path, methods in document["paths"].items():
         for operation in methods.values():
@@ -612,6 +637,6 @@ def finish_openapi(document: dict[str, Any], requires_keys: bool) -> dict[str, A
     schemas["Chunk"] = Chunk.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas.update(schemas["Chunk"].pop("$defs", {}))
     if requires_keys:
-        told = {"type": "http", "scheme": "bearer", "description": "Or the key alone in the header x-api-key"}
-        document["components"]["securitySchemes"] = {SECURITY_SCHEME: told}
+        scheme = {"type": "http", "scheme": "bearer", "description": "Or the key alone in the header x-api-key"}
+        document["components"]["securitySchemes"] = {SECURITY_SCHEME: scheme}
     return document

@@ -1,4 +1,4 @@
-"""What a front's routes ask of the whole server. Here a front is alone, and is the whole."""
+"""The whole server as the routes of one frontend see it. In this base class the frontend is the only one."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ if TYPE_CHECKING:
 
 
 class ServerGroup:
-    """`num_frontends` fronts are one server, which has been there since `start_time`. They share `accept_slots` for "
-    "connections."""
+    """The `num_frontends` frontends of one server, started at `start_time` (seconds since the epoch). They share
+    `accept_slots` for connections."""
 
-    def __init__(self, num_frontends: int = 1, start_time: int | None = None) -> None:
+    def __init__(
+        self, num_frontends: int = 1, start_time: int | None = None, accept_slots: AcceptSlots | None = None
+    ) -> None:
         self.num_frontends, self.start_time = num_frontends, int(time.time()) if start_time is None else start_time
-        self.accept_slots: AcceptSlots | None = None
+        self.accept_slots = accept_slots
         self.llm: AsyncLLM
         self.metrics: Metrics
 
     def set_engine(self, llm: AsyncLLM, metrics: Metrics) -> None:
-        """What this front itself has to say."""
+        """Set this frontend's engine and metrics, which exist only after the model is loaded."""
         self.llm, self.metrics = llm, metrics
 
     def problem(self) -> str:
-        """Why the server isn't well, as far as this front's engine doesn't say; "" if it is."""
+        """Return why the server is unhealthy, apart from this frontend's engine, or ""."""
         return ""
 
     async def scrape(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return self.metrics.render()
 
     async def load(self) -> int:
-        """Requests in the server."""
+        """Return the number of requests in the server."""
         return self.llm.active

@@ -1,4 +1,4 @@
-"""What the routes do: OpenAI's API and vLLM's additions over one AsyncLLM."""
+"""The routes of OpenAI's API and vLLM's additions, for one AsyncLLM."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ from quire.text.reasoning_parser import detect_reasoning_format
 from quire.text.tool_parsers.formats import detect_tool_format
 from quire.text.tools import Tool, read_tools
 
-RESERVED_TEMPLATE_KWARGS = frozenset({"messages", "add_generation_prompt", "continue_final_message", "documents",
-"add_special_tokens",
-                      "tools", "self"})  # fmt: skip
+RESERVED_TEMPLATE_KWARGS = frozenset({
+    "messages", "add_generation_prompt", "continue_final_message", "documents", "add_special_tokens", "tools", "self",
+})  # fmt: skip
 
 
 class PreparedChat(NamedTuple):
-    """A chat that can be queued."""
+    """A chat request that is ready to be queued."""
 
     call: EngineCall
     prompt: Prompt
     params: SamplingParams
     tool_choice: ToolChoice
     reasoning: RequestReasoning | None
-    warnings: list[str]  # what its answer is to warn of
+    warnings: list[str]  # for the header of the answer
 
 
 class Service:
-    """`model_names` are the model's names; the first is the one shown. `log_requests` logs each. `server_group` are the
-    whole server that this is a front of. `tool_format` is how the model writes calls, `reasoning_format` how it writes
-    thoughts; None: as its template says."""
+    """The routes. `model_names` are the names of the model; the first one is shown. `log_requests` logs each request.
+    `server_group` is the whole server, of which this is one frontend. `tool_format` and `reasoning_format` are how the
+    model writes tool calls and reasoning; None: detected from the chat template."""
 
     def __init__(
         self,
@@ -81,30 +81,17 @@ class Service:
         tool_format: str | None = None,
         reasoning_format: str | None = None,
     ) -> None:
-        self.llm, self.input_processor, self.model_names, self.metrics, self.request_rules = (
-            llm,
-            llm.prompts,
-            list(model_names),
-            metrics,
-            request_rules,
-        )
-        self.token_strings, self.token_id_strings = (
-            TokenStrings(self.input_processor),
-            TokenIdStrings(self.input_processor),
-        )
+        self.llm, self.input_processor, self.model_names = llm, llm.prompts, list(model_names)
+        self.metrics, self.request_rules, self.log_requests = metrics, request_rules, log_requests
+        self.token_strings = TokenStrings(self.input_processor)
+        self.token_id_strings = TokenIdStrings(self.input_processor)
         self.server_group = server_group or ServerGroup()
         self.server_group.set_engine(llm, metrics)
-        template = self.input_processor.chat_template
-        taught = template.source if template is not None else ""
-        self.tool_format = tool_format or detect_tool_format(taught)
-        self.reasoning = ModelReasoning(
-            reasoning_format or detect_reasoning_format(taught), self.input_processor.tokenizer
-        )
-        self.answer_budget, self.writer_turns, self.log_requests = (
-            AnswerBudget(self.server_group.num_frontends),
-            WriterTurns(),
-            log_requests,
-        )
+        template, tokenizer = self.input_processor.chat_template, self.input_processor.tokenizer
+        source = template.source if template is not None else ""
+        self.tool_format = tool_format or detect_tool_format(source)
+        self.reasoning = ModelReasoning(reasoning_format or detect_reasoning_format(source), tokenizer)
+        self.answer_budget, self.writer_turns = AnswerBudget(self.server_group.num_frontends), WriterTurns()
 
     # Generation
 
@@ -112,66 +99,68 @@ class Service:
         """Continue prompts."""
         self.check_model(body.model)
         params = completion_params(body, self.request_rules)
-        cut = self.truncation(body, params.max_tokens)
-        _, pictures = split_multi_modal({"multi_modal_data": body.multi_modal_data})
+        truncation = self.truncation(body, params.max_tokens)
+        _, images = split_multi_modal({"multi_modal_data": body.multi_modal_data})
         given = split_prompts(body.prompt)
         prompts = await self.input_processor.process_prompts(
-            given, body.add_special_tokens, cut, pictures, body.cache_salt or ""
+            given, body.add_special_tokens, truncation, images, body.cache_salt or ""
         )
         scored = (body.logprobs or 0) + 1 if body.echo and params.num_logprobs >= 0 else 0
         scored += 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
-        shown = EchoedPrompt(params.n, bool(body.echo or body.return_token_ids), scored)
-        call, params = self._new_call("cmpl", body, prompts, params, shown)
+        echoed = EchoedPrompt(params.n, bool(body.echo or body.return_token_ids), scored)
+        call, params = self._new_call("cmpl", body, prompts, params, echoed)
         renderer = CompletionRenderer(
-            call.id, self.model_names[0], body, prompts, self._token_strings(body), self.input_processor
-        )
+            call.id, self.model_names[0], body, prompts, self._token_strings(body), self.writer_turns,
+            self.input_processor,
+        )  # fmt: skip
         return await self._respond(call, renderer, body, prompts, params, http)
 
     async def chat(self, body: ChatRequest, http: Request) -> Response:
         """Answer a conversation."""
-        asked = await self.prepare_chat("chatcmpl", body)
-        call, prompts = asked.call, [asked.prompt]
+        prepared = await self.prepare_chat("chatcmpl", body)
+        call, prompts = prepared.call, [prepared.prompt]
         renderer = ChatRenderer(
-            call.id, self.model_names[0], body, prompts, self._token_strings(body), asked.tool_choice, asked.reasoning
-        )
-        return await self._respond(call, renderer, body, prompts, asked.params, http, asked.warnings)
+            call.id, self.model_names[0], body, prompts, self._token_strings(body), self.writer_turns,
+            prepared.tool_choice, prepared.reasoning,
+        )  # fmt: skip
+        return await self._respond(call, renderer, body, prompts, prepared.params, http, prepared.warnings)
 
     async def prepare_chat(self, id_prefix: str, body: ChatRequest) -> PreparedChat:
-        """What a chat asks for; `id_prefix` is what the answer's id begins with. Nothing is queued."""
+        """Return what a chat request asks for. `id_prefix` begins the answer's id. Nothing is queued."""
         self.check_model(body.model)
-        box = read_tool_choice(body, self.tool_format)
-        params = box.apply_to(chat_params(body, self.request_rules), body)
+        tool_choice = read_tool_choice(body, self.tool_format)
+        params = tool_choice.apply_to(chat_params(body, self.request_rules), body)
         max_tokens = params.max_tokens if params.max_tokens is not None else 1
-        prompt = await self.render_chat(body, self.truncation(body, max_tokens), box.tools)
-        thinking = self.reasoning.for_request(
-            body, prompt, last_assistant_text(body) if body.continue_final_message else None
-        )
-        said: list[str] = []
-        if box.mode in ("required", "named"):
-            params, said = await self._constrain_to_tools(params, box, body)
-        params = self.reasoning.apply_to(params, body, thinking)
+        prompt = await self.render_chat(body, self.truncation(body, max_tokens), tool_choice.tools)
+        continued = last_assistant_text(body) if body.continue_final_message else None
+        reasoning = self.reasoning.for_request(body, prompt, continued)
+        warnings: list[str] = []
+        if tool_choice.mode in ("required", "named"):
+            params, warnings = await self._constrain_to_tools(params, tool_choice, body)
+        params = self.reasoning.apply_to(params, body, reasoning)
         scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
         call, params = self._new_call(
             id_prefix, body, [prompt], params, EchoedPrompt(1, bool(body.return_token_ids), scored)
         )
-        return PreparedChat(call, prompt, params, box, thinking, said)
+        return PreparedChat(call, prompt, params, tool_choice, reasoning, warnings)
 
     async def _constrain_to_tools(
         self, params: SamplingParams, tool_choice: ToolChoice, body: ChatRequest
     ) -> tuple[SamplingParams, list[str]]:
-        """Parameters that hold calls to their tools' parameters as far as there is a grammar for them, and what is to
-        be said of the rest."""
+        """Return parameters that constrain calls to the schemas of the tools, as far as the grammar supports them, and
+        warnings about the rest."""
         try:
-            params, lost = await self.input_processor.nearest_supported(params)
+            params, dropped = await self.input_processor.nearest_supported(params)
         except InputError as error:
             free = tool_choice.apply_to(params, body, any_arguments=True).structured
             return replace(params, structured=free), [f"not enforced in tool calls: any parameters, as {error}"]
-        return params, tool_choice.unenforced_warnings(lost)
+        return params, tool_choice.unenforced_warnings(dropped)
 
     def _new_call(
         self, id_prefix: str, body: SamplingFields, prompts: list[Prompt], params: SamplingParams, echoed: EchoedPrompt
     ) -> tuple[EngineCall, SamplingParams]:
-        """The engine requests to come, and their parameters with an answer within its limits."""
+        """Return the engine call of a request, which is not queued yet, and parameters for an answer within the
+        limits."""
         params, size = limit_answer(
             params, [len(prompt.ids) for prompt in prompts], self.input_processor.max_len, echoed
         )
@@ -202,33 +191,34 @@ class Service:
         self, call: EngineCall, renderer: Renderer, body: SamplingFields, prompts: list[Prompt], params: SamplingParams,
         http: Request, warnings: Sequence[str] = (),
     ) -> dict[str, str]:  # fmt: skip
-        """Queue what was asked for. The headers of the answer, which warn of what is `warnings`, too."""
+        """Queue the request. Return the headers of the answer, including `warnings`."""
         headers = self.warning_headers(body, prompts, warnings)
         try:
             await call.submit(
                 prompts, params, salt=body.cache_salt or "", final_only=not body.stream, client=client_of(http)
             )
         except InputError as error:
-            if error.param == PARAM_NAME:  # what the engine calls it
+            if error.param == PARAM_NAME:  # the engine's name of the field
                 error.param = structured_field(body)
             raise
         if self.log_requests:
             log_request(call.id, prompts, params, http.scope)
-        renderer.pace.writer_turns = self.writer_turns
         return headers
 
     def warning_headers(
         self, body: RequestFields, prompts: Sequence[Prompt], extra_warnings: Sequence[str] = ()
     ) -> dict[str, str]:
-        """Return the Warning header: ignored fields, what is `extra_warnings`, and a prompt that begins with two "
-        "BOS tokens."""
+        """Return the Warning header: ignored fields, `extra_warnings`, and a prompt that begins with two BOS tokens."""
         bos = self.input_processor.tokenizer.bos_id if self.input_processor.tokenizer is not None else None
         twice = bos is not None and any(prompt.ids[:2] == [bos, bos] and prompt.text is not None for prompt in prompts)
-        told = "the prompt begins with two BOS tokens: leave out one, or set add_special_tokens to false"
-        return warning_header(body, self._unread_fields(body), (*extra_warnings, told) if twice else extra_warnings)
+        if twice:
+            warning = "the prompt begins with two BOS tokens: leave out one, or set add_special_tokens to false"
+            extra_warnings = (*extra_warnings, warning)
+        return warning_header(body, self._unread_fields(body), extra_warnings)
 
     def truncation(self, body: TruncationFields, max_tokens: int | None) -> PromptTruncation | None:
-        """How to cut a prompt so that it leaves room for `max_tokens`, if that is asked for."""
+        """Return how to truncate a prompt so that `max_tokens` fit after it, or None if the request does not ask for
+        it."""
         if body.truncate_prompt_tokens is None:
             return None
         return self.input_processor.make_truncation(
@@ -241,8 +231,8 @@ class Service:
         truncation: PromptTruncation | None,
         tools: Sequence[Tool],
     ) -> Prompt:
-        """A conversation as a prompt, with tools to call. Templates are programs of unknown cost, so always on another
-        thread."""
+        """Render a conversation as a prompt, with the tools that may be called. Runs on another thread, since the cost
+        of a template is unknown."""
         given = dict(body.chat_template_kwargs or {})
         if taken := RESERVED_TEMPLATE_KWARGS & given.keys():
             raise InputError(f"chat_template_kwargs can't set {min(taken)!r}", "chat_template_kwargs")
@@ -262,16 +252,17 @@ class Service:
             )
 
     def _unread_fields(self, body: RequestFields) -> list[str]:
-        """The name of a reasoning_effort that the template doesn't read: clients send it to any model. InputError for
-        it if unknown fields are refused."""
+        """Return ["reasoning_effort"] if the request has it and the template does not use it, else []: clients send it
+        to any model. Raise InputError instead if unknown fields are refused."""
         template = self.input_processor.chat_template
         if getattr(body, "reasoning_effort", None) is None or (template and "reasoning_effort" in template.variables):
             return []
         if self.request_rules.strict:
-            raise InputError("the chat template reads no reasoning_effort", "reasoning_effort")
+            raise InputError("the chat template doesn't use reasoning_effort", "reasoning_effort")
         return ["reasoning_effort"]
 
     def check_model(self, model: str | None) -> None:
+        """Raise UnknownModel if `model` is given and is not served."""
         if model is not None and model not in self.model_names:
             raise UnknownModel(
                 f"the model {model[:60]!r} does not exist; this server has {self.model_names[0]!r}", "model"
@@ -280,17 +271,18 @@ class Service:
     # Text
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
-        """Token ids of a prompt or of a conversation."""
+        """Return the token ids of a prompt or of a conversation."""
         self.check_model(body.model)
         check_known(body, self.request_rules.strict)
         if (body.prompt is None) == (body.messages is None):
             raise InputError("give either prompt or messages", "prompt")
-        cut = self.truncation(body, 1)
+        truncation = self.truncation(body, 1)
         if body.messages is not None:
-            prompt = await self.render_chat(body, cut, read_tools(body.tools or []))
+            prompt = await self.render_chat(body, truncation, read_tools(body.tools or []))
         else:
+            assert body.prompt is not None, "one of the two is given"
             [prompt] = await self.input_processor.process_prompts(
-                [body.prompt], body.add_special_tokens is not False, cut
+                [body.prompt], body.add_special_tokens is not False, truncation
             )
         pieces = [f'{{"count":{len(prompt.ids)},"max_model_len":{self.input_processor.max_len},"tokens":']
         pace = WritePace(self.writer_turns)
@@ -303,7 +295,7 @@ class Service:
         return JsonPiecesResponse([*pieces, "}"], warning_header(body, self._unread_fields(body)))
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         self.check_model(body.model)
         check_known(body, self.request_rules.strict)
         tokenizer, vocab = self.input_processor.tokenizer, self.llm.limits.vocab_size
@@ -321,17 +313,17 @@ class Service:
     # Registered prefixes (admin routes)
 
     async def prefixes(self) -> Response:
-        """All of them. `computing` ones are found by no request yet."""
-        found, ready = await self.llm.prefixes()
+        """Return all registered prefixes. Requests do not find those with the status `computing` yet."""
+        prefixes, ready = await self.llm.prefixes()
         data = [
             {"id": name, "object": "prefix", "tokens": length, "status": "ready" if name in ready else "computing"}
-            for name, length in found.items()
+            for name, length in prefixes.items()
         ]
         capacity = self.llm.account.sharing.prefix_capacity
         return JSONResponse({"object": "list", "data": data, "capacity_tokens": capacity})
 
     async def add_prefix(self, body: PrefixRequest) -> Response:
-        """Register a text or token ids; answers once requests find it."""
+        """Register a text or token ids. Returns once requests can find the prefix."""
         check_known(body, self.request_rules.strict)
         if (body.text is None) == (body.token_ids is None):
             raise InputError("give either text or token_ids", "text")
@@ -340,25 +332,25 @@ class Service:
         try:
             tokens = await self.llm.register_prefix(body.name, given)
         except InputError as error:
-            if error.param in ("prompt", "prefix"):  # what the engine calls it
+            if error.param in ("prompt", "prefix"):  # the engine's names of the field
                 error.param = "text" if body.text is not None else "token_ids"
             raise
-        found = {"id": body.name, "object": "prefix", "tokens": tokens, "status": "ready"}
-        return JSONResponse(found, headers=warning_header(body))
+        registered = {"id": body.name, "object": "prefix", "tokens": tokens, "status": "ready"}
+        return JSONResponse(registered, headers=warning_header(body))
 
     async def release_prefix(self, name: str) -> Response:
-        """Let go of one."""
+        """Release a registered prefix."""
         await self.llm.release_prefix(name)
         return JSONResponse({"id": name, "object": "prefix", "deleted": True})
 
-    # Facts
+    # State of the server
 
     async def models(self) -> Response:
-        """The names that this server answers to."""
+        """Return the names of the model."""
         return JSONResponse({"object": "list", "data": [self._model_card(name) for name in self.model_names]})
 
     async def model(self, name: str) -> Response:
-        """One of them."""
+        """Return one of the model's names."""
         self.check_model(name)
         return JSONResponse(self._model_card(name))
 
@@ -367,24 +359,25 @@ class Service:
         return {**card, "root": self.model_names[0], "parent": None, "max_model_len": self.input_processor.max_len}
 
     async def health(self, http: Request) -> Response:
-        """200 while the engine's loop turns and requests are accepted, else 503. The body is empty, but for the cause,
-        which is told to who has a key or needs none: it may name what is not everybody's business."""
+        """Return 200 if the engine's loop runs and requests are accepted, else 503. The reason is sent only to clients
+        with a key, or if none is needed, since it may contain internal details."""
         state, other = self.llm.heartbeat(), self.server_group.problem()
         if state.alive and not state.stalled and self.llm.accepting and not other:
             return Response()
         if not http.scope.get(TRUSTED):
             return Response(status_code=503)
-        ill = state.why if not state.alive or state.stalled else ""
-        return Failure(503, ill or other or "the server is shutting down: no request is accepted").response(http.scope)
+        reason = state.why if not state.alive or state.stalled else ""
+        reason = reason or other or "the server is shutting down: no request is accepted"
+        return Failure(503, reason).response(http.scope)
 
     async def version(self) -> Response:
-        """quire's version."""
+        """Return quire's version."""
         return JSONResponse({"version": quire.__version__})
 
     async def load(self) -> Response:
-        """Requests in the server."""
+        """Return the number of requests in the server."""
         return JSONResponse({"server_load": await self.server_group.load()})
 
     async def scrape(self) -> Response:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return PlainTextResponse(await self.server_group.scrape(), media_type=CONTENT_TYPE_LATEST)

@@ -1,4 +1,4 @@
-"""The end of a server's process, also when something hangs: stacks in the log, and a last resort. Knows no requests."""
+"""The end of a server's process, even if something hangs: log stacks, and exit after a time limit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from quire.server.connections import LogThrottle
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
 
-LAST_RESPONSES_SECONDS = 5  # seconds for what is answered already to be sent
-STALL_CHECK_SECONDS = 0.5  # seconds between two looks at the engine's pulse
+LAST_RESPONSES_SECONDS = 5  # to send responses that are complete
+STALL_CHECK_SECONDS = 0.5  # between two checks of the engine's heartbeat
 log = logging.getLogger("quire.server")
 
 
 async def log_stalls(llm: AsyncLLM) -> None:
-    """Say once, with all stacks, that the engine stalled, and that it moves on if it does."""
+    """Log, with all stacks, when the engine stalls, and when it moves on."""
     stalled = False
     while True:
         await asyncio.sleep(STALL_CHECK_SECONDS)
@@ -38,18 +38,18 @@ async def log_stalls(llm: AsyncLLM) -> None:
 
 
 def arm_exit_timer(seconds: float) -> None:
-    """Whatever happens, the process ends within `seconds`, with all stacks on stderr and status 1. It is no thread of
-    Python's, so that it needs nothing that a hanging one may hold."""
+    """End the process after `seconds`, with all stacks on stderr and status 1. The timer is not a Python thread, so a
+    thread that hangs cannot block it."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
 
 
 def cancel_exit_timer() -> None:
-    """The process ends by itself."""
+    """Cancel the timer."""
     faulthandler.cancel_dump_traceback_later()
 
 
 class LoopErrorLogger:
-    """An exception handler for an event loop: a traceback a second at the most, the others counted."""
+    """An exception handler of an event loop. It logs at most one traceback a second, and the number of other errors."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._quiet_until = loop, 0.0

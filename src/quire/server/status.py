@@ -1,4 +1,4 @@
-"""The status line: what the server is doing, in the log."""
+"""The status line: the server's load, in the log."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
 
-STATUS_SECONDS = 10.0  # seconds
+STATUS_SECONDS = 10.0
 log = logging.getLogger("quire.server")
 
 
 async def log_status(llm: AsyncLLM) -> None:
-    """One line every 10 s in which something happened."""
+    """Log a status line every 10 s, unless the server is idle."""
     before, at = _token_counts(llm), time.monotonic()
     with suppress(asyncio.CancelledError):
         while True:
@@ -29,13 +29,13 @@ async def log_status(llm: AsyncLLM) -> None:
 
 
 def _token_counts(llm: AsyncLLM) -> tuple[int, int]:
-    """Tokens of prompts and of outputs since the start."""
+    """Return the number of prompt tokens and of output tokens since the start."""
     stats = llm.metrics.stats
     return stats.prompt_tokens, stats.generated_tokens
 
 
 def status_line(llm: AsyncLLM, prompt_rate: float, output_rate: float) -> str:
-    """What the server is doing, in one line."""
+    """Return the status line. The rates are in tokens per second."""
     usage, sharing, _ = llm.account
     preemptions = sum(llm.metrics.preempted.values())
     held = 100 * (usage.total - usage.free - usage.cached) / max(usage.total, 1)

@@ -1,14 +1,13 @@
-"""Waiting for outputs on behalf of a client that may leave: whole responses, and server-sent events.
+"""Wait for outputs for a client that may leave, and send them as whole responses or server-sent events.
 
-A client that leaves cancels the wait, and with it the requests. A stream ends with exactly one [DONE]; one that fails
-midway ends with an error event and no [DONE].
+If the client leaves, the wait and its engine requests are cancelled. A stream ends with one [DONE]; one that fails ends
+with an error event and no [DONE].
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -30,7 +29,7 @@ from quire.text.input_processor import Prompt
 from quire.text.output_stream import OutputStream
 
 PART_CHARS = 1 << 16  # characters sent at once
-MANY_TOKENS = 256  # tokens of an output that are worth a turn of the event loop
+MANY_TOKENS = 256  # tokens of an output, above which the event loop gets a turn
 DONE = b"data: [DONE]\n\n"
 CLIENT_CLOSED_REQUEST = 499
 T = TypeVar("T")
@@ -38,12 +37,13 @@ Json = dict[str, Any]
 
 
 def sse_event(payload: Json) -> bytes:
-    """One server-sent event. JSON is ASCII, so an event has no line breaks of its own."""
+    """Return a server-sent event. The JSON is ASCII, so it has no line breaks."""
     return b"data: " + json.dumps(payload, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def send_pieces(send: Send, pieces: Iterable[str], more: bool) -> None:
-    """Send text as a body, or with `more` as a part of one: PART characters at once, at the client's pace."""
+    """Send text as a body, or with `more` as a part of one, PART_CHARS characters at once. Waits while the client reads
+    slowly."""
     part: list[str] = []
     size = 0
     for piece in pieces:
@@ -57,8 +57,8 @@ async def send_pieces(send: Send, pieces: Iterable[str], more: bool) -> None:
 
 
 class EngineCall:
-    """The engine requests of one HTTP request, one a prompt: accepted all or none, and ended together. Until then its
-    answer's `size` counts in `budget`."""
+    """The engine requests of one HTTP request, one per prompt. They are accepted together or not at all, and end
+    together. The answer's `size` is reserved in `budget` from `submit` to `close`."""
 
     def __init__(self, llm: AsyncLLM, id: str, budget: AnswerBudget, size: AnswerSize) -> None:
         self.llm, self.id = llm, id
@@ -68,7 +68,7 @@ class EngineCall:
     async def submit(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, salt: str, final_only: bool, client: str
     ) -> None:
-        """Queue all prompts of a client, or none."""
+        """Queue all prompts, or none."""
         self._budget.reserve(self._size)
         named = [(f"{self.id}-{at}", prompt.ids) for at, prompt in enumerate(prompts)]
         pixels = [one for prompt in prompts for one in prompt.pixels]
@@ -82,27 +82,27 @@ class EngineCall:
             raise
 
     def outputs(self, writer: TryWrite | None = None) -> OutputQueue:
-        """(prompt index, Output) as they come, but what `writer` writes. A prompt whose reader is slow is merged, not
-        queued."""
+        """Return an async iterator of (prompt index, output). `writer` may write outputs itself, which are then left
+        out. The outputs of a prompt are merged while the reader is slow."""
         return OutputQueue(self.streams, writer)
 
     async def collect(self) -> list[tuple[int, BranchOutput]]:
-        """All of it: one Output for each prompt and branch, in order. For patient streams."""
-        found: list[tuple[int, BranchOutput]] = []
+        """Return all outputs, one per prompt and branch, in order. For final-only streams."""
+        outputs: list[tuple[int, BranchOutput]] = []
         async for at, output in self.outputs():
-            found.append((at, output))
+            outputs.append((at, output))
             if len(output.tokens) > MANY_TOKENS:
                 await asyncio.sleep(0)
-        return sorted(found, key=lambda item: (item[0], item[1].branch))
+        return sorted(outputs, key=lambda item: (item[0], item[1].branch))
 
     def hold_bytes(self, bytes: int) -> None:
-        """The answer was written and has so many bytes, which are held until it is sent. Overloaded if all that are
-        held are too many."""
+        """Count the bytes of the written answer until it is sent. Raise Overloaded if the limit of all answers is
+        exceeded."""
         self._budget.add_bytes(bytes)
         self._bytes = bytes
 
     def close(self) -> None:
-        """Abort what hasn't ended; nothing of the answer is held any more."""
+        """Abort requests that have not ended, and release the answer's size."""
         if self.streams:
             self._budget.release(self._size, self._bytes)
         for stream in self.streams:
@@ -112,20 +112,20 @@ class EngineCall:
 
 
 async def _wait_disconnect(receive: Receive) -> None:
-    """Returns when the client is gone."""
+    """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None, with `work` cancelled, when the client leaves first."""
+    """Return the result of `work`. If the client leaves first, cancel it and return None."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_disconnect(receive))
+    disconnect = asyncio.ensure_future(_wait_disconnect(receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        await _cancel(task, gone)
+        await _cancel(task, disconnect)
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:
@@ -137,8 +137,8 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """Sends the chunks of a call; ends the call when it is over, whoever ended it. With `usage` every chunk has one:
-    null but for the last one's or, if it is `continuous`, what the choice has used so far."""
+    """A response that streams the chunks of a call, and closes the call at its end. With `usage` every chunk has a
+    usage: null except in the last one, or with `continuous` that of the choice so far."""
 
     media_type = "text/event-stream"
 
@@ -150,7 +150,6 @@ class EventStream(Response):
         self._call, self._renderer, self._usage, self._continuous = call, renderer, usage, usage and continuous
         self._head = f"data: {renderer.head(whole=False)}"
         self._try_writer: TryWrite | None = None
-        renderer.pace.max_bytes = math.inf  # nothing of it is held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         direct = scope.get("extensions", {}).get(DIRECT_EXTENSION)
@@ -169,43 +168,43 @@ class EventStream(Response):
                 await send_pieces(send, pieces, more=True)
         except (asyncio.CancelledError, SystemExit, KeyboardInterrupt):
             raise
-        except BaseException as error:  # also what libraries raise beside Exception
+        except BaseException as error:  # Rust's panics are not Exceptions
             failed = error
         await send({"type": "http.response.body", "body": self._final_event(failed), "more_body": False})
 
     def _final_event(self, error: BaseException | None) -> bytes:
-        """The end of the stream, which may have failed."""
+        """Return the last event of the stream: [DONE], or the error."""
         return DONE if error is None else sse_event(to_failure(error).body())
 
     async def _chunks(self) -> AsyncIterator[JsonPieces]:
-        """The events of the stream that `_try_write` doesn't write, without [DONE]."""
+        """Yield the events of the stream that `_try_write` does not write, without [DONE]."""
         renderer = self._renderer
         tail = await renderer.extra_members(whole=False)
-        for choice in await renderer.opening_choices():
-            yield self._chunk(choice, tail)
+        for opening in await renderer.opening_choices():
+            yield self._chunk(opening, tail)
             tail = []
         async for at, output in self._call.outputs(self._try_writer):
-            found = await renderer.choice(at, output, whole=False)
-            if found is not None:
-                yield self._chunk(found)
+            choice = await renderer.choice(at, output, whole=False)
+            if choice is not None:
+                yield self._chunk(choice)
         if self._usage:
             yield [self._head, f'],"usage":{renderer.usage.total_json()}}}\n\n']
 
     def _try_write(self, direct: DirectWriter, outputs: IndexedOutputs) -> bool:
-        """Write the chunks of `outputs`, unless that must wait for the client or takes long."""
+        """Write the chunks of `outputs`. Return False if that would have to wait for the client, or would take long."""
         if not direct.is_open or sum(len(output.text) for _, output in outputs) > SHORT_CHARS:
             return False
         pieces: JsonPieces = []
         for at, output in outputs:
-            found = self._renderer.choice_nowait(at, output)
-            if found is not None:
-                pieces += self._chunk(found)
+            choice = self._renderer.choice_nowait(at, output)
+            if choice is not None:
+                pieces += self._chunk(choice)
         if pieces:
             direct.write("".join(pieces).encode())
         return True
 
     def _chunk(self, choice: ChoicePieces, tail: Sequence[str] = ()) -> JsonPieces:
-        """The event of a choice. `tail`: what a chunk has beside its choices."""
+        """Return the event of a choice. `tail` is JSON that follows the choices."""
         usage = ""
         if self._usage:
             so_far = self._renderer.usage.choice_json(choice.at, choice.index) if self._continuous else "null"
@@ -214,7 +213,7 @@ class EventStream(Response):
 
 
 class JsonPiecesResponse(Response):
-    """A response whose JSON was written in pieces; ends its call, if it is the answer to one, once it is sent."""
+    """A response of JSON in pieces. If it answers a `call`, the call is closed after it is sent."""
 
     media_type = "application/json"
 
@@ -235,7 +234,8 @@ class JsonPiecesResponse(Response):
 async def respond(
     call: EngineCall, work: Coroutine[Any, Any, JsonPieces], headers: dict[str, str], receive: Receive
 ) -> Response:
-    """The response of a call, whose pieces are `work`'s; 499, which nobody reads, when the client left."""
+    """Return the response of a call, with the JSON that `work` returns. If the client leaves, return a 499, which is
+    not sent."""
     try:
         pieces = await cancel_on_disconnect(receive, work)
         if pieces is not None:
@@ -249,12 +249,12 @@ async def respond(
 
 
 async def render_whole(call: EngineCall, renderer: Renderer) -> JsonPieces:
-    """The answer of a call, when all of it is there."""
+    """Return the whole answer of a call, once it is complete."""
     pieces = [renderer.head(whole=True)]
     choices = 0
     for at, output in await call.collect():
-        found = await renderer.choice(at, output, whole=True)
-        if found is not None:
-            pieces += ([","] if choices else []) + found.pieces
+        choice = await renderer.choice(at, output, whole=True)
+        if choice is not None:
+            pieces += ([","] if choices else []) + choice.pieces
             choices += 1
     return [*pieces, "]", *await renderer.extra_members(whole=True), f',"usage":{renderer.usage.total_json()}}}']

@@ -1,4 +1,4 @@
-"""The form of an output as clients ask for it: response_format, or vLLM's structured_outputs and guided_*."""
+"""Structured output as requests ask for it: response_format, or vLLM's structured_outputs and guided_*."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 FIELDS = ("response_format", "structured_outputs", *GUIDED)
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 OPTIONS = ("disable_any_whitespace",)
-IGNORED_OPTIONS = ("disable_fallback",)  # of vLLM's backends: there is one here
+IGNORED_OPTIONS = ("disable_fallback",)  # of vLLM's backends; quire has only one
 __all__ = ["GUIDED", "MAX_CHOICES", "given_structured_field", "read_structured", "structured_field"]
 
 
 def structured_field(request: SamplingFields) -> str:
-    """What the request calls the form that it asks for: of a call that must be, if it is one."""
+    """Return the name of the request's field for structured output. It is tool_choice if that requires a call."""
     other = given_structured_field(request)
     must_call = request.tool_choice not in (None, "none", "auto")
     return "tool_choice" if must_call and other in ("", "response_format") else other or PARAM_NAME
 
 
 def given_structured_field(request: SamplingFields) -> str:
-    """The field that says what form the output has; "" if there is none."""
+    """Return the name of the field that asks for structured output, or ""."""
     return next((name for name in FIELDS if _is_given(request, name)), "")
 
 
 def read_structured(request: SamplingFields) -> Structured | None:
-    """The form of the output, if it is said in one of the ways that there are. InputError names the field."""
+    """Return the structured output that the request asks for, or None. Raise InputError for an invalid field, or for
+    two."""
     given = [name for name in FIELDS if _is_given(request, name)]
     if len(given) > 1:
-        raise InputError(f"{given[0]} and {given[1]} both say what form the output has: give one", given[1])
+        raise InputError(f"{given[0]} and {given[1]} both set the form of the output: give one", given[1])
     if not given:
         return None
     name = given[0]
@@ -96,8 +97,8 @@ def _from_response_format(value: Mapping[str, Any]) -> Structured:
         raise InputError(f"{name}.json_schema.strict must be true or false, got {str(about['strict'])[:40]!r}", name)
     strict = about.get("strict")
     schema = close_objects(about["schema"]) if strict else about["schema"]
-    found = _from_schema(schema, f"{name}.json_schema.schema")
-    return with_lenient(found) if strict is False else found
+    structured = _from_schema(schema, f"{name}.json_schema.schema")
+    return with_lenient(structured) if strict is False else structured
 
 
 def _from_schema(value: Any, place: str) -> Structured:

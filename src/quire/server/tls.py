@@ -1,4 +1,4 @@
-"""The certificate that a server is started with, tried before anything slow happens. uvicorn loads it again."""
+"""Check the TLS certificate before anything slow happens. uvicorn loads it again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.errors import StartupError
 
 
 def check_certificate(key: str | None, certificate: str | None) -> None:
-    """StartupError unless both files are given, readable and belong together, or none is given."""
+    """Raise StartupError unless both files are given, readable and belong together, or neither is given."""
     if key is None and certificate is None:
         return
     if key is None or certificate is None:

@@ -1,4 +1,4 @@
-"""The tools of a chat request: what may be called, what must be, and how the output will say so."""
+"""The tools of a chat request: which may be called, whether one must be, and how the output writes calls."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from quire.text.tool_parsers.formats import SPECIAL_TOKEN_PARSERS, TOOL_PARSERS,
 from quire.text.tools import MAX_CALLS, Tool, read_tools
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-VALUE_KEYWORDS = frozenset({"const", "default", "enum", "examples"})  # keywords whose value is no schema
-NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # the parameters of a function that names none
+VALUE_KEYWORDS = frozenset({"const", "default", "enum", "examples"})  # keywords whose value is not a schema
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # of a function without parameters
 TYPE_KEYWORDS = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 CALL_ARGUMENTS = re.compile(r"#?/items/anyOf/(\d+)/properties/arguments")  # in the schema of a list of calls
-ID_LETTERS = 9  # of a call's id, where templates want exactly so many
+ID_LETTERS = 9  # of a call's id for Mistral's templates, which require this length
 
 
 class ToolChoice(NamedTuple):
-    """`mode` is "none", "auto", "required", or "named", which is the tool `named_tool`. `format` is how the model
-    writes calls. With `parallel` an output may have several."""
+    """The tools of a request. `mode` is "none", "auto", "required", or "named" for the tool `named_tool`. `format` is
+    how the model writes calls. `parallel`: an output may have several calls."""
 
     tools: tuple[Tool, ...] = ()
     mode: str = "none"
@@ -38,23 +38,25 @@ class ToolChoice(NamedTuple):
     format: str = "json"
 
     def new_parser(self) -> ToolCallParser | None:
-        """What reads one output's calls; None where the output is text, or the arguments of the named tool."""
+        """Return a parser of one output's calls. Return None if all of the output is text or the arguments of the named
+        tool."""
         if self.mode in ("none", "named"):
             return None
         kind = TOOL_PARSERS[self.format] if self.mode == "auto" else RequiredToolParser
         return kind([tool.name for tool in self.tools])
 
     def new_call_id(self) -> str:
-        """A new id for a call."""
+        """Return a new id of a call."""
         id = uuid.uuid4().hex
         return id[:ID_LETTERS] if self.format == "mistral" else f"call_{id[:24]}"
 
     def apply_to(self, params: SamplingParams, request: ChatRequest, any_arguments: bool = False) -> SamplingParams:
-        """`params` of an output with calls. Where it must be a call, response_format has no text to speak of. A format
-        whose markers are special tokens needs them in the text. `any_arguments`: arguments are any object."""
+        """Return `params` for outputs with calls. If a call is required, response_format is ignored, since there is no
+        text. Formats with special tokens as markers keep them in the text. `any_arguments`: arguments may be any
+        object."""
         if self.mode in ("required", "named"):
             if (other := given_structured_field(request)) not in ("", "response_format"):
-                raise InputError(f"tool_choice and {other} both say what form the output has: give one", "tool_choice")
+                raise InputError(f"tool_choice and {other} both set the form of the output: give one", "tool_choice")
             return replace(params, structured=self._structured(any_arguments))
         special = self.mode == "auto" and issubclass(TOOL_PARSERS[self.format], SPECIAL_TOKEN_PARSERS)
         if special and request.skip_special_tokens is None and params.structured is None:
@@ -62,7 +64,7 @@ class ToolChoice(NamedTuple):
         return params
 
     def _structured(self, any_arguments: bool) -> Structured:
-        """The form of an output that must call: the named tool's arguments, or a list of calls."""
+        """Return the structured output for a required call: the named tool's arguments, or a list of calls."""
         tools = [tool._replace(parameters=ANY_OBJECT) if any_arguments else tool for tool in self.tools]
         if self.mode == "named":
             schema = _arguments_schema(next(tool for tool in tools if tool.name == self.named_tool))
@@ -75,11 +77,11 @@ class ToolChoice(NamedTuple):
             raise InputError(
                 f"the tools' schema has {len(source)} characters; the limit is {MAX_SOURCE_CHARS}", "tools"
             )
-        return without_whitespace(Structured("json", source))  # white space would be tokens that say nothing
+        return without_whitespace(Structured("json", source))  # whitespace would only cost tokens
 
     def unenforced_warnings(self, dropped: Iterable[str]) -> list[str]:
-        """What is to be said of calls that a grammar holds to their parameters but for the keywords at these places,
-        and but for parameters that refer to themselves for ever."""
+        """Return warnings about what a grammar does not enforce in calls: the keywords at the paths `dropped`, and
+        schemas that refer to themselves endlessly."""
         at = {tool.name: f"tools[{i}].function.parameters" for i, tool in enumerate(self.tools)}
         called = [tool for tool in self.tools if self.mode == "required" or tool.name == self.named_tool]
         places = [at[tool.name] for tool in called if find_endless_reference(_parameters_schema(tool)) is not None]
@@ -87,15 +89,15 @@ class ToolChoice(NamedTuple):
             if self.mode == "named":
                 places.append(at[self.named_tool] + place)
             else:
-                places.append(CALL_ARGUMENTS.sub(lambda found: f"tools[{found[1]}].function.parameters#", place))
+                places.append(CALL_ARGUMENTS.sub(lambda match: f"tools[{match[1]}].function.parameters#", place))
         return [f"not enforced in tool calls: {', '.join(places)}"] if places else []
 
 
 def _parameters_schema(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are an object even where it doesn't say so. Keywords that are null are
-    left out: some libraries write those that they have no value for."""
-    found = _without_null(tool.parameters or NO_PARAMETERS)
-    return {"type": "object", **found} if TYPE_KEYWORDS.isdisjoint(found) else found
+    """Return the schema of a tool's arguments. It is an object even if the tool does not say so. Keywords that are
+    null, which some libraries write for absent ones, are left out."""
+    schema = _without_null(tool.parameters or NO_PARAMETERS)
+    return {"type": "object", **schema} if TYPE_KEYWORDS.isdisjoint(schema) else schema
 
 
 def _without_null(schema: Any) -> Any:
@@ -103,12 +105,12 @@ def _without_null(schema: Any) -> Any:
         return [_without_null(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    said = {key: value for key, value in schema.items() if value is not None or key in VALUE_KEYWORDS}
-    return {key: value if key in VALUE_KEYWORDS else _without_null(value) for key, value in said.items()}
+    kept = {key: value for key, value in schema.items() if value is not None or key in VALUE_KEYWORDS}
+    return {key: value if key in VALUE_KEYWORDS else _without_null(value) for key, value in kept.items()}
 
 
 def _arguments_schema(tool: Tool) -> dict[str, Any]:
-    """The schema that calls of a tool are held to."""
+    """Return the schema that is enforced for the arguments of a call."""
     parameters = _parameters_schema(tool)
     return (
         ANY_OBJECT
@@ -127,7 +129,7 @@ def _call_schema(tool: Tool, pointer: str) -> dict[str, Any]:
 
 
 def rebase_refs(schema: Any, pointer: str) -> Any:
-    """A schema that stands at `pointer` of another one: its references to itself are to there."""
+    """Return a schema for use at `pointer` of another one: its references to itself are changed accordingly."""
     if isinstance(schema, Mapping):
         return {
             key: pointer + value[1:]
@@ -139,7 +141,7 @@ def rebase_refs(schema: Any, pointer: str) -> Any:
 
 
 def read_tool_choice(request: ChatRequest, format: str) -> ToolChoice:
-    """What a request says of tools. InputError for tools that are none, and for a choice that can't be had."""
+    """Return the tools of a request. Raise InputError for invalid tools or an invalid choice."""
     tools = tuple(read_tools(request.tools or []))
     choice, named = _read_mode(request.tool_choice, tools)
     return ToolChoice(tools, choice, named, request.parallel_tool_calls is not False, format)

@@ -1,4 +1,4 @@
-"""The web server: uvicorn over one bound socket, its connections bounded. Knows no engine and no signals."""
+"""The web server: uvicorn on one bound socket, with limits on connections."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from quire.server.shutdown import LAST_RESPONSES_SECONDS
 if TYPE_CHECKING:
     from quire.server.options import ServeOptions
 
-LOW_CONNECTIONS = 256  # connections
+LOW_CONNECTIONS = 256  # a warning is logged below this
 log = logging.getLogger("quire.server")
 
 
 class WebServer(uvicorn.Server):
-    """uvicorn, less its signal handlers, which end with the signal's exit status and know nothing of draining, and less
-    its way of accepting connections, which knows no bound."""
+    """uvicorn without its signal handlers, which exit without draining, and without its way of accepting connections,
+    which has no limit."""
 
     def __init__(
         self,
@@ -38,8 +38,9 @@ class WebServer(uvicorn.Server):
         limits: dict[str, Any] | None = None,
         accept_slots: AcceptSlots | None = None,
     ) -> None:
-        """`on_ready` is called once it listens, `on_exit_request` when a request asked for the process's end; `limits`
-        are fields of connections.Bounds. `accept_slots` are those of all fronts, if there are several."""
+        """`on_ready` is called once the server listens, `on_exit_request` when a request raised SystemExit or
+        KeyboardInterrupt. `limits` are fields of ConnectionLimits. `accept_slots` are shared by all frontends, if there
+        are several."""
         super().__init__(
             uvicorn.Config(
                 CatchAllMiddleware(app, on_exit_request),
@@ -61,30 +62,29 @@ class WebServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the process's."""
+        """Do nothing: signals are handled by the process."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept on the one socket."""
+        """Start to accept connections on the one socket."""
         await super().startup(sockets=[])
         room = connection_capacity(self._max_connections if self._accept_slots is None else None)
         if room < LOW_CONNECTIONS and self._max_connections is None:
             log.warning("there is room for %d connections only: raise the limit of open files (ulimit -n)", room)
         [listener] = sockets or []
-        make = partial(BoundedProtocol, self.config, self.server_state, self.lifespan.state)
-        self.acceptor = ConnectionAcceptor(
-            listener, ConnectionLimits(room)._replace(**self._limits), make, self.config.ssl, self._accept_slots
-        )
+        new_protocol = partial(BoundedProtocol, self.config, self.server_state, self.lifespan.state)
+        limits = ConnectionLimits(room)._replace(**self._limits)
+        self.acceptor = ConnectionAcceptor(listener, limits, new_protocol, self.config.ssl, self._accept_slots)
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing more, and let what runs end."""
+        """Stop accepting, and let open connections end."""
         self.acceptor.close()
         await super().shutdown(sockets)
 
 
 def strip_query(record: logging.LogRecord) -> bool:
-    """Cuts the query, where clients put keys, from a line of uvicorn's access log."""
+    """Remove the query, which may contain keys, from a record of uvicorn's access log."""
     if isinstance(record.args, tuple) and len(record.args) == 5:
         client, method, path, version, status = record.args
         record.args = client, method, str(path).partition("?")[0][:200], version, status

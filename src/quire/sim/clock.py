@@ -1,10 +1,10 @@
-"""A virtual clock: time passes when it is told to. Called, it says the time, as the engine's clocks do."""
+"""A virtual clock, which only advances on request. A call returns the time, as with the engine's clocks."""
 
 from __future__ import annotations
 
 
 class VirtualClock:
-    """Seconds from `now`; never backwards."""
+    """A time in seconds, which never decreases."""
 
     __slots__ = ("now",)
 
@@ -15,10 +15,10 @@ class VirtualClock:
         return self.now
 
     def advance(self, seconds: float) -> None:
-        """Let `seconds` pass."""
+        """Advance by `seconds`."""
         assert seconds >= 0, f"{seconds} seconds can't pass"
         self.now += seconds
 
     def advance_to(self, time: float) -> None:
-        """Let time pass until `time`, if that is still to come."""
+        """Advance to `time`, if it is later than now."""
         self.now = max(self.now, time)

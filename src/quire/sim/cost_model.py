@@ -1,14 +1,14 @@
-"""What a step costs: its work, counted from the plan, times a device's coefficients, read from a calibration.
+"""The cost of a step: its work, counted from the plan, times a device's coefficients, read from a calibration.
 
     matrices  = weights read once + operations of every token      PagedAttention §2.3: a batch shares the weights
-                + those of an encoder and operations of every part of a picture that it encodes
-    attention = keys and values read by rows that decode + operations of prompts + states read and written by all rows
-    copies    = pages copied (copy on write) + pages moved to or from the host
-    host      = planning: a step and a row; it overlaps the device's work where steps overlap
+                + those of an encoder and operations of every part of an image that it encodes
+    attention = keys and values read by decoding rows + operations of prompts + states read and written by all rows
+    copies    = pages copied (copy on write) + pages swapped
+    host      = planning: a step and a row; it overlaps the device's work if steps overlap
 
-Reading and computing overlap in part: by how much is a calibration's `overlap`. A step with a prompt is launched kernel
-by kernel, which takes the host at least `launch`. Coefficients belong to a device and its kernels, not to a model:
-another shape's step is an extrapolation.
+Reading and computing overlap in part, by a calibration's `overlap`. A step with a prompt is launched kernel by kernel,
+which takes the host at least `launch`. Coefficients belong to a device and its kernels, not to a model: for a model of
+another shape they are an extrapolation.
 """
 
 from __future__ import annotations
@@ -28,111 +28,104 @@ from quire.sim.vision_cost import VisionShape, vision_work
 
 FOLDER = Path(__file__).parent / "calibrations"
 MAX_FILE_BYTES = 2**24  # of a calibration file
-MAX_COEFFICIENT = 1e6  # of a coefficient
-MAX_MEMORY_BYTES = 2**50  # bytes
+MAX_COEFFICIENT = 1e6
+MAX_MEMORY_BYTES = 2**50
 MAX_DEPTH = 8
 
 
 class AttentionShape(NamedTuple):
-    """Layers that see the same of a sequence: bytes that they read of a token (those of layers that share another's
-    keys and values among them), and operations for one token to attend to one other (a product with its key and one
-    with its value, for every query head). `window`, `chunk` and `budget` as in LayerSpec."""
+    """Layers that attend to the same tokens. `window`, `chunk` and `budget` are as in LayerSpec."""
 
     window: int | None
-    token_bytes: int
-    pair_operations: int
+    token_bytes: int  # read of a token, including layers that share another's keys and values
+    pair_operations: int  # for one token to attend to another: products with its key and value for every query head
     chunk: int | None = None
     budget: int | None = None
 
     def visible_tokens(self, length: int) -> int:
-        """Tokens that the last of `length` ones attends to when it decodes, itself included. What a layer with a budget
-        keeps beyond it, of the tokens generated, isn't counted."""
+        """Return the number of tokens that the last of `length` attends to when it decodes, itself included. Generated
+        tokens beyond a budget are not counted."""
         if self.chunk is not None:
             return (length - 1) % self.chunk + 1
         return min(length, self.window or length, self.budget or length)
 
     def attended_pairs(self, length: int) -> int:
-        """Positions that the first `length` tokens of a prompt attend to, themselves included. Layers with a budget see
-        all of a prompt."""
+        """Return the number of pairs of a token and one that it attends to, among the first `length` of a prompt.
+        Layers with a budget attend to the whole prompt."""
         if self.chunk is not None:
-            whole, rest = divmod(length, self.chunk)
-            return whole * (self.chunk * (self.chunk + 1) // 2) + rest * (rest + 1) // 2
+            chunks, rest = divmod(length, self.chunk)
+            return chunks * (self.chunk * (self.chunk + 1) // 2) + rest * (rest + 1) // 2
         short = length if self.window is None else min(length, self.window)
         return short * (short + 1) // 2 + (length - short) * short
 
 
 class ModelShape(NamedTuple):
-    """A model as its steps' costs see it. `body_weights` weights are applied to each token, `head_weights` ones to
-    those that a token is drawn after; both are read once a step. The embedding table is looked up, not read. Of
-    `expert_weights` weights, those of experts, a token takes the part `active_expert_share`. `state_bytes` are a
-    sequence's running states. `vision` is a seeing model's, whose weights aren't among the others."""
+    """The numbers of a model that define the costs of its steps. The embedding table is not counted: only single rows
+    of it are read."""
 
-    body_weights: int
-    head_weights: int
+    body_weights: int  # applied to each token; read once a step
+    head_weights: int  # applied to tokens whose logits are computed; read once a step
     itemsize: int
     attention: tuple[AttentionShape, ...]
-    expert_weights: int = 0
-    active_expert_share: float = 0.0
-    state_bytes: int = 0
-    fp8_saved_bytes: int = 0  # bytes of the weights, by FP8
-    vision: VisionShape | None = None
+    expert_weights: int = 0  # of mixture-of-experts layers
+    active_expert_share: float = 0.0  # of them that is applied to a token
+    state_bytes: int = 0  # running states of a sequence
+    fp8_saved_bytes: int = 0  # of all weights
+    vision: VisionShape | None = None  # its weights are not among the others
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights but the embedding table's and those for pictures."""
+        """Bytes of all weights without the embedding table and `vision`."""
         return (self.body_weights + self.head_weights + self.expert_weights) * self.itemsize - self.fp8_saved_bytes
 
     @property
     def weights_per_token(self) -> float:
-        """Weights that are applied to each token."""
+        """The number of weights applied to each token."""
         return self.body_weights + self.expert_weights * self.active_expert_share
 
     def bytes_read(self, tokens: int) -> float:
-        """Bytes of weights read by a step of so many tokens: those of an expert, if any token takes it. Tokens choose
-        theirs as if by lot."""
-        chosen = 1 - (1 - self.active_expert_share) ** tokens if self.expert_weights else 0.0
-        body = self.body_weights + self.expert_weights * chosen
+        """Return the bytes of weights that a step of `tokens` tokens reads. An expert is read if any token uses it;
+        tokens choose experts at random."""
+        read_share = 1 - (1 - self.active_expert_share) ** tokens if self.expert_weights else 0.0
+        body = self.body_weights + self.expert_weights * read_share
         return (body + self.head_weights) * self.itemsize - self.fp8_saved_bytes * body / (
             self.body_weights + self.expert_weights
         )
 
     @classmethod
     def from_spec(cls, spec: ModelSpec, itemsize: int, tied: bool, saved: int = 0) -> ModelShape:
-        """The shape of a model whose weights and KV have `itemsize` bytes; `tied`: the head is the embedding table;
-        `fp8_saved_bytes`: so many bytes less are read, as weights are in FP8."""
+        """Return the shape of a model whose weights and KV have `itemsize` bytes. With `tied`, the head is the
+        embedding table. FP8 weights save `saved` bytes."""
         head = spec.vocab_size * spec.hidden
         parts = []
         attending = [layer for layer in spec.layers if not layer.state_tensors and not layer.is_cross_attention]
-        for sees in dict.fromkeys((layer.window, layer.chunk, layer.budget) for layer in attending):
-            layers = [layer for layer in attending if (layer.window, layer.chunk, layer.budget) == sees]
+        for kind in dict.fromkeys((layer.window, layer.chunk, layer.budget) for layer in attending):
+            layers = [layer for layer in attending if (layer.window, layer.chunk, layer.budget) == kind]
             pair = sum(4 * (layer.heads or spec.heads) * layer.head_dim for layer in layers)
             read = sum(replace(layer, kv_source_layer=None).token_bytes(itemsize) for layer in layers)
-            window, chunk, budget = sees
+            window, chunk, budget = kind
             parts.append(AttentionShape(window, read, pair, chunk, budget))
         mixed, active = spec.expert_parameters, spec.active_experts / spec.experts if spec.experts else 0.0
         body = spec.parameters - (head if tied else 2 * head) - mixed
-        sight = VisionShape.from_spec(spec, itemsize, saved / (body + mixed))
-        if sight is not None:  # of what FP8 saves they have their part
-            others = sight.cross_attention_weights + sight.projection_weights
+        vision = VisionShape.from_spec(spec, itemsize, saved / (body + mixed))
+        if vision is not None:  # cross-attention layers have their share of the bytes that FP8 saves
+            others = vision.cross_attention_weights + vision.projection_weights
             saved, body = round(saved * (1 - others / (body + mixed))), body - others
-        return cls(body, head, itemsize, tuple(parts), mixed, active, spec.state_bytes, saved, sight)
+        return cls(body, head, itemsize, tuple(parts), mixed, active, spec.state_bytes, saved, vision)
 
 
 class StepWork(NamedTuple):
-    """What one step does. `operations` are those of matrix products; `kv_bytes` are read by rows of one token, and
-    states read and written by all (what prompts leave at borders isn't counted); `attention` is operations of longer
-    rows; `copied` and `swapped` are bytes of pages; `pictures` are bytes of weights that only pictures are read for,
-    and `encoded` the parts of them."""
+    """The work of one step."""
 
     rows: int
     tokens: int
-    operations: float
-    kv_bytes: float
-    attention: float
-    copied: int
-    swapped: int
-    pictures: float = 0.0
-    encoded: int = 0
+    operations: float  # of matrix products
+    kv_bytes: float  # keys and values read by rows of one token, and states read and written by all rows
+    attention: float  # operations of rows of several tokens
+    copied: int  # bytes of pages
+    swapped: int  # bytes of pages
+    pictures: float = 0.0  # bytes of weights that are read only for images
+    encoded: int = 0  # parts of images
 
 
 def step_work(
@@ -141,14 +134,14 @@ def step_work(
     page_bytes: tuple[int, ...],
     media: Mapping[int, tuple[ImageItem, ...]] | None = None,
 ) -> StepWork:
-    """Count a plan's work. `page_bytes` has the size of a page of each group, `media` the pictures of each slot."""
-    tokens = drawn = 0
+    """Count a plan's work. `page_bytes` are the bytes of a page by group, `media` the images of each slot."""
+    tokens = num_sampled = 0
     contexts: list[int] = []
     chunks: list[tuple[int, int]] = []
     for _, computed, start, sample, _, _ in plan.slices:
         count = len(computed)
         tokens += count
-        drawn += sample > 0
+        num_sampled += sample > 0
         if count == 1:
             contexts.append(start + 1)
         else:
@@ -167,35 +160,35 @@ def step_work(
         elif isinstance(entry, SwapIn | SwapOut):
             swapped += page_bytes[entry.group]
     read += 2 * shape.state_bytes * len(plan.slices)
-    operations = 2.0 * (shape.weights_per_token * tokens + shape.head_weights * drawn)
+    operations = 2.0 * (shape.weights_per_token * tokens + shape.head_weights * num_sampled)
     work = StepWork(len(plan.slices), tokens, operations, read, attention, copied, swapped)
     if shape.vision is None or not media:
         return work
-    seen = vision_work(plan, shape.vision, media)
+    images = vision_work(plan, shape.vision, media)
     return work._replace(
-        operations=operations + seen.operations, kv_bytes=read + seen.kv_bytes, attention=attention + seen.attention,
-        pictures=seen.weight_bytes, encoded=seen.encoded_parts,
+        operations=operations + images.operations, kv_bytes=read + images.kv_bytes,
+        attention=attention + images.attention, pictures=images.weight_bytes, encoded=images.encoded_parts,
     )  # fmt: skip
 
 
 def add_padding(work: StepWork, shape: ModelShape, prompt: int, rows: int) -> StepWork:
-    """The same beside `prompt` tokens that pad prompts and `rows` of sequences that have ended, which a static batch
-    computes for nothing: these read as much as the others do on average. The padding's attention isn't counted."""
-    decoding = work.kv_bytes / work.rows if work.rows else 0.0
+    """Add the padding of a static batch: `prompt` tokens that pad prompts, and `rows` of finished sequences, which read
+    as much as the average of the others. The attention of padding tokens is not counted."""
+    kv_bytes_per_row = work.kv_bytes / work.rows if work.rows else 0.0
     return work._replace(
         rows=work.rows + rows,
         tokens=work.tokens + prompt + rows,
         operations=work.operations + 2.0 * (shape.weights_per_token * (prompt + rows) + shape.head_weights * rows),
-        kv_bytes=work.kv_bytes + rows * decoding,
+        kv_bytes=work.kv_bytes + rows * kv_bytes_per_row,
     )
 
 
 class Coefficients(NamedTuple):
-    """Seconds for one of each; none is negative. A `step` and a `row` are what no other coefficient explains.
+    """Seconds for one of each; none is negative. `step` and `row` are the times that no other coefficient explains.
 
-    Matrices take (reading^overlap + computing^overlap)^(1/overlap): their sum where `overlap` is 1, nearly the longer
-    of both where it is large. `launch` is the least time of a step with a row of several tokens. An operation of an
-    encoder of pictures takes `encoder` times as long as another.
+    Matrices take (reading^overlap + computing^overlap)^(1/overlap): their sum if `overlap` is 1, nearly the maximum if
+    it is large. `launch` is the least time of a step with a row of several tokens. An operation of a vision encoder
+    takes `encoder` times as long as another.
     """
 
     weight_byte: float
@@ -214,13 +207,13 @@ class Coefficients(NamedTuple):
 
 
 class CostModel(NamedTuple):
-    """A model's shape on a device."""
+    """The costs of a model's shape on a device."""
 
     shape: ModelShape
     coefficients: Coefficients
 
     def device_seconds(self, work: StepWork) -> float:
-        """Seconds that the device takes for a step."""
+        """Return the seconds that the device takes for a step."""
         c = self.coefficients
         copies = work.copied * c.copied_byte + work.swapped * c.swapped_byte
         if not work.tokens and not work.encoded:
@@ -232,7 +225,7 @@ class CostModel(NamedTuple):
         reading, computing = weights * c.weight_byte, operations * c.operation
         matrices = reading + computing
         if c.overlap != 1:
-            longer = max(reading, computing) or 1.0  # powers of shares don't overflow
+            longer = max(reading, computing) or 1.0  # powers of ratios don't overflow
             shares = (reading / longer) ** c.overlap + (computing / longer) ** c.overlap
             matrices = longer * shares ** (1 / c.overlap)
         attention = work.kv_bytes * c.kv_byte + work.attention * c.attention
@@ -241,47 +234,44 @@ class CostModel(NamedTuple):
         return copies + (max(seconds, c.launch) if is_prompt else seconds)
 
     def host_seconds(self, work: StepWork) -> float:
-        """Seconds that the host takes to plan a step."""
+        """Return the seconds that the host takes to plan a step."""
         return self.coefficients.host_step + work.rows * self.coefficients.host_row
 
     def preemption_costs(self) -> PreemptionCosts:
-        """The same as the scheduler's policy `auto` wants it."""
+        """Return the costs that the preemption policy `auto` needs."""
         c = self.coefficients
         pair = sum(part.pair_operations for part in self.shape.attention) * c.attention
         return PreemptionCosts(0.0, 2 * c.swapped_byte, 0.0, 2 * self.shape.weights_per_token * c.operation, pair)
 
 
 class Calibration(NamedTuple):
-    """A device's coefficients and where they are from. `kind` is "cuda" or "cpu"; `depth` steps are in flight;
-    `memory_bytes` is all of the device's, `kv_bytes` what was left for KV with `model`, if that is known; `error` is
-    that on steps that weren't fitted, None where no steps were measured. `encoders` has the coefficient `encoder` of
-    models that see, by name, as `quire bench sights --against` measures it."""
+    """A device's coefficients and their source."""
 
     name: str
     device: str
-    kind: str
+    kind: str  # "cuda" or "cpu"
     model: str
     dtype: str
-    depth: int
-    memory_bytes: int
-    kv_bytes: int | None
+    depth: int  # steps in flight
+    memory_bytes: int  # of the device
+    kv_bytes: int | None  # available for KV with `model`, if known
     coefficients: Coefficients
-    error: dict[str, Any] | None
+    error: dict[str, Any] | None  # on steps that were not fitted; None if no steps were measured
     source: str
-    encoders: Mapping[str, float] = {}
+    encoders: Mapping[str, float] = {}  # `encoder` of vision models by name, from `quire bench sights --against`
 
     def coefficients_for(self, model: str) -> Coefficients:
-        """The coefficients for a model of that name."""
+        """Return the coefficients for a model of that name."""
         return self.coefficients._replace(encoder=self.encoders.get(model, self.coefficients.encoder))
 
 
 def calibration_names() -> list[str]:
-    """The calibrations that come with quire."""
+    """Return the names of the calibrations that come with quire."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def load_calibration(name: str) -> Calibration:
-    """The calibration of that name, or of the file there. StartupError if it can't be used."""
+    """Load the calibration of that name or file. Raise StartupError if it cannot be used."""
     known = calibration_names()
     path = FOLDER / f"{name}.json" if name in known else Path(name)
     remedy = f"Known: {', '.join(known)}; or a file that `quire bench calibrate --out FILE` wrote"
@@ -296,7 +286,7 @@ def load_calibration(name: str) -> Calibration:
 
 
 def parse_calibration(name: str, content: object) -> Calibration:
-    """A calibration from its JSON object. ValueError says what is wrong with it."""
+    """Parse a calibration from its JSON object. Raise ValueError with the cause if it is invalid."""
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
     numbers = content.get("coefficients")
@@ -328,7 +318,7 @@ def parse_calibration(name: str, content: object) -> Calibration:
 
 
 def _encoders(content: dict[str, Any]) -> dict[str, float]:
-    """Of models that see, where the file says any."""
+    """Return the encoder coefficients of vision models, if the file has any."""
     encoders = _field(content, "encoders", dict) if "encoders" in content else {}
     for model, times in encoders.items():
         if not _is_valid_number(times):
@@ -337,7 +327,7 @@ def _encoders(content: dict[str, Any]) -> dict[str, float]:
 
 
 def _error(content: dict[str, Any]) -> dict[str, Any] | None:
-    """The errors, which documents repeat."""
+    """Return the errors, which documents show."""
     if content.get("error") is None:
         return None
     error: dict[str, Any] = _field(content, "error", dict)
@@ -346,13 +336,13 @@ def _error(content: dict[str, Any]) -> dict[str, Any] | None:
         raise ValueError(f'"error" has the median {median!r}, and it must be a number from 0 to {MAX_COEFFICIENT:,.0f}')
     try:
         json.dumps(error, allow_nan=False)
-    except ValueError as found:
-        raise ValueError(f'"error" has a number that is not finite: {found}') from found
+    except ValueError as cause:
+        raise ValueError(f'"error" has a number that is not finite: {cause}') from cause
     return error
 
 
 def _is_valid_number(value: object) -> bool:
-    """It is one, and neither negative nor absurd; integers may be too large for a float."""
+    """Return True if a value is a number from 0 to MAX_COEFFICIENT. Integers may be too large for a float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_COEFFICIENT
 
 

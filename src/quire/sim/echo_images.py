@@ -1,5 +1,5 @@
-"""Pictures in an EchoRunner: rows that are hashes of a picture's key and of their number, kept where a journal's Encode
-says, and what a token sees of them; and the same without a memory, as the oracle has it."""
+"""Images in an EchoRunner: embeddings are hashes of an image's key and their index, stored in the pages of an
+ImageEncoding. The same without a memory is the oracle."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from quire.sim.echo_pages import STATE_BYTES, Bytes, EchoPages, state_digest
 
 
 def row_state(key: bytes, row: int) -> int:
-    """What a picture's row is."""
+    """Return embedding `row` of an image."""
     return state_digest(key + struct.pack("<q", row))
 
 
 def visible_rows(media: Seq[ImageItem], position: int, cross: bool) -> tuple[int, range] | None:
-    """Which picture the token at a position sees, and which rows of it: with cross attention all of the latest one that
-    begins before it or with it, else the one that takes its place. None if it sees none."""
+    """Return the image and the embeddings that the token at a position attends to: with cross-attention all of the
+    latest one that begins at or before it, else the one in its place. None if there is none."""
     for i in reversed(range(len(media))):
         if media[i].start <= position:
             row = position - media[i].start
@@ -32,16 +32,17 @@ def visible_rows(media: Seq[ImageItem], position: int, cross: bool) -> tuple[int
 
 
 def visible_images(media: Seq[ImageItem], position: int, groups: Seq[KVCacheGroup]) -> bytes:
-    """What the token at a position sees of pictures."""
-    found = visible_rows(media, position, any(group.kind == "cross" for group in groups))
-    if found is None:
+    """Return the image embeddings that the token at a position attends to."""
+    visible = visible_rows(media, position, any(group.kind == "cross" for group in groups))
+    if visible is None:
         return b""
-    states = [row_state(media[found[0]].key, row) for row in found[1]]
+    i, rows = visible
+    states = [row_state(media[i].key, row) for row in rows]
     return struct.pack(f"<{len(states)}q", *states)
 
 
 class EchoImages:
-    """What is kept of pictures in the pages of all groups, those of a geometry."""
+    """Image embeddings in the pages of a geometry's groups."""
 
     def __init__(self, geometry: KVCacheConfig, groups: list[EchoPages]) -> None:
         self.geometry, self.groups = geometry, groups
@@ -50,54 +51,52 @@ class EchoImages:
         if geometry.sight == "inside":
             self.group_index = geometry.image_embed_group
         self.media: dict[int, tuple[ImageItem, ...]] = {}  # by slot
-        self.encoded_parts: dict[tuple[int, int], int] = {}  # of slot and picture: how many are encoded
-        self.transient_rows: dict[tuple[int, int], list[int]] = {}  # rows that are gone after the step
-        self.num_encoded = 0  # pictures that were encoded
+        self.encoded_parts: dict[tuple[int, int], int] = {}  # by slot and image
+        self.transient_rows: dict[tuple[int, int], list[int]] = {}  # embeddings of this step only
+        self.num_encoded = 0  # images
 
     def encode(self, entry: ImageEncoding) -> None:
-        """Do what a journal says. Parts come in order."""
-        medium, place = self.media[entry.slot][entry.image_index], (entry.slot, entry.image_index)
-        done = self.encoded_parts.get(place, 0) if entry.first_part else 0
+        """Apply an encoding. Parts must be in order."""
+        image, key = self.media[entry.slot][entry.image_index], (entry.slot, entry.image_index)
+        done = self.encoded_parts.get(key, 0) if entry.first_part else 0
         assert done == entry.first_part, (
             f"slot {entry.slot} has {done} parts of picture {entry.image_index}, not {entry.first_part}"
         )
-        assert 0 < entry.num_parts <= medium.num_parts - done, (
-            f"picture {entry.image_index} has {medium.num_parts} parts"
-        )
-        self.encoded_parts[place] = done + entry.num_parts
-        if self.encoded_parts[place] < medium.num_parts:
+        assert 0 < entry.num_parts <= image.num_parts - done, f"picture {entry.image_index} has {image.num_parts} parts"
+        self.encoded_parts[key] = done + entry.num_parts
+        if self.encoded_parts[key] < image.num_parts:
             return
-        del self.encoded_parts[place]
+        del self.encoded_parts[key]
         self.num_encoded += 1
-        states = [row_state(medium.key, row) for row in range(medium.num_embeds)]
+        states = [row_state(image.key, row) for row in range(image.num_embeds)]
         if entry.group < 0:
-            self.transient_rows[place] = states
+            self.transient_rows[key] = states
         elif self.geometry.sight == "inside":
-            for row in range(entry.skip_embeds, medium.num_embeds):
+            for row in range(entry.skip_embeds, image.num_embeds):
                 cell = np.frombuffer(struct.pack("<q", states[row]), np.uint8)
-                self._inline_row(entry.slot, medium.start + row)[:] = np.resize(cell, self.geometry.row_bytes)
+                self._inline_row(entry.slot, image.start + row)[:] = np.resize(cell, self.geometry.row_bytes)
         else:
             pages = self.groups[entry.group]
             for row, state in enumerate(states):
                 pages.write_state(entry.slot, entry.first_page * pages.group.run_tokens + row, state)
 
     def _inline_row(self, slot: int, position: int) -> Bytes:
-        """Where the row of a position lies among keys and values to come."""
+        """Return the bytes of a position's embedding, in a page for later keys and values."""
         pages, size = self.groups[self.group_index], self.geometry.row_bytes
         page, place = divmod(position, pages.group.run_tokens)
         return pages.pages[pages.page_at(slot, page + 1), place * size : (place + 1) * size]
 
     def read_visible(self, slot: int, position: int) -> bytes:
-        """What the token at a position of a slot sees of pictures."""
+        """Read the image embeddings that the token at a position of a slot attends to."""
         media = self.media[slot]
-        found = visible_rows(media, position, self.is_cross_attention)
-        if found is None:
+        visible = visible_rows(media, position, self.is_cross_attention)
+        if visible is None:
             return b""
-        i, rows = found
+        i, rows = visible
         if self.geometry.sight == "off":
             return struct.pack("<q", self.transient_rows[slot, i][rows.start])
         pages = self.groups[self.group_index]
         if self.geometry.sight == "inside":
             return self._inline_row(slot, position)[:STATE_BYTES].tobytes()
-        first = sum(pages.group.num_pages(medium.num_embeds) for medium in media[:i]) * pages.group.run_tokens
+        first = sum(pages.group.num_pages(image.num_embeds) for image in media[:i]) * pages.group.run_tokens
         return pages.read_states(slot, first + rows.start, first + rows.stop).tobytes()

@@ -1,8 +1,8 @@
-"""What an EchoRunner keeps in pages: one array of bytes, in which each group of layers finds its tokens' states by its
-own rule, and the same rule over a plain list of states, as the oracle has them.
+"""The pages of an EchoRunner: one array of bytes, in which each kind of layer group stores its tokens' states by its
+rule, and the same rules over a plain list of states, which are the oracle.
 
-A token takes `token_bytes`, all of which repeat its state, so that a page copied in part shows; where tokens aren't
-whole in their pages, the bytes of one go on in the next page.
+A token takes `token_bytes`, all of which repeat its state, so that a partial copy of a page is detected. If a page does
+not hold whole tokens, the bytes of one continue in the next page.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from quire.protocol.kv_cache_config import KVCacheGroup
 Bytes = npt.NDArray[np.uint8]
 States = npt.NDArray[np.int64]
 POISON = 0xFF
-STATE_BYTES = 8  # bytes of a state
+STATE_BYTES = 8  # of a state
 
 
 def state_digest(data: bytes) -> int:
-    """A state: 63 bits."""
+    """Return a state of 63 bits."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=STATE_BYTES).digest(), "little") >> 1
 
 
 class EchoRule(Protocol):
-    """What one kind of group keeps of a sequence, and what a token at a position sees of it."""
+    """Defines what one kind of group stores of a sequence, and what a token at a position attends to."""
 
     def expected_visible(
         self, group: KVCacheGroup, number: int, tokens: Seq[int], states: States, position: int, prompt: int
     ) -> bytes:
-        """What the token at `position` sees, given all tokens, `prompt` of which are the prompt, and the states of the
-        positions before it."""
+        """Return what the token at `position` attends to, given all tokens, of which `prompt` are the prompt, and the
+        states of the positions before it."""
         ...
 
     def read_visible(self, pages: EchoPages, slot: int, position: int) -> bytes:
-        """The same, read from pages."""
+        """Return the same, read from pages."""
         ...
 
     def write(self, pages: EchoPages, slot: int, position: int, token: int, state: int) -> None:
-        """Leave in the pages what later positions need of this one."""
+        """Write to the pages what later positions need of this one."""
         ...
 
 
@@ -56,30 +56,30 @@ class EchoPages:
         size = group.page_bytes
         self.pages = buffer[: len(buffer) // size * size].reshape(-1, size)
         self.host_pages = host[: len(host) // size * size].reshape(-1, size)  # page `id` is row id - 1
-        self.used_page_bytes = group.payload_bytes  # that tokens take of a page
+        self.used_page_bytes = group.payload_bytes  # of tokens in a page
         self.rule = RULES[group.kind]
-        self.prompt_lens: dict[int, int] = {}  # the lengths of the prompts of the sequences in each slot
+        self.prompt_lens: dict[int, int] = {}  # by slot
 
     def page_at(self, slot: int, logical: int) -> int:
-        """The page at a logical page of a slot; it must be a real one."""
+        """Return the page of a logical page of a slot; assert that it is a real one."""
         page = int(self.table[slot, logical])
         assert page, f"slot {slot} uses its page {logical}, which is the scratch page"
         assert page in self.group.ids, f"slot {slot} uses page {page}, which is none of group {self.group_index}"
         return page
 
     def read_states(self, slot: int, first: int, last: int) -> States:
-        """The states kept for tokens first .. last of a slot."""
+        """Return the states of tokens first .. last - 1 of a slot."""
         size, full = self.group.token_bytes, self.used_page_bytes
         begin, end = first * size // full, -(-last * size // full)
-        held = [self.page_at(slot, i) for i in range(begin, end)]
-        cells = self.pages[held, :full].reshape(-1)[first * size - begin * full : last * size - begin * full]
+        page_ids = [self.page_at(slot, i) for i in range(begin, end)]
+        cells = self.pages[page_ids, :full].reshape(-1)[first * size - begin * full : last * size - begin * full]
         cells = cells.reshape(last - first, size)
         assert (cells[:, STATE_BYTES:] == cells[:, : size - STATE_BYTES]).all(), f"a token of slot {slot} is torn"
         states: States = np.ascontiguousarray(cells[:, :STATE_BYTES]).view(np.int64).reshape(-1)
         return states ^ self.group_index
 
     def write_state(self, slot: int, position: int, state: int) -> None:
-        """Keep a state for the token at a position."""
+        """Write the state of the token at a position."""
         size, full = self.group.token_bytes, self.used_page_bytes
         cell = np.resize(np.frombuffer(struct.pack("<q", state ^ self.group_index), dtype=np.uint8), size)
         begin = position * size
@@ -91,7 +91,7 @@ class EchoPages:
 
 
 class AttentionRule:
-    """Full, sliding-window and chunked attention: the states of all positions before, or of those that are seen."""
+    """Full, sliding-window and chunked attention: the states of all earlier positions, or of the visible ones."""
 
     def expected_visible(
         self, group: KVCacheGroup, number: int, tokens: Seq[int], states: States, position: int, prompt: int
@@ -107,7 +107,7 @@ class AttentionRule:
 
 class RecurrentStateRule:
     """A running state: a hash of all tokens so far, with their number, in the page of the latest one. The page that is
-    read is not always the one that is written, and to advance it twice shows."""
+    read may differ from the one that is written. Advancing a state twice is detected."""
 
     def expected_visible(
         self, group: KVCacheGroup, number: int, tokens: Seq[int], states: States, position: int, prompt: int
@@ -123,7 +123,7 @@ class RecurrentStateRule:
 
     @staticmethod
     def _read_state(pages: EchoPages, slot: int, position: int) -> int:
-        """The state after the tokens before `position`."""
+        """Read the state after the tokens before `position`."""
         if position == 0:
             return 0
         page = pages.page_at(slot, (position - 1) // pages.group.run_tokens)
@@ -143,28 +143,28 @@ class RecurrentStateRule:
 
 
 class BudgetRule:
-    """Of a prompt, once it is whole, the states that are least, in the first places; those of later positions behind
-    them."""
+    """Pruned attention: of a complete prompt, the smallest states, at the first positions, followed by those of later
+    tokens."""
 
     @staticmethod
     def _select(group: KVCacheGroup, states: States) -> States:
-        assert group.budget is not None, "a budget has a number"
-        kept: States = states[np.sort(np.argsort(states, kind="stable")[: group.budget])]
-        return kept
+        assert group.budget is not None, "a group with this rule has a budget"
+        selected: States = states[np.sort(np.argsort(states, kind="stable")[: group.budget])]
+        return selected
 
     @staticmethod
     def _index_of(pages: EchoPages, slot: int, position: int) -> int:
         prompt, budget = pages.prompt_lens[slot], pages.group.budget
-        assert budget is not None, "a budget has a number"
+        assert budget is not None, "a group with this rule has a budget"
         return position if position < prompt else position - max(prompt - budget, 0)
 
     def expected_visible(
         self, group: KVCacheGroup, number: int, tokens: Seq[int], states: States, position: int, prompt: int
     ) -> bytes:
-        seen = states[:position]
+        visible = states[:position]
         if position >= prompt:
-            seen = np.concatenate((self._select(group, states[:prompt]), states[prompt:position]))
-        return (seen ^ number).tobytes()
+            visible = np.concatenate((self._select(group, states[:prompt]), states[prompt:position]))
+        return (visible ^ number).tobytes()
 
     def read_visible(self, pages: EchoPages, slot: int, position: int) -> bytes:
         return (pages.read_states(slot, 0, self._index_of(pages, slot, position)) ^ pages.group_index).tobytes()
@@ -172,12 +172,13 @@ class BudgetRule:
     def write(self, pages: EchoPages, slot: int, position: int, token: int, state: int) -> None:
         pages.write_state(slot, self._index_of(pages, slot, position), state)
         if position == pages.prompt_lens[slot] - 1:
-            for place, kept in enumerate(self._select(pages.group, pages.read_states(slot, 0, position + 1)).tolist()):
-                pages.write_state(slot, place, kept)
+            selected = self._select(pages.group, pages.read_states(slot, 0, position + 1))
+            for index, selected_state in enumerate(selected.tolist()):
+                pages.write_state(slot, index, selected_state)
 
 
 class ImageRule:
-    """Rows of pictures: what tokens see of them is quire.sim.echo_images' to say, and none of them writes there."""
+    """Groups of image embeddings, which quire.sim.echo_images reads and writes."""
 
     def expected_visible(
         self, group: KVCacheGroup, number: int, tokens: Seq[int], states: States, position: int, prompt: int
@@ -195,6 +196,6 @@ RULES: dict[str, EchoRule] = {
     "full": AttentionRule(), "uniform": AttentionRule(), "window": AttentionRule(), "chunked": AttentionRule(),
     "budget": BudgetRule(), "state": RecurrentStateRule(), "cross": ImageRule(), "vision": ImageRule(),
 }  # fmt: skip
-"""By the kind of a group."""
+"""The rules by kind of group."""
 FULL_GROUP = KVCacheGroup((0,), 16, 16, 1, range(1), run_tokens=1)
-"""A group of full attention, where nothing else is said."""
+"""The default group: full attention."""

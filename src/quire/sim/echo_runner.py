@@ -1,8 +1,8 @@
-"""A data plane of token ids: it replays plans as a GPU runner must, and computes hashes in place of a model.
+"""A runner that applies plans as a GPU runner must, and computes hashes instead of a model. Without torch.
 
-The state of a position is a hash of its token and of the states that each layer group sees there; it is kept at the
-address that the page tables give, and tokens are drawn by hashing it. So a wrong address, a missed copy or a stale
-prefix changes the output. `expected_tokens` computes the same tokens without a memory. Knows no torch and no policies.
+The state of a position is a hash of its token and of the states that are visible there in each layer group; it is
+stored at the address that the page tables give, and tokens are hashes of it. So a wrong address, a missed copy or a
+stale prefix changes the output. `expected_tokens` computes the same tokens without a memory.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ CONSTANT_TOKEN = 7
 
 
 def _state(token: int, position: int, seen: Seq[bytes]) -> int:
-    """The state of a position, from what each group sees of the positions before it."""
+    """Return the state of a position from the visible states of each group."""
     return state_digest(struct.pack("<qq", token, position) + b"".join(seen))
 
 
 def _draw(state: int, seed: int, history: Seq[int] | None, vocab_size: int, mask: bytes | None = None) -> int:
-    """A token for (state, seed) that `mask` allows; of all tokens so far too, when the parameters need them."""
+    """Return a token for (state, seed), and the history if the parameters need it, that `mask` allows."""
     past = b"" if history is None else array("q", history).tobytes()
-    drawn = state_digest(struct.pack("<qq", state, seed) + past)
+    digest = state_digest(struct.pack("<qq", state, seed) + past)
     if mask is None:
-        return drawn % vocab_size
+        return digest % vocab_size
     allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size])
-    assert len(allowed), "a mask leaves no token"
-    return int(allowed[drawn % len(allowed)])
+    assert len(allowed), "a mask allows no token"
+    return int(allowed[digest % len(allowed)])
 
 
 def fake_top(state: int, token: int, k: int, vocab_size: int, named: tuple[int, ...] = ()) -> TopLogprobs:
-    """Made-up log-probabilities after `state`, below zero: that of `token`, its rank, and the `k` best of all tokens,
-    or the `named` if there are any. They are multiples of 1/1024, so that sums are exact in any order."""
+    """Return artificial negative log-probabilities after `state`: that of `token`, its rank, and those of the `k` best
+    tokens or, if given, of `named`. They are multiples of 1/1024, so that sums are exact in any order."""
     digest = hashlib.shake_128(struct.pack("<q", state)).digest(2 * vocab_size)
     scores = np.frombuffer(digest, dtype="<u2")
     order = [int(i) for i in np.argsort(scores, kind="stable")]
@@ -76,7 +76,7 @@ def fake_top(state: int, token: int, k: int, vocab_size: int, named: tuple[int, 
 
 
 def _digest_of_later(tokens: Seq[int]) -> bytes:
-    """The tokens of a prompt behind one of them, which sees them where they attend both ways."""
+    """Return a digest of a prompt's later tokens, for attention both ways."""
     return struct.pack("<q", state_digest(array("q", tokens).tobytes()))
 
 
@@ -88,20 +88,20 @@ def expected_states(
     media: Seq[ImageItem] = (),
     both_ways: bool = False,
 ) -> list[int]:
-    """The states of all positions of `tokens`, of which the first `prompt` are the prompt, with these pictures,
-    computed without a memory; `known` are the first of them."""
-    found = np.zeros(len(tokens), dtype=np.int64)
-    found[: len(known)] = known
+    """Return the states of all positions of `tokens`, of which the first `prompt` are the prompt, with these images,
+    computed without a memory. `known` are the first states."""
+    states = np.zeros(len(tokens), dtype=np.int64)
+    states[: len(known)] = known
     for p in range(len(known), len(tokens)):
-        seen = [
-            RULES[group.kind].expected_visible(group, g, tokens, found, p, prompt) for g, group in enumerate(groups)
+        visible = [
+            RULES[group.kind].expected_visible(group, g, tokens, states, p, prompt) for g, group in enumerate(groups)
         ]
         if media:
-            seen.append(visible_images(media, p, groups))
+            visible.append(visible_images(media, p, groups))
         if both_ways and p < prompt:
-            seen.append(_digest_of_later(tokens[p + 1 : prompt]))
-        found[p] = _state(tokens[p], p, seen)
-    return [int(state) for state in found]
+            visible.append(_digest_of_later(tokens[p + 1 : prompt]))
+        states[p] = _state(tokens[p], p, visible)
+    return [int(state) for state in states]
 
 
 def expected_tokens(
@@ -116,7 +116,7 @@ def expected_tokens(
     media: Seq[ImageItem] = (),
     both_ways: bool = False,
 ) -> list[int]:
-    """The tokens that an EchoRunner must generate for one branch, whatever the memory, the batch and the schedule.
+    """Return the tokens that an EchoRunner must generate for one branch with any memory, batch and schedule.
 
     `seed` is the branch's own; `groups` are the layer groups.
     """
@@ -137,7 +137,7 @@ def expected_tokens(
 
 
 class BeamResult(NamedTuple):
-    """A result of beam search: its outputs, the sum of their log-probabilities, and why it ended."""
+    """A result of beam search: its outputs, the sum of their log-probabilities, and its finish reason."""
 
     tokens: list[int]
     logprob: float
@@ -156,9 +156,9 @@ def expected_beams(
     media: Seq[ImageItem] = (),
     both_ways: bool = False,
 ) -> list[BeamResult]:
-    """The results, best first, that the request's method must find over an EchoRunner, whatever the memory."""
+    """Return the results, best first, that the request's method must have with an EchoRunner and any memory."""
     method = new_method(params)
-    assert method is not None, "the parameters name no method"
+    assert method is not None, "the parameters have no decoding method"
     limit = min(params.max_tokens if params.max_tokens is not None else max_len, max_len - len(prompt))
     ends = frozenset() if params.ignore_eos else eos_ids
     context = Context(ends, frozenset(params.stop_token_ids or ()), params.min_tokens, limit)
@@ -167,7 +167,7 @@ def expected_beams(
     results: list[tuple[float, BeamResult]] = []
     while live:
         known = [expected_states(tokens, groups, before, len(prompt), media, both_ways) for tokens, _, before in live]
-        tops = [fake_top(mine[-1], 0, k, vocab_size) for mine in known]
+        tops = [fake_top(states[-1], 0, k, vocab_size) for states in known]
         branches = [Branch(tokens, len(prompt), sum, top) for (tokens, sum, _), top in zip(live, tops)]
         advance = method.advance(branches, context)
         assert advance is not None, "beam search never waits"
@@ -177,43 +177,43 @@ def expected_beams(
             results.append((end.score, BeamResult(outputs, logprob + end.logprob, end.reason, end.stop_reason)))
         results = sorted(results, key=lambda result: -result[0])[: method.keep()]
         live = [([*live[i][0], token], live[i][1] + logprob, known[i]) for i, token, logprob in advance.choices]
-    return [found for _, found in results[: params.n]]
+    return [result for _, result in results[: params.n]]
 
 
 class EchoSlot:
-    """What the device knows of the sequence in a slot."""
+    """The sampling state of the sequence in a slot."""
 
     __slots__ = ("history", "last", "sampling", "seed", "seq", "top")
 
     def __init__(self, init: SlotInit, parent: EchoSlot | None) -> None:
         sampling = init.sampling if init.sampling is not None else parent.sampling if parent is not None else None
-        assert sampling is not None, f"slot {init.slot} is born without sampling parameters"
+        assert sampling is not None, f"slot {init.slot} has no sampling parameters"
         self.sampling: DeviceSamplingParams = sampling
         self.seq, self.seed, self.top = init.seq_id, init.seed, init.num_logprobs
         self.last: int | None = parent.last if parent is not None else None
         self.history: list[int] | None = None
         if sampling.needs_history:
             history = init.history or (parent.history if parent is not None else None)
-            assert history, f"slot {init.slot} is born without its history"
+            assert history, f"slot {init.slot} has penalties and no history"
             self.history = list(history)
 
 
 class EchoRunner:
-    """A Runner (see quire.core.engine). Plans wait in a queue until they are collected, as on a device that is busy.
+    """A Runner (see quire.core.runner). Plans are applied when they are collected, as on a busy device.
 
-    `is_constant` does no work and draws one constant token: what is left is the cost of the control plane.
+    With `is_constant` it does no work and returns a constant token, to measure the engine alone.
     """
 
     def __init__(self, depth: int = 1, *, vocab_size: int = 512, is_constant: bool = False) -> None:
         self.depth, self.vocab_size, self.is_constant = depth, vocab_size, is_constant
         self.queue: deque[StepPlan] = deque()
         self.submitted = self.collected = 0
-        self.op_checksum = 0  # a hash over all entries of journals that were replayed, in order
+        self.op_checksum = 0  # a hash over all page operations, in order
         self.slots: dict[int, EchoSlot] = {}
-        self.masks: dict[int, bytes] = {}  # of the step that is performed
+        self.masks: dict[int, bytes] = {}  # of the current step
         self.groups: list[EchoPages] = []
         self.geometry: KVCacheConfig | None = None
-        self.part: Callable[[int, int, int], int] | None = None  # see Geometry
+        self.part: Callable[[int, int, int], int] | None = None  # see KVCacheConfig.clip_chunk
         self.images: EchoImages | None = None
         self.both_ways = False
         self.pixels: dict[bytes, ImagePixels] = {}
@@ -230,58 +230,58 @@ class EchoRunner:
         self.images = EchoImages(geometry, self.groups)
 
     def sleep(self, level: int) -> None:
-        """See control.runners.Sleeping: there is nothing left to be read."""
+        """See core.runner.SleepableRunner. Drop all pages."""
         assert not self.queue, "a step is in flight"
         self.groups, self.images, self.slots = [], None, {}
 
     def wake(self, tags: Seq[str]) -> None:
-        """Pages are those of a start. Weights are none."""
+        """Allocate empty pages. There are no weights."""
         if "kv_cache" in tags and self.geometry is not None:
             self.bind(self.geometry)
 
     def add_image(self, pixels: ImagePixels) -> None:
-        """Keep a picture, though only its key is looked at."""
+        """Add an image; only its key is used."""
         self.pixels[pixels.key] = pixels
 
     def remove_image(self, key: bytes) -> None:
-        """Keep it no more."""
+        """Remove an image."""
         self.pixels.pop(key, None)
 
     def submit(self, plan: StepPlan) -> int:
-        """Enqueue a plan; nothing of it happens before `collect`."""
+        """Enqueue a plan, which `collect` applies."""
         assert len(self.queue) < self.depth, f"more than {self.depth} steps are in flight"
         self.queue.append(plan)
         self.submitted += 1
         return self.submitted
 
     def submit_without_masks(self, plan: StepPlan) -> int:
-        """As `submit`: nothing of a plan happens early here."""
-        assert not plan.masks, "what is held has no masks yet"
+        """Enqueue a plan whose masks follow."""
+        assert not plan.masks, "a plan that waits for masks has some"
         return self.submit(plan)
 
     def submit_masks(self, ticket: int, masks: tuple[TokenBitmask, ...]) -> int:
-        """The masks of the last plan."""
-        assert ticket == self.submitted, "a plan followed one that is held"
+        """Set the masks of the last plan."""
+        assert ticket == self.submitted, "a plan was submitted after one that waits for masks"
         self.queue.append(self.queue.pop()._replace(masks=masks))
         return ticket
 
     def collect(self, ticket: int) -> StepResult:
-        """Perform the oldest plan: births, journal, rows."""
+        """Apply the oldest plan: new slots, page operations, slices."""
         self.collected += 1
         assert ticket == self.collected, f"step {ticket} is collected out of order, {self.collected} is due"
         plan = self.queue.popleft()
         if self.is_constant:
             one, none = self._constant_samples
             return StepResult(tuple(self._constant_sample(row, one, none) for row in plan.slices), 0.0)
-        for birth in plan.new_slots:
-            self.init_slot(birth)
-        for entry in plan.page_ops:
-            self.apply(entry)
-        # From the last to the first: no row may need what another row of the same step writes.
+        for init in plan.new_slots:
+            self.init_slot(init)
+        for op in plan.page_ops:
+            self.apply(op)
+        # In reverse order: no slice may depend on writes of another slice of the same step.
         self.masks = {mask.slot: mask.allowed for mask in plan.masks}
         samples = tuple([self.compute_row(row) for row in reversed(plan.slices)][::-1])
-        for entry in plan.overlapped_page_ops:
-            self.apply(entry)
+        for op in plan.overlapped_page_ops:
+            self.apply(op)
         if self.images is not None:
             self.images.transient_rows.clear()
         return StepResult(samples, 0.0)
@@ -293,7 +293,7 @@ class EchoRunner:
         return none if row.num_samples == 0 else SliceResult((CONSTANT_TOKEN,) * row.num_samples)
 
     def init_slot(self, init: SlotInit) -> None:
-        """A sequence takes a slot; a fork starts with its parent's sampling state."""
+        """Assign a slot to a sequence; a fork starts with its parent's sampling state."""
         self.slots[init.slot] = EchoSlot(init, self.slots[init.parent_slot] if init.parent_slot >= 0 else None)
         for group in self.groups:
             group.prompt_lens[init.slot] = init.prompt_len
@@ -301,12 +301,11 @@ class EchoRunner:
             self.images.media[init.slot] = init.images
 
     def apply(self, op: PageOp) -> None:
-        """Apply one journal entry to tables and pages."""
-        self.op_checksum = hash(
-            (self.op_checksum, PAGE_OP_CODES[type(op)], op)
-        )  # of integers: the same in every process
+        """Apply one operation to tables and pages."""
+        # A hash of integers is the same in every process.
+        self.op_checksum = hash((self.op_checksum, PAGE_OP_CODES[type(op)], op))
         if isinstance(op, ImageEncoding):
-            assert self.images is not None, "a picture is encoded before there is a memory"
+            assert self.images is not None, "an image is encoded before `bind`"
             self.images.encode(op)
             return
         group = self.groups[op.group]
@@ -323,32 +322,32 @@ class EchoRunner:
             group.pages[op.page] = POISON
 
     def compute_row(self, row: SeqSlice) -> SliceResult:
-        """Write a state for each position of the row, then draw from the last one."""
+        """Write a state for each position of the slice, then sample from the last one."""
         slot, count = self.slots[row.slot], len(row.tokens)
         prompt = self.groups[0].prompt_lens[row.slot]
-        whole = self.part is None or self.part(prompt, row.start, count) == count
-        assert whole, f"a prompt of slot {row.slot} ends in the wrong steps"
-        sights = self.images if self.images is not None and self.images.media[row.slot] else None
-        # As a model does it: rows of pictures are gathered before anything is written.
-        sighted = [sights.read_visible(row.slot, row.start + i) for i in range(count)] if sights is not None else []
+        is_whole_chunk = self.part is None or self.part(prompt, row.start, count) == count
+        assert is_whole_chunk, f"a prompt of slot {row.slot} ends in the wrong steps"
+        # Like a model, read all image embeddings before anything is written.
+        image_states = []
+        if self.images is not None and self.images.media[row.slot]:
+            image_states = [self.images.read_visible(row.slot, row.start + i) for i in range(count)]
         state, scores = 0, []
         for i, token in enumerate(row.tokens):
             if token == LAST_SAMPLED:
                 assert slot.last is not None, f"slot {row.slot} has no last sample"
                 token = slot.last
             position = row.start + i
-            seen = [group.rule.read_visible(group, row.slot, position) for group in self.groups]
-            if sighted:
-                seen.append(sighted[i])
+            visible = [group.rule.read_visible(group, row.slot, position) for group in self.groups]
+            if image_states:
+                visible.append(image_states[i])
             if self.both_ways and position < prompt:
-                seen.append(_digest_of_later(row.tokens[i + 1 : prompt - row.start]))
-            state = _state(token, position, seen)
+                visible.append(_digest_of_later(row.tokens[i + 1 : prompt - row.start]))
+            state = _state(token, position, visible)
             for group in self.groups:
                 group.rule.write(group, row.slot, position, token, state)
             if i < len(row.score_tokens):
-                scores.append(
-                    fake_top(state, row.score_tokens[i], max(slot.sampling.prompt_logprobs, 0), self.vocab_size)
-                )
+                num_logprobs = max(slot.sampling.prompt_logprobs, 0)
+                scores.append(fake_top(state, row.score_tokens[i], num_logprobs, self.vocab_size))
         seeds = [branch_seed(slot.seed, i) for i in range(row.num_samples)]
         tokens = tuple(_draw(state, seed, slot.history, self.vocab_size, self.masks.get(row.slot)) for seed in seeds)
         if tokens:
@@ -362,5 +361,5 @@ class EchoRunner:
         return SliceResult(tokens, tops, tuple(scores))
 
     def close(self) -> None:
-        """Forget what is queued."""
+        """Drop the queued plans."""
         self.queue.clear()

@@ -1,4 +1,4 @@
-"""Jenga's Figure 12: what a request holds while its prompt, with a picture in it, is computed in chunks; over the real
+"""Jenga's Figure 12: the pages of a request while its prompt, with an image, is computed in chunks. With the real
 scheduler and memory, and an EchoRunner."""
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ VOCAB = 64
 
 
 class StepUsage(NamedTuple):
-    """A step: the tokens that it computes, whether it encodes the picture, and what is held while it runs: tokens with
-    keys and values, places for more of them, and embeddings of the picture, of which some are left behind it."""
+    """A step, and the pages of the request while it runs, in tokens."""
 
-    tokens: int
-    encodes: bool
-    kv: int
-    free_places: int
-    embeddings: int
-    leftover_embeddings: int
+    tokens: int  # computed
+    encodes: bool  # True if it encodes the image
+    kv: int  # tokens with keys and values
+    free_places: int  # for more of them
+    embeddings: int  # of the image
+    leftover_embeddings: int  # after the step
 
 
 def figure_12(vision_cache: str, text: tuple[int, int] = (1, 1), picture: int = 4, chunk: int = 3) -> list[StepUsage]:
-    """The steps of a request [t0 i0 i1 i2 i3 t1], in chunks of 3 tokens, and its first decode: with "pages" as in
-    Figure 12a, with "inside" as in 12b, with "off" as in engines that keep no embeddings. Pages hold one token."""
+    """Return the steps of a request [t0 i0 i1 i2 i3 t1], in chunks of 3 tokens, and its first decode: with "pages" as
+    in Figure 12a, with "inside" as in 12b, with "off" as in engines without cached embeddings. Pages hold one token."""
     layers = (LayerSpec(1, 8),)
     spec = ModelSpec("echo", layers, VOCAB, 64, 8, 1, 8, 1, vision=VisionSpec(8, 16, 1, part_tokens=1))
     config = EngineConfig(
@@ -44,7 +43,7 @@ def figure_12(vision_cache: str, text: tuple[int, int] = (1, 1), picture: int = 
         enable_prefix_caching=False,
     )  # fmt: skip
     memory = build_memory(config, spec, MemorySize(64, 32, 2))
-    assert isinstance(memory, PagedMemory), "pictures are in pages"
+    assert isinstance(memory, PagedMemory), "image embeddings are in pages"
     runner = EchoRunner(vocab_size=VOCAB)
     runner.bind(memory.kv_config)
     scheduler = Scheduler(memory, token_budget=chunk, max_seqs=2, max_len=64)
@@ -57,8 +56,8 @@ def figure_12(vision_cache: str, text: tuple[int, int] = (1, 1), picture: int = 
     while engine.has_unfinished_requests:
         plan = scheduler.schedule()
         assert plan is not None, "there is a request to serve"
-        [resident] = memory.seq_pages.values()
-        tables = dict(zip((group.kind for group in memory.groups), resident.tables))
+        [pages] = memory.seq_pages.values()
+        tables = dict(zip((group.kind for group in memory.groups), pages.tables))
         embeddings = [page for page in tables.get("vision", []) if page]
         tokens = sum(len(row.tokens) for row in plan.slices)
         end = max((row.start + len(row.tokens) for row in plan.slices), default=0)

@@ -1,8 +1,8 @@
-"""Replaying a log of plans without its model, and comparing two logs.
+"""Replay of a plan log without its model, and comparison of two logs.
 
-Births and journal go through two data planes that share no code: EchoRunner's, which is NumPy's, and the Store of real
-models, in torch on a CPU, with pages of a few bytes. After each step their page tables must be the same, and every row
-must find real pages wherever it reads and writes. Tokens mean nothing here, so logs of any model can be replayed.
+New slots and page operations are applied by two implementations that share no code: EchoRunner, in NumPy, and the Store
+of real models, in torch on a CPU, with pages of a few bytes. After each step their page tables must be equal, and every
+slice must have real pages wherever it reads and writes. Tokens are not used, so logs of any model can be replayed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,18 +37,21 @@ from quire.protocol.step_plan import (
 )
 from quire.sim.echo_runner import EchoRunner
 
-ITEM_BYTES = 2  # bytes of a number in the replayed pages, and of a token's key and value
+if TYPE_CHECKING:
+    from quire.worker.store import Store
+
+ITEM_BYTES = 2  # bytes of an element in the replayed pages
 TOKEN_BYTES = 2 * ITEM_BYTES
 PAGE_OPS_SHOWN = (TableWrite, PageCopy, SwapOut, SwapIn, Poison, ImageEncoding)
-POSITIONAL_KINDS = ("full", "window", "chunked")  # of groups whose pages lie at the positions of their tokens
+POSITIONAL_KINDS = ("full", "window", "chunked")  # of groups with a page at each position of a token
 
 
 class ReplayError(ValueError):
-    """What doesn't hold together in a step; it says where."""
+    """An inconsistency in a step, with its place in the plan."""
 
 
 class PlanReplayer:
-    """Two replayers of one geometry, and what they were given. `step` raises Fault at the first thing that is wrong."""
+    """Replays steps on both implementations. `step` raises ReplayError at the first inconsistency."""
 
     def __init__(self, kv_config: KVCacheConfig) -> None:
         self.kv_config = kv_config
@@ -61,15 +64,15 @@ class PlanReplayer:
         self.op_counts: Counter[str] = Counter()
 
     def step(self, plan: StepPlan, result: StepResult | None) -> None:
-        """Replay a step, and check what can be."""
-        for i, birth in enumerate(plan.new_slots):
-            self._check_slot(birth.slot, f"births[{i}]")
-            if birth.parent_slot not in self.echo.slots and (birth.parent_slot >= 0 or birth.sampling is None):
+        """Replay and check a step."""
+        for i, init in enumerate(plan.new_slots):
+            self._check_slot(init.slot, f"births[{i}]")
+            if init.parent_slot not in self.echo.slots and (init.parent_slot >= 0 or init.sampling is None):
                 raise ReplayError(
-                    f"births[{i}]: slot {birth.slot} inherits from slot {birth.parent_slot}, which was never born"
+                    f"births[{i}]: slot {init.slot} inherits from slot {init.parent_slot}, which was never initialized"
                 )
-            self.echo.init_slot(birth)
-            self.images[birth.slot] = birth.images
+            self.echo.init_slot(init)
+            self.images[init.slot] = init.images
         self._replay(plan.page_ops, "journal")
         for i, row in enumerate(plan.slices):
             self._check_slice(row, f"rows[{i}]")
@@ -98,7 +101,7 @@ class PlanReplayer:
         self.op_counts.update(type(entry).__name__ for entry in page_ops)
 
     def _check_op(self, op: PageOp, where: str) -> None:
-        """Its slots, places and pages are those of the geometry."""
+        """Check that the slots, table entries and pages of an operation exist in the geometry."""
         if isinstance(op, ImageEncoding):
             self._check_encoding(op, where)
             return
@@ -128,7 +131,7 @@ class PlanReplayer:
                 raise ReplayError(f"{where}: host page {host} is none of group {op.group}")
 
     def _check_encoding(self, op: ImageEncoding, where: str) -> None:
-        """The slot has that picture, of so many parts, and the group a place for it."""
+        """Check that the slot has the image and its parts, and the group a table entry for it."""
         self._check_slot(op.slot, where)
         media = self.images.get(op.slot, ())
         if not 0 <= op.image_index < len(media):
@@ -143,10 +146,10 @@ class PlanReplayer:
             raise ReplayError(f"{where}: place {op.first_page}, of {self.kv_config.groups[op.group].table_width}")
 
     def _check_slice(self, seq_slice: SeqSlice, where: str) -> None:
-        """Its slot is born, and has real pages for all that the row reads and writes."""
+        """Check that the slot is initialized and has real pages for all positions that the slice reads and writes."""
         self._check_slot(seq_slice.slot, where)
         if seq_slice.slot not in self.echo.slots:
-            raise ReplayError(f"{where}: slot {seq_slice.slot} was never born")
+            raise ReplayError(f"{where}: slot {seq_slice.slot} was never initialized")
         if (
             seq_slice.start < 0
             or not seq_slice.tokens
@@ -162,19 +165,19 @@ class PlanReplayer:
             if group.kind not in POSITIONAL_KINDS:
                 continue
             first, last = group.num_full_pages(group.first_visible(seq_slice.start)), group.num_pages(end)
-            held = self.echo.groups[g].table[seq_slice.slot, first:last]
-            if last > group.table_width or not held.all():
+            pages = self.echo.groups[g].table[seq_slice.slot, first:last]
+            if last > group.table_width or not pages.all():
                 raise ReplayError(
                     f"{where}: slot {seq_slice.slot} has no real page for some position below {end} in group {g}"
                 )
 
     def _compare_tables(self, slots: set[int]) -> None:
-        """Both replayers' tables are the same for these slots."""
+        """Check that the tables of both implementations are equal for these slots."""
         for g, table in enumerate(group.table for group in self.echo.groups):
             for slot in slots:
-                found = self.store.host_tables[g][slot][: table.shape[1]]
-                if not np.array_equal(table[slot], found):
-                    place = int(np.flatnonzero(table[slot] != found)[0])
+                other = self.store.host_tables[g][slot][: table.shape[1]]
+                if not np.array_equal(table[slot], other):
+                    place = int(np.flatnonzero(table[slot] != other)[0])
                     raise ReplayError(
                         f"place {place} of slot {slot} in group {g} is one page here and another one there"
                     )
@@ -187,7 +190,7 @@ class PlanReplayer:
                 raise ReplayError(f"samples[{i}]: {len(sampled.tokens)} tokens, and {row.num_samples} were to be drawn")
 
     def digest(self) -> str:
-        """Of all tables, once both replayers have the same; Fault if they don't."""
+        """Return a digest of all tables. Raise ReplayError if those of both implementations differ."""
         self._compare_tables(set(range(self.kv_config.slots)))
         digest = hashlib.sha256()
         for group in self.echo.groups:
@@ -197,13 +200,20 @@ class PlanReplayer:
 
 
 def _shrink(kv_config: KVCacheConfig) -> KVCacheConfig:
-    """The same tables and page ids, and as few bytes in a page as there can be: one token; where pages are parts of
-    large ones, so many that they still are."""
+    """Return the geometry with the same tables and page ids and the fewest bytes in a page: one token, or as many as
+    keep the ratios to large pages."""
     ratios = [max(kv_config.large_bytes // group.page_bytes, 1) for group in kv_config.groups]
     whole = math.lcm(*ratios) * TOKEN_BYTES if kv_config.large_bytes else TOKEN_BYTES
-    alike = {"token_bytes": TOKEN_BYTES, "run_tokens": 1, "run_pages": 1, "kind": "full"}
     groups = tuple(
-        replace(group, layers=(g,), page_bytes=whole // ratio, **alike)
+        replace(
+            group,
+            layers=(g,),
+            page_bytes=whole // ratio,
+            token_bytes=TOKEN_BYTES,
+            run_tokens=1,
+            run_pages=1,
+            kind="full",
+        )
         for g, (group, ratio) in enumerate(zip(kv_config.groups, ratios))
     )
     return replace(
@@ -212,8 +222,8 @@ def _shrink(kv_config: KVCacheConfig) -> KVCacheConfig:
     )  # fmt: skip
 
 
-def _make_store(kv_config: KVCacheConfig) -> Any:
-    """The Store of real models, for layers of one head of one number."""
+def _make_store(kv_config: KVCacheConfig) -> Store:
+    """Return the Store of real models, for layers with one head of one element."""
     import torch
 
     from quire.worker.store import Store
@@ -224,29 +234,29 @@ def _make_store(kv_config: KVCacheConfig) -> Any:
 
 
 def replay(log: PlanLog) -> PlanReplayer:
-    """Replay a whole log. LogError names the step and the byte where it doesn't hold together."""
+    """Replay a whole log. Raise LogError with the step and byte of the first inconsistency."""
     try:
-        done = PlanReplayer(log.kv_config)
+        replayer = PlanReplayer(log.kv_config)
     except (MemoryError, ValueError, RuntimeError, AssertionError) as error:
         raise log.error(0, f"its geometry can't be replayed here: {error}") from error
     step = None
     try:
         for step in log:
-            done.step(step.plan, step.result)
-        done.digest()
-    except (ReplayError, AssertionError) as error:  # a replayer asserts what it needs
+            replayer.step(step.plan, step.result)
+        replayer.digest()
+    except (ReplayError, AssertionError) as error:  # EchoRunner and Store raise AssertionError
         number, at = (step.number, step.offset) if step is not None else (0, 0)
         raise log.error(at, f"step {number}, {error}") from error
-    return done
+    return replayer
 
 
 def summarize(log: PlanLog, replayer: PlanReplayer) -> list[str]:
-    """What a log holds, in lines."""
-    geometry, counts = log.kv_config, replayer.counts
+    """Describe the content of a log, in lines."""
+    kv_config, counts = log.kv_config, replayer.counts
     open_steps = counts["steps"] - counts["collected"]
     kinds = ", ".join(f"{kind.__name__} {replayer.op_counts[kind.__name__]:,}" for kind in PAGE_OPS_SHOWN)
     return [
-        f"memory   {geometry.bytes:,} bytes, {geometry.slots} slots, {len(geometry.groups)} groups of layers; "
+        f"memory   {kv_config.bytes:,} bytes, {kv_config.slots} slots, {len(kv_config.groups)} groups of layers; "
         f"vocabulary {log.vocab_size:,}",
         f"steps    {counts['steps']:,}" + (f", {open_steps} of them without a result" if open_steps else ""),
         f"rows     {counts['rows']:,}, of {counts['tokens']:,} tokens",
@@ -257,18 +267,18 @@ def summarize(log: PlanLog, replayer: PlanReplayer) -> list[str]:
 
 
 def first_difference(a: PlanLog, b: PlanLog) -> str | None:
-    """The first step and field in which two logs differ, or None. How long steps took doesn't count. LogError if they
-    are of different memories."""
+    """Return the first step and field in which two logs differ, or None. Times of steps are ignored. Raise LogError if
+    their geometries differ."""
     if (a.kv_config, a.vocab_size) != (b.kv_config, b.vocab_size):
         names = ["vocab_size", *iter_differences(a.kv_config, b.kv_config, "geometry")]
         name = names[0] if a.vocab_size != b.vocab_size else names[1]
         raise b.error(0, f"it is of another geometry than {a.path}: {name}")
-    for mine, other in zip_longest(a, b):
-        if mine is None or other is None:
-            longer, step = (a, mine) if other is None else (b, other)
+    for step_a, step_b in zip_longest(a, b):
+        if step_a is None or step_b is None:
+            longer, step = (a, step_a) if step_b is None else (b, step_b)
             return f"step {step.number}: only {longer.path} has it"
-        for what in _step_differences(mine, other):
-            return f"step {mine.number}: {what}"
+        for difference in _step_differences(step_a, step_b):
+            return f"step {step_a.number}: {difference}"
     return None
 
 
@@ -282,7 +292,7 @@ def _step_differences(a: LoggedStep, b: LoggedStep) -> Iterator[str]:
 
 
 def iter_differences(a: Any, b: Any, name: str) -> Iterator[str]:
-    """Where two messages, or parts of them, differ: the field's name and both values."""
+    """Yield the differences of two messages, or parts of them: the field's name and both values."""
     if type(a) is not type(b):
         yield f"{name} is {_short_repr(a)} and {_short_repr(b)}"
     elif hasattr(a, "_fields"):
@@ -306,6 +316,6 @@ def _short_repr(value: object) -> str:
 
 
 def compare_files(path: Path, against: Path) -> str | None:
-    """`first_difference` of the logs in two files."""
+    """Return the `first_difference` of the logs in two files."""
     with PlanLog(path) as a, PlanLog(against) as b:
         return first_difference(a, b)

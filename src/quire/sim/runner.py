@@ -1,7 +1,7 @@
-"""A Runner without a device: the cost model says how long each step takes, and the virtual clock shows it.
+"""A Runner without a device: each step takes the time of the cost model, on a virtual clock.
 
 The host plans while the device computes (`depth` 2) or waits for it (1), as with a real runner; steps run one after
-another. Tokens mean nothing, and none of them ends a sequence: lengths are what requests ask for.
+another. Tokens are constants that end no sequence: lengths are those of the requests.
 """
 
 from __future__ import annotations
@@ -22,18 +22,24 @@ DrawFunction = Callable[[SeqSlice, SlotInit], SliceResult]
 
 
 class InFlightStep(NamedTuple):
-    """A step in flight: when the device will have done it, and how long it takes."""
+    """A step in flight: its end on the device, and its duration."""
 
     plan: StepPlan
     end: float
     seconds: float
 
 
+class PaddingCounts(NamedTuple):
+    """The padding of a step of a static batch."""
+
+    prompt: int  # tokens that pad prompts to the longest of their batch
+    rows: int  # rows of finished members
+
+
 class SimRunner:
-    """See control.engine.Runner. Always the same token is drawn, none of the end tokens in `avoid`; branches of one row
-    get different ones, so that they share no more than their prompt. Or `draw` says what a row of the sequence of a
-    birth brings (beam search needs candidates). `on_step` is shown the work and the seconds of every step. `padding` is
-    asked in each step for what a static batch computes for nothing in it."""
+    """See core.runner.Runner. All samples are one token that is not in `avoid`; branches of one row get different ones,
+    so that they share only their prompt. `draw` replaces this: it returns the result of a slice of the sequence of a
+    SlotInit (beam search needs candidates). `on_step` is called with the work and the seconds of every step."""
 
     def __init__(
         self,
@@ -48,32 +54,36 @@ class SimRunner:
         self.cost, self.clock, self.depth, self.draw, self.on_step = cost, clock, depth, draw, on_step
         self.in_flight: deque[InFlightStep] = deque()
         self.padding: Callable[[StepPlan], PaddingCounts] | None = None
-        self.device_free_at = 0.0  # when the device will have done all that it was given
-        self.busy_seconds = 0.0  # seconds that it computed
+        self.device_free_at = 0.0  # end of all submitted steps
+        self.busy_seconds = 0.0  # of the device
         self.page_bytes: tuple[int, ...] = ()
-        self.slot_inits: dict[int, SlotInit] = {}  # by slot; only where `draw` asks for them
+        self.slot_inits: dict[int, SlotInit] = {}  # by slot; only with `draw`
         self.has_images = False
-        self.media: dict[int, tuple[ImageItem, ...]] = {}  # by slot; only where there are pictures among the prompts
+        self.media: dict[int, tuple[ImageItem, ...]] = {}  # by slot; only with images
         self.drawn_tokens = tuple(t for t in range(FIRST_TOKEN, FIRST_TOKEN + MAX_N + len(avoid)) if t not in avoid)
         self._one_sample, self._no_sample = SliceResult(self.drawn_tokens[:1]), SliceResult(())
 
+    def set_padding(self, padding: Callable[[StepPlan], PaddingCounts] | None) -> None:
+        """Add the padding that `padding` counts to the work of each step; None: no padding."""
+        self.padding = padding
+
     def bind(self, geometry: KVCacheConfig) -> None:
-        """Nothing is allocated; pages have sizes."""
+        """Record page sizes. Nothing is allocated."""
         self.page_bytes = tuple(group.page_bytes for group in geometry.groups)
         self.has_images = geometry.has_images
 
     def add_image(self, pixels: ImagePixels) -> None:
-        """Nothing looks at it."""
+        """Do nothing."""
 
     def remove_image(self, key: bytes) -> None:
-        """As before."""
+        """Do nothing; see `add_image`."""
 
     def submit(self, plan: StepPlan) -> int:
-        """The host takes its time to plan, then the device begins as soon as it is free."""
+        """Advance the clock by the host's planning time; the device begins as soon as it is free."""
         assert len(self.in_flight) < self.depth, f"more than {self.depth} steps are in flight"
         if self.has_images:
-            for birth in plan.new_slots:
-                self.media[birth.slot] = birth.images
+            for init in plan.new_slots:
+                self.media[init.slot] = init.images
         work = step_work(plan, self.cost.shape, self.page_bytes, self.media)
         if self.padding is not None:
             work = add_padding(work, self.cost.shape, *self.padding(plan))
@@ -87,19 +97,19 @@ class SimRunner:
         return len(self.in_flight)
 
     def collect(self, ticket: int) -> StepResult:
-        """Wait for the oldest step."""
+        """Advance the clock to the end of the oldest step and return its result."""
         plan, end, seconds = self.in_flight.popleft()
         self.clock.advance_to(end)
         if self.draw is None:
             return StepResult(tuple(self._sample(row) for row in plan.slices), seconds)
-        for birth in plan.new_slots:
-            known = self.slot_inits.get(birth.parent_slot)
-            sampling = birth.sampling if birth.sampling is not None or known is None else known.sampling
-            self.slot_inits[birth.slot] = birth._replace(sampling=sampling)
-        drawn = tuple(
+        for init in plan.new_slots:
+            parent = self.slot_inits.get(init.parent_slot)
+            sampling = init.sampling if init.sampling is not None or parent is None else parent.sampling
+            self.slot_inits[init.slot] = init._replace(sampling=sampling)
+        results = tuple(
             self.draw(row, self.slot_inits[row.slot]) if row.num_samples else self._no_sample for row in plan.slices
         )
-        return StepResult(drawn, seconds)
+        return StepResult(results, seconds)
 
     def _sample(self, row: SeqSlice) -> SliceResult:
         if row.num_samples == 1:
@@ -107,13 +117,5 @@ class SimRunner:
         return SliceResult(self.drawn_tokens[: row.num_samples]) if row.num_samples else self._no_sample
 
     def close(self) -> None:
-        """Forget what is in flight."""
+        """Drop the steps in flight."""
         self.in_flight.clear()
-
-
-class PaddingCounts(NamedTuple):
-    """In one step: tokens that pad prompts to the longest of their batch, and rows of members that ended, which the
-    others still need."""
-
-    prompt: int
-    rows: int

@@ -1,5 +1,5 @@
-"""A simulation: the unmodified engine, scheduler and memory over a SimRunner and a virtual clock; what it served, and
-the highest request rate that still meets objectives.
+"""Simulations: the unmodified engine, scheduler and memory over a SimRunner and a virtual clock, measures of served
+requests, and the search for the highest request rate that meets objectives.
 
 Measures are PagedAttention's (§6.1): normalised latency is end-to-end latency divided by output length.
 """
@@ -26,20 +26,20 @@ from quire.protocol.model_spec import ModelSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import StepPlan
 from quire.sim.clock import VirtualClock
-from quire.sim.cost_model import CostModel
-from quire.sim.runner import DrawFunction, SimRunner
+from quire.sim.cost_model import CostModel, StepWork
+from quire.sim.runner import DrawFunction, PaddingCounts, SimRunner
 
-MIN_TIMELINE_SAMPLES = 400  # of the memory, in a run
-OBJECTIVE_CHECK_SECONDS = 1.0  # virtual seconds between questions whether a run is lost
+MIN_TIMELINE_SAMPLES = 400  # in a run
+OBJECTIVE_CHECK_SECONDS = 1.0  # virtual seconds between checks if a run has failed
 MEASURES = ("normalised", "ttft", "tpot", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p99")
-MAX_PAGES = 2**24  # each is an entry of several lists here
-MAX_RATE_FACTOR = 2.0**14  # how far from its start the search for a rate goes
+MAX_PAGES = 2**24  # each is an entry of several lists
+MAX_RATE_FACTOR = 2.0**14  # limit of the search for a rate, relative to its start
 
 
 class TraceRequest(NamedTuple):
-    """A request of a trace: it comes at `arrival` seconds. Its parameters give its output length, end tokens aside.
-    `media` are its pictures; `pixels`, what a runner with eyes gets of them."""
+    """A request of a trace, at `arrival` seconds. Its parameters define its output length; end tokens do not end it.
+    `media` are its images; `pixels` are for runners with a vision encoder."""
 
     arrival: float
     prompt: list[int]
@@ -49,12 +49,12 @@ class TraceRequest(NamedTuple):
 
     @property
     def encoder_pixels(self) -> tuple[ImagePixels, ...]:
-        """Its pixels; of no bytes where the runner has no eyes."""
-        return self.pixels or tuple(ImagePixels(medium.key, (0,), b"") for medium in self.media)
+        """Its pixels, empty if the trace has none."""
+        return self.pixels or tuple(ImagePixels(image.key, (0,), b"") for image in self.media)
 
 
 class ServedRequest:
-    """What became of one request. `token_times` are the moments that brought tokens, and how many each."""
+    """The progress of one request. `token_times` are (time, number of tokens)."""
 
     __slots__ = ("arrival", "done", "output_len", "prompt_len", "token_times")
 
@@ -64,8 +64,8 @@ class ServedRequest:
         self.done = False
 
     def lower_bound(self, measure: str, now: float) -> float:
-        """Seconds of a measure; before the request is done, what it can't fall below any more. `tpot` is the time of a
-        token after the first, `ttft` that until the first."""
+        """Return a measure in seconds, or its lower bound if the request is not done. `tpot` is the time per token
+        after the first, `ttft` the time to the first token."""
         last = self.token_times[-1][0] if self.done else now
         if measure == "e2e":
             return last - self.arrival
@@ -78,7 +78,7 @@ class ServedRequest:
 
 
 class TimelineSample(NamedTuple):
-    """The engine at one time: requests that run and that wait, and the memory."""
+    """The numbers of running and waiting requests and the memory usage at a time."""
 
     time: float
     running: int
@@ -87,9 +87,8 @@ class TimelineSample(NamedTuple):
 
 
 class RunTotals(NamedTuple):
-    """A run in numbers. Batches are averages over steps: `mean_batch` of rows, `mean_running` of requests in memory.
-    `busy_share` is the share of the time in which the device computed; `finished` is False for a run that was given
-    up."""
+    """Totals of a run. `mean_batch` (rows) and `mean_running` (requests in memory) are averages over steps.
+    `busy_share` is the share of time in which the device computed. `finished` is False for an aborted run."""
 
     seconds: float
     finished: bool
@@ -103,7 +102,7 @@ class RunTotals(NamedTuple):
 
 
 class SimulationResult(NamedTuple):
-    """All that a simulation tells."""
+    """The result of a simulation."""
 
     requests: list[ServedRequest]
     timeline: list[TimelineSample]
@@ -119,49 +118,49 @@ class Objective(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As on the command line, without its number."""
+        """The name on the command line, without the number."""
         return f"{self.statistic}-{self.measure}-ms"
 
     def value(self, served: Sequence[ServedRequest]) -> float:
-        """The statistic, of requests that are done."""
-        values = [one.lower_bound(self.measure, 0.0) for one in served]
+        """Return the statistic of finished requests."""
+        values = [request.lower_bound(self.measure, 0.0) for request in served]
         if self.statistic == "mean":
             return float(np.mean(values))
         return float(np.percentile(values, float(self.statistic[1:])))
 
     def weight(self, value: float) -> float:
-        """What one request's value counts for: itself in a mean; whether it is too high in a percentile."""
+        """Return the weight of a request's value: the value for a mean; for a percentile 1 if it exceeds the limit."""
         return value if self.statistic == "mean" else float(value > self.limit)
 
     def is_lost(self, weight: float, total: int) -> bool:
-        """Requests that together weigh this much are too many, or too slow, for `total` to meet the objective."""
+        """Return True if `total` requests, of which some have this sum of weights, cannot meet the objective."""
         if self.statistic == "mean":
             return weight > self.limit * total
-        rank = int(float(self.statistic[1:]) / 100 * (total - 1))  # if this one and all above are too slow
+        # Lost if the requests from this rank up are too slow.
+        rank = int(float(self.statistic[1:]) / 100 * (total - 1))
         return weight >= total - rank
 
 
 class ObjectiveTracker:
-    """Whether a run of `total` requests can still meet an objective. What is done is added up once."""
+    """Tracks whether a run of `total` requests can still meet an objective. Finished requests are summed once."""
 
     def __init__(self, objective: Objective, total: int) -> None:
         self.objective, self.total = objective, total
         self.finished_weight = 0.0
 
-    def add_finished(self, one: ServedRequest) -> None:
-        """A request is done."""
-        self.finished_weight += self.objective.weight(one.lower_bound(self.objective.measure, 0.0))
+    def add_finished(self, request: ServedRequest) -> None:
+        """Add a finished request."""
+        self.finished_weight += self.objective.weight(request.lower_bound(self.objective.measure, 0.0))
 
     def is_lost(self, others: Iterable[ServedRequest], now: float) -> bool:
-        """It can't, whatever comes after `now`; `others` came and aren't done."""
-        goal = self.objective
-        return goal.is_lost(
-            self.finished_weight + sum(goal.weight(one.lower_bound(goal.measure, now)) for one in others), self.total
-        )
+        """Return True if the objective cannot be met any more; `others` have arrived and are not done."""
+        objective = self.objective
+        bounds = (request.lower_bound(objective.measure, now) for request in others)
+        return objective.is_lost(self.finished_weight + sum(map(objective.weight, bounds)), self.total)
 
 
 def parse_objective(text: str) -> Objective:
-    """The objective of a text such as "p99-normalised-ms=200". StartupError says what was expected."""
+    """Parse an objective such as "p99-normalised-ms=200". Raise StartupError with the expected form."""
     name, _, number = text.partition("=")
     statistic, _, rest = name.partition("-")
     measure = rest.removesuffix("-ms")
@@ -185,9 +184,27 @@ def _check_pages(kv_tokens: int, page: int) -> None:
         )
 
 
+class StaticBatchPadding:
+    """Counts the padding of a scheduler of static batches, in which all members of a batch start in one step."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.batch_size = 0  # sequences of the current batch, future forks included
+
+    def __call__(self, plan: StepPlan) -> PaddingCounts:
+        """Return the padding of the step that was just planned."""
+        by_slot = self.scheduler.by_slot
+        prompts = [init.prompt_len for init in plan.new_slots if init.parent_slot < 0]
+        branches = sum(seq.num_forks for _, seq in by_slot.values())
+        if prompts:
+            self.batch_size = len(by_slot) + branches
+        prompt = len(prompts) * max(prompts, default=0) - sum(prompts)
+        return PaddingCounts(prompt, max(self.batch_size - len(by_slot) - branches, 0))
+
+
 class Simulation:
-    """An engine of `config`'s memory and scheduler, with `kv_tokens` tokens of KV for `spec` (or all that `kv_bytes`
-    hold, see Size), on a device of `cost`."""
+    """An engine of `config` for a model of `spec`, with `kv_tokens` tokens of KV (or as many as `kv_bytes` hold, see
+    MemorySize), on a device with costs `cost`."""
 
     def __init__(
         self,
@@ -200,14 +217,16 @@ class Simulation:
         depth: int = 1,
         draw: DrawFunction | None = None,
         kv_bytes: int = 0,
+        on_step: Callable[[StepWork, float], None] | None = None,
     ) -> None:
+        """`kind`: "cuda" or "cpu". `depth`, `draw` and `on_step`: see SimRunner."""
         config = config.with_device_defaults(kind)
         _check_pages(kv_tokens, config.page_size)
         size = MemorySize(kv_tokens, config.max_model_len or spec.max_len, cost.shape.itemsize, kv_bytes)
         size = size._replace(max_len=max_seq_len(config, spec, size))
         self.config, self.spec, self.clock = config, spec, VirtualClock()
         depth = config.depth or depth
-        self.runner = SimRunner(cost, self.clock, depth, avoid=frozenset(spec.eos_ids), draw=draw)
+        self.runner = SimRunner(cost, self.clock, depth, avoid=frozenset(spec.eos_ids), draw=draw, on_step=on_step)
         memory = build_memory(config, spec, size, "simulated")
         self.runner.bind(memory.kv_config)
         limits = EngineLimits(spec.vocab_size, size.max_len, sys.maxsize)
@@ -216,10 +235,10 @@ class Simulation:
             depth=depth,
         )  # fmt: skip
         if self.engine.scheduler.static_batching:
-            self.runner.padding = StaticBatchPadding(self.engine.scheduler)
+            self.runner.set_padding(StaticBatchPadding(self.engine.scheduler))
 
     def register_prefix(self, name: str, tokens: Sequence[int]) -> None:
-        """Compute and pin a prefix before any request comes (PagedAttention §4.4), within `config.prefix_tokens`."""
+        """Compute and pin a prefix before any request arrives (PagedAttention §4.4), within `config.prefix_tokens`."""
         self.engine.register_prefix(name, tokens)
         while self.engine.has_unfinished_requests:
             for output in self.engine.step():
@@ -228,53 +247,53 @@ class Simulation:
     def run(
         self, trace: Sequence[TraceRequest], objectives: Sequence[Objective] = (), until: float = math.inf
     ) -> SimulationResult:
-        """Serve the whole trace, or as much of it as shows that an objective can't be met, or as comes before `until`
-        seconds. Once only. The trace's time begins now: after prefixes were registered."""
+        """Serve the trace, once, until its end, `until` seconds, or the time when an objective cannot be met any more.
+        The trace's time begins now, after the registration of prefixes."""
         engine, clock = self.engine, self.clock
-        assert all(map(math.isfinite, (one.arrival for one in trace))), "a request never comes"
+        assert all(map(math.isfinite, (request.arrival for request in trace))), "a request never arrives"
         until += clock.now
-        trace = [one._replace(arrival=clock.now + one.arrival) for one in trace] if clock.now else trace
+        trace = [request._replace(arrival=clock.now + request.arrival) for request in trace] if clock.now else trace
         served: list[ServedRequest] = []
-        going: dict[str, ServedRequest] = {}
-        doubts = [ObjectiveTracker(goal, len(trace)) for goal in objectives]
-        watch = _StepRecorder(self, trace[-1].arrival)
-        look = OBJECTIVE_CHECK_SECONDS
+        unfinished: dict[str, ServedRequest] = {}
+        trackers = [ObjectiveTracker(objective, len(trace)) for objective in objectives]
+        recorder = _StepRecorder(self, trace[-1].arrival)
+        next_check = OBJECTIVE_CHECK_SECONDS
         while len(served) < len(trace) or engine.has_unfinished_requests:
             while len(served) < len(trace) and trace[len(served)].arrival <= clock.now:
-                asked = trace[len(served)]
-                at, prompt, params = asked[:3]
-                assert params.max_tokens is not None, "a request of a trace has a length"
+                request = trace[len(served)]
+                prompt, params = request.prompt, request.params
+                assert params.max_tokens is not None, "a request of a trace needs max_tokens"
                 name = str(len(served))
-                engine.add(name, prompt, params, images=asked.media, pixels=asked.encoder_pixels)
-                going[name] = one = ServedRequest(at, len(prompt), params.max_tokens)
-                served.append(one)
+                engine.add(name, prompt, params, images=request.media, pixels=request.encoder_pixels)
+                unfinished[name] = ServedRequest(request.arrival, len(prompt), params.max_tokens)
+                served.append(unfinished[name])
             if not engine.has_unfinished_requests:
                 clock.advance_to(trace[len(served)].arrival)
                 continue
             ended = 0
             for output in engine.step():
-                one = going[output.request_id]
-                one.token_times.append((clock.now, len(output.tokens)))
+                progress = unfinished[output.request_id]
+                progress.token_times.append((clock.now, len(output.tokens)))
                 if output.done:
-                    one.done = True
+                    progress.done = True
                     ended += 1
-                    del going[output.request_id]
-                    for doubt in doubts:
-                        doubt.add_finished(one)
-            watch.record_step(ended)
+                    del unfinished[output.request_id]
+                    for tracker in trackers:
+                        tracker.add_finished(progress)
+            recorder.record_step(ended)
             if clock.now >= until:
                 break
-            if doubts and clock.now >= look:
-                look = clock.now + OBJECTIVE_CHECK_SECONDS
-                if any(doubt.is_lost(going.values(), clock.now) for doubt in doubts):
-                    return SimulationResult(served, watch.timeline, watch.totals(finished=False))
+            if trackers and clock.now >= next_check:
+                next_check = clock.now + OBJECTIVE_CHECK_SECONDS
+                if any(tracker.is_lost(unfinished.values(), clock.now) for tracker in trackers):
+                    return SimulationResult(served, recorder.timeline, recorder.totals(finished=False))
         finished = len(served) == len(trace) and not engine.has_unfinished_requests
-        return SimulationResult(served, watch.timeline, watch.totals(finished))
+        return SimulationResult(served, recorder.timeline, recorder.totals(finished))
 
 
 class _StepRecorder:
-    """Averages over steps, and samples of the memory over time, in even distances: where there are too many, every
-    other one is dropped."""
+    """Records averages over steps, and evenly spaced samples of the memory: if there are too many, every other one is
+    dropped."""
 
     def __init__(self, simulation: Simulation, expected: float) -> None:
         self.simulation = simulation
@@ -283,7 +302,7 @@ class _StepRecorder:
         self.running = self.steps = self.table_pages = self.saved_pages = 0
 
     def record_step(self, ended: int) -> None:
-        """After each step; requests that ended were running in it."""
+        """Record a step in which `ended` requests finished."""
         scheduler, now = self.simulation.engine.scheduler, self.simulation.clock.now
         self.steps += 1
         self.running += len(scheduler.running) + ended
@@ -315,7 +334,7 @@ def mean_usage(moments: Sequence[TimelineSample]) -> Usage:
 
 
 def meets_objectives(outcome: SimulationResult, objectives: Sequence[Objective]) -> bool:
-    """The run was finished and kept to every objective."""
+    """Return True if the run finished and met all objectives."""
     return outcome.totals.finished and all(goal.value(outcome.requests) <= goal.limit for goal in objectives)
 
 
@@ -326,10 +345,9 @@ def highest_rate(
     factor: float = 2.0,
     growth: float = 1.0,
 ) -> float:
-    """The highest rate that `sustains` still says yes to, by steps from `start` up or down, then bisection until the
-    next rate tried that it refuses is at most `tolerance` (a share) higher. The first step is by `factor`, each further
-    one by the one before to the power of `growth`. 0 if no rate is accepted, however low; infinite if none is refused,
-    however high."""
+    """Return the highest rate for which `sustains` is True: by steps up or down from `start`, then by bisection until a
+    rejected rate is at most `tolerance` (relative) higher. The first step is `factor`, each next one the previous step
+    to the power of `growth`. Return 0 if every rate down to the search's limit is rejected, infinity if none is."""
     assert 1e-100 < start < 1e100, f"the search can't start at {start}"
     assert min(tolerance, factor - 1) > 0, f"steps of {factor}, to within {tolerance}, never end"
     assert growth >= 1, f"steps that shrink to the power of {growth} never end"
@@ -348,29 +366,3 @@ def highest_rate(
         middle = math.sqrt(low * high)
         low, high = (middle, high) if sustains(middle) else (low, middle)
     return low
-
-
-class PaddingCounts(NamedTuple):
-    """In one step: tokens that pad prompts to the longest of their batch, and rows of members that ended, which the
-    others still need."""
-
-    prompt: int
-    rows: int
-
-
-class StaticBatchPadding:
-    """Watches a scheduler of static batches, in which all members of a batch come in one step."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.batch_size = 0  # sequences of the batch under way, those to be forked included
-
-    def __call__(self, plan: StepPlan) -> PaddingCounts:
-        """What is computed for nothing in the step that was just planned."""
-        by_slot = self.scheduler.by_slot
-        prompts = [birth.prompt_len for birth in plan.new_slots if birth.parent_slot < 0]
-        branches = sum(seq.num_forks for _, seq in by_slot.values())
-        if prompts:
-            self.batch_size = len(by_slot) + branches
-        prompt = len(prompts) * max(prompts, default=0) - sum(prompts)
-        return PaddingCounts(prompt, max(self.batch_size - len(by_slot) - branches, 0))

@@ -1,4 +1,4 @@
-"""What pictures cost a step: encoders that run, and layers that attend to what they make."""
+"""The costs of images in a step: vision encoders and cross-attention layers."""
 
 from __future__ import annotations
 
@@ -11,40 +11,36 @@ from quire.protocol.step_plan import ImageEncoding, StepPlan
 
 
 class VisionShape(NamedTuple):
-    """What a seeing model has beside its text. A step that encodes any picture reads the encoder's `weights`, of
-    `itemsize` bytes, and a part takes `part_operations` operations. Layers that attend to pictures have
-    `cross_attention_weights` weights, of `text_itemsize` bytes (fewer in FP8), which a step reads and applies to its
-    tokens if any of them sees a picture; `projection_weights` ones, applied to the rows that a picture is encoded to;
-    `row_bytes` of a row's keys and values; and `pair_operations` operations for a token to attend to a row."""
+    """The shape of a vision model apart from its text model."""
 
-    weights: int
-    part_operations: float
-    itemsize: int
-    text_itemsize: float
-    cross_attention_weights: int = 0
-    projection_weights: int = 0
-    row_bytes: int = 0
-    pair_operations: int = 0
+    weights: int  # of the encoder; a step that encodes any image reads them
+    part_operations: float  # of the encoder, for a part of an image
+    itemsize: int  # bytes of an encoder weight
+    text_itemsize: float  # bytes of a weight of cross-attention layers (fewer with FP8)
+    cross_attention_weights: int = 0  # read and applied to a step's tokens if any of them attends to an image
+    projection_weights: int = 0  # of cross-attention layers, applied to image embeddings
+    row_bytes: int = 0  # keys and values of an embedding
+    pair_operations: int = 0  # for a token to attend to an embedding
 
     @classmethod
     def from_spec(cls, spec: ModelSpec, itemsize: int, saved: float = 0.0) -> VisionShape | None:
-        """A seeing model's; `saved` bytes of each of the text's weights by FP8. Layers for pictures have a gated MLP,
-        as a Llama's."""
+        """Return the shape of a vision model, else None. FP8 saves `saved` bytes of each weight of the text model.
+        Cross-attention layers have a gated MLP, as in Llama."""
         if spec.vision is None:
             return None
         layers = [layer for layer in spec.layers if layer.is_cross_attention]
-        wide = [(layer.heads or spec.heads) * layer.head_dim for layer in layers]
+        widths = [(layer.heads or spec.heads) * layer.head_dim for layer in layers]
         return cls(
             spec.vision.parameters, float(spec.vision.part_operations), itemsize, itemsize - saved,
-            sum(spec.hidden * (2 * one + 3 * spec.intermediate) for one in wide),
+            sum(spec.hidden * (2 * width + 3 * spec.intermediate) for width in widths),
             sum(2 * spec.hidden * layer.kv_heads * layer.head_dim for layer in layers),
-            sum(layer.token_bytes(itemsize) for layer in layers), 4 * sum(wide),
+            sum(layer.token_bytes(itemsize) for layer in layers), 4 * sum(widths),
         )  # fmt: skip
 
 
 class VisionWork(NamedTuple):
-    """What pictures add to a step: `weight_bytes` are bytes read for them alone, `encoded_parts` parts of pictures;
-    others as of quire.sim.cost_model.Work."""
+    """The work of images in a step: `weight_bytes` are read only for images, `encoded_parts` are parts of images; see
+    quire.sim.cost_model.StepWork for the others."""
 
     operations: float
     kv_bytes: float
@@ -54,24 +50,24 @@ class VisionWork(NamedTuple):
 
 
 def attended_images(media: tuple[ImageItem, ...], start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Of the tokens start .. end - 1: how many attend to a picture, and to how many rows: each to the latest picture
-    that begins before it or with it."""
-    for i, medium in enumerate(media):
+    """Yield the number of tokens among start .. end - 1 that attend to an image, and its embeddings. Each token attends
+    to the latest image that begins at or before it."""
+    for i, image in enumerate(media):
         stop = media[i + 1].start if i + 1 < len(media) else end
-        count = min(end, stop) - max(start, medium.start)
+        count = min(end, stop) - max(start, image.start)
         if count > 0:
-            yield count, medium.num_embeds
+            yield count, image.num_embeds
 
 
 def vision_work(plan: StepPlan, sight: VisionShape, media: Mapping[int, tuple[ImageItem, ...]]) -> VisionWork:
-    """Count it, of a plan for slots with these pictures."""
+    """Count the work of a plan. `media` are the images of each slot."""
     encoded = projected = tokens = 0
     read = attention = 0.0
     for entry in plan.page_ops:
         if isinstance(entry, ImageEncoding):
-            medium = media[entry.slot][entry.image_index]
+            image = media[entry.slot][entry.image_index]
             encoded += entry.num_parts
-            projected += medium.num_embeds if entry.first_part + entry.num_parts == medium.num_parts else 0
+            projected += image.num_embeds if entry.first_part + entry.num_parts == image.num_parts else 0
     for row in plan.slices if sight.cross_attention_weights else ():
         for count, rows in attended_images(media.get(row.slot, ()), row.start, row.start + len(row.tokens)):
             tokens += count
@@ -79,7 +75,7 @@ def vision_work(plan: StepPlan, sight: VisionShape, media: Mapping[int, tuple[Im
                 read += sight.row_bytes * rows
             else:
                 attention += float(sight.pair_operations) * count * rows
-    crossed = sum(len(row.tokens) for row in plan.slices) if tokens else 0  # all of the step's go through them
+    crossed = sum(len(row.tokens) for row in plan.slices) if tokens else 0  # all, if any attends
     weights = sight.weights * sight.itemsize + sight.projection_weights * sight.text_itemsize if encoded else 0.0
     weights += sight.cross_attention_weights * sight.text_itemsize if crossed else 0.0
     operations = sight.part_operations * encoded + 2.0 * (

@@ -1,7 +1,6 @@
-"""Building an engine from its settings: checkpoint -> memory plan -> model -> runner, memory, scheduler, engine.
+"""Build an engine from its settings: checkpoint -> memory plan -> model -> runner, memory, scheduler, engine.
 
-The one place where the planes are joined. Every failure is a StartupError with its cause and a remedy.
-"""
+This is the one place where these are joined. Every failure is a StartupError with its cause and a remedy."""
 
 from __future__ import annotations
 
@@ -54,20 +53,19 @@ from quire.startup.dtypes import (
     with_resolved_attention,
 )
 from quire.startup.loader import build_runner, choose_attention, sharded_stage_spec
-from quire.startup.memory_plan import GIB, MemoryPlan, check_still_fits, describe_pages, plan_memory
+from quire.startup.memory_plan import GIB, MemoryPlan, PoolMember, check_still_fits, describe_pages, plan_memory
 from quire.startup.prealloc import preallocate_weights
 
 if TYPE_CHECKING:
     from quire.distributed.remote_runner import RemoteRunner
-    from quire.pool import PoolMember
     from quire.text.chat_template import ChatTemplate
     from quire.text.images.loader import ImageLoader
     from quire.text.tokenizer import Tokenizer
 
 
 class BuiltEngine(NamedTuple):
-    """An engine and what belongs to it. `notices` are said at start; `default_sampling` are generation_config.json's
-    sampling parameters."""
+    """An engine and its tokenizer, template and plan. `notices` are shown at start; `default_sampling` are the sampling
+    parameters of generation_config.json."""
 
     engine: Engine
     spec: ModelSpec
@@ -81,32 +79,34 @@ class BuiltEngine(NamedTuple):
 
 
 def describe_memory_plan(config: EngineConfig, device_gib: float | None = None) -> list[str]:
-    """The memory plan of `config` as one screen, without loading the model; with `device_gib`, for GPUs of so many GiB
-    each, which need not be there (or, where the config says CPU, for such a machine)."""
+    """Return the memory plan of `config` as one screen of lines, without loading the model; with `device_gib`, for GPUs
+    of that size, which need not exist (or, with --device cpu, for a machine of that memory)."""
     if device_gib is not None and not 0 < device_gib < 2**20:
         raise StartupError(f"--device-gib is {device_gib}", "It must be above 0")
     absent = device_gib is not None
     device = ("cpu" if config.device == "cpu" else "cuda") if absent else choose_device(config)
-    source = _with_shard_spec(config, read_checkpoint(config, weights=False), device)
+    checkpoint = _with_shard_spec(config, read_checkpoint(config, weights=False), device)
     config = config.with_device_defaults(device).per_rank()
-    dtype = choose_dtype(config, source.config, device)
-    source = source.with_stored_dtypes(config, ITEMSIZE[dtype])
-    saved = quantization_savings(config, source, dtype, device, absent)
-    config = with_resolved_attention(config, source.spec, device, dtype)
-    there = None if device_gib is None else int(device_gib * GIB) // (config.world_size if device == "cpu" else 1)
-    made = plan_memory(config, source.spec, source.name, dtype, ITEMSIZE[dtype], device, saved, there)
-    pages = describe_pages(config, source.spec, ITEMSIZE[dtype], made)
+    dtype = choose_dtype(config, checkpoint.config, device)
+    checkpoint = checkpoint.with_stored_dtypes(config, ITEMSIZE[dtype])
+    saved = quantization_savings(config, checkpoint, dtype, device, absent)
+    config = with_resolved_attention(config, checkpoint.spec, device, dtype)
+    absent_bytes = (
+        None if device_gib is None else int(device_gib * GIB) // (config.world_size if device == "cpu" else 1)
+    )
+    plan = plan_memory(config, checkpoint.spec, checkpoint.name, dtype, ITEMSIZE[dtype], device, saved, absent_bytes)
+    pages = describe_pages(config, checkpoint.spec, ITEMSIZE[dtype], plan)
     if config.memory == "virtual":  # pages and buffers aren't always filled
-        size = MemorySize(made.kv_tokens, made.max_len, ITEMSIZE[dtype], made.kv_bytes)
-        made = made._replace(kv_tokens=virtual_capacity_tokens(build_memory(config, source.spec, size).kv_config))
+        size = MemorySize(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
+        plan = plan._replace(kv_tokens=virtual_capacity_tokens(build_memory(config, checkpoint.spec, size).kv_config))
     if absent:
-        made = made._replace(device=f"{device} (--device-gib)")
-    return made.to_lines() + pages
+        plan = plan._replace(device=f"{device} (--device-gib)")
+    return plan.to_lines() + pages
 
 
 def _with_shard_spec(config: EngineConfig, checkpoint: Checkpoint, device: str) -> Checkpoint:
-    """The same with the spec of a rank's part: of stages one that has as much as any. StartupError for a model that so
-    many can't share. `device` is "cuda" or "cpu", and need not be here."""
+    """Return the same with the spec of a rank's part; with stages, of one with as much of everything as any stage.
+    Raise StartupError for a model that can't be divided so. `device` is "cuda" or "cpu", and need not exist here."""
     checkpoint = _with_tp_spec(config, checkpoint)
     if config.pp == 1:
         return checkpoint
@@ -119,15 +119,14 @@ def _with_shard_spec(config: EngineConfig, checkpoint: Checkpoint, device: str) 
 
 
 def _with_tp_spec(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint:
-    """The same with the spec of a rank's part of each layer, and as much of it said as needs no torch."""
+    """Return the same with the spec of a rank's part of each layer, and check what can be checked without torch."""
     checkpoint = checkpoint.for_shard(Shard(0, config.tp, 0, config.pp))
     if config.pp == 1:
         return checkpoint
     if config.memory == "virtual" and has_uneven_stages(checkpoint.spec, config.pp):
         raise StartupError(
-            f"--memory is virtual, and of {len(checkpoint.spec.layers)} layers --pp {config.pp} makes stages that "
-            f"don't "
-            "have as many of each kind",
+            f"--memory is virtual, and of {len(checkpoint.spec.layers)} layers --pp {config.pp} makes stages with "
+            "different numbers of each kind",
             "Use --memory paged, or another --pp",
         )
     check_pp_division(checkpoint.spec, config.pp)
@@ -136,22 +135,31 @@ def _with_tp_spec(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint:
 
 @gc_paused()
 def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember | None = None) -> BuiltEngine:
-    """Load the model and assemble the engine; over its part of a pool, whose config is `pool_member`'s."""
+    """Load the model and assemble the engine; for a member of a pool over its part of the memory, with the config of
+    `pool_member`."""
     from quire.text.template_process import TemplateProcess
 
-    renderer = None if config.skip_tokenizer_init else TemplateProcess()  # its process comes up while torch is imported
+    renderer = None if config.skip_tokenizer_init else TemplateProcess()  # its process starts while torch is imported
     ranks = None
     try:
-        source = read_checkpoint(config)
-        ranks = start_ranks(config, source)
-        preallocate_weights(config, source)
+        checkpoint = read_checkpoint(config)
+        ranks = start_ranks(config, checkpoint)
+        preallocate_weights(config, checkpoint)
         import_module("torch")
-        tokenizer, chat = read_tokenizer_and_template(config, source, renderer)
-        named = tokenizer.eos_ids if tokenizer is not None else ()
-        sight = read_image_loader(config, source, tokenizer)
-        engine, plan, notices = build_engine(config, source, named, progress, pool_member, ranks)
+        tokenizer, chat_template = read_tokenizer_and_template(config, checkpoint, renderer)
+        eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
+        image_loader = read_image_loader(config, checkpoint, tokenizer)
+        engine, plan, notices = build_engine(config, checkpoint, eos_ids, progress, pool_member, ranks)
         return BuiltEngine(
-            engine, source.spec, tokenizer, chat, plan, notices, source.default_sampling, source.name, sight
+            engine,
+            checkpoint.spec,
+            tokenizer,
+            chat_template,
+            plan,
+            notices,
+            checkpoint.default_sampling,
+            checkpoint.name,
+            image_loader,
         )
     except BaseException:
         if renderer is not None:
@@ -160,13 +168,13 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
             ranks.kill()
         raise
     finally:
-        weight_arena().finish_block()  # of a start that failed, too
+        weight_arena().finish_block()  # after a failed start, too
 
 
 def start_ranks(config: EngineConfig, checkpoint: Checkpoint) -> RemoteRunner | None:
-    """Ranks in processes of their own, if there are any, which load libraries while this one does. Those of Ray come
-    later, once it is known what GPUs there are, and so do those for which there don't seem to be enough. StartupError
-    for a model that they can't share out."""
+    """Start ranks in processes of their own, if there are any, so that they import libraries while this process does.
+    Return None for ranks of Ray, which are started once the GPUs are known, and if there are probably not enough GPUs.
+    Raise StartupError for a model that can't be divided among ranks."""
     if config.ray_address and config.executor != "ray":
         raise StartupError(f"--ray-address is given, and --executor is {config.executor}", "Use --executor ray")
     if not config.has_rank_processes or config.executor == "ray":
@@ -185,9 +193,9 @@ def build_engine(
     pool_member: PoolMember | None = None,
     remote_runner: RemoteRunner | None = None,
 ) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:  # fmt: skip
-    """The engine of `checkpoint`, whose tokenizer has the end tokens `tokenizer_eos_ids`; its memory plan, and what is
-    to be said. The memory is that of `pool_member`, if any. With ranks in processes of their own the model is there,
-    and not here; `remote_runner` were started already, and end if this fails."""
+    """Return the engine of `checkpoint`, its memory plan, and notices for the start. The tokenizer has the end tokens
+    `tokenizer_eos_ids`. The memory is that of `pool_member`, if any. With ranks in processes of their own the model is
+    loaded only there; `remote_runner` are ranks that were started already, which end if this fails."""
     remote_runner = remote_runner or start_ranks(config, checkpoint)
     if not config.has_rank_processes:
         if config.on_rank_failure == "restart":
@@ -223,7 +231,8 @@ def _assemble(
     pool_member: PoolMember | None,
     remote_runner: RemoteRunner | None,
 ) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:
-    """The same over `remote_runner`, whose spec `checkpoint` has: or a model here."""
+    """Return the same as `build_engine`, over `remote_runner`, to whose ranks `checkpoint`'s spec belongs, or over a
+    model in this process."""
     import torch
 
     device = choose_device(config)
@@ -238,10 +247,10 @@ def _assemble(
     plan = (
         pool_member.plan if pool_member is not None else _plan_memory(sized, checkpoint, dtype, device, remote_runner)
     )
-    ends = collect_eos_ids(checkpoint, tokenizer_eos_ids)
+    eos_ids = collect_eos_ids(checkpoint, tokenizer_eos_ids)
     with _report_out_of_memory(device):
         runner = _make_runner(
-            config, checkpoint, dtype, device, ends, plan.max_len, progress, pool_member, remote_runner
+            config, checkpoint, dtype, device, eos_ids, plan.max_len, progress, pool_member, remote_runner
         )
     if config.log_plans:
         runner = with_plan_log(runner, Path(config.log_plans), checkpoint.spec.vocab_size)
@@ -257,43 +266,52 @@ def _assemble(
             runner.warm_up(config.max_num_batched_tokens, plan.max_len)
     limits = _engine_limits(config, checkpoint.spec, plan, memory.kv_config)
     costs = _read_costs(config.calibration) if config.calibration else DEFAULT_COSTS
-    engine = assemble(
-        config, memory, runner, limits, clock=time.monotonic, eos_ids=ends, costs=costs,
-        tiling=image_tiling(checkpoint),
-        pooling=pooling_type(config, checkpoint),
-    )  # fmt: skip
+    restarter = None
     if remote_runner is not None and config.on_rank_failure == "restart":
         from quire.distributed import rank_startup
 
-        said = replace(config, dtype=dtype, device=device, attention=remote_runner.attention)
+        resolved = replace(config, dtype=dtype, device=device, attention=remote_runner.attention)
         folder = str(checkpoint.path or "")
-        fits = partial(check_still_fits, config, plan)
-        engine.restarter = RunnerRestarter(
-            partial(rank_startup.rebuild_ranks, said, folder, ends, plan.max_len, make_memory, fits)
+        check_memory = partial(check_still_fits, config, plan)
+        restarter = RunnerRestarter(
+            partial(rank_startup.rebuild_ranks, resolved, folder, eos_ids, plan.max_len, make_memory, check_memory)
         )
-    if pool_member is not None:
-        pool_member.pool.shared_memory_group.add(engine)
+    engine = assemble(
+        config,
+        memory,
+        runner,
+        limits,
+        clock=time.monotonic,
+        eos_ids=eos_ids,
+        costs=costs,
+        tiling=image_tiling(checkpoint),
+        pooling=pooling_type(config, checkpoint),
+        shared_memory_group=pool_member.shared_memory_group if pool_member is not None else None,
+        restarter=restarter,
+    )
     return engine, plan, (*_hardware_notices(config, runner, remote_runner, device), *checkpoint.notices,
-                          *_notices(config, plan, ends, checkpoint.default_sampling))  # fmt: skip
+                          *_notices(config, plan, eos_ids, checkpoint.default_sampling))  # fmt: skip
 
 
 def _plan_memory(
     config: EngineConfig, checkpoint: Checkpoint, dtype: str, device: str, remote_runner: RemoteRunner | None
 ) -> MemoryPlan:
-    """What the memory is divided into, by what `remote_runner` see of their GPUs if there are some."""
-    seen = None
+    """Return the memory plan, by the free memory of the ranks' GPUs if there are ranks on GPUs."""
+    measured = None
     if remote_runner is not None and device != "cpu":
         from quire.distributed import rank_startup
 
-        seen = rank_startup.open_devices(remote_runner, config)
+        measured = rank_startup.open_devices(remote_runner, config)
     saved = quantization_savings(config, checkpoint, dtype, device)
-    return plan_memory(config, checkpoint.spec, checkpoint.name, dtype, ITEMSIZE[dtype], device, saved, measured=seen)
+    return plan_memory(
+        config, checkpoint.spec, checkpoint.name, dtype, ITEMSIZE[dtype], device, saved, measured=measured
+    )
 
 
 def _engine_limits(config: EngineConfig, spec: ModelSpec, plan: MemoryPlan, kv_config: KVCacheConfig) -> EngineLimits:
-    """What is asked of requests at the edge."""
+    """Return the limits that requests are checked against."""
     held_by = "the KV memory" if plan.limit_note else "the model"
-    whole = not (kv_config.budget or kv_config.both_ways)  # a prompt's tokens are computed one by one
+    whole = not (kv_config.budget or kv_config.both_ways)  # embeddings need prompts that are computed token by token
     hidden = spec.hidden if whole else 0
     return EngineLimits(spec.vocab_size, plan.max_len, config.max_num_queued_reqs, held_by, hidden)
 
@@ -309,27 +327,27 @@ def _make_runner(
     pool_member: PoolMember | None,
     remote_runner: RemoteRunner | None,
 ) -> Any:
-    """A runner of the model, or `remote_runner` that have built it."""
+    """Return the runner of a model in this process, or `remote_runner` after its ranks have built theirs."""
     import torch
 
     kind, where = getattr(torch, dtype), torch.device(device)
     if remote_runner is None:
         if device != "cpu":
             os.environ.update(triton_cache_environment())
-        common = pool_member.pool.get_buffer if pool_member else None
-        return build_runner(config, checkpoint, kind, where, eos_ids, max_len, progress, common)
+        get_shared_buffer = pool_member.get_buffer if pool_member else None
+        return build_runner(config, checkpoint, kind, where, eos_ids, max_len, progress, get_shared_buffer)
     from quire.distributed import rank_startup
 
     attention = choose_attention(config, checkpoint.spec, where, kind)
-    said = replace(config, dtype=dtype, device=device, attention=attention)
-    rank_startup.build_ranks(remote_runner, said, str(checkpoint.path or ""), eos_ids, max_len, progress)
+    resolved = replace(config, dtype=dtype, device=device, attention=attention)
+    rank_startup.build_ranks(remote_runner, resolved, str(checkpoint.path or ""), eos_ids, max_len, progress)
     return remote_runner
 
 
 def _hardware_notices(
     config: EngineConfig, runner: Any, remote_runner: RemoteRunner | None, device: str
 ) -> tuple[str, ...]:
-    """What computes, to be said at start."""
+    """Return notices that describe the hardware in use."""
     if remote_runner is not None:
         from quire.distributed.rank_startup import unused_threads_notice
 
@@ -337,7 +355,7 @@ def _hardware_notices(
         if device != "cpu":
             return (f"{count} rank{'s' * (count > 1)}, each with a GPU", *remote_runner.notices)
         return (
-            *(f"{count} rank{'s' * (count > 1)}, each: {said}" for said in remote_runner.notices),
+            *(f"{count} rank{'s' * (count > 1)}, each: {notice}" for notice in remote_runner.notices),
             *unused_threads_notice(config.threads, count),
         )
     if device == "cpu":
@@ -354,12 +372,12 @@ def _hardware_notices(
 
 @contextmanager
 def _report_out_of_memory(device: str) -> Iterator[None]:
-    """StartupError where the device has less memory than was planned with."""
+    """A context that raises StartupError if the device has less memory than planned."""
     import torch
 
     try:
         yield
-    except RuntimeError as error:  # torch's own kind, or the driver's, of whoever asked it
+    except RuntimeError as error:  # torch's own error, or one of the driver
         if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error).lower():
             raise
         raise StartupError(
@@ -389,11 +407,12 @@ def _notices(
 
 
 def _read_costs(path: str) -> PreemptionCosts:
-    """The numbers in a file that `quire bench preemption` wrote. StartupError if it can't be read as such."""
+    """Return the costs in a file written by `quire bench preemption`. Raise StartupError if it is malformed."""
     remedy = "Write one with `quire bench preemption --out FILE`"
-    numbers = read_json_object(path, MAX_BYTES_BY_FILE["calibration"], f"--calibration {path}", remedy).get("costs")
+    file = read_json_object(path, MAX_BYTES_BY_FILE["calibration"], f"--calibration {path}", remedy)
+    numbers: Any = file.get("costs")
     try:
-        costs = PreemptionCosts(**{name: float(numbers[name]) for name in PreemptionCosts._fields})  # type: ignore[index]
+        costs = PreemptionCosts(**{name: float(numbers[name]) for name in PreemptionCosts._fields})
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise StartupError(f"--calibration {path} can't be used: {type(error).__name__} {error}", remedy) from error
     if not all(math.isfinite(number) and number >= 0 for number in costs):

@@ -1,4 +1,4 @@
-"""A model before it is loaded: where it is, its settings, and its tokenizer and chat template. No torch here."""
+"""A model before it is loaded: its location, its settings, its tokenizer and chat template. No torch here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.config import GENERATION_PARAMS, EngineConfig
 from quire.errors import InputError, StartupError
-from quire.files import DOWNLOAD_AGAIN
-from quire.files import read_json_config as read_optional
+from quire.files import DOWNLOAD_AGAIN, read_json_config
 from quire.models import read_spec
 from quire.models.named_configs import CONFIGS
 from quire.models.vision_language_settings import PREPROCESSOR_KEY
@@ -46,9 +45,9 @@ STATE_ITEMSIZES = {"auto": 4, "float32": 4, "bfloat16": 2}
 
 
 class Checkpoint(NamedTuple):
-    """A model before it is loaded. `path` is None for a named shape with dummy weights; of a GGUF file it is the file's
-    path, and `gguf` what it holds. `generation_config` is its generation_config.json, `default_sampling` what requests'
-    parameters are unless they say otherwise. `notices`: what is to be said at start."""
+    """A model before it is loaded. `path` is None for a named shape with dummy weights, and the file's path for a GGUF
+    file, whose contents are `gguf`. `generation_config` is its generation_config.json, `default_sampling` the defaults
+    of requests' parameters. `notices` are shown at start."""
 
     name: str
     path: Path | None
@@ -60,18 +59,18 @@ class Checkpoint(NamedTuple):
     notices: tuple[str, ...] = ()
 
     def for_shard(self, shard: Shard) -> Checkpoint:
-        """The same with the spec of a rank's part. StartupError for a model that can't be divided so."""
+        """Return the same with the spec of a rank's part. Raise StartupError if the model can't be divided so."""
         return self._replace(spec=read_spec(self.config, shard))
 
     def with_stored_dtypes(self, config: EngineConfig, itemsize: int) -> Checkpoint:
-        """The same where numbers have `itemsize` bytes, but for what `config` says of running states, keys and
+        """Return the same for numbers of `itemsize` bytes, except for what `config` says of running states, keys and
         values."""
         spec = self.spec.with_state_itemsize(itemsize, STATE_ITEMSIZES[config.state_dtype])
         return self._replace(spec=spec.with_int8_kv() if config.kv_cache_dtype == "int8" else spec)
 
 
 def read_checkpoint(config: EngineConfig, weights: bool = True) -> Checkpoint:
-    """Find the model and read its configuration; nothing is loaded. `weights` says that they will be."""
+    """Find the model and read its configuration; nothing is loaded. `weights` is True if the weights will be loaded."""
     if config.model_config is not None:
         if config.model_config not in CONFIGS:
             raise StartupError(
@@ -105,14 +104,14 @@ def read_checkpoint(config: EngineConfig, weights: bool = True) -> Checkpoint:
 
 
 def _with_untied_head(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same configuration with a head that is not the embedding."""
+    """Return the same configuration with a head that is not the embedding."""
     parts = {name: part for name in ("text_config", "llm_config") if isinstance(part := settings.get(name), dict)}
     untied = {name: {**part, "tie_word_embeddings": False} for name, part in parts.items()}
     return {**settings, **untied, "tie_word_embeddings": False}
 
 
 def _open_gguf(model: str) -> GGUFFile | None:
-    """The GGUF file that is called so: a path, or the name of a package's; None if it is no such file."""
+    """Return the GGUF file of that path, or of that packaged model; None if it is no such file."""
     path = Path(os.path.expanduser(model))
     if not os.path.lexists(path):
         if model not in PACKAGED_MODELS:
@@ -124,14 +123,14 @@ def _open_gguf(model: str) -> GGUFFile | None:
 
 
 def _shadowing_notices(model: str) -> tuple[str, ...]:
-    """That a path which is there goes before quire's own model of that name, if it does."""
+    """Return a notice that an existing path takes precedence over quire's own model of that name, if so."""
     if model not in (*BUNDLED_MODELS, *PACKAGED_MODELS) or not os.path.lexists(model):
         return ()
     return (f"{model} is {Path(model).absolute()}, and not quire's own model of that name",)
 
 
 def _read_gguf_checkpoint(config: EngineConfig, model: str, file: GGUFFile) -> Checkpoint:
-    """The model of a GGUF file."""
+    """Return the model of a GGUF file."""
     from quire.weights.gguf_config import to_hf_config, to_hf_generation_config
 
     if config.revision is not None:
@@ -155,7 +154,8 @@ def _read_gguf_checkpoint(config: EngineConfig, model: str, file: GGUFFile) -> C
 def read_tokenizer_and_template(
     config: EngineConfig, checkpoint: Checkpoint, renderer: TemplateProcess | None
 ) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """The tokenizer and the chat template, as far as there are any; the latter runs in `renderer`."""
+    """Return the tokenizer and the chat template, or None for those that are missing. The template is rendered by
+    `renderer`; without it, neither is read."""
     if renderer is None:
         return None, None
     from quire.text.chat_template import ChatTemplate
@@ -171,12 +171,12 @@ def read_tokenizer_and_template(
 
 
 def read_tokenizer(config: EngineConfig, checkpoint: Checkpoint | None) -> Tokenizer | None:
-    """The tokenizer of --tokenizer, or the model's own; None for a named shape."""
+    """Return the tokenizer of --tokenizer, or the model's own; None for a named shape."""
     return _load_tokenizer(*_tokenizer_source(config, checkpoint))
 
 
 def _tokenizer_source(config: EngineConfig, checkpoint: Checkpoint | None) -> tuple[GGUFFile | None, Path | None]:
-    """The file or the folder that holds the tokenizer and the chat template."""
+    """Return the file or the folder with the tokenizer and the chat template."""
     if config.tokenizer is not None:
         file = _open_gguf(config.tokenizer)
         return file, locate_checkpoint(config.tokenizer, weights=False) if file is None else None
@@ -196,19 +196,19 @@ def _load_tokenizer(file: GGUFFile | None, folder: Path | None) -> Tokenizer | N
 
 
 def read_image_loader(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> ImageLoader | None:
-    """What pictures are read with, if the model sees any."""
-    eyes = read_image_processor(checkpoint, tokenizer)
-    if eyes is None:
+    """Return the loader of images, or None if the model takes none."""
+    processor = read_image_processor(checkpoint, tokenizer)
+    if processor is None:
         return None
     from quire.text.images.decode import ImageLimits
     from quire.text.images.loader import ImageLoader
 
-    return ImageLoader(eyes, ImageLimits(config.max_image_pixels, config.max_image_bytes, config.max_images))
+    return ImageLoader(processor, ImageLimits(config.max_image_pixels, config.max_image_bytes, config.max_images))
 
 
 def read_image_processor(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> ImageProcessor | None:
-    """A model's eyes, by its architecture; None: it reads only text, or there is no tokenizer. StartupError where what
-    stands for pictures isn't in the tokenizer, or not in the model's vocabulary."""
+    """Return the image processor of the model's architecture; None if it takes only text, or without a tokenizer. Raise
+    StartupError if the image placeholder is not in the tokenizer, or not in the model's vocabulary."""
     if checkpoint.spec.vision is None or tokenizer is None:
         return None
     from quire.models.vision import VisionSettings
@@ -216,23 +216,22 @@ def read_image_processor(checkpoint: Checkpoint, tokenizer: Tokenizer | None) ->
     from quire.text.images.placeholders import read_placeholder
     from quire.text.images.preprocessor import read_image_preprocessor
 
-    said = checkpoint.config.get(PREPROCESSOR_KEY) or {}
-    vision = VisionSettings.from_config(checkpoint.config, said)
+    settings = checkpoint.config.get(PREPROCESSOR_KEY) or {}
+    vision = VisionSettings.from_config(checkpoint.config, settings)
     placeholder = read_placeholder(vision.kind, tokenizer.token_to_id, vision.image_token_id)
     if placeholder.token >= checkpoint.spec.vocab_size and not vision.uses_cross_attention:
         raise StartupError(
-            f"{tokenizer.id_to_token(placeholder.token)} is token {placeholder.token} of the tokenizer, and the "
-            f"model knows "
-            f"{checkpoint.spec.vocab_size}",
+            f"{tokenizer.id_to_token(placeholder.token)} is token {placeholder.token} of the tokenizer, and "
+            f"the model knows {checkpoint.spec.vocab_size}",
             "Both must be of one model",
         )
-    how = read_image_preprocessor(said, vision.tiling, vision.normalization.mean)
+    preprocessor = read_image_preprocessor(settings, vision.tiling, vision.normalization.mean)
     ending = tokenizer.encode(placeholder.prompt_suffix, add_special_tokens=False) if placeholder.prompt_suffix else []
-    return ModelImageProcessor(how, placeholder, tokenizer.id_to_token, ending)
+    return ModelImageProcessor(preprocessor, placeholder, tokenizer.id_to_token, ending)
 
 
 def image_tiling(checkpoint: Checkpoint) -> ImageTiling | None:
-    """How the model's pictures are cut; None: it sees none."""
+    """Return how images are divided into tiles; None if the model takes no images."""
     if checkpoint.spec.vision is None:
         return None
     from quire.models.vision import VisionSettings
@@ -241,21 +240,21 @@ def image_tiling(checkpoint: Checkpoint) -> ImageTiling | None:
 
 
 def pooling_type(config: EngineConfig, checkpoint: Checkpoint) -> str:
-    """What embeddings are made of: "mean" or "last", as the configuration says, or else the checkpoint (as
-    sentence-transformers has it)."""
+    """Return how embeddings are pooled, "mean" or "last": as the configuration says, else as the checkpoint does (in
+    the format of sentence-transformers)."""
     if config.pooling != "auto":
         return config.pooling
     there = checkpoint.path is not None and checkpoint.gguf is None
-    said = read_optional(checkpoint.path, POOLING_CONFIG) if there and checkpoint.path is not None else {}
-    return "mean" if said.get("pooling_mode_mean_tokens") is True else "last"
+    settings = read_json_config(checkpoint.path, POOLING_CONFIG) if there and checkpoint.path is not None else {}
+    return "mean" if settings.get("pooling_mode_mean_tokens") is True else "last"
 
 
 def collect_eos_ids(checkpoint: Checkpoint, tokenizer_eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Every end token that generation_config.json, config.json or the tokenizer (`tokenizer_eos_ids`) names."""
+    """Return every end token of generation_config.json, config.json and the tokenizer (`tokenizer_eos_ids`)."""
     ids: dict[int, None] = {}
     text = checkpoint.config.get("text_config") or checkpoint.config.get("llm_config")
-    for source_of in (checkpoint.generation_config, checkpoint.config, text if isinstance(text, dict) else {}):
-        given = source_of.get("eos_token_id")
+    for settings in (checkpoint.generation_config, checkpoint.config, text if isinstance(text, dict) else {}):
+        given = settings.get("eos_token_id")
         for value in given if isinstance(given, list) else [given]:
             if type(value) is int and 0 <= value < checkpoint.spec.vocab_size:
                 ids[value] = None
@@ -266,10 +265,10 @@ def collect_eos_ids(checkpoint: Checkpoint, tokenizer_eos_ids: tuple[int, ...]) 
 
 
 def _default_sampling(config: EngineConfig, generation_config: dict[str, Any]) -> dict[str, Any]:
-    """Requests' defaults: the model's generation_config.json or another, and what overrides it. StartupError for one
-    that no request could use. `do_sample` isn't read, as in vLLM: to transformers a missing one is false as well, and
-    models with such files are sampled from."""
-    said, where = generation_config, "generation_config.json"
+    """Return the defaults of requests: those of the model's generation_config.json or another one, and the overrides.
+    Raise StartupError for an invalid value. `do_sample` is ignored, as in vLLM: transformers takes a missing one as
+    false too, and models with such files are sampled."""
+    model_defaults, where = generation_config, "generation_config.json"
     if config.generation_config not in ("auto", "vllm"):
         folder = Path(str(config.generation_config)).expanduser()
         where = f"--generation-config {str(folder)[:200]!r}"
@@ -277,11 +276,14 @@ def _default_sampling(config: EngineConfig, generation_config: dict[str, Any]) -
             raise StartupError(
                 f"{where} has no generation_config.json", "Give auto, vllm or a folder that has such a file"
             )
-        said = read_generation_config(folder)
-    said = {} if config.generation_config == "vllm" else said
+        model_defaults = read_generation_config(folder)
+    model_defaults = {} if config.generation_config == "vllm" else model_defaults
     override = config.override_generation_config or {}
-    both: tuple[tuple[str, Mapping[str, Any]], ...] = ((where, said), ("--override-generation-config", override))
-    for name, values in both:
+    sources: tuple[tuple[str, Mapping[str, Any]], ...] = (
+        (where, model_defaults),
+        ("--override-generation-config", override),
+    )
+    for name, values in sources:
         try:
             SamplingParams(**{key: values[key] for key in GENERATION_PARAMS if values.get(key) is not None})
         except InputError as error:
@@ -289,5 +291,5 @@ def _default_sampling(config: EngineConfig, generation_config: dict[str, Any]) -
                 "Give other values" if values is override else "Mend the file, or start with --no-generation-config"
             )
             raise StartupError(f"{name} can't be used: {error}", remedy) from error
-    merged = {**said, **override}
+    merged = {**model_defaults, **override}
     return {key: merged[key] for key in GENERATION_PARAMS if merged.get(key) is not None}

@@ -1,4 +1,4 @@
-"""What a start computes in: the device, numbers and their formats, and what follows for the memory plan."""
+"""What a start computes in: the device, dtypes and storage formats, and their effect on the memory plan."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from quire.startup.loader import has_native_attention, head_shapes
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 NARROW_HIDDEN = 1024
-"""A hidden size below which a GGUF file's blocks are multiplied exactly: rounding shows most there, and costs least."""
+"""GGUF blocks are multiplied exactly below this hidden size: there rounding shows most, and being exact costs least."""
 
 
 def with_resolved_attention(config: EngineConfig, spec: ModelSpec, device: str, dtype: str) -> EngineConfig:
-    """`config` as memory is planned for it: kernels for CPUs gather no keys and values. StartupError where there are
-    none, and they alone read what it asks for."""
+    """Return `config` with the attention for which memory is planned: quire's kernels for CPUs gather no keys and
+    values. Raise StartupError if `config` needs these kernels and they can't be used."""
     import torch
 
     ours = (
@@ -41,7 +41,7 @@ def with_resolved_attention(config: EngineConfig, spec: ModelSpec, device: str, 
 
 
 def _why_not_native(config: EngineConfig, device: str) -> str:
-    """Why kernels for CPUs don't attend."""
+    """Return the reason that quire's kernels for CPUs can't be used for attention."""
     if config.attention not in ("auto", "native"):
         return f"--attention is {config.attention}"
     if device != "cpu":
@@ -54,7 +54,7 @@ def _why_not_native(config: EngineConfig, device: str) -> str:
 
 
 def choose_device(config: EngineConfig) -> str:
-    """What serves: "cuda" or "cpu". StartupError if a GPU is asked for and not there."""
+    """Return "cuda" or "cpu". Raise StartupError if a GPU is requested and there is none."""
     if config.device == "cpu":
         return "cpu"
     import torch
@@ -67,31 +67,32 @@ def choose_device(config: EngineConfig) -> str:
 
 
 def choose_dtype(config: EngineConfig, model: dict[str, Any], device: str) -> str:
-    """--dtype auto is the checkpoint's; on a CPU, 16-bit formats become bfloat16 where that is fast, else float32.
+    """Return the dtype of the computation. --dtype auto is the checkpoint's; on a CPU, 16-bit formats become bfloat16
+    if that is fast, else float32.
 
-    There, a model whose weights are in a GGUF file's blocks is in float32, which is exact, if it is narrow, or if there
-    are no kernels of our own that multiply them as they are: bfloat16 would add to what they round."""
+    On a CPU, a model whose weights are blocks of a GGUF file is computed in float32, which is exact, if it is narrow,
+    or if quire's kernels for such blocks are missing: bfloat16 would add to the rounding of the blocks."""
     if config.dtype != "auto":
         return config.dtype
-    few = device == "cpu" and _has_low_bit_kernels(config, model)
+    has_kernels = device == "cpu" and _has_low_bit_kernels(config, model)
     if (
         device == "cpu"
         and model.get(GGUF_BLOCKS_KEY)
-        and (not few or model.get("hidden_size", NARROW_HIDDEN) < NARROW_HIDDEN)
+        and (not has_kernels or model.get("hidden_size", NARROW_HIDDEN) < NARROW_HIDDEN)
     ):
         return "float32"
-    said = model.get("dtype") or model.get("torch_dtype") or "float32"
-    said = said if isinstance(said, str) and said in ITEMSIZE else "float32"
-    if device == "cpu" and said != "float32":
-        return "bfloat16" if few or _has_fast_bfloat16() else "float32"
-    return str(said)
+    stored = model.get("dtype") or model.get("torch_dtype") or "float32"
+    stored = stored if isinstance(stored, str) and stored in ITEMSIZE else "float32"
+    if device == "cpu" and stored != "float32":
+        return "bfloat16" if has_kernels or _has_fast_bfloat16() else "float32"
+    return str(stored)
 
 
 def quantization_savings(
     config: EngineConfig, checkpoint: Checkpoint, dtype: str, device: str, device_absent: bool = False
 ) -> int:
-    """Bytes that the model's weights take less than in `dtype`, where they are in FP8 or in few bits and `device`
-    computes with them; a GPU that is `device_absent` does with FP8."""
+    """Return the bytes that the weights take less than in `dtype`, if they are in FP8 or in few bits and `device`
+    computes with them; a GPU that is `device_absent` does so with FP8."""
     scheme = resolve_scheme(checkpoint.config, config.quantization)
     if scheme is None or (isinstance(scheme, FP8Scheme) and device == "cpu"):
         return 0
@@ -110,19 +111,19 @@ def quantization_savings(
 
 
 def kv_namespace(config: EngineConfig, checkpoint: Checkpoint, dtype: str) -> str:
-    """What tells apart models whose keys and values differ."""
+    """Return a key that differs for models whose keys and values differ."""
     rounded = f"kv-{config.kv_cache_dtype}" if config.kv_cache_dtype != "auto" else None
     return ":".join(filter(None, (checkpoint.name, dtype, config.quantization, rounded)))
 
 
 def _has_low_bit_kernels(config: EngineConfig, model: dict[str, Any]) -> bool:
-    """The model has weights of few bits, and there are kernels of our own for them: they round rows in bfloat16 to
-    int8, which every machine multiplies, and leave rows in float32 as they are."""
+    """Return True if the model has weights of few bits, and quire's kernels for these are available: they round rows in
+    bfloat16 to int8, which every CPU multiplies, and leave rows in float32 as they are."""
     return isinstance(resolve_scheme(model, config.quantization), LowBitScheme) and kernels.library() is not None
 
 
 def _has_fast_bfloat16() -> bool:
-    """This CPU multiplies bfloat16 matrices in hardware, as far as torch tells."""
+    """Return True if torch reports that this CPU multiplies bfloat16 matrices in hardware."""
     import torch
 
     try:

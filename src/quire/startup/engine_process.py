@@ -1,4 +1,4 @@
-"""Starts the process of an engine, and reads the texts of its model meanwhile."""
+"""Start the process of an engine, and meanwhile read its model's tokenizer and chat template here."""
 
 from __future__ import annotations
 
@@ -30,38 +30,39 @@ def launch_engine_process(
     num_clients: int = 1,
     start_other_clients: Callable[[ChildProcess], None] | None = None,
 ) -> tuple[ProcessEngineClient, InputProcessor, Checkpoint]:
-    """Start an engine's process and wait until its model is there. Texts are read here meanwhile. With more than one
-    front `start_other_clients` starts those beside this one, over the child's other connections."""
+    """Start an engine's process and wait until its model is loaded. The tokenizer is read here meanwhile. With more
+    than one client, `start_other_clients` starts the frontends beside this one, over the child's other connections."""
     child = ChildProcess(num_clients, program)
-    link = ProcessEngineClient(child)
+    engine_client = ProcessEngineClient(child)
 
     def begin(named: tuple[int, ...]) -> None:
-        link.send_init(EngineInitMessage(config, named, stall_after, progress, logging.getLogger().level))
+        engine_client.send_init(EngineInitMessage(config, named, stall_after, progress, logging.getLogger().level))
         if start_other_clients is not None:
             start_other_clients(child)
 
-    return _read_model_and_wait(link, config, begin)
+    return _read_model_and_wait(engine_client, config, begin)
 
 
 def join_engine_process(
     config: EngineConfig, connection: socket.socket, on_tokenizer_read: Callable[[tuple[int, ...]], None]
 ) -> tuple[ProcessEngineClient, InputProcessor, Checkpoint]:
-    """The engine's process that another front started, once its model is there; `on_tokenizer_read` is called before
-    that is waited for."""
+    """Connect to an engine's process that another frontend started, and wait until its model is loaded;
+    `on_tokenizer_read` is called before the wait."""
     return _read_model_and_wait(ProcessEngineClient(ExternalProcess(connection)), config, on_tokenizer_read)
 
 
 def _read_model_and_wait(
     engine_client: ProcessEngineClient, config: EngineConfig, on_tokenizer_read: Callable[[tuple[int, ...]], None]
 ) -> tuple[ProcessEngineClient, InputProcessor, Checkpoint]:
-    """Read the model's texts; `on_tokenizer_read` learns the tokenizer's end tokens. Then wait for the engine."""
+    """Read the model's tokenizer and chat template, call `on_tokenizer_read` with its end tokens, and wait for the
+    engine."""
     from quire.text.template_process import TemplateProcess
 
     renderer = None if config.skip_tokenizer_init else TemplateProcess()
     try:
-        source = read_checkpoint(config)
-        tokenizer, chat = read_tokenizer_and_template(config, source, renderer)
-        sight = read_image_loader(config, source, tokenizer)
+        checkpoint = read_checkpoint(config)
+        tokenizer, chat_template = read_tokenizer_and_template(config, checkpoint, renderer)
+        image_loader = read_image_loader(config, checkpoint, tokenizer)
         on_tokenizer_read(tokenizer.eos_ids if tokenizer is not None else ())
         engine_client.wait_ready()
     except BaseException:
@@ -69,9 +70,11 @@ def _read_model_and_wait(
         if renderer is not None:
             renderer.close()
         raise
-    ends = None if tokenizer is None else collect_eos_ids(source, tokenizer.eos_ids)
+    eos_ids = None if tokenizer is None else collect_eos_ids(checkpoint, tokenizer.eos_ids)
     return (
         engine_client,
-        InputProcessor(tokenizer, chat, engine_client.ready.limits, source.default_sampling, sight, ends),
-        source,
+        InputProcessor(
+            tokenizer, chat_template, engine_client.ready.limits, checkpoint.default_sampling, image_loader, eos_ids
+        ),
+        checkpoint,
     )

@@ -1,4 +1,4 @@
-"""The program of an engine's process: it builds the model that it is told, and serves its clients."""
+"""The program of an engine's process: build a model's engine, and serve its clients."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from quire.text.grammars.compiler import GrammarCompiler
 
 
-def build_model(hello: EngineInitMessage) -> tuple[Engine, EngineReady]:
-    """The engine of a model."""
+def build_model(hello: EngineInitMessage) -> tuple[Engine, EngineReady, LazyGrammars]:
+    """Build the engine of a model. Return it, what clients must know of it, and its grammar compiler."""
     from quire.startup.build import build_engine
     from quire.startup.checkpoint import read_checkpoint
     from quire.startup.prealloc import preallocate_weights
@@ -34,13 +34,12 @@ def build_model(hello: EngineInitMessage) -> tuple[Engine, EngineReady]:
     source = read_checkpoint(config)
     preallocate_weights(config, source)
     engine, plan, notices = build_engine(config, source, hello.named, hello.progress)
-    engine.grammar_compiler = LazyGrammars(config, source, engine)
-    return engine, engine_ready(engine, plan.to_lines(), notices)
+    return engine, engine_ready(engine, plan.to_lines(), notices), LazyGrammars(config, source, engine)
 
 
 class LazyGrammars:
-    """Makes grammars in the engine's process: fronts send the forms of outputs, which they have checked and tried. The
-    tokenizer is read with the first."""
+    """The grammar compiler of the engine's process: it reads the tokenizer for the first grammar. Clients have checked
+    the sources of the grammars that they send."""
 
     def __init__(self, config: EngineConfig, source: Checkpoint, engine: Engine) -> None:
         self._config, self._source, self._engine = config, source, engine
@@ -48,11 +47,11 @@ class LazyGrammars:
         self._grammars: GrammarCompiler | None = None
 
     def get_cached(self, structured: Structured) -> Grammar | None:
-        """The grammar, if it costs nothing to get it."""
+        """Return the grammar if it is cached, else None."""
         return None if self._grammars is None else self._grammars.get_cached(structured)
 
     def get(self, structured: Structured) -> Grammar:
-        """Its grammar."""
+        """Return the grammar, compiled if necessary."""
         with self._lock:
             if self._grammars is None:
                 self._grammars = self._load()
@@ -71,7 +70,7 @@ class LazyGrammars:
 
 
 def import_torch() -> None:
-    """What goes wrong is in the log: who imports it again may fail of what the first time left behind."""
+    """Import torch and log a failure, since a second import may fail differently after the first."""
     try:
         import_module("torch")
     except Exception:
@@ -79,9 +78,9 @@ def import_torch() -> None:
 
 
 def main(build: EngineBuilder | None = None) -> None:
-    """The arguments are the numbers of the connections' file descriptors. Without a `build` of its own it's a model's:
-    torch is imported while the front finds out what it wants."""
-    gc.disable()  # until all is loaded
+    """Run the engine's process. The arguments are the descriptors of the connections. By default a model's engine is
+    built: then torch is imported while the client decides what to build."""
+    gc.disable()  # while loading
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if build is None:
         threading.Thread(target=import_torch, name="quire-imports", daemon=True).start()

@@ -1,6 +1,4 @@
-"""What computes a part of a model, or all of it: its weights loaded, its attention chosen, its runner; and a rank's
-program, which has one of these.
-"""
+"""Load a model or a rank's part of it: its weights, its attention backend and its runner."""
 
 from __future__ import annotations
 
@@ -28,10 +26,13 @@ if TYPE_CHECKING:
     from quire.distributed.rank_devices import RankDevice
     from quire.distributed.rank_messages import InitMessage
     from quire.layers.exchange import Exchange, StageNeighbours
+    from quire.models import Model
+    from quire.weights.loader import LoadedFiles
 
 
-def build_rank_runner(init_message: InitMessage, seat: RankDevice | None = None) -> Any:
-    """The runner of a rank's part, on the GPU of its seat, if any. StartupError where it can't be."""
+def build_rank_runner(init_message: InitMessage, rank_device: RankDevice | None = None) -> Any:
+    """Return the runner of a rank's part of the model, on the GPU of `rank_device`, if any. Raise StartupError if it
+    can't be built."""
     import torch
 
     from quire.distributed.device_stage_pipes import DeviceStagePipes
@@ -40,18 +41,18 @@ def build_rank_runner(init_message: InitMessage, seat: RankDevice | None = None)
     from quire.weights.mapped_files import trim_memory
 
     config, part = init_message.config, init_message.part
-    if seat is None:
+    if rank_device is None:
         kernels.use_threads(config.threads)
     elif config.threads is not None:
         torch.set_num_threads(config.threads)
     dtype = getattr(torch, config.dtype)
     source = read_checkpoint(config).for_shard(part).with_stored_dtypes(config, dtype.itemsize)
-    exchange: Exchange | None = None if seat is None else seat.exchange
-    if seat is None and part.tp_size > 1:
+    exchange: Exchange | None = None if rank_device is None else rank_device.exchange
+    if rank_device is None and part.tp_size > 1:
         exchange = SharedMemoryExchange(part, init_message.meeting, init_message.seconds)
-    device = torch.device(config.device) if seat is None else seat.device
+    device = torch.device(config.device) if rank_device is None else rank_device.device
     pipes: StagePipes | None = None
-    if part.pp_size > 1 and seat is None:
+    if part.pp_size > 1 and rank_device is None:
         pipes = StagePipes(part, init_message.meeting, init_message.seconds)
     elif part.pp_size > 1:
         assert config.max_num_batched_tokens is not None, "a sized config"
@@ -60,8 +61,8 @@ def build_rank_runner(init_message: InitMessage, seat: RankDevice | None = None)
     runner = build_runner(
         config, source, dtype, device, init_message.eos_ids, init_message.max_len, init_message.progress,
         shard=part, exchange=exchange, pipes=pipes,
+        notices=(kernels.describe(),) if rank_device is None else rank_device.notices,
     )  # fmt: skip
-    runner.notices = (kernels.describe(),) if seat is None else seat.notices
     trim_memory()
     return runner
 
@@ -78,17 +79,18 @@ def build_runner(
     shard: Shard = UNSHARDED,
     exchange: Exchange | None = None,
     pipes: StageNeighbours | None = None,
+    notices: tuple[str, ...] = (),
 ) -> Any:
-    """The runner of a part of the model, which `checkpoint`'s spec is of; `exchange` is where it meets the others of
-    its stage, if any, and `pipes` lead to the stages beside."""
+    """Return the runner of the part of the model that `checkpoint`'s spec describes; `exchange` connects it to the
+    other ranks of its stage, if any, and `pipes` to the neighbouring stages."""
     import torch
 
     from quire.layers.prepare import connect_ranks
     from quire.worker.model_runner import ModelRunner
 
     def make(progress: bool = False) -> Any:
-        model = _load_model(config, checkpoint, dtype, device, progress, shard, exchange)
-        model.prepare(max_len, config.deterministic)
+        model, files = _load_model(config, checkpoint, dtype, device, progress, shard, exchange)
+        model.prepare(max_len, config.deterministic, files.mapped)
         if exchange is not None:
             connect_ranks(model, exchange)
         weight_arena().finish_block()
@@ -104,56 +106,55 @@ def build_runner(
         from quire.worker.stage_runner import StageRunner
 
         kind = partial(StageRunner, shard=shard, pipes=pipes)
-    runner = kind(
+    return kind(
         model, checkpoint.spec, dtype, device, attention, eos_ids,
         use_graphs=(pipes is None or device.type == "cuda") and config.cuda_graphs and attention in recorded,
         deterministic=config.deterministic, debug=config.debug, map_in_background=config.map_ahead == "thread",
         shared_buffer=get_shared_buffer() if get_shared_buffer is not None else None,
         state_dtype=torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32,
+        make_model=make, notices=notices,
     )  # fmt: skip
-    runner.make_model = make
-    return runner
 
 
 def _load_model(
     config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: bool,
     shard: Shard,
     exchange: Exchange | None = None,
-) -> Any:  # fmt: skip
-    """The model with its weights; ranks that have some columns of a row each ask through `exchange` for what is largest
-    in all of it."""
+) -> tuple[Model, LoadedFiles]:  # fmt: skip
+    """Return the model with its weights, and the files that they come from. Ranks that each hold some columns of a row
+    get the maximum over the whole row through `exchange`."""
     from quire.weights import low_bit
     from quire.weights.dummy import fill_dummy_weights
     from quire.weights.fp8 import create_model
     from quire.weights.gguf_loader import load_gguf
-    from quire.weights.loader import load_weights
+    from quire.weights.loader import LoadedFiles, load_weights
 
     scheme = resolve_scheme(checkpoint.config, config.quantization)
-    dummy = config.dummy_weights or checkpoint.path is None
-    if not dummy and checkpoint.gguf is None:
-        stored = scheme is not None and scheme.stored
-        least = MIN_PARAMETER_BYTES if not stored else 1 if isinstance(scheme, FP8Scheme) else scheme.bits / 8
-        check_weight_bytes(checkpoint.path, checkpoint.spec.parameters, least)
+    path = None if config.dummy_weights else checkpoint.path  # None: dummy weights
+    if path is not None and checkpoint.gguf is None:
+        least: float = MIN_PARAMETER_BYTES
+        if scheme is not None and scheme.stored:
+            least = 1 if isinstance(scheme, FP8Scheme) else scheme.bits / 8
+        check_weight_bytes(path, checkpoint.spec.parameters, least)
     if isinstance(scheme, LowBitScheme):
         model = low_bit.create_model(checkpoint.config, dtype, device, scheme, checkpoint.gguf, shard)
     else:
         model = create_model(checkpoint.config, dtype, device, scheme, shard)
-    if shard.pp_size > 1:
-        model.__dict__["full_model"] = meta_model(checkpoint.config, dtype, shard)  # no module of it
-    most = None if exchange is None else exchange.all_reduce_max
-    if dummy:
-        fill_dummy_weights(model, config.seed, scheme)
+    full_model = meta_model(checkpoint.config, dtype, shard) if shard.pp_size > 1 else None
+    all_reduce_max = None if exchange is None else exchange.all_reduce_max
+    if path is None:
+        fill_dummy_weights(model, config.seed, scheme, full_model)
+        files = LoadedFiles((), 0)
     elif checkpoint.gguf is not None:
-        load_gguf(model, checkpoint.gguf, progress, scheme, most)
+        files = load_gguf(model, checkpoint.gguf, progress, scheme, all_reduce_max, full_model)
     else:
-        load_weights(model, checkpoint.path, progress, scheme, most)
-    model.__dict__.pop("full_model", None)
-    return model
+        files = load_weights(model, path, progress, scheme, all_reduce_max, full_model)
+    return model, files
 
 
 def meta_model(config: dict[str, Any], dtype: torch.dtype, shard: Shard, stages: bool = False) -> Any:
-    """The model of a config.json, of shapes alone: what a rank would have of it if there were no stages; or, with
-    `stages`, what it has."""
+    """Return the model of a config.json with shapes only: a rank's part if there were no stages, or, with `stages`, the
+    rank's actual part."""
     import torch
 
     from quire.models import resolve_model_class
@@ -164,8 +165,9 @@ def meta_model(config: dict[str, Any], dtype: torch.dtype, shard: Shard, stages:
 
 
 def sharded_stage_spec(checkpoint: Checkpoint, dtype: torch.dtype, ranks: int, stages: int) -> ModelSpec:
-    """The spec of a stage that has as much of everything as any of `stages` has, of `ranks` each, whose part
-    `checkpoint`'s spec is of. StartupError for a model that can't be divided so."""
+    """Return the spec of a stage that has as much of everything as any of `stages` stages, of `ranks` ranks each, where
+    `checkpoint` has the spec of a rank's part of each layer. Raise StartupError for a model that can't be divided
+    so."""
     import torch
 
     spec = largest_stage_spec(checkpoint.spec, stages)
@@ -174,15 +176,15 @@ def sharded_stage_spec(checkpoint: Checkpoint, dtype: torch.dtype, ranks: int, s
         weights = list(meta_model(checkpoint.config, dtype, Shard(0, ranks, stage, stages), stages=True).parameters())
         wide = sum(weight.numel() for weight in weights if weight.dtype == torch.float32 != dtype)
         counts.append((sum(weight.numel() for weight in weights), wide))
-    most, wide = map(max, zip(*counts))
-    eyes = spec.vision.parameters if spec.vision is not None else 0  # which are counted apart
-    return replace(spec, parameters=most - eyes, fp32_parameters=wide)
+    largest, wide = map(max, zip(*counts))
+    encoder_parameters = spec.vision.parameters if spec.vision is not None else 0  # counted separately
+    return replace(spec, parameters=largest - encoder_parameters, fp32_parameters=wide)
 
 
 def choose_attention(config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str:
-    """The name of the attention backend. StartupError for one that the device can't run."""
-    chosen, ours = config.attention, ("triton", *VENDOR_ATTENTIONS)
-    if device.type == "cuda" and not find_spec("triton"):  # torch brings it along in its CUDA builds for Linux
+    """Return the name of the attention backend. Raise StartupError if the device or the model does not support it."""
+    chosen, needs_triton = config.attention, ("triton", *VENDOR_ATTENTIONS)
+    if device.type == "cuda" and not find_spec("triton"):  # CUDA builds of torch for Linux include it
         raise StartupError("--device is cuda, but there is no Triton, which compiles the kernels", "pip install triton")
     heads = head_shapes(spec)
     fits = all(group <= MAX_GQA_GROUP and dim % 2 == 0 and dim <= MAX_HEAD_DIM for group, dim in heads)
@@ -192,7 +194,7 @@ def choose_attention(config: EngineConfig, spec: ModelSpec, device: torch.device
             chosen = "triton"
         elif device.type == "cpu" and has_native_attention(heads, dtype):
             chosen = "native"
-    if chosen in ours and not fits:
+    if chosen in needs_triton and not fits:
         raise StartupError(
             f"--attention is {chosen}, and the model has heads that Triton's kernels don't take: (query heads a key "
             "head, size) " + ", ".join(map(str, sorted(heads))),
@@ -205,7 +207,7 @@ def choose_attention(config: EngineConfig, spec: ModelSpec, device: torch.device
             "both ways",
             "Use --attention triton",
         )
-    if chosen in ours and device.type == "cpu":
+    if chosen in needs_triton and device.type == "cpu":
         raise StartupError(f"--attention is {chosen}, which needs a GPU", "Use --attention auto")
     if config.deterministic and chosen != "triton" and device.type != "cpu":
         raise StartupError(f"--deterministic is given, and the attention is {chosen}", "It needs --attention triton")
@@ -213,12 +215,13 @@ def choose_attention(config: EngineConfig, spec: ModelSpec, device: torch.device
 
 
 def head_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
-    """Of layers that attend: (query heads a key head, size)."""
+    """Return (query heads per KV head, head size) of each attention layer."""
     return {(spec.heads // layer.kv_heads, layer.head_dim) for layer in spec.layers if not layer.state_tensors}
 
 
 def has_native_attention(shapes: set[tuple[int, int]], dtype: torch.dtype) -> bool:
-    """Whether there are kernels for CPUs, for heads like these: (query heads a key head, size)."""
+    """Return True if quire's attention kernels for CPUs are available for heads like these: (query heads per KV head,
+    head size)."""
     from quire.kernels.cpu.backend import supports
 
     return kernels.library() is not None and all(supports(dtype, shared, dim) for shared, dim in shapes)

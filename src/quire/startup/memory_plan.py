@@ -1,20 +1,22 @@
-"""The memory plan: what weights, activations and KV pages will take of a device, before anything is loaded
-(PagedAttention Figure 1). Arithmetic only; torch is asked for the free memory of a GPU and nothing else.
-"""
+"""The memory plan: how much of a device weights, activations and KV pages will take, before anything is loaded
+(PagedAttention Figure 1). It is arithmetic only; torch is only asked for the free memory of a GPU."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
 from quire.config import RESERVED_MEMORIES, EngineConfig
+from quire.core.shared_memory import SharedMemoryGroup
 from quire.errors import StartupError
 from quire.kernels.cpu.weight_arena import weight_arena
 from quire.kernels.limits import MAX_CPU_SPLITS, MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS, MAX_SCORED_POSITIONS, MAX_SCORES
 from quire.kernels.peer_memory_layout import peer_bytes
 from quire.memory.build import build_memory, max_seq_len
+from quire.memory.jenga.shared_pool import PoolView
 from quire.memory.page_layout import (
     MemorySize,
     PageLayout,
@@ -25,20 +27,25 @@ from quire.memory.page_layout import (
     plan_page_layout,
     state_interval,
 )
+from quire.memory.paged import PagedMemory
 from quire.protocol.model_spec import ModelSpec, max_parts_per_step
 from quire.protocol.parallel_layout import Shard
 from quire.protocol.pipeline_stages import STAGE_BUFFER_STEPS
+from quire.startup.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    import torch
 
 GIB = 2**30
-CPU_KV_SHARE = 0.4  # of the memory that is free, when no size is given
+CPU_KV_SHARE = 0.4  # of the free memory, without a configured size
 MAX_CPU_KV_BYTES = 4 * GIB
 SHOWN_LENGTHS = (1024, 8192, 32768, 131072)
-"""Tokens of the requests that are counted in a plan."""
+"""Lengths, in tokens, of the requests that a plan counts."""
 
 
 class MemoryPlan(NamedTuple):
-    """Bytes, tokens and lengths. `max_len` is what one sequence may reach; `limit_note` says what cut it, if "
-    "anything."""
+    """Sizes in bytes and tokens, of one rank. `max_len` is the maximum length of a sequence; `limit_note` names what
+    reduced it, if anything."""
 
     model: str
     parameters: int
@@ -51,19 +58,19 @@ class MemoryPlan(NamedTuple):
     kv_bytes: int
     kv_tokens: int
     token_bytes: int
-    page_tokens: int  # 0: pages are of bytes
+    page_tokens: int  # 0: virtual memory, whose pages are in bytes
     max_len: int
     limit_note: str
     max_seqs: int
-    state_bytes: int = 0  # of a sequence, whatever its length
-    state_interval: int = 0  # after each of which it can be found again; 0: it can't
-    quantization_savings: int = 0  # of the weights, by FP8 or few bits: so many bytes less than in `dtype`
-    world_size: int = 1  # of which this is one's, as are all bytes, and the parameters; the others' are the same
-    pp_size: int = 1  # that have so many ranks in all: others may have less of weights than this one
-    peer_bytes: int = 0  # what ranks on GPUs will exchange through; 0 where it is there, and missing from what is free
+    state_bytes: int = 0  # of a sequence of any length
+    state_interval: int = 0  # tokens between cached states; 0: none are cached
+    quantization_savings: int = 0  # bytes that the weights take less than in `dtype`, by FP8 or few bits
+    world_size: int = 1  # ranks; all bytes and parameters are those of one rank
+    pp_size: int = 1  # stages; other stages may have fewer weights
+    peer_bytes: int = 0  # exchange memory of ranks on GPUs; 0 if it is allocated already
 
     def to_lines(self) -> list[str]:
-        """One screen."""
+        """Return the plan as lines of text for one screen."""
         left = self.free_bytes - self.weight_bytes - self.activation_bytes - self.peer_bytes - self.kv_bytes
         at_full = self.kv_tokens / self.max_len
         rows = [
@@ -96,7 +103,7 @@ class MemoryPlan(NamedTuple):
         return f", on each of {self.world_size} ranks" if self.world_size > 1 else ""
 
     def _all_ranks_rows(self) -> list[tuple[str, str]]:
-        """What all ranks have."""
+        """Return the totals of all ranks."""
         if self.world_size == 1:
             return []
         weights, kv = _format_bytes(self.world_size * self.weight_bytes), _format_bytes(self.world_size * self.kv_bytes)
@@ -124,11 +131,12 @@ def plan_memory(
     device_bytes: int | None = None,
     measured: tuple[int, int, str] | None = None,
 ) -> MemoryPlan:
-    """How to divide the device; of several ranks, each one's: `config` and `spec` are a rank's. `quantization_savings`:
-    bytes that the weights take less than `itemsize` each. `device_bytes`: those of a device that isn't asked, and of
-    which all are free. `measured`: bytes of a rank's device in all, and free, and what to call it, where they are
-    known: ranks have been started then, and have what they exchange through. StartupError if the model or one token of
-    KV doesn't fit, naming the numbers."""
+    """Divide the memory of the device, or of each rank's device: `config` and `spec` are a rank's.
+
+    `quantization_savings`: bytes that the weights take less than `itemsize` each. `device_bytes`: the size of a device
+    that is not queried, and all free. `measured`: total and free bytes of a rank's device, and a description of it, if
+    ranks have been started and measured it; their exchange memory is allocated then. Raise StartupError with the
+    numbers if the model or one token of KV does not fit."""
     config = config.with_device_defaults(device)
     assert config.max_num_seqs is not None
     peers = peer_bytes(config.tp) if measured is None and device != "cpu" else 0
@@ -153,25 +161,25 @@ def plan_memory(
     if kv.tokens < 2 or (fixed and kv.bytes > room):
         least = max(kv.bytes, config.page_size * kv.token_bytes)
         raise _out_of_memory(config, device, (weights, activations, least), usable, where, peers)
-    max_len, clipped = max_seq_len(config, spec, MemorySize(kv.tokens, wanted_len, itemsize, kv.bytes)), ""
+    max_len, limit_note = max_seq_len(config, spec, MemorySize(kv.tokens, wanted_len, itemsize, kv.bytes)), ""
     if max_len < wanted_len:
         if config.max_model_len is not None:
             raise StartupError(
                 f"--max-model-len is {config.max_model_len}, but the KV cache holds {max_len} tokens",
                 f"Use --max-model-len {max_len} or less, or a larger --kv-gib",
             )
-        clipped = f" (the model allows {wanted_len:,}; a larger --kv-gib would too)"
+        limit_note = f" (the model allows {wanted_len:,}; a larger --kv-gib would too)"
     return MemoryPlan(
         name, spec.parameters, dtype, device, total, free, weights, activations, kv.bytes, kv.tokens,
-        kv.token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, clipped, config.max_num_seqs,
+        kv.token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, limit_note, config.max_num_seqs,
         spec.state_bytes, config.state_tokens if state_interval(config, spec) == config.state_tokens else 0,
         quantization_savings, config.world_size, config.pp, peers,
     )  # fmt: skip
 
 
 def check_still_fits(config: EngineConfig, plan: MemoryPlan, measured: tuple[int, int, str]) -> None:
-    """StartupError where what was planned at start doesn't fit into what is free by now; `measured` is as for
-    plan_memory. What --gpu-memory-utilization leaves counts too: how much is free differs a little from start to
+    """Raise StartupError if the plan no longer fits into the free memory; `measured` is as for plan_memory. The share
+    that --gpu-memory-utilization leaves unused may be used here, since the free memory differs a little from start to
     start."""
     _, free, where = measured
     parts = plan.weight_bytes, plan.activation_bytes, plan.kv_bytes
@@ -182,7 +190,8 @@ def check_still_fits(config: EngineConfig, plan: MemoryPlan, measured: tuple[int
 def _out_of_memory(
     config: EngineConfig, device: str, needs: tuple[int, int, int], usable: int, where: str, peers: int = 0
 ) -> StartupError:
-    """`needs` of memory, of weights, activations and KV, are more than `usable`, with `peers` to exchange through."""
+    """Return the error that `needs` bytes of weights, activations and KV, and `peers` of exchange memory, exceed
+    `usable`."""
     weights, activations, kv = map(_format_bytes, needs)
     exchange = f", {_format_bytes(peers)} of exchange" if peers else ""
     return StartupError(
@@ -194,8 +203,21 @@ def _out_of_memory(
     )
 
 
+class PoolMember(NamedTuple):
+    """One model of a pool (quire.pool): what its engine is built from. `get_buffer` returns the buffer that the pages
+    of all models are in; `shared_memory_group` are the engines of the pool."""
+
+    config: EngineConfig
+    source: Checkpoint
+    plan: MemoryPlan
+    memory: PagedMemory
+    view: PoolView
+    shared_memory_group: SharedMemoryGroup
+    get_buffer: Callable[[], torch.Tensor]
+
+
 class KVSize(NamedTuple):
-    """Bytes of the KV memory, the tokens that it holds in every layer, and the bytes of one of those."""
+    """Bytes of the KV memory, the tokens that it holds in every layer, and the bytes of one token."""
 
     bytes: int
     tokens: int
@@ -203,32 +225,32 @@ class KVSize(NamedTuple):
 
 
 def _kv_size(config: EngineConfig, spec: ModelSpec, itemsize: int, available: int, max_tokens: int) -> KVSize:
-    """The size that was asked for, in whole pages; else all of `available` bytes, as far as `max_tokens` tokens "
-    "need them."""
+    """Return the size in the config, in whole pages; by default all of `available` bytes, but not more than
+    `max_tokens` tokens need."""
     pool = available if config.kv_gib is None else int(config.kv_gib * GIB)
     if config.kv_tokens is not None:
         pool = config.kv_tokens * spec.token_bytes(itemsize)
-    sheets = plan_page_layout(config, spec, itemsize, pool)
-    if config.memory == "virtual":  # pages are the device's
+    layout = plan_page_layout(config, spec, itemsize, pool)
+    if config.memory == "virtual":  # pages have the size of the device's
         token = spec.token_bytes(itemsize)
-        sheets = PageLayout((PageSpec((), token, config.page_size * token, config.page_size),))
+        layout = PageLayout((PageSpec((), token, config.page_size * token, config.page_size),))
     if config.kv_tokens is not None:
-        tokens = -(-config.kv_tokens // sheets.token_granularity) * sheets.token_granularity
-        return KVSize(sheets.total_bytes(tokens, count_states(config, tokens)), tokens, sheets.token_bytes)
+        tokens = -(-config.kv_tokens // layout.token_granularity) * layout.token_granularity
+        return KVSize(layout.total_bytes(tokens, count_states(config, tokens)), tokens, layout.token_bytes)
     if pool > 0:
-        check_large_pages(sheets, pool)
-    tokens = sheets.max_tokens(pool)
+        check_large_pages(layout, pool)
+    tokens = layout.max_tokens(pool)
     if config.kv_gib is None and tokens > max_tokens:
-        tokens = max_tokens // sheets.token_granularity * sheets.token_granularity
-        pool = sheets.total_bytes(tokens, count_states(config, tokens))
-    whole = pool // sheets.large_bytes * sheets.large_bytes if sheets.large_bytes else sheets.total_bytes(tokens)
-    return KVSize(whole, tokens, sheets.token_bytes)
+        tokens = max_tokens // layout.token_granularity * layout.token_granularity
+        pool = layout.total_bytes(tokens, count_states(config, tokens))
+    whole = pool // layout.large_bytes * layout.large_bytes if layout.large_bytes else layout.total_bytes(tokens)
+    return KVSize(whole, tokens, layout.token_bytes)
 
 
 def describe_pages(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: MemoryPlan) -> list[str]:
-    """The page plan: what each group of layers keeps, in pages of how many bytes, and the large pages that these are
-    parts of; or of virtual memory, in how many buffers a page lies; and how many requests of some lengths fit at once.
-    Nothing for the baselines, which have no pages."""
+    """Describe the pages: for each group of layers what it keeps and the size of its pages, the large pages that these
+    are parts of or, for virtual memory, the number of buffers of a page, and how many requests of some lengths fit at
+    once. Return nothing for the baselines, which have no pages."""
     if config.memory in RESERVED_MEMORIES:
         return []
     memory = build_memory(config, spec, MemorySize(plan.kv_tokens, plan.max_len, itemsize, plan.kv_bytes))
@@ -263,41 +285,43 @@ def describe_pages(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: M
 
 
 def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
-    """The largest tensors of a step of `max_num_batched_tokens`: residual, projections and the MLP's inner layer;
-    attention's scores, weights and mask, and the keys and values gathered for them, or, by a CPU's kernels, which
-    gather nothing, what the parts of each context give; logits of every sequence, or of as many prompt tokens as are
-    scored at once, in float32 and in the sampler's working copies; the rotary tables."""
+    """Return the bytes of the largest tensors of a step of `max_num_batched_tokens`: residual, projections and the
+    MLP's inner layer; attention's scores, weights and mask, and the keys and values gathered for them, or, for kernels
+    on CPUs, which gather nothing, the partial results of each context split; logits of every sequence, or of as many
+    prompt tokens as are scored at once, in float32 and in the sampler's working copies; the rotary tables."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
     kv = max(layer.kv_heads * layer.head_dim for layer in spec.layers)
     step = config.max_num_batched_tokens * (6 * spec.hidden + 4 * kv + 3 * spec.intermediate) * itemsize
     logits = min(max(config.max_num_seqs, MAX_SCORED_POSITIONS), config.max_num_batched_tokens) * spec.vocab_size * 16
     head_dim = max(layer.head_dim for layer in spec.layers)
-    gathered = MAX_SCORES * kv // max(spec.heads, 1)  # keys, of as many positions as the scores have
+    gathered = MAX_SCORES * kv // max(spec.heads, 1)  # keys, for the positions of the scores
     attention = (
         MAX_SCORES * (2 * itemsize + 1) + 5 * min(gathered, config.max_num_seqs * spec.max_len * kv) * itemsize // 2
     )
     if config.attention == "native":
         attention = config.max_num_seqs * spec.heads * MAX_CPU_SPLITS * (-(-head_dim // 32) * 32 + 2) * 4
-    if config.attention == "cudnn":  # two answers for a chunk, and both in float32
+    if config.attention == "cudnn":  # two results of a chunk, and both in float32
         attention += (
             2 * config.max_num_batched_tokens * spec.heads * max(s.head_dim for s in spec.layers) * (itemsize + 4)
         )
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
-    if spec.vision is not None:  # as many parts as a step encodes, what it leaves of a picture, and a picture's rows
-        eyes = spec.vision
-        parts = max_parts_per_step(config.max_num_batched_tokens, eyes.part_tokens, eyes.part_embeds, eyes.max_embeds)
-        encoding = eyes.activations + parts * eyes.part_bytes + eyes.partial_image_bytes
+    if spec.vision is not None:  # a step's parts, a partial image, and an image's rows
+        vision = spec.vision
+        parts = max_parts_per_step(
+            config.max_num_batched_tokens, vision.part_tokens, vision.part_embeds, vision.max_embeds
+        )
+        encoding = vision.activations + parts * vision.part_bytes + vision.partial_image_bytes
         step += encoding * itemsize // 2
-        step += eyes.max_embeds * eyes.embed_dim * itemsize
+        step += vision.max_embeds * vision.embed_dim * itemsize
     if spec.min_budget:
         attention = max(attention, _selection_bytes(spec, longest, itemsize))
     return int(step + logits + attention + spec.num_rope_tables * longest * head_dim * 4)
 
 
 def _selection_bytes(spec: ModelSpec, longest: int, itemsize: int) -> int:
-    """What chooses the tokens to keep of the longest prompt, some heads at once: scores and weights in float32, copies
-    of keys and values, and of keys in float32."""
+    """Return the bytes to select the tokens to keep of the longest prompt, some heads at once: scores and weights in
+    float32, copies of keys and values, and keys in float32."""
     kv_heads, dim = spec.layers[0].kv_heads, spec.layers[0].head_dim
     scores = spec.heads // kv_heads * spec.selection.observation_window
     heads = min(max(MAX_SCORES // (scores * longest), 1), kv_heads)
@@ -305,8 +329,9 @@ def _selection_bytes(spec: ModelSpec, longest: int, itemsize: int) -> int:
 
 
 def graph_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
-    """What a GPU holds beside: logits that graphs leave, in their pool and kept; the sampler's lists; how often each
-    sequence has said each token, and room to double that; page tables."""
+    """Return the additional bytes of graphs on a GPU: their logits, in their pool and copied; the sampler's lists; how
+    often each sequence has each token, with room to double that; page tables."""
+    assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
     rows = min(config.max_num_seqs, MAX_GRAPH_ROWS)
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
@@ -324,35 +349,37 @@ def graph_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
 
 
 def exchange_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int, device: str) -> int:
-    """What a rank holds beside to add up a step's rows and to put logits together: on a CPU everybody's, and the sum in
-    float32; on GPUs one more of each. Of stages, what the one before gives too."""
+    """Return the additional bytes of a rank to all-reduce a step's rows and to gather logits: on a CPU all ranks'
+    tensors and the sum in float32, on a GPU one more tensor of each. With stages, add the previous stage's tensors."""
     if config.world_size == 1:
         return 0
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
-    given = 2 * config.max_num_batched_tokens * spec.hidden * itemsize if config.pp > 1 else 0
-    if device != "cpu":  # and what stages' graphs read and leave
-        given = STAGE_BUFFER_STEPS * given + 4 * min(config.max_num_seqs, MAX_GRAPH_ROWS) * spec.hidden * itemsize * (
-            config.pp > 1
-        )
+    stage_inputs = 2 * config.max_num_batched_tokens * spec.hidden * itemsize if config.pp > 1 else 0
+    if device != "cpu":  # and the inputs and outputs of stages' graphs
+        stage_inputs = STAGE_BUFFER_STEPS * stage_inputs + 4 * min(
+            config.max_num_seqs, MAX_GRAPH_ROWS
+        ) * spec.hidden * itemsize * (config.pp > 1)
     if config.tp == 1:
-        return given
+        return stage_inputs
     tokens, vocabulary = (
         config.max_num_batched_tokens,
         config.tp * Shard(0, config.tp).padded_vocab_rows(spec.vocab_size),
     )
     logits = min(max(config.max_num_seqs, MAX_SCORED_POSITIONS), tokens) * vocabulary * 2 * itemsize
-    return given + logits + tokens * spec.hidden * (config.tp * itemsize + 4 if device == "cpu" else itemsize)
+    return stage_inputs + logits + tokens * spec.hidden * (config.tp * itemsize + 4 if device == "cpu" else itemsize)
 
 
 def usable_bytes(config: EngineConfig, device: str, total: int, free: int) -> int:
-    """What may be used of `device`, which has so many bytes: on a GPU a share of all, what others have included."""
+    """Return the bytes that may be used of `device`, given its total and free bytes: on a GPU, a share of the total
+    that includes what other processes use."""
     return free if device == "cpu" else int(total * config.gpu_memory_utilization) - (total - free)
 
 
 def rank_memory(config: EngineConfig, device: str) -> tuple[int, int]:
-    """Bytes of a rank's device in all, and free now. Ranks on a CPU share it out; of GPUs, of which each has one, that
-    with the least room decides, since a page has the same id everywhere. StartupError for more ranks than GPUs."""
+    """Return the total and the free bytes of a rank's device. Ranks on a CPU share it equally; of GPUs, one for each
+    rank, the one with the least room is taken, since a page has the same id on all. Raise StartupError if there are
+    more ranks than GPUs."""
     if device == "cpu" or config.tp == 1:
         total, free = device_memory(device)
         return total // config.world_size, free // config.world_size
@@ -368,10 +395,10 @@ def rank_memory(config: EngineConfig, device: str) -> tuple[int, int]:
 
 
 def device_memory(device: str) -> tuple[int, int]:
-    """Bytes of `device` in all, and free now, what is ready for weights included."""
+    """Return the total and the free bytes of `device`; memory prefaulted for weights counts as free."""
     if device == "cpu":
-        found = psutil.virtual_memory()
-        return found.total, found.available + weight_arena().prefaulted
+        memory = psutil.virtual_memory()
+        return memory.total, memory.available + weight_arena().prefaulted
     import torch
 
     free, total = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""What is made ready for a model while torch is imported: memory for its packed weights. No torch here."""
+"""Prepare memory for a model's packed weights while torch is imported. No torch here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from quire.startup.checkpoint import Checkpoint
 
 GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 QUANTIZED_BITS = {"int8": 8.5, "int4": 4.75}
-"""Of a number, by --quantization, its share of scales included."""
+"""Bits of a weight by --quantization, with its share of the scales."""
 
 
 def preallocate_weights(config: EngineConfig, checkpoint: Checkpoint) -> None:
-    """Make about as much memory ready as packed weights will take, as far as can be said before torch is imported:
-    beside that it costs no time. Half of what is free at most: whether the model fits is asked later. Nothing where a
-    GPU may compute, or ranks, or no kernels of our own."""
+    """Prefault about as much memory as packed weights will take, as far as it is known before torch is imported; in
+    parallel with the import it costs no time. At most half of the free memory is taken: whether the model fits is
+    checked later. Do nothing if a GPU or ranks may compute, or without quire's kernels for CPUs."""
     if config.has_rank_processes:
         return
     if config.device != "cpu" and any(map(os.path.exists, GPU_DEVICE_FILES)):

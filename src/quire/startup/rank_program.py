@@ -1,4 +1,4 @@
-"""The program of a rank: it builds its part of a model, and runs the steps that the engine sends."""
+"""The program of a rank: build a part of a model, and carry out the orders of the engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from quire.distributed.rank_messages import (
-    InitMessage,
-)
+from quire.distributed.rank_messages import InitMessage
 from quire.distributed.rank_worker import NO_MULTICAST_ENVIRONMENT, PR_SET_PDEATHSIG, RunnerBuilder, serve
 from quire.distributed.shared_ring import RingReader
 from quire.distributed.triton_cache import triton_cache_environment
@@ -26,15 +24,15 @@ from quire.ipc.child_process import exit_now, ignore_signals
 from quire.ipc.garbage_collection import freeze_loaded_objects
 
 
-def build_runner(hello: InitMessage, device: Any = None) -> Any:
-    """The runner of a part of a model."""
+def build_runner(hello: InitMessage, rank_device: Any = None) -> Any:
+    """Build the runner of a rank's part of a model, on the GPU `rank_device` if there is one."""
     from quire.startup.loader import build_rank_runner
 
-    return build_rank_runner(hello, device)
+    return build_rank_runner(hello, rank_device)
 
 
 def open_device(hello: InitMessage) -> Any:
-    """The GPU that a rank will use."""
+    """Open the rank's GPU."""
     from quire.distributed.rank_devices import RankDevice
 
     os.environ.update(triton_cache_environment())
@@ -42,17 +40,17 @@ def open_device(hello: InitMessage) -> Any:
 
 
 def main(build: RunnerBuilder | None = None, device_opener: Callable[[InitMessage], Any] | None = None) -> None:
-    """The arguments are the rank's number, and descriptors: of the connection, of the ring, of its event. Without a
-    `build` of its own it's a model's: torch is imported while the engine's process reads what it needs of that."""
+    """Run the rank. The arguments are its number, and the descriptors of its connection, of the ring and of its event.
+    By default a model is built: then torch is imported while the engine's process reads the checkpoint."""
 
-    def built(hello: InitMessage, **seat: Any) -> Any:
-        runner = (build or build_runner)(hello, **seat)
+    def built(hello: InitMessage, **kwargs: Any) -> Any:
+        runner = (build or build_runner)(hello, **kwargs)
         freeze_loaded_objects()
         return runner
 
-    gc.disable()  # until all is loaded
+    gc.disable()  # while loading
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    with suppress(AttributeError, OSError):  # a process that is stopped ends too
+    with suppress(AttributeError, OSError):  # the signal ends a stopped process too
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     ignore_signals()
     if build is None:

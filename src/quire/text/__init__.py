@@ -1,4 +1,4 @@
-"""The text plane's strings: tokenizers, chat templates, incremental detokenisation and stop strings.
+"""Text processing: tokenizers, chat templates, incremental detokenization, stop strings, images, grammars, tool calls.
 
-Import what you need from its files; the package itself loads nothing.
+Import from its modules; the package itself imports nothing.
 """

@@ -1,4 +1,6 @@
-"""The messages of a conversation, checked: roles, texts and pictures, bounded and of plain types. Knows no template."""
+"""Validation of a conversation's messages: roles, texts and images, bounded and of plain types. Independent of
+templates.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,8 @@ MAX_MESSAGES = 1024
 MAX_PARTS = 1024
 TEXT_FIELDS = ("role", "content", "name", "reasoning", "reasoning_content", "tool_call_id")
 LIST_FIELDS = ("tool_calls",)
-IGNORED_FIELDS = (
-    "audio",
-    "function_call",
-    "refusal",
-)  # OpenAI's, of which no template knows: what they say would be lost
+# OpenAI's fields that no template reads: with a value they are refused, since it would be lost.
+IGNORED_FIELDS = ("audio", "function_call", "refusal")
 KNOWN_FIELDS = frozenset({*TEXT_FIELDS, *LIST_FIELDS, *IGNORED_FIELDS})
 REASONING_FIELDS = frozenset({"reasoning", "reasoning_content"})
 IMAGE_DETAILS = (None, "auto", "low", "high")
@@ -26,7 +25,7 @@ _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class ImageSource(NamedTuple):
-    """A picture as it came, and its place in the request: a data: URI, or what Python's callers have."""
+    """An image of a request, and its parameter's name: a data: URI, or an object of the Python API."""
 
     param: str
     source: Any
@@ -37,22 +36,22 @@ Message = dict[str, Any]
 
 
 class ContentFormats(NamedTuple):
-    """What a template can write as a message's content: a string, or a list of parts."""
+    """The forms of a message's content that a template takes: a string, or a list of parts."""
 
     accepts_string: bool = True
     accepts_parts: bool = False
 
 
 class ParsedMessages(NamedTuple):
-    """Messages whose contents are strings or, with pictures, lists. `images` are theirs, in order."""
+    """Messages whose contents are strings or, with images, lists. `images` are their images in order."""
 
     messages: list[Message]
     images: list[ImageSource]
 
     def to_template_messages(self, formats: ContentFormats, placeholder_text: Callable[[int], str]) -> list[Message]:
-        """The messages as a template of these forms takes them. Where that is strings, `placeholder_text` names
-        pictures by their number from 1 on: those of a message come first, each on a line."""
-        found, number = [], 1
+        """Return the messages in a form that the template takes. In strings, images become their `placeholder_text` by
+        number, from 1; those of a message come first, one per line."""
+        converted, number = [], 1
         for message in self.messages:
             content = message["content"]
             parts = [content] if isinstance(content, str) else content
@@ -64,13 +63,13 @@ class ParsedMessages(NamedTuple):
             else:
                 formed = "\n".join([*map(placeholder_text, range(number, number + count)), *texts])
             number += count
-            found.append({**message, "content": formed})
-        return found
+            converted.append({**message, "content": formed})
+        return converted
 
 
 def read_messages(messages: Any, processor: ImageProcessor | None = None) -> ParsedMessages:
-    """A conversation of messages as requests have them. Text parts of one message are joined by newlines, unless there
-    are pictures among them, which only `processor` can see. InputError says where it is none."""
+    """Return the checked messages of a request. Text parts of one message are joined by newlines, unless there are
+    images among them, which need a `processor`. Raise InputError with the position of the fault."""
     if not isinstance(messages, list | tuple):
         raise InputError(f"messages must be a list, got {type(messages).__name__}", "messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
@@ -84,17 +83,17 @@ def read_messages(messages: Any, processor: ImageProcessor | None = None) -> Par
 def _message(at: str, message: Mapping[str, Any], processor: ImageProcessor | None) -> Message:
     if not isinstance(message, Mapping):
         raise InputError(f"{at} must be an object, got {type(message).__name__}", "messages")
-    said = {name: value for name, value in message.items() if value is not None and value not in ([], ())}
-    if unknown := [str(name) for name in said if name not in (*TEXT_FIELDS, *LIST_FIELDS)]:
+    fields = {name: value for name, value in message.items() if value is not None and value not in ([], ())}
+    if unknown := [str(name) for name in fields if name not in (*TEXT_FIELDS, *LIST_FIELDS)]:
         raise InputError(f"{at} has an unsupported field {unknown[0][:60]!r}", "messages")
     role = message.get("role")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise InputError(f"{at}.role must be a word of 1 to 64 letters, digits, - or _", "messages")
-    calls = read_calls(f"{at}.tool_calls", said["tool_calls"]) if "tool_calls" in said else []
+    calls = read_calls(f"{at}.tool_calls", fields["tool_calls"]) if "tool_calls" in fields else []
     if calls and role != "assistant":
         raise InputError(f"{at}.tool_calls is in a message of the role {role!r}; only the assistant calls", "messages")
     content = message.get("content")
-    if content in (None, [], ()) and (calls or (role == "assistant" and not REASONING_FIELDS.isdisjoint(said))):
+    if content in (None, [], ()) and (calls or (role == "assistant" and not REASONING_FIELDS.isdisjoint(fields))):
         content = ""
     checked: Message = {"role": role, "content": _content(f"{at}.content", content, role, processor)}
     if calls:
@@ -102,12 +101,12 @@ def _message(at: str, message: Mapping[str, Any], processor: ImageProcessor | No
             calls if processor is None else escape_image_tokens_in_json(calls, processor.reserved_texts)
         )
     for name in TEXT_FIELDS[2:]:
-        value = said.get(name)
+        value = fields.get(name)
         if value is not None and not isinstance(value, str):
             raise InputError(f"{at}.{name} must be a string, got {type(value).__name__}", "messages")
         if value is not None:
             checked[name] = _escape_text(value, processor)
-    if "reasoning" in checked:  # the newer name of the same, of which templates don't know
+    if "reasoning" in checked:  # the newer name, which templates do not read
         checked.setdefault("reasoning_content", checked.pop("reasoning"))
     if "tool_call_id" in checked:
         check_call_id(f"{at}.tool_call_id", checked["tool_call_id"])
@@ -133,8 +132,8 @@ def _part(at: str, part: Any, role: str, processor: ImageProcessor | None) -> st
     if kind == "image_url":
         return _read_image(f"{at}.image_url", part.get("image_url"), role, processor)
     if kind != "text":
-        some = "only 'text' is" if processor is None else "'text' and 'image_url' are"
-        raise InputError(f"{at} has the type {kind[:60]!r}; {some} supported", at)
+        supported = "only 'text' is" if processor is None else "'text' and 'image_url' are"
+        raise InputError(f"{at} has the type {kind[:60]!r}; {supported} supported", at)
     if not isinstance(part.get("text"), str):
         raise InputError(f"{at}.text must be a string, got {type(part.get('text')).__name__}", f"{at}.text")
     return _escape_text(part["text"], processor)
@@ -155,12 +154,12 @@ def _read_image(at: str, given: Any, role: str, processor: ImageProcessor | None
 
 
 def _escape_text(text: str, processor: ImageProcessor | None) -> str:
-    """A text in which nothing is taken for a picture's place."""
+    """Escape the texts that would be read as image placeholders."""
     return text if processor is None else escape_image_tokens(text, processor.reserved_texts)
 
 
 def unknown_message_fields(messages: Any) -> list[str]:
-    """The fields that say something in messages, and of which nobody knows: once each. None in what is no message."""
+    """Return the unknown fields with a value in messages, once each. Entries that are not messages are skipped."""
     given = [message for message in messages if isinstance(message, Mapping)] if isinstance(messages, list) else []
     return list(dict.fromkeys(
         name for message in given for name in message if name not in KNOWN_FIELDS and message[name] not in (None, [],
@@ -169,7 +168,7 @@ def unknown_message_fields(messages: Any) -> list[str]:
 
 
 def drop_unknown_fields(messages: Sequence[Any]) -> list[Any]:
-    """The messages without fields of which nobody knows."""
+    """Return the messages without unknown fields."""
     return [
         {name: value for name, value in message.items() if name in KNOWN_FIELDS}
         if isinstance(message, Mapping)
@@ -179,14 +178,14 @@ def drop_unknown_fields(messages: Sequence[Any]) -> list[Any]:
 
 
 def append_mark(messages: Sequence[Message], mark: str) -> str:
-    """Append `mark` to the last message, formed, and return the text that it now follows. InputError if that message
-    ends with a picture."""
+    """Append `mark` to the last message and return the text before it. Raise InputError if that message ends with an
+    image."""
     content = messages[-1]["content"]
     if isinstance(content, str):
         messages[-1]["content"] = content + mark
         return content
     if "text" not in content[-1]:
         raise InputError("the last message ends with a picture, so it can't be continued", "continue_final_message")
-    final = str(content[-1]["text"])
-    content[-1]["text"] = final + mark
-    return final
+    text = str(content[-1]["text"])
+    content[-1]["text"] = text + mark
+    return text

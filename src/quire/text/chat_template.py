@@ -1,7 +1,7 @@
-"""Chat templates: messages in, one prompt string out.
+"""Chat templates: convert messages to one prompt string.
 
-Templates run in a process of their own (renderer.py), sandboxed and bounded; bad messages and a template's own
-complaints are InputErrors.
+Templates run sandboxed and bounded in a process of their own (template_process.py). Invalid messages and errors of a
+template are InputErrors.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ MAX_DOCUMENTS = 1024
 MAX_DOCUMENT_ENTRIES = 64  # of a document
 MAX_VALUES = 4096
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
-CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message to go on with, as in transformers
+CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # end of the message to continue, as in transformers
 PROBE_TEXT = "quire tries out this template"
 
 
 class ChatTemplate:
-    """A compiled template. `special_tokens` are variables it may use ("bos_token", ...). StartupError when it can't
-    compile.
+    """A compiled template. `special_tokens` are variables that it may use ("bos_token", ...). Raises StartupError if it
+    does not compile.
 
-    `max_bytes` bounds the prompt's UTF-8 length, `max_seconds` a render's wall clock. One render runs at a time, in
-    `process`'s process, which may be coming up already.
+    `max_bytes` limits the prompt's UTF-8 length, `max_seconds` the wall-clock time of a render. One render runs at a
+    time, in the process of `process`, which may still be starting.
     """
 
     def __init__(
@@ -63,22 +63,22 @@ class ChatTemplate:
 
     @property
     def variables(self) -> frozenset[str]:
-        """What a request may set."""
+        """The variables that a request may set."""
         return self._read_variables - {*RESERVED_VARIABLES, *self.special_tokens}
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template writes descriptions of tools."""
+        """True if the template uses descriptions of tools."""
         return "tools" in self._read_variables
 
     def with_special_tokens(self, special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """The same template, in the same process, with other special tokens."""
+        """Return the same template, in the same process, with other special tokens."""
         other = copy.copy(self)
         other.special_tokens = dict(special_tokens)
         return other
 
     def close(self) -> None:
-        """End the template's process. It ends by itself with the last ChatTemplate that uses it."""
+        """End the template's process. It also ends with the last ChatTemplate that uses it."""
         self._process.close()
 
     def render(
@@ -89,9 +89,9 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, str]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt of messages without pictures, as `render_parsed`."""
+        """Return the prompt of messages without images; see `render_parsed`."""
         conversation = read_messages(messages)
-        if "tools" in kwargs:  # `write` takes them, as they were read
+        if "tools" in kwargs:  # `render_parsed` takes them parsed
             self._check_variable("tools", "chat_template_kwargs")
         return self.render_parsed(
             conversation, None, add_generation_prompt, continue_final_message, documents, **kwargs
@@ -107,11 +107,11 @@ class ChatTemplate:
         tools: Sequence[Tool] = (),
         **kwargs: Any,
     ) -> str:
-        """The prompt. A template that doesn't read `tools` gets them in the system's message. `kwargs` may set the
-        variables that the template itself reads (`variables`): plain JSON values.
+        """Return the prompt. If the template does not use `tools`, they go into the system message. `kwargs` may set
+        the template's other `variables`, with plain JSON values.
 
         With `continue_final_message`, which excludes `add_generation_prompt`, the prompt ends within the last message.
-        InputError says what is wrong with the arguments, what the template raised, or which bound was met."""
+        Raise InputError for invalid arguments, for errors of the template and for exceeded limits."""
         if documents is not None:
             self._check_variable("documents", "documents")
         for name in kwargs:
@@ -132,11 +132,12 @@ class ChatTemplate:
             return self._run(variables)
         if add_generation_prompt:
             raise InputError("continue_final_message needs add_generation_prompt to be false", "continue_final_message")
-        final = append_mark(checked, CONTINUE_MARK)
-        return _cut_at_mark(self._run(variables) if "content" in self.source else "", final)
+        final_text = append_mark(checked, CONTINUE_MARK)
+        return _cut_at_mark(self._run(variables) if "content" in self.source else "", final_text)
 
     def content_formats(self) -> ContentFormats:
-        """What contents the template takes, tried out once: some only list their parts, and drop a string."""
+        """Return the content formats that the template takes, tested once: some only take lists of parts, and drop
+        strings."""
         if self._content_formats is None:
             parts = [{"type": "image"}, {"type": "text", "text": PROBE_TEXT}]
             self._content_formats = ContentFormats(self._accepts_content(PROBE_TEXT), self._accepts_content(parts))
@@ -148,7 +149,7 @@ class ChatTemplate:
             text = self._run({**variables, "documents": None, "add_generation_prompt": False})
         except InputError:
             return False
-        return PROBE_TEXT in text and "'type'" not in text  # a list that was written out as Python's
+        return PROBE_TEXT in text and "'type'" not in text  # else it printed the parts as a Python list
 
     def _check_variable(self, name: str, param: str) -> None:
         if name not in (self._read_variables if param == "documents" else self.variables):
@@ -168,8 +169,8 @@ class ChatTemplate:
     def find(
         cls, folder: Path, override: str | None = None, process: TemplateProcess | None = None
     ) -> ChatTemplate | None:
-        """A model folder's template: the operator's file `override`, else chat_template.jinja, else what
-        tokenizer_config.json holds (of several, the one named "default"); None when there is none."""
+        """Return a model folder's template: the operator's file `override`, else chat_template.jinja, else the one in
+        tokenizer_config.json (of several, "default"); None if there is none."""
         folder, remedy, most = Path(folder), "Give --chat-template a UTF-8 file", MAX_BYTES_BY_FILE["chat template"]
         config = tokenizer_config(folder)
         if override is not None:
@@ -184,17 +185,18 @@ class ChatTemplate:
 
 
 def _cut_at_mark(rendered: str, final: str) -> str:
-    """`rendered`, in which CONTINUE follows the last message, up to there; as transformers finds the place."""
+    """Return `rendered` up to CONTINUE_MARK, which follows the last message. The position is found as in
+    transformers."""
     if final.strip() not in rendered or CONTINUE_MARK.strip() not in rendered:
         cause = "the last message does not appear in the chat template's output as it is, so it can't be continued"
         raise InputError(cause, "continue_final_message")
     at = rendered.rindex(CONTINUE_MARK.strip())
-    kept = rendered[at:].startswith(CONTINUE_MARK)  # else the template strips messages
-    return rendered[:at] if kept else rendered[:at].rstrip()
+    is_whole = rendered[at:].startswith(CONTINUE_MARK)  # else the template strips messages
+    return rendered[:at] if is_whole else rendered[:at].rstrip()
 
 
 def _template_from_config(value: Any) -> str | None:
-    """The source in tokenizer_config.json: a string, or a list of {"name", "template"}."""
+    """Return the source in tokenizer_config.json: a string, or a list of {"name", "template"}."""
     if value is None or isinstance(value, str):
         return value or None
     entries = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
@@ -220,7 +222,7 @@ def _documents(documents: Any) -> list[dict[str, str]] | None:
 
 
 def _copy_json(values: list[Any]) -> list[Any]:
-    """A bounded copy made of JSON's types only, so that a template meets no object with methods of its own."""
+    """Return bounded copies that consist of JSON types only, so that a template gets no object with methods."""
     left = MAX_VALUES
 
     def plain(value: Any, depth: int) -> Any:

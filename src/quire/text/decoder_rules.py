@@ -1,7 +1,7 @@
-"""What bytes a vocabulary piece stands for, by the rules of a tokenizer's decoder.
+"""The bytes of a vocabulary piece, by the rules of a tokenizer's decoder.
 
-Byte-level BPE, SentencePiece with byte fallback, Metaspace, WordPiece and plain words are known. A decoder's rules are
-read once; each piece is then a function of the piece and of whether it opens the text.
+Supported are byte-level BPE, SentencePiece with byte fallback, Metaspace, WordPiece and plain words. The rules are read
+once; the bytes of a piece then depend only on the piece and on whether it begins the text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: printable Latin-1 bytes are themselves, the others follow from U+0100 on."""
+    """Return GPT-2's mapping of characters to bytes: printable Latin-1 bytes map to themselves, the others to U+0100
+    and up."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -27,20 +28,21 @@ def _byte_alphabet() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class DecoderRules:
-    """The rules. The text of pieces is their bytes joined, decoded as UTF-8, less what `strip` takes from its start."""
+    """A decoder's rules. The text of pieces is their joined bytes, decoded as UTF-8, without what `strip` removes from
+    the start."""
 
     alphabet: dict[str, int] | None = None  # byte-level: each character is one byte
     byte_fallback: bool = False  # "<0x0A>" is one byte, and undecodable bytes become one U+FFFD each
     replacements: tuple[tuple[str, str], ...] = ()
-    opening_space: str = ""  # the space mark that Metaspace drops from the first piece
-    spaced: bool = False  # words, separated by a space
-    continuation_prefix: str = ""  # WordPiece's "##": glued to the piece before
+    opening_space: str = ""  # Metaspace's space mark, which is dropped from the first piece
+    spaced: bool = False  # words are separated by spaces
+    continuation_prefix: str = ""  # WordPiece's "##": no space before the piece
     cleanup: bool = False  # WordPiece: no space before punctuation and clitics
-    strip: tuple[str, int] = ("", 0)  # so many of this character at most leave the start of the text
+    strip: tuple[str, int] = ("", 0)  # a character, and the number of it to remove from the text's start
 
     @classmethod
     def from_decoder(cls, decoder: Decoder | None) -> DecoderRules:
-        """The rules of a `tokenizers` decoder. StartupError for one that works otherwise."""
+        """Return the rules of a `tokenizers` decoder. Raise StartupError for an unsupported one."""
         if decoder is None:
             return cls(spaced=True)
         rules: dict[str, Any] = {"replacements": ()}
@@ -70,12 +72,12 @@ class DecoderRules:
         return cls(**rules)
 
     def bytes_of(self, piece: str, first: bool) -> bytes:
-        """The bytes of a piece; `first`: no piece comes before it."""
+        """Return the bytes of a piece; `first`: it begins the text."""
         if self.alphabet is not None:
-            values = [self.alphabet.get(character) for character in piece]
-            return piece.encode() if None in values else bytes(values)  # type: ignore[arg-type]
-        if self.byte_fallback and (byte := _BYTE_PIECE.fullmatch(piece)):
-            return bytes((int(byte[1], 16),))
+            values = [byte for character in piece if (byte := self.alphabet.get(character)) is not None]
+            return bytes(values) if len(values) == len(piece) else piece.encode()
+        if self.byte_fallback and (match := _BYTE_PIECE.fullmatch(piece)):
+            return bytes((int(match[1], 16),))
         if first and self.opening_space:
             piece = piece.replace(self.opening_space, "")
         for old, new in self.replacements:
@@ -93,7 +95,7 @@ def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _clean(piece: str) -> str:
-    """WordPiece's cleanup, as BERT's detokeniser does it."""
+    """Apply WordPiece's cleanup, as BERT's detokenizer does."""
     for mark in (".", "?", "!", ","):
         piece = piece.replace(" " + mark, mark)
     piece = piece.replace(" ' ", "'")

@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file's metadata describe, built with the `tokenizers` library as its folder's would be.
+"""Construction of a `tokenizers` tokenizer from a GGUF file's metadata, equal to that of the original model folder.
 
-Byte-level BPE, cut into words as one of the known kinds does it, and SentencePiece, whose merges follow from the
-scores. It gets the metadata, and knows no file.
+Supported are byte-level BPE with the known pre-tokenizers, and SentencePiece, whose merges follow from the scores. The
+module gets the metadata and reads no files.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from quire.text.tokenizers_guard import errors_to_startup_error
 KEY_PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
 SPACE = "▁"
-MAX_MERGES = 4  # times as many as there are tokens
-MAX_ADDED_TOKENS = 1 << 16  # tokens that no merge makes: over a kilobyte each
-MAX_CHARACTERS = 1 << 22  # of all the pieces whose merges are looked for
-MAX_SPLITS = 1 << 28  # of all ways to cut a piece in two: a second's work
+MAX_MERGES = 4  # merges per token
+MAX_ADDED_TOKENS = 1 << 16  # tokens without merges, which take over a kilobyte each
+MAX_CHARACTERS = 1 << 22  # of all pieces whose merges are computed
+MAX_SPLITS = 1 << 28  # of all pieces into two; takes about a second
 REMEDY = "Give another one: --tokenizer FOLDER"
 END_OF_TURN_TOKENS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>",
     "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>",
 })  # fmt: skip
-"""What ends a turn, whether the metadata say so or not: llama.cpp stops there too."""
+"""Tokens that end a turn even if the metadata do not say so, as in llama.cpp."""
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -42,9 +42,8 @@ TEKKEN = (
 
 
 class PreTokenizer(NamedTuple):
-    """How text is cut before BPE: by one expression after another. `ignore_merges`: a word that is a token stays one.
-    `add_bos`: the beginning token comes first, where the metadata don't say. `nfc`: characters are composed (NFC)
-    first."""
+    """How text is split before BPE: by the expressions one after another. `ignore_merges`: a word that is a token is
+    not split. `add_bos`: BOS is added unless the metadata decide. `nfc`: text is normalized to NFC first."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
@@ -66,18 +65,18 @@ PRE_TOKENIZERS = {
     "stablelm2": QWEN2._replace(nfc=False),
     "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
 }
-"""By the names in `tokenizer.ggml.pre`."""
+"""By the value of `tokenizer.ggml.pre`."""
 
 
 def template_of(metadata: Mapping[str, Any]) -> str | None:
-    """The chat template, if there is one."""
+    """Return the chat template, or None."""
     template = metadata.get("tokenizer.chat_template")
     return template if isinstance(template, str) and template else None
 
 
 def tokenizer_of(metadata: Mapping[str, Any], where: str) -> Tokenizer:
-    """The tokenizer of the file `where`, whose metadata these are. StartupError if it has none, or none that can be
-    built."""
+    """Return the tokenizer in `metadata` of the file `where`. Raise StartupError if it has none, or an unsupported
+    one."""
     kind, tokens = metadata.get(KEY_PREFIX + "model"), _tokens(metadata, where)
     types = _token_numbers(metadata, "token_type", tokens, where) or [NORMAL] * len(tokens)
     vocab = {token: id for id, token in enumerate(tokens)}
@@ -103,11 +102,9 @@ def tokenizer_of(metadata: Mapping[str, Any], where: str) -> Tokenizer:
         _set_post_processor(backend, metadata, begins, named, tokens)
     calls = {"unknown": "unk_token", "padding": "pad_token"}
     special = {calls.get(name, f"{name}_token"): tokens[id] for name, id in named.items() if id is not None}
-    found = Tokenizer(backend, special, template_of(metadata) is not None)
     ends = [vocab[text] for text in sorted(END_OF_TURN_TOKENS & vocab.keys()) if types[vocab[text]] in (CONTROL, USER)]
     more = [id for name in ("eot", "eom") if (id := _special_token_id(metadata, name, tokens)) is not None]
-    found.eos_ids = tuple(dict.fromkeys((*found.eos_ids, *more, *ends)))
-    return found
+    return Tokenizer(backend, special, template_of(metadata) is not None, more_eos_ids=(*more, *ends))
 
 
 def _tokens(metadata: Mapping[str, Any], where: str) -> list[str]:
@@ -118,14 +115,14 @@ def _tokens(metadata: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _token_numbers(metadata: Mapping[str, Any], name: str, tokens: list[str], where: str) -> list[Any]:
-    """A number a token, or none at all."""
+    """Return one number per token, or [] if the field is missing."""
     given = metadata.get(KEY_PREFIX + name)
     if given is None:
         return []
     if not hasattr(given, "tolist") or len(given) != len(tokens):
         raise StartupError(f"{KEY_PREFIX}{name} in {where} is not one number for each of {len(tokens)} tokens", REMEDY)
-    found: list[Any] = given.tolist()
-    return found
+    numbers: list[Any] = given.tolist()
+    return numbers
 
 
 def _special_token_id(metadata: Mapping[str, Any], name: str, tokens: list[str]) -> int | None:
@@ -134,7 +131,7 @@ def _special_token_id(metadata: Mapping[str, Any], name: str, tokens: list[str])
 
 
 def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], where: str) -> tuple[tokenizers.Tokenizer, bool]:
-    """BPE over bytes, and whether the beginning token comes first unless something else is said."""
+    """Return a byte-level BPE tokenizer, and whether BOS is added unless the metadata decide."""
     pre, given = metadata.get(KEY_PREFIX + "pre", "default"), metadata.get(KEY_PREFIX + "merges")
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         raise StartupError(f"{where} cuts text as {short_repr(pre)}; known are {', '.join(PRE_TOKENIZERS)}", REMEDY)
@@ -180,20 +177,22 @@ def _sentence_piece(
 
 
 def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> Iterator[tuple[str, str]]:
-    """Every two pieces that make a third, the third one with the highest score first, as SentencePiece joins them."""
-    found = []
+    """Return all pairs of pieces that form a third one, ordered by descending score of the third, as SentencePiece
+    merges them."""
+    merges = []
     for piece, id in vocab.items():
         if types[id] != NORMAL:
             continue
         halves = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
         pairs = [(vocab[left], vocab[right], left, right) for left, right in halves if left in vocab and right in vocab]
-        found += [(-scores[id], left, right) for _, _, left, right in sorted(pairs)]
-    found.sort(key=lambda merge: merge[0])
-    return ((left, right) for _, left, right in found)
+        merges += [(-scores[id], left, right) for _, _, left, right in sorted(pairs)]
+    merges.sort(key=lambda merge: merge[0])
+    return ((left, right) for _, left, right in merges)
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Tokens that no merge makes, which text may name. They are in the vocabulary already, and keep their numbers."""
+    """Add the tokens that no merge makes and that may occur in text. They are in the vocabulary already and keep their
+    ids."""
     for kind, special in ((CONTROL, True), (USER, False)):
         texts = (token for token, type in zip(tokens, types) if type == kind)
         added = [AddedToken(text, special=special, normalized=False) for text in texts]
@@ -204,9 +203,9 @@ def _set_post_processor(
     backend: tokenizers.Tokenizer, metadata: Mapping[str, Any], add_bos: bool, special_ids: dict[str, int | None],
     tokens: list[str],
 ) -> None:  # fmt: skip
-    """What comes before and behind a text."""
-    asked = metadata.get(KEY_PREFIX + "add_bos_token", add_bos), metadata.get(KEY_PREFIX + "add_eos_token", False)
-    ids = [special_ids[name] if wanted is True else None for name, wanted in zip(("bos", "eos"), asked)]
+    """Set the special tokens that are added before and after a text."""
+    settings = metadata.get(KEY_PREFIX + "add_bos_token", add_bos), metadata.get(KEY_PREFIX + "add_eos_token", False)
+    ids = [special_ids[name] if wanted is True else None for name, wanted in zip(("bos", "eos"), settings)]
     if ids == [None, None]:
         return
     first, last = ([] if id is None else [tokens[id]] for id in ids)

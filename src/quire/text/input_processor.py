@@ -1,6 +1,6 @@
-"""What users give, as token ids: strings, ids, messages; and parameters completed by the model's own defaults.
+"""Conversion of user input (strings, ids, messages) to token ids, and of parameters with the model's defaults.
 
-The edge that LLM, AsyncLLM and the server share. Bad input ends here as InputError, before anything is queued.
+LLM, AsyncLLM and the server share it. Invalid input raises InputError here, before anything is queued.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from quire.text.text_backend import TextBackend
     from quire.text.tokenizer import Tokenizer
 
-INLINE_CHARS = 4096  # text longer than this is worth another thread, where an event loop would wait
-LONG_CHARS = 100_000  # text longer than this waits for threads of its own, so that chats don't wait for it
+INLINE_CHARS = 4096  # longer text is processed on another thread, off the event loop
+LONG_CHARS = 100_000  # longer text uses threads of its own, so that chats do not wait for it
 LONG_THREADS = 2
 GRAMMAR_THREADS = 2
-MAX_WAITING = 256  # conversations that wait for the chat template, which writes one at a time; and forms for grammars
-CHARS_PER_TOKEN = 32  # text longer than so many characters for each token that fits is refused before tokenising
+MAX_WAITING = 256  # conversations that wait for the chat template, and forms that wait for grammars
+CHARS_PER_TOKEN = 32  # longer text than this per token of max_len is refused before it is tokenized
 PREFIX_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 Messages = Sequence[Mapping[str, Any]]
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Prompt(NamedTuple):
-    """A prompt as text, when it was given so, and as token ids; its pictures, and what the encoder gets of each."""
+    """A prompt: its text if given as text, its token ids, its images, and the encoder's input of each."""
 
     text: str | None
     ids: list[int]
@@ -51,13 +51,13 @@ class Prompt(NamedTuple):
 
 
 class PromptTruncation(NamedTuple):
-    """How a prompt is cut: to its last `max_tokens`, or with `keep_first` to its first ones."""
+    """Truncation of a prompt to its last `max_tokens` tokens, or with `keep_first` to its first ones."""
 
     max_tokens: int
     keep_first: bool = False
 
     def apply(self, prompt: Prompt) -> Prompt:
-        """The prompt, cut. One that loses tokens has no text any more."""
+        """Return the truncated prompt. If tokens are removed, it has no text."""
         if len(prompt.ids) <= self.max_tokens:
             return prompt
         if prompt.images:
@@ -66,8 +66,8 @@ class PromptTruncation(NamedTuple):
 
 
 class BoundedThreadPool:
-    """So many threads for work of unknown cost, which holds up nothing but its like. `waiting_text` waits for it, "
-    "in errors."""
+    """A pool of `count` threads for work of unknown cost, with a bounded queue. `waiting_text` describes the waiting
+    items in errors."""
 
     def __init__(self, count: int, name: str, waiting_text: str) -> None:
         self.count, self.name, self.waiting_text = count, name, waiting_text
@@ -75,7 +75,7 @@ class BoundedThreadPool:
         self._waiting = 0
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns. Overloaded if too much waits."""
+        """Return the result of `work`. Raise Overloaded if too many wait."""
         import asyncio
         from concurrent.futures import ThreadPoolExecutor
 
@@ -94,8 +94,8 @@ CONFIG_ALIASES = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp"}
 
 
 def engine_config(model: str | None, settings: Mapping[str, Any]) -> EngineConfig:
-    """The configuration for `model`: a folder, a hub id, or None or "" for the bundled one. Sizes of a layout may have
-    vLLM's names."""
+    """Return the configuration for `model`: a folder, a hub id, or None or "" for the bundled model. Parallel sizes may
+    have vLLM's names."""
     named = {CONFIG_ALIASES.get(name, name): value for name, value in settings.items()}
     if len(named) < len(settings):
         raise StartupError(
@@ -105,8 +105,8 @@ def engine_config(model: str | None, settings: Mapping[str, Any]) -> EngineConfi
 
 
 class InputProcessor:
-    """Prompts and parameters for one model. `limits` are its engine's; `defaults` generation_config.json's sampling
-    parameters; `image_loader` is for pictures, where the model sees."""
+    """Prepares prompts and parameters for one model. `limits` are its engine's; `defaults` are the sampling parameters
+    of generation_config.json; `image_loader` is for vision models."""
 
     def __init__(
         self,
@@ -117,13 +117,9 @@ class InputProcessor:
         image_loader: ImageLoader | None = None,
         eos_ids: Sequence[int] | None = None,
     ) -> None:
-        """`eos_ids` are the model's end tokens, where they aren't just the tokenizer's."""
-        self.tokenizer, self.chat_template, self.limits, self.image_loader = (
-            tokenizer,
-            chat_template,
-            limits,
-            image_loader,
-        )
+        """`eos_ids` are the model's end tokens if they differ from the tokenizer's."""
+        self.tokenizer, self.chat_template = tokenizer, chat_template
+        self.limits, self.image_loader = limits, image_loader
         self.text_backend = _make_text_backend(tokenizer, limits.vocab_size, eos_ids)
         names = {field.name for field in fields(SamplingParams)}
         self.defaults = {name: value for name, value in defaults.items() if name in names}
@@ -135,12 +131,12 @@ class InputProcessor:
 
     @property
     def max_len(self) -> int:
-        """The most tokens of a sequence."""
+        """The maximum number of tokens of a sequence."""
         return self.limits.max_len
 
     async def offload(self, num_chars: int, work: Callable[[], T]) -> T:
-        """What `work` returns, which reads so many characters: done here if they are few, else on another thread, and
-        if they are very many on one of a few of their own."""
+        """Return the result of `work`, which reads `num_chars` characters: it runs inline if they are few, else on
+        another thread, and on a dedicated pool if they are very many."""
         if num_chars <= INLINE_CHARS:
             return work()
         import asyncio
@@ -160,37 +156,37 @@ class InputProcessor:
         salt: str = "",
         field_names: Sequence[str] = (),
     ) -> list[Prompt]:
-        """Several texts or lists of token ids as prompts, cut; or one, with its pictures. One that is too long is found
-        before others are tokenised: all lengths are looked at first, and the longest text is the first to be tokenised.
-        `field_names` are their names in errors.
+        """Return several texts or lists of token ids as prompts, truncated; or one with its images. All lengths are
+        checked first, and the longest text is tokenized first, so that a prompt that is too long is detected early.
+        `field_names` are the prompts' names in errors.
         """
         several, field_names = len(given) > 1, field_names or [f"prompt[{at}]" for at in range(len(given))]
-        for place, item in zip(field_names, given, strict=True):
-            with input_error_at(place, several):
+        for field_name, item in zip(field_names, given, strict=True):
+            with input_error_at(field_name, several):
                 self._check_length(item, truncation)
         if images and len(given) > 1:
             raise InputError(f"pictures go with one prompt, and there are {len(given)}", "multi_modal_data")
-        seen = await self._load_images(images, salt)
+        pixels = await self._load_images(images, salt)
 
         def encode() -> list[Prompt]:
-            found: dict[int, Prompt] = {}
+            prompts: dict[int, Prompt] = {}
             for at in sorted(range(len(given)), key=lambda at: -len(given[at])):
                 with input_error_at(field_names[at], several):
-                    prompt = self._tokenize(given[at], add_special_tokens, seen, images)
-                    found[at] = prompt if truncation is None else truncation.apply(prompt)
-                    self._check_length(found[at].ids, None)
-            return [found[at] for at in range(len(given))]
+                    prompt = self._tokenize(given[at], add_special_tokens, pixels, images)
+                    prompts[at] = prompt if truncation is None else truncation.apply(prompt)
+                    self._check_length(prompts[at].ids, None)
+            return [prompts[at] for at in range(len(given))]
 
         return await self.offload(sum(map(num_chars, given)), encode)
 
     async def process_prompt_async(self, given: Any, salt: str = "") -> Prompt:
-        """A prompt, as `process_prompt` takes it."""
-        content, pictures = split_multi_modal(given)
-        seen = await self._load_images(pictures, salt)
-        return await self.offload(num_chars(content), partial(self._tokenize, content, True, seen, pictures))
+        """Like `process_prompt`, without blocking the event loop."""
+        content, images = split_multi_modal(given)
+        pixels = await self._load_images(images, salt)
+        return await self.offload(num_chars(content), partial(self._tokenize, content, True, pixels, images))
 
     async def _load_images(self, images: Sequence[ImageSource], salt: str) -> list[ImagePixels]:
-        """Pictures as the encoder gets them."""
+        """Return the encoder's input of each image."""
         return await self._require_image_loader(images).load_async(images, salt) if images else []
 
     def _require_image_loader(self, images: Sequence[ImageSource]) -> ImageLoader:
@@ -211,26 +207,26 @@ class InputProcessor:
         salt: str = "",
         tools: Sequence[Tool] = (),
     ) -> Prompt:
-        """A conversation, as `process_chat` takes it, cut. Templates are programs of unknown cost: always on "
-        "another thread."""
+        """Like `process_chat`, with truncation. Templates are programs of unknown cost, so they always run on another
+        thread."""
         self._check_num_chars(estimate_chars(messages))
         work = partial(
             self.render_chat, messages, add_generation_prompt, continue_final_message, documents, tools, **variables
         )  # fmt: skip
-        text, pictures = await self._template_pool.run(work)
-        seen = await self._load_images(pictures, salt)
-        prompt = await self.offload(len(text), lambda: self._tokenize(text, add_special_tokens, seen, pictures))
+        text, images = await self._template_pool.run(work)
+        pixels = await self._load_images(images, salt)
+        prompt = await self.offload(len(text), lambda: self._tokenize(text, add_special_tokens, pixels, images))
         prompt = prompt if truncation is None else truncation.apply(prompt)
         self._check_length(prompt.ids, None)
         return prompt
 
     async def run_grammar_work(self, work: Callable[[], T]) -> T:
-        """What `work` returns, which makes a grammar. Overloaded if too many wait."""
+        """Return the result of `work`, which compiles a grammar. Raise Overloaded if too many wait."""
         return await self._grammar_pool.run(work)
 
     def make_truncation(self, tokens: int, keep_first: bool, max_output_tokens: int) -> PromptTruncation:
-        """vLLM's truncate_prompt_tokens: -1 leaves room for `max_output_tokens` tokens. InputError for what is no "
-        "length."""
+        """Return the truncation for vLLM's truncate_prompt_tokens: -1 leaves room for `max_output_tokens` tokens. Raise
+        InputError for an invalid length."""
         if tokens != -1 and not 1 <= tokens < 2**31:
             raise InputError(
                 f"truncate_prompt_tokens must be -1, or between 1 and {2**31 - 1}, got {str(tokens)[:40]}",
@@ -239,7 +235,8 @@ class InputProcessor:
         return PromptTruncation(tokens if tokens != -1 else max(self.max_len - max_output_tokens, 1), keep_first)
 
     def _check_length(self, given: Any, truncation: PromptTruncation | None) -> None:
-        """PromptTooLong for token ids that don't fit, unless they will be cut, and for a text that can't."""
+        """Raise PromptTooLong for token ids that do not fit, unless they will be truncated, and for text that cannot
+        fit."""
         if isinstance(given, str):
             self._check_num_chars(len(given))
         elif truncation is None and len(given) >= self.max_len:
@@ -254,37 +251,41 @@ class InputProcessor:
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text_backend`. InputError without a tokenizer, PromptTooLong for text that can't fit."""
+        """Return the token ids of `text`. Raise InputError without a tokenizer, and PromptTooLong for text that cannot
+        fit."""
         if self.tokenizer is None:
             raise InputError("this model has no tokenizer: give prompts as token ids", "prompt")
         self._check_num_chars(len(text))
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode_token(self, token: int) -> str:
-        """A token as text, for log-probabilities."""
+        """Return a token as text, for log-probabilities."""
         return f"token_id:{token}" if self.tokenizer is None else self.tokenizer.token_text(token)
 
     def id_to_token(self, token: int) -> str:
-        """A token as the vocabulary spells it; "" without a tokenizer or for an id without a token."""
+        """Return a token as the vocabulary spells it; "" without a tokenizer or for an id without a token."""
         return "" if self.tokenizer is None else self.tokenizer.id_to_token(token)
 
     def process_prompt(self, given: Any, add_special_tokens: bool = True) -> Prompt:
-        """A prompt given as a string, token ids, {"prompt": text} or {"prompt_token_ids": ids}; in both of the latter
-        "multi_modal_data": {"image": one or a list} may have its pictures, as data: URIs, bytes of files, arrays or PIL
+        """Return a prompt given as a string, token ids, {"prompt": text} or {"prompt_token_ids": ids}. The dicts may
+        have "multi_modal_data": {"image": one or a list} with images as data: URIs, bytes of files, arrays or PIL
         images."""
-        content, pictures = split_multi_modal(given)
-        seen = self._require_image_loader(pictures).load(pictures, "") if pictures else []
-        return self._tokenize(content, add_special_tokens, seen, pictures)
+        content, images = split_multi_modal(given)
+        pixels = self._require_image_loader(images).load(images, "") if images else []
+        return self._tokenize(content, add_special_tokens, pixels, images)
 
     def _tokenize(
         self, given: Any, add_special_tokens: bool, pixels: Sequence[ImagePixels], images: Sequence[ImageSource]
     ) -> Prompt:
-        """A text or token ids as a prompt, with pictures in their places."""
+        """Return a text or token ids as a prompt, with images at their placeholders."""
         if isinstance(given, str):
             if self.image_loader is None:
                 return Prompt(given, self.encode(given, add_special_tokens))
-            eyes = self.image_loader.processor
-            text = eyes.normalize_placeholders(given) if images else escape_image_tokens(given, eyes.reserved_texts)
+            processor = self.image_loader.processor
+            if images:
+                text = processor.normalize_placeholders(given)
+            else:
+                text = escape_image_tokens(given, processor.reserved_texts)
             first, *others = text.split(TOKEN_ESCAPE)
             ids = self.encode(first, add_special_tokens)
             for part in others:
@@ -318,13 +319,14 @@ class InputProcessor:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> Prompt:
-        """A conversation, as `render_chat`; `tools` as OpenAI has them. The template adds the special tokens itself."""
-        told = read_tools(tools) if tools else ()
-        text, pictures = self.render_chat(
-            messages, add_generation_prompt, continue_final_message, documents, told, **kwargs
+        """Return a conversation as a prompt; see `render_chat`. `tools` are in OpenAI's form. The template adds special
+        tokens itself."""
+        checked_tools = read_tools(tools) if tools else ()
+        text, images = self.render_chat(
+            messages, add_generation_prompt, continue_final_message, documents, checked_tools, **kwargs
         )
-        seen = self._require_image_loader(pictures).load(pictures, "") if pictures else []
-        return self._tokenize(text, add_special_tokens, seen, pictures)
+        pixels = self._require_image_loader(images).load(images, "") if images else []
+        return self._tokenize(text, add_special_tokens, pixels, images)
 
     def render_chat(
         self,
@@ -335,26 +337,27 @@ class InputProcessor:
         tools: Sequence[Tool] = (),
         **kwargs: Any,
     ) -> tuple[str, list[ImageSource]]:
-        """A conversation as the model's chat template writes it, with `tools` to call, and its pictures. `kwargs` are
-        variables of the template."""
+        """Return the text that the chat template makes of a conversation with `tools`, and the conversation's images.
+        `kwargs` are variables of the template."""
         if self.chat_template is None:
             raise InputError("this model has no chat template: use completions, or start with --chat-template", "model")
-        eyes = self.image_loader.processor if self.image_loader is not None else None
-        conversation = read_messages(messages, eyes)
-        if eyes is not None and self.image_loader is not None:
+        processor = self.image_loader.processor if self.image_loader is not None else None
+        conversation = read_messages(messages, processor)
+        if processor is not None and self.image_loader is not None:
             self.image_loader.check_count(conversation.images)
             tools = [
-                tool._replace(definition=escape_image_tokens_in_json(tool.definition, eyes.reserved_texts))
+                tool._replace(definition=escape_image_tokens_in_json(tool.definition, processor.reserved_texts))
                 for tool in tools
             ]
-            documents = escape_image_tokens_in_json(documents, eyes.reserved_texts)
+            documents = escape_image_tokens_in_json(documents, processor.reserved_texts)
         text = self.chat_template.render_parsed(
-            conversation, eyes, add_generation_prompt, continue_final_message, documents, tools, **kwargs
+            conversation, processor, add_generation_prompt, continue_final_message, documents, tools, **kwargs
         )
         return text, conversation.images
 
     def process_prefix(self, name: str, given: Any) -> list[int]:
-        """Token ids of a prefix to register as `name`: a string or token ids. InputError for a bad name too."""
+        """Return the token ids of a prefix to register as `name`, given as a string or token ids. Raise InputError for
+        an invalid name too."""
         if not isinstance(name, str) or not PREFIX_NAME.fullmatch(name):
             raise InputError(
                 f"a prefix's name has 1 to 64 letters, digits, '.', '_' or '-', got {str(name)[:60]!r}", "name"
@@ -363,6 +366,12 @@ class InputProcessor:
         if prompt.images:
             raise InputError("a registered prefix can't have pictures", "prefix")
         return prompt.ids
+
+    def replace_chat_template(self, template: ChatTemplate) -> None:
+        """Use `template` from now on, and close the previous one."""
+        if self.chat_template is not None:
+            self.chat_template.close()
+        self.chat_template = template
 
     def close(self) -> None:
         """End the processes of the chat template and of grammars."""
@@ -378,42 +387,38 @@ class InputProcessor:
         salt: str,
         images: Sequence[Sequence[ImageItem]] = (),
     ) -> tuple[list[list[int]], SamplingParams]:
-        """Token ids of (id, prompt), with these pictures in them if there are any, and `make_params` resolved: all that
-        can be refused without the engine's memory is refused here, before anything reaches the engine. InputError names
-        what is wrong."""
+        """Return the token ids of each (id, prompt), with its `images`, and the resolved parameters. All that can be
+        refused without the engine's memory is refused here by InputError, before anything reaches the engine."""
         check_salt(salt)
         params.check_vocabulary(self.limits.vocab_size)
         each = zip(prompts, images or repeat(()))
         return [self.limits.check_prompt(prompt, seen) for (_, prompt), seen in each], self.resolve_params(params)
 
     def resolve_params(self, params: SamplingParams) -> SamplingParams:
-        """`make_params` as the engine needs them: bad words as token ids, stop strings compiled. It costs what they are
-        long, so it is done here and not on the engine's thread. InputError for words that can't be banned."""
+        """Return `params` as the engine needs them: bad words as token ids, stop strings and grammar compiled. The cost
+        is linear in their length, so it is not done on the engine's thread. Raise InputError for words that cannot be
+        banned."""
         return params if self.text_backend is None else self.text_backend.resolve(params)
 
     async def nearest_supported(self, params: SamplingParams) -> tuple[SamplingParams, tuple[str, ...]]:
-        """`make_params` with the nearest form that there is a grammar of, and the places of the keywords that it "
-        "lacks."""
+        """Return `params` with the nearest output form that has a grammar, and the pointers of the keywords that it
+        lacks."""
         grammars = None if self.text_backend is None else self.text_backend.grammars
         if params.structured is None or grammars is None or grammars.is_cached(params.structured):
             return params, ()
-        form, lost = await self.run_grammar_work(partial(grammars.nearest_supported, params.structured))
-        return replace(params, structured=form), lost
+        form, dropped = await self.run_grammar_work(partial(grammars.nearest_supported, params.structured))
+        return replace(params, structured=form), dropped
 
     def is_grammar_ready(self, params: SamplingParams) -> bool:
-        """Whether `resolve_params` needn't compile a grammar, which is of unknown cost."""
-        asked = params.structured
-        if (
-            asked is None
-            or params.grammar is not None
-            or self.text_backend is None
-            or self.text_backend.grammars is None
-        ):
+        """Return True if `resolve_params` need not compile a grammar, which has unknown cost."""
+        grammars = None if self.text_backend is None else self.text_backend.grammars
+        if params.structured is None or params.grammar is not None or grammars is None:
             return True
-        return self.text_backend.grammars.is_cached(asked)
+        return grammars.is_cached(params.structured)
 
     def make_params(self, **given: Any) -> SamplingParams:
-        """Parameters: what is `given`, else the model's defaults (generation_config.json), else SamplingParams'."""
+        """Return parameters: those `given`, else the model's defaults (generation_config.json), else
+        SamplingParams'."""
         return SamplingParams(**{**self.defaults, **given})
 
 
@@ -431,13 +436,13 @@ def _make_text_backend(
 
 
 def num_chars(given: Any) -> int:
-    """Of a text; 0 of anything else."""
+    """Return the length of a text; 0 for anything else."""
     return len(given) if isinstance(given, str) else 0
 
 
 def estimate_chars(messages: Any) -> int:
-    """About how many characters a conversation has; it isn't checked yet, and may be anything."""
-    said = messages if isinstance(messages, list | tuple) else ()
-    contents = [message.get("content") for message in said if isinstance(message, Mapping)]
+    """Return the approximate number of characters of an unchecked conversation, which may be any object."""
+    entries = messages if isinstance(messages, list | tuple) else ()
+    contents = [message.get("content") for message in entries if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
     return sum(map(num_chars, (*contents, *(part.get("text") for part in parts if isinstance(part, Mapping)))))

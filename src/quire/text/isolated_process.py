@@ -1,5 +1,5 @@
-"""Programs in processes of their own that get nothing of this one: no files, one connection, and of the environment
-what their loader needs.
+"""Isolated child processes: they inherit one connection and the environment variables that their loader needs, and no
+files.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")  # of th
 def start_isolated(
     arguments: Sequence[str], purpose: str, error_type: type[Exception], variables: Sequence[str] = ()
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A Python, isolated, with these arguments, and the connection that is its input and output. `error_type` where the
-    system has none `purpose` (for ..., to ...); `variables` are more names of the environment."""
+    """Start an isolated Python with these arguments, and return it with our end of the connection that is its input and
+    output. Raise `error_type` if the system refuses; `purpose` completes its message ("for ...", "to ..."). `variables`
+    are further environment variables to pass."""
     try:
         ours, theirs = socket.socketpair()
     except OSError as error:
@@ -29,9 +30,14 @@ def start_isolated(
     environment = {name: os.environ[name] for name in (*KEPT_VARIABLES, *variables) if name in os.environ}
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", *arguments], stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL,
-            env=environment, cwd="/", start_new_session=True,  # so that a terminal's Ctrl-C doesn't reach it
-        )  # fmt: skip
+            [sys.executable, "-I", "-S", *arguments],
+            stdin=theirs.fileno(),
+            stdout=theirs.fileno(),
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            cwd="/",
+            start_new_session=True,  # so that a terminal's Ctrl-C does not reach it
+        )
     except OSError as error:
         ours.close()
         raise error_type(f"no process can be started {purpose}: {error.strerror}") from error
@@ -41,7 +47,7 @@ def start_isolated(
 
 
 def kill(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    """Kill it, and wait until it is gone."""
+    """Kill the process and wait until it is gone."""
     process.kill()
     with suppress(subprocess.TimeoutExpired):
         process.wait(KILL_SECONDS)
@@ -49,7 +55,7 @@ def kill(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
 
 
 def package_folders(*names: str) -> list[str]:
-    """Those that hold these packages, as far as they are there."""
+    """Return the folders that contain these packages, as far as they are installed."""
     specs = [find_spec(name) for name in names]
-    places = [spec.submodule_search_locations for spec in specs if spec is not None]
-    return list(dict.fromkeys(str(Path(place[0]).resolve().parent) for place in places if place))
+    locations = [spec.submodule_search_locations for spec in specs if spec is not None]
+    return list(dict.fromkeys(str(Path(paths[0]).resolve().parent) for paths in locations if paths))

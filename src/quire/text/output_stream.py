@@ -1,7 +1,6 @@
-"""Streams: one request's outputs on their way from the engine's thread to the coroutine that reads them.
+"""Output streams: the outputs of one request on their way from the engine's thread to the coroutine that reads them.
 
-A reader that is slow, or away, holds nothing up: what came meanwhile is merged, so a stream never holds more than one
-output a branch.
+A slow reader never blocks the engine: outputs are merged, so a stream holds at most one output per branch.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from quire.text.request_detokenizer import RequestDetokenizer
 
 
 class RequestRecord:
-    """A request as its front knows it; times are in seconds of the monotonic clock, None where it hasn't happened.
-    `is_prefix`: it isn't a client's, but computes a prefix that is registered."""
+    """The client's record of a request. Times are seconds of the monotonic clock, or None before the event.
+    `is_prefix`: the request computes a registered prefix."""
 
     __slots__ = (
         "arrival_time",
@@ -37,33 +36,28 @@ class RequestRecord:
     def __init__(
         self, id: str, prompt_len: int, params: SamplingParams, arrival: float, is_prefix: bool = False
     ) -> None:
-        self.id, self.prompt_len, self.params, self.arrival_time, self.is_prefix = (
-            id,
-            prompt_len,
-            params,
-            arrival,
-            is_prefix,
-        )
+        self.id, self.prompt_len, self.params = id, prompt_len, params
+        self.arrival_time, self.is_prefix = arrival, is_prefix
         self.max_tokens = self.cached_tokens = self.preemptions = 0
         self.scheduled_time: float | None = None
         self.first_token_time: float | None = None
-        self.branch_progress: dict[int, list[float]] = {}  # of each branch: when its last token came, and how many have
+        self.branch_progress: dict[int, list[float]] = {}  # by branch: time of the last token, tokens
 
 
 class StepObserver(Protocol):
-    """Sees what happens."""
+    """Receives the events of steps."""
 
     def on_step_computed(self, tokens: int) -> None:
-        """A step computed so many tokens."""
+        """Called after a step that computed `tokens` tokens."""
         ...
 
     def on_outputs(self, outputs: Sequence[tuple[BranchOutput, RequestRecord]], now: float) -> None:
-        """Outputs of a step that ended at `now` reached their streams; on the event loop of these."""
+        """The outputs of a step that ended at `now` reached their streams. Called on the streams' event loop."""
         ...
 
 
 class MergedOutput:
-    """What came for one branch since its reader last looked: any number of Outputs merged into one."""
+    """The outputs of one branch since the last read, merged."""
 
     __slots__ = ("last", "prompt_tops", "texts", "tokens", "tops")
 
@@ -75,7 +69,7 @@ class MergedOutput:
         self.last: BranchOutput | None = None
 
     def add(self, output: BranchOutput) -> None:
-        """Merge one more."""
+        """Merge an output."""
         self.tokens += output.tokens
         self.texts.append(output.text)
         self.tops += output.top_logprobs
@@ -84,8 +78,8 @@ class MergedOutput:
         self.last = output
 
     def to_output(self) -> BranchOutput:
-        """All of them as one Output."""
-        assert self.last is not None, "an empty delta is read"
+        """Return all of them as one BranchOutput."""
+        assert self.last is not None, "no output was merged"
         return self.last._replace(
             tokens=tuple(self.tokens),
             text="".join(self.texts),
@@ -95,16 +89,21 @@ class MergedOutput:
 
 
 class OutputStream:
-    """The outputs of one accepted request, as an async iterator on the loop that asked, or for a listener there. A slow
-    reader finds one merged Output a branch; a `final_only` one is woken at the end only. EngineDead is raised after the
-    outputs before it."""
+    """The outputs of one accepted request, as an async iterator on the submitter's event loop, or passed to a listener
+    there. A slow reader gets one merged BranchOutput per branch; with `final_only` the reader is woken only at the end.
+    EngineDead is raised after the outputs that precede it. `number` identifies the request to the engine."""
 
-    def __init__(self, id: str, accepted: asyncio.Future[None], final_only: bool = False) -> None:
-        self.id, self.accepted, self.final_only = id, accepted, final_only
+    def __init__(
+        self,
+        number: int,
+        record: RequestRecord,
+        detokenizer: RequestDetokenizer,
+        accepted: asyncio.Future[None],
+        final_only: bool = False,
+    ) -> None:
+        self.id, self.number, self.record, self.detokenizer = record.id, number, record, detokenizer
+        self.accepted, self.final_only = accepted, final_only
         self.loop = accepted.get_loop()
-        self.number: int
-        self.record: RequestRecord
-        self.detokenizer: RequestDetokenizer
         self.done = False
         self._finished = False
         self._ready = asyncio.Event()
@@ -113,22 +112,22 @@ class OutputStream:
         self._listener: tuple[Callable[[BranchOutput], None], Callable[[Exception], None]] | None = None
 
     def listen(self, put: Callable[[BranchOutput], None], fail: Callable[[Exception], None]) -> None:
-        """On the loop, before anything is read: outputs and the error go to these as they come, none to the iterator.
-        What came already goes at once."""
+        """Pass outputs and the error to these callbacks instead of the iterator, including those that are waiting. Must
+        be called on the loop, before the first read."""
         self._listener = put, fail
         held, self._deltas = [delta.to_output() for delta in self._deltas.values()], {}
-        for at, output in enumerate(held, 1):  # `done` belongs to the last one, whichever branch ended last
+        for at, output in enumerate(held, 1):  # `done` is set on the last one, whichever branch ended last
             self.put(output._replace(done=self._finished and at == len(held)))
         if self._error is not None:
             fail(self._error)
 
     @property
     def failed(self) -> bool:
-        """Nothing more will come, but an error."""
+        """True if only an error will follow."""
         return self._error is not None
 
     def put(self, output: BranchOutput) -> None:
-        """On the loop: one more output."""
+        """Add an output; on the loop."""
         if self._listener is not None:
             self.done = self.done or output.done
             self._listener[0](output)
@@ -139,7 +138,7 @@ class OutputStream:
             self._ready.set()
 
     def fail(self, error: Exception) -> None:
-        """On the loop: nothing more will come."""
+        """End the stream with an error; on the loop."""
         self._error = error
         self._ready.set()
         if self._listener is not None:
@@ -160,32 +159,33 @@ class OutputStream:
             await self._ready.wait()
         branch = next(iter(self._deltas))
         output = self._deltas.pop(branch).to_output()
-        # `done` belongs to the last one read, whichever branch ended last.
+        # `done` is set on the last output read, whichever branch ended last.
         self.done = self._finished and not self._deltas
         return output._replace(done=self.done)
 
 
 def describe_error(error: BaseException | None) -> str:
-    """Why the engine stopped; never empty. None: it was closed."""
+    """Return why the engine stopped, never empty. None: it was closed."""
     if error is None or isinstance(error, EngineDead):
         return str(error or "") or "closed"
     return f"{type(error).__name__}: {error}"
 
 
 def engine_dead_error(error: BaseException | None) -> EngineDead:
-    """What those who wait are told of it."""
+    """Return the EngineDead that waiting callers get."""
     return EngineDead(f"the engine stopped: {describe_error(error)}"[:300])
 
 
 def as_exception(error: BaseException) -> Exception:
-    """As an asyncio future may carry it: SystemExit and its like end whoever awaits them."""
+    """Return the error as an asyncio future can carry it: SystemExit and other BaseExceptions would end the awaiting
+    task."""
     return error if isinstance(error, Exception) else engine_dead_error(error)
 
 
 def resolve_future(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """On the loop: what was asked is known, or failed."""
+    """Set the future's result or error; on the loop."""
     if future.done():
-        return  # nobody waits any more
+        return  # the caller was cancelled
     if error is not None:
         future.set_exception(as_exception(error))
     else:

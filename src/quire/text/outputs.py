@@ -1,4 +1,4 @@
-"""Results, with vLLM's names, and how they grow out of a request's Outputs."""
+"""Result types with vLLM's names, and their construction from a request's BranchOutputs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Decode = Callable[[int], str | None] | None
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability, its rank in the vocabulary (1: most likely; None if it wasn't counted, as of
-    logprob_token_ids), and the token as text (None without a tokenizer)."""
+    """A token's log-probability, its rank in the vocabulary (1: most likely; None if not computed, as for
+    logprob_token_ids), and its text (None without a tokenizer)."""
 
     logprob: float
     rank: int | None = None
@@ -27,7 +27,7 @@ class Logprob(NamedTuple):
 
 
 class RequestMetrics(NamedTuple):
-    """When things happened to a request, in seconds of the engine's clock. None: it never did."""
+    """Times of a request's events in seconds of the engine's clock, or None."""
 
     arrival_time: float
     first_scheduled_time: float | None
@@ -40,8 +40,8 @@ class CompletionOutput:
     """One continuation. `logprobs[i]` maps the i-th token, and the most likely alternatives or the logprob_token_ids,
     to their Logprob.
 
-    `finish_reason`: "stop", "length", "abort", "error". `stop_reason`: the stop string or stop token that ended it, or
-    what the error was; None at an end token."""
+    `finish_reason` is "stop", "length", "abort" or "error". `stop_reason` is the stop string or stop token that ended
+    the continuation, or the error; None for an end token."""
 
     index: int
     text: str = ""
@@ -52,14 +52,14 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
     def finished(self) -> bool:
-        """Nothing will be added any more."""
+        """Return True if the continuation has ended."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its continuations, in order of their index. `prompt_logprobs` begins with None: the first token has
-    no probability."""
+    """A prompt and its continuations, by index. `prompt_logprobs` begins with None: the first token has no
+    probability."""
 
     request_id: str
     prompt: str | None
@@ -73,8 +73,8 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """A beam, with vLLM's names: `tokens` and `text` begin with the prompt, `cum_logprob` is that of the rest.
-    `logprobs` has the most likely alternatives of each new token."""
+    """A beam, with vLLM's names. `tokens` and `text` begin with the prompt; `cum_logprob` excludes it. `logprobs` has
+    the most likely alternatives of each new token."""
 
     tokens: list[int]
     cum_logprob: float
@@ -92,8 +92,8 @@ class BeamSearchOutput:
 
 
 def make_logprobs(top: TopLogprobs, decode: Decode, from_token_ids: bool = False) -> dict[int, Logprob]:
-    """A Top as a mapping: the token itself first, then the most likely ones; or, without ranks, those "
-    "`from_token_ids`."""
+    """Return TopLogprobs as a mapping: the sampled token first, then the most likely ones or, with `from_token_ids`,
+    the requested ones without ranks."""
     text = decode if decode is not None else _no_text
     ranked = zip(top.ids, top.logprobs, repeat(None) if from_token_ids else count(1))
     return {
@@ -107,7 +107,7 @@ def _no_text(token: int) -> None:
 
 
 class RequestOutputBuilder:
-    """Collects the Outputs of one request into its RequestOutput."""
+    """Collects the outputs of one request into its RequestOutput."""
 
     def __init__(self, id: str, prompt: str | None, ids: list[int], params: SamplingParams, decode: Decode) -> None:
         self.result = RequestOutput(id, prompt, ids)
@@ -118,13 +118,13 @@ class RequestOutputBuilder:
         if self._want_logprobs:
             for completion in self.result.outputs:
                 completion.logprobs = []
-        # Branches that are chosen by it have it, whether log-probabilities were asked for or not.
+        # Branches ranked by it have it even if no log-probabilities were requested.
         if self._want_logprobs or params.returns_best_of or params.beam_width is not None or params.method is not None:
             for completion in self.result.outputs:
                 completion.cumulative_logprob = 0.0
 
     def push(self, output: BranchOutput) -> None:
-        """Take in what a step brought."""
+        """Add an output of a step."""
         completion = self.result.outputs[output.branch]
         completion.token_ids += output.tokens
         self._texts[output.branch].append(output.text)
@@ -135,14 +135,14 @@ class RequestOutputBuilder:
                 make_logprobs(top, self._decode, self._from_token_ids) for top in output.top_logprobs
             ]
         completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_reason
-        if output.prompt_logprobs is not None and output.branch == 0:  # the prompt was scored once, before its branches
+        if output.prompt_logprobs is not None and output.branch == 0:  # scored once, before the branches
             scored = [make_logprobs(top, self._decode) for top in output.prompt_logprobs]
             self.result.prompt_logprobs = [None, *scored]
         self.result.num_cached_tokens = output.cached_tokens
         self.result.finished = output.done
 
     def snapshot(self) -> RequestOutput:
-        """All that came so far, in lists of its own."""
+        """Return a copy of the result so far."""
         outputs = []
         for completion, texts in zip(self.result.outputs, self._texts):
             texts[:] = ["".join(texts)]
@@ -151,7 +151,7 @@ class RequestOutputBuilder:
         return replace(self.result, outputs=outputs)
 
     def finish(self, request: Request | RequestRecord | None = None, now: float | None = None) -> RequestOutput:
-        """The result. Branches that never came to life (an abort before they were forked) end as aborted."""
+        """Return the result. Branches that never started (aborted before the fork) end as aborted."""
         for completion, texts in zip(self.result.outputs, self._texts):
             completion.text = "".join(texts)
             completion.finish_reason = completion.finish_reason or "abort"
@@ -164,7 +164,7 @@ class RequestOutputBuilder:
 
 
 def check_registered(name: str, last: BranchOutput) -> None:
-    """Raise what kept a prefix from being registered, given the last output of its computation."""
+    """Raise the error that kept a prefix from being registered, given the last output of its computation."""
     if last.finish_reason == "error":
         raise PrefixesFull(f"the prefix {name!r} was not registered: {last.stop_reason}", "prefix")
     if last.finish_reason == "abort":

@@ -1,5 +1,5 @@
-"""What a model thinks before it answers, told from the answer by markers. A state machine over characters: the same
-parts wherever the text is cut, in a number of steps linear in it.
+"""Separation of a model's reasoning from its answer by markers. A state machine over characters: linear in the text,
+and independent of how the text is split.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ ReasoningStart = Literal["open", "closed", "maybe"]
 
 
 class ReasoningFormat(NamedTuple):
-    """Thoughts stand between `begin` and `end`. `begin_optional`: whoever reads an output may miss `begin`, which the
-    prompt has or the model leaves out."""
+    """Reasoning is between `begin` and `end`. `begin_optional`: the output may lack `begin`, since the prompt ends with
+    it or the model omits it."""
 
     begin: str
     end: str
@@ -36,22 +36,22 @@ OFF = "off"
 
 
 def reasoning_format_named(name: str) -> str:
-    """The format that --reasoning-parser names, or "off". StartupError if there is none."""
-    found = REASONING_ALIASES.get(name, name)
-    if found not in REASONING_FORMATS and found != OFF:
+    """Return the format that --reasoning-parser names, or "off". Raise StartupError if it is unknown."""
+    format = REASONING_ALIASES.get(name, name)
+    if format not in REASONING_FORMATS and format != OFF:
         known = ", ".join(sorted({*REASONING_FORMATS, *REASONING_ALIASES, OFF}))
         raise StartupError(f"--reasoning-parser is {name[:60]!r}", f"It is one of {known}")
-    return found
+    return format
 
 
 def detect_reasoning_format(template: str) -> str:
-    """The format that a chat template speaks of; "off" where it speaks of none."""
+    """Return the format whose markers a chat template contains; "off" if there are none."""
     return next((name for sign, name in TEMPLATE_SIGNS if sign in template), OFF)
 
 
 def reasoning_start(format: ReasoningFormat, prompt: str, continued: str | None = None) -> ReasoningStart:
-    """Whether an output begins within thoughts, has none any more, or says so itself: by how the prompt ends.
-    `continued`: the message that it goes on with."""
+    """Return whether an output begins within reasoning ("open"), after it ("closed"), or shows it itself ("maybe"),
+    from the end of the prompt. `continued` is the message that the output continues, if any."""
     end = prompt[-256:].rstrip()
     if end.endswith(format.begin):
         return "open"
@@ -63,34 +63,35 @@ def reasoning_start(format: ReasoningFormat, prompt: str, continued: str | None 
 
 
 class ReasoningParser:
-    """Reads one output, which begins "open" (within thoughts), "closed" (behind them) or "maybe" (with `begin`, or
-    there are none). White space around thoughts is dropped."""
+    """Parses one output, which begins "open" (within reasoning), "closed" (after it) or "maybe" (with `begin`, or
+    without reasoning). White space around reasoning is dropped."""
 
     def __init__(self, format: ReasoningFormat, start: ReasoningStart) -> None:
         self.format, self.start = format, start
-        self.phase: Literal["before", "inside", "behind", "over"] = "over" if start == "closed" else "before"
+        self.phase: Literal["before", "inside", "after", "over"] = "over" if start == "closed" else "before"
         self.steps = 0
         self.begin_seen = False  # `begin` was read
-        self._matched = 0  # characters of a marker that were read
-        self._pending_space: list[str] = []  # white space that counts if more follows
+        self._matched = 0  # characters of the marker read so far
+        self._pending_space: list[str] = []  # white space that is kept if more reasoning follows
         self._has_reasoning = False
         self._reasoning: list[str] = []
         self._content: list[str] = []
-        assert all(marker[0] not in marker[1:] for marker in (format.begin, format.end)), "matching never goes back"
+        assert all(marker[0] not in marker[1:] for marker in (format.begin, format.end)), (
+            "the first character of a marker occurs in it again"
+        )
 
     @property
     def in_reasoning(self) -> bool:
-        """The end of thoughts is awaited."""
+        """True if the end of the reasoning is still to come."""
         return self.phase == "inside" or (self.phase == "before" and self.start == "open")
 
     @property
     def in_marker(self) -> bool:
-        """What was read last may be a part of a marker."""
+        """True if the last characters may be a part of a marker."""
         return self._matched > 0
 
     def push(self, text: str, last: bool = False) -> tuple[str, str]:
-        """What `text`, the next of the output, adds to the thoughts, and to what follows them; with `last` the output
-        has ended."""
+        """Return the reasoning and the content that `text` adds. `last`: the output has ended."""
         for i, char in enumerate(text):
             while self.phase != "over":
                 self.steps += 1
@@ -101,22 +102,22 @@ class ReasoningParser:
                 break
         if last:
             self._reasoning += self._reject_marker()
-        found = "".join(self._reasoning), "".join(self._content)
+        texts = "".join(self._reasoning), "".join(self._content)
         self._reasoning, self._content = [], []
-        return found
+        return texts
 
     def _consume(self, char: str) -> bool:
-        """Whether the character was taken in the present phase, or another one is to take it."""
-        if self.phase == "behind":
+        """Consume a character in the present phase. Return False if the phase changed and must consume it instead."""
+        if self.phase == "after":
             if not char.isspace():
                 self.phase = "over"
-            return self.phase == "behind"
+            return self.phase == "after"
         marker = self.format.begin if self.phase == "before" else self.format.end
         if char == marker[self._matched]:
             self._matched += 1
             if self._matched == len(marker):
                 self._matched, self._pending_space, self.begin_seen = 0, [], True
-                self.phase = "inside" if self.phase == "before" else "behind"
+                self.phase = "inside" if self.phase == "before" else "after"
             return True
         if self.phase == "before" and not self._matched and char.isspace():
             self._pending_space.append(char)
@@ -124,7 +125,7 @@ class ReasoningParser:
         if self.phase == "before" or self._matched:
             read = self._reject_marker()
             self.phase = "inside" if self.in_reasoning else "over"
-            for one in read:  # of the first marker: the other one may begin with it
+            for one in read:  # the other marker may begin with these characters
                 self.steps += 1
                 while not self._consume(one):
                     self.steps += 1
@@ -133,7 +134,7 @@ class ReasoningParser:
         return True
 
     def _reject_marker(self) -> str:
-        """What was read of a marker is none. Returns what may be the beginning of the other one."""
+        """Emit a partial marker as text. Return it instead if the other marker may begin with it."""
         read = (self.format.begin if self.phase == "before" else self.format.end)[: self._matched]
         self._matched = 0
         if self.phase == "before" and self.start == "open":

@@ -1,7 +1,7 @@
-"""A request's outputs as text: what its reader keeps beside the engine, which knows tokens alone.
+"""Conversion of a request's outputs to text, in the client. The engine handles only tokens.
 
-A stop string is found here, in tokens that the engine took in already, and may take in a few more of before it hears of
-it: what comes after the stop is dropped, so that no reader sees when that was.
+Stop strings are detected here, in tokens that the engine has accepted already. The engine may add more tokens before it
+learns of the stop; those are dropped, so the text does not depend on that delay.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from quire.protocol.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from quire.text.text_backend import StopAwareDetokenizer, TextBackend
 
-StopCallback = Callable[[int, str], None]
-"""Tells the engine that a branch's text has a stop string."""
+StopCallback = Callable[[int, str], object]
+"""Reports a stop string in a branch's text to the engine: (branch, stop string)."""
 
 
 class RequestDetokenizer:
-    """The text of one request that continues `prompt`. Without a tokenizer, or where no text is asked for, outputs stay
-    as they are."""
+    """The text of one request that continues `prompt`. Without a tokenizer, or with `detokenize` off, outputs pass
+    unchanged."""
 
     __slots__ = ("_backend", "_detokenizers", "_ended_branches", "_params", "_prompt", "_stop", "_token_by_token")
 
@@ -30,33 +30,33 @@ class RequestDetokenizer:
     ) -> None:
         self._backend = text if params.detokenize else None
         self._prompt, self._params, self._stop = prompt, params, stop
-        # Tokens that come together were told apart once, and a stop drops those behind it; but those of ranked branches
-        # and of a method are results as they are.
+        # A stop drops the tokens after it, so tokens of one output are decoded one by one. Ranked branches and those of
+        # a method are final results and are kept whole.
         self._token_by_token = bool(params.stop) and not params.returns_best_of and params.method is None
         self._detokenizers: dict[int, StopAwareDetokenizer] = {}
-        self._ended_branches: set[int] = set()  # branches whose end was told
+        self._ended_branches: set[int] = set()  # branches whose end was reported
 
     def process(self, output: BranchOutput) -> BranchOutput | None:
-        """The output with its text, which may end the branch; None for one of a branch that ended before."""
+        """Return the output with its text, which may end the branch, or None if its branch has ended before."""
         if self._backend is None:
             return output
         id, branch, tokens, _, tops, finish, reason, done, logprob, scored, cached, _ = output
         if branch in self._ended_branches:
             return None
-        # An end token itself is not text.
+        # The end token is not part of the text.
         bare, last = finish == "stop" and not self._params.include_stop_str_in_output, finish not in (None, "abort")
         flow = self._detokenizers.get(branch) or self._new_detokenizer(branch)
         if self._token_by_token and len(tokens) > 1:
-            text, found, read = _push_one_by_one(flow, tokens, bare, last)
-            if found is not None:
-                logprob -= sum(top.logprob for top in tops[read:])
-                tokens, tops = tokens[:read], tops[:read]
+            text, stop, num_read = _push_one_by_one(flow, tokens, bare, last)
+            if stop is not None:
+                logprob -= sum(top.logprob for top in tops[num_read:])
+                tokens, tops = tokens[:num_read], tops[:num_read]
         else:
-            text, found = flow.push(tokens[:-1] if bare else tokens, last)
-        if found is not None:
+            text, stop = flow.push(tokens[:-1] if bare else tokens, last)
+        if stop is not None:
             if finish is None:
-                self._stop(branch, found)
-            finish, reason = "stop", found
+                self._stop(branch, stop)
+            finish, reason = "stop", stop
         if finish is not None:
             self._detokenizers.pop(branch, None)
             self._ended_branches.add(branch)
@@ -64,7 +64,7 @@ class RequestDetokenizer:
         return BranchOutput(id, branch, tokens, text, tops, finish, reason, done, logprob, scored, cached)
 
     def _new_detokenizer(self, branch: int) -> StopAwareDetokenizer:
-        assert self._backend is not None, "only outputs with a text are read"
+        assert self._backend is not None, "a request without text has no detokenizer"
         flow = self._detokenizers[branch] = self._backend.new_detokenizer(self._prompt, self._params)
         return flow
 
@@ -72,13 +72,13 @@ class RequestDetokenizer:
 def _push_one_by_one(
     detokenizer: StopAwareDetokenizer, tokens: Sequence[int], bare: bool, last: bool
 ) -> tuple[str, str | None, int]:
-    """The text of tokens, a stop string that was found, and how many tokens were read for it. `bare`: the last one
-    isn't text; `last`: no more follow."""
+    """Return the text of the tokens, the stop string found or None, and the number of tokens consumed. `bare`: the last
+    token is not text; `last`: no more tokens follow."""
     texts = ""
     for at, token in enumerate(tokens, 1):
         ends = at == len(tokens)
-        text, found = detokenizer.push(() if bare and ends else (token,), last and ends)
+        text, stop = detokenizer.push(() if bare and ends else (token,), last and ends)
         texts += text
-        if found is not None:
-            return texts, found, at
+        if stop is not None:
+            return texts, stop, at
     return texts, None, len(tokens)

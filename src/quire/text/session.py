@@ -1,5 +1,6 @@
-"""A prompt whose continuation is up to the caller, token by token: fork, append, free (PagedAttention §5.2), and the
-log-probabilities of what may come next. `LLM.session` opens one; a vocabulary.method.Method says the same to a server.
+"""Sessions: a prompt whose continuation the caller chooses token by token, by fork, append and free (PagedAttention
+§5.2), given the log-probabilities of the next token. `LLM.session` opens one; a quire.protocol.method.Method does the
+same in a server.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_TOP = 4096
 
 
 class SessionMethod:
-    """The method of a session: it never decides, so that the branches wait for the caller."""
+    """The decoding method of a session. It never decides, so the branches wait for the caller."""
 
     def __init__(self, width: int, top: int) -> None:
         self.width, self._top = width, top
@@ -30,16 +31,16 @@ class SessionMethod:
         return self._top
 
     def advance(self, branches: Seq[Branch], context: Context) -> Advance | None:
-        """Not yet."""
+        """Return None: the branches wait."""
         return None
 
     def keep(self) -> int:
-        """No results."""
+        """Return 0: there are no results."""
         return 0
 
 
 def session_params(width: int, max_tokens: int, top: int) -> SamplingParams:
-    """The parameters of a session's request. InputError names a limit."""
+    """Return the parameters of a session's request. Raise InputError for a value beyond its limit."""
     for name, value, most in (("width", width, MAX_N), ("top", top, MAX_TOP)):
         if type(value) is not int or not 1 <= value <= most:
             raise InputError(f"{name} must be an integer from 1 to {most}, got {str(value)[:20]}", name)
@@ -53,24 +54,24 @@ def session_params(width: int, max_tokens: int, top: int) -> SamplingParams:
 
 
 class Node:
-    """One continuation of the prompt: a branch of the request. Nodes share the pages of what they have in common."""
+    """One continuation of the prompt: a branch of the request. Nodes share the pages of their common prefix."""
 
     def __init__(self, engine: Engine, step: Callable[[], object], request: Request, seq: Sequence) -> None:
         self._engine, self._step, self._request, self._seq = engine, step, request, seq
 
     @property
     def tokens(self) -> list[int]:
-        """What was appended, by this node and its ancestors."""
+        """The tokens that were appended, by this node and its ancestors."""
         return self._seq.tokens[self._seq.prompt_len :]
 
     def next(self, k: int) -> TopLogprobs:
-        """The `k` most likely next tokens and their log-probabilities, most likely first; at most the session's `top`.
-        What was appended since the last call is computed now, in one go."""
+        """Return the `k` most likely next tokens, at most the session's `top`, and their log-probabilities, most likely
+        first. The tokens appended since the last call are computed now, at once."""
         top = self._compute_candidates()
         return top._replace(ids=top.ids[:k], logprobs=top.logprobs[:k])
 
     def append(self, *tokens: int) -> None:
-        """Continue with `tokens`. InputError for one that the model doesn't have, or beyond the session's length."""
+        """Continue with `tokens`. Raise InputError for an invalid token, or beyond the session's length."""
         self._check_open()
         vocab, room = self._engine.limits.vocab_size, self._request.max_tokens - len(self.tokens)
         for token in tokens:
@@ -82,35 +83,31 @@ class Node:
             )
         if tokens:
             while self._seq.pending_samples or not self._seq.not_in_flight:
-                self._step()  # a step in flight still draws for what was appended before
+                self._step()  # a step in flight still samples for the tokens before
                 self._check_open()
-            self._request.candidates.pop(self._seq.id, None)
-            self._seq.tokens += tokens
+            self._engine.append_tokens(self._request, self._seq, tokens)
 
     def fork(self) -> Node:
-        """A node that goes on from here. InputError beyond the session's width."""
+        """Return a new node that continues from here. Raise InputError beyond the session's width."""
         self._check_open()
         assert self._request.method is not None
         if len(self._request.live_seqs) == self._request.method.width:
             raise InputError(
                 f"the session has {len(self._request.live_seqs)} branches, its width: free one first", "width"
             )
-        top = self._compute_candidates()
+        self._compute_candidates()
         while self._request.status is not RequestStatus.RUNNING:
             self._step()
-            top = self._compute_candidates()
-        child = self._engine.scheduler.method_driver.fork(self._request, self._seq)
-        if self._request.status is RequestStatus.RUNNING:
-            self._request.candidates[child.id] = top
+            self._compute_candidates()
+        child = self._engine.fork_branch(self._request, self._seq)
         return Node(self._engine, self._step, self._request, child)
 
     def free(self) -> None:
-        """End this node; its descendants go on. Freeing twice is fine."""
+        """End this node; its descendants remain. Freeing twice is allowed."""
         if self._seq.finish_reason is None:
             if any(other.prefix_source is self._seq for other in self._request.live_seqs):
-                self._compute_candidates()  # others wait for what this one computes for them
-            self._request.candidates.pop(self._seq.id, None)
-            self._engine.scheduler.finish(self._request, self._seq, "stop")
+                self._compute_candidates()  # others wait for the prefix that this node computes
+            self._engine.free_branch(self._request, self._seq)
 
     def _compute_candidates(self) -> TopLogprobs:
         self._check_open()

@@ -1,7 +1,7 @@
-"""Stop strings, found in text that arrives in pieces and never leaked.
+"""Detection of stop strings in text that arrives in pieces. No part of a stop string is ever emitted.
 
-An Aho-Corasick automaton (Aho and Corasick, CACM 1975): one transition a character, however many stops there are. It is
-built once for a request's parameters; its branches share it and keep only where they are in it.
+An Aho-Corasick automaton (Aho and Corasick, CACM 1975): one transition per character, independent of the number of stop
+strings. It is built once per request; its branches share it and keep only their own state.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from quire.errors import InputError
 
 
 class StopAutomaton:
-    """The trie of `stops` and its failure links; nothing changes once it is built. Node 0 is the empty text."""
+    """The trie of `stops` with its failure links, immutable once built. Node 0 is the empty text."""
 
     __slots__ = ("_fail", "_next", "depth", "first_chars", "match", "stops")
 
@@ -21,8 +21,8 @@ class StopAutomaton:
             raise InputError("a stop string must not be empty", "stop")
         self.stops = stops
         self.first_chars = frozenset(stop[0] for stop in stops)
-        self.match: list[str | None] = [None]  # the longest stop that the text of a node ends with
-        self.depth = [0]  # its length
+        self.match: list[str | None] = [None]  # by node: the longest stop that its text ends with
+        self.depth = [0]  # by node: the length of its text
         self._next: list[dict[str, int]] = [{}]
         self._fail = [0]
         for stop in stops:
@@ -42,7 +42,7 @@ class StopAutomaton:
         self.match[node] = stop
 
     def _link(self) -> None:
-        """Failure links, breadth first: the longest proper suffix of a node that is a node too."""
+        """Set the failure links, breadth first: each node's longest proper suffix that is also a node."""
         queue = deque(self._next[0].values())
         while queue:
             node = queue.popleft()
@@ -53,29 +53,29 @@ class StopAutomaton:
                 self.match[node] = self.match[self._fail[node]]
 
     def step(self, node: int, character: str) -> int:
-        """The node of the longest suffix of `node`'s text and `character` that begins some stop."""
+        """Return the node of the longest suffix of `node`'s text plus `character` that is a prefix of a stop."""
         while node and character not in self._next[node]:
             node = self._fail[node]
         return self._next[node].get(character, 0)
 
 
 class StopChecker:
-    """Watches one output for an automaton's stops. The match that completes first counts, and of those that complete
-    together the longest: so the result doesn't depend on how the text was cut. `include_stop` leaves the stop in the
-    text.
+    """Searches one output for the stops of an automaton. The match that completes first wins, and of several that
+    complete together the longest, so the result does not depend on how the text was split. With `include_stop` the stop
+    stays in the text.
     """
 
     __slots__ = ("_automaton", "_found_stop", "_held", "_include_stop", "_state")
 
     def __init__(self, automaton: StopAutomaton, include_stop: bool = False) -> None:
         self._automaton, self._include_stop = automaton, include_stop
-        self._held = ""  # a suffix of the text that begins some stop: never longer than the longest stop
+        self._held = ""  # the suffix of the text that is a prefix of a stop
         self._found_stop: str | None = None
-        self._state = 0  # the node that spells `held`
+        self._state = 0  # the node of `_held`
 
     def push(self, text: str, may_end: bool = True) -> tuple[str, str | None]:
-        """The text that may be shown now, and the stop string once one is found; what comes after it is dropped. Unless
-        it `may_end`, no stop ends in `text`; but one that begins there may end in what follows."""
+        """Return the text that can be emitted now, and the stop string if one was found; text after it is dropped.
+        Unless it `may_end`, no stop ends within `text`, but one that begins there may end in later text."""
         if self._found_stop is not None:
             return "", self._found_stop
         automaton, state = self._automaton, self._state
@@ -93,6 +93,6 @@ class StopChecker:
         return whole[:shown], None
 
     def flush(self) -> str:
-        """The text held back, when the output ends without a stop string."""
+        """Return the text held back, at the end of an output without a stop string."""
         held, self._held, self._state = self._held, "", 0
         return held

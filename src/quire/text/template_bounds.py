@@ -1,7 +1,7 @@
-"""What a chat template may make of what it has: sizes, computed before a call into C makes them.
+"""Size limits of chat templates: the size of a result is computed before a C function creates it.
 
-It knows Python's methods and Jinja's filters that multiply; sandbox.py asks it. Beyond them stand the limits of the
-process in which templates run (rendering.py).
+This module knows the Python methods and Jinja filters that multiply their input; template_sandbox.py calls it. The
+limits of the template process (template_worker.py) apply besides.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import SandboxedEscapeFormatter, SandboxedFormatter
 
 MAX_STRING = 1 << 20  # characters of any one string, items of any one list
-MAX_INTEGER = 1 << 16  # size of an integer handed to a function or filter: widths, counts, ranges
+MAX_INTEGER = 1 << 16  # integer arguments of functions and filters: widths, counts, ranges
 MAX_POWER = 64  # exponent
-MAX_BATCHES = 1 << 16  # lists that one batch makes
+MAX_BATCHES = 1 << 16  # lists that one `batch` returns
 MAX_STRIP_CHARS = 1 << 10  # characters to strip
-MAX_SEARCH = 1 << 26  # characters times characters of a search from the end, which tries every place
-UNSAFE_METHODS = {"encode", "to_bytes"}  # they make bytes, which no chat needs and whose methods would need bounds
+MAX_SEARCH = 1 << 26  # product of both lengths in a search from the end, which is quadratic
+UNSAFE_METHODS = {"encode", "to_bytes"}  # they return bytes, whose methods have no bounds here
 _PRINTF = re.compile(r"%(?:\((?P<key>[^)]*)\))?[#0 +-]*(?P<width>\d+|\*)?(?:\.(?P<precision>\d+|\*)?)?")
 
 
@@ -36,8 +36,8 @@ def check_integer(value: int) -> None:
 
 
 def check_nested_size(values: Iterable[Any], extra_per_value: int = 0, indent: int = 0) -> int:
-    """Refuse to write out nested values that would be huge: a list may hold one long value many times. The size, with
-    `extra_per_value` characters more a value and `indent` more a level that it is deep."""
+    """Return the size of nested values when written out: a list may hold one long value many times. Each value adds
+    `extra_per_value` characters, and `indent` per level of its depth. Raise SecurityError beyond MAX_STRING."""
     weight, left = 0, [(value, 0) for value in values]
     while left:
         value, depth = left.pop()
@@ -51,7 +51,7 @@ def check_nested_size(values: Iterable[Any], extra_per_value: int = 0, indent: i
 
 
 def check_power(base: Any, exponent: Any) -> None:
-    """Before base ** exponent."""
+    """Check base ** exponent."""
     if isinstance(exponent, int | float) and abs(exponent) > MAX_POWER:
         raise SecurityError(f"exponents may be {MAX_POWER} at most")
     if isinstance(base, int):
@@ -59,7 +59,7 @@ def check_power(base: Any, exponent: Any) -> None:
 
 
 def check_product(left: Any, right: Any) -> None:
-    """Before left * right."""
+    """Check left * right."""
     for many, times in ((left, right), (right, left)):
         if isinstance(many, str | list | tuple) and isinstance(times, int):
             check_size(len(many) * times)
@@ -68,7 +68,7 @@ def check_product(left: Any, right: Any) -> None:
 
 
 def check_method(text: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Before the method `name` of a string is called: what the call would make, or try."""
+    """Check the size of the result, and the cost, of a call of the string method `name`."""
     first = args[0] if args else kwargs.get("tabsize", kwargs.get("sep"))
     if name == "expandtabs":
         check_size(len(text) + text.count("\t") * (first if isinstance(first, int) else 8))
@@ -86,33 +86,33 @@ def check_method(text: str, name: str, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def check_replaced(text: str, old: Any, new: Any) -> None:
-    """Before text.replace(old, new)."""
+    """Check text.replace(old, new)."""
     if isinstance(old, str) and isinstance(new, str) and len(new) > len(old):
         check_size(len(text) + text.count(old) * (len(new) - len(old)))
 
 
 def check_joined(separator: Any, items: Any) -> None:
-    """Before separator.join(items)."""
+    """Check separator.join(items)."""
     check_size(len(str(separator)) * len(items) + check_nested_size((items,)))
 
 
 def check_strip_chars(characters: Any) -> None:
-    """Before text.strip(characters), which looks for each of the text's in all of these."""
+    """Check text.strip(characters), whose cost is the product of both lengths."""
     if isinstance(characters, str) and len(characters) > MAX_STRIP_CHARS:
         raise SecurityError(f"at most {MAX_STRIP_CHARS} characters may be stripped, got {len(characters)}")
 
 
 def check_printf(text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Before `text` % args: widths, precisions, and values that it names over and over."""
+    """Check `text` % args: widths, precisions, and values that are formatted several times."""
     size = len(text) + check_nested_size(args)
-    for found in _PRINTF.finditer(text):
-        for digits in (found["width"], found["precision"]):
+    for match in _PRINTF.finditer(text):
+        for digits in (match["width"], match["precision"]):
             if digits == "*":
                 raise SecurityError("widths and precisions may not be *")
             if digits:
                 size += _checked_width(digits)
-        if found["key"] is not None:
-            size += check_nested_size((kwargs.get(found["key"]),))
+        if match["key"] is not None:
+            size += check_nested_size((kwargs.get(match["key"]),))
         check_size(size)
 
 
@@ -124,17 +124,17 @@ def _checked_width(digits: str) -> int:
 
 
 class _BoundedFormatter(SandboxedFormatter):
-    """str.format with bounds: on each width and precision, and on all that it writes."""
+    """str.format with limits on each width and precision, and on the whole result."""
 
     size = 0
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        """!r and !s write out."""
+        """Apply !r or !s."""
         check_nested_size((value,))
         return super().convert_field(value, conversion)
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        """One field."""
+        """Format one field."""
         check_nested_size((value, format_spec))
         for digits in re.findall(r"\d+", format_spec):
             _checked_width(digits)
@@ -145,8 +145,8 @@ class _BoundedFormatter(SandboxedFormatter):
 
 
 class BoundedFormatter(_BoundedFormatter):
-    """For strings."""
+    """For str."""
 
 
 class BoundedEscapeFormatter(_BoundedFormatter, SandboxedEscapeFormatter):
-    """For markup, which escapes what is put into it."""
+    """For Markup, which escapes its arguments."""

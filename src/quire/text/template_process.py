@@ -1,6 +1,7 @@
-"""The process that renders chat templates, from the outside: started, asked within limits, killed, started again.
+"""The client of the template process: starts it, sends it requests with limits, kills and restarts it.
 
-A template is a stranger's program, and one call into C can't be interrupted from within. It knows frames, not messages.
+A template is an untrusted program, and a C call cannot be interrupted from within its process. This module handles
+frames, not messages.
 """
 
 from __future__ import annotations
@@ -18,32 +19,33 @@ from quire.errors import EngineDead, Overloaded, StartupError
 from quire.protocol.json_frames import HEADER, pack, unpack
 from quire.text import isolated_process
 
-START_SECONDS = 20.0  # for the process to come up: it loads Jinja from a disk that may be busy
+START_SECONDS = 20.0  # for the process to start and load Jinja, on a busy disk
 COMPILE_SECONDS = 5.0
-LOCK_SECONDS = 10.0  # that a render waits for those before it
-STARVED_FRACTION = 0.05  # of a render's time: with less processor time than this the system starved the process
-KILL_FRACTION = 0.9  # of a render's time, after which the process is killed, so that all is over in that time
+LOCK_SECONDS = 10.0  # a render's wait for others
+STARVED_FRACTION = 0.05  # of a render's time: with less CPU time than this, the system starved the process
+KILL_FRACTION = 0.9  # of a render's time: then the process is killed, so that the call ends in time
 MAX_FRAME = 16 << 20  # bytes
-MAX_REASON = 4096  # bytes of an answer without a text
+MAX_REASON = 4096  # bytes of a reply without a text
 BOOT = "import sys; sys.path += sys.argv[1:]; from quire.text.template_worker import main; main()"
 
 
 class RenderError(Exception):
-    """The template failed, or didn't end within its limits; says how."""
+    """The template failed or exceeded its limits; the message says how."""
 
 
 class TemplateProcessEnded(RenderError):
-    """The process was gone before it answered: the template's doing, or the system's, which may kill any process."""
+    """The process ended before it answered, because of the template or because the system killed it."""
 
 
 class TemplateProcessStarved(TemplateProcessEnded):
-    """The process was late, and is gone or got hardly any processor time: the system's doing, not the template's."""
+    """The process was late, and is gone or got hardly any CPU time. This is not the template's fault."""
 
 
 class TemplateProcess:
-    """A template's process: starts with this object, ends with `close`, with this object or with the program.
+    """The process of a template. It starts with this object, and ends with `close`, with this object or with the
+    program.
 
-    Any thread may ask; one at a time is served."""
+    Thread-safe; serves one caller at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,29 +54,28 @@ class TemplateProcess:
         self._start()
 
     def compile(self, source: str) -> list[str]:
-        """Take `source` for the renders to come; the variables that it reads. RenderError says why it can't be."""
+        """Compile `source` for later renders, and return the variables that it reads. Raise RenderError if it cannot be
+        compiled."""
         with self._exclusive():
             self._source = source
             return self._compile()
 
     def render(self, variables: dict[str, Any], seconds: float, max_bytes: int) -> str | None:
-        """The text; None when it has more than `max_bytes` bytes. RenderError for what the template raised and for what
-        it took beyond its limits, within `seconds` (of each of two tries, should the process end in the first).
-        Overloaded when others' renders take too long, or the process can't be started again or doesn't get to run;
-        EngineDead after `close`."""
+        """Return the text, or None if it has more than `max_bytes` bytes. Raise RenderError for the template's errors
+        and for exceeded limits, within `seconds` (twice that if the process ends in the first try), Overloaded if other
+        renders take too long or the process cannot be restarted or gets no CPU time, and EngineDead after `close`."""
         with self._exclusive():
             try:
                 return self._render(variables, seconds, max_bytes)
-            except (
-                TemplateProcessEnded
-            ):  # killed for want of memory, say: only in a second one it's the template's doing
+            except TemplateProcessEnded:
+                # The system may have killed it, so the template is blamed only if a second process ends too.
                 try:
                     return self._render(variables, seconds, max_bytes)
                 except TemplateProcessStarved as error:
                     raise Overloaded("the chat template's process gets no processor time", 1) from error
 
     def close(self) -> None:
-        """End the process; nothing can be rendered any more."""
+        """End the process. Nothing can be rendered afterwards."""
         self._closed = True
         self._kill()
 
@@ -92,16 +93,17 @@ class TemplateProcess:
             raise EngineDead("the chat template is closed")
         self._is_up = self._is_compiled = False
         command = ["-c", BOOT, *isolated_process.package_folders("quire", "jinja2", "markupsafe")]
+        # TZ: for the template's clock.
         process, ours = isolated_process.start_isolated(
             command, "for the chat template", StartupError, variables=("TZ",)
-        )  # its clock
+        )
         self._socket, self._kill = ours, weakref.finalize(self, isolated_process.kill, process, ours)
         self._pid = process.pid
-        if self._closed:  # meanwhile, by another thread
+        if self._closed:  # by another thread meanwhile
             self._kill()
 
     def _restart(self) -> None:
-        """Another process comes up, if one can be started now; else whoever asks next tries again."""
+        """Start another process, if possible now; otherwise the next call tries again."""
         self._kill()
         self._is_up = self._is_compiled = False
         with suppress(StartupError):
@@ -116,7 +118,7 @@ class TemplateProcess:
         return text
 
     def _recompile(self) -> None:
-        """What compiled once: that it doesn't now is no request's doing."""
+        """Compile again in a new process. The template compiled before, so a failure is not the request's fault."""
         try:
             try:
                 self._compile()
@@ -140,15 +142,15 @@ class TemplateProcess:
         if len(frame) > MAX_FRAME:
             raise RenderError(f"what it is given has {len(frame)} bytes; {MAX_FRAME} are the most")
         end, spent = time.monotonic() + seconds, _cpu_seconds(self._pid)
-        with suppress(OSError):  # an ended or stuck process: the answer tells
+        with suppress(OSError):  # the process ended or hangs, which reading the answer reports
             self._socket.settimeout(seconds)
             self._socket.sendall(frame)
         return self._read_answer(end, seconds, max_bytes, spent)
 
     def _read_answer(self, deadline: float, seconds: float, max_bytes: int, cpu_seconds: float = 0.0) -> Any:
-        """What a frame of at most `max_bytes` bytes says that is there before `deadline`, of a process that had
-        `cpu_seconds` so many seconds of a processor before it was asked. Whatever fails here, the process is another
-        one afterwards, so that no answer is taken for one to the next question."""
+        """Return the result in a reply of at most `max_bytes` bytes before `deadline`. `cpu_seconds` is the process's
+        CPU time before the request. After any failure the process is replaced, so that a late reply is never taken for
+        that of the next request."""
         try:
             size = int.from_bytes(self._receive(HEADER, deadline), "big")
             if size > max_bytes:
@@ -178,7 +180,7 @@ class TemplateProcess:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             chunk = self._socket.recv(min(size - len(data), 1 << 20))
             if not chunk and time.monotonic() >= deadline:
-                raise TimeoutError  # it ended by itself, being late
+                raise TimeoutError  # it was late and ended itself
             if not chunk:
                 raise EOFError
             data += chunk
@@ -186,7 +188,7 @@ class TemplateProcess:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Seconds of a processor that a process had; 0 if it is gone."""
+    """Return the CPU time of a process in seconds; 0 if it is gone."""
     try:
         times = psutil.Process(pid).cpu_times()
         return float(times.user + times.system)

@@ -1,8 +1,9 @@
-"""The Jinja environment of chat templates: what Hugging Face's templates expect, sandboxed and bounded.
+"""The Jinja environment of chat templates: Hugging Face's extensions, sandboxed and bounded.
 
-Templates come with model repositories, so they are untrusted programs. Reaching for Python's internals raises, each
-loop step, output, call, filter and operator passes the render's Budget, and what would be huge is refused before it is
-computed (bounds.py). Runs in a process with limits of its own (rendering.py), for what passes all that.
+Templates come with model repositories, so they are untrusted programs. Access to Python's internals raises an error.
+Each loop step, output, call, filter and operator checks the render's time budget. Results that would be huge are
+refused before they are computed (template_bounds.py). The process has limits of its own (template_worker.py) against
+anything else.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from quire.text.template_bounds import (
     check_strip_chars,
 )
 
-STOP_FRACTION = 0.8
-WRITING_FILTERS = {  # filters that write out what they are given
+STOP_FRACTION = 0.8  # of a render's time
+WRITING_FILTERS = {  # filters that convert their arguments to text
     "capitalize", "center", "e", "escape", "forceescape", "format", "indent", "join", "lower", "replace", "safe",
     "string", "striptags", "title", "tojson", "trim", "truncate", "upper", "urlencode", "wordcount", "xmlattr",
 }  # fmt: skip
 
 
 class RenderBudget:
-    """What one render may still use of its `seconds` of wall clock: most of them, so that the template is stopped here,
-    where the reason can be told, before its process is killed."""
+    """The time budget of one render: a part of its `seconds` of wall-clock time, so that the template is stopped here
+    with a reason before its process is killed."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -62,7 +63,7 @@ class RenderBudget:
 
 
 class GenerationTag(Extension):
-    """{% generation %} ... {% endgeneration %}: marks the assistant's words for training; a plain scope here."""
+    """{% generation %} ... {% endgeneration %}: marks the assistant's text for training; here a plain scope."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's protocol)
 
@@ -72,7 +73,7 @@ class GenerationTag(Extension):
 
 
 class _InterceptLoops(NodeTransformer):
-    """Sends what the environment can't intercept, loops and `~`, through filters that can be bounded."""
+    """Passes loops and `~`, which the environment cannot intercept, through bounded filters."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -86,7 +87,7 @@ class _InterceptLoops(NodeTransformer):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """One template's environment. `budget` is that of the render under way: one render at a time."""
+    """The environment of one template. `budget` is that of the current render; there is one render at a time."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -95,12 +96,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[LoopControlExtension, GenerationTag],
-            optimized=False,  # folding constants would compute them outside of any budget
+            optimized=False,  # constant folding would run outside of the budget
             finalize=_check_output,
         )
         self.budget = RenderBudget(1.0)
         self.filters |= BOUNDED_FILTERS
-        for name in ("urlize", "wordwrap", "pprint"):  # slow on long text, and no chat needs them
+        for name in ("urlize", "wordwrap", "pprint"):  # slow on long text, and not needed in chats
             del self.filters[name]
         self.filters = {name: self._wrap_filter(name, function) for name, function in self.filters.items()}
         self.filters |= {" steps": self._with_ticks, " concat": self._concat}
@@ -112,21 +113,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return tree
 
     def concat(self, parts: Iterable[str]) -> str:
-        """Join what a macro, a call or a set block has output."""
+        """Join the output of a macro, call or set block."""
         pieces = list(parts)
         check_size(sum(map(len, pieces)))
         return "".join(pieces)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """May a template have it?"""
+        """Return True if a template may access the attribute."""
         return attr not in UNSAFE_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
-        """Raise at once: jinja2's own answer is a value that prints as nothing."""
+        """Raise SecurityError at once: jinja2's default is a value that prints as nothing."""
         raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__} is unsafe")
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """In place of a string's methods format and format_map: ours, with bounds."""
+        """Replace str.format and str.format_map by bounded versions."""
         if super().wrap_str_format(value) is None:
             return None
         text, mapped = value.__self__, value.__name__ == "format_map"
@@ -137,12 +138,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
             markup = hasattr(text, "__html__")
             formatter = BoundedEscapeFormatter(self, escape=text.escape) if markup else BoundedFormatter(self)
             given = ((), args[0]) if mapped else (args, kwargs)
-            return type(text)(formatter.vformat(text, *given))
+            formatted: str = type(text)(formatter.vformat(text, *given))
+            return formatted
 
         return format
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Refuse, before computing it, what would be huge."""
+        """Refuse huge results before they are computed."""
         self.budget.tick()
         if operator == "**":
             check_power(left, right)
@@ -159,13 +161,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         check_nested_size((*args, *kwargs.values()))
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
-            if __obj.__name__ == "join":  # a call into C would run through a generator unseen
+            if __obj.__name__ == "join":  # the C function would exhaust a generator without budget checks
                 args = tuple(map(__self._bounded_list, args))
             check_method(owner, __obj.__name__, args, kwargs)
         return __self._call_checked(super().call, (__context, __obj, *args), kwargs)
 
     def _wrap_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)  # keeps jinja2's marks of which functions want the context
+        @wraps(function)  # keeps jinja2's attributes, such as pass_context
         def bounded(*args: Any, **kwargs: Any) -> Any:
             if name in WRITING_FILTERS:
                 check_nested_size((*args, *kwargs.values()))
@@ -174,12 +176,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return bounded
 
     def _bounded_list(self, items: Iterable[Any]) -> list[Any]:
-        found, size = [], 0
+        result, size = [], 0
         for item in self._with_ticks(items):
-            found.append(item)
+            result.append(item)
             size += len(item) if isinstance(item, str) else 1
-            check_size(max(size, len(found)))
-        return found
+            check_size(max(size, len(result)))
+        return result
 
     def _call_checked(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.budget.tick()
@@ -204,7 +206,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 @pass_context
 def _check_output(context: Context, value: Any) -> Any:
-    """Each output passes here (being given the context also keeps it from running when the template is compiled)."""
+    """Check each output. Taking the context also keeps jinja2 from running this at compile time."""
     assert isinstance(context.environment, Sandbox)
     context.environment.budget.tick()
     check_nested_size((value,))
@@ -228,7 +230,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as chat templates expect it: no HTML escapes."""
+    """Return JSON as chat templates expect it, without HTML escapes."""
     deep = len(indent) if isinstance(indent, str) else max(indent or 0, 0)
     check_nested_size((value,), sum(map(len, separators or ())), deep)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -261,7 +263,7 @@ def _replace(eval_ctx: EvalContext, s: str, old: str, new: str, count: int | Non
 
 @pass_environment
 def _sum(environment: Sandbox, iterable: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
-    """Lists are joined one by one: adding each to the sum of all before copies that."""
+    """Sum with lists appended in place: adding each to the sum so far would copy it."""
     if not isinstance(start, list | tuple):
         return filters.sync_do_sum(environment, iterable, attribute, start + 0)  # numbers only
     parts = iterable if attribute is None else map(filters.make_attrgetter(environment, attribute), iterable)
@@ -287,7 +289,7 @@ def _batch(environment: Sandbox, value: Iterable[Any], linecount: int, fill_with
     return filters.do_batch(items, linecount, fill_with)
 
 
-BOUNDED_FILTERS: dict[str, Callable[..., Any]] = {  # those that multiply, with a look at what they would make
+BOUNDED_FILTERS: dict[str, Callable[..., Any]] = {  # filters that multiply, with a check of the result's size
     "batch": _batch, "format": _format, "indent": _indent, "join": _join, "replace": _replace, "sum": _sum,
     "tojson": _tojson, "trim": _trim,
 }  # fmt: skip

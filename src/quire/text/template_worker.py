@@ -1,13 +1,14 @@
-"""The program that compiles and renders a chat template, in a process of its own with limits; renderer.py starts it.
+"""The program of the template process: compiles and renders a chat template, with limits. Started by
+template_process.py.
 
-It says when it is up, then answers frames from descriptor 0 on descriptor 1. It ends when its input does, after a
-render that ran out of memory, and when nobody ended it in time. It opens nothing, and knows of nothing but the
-template.
+It reports when it is ready, then reads request frames from descriptor 0 and writes replies to descriptor 1. It ends at
+the end of its input, after a render that ran out of memory, and when a request takes too long. It opens no files, and
+knows only the template.
 """
 
 from __future__ import annotations
 
-import html  # noqa: F401 (what a template may need later, and can't be loaded then)
+import html  # noqa: F401 (imported before the limits, for templates)
 import os
 import resource
 import signal
@@ -21,29 +22,29 @@ from jinja2 import Template, meta
 from quire.protocol.json_frames import HEADER, pack, unpack
 from quire.text.template_sandbox import RenderBudget, Sandbox
 
-MAX_MEMORY = 224 << 20  # bytes of addresses beyond those of the start, so that in all it stays below 256 MiB
-SPARE_SECONDS = 1.0  # seconds beyond those after which whoever asks ends this process
+MAX_MEMORY = 224 << 20  # bytes of address space beyond those at the start, to stay below 256 MiB in all
+SPARE_SECONDS = 1.0  # beyond the time after which the parent kills this process
 MAX_REASON = 200
-# loads the rest
+# Its render imports the remaining modules.
 WARM_UP = r"{% for m in messages %}{{ m.role | striptags ~ '\u00e9' ~ strftime_now('%d') }}{% endfor %}"
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Serve requests until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # may be ignored or blocked by inheritance
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it may be ignored or blocked by inheritance
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     work = TemplateWorker()
-    for asked in (["compile", WARM_UP], ["render", {"messages": [{"role": "a"}]}, 10.0, 100]):
-        work.handle(asked)
+    for request in (["compile", WARM_UP], ["render", {"messages": [{"role": "a"}]}, 10.0, 100]):
+        work.handle(request)
     _set_limits()
     _write(pack(["done", None]))
     while (header := _read(HEADER)) is not None and (body := _read(int.from_bytes(header, "big"))) is not None:
         try:
-            seconds, asked = unpack(body)
-            # Ends the process: one call into C may go on for ever, and nobody may be left to end it.
+            seconds, request = unpack(body)
+            # The signal ends the process: a C call may never return, and the parent may be gone.
             signal.setitimer(signal.ITIMER_REAL, seconds + SPARE_SECONDS)
-            answer = work.handle(asked)
+            answer = work.handle(request)
             signal.setitimer(signal.ITIMER_REAL, 0)
         except MemoryError:
             _write(pack(["exhausted", f"it needs more than {MAX_MEMORY >> 20} MiB of memory"]))
@@ -59,8 +60,8 @@ class TemplateWorker:
         self._template: Template | None = None
 
     def handle(self, request: list[Any]) -> list[Any]:
-        """What ["compile", source] or ["render", variables, seconds, bytes] gives: ["done", what], ["failed", why] or
-        ["large", ""]. MemoryError passes through."""
+        """Handle ["compile", source] or ["render", variables, seconds, bytes]. Return ["done", result], ["failed",
+        reason] or ["large", ""]. MemoryError is not caught."""
         try:
             match request:
                 case ["compile", source]:
@@ -75,13 +76,13 @@ class TemplateWorker:
             return ["failed", (str(error) or type(error).__name__)[:MAX_REASON]]
 
     def _compile(self, source: str) -> list[str]:
-        """The variables that the template reads, in order."""
+        """Return the variables that the template reads, sorted."""
         self._template = self._sandbox.from_string(source)
         read = meta.find_undeclared_variables(self._sandbox.parse(source))
         return sorted(read - self._sandbox.globals.keys())
 
     def _render(self, variables: dict[str, Any], seconds: float, max_bytes: int) -> str | None:
-        """The text, None if it has more than `max_bytes` bytes."""
+        """Return the text, or None if it has more than `max_bytes` bytes."""
         assert self._template is not None, "nothing is compiled"
         self._sandbox.budget = RenderBudget(seconds)
         size, chunks = 0, []
@@ -95,7 +96,7 @@ class TemplateWorker:
 
 
 def _set_limits() -> None:
-    """So much memory, where the system tells what is in use; no core, and no further file or descriptor."""
+    """Limit the address space, where its use is known; allow no core dump, and no further file or descriptor."""
     in_use = _address_space_bytes()
     if in_use is not None:
         resource.setrlimit(resource.RLIMIT_AS, (in_use + MAX_MEMORY, in_use + MAX_MEMORY))
@@ -104,7 +105,7 @@ def _set_limits() -> None:
 
 
 def _address_space_bytes() -> int | None:
-    """Bytes of addresses that this process has; None where the system doesn't tell so."""
+    """Return the size of this process's address space in bytes, or None if the system does not report it."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -113,7 +114,7 @@ def _address_space_bytes() -> int | None:
 
 
 def _read(size: int) -> bytes | None:
-    """Exactly `size` bytes; None at the end of the input."""
+    """Return exactly `size` bytes, or None at the end of the input."""
     data = bytearray()
     while len(data) < size:
         chunk = os.read(0, size - len(data))

@@ -1,5 +1,5 @@
-"""Text as tokens come, stop strings in it, and bad words as token ids. Knows nothing of requests beyond their
-SamplingParams.
+"""The text state of a sequence: incremental detokenization, stop strings, and bad words as token ids. Of requests it
+knows only their SamplingParams.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from quire.text.grammars.compiler import GrammarCompiler
 from quire.text.stop_strings import StopAutomaton, StopChecker
 from quire.text.tokenizer import Tokenizer
 
-PROMPT_TAIL = 16  # tokens of the prompt that the detokenizer must have seen
+PROMPT_TAIL = 16  # last tokens of the prompt that the detokenizer needs
 
 
 class TextBackend:
-    """What requests need of `tokenizer`: one TextFlow a sequence, and parameters with their words as ids."""
+    """Makes the detokenizers of sequences, and resolves parameters with `tokenizer` and `grammars`."""
 
     def __init__(self, tokenizer: Tokenizer, grammars: GrammarCompiler | None = None) -> None:
         self.tokenizer, self.grammars = tokenizer, grammars
 
     def new_detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> StopAwareDetokenizer:
-        """The text of one sequence that continues `prompt`."""
+        """Return the detokenizer of one sequence that continues `prompt`."""
         return StopAwareDetokenizer(self.tokenizer, prompt[-PROMPT_TAIL:], params)
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
-        """`params` with its bad words as `bad_word_ids`, its stop strings and the form of its output compiled: once for
-        all branches, and for all requests that are given the result. InputError for a word without tokens, for too many
-        tokens, or for a form that can't be had."""
+        """Return `params` with bad words as `bad_word_ids`, and with compiled stop strings and grammar. This is done
+        once for all branches, and for all requests that use the result. Raise InputError for a bad word without tokens,
+        for too many tokens, or for an output form that is not supported."""
         if params.structured is not None and params.grammar is None:
             if self.grammars is None:
                 raise InputError("structured output isn't offered here", "structured_outputs")
@@ -51,22 +51,22 @@ class TextBackend:
         return replace(params, bad_words=(), bad_word_ids=tuple(ids), stop_automaton=automaton)
 
     def _bad_word_variants(self, word: str) -> list[tuple[int, ...]]:
-        """The spellings of a word: at the start of a text, after a space, and right after another character. One that
-        ends in another needs no ban of its own."""
+        """Return the spellings of a word: at the start of a text, after a space, and after another character. A
+        spelling that ends with a shorter one is omitted, since the shorter one bans it."""
         bare = word.lstrip()
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
         start = encode(bare) if bare else []
         if not start:
             raise InputError(f"bad_words holds {word[:60]!r}, which has no tokens", "bad_words")
-        kept: list[tuple[int, ...]] = []
+        variants: list[tuple[int, ...]] = []
         for spelling in sorted((start, encode(" " + bare), self.tokenizer.encode_continuation(bare)), key=len):
-            if not any(tuple(spelling[-len(other) :]) == other for other in kept):
-                kept.append(tuple(spelling))
-        return kept
+            if not any(tuple(spelling[-len(other) :]) == other for other in variants):
+                variants.append(tuple(spelling))
+        return variants
 
 
 def get_stop_automaton(params: SamplingParams) -> StopAutomaton | None:
-    """The automaton of the stop strings: the one that is there already, if it is theirs."""
+    """Return the automaton of the stop strings; an existing one is reused if its stop strings are the same."""
     stops, known = tuple(params.stop or ()), params.stop_automaton
     if not stops or (isinstance(known, StopAutomaton) and known.stops == stops):
         return known if stops else None
@@ -74,7 +74,7 @@ def get_stop_automaton(params: SamplingParams) -> StopAutomaton | None:
 
 
 class StopAwareDetokenizer:
-    """One sequence's text. Stop strings count where they end in the text of a token after the first `min_tokens`."""
+    """The text of one sequence. A stop string counts if it ends in the text of a token after the first `min_tokens`."""
 
     __slots__ = ("_detokenizer", "_min_tokens_left", "_stop_checker")
 
@@ -84,10 +84,10 @@ class StopAwareDetokenizer:
         self._stop_checker = (
             StopChecker(automaton, params.include_stop_str_in_output) if automaton is not None else None
         )
-        self._min_tokens_left = params.min_tokens  # tokens to come in whose text no stop string may end
+        self._min_tokens_left = params.min_tokens  # number of next tokens in whose text no stop string may end
 
     def push(self, tokens: Sequence[int], last: bool) -> tuple[str, str | None]:
-        """Text that is safe to show now, and the stop string that ends the sequence, if one was found."""
+        """Return the text that can be emitted now, and the stop string that ends the sequence, or None."""
         early, self._min_tokens_left = tokens[: self._min_tokens_left], max(self._min_tokens_left - len(tokens), 0)
         before = self._detokenizer.push(early) if early else ""
         text = self._detokenizer.push(tokens[len(early) :]) + (self._detokenizer.flush() if last else "")

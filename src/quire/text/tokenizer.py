@@ -1,8 +1,8 @@
-"""Text to token ids and back, through the `tokenizers` library.
+"""Conversion of text to token ids and back with the `tokenizers` library.
 
-tokenizer.json is loaded as it is; folders with older files only go through transformers (extra `hf`), which converts
-them to the same thing. No code of a model folder ever runs: `auto_map` is ignored. What the library raises, its panics
-included, ends here (library.py).
+tokenizer.json is loaded as it is. Folders with only older files are converted by transformers (extra `hf`). No code of
+a model folder is executed: `auto_map` is ignored. Errors and panics of the library become quire's errors
+(tokenizers_guard.py).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MAX_DIGITS = 9  # of an added token's id
 
 
 class Tokenizer:
-    """A vocabulary and its rules. `special_tokens` names the special tokens ({"eos_token": "</s>", ...}), `config` is
-    what a folder's tokenizer_config.json says."""
+    """A vocabulary and its rules. `special_tokens` are the named special tokens ({"eos_token": "</s>", ...}), `config`
+    is the content of tokenizer_config.json. `more_eos_ids` are end tokens besides eos_token."""
 
     def __init__(
         self,
@@ -40,6 +40,7 @@ class Tokenizer:
         special_tokens: dict[str, str],
         has_chat_template: bool = False,
         config: dict[str, Any] | None = None,
+        more_eos_ids: Sequence[int] = (),
     ) -> None:
         with errors_to_startup_error("the tokenizer"):
             backend.no_truncation()
@@ -51,7 +52,7 @@ class Tokenizer:
             self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
             self.bos_id = self._special_id("bos_token", backend)
             eos = self._special_id("eos_token", backend)
-            self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
+            self.eos_ids = tuple(dict.fromkeys((*(() if eos is None else (eos,)), *more_eos_ids)))
             check_replacement_growth(backend)
             self.decoder_rules = DecoderRules.from_decoder(backend.decoder)
             check_encodes(backend)
@@ -60,7 +61,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """The tokenizer of a model folder. StartupError when there is none or it can't be read."""
+        """Load the tokenizer of a model folder. Raise StartupError if there is none or it cannot be read."""
         folder = Path(folder)
         if not folder.is_dir():
             raise StartupError(f"{folder} is not a folder", "Give a folder that holds tokenizer.json")
@@ -83,9 +84,10 @@ class Tokenizer:
         return None if text is None else backend.token_to_id(text)
 
     def encode(self, text: str, add_special_tokens: bool = True, max_chars: int | None = None) -> list[int]:
-        """Token ids. `add_special_tokens` adds what the tokenizer's post-processor says (BOS, for example).
+        """Return the token ids of `text`. `add_special_tokens` applies the tokenizer's post-processor, which may add
+        BOS.
 
-        InputError for text of more than `max_chars` characters, and for text that isn't valid Unicode."""
+        Raise InputError for text of more than `max_chars` characters, and for invalid Unicode."""
         if not isinstance(text, str):
             raise InputError(f"text must be a string, got {type(text).__name__}")
         if max_chars is not None and len(text) > max_chars:
@@ -94,32 +96,35 @@ class Tokenizer:
             return encode(self._backend, text, add_special_tokens)
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Token ids of `text` where it goes on from another text: some tokenizers put a space before a first word."""
-        line, spelled = (self.encode(part, add_special_tokens=False) for part in ("\n", "\n" + text))
-        inside = spelled[: len(line)] == line
-        return spelled[len(line) :] if inside else self.encode(text, add_special_tokens=False)
+        """Return the token ids of `text` as the continuation of another text: some tokenizers put a space before the
+        first word of a text."""
+        line, ids = (self.encode(part, add_special_tokens=False) for part in ("\n", "\n" + text))
+        splits = ids[: len(line)] == line
+        return ids[len(line) :] if splits else self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids; an id without a token (padding of the model's vocabulary) has none. InputError below 0."""
+        """Return the text of `ids`. Ids without a token (padding of the model's vocabulary) have none. Raise InputError
+        for negative ids."""
         try:
             with errors_to_input_error("token ids can't be decoded"):
-                # As a batch of one: other threads needn't wait for it.
+                # A batch of one, since batch calls release the GIL.
                 [text] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
                 return str(text)
         except (OverflowError, TypeError) as error:
             raise InputError(f"token ids must be integers between 0 and {self.vocab_size - 1}") from error
 
     def has_id(self, id: int) -> bool:
-        """Is there a token with this id?"""
+        """Return True if `id` has a token."""
         return 0 <= id < self.vocab_size and self._backend.id_to_token(id) is not None
 
     def token_to_id(self, text: str) -> int | None:
-        """The id of the token that is called `text`; None if there is none."""
-        found: int | None = self._backend.token_to_id(text)
-        return found
+        """Return the id of the token `text`, or None."""
+        id: int | None = self._backend.token_to_id(text)
+        return id
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that a token adds after others; b"" for an id without a token. Half a character stays half."""
+        """Return the bytes that a token adds after others, or b"" for an id without a token. Incomplete UTF-8
+        characters stay incomplete."""
         known = self._bytes.get(id)
         if known is None:
             known = self._bytes[id] = (
@@ -128,15 +133,15 @@ class Tokenizer:
         return known
 
     def first_token_bytes(self, id: int) -> bytes:
-        """As `token_bytes`, for a token that opens the text: some decoders leave out its space."""
+        """Return the bytes of a token that begins the text: some decoders drop its leading space."""
         return self.decoder_rules.bytes_of(self._known_id_to_token(id), first=True) if self.has_id(id) else b""
 
     def token_text(self, id: int) -> str:
-        """A token as text, for log-probabilities; U+FFFD where its bytes are no whole character."""
+        """Return a token as text, for log-probabilities; incomplete characters become U+FFFD."""
         return self.token_bytes(id).decode("utf-8", "replace")
 
     def id_to_token(self, id: int) -> str:
-        """A token as the vocabulary spells it; "" for an id without a token."""
+        """Return a token as the vocabulary spells it, or "" for an id without a token."""
         return self._known_id_to_token(id) if self.has_id(id) else ""
 
     def _known_id_to_token(self, id: int) -> str:
@@ -146,9 +151,10 @@ class Tokenizer:
 
 
 def _add_config_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
-    """Bring in what only tokenizer_config.json says, as transformers does: tokens, and whether text may name them.
+    """Add the tokens and flags that only tokenizer_config.json declares, as transformers does.
 
-    Its add_bos_token and add_eos_token are not read: tokenizer.json's post-processor decides, as in transformers 5."""
+    Its add_bos_token and add_eos_token are ignored, as in transformers 5: the post-processor of tokenizer.json
+    decides."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared, named = config.get("added_tokens_decoder"), set(special.values())
     added = []
@@ -162,7 +168,7 @@ def _add_config_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], sp
             flags = {name: bool(entry.get(name)) for name in ("lstrip", "normalized", "rstrip", "single_word")}
             added.append(AddedToken(content, special=bool(entry.get("special")) or content in named, **flags))
             known.add(content)
-    backend.add_tokens(added)  # in one call: each looks at all tokens
+    backend.add_tokens(added)  # in one call, since each call scans all tokens
     backend.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(special.values())]
     )
@@ -174,14 +180,14 @@ def _entry_id(item: tuple[str, Any]) -> int:
 
 
 def _convert_slow_tokenizer(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The backend and the special tokens of a folder with slow tokenizer files, converted by transformers."""
+    """Return the backend and the special tokens of a folder with slow tokenizer files, converted by transformers."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise StartupError(
             f"{folder} has no tokenizer.json, and converting older files needs transformers", "pip install 'quire[hf]'"
         ) from error
-    for path in folder.iterdir():  # it reads whichever it knows
+    for path in folder.iterdir():  # transformers may read any of them
         if not path.is_dir():
             find_checkpoint_file(folder, path.name)
     remedy = "Add its tokenizer.json to the folder"

@@ -1,7 +1,4 @@
-"""What a model folder's small JSON files say about its text: special tokens and the tokenizer's settings.
-
-Reads settings only; no code of a model folder ever runs.
-"""
+"""The special tokens and tokenizer settings of a model folder's JSON files. No code of a model folder is executed."""
 
 from __future__ import annotations
 
@@ -11,18 +8,18 @@ from typing import Any
 from quire.errors import StartupError, short_repr
 from quire.files import read_json_config
 
-MAX_SPECIAL_TOKENS = 1024  # named special tokens, and characters of each
+MAX_SPECIAL_TOKENS = 1024  # number of named special tokens, and characters of each
 
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, completed by what only the older special_tokens_map.json says."""
+    """Return tokenizer_config.json, completed from the older special_tokens_map.json."""
     return {**read_json_config(folder, "special_tokens_map.json"), **read_json_config(folder, "tokenizer_config.json")}
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The named special tokens of a tokenizer_config: {"bos_token": "<s>", "eos_token": "</s>", ...}. StartupError for
-    one that can't be a token."""
-    named = {}
+    """Return the named special tokens of a tokenizer_config: {"bos_token": "<s>", "eos_token": "</s>", ...}. Raise
+    StartupError for an invalid one."""
+    named: dict[str, str] = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(content, str) and content:
@@ -40,7 +37,7 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def is_unicode(text: str) -> bool:
-    """Is it valid Unicode, or are there lone surrogates (which JSON can hold)?"""
+    """Return True if `text` is valid Unicode. JSON can hold lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:

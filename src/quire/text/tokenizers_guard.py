@@ -1,5 +1,5 @@
-"""The `tokenizers` library's calls, as quire makes them: its failures become ours, its panics too, and what a
-stranger's tokenizer would do is tried before it serves. It doesn't know what a tokenizer is for.
+"""Guarded calls of the `tokenizers` library: its errors and panics become quire's errors, and an untrusted tokenizer is
+tested before it serves.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,20 @@ import tokenizers
 
 from quire.errors import InputError, QuireError, StartupError
 
-TEST_TEXT = "Pages, 12 naïve words 日本 😀\n"  # that is tried at start
+TEST_TEXT = "Pages, 12 naïve words 日本 😀\n"  # encoded at startup
 TEST_SECONDS = 2.0
-MAX_GROWTH = 1 << 12  # times that a tokenizer's replacements may lengthen a text
-PANIC = "PanicException"  # of the library's language; derives from BaseException, and no module exports it
+MAX_GROWTH = 1 << 12  # factor by which a tokenizer's replacements may lengthen a text
+PANIC = "PanicException"  # a Rust panic; derives from BaseException, and no module exports it
 
 
 @contextmanager
 def translate_errors(to_error: Callable[[str], QuireError], *passthrough: type[Exception]) -> Iterator[None]:
-    """What the library raises becomes `to_error` of the reason; `passthrough` and quire's own errors stay."""
+    """Convert the library's exceptions with `to_error`, given the reason. `passthrough` and quire's own errors pass
+    unchanged."""
+    unchanged: tuple[type[Exception], ...] = (QuireError, *passthrough)
     try:
         yield
-    except (QuireError, *passthrough):
+    except unchanged:
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != PANIC:
@@ -36,15 +38,15 @@ def translate_errors(to_error: Callable[[str], QuireError], *passthrough: type[E
         raise to_error(" ".join(str(error).split())[:200] or type(error).__name__) from error
 
 
-def errors_to_input_error(what: str) -> Any:
-    """A context in which the library's failures are InputErrors; a TypeError is its answer to what isn't its type."""
+def errors_to_input_error(what: str) -> AbstractContextManager[None]:
+    """Return a context that converts the library's errors to InputError. TypeError and OverflowError pass: they mean an
+    argument of a wrong type."""
     return translate_errors(lambda reason: InputError(f"{what}: {reason}"), TypeError, OverflowError)
 
 
 @contextmanager
 def errors_to_startup_error(what: str | Path) -> Iterator[None]:
-    """A context in which the library's failures are StartupErrors. For the start: what it writes to descriptor 2 when
-    it panics is left out."""
+    """Convert the library's errors to StartupError. For startup: what a panic writes to descriptor 2 is dropped."""
     remedy = "Download the file again"
     with (
         translate_errors(lambda reason: StartupError(f"{what} is not a readable tokenizer: {reason}", remedy)),
@@ -55,50 +57,50 @@ def errors_to_startup_error(what: str | Path) -> Iterator[None]:
 
 @contextmanager
 def _capture_stderr() -> Iterator[None]:
-    """Write what comes to descriptor 2 at the end, unless the library panicked."""
+    """Buffer writes to descriptor 2 and write them at the end, unless the library panicked."""
     try:
-        there = os.dup(2)
-    except OSError:  # it is closed
+        stderr = os.dup(2)
+    except OSError:  # descriptor 2 is closed
         yield
         return
-    with tempfile.TemporaryFile() as held:
+    with tempfile.TemporaryFile() as buffer:
         try:
-            os.dup2(held.fileno(), 2)
+            os.dup2(buffer.fileno(), 2)
             yield
         except BaseException as error:
             cause: BaseException | None = error
             while cause is not None and type(cause).__name__ != PANIC:
                 cause = cause.__cause__
             if cause is not None:
-                held.truncate(0)
+                buffer.truncate(0)
             raise
         finally:
-            os.dup2(there, 2)
-            os.close(there)
-            held.seek(0)
-            if said := held.read():
-                os.write(2, said)
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            buffer.seek(0)
+            if text := buffer.read():
+                os.write(2, text)
 
 
 def encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Token ids. As a batch of one, which other threads needn't wait for; and without offsets, in a fraction of the
-    time. InputError for text that isn't valid Unicode."""
+    """Return the token ids of `text`. Uses a batch of one, which releases the GIL, and the variant without offsets,
+    which is several times faster. Raise InputError for invalid Unicode."""
     try:
         ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-    except TypeError as error:  # how the library says "a lone surrogate"
+    except TypeError as error:  # raised for a lone surrogate
         raise InputError("text holds a lone surrogate, which is not valid Unicode") from error
     return ids
 
 
 def check_encodes(backend: tokenizers.Tokenizer) -> None:
-    """Encode and decode a word. StartupError if the library panics, or if it takes more than 2 s."""
+    """Encode and decode a text. Raise StartupError if the library panics or takes more than 2 s."""
     failed: list[BaseException] = []
 
     def work() -> None:
         try:
             with translate_errors(InputError):
                 backend.decode_batch([encode(backend, TEST_TEXT, True)])
-        except InputError as error:  # a word without its unknown token is the word's fault
+        except InputError as error:  # the vocabulary lacks an unknown token: not a fault
             if type(error.__cause__).__name__ == PANIC:
                 failed.append(error)
         except BaseException as error:
@@ -114,7 +116,7 @@ def check_encodes(backend: tokenizers.Tokenizer) -> None:
 
 
 def check_replacement_growth(backend: tokenizers.Tokenizer) -> None:
-    """StartupError for replacements of replacements that make much of little, which no time limit would stop."""
+    """Raise StartupError for nested replacements that lengthen a text without bound, which no time limit would stop."""
     for part in (backend.normalizer, backend.decoder):
         growth = 1
         for step in _flatten_steps(json.loads(part.__getstate__())) if part is not None else ():
@@ -129,7 +131,7 @@ def check_replacement_growth(backend: tokenizers.Tokenizer) -> None:
 
 
 def _flatten_steps(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The steps of a sequence of sequences."""
+    """Yield the steps of nested sequences."""
     if step.get("type") != "Sequence":
         yield step
     for inner in step.get("normalizers", step.get("decoders", ())) if step.get("type") == "Sequence" else ():

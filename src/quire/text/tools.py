@@ -1,4 +1,4 @@
-"""Tools as requests define them, calls of them in a conversation, and both for templates that know of neither."""
+"""Tool definitions of requests, tool calls in conversations, and their text form for templates without tool support."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from quire.errors import InputError, short_repr
 
 MAX_TOOLS = 128
-MAX_CALLS = 128  # in one message
-MAX_VALUES = 8192  # JSON values in all tools, or in the arguments of a call
+MAX_CALLS = 128  # per message
+MAX_VALUES = 8192  # JSON values of all tools, or of a call's arguments
 MAX_DEPTH = 32
 MAX_PROPERTIES = 1024  # of one tool's parameters
 MAX_CHARACTERS = 1 << 18  # of all tools
@@ -22,7 +22,8 @@ TOOL_SHAPE = 'a function, like {"type": "function", "function": {"name": ...}}'
 
 
 class Tool(NamedTuple):
-    """A function that a model may call. `parameters` is a JSON schema, or None; `definition` what a template gets."""
+    """A function that a model may call. `parameters` is a JSON schema or None; `definition` is the object for
+    templates."""
 
     name: str
     parameters: dict[str, Any] | None
@@ -30,22 +31,22 @@ class Tool(NamedTuple):
 
 
 def read_tools(tools: Any) -> list[Tool]:
-    """The tools of a request, checked and copied. InputError says which is wrong, and how."""
+    """Return checked copies of a request's tools. Raise InputError with the tool that is invalid, and why."""
     if not isinstance(tools, list | tuple):
         raise InputError(f"tools must be a list, got {type(tools).__name__}", "tools")
     if len(tools) > MAX_TOOLS:
         raise InputError(f"tools may have at most {MAX_TOOLS} entries, got {len(tools)}", "tools")
     bound = JsonCopier("tools", "tools")
-    found = [_tool(f"tools[{i}]", tool, bound) for i, tool in enumerate(tools)]
+    checked = [_tool(f"tools[{i}]", tool, bound) for i, tool in enumerate(tools)]
     names: set[str] = set()
-    for i, tool in enumerate(found):
+    for i, tool in enumerate(checked):
         if tool.name in names:
             raise InputError(f"tools[{i}].function.name is {tool.name!r}, which another tool has", "tools")
         names.add(tool.name)
-    size = sum(len(json.dumps(tool.definition, ensure_ascii=False)) for tool in found)
+    size = sum(len(json.dumps(tool.definition, ensure_ascii=False)) for tool in checked)
     if size > MAX_CHARACTERS:
         raise InputError(f"tools have {size} characters of JSON; the limit is {MAX_CHARACTERS}", "tools")
-    return found
+    return checked
 
 
 def _tool(at: str, tool: Any, bound: JsonCopier) -> Tool:
@@ -78,20 +79,20 @@ def _check_parameters(at: str, parameters: Mapping[str, Any]) -> None:
 
 
 def check_name(at: str, name: Any, param: str) -> str:
-    """A tool's name. InputError if it is none."""
+    """Return the name of a tool. Raise InputError if it is invalid."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InputError(f"{at} must have 1 to 64 letters, digits, _, . or -, got {short_repr(name)}", param)
     return name
 
 
 class JsonCopier:
-    """Bounded copies made of JSON's types only, so that a template meets no object with methods of its own."""
+    """Makes bounded copies that consist of JSON types only, so that a template gets no object with methods."""
 
     def __init__(self, what: str, param: str) -> None:
         self._subject, self._param, self._values_left = what, param, MAX_VALUES
 
     def copy(self, value: Any, at: str, depth: int = 0) -> Any:
-        """The copy. InputError beyond MAX_VALUES in all, or MAX_DEPTH levels."""
+        """Return a copy. Raise InputError beyond MAX_VALUES values in all, or MAX_DEPTH levels."""
         self._values_left -= 1
         if self._values_left < 0 or depth > MAX_DEPTH:
             raise InputError(f"{self._subject} may hold {MAX_VALUES} JSON values, {MAX_DEPTH} levels deep", self._param)
@@ -101,7 +102,7 @@ class JsonCopier:
             return {key: self.copy(item, at, depth + 1) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.copy(item, at, depth + 1) for item in value]
-        if type(value) is float and not math.isfinite(value):  # Python reads NaN, and 1e999
+        if type(value) is float and not math.isfinite(value):  # json.loads accepts NaN and 1e999
             raise InputError(f"{at} has the number {value}, which JSON doesn't have", self._param)
         if value is None or type(value) in (str, bool, int, float):
             return value
@@ -109,7 +110,7 @@ class JsonCopier:
 
 
 def read_calls(at: str, calls: Any) -> list[dict[str, Any]]:
-    """An assistant message's tool_calls, their arguments as objects: what templates expect."""
+    """Return an assistant message's tool_calls with the arguments as objects, as templates expect."""
     if not isinstance(calls, list | tuple):
         raise InputError(f"{at} must be a list, got {type(calls).__name__}", "messages")
     if len(calls) > MAX_CALLS:
@@ -122,14 +123,14 @@ def _call(at: str, call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or call.get("type", "function") != "function":
         raise InputError(f"{at} must be a call of {TOOL_SHAPE}", "messages")
     name = check_name(f"{at}.function.name", function.get("name"), "messages")
-    found: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": _arguments(at, function)}}
+    checked: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": _arguments(at, function)}}
     if call.get("id") is not None:
-        found["id"] = check_call_id(f"{at}.id", call["id"])
-    return found
+        checked["id"] = check_call_id(f"{at}.id", call["id"])
+    return checked
 
 
 def check_call_id(at: str, id: Any) -> str:
-    """What names a call. InputError if it can't."""
+    """Return the id of a call. Raise InputError if it is invalid."""
     if not isinstance(id, str) or not 1 <= len(id) <= MAX_ID_CHARS:
         raise InputError(f"{at} must be a string of 1 to {MAX_ID_CHARS} characters, got {short_repr(id)}", "messages")
     return id
@@ -147,26 +148,26 @@ def _arguments(at: str, function: Mapping[str, Any]) -> dict[str, Any]:
             raise InputError(f"{at} is no JSON: {str(error)[:120]}", "messages") from None
     if not isinstance(given, Mapping):
         raise InputError(f"{at} must be the JSON of an object, got {type(given).__name__}", "messages")
-    found: dict[str, Any] = JsonCopier(at, "messages").copy(given, at)
-    return found
+    arguments: dict[str, Any] = JsonCopier(at, "messages").copy(given, at)
+    return arguments
 
 
 def check_tool_results(messages: Sequence[Mapping[str, Any]]) -> None:
-    """InputError for a message with a tool's result that no call before it asked for."""
-    asked: set[str] | None = None  # ids of the calls that the last assistant's message has
+    """Raise InputError for a tool's result without a call before it."""
+    call_ids: set[str] | None = None  # of the last assistant message
     for i, message in enumerate(messages):
         if message["role"] == "tool":
-            if asked is None:
+            if call_ids is None:
                 raise InputError(f"messages[{i}] has a tool's result, and no call of a tool is before it", "messages")
             id = message.get("tool_call_id")
-            if id is not None and asked and id not in asked:
+            if id is not None and call_ids and id not in call_ids:
                 raise InputError(f"messages[{i}].tool_call_id is {id[:60]!r}, which no call before it has", "messages")
         else:
             calls = message.get("tool_calls")
-            asked = {call["id"] for call in calls if "id" in call} if calls else None
+            call_ids = {call["id"] for call in calls if "id" in call} if calls else None
 
 
-# For templates that know nothing of tools
+# For templates without tool support
 
 TOOLS_PROMPT = (
     "You can call functions. Their descriptions, one a line:\n{tools}\n"
@@ -175,16 +176,16 @@ TOOLS_PROMPT = (
 
 
 def describe_tools_in_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The messages for a template that doesn't read `tools`: these are described in the system's message, calls are
-    written as JSON, and results are said by the user."""
-    said = [_without_tool_fields(message) for message in messages]
-    if not tools or not said:
-        return said
+    """Return the messages for a template that does not read `tools`: the system message describes the tools, calls are
+    JSON, and results are user messages."""
+    plain = [_without_tool_fields(message) for message in messages]
+    if not tools or not plain:
+        return plain
     lines = "\n".join(json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools)
-    taught = TOOLS_PROMPT.format(tools=lines)
-    if said[0]["role"] in ("system", "developer") and isinstance(said[0]["content"], str):
-        return [{**said[0], "content": f"{said[0]['content']}\n\n{taught}"}, *said[1:]]
-    return [{"role": "system", "content": taught}, *said]
+    description = TOOLS_PROMPT.format(tools=lines)
+    if plain[0]["role"] in ("system", "developer") and isinstance(plain[0]["content"], str):
+        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{description}"}, *plain[1:]]
+    return [{"role": "system", "content": description}, *plain]
 
 
 def _without_tool_fields(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Checkpoints in the Hugging Face format: finding and reading them, and filling a model's parameters."""
+"""Checkpoints: locating and reading files in the Hugging Face format and in GGUF, and loading a model's parameters."""

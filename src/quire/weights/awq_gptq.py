@@ -1,8 +1,8 @@
-"""Weights of checkpoints by AWQ and GPTQ: their packed integers, zeros and scales, as weights of few bits.
+"""Weights of AWQ and GPTQ checkpoints: their packed integers, zeros and scales, as low-bit weights without loss.
 
-A group of a column's numbers shares a scale and a zero: a weight is (number - zero) * scale, and none is lost. Both
-methods keep weights as [in, out], eight numbers of four bits in 32: AWQ along the outputs, in an order of its own, GPTQ
-along the inputs.
+A group of numbers of a column shares a scale and a zero: a weight is (number - zero) * scale. Both methods store
+weights as [in, out], eight numbers of four bits in a 32-bit word: AWQ along the outputs, in AWQ_ORDER, GPTQ along the
+inputs.
 """
 
 from __future__ import annotations
@@ -21,60 +21,55 @@ from quire.weights.tensor_slices import TensorSlice
 
 TENSOR_KINDS = ("qweight", "qzeros", "scales", "g_idx")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight outputs each four bits are of, the lowest first."""
+"""The output of each four bits of a word, the lowest first."""
 FIT_REMEDY = "The checkpoint must fit its config.json"
 
 
 class PackedWeight:
-    """The tensors of one weight [rows, columns], as they come, or what a rank has of them: `tensor_slice`, which may
-    lie across words and groups, is of this shape. Words and groups that it touches are read whole."""
+    """The tensors of one weight [rows, columns], read one by one; or of a rank's `tensor_slice` of it. A slice may end
+    within words and groups: these are read whole."""
 
     def __init__(
         self, scheme: LowBitScheme, name: str, rows: int, columns: int, tensor_slice: TensorSlice | None = None
     ) -> None:
         self.scheme, self.name, self.rows, self.columns = scheme, name, rows, columns
-        self.tensor_slice, self.row_ranges = (
-            tensor_slice,
-            (range(rows),) if tensor_slice is None else tensor_slice.row_ranges,
-        )
-        self.column_range = (
-            range(columns) if tensor_slice is None or tensor_slice.columns is None else tensor_slice.columns
-        )
-        self.group_range = (
-            range(columns // scheme.group_size)
-            if scheme.desc_act
-            else _word_range(self.column_range, scheme.group_size)
-        )
+        self.tensor_slice = tensor_slice
+        self.row_ranges = (range(rows),) if tensor_slice is None else tensor_slice.row_ranges
+        self.column_range = range(columns)
+        if tensor_slice is not None and tensor_slice.columns is not None:
+            self.column_range = tensor_slice.columns
+        self.group_range = range(columns // scheme.group_size)
+        if not scheme.desc_act:
+            self.group_range = _word_range(self.column_range, scheme.group_size)
         self.tensors: dict[str, Tensor] = {}
 
     def read(self, kind: str, file: Any, key: str, path: Path) -> Tensor:
-        """A tensor of a safetensors file, which is kept. StartupError for one of the wrong kind or shape."""
+        """Read a tensor of a safetensors file into `tensors`, and return it. Raise StartupError for a wrong dtype,
+        shape or value."""
         self._check_shape(kind, list(file.get_slice(key).get_shape()), key, path)
-        found = self._read(kind, file, key)
+        tensor = self._read(kind, file, key)
         floats = kind == "scales"
-        if found.dtype not in ((torch.float16, torch.bfloat16, torch.float32) if floats else (torch.int32,)):
-            kind_of = str(found.dtype).removeprefix("torch.")
-            raise StartupError(
-                f"{short_repr(key)} in {path} has dtype {kind_of}", "Numbers are int32, scales are floats"
-            )
-        if floats and not (found.half().isfinite() & (found.half().float() == found.float())).all():
+        if tensor.dtype not in ((torch.float16, torch.bfloat16, torch.float32) if floats else (torch.int32,)):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise StartupError(f"{short_repr(key)} in {path} has dtype {dtype}", "Numbers are int32, scales are floats")
+        if floats and not (tensor.half().isfinite() & (tensor.half().float() == tensor.float())).all():
             raise StartupError(
                 f"{short_repr(key)} in {path} has a scale that isn't a finite number in fp16", FIT_REMEDY
             )
         if kind == "g_idx":
-            self._check_order(found, key, path)
-        self.tensors[kind] = found
-        return found
+            self._check_order(tensor, key, path)
+        self.tensors[kind] = tensor
+        return tensor
 
     def _read(self, kind: str, file: Any, key: str) -> Tensor:
-        """What is needed of a tensor."""
+        """Read a tensor, or the part of it that the slice needs."""
         if self.tensor_slice is None:
             whole: Tensor = file.get_tensor(key)
             return whole
         tensor, per, awq = file.get_slice(key), 32 // self.scheme.bits, self.scheme.stored == "awq"
         if kind == "g_idx":
-            own: Tensor = tensor[self.column_range.start : self.column_range.stop]
-            return own
+            order: Tensor = tensor[self.column_range.start : self.column_range.stop]
+            return order
         words = [_word_range(run, per) for run in self.row_ranges]
         down, across = {
             "qweight": (self.column_range, words) if awq else (_word_range(self.column_range, per), self.row_ranges),
@@ -100,12 +95,10 @@ class PackedWeight:
 
     def _check_order(self, order: Tensor, key: str, path: Path) -> None:
         groups = self.columns // self.scheme.group_size
-        plain = (
-            torch.arange(self.column_range.start, self.column_range.stop, dtype=torch.int32) // self.scheme.group_size
-        )
+        columns = torch.arange(self.column_range.start, self.column_range.stop, dtype=torch.int32)
         if not ((order >= 0) & (order < groups)).all():
             raise StartupError(f"{short_repr(key)} in {path} names a group that isn't there", f"There are {groups}")
-        if not self.scheme.desc_act and not torch.equal(order.cpu(), plain):
+        if not self.scheme.desc_act and not torch.equal(order.cpu(), columns // self.scheme.group_size):
             raise StartupError(
                 f"{short_repr(key)} in {path} has groups out of order", "config.json must say so: desc_act"
             )
@@ -116,7 +109,7 @@ class PackedWeight:
         return [f"{self.name}.{kind}" for kind in needed if kind not in self.tensors]
 
     def unpack(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Numbers [rows, columns], zeros [rows, groups] and scales [rows, groups], of those that were read."""
+        """Return the numbers [rows, columns], zeros [rows, groups] and scales [rows, groups] that were read."""
         zeros, scales, bits = self.tensors["qzeros"], self.tensors["scales"].t(), self.scheme.bits
         if self.scheme.stored == "awq":
             numbers = unpack_bits(self.tensors["qweight"], 4)
@@ -131,8 +124,8 @@ class PackedWeight:
         return numbers, zeros.t(), scales
 
     def to_low_bit(self) -> LowBitWeight:
-        """In few bits; the groups are in order, and whole."""
-        assert not self.scheme.desc_act, "columns of a group lie side by side"
+        """Return the weight in few bits; its groups must be in order, and whole."""
+        assert not self.scheme.desc_act, "the columns of a group are adjacent"
         assert (
             self.column_range.start % self.scheme.group_size == self.column_range.stop % self.scheme.group_size == 0
         ), f"{self.column_range}: no groups"
@@ -143,34 +136,32 @@ class PackedWeight:
         return LowBitWeight(form, numbers, scales.half(), scales.half(), torch.ones_like(b), b)
 
     def dequantize(self) -> Tensor:
-        """What it stands for, in fp32 [rows, columns]."""
+        """Return the weight in fp32 [rows, columns]."""
         numbers, zeros, scales = self.unpack()
-        order = (
-            torch.arange(self.column_range.start, self.column_range.stop, device=numbers.device)
-            // self.scheme.group_size
-        )
-        order = (self.tensors["g_idx"].long() if self.scheme.desc_act else order) - self.group_range.start
-        return (numbers.float() - zeros.float()[:, order]) * scales.float()[:, order]
+        columns = torch.arange(self.column_range.start, self.column_range.stop, device=numbers.device)
+        groups = self.tensors["g_idx"].long() if self.scheme.desc_act else columns // self.scheme.group_size
+        groups = groups - self.group_range.start
+        return (numbers.float() - zeros.float()[:, groups]) * scales.float()[:, groups]
 
 
 def _word_range(run: range, per_word: int) -> range:
-    """Which words, or groups, of so many each hold a run of numbers."""
+    """Return the words, or groups, of `per_word` numbers each that contain a run of numbers."""
     return range(run.start // per_word, -(-run.stop // per_word))
 
 
 def select_ranges(numbers: Tensor, ranges: Sequence[range], per_word: int) -> Tensor:
-    """numbers [A, B], of the words of `per_word` numbers that each of the runs touches, one run's behind another's ->
-    those of the runs alone [A, C]."""
-    parts, at = list[Tensor](), 0
+    """Return the numbers of `ranges` alone, [A, C], from those of all the words that contain them, [A, B], each range's
+    words after those of the one before."""
+    parts, offset = list[Tensor](), 0
     for run in ranges:
         words = _word_range(run, per_word)
-        first = at + run.start - words.start * per_word
+        first = offset + run.start - words.start * per_word
         parts.append(numbers[:, first : first + len(run)])
-        at += len(words) * per_word
+        offset += len(words) * per_word
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:
-    """words int32 [A, B] -> uint8 [A, B, 32 / bits], the lowest bits first."""
+    """Unpack words int32 [A, B] to uint8 [A, B, 32 / bits], the lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return (words[:, :, None] >> shifts & ((1 << bits) - 1)).to(torch.uint8)

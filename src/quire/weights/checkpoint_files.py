@@ -1,6 +1,6 @@
-"""A checkpoint's folder: where it is, its config files, and which safetensors files hold its tensors. No torch here.
+"""A checkpoint's folder: its location, its config files, and the safetensors files with its tensors. No torch here.
 
-Nothing of the folder is ever executed or unpickled.
+Nothing in the folder is executed or unpickled.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ IGNORE_PATTERNS = ["*/*", "consolidated*"]  # the same weights once more: in sub
 HUB_TIMEOUT = 3.5  # seconds until the hub counts as unreachable
 HUB_ID_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-MIN_PARAMETER_BYTES = 2  # bytes of a parameter, of those formats that are loaded
+MIN_PARAMETER_BYTES = 2  # bytes of a parameter in the smallest unquantised format
 REVISION_PATTERN = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}")
 HEAD_OR_EMBEDDING = re.compile(r"(.*\.)?(lm_head|embed_tokens|wte|embeddings)\.weight")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def locate_checkpoint(model: str, weights: bool = True, revision: str | None = None) -> Path:
-    """The folder of `model`: a local folder, or a hub id, which is downloaded unless HF_HUB_OFFLINE says no.
+    """Return the folder of `model`: a local folder, or that of a hub id, downloaded unless HF_HUB_OFFLINE is set.
 
-    Without `weights` only the small files of a hub's model are. `revision` is a branch, tag or commit of the hub's.
+    Without `weights` only the small files of a hub's model are downloaded. `revision` is a branch, tag or commit.
 
-    StartupError, within 5 s, if there is no such folder or the hub can't be asked.
+    Raise StartupError, within 5 s, if there is no such folder or the hub can't be reached.
     """
     path = Path(os.path.expanduser(model))
     if revision is not None and path.exists():
@@ -62,8 +62,15 @@ def _download(model: str, patterns: list[str], revision: str | None = None) -> P
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     try:
         cached = offline or not _is_hub_reachable()
-        options = {"etag_timeout": HUB_TIMEOUT, "local_files_only": cached, "revision": revision}
-        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=IGNORE_PATTERNS, **options))
+        folder = snapshot_download(
+            model,
+            allow_patterns=patterns,
+            ignore_patterns=IGNORE_PATTERNS,
+            etag_timeout=HUB_TIMEOUT,
+            local_files_only=cached,
+            revision=revision,
+        )
+        return Path(folder)
     except GatedRepoError as error:
         raise StartupError(
             f"the hub refuses access to {model!r}", "Accept its licence there and set HF_TOKEN"
@@ -78,25 +85,24 @@ def _download(model: str, patterns: list[str], revision: str | None = None) -> P
             raise StartupError(cause, "Unset HF_HUB_OFFLINE, or give a folder") from error
         cause = f"the model {model!r} is no folder, it isn't in the local cache, and the hub can't be reached"
         raise StartupError(cause, "Give a folder with a checkpoint, or check the network") from error
-    except Exception as error:  # the hub's client lets many libraries' errors through
+    except Exception as error:  # the hub's client raises errors of many libraries
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise StartupError(f"{model!r} could not be downloaded: {reason}", "Check the name and the network") from error
 
 
 def _is_hub_reachable() -> bool:
-    """Asked first, because snapshot_download waits for the hub's first answer without any limit."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    """Return True if the hub answers within HUB_TIMEOUT. snapshot_download has no such limit for its first request."""
+    from huggingface_hub import constants, get_session
 
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
-    except Exception:  # whatever the network does: a cached copy will do
+    except Exception:  # for any network error, a cached copy is used
         return False
     return True
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The object in config.json; StartupError if it's missing or broken."""
+    """Return the object in config.json. Raise StartupError if the file is missing or damaged."""
     if find_checkpoint_file(folder, "config.json") is None:
         if files := sorted(short_repr(path.name) for path in folder.glob("*.gguf")):
             raise StartupError(f"{folder} has no config.json, but {', '.join(files[:3])}", "Give the GGUF file itself")
@@ -105,20 +111,22 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The object in generation_config.json, empty if there is no such file."""
+    """Return the object in generation_config.json, empty if there is no such file."""
     return read_optional(folder, "generation_config.json")
 
 
 def read_preprocessor_config(folder: Path) -> dict[str, Any]:
-    """How pictures are prepared: the object in preprocessor_config.json, else what the newer processor_config.json says
-    of images; empty if there is neither."""
-    found = read_optional(folder, "preprocessor_config.json")
-    newer = {} if found else read_optional(folder, "processor_config.json").get("image_processor")
-    return found or (newer if isinstance(newer, dict) else {})
+    """Return the object in preprocessor_config.json, else image_processor of the newer processor_config.json; empty if
+    there is neither."""
+    config = read_optional(folder, "preprocessor_config.json")
+    if config:
+        return config
+    newer = read_optional(folder, "processor_config.json").get("image_processor")
+    return newer if isinstance(newer, dict) else {}
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """The safetensors files that together hold the checkpoint; they exist within it. StartupError otherwise."""
+    """Return the safetensors files of the checkpoint. Raise StartupError if one is missing or outside of the folder."""
     index = find_checkpoint_file(folder, INDEX_FILE)
     if index is None:
         single = find_checkpoint_file(folder, SINGLE_FILE)
@@ -133,8 +141,8 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def has_untied_head(folder: Path) -> bool:
-    """Whether the checkpoint holds a head, `lm_head.weight`, with other numbers than its embedding has. A damaged file
-    is left to the loader to name."""
+    """Return True if the checkpoint has a head, `lm_head.weight`, that differs from its embedding; False if a file is
+    damaged: the loader will report it."""
     places: dict[str, Path] = {}
     for path in tensor_files(folder):
         try:
@@ -157,8 +165,8 @@ def has_untied_head(folder: Path) -> bool:
 
 
 def check_weight_bytes(folder: Path, parameters: int, bytes_per_parameter: float = MIN_PARAMETER_BYTES) -> None:
-    """StartupError if the files are too small for so many parameters, `bytes_per_parameter` bytes each, before memory
-    is asked for to hold them."""
+    """Raise StartupError if the files are too small for `parameters`, `bytes_per_parameter` bytes each. Called before
+    memory is allocated for them."""
     size = sum(file.stat().st_size for file in tensor_files(folder))
     if size < bytes_per_parameter * parameters:
         cause = f"config.json makes {parameters} parameters, and the files of {folder} have {size} bytes"

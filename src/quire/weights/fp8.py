@@ -1,6 +1,6 @@
-"""Weights in FP8 (e4m3): which layers have them and where, numbers rounded to them, and the scales of a checkpoint.
+"""Weights in FP8 (e4m3): the choice of layers, quantization, and the scales of a checkpoint.
 
-On a GPU that multiplies FP8 they stay as they are; elsewhere weights in the model's dtype hold the same values.
+On a GPU that multiplies FP8 the weights stay in FP8; elsewhere they are stored in the model's dtype, with equal values.
 """
 
 from __future__ import annotations
@@ -21,66 +21,67 @@ if TYPE_CHECKING:
 
 E4M3 = torch.float8_e4m3fn
 MaxReduce = Callable[[Tensor], Tensor]
-"""[N] -> the largest of all ranks' numbers, each in its place. All ranks ask in the same order."""
+"""[N] -> the element-wise maximum over all ranks. All ranks call it in the same order."""
 E4M3_MAX = 448.0
-MIN_ROW_MAX = 1e-12  # of a row's largest value: a row of zeros has a scale too
+MIN_ROW_MAX = 1e-12  # lower bound of a row's largest value, so that a row of zeros has a scale above 0
 UNQUANTIZED_MODULES = re.compile(
     r"(^|\.)(head|router|vision|tower|projector|vision_encoder|(mamba|mixer)\.(x_proj|dt_proj))(\.|$)"
 )
-"""Modules that stay in the model's dtype, also where a checkpoint has them in FP8. A Mamba's two small products make
-the steps by which its states decay, so that what is rounded in them adds up."""
+"""Modules that stay in the model's dtype, even if a checkpoint has them in FP8. A Mamba's two small products make the
+step sizes by which its states decay, so their rounding errors accumulate."""
 
 
 def has_fp8_matmul(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a model in `dtype` on `device` computes with weights in FP8: from compute capability 8.9 (Ada) on."""
+    """Return True if a model in `dtype` on `device` computes with FP8 weights: from compute capability 8.9 (Ada) on."""
     if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.bfloat16, torch.float16):
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def find_fp8_tensors(model: Model, scheme: FP8Scheme) -> dict[str, tuple[bool, ...]]:
-    """Of each parameter that may be in FP8, which of the checkpoint's tensors in it are, or are to be rounded to it:
-    those that `UNQUANTIZED_MODULES` may be in FP8 only in the checkpoint."""
-    found = {}
+    """Return, for each parameter that may be in FP8, whether each of its tensors in the checkpoint is in FP8 or is to
+    be rounded to it. `UNQUANTIZED_MODULES` are not rounded, but a checkpoint may have them in FP8."""
+    is_fp8 = {}
     for name, source in model.weight_sources().items():
         path, _, kind = name.rpartition(".")
         if kind in scale_attributes(model.get_submodule(path)):
             modules = [tensor.removesuffix(".weight") for tensor in source.tensors]
             may = scheme.stored or UNQUANTIZED_MODULES.search(path) is None
-            found[name] = tuple(may and scheme.covers(module, model.weight_prefixes) for module in modules)
-    return found
+            is_fp8[name] = tuple(may and scheme.covers(module, model.weight_prefixes) for module in modules)
+    return is_fp8
 
 
 def scale_attributes(module: nn.Module) -> dict[str, str]:
-    """The parameters of a layer that may be in FP8, and its attributes for their scales; empty for most layers."""
-    found: dict[str, str] = getattr(module, "FP8", {})
-    return found
+    """Return a layer's parameters that may be in FP8 -> the attributes of their scales; empty for most layers."""
+    attributes: dict[str, str] = getattr(module, "FP8", {})
+    return attributes
 
 
 def get_scale(model: nn.Module, name: str) -> Tensor | None:
-    """The scales [G, N] of the parameter of that name; None for one that isn't in FP8."""
+    """Return the scales [G, N] of the parameter `name`; None if it isn't in FP8."""
     path, _, kind = name.rpartition(".")
     module = model.get_submodule(path)
-    found: Tensor | None = getattr(module, scale_attributes(module)[kind]) if kind in scale_attributes(module) else None
-    return found
+    attributes = scale_attributes(module)
+    scale: Tensor | None = getattr(module, attributes[kind]) if kind in attributes else None
+    return scale
 
 
 def fp8_weights(model: Model, scheme: FP8Scheme) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """The parameters that are in FP8 as a whole, each with its layer and its name there. Where a checkpoint has a part
-    of a stacked weight in FP8 only, the whole is in the model's dtype."""
+    """Yield the parameters that are in FP8, as (layer, name in the layer, parameter). A stacked weight of which a
+    checkpoint has only a part in FP8 is in the model's dtype."""
     for name, parts in find_fp8_tensors(model, scheme).items():
         path, _, kind = name.rpartition(".")
         if all(parts) and UNQUANTIZED_MODULES.search(path) is None:
             weight = model.get_parameter(name)
-            if weight.shape[1] % 16 == 0:  # what the kernels take
+            if weight.shape[1] % 16 == 0:  # required by the kernels
                 yield model.get_submodule(path), kind, weight
 
 
 def create_model(
     config: dict[str, Any], dtype: torch.dtype, device: torch.device, scheme: FP8Scheme | None, shard: Shard = UNSHARDED
 ) -> Model:
-    """The model of a config.json, or a shard of it, its weights uninitialised. With a `scheme`, where that is
-    `has_fp8_matmul`, its layers are in FP8 at once: in `dtype` they might not fit."""
+    """Return the model of a config.json, or a shard of it, with uninitialised weights. With a `scheme` on a device with
+    `has_fp8_matmul`, layers are allocated in FP8: in `dtype` they might not fit."""
     if scheme is None or not has_fp8_matmul(dtype, device):
         return resolve_model_class(config)(config, dtype, device, shard)
     return create_fp8_model(config, dtype, device, scheme, shard)
@@ -89,14 +90,14 @@ def create_model(
 def create_fp8_model(
     config: dict[str, Any], dtype: torch.dtype, device: torch.device, scheme: FP8Scheme, shard: Shard = UNSHARDED
 ) -> Model:
-    """The same wherever `device` is."""
+    """As `create_model` with a scheme, on any device."""
     model = resolve_model_class(config)(config, dtype, torch.device("meta"), shard)
     for layer, name, weight in list(fp8_weights(model, scheme)):
         numbers = torch.empty(weight.shape, dtype=E4M3, device=device)
         setattr(layer, name, nn.Parameter(numbers, requires_grad=False))
         scale = torch.empty(scheme.scales_per_row(weight.shape[1]), len(weight), dtype=torch.float32, device=device)
         setattr(layer, scale_attributes(layer)[name], scale)
-    moved: dict[Tensor, nn.Parameter] = {}  # a tied weight is one parameter of two modules
+    moved: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight is one parameter of two modules
     for module in list(model.modules()):
         for name, old in list(module.named_parameters(recurse=False)):
             if old.is_meta and old not in moved:
@@ -108,8 +109,7 @@ def create_fp8_model(
 
 
 def saved_bytes(config: dict[str, Any], scheme: FP8Scheme, itemsize: int, shard: Shard = UNSHARDED) -> int:
-    """Bytes that a part's weights of a config.json's model take less in FP8, with their scales, than `itemsize`
-    each."""
+    """Return the bytes that a shard's weights save in FP8, scales included, compared with `itemsize` bytes each."""
     model = resolve_model_class(config)(config, torch.float32, torch.device("meta"), shard)
     saved = 0
     for _, _, weight in fp8_weights(model, scheme):
@@ -119,27 +119,27 @@ def saved_bytes(config: dict[str, Any], scheme: FP8Scheme, itemsize: int, shard:
 
 
 def quantize(weight: Tensor, max_reduce: MaxReduce | None = None) -> tuple[Tensor, Tensor]:
-    """weight [N, K] -> numbers [N, K] in e4m3 and scales [N]: a row's largest value is 448 times its scale. Where these
-    are some columns of rows that ranks share out `max_reduce` says what is largest in all of a row."""
+    """Round weight [N, K] to FP8: return numbers [N, K] in e4m3 and scales [N]. A row's largest value is 448 times its
+    scale. If ranks have some columns each, `max_reduce` gives the largest value of the whole row."""
     largest = weight.abs().amax(1).float()
     scale = (largest if max_reduce is None else max_reduce(largest)).clamp_min(MIN_ROW_MAX) / E4M3_MAX
     return (weight.float() / scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
 
 
 def dequantize(numbers: Tensor, scale: Tensor) -> Tensor:
-    """numbers [N, K], scale [G, N] -> what the two stand for, in fp32 [N, K]."""
+    """Return the values of numbers [N, K] with scale [G, N], in fp32 [N, K]."""
     if len(scale) == 1:
         return numbers.float() * scale.t()
     return numbers.float() * scale.t().repeat_interleave(BLOCK, 1)[:, : numbers.shape[1]]
 
 
 def expand_scales(scale: Tensor, rows: int, columns: int, in_blocks: bool) -> Tensor | None:
-    """A checkpoint's scales of a weight [rows, depth], one for the whole, a row or a block each, as fp32 [G, rows];
-    None if their shape doesn't fit."""
-    found, shape = scale.float(), tuple(scale.shape)
+    """Return a checkpoint's scales of a weight [rows, columns], one per tensor, row or block, as fp32 [G, rows]; None
+    if their shape doesn't fit."""
+    floats, shape = scale.float(), tuple(scale.shape)
     if in_blocks:
         fits = shape == (-(-rows // BLOCK), -(-columns // BLOCK))
-        return found.repeat_interleave(BLOCK, 0)[:rows].t() if fits else None
+        return floats.repeat_interleave(BLOCK, 0)[:rows].t() if fits else None
     if shape in ((), (1,), (1, 1)):
-        return found.view(1, 1).expand(1, rows)
-    return found.view(1, rows) if shape in ((rows,), (rows, 1)) else None
+        return floats.view(1, 1).expand(1, rows)
+    return floats.view(1, rows) if shape in ((rows,), (rows, 1)) else None

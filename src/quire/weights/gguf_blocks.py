@@ -1,6 +1,5 @@
-"""Quantised weights as GGUF files keep them: rows of blocks, each with its scales, and the numbers that they stand for.
-
-It knows the formats (those of ggml-common.h), no file and no model. NumPy only.
+"""The block formats of quantised weights in GGUF files (those of ggml-common.h), and their dequantization: each row is
+a sequence of blocks with scales. NumPy only.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from numpy.typing import NDArray
 
 ByteArray = NDArray[np.uint8]
 FloatArray = NDArray[np.float32]
-PIECE_NUMBERS = 1 << 17  # numbers that are made at once: they stay in a core's cache
+PIECE_NUMBERS = 1 << 17  # numbers dequantized at once: they stay in a core's cache
 
 
 class BlockFormat(NamedTuple):
-    """A format: so many numbers lie in so many bytes, and scales in fp16 at some of these bytes."""
+    """A format: `block_size` numbers in `block_bytes` bytes, with fp16 scales at `scale_offsets`."""
 
     block_size: int
     block_bytes: int
@@ -40,8 +39,8 @@ BLOCK_FORMATS = {
 
 
 class GGUFTensor(NamedTuple):
-    """A weight [rows, columns]: `data` [rows, bytes of a row] uint8 holds its rows, each of whole blocks of `format`.
-    It is a view of a file that is mapped read-only, or an array of its own."""
+    """A weight [rows, columns]: `data` [rows, bytes of a row] uint8 has its rows, each of whole blocks of `format`. It
+    is a view of a file that is mapped read-only, or an array."""
 
     format: str
     rows: int
@@ -50,16 +49,16 @@ class GGUFTensor(NamedTuple):
 
     @property
     def is_float(self) -> bool:
-        """Its numbers are floats, in no blocks."""
+        """Return True if the numbers are floats, not blocks."""
         return BLOCK_FORMATS[self.format].block_size == 1
 
     def slice_rows(self, start: int, stop: int) -> GGUFTensor:
-        """These rows."""
+        """Return rows `start` to `stop`."""
         data = self.data[start:stop]
         return GGUFTensor(self.format, len(data), self.columns, data)
 
     def slice_columns(self, columns: range) -> GGUFTensor:
-        """These columns, which are whole blocks."""
+        """Return these columns, which must be whole blocks."""
         kind = BLOCK_FORMATS[self.format]
         assert columns.start % kind.block_size == columns.stop % kind.block_size == 0, (
             f"{columns} are no blocks of {self.format}"
@@ -69,43 +68,43 @@ class GGUFTensor(NamedTuple):
         return GGUFTensor(self.format, self.rows, len(columns), data)
 
     def pad_rows(self, rows: int) -> GGUFTensor:
-        """So many rows: those behind its own stand for zeros."""
+        """Return the tensor with `rows` rows; the added ones are zeros."""
         data = np.concatenate([self.data, np.zeros((rows - self.rows, self.data.shape[1]), np.uint8)])
         return GGUFTensor(self.format, rows, self.columns, data)
 
     def select_rows(self, order: NDArray[np.intp]) -> GGUFTensor:
-        """The rows of these numbers, in this order, copied."""
+        """Return a copy of the rows with these numbers, in this order."""
         return GGUFTensor(self.format, len(order), self.columns, self.data[order])
 
     def is_finite(self) -> bool:
-        """Every scale is a finite number; of floats, every number."""
+        """Return True if every scale is finite; of floats, every number."""
         if self.is_float:
             return all(bool(np.isfinite(piece).all()) for _, piece in self.iter_dequantized())
         kind = BLOCK_FORMATS[self.format]
         blocks = self.data.reshape(self.rows, -1, kind.block_bytes)
-        # An fp16 is infinite or no number where its 5 bits of exponent, in its upper byte, are all set.
+        # An fp16 is infinite or NaN if its 5 exponent bits, in its upper byte, are all set.
         return not any(bool(((blocks[:, :, at + 1] & 0x7C) == 0x7C).any()) for at in kind.scale_offsets)
 
     def iter_dequantized(self) -> Iterator[tuple[int, FloatArray]]:
-        """Yields (first row, numbers [some rows, columns] in fp32), a run of rows at a time."""
+        """Yield (first row, numbers [n, columns] in fp32) for consecutive runs of n rows."""
         step = max(1, PIECE_NUMBERS // self.columns)
         for start in range(0, self.rows, step):
             yield start, self.slice_rows(start, start + step).dequantize()
 
     def dequantize(self) -> FloatArray:
-        """What all of it stands for, in fp32 [rows, columns]: to the last bit what ggml makes of it."""
+        """Return the numbers in fp32 [rows, columns], bit for bit as ggml dequantizes them."""
         blocks = np.ascontiguousarray(self.data).reshape(-1, BLOCK_FORMATS[self.format].block_bytes)
         return DEQUANTIZERS[self.format](blocks).reshape(self.rows, self.columns)
 
 
 def row_bytes(kind: str, columns: int) -> int:
-    """Bytes of a row; `columns` is a multiple of the kind's numbers."""
+    """Return the bytes of a row; `columns` must be a multiple of the format's block size."""
     assert columns % BLOCK_FORMATS[kind].block_size == 0, f"{columns} columns aren't whole blocks of {kind}"
     return columns // BLOCK_FORMATS[kind].block_size * BLOCK_FORMATS[kind].block_bytes
 
 
 def _half(blocks: ByteArray, at: int) -> FloatArray:
-    """The fp16 at this byte of each block, [B, 1]."""
+    """Return the fp16 at byte `at` of each block, [B, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
@@ -115,8 +114,8 @@ def _nibbles(packed: ByteArray) -> ByteArray:
 
 
 def _fifth_bits(blocks: ByteArray, at: int) -> ByteArray:
-    """The fifth bits of 32 numbers, in place: [B, 32] of 0 or 16."""
-    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
+    """Return the fifth bits of 32 numbers at their place: [B, 32] of 0 or 16."""
+    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << np.uint8(4)
 
 
 def _f32(blocks: ByteArray) -> FloatArray:
@@ -154,8 +153,9 @@ def _q8_0(blocks: ByteArray) -> FloatArray:
 
 
 def _k_scales(blocks: ByteArray) -> tuple[FloatArray, FloatArray]:
-    """A K block's scales and minima, [B, 8, 1] each: of its 8 groups of 32 numbers. They lie, six bits each, in 12
-    bytes: the lower four bits of the last four groups' in the last four bytes, the upper two above the first ones'."""
+    """Return the scales and minima of a K block's 8 groups of 32 numbers, [B, 8, 1] each. They have six bits each, in
+    12 bytes. Of the last four groups, the lower four bits are in the last four bytes, and the upper two are the upper
+    bits of the first groups' bytes."""
     packed = blocks[:, 4:16]
     low, high, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([low & 63, (rest & 15) | (low >> 6 << 4)], axis=1)
@@ -164,7 +164,7 @@ def _k_scales(blocks: ByteArray) -> tuple[FloatArray, FloatArray]:
 
 
 def _k_nibbles(packed: ByteArray) -> ByteArray:
-    """[B, 128] -> [B, 8, 32]: each run of 32 bytes holds a group in its lower four bits, and the next in the upper."""
+    """[B, 128] -> [B, 8, 32]: each run of 32 bytes has a group in its lower four bits, and the next in the upper."""
     runs = packed.reshape(len(packed), 4, 1, 32)
     return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(packed), 8, 32)
 
@@ -181,7 +181,7 @@ def _q5_k(blocks: ByteArray) -> FloatArray:
 
 
 def _q6_k(blocks: ByteArray) -> FloatArray:
-    """Two halves of 128 numbers: of each, 64 bytes hold four lower bits a number and 32 bytes two upper ones."""
+    """Two halves of 128 numbers. Each has its lower four bits in 64 bytes and its upper two bits in 32 bytes."""
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3

@@ -1,6 +1,6 @@
-"""A GGUF file's model in the terms of the Hugging Face format: its config.json, and its tensors by the names there.
+"""The conversion of a GGUF file to the Hugging Face format: its config.json, and its tensors by their names there.
 
-The layouts are those that llama.cpp's converter writes. No torch here.
+The layouts are those of llama.cpp's converter. No torch here.
 """
 
 from __future__ import annotations
@@ -38,25 +38,22 @@ GEMMA_TENSORS = {
 }
 PHI3_TENSORS = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 GLOBAL_TENSORS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-ROPE_FREQS, ROPE_FACTORS_SHORT, ROPE_FACTORS_LONG = (
-    "rope_freqs.weight",
-    "rope_factors_short.weight",
-    "rope_factors_long.weight",
-)
-"""What the pairs of a head turn by is divided by these."""
+ROPE_FREQS, ROPE_FACTORS_SHORT = "rope_freqs.weight", "rope_factors_short.weight"
+ROPE_FACTORS_LONG = "rope_factors_long.weight"
+"""Tensors with divisors of the rotation frequencies of a head's pairs."""
 FLOAT_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 IGNORED_TENSORS = (ROPE_FREQS, ROPE_FACTORS_SHORT, ROPE_FACTORS_LONG)
 LARGEST_LAYER_COUNTS = {"gemma2": 46, "gemma3": 62}
-"""Layers of the one size of a family whose scores are scaled by the hidden size, not by a head's."""
+"""Number of layers of the one model of a family that scales scores by hidden size / heads, not by the head size."""
 SAMPLING_KEYS = {
     "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
 
 
 class Architecture(NamedTuple):
-    """An architecture of GGUF files, as transformers calls it. `interleaved_rope`: the rows of queries and keys lie in
-    the order of a rotary embedding whose pairs are neighbours. `norm_plus_one`: norms are stored with the 1 that the
-    model adds."""
+    """An architecture of GGUF files, with transformers' names. `interleaved_rope`: the rows of queries and keys are in
+    the order of a rotary embedding whose pairs are adjacent. `norm_plus_one`: norms are stored with the 1 added that
+    the model adds."""
 
     hf_architecture: str
     model_type: str
@@ -76,38 +73,36 @@ ARCHITECTURES = {
 
 
 class HFTensors(NamedTuple):
-    """The tensors of `file` by the names that transformers gives them, without a prefix."""
+    """The tensors of `file` by transformers' names, without a prefix."""
 
     file: GGUFFile
     architecture: Architecture
     head_dim: int
 
     def gguf_name(self, name: str) -> str | None:
-        """What the file calls the tensor `gguf_name`; None for one that no such file has."""
-        if found := re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name):
-            layer, what, kind = found.groups()
-            return (
-                f"blk.{layer}.{self.architecture.layer_tensors[what]}.{kind}"
-                if what in self.architecture.layer_tensors
-                else None
-            )
-        what, _, kind = name.rpartition(".")
-        return f"{GLOBAL_TENSORS[what]}.{kind}" if what in GLOBAL_TENSORS else None
+        """Return the file's name of the tensor `name`; None if GGUF has no such tensor."""
+        if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name):
+            layer, module, kind = match.groups()
+            gguf_module = self.architecture.layer_tensors.get(module)
+            return None if gguf_module is None else f"blk.{layer}.{gguf_module}.{kind}"
+        module, _, kind = name.rpartition(".")
+        return f"{GLOBAL_TENSORS[module]}.{kind}" if module in GLOBAL_TENSORS else None
 
     def format_of(self, name: str) -> str | None:
-        """The format of the tensor `gguf_name`; None if the file lacks it."""
+        """Return the format of the tensor `name`; None if the file lacks it."""
         stored = self.file.tensors.get(self.gguf_name(name) or "")
         return None if stored is None else stored.format
 
     def get_tensor(self, name: str) -> GGUFTensor | None:
-        """The tensor `gguf_name`, its rows in the order of transformers; None if the file lacks it. A view of the file,
-        but for queries, keys and norms that lie there otherwise. StartupError for scales that aren't finite."""
-        called = self.gguf_name(name)
-        stored = self.file.tensors.get(called or "")
+        """Return the tensor `name` with rows in transformers' order; None if the file lacks it. It is a view of the
+        file, or a copy of queries, keys and norms that must be converted. Raise StartupError for scales that aren't
+        finite."""
+        gguf_name = self.gguf_name(name)
+        stored = self.file.tensors.get(gguf_name or "")
         if stored is None:
             return None
         if not stored.is_finite():
-            raise StartupError(f"{called} in {self.file.path} has a number that isn't finite", DOWNLOAD_AGAIN)
+            raise StartupError(f"{gguf_name} in {self.file.path} has a number that isn't finite", DOWNLOAD_AGAIN)
         if self.architecture.interleaved_rope and re.search(r"\.self_attn\.[qk]_proj\.", name):
             return _deinterleave_rows(stored, self.head_dim)
         if self.architecture.norm_plus_one and name.endswith("norm.weight"):
@@ -116,19 +111,20 @@ class HFTensors(NamedTuple):
         return stored
 
     def unknown_tensors(self, names: set[str]) -> list[str]:
-        """Tensors that are none of these."""
+        """Return the file's tensors that are not among `names`."""
         known = {self.gguf_name(name) for name in names}
         return [name for name in self.file.tensors if name not in known and name not in IGNORED_TENSORS]
 
 
 def open_hf_tensors(file: GGUFFile) -> HFTensors:
+    """Return the tensors of `file` by transformers' names. Raise StartupError for an unsupported architecture."""
     family, fields = _read_architecture(file)
     heads, hidden = fields.get_int("attention.head_count"), fields.get_int("embedding_length")
     return HFTensors(file, family, fields.get_int("attention.key_length", hidden // heads))
 
 
 def to_hf_config(file: GGUFFile) -> dict[str, Any]:
-    """What would be its config.json. StartupError for an architecture, or a value, that isn't supported."""
+    """Return the equivalent config.json. Raise StartupError for an unsupported architecture or value."""
     family, fields = _read_architecture(file)
     arch = str(file.metadata["general.architecture"])
     config = _common_config(file, family, fields)
@@ -150,7 +146,7 @@ def to_hf_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _common_config(file: GGUFFile, architecture: Architecture, fields: ConfigReader) -> dict[str, Any]:
-    """What all families say."""
+    """Return the keys that all architectures have."""
     heads, hidden = fields.get_int("attention.head_count"), fields.get_int("embedding_length")
     head_dim = fields.get_int("attention.key_length", hidden // heads)
     for name in ("attention.value_length", "rope.dimension_count"):
@@ -183,65 +179,63 @@ def _common_config(file: GGUFFile, architecture: Architecture, fields: ConfigRea
 
 
 def to_hf_generation_config(file: GGUFFile) -> dict[str, Any]:
-    """What would be its generation_config.json: the sampling that the file asks for, and the end tokens."""
-    asked = {name: file.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING_KEYS.items()}
-    return {name: value for name, value in asked.items() if type(value) in (int, float)} | {
-        "eos_token_id": eos_token_ids(file)
-    }
+    """Return the equivalent generation_config.json: the file's sampling defaults and end tokens."""
+    sampling = {name: file.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING_KEYS.items()}
+    sampling = {name: value for name, value in sampling.items() if type(value) in (int, float)}
+    return sampling | {"eos_token_id": eos_token_ids(file)}
 
 
 def eos_token_ids(file: GGUFFile) -> list[int]:
-    """The tokens that end a text, a turn or a message."""
-    said = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return sorted({id for id in said if type(id) is int and id >= 0})
+    """Return the tokens that end a text, a turn or a message."""
+    ids = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return sorted({token_id for token_id in ids if type(token_id) is int and token_id >= 0})
 
 
 def _read_architecture(file: GGUFFile) -> tuple[Architecture, ConfigReader]:
-    """The file's family, and what it says of the model, by names without the family's."""
+    """Return the file's architecture, and its metadata of the model by keys without the architecture's prefix."""
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise StartupError(
             f"{file.path} holds a model of the architecture {short_repr(arch)}, which is not supported",
             f"Supported in GGUF files: {', '.join(ARCHITECTURES)}",
         )
-    said = {
+    values = {
         key.removeprefix(f"{arch}."): _to_plain_value(value)
         for key, value in file.metadata.items()
         if key.startswith(f"{arch}.")
     }
-    return ARCHITECTURES[arch], ConfigReader(said, str(file.path))
+    return ARCHITECTURES[arch], ConfigReader(values, str(file.path))
 
 
 def _to_plain_value(value: Any) -> Any:
-    """A value that can be compared and shown: no setting that is read is an array."""
+    """Return a value that can be compared and printed. Arrays are cut, since no setting is one."""
     return value[:16].tolist() if isinstance(value, np.ndarray) else value
 
 
 def _gemma_config(arch: str, fields: ConfigReader, config: dict[str, Any]) -> dict[str, Any]:
-    """What Gemma's config has beside Llama's. The scale of scores isn't in the file: llama.cpp knows it, too."""
+    """Return the keys of Gemma's config beyond Llama's. The scale of scores isn't in the file; llama.cpp has the same
+    table."""
     layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
-    found = {
+    keys = {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": hidden // heads if layers == LARGEST_LAYER_COUNTS[arch] else config["head_dim"],
         "sliding_window": fields.get_int("attention.sliding_window", 4096 if arch == "gemma2" else None),
         "final_logit_softcapping": fields.get_float("final_logit_softcapping", 30.0 if arch == "gemma2" else None),
     }
     if arch == "gemma2":
-        found["attn_logit_softcapping"] = fields.get_float("attn_logit_softcapping", 50.0)
-    elif found["sliding_window"] is None:
-        found |= {"layer_types": ["full_attention"] * layers, "sliding_window": 1}
-    return found
+        keys["attn_logit_softcapping"] = fields.get_float("attn_logit_softcapping", 50.0)
+    elif keys["sliding_window"] is None:
+        keys |= {"layer_types": ["full_attention"] * layers, "sliding_window": 1}
+    return keys
 
 
 def _rope_config(file: GGUFFile, fields: ConfigReader) -> dict[str, Any]:
-    """What rope_parameters says, but for the base."""
+    """Return rope_parameters without rope_theta."""
     original = fields.get_int("rope.scaling.original_context_length", fields.get_int("context_length"))
-    factors = (
-        {"short": ROPE_FACTORS_SHORT, "long": ROPE_FACTORS_LONG}
-        if ROPE_FACTORS_SHORT in file.tensors
-        else {"short": ROPE_FREQS, "long": ROPE_FREQS}
-    )
-    if factors["short"] in file.tensors:  # Llama 3's scaling is stored so, too: as what it makes
+    factors = {"short": ROPE_FREQS, "long": ROPE_FREQS}
+    if ROPE_FACTORS_SHORT in file.tensors:
+        factors = {"short": ROPE_FACTORS_SHORT, "long": ROPE_FACTORS_LONG}
+    if factors["short"] in file.tensors:  # Llama 3's scaling is stored as factors too
         lists = {f"{which}_factor": _tensor_floats(file, name) for which, name in factors.items()}
         attention = {"attention_factor": fields.get_float("rope.scaling.attn_factor", 1.0)}
         return {"rope_type": "longrope", "original_max_position_embeddings": original, **lists, **attention}
@@ -264,7 +258,7 @@ def _tensor_floats(file: GGUFFile, name: str) -> list[float]:
 
 
 def _main_format(file: GGUFFile) -> str:
-    """What most numbers of the file are in."""
+    """Return the format of most numbers of the file."""
     sizes: dict[str, int] = {}
     for blocks in file.tensors.values():
         sizes[blocks.format] = sizes.get(blocks.format, 0) + blocks.rows * blocks.columns
@@ -272,8 +266,8 @@ def _main_format(file: GGUFFile) -> str:
 
 
 def _deinterleave_rows(tensor: GGUFTensor, head_dim: int) -> GGUFTensor:
-    """The rows of each head, a pair's first one behind the other's first one, then the second ones: llama.cpp has the
-    two of a pair beside each other. A bias is one number a row."""
+    """Reorder the rows of each head: the first of every pair, then the second of every pair. llama.cpp has the two of a
+    pair adjacent. A bias has one number per row."""
     if tensor.rows == 1 and tensor.is_float:
         tensor = GGUFTensor(tensor.format, tensor.columns, 1, tensor.data.reshape(tensor.columns, -1))
     if head_dim < 2 or head_dim % 2 or tensor.rows % head_dim:

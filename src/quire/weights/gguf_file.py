@@ -1,8 +1,8 @@
-"""GGUF files, versions 2 and 3: what they say of a model, and its tensors, mapped from the file. No torch here.
+"""GGUF files, versions 2 and 3: their metadata, and their tensors, mapped from the file. No torch here.
 
-The file is data from a stranger: every count, length and offset is checked against its size before anything is made of
-it, and texts stay in the file until somebody asks for them, so that reading takes no more memory than the file has. Of
-what a tokenizer is made there are bounds here, too.
+The file is untrusted: every count, length and offset is checked against the file's size before use. Strings stay in the
+file until they are accessed, so that reading takes no more memory than the file's size. The strings of a tokenizer are
+bounded as well.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from quire.weights.gguf_blocks import BLOCK_FORMATS, GGUFTensor, row_bytes
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16  # keys, and tensors
-MAX_KEY_BYTES = 1 << 16  # bytes of a key
-MAX_STRING_BYTES = 1 << 24  # bytes of a text that is no array's, which is decoded at once: up to four times as many
-MAX_STRINGS = 1 << 20  # texts of all arrays: each is looked at,
-MAX_STRINGS_BYTES = 1 << 25  # and a tokenizer takes some 300 bytes for each, and up to twelve for one of these
+MAX_KEY_BYTES = 1 << 16
+MAX_STRING_BYTES = 1 << 24  # of a string outside of arrays, which is decoded at once: to up to four times the memory
+MAX_STRINGS = 1 << 20  # in all arrays together: a tokenizer takes some 300 bytes for each
+MAX_STRINGS_BYTES = 1 << 25  # in all arrays together: a tokenizer takes up to 12 bytes for each of these
 MAX_ALIGNMENT = 1 << 16
 MAX_DIMENSIONS = 4
 TYPE_STRING, TYPE_ARRAY, TYPE_BOOL, TYPE_FLOAT32 = 8, 9, 7, 6
@@ -41,11 +41,11 @@ UNSUPPORTED_TYPES = {
     9: "q8_1", 10: "q2_k", 11: "q3_k", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s",
     20: "iq4_nl", 21: "iq3_s", 22: "iq2_s", 23: "iq4_xs", 29: "iq1_m", 34: "tq1_0", 35: "tq2_0", 39: "mxfp4",
 }  # fmt: skip
-"""Types that are not read, by their names."""
+"""Names of the types that are not supported."""
 
 
 class StringArray(Sequence[str]):
-    """An array of texts, each of which is decoded when it is asked for. Bytes that are no UTF-8 become U+FFFD."""
+    """An array of strings, each decoded on access. Bytes that are not UTF-8 become U+FFFD."""
 
     def __init__(self, data: mmap.mmap, starts: array[int]) -> None:
         self._data, self._starts = data, starts
@@ -73,8 +73,8 @@ class StringArray(Sequence[str]):
 
 
 class GGUFFile(NamedTuple):
-    """A file: its metadata by key (arrays of numbers are NumPy's, of texts Texts), and its tensors by name, each a
-    weight [rows, columns]; what has one dimension is one row. All of them lie in `data`."""
+    """A file: its metadata by key (arrays are NumPy arrays or StringArrays), and its tensors by name, each a weight
+    [rows, columns]; a tensor of one dimension is one row. All are views of `data`."""
 
     path: Path
     metadata: dict[str, Any]
@@ -83,17 +83,17 @@ class GGUFFile(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Of all tensors."""
+        """Return the number of elements of all tensors."""
         return sum(blocks.rows * blocks.columns for blocks in self.tensors.values())
 
     def release(self) -> None:
-        """Give the memory of what has been read back. It is read again where it is asked for again."""
+        """Give the pages that have been read back to the system. They are read again on the next access."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self.data.madvise(mmap.MADV_DONTNEED)
 
 
 def is_gguf(path: Path) -> bool:
-    """The file is named as one, or begins as one."""
+    """Return True if the file has the suffix .gguf or begins as a GGUF file."""
     if path.is_dir():
         return False
     if path.suffix.lower() == ".gguf":
@@ -106,15 +106,16 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """The file, mapped. StartupError, which names it and what is wrong, for anything but a whole file of types that
-    are known; the numbers of its tensors aren't looked at."""
+    """Map a file and read its header. Raise StartupError, naming the file and the problem, for anything but a complete
+    file of supported types; the tensors' numbers are not checked."""
     reader = _HeaderReader(path, _map_file(path))
     try:
-        said, infos = reader.read_header()
-        parts = said.get("split.count", 1)
+        metadata, infos = reader.read_header()
+        parts = metadata.get("split.count", 1)
         if type(parts) is not int or parts > 1:
             raise StartupError(f"{path} is one of {short_repr(parts)} parts", "Merge them: llama-gguf-split --merge")
-        return GGUFFile(path, said, reader.map_tensors(infos, said.get("general.alignment", 32)), reader.data)
+        tensors = reader.map_tensors(infos, metadata.get("general.alignment", 32))
+        return GGUFFile(path, metadata, tensors, reader.data)
     except struct.error:
         reader.fail("it ends too soon")
 
@@ -134,7 +135,7 @@ def _map_file(path: Path) -> mmap.mmap:
 
 
 class _TensorInfo(NamedTuple):
-    """What the header says of a tensor: its columns come first, and its offset is from where the data begin."""
+    """A tensor in the header: the number of columns is first in `shape`; `offset` is from the beginning of the data."""
 
     name: str
     shape: tuple[int, ...]
@@ -143,7 +144,7 @@ class _TensorInfo(NamedTuple):
 
 
 class _HeaderReader:
-    """Reads a header from its beginning on; `offset` is the byte that comes next. What is cut off is a struct.error."""
+    """Reads a header sequentially; `offset` is the next byte. A truncated file is a struct.error."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.offset, self.num_strings, self.strings_bytes = path, data, 0, 0, 0
@@ -162,18 +163,18 @@ class _HeaderReader:
         for count, what in zip(counts, ("tensors", "keys")):
             if count > MAX_ENTRIES:
                 self.fail(f"it says that it has {count} {what}", f"At most {MAX_ENTRIES:,} are read")
-        said: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         for _ in range(counts[1]):
             key = self.read_string(MAX_KEY_BYTES)
-            if key in said:
+            if key in metadata:
                 self.fail(f"it has the key {short_repr(key)} twice")
-            said[key] = self.read_value(self.read_number("I"), key)
-        return said, [self.read_tensor_info() for _ in range(counts[0])]
+            metadata[key] = self.read_value(self.read_number("I"), key)
+        return metadata, [self.read_tensor_info() for _ in range(counts[0])]
 
     def read_number(self, struct_format: str) -> int:
-        found: int = struct.unpack_from("<" + struct_format, self.data, self.offset)[0]
+        number: int = struct.unpack_from("<" + struct_format, self.data, self.offset)[0]
         self.offset += struct.calcsize("<" + struct_format)
-        return found
+        return number
 
     def read_string(self, max_bytes: int) -> str:
         start, length = self.offset + 8, self.read_number("Q")
@@ -189,10 +190,10 @@ class _HeaderReader:
             return self.read_array(self.read_number("I"), self.read_number("Q"), key)
         if value_type not in SCALAR_FORMATS:
             self.fail(f"{short_repr(key)} has the unknown type {value_type}")
-        found = self.read_number(SCALAR_FORMATS[value_type])
+        number = self.read_number(SCALAR_FORMATS[value_type])
         if value_type == TYPE_BOOL:
-            return bool(found)
-        return float(str(np.float32(found))) if value_type == TYPE_FLOAT32 else found  # 1e-5, not its neighbour in fp32
+            return bool(number)
+        return float(str(np.float32(number))) if value_type == TYPE_FLOAT32 else number  # 1e-5, not 9.99999975e-06
 
     def read_array(self, item_type: int, count: int, key: str) -> Any:
         if item_type != TYPE_STRING and item_type not in SCALAR_FORMATS:
@@ -203,27 +204,27 @@ class _HeaderReader:
         if count > (len(self.data) - self.offset) // size:
             self.fail(f"{short_repr(key)} says that it has {count} entries")
         if item_type != TYPE_STRING:
-            found = np.frombuffer(self.data, np.dtype("<" + SCALAR_FORMATS[item_type]), count, self.offset)
+            numbers = np.frombuffer(self.data, np.dtype("<" + SCALAR_FORMATS[item_type]), count, self.offset)
             self.offset += count * size
-            return found
+            return numbers
         self.num_strings += count
         if self.num_strings > MAX_STRINGS:
             self.fail(f"it has {self.num_strings} texts in arrays", f"At most {MAX_STRINGS:,} are read")
         return self._read_strings(count)
 
     def _read_strings(self, count: int) -> StringArray:
-        at, end, starts, length = self.offset, len(self.data), array("Q"), struct.Struct("<Q").unpack_from
+        offset, end, starts, length = self.offset, len(self.data), array("Q"), struct.Struct("<Q").unpack_from
         for _ in range(count):
-            starts.append(at)
-            at += 8 + length(self.data, at)[0]
-            if at > end:
-                self.fail(f"a text at byte {starts[-1]} ends behind the file's end")
-        self.strings_bytes += at - self.offset - 8 * count
+            starts.append(offset)
+            offset += 8 + length(self.data, offset)[0]
+            if offset > end:
+                self.fail(f"a text at byte {starts[-1]} ends after the file's end")
+        self.strings_bytes += offset - self.offset - 8 * count
         if self.strings_bytes > MAX_STRINGS_BYTES:
             self.fail(
                 f"the texts in its arrays have {self.strings_bytes} bytes", f"At most {MAX_STRINGS_BYTES:,} are read"
             )
-        self.offset = at
+        self.offset = offset
         return StringArray(self.data, starts)
 
     def read_tensor_info(self) -> _TensorInfo:
@@ -233,19 +234,20 @@ class _HeaderReader:
         shape = tuple(self.read_number("Q") for _ in range(dimensions))
         kind = self.read_number("I")
         if kind not in TENSOR_TYPES:
-            called = UNSUPPORTED_TYPES.get(kind, f"number {kind}")
+            type_name = UNSUPPORTED_TYPES.get(kind, f"number {kind}")
             self.fail(
-                f"the tensor {short_repr(name)} has the type {called}",
+                f"the tensor {short_repr(name)} has the type {type_name}",
                 f"Use a file in {', '.join(BLOCK_FORMATS)}, or a mix of them",
             )
         return _TensorInfo(name, shape, TENSOR_TYPES[kind], self.read_number("Q"))
 
     def map_tensors(self, infos: list[_TensorInfo], alignment: Any) -> dict[str, GGUFTensor]:
-        """Where each of them is. They lie apart, so that together they are no larger than the file."""
+        """Return the tensors as views of the file. Overlapping ones are an error, so that together they are no larger
+        than the file."""
         if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             self.fail(f"general.alignment is {short_repr(alignment)}", "It must be a power of two")
         begin = -(-self.offset // alignment) * alignment
-        whole, found, end = np.frombuffer(self.data, np.uint8), dict[str, GGUFTensor](), 0
+        whole, tensors, end = np.frombuffer(self.data, np.uint8), dict[str, GGUFTensor](), 0
         for name, shape, kind, offset in sorted(infos, key=lambda info: info.offset):
             columns, rows = shape[0], 1
             for size in shape[1:]:
@@ -253,11 +255,11 @@ class _HeaderReader:
             if not columns or not rows or columns % BLOCK_FORMATS[kind].block_size:
                 self.fail(f"the tensor {short_repr(name)} in {kind} has the shape {short_repr(shape)}")
             size = rows * row_bytes(kind, columns)
-            if name in found:
+            if name in tensors:
                 self.fail(f"it has the tensor {short_repr(name)} twice")
             if offset % alignment or offset < end or begin + offset + size > len(whole):
                 self.fail(f"the tensor {short_repr(name)} has {size} bytes from {offset} on, where they can't be")
             end = offset + size
             data = whole[begin + offset : begin + end].reshape(rows, -1)
-            found[name] = GGUFTensor(kind, rows, columns, data)
-        return found
+            tensors[name] = GGUFTensor(kind, rows, columns, data)
+        return tensors

@@ -1,4 +1,5 @@
-"""Tensors of a GGUF file into a model's parameters, each exactly once, in the model's dtype or rounded to FP8."""
+"""Loads the tensors of a GGUF file into a model's parameters, each exactly once: in the model's dtype, in blocks, or
+rounded to FP8."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from quire.weights.fp8 import MaxReduce
 from quire.weights.gguf_blocks import FloatArray, GGUFTensor
 from quire.weights.gguf_config import open_hf_tensors
 from quire.weights.gguf_file import GGUFFile
-from quire.weights.loader import LoadTarget, build_targets, full_model, join_names, load_tensor
+from quire.weights.loader import LoadedFiles, LoadTarget, build_targets, join_names, load_tensor
 from quire.weights.low_bit import GGUF_FORMATS, from_gguf, set_rows
 from quire.weights.tensor_slices import TensorSlice, zero_padding
 
@@ -31,27 +32,28 @@ def load_gguf(
     progress: bool = False,
     scheme: FP8Scheme | LowBitScheme | None = None,
     max_reduce: MaxReduce | None = None,
-) -> None:
-    """Fill every parameter of `model`, which is not prepared yet, with what the file's tensors stand for. `scheme`:
-    what becomes FP8, `max_reduce`: see quire.weights.fp8. StartupError for tensors that are missing, unknown or of the
-    wrong shape, and for scales that aren't finite."""
+    full_model: Model | None = None,
+) -> LoadedFiles:
+    """Load every parameter of `model`, which is not prepared yet, from the file's tensors. `scheme`: the weights that
+    become FP8; `max_reduce`: see quire.weights.fp8; `full_model`: see `load_weights`. Raise StartupError for tensors
+    that are missing, unknown or of the wrong shape, and for scales that aren't finite."""
     targets, stored = build_targets(model, scheme, file), open_hf_tensors(file)
-    every = {tensor for source in full_model(model).weight_sources().values() for tensor in source.tensors}
-    if unknown := stored.unknown_tensors(every):
+    sources = (model if full_model is None else full_model).weight_sources()
+    if unknown := stored.unknown_tensors({tensor for source in sources.values() for tensor in source.tensors}):
         raise StartupError(f"{file.path} holds {short_repr(unknown[0])}, which the model has no place for", FIT_REMEDY)
     if missing := [name for name in map(stored.gguf_name, targets) if name not in file.tensors]:
         raise StartupError(f"{file.path} lacks {join_names(map(str, missing))}", FIT_REMEDY)
-    model.mapped = [file]
     zero_padding(model)
     for name, target in tqdm(targets.items(), "Loading weights", unit=" tensors", disable=not progress):
         blocks = stored.get_tensor(name)
-        assert blocks is not None, "it isn't missing"
+        assert blocks is not None, "missing tensors are reported before"
         _load_tensor(target, blocks, str(stored.gguf_name(name)), file, max_reduce)
         file.release()
+    return LoadedFiles((file,), 0)
 
 
 def _select_rows(tensor: GGUFTensor, tensor_slice: TensorSlice) -> GGUFTensor:
-    """The rows that one rank has of a weight."""
+    """Return the rows of a weight that one rank has."""
     [first, *more] = tensor_slice.row_ranges
     if more:
         return tensor.select_rows(np.concatenate([np.arange(run.start, run.stop) for run in tensor_slice.row_ranges]))
@@ -61,9 +63,9 @@ def _select_rows(tensor: GGUFTensor, tensor_slice: TensorSlice) -> GGUFTensor:
 def _load_floats(
     target: LoadTarget, values: FloatArray, name: str, file: GGUFFile, max_reduce: MaxReduce | None
 ) -> None:
-    """Numbers in fp32 where they go, in FP8 or in the model's dtype."""
-    found = torch.from_numpy(np.array(values)).view(target.rows.shape).to(target.rows.device)
-    load_tensor(target, found, name, file.path, False, max_reduce=max_reduce)
+    """Load numbers in fp32, converted to FP8 or to the model's dtype."""
+    numbers = torch.from_numpy(np.array(values)).view(target.rows.shape).to(target.rows.device)
+    load_tensor(target, numbers, name, file.path, False, max_reduce=max_reduce)
 
 
 def _load_tensor(
@@ -71,9 +73,9 @@ def _load_tensor(
 ) -> None:
     shape = target.rows.shape if target.tensor_slice is None else target.tensor_slice.shape
     if (tensor.rows, tensor.columns) not in (tuple(shape), (1, *shape), (*shape, 1)):
-        found = [tensor.rows, tensor.columns]
         raise StartupError(
-            f"{name} in {file.path} has shape {found}, but its settings make it {list(shape)}", FIT_REMEDY
+            f"{name} in {file.path} has shape {[tensor.rows, tensor.columns]}, but its settings make it {list(shape)}",
+            FIT_REMEDY,
         )
     if target.tensor_slice is not None:
         if len(shape) == 1:
@@ -83,9 +85,9 @@ def _load_tensor(
             )
             return
         tensor, columns = _select_rows(tensor, target.tensor_slice), target.tensor_slice.columns
-        if columns is not None and target.low_bit_format is None:  # nothing stays in blocks, so that any cut will do
-            found = [piece[:, columns.start : columns.stop] for _, piece in tensor.iter_dequantized()]
-            _load_floats(target, np.concatenate(found), name, file, max_reduce)
+        if columns is not None and target.low_bit_format is None:  # dequantized, so columns may split blocks
+            pieces = [piece[:, columns.start : columns.stop] for _, piece in tensor.iter_dequantized()]
+            _load_floats(target, np.concatenate(pieces), name, file, max_reduce)
             return
         tensor = tensor if columns is None else tensor.slice_columns(columns)
         if target.rows.is_meta and tensor.rows < target.padded_rows:

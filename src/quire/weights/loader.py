@@ -1,10 +1,10 @@
-"""Tensors of a checkpoint into a model's parameters, each exactly once, converted on the way: to the model's dtype, to
-FP8 or to few bits. Those that are quantised have scales beside them."""
+"""Loads the tensors of a checkpoint into a model's parameters, each exactly once, converted to the model's dtype, to
+FP8 or to few bits. Quantised tensors come with scales."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from quire.errors import StartupError, short_repr
 from quire.files import DOWNLOAD_AGAIN
+from quire.layers.prepare import MappedWeights
 from quire.models.quantization import BLOCK, FP8Scheme, LowBitScheme
 from quire.weights import low_bit
 from quire.weights.awq_gptq import TENSOR_KINDS, PackedWeight
@@ -33,7 +34,7 @@ from quire.weights.fp8 import (
     quantize,
     scale_attributes,
 )
-from quire.weights.low_bit import UNQUANTIZED_MODULES as FEW_STAY
+from quire.weights.low_bit import UNQUANTIZED_MODULES as LOW_BIT_UNQUANTIZED
 from quire.weights.low_bit import choose_formats, low_bit_layers, set_rows
 from quire.weights.mapped_files import MIN_MAPPED_BYTES, MappedFile, copy_tensor
 from quire.weights.tensor_slices import TensorSlice, tensor_slices, zero_padding
@@ -46,23 +47,23 @@ if TYPE_CHECKING:
 
 FIT_REMEDY = "The checkpoint must fit its config.json"
 PROJECTOR_REMEDY = (
-    "A projector makes the text's rows of what a tower sees, and config.json says that there is one: put its tensors, "
+    "config.json has a projector, which maps the vision tower's features to the text model's rows: put its tensors, "
     "under these names, into the folder's safetensors files, or use a checkpoint that has all three parts"
 )
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SCALE_DTYPES = (*FLOAT_DTYPES, torch.float8_e8m0fnu)
 IGNORED_SCALES = r".*\.(input_scale(_ub)?|activation_scale|output_scale|[qkv]_scale)"
-"""Scales of activations, and of keys and values: neither are as a checkpoint in FP8 has them."""
+"""Scales of activations, and of keys and values, which quire does not use from FP8 checkpoints."""
 
 
 class LoadTarget(NamedTuple):
-    """Where a tensor goes: these rows of one of our parameters, after a transposition if the file keeps [in, out].
+    """The destination of a tensor: `rows` of a parameter, transposed if the file has [in, out].
 
-    `is_fp8`: it is in FP8, or is rounded to it. Then `scale` [G, N] is where its scales go; None where the rows are in
-    the model's dtype and are to hold the products. `group_rows`, `row_order`: see quire.models.weight_names.
-    `low_bit_format`: it is in few bits, or is rounded to them, and is this part of the weight of `layer`, if it is
-    one's. `whole_parameter`: the parameter that these rows are all of. `tensor_slice`: what of the tensor they are;
-    None: all of it."""
+    `is_fp8`: the tensor is in FP8, or is rounded to it. Its scales go to `scale` [G, N]; if that is None, the rows are
+    in the model's dtype and get the products. `group_rows`, `row_order`: see quire.models.weight_names.
+    `low_bit_format`: the tensor is in few bits, or is rounded to them; it is part `part_index` of the weight of
+    `layer`, if any. `whole_parameter`: the parameter, if it consists of these rows alone. `tensor_slice`: the slice of
+    the tensor that is loaded; None: all of it."""
 
     rows: Tensor
     transpose: bool
@@ -74,18 +75,26 @@ class LoadTarget(NamedTuple):
     part_index: int = 0
     whole_parameter: Parameter | None = None
     tensor_slice: TensorSlice | None = None
-    padded_rows: int = 0  # rows that a slice's are to be, with zeros behind them
+    padded_rows: int = 0  # the number of rows to which a slice is padded with zeros
     row_order: tuple[int, ...] = ()
 
     def arrange(self, tensor: Tensor) -> Tensor:
-        """A tensor's rows as ours."""
+        """Return a tensor with its rows in the parameter's order."""
         tensor = ungroup_rows(tensor, self.group_rows) if self.group_rows else tensor
         return tensor[list(self.row_order)] if self.row_order else tensor
 
     @property
     def is_column_sharded(self) -> bool:
-        """They are some columns of rows that other ranks have the others of."""
+        """Return True if other ranks have the other columns of these rows."""
         return self.tensor_slice is not None and self.tensor_slice.columns is not None
+
+
+class LoadedFiles(NamedTuple):
+    """The files of a load. Weights may lie in the `mapped` ones: these must not be written to, and `prepare` releases
+    their pages. `read_bytes` were read from safetensors files."""
+
+    mapped: tuple[MappedWeights, ...]
+    read_bytes: int
 
 
 def load_weights(
@@ -94,14 +103,16 @@ def load_weights(
     progress: bool = False,
     scheme: FP8Scheme | LowBitScheme | None = None,
     max_reduce: MaxReduce | None = None,
-) -> None:
-    """Fill every parameter of `model`, which is not prepared yet, from the safetensors files in `folder`. `scheme`:
-    what is in FP8 or in few bits there, or becomes so. Of a shard's tensors no more is read than it has, and
-    `model.read_bytes` is how much was; `max_reduce`: see quire.weights.fp8. On a CPU large weights that need no change
-    aren't copied, and `model.mapped` are the files' mappings that they lie in: nobody may write there.
+    full_model: Model | None = None,
+) -> LoadedFiles:
+    """Load every parameter of `model`, which is not prepared yet, from the safetensors files in `folder`.
 
-    StartupError, naming file and tensor, for tensors that are missing, unknown, twice there or of the wrong shape or
-    kind, for scales that aren't finite and above 0, and for damaged files.
+    `scheme`: the weights that are in FP8 or in few bits, or become so; `max_reduce`: see quire.weights.fp8. A shard
+    reads only its own part of the tensors. For the model of a pipeline stage, `full_model` is the model of all stages,
+    without weights. On a CPU large weights that need no conversion are not copied, but stay in the mapped files.
+
+    Raise StartupError, naming file and tensor, for tensors that are missing, unknown, duplicate or of the wrong shape
+    or kind, for scales that aren't finite and above 0, and for damaged files.
     """
     targets = build_targets(model, scheme)
     device = next(parameter for parameter in model.parameters() if not parameter.is_meta).device
@@ -109,14 +120,14 @@ def load_weights(
     scales = {f"{name}_scale": target for name, target in targets.items() if target.is_fp8} if fp8 is not None else {}
     grouped = _find_packed_weights(model, targets, scheme)
     words = {f"{name}.{kind}": name for name in grouped for kind in TENSOR_KINDS}
-    products: list[tuple[Tensor, Tensor]] = []  # rows in the model's dtype, and what they are to be multiplied by
+    products: list[tuple[Tensor, Tensor]] = []  # rows in the model's dtype, and the scales to multiply them by
     filled: set[str] = set()
-    every = full_model(model)
+    every = model if full_model is None else full_model
     ignored = (*every.ignored_weights, IGNORED_SCALES) if fp8 is not None else every.ignored_weights
     elsewhere = {name for source in every.weight_sources().values() for name in source.tensors} - set(targets)
     wanted = {name: target for name, target in targets.items() if name.removesuffix(".weight") not in grouped}
     files = tensor_files(folder)
-    model.mapped, model.read_bytes = [], 0
+    mappings, read_bytes = list[MappedFile](), 0
     zero_padding(model)
     with tqdm(total=len(targets) + len(scales), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
         for path in files:
@@ -134,17 +145,17 @@ def load_weights(
                             tensor = grouped[words[name]].read(name.rpartition(".")[2], file, key, path)
                         else:
                             tensor = _read(file, wanted.get(name), key, path)
-                        model.read_bytes += tensor.nbytes
+                        read_bytes += tensor.nbytes
                         if (
                             mapped is None
                             and tensor.nbytes >= MIN_MAPPED_BYTES
                             and (mapped := MappedFile.containing(tensor)) is not None
                         ):
-                            model.mapped.append(mapped)
+                            mappings.append(mapped)
                         if name in wanted:
                             load_tensor(wanted[name], tensor, key, path, fp8 is not None, mapped, max_reduce)
                         elif name in scales:
-                            assert fp8 is not None, "only it has scales"
+                            assert fp8 is not None, "only FP8 checkpoints have scales"
                             products += _load_scale(scales[name], tensor, key, path, fp8.blocks)
                         if mapped is not None:
                             mapped.release()
@@ -153,107 +164,90 @@ def load_weights(
             except (SafetensorError, OSError) as error:
                 raise StartupError(f"{path} is damaged: {error}", DOWNLOAD_AGAIN) from error
     missing = [name for name in (*wanted, *scales) if name not in filled]
-    missing += [name for stored in grouped.values() for name in stored.missing_tensors]
+    missing += [name for packed in grouped.values() for name in packed.missing_tensors]
     if missing:
         raise _missing_tensors_error(every, folder, missing)
-    for rows, by in products:
-        rows.copy_(dequantize(rows, by))
-    for name, stored in grouped.items():
+    for rows, scale in products:
+        rows.copy_(dequantize(rows, scale))
+    for name, packed in grouped.items():
         target = targets[f"{name}.weight"]
         if target.rows.is_meta:
-            set_rows(target.rows, target.layer, target.part_index, stored.to_low_bit)
+            set_rows(target.rows, target.layer, target.part_index, packed.to_low_bit)
         else:
-            floats = stored.dequantize()
-            target.rows.copy_(target.arrange(floats))
+            target.rows.copy_(target.arrange(packed.dequantize()))
+    return LoadedFiles(tuple(mappings), read_bytes)
 
 
 def _missing_tensors_error(model: Model, folder: Path, missing: list[str]) -> StartupError:
-    """What is missing, by its names; and by what it is, where that is all that stands between a tower and its text."""
-    lost = set(missing)
-    eyes = {
-        name: stored.tensors for name, stored in model.weight_sources().items() if name.startswith("vision_encoder.")
-    }
-    tower, projector = (
-        {
-            tensor
-            for name, tensors in eyes.items()
-            if name.startswith("vision_encoder.tower.") is own
-            for tensor in tensors
-        }
-        for own in (True, False)
-    )
-    if projector and projector <= lost:
-        has = "no vision tower and no projector" if tower <= lost else "a vision tower without its projector"
+    """Return the error that names the missing tensors, with its own text if a vision encoder's projector is missing."""
+    missing_set = set(missing)
+    tower, projector = set[str](), set[str]()
+    for name, source in model.weight_sources().items():
+        if name.startswith("vision_encoder."):
+            (tower if name.startswith("vision_encoder.tower.") else projector).update(source.tensors)
+    if projector and projector <= missing_set:
+        has = "no vision tower and no projector" if tower <= missing_set else "a vision tower without its projector"
         names = join_names(name for name in missing if name in projector)
         return StartupError(f"{folder} has {has}: it lacks {names}", PROJECTOR_REMEDY)
     return StartupError(f"{folder} lacks {join_names(missing)}", FIT_REMEDY)
 
 
-def full_model(model: Model) -> Model:
-    """Of a stage's model that of all stages, of shapes alone; else the model itself."""
-    whole: Model = getattr(model, "full_model", model)
-    return whole
-
-
 def _find_packed_weights(
     model: Model, targets: dict[str, LoadTarget], scheme: FP8Scheme | LowBitScheme | None
 ) -> dict[str, PackedWeight]:
-    """The modules whose weights a checkpoint by AWQ or GPTQ has in few bits: those of its layers."""
-    found: dict[str, PackedWeight] = {}
+    """Return the modules, all within layers, whose weights an AWQ or GPTQ checkpoint has packed."""
+    packed: dict[str, PackedWeight] = {}
     if not isinstance(scheme, LowBitScheme) or not scheme.stored:
-        return found
+        return packed
     for name, source in model.weight_sources().items():
         path, _, kind = name.rpartition(".")
         if (
             kind in scale_attributes(model.get_submodule(path))
-            and FEW_STAY.search(path) is None
+            and LOW_BIT_UNQUANTIZED.search(path) is None
             and re.search(r"\d", path)
         ):
             for tensor in source.tensors:
                 module = tensor.removesuffix(".weight")
                 if scheme.covers(module, model.weight_prefixes):
                     target = targets[tensor]
-                    shape = target.rows.shape if target.tensor_slice is None else target.tensor_slice.shape
-                    found[module] = PackedWeight(scheme, module, *shape, target.tensor_slice)
-    return found
+                    rows, columns = target.rows.shape if target.tensor_slice is None else target.tensor_slice.shape
+                    packed[module] = PackedWeight(scheme, module, rows, columns, target.tensor_slice)
+    return packed
 
 
 def build_targets(
     model: Model, scheme: FP8Scheme | LowBitScheme | None, file: GGUFFile | None = None
 ) -> dict[str, LoadTarget]:
-    """Every weight that the checkpoint, or `file`, must hold (its name without prefix) -> where it goes."""
+    """Return the target of every weight that the checkpoint, or `file`, must have, by its name without prefix."""
     parameters, targets = dict(model.named_parameters()), {}
     fp8 = find_fp8_tensors(model, scheme) if isinstance(scheme, FP8Scheme) else {}
-    forms, layers = (
-        choose_formats(model, scheme, file) if isinstance(scheme, LowBitScheme) else {},
-        low_bit_layers(model),
-    )
+    formats = choose_formats(model, scheme, file) if isinstance(scheme, LowBitScheme) else {}
+    layers = low_bit_layers(model)
     for name, source in model.weight_sources().items():
-        parts = parameters[name].data.split(source.rows)
-        scale, scales = get_scale(model, name), [None] * len(parts)
-        if scale is not None:
-            scales = scale.split(source.rows, 1)
-        made = forms.get(name, (None,) * len(parts))
+        sizes = list(source.rows)
+        parts = torch.split(parameters[name].data, sizes)
+        scale = get_scale(model, name)
+        scales: Sequence[Tensor | None] = [None] * len(parts) if scale is None else torch.split(scale, sizes, 1)
+        part_formats: Sequence[LowBitFormat | None] = formats.get(name, (None,) * len(parts))
         whole = parameters[name] if len(parts) == 1 else None
-        begins = accumulate(source.rows, initial=0)
-        for part, (tensor, rows, cut, at) in enumerate(
-            zip(source.tensors, parts, tensor_slices(model, name, source), begins)
+        starts = accumulate(source.rows, initial=0)
+        for part, (tensor, rows, tensor_slice, start) in enumerate(
+            zip(source.tensors, parts, tensor_slices(model, name, source), starts)
         ):
-            order = tuple(row - at for row in source.row_order[at : at + len(rows)])
-            yes = fp8[name][part] if name in fp8 else False
+            order = tuple(row - start for row in source.row_order[start : start + len(rows)])
+            is_fp8 = fp8[name][part] if name in fp8 else False
             target = LoadTarget(
-                rows, source.transpose, yes, scales[part], source.group_rows, made[part], layers.get(name), part, whole,
-                row_order=order,
+                rows, source.transpose, is_fp8, scales[part], source.group_rows, part_formats[part], layers.get(name),
+                part, whole, row_order=order,
             )  # fmt: skip
-            if cut is not None:  # its rows come in our order, and padding may be behind them
-                full = whole if cut.num_rows == len(rows) else None
-                own = None if target.scale is None else target.scale[:, : cut.num_rows]
+            if tensor_slice is not None:  # it is read in the parameter's order, and padding may follow
+                count = tensor_slice.num_rows
                 target = target._replace(
-                    rows=rows[: cut.num_rows],
-                    scale=own,
+                    rows=rows[:count],
+                    scale=None if target.scale is None else target.scale[:, :count],
                     group_rows=(),
-                    whole_parameter=full,
-                    tensor_slice=cut,
+                    whole_parameter=whole if count == len(rows) else None,
+                    tensor_slice=tensor_slice,
                     padded_rows=len(rows),
                 )
             targets[tensor] = target
@@ -261,7 +255,7 @@ def build_targets(
 
 
 def _read(file: Any, target: LoadTarget | None, key: str, path: Path) -> Tensor:
-    """A tensor, or what one rank has of it."""
+    """Read a tensor, or one rank's slice of it."""
     if target is None or target.tensor_slice is None:
         whole: Tensor = file.get_tensor(key)
         return whole
@@ -274,13 +268,13 @@ def _check_shape(
 ) -> None:
     expected = expected_shape[::-1] if transpose else expected_shape
     if shape != expected:
-        found = f"{short_repr(key)} in {path} has shape {short_repr(list(shape))}"
-        cause = f"{found}, but config.json makes it {list(expected)}"
+        actual = f"{short_repr(key)} in {path} has shape {short_repr(list(shape))}"
+        cause = f"{actual}, but config.json makes it {list(expected)}"
         raise StartupError(cause, FIT_REMEDY)
 
 
 def _strip_prefix(key: str, prefixes: tuple[str, ...]) -> str:
-    """A tensor's name without the prefix that some checkpoints have and others lack."""
+    """Return a tensor's name without a prefix that some checkpoints have."""
     for prefix in prefixes:
         if key.startswith(prefix):
             return key[len(prefix) :]
@@ -288,7 +282,7 @@ def _strip_prefix(key: str, prefixes: tuple[str, ...]) -> str:
 
 
 def _weight_name(name: str) -> str:
-    """The weight whose scales, or words, a tensor has, or itself."""
+    """Return the name of the weight to which a tensor of scales or packed words belongs; else the name itself."""
     path, _, kind = name.rpartition(".")
     return f"{path}.weight" if kind in (*TENSOR_KINDS, "weight_scale") else name
 
@@ -311,8 +305,8 @@ def load_tensor(
     mapped_file: MappedFile | None = None,
     max_reduce: MaxReduce | None = None,
 ) -> None:  # fmt: skip
-    """Put a tensor there. One that `mapped_file` holds, if it is as it must be, takes the place of a whole parameter;
-    else a layer's weight is copied from there, and converted, when it is prepared."""
+    """Load a tensor into its target. If it is in `mapped_file` and needs no conversion, it becomes the data of a whole
+    parameter; other weights of a layer are copied from there, and converted, when the layer is prepared."""
     if tensor.dtype not in ((E4M3,) if target.is_fp8 and from_checkpoint else FLOAT_DTYPES):
         kind = str(tensor.dtype).removeprefix("torch.")
         if target.is_fp8 and from_checkpoint:
@@ -354,24 +348,24 @@ def load_tensor(
 
 
 def _quantize(tensor: Tensor, low_bit_format: LowBitFormat, tensor_name: str) -> LowBitWeight:
-    """A tensor in few bits. Its scales aren't finite where one of its values isn't."""
-    numbers = low_bit.quantize(tensor, low_bit_format)
-    if not numbers.d.isfinite().all():
+    """Return a tensor in few bits. Raise StartupError if a value, and thus a scale, isn't finite."""
+    weight = low_bit.quantize(tensor, low_bit_format)
+    if not weight.d.isfinite().all():
         raise StartupError(f"{tensor_name} has a value that isn't finite, or too large", "It can't be rounded")
-    return numbers
+    return weight
 
 
 def _load_scale(
     target: LoadTarget, tensor: Tensor, key: str, path: Path, in_blocks: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Fill the scales of `target`; if it has none, yield its rows and their scales."""
+    """Load the scales of `target`; if it has no place for them, yield its rows and the scales."""
     if tensor.dtype not in SCALE_DTYPES:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise StartupError(f"{short_repr(key)} in {path} has dtype {kind}", "Scales must be floating-point numbers")
-    whole = target.rows.shape if target.tensor_slice is None else target.tensor_slice.shape
-    scale = expand_scales(tensor, *whole, in_blocks)
+    rows, columns = target.rows.shape if target.tensor_slice is None else target.tensor_slice.shape
+    scale = expand_scales(tensor, rows, columns, in_blocks)
     if scale is None:
-        whose = f"a weight {list(whole)}, {'in blocks' if in_blocks else 'as a whole or by row'}"
+        whose = f"a weight {[rows, columns]}, {'in blocks' if in_blocks else 'as a whole or by row'}"
         raise StartupError(
             f"{short_repr(key)} in {path} has shape {short_repr(list(tensor.shape))}, for {whose}", FIT_REMEDY
         )
@@ -389,7 +383,7 @@ def _load_scale(
 
 
 def _slice_scale(scale: Tensor, tensor_slice: TensorSlice, key: str) -> Tensor:
-    """Of the scales [G, N] of a whole weight those of a slice of it."""
+    """Return the scales of a slice from those of the whole weight, [G, N]."""
     scale = torch.cat([scale[:, run.start : run.stop] for run in tensor_slice.row_ranges], dim=1)
     if tensor_slice.columns is None or len(scale) == 1:
         return scale
@@ -404,12 +398,13 @@ def _slice_scale(scale: Tensor, tensor_slice: TensorSlice, key: str) -> Tensor:
 
 
 def ungroup_rows(tensor: Tensor, parts: tuple[int, ...]) -> Tensor:
-    """Rows that lie in groups of so many of each part -> those of one part below those of another."""
-    groups = tensor.unflatten(0, (-1, sum(parts)))
-    return torch.cat([part.flatten(0, 1) for part in groups.split(parts, 1)])
+    """Reorder rows that are in groups with `parts` rows of each part: return the parts one after another."""
+    groups = torch.unflatten(tensor, 0, (-1, sum(parts)))
+    return torch.cat([part.flatten(0, 1) for part in torch.split(groups, list(parts), 1)])
 
 
 def join_names(names: Iterable[str], count: int = 3) -> str:
+    """Return the first `count` names, and the number of the others."""
     names = list(names)
     rest = f" and {len(names) - count} more tensors" if len(names) > count else ""
     return ", ".join(names[:count]) + rest

@@ -1,6 +1,7 @@
-"""Weights of few bits: numbers rounded to them by groups, GGUF's blocks as such, and which layers of a model have them.
+"""Low-bit weights: the choice of layers and formats, group-wise quantization, and the conversion of GGUF's blocks.
 
-On a CPU with kernels of our own they stay so; elsewhere weights in the model's dtype hold the same values.
+On a CPU with quire's kernels the weights stay in few bits; elsewhere they are stored in the model's dtype, with equal
+values.
 """
 
 from __future__ import annotations
@@ -29,89 +30,91 @@ if TYPE_CHECKING:
     from quire.models import Model
     from quire.weights.gguf_file import GGUFFile
 
-INT8_FORMAT, INT4_FORMAT, Q6_K_FORMAT = (
-    LowBitFormat(8, 0, 128, False),
-    LowBitFormat(4, 0, 0, True),
-    LowBitFormat(6, 256, 32, False),
-)
+INT8_FORMAT = LowBitFormat(8, 0, 128, False)
+INT4_FORMAT = LowBitFormat(4, 0, 0, True)
+Q6_K_FORMAT = LowBitFormat(6, 256, 32, False)
 GGUF_FORMATS = {
-    "q8_0": INT8_FORMAT, "q5_0": INT8_FORMAT, "q5_1": LowBitFormat(8, 0, 0, True), "q4_0": LowBitFormat(4, 0, 8,
-    False), "q4_1": INT4_FORMAT,
+    "q8_0": INT8_FORMAT, "q5_0": INT8_FORMAT, "q5_1": LowBitFormat(8, 0, 0, True),
+    "q4_0": LowBitFormat(4, 0, 8, False), "q4_1": INT4_FORMAT,
     "q4_k": LowBitFormat(4, 256, 0, True), "q5_k": LowBitFormat(8, 256, 0, True), "q6_k": Q6_K_FORMAT,
 }  # fmt: skip
-"""GGUF's formats of blocks -> ours, which hold the same values; those of five bits take eight."""
+"""GGUF's block formats -> quire's formats with equal values; those of five bits take eight."""
 UNQUANTIZED_MODULES = re.compile(
     r"(^|\.)(router|vision|tower|projector|vision_encoder|(mamba|mixer)\.(x_proj|dt_proj))(\.|$)"
 )
-"""Modules that stay in the model's dtype, but for what a file has them in (see quire.weights.fp8)."""
+"""Modules that are not rounded to few bits; a file may have them so (see quire.weights.fp8)."""
 HEAD_MODULE = re.compile(r"(^|\.)head$")
-PIECE_NUMBERS = 1 << 18  # numbers that are rounded at once: they stay in a core's cache
+PIECE_NUMBERS = 1 << 18  # numbers quantized at once: they stay in a core's cache
 MakeWeight = Callable[[], LowBitWeight]
 WeightFormats = dict[str, tuple[LowBitFormat, ...]]
-"""Of a parameter's parts, each a tensor of a checkpoint."""
+"""Parameter -> the formats of its parts, each a tensor of a checkpoint."""
 
 
 def choose_formats(model: Model, scheme: LowBitScheme, file: GGUFFile | None = None) -> WeightFormats:
-    """What weights of linear layers become while they are loaded, or are in a checkpoint or in `file`. Heads, whose
-    errors no later layer evens out, have eight bits. What isn't named is in the model's dtype."""
-    found, names, stored = {}, model.weight_sources(), None if file is None else open_hf_tensors(file)
+    """Return the formats of the linear layers' weights: those to which they are rounded while loaded, or those of the
+    checkpoint or of `file`. Heads have eight bits, since no later layer evens their errors out. Weights without an
+    entry are in the model's dtype."""
+    chosen: WeightFormats = {}
+    sources, stored = model.weight_sources(), None if file is None else open_hf_tensors(file)
     for name, layer in low_bit_layers(model).items():
-        assert layer.weight is not None, "it isn't prepared"
-        tensors, columns, own = names[name].tensors, layer.column_shard.total, layer.weight.shape[1]
+        assert layer.weight is not None, "the model is not prepared yet"
+        tensors, columns, local_columns = sources[name].tensors, layer.column_shard.total, layer.weight.shape[1]
         modules = [tensor.removesuffix(".weight") for tensor in tensors]
+        formats: tuple[LowBitFormat, ...]
         if stored is not None:
             kinds = [stored.format_of(tensor) for tensor in tensors]
-            forms = tuple(GGUF_FORMATS[kind] for kind in kinds if kind in GGUF_FORMATS)
+            formats = tuple(GGUF_FORMATS[kind] for kind in kinds if kind is not None and kind in GGUF_FORMATS)
         elif scheme.stored:
-            made = LowBitFormat(scheme.bits, scheme.group_size, 0 if scheme.bits == 4 else 128, True)
-            stays = scheme.desc_act or bool(names[name].group_rows or names[name].row_order)
-            forms = tuple(made for module in modules if scheme.covers(module, model.weight_prefixes) and not stays)
+            packed = LowBitFormat(scheme.bits, scheme.group_size, 0 if scheme.bits == 4 else 128, True)
+            reordered = scheme.desc_act or bool(sources[name].group_rows or sources[name].row_order)
+            covered = [module for module in modules if scheme.covers(module, model.weight_prefixes)]
+            formats = () if reordered else (packed,) * len(covered)
         else:
             eight = scheme.bits == 8 or HEAD_MODULE.search(module_name(model, layer)) is not None
-            forms = (INT8_FORMAT if eight else choose_int4_format(columns),) * len(tensors)
-        units = [form.superblock or form.group for form in forms]
-        if len(forms) == len(tensors) and all(columns % unit == 0 for unit in units):
-            _check_shard(layer, name, own, max(units), bool(scheme.stored))
-            found[name] = forms
-    return found
+            formats = (INT8_FORMAT if eight else choose_int4_format(columns),) * len(tensors)
+        units = [each.superblock or each.group for each in formats]
+        if len(formats) == len(tensors) and all(columns % unit == 0 for unit in units):
+            _check_shard(layer, name, local_columns, max(units), bool(scheme.stored))
+            chosen[name] = formats
+    return chosen
 
 
 def _check_shard(layer: Linear, name: str, local_columns: int, unit: int, from_checkpoint: bool) -> None:
-    """StartupError where a rank's columns aren't whole groups of those that share a scale: `unit` columns."""
+    """Raise StartupError if a rank's columns aren't whole units of columns that share a scale."""
     if local_columns % unit or layer.column_shard.local.start % unit:
         raise StartupError(
             f"--tp is {layer.column_shard.shard.tp_size}, and a rank would have {local_columns} of "
-            f"{layer.column_shard.total} columns of "
-            f"{name}, of which {unit} share a scale",
+            f"{layer.column_shard.total} columns of {name}, of which {unit} share a scale",
             f"--tp must divide its groups of columns, {layer.column_shard.total // unit}"
             + ("" if from_checkpoint else "; or use another --quantization"),
         )
 
 
 def choose_int4_format(columns: int) -> LowBitFormat:
-    """With 4.625 bits a number, or 4.75, where groups' scales can share units; else with 5."""
+    """Return the 4-bit format with 4.625 or 4.75 bits per number if superblocks divide the columns; else 5 bits."""
     unit = next((unit for unit in (256, 128) if columns % unit == 0), 0)
     return LowBitFormat(4, unit, 0, True)
 
 
 def module_name(model: nn.Module, layer: nn.Module) -> str:
-    """The name of a layer."""
-    return next(path for path, module in model.named_modules() if module is layer)
+    """Return the name of a layer of `model`."""
+    name: str = next(path for path, module in model.named_modules() if module is layer)
+    return name
 
 
 def low_bit_layers(model: nn.Module) -> dict[str, Linear]:
-    """The linear layers that may have few bits, by the names of their weights, those of a tied head being the
+    """Return the linear layers that may have few bits, by the names of their weights; that of a tied head is the
     embedding's."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    found = {}
+    layers = {}
     for path, module in model.named_modules():
         if (
             isinstance(module, Linear)
             and UNQUANTIZED_MODULES.search(path) is None
             and isinstance(module.weight, nn.Parameter)
         ):
-            found[names[module.weight]] = module
-    return found
+            layers[names[module.weight]] = module
+    return layers
 
 
 def create_model(
@@ -119,59 +122,58 @@ def create_model(
     file: GGUFFile | None = None,
     shard: Shard = UNSHARDED,
 ) -> Model:  # fmt: skip
-    """The model of a config.json, or a shard of it, its weights uninitialised; of those that stay in few bits there is
-    only the shape."""
+    """Return the model of a config.json, or a shard of it, with uninitialised weights; those that stay in few bits are
+    meta tensors."""
     model = resolve_model_class(config)(config, dtype, torch.device("meta"), shard)
-    forms, stay = choose_formats(model, scheme, file), set()
+    formats, low_bit_weights = choose_formats(model, scheme, file), set[Tensor]()
     for name, layer in low_bit_layers(model).items():
         weight = layer.weight
-        assert weight is not None, "it isn't prepared"
-        if name in forms and supports(weight.shape[1], dtype, device):
-            layer.low_bit_parts = [None] * len(forms[name])
-            stay.add(weight)
-    moved: dict[Tensor, nn.Parameter] = {}
+        assert weight is not None, "the model is not prepared yet"
+        if name in formats and supports(weight.shape[1], dtype, device):
+            layer.low_bit_parts = [None] * len(formats[name])
+            low_bit_weights.add(weight)
+    moved: dict[nn.Parameter, nn.Parameter] = {}
     for module in list(model.modules()):
         for name, old in list(module.named_parameters(recurse=False)):
-            if old.is_meta and old not in stay:
+            if old.is_meta and old not in low_bit_weights:
                 if old not in moved:
-                    there = torch.empty(old.shape, dtype=old.dtype, device=device)  # empty_like would import SymPy
-                    moved[old] = nn.Parameter(there, requires_grad=False)
+                    new = torch.empty(old.shape, dtype=old.dtype, device=device)  # empty_like would import SymPy
+                    moved[old] = nn.Parameter(new, requires_grad=False)
                 setattr(module, name, moved[old])
     return model
 
 
 def set_rows(rows: Tensor, layer: Linear | None, part_index: int, make_weight: MakeWeight) -> None:
-    """Some rows of a weight are what `make_weight` makes: now, or, of a weight that stays in few bits, when its layer
-    is prepared."""
+    """Set rows of a weight to the result of `make_weight`: now, or when its layer is prepared, if it stays low-bit."""
     if rows.is_meta:
-        assert layer is not None, "only layers' weights have few bits"
-        assert layer.low_bit_parts is not None, "its weight stays in few bits"
+        assert layer is not None, "only linear layers have low-bit weights"
+        assert layer.low_bit_parts is not None, "a meta weight is a low-bit one"
         layer.low_bit_parts[part_index] = make_weight
     else:
         rows.copy_(make_weight().dequantize())
 
 
 def quantize(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
-    """weight [N, K] -> its numbers by groups of 32: in 8 bits each group's largest value is 127 scales; in 4 bits its
-    least and largest values are 0 and 15 scales above the least, both of which are in 8 bits themselves where groups
-    share a unit. Scales are rounded first, so that numbers make up for it."""
+    """Quantize weight [N, K] by groups of 32. In 8 bits a group's largest value is 127 scales. In 4 bits its minimum
+    and maximum are 0 and 15 scales above the minimum; scale and minimum have 8 bits each if groups share a superblock.
+    Scales are rounded before the numbers are computed, so that the numbers compensate."""
     step = max(1, PIECE_NUMBERS // weight.shape[1])
-    whole = _allocate(weight, low_bit_format)
+    result = _allocate(weight, low_bit_format)
 
     def fill(start: int) -> None:
-        for to, part in zip(whole[1:], _quantize(weight[start : start + step], low_bit_format)[1:]):
+        for to, part in zip(result[1:], _quantize(weight[start : start + step], low_bit_format)[1:]):
             if to is not None and part is not None:
                 to[start : start + step] = part
 
     with ThreadPoolExecutor(torch.get_num_threads()) as threads, single_threaded():
         list(threads.map(fill, range(0, len(weight), step)))
-    return whole
+    return result
 
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Each operation of torch's is one thread's: with several they meet at the end of each, and where another program
-    has a core that takes longer than the operation."""
+    """Run torch's operations on one thread each. Several would synchronise after each operation, which takes longer
+    than the operation if another program occupies a core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -181,7 +183,7 @@ def single_threaded() -> Iterator[None]:
 
 
 def _allocate(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
-    """Room for what a weight is rounded to."""
+    """Return an uninitialised LowBitWeight of a weight's shape."""
     rows, columns = weight.shape
     groups, units = columns // low_bit_format.group, columns // (low_bit_format.superblock or low_bit_format.group)
     kinds = (
@@ -191,18 +193,19 @@ def _allocate(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
     )
     sizes = (units, units, groups, groups)
     scales = (None if kind is None else torch.empty(rows, size, dtype=kind) for kind, size in zip(kinds, sizes))
-    return LowBitWeight(low_bit_format, torch.empty(rows, columns, dtype=torch.uint8), *scales)  # type: ignore[arg-type]
+    return LowBitWeight(low_bit_format, torch.empty(rows, columns, dtype=torch.uint8), *scales)  # type: ignore[arg-type]  # two to four tensors
 
 
 def _quantize(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
-    groups = weight.float().unflatten(1, (-1, low_bit_format.group))
+    """As `quantize`, for a piece."""
+    groups = torch.unflatten(weight.float(), 1, (-1, low_bit_format.group))
     if low_bit_format == INT8_FORMAT:
         d = (groups.abs().amax(2) / 127).half()
         by = _inverse(d)
         numbers = (groups * by).round_().clamp_(-127, 127).add_(128)
         return LowBitWeight(low_bit_format, numbers.to(torch.uint8).flatten(1), d)
     assert low_bit_format == INT4_FORMAT._replace(superblock=low_bit_format.superblock), (
-        f"nothing is rounded to {low_bit_format}"
+        f"no quantization to {low_bit_format}"
     )
     least, most = groups.amin(2), groups.amax(2)
     if not low_bit_format.superblock:
@@ -212,15 +215,15 @@ def _quantize(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
         e, b = _superblock_scales(-least, low_bit_format)
         scales = [d, e, a, b]
     by, low = LowBitWeight(low_bit_format, groups, *scales).scales()
-    assert low is not None, "it has a least number"
-    one = by + low  # what the number 1 stands for, to the last bit
+    assert low is not None, "the format has minima"
+    one = by + low  # the value of the number 1, bit for bit
     numbers = (groups - low[:, :, None]).mul_(_inverse(one - low)).round_().clamp_(0, 15)
     return LowBitWeight(low_bit_format, numbers.to(torch.uint8).flatten(1), *scales)
 
 
 def _superblock_scales(values: Tensor, low_bit_format: LowBitFormat) -> tuple[Tensor, Tensor]:
-    """values [N, groups] -> what each unit's are multiples of, in fp16, and how many times, in int8."""
-    units = values.unflatten(1, (-1, low_bit_format.superblock // low_bit_format.group))
+    """Quantize values [N, groups] to int8 [N, groups] times an fp16 scale for each superblock."""
+    units = torch.unflatten(values, 1, (-1, low_bit_format.superblock // low_bit_format.group))
     unit = (units.abs().amax(2) / 127).half()
     return unit, (units * _inverse(unit)).round_().clamp_(-127, 127).to(torch.int8).flatten(1)
 
@@ -231,7 +234,7 @@ def _inverse(d: Tensor) -> Tensor:
 
 
 def from_gguf(blocks: GGUFTensor) -> LowBitWeight:
-    """A GGUF file's blocks, without loss."""
+    """Convert a GGUF file's blocks, without loss."""
     block_bytes = BLOCK_BYTES[blocks.format]
     data = np.ascontiguousarray(blocks.data).reshape(blocks.rows, blocks.data.shape[1] // block_bytes, block_bytes)
     numbers, *scales = GGUF_UNPACKERS[blocks.format](data)
@@ -243,7 +246,7 @@ def from_gguf(blocks: GGUFTensor) -> LowBitWeight:
 
 
 def _flatten_rows(part: Any) -> Any:
-    """[rows, ...] -> [rows, the rest]; there may be no rows."""
+    """Flatten [rows, ...] to two dimensions; there may be no rows."""
     if part is None:
         return None
     return torch.from_numpy(np.require(part, None, ["C", "W"]).reshape(len(part), math.prod(part.shape[1:])))
@@ -257,14 +260,15 @@ def _half(data: ByteArray, at: int) -> Any:
 
 
 def _nibbles(packed: ByteArray) -> ByteArray:
-    found = np.empty((*packed.shape[:2], 2, packed.shape[2]), np.uint8)
-    np.bitwise_and(packed, 15, out=found[:, :, 0])
-    np.right_shift(packed, 4, out=found[:, :, 1])
-    return found.reshape(*packed.shape[:2], -1)
+    numbers = np.empty((*packed.shape[:2], 2, packed.shape[2]), np.uint8)
+    np.bitwise_and(packed, 15, out=numbers[:, :, 0])
+    np.right_shift(packed, 4, out=numbers[:, :, 1])
+    return numbers.reshape(*packed.shape[:2], -1)
 
 
 def _fifth_bits(data: ByteArray, at: int) -> ByteArray:
-    return np.unpackbits(np.ascontiguousarray(data[:, :, at : at + 4]), axis=2, bitorder="little") << 4
+    bits = np.unpackbits(np.ascontiguousarray(data[:, :, at : at + 4]), axis=2, bitorder="little")
+    return bits << np.uint8(4)
 
 
 def _k_nibbles(packed: ByteArray) -> ByteArray:
@@ -273,7 +277,7 @@ def _k_nibbles(packed: ByteArray) -> ByteArray:
 
 
 def _k_scales(data: ByteArray) -> tuple[Any, ...]:
-    """d, dmin, and the groups' scales and minima, in six bits each (see quire.weights.gguf_blocks)."""
+    """Return d, dmin, and the groups' scales and minima, six bits each (see quire.weights.gguf_blocks)."""
     low, high, rest = data[:, :, 4:8], data[:, :, 8:12], data[:, :, 12:16]
     a = np.concatenate([low & 63, (rest & 15) | (low >> 6 << 4)], axis=2)
     b = np.concatenate([high & 63, (rest >> 4) | (high >> 6 << 4)], axis=2)
@@ -314,14 +318,14 @@ def saved_bytes(
     file: GGUFFile | None = None,
     shard: Shard = UNSHARDED,
 ) -> int:
-    """Bytes that a part's weights of a config.json's model take less on a CPU than in `dtype`."""
+    """Return the bytes that a shard's low-bit weights save on a CPU, compared with `dtype`."""
     model = resolve_model_class(config)(config, dtype, torch.device("meta"), shard)
-    forms, layers, names, saved = choose_formats(model, scheme, file), low_bit_layers(model), model.weight_sources(), 0
-    for name, each in forms.items():
+    layers, sources, saved = low_bit_layers(model), model.weight_sources(), 0
+    for name, formats in choose_formats(model, scheme, file).items():
         weight = layers[name].weight
-        assert weight is not None, "it isn't prepared"
+        assert weight is not None, "the model is not prepared yet"
         columns = weight.shape[1]
         if supports(columns, dtype, torch.device("cpu")):
-            for form, rows in zip(each, names[name].rows):
-                saved += rows * (columns * dtype.itemsize - form.row_bytes(columns))
+            for part_format, rows in zip(formats, sources[name].rows):
+                saved += rows * (columns * dtype.itemsize - part_format.row_bytes(columns))
     return saved

@@ -1,5 +1,5 @@
-"""A checkpoint's file as the system maps it into memory: weights that lie there need no copy, and pages that have been
-read can be given back, since the file still has them. Linux only; elsewhere nothing is found."""
+"""The memory mapping of a checkpoint's file: weights in it need no copy, and its pages can be released after reading,
+since the file still has them. Linux only; elsewhere no mapping is found."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MIN_MAPPED_BYTES = 1 << 20  # bytes of a weight that is not copied
 
 
 class MappedFile(NamedTuple):
-    """Addresses of one file's private mapping, and a tensor in it, which keeps it: where it was is other memory's place
-    afterwards."""
+    """The addresses of one file's private mapping. `anchor` is a tensor in it, which keeps the file mapped: otherwise
+    other memory could get these addresses."""
 
     begin: int
     end: int
@@ -27,7 +27,7 @@ class MappedFile(NamedTuple):
 
     @staticmethod
     def containing(tensor: Tensor) -> MappedFile | None:
-        """The mapping that holds a tensor; None if it lies in other memory."""
+        """Return the file mapping that contains a tensor; None if the tensor is in other memory."""
         try:
             lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
@@ -41,52 +41,52 @@ class MappedFile(NamedTuple):
         return None
 
     def contains(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies here, is large enough to stay, and where its numbers may lie."""
+        """Return True if a tensor is in this mapping, aligned, and large enough to be used without a copy."""
         begin, size = tensor.data_ptr(), tensor.nbytes
         inside = tensor.is_contiguous() and self.begin <= begin and begin + size <= self.end
         return inside and size >= MIN_MAPPED_BYTES and begin % tensor.element_size() == 0
 
     def copy_and_release(self, tensor: Tensor, to: Tensor) -> None:
-        """What lies here becomes `to`, and nothing of the file is in memory."""
+        """Copy `tensor`, which is in this mapping, to `to`, and release the mapping's pages."""
         copy_tensor(tensor, to)
         self.release()
 
     def release(self) -> None:
-        """Give its pages back. Whoever reads them again gets the same from the file; nobody has written any."""
+        """Give the pages back to the system. They are unmodified, and read from the file again on the next access."""
         if hasattr(mmap, "MADV_DONTNEED"):
             size = ctypes.c_size_t(self.end - self.begin)
             ctypes.CDLL(None).madvise(ctypes.c_void_p(self.begin), size, mmap.MADV_DONTNEED)
 
 
 def copy_tensor(tensor: Tensor, to: Tensor) -> None:
-    """`to` becomes `tensor`, converted. What needs no change is copied by one thread: at every new page
-    torch's several would wait for each other, and take four times as long."""
-    alike = tensor.dtype == to.dtype and tensor.is_contiguous() and to.is_contiguous()
-    if alike and tensor.device.type == to.device.type == "cpu" and tensor.dim():
+    """Copy `tensor` to `to`, converted. Without conversion one thread copies: torch's threads would wait for each other
+    at every new page, and take four times as long."""
+    same_layout = tensor.dtype == to.dtype and tensor.is_contiguous() and to.is_contiguous()
+    if same_layout and tensor.device.type == to.device.type == "cpu" and tensor.dim():
         to.view(torch.uint8).numpy()[...] = tensor.view(torch.uint8).numpy()
     else:
         to.copy_(tensor)
 
 
 def trim_memory() -> None:
-    """Give back what a start has left behind: what was freed on the way, which malloc would keep for later, where the C
-    library can do it; and the code of libraries, of which steps read a part again."""
-    own = ctypes.CDLL(None)
+    """Give memory back to the system after a start: freed memory that malloc would keep, if the C library can do it;
+    and the code of libraries, of which steps read a part again."""
+    libc = ctypes.CDLL(None)
     with suppress(OSError, AttributeError):
-        own.malloc_trim(0)
+        libc.malloc_trim(0)
     for begin, end in _code_mappings():
-        own.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 CODE_MAPPING = re.compile(r"^(\w+)-(\w+) r-xp \w+ \S+ [1-9].*\n(?:\w+: .*\n)*?Anonymous: +0 kB$", re.MULTILINE)
-"""Of a file, and nobody has written there."""
+"""A mapping of a file with unmodified code, in /proc/self/smaps."""
 
 
 def _code_mappings() -> Iterator[tuple[int, int]]:
-    """Where libraries' code is mapped. Linux only; elsewhere nothing is found."""
+    """Yield the address ranges of libraries' code. Linux only; elsewhere there are none."""
     try:
-        said = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
+        smaps = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return
-    for found in CODE_MAPPING.finditer(said):
-        yield int(found[1], 16), int(found[2], 16)
+    for match in CODE_MAPPING.finditer(smaps):
+        yield int(match[1], 16), int(match[2], 16)

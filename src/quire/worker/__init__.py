@@ -1,1 +1,1 @@
-"""The data plane: replays the journal, runs the model, draws tokens. Tensors only; no queues, no policies."""
+"""The worker: applies page operations, runs the model, samples tokens. No queues, no policies."""

@@ -1,8 +1,8 @@
-"""Views of the one buffer that holds all pages: as pages of every size, and as each layer's keys and values, or states.
+"""Views of the buffer that holds all pages: as pages of every size, and as each layer's keys and values, or states.
 
-A page is a run of tokens of all layers of its group, one layer after another (Jenga §4.2's page-layer partition): keys,
-then values, of each head the page's tokens, in 8 bits each with its scale behind it; or all parts of the state after a
-run's latest token, each where any number may begin.
+A page holds a run of tokens of all layers of its group, one layer after another (Jenga §4.2's page-layer partition):
+keys, then values, by head and token; an 8-bit one is followed by its scale. A page of states holds all parts of the
+state after the run's last token, each aligned for any dtype.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ USE_OTHER_PAGE_SIZE = "Use another --page-size or --table-scope"
 
 
 def check_kv_cache_config(kv_config: KVCacheConfig, spec: ModelSpec) -> None:
-    """StartupError for a geometry of which these views can't be made, with its numbers."""
+    """Raise StartupError for a geometry that these views cannot represent."""
     size, large = kv_config.itemsize, kv_config.large_bytes
     for group in kv_config.groups:
         tokens = sum(spec.layers[i].token_bytes(size) for i in group.layers)
@@ -68,17 +68,17 @@ def check_kv_cache_config(kv_config: KVCacheConfig, spec: ModelSpec) -> None:
 
 
 def pages_by_size(buffer: Tensor, kv_config: KVCacheConfig) -> dict[int, Tensor]:
-    """For each size of pages, in bytes: the buffer as [pages, numbers], whosever they are."""
-    found = {}
+    """Return the whole buffer as [pages, numbers] for each size of pages, in bytes."""
+    views = {}
     for size in dict.fromkeys(group.page_bytes for group in kv_config.groups):
         numbers = size // buffer.itemsize
         count = len(buffer) // numbers
-        found[size] = buffer[: count * numbers].view(count, numbers)
-    return found
+        views[size] = buffer[: count * numbers].view(count, numbers)
+    return views
 
 
 def layer_caches(buffer: Tensor, kv_config: KVCacheConfig, spec: ModelSpec) -> dict[int, LayerCache]:
-    """The keys and values of each layer that attends to tokens, in the order of the layers."""
+    """Return the keys and values of each layer that attends to tokens, in the order of layers."""
     caches: dict[int, LayerCache] = {}
     for g, group in enumerate(kv_config.groups):
         if group.kind not in ("state", "cross"):
@@ -87,7 +87,7 @@ def layer_caches(buffer: Tensor, kv_config: KVCacheConfig, spec: ModelSpec) -> d
 
 
 def cross_caches(buffer: Tensor, kv_config: KVCacheConfig, spec: ModelSpec) -> dict[int, LayerCache]:
-    """The keys and values of pictures' rows, of each layer that attends to them: which doesn't write them."""
+    """Return the keys and values of image embeddings of each cross-attention layer, which only reads them."""
     caches: dict[int, LayerCache] = {}
     for g, group in enumerate(kv_config.groups):
         if group.kind == "cross":
@@ -96,7 +96,7 @@ def cross_caches(buffer: Tensor, kv_config: KVCacheConfig, spec: ModelSpec) -> d
 
 
 def _group_caches(buffer: Tensor, group: KVCacheGroup, group_index: int, spec: ModelSpec) -> dict[int, LayerCache]:
-    """Those of a group's layers, one behind the other in its pages."""
+    """Return the caches of a group's layers, one after another in its pages."""
     caches: dict[int, LayerCache] = {}
     at = 0
     for i in group.layers:
@@ -106,9 +106,9 @@ def _group_caches(buffer: Tensor, group: KVCacheGroup, group_index: int, spec: M
 
 
 def add_shared_layers(caches: dict[int, LayerCache], spec: ModelSpec) -> dict[int, LayerCache]:
-    """Those of all layers, in order: one that shares reads its owner's keys and values, and writes none."""
+    """Add layers that only read another layer's keys and values. Return all caches in the order of layers."""
     for i, layer in enumerate(spec.layers):
-        if layer.kv_source_layer is not None and layer.kv_source_layer in caches:  # another stage's layers aren't here
+        if layer.kv_source_layer is not None and layer.kv_source_layer in caches:  # else on another stage
             caches[i] = replace(caches[layer.kv_source_layer], writes_kv=False, **attention_settings(spec, i))
     return {i: caches[i] for i in sorted(caches)}
 
@@ -116,7 +116,7 @@ def add_shared_layers(caches: dict[int, LayerCache], spec: ModelSpec) -> dict[in
 def state_caches(
     buffer: Tensor, kv_config: KVCacheConfig, spec: ModelSpec, state_dtype: torch.dtype
 ) -> dict[int, StateCache]:
-    """The running states of each layer that has one: the convolution's of numbers as the buffer's are, the other of
+    """Return the running states of each layer that has one: the convolution's in the buffer's dtype, the SSM's in
     `state_dtype`."""
     caches: dict[int, StateCache] = {}
     for g, group in enumerate(kv_config.groups):
@@ -134,10 +134,10 @@ def state_caches(
 def _state_view(
     buffer: Tensor, group: KVCacheGroup, state_tensor: StateTensor, byte_offset: int, dtype: torch.dtype
 ) -> Tensor:
-    """[pages, *part.shape]: what begins `byte_offset` bytes behind the beginning of a page."""
+    """Return the view [pages, *state_tensor.shape] that begins `byte_offset` bytes into each page."""
     size = dtype.itemsize
     assert size == state_tensor.itemsize, (
-        f"{state_tensor.name} is of numbers of {state_tensor.itemsize} bytes, and the runner's have {size}"
+        f"{state_tensor.name} has elements of {state_tensor.itemsize} bytes, and the runner's have {size}"
     )
     plain = buffer.view(torch.uint8)
     pages = len(plain) // group.page_bytes
@@ -147,31 +147,32 @@ def _state_view(
 
 
 def image_embed_pages(buffer: Tensor, group: KVCacheGroup, embed_dim: int) -> Tensor:
-    """[pages, run_tokens, width]: the rows of pictures that lie in a group's pages, one behind the other, from each
-    page's beginning on."""
+    """Return the image embeddings in a group's pages, [pages, run_tokens, embed_dim], from each page's beginning."""
     page = group.page_bytes // buffer.itemsize
     assert group.run_tokens * embed_dim <= page, f"{group.run_tokens} rows of {embed_dim} numbers in a page of {page}"
     return buffer.as_strided((len(buffer) // page, group.run_tokens, embed_dim), (page, embed_dim, 1))
 
 
 def attention_settings(spec: ModelSpec, layer: int) -> dict[str, Any]:
-    """How a layer attends, as a LayerCache says it."""
-    kept = spec.layers[layer]
-    scale = kept.head_dim**-0.5 if kept.scale is None else kept.scale
+    """Return the fields of a LayerCache that define how a layer attends."""
+    layer_spec = spec.layers[layer]
+    scale = layer_spec.head_dim**-0.5 if layer_spec.scale is None else layer_spec.scale
     return {
-        "heads": kept.heads or spec.heads, "scale": scale, "softcap": kept.softcap, "window": kept.window,
-        "chunk": kept.chunk, "budget": kept.budget, "selection": spec.selection,
+        "heads": layer_spec.heads or spec.heads, "scale": scale, "softcap": layer_spec.softcap,
+        "window": layer_spec.window, "chunk": layer_spec.chunk, "budget": layer_spec.budget,
+        "selection": spec.selection,
     }  # fmt: skip
 
 
 def _layer_cache(
     buffer: Tensor, group: KVCacheGroup, group_index: int, layer: int, byte_offset: int, spec: ModelSpec
 ) -> LayerCache:
-    """That of a layer whose keys begin `byte_offset` bytes behind the beginning of a page."""
-    kept, tokens = spec.layers[layer], group.page_tokens
-    numbers = buffer.view(torch.int8) if kept.has_int8_kv else buffer
-    page, cell = group.page_bytes // numbers.itemsize, kept.cell_bytes(buffer.itemsize) // numbers.itemsize
-    shape = len(numbers) // page, kept.kv_heads, tokens, kept.head_dim
+    """Return the cache of a layer whose keys begin `byte_offset` bytes into each page."""
+    layer_spec, tokens = spec.layers[layer], group.page_tokens
+    numbers = buffer.view(torch.int8) if layer_spec.has_int8_kv else buffer
+    page, cell = group.page_bytes // numbers.itemsize, layer_spec.cell_bytes(buffer.itemsize) // numbers.itemsize
+    shape = len(numbers) // page, layer_spec.kv_heads, tokens, layer_spec.head_dim
     strides, first = (page, tokens * cell, cell, 1), byte_offset // numbers.itemsize
-    keys, values = (numbers.as_strided(shape, strides, first + i * kept.kv_heads * tokens * cell) for i in range(2))
+    half = layer_spec.kv_heads * tokens * cell  # all keys of a page
+    keys, values = (numbers.as_strided(shape, strides, first + i * half) for i in range(2))
     return LayerCache(keys, values, group=group_index, **attention_settings(spec, layer))

@@ -1,7 +1,7 @@
-"""Which entries of a journal may be done at once: those of which none writes bytes that another one reads or writes.
+"""Batches of page operations that may run at once: no operation writes bytes that another one reads or writes.
 
 A page of `size` bytes is the bytes [page * size, (page + 1) * size) of its memory. So pages of one size share bytes if
-their numbers are equal, whatever group they are of; of unlike sizes equal numbers say nothing. No tensors here.
+their numbers are equal, in any groups; for different sizes ranges of bytes are compared.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from quire.protocol.step_plan import PageCopy, PageOp, Poison, SwapIn, SwapOut
 
 PageMoves = dict[int, int]
-"""Page written -> page read, in whichever memory; host pages count from 0 here. Poison: the page itself."""
+"""Page written -> page read, each in its memory; host pages count from 0 here. For Poison the page itself."""
 
 
 class PageOpBatch(NamedTuple):
-    """Entries of one kind and one size of pages, in any order."""
+    """Operations of one kind and one page size, which may run in any order."""
 
     kind: type[PageOp]
     size: int
@@ -26,14 +26,14 @@ class PageOpBatch(NamedTuple):
 
 
 def batch_page_ops(page_ops: Sequence[PageOp], sizes: Sequence[int]) -> Iterator[PageOpBatch]:
-    """What to launch, in this order, so that it has the effect of these entries (no tables) one after another. `sizes`
-    are the groups' bytes of a page."""
+    """Yield batches that have, in this order, the effect of these operations (no table writes) one after another.
+    `sizes` are the bytes of a page by group."""
     return _batch_one_size(page_ops, sizes[0]) if len(set(sizes)) == 1 else _batch_mixed_sizes(page_ops, sizes)
 
 
 def pages_overlap(pages: AbstractSet[int], size: int, other_pages: AbstractSet[int], other_size: int) -> bool:
-    """Whether a page of `pages`, of `size` bytes each, shares a byte with one of `other_pages`, of `other_size` "
-    "bytes each."""
+    """Return True if a page of `pages`, of `size` bytes each, shares a byte with one of `other_pages`, of `other_size`
+    bytes each."""
     if size == other_size:
         return not pages.isdisjoint(other_pages)
     if size < other_size:
@@ -42,13 +42,13 @@ def pages_overlap(pages: AbstractSet[int], size: int, other_pages: AbstractSet[i
 
 
 def _overlapping_pages(page: int, size: int, other_size: int) -> range:
-    """Pages of `other_size` bytes that share a byte with this one of `size` bytes."""
+    """Return the pages of `other_size` bytes that share a byte with `page` of `size` bytes."""
     return range(page * size // other_size, -(-(page + 1) * size // other_size))
 
 
 def _batch_one_size(page_ops: Sequence[PageOp], size: int) -> Iterator[PageOpBatch]:
-    """Where all pages have one size. Of entries of one kind that write the same page the last one counts; only copies
-    can read what another one of their kind wrote."""
+    """Batch operations on pages of one size. Of operations of one kind that write the same page the last one remains.
+    Only copies can read what an operation of the same kind wrote."""
     run: Any
     for kind, run in groupby(page_ops, key=type):
         if kind is PageCopy:
@@ -93,9 +93,9 @@ class _PageSet:
 
 
 def _batch_mixed_sizes(page_ops: Sequence[PageOp], sizes: Sequence[int]) -> Iterator[PageOpBatch]:
-    """Where sizes differ: entries of all kinds and sizes are put off, each to the launch of its like, until one comes
-    that must be behind one of them."""
-    put_off: dict[tuple[type[PageOp], int], PageMoves] = {}
+    """Batch operations on pages of several sizes. Operations are collected by kind and size until one depends on a
+    collected one."""
+    pending: dict[tuple[type[PageOp], int], PageMoves] = {}
     written, read = (_PageSet(), _PageSet()), (_PageSet(), _PageSet())  # on the device, and in host memory
     for entry in page_ops:
         kind, size = type(entry), sizes[entry.group]
@@ -107,16 +107,16 @@ def _batch_mixed_sizes(page_ops: Sequence[PageOp], sizes: Sequence[int]) -> Iter
             or read[target].overlaps(to, size)
             or written[source].overlaps(come, size)
         ):
-            yield from (PageOpBatch(*like, moves) for like, moves in put_off.items())
-            put_off, written, read = {}, (_PageSet(), _PageSet()), (_PageSet(), _PageSet())
-        put_off.setdefault((kind, size), {})[to] = come
+            yield from (PageOpBatch(kind, size, moves) for (kind, size), moves in pending.items())
+            pending, written, read = {}, (_PageSet(), _PageSet()), (_PageSet(), _PageSet())
+        pending.setdefault((kind, size), {})[to] = come
         written[target].add(to, size)
         read[source].add(come, size)
-    yield from (PageOpBatch(*like, moves) for like, moves in put_off.items())
+    yield from (PageOpBatch(kind, size, moves) for (kind, size), moves in pending.items())
 
 
 def _accesses(page_op: PageOp) -> tuple[int, int, int, int]:
-    """(page written, where, page read, where); 0 is the device, 1 host memory. Poison reads what it writes."""
+    """Return (page written, its memory, page read, its memory): 0 is the device, 1 the host. Poison reads its page."""
     match page_op:
         case PageCopy(_, src, dst):
             return dst, 0, src, 0
@@ -126,4 +126,4 @@ def _accesses(page_op: PageOp) -> tuple[int, int, int, int]:
             return page, 0, host - 1, 1
         case Poison(_, page):
             return page, 0, page, 0
-    raise AssertionError(f"{page_op} moves nothing")
+    raise AssertionError(f"{page_op} moves no page")

@@ -1,15 +1,15 @@
-"""The host pool: pages of swapped sequences in host memory, and their way there and back (PagedAttention §4.5).
+"""The host pool: pages of swapped sequences in host memory, and the swaps (PagedAttention §4.5).
 
-Order. A journal means in-order replay before the step's rows; on a GPU that is kept with less waiting. Of two streams
-`main`, the current one, runs rows, copies and poison; `side` moves pages out and in, in the journal's order.
-- Earlier rows, then Out or In: nothing waits. The memory swaps out quiet sequences only and takes pages that no step in
-  flight names; whatever rows used them have been collected, so they have run. Swaps thus go on while the step before
-  computes (depth 2). It may read pages that are on their way out, where they are shared, but doesn't write them: a
-  shared page is copied before it is written.
-- Earlier copies and poison, of this journal or another, then Out or In: `side` waits for the last of them.
-- Out, then what writes the page: it is named first, by a table, a copy or poison. Whoever names it makes `main` wait
-  for its Out, so a page is used again while others still leave. An In after the Out is on the same stream.
-- In, then anything: `main` waits for it at once, behind the rows of the step before, which are enqueued already.
+Page operations have the effect of in-order replay before the step's slices. On a GPU two streams do this with little
+waiting: `main`, the current one, runs slices, copies and poison; `swap_stream` swaps, in the order of the operations.
+- Earlier slices, then a swap: nothing waits. Only sequences that are not in flight are swapped out, and only pages that
+  no step in flight uses are swapped in; the steps that used them have been collected. So swaps overlap with the step
+  before (depth 2). That step may read shared pages that are being swapped out, but does not write them: a shared page
+  is copied before it is written.
+- Earlier copies and poison, then a swap: `swap_stream` waits for the last of them.
+- SwapOut, then a write to the page: a table write, copy or poison names the page first and makes `main` wait for its
+  SwapOut, so a page is reused while others are still being swapped out. A later SwapIn is on the same stream.
+- SwapIn, then anything: `main` waits for it at once, after the slices of the step before, which are enqueued already.
 """
 
 from __future__ import annotations
@@ -24,50 +24,46 @@ from torch import Tensor
 from quire.worker.hazards import pages_overlap
 from quire.worker.staging_buffer import StagingBuffer
 
-CPU_GATHER_BYTES = (
-    2**18
-)  # gathered at once on a CPU, so that its caches hold it; larger pages than an eighth go one by one
-SWAP_OUT_EVENT_BYTES = 2**25  # of pages that leave under one event: 0.6 ms over PCIe
-# Pages from here on are moved by the copy engines, one by one (5 us each for the host, 50 GB/s from 1 MiB on); smaller
-# ones by one kernel that addresses host memory itself (alone 50 GB/s from 16 KiB on, 45 GB/s at 4 KiB, where single
-# copies move 0.6). So few programs are enough, and leave the device to the rows. An H200 behind PCIe 5 (55 GB/s).
+CPU_GATHER_BYTES = 2**18  # gathered at once on a CPU, to fit its caches; pages over an eighth of it are copied singly
+SWAP_OUT_EVENT_BYTES = 2**25  # of pages that share an event: 0.6 ms over PCIe
+# Pages of at least this size are copied singly by the copy engines (5 us of the host each, 50 GB/s from 1 MiB on),
+# smaller ones by one kernel that accesses host memory (50 GB/s from 16 KiB on, 45 GB/s at 4 KiB, where single copies
+# reach 0.6). Few programs suffice and leave the device to the slices. Measured on an H200 with PCIe 5 (55 GB/s).
 MIN_COPY_ENGINE_BYTES = 2**20
 SWAP_OUT_PROGRAMS, SWAP_IN_PROGRAMS = 8, 16
 
 
 class HostPool:
-    """`host_pages` beside `pages`: views [pages, numbers] of all host memory and of all device memory, for each size of
-    pages, in bytes; pinned where a GPU moves them. With `debug` every move is waited for and compared."""
+    """Host pages and their swaps. `pages` and `host_pages` are views [pages, numbers] of all device and host memory, by
+    the bytes of a page. Host memory is pinned if there is a GPU. With `debug` every swap is awaited and compared."""
 
     def __init__(self, pages: Mapping[int, Tensor], host_bytes: int, debug: bool = False) -> None:
-        """`host_bytes` bytes of host memory; a page at least of every size."""
+        """Allocate `host_bytes` bytes of host memory, at least one page of every size."""
         self.pages, self.debug = pages, debug
-        some = next(iter(pages.values()))
-        self.device, host_bytes = some.device, max(host_bytes, *pages, 0)
-        if self.device.type == "cpu":  # NumPy's untouched zeros cost a CPU no memory, torch's do
+        first = next(iter(pages.values()))
+        self.device, host_bytes = first.device, max(host_bytes, *pages, 0)
+        if self.device.type == "cpu":  # NumPy's untouched zeros take no memory, torch's do
             raw = torch.from_numpy(np.zeros(host_bytes, dtype=np.uint8))
-        else:  # no byte more than is needed: pinned memory is given out in powers of two
+        else:  # pinned memory is allocated in powers of two
             raw = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=True)
         self.host_pages = {
-            own: raw[: host_bytes // own * own].view(some.dtype).view(host_bytes // own, -1) for own in pages
+            size: raw[: host_bytes // size * size].view(first.dtype).view(host_bytes // size, -1) for size in pages
         }
         if self.device.type == "cpu":
             return
         self.swap_stream = torch.cuda.Stream(self.device)
-        self.staging = StagingBuffer(self.device, segment_bytes=2**18)  # the side stream's own
-        self.writes_event = torch.cuda.Event()  # behind the last copy or poison on `main`
-        self.pending_swap_outs: list[
-            tuple[int, frozenset[int], torch.cuda.Event]
-        ] = []  # pages on their way out, oldest first
+        self.staging = StagingBuffer(self.device, segment_bytes=2**18)  # of `swap_stream`
+        self.writes_event = torch.cuda.Event()  # after the last copy or poison on `main`
+        self.pending_swap_outs: list[tuple[int, frozenset[int], torch.cuda.Event]] = []  # size and pages, oldest first
         self.record_writes()
 
     @property
     def has_pending_swap_outs(self) -> bool:
-        """Whether a page may still be on its way out."""
+        """True if a page may still be read by a swap-out."""
         return self.device.type != "cpu" and bool(self.pending_swap_outs)
 
     def swap_out(self, moves: Mapping[int, int], size: int) -> None:
-        """Copy pages of this size to rows of `host_pages`: {row: page}."""
+        """Copy pages of `size` bytes to host pages: {host page: page}."""
         if self.device.type == "cpu":
             _gather_on_cpu(self.host_pages[size], self.pages[size], moves)
         else:
@@ -83,7 +79,7 @@ class HostPool:
             self._check_equal(((page, host) for host, page in moves.items()), size)
 
     def swap_in(self, moves: Mapping[int, int], size: int) -> None:
-        """Copy rows of `host_pages` to pages of this size: {page: row}."""
+        """Copy host pages to pages of `size` bytes: {page: host page}."""
         if self.device.type == "cpu":
             _gather_on_cpu(self.pages[size], self.host_pages[size], moves)
         else:
@@ -95,29 +91,29 @@ class HostPool:
             self._check_equal(moves.items(), size)
 
     def record_writes(self) -> None:
-        """To be called when pages were copied or poisoned: later swaps wait for it."""
+        """Make later swaps wait for the copies and poison enqueued so far."""
         if self.device.type != "cpu":
             self.writes_event.record(torch.cuda.current_stream(self.device))
 
     def wait_swapped_out(self, pages: Iterable[int], size: int) -> None:
-        """To be called before anything else writes these pages: it will wait until their bytes have left."""
+        """Make later work wait for the swap-outs of these pages, which it will write."""
         if self.device.type == "cpu":
             return
         while self.pending_swap_outs and self.pending_swap_outs[0][2].query():
             del self.pending_swap_outs[0]
-        wanted = frozenset(pages) if self.pending_swap_outs else frozenset()
+        written = frozenset(pages) if self.pending_swap_outs else frozenset()
         for i in reversed(range(len(self.pending_swap_outs))):
-            other, some, event = self.pending_swap_outs[i]
-            if pages_overlap(wanted, size, some, other):
+            other_size, swapped, event = self.pending_swap_outs[i]
+            if pages_overlap(written, size, swapped, other_size):
                 torch.cuda.current_stream(self.device).wait_event(event)
-                del self.pending_swap_outs[: i + 1]  # the side stream is in order: those before have left too
+                del self.pending_swap_outs[: i + 1]  # `swap_stream` is in order: earlier ones are done too
                 return
 
     def _copy_pages(self, target: Tensor, source: Tensor, moves: Mapping[int, int], programs: int) -> None:
-        """target[to] = source[from] for {to: from}, on the current stream."""
+        """Copy target[to] = source[from] for {to: from}, on the current stream."""
         if target.shape[1] * target.itemsize >= MIN_COPY_ENGINE_BYTES:
-            for to, come in moves.items():
-                target[to].copy_(source[come], non_blocking=True)
+            for dst_page, src_page in moves.items():
+                target[dst_page].copy_(source[src_page], non_blocking=True)
         else:
             from quire.kernels.triton.copy_pages import copy_rows
 
@@ -125,7 +121,7 @@ class HostPool:
             copy_rows(target, source, dst, src, programs)
 
     def _check_equal(self, pairs: Iterable[tuple[int, int]], size: int) -> None:
-        """Debug: these (page, row of `host_pages`) hold the same bits."""
+        """Assert that the bits of these (page, host page) are equal."""
         if self.device.type != "cpu":
             torch.cuda.synchronize(self.device)
         for page, host in pairs:
@@ -136,13 +132,13 @@ class HostPool:
 
 
 def _gather_on_cpu(target: Tensor, source: Tensor, moves: Mapping[int, int]) -> None:
-    """target[to] = source[from] for {to: from} on a CPU: small pages many at a time, large ones one by one."""
-    most = CPU_GATHER_BYTES // (target.shape[1] * target.itemsize)
-    if most < 8:
-        for to, come in moves.items():
-            target[to].copy_(source[come])
+    """Copy target[to] = source[from] for {to: from} on a CPU: small pages many at a time, large ones singly."""
+    batch = CPU_GATHER_BYTES // (target.shape[1] * target.itemsize)
+    if batch < 8:
+        for dst_page, src_page in moves.items():
+            target[dst_page].copy_(source[src_page])
         return
     left = iter(moves.items())
-    while part := list(islice(left, most)):
-        places, sources = torch.tensor(part).unbind(1)
-        target.index_copy_(0, places, source.index_select(0, sources))
+    while part := list(islice(left, batch)):
+        dst, src = torch.tensor(part).unbind(1)
+        target.index_copy_(0, dst, source.index_select(0, src))

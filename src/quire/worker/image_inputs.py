@@ -1,7 +1,7 @@
-"""A runner's pictures: pixels by key, the pictures of the sequences in its slots, what some of their parts were encoded
-to, and rows, which it writes where an Encode says and reads for the tokens that they stand for.
+"""A runner's images: pixels by key, the images of the sequences in its slots, features of partially encoded images, and
+embeddings, which are written to the pages of an ImageEncoding and read for the tokens that stand for them.
 
-It decides nothing: the plan says what is encoded, in which step, and which pages have room for it.
+The plan decides what is encoded, in which step, and to which pages.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from quire.worker.inputs import FlatInputs
 from quire.worker.store import Store
 
 ImageRef = tuple[int, int]
-"""A slot, and which of its sequence's pictures."""
+"""A slot, and the index of an image of its sequence."""
 
 
 class PartialImage(NamedTuple):
-    """A picture of which parts are encoded: all of it `preprocessed`, and the `features` of the first parts."""
+    """A partially encoded image: all of it `preprocessed`, and the `features` of the first parts."""
 
     grid: TileGrid
     preprocessed: Tensor
@@ -36,7 +36,7 @@ class PartialImage(NamedTuple):
 
 
 class EmbedSpan(NamedTuple):
-    """Tokens of a step, from its `first_token`-th one on, that rows first .. stop - 1 of a picture stand for."""
+    """Embeddings first_embed .. stop_embed - 1 of an image, in the step's tokens from `first_token` on."""
 
     image: ImageRef
     first_embed: int
@@ -45,140 +45,139 @@ class EmbedSpan(NamedTuple):
 
 
 class ImageInputs:
-    """Encoded by `vision_encoder`, kept in the pages of `store`. Pixels stay where whoever brought them has them; they
-    are sent to the device when the first of their parts is encoded."""
+    """Images, encoded by `vision_encoder`, and their embeddings in the pages of `store`. Pixels are not copied; they
+    are uploaded when their first part is encoded."""
 
     def __init__(self, vision_encoder: Encoder, store: Store, embed_dim: int) -> None:
         self.vision_encoder, self.store = vision_encoder, store
-        geometry = store.kv_config
-        self.embed_location, self.embed_group = geometry.sight, -1
+        kv_config = store.kv_config
+        self.embed_location, self.embed_group = kv_config.sight, -1
         if self.embed_location == "inside":
-            self.embed_group = geometry.image_embed_group
+            self.embed_group = kv_config.image_embed_group
         elif self.embed_location == "pages":
-            self.embed_group = [group.kind for group in geometry.groups].index("vision")
+            self.embed_group = [group.kind for group in kv_config.groups].index("vision")
         if self.embed_group >= 0:
-            self.embed_pages = image_embed_pages(store.buffer, geometry.groups[self.embed_group], embed_dim)
+            self.embed_pages = image_embed_pages(store.buffer, kv_config.groups[self.embed_group], embed_dim)
         self.pixels_by_key: dict[bytes, ImagePixels] = {}
         self.images: dict[int, tuple[ImageItem, ...]] = {}  # by slot
         self.partial_images: dict[ImageRef, PartialImage] = {}
-        self.step_embeds: dict[ImageRef, Tensor] = {}  # rows of this step alone
+        self.step_embeds: dict[ImageRef, Tensor] = {}  # of this step only
 
     def add_image(self, pixels: ImagePixels) -> None:
-        """Plans that are submitted from now on may encode it."""
+        """Add an image that plans submitted from now on may encode."""
         self.pixels_by_key[pixels.key] = pixels
 
     def remove_image(self, key: bytes) -> None:
-        """No plan that isn't submitted yet encodes it. If some of its parts are, they are of no use to anybody."""
+        """Remove an image that no later plan encodes, and its partial encodings."""
         self.pixels_by_key.pop(key, None)
-        for slot, i in [place for place in self.partial_images if self.images[place[0]][place[1]].key == key]:
+        for slot, i in [ref for ref in self.partial_images if self.images[ref[0]][ref[1]].key == key]:
             del self.partial_images[slot, i]
 
     def init_slots(self, new_slots: Sequence[SlotInit]) -> None:
-        """These sequences get their slots, and who had one before is gone."""
-        for birth in new_slots:
-            if self.images.pop(birth.slot, None) is not None:
+        """Assign slots to new sequences and remove the images of their previous ones."""
+        for init in new_slots:
+            if self.images.pop(init.slot, None) is not None:
                 self.partial_images = {
-                    place: one for place, one in self.partial_images.items() if place[0] != birth.slot
+                    ref: partial for ref, partial in self.partial_images.items() if ref[0] != init.slot
                 }
-            if birth.images:
-                self.images[birth.slot] = birth.images
+            if init.images:
+                self.images[init.slot] = init.images
 
     # Encoding
 
     def encode(self, encodings: Sequence[ImageEncoding]) -> None:
-        """Enqueue what a journal says, in order: the parts of all entries together, as far as the encoder takes
-        them."""
+        """Enqueue these encodings. The parts of all of them are encoded together, up to MAX_IMAGE_PARTS at once, unless
+        the encoder takes whole images."""
         if not encodings:
             return
-        if any(entry.first_part == 0 and entry.num_parts < self._image_of(entry).num_parts for entry in encodings):
-            # One picture is in parts between steps: what nobody goes on with was given up, by a preemption, say.
-            going_on = {(entry.slot, entry.image_index) for entry in encodings}
-            self.partial_images = {place: one for place, one in self.partial_images.items() if place in going_on}
-        jobs = [(entry, self._start_image(entry)) for entry in encodings]
-        shares = [coming.preprocessed[entry.first_part : entry.first_part + entry.num_parts] for entry, coming in jobs]
+        if any(op.first_part == 0 and op.num_parts < self._image_of(op).num_parts for op in encodings):
+            # Only one image is partial between steps: others were abandoned, for example by a preemption.
+            continued = {(op.slot, op.image_index) for op in encodings}
+            self.partial_images = {ref: partial for ref, partial in self.partial_images.items() if ref in continued}
+        jobs = [(op, self._start_image(op)) for op in encodings]
+        inputs = [image.preprocessed[op.first_part : op.first_part + op.num_parts] for op, image in jobs]
         if self.vision_encoder.encodes_whole_image:
-            found = [self.vision_encoder.encode(share, coming.grid) for share, (_, coming) in zip(shares, jobs)]
+            outputs = [self.vision_encoder.encode(parts, image.grid) for parts, (_, image) in zip(inputs, jobs)]
         else:
-            parts = torch.cat(shares) if len(shares) > 1 else shares[0]
-            encoded = torch.cat([self.vision_encoder.encode(some) for some in parts.split(MAX_IMAGE_PARTS)])
-            found = list(encoded.split([len(share) for share in shares]))
-        for (entry, coming), features in zip(jobs, found):
-            assert sum(map(len, coming.features)) == entry.first_part, (
-                f"part {entry.first_part} of a picture isn't its next one"
-            )
-            coming.features.append(features)
-            if entry.first_part + entry.num_parts == self._image_of(entry).num_parts:
-                self.partial_images.pop((entry.slot, entry.image_index), None)
-                self._write_embeds(entry, self.vision_encoder.assemble(torch.cat(coming.features), coming.grid))
+            all_parts = torch.cat(inputs) if len(inputs) > 1 else inputs[0]
+            encoded = torch.cat([self.vision_encoder.encode(parts) for parts in all_parts.split(MAX_IMAGE_PARTS)])
+            outputs = list(encoded.split([len(parts) for parts in inputs]))
+        for (op, image), features in zip(jobs, outputs):
+            num_encoded = sum(map(len, image.features))
+            assert num_encoded == op.first_part, f"part {op.first_part} of an image isn't its next one"
+            image.features.append(features)
+            if op.first_part + op.num_parts == self._image_of(op).num_parts:
+                self.partial_images.pop((op.slot, op.image_index), None)
+                self._write_embeds(op, self.vision_encoder.assemble(torch.cat(image.features), image.grid))
 
     def _image_of(self, encoding: ImageEncoding) -> ImageItem:
         return self.images[encoding.slot][encoding.image_index]
 
     def _start_image(self, encoding: ImageEncoding) -> PartialImage:
-        """The picture of an entry, opened at its first part."""
-        place = encoding.slot, encoding.image_index
+        """Return the image of an encoding; preprocess it before its first part."""
+        ref = encoding.slot, encoding.image_index
         if encoding.first_part == 0:
             pixels = self.pixels_by_key[self._image_of(encoding).key]
             grid = TileGrid(*pixels.grid)
             array = np.frombuffer(pixels.data, dtype=np.uint8).reshape(pixels.shape)
-            self.partial_images[place] = PartialImage(
-                grid, self.vision_encoder.preprocess(to_device(array.copy(), self.store.device), grid), []
-            )
-        return self.partial_images[place]
+            preprocessed = self.vision_encoder.preprocess(to_device(array.copy(), self.store.device), grid)
+            self.partial_images[ref] = PartialImage(grid, preprocessed, [])
+        return self.partial_images[ref]
 
     def _write_embeds(self, encoding: ImageEncoding, embeds: Tensor) -> None:
-        """Write the rows of a picture to their pages."""
-        medium = self._image_of(encoding)
-        assert len(embeds) == medium.num_embeds, (
-            f"an encoder makes {len(embeds)} rows of a picture that has {medium.num_embeds}"
+        """Write the embeddings of an image to their pages."""
+        image = self._image_of(encoding)
+        assert len(embeds) == image.num_embeds, (
+            f"an encoder returned {len(embeds)} embeddings of an image that has {image.num_embeds}"
         )
         if encoding.group < 0:
             self.step_embeds[encoding.slot, encoding.image_index] = embeds
             return
-        assert self.store.kv_config.groups[encoding.group].kind != "cross", "no model's layers attend to pictures yet"
+        kind = self.store.kv_config.groups[encoding.group].kind
+        assert kind != "cross", "cross-attention groups belong to CrossAttentionImages"
         pages, offsets = self._embed_positions(
-            (encoding.slot, encoding.image_index), encoding.skip_embeds, medium.num_embeds
+            (encoding.slot, encoding.image_index), encoding.skip_embeds, image.num_embeds
         )
         self.embed_pages[*self.store.staging.upload_all([pages, offsets])] = embeds[encoding.skip_embeds :]
 
     def _embed_positions(self, image: ImageRef, first_embed: int, stop_embed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where rows first .. stop - 1 of a picture are: pages, and which of a page's rows."""
+        """Return the pages of embeddings first_embed .. stop_embed - 1 of an image, and the offsets in them."""
         (slot, i), group = image, self.store.kv_config.groups[self.embed_group]
-        media, size, behind = self.images[slot], group.run_tokens, self.embed_location == "inside"
-        before = media[i].start if behind else sum(group.num_pages(medium.num_embeds) for medium in media[:i]) * size
+        images, size, is_inside = self.images[slot], group.run_tokens, self.embed_location == "inside"
+        before = images[i].start if is_inside else sum(group.num_pages(x.num_embeds) for x in images[:i]) * size
         at = np.arange(before + first_embed, before + stop_embed)
-        return self.store.host_tables[self.embed_group][slot, at // size + behind], at % size
+        return self.store.host_tables[self.embed_group][slot, at // size + is_inside], at % size
 
     # Reading
 
     def overlaps_images(self, slices: Sequence[SeqSlice]) -> bool:
-        """Whether some of these rows may have tokens that a picture's rows stand for."""
-        media = self.images
-        return bool(media) and any(row.slot in media and row.start < media[row.slot][-1].end for row in slices)
+        """Return True if some of these slices may have tokens that stand for an image."""
+        images = self.images
+        return bool(images) and any(row.slot in images and row.start < images[row.slot][-1].end for row in slices)
 
     def attends_to_images(self, slices: Sequence[SeqSlice]) -> bool:
-        """Whether a token of these rows sees a picture by layers of their own."""
+        """Return True if a token of these slices attends to an image by cross-attention layers: here False."""
         return False
 
     def cross_attention_context(self, flat_inputs: FlatInputs, backend: Any) -> Any:
-        """What the tokens of a step see by such layers; None if they see nothing. See quire.worker.cross_attention."""
+        """Return a step's cross-attention, None if no token attends to an image. See quire.worker.cross_attention."""
         return None
 
     def embedding_merger(self, flat_inputs: FlatInputs) -> Callable[[Tensor], Tensor] | None:
-        """What puts rows in the places of embeddings of a step's tokens; None if there are none to put."""
+        """Return the function that writes image embeddings over those of a step's tokens, or None if there are none."""
         spans = list(self._spans(flat_inputs)) if self.embed_location else []
         if not spans:
             return None
-        at = np.concatenate(
+        tokens = np.concatenate(
             [np.arange(span.first_token, span.first_token + span.stop_embed - span.first_embed) for span in spans]
         )
         if self.embed_location == "off":
-            (to,) = self.store.staging.upload_all([at])
-            rows = torch.cat([self.step_embeds[span.image][span.first_embed : span.stop_embed] for span in spans])
-            return lambda x: x.index_copy_(0, to, rows)
-        cells = [self._embed_positions(span.image, span.first_embed, span.stop_embed) for span in spans]
-        to, pages, offsets = self.store.staging.upload_all([at, *map(np.concatenate, zip(*cells))])
-        return lambda x: x.index_copy_(0, to, self.embed_pages[pages, offsets])
+            (index,) = self.store.staging.upload_all([tokens])
+            embeds = torch.cat([self.step_embeds[span.image][span.first_embed : span.stop_embed] for span in spans])
+            return lambda x: x.index_copy_(0, index, embeds)
+        positions = [self._embed_positions(span.image, span.first_embed, span.stop_embed) for span in spans]
+        index, pages, offsets = self.store.staging.upload_all([tokens, *map(np.concatenate, zip(*positions))])
+        return lambda x: x.index_copy_(0, index, self.embed_pages[pages, offsets])
 
     def _spans(self, flat_inputs: FlatInputs) -> Iterator[EmbedSpan]:
         rows = zip(
@@ -188,23 +187,23 @@ class ImageInputs:
             flat_inputs.offsets.tolist(),
         )
         for slot, start, length, offset in rows:
-            for i, medium in enumerate(self.images.get(slot, ())):
-                first, stop = max(start, medium.start), min(start + length, medium.end)
+            for i, image in enumerate(self.images.get(slot, ())):
+                first, stop = max(start, image.start), min(start + length, image.end)
                 if first < stop:
-                    yield EmbedSpan((slot, i), first - medium.start, stop - medium.start, offset + first - start)
+                    yield EmbedSpan((slot, i), first - image.start, stop - image.start, offset + first - start)
 
     def end_step(self) -> None:
-        """The step's rows are enqueued."""
+        """Drop the embeddings of a step whose slices are enqueued."""
         self.step_embeds.clear()
 
     def warmup(self) -> None:
-        """Encode a few parts of nothing, so that kernels are compiled and loaded, and the memory is claimed."""
+        """Encode a small and a large black image, so that kernels are compiled and loaded and memory is allocated."""
         tiling = self.vision_encoder.tiling
         side = tiling.tile_size * MAX_IMAGE_PARTS
         for height, width in ((tiling.tile_size, tiling.tile_size), (side, side)):
             grid = tiling.choose_grid(height, width)
             shape = tiling.num_tiles(grid), tiling.tile_size, tiling.tile_size, 3
             pixels = torch.zeros(shape, dtype=torch.uint8, device=self.store.device)
-            opened = self.vision_encoder.preprocess(pixels, grid)[: tiling.num_parts(grid)]
-            found = [self.vision_encoder.encode(some, grid) for some in opened.split(MAX_IMAGE_PARTS)]
-            self.vision_encoder.assemble(torch.cat(found), grid)
+            preprocessed = self.vision_encoder.preprocess(pixels, grid)[: tiling.num_parts(grid)]
+            features = [self.vision_encoder.encode(parts, grid) for parts in preprocessed.split(MAX_IMAGE_PARTS)]
+            self.vision_encoder.assemble(torch.cat(features), grid)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: computed for a batch on the device, and read as a `TopLogprobs` a token on the host."""
+"""Log-probabilities of tokens: computed for a batch on the device, and converted to TopLogprobs on the host."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from quire.protocol.step_plan import TopLogprobs
 
 
 class LogprobLayout(NamedTuple):
-    """Rows whose log-probabilities are looked up together: by `processed` for a method to choose from, after masks and
-    biases, or as the model has them; by the number of alternatives, which is nobody else's concern; and by whether
-    these are tokens that the request names, filled up to this number, or the likeliest ones."""
+    """The kind of log-probabilities of a row. Rows with equal layouts are computed together."""
 
-    processed: bool
+    processed: bool  # of processed logits, for a decoding method, or of the model's own
     num_alternatives: int
-    uses_requested_ids: bool = False
+    uses_requested_ids: bool = False  # alternatives are the request's ids
 
     @classmethod
     def for_token_ids(cls, ids: Sequence[int]) -> LogprobLayout:
-        """That of a row which asks for `ids`: a power of two, so that a step has few widths."""
+        """Return the layout of a row with requested ids. Its width is a power of two, for few layouts a step."""
         return cls(False, 1 << (len(ids) - 1).bit_length(), True)
 
 
@@ -35,16 +33,16 @@ def logprob_details(
     log_normalizers: Tensor | None = None,
     requested_ids: Tensor | None = None,
 ) -> Tensor:
-    """[N, 2 + 2 width] float64: log-probability and rank of tokens [N], the `num_alternatives` likeliest ids, and
-    theirs.
+    """Return float64 [N, 2 + 2 width]: log-probability and rank of tokens [N], the `num_alternatives` most likely ids
+    and their log-probabilities.
 
-    Equals come in the order of their ids. `log_normalizers` [N, 1] normalises in place of the logits' own sum. With
-    `requested_ids` [N, width] these ids come in place of the likeliest, as they are.
+    Equally likely ids are in rising order. `log_normalizers` [N, 1] replace the logits' own. `requested_ids` [N, width]
+    replace the most likely ids, in their order.
     """
     logprobs = log_softmax(logits) if log_normalizers is None else logits - log_normalizers
-    own = logprobs.gather(1, tokens[:, None])
+    token_logprobs = logprobs.gather(1, tokens[:, None])
     rank = 1 + (logits > logits.gather(1, tokens[:, None])).sum(-1, keepdim=True)
-    parts = [own, rank]
+    parts = [token_logprobs, rank]
     if requested_ids is not None:
         parts += [requested_ids, logprobs.gather(1, requested_ids)]
     elif num_alternatives:
@@ -57,22 +55,22 @@ def logprob_details(
 def prompt_logprob_details(
     lm_head: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, num_alternatives: int
 ) -> Tensor:
-    """`logprob_details` the tokens [N] that follow `hidden` [N, H], some at a time: `lm_head` makes logits of "
-    "hidden states."""
+    """Return `logprob_details` of the tokens [N] that follow `hidden` [N, H], computed in chunks. `lm_head` returns the
+    logits of hidden states."""
     parts = zip(hidden.split(MAX_SCORED_POSITIONS), tokens.split(MAX_SCORED_POSITIONS))
-    return torch.cat([logprob_details(lm_head(some).float(), wanted, num_alternatives) for some, wanted in parts])
+    return torch.cat([logprob_details(lm_head(chunk).float(), ids, num_alternatives) for chunk, ids in parts])
 
 
 def log_normalizer(logits: Tensor) -> Tensor:
-    """The logarithm of the sum of exp(logits [N, V]), [N, 1]; as `log_softmax` has it, so that a row's doesn't depend
-    on how many rows there are (which `logsumexp` on a GPU does)."""
+    """Return the logarithm [N, 1] of the sum of exp(logits [N, V]), computed by `log_softmax`, so that it does not
+    depend on the number of rows (`logsumexp` on a GPU does)."""
     best, ids = logits.max(-1, keepdim=True)
     return best - log_softmax(logits).gather(1, ids)
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Of float32 [N, V]. On a GPU rows begin at multiples of 16 bytes: torch sums a row in an order that depends on
-    where it begins, so that a row's result would depend on its place in the batch."""
+    """Return log_softmax of float32 [N, V]. On a GPU rows are padded to multiples of 16 bytes: torch sums a row in an
+    order that depends on its alignment, so its result would depend on its place in the batch."""
     vocab = logits.shape[1]
     if logits.is_cuda and vocab % 4:
         logits = torch.nn.functional.pad(logits, (0, -vocab % 4), value=-math.inf)
@@ -82,10 +80,10 @@ def log_softmax(logits: Tensor) -> Tensor:
 def to_top_logprobs(
     token: int, details: list[float], num_logprobs: int, uses_requested_ids: bool = False
 ) -> TopLogprobs:
-    """`TopLogprobs` from one row of `logprob_details`, its alternatives cut to `num_logprobs` and, unless they are
-    `uses_requested_ids`, to those that masks left possible."""
-    most = (len(details) - 2) // 2
-    logprobs = details[2 + most :][:num_logprobs]
+    """Return TopLogprobs from one row of `logprob_details`, with at most `num_logprobs` alternatives and, unless
+    `uses_requested_ids`, without those that masks forbid."""
+    width = (len(details) - 2) // 2
+    logprobs = details[2 + width :][:num_logprobs]
     while logprobs and logprobs[-1] == -math.inf and not uses_requested_ids:
         del logprobs[-1]
     ids = details[2 : 2 + len(logprobs)]

@@ -1,4 +1,4 @@
-"""The model runner: one step on one device. Replays births and journal, runs the model, draws the next tokens.
+"""The model runner executes steps on one device: it applies page operations, runs the model and samples tokens.
 
 `submit` only enqueues work; on a GPU it returns before the step has run, and `collect` waits for its samples.
 """
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from quire.kernels.forward_batch import ForwardBatch, to_device
 from quire.kernels.limits import MAX_GRAPH_ROWS
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.sdpa import SdpaBackend
+from quire.layers.exchange import Exchange
 from quire.layers.sharding import shard_vocab
 from quire.protocol.images import ImagePixels
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheLayout
@@ -35,7 +36,7 @@ from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import ImageEncoding, MappingStats, SeqSlice, StepPlan, StepResult, TokenBitmask
 from quire.weights.mapped_files import trim_memory
 from quire.worker.cross_attention import CrossAttentionImages
-from quire.worker.idle_timer import IdleTimer, StepEvents
+from quire.worker.idle_timer import IdleTimer, StepEvents, StepStart
 from quire.worker.image_inputs import ImageInputs
 from quire.worker.inputs import FlatInputs, build_flat_batch
 from quire.worker.logprobs import prompt_logprob_details, to_top_logprobs
@@ -50,137 +51,25 @@ from quire.worker.store import Store
 from quire.worker.vocab_parallel_sampler import VocabParallelSampler, VocabParallelTritonSampler
 from quire.worker.warmup import warm_up
 
-
-class RunnerLifecycle:
-    """The part of a ModelRunner that outlives its pages. `make_model` makes its model anew: None where nobody can."""
-
-    model: Any
-    device: torch.device
-    image_inputs: Any
-    prompt_lengths: Any
-    state_checker: Any
-    decode_graphs: Any
-    mixed_graphs: Any
-    make_model: Callable[[], Any] | None = None
-    offloaded_weights: OffloadedWeights | None = None  # weights that are in host memory
-    kv_config: KVCacheConfig | None = None  # of the pages that it had when it fell asleep
-    warmup_args: tuple[int, int] | None = None  # what it was warmed up for
-
-    def warm_up(self, tokens: int, max_len: int) -> None:
-        """On a GPU, run every kind of step once, the largest of `tokens` tokens in sequences of up to `max_len`: then
-        no request waits for a kernel to be compiled or a graph to be captured. After `bind`, before the first step."""
-        self.warmup_args = tokens, max_len
-        if self.device.type == "cuda":
-            warm_up(self, tokens, max_len)  # type: ignore[arg-type]
-
-    def sleep(self, level: int) -> None:
-        """See control.runners.Sleeping. One that sleeps already sleeps deeper."""
-        store = getattr(self, "store", None)
-        if store is not None:
-            self.kv_config = store.kv_config
-            del store
-        self._release_pages()
-        if level == 2:
-            assert self.make_model is not None, "a model that can be made again"
-            self.model, self.offloaded_weights = None, None
-        elif self.device.type == "cuda" and self.offloaded_weights is None and self.model is not None:
-            self.offloaded_weights = OffloadedWeights(self.model, self.device)
-        self._release_memory()
-
-    def wake(self, tags: Sequence[str]) -> None:
-        """See control.runners.Sleeping. If there is no room, it sleeps on as before."""
-        if "weights" in tags:
-            if self.offloaded_weights is not None:
-                self.offloaded_weights.restore()
-                self.offloaded_weights = None
-            if self.model is None:
-                assert self.make_model is not None, "a model that can be made again"
-                self.model = self.make_model()
-        if "kv_cache" in tags:
-            assert self.kv_config is not None, "it fell asleep"
-            try:
-                self.bind(self.kv_config)
-                if self.warmup_args is not None:
-                    self.warm_up(*self.warmup_args)
-            except BaseException:
-                self._release_pages()
-                self._release_memory()
-                raise
-        if self.device.type == "cpu":
-            trim_memory()
-
-    def bind(self, kv_config: KVCacheConfig) -> None:
-        """See ModelRunner."""
-        raise NotImplementedError
-
-    def _release_pages(self) -> None:
-        """Of the pages, once nothing moves them any more, and of all that was made over them."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        store = getattr(self, "store", None)
-        self.image_inputs = self.prompt_lengths = self.state_checker = self.decode_graphs = self.mixed_graphs = (
-            None  # they hold the store too
-        )
-        for name in ("sampler", "last_sampled"):
-            if hasattr(self, name):
-                delattr(self, name)
-        if store is not None:
-            store.close()
-            del self.store, store
-
-    def _release_memory(self) -> None:
-        """What nobody holds any more goes back to the system."""
-        frozen = gc.get_freeze_count() > 0  # what was loaded is spared by the collector, in programs of our own
-        gc.unfreeze()
-        gc.collect()
-        if frozen:
-            gc.freeze()
-        weight_arena().drop_block()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        else:
-            trim_memory()
-
-    def close(self) -> None:
-        """Let go of the pages."""
-        self._release_pages()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # another engine may follow
-
-    def __del__(self) -> None:
-        """Ordinary tensors go with whoever holds them; mapped pages are given back by somebody."""
-        if hasattr(getattr(self, "store", None), "driver") and not sys.is_finalizing():
-            with suppress(Exception):
-                self.close()
-
+if TYPE_CHECKING:
+    from quire.worker.cuda_graphs import DecodeGraphs
+    from quire.worker.mixed_graphs import MixedGraphs
+    from quire.worker.recorded_steps import RecordedDecodeSteps
 
 TORCH_BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend, "contiguous": ContiguousBackend}
 
+DeferredSampling = Callable[[], PendingSamples]
+"""Samples rows whose masks arrived after their logits."""
+
 
 class RunnableModel(Protocol):
-    """What the runner needs of a model (see quire.models). One that sees has `eyes` too, an Encoder. A shard that
-    was joined to others has their `exchange`, and its `logits` can be asked for its own alone."""
+    """The model interface that the runner needs (see quire.models). A vision model also has a `vision_encoder`. A shard
+    has the `exchange` of its ranks, and its `logits` takes `local=True` for its own part of the vocabulary."""
 
     def __call__(self, tokens: Tensor, ctx: Any) -> Tensor: ...
     def embed(self, tokens: Tensor, ctx: Any) -> tuple[Tensor, Tensor]: ...
     def finish_selected(self, x: Tensor, attended: Tensor) -> Tensor: ...
     def logits(self, hidden_states: Tensor) -> Tensor: ...
-
-
-def _make_backend(name: str, deterministic: bool) -> Any:
-    if name in TORCH_BACKENDS:
-        return TORCH_BACKENDS[name]()
-    if name == "native":
-        from quire.kernels.cpu.backend import NativeBackend
-
-        return NativeBackend(deterministic=deterministic)
-    if name == "triton":
-        from quire.kernels.triton.backend import TritonBackend
-
-        return TritonBackend(deterministic=deterministic)
-    from quire.kernels.triton.vendor_backend import VendorBackend
-
-    return VendorBackend(name)
 
 
 class Ticket(NamedTuple):
@@ -192,11 +81,11 @@ class Ticket(NamedTuple):
     submitted_at: float
     step_events: StepEvents | None  # on a GPU
     pooled: dict[int, Tensor]  # by slot
-    sample_later: Callable[[], PendingSamples] | None = None  # draws that wait for masks
+    sample_later: DeferredSampling | None = None  # set until `submit_masks`
 
 
-class ModelRunner(RunnerLifecycle):
-    """Runs `model` in `dtype` on `device` with the attention backend of that name."""
+class ModelRunner:
+    """Runs `model` in `dtype` on `device` with the attention backend named `attention`."""
 
     def __init__(
         self,
@@ -213,38 +102,43 @@ class ModelRunner(RunnerLifecycle):
         map_in_background: bool = False,
         shared_buffer: Tensor | None = None,
         state_dtype: torch.dtype = torch.float32,
+        make_model: Callable[[], RunnableModel] | None = None,
+        notices: tuple[str, ...] = (),
     ) -> None:
-        """`map_in_background`: a thread maps ahead of need, where memory is virtual. `shared_buffer`, "
-        "`state_dtype`: see Store."""
-        self.model, self.spec, self.dtype, self.device, self.eos_ids = model, spec, dtype, device, eos_ids
+        """`map_in_background`: with virtual memory, a thread maps pages ahead of need. `shared_buffer`, `state_dtype`:
+        see Store. `make_model` loads the model again after a sleep of level 2. `notices` are reported at start."""
+        self.model: Any = model  # a RunnableModel, or None in a sleep of level 2
+        self.make_model, self.notices = make_model, notices
+        self.spec, self.dtype, self.device, self.eos_ids = spec, dtype, device, eos_ids
         self.attention, self.backend = attention, _make_backend(attention, deterministic)
-        self.use_graphs, self.deterministic, self.debug, self.map_in_background = (
-            use_graphs,
-            deterministic,
-            debug,
-            map_in_background,
-        )
-        self.shared_buffer, self.state_dtype = shared_buffer, state_dtype
-        self.exchange = getattr(model, "exchange", None)  # with other ranks
+        self.use_graphs, self.deterministic, self.debug = use_graphs, deterministic, debug
+        self.map_in_background, self.shared_buffer, self.state_dtype = map_in_background, shared_buffer, state_dtype
+        self.exchange: Exchange | None = getattr(model, "exchange", None)  # with other ranks
         self.depth = 1 if device.type == "cpu" else 2
-        self.defers_sampling = False  # rows that are enqueued draw later
-        self.last_collected_at = -math.inf  # when the last step was
+        self.defers_sampling = False  # True in `submit_without_masks`
+        self.last_collected_at = -math.inf
         self.idle_timer = IdleTimer(device)
+        self.pooler = Pooler()
+        # `bind` sets what follows; `_release_pages` deletes the first three.
         self.store: Store
         self.sampler: Sampler
-        self.prompt_lengths: PromptLengths | None = None  # where layers have budgets
-        self.state_checker: StateChecker | None = None  # in debug mode, where layers have states
-        self.image_inputs: ImageInputs | None = None  # where the model sees
-        self.pooler = Pooler()
-        # by slot, the length of a prompt whose tokens attend both ways
-        self.bidirectional_lens: np.ndarray | None = None
-        self.last_sampled: Tensor
-        self.decode_graphs: Any = None  # of decode steps
-        self.mixed_graphs: Any = None  # of steps with prompts
+        self.last_sampled: Tensor  # by slot, the latest token
+        self.prompt_lengths: PromptLengths | None = None  # if layers have budgets
+        self.state_checker: StateChecker | None = None  # in debug mode, if layers have states
+        self.image_inputs: ImageInputs | None = None  # if the model has images
+        self.bidirectional_lens: np.ndarray | None = None  # by slot, the length of a prompt that is attended both ways
+        self.decode_graphs: DecodeGraphs | RecordedDecodeSteps | None = None
+        self.mixed_graphs: MixedGraphs | None = None  # of steps with prompts
+        # For sleep and wake-up.
+        self.offloaded_weights: OffloadedWeights | None = None  # weights in host memory
+        self.kv_config: KVCacheConfig | None = None  # that of `bind`, once asleep
+        self.warmup_args: tuple[int, int] | None = None
+
+    # Start: memory, graphs and warm-up
 
     def bind(self, kv_config: KVCacheConfig) -> None:
-        """Allocate pages, tables and sampling state for a memory of this geometry. StartupError if the attention can't
-        find its tokens."""
+        """Allocate pages, tables and sampling state for `kv_config`. Raise StartupError if the attention backend cannot
+        read its layout."""
         if self.backend.layout is KVCacheLayout.CONTIGUOUS and kv_config.layout is not KVCacheLayout.CONTIGUOUS:
             raise StartupError(
                 f"--attention is {self.attention}, whose kernels need a sequence's tokens one after another, and the "
@@ -252,20 +146,17 @@ class ModelRunner(RunnerLifecycle):
                 "Use --attention auto",
             )
         self.store = self._make_store(kv_config)
-        if self.exchange is not None:
-            self.store.op_checksum = 0
         self.prompt_lengths = self.store.prompt_lengths
         self.state_checker = StateChecker(kv_config) if self.debug and self.store.state_caches else None
         for cache in self.store.caches.values():
             self.backend.check_cache(cache)
         if kv_config.has_images:
-            assert self.spec.vision is not None, "a model without eyes has no pictures"
-            kind = (
-                partial(CrossAttentionImages, self.model)
-                if self.store.cross_caches
-                else partial(ImageInputs, self.model.vision_encoder)
-            )
-            self.image_inputs = kind(self.store, self.spec.vision.embed_dim)
+            assert self.spec.vision is not None, "the geometry has images, and the model has no vision encoder"
+            embed_dim = self.spec.vision.embed_dim
+            if self.store.cross_caches:
+                self.image_inputs = CrossAttentionImages(self.model, self.store, embed_dim)
+            else:
+                self.image_inputs = ImageInputs(self.model.vision_encoder, self.store, embed_dim)
             for cache in self.store.cross_caches.values():
                 self.backend.check_cache(cache)
         if kv_config.both_ways:
@@ -275,131 +166,146 @@ class ModelRunner(RunnerLifecycle):
         if self.use_graphs:
             self._prepare_graphs(min(kv_config.slots - 1, MAX_GRAPH_ROWS))
 
-    def _make_sampler(self, slots: int) -> Sampler:
-        vocab = self.spec.vocab_size
-        if not self.is_vocab_parallel:
-            return Sampler(slots, vocab, self.device, self.eos_ids)
-        if self.device.type == "cpu":
-            return VocabParallelSampler(slots, vocab, self.eos_ids, self.exchange)
-        return VocabParallelTritonSampler(slots, vocab, self.device, self.eos_ids, self.exchange)
-
-    @property
-    def is_vocab_parallel(self) -> bool:
-        """Ranks share out the vocabulary."""
-        return self.exchange is not None and self.exchange.shard.tp_size > 1
-
     def _make_store(self, kv_config: KVCacheConfig) -> Store:
         if kv_config.layout is not KVCacheLayout.CONTIGUOUS:
             return Store(
-                kv_config,
-                self.spec,
-                self.dtype,
-                self.device,
-                self.debug,
-                self.shared_buffer,
-                state_dtype=self.state_dtype,
-            )
+                kv_config, self.spec, self.dtype, self.device, self.debug, self.shared_buffer, self.state_dtype,
+                has_checksum=self.has_checksum,
+            )  # fmt: skip
         from quire.worker.virtual.store import open_store
 
         return open_store(
-            kv_config,
-            self.spec,
-            self.dtype,
-            self.device,
-            self.debug,
-            is_contiguous=self.backend.reads_contiguous,
-            map_in_background=self.map_in_background,
-        )
+            kv_config, self.spec, self.dtype, self.device, self.debug, is_contiguous=self.backend.reads_contiguous,
+            map_in_background=self.map_in_background, has_checksum=self.has_checksum,
+        )  # fmt: skip
+
+    def _make_sampler(self, slots: int) -> Sampler:
+        vocab, exchange = self.spec.vocab_size, self.exchange
+        if exchange is None or exchange.shard.tp_size == 1:
+            return Sampler(slots, vocab, self.device, self.eos_ids)
+        if self.device.type == "cpu":
+            return VocabParallelSampler(slots, vocab, self.eos_ids, exchange)
+        return VocabParallelTritonSampler(slots, vocab, self.device, self.eos_ids, exchange)
+
+    @property
+    def has_checksum(self) -> bool:
+        """True if other ranks must apply the same page operations."""
+        return self.exchange is not None
+
+    @property
+    def is_vocab_parallel(self) -> bool:
+        """True if the vocabulary is sharded over ranks."""
+        return self.exchange is not None and self.exchange.shard.tp_size > 1
 
     def _prepare_graphs(self, max_rows: int) -> None:
-        """For up to `max_rows` rows that sample. Nothing is captured yet."""
+        """Prepare graphs for up to `max_rows` rows that sample. Nothing is captured yet."""
         if self.device.type == "cpu":
             from quire.worker.recorded_steps import RecordedDecodeSteps
 
-            found = library()
-            if found is not None and not self.store.cross_caches and self.exchange is None:  # a tape waits for nobody
-                tails = self.sampler.epilogues(self.last_sampled, max_rows)
+            native = library()
+            # A recorded step cannot exchange with other ranks.
+            if native is not None and not self.store.cross_caches and self.exchange is None:
+                epilogues = self.sampler.epilogues(self.last_sampled, max_rows)
                 self.decode_graphs = RecordedDecodeSteps(
-                    self.model, self.store, self.backend, self.last_sampled, max_rows, tails, found
+                    self.model, self.store, self.backend, self.last_sampled, max_rows, epilogues, native
                 )
             return
         from quire.worker.cuda_graphs import DecodeGraphs, GraphCapturer
         from quire.worker.mixed_graphs import MixedGraphs
 
-        tails, recorder, logits = self._graph_epilogues(max_rows), GraphCapturer(self.device), self._logits_fn()
+        epilogues, capturer, logits = self._graph_epilogues(max_rows), GraphCapturer(self.device), self._logits_fn()
         model, store, backend, last = self.model, self.store, self.backend, self.last_sampled
         self.decode_graphs = DecodeGraphs(
-            model, logits, store, backend, last, store.staging, max_rows, tails, recorder, self.image_inputs
+            model, logits, store, backend, last, store.staging, max_rows, epilogues, capturer, self.image_inputs
         )
         self.mixed_graphs = MixedGraphs(
-            model, logits, store, backend, last, self.spec.hidden, self.decode_graphs.sizes, tails, recorder
+            model, logits, store, backend, last, self.spec.hidden, self.decode_graphs.capture_sizes, epilogues, capturer
         )
 
     def _logits_fn(self) -> Callable[[Tensor], Tensor]:
-        """What makes a graph's logits: this rank's, if a vocabulary is shared out."""
-        return partial(self.model.logits, local=True) if self.is_vocab_parallel else self.model.logits  # type: ignore[no-any-return]
+        """Return the function that computes a graph's logits: only this rank's if the vocabulary is sharded."""
+        logits: Callable[[Tensor], Tensor] = self.model.logits
+        return partial(self.model.logits, local=True) if self.is_vocab_parallel else logits
 
     def _graph_epilogues(self, max_rows: int) -> dict[str, Callable[[Tensor, Tensor], Any]]:
-        """What may follow the logits of up to `max_rows` rows in a graph."""
+        """Return the functions that may follow the logits of up to `max_rows` rows in a graph, by name."""
         return {**self.sampler.epilogues(self.last_sampled, max_rows), "": self._make_logits_epilogue(max_rows)}
 
     def _make_logits_epilogue(self, max_rows: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """What follows the logits of a graph that doesn't sample: they are kept, in one place for all graphs. Where the
-        vocabulary is shared out they are a rank's own."""
-        vocab = self.spec.vocab_size
-        width = shard_vocab(self.exchange.shard, vocab).padded if self.is_vocab_parallel else vocab
-        kept = torch.empty((max_rows, width), dtype=self.dtype, device=self.device)
+        """Return the epilogue of graphs that do not sample: it copies the logits to one buffer for all graphs. If the
+        vocabulary is sharded they are this rank's."""
+        width = self.spec.vocab_size
+        if self.exchange is not None and self.is_vocab_parallel:
+            width = shard_vocab(self.exchange.shard, width).padded
+        buffer = torch.empty((max_rows, width), dtype=self.dtype, device=self.device)
 
-        def tail(logits: Tensor, slots: Tensor) -> Tensor:
-            return kept[: len(logits)].copy_(logits)
+        def copy_logits(logits: Tensor, slots: Tensor) -> Tensor:
+            return buffer[: len(logits)].copy_(logits)
 
-        return tail
+        return copy_logits
+
+    def warm_up(self, tokens: int, max_len: int) -> None:
+        """On a GPU, run every kind of step once, the largest of `tokens` tokens in sequences of up to `max_len`: no
+        request then waits for a compilation or a capture. Call it between `bind` and the first step."""
+        self.warmup_args = tokens, max_len
+        if self.device.type == "cuda":
+            warm_up(self, tokens, max_len)
+
+    def run_without_mixed_graphs(self, plan: StepPlan) -> None:
+        """Run a step to its end, with prompts launched kernel by kernel."""
+        graphs, self.mixed_graphs = self.mixed_graphs, None
+        try:
+            self.collect(self.submit(plan))
+        finally:
+            self.mixed_graphs = graphs
+
+    # Steps
 
     def add_image(self, pixels: ImagePixels) -> None:
-        """Keep a picture: plans that are submitted from now on may encode it."""
-        assert self.image_inputs is not None, "the model sees"
+        """Add an image that plans submitted from now on may encode."""
+        assert self.image_inputs is not None, "an image was sent to a model without images"
         self.image_inputs.add_image(pixels)
 
     def remove_image(self, key: bytes) -> None:
-        """No plan that isn't submitted yet encodes this picture. Unknown ones pass."""
+        """Remove an image that no later plan encodes. Unknown keys are ignored."""
         if self.image_inputs is not None:
             self.image_inputs.remove_image(key)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
-        """Enqueue a step: births and journal, in order, and what it says of pictures; then the rows as one batch; then
-        what is to be done ahead."""
-        began, mark = time.perf_counter(), None
-        for birth in plan.new_slots:
-            self.sampler.init_slot(birth)
+        """Enqueue a step: new slots, page operations and image encodings, in order; then the slices as one batch; then
+        the overlapped page operations."""
+        submitted_at, start = time.perf_counter(), None
+        for init in plan.new_slots:
+            self.sampler.init_slot(init)
         self.pooler.init_slots(plan.new_slots)
         if self.prompt_lengths is not None:
             self.prompt_lengths.init_slots(plan.new_slots)
         if self.bidirectional_lens is not None:
-            for birth in plan.new_slots:
-                self.bidirectional_lens[birth.slot] = birth.prompt_len
+            for init in plan.new_slots:
+                self.bidirectional_lens[init.slot] = init.prompt_len
         if self.image_inputs is None:
             self.store.apply_page_ops(plan.page_ops)
         else:
             self.image_inputs.init_slots(plan.new_slots)
-            self.store.apply_page_ops(tuple(entry for entry in plan.page_ops if type(entry) is not ImageEncoding))
-            if encodes := [entry for entry in plan.page_ops if type(entry) is ImageEncoding]:
-                mark = self.idle_timer.start_step() if plan.slices else None  # the device isn't idle while it encodes
-                self.image_inputs.encode(encodes)
+            self.store.apply_page_ops(tuple(op for op in plan.page_ops if type(op) is not ImageEncoding))
+            if encodings := [op for op in plan.page_ops if type(op) is ImageEncoding]:
+                start = self.idle_timer.start_step() if plan.slices else None  # the device isn't idle while it encodes
+                self.image_inputs.encode(encodings)
         if self.state_checker is not None:
             self.state_checker.apply_page_ops(plan.page_ops)
             self.state_checker.check_and_advance(plan.slices, self.store.host_tables)
             self.state_checker.apply_page_ops(plan.overlapped_page_ops)
-        ticket = self._run_slices(plan, began, mark)
+        ticket = self._run_slices(plan, submitted_at, start)
         if self.image_inputs is not None:
             self.image_inputs.end_step()
         if plan.overlapped_page_ops:
-            self.store.host_pool.record_writes()  # swaps wait for these rows, as copies do
+            self.store.host_pool.record_writes()  # swaps must wait for these slices, as for copies
             self.store.apply_overlapped_page_ops(plan.overlapped_page_ops)
         return ticket
 
     def submit_without_masks(self, plan: StepPlan) -> Ticket:
-        """As `submit`, up to the logits: its rows draw at `submit_masks`."""
+        """Enqueue a step up to its logits; `submit_masks` samples."""
         self.defers_sampling = True
         try:
             return self.submit(plan)
@@ -408,42 +314,45 @@ class ModelRunner(RunnerLifecycle):
 
     @torch.inference_mode()
     def submit_masks(self, ticket: Ticket, masks: tuple[TokenBitmask, ...]) -> Ticket:
-        """Draw, under these masks."""
-        self.sampler.bitmasks.set_bitmasks(masks)
-        return (
-            ticket._replace(pending_samples=ticket.sample_later(), sample_later=None)
-            if ticket.sample_later is not None
-            else ticket
-        )
+        """Sample a step of `submit_without_masks` under these masks."""
+        self.sampler.set_bitmasks(masks)
+        if ticket.sample_later is None:
+            return ticket
+        return ticket._replace(pending_samples=ticket.sample_later(), sample_later=None)
 
-    def _run_slices(self, plan: StepPlan, submitted_at: float, start: Any) -> Ticket:
-        """Enqueue a plan's rows: as graphs where there are any for them. `start`: the step has begun already."""
+    def _run_slices(self, plan: StepPlan, submitted_at: float, start: StepStart | None) -> Ticket:
+        """Enqueue a plan's slices, as graphs if possible. `start` is set if the step has begun already."""
         if not plan.slices:
             return Ticket(None, [], plan, submitted_at, None, {})
-        rows, scores, pooled = SeqSlices.from_slices(plan.slices), [], {}
-        self.sampler.bitmasks.set_bitmasks(plan.masks)
+        rows = SeqSlices.from_slices(plan.slices)
+        prompt_logprobs: list[Tensor] = []
+        pooled: dict[int, Tensor] = {}
+        self.sampler.set_bitmasks(plan.masks)
         start, replayed = start or self.idle_timer.start_step(), start is None
-        drawn: PendingSamples | None
-        sees = self.image_inputs is not None and self.image_inputs.attends_to_images(rows)
+        samples: PendingSamples | DeferredSampling | None
+        has_images = self.image_inputs is not None and self.image_inputs.attends_to_images(rows)
         if self._needs_eager(rows):
             replayed = False
-            drawn, scores, pooled = self._run_eager(rows, FlatInputs.from_slices(rows))
+            samples, prompt_logprobs, pooled = self._run_eager(rows, FlatInputs.from_slices(rows))
         elif self.decode_graphs is not None and self.decode_graphs.can_run(rows):
-            drawn = self._replay_and_sample(rows, partial(self.decode_graphs.run, rows, has_images=sees))
+            samples = self._replay_and_sample(rows, partial(self.decode_graphs.run, rows, has_images=has_images))
         else:
             flat = FlatInputs.from_slices(rows)
-            sizes = self.mixed_graphs.choose_sizes(rows, flat) if self.mixed_graphs is not None and not sees else None
-            if sizes is not None:
-                drawn = self._replay_and_sample(rows.sampling_slices, partial(self.mixed_graphs.run, flat, sizes))
+            mixed_graphs = None if has_images else self.mixed_graphs
+            sizes = None if mixed_graphs is None else mixed_graphs.choose_sizes(rows, flat)
+            if mixed_graphs is not None and sizes is not None:
+                samples = self._replay_and_sample(rows.sampling_slices, partial(mixed_graphs.run, flat, sizes))
             else:
                 replayed = False
-                drawn, scores, pooled = self._run_eager(rows, flat)
-        held, drawn = (drawn, None) if callable(drawn) else (None, drawn)
-        return Ticket(drawn, scores, plan, submitted_at, self.idle_timer.end_step(start, replayed), pooled, held)
+                samples, prompt_logprobs, pooled = self._run_eager(rows, flat)
+        events = self.idle_timer.end_step(start, replayed)
+        if samples is None or isinstance(samples, PendingSamples):
+            return Ticket(samples, prompt_logprobs, plan, submitted_at, events, pooled)
+        return Ticket(None, prompt_logprobs, plan, submitted_at, events, pooled, samples)
 
     def _needs_eager(self, slices: SeqSlices) -> bool:
-        """Whether some rows need what graphs don't do: choose what is kept of a prompt, have a picture's rows among
-        their embeddings, attend both ways, or give hidden states away."""
+        """Return True if some slices need what graphs lack: pruning of a prompt, image embeddings, attention both ways,
+        or hidden states as results."""
         if self.prompt_lengths is not None and self.prompt_lengths.ends_long_prompt(slices):
             return True
         if self.image_inputs is not None and self.image_inputs.overlaps_images(slices):
@@ -456,100 +365,192 @@ class ModelRunner(RunnerLifecycle):
 
     def _run_eager(
         self, slices: SeqSlices, flat_inputs: FlatInputs
-    ) -> tuple[PendingSamples | None, list[Tensor], dict[int, Tensor]]:
-        """Enqueue rows launch by launch: what they draw, the log-probabilities of prompts, and what is pooled."""
-        asked = self.pooler.needs_hidden(slices)
-        batch, step = self._build_context(flat_inputs, sampled_only=not asked and not slices.has_score_tokens)
+    ) -> tuple[PendingSamples | DeferredSampling | None, list[Tensor], dict[int, Tensor]]:
+        """Enqueue slices kernel by kernel. Return their samples, log-probabilities of prompts, and pooled states."""
+        pools = self.pooler.needs_hidden(slices)
+        batch, step = self._build_context(flat_inputs, sampled_only=not pools and not slices.has_score_tokens)
         hidden = self._forward(batch.tokens, step)
         scored = zip(slices, batch.offsets) if slices.has_score_tokens else ()
-        scores = [self._score_prompt(row, int(offset), hidden) for row, offset in scored if row.score_tokens]
-        pooled = self.pooler.pool(slices, batch.offsets, hidden) if asked else {}
+        prompt_logprobs = [self._score_prompt(row, int(offset), hidden) for row, offset in scored if row.score_tokens]
+        pooled = self.pooler.pool(slices, batch.offsets, hidden) if pools else {}
         if not len(batch.sampled_rows):
-            return None, scores, pooled
+            return None, prompt_logprobs, pooled
         ends = hidden if step.query_batch is not None else hidden.index_select(0, batch.logits_indices)
         logits = self.model.logits(ends, local=True) if self.is_vocab_parallel else self.model.logits(ends)
-        return self._sample(slices.sampling_slices, logits), scores, pooled
+        return self._sample(slices.sampling_slices, logits), prompt_logprobs, pooled
 
     def _build_context(self, flat_inputs: FlatInputs, sampled_only: bool) -> tuple[ForwardBatch, StepContext]:
-        """The batch of some rows and its step; with `sampled_only` of no more tokens than are asked for in the end."""
-        whole = (
-            None if self.bidirectional_lens is None else flat_inputs.starts < self.bidirectional_lens[flat_inputs.slots]
-        )
-        batch = build_flat_batch(flat_inputs, self.store, self.last_sampled, whole)
-        shown = None if self.image_inputs is None else self.image_inputs.embedding_merger(flat_inputs)
+        """Return the batch of some slices and its step. With `sampled_only`, hidden states are returned only of tokens
+        whose logits are needed."""
+        bidirectional, merger, cross_attention = None, None, None
+        if self.bidirectional_lens is not None:
+            bidirectional = flat_inputs.starts < self.bidirectional_lens[flat_inputs.slots]
+        batch = build_flat_batch(flat_inputs, self.store, self.last_sampled, bidirectional)
+        if self.image_inputs is not None:
+            merger = self.image_inputs.embedding_merger(flat_inputs)
+            cross_attention = self.image_inputs.cross_attention_context(flat_inputs, self.backend)
         sampled_only = sampled_only and len(batch.sampled_rows) < len(batch.tokens)
         step = StepContext.from_batch(
-            batch, self.store.caches, self.backend, sampled_only, self.store.state_caches, shown
-        )
-        step.cross_attention = (
-            None if self.image_inputs is None else self.image_inputs.cross_attention_context(flat_inputs, self.backend)
+            batch, self.store.caches, self.backend, sampled_only, self.store.state_caches, merger, cross_attention
         )
         return batch, step
 
     def _forward(self, tokens: Tensor, step: StepContext) -> Tensor:
-        """[T, hidden], or of the tokens that the step wants."""
-        return self.model(tokens, step)
+        """Return hidden states [T, hidden], or those of the step's selected tokens."""
+        hidden: Tensor = self.model(tokens, step)
+        return hidden
 
-    def _replay_and_sample(self, slices: SeqSlices, replay: Callable[[str], Any]) -> PendingSamples:
-        """The next tokens of `slices`, whose logits are those of graphs: `replay` launches these, with a tail."""
-        tail = "" if self.defers_sampling else self.sampler.epilogue_for(slices)
-        if tail not in ("", "greedy"):
+    def _replay_and_sample(
+        self, slices: SeqSlices, replay: Callable[[str], Any]
+    ) -> PendingSamples | DeferredSampling | None:
+        """Return the samples of `slices`, whose logits come from graphs: `replay` launches these with the epilogue that
+        it is given."""
+        epilogue = "" if self.defers_sampling else self.sampler.epilogue_for(slices)
+        if epilogue not in ("", "greedy"):
             self.sampler.fill_epilogue(slices)
-        result = replay(tail)
-        if tail:
-            return self.sampler.from_graph(*result, slices)
+        result = replay(epilogue)
+        if epilogue:
+            tokens, faults = result
+            return self.sampler.from_graph(tokens, faults, slices)
         return self._sample(slices, result[: len(slices)])
 
-    def _sample(self, sampling_slices: SeqSlices, logits: Tensor) -> PendingSamples:
-        """The next tokens of `sampling_slices` rows; each slot's first becomes its LAST."""
+    def _sample(self, sampling_slices: SeqSlices, logits: Tensor) -> PendingSamples | DeferredSampling:
+        """Sample `sampling_slices`, now or later; the first sample of each slot becomes its LAST_SAMPLED."""
         rows = list(zip(sampling_slices.slots, sampling_slices.ends, sampling_slices.num_samples))
-        draw = partial(self.sampler.sample, logits, rows, self.last_sampled)
-        return draw if self.defers_sampling else draw()
+        sample = partial(self.sampler.sample, logits, rows, self.last_sampled)
+        return sample if self.defers_sampling else sample()
 
     def _score_prompt(self, seq_slice: SeqSlice, offset: int, hidden: Tensor) -> Tensor:
-        """Log-probabilities of the prompt's tokens, as numbers that `collect` reads."""
+        """Return log-probabilities of the prompt's tokens, in the format that `collect` reads."""
         targets = to_device(np.array(seq_slice.score_tokens, dtype=np.int64), self.device)
-        width = (
-            min(MAX_LOGPROBS, self.spec.vocab_size)
-            if self.sampler.sampling_of(seq_slice.slot).prompt_logprobs > 0
-            else 0
-        )
+        has_alternatives = self.sampler.sampling_of(seq_slice.slot).prompt_logprobs > 0
+        width = min(MAX_LOGPROBS, self.spec.vocab_size) if has_alternatives else 0
         return prompt_logprob_details(
             self.model.logits, hidden[offset : offset + len(seq_slice.score_tokens)], targets, width
         )
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for a step: its rows have run when this returns, so their pages may be moved by others. Its seconds run
-        from its submission, or from the end of the step before if that was later: no second counts twice."""
+        """Wait for a step and return its result. Its slices have run then, so their pages may be moved. Its seconds
+        count from its submission, or from the end of the step before if that was later: no second counts twice."""
         if ticket.pending_samples is None and ticket.step_events is not None:
             ticket.step_events.end.synchronize()
-        finished = self.sampler.collect(ticket.pending_samples) if ticket.pending_samples is not None else []
+        sampled = self.sampler.collect(ticket.pending_samples) if ticket.pending_samples is not None else []
         if self.exchange is not None:
             self.exchange.check_peers()
-        if len(finished) == len(ticket.plan.slices) and not ticket.prompt_logprobs:
-            return StepResult(tuple(finished), self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))
-        drawn, scores, samples = iter(finished), iter(ticket.prompt_logprobs), []
+        if len(sampled) == len(ticket.plan.slices) and not ticket.prompt_logprobs:
+            return StepResult(tuple(sampled), self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))
+        next_sampled, next_scores, results = iter(sampled), iter(ticket.prompt_logprobs), []
         for row in ticket.plan.slices:
-            sample = next(drawn) if row.num_samples else pooled_result(ticket.pooled.get(row.slot))
+            result = next(next_sampled) if row.num_samples else pooled_result(ticket.pooled.get(row.slot))
             if row.score_tokens:
-                most = max(self.sampler.sampling_of(row.slot).prompt_logprobs, 0)
-                scored = zip(row.score_tokens, next(scores).tolist())
-                sample = sample._replace(
-                    prompt_logprobs=tuple(to_top_logprobs(token, numbers, most) for token, numbers in scored)
+                num_logprobs = max(self.sampler.sampling_of(row.slot).prompt_logprobs, 0)
+                scored = zip(row.score_tokens, next(next_scores).tolist())
+                result = result._replace(
+                    prompt_logprobs=tuple(to_top_logprobs(token, details, num_logprobs) for token, details in scored)
                 )
-            samples.append(sample)
-        return StepResult(tuple(samples), self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))
-
-    @property
-    def op_checksum(self) -> int:
-        """Of a rank: a number that others have too if they applied the same journals."""
-        return self.store.op_checksum or 0
-
-    @property
-    def mapping_stats(self) -> MappingStats | None:
-        """What was mapped, where memory is virtual."""
-        return getattr(getattr(self, "store", None), "mapping_stats", None)
+            results.append(result)
+        return StepResult(tuple(results), self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))
 
     def _step_seconds(self, ticket: Ticket) -> float:
         began, self.last_collected_at = max(ticket.submitted_at, self.last_collected_at), time.perf_counter()
         return self.last_collected_at - began
+
+    @property
+    def op_checksum(self) -> int:
+        """A checksum of the page operations applied: ranks that applied the same ones have the same."""
+        return self.store.op_checksum or 0
+
+    @property
+    def mapping_stats(self) -> MappingStats | None:
+        """The numbers of maps and unmaps, if memory is virtual."""
+        return getattr(getattr(self, "store", None), "mapping_stats", None)
+
+    # Sleep, wake-up and end
+
+    def sleep(self, level: int) -> None:
+        """See core.runner.SleepableRunner. A sleeping runner may be put to sleep at a deeper level."""
+        if hasattr(self, "store"):
+            self.kv_config = self.store.kv_config
+        self._release_pages()
+        if level == 2:
+            assert self.make_model is not None, "a sleep of level 2 needs `make_model`"
+            self.model, self.offloaded_weights = None, None
+        elif self.device.type == "cuda" and self.offloaded_weights is None and self.model is not None:
+            self.offloaded_weights = OffloadedWeights(self.model, self.device)
+        self._release_memory()
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """See core.runner.SleepableRunner. If memory does not suffice, the runner stays asleep."""
+        if "weights" in tags:
+            if self.offloaded_weights is not None:
+                self.offloaded_weights.restore()
+                self.offloaded_weights = None
+            if self.model is None:
+                assert self.make_model is not None, "a wake-up from level 2 needs `make_model`"
+                self.model = self.make_model()
+        if "kv_cache" in tags:
+            assert self.kv_config is not None, "wake without sleep"
+            try:
+                self.bind(self.kv_config)
+                if self.warmup_args is not None:
+                    self.warm_up(*self.warmup_args)
+            except BaseException:
+                self._release_pages()
+                self._release_memory()
+                raise
+        if self.device.type == "cpu":
+            trim_memory()
+
+    def _release_pages(self) -> None:
+        """Release the pages, once no page is being moved, and everything that refers to them."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.image_inputs = self.prompt_lengths = self.state_checker = None  # they refer to the store
+        self.decode_graphs = self.mixed_graphs = None
+        for name in ("sampler", "last_sampled"):
+            if hasattr(self, name):
+                delattr(self, name)
+        if hasattr(self, "store"):
+            self.store.close()
+            del self.store
+
+    def _release_memory(self) -> None:
+        """Return unreferenced memory to the system."""
+        frozen = gc.get_freeze_count() > 0  # quire's own programs exempt loaded objects from collection
+        gc.unfreeze()
+        gc.collect()
+        if frozen:
+            gc.freeze()
+        weight_arena().drop_block()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            trim_memory()
+
+    def close(self) -> None:
+        """Release the pages."""
+        self._release_pages()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # another engine may follow
+
+    def __del__(self) -> None:
+        """Release mapped pages. Ordinary tensors are released with their last reference."""
+        if hasattr(getattr(self, "store", None), "driver") and not sys.is_finalizing():
+            with suppress(Exception):
+                self.close()
+
+
+def _make_backend(name: str, deterministic: bool) -> Any:
+    if name in TORCH_BACKENDS:
+        return TORCH_BACKENDS[name]()
+    if name == "native":
+        from quire.kernels.cpu.backend import NativeBackend
+
+        return NativeBackend(deterministic=deterministic)
+    if name == "triton":
+        from quire.kernels.triton.backend import TritonBackend
+
+        return TritonBackend(deterministic=deterministic)
+    from quire.kernels.triton.vendor_backend import VendorBackend
+
+    return VendorBackend(name)

@@ -1,5 +1,5 @@
-"""Weights of a model in host memory while it sleeps. Tensors stay what they are, for all who refer to them: what
-leaves the device and comes back, at another address, are the bytes below them, which views of one weight share.
+"""Weights of a sleeping model in host memory. Tensor objects are not replaced: only their storages, which views of one
+weight share, leave the device and come back at another address.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Modules of whose objects the attributes are looked at.
+# The attributes of objects of these modules are searched for tensors.
 SCANNED_MODULES = ("quire.kernels.", "quire.layers.", "quire.models.", "quire.weights.", "quire.worker.")
-SHARED_ATTRIBUTES = ("exchange", "all_reduce_norm")  # attributes that lead to what all ranks have in common
+SHARED_ATTRIBUTES = ("exchange", "all_reduce_norm")  # not searched: shared by all ranks
 
 
 class OffloadedWeights:
-    """The bytes of all of a model's tensors on `device`, in host memory until `restore`. MemoryError, and nothing
-    changed, where that has no room."""
+    """Moves the storages of all tensors of `model` on `device` to host memory, until `restore`. Raises MemoryError and
+    changes nothing if host memory does not suffice."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        found = {
+        by_address = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in device_tensors(model, device)
         }
-        storages = [storage for address, storage in found.items() if address and storage.resizable()]
+        storages = [storage for address, storage in by_address.items() if address and storage.resizable()]
         self.device = device
         self.host_copies = [(storage, _byte_view(storage, device).to("cpu", copy=True)) for storage in storages]
         for storage, _ in self.host_copies:
@@ -31,11 +31,11 @@ class OffloadedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Bytes in host memory."""
         return sum(copy.nbytes for _, copy in self.host_copies)
 
     def restore(self) -> None:
-        """To the device. What came before there was no room for the rest leaves again."""
+        """Move the storages back to the device. If memory does not suffice, raise the error and leave none there."""
         try:
             for storage, copy in self.host_copies:
                 storage.resize_(copy.nbytes)
@@ -48,37 +48,37 @@ class OffloadedWeights:
 
 
 def _byte_view(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def device_tensors(model: nn.Module, device: torch.device) -> Iterator[Tensor]:
-    """All tensors on a device that a model's modules hold: parameters, buffers, and those among other attributes."""
+    """Yield all tensors on `device` that a model's modules refer to: parameters, buffers, and other attributes."""
     seen: set[int] = set()
     left: list[Any] = [model]
     while left:
-        one = left.pop()
-        if id(one) in seen:
+        value = left.pop()
+        if id(value) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, Tensor):
-            if one.device.type == device.type:
-                yield one
-        elif isinstance(one, dict):
-            left += [value for name, value in one.items() if name not in SHARED_ATTRIBUTES]
-        elif isinstance(one, list | tuple | set | frozenset):
-            left += one
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if value.device.type == device.type:
+                yield value
+        elif isinstance(value, dict):
+            left += [item for name, item in value.items() if name not in SHARED_ATTRIBUTES]
+        elif isinstance(value, list | tuple | set | frozenset):
+            left += value
         else:
-            left += _children(one)
+            left += _children(value)
 
 
 def _children(value: Any) -> list[Any]:
-    """What an object of ours holds, a module, or a function that was given some of its arguments, or encloses them."""
-    held: list[Any] = []
+    """Return what a module, an object of quire, a partial, a method or a closure refers to."""
+    children: list[Any] = []
     if isinstance(value, nn.Module) or type(value).__module__.startswith(SCANNED_MODULES):
-        held += [vars(value)] if hasattr(value, "__dict__") else []
-        held += [getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)]
-    held += [getattr(value, name, None) for name in ("func", "args", "keywords", "__self__")]  # of partial, and methods
-    held += [
+        children += [vars(value)] if hasattr(value, "__dict__") else []
+        children += [getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)]
+    children += [getattr(value, name, None) for name in ("func", "args", "keywords", "__self__")]
+    children += [
         cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell.cell_contents is not value
     ]
-    return [part for part in held if part is not None]
+    return [part for part in children if part is not None]

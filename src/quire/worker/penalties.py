@@ -1,7 +1,7 @@
-"""What the sampler remembers of sequences' tokens, on the device: the tokens, and how often each was generated.
+"""Token histories of sequences on the device, with counts of generated tokens, for penalties and bad words.
 
-Only sequences whose parameters need it have a row here. Nothing in this file waits for the device. The penalties are
-those of vLLM (repetition: CTRL, Keskar et al. 2019, §4.1; frequency and presence: OpenAI's API).
+Only sequences whose parameters need it have a row. Nothing in this file waits for the device. The penalties are those
+of vLLM (repetition: CTRL, Keskar et al. 2019, §4.1; frequency and presence: OpenAI's API).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 
 from quire.kernels.forward_batch import to_device
 
-INITIAL_CAPACITY = 256  # tokens of a row at first
-PENALTY_BATCH_TOKENS = 2**22  # tokens that are penalised together: some temporaries are as large
+INITIAL_CAPACITY = 256  # tokens of a row
+PENALTY_BATCH_TOKENS = 2**22  # tokens that are penalised together: a bound for temporaries
 
 
 class PhraseTable(NamedTuple):
-    """Token sequences, `num_phrases` of them, laid end to end, so that what they cost is the number of their tokens."""
+    """Token sequences, laid end to end, so that the cost is proportional to their tokens."""
 
     tokens: np.ndarray  # [T]
-    from_end: np.ndarray  # [T]: places from the phrase's end, 1 for its last token
-    phrase_indices: np.ndarray  # [T]: which phrase the token is in
+    from_end: np.ndarray  # [T]: distance from the phrase's end, 1 for its last token
+    phrase_indices: np.ndarray  # [T]: the token's phrase
     num_phrases: int
 
     @classmethod
@@ -39,11 +39,11 @@ class PhraseTable(NamedTuple):
 
 
 class TokenHistory:
-    """One row for each slot that needs it, in tables that double when they are full.
+    """Token histories, one row for each slot that needs it, in tables that double when they are full.
 
-    `tokens` [rows, capacity] int64: prompt and output, and then, as padding, the first token again; `counts`
-    [rows, vocab] float32 (exact up to 2**24 occurrences): how often a token is in the output. A prompt may have tokens
-    `beyond` the vocabulary, which stand for pictures: they have no logit.
+    `tokens` [rows, capacity] int64: prompt and output, padded with the first token; `counts` [rows, vocab] float32
+    (exact up to 2**24): occurrences of a token in the output. A prompt may have tokens beyond the vocabulary, which
+    stand for images and have no logit.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -52,14 +52,14 @@ class TokenHistory:
         self.counts = torch.zeros(0, vocab_size, device=device)
         self._row_by_slot: dict[int, int] = {}
         self._free_rows: list[int] = []
-        self._has_image_tokens = False  # some prompt had such a token, since there were no rows
-        self._lengths: dict[int, int] = {}  # tokens of a slot: known here even while their values are not
+        self._has_image_tokens = False  # some prompt since the last time without rows has such tokens
+        self._lengths: dict[int, int] = {}  # by slot; known even if the tokens' values are only on the device
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._row_by_slot
 
     def init_slot(self, slot: int, history: Sequence[int], prompt_len: int) -> None:
-        """`slot` has the tokens `history`, one at least, the first `prompt_len` of them its prompt."""
+        """Set the tokens of `slot`: `history`, at least one, of which `prompt_len` are its prompt."""
         row = self._allocate_row(slot, len(history))
         padded = np.full(self.tokens.shape[1], history[0], dtype=np.int64)
         padded[: len(history)] = history
@@ -69,13 +69,13 @@ class TokenHistory:
         self.counts[row].zero_().scatter_add_(0, outputs, torch.ones_like(outputs, dtype=torch.float32))
 
     def fork(self, parent: int, slot: int) -> None:
-        """`slot` starts with the tokens of `parent`, those included that only the device has seen."""
+        """Copy the tokens of `parent` to `slot`, including those whose values are only on the device."""
         source, row = self._row_by_slot[parent], self._allocate_row(slot, self._lengths[parent])
         self.tokens[row] = self.tokens[source]
         self.counts[row] = self.counts[source]
 
     def drop(self, slot: int) -> None:
-        """Forget `slot`; no effect if it has no row. With the last one goes the room that a long one needed."""
+        """Free the row of `slot`, if it has one. With the last row, shrink the table to its initial width."""
         row = self._row_by_slot.pop(slot, None)
         if row is None:
             return
@@ -85,7 +85,7 @@ class TokenHistory:
             self.tokens = self.tokens.new_zeros(len(self.tokens), INITIAL_CAPACITY)
 
     def record(self, slots: Sequence[int], tokens: Tensor) -> None:
-        """Each slot, at most once here and each with a row, has got one more output token: tokens [len(slots)]."""
+        """Append one output token to each of `slots`, which must be distinct and have rows; tokens [len(slots)]."""
         rows, lengths = self._rows_of(slots), np.array([self._lengths[slot] for slot in slots])
         self._reserve(int(lengths.max()) + 1)
         self.tokens.index_put_((rows, to_device(lengths, self.device)), tokens)
@@ -94,20 +94,20 @@ class TokenHistory:
             self._lengths[slot] += 1
 
     def apply_penalties(self, logits: Tensor, slots: Sequence[int], penalties: np.ndarray) -> Tensor:
-        """Penalised logits [R, V] of `slots`, in new memory; penalties [R, 3]: repetition, frequency and presence."""
+        """Return new logits [R, V] of `slots` with penalties [R, 3]: repetition, frequency, presence."""
         rows, longest = self._rows_of(slots), max(self._lengths[slot] for slot in slots)
         factors = to_device(penalties.astype(np.float32), self.device)
-        each = max(1, PENALTY_BATCH_TOKENS // longest)
-        parts = zip(logits.split(each), rows.split(each), factors.split(each))
-        penalised = [self._apply_to_rows(some, mine, by, longest) for some, mine, by in parts]
+        batch_rows = max(1, PENALTY_BATCH_TOKENS // longest)
+        splits = logits.split(batch_rows), rows.split(batch_rows), factors.split(batch_rows)
+        penalised = [self._apply_to_rows(x, index, penalty, longest) for x, index, penalty in zip(*splits)]
         return penalised[0] if len(penalised) == 1 else torch.cat(penalised)
 
     def _apply_to_rows(self, logits: Tensor, rows: Tensor, factors: Tensor, longest: int) -> Tensor:
         repetition, frequency, presence = factors[:, 0:1], factors[:, 1:2], factors[:, 2:3]
-        # Only tokens of the sequence change. One that is there twice is computed twice, to the same number.
+        # Only tokens of the sequence change. A token that occurs twice is computed twice, with equal results.
         seen = self.tokens[:, :longest].index_select(0, rows)
         counts = self.counts[rows[:, None], seen.clamp(max=self.vocab_size - 1) if self._has_image_tokens else seen]
-        if self._has_image_tokens:  # they get a column of their own, which is dropped
+        if self._has_image_tokens:  # image tokens get an additional column, which is dropped
             logits, seen = F.pad(logits, (0, 1)), seen.clamp(max=self.vocab_size)
         changed = logits.gather(1, seen)
         changed = torch.where(changed > 0, changed / repetition, changed * repetition)
@@ -117,19 +117,20 @@ class TokenHistory:
         return penalised[:, :-1].contiguous() if self._has_image_tokens else penalised
 
     def ends_with(self, slots: Sequence[int], phrases: Sequence[PhraseTable]) -> Tensor:
-        """[sum of numbers] bool, slot by slot: is this phrase of phrases[i] the latest tokens of slots[i]?"""
-        sizes, numbers = [len(some.tokens) for some in phrases], np.array([some.num_phrases for some in phrases])
+        """Return bool [sum of num_phrases]: for each phrase of phrases[i], if slots[i] ends with it."""
+        sizes = [len(table.tokens) for table in phrases]
+        counts = np.array([table.num_phrases for table in phrases])
         rows = np.repeat([self._row_by_slot[slot] for slot in slots], sizes)
-        places = np.repeat([self._lengths[slot] for slot in slots], sizes) - np.concatenate(
-            [p.from_end for p in phrases]
-        )
-        owners = np.concatenate([p.phrase_indices for p in phrases]) + np.repeat(numbers.cumsum() - numbers, sizes)
-        wanted = np.concatenate([some.tokens for some in phrases])
-        wanted[places < 0] = -1  # which no token is: the text is shorter than the phrase
+        lengths = np.repeat([self._lengths[slot] for slot in slots], sizes)
+        places = lengths - np.concatenate([table.from_end for table in phrases])
+        indices = np.concatenate([table.phrase_indices for table in phrases])
+        indices = indices + np.repeat(counts.cumsum() - counts, sizes)
+        expected = np.concatenate([table.tokens for table in phrases])
+        expected[places < 0] = -1  # no token: the sequence is shorter than the phrase
         latest = self.tokens[to_device(rows, self.device), to_device(places.clip(min=0), self.device)]
-        wrong = (latest != to_device(wanted, self.device)).to(torch.int32)
-        missed = torch.zeros(int(numbers.sum()), dtype=torch.int32, device=self.device)
-        return missed.index_add_(0, to_device(owners, self.device), wrong) == 0
+        differs = (latest != to_device(expected, self.device)).to(torch.int32)
+        num_different = torch.zeros(int(counts.sum()), dtype=torch.int32, device=self.device)
+        return num_different.index_add_(0, to_device(indices, self.device), differs) == 0
 
     def _rows_of(self, slots: Sequence[int]) -> Tensor:
         return to_device(np.array([self._row_by_slot[slot] for slot in slots], dtype=np.int64), self.device)
@@ -138,9 +139,9 @@ class TokenHistory:
         self.drop(slot)
         self._reserve(length)
         if not self._free_rows:
-            held = len(self.counts)
-            more = max(4, held)
-            self._free_rows.extend(range(held + more - 1, held - 1, -1))
+            count = len(self.counts)
+            more = max(4, count)
+            self._free_rows.extend(range(count + more - 1, count - 1, -1))
             self.counts = torch.cat((self.counts, self.counts.new_zeros(more, self.vocab_size)))
             self.tokens = torch.cat((self.tokens, self.tokens.new_zeros(more, self.tokens.shape[1])))
         self._row_by_slot[slot] = row = self._free_rows.pop()

@@ -1,5 +1,5 @@
-"""Hidden states of prompts, after the model's last norm, for requests that ask for these and for no tokens. What a
-sequence needs between its rows is kept by whoever reads the results, so that a slot has nothing to lose.
+"""Pooled hidden states of prompts, after the model's last norm, for requests without output tokens. The engine sums the
+results of a prompt's slices, so no state of a slot is lost by a preemption.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ NOT_FINITE = "the model's hidden states are not finite (NaN or infinite)"
 
 
 class Pooler:
-    """Which slots' rows are pooled, and how."""
+    """Pools the hidden states of slots whose requests ask for it."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, tuple[bool, int]] = {}  # of each: only the last token's; the length of its prompt
+        self._slots: dict[int, tuple[bool, int]] = {}  # by slot: last token only, and the prompt's length
 
     def init_slots(self, new_slots: Iterable[SlotInit]) -> None:
-        """Slots have other sequences."""
-        for birth in new_slots:
-            if birth.sampling is not None and birth.sampling.pooling:
-                self._slots[birth.slot] = birth.sampling.pooling == "last", birth.prompt_len
+        """Assign slots to new sequences."""
+        for init in new_slots:
+            if init.sampling is not None and init.sampling.pooling:
+                self._slots[init.slot] = init.sampling.pooling == "last", init.prompt_len
             elif self._slots:
-                self._slots.pop(birth.slot, None)
+                self._slots.pop(init.slot, None)
 
     def needs_hidden(self, slices: Sequence[SeqSlice]) -> bool:
-        """Whether some row's hidden states are wanted."""
+        """Return True if hidden states of some slice are pooled."""
         return bool(self._slots) and any(self._is_pooled(row) for row in slices)
 
     def _is_pooled(self, seq_slice: SeqSlice) -> bool:
@@ -37,20 +37,20 @@ class Pooler:
         return not last or seq_slice.start + len(seq_slice.tokens) == prompt_len
 
     def pool(self, slices: Sequence[SeqSlice], offsets: Iterable[int], hidden: Tensor) -> dict[int, Tensor]:
-        """For each slot whose row is pooled, float32 [hidden]; `hidden` [T, hidden] are those of all rows' tokens,
+        """Return float32 [hidden] for each slot that is pooled. `hidden` [T, hidden] has the tokens of all slices,
         which begin at `offsets`."""
-        found: dict[int, Tensor] = {}
+        pooled: dict[int, Tensor] = {}
         for row, offset in zip(slices, offsets):
             if self._is_pooled(row):
                 end = int(offset) + len(row.tokens)
                 last, _ = self._slots[row.slot]
-                found[row.slot] = hidden[end - 1].float() if last else hidden[int(offset) : end].float().sum(0)
-        return found
+                pooled[row.slot] = hidden[end - 1].float() if last else hidden[int(offset) : end].float().sum(0)
+        return pooled
 
 
 def pooled_result(pooled: Tensor | None) -> SliceResult:
-    """What a row brought that drew nothing; waits for the device."""
+    """Return the result of a slice without samples; waits for the device."""
     if pooled is None:
         return SliceResult(())
-    numbers = tuple(pooled.tolist())
-    return SliceResult((), pooled=numbers) if all(map(math.isfinite, numbers)) else SliceResult((), error=NOT_FINITE)
+    values = tuple(pooled.tolist())
+    return SliceResult((), pooled=values) if all(map(math.isfinite, values)) else SliceResult((), error=NOT_FINITE)

@@ -1,9 +1,10 @@
-"""Decode steps as tapes, a CPU's CUDA graphs: a step in which every sequence computes one token is one native program,
-from its embedding to its samples, whatever the model.
+"""Recorded decode steps, a CPU's CUDA graphs: a step in which every sequence computes one token is one native program,
+from its embedding to its samples.
 
-A tape is recorded for each size of batch when it is first needed; smaller batches are padded with rows of slot 0, which
-read and write scratch memory. All that changes between replays lies in buffers that stay: tokens, slots and positions,
-page tables, sampling parameters. A model that needs more than our operations is not recorded, and runs eagerly.
+A program is recorded for each batch size when it is first needed; smaller batches are padded with rows of slot 0, which
+read and write scratch memory. What changes between replays is in fixed buffers: tokens, slots and positions, page
+tables, sampling parameters. A model that needs other operations than quire's native ones is not recorded and runs
+eagerly.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from quire.protocol.step_plan import LAST_SAMPLED
 from quire.worker.step_context import make_decode_context
 from quire.worker.store import Store
 
-ALIGNMENT = 64  # bytes: where numbers of a tape begin
-MAX_ROWS = 64  # of a tape; Python costs little beside what larger steps compute
+ALIGNMENT = 64  # bytes: tensors begin at multiples
+MAX_ROWS = 64  # of a program; in larger steps Python's share of the time is small
 ALLOCATING_OPS = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
@@ -36,25 +37,25 @@ log = logging.getLogger(__name__)
 
 
 def capture_sizes(max_rows: int) -> list[int]:
-    """Batches that get a tape of their own: few rows, whose products take time by the row, all of them."""
+    """Return the batch sizes that have programs: all small ones, since their matrix products take time by the row."""
     return [*(size for size in (*range(1, 9), 12, *range(16, MAX_ROWS, 8)) if size < max_rows), max_rows]
 
 
 class UnsupportedOp(Exception):
-    """An operation of torch's that computes."""
+    """A torch operation that computes, which cannot be recorded."""
 
 
 class RecordingGuard(TorchDispatchMode):
-    """Of torch's operations only views and new tensors are let through: nothing computes but what is recorded.
-    `allocated` are the new ones, which nobody has written."""
+    """Allows only torch's views and allocations and raises UnsupportedOp for other operations, so that everything that
+    computes is recorded. `allocated` are the new tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.allocated: list[Tensor] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would import its compiler for that, a second and 100 MB."""
+        """Return False: otherwise torch imports its compiler, which takes a second and 100 MB."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,65 +68,62 @@ class RecordingGuard(TorchDispatchMode):
 
 
 def record_step(library: Library, step: Callable[[], Any]) -> tuple[RecordedOps, Any, list[Tensor]]:
-    """What `step` would run, what it returns, and the tensors that it made. NotOurs if torch would compute."""
-    library.recorded_ops, forbidding = RecordedOps(), RecordingGuard()
-    tape = library.recorded_ops
-    try:
-        with forbidding:
-            result = step()
-    finally:
-        library.recorded_ops = None
-    return tape, result, forbidding.allocated
+    """Return the operations of `step`, its result, and the tensors that it allocated. Raise UnsupportedOp if torch
+    computes."""
+    with library.record() as recorded_ops, RecordingGuard() as guard:
+        result = step()
+    return recorded_ops, result, guard.allocated
 
 
 class ScratchArena:
-    """Memory for what tapes compute in between: one tape runs at a time, so all of them have it in common. Nothing of
-    it is touched before it is used."""
+    """Memory for intermediate tensors. All programs share it, since one runs at a time."""
 
     def __init__(self) -> None:
         self.buffer = torch.empty(0, dtype=torch.uint8)
 
     def place_tensors(self, ops: RecordedOps, tensors: list[Tensor], result: Tensor, growth: int) -> Tensor:
-        """Give the tensors that the tape `tensors` places here, as long as operations use them; `result`, one of them
-        or a view, is kept from them all, and returned in its place. The tape doesn't hold the tensors any more.
-        `growth`: how many times as large others will be."""
+        """Move `tensors` of a recording into the arena, each for the span of operations that use it, and drop them from
+        `ops`. `result`, one of them or a view, overlaps none of the others; return it in its new place. `growth`:
+        allocate this many times the size, for larger batches.
+        """
         begins = sorted({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.items())
         addresses = [begin for begin, _ in begins]
 
-        def found(address: int) -> int | None:
-            """The number of the tensor that an argument points into: no other argument is as large as an address."""
+        def tensor_at(address: int) -> int | None:
+            """Return the index of the tensor that an argument points into. No other argument is as large as an
+            address."""
             at = bisect_right(addresses, address) - 1
             return at if at >= 0 and address < addresses[at] + max(begins[at][1], 1) else None
 
-        uses: dict[int, list[int]] = {}
-        pointers: list[tuple[Any, int, int]] = []  # arguments, which of them, and the tensor
+        uses: dict[int, list[int]] = {}  # tensor -> its first and last operation
+        pointers: list[tuple[Any, int, int]] = []  # arguments, index of the argument, index of the tensor
         for number, (_, packed, *_) in enumerate(ops.operations):
             args = (ctypes.c_int64 * (len(packed) // 8)).from_buffer(packed)
             for place, arg in enumerate(args):
-                if (at := found(arg)) is not None:
+                if (at := tensor_at(arg)) is not None:
                     uses.setdefault(at, [number, number])[1] = number
                     pointers.append((args, place, at))
-        kept = found(result.data_ptr())
-        assert kept is not None, "a step makes its logits"
-        uses.setdefault(kept, [0, 0])
-        uses[kept] = [0, len(ops.operations)]
-        places, size = _assign_offsets({at: (*span, begins[at][1]) for at, span in uses.items()})
+        result_index = tensor_at(result.data_ptr())
+        assert result_index is not None, "a step allocates its logits"
+        uses.setdefault(result_index, [0, 0])
+        uses[result_index] = [0, len(ops.operations)]
+        offsets, size = _assign_offsets({at: (first, last, begins[at][1]) for at, (first, last) in uses.items()})
         if size + ALIGNMENT > len(self.buffer):
             self.buffer = torch.empty(growth * size + ALIGNMENT, dtype=torch.uint8)
         base = -(-self.buffer.data_ptr() // ALIGNMENT) * ALIGNMENT
         for args, place, at in pointers:
-            args[place] += base + places[at] - addresses[at]
-        ops.tensors = [x for x in ops.tensors if found(x.untyped_storage().data_ptr()) is None] + [self.buffer]
-        begin = base - self.buffer.data_ptr() + places[kept] + result.data_ptr() - addresses[kept]
-        there = self.buffer[begin : begin + result.nbytes].view(result.dtype)
-        assert result.is_contiguous(), "logits are rows"
-        return there.view(result.shape)
+            args[place] += base + offsets[at] - addresses[at]
+        ops.tensors = [x for x in ops.tensors if tensor_at(x.untyped_storage().data_ptr()) is None] + [self.buffer]
+        begin = base - self.buffer.data_ptr() + offsets[result_index] + result.data_ptr() - addresses[result_index]
+        moved = self.buffer[begin : begin + result.nbytes].view(result.dtype)
+        assert result.is_contiguous(), "logits are contiguous"
+        return moved.view(result.shape)
 
 
 def _assign_offsets(lifetimes: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
-    """Where each of these tensors goes, given its first use, last use and bytes, so that no two that are used at a time
-    overlap; and where the last one ends. The lowest place that is free, first come first served."""
-    places: dict[int, int] = {}
+    """Return an offset for each tensor, given its first use, last use and bytes, so that no two in use at the same time
+    overlap; and the end of the last one. Tensors get the lowest free offset, in the order of their first use."""
+    offsets: dict[int, int] = {}
     taken: list[tuple[int, int, int]] = []  # begin, end, last use
     most = 0
     for at, (first, last, count) in sorted(lifetimes.items(), key=lambda item: item[1][:2]):
@@ -135,16 +133,15 @@ def _assign_offsets(lifetimes: dict[int, tuple[int, int, int]]) -> tuple[dict[in
             if other - begin >= count:
                 break
             begin = max(begin, -(-end // ALIGNMENT) * ALIGNMENT)
-        places[at] = begin
+        offsets[at] = begin
         taken.append((begin, begin + count, last))
         most = max(most, begin + count)
-    return places, most
+    return offsets, most
 
 
 class RecordedDecodeSteps:
-    """Tapes for up to `max_rows` rows, MOST_ROWS of them at most. `epilogues` say what follows the logits, by name: a
-    function of the logits [B, V] and the slots [B], recorded for each size; "" is nothing. What a replay returns is
-    valid until the next one."""
+    """Programs for up to `max_rows` rows, at most MAX_ROWS. `epilogues` are functions of the logits [B, V] and the
+    slots [B], by name, recorded for each size; "" stands for none. Results are valid until the next replay."""
 
     def __init__(
         self, model: Any, store: Store, backend: Any, last_sampled: Tensor, max_rows: int,
@@ -162,7 +159,7 @@ class RecordedDecodeSteps:
         self.programs: dict[tuple[int, str], tuple[RecordedOps, Any]] = {}
 
     def can_run(self, slices: SeqSlices) -> bool:
-        """Every row computes one token and samples what follows it, and the model can be recorded."""
+        """Return True if every slice computes one token and samples the next, and the model can be recorded."""
         count = len(slices)
         if count > self.max_rows or self.is_unsupported or not slices.is_decode_only:
             return False
@@ -170,8 +167,8 @@ class RecordedDecodeSteps:
         return size in self.model_ops or self._record(size)
 
     def run(self, slices: SeqSlices, epilogue: str, has_images: bool = False) -> Any:
-        """Run the step; what its tail leaves, padding included."""
-        assert not has_images, "no tape sees a picture"
+        """Run the step and return the result of its epilogue, padding included."""
+        assert not has_images, "recorded steps have no cross-attention"
         count = len(slices)
         size = self._padded_size(count)
         if (size, epilogue) not in self.programs:
@@ -192,23 +189,24 @@ class RecordedDecodeSteps:
         return self.capture_sizes[bisect_left(self.capture_sizes, count)]
 
     def _record(self, size: int) -> bool:
-        """Record the model for a size; False if it can't be, now or ever."""
+        """Record the model for a size. Return False if it cannot be recorded for any size."""
         try:
-            tape, logits, made = record_step(self.library, lambda: self._compute_logits(size))
+            ops, logits, allocated = record_step(self.library, lambda: self._compute_logits(size))
         except UnsupportedOp as operation:
             log.debug("decode steps run eagerly: the model needs %s", operation)
             self.is_unsupported = True
             return False
-        self.model_ops[size] = tape, self.arena.place_tensors(tape, made, logits, -(-self.max_rows // size))
+        self.model_ops[size] = ops, self.arena.place_tensors(ops, allocated, logits, -(-self.max_rows // size))
         return True
 
     def _append_epilogue(self, size: int, epilogue: str) -> None:
-        """Put the model of a size and a tail together."""
+        """Join the model of a size and an epilogue to one program."""
         model, logits = self.model_ops[size]
-        end, result = RecordedOps(), logits
+        end = RecordedOps()
+        result: Any = logits
         if epilogue:
-            end, drawn, _ = record_step(self.library, lambda: self.epilogues[epilogue](logits, self.inputs[0, :size]))
-            result = tuple(x.numpy() for x in drawn)
+            end, outputs, _ = record_step(self.library, lambda: self.epilogues[epilogue](logits, self.inputs[0, :size]))
+            result = tuple(x.numpy() for x in outputs)
         program = RecordedOps()
         program.operations, program.tensors = model.operations + end.operations, model.tensors + end.tensors
         self.programs[size, epilogue] = program, result

@@ -1,27 +1,25 @@
-"""Decode steps of a stage as CUDA graphs: between what the stage before gives, which is waited for and copied to where
-graphs read it, and what the stage behind gets, which is sent from where graphs leave it.
+"""Decode steps of a pipeline stage as CUDA graphs. Hidden states of the stage before are received and copied to the
+graphs' input buffer; those for the next stage are sent from the graphs' output buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quire.layers.exchange import StageNeighbours
 from quire.protocol.parallel_layout import Shard
 from quire.protocol.seq_slices import SeqSlices
 from quire.worker.cuda_graphs import DecodeGraphs
 from quire.worker.step_context import StepContext
 
-if TYPE_CHECKING:
-    from quire.layers.exchange import StageNeighbours
-
 
 class StageGraphs(DecodeGraphs):
-    """Graphs of the stage of `shard`, whose layers are the model's; `pipes` are its neighbours'. A stage that isn't the
-    last has no logits and no tails."""
+    """Graphs of the layers of stage `shard`; `pipes` connect it to its neighbours. Only the last stage has logits and
+    epilogues."""
 
     def __init__(
         self, shard: Shard, pipes: StageNeighbours, hidden_size: int, dtype: torch.dtype, model: Any,
@@ -29,14 +27,14 @@ class StageGraphs(DecodeGraphs):
     ) -> None:  # fmt: skip
         super().__init__(self._run_layers, self._store_output if logits is None else logits, *args)
         self.shard, self.pipes, self.stage_model, self.dtype = shard, pipes, model, dtype
-        shape, device = (2, self.max_rows, hidden_size), self.inputs.device  # x, and what is to be added to it
+        shape, device = (2, self.max_rows, hidden_size), self.inputs.device  # x, and delta that is added to it
         self.received = None if shard.is_first_stage else torch.zeros(shape, dtype=dtype, device=device)
         self.output = None if shard.is_last_stage else torch.zeros(shape, dtype=dtype, device=device)
-        self.has_delta: dict[tuple[int, bool], bool] = {}  # whether there is anything to be added, by size and sight
+        self.has_delta: dict[tuple[int, bool], bool] = {}  # by size and has_images: the output has a delta
 
     def run(self, slices: SeqSlices, epilogue: str, has_images: bool = False) -> Any:
-        """See DecodeGraphs; nothing is left by a stage that isn't the last."""
-        # What is captured first runs as it is, over what comes from the stage before.
+        """See DecodeGraphs; only the last stage returns a result."""
+        # Capture before receiving: the run before a capture uses the input buffer too.
         size, count = self.ensure_captured(slices, has_images), len(slices)
         if self.received is not None:
             x, delta = self.pipes.receive(count, self.received.shape[2], self.dtype)
@@ -52,7 +50,7 @@ class StageGraphs(DecodeGraphs):
         return None
 
     def _run_layers(self, tokens: Tensor, step: StepContext) -> Any:
-        """The stage's layers; of the last one its hidden states."""
+        """Run the stage's layers. Return hidden states on the last stage, else (x, delta, has_images)."""
         if self.received is None:
             x, delta = self.stage_model.embed(tokens, step)
         else:
@@ -65,10 +63,11 @@ class StageGraphs(DecodeGraphs):
             else (x, delta, step.cross_attention is not None)
         )
 
-    def _store_output(self, found: tuple[Tensor, Tensor | None, bool]) -> None:
-        x, delta, sees = found
+    def _store_output(self, output: tuple[Tensor, Tensor | None, bool]) -> None:
+        """Copy x and delta to the output buffer, in the place of computing logits."""
+        x, delta, has_images = output
         assert self.output is not None, "the last stage has logits"
         self.output[0, : len(x)].copy_(x)
         if delta is not None:
             self.output[1, : len(x)].copy_(delta)
-        self.has_delta[len(x), sees] = delta is not None
+        self.has_delta[len(x), has_images] = delta is not None

@@ -1,13 +1,13 @@
-"""The runner of a stage, which has some of the model's layers (pipeline parallelism). The first knows tokens, the last
-draws; each gives the next what its layers make of a step's tokens.
+"""The runner of a pipeline stage, which has some of the model's layers. The first stage embeds tokens, the last one
+samples; each sends its hidden states to the next.
 
-Stages are given the same plans. While one computes a step the stage before may compute the next, of other sequences:
-the scheduler plans no sequence whose sample it waits for, so a row's tokens are known.
+All stages get the same plans. While one computes a step, the stage before may compute the next, of other sequences: the
+scheduler plans no sequence whose sample is not collected, so a slice's tokens are known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,80 +21,86 @@ from quire.protocol.pipeline_stages import kv_config_of_stage
 from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import ImageEncoding, SliceResult, SlotInit, StepPlan, StepResult, TokenBitmask
 from quire.worker.inputs import FlatInputs
-from quire.worker.model_runner import ModelRunner, Ticket
+from quire.worker.model_runner import DeferredSampling, ModelRunner, Ticket
 from quire.worker.pending_samples import PendingSamples
+from quire.worker.sampler import Sampler
 from quire.worker.step_context import StepContext
 
 
-class NullSampler:
-    """In the place of a sampler where nothing is drawn."""
+class NullSampler(Sampler):
+    """The sampler of a stage that does not sample: it ignores parameters and masks, and its other methods fail."""
 
     def __init__(self) -> None:
-        self.bitmasks = self
+        """Allocate nothing."""
 
     def init_slot(self, init: SlotInit) -> None:
-        """Whoever draws knows how."""
+        """Do nothing."""
 
-    def set_bitmasks(self, masks: Sequence[TokenBitmask]) -> None:
-        """And under which masks."""
+    def set_bitmasks(self, bitmasks: Sequence[TokenBitmask]) -> None:
+        """Do nothing."""
 
-    def warmup_tasks(self, dtypes: Iterable[torch.dtype], max_rows: int) -> Iterable[Callable[[], None]]:
-        """No kernels are needed for it."""
-        return ()
+    def warmup_tasks(self, dtypes: Iterable[torch.dtype], max_rows: int) -> Iterator[Callable[[], None]]:
+        """Return no tasks."""
+        return iter(())
 
 
 class StageRunner(ModelRunner):
-    """Runs the stage of `shard`, whose spec is the whole model's; `pipes` are its neighbours'."""
+    """Runs the stage of `shard`; its spec is the whole model's. `pipes` connect it to its neighbours."""
 
     def __init__(self, *args: Any, shard: Shard, pipes: StageNeighbours, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.shard, self.pipes = shard, pipes
-        self.full_kv_cache_config: KVCacheConfig | None = None  # that of all stages
+        self.full_kv_cache_config: KVCacheConfig | None = None  # of all stages
 
     def bind(self, kv_config: KVCacheConfig) -> None:
-        """See ModelRunner; the geometry is one for all stages."""
+        """See ModelRunner; `kv_config` is that of all stages."""
         self.full_kv_cache_config = kv_config
         super().bind(kv_config_of_stage(kv_config, self.spec, self.shard))
-        self.store.op_checksum = 0
+
+    @property
+    def has_checksum(self) -> bool:
+        """True: all stages must apply the same page operations."""
+        return True
 
     def sleep(self, level: int) -> None:
-        """See Lifetime."""
+        """See ModelRunner."""
         super().sleep(level)
         self.kv_config = self.full_kv_cache_config
 
     def add_image(self, pixels: ImagePixels) -> None:
-        """See ModelRunner. Whose layers need no picture keeps none."""
+        """See ModelRunner. A stage whose layers need no image ignores it."""
         if self.image_inputs is not None:
             super().add_image(pixels)
 
     def submit(self, plan: StepPlan) -> Ticket:
         """See ModelRunner."""
         if self.image_inputs is None and self.spec.vision is not None:
-            plan = plan._replace(page_ops=tuple(entry for entry in plan.page_ops if type(entry) is not ImageEncoding))
+            plan = plan._replace(page_ops=tuple(op for op in plan.page_ops if type(op) is not ImageEncoding))
         return super().submit(plan)
 
-    def _make_sampler(self, slots: int) -> Any:
+    def _make_sampler(self, slots: int) -> Sampler:
         return super()._make_sampler(slots) if self.shard.is_last_stage else NullSampler()
 
     def _prepare_graphs(self, max_rows: int) -> None:
-        """Of steps in which every sequence computes one token; others are launched one by one."""
+        """Prepare graphs of decode steps only; other steps run kernel by kernel."""
         from quire.worker.cuda_graphs import GraphCapturer
         from quire.worker.stage_graphs import StageGraphs
 
-        ends, store = self.shard.is_last_stage, self.store
+        is_last, store = self.shard.is_last_stage, self.store
+        logits, epilogues = (self._logits_fn(), self._graph_epilogues(max_rows)) if is_last else (None, {})
         self.decode_graphs = StageGraphs(
-            self.shard, self.pipes, self.spec.hidden, self.dtype, self.model, self._logits_fn() if ends else None,
-            store,
-            self.backend, self.last_sampled, store.staging, max_rows, self._graph_epilogues(max_rows) if ends else {},
-            GraphCapturer(self.device), self.image_inputs,
+            self.shard, self.pipes, self.spec.hidden, self.dtype, self.model, logits, store, self.backend,
+            self.last_sampled, store.staging, max_rows, epilogues, GraphCapturer(self.device), self.image_inputs,
         )  # fmt: skip
 
-    def _replay_and_sample(self, slices: SeqSlices, replay: Callable[[str], Any]) -> Any:
+    def _replay_and_sample(
+        self, slices: SeqSlices, replay: Callable[[str], Any]
+    ) -> PendingSamples | DeferredSampling | None:
         return super()._replay_and_sample(slices, replay) if self.shard.is_last_stage else replay("")
 
     def _run_eager(
         self, slices: SeqSlices, flat_inputs: FlatInputs
-    ) -> tuple[PendingSamples | None, list[Tensor], dict[int, Tensor]]:
+    ) -> tuple[PendingSamples | DeferredSampling | None, list[Tensor], dict[int, Tensor]]:
         if self.shard.is_last_stage:
             return super()._run_eager(slices, flat_inputs)
         batch, step = self._build_context(flat_inputs, sampled_only=False)
@@ -102,22 +108,27 @@ class StageRunner(ModelRunner):
         return None, [], {}
 
     def _forward(self, tokens: Tensor, step: StepContext) -> Tensor:
-        return self.model.finish(*self._run_layers(tokens, step), step)  # type: ignore[attr-defined]
+        hidden: Tensor = self.model.finish(*self._run_layers(tokens, step), step)
+        return hidden
 
     def _run_layers(self, tokens: Tensor, step: StepContext) -> tuple[Tensor, Tensor | None]:
-        """Up to the last of its layers; of the whole model's last layer, up to what it attends to."""
+        """Run this stage's layers; the whole model's last layer, up to its attention. Return x and what is to be added
+        to it."""
+        output: tuple[Tensor, Tensor | None]
         if self.shard.is_first_stage:
-            return self.model.embed(tokens, step)
-        x, delta = self.pipes.receive(len(tokens), self.spec.hidden, self.dtype)
-        return self.model.run_layers(x, step, delta)  # type: ignore[attr-defined]
+            output = self.model.embed(tokens, step)
+        else:
+            x, delta = self.pipes.receive(len(tokens), self.spec.hidden, self.dtype)
+            output = self.model.run_layers(x, step, delta)
+        return output
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """See ModelRunner; but for the last stage nothing was drawn."""
+        """See ModelRunner; only the last stage has samples."""
         if self.shard.is_last_stage:
             return super().collect(ticket)
-        if ticket.step_events is not None:  # of a GPU: the stage before may write over what this step has read
+        if ticket.step_events is not None:  # on a GPU: the stage before may overwrite this step's input
             ticket.step_events.end.synchronize()
         if self.exchange is not None:
             self.exchange.check_peers()
-        nothing = (SliceResult(()),) * len(ticket.plan.slices)
-        return StepResult(nothing, self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))
+        empty = (SliceResult(()),) * len(ticket.plan.slices)
+        return StepResult(empty, self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))

@@ -1,8 +1,8 @@
-"""Staging: small host arrays on their way to a GPU, through pinned memory that is used again and again.
+"""Uploads of small host arrays to a GPU through a ring of pinned memory.
 
-Pinning memory anew for each array costs the host more than the copy does. Here the segments of a pinned ring are filled
-in turn; an event behind a segment's last copy says when it may be filled again. NumPy fills them: torch would wake a
-thread for every core to copy as little as 128 KiB, and those wait for more to do for some milliseconds, at full speed.
+Pinning memory for each array would take the host longer than the copy. The segments of the ring are filled in turn; an
+event after a segment's last copy marks when it may be filled again. NumPy fills them: to copy 128 KiB, torch would wake
+a thread for every core, and these spin for some milliseconds.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch import Tensor
 
 SEGMENTS = 4
 SEGMENT_BYTES = 2**20
-ALIGNMENT = 64  # bytes: where an array begins
+ALIGNMENT = 64  # bytes: arrays begin at multiples
 
 
 class StagingBuffer:
-    """Uploads to `device`, from one thread and on one stream: always the same, and current when `upload` is called. Not
-    while a CUDA graph is captured. On a CPU arrays are only wrapped."""
+    """Uploads to `device`. All calls must come from one thread with the same current stream, and not while a CUDA graph
+    is captured. On a CPU arrays are only wrapped."""
 
     def __init__(self, device: torch.device, num_segments: int = SEGMENTS, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.device, self.segment_bytes = device, segment_bytes
-        self.segment = self.segment_used = 0  # the segment that is being filled, and how far it is
+        self.segment = self.segment_used = 0  # the current segment, and its bytes in use
         if device.type != "cpu":
             self.ring = torch.empty((num_segments, segment_bytes), dtype=torch.uint8, pin_memory=True)
             self.ring_array = self.ring.numpy()
             self.events = [torch.cuda.Event() for _ in range(num_segments)]
 
     def upload(self, array: np.ndarray, out: Tensor | None = None) -> Tensor:
-        """A host array as a tensor on the device: a new one, or `out` of the same shape and type (such as the fixed
-        input of a CUDA graph). The copy is only enqueued. On a CPU a new tensor shares the array's memory; elsewhere
-        the array is free as soon as this returns."""
+        """Enqueue the copy of a host array to a new tensor or to `out`, of the same shape and dtype (such as the fixed
+        input of a CUDA graph), and return it. On a CPU a new tensor shares the array's memory; elsewhere the array may
+        be changed as soon as this returns."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cpu":
             return tensor if out is None else out.copy_(tensor)
@@ -44,7 +44,7 @@ class StagingBuffer:
         return out.copy_(pinned.view(tensor.dtype).view(tensor.shape), non_blocking=True)
 
     def upload_all(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Several arrays in one copy: new tensors, which are parts of one."""
+        """Upload several arrays in one copy; return new tensors, which share one storage."""
         tensors = [torch.from_numpy(array) for array in arrays]
         if self.device.type == "cpu":
             return tensors
@@ -59,14 +59,14 @@ class StagingBuffer:
         return uploaded
 
     def _reserve(self, count: int) -> tuple[Tensor, np.ndarray]:
-        """`count` bytes of pinned memory that no copy reads any more: to copy from, and to fill. What is larger than a
-        segment gets memory of its own, which torch keeps until its copy is done."""
+        """Return `count` bytes of pinned memory that no copy reads, as a tensor and as an array. More than a segment is
+        allocated separately; torch keeps that memory until its copy is done."""
         if count > self.segment_bytes:
-            alone = torch.empty(count, dtype=torch.uint8, pin_memory=True)
-            return alone, alone.numpy()
+            separate = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+            return separate, separate.numpy()
         if self.segment_used + count > self.segment_bytes:
-            # All copies out of this segment are enqueued before this event. The next segment's event is as old as the
-            # ring is long: the host waits only if the device is that far behind.
+            # All copies out of this segment are enqueued before this event. The next segment's event is a whole ring
+            # old: the host waits only if the device is that far behind.
             self.events[self.segment].record()
             self.segment, self.segment_used = (self.segment + 1) % len(self.events), 0
             self.events[self.segment].synchronize()

@@ -1,5 +1,5 @@
-"""How many tokens each state has seen, as the journal and the rows left it: debug mode's proof that a row goes on from
-the state in front of its first token, and from no other. Numbers on the host; no tensors.
+"""Debug mode's check of running states: it counts the tokens of each state, on the host, and asserts that each slice
+continues the state before its first token.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class PageKey(NamedTuple):
 
 
 class StateChecker:
-    """Of the pages of groups whose kind is "state". A page of which nothing is known was never written, or not since it
-    was given out."""
+    """Tokens seen by each page of groups of kind "state". A page without an entry was not written since its
+    allocation."""
 
     def __init__(self, kv_config: KVCacheConfig) -> None:
         self.state_intervals = {
@@ -32,7 +32,7 @@ class StateChecker:
         self.tokens_seen: dict[PageKey, int] = {}
 
     def apply_page_ops(self, page_ops: PageOps) -> None:
-        """What a journal does to them."""
+        """Apply the effect of page operations on the counts."""
         for entry in page_ops:
             match entry:
                 case PageCopy(group, src, dst):
@@ -45,17 +45,17 @@ class StateChecker:
                     self.tokens_seen.pop(PageKey(group, page), None)
 
     def check_and_advance(self, slices: Iterable[SeqSlice], tables: list[ndarray]) -> None:
-        """Rows read and write their states, by their groups' tables. AssertionError names the row that reads another's,
-        or one before or behind its own."""
+        """Check and update the states that slices read and write by their groups' tables. Raise AssertionError if a
+        slice reads a state of another number of tokens than its start."""
         for group, run in self.state_intervals.items():
             for row in slices:
                 start, end, table = row.start, row.start + len(row.tokens), tables[group][row.slot]
                 if start and row.slot:  # slot 0 is padding
                     page = int(table[(start - 1) // run])
-                    found = self.tokens_seen.get(PageKey(group, page))
-                    assert found == start, (
-                        f"slot {row.slot} goes on behind {start} tokens from page {page} of group {group}, whose state "
-                        f"has seen {found}"
+                    seen = self.tokens_seen.get(PageKey(group, page))
+                    assert seen == start, (
+                        f"slot {row.slot} goes on after {start} tokens from page {page} of group {group}, whose state "
+                        f"has seen {seen}"
                     )
                 for at in range(start // run, (end - 1) // run + 1):
                     self.tokens_seen[PageKey(group, int(table[at]))] = min((at + 1) * run, end)

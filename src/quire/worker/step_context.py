@@ -18,14 +18,14 @@ from quire.worker.cross_attention import CrossAttentionContext
 from quire.worker.store import Store
 
 AttentionPlanner = Callable[[LayerCache, ForwardBatch | None], Any]
-"""A backend's plan of a step for a layer like this one: for queries of all tokens, or of those asked for."""
+"""Plans a backend's attention of a step for layers like this one, for queries of all tokens or of the batch given."""
 AfterAttention = Callable[[Tensor, LayerCache], None]
 ImageMerger = Callable[[Tensor], Tensor]
 StatePlanner = Callable[[StateCache], StatePlan]
 
 
 class StepStates:
-    """The layers' running states in one step: `make_plan` is asked once for each kind of them."""
+    """The layers' running states in one step. `make_plan` is called once for each kind of state."""
 
     def __init__(self, caches: Mapping[int, StateCache], make_plan: StatePlanner) -> None:
         self.caches, self.make_plan = caches, make_plan
@@ -40,48 +40,45 @@ class StepStates:
 
 
 class StepContext:
-    """Attention by a backend, and running states, planned once for each kind of layers."""
+    """The ForwardContext of a step: attention by a backend and running states, planned once for each kind of layer."""
 
     def __init__(
         self, positions: Tensor, caches: Mapping[int, LayerCache], backend: Any, make_plan: AttentionPlanner,
         query_batch: ForwardBatch | None = None, after_attention: AfterAttention | None = None,
-        states: StepStates | None = None,
-        merge_images: ImageMerger | None = None,
+        states: StepStates | None = None, merge_images: ImageMerger | None = None,
+        cross_attention: CrossAttentionContext | None = None,
     ) -> None:  # fmt: skip
-        """With `query_batch`, the model's last layer, if it attends, has queries of its tokens alone. `after_attention`
-        is told all queries of a layer once they were answered. `states`, where layers have some. `merge_images` puts
-        the rows of pictures in their places."""
-        self.states, self.merge_images = states, merge_images
-        self.cross_attention: CrossAttentionContext | None = None  # where tokens see pictures by layers of their own
-        self.after_attention = after_attention
-        self.positions, self.caches, self.backend, self.make_plan, self.query_batch = (
-            positions,
-            caches,
-            backend,
-            make_plan,
-            query_batch,
-        )
+        """With `query_batch`, the last layer's attention has queries of its tokens only. `after_attention` gets the
+        queries of every layer after its attention. `merge_images` replaces embeddings by those of images.
+        `cross_attention` is set if tokens attend to images by cross-attention layers."""
+        self.positions, self.caches, self.backend, self.make_plan = positions, caches, backend, make_plan
+        self.query_batch, self.after_attention = query_batch, after_attention
+        self.states, self.merge_images, self.cross_attention = states, merge_images, cross_attention
         self.plans: dict[Any, Any] = {}
-        self.rotary_tables: dict[int, tuple[Tensor, Tensor]] = {}  # of each rotary embedding
+        self.rotary_tables: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the rotary embedding
 
     @classmethod
     def from_batch(
         cls, batch: ForwardBatch, caches: Mapping[int, LayerCache], backend: Any, sampled_only: bool = False,
         states: Mapping[int, StateCache] | None = None, merge_images: ImageMerger | None = None,
+        cross_attention: CrossAttentionContext | None = None,
     ) -> StepContext:  # fmt: skip
-        """The step of a batch. `sampled_only`: only the hidden states of tokens that end the rows that sample are
-        wanted, `batch.narrowed()`'s. Of prompts that end here layers with budgets keep their part."""
+        """Return the step of a batch. With `sampled_only`, hidden states are returned only of the tokens of
+        `batch.select_sampled()`. Layers with budgets prune prompts that end in this step."""
 
-        def plan(cache: LayerCache, asked: ForwardBatch | None) -> Any:
-            return backend.plan(batch, cache, asked)
+        def plan(cache: LayerCache, query_batch: ForwardBatch | None) -> Any:
+            return backend.plan(batch, cache, query_batch)
 
-        def behind(q: Tensor, cache: LayerCache) -> None:
+        def compress(q: Tensor, cache: LayerCache) -> None:
             compress_prompts(q, cache, batch.tables[cache.group], ends)
 
         ends = prompt_ends(batch)
-        asked = batch.select_sampled() if sampled_only else None
-        held = StepStates(states, partial(StatePlan.from_batch, batch)) if states else None
-        return cls(batch.positions, caches, backend, plan, asked, behind if ends else None, held, merge_images)
+        query_batch = batch.select_sampled() if sampled_only else None
+        step_states = StepStates(states, partial(StatePlan.from_batch, batch)) if states else None
+        return cls(
+            batch.positions, caches, backend, plan, query_batch, compress if ends else None, step_states, merge_images,
+            cross_attention,
+        )  # fmt: skip
 
     def attend(
         self, layer: int, qkv: Tensor, rotary: RotaryEmbedding | None = None, norms: tuple[RMSNorm,
@@ -90,15 +87,15 @@ class StepContext:
     ) -> Tensor:  # fmt: skip
         """See quire.models.forward_context."""
         cache = self.caches[layer]
-        asked = self.query_batch if last else None
-        plan = self.plan_for(cache) if asked is None else self.make_plan(cache, asked)
+        query_batch = self.query_batch if last else None
+        plan = self.plan_for(cache) if query_batch is None else self.make_plan(cache, query_batch)
         if self.backend.fuses_rope:
             out = self.backend.rotate_and_attend(qkv, rotary, norms, cache, plan)
             return self._after_attend(out, qkv[:, : cache.heads], cache)
         angles = self._rotary_tables(rotary, qkv.dtype) if rotary is not None else None
         q, k, v = prepare_qkv(qkv, cache.heads, angles, norms)
-        asking = q if asked is None else q.index_select(0, asked.logits_indices)
-        return self._after_attend(self.backend.attend(asking, k, v, cache, plan), q, cache)
+        queries = q if query_batch is None else q.index_select(0, query_batch.logits_indices)
+        return self._after_attend(self.backend.attend(queries, k, v, cache, plan), q, cache)
 
     def _after_attend(self, out: Tensor, q: Tensor, cache: LayerCache) -> Tensor:
         if self.after_attention is not None:
@@ -107,7 +104,7 @@ class StepContext:
 
     def state(self, layer: int) -> tuple[StateCache, StatePlan]:
         """See quire.models.forward_context."""
-        assert self.states is not None, "some layer has a state"
+        assert self.states is not None, "a step without states was asked for one"
         return self.states.get(layer)
 
     @property
@@ -117,7 +114,7 @@ class StepContext:
 
     def cross_attend(self, layer: int, q: Tensor) -> Tensor:
         """See quire.models.forward_context."""
-        assert self.cross_attention is not None, "some token sees a picture"
+        assert self.cross_attention is not None, "a step without images was asked for cross-attention"
         return self.cross_attention.attend(layer, q)
 
     def merge_image_embeddings(self, x: Tensor) -> Tensor:
@@ -129,7 +126,7 @@ class StepContext:
         return x if self.query_batch is None else x.index_select(0, self.query_batch.logits_indices)
 
     def plan_for(self, cache: LayerCache) -> Any:
-        """The plan for queries of all tokens."""
+        """Return the plan for queries of all tokens."""
         plan = self.plans.get(cache.plan_key)
         if plan is None:
             plan = self.plans[cache.plan_key] = self.make_plan(cache, None)
@@ -142,18 +139,20 @@ class StepContext:
         return angles
 
 
-def make_decode_context(store: Store, backend: Any, slots: Tensor, positions: Tensor, *more: Any) -> StepContext:
-    """A step of one token a row, all of it on the device: a graph or a tape of it serves whatever both tensors hold at
-    a replay. `more` is what the backend's plan_singles takes beside."""
-    singles = backend.decode_batch(
-        slots, positions, None if store.prompt_lengths is None else store.prompt_lengths.device_lengths
-    )
+def make_decode_context(
+    store: Store, backend: Any, slots: Tensor, positions: Tensor, *plan_args: Any,
+    cross_attention: CrossAttentionContext | None = None,
+) -> StepContext:  # fmt: skip
+    """Return a step of one token a row, all of it on the device: a graph or recorded step reads both tensors at every
+    replay. `plan_args` are more arguments of the backend's `plan_decode`."""
+    prompt_lens = None if store.prompt_lengths is None else store.prompt_lengths.device_lengths
+    decode_batch = backend.decode_batch(slots, positions, prompt_lens)
 
-    def plan(cache: LayerCache, asked: ForwardBatch | None) -> Any:
-        return backend.plan_decode(singles, store.tables[cache.group], cache, *more)
+    def plan(cache: LayerCache, query_batch: ForwardBatch | None) -> Any:
+        return backend.plan_decode(decode_batch, store.tables[cache.group], cache, *plan_args)
 
     def plan_states(cache: StateCache) -> StatePlan:
         return StatePlan.for_decode(store.tables[cache.group], slots, positions, cache.page_tokens)
 
     states = StepStates(store.state_caches, plan_states) if store.state_caches else None
-    return StepContext(positions, store.caches, backend, plan, states=states)
+    return StepContext(positions, store.caches, backend, plan, states=states, cross_attention=cross_attention)

@@ -1,8 +1,8 @@
-"""The store: the pages themselves and the page tables, as the journal left them.
+"""The pages and the page tables, to which page operations are applied.
 
 One flat buffer holds all pages of all groups (Jenga §4.2's page-layer partition: all layers of a page are neighbours),
-so copying a page is one contiguous copy whatever the number of layers. Entries are replayed in order before the step's
-writes.
+so copying a page is one contiguous copy whatever the number of layers. Operations take effect in order, before the
+step's writes.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ from quire.worker.prompt_lengths import PromptLengths
 from quire.worker.staging_buffer import StagingBuffer
 
 PAGE_CHANGES = (PageCopy, SwapOut, SwapIn, Poison)
-TABLE_ALIGNMENT = 16  # page ids: where a group's table begins
+TABLE_ALIGNMENT = 16  # page ids: a group's table begins at a multiple
 
 
 class Store:
-    """Pages and tables of a Geometry on `device`. `staging` is for small uploads on the stream of the rows. With
-    `debug` the content of every swapped page is compared. `group_pages` [pages, numbers] are the pages of each group,
-    page 0 included, `tables` [slots, logical pages] its page table; `caches` are the attending layers', `cross_caches`
-    those of layers that attend to pictures, `state_caches` those of layers with a state, whose `ssm` is of
-    `state_dtype`; `prompt_lengths` what layers with budgets must know, if there are any. `shared_buffer` are the bytes
-    that hold the pages, if other models' stores have them too."""
+    """The pages and tables of `kv_config` on `device`.
+
+    `group_pages` [pages, numbers] are the pages of each group, page 0 included, `tables` [slots, logical pages] its
+    page table. `caches` belong to layers with attention, `cross_caches` to layers that attend to images, `state_caches`
+    to layers with a state, whose `ssm` part has `state_dtype`. `prompt_lengths` exist if layers have budgets. `staging`
+    is for small uploads on the main stream. `shared_buffer` are the bytes of the pages, if other models' stores use
+    them too. With `debug` the content of every swapped page is compared. With `has_checksum`, `op_checksum` is a
+    checksum over everything that page operations and graph replays changed, in order; ranks compare it.
+    """
 
     def __init__(
         self, kv_config: KVCacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool = False,
-        shared_buffer: torch.Tensor | None = None, state_dtype: torch.dtype = torch.float32,
+        shared_buffer: torch.Tensor | None = None, state_dtype: torch.dtype = torch.float32, has_checksum: bool = False,
     ) -> None:  # fmt: skip
         check_kv_cache_config(kv_config, spec)
         self.kv_config, self.device, self.shared_buffer = kv_config, device, shared_buffer
-        # of a rank: a checksum over all that journals changed, and graphs, in order
-        self.op_checksum: int | None = None
+        self.op_checksum = 0 if has_checksum else None
         self.staging = StagingBuffer(device)
         self.buffer = self._allocate_pages(dtype)
         self.page_sizes = tuple(group.page_bytes for group in kv_config.groups)
@@ -57,18 +59,18 @@ class Store:
         self.state_caches: dict[int, StateCache] = {}
         if any(layer.state_tensors for layer in spec.layers):
             self.state_caches = state_caches(self.buffer, kv_config, spec, state_dtype)
-        if device.type != "cpu":  # so that kernels are compiled now, not in the midst of serving
+        if device.type != "cpu":  # compile the kernels now, not while requests wait
             for size in self.pages_by_size:
                 self._copy({0: 0}, size)
                 self.host_pool.swap_out({0: 0}, size)
                 self.host_pool.swap_in({0: 0}, size)
 
     def _allocate_pages(self, dtype: torch.dtype) -> torch.Tensor:
-        """All pages, one after another. Zeros: page 0 is scratch and must stay finite."""
+        """Return all pages in one buffer of zeros: page 0 is scratch and must stay finite."""
         if self.shared_buffer is not None:
             return self.shared_buffer[: self.kv_config.bytes].view(dtype)
         numbers = self.kv_config.bytes // self.kv_config.itemsize
-        if self.device.type == "cpu":  # NumPy's untouched zeros cost a CPU no memory, torch's do
+        if self.device.type == "cpu":  # NumPy's untouched zeros take no memory, torch's do
             return torch.from_numpy(np.zeros(numbers * dtype.itemsize, dtype=np.uint8)).view(dtype)
         return torch.zeros(numbers, dtype=dtype, device=self.device)
 
@@ -76,14 +78,14 @@ class Store:
         return layer_caches(self.buffer, self.kv_config, spec)
 
     def close(self) -> None:
-        """Nothing is used any more."""
+        """Release the pages. Nothing to do here."""
 
     def _make_tables(self) -> None:
-        """One allocation, whose addresses are fixed and in which every entry of every table has a number."""
+        """Allocate all tables in one array with fixed addresses: one index names an entry of any table."""
         slots = self.kv_config.slots
         self.table_widths = np.array([group.table_width for group in self.kv_config.groups])
         sizes = -(-slots * self.table_widths // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
-        self.table_offsets = np.cumsum(sizes) - sizes  # the number of each table's first entry
+        self.table_offsets = np.cumsum(sizes) - sizes  # index of each table's first entry
         self.host_table_entries = np.zeros(int(sizes.sum()), dtype=np.int64)
         self.table_entries = torch.from_numpy(self.host_table_entries)
         if self.device.type != "cpu":
@@ -95,46 +97,45 @@ class Store:
         self.tables = [self.table_entries[at : at + slots * width].view(slots, width) for at, width in ends]
 
     def clear_scratch(self) -> None:
-        """Page 0 of every group as it was at first."""
+        """Zero page 0 of every group."""
         for pages in self.pages_by_size.values():
             pages[0].zero_()
 
     def apply_page_ops(self, page_ops: PageOps) -> None:
-        """Apply a journal's entries, with the effect of one after another. Only rows read tables, so their entries are
-        put together: otherwise they would stand between copies that are made at once."""
-        named = [entry for entry in page_ops if type(entry) is TableWrite]
-        contents = [entry for entry in page_ops if type(entry) is not TableWrite] if len(named) < len(page_ops) else []
-        for launch in batch_page_ops(contents, self.page_sizes):
-            self._apply_batch(launch)
-        if named:
-            self._write_tables(named)
+        """Apply operations with the effect of one after another. Table writes come last, since only slices read tables:
+        otherwise they would split copies that can be launched together."""
+        table_writes = [op for op in page_ops if type(op) is TableWrite]
+        others = [op for op in page_ops if type(op) is not TableWrite] if len(table_writes) < len(page_ops) else []
+        for batch in batch_page_ops(others, self.page_sizes):
+            self._apply_batch(batch)
+        if table_writes:
+            self._write_tables(table_writes)
 
     def apply_overlapped_page_ops(self, page_ops: PageOps) -> None:
-        """Replay what is sent ahead of need, behind a step's rows."""
+        """Apply operations for later steps, after a step's slices are enqueued."""
         self.apply_page_ops(page_ops)
 
     def _apply_batch(self, batch: PageOpBatch) -> None:
         kind, size, moves = batch
         if self.shared_buffer is not None:
-            self.host_pool.record_writes()  # swaps wait for what other models' stores have enqueued
+            self.host_pool.record_writes()  # swaps wait for the writes of other models' stores
         if kind is PageCopy:
             self._copy(moves, size)
         elif kind is SwapOut:
             self.host_pool.swap_out(moves, size)
             if self.shared_buffer is not None:
-                self.host_pool.wait_swapped_out(
-                    moves.values(), size
-                )  # another store may give these pages out, and can't know
+                # Another store may allocate these pages and cannot know of the swap.
+                self.host_pool.wait_swapped_out(moves.values(), size)
         elif kind is SwapIn:
             self.host_pool.swap_in(moves, size)
         else:
             self._poison(moves, size)
         if self.op_checksum is not None:
-            said = np.array([(PAGE_CHANGES.index(kind), size), *moves.items()])
-            self.op_checksum = crc32(said.tobytes(), self.op_checksum)
+            record = np.array([(PAGE_CHANGES.index(kind), size), *moves.items()])
+            self.op_checksum = crc32(record.tobytes(), self.op_checksum)
 
     def record_graph_replay(self, *sizes: int) -> None:
-        """A graph of these sizes is replayed for a step, which adds up with others' the rows of a graph alike."""
+        """Add the replay of a graph of these sizes to the checksum: ranks must replay the same graph."""
         if self.op_checksum is not None:
             self.op_checksum = crc32(np.array(sizes).tobytes(), self.op_checksum)
 
@@ -151,40 +152,41 @@ class Store:
         self.host_pool.record_writes()
 
     def _poison(self, moves: PageMoves, size: int) -> None:
-        """All bits are ones: that is no number in any dtype, and a page may have parts of several."""
+        """Set all bits: that is NaN in every float dtype, and a page may have parts of several dtypes."""
         self.host_pool.wait_swapped_out(moves, size)
         bits = self.pages_by_size[size].view(torch.uint8)
         bits.index_fill_(0, self.staging.upload(np.array(list(moves))), 255)
         self.host_pool.record_writes()
 
     def _write_tables(self, table_writes: list[TableWrite]) -> None:
-        """All deltas in one assignment on the host, and in one upload and one scatter on the device."""
-        slots, groups, ats, named = zip(*table_writes)
-        counts = np.fromiter(map(len, named), np.int64, len(named))
-        pages = np.fromiter(chain.from_iterable(named), np.int64, int(counts.sum()))
-        of = np.array(groups)
-        starts = self.table_offsets[of] + np.array(slots) * self.table_widths[of] + np.array(ats)
+        """Apply all writes in one assignment on the host, and in one upload and one scatter on the device."""
+        slots, groups, starts_in_row, page_lists = zip(*table_writes)
+        counts = np.fromiter(map(len, page_lists), np.int64, len(page_lists))
+        pages = np.fromiter(chain.from_iterable(page_lists), np.int64, int(counts.sum()))
+        group_index = np.array(groups)
+        starts = self.table_offsets[group_index] + np.array(slots) * self.table_widths[group_index]
+        starts += np.array(starts_in_row)
         if (counts != 1).any():
             flat = np.arange(len(pages)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
         else:
             flat = np.repeat(starts, counts)
         tables = self.host_table_entries
         tables[flat] = pages
-        # A place that occurs twice holds what NumPy happened to write last, which it doesn't promise to be the last.
+        # NumPy doesn't define which value of an index that occurs twice remains.
         order = np.sort(flat)
         if (order[1:] == order[:-1]).any():
-            for start, ids in zip(starts.tolist(), named):
+            for start, ids in zip(starts.tolist(), page_lists):
                 tables[start : start + len(ids)] = ids
-            pages = tables[flat]  # the same value wherever a place occurs, so the scatter's order doesn't matter
+            pages = tables[flat]  # equal values at equal indices, so the order of the scatter doesn't matter
         if self.device.type != "cpu":
             self._wait_swapped_out(table_writes)
-            to, ids = self.staging.upload_all([flat, pages])
-            self.table_entries.index_copy_(0, to, ids)
+            index, values = self.staging.upload_all([flat, pages])
+            self.table_entries.index_copy_(0, index, values)
         if self.op_checksum is not None:
             self.op_checksum = crc32(tables[flat].tobytes(), crc32(flat.tobytes(), self.op_checksum))
 
     def _wait_swapped_out(self, table_writes: list[TableWrite]) -> None:
-        """Rows may write the pages that these tables name."""
+        """Wait for swap-outs of the pages in these tables, which slices may write."""
         for size in self.pages_by_size if self.host_pool.has_pending_swap_outs else ():
-            named = (entry.pages for entry in table_writes if self.page_sizes[entry.group] == size)
-            self.host_pool.wait_swapped_out(chain.from_iterable(named), size)
+            page_lists = (write.pages for write in table_writes if self.page_sizes[write.group] == size)
+            self.host_pool.wait_swapped_out(chain.from_iterable(page_lists), size)

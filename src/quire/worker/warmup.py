@@ -1,8 +1,8 @@
-"""The rehearsal at start: every kind of step once, on scratch memory alone. Kernels are compiled and loaded, graphs are
-captured and the largest step's memory is claimed before the first request comes, not while somebody waits for it.
+"""The warm-up runs every kind of step once, on scratch memory: kernels are compiled and loaded, graphs are captured and
+the largest step's memory is allocated before the first request.
 
-All rows are padding (slot 0), whose pages and samples belong to nobody. Compiling is most of the work where no kernels
-are on disk yet, and happens outside of the interpreter's lock, so it goes on in several threads first.
+All rows are padding (slot 0), whose pages and samples are not used. If no kernels are cached on disk, compilation is
+most of the work; it releases the interpreter's lock, so several threads compile first.
 """
 
 from __future__ import annotations
@@ -12,66 +12,91 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from quire.errors import StartupError
 from quire.kernels.limits import MAX_SCORED_POSITIONS
 from quire.protocol.step_plan import DeviceSamplingParams, SeqSlice, SlotInit, StepPlan
+from quire.worker.image_inputs import ImageInputs
+from quire.worker.prompt_lengths import PromptLengths
+from quire.worker.sampler import Sampler
+from quire.worker.store import Store
 
 if TYPE_CHECKING:
-    from quire.worker.model_runner import ModelRunner
+    from quire.worker.cuda_graphs import DecodeGraphs
+    from quire.worker.mixed_graphs import MixedGraphs
 
 COMPILE_THREADS = 16
-MAX_PARALLEL_ROWS = 256  # rows of a step that is run beside others: their logits are all in memory
-SAMPLING_KINDS = (  # of sampling, and how many log-probabilities are wanted
+MAX_PARALLEL_ROWS = 256  # rows of steps that run side by side: the logits of all of them are in memory
+SAMPLING_KINDS = (  # parameters, and the number of log-probabilities
     (DeviceSamplingParams(temperature=0.8, top_p=0.9, top_k=20, frequency_penalty=0.5), 1),
     (DeviceSamplingParams(temperature=0.8), -1),
-    (DeviceSamplingParams(temperature=0.0, prompt_logprobs=1), -1),  # last: slot 0 keeps no penalties
+    (DeviceSamplingParams(temperature=0.0, prompt_logprobs=1), -1),  # last: leaves slot 0 without penalties
 )
-TOKEN_COUNTS = (1, 2, 9, 17, 33, 64, 65)  # tokens of a step: products of each have kernels of their own
+TOKEN_COUNTS = (1, 2, 9, 17, 33, 64, 65)  # tokens of a step: matrix products of each have different kernels
 
 
-def warm_up(runner: ModelRunner, max_tokens: int, max_len: int) -> None:
-    """Steps of all kinds, the largest of `max_tokens` tokens in sequences of up to `max_len`."""
+class WarmupRunner(Protocol):
+    """The parts of a ModelRunner on a GPU that the warm-up uses."""
+
+    device: torch.device
+    dtype: torch.dtype
+    deterministic: bool
+    backend: Any
+    exchange: Any
+    store: Store
+    sampler: Sampler
+    image_inputs: ImageInputs | None
+    prompt_lengths: PromptLengths | None
+
+    @property
+    def decode_graphs(self) -> Any:
+        """A DecodeGraphs or None."""
+        ...
+
+    @property
+    def mixed_graphs(self) -> MixedGraphs | None: ...
+
+    def run_without_mixed_graphs(self, plan: StepPlan) -> None: ...
+
+
+def warm_up(runner: WarmupRunner, max_tokens: int, max_len: int) -> None:
+    """Run steps of all kinds, the largest of `max_tokens` tokens in sequences of up to `max_len`."""
     with nullcontext() if runner.exchange is None else runner.exchange.warming_up():
         _compile_kernels(runner)
-    torch.cuda.empty_cache()  # what the threads held
-    if runner.decode_graphs is not None:
+    torch.cuda.empty_cache()  # memory of the threads
+    decode_graphs: DecodeGraphs | None = runner.decode_graphs
+    mixed_graphs = runner.mixed_graphs
+    if decode_graphs is not None:
         with torch.inference_mode():
-            for size in reversed(runner.decode_graphs.capture_sizes):
-                for sees in runner.decode_graphs.image_variants:
-                    runner.decode_graphs.capture(size, sees)
-            firsts, seconds = (
-                runner.mixed_graphs.half_sizes(max_tokens) if runner.mixed_graphs is not None else ([], [])
-            )
-            for sizes in firsts:
-                runner.mixed_graphs.capture_first_half(*sizes)
-            for size in seconds:
-                runner.mixed_graphs.capture_second_half(size)
-        torch.cuda.empty_cache()  # what they ran first; the memory of the steps that follow stays with the process
+            for size in reversed(decode_graphs.capture_sizes):
+                for has_images in decode_graphs.image_variants:
+                    decode_graphs.capture(size, has_images)
+            if mixed_graphs is not None:
+                first_sizes, second_sizes = mixed_graphs.half_sizes(max_tokens)
+                for sizes in first_sizes:
+                    mixed_graphs.capture_first_half(*sizes)
+                for size in second_sizes:
+                    mixed_graphs.capture_second_half(size)
+        torch.cuda.empty_cache()  # memory of the runs before the captures; that of the steps below stays allocated
     if runner.image_inputs is not None:
         with torch.inference_mode():
             runner.image_inputs.warmup()
-    mixed, runner.mixed_graphs = (
-        runner.mixed_graphs,
-        None,
-    )  # some steps with prompts have no graph: their kernels are wanted
     for plan in (
         *_warmup_plans(max_tokens, max_len, runner.store.kv_config.slots - 1),
         *_long_prompt_plans(runner, min(max_tokens, max_len)),
     ):
-        runner.collect(runner.submit(plan))
-    runner.mixed_graphs = mixed
-    runner.store.clear_scratch()  # finite, whatever the model made of padding
+        runner.run_without_mixed_graphs(plan)  # some steps with prompts have no graph, and need these kernels
+    runner.store.clear_scratch()  # results of padding may not be finite
     torch.cuda.synchronize(runner.device)
 
 
-def _compile_kernels(runner: ModelRunner) -> None:
-    """Run tasks side by side. Loading one kernel in two threads at once can fail, as can the memory for all tasks at
-    once, so what failed is run again alone. Each rank begins with others, so that none waits for what another one
-    compiles as long as there is something else to compile."""
+def _compile_kernels(runner: WarmupRunner) -> None:
+    """Run the compile tasks in threads. Loading one kernel in two threads at once can fail, and memory may not suffice
+    for all tasks at once, so failed tasks are run again alone. Each rank begins with a different task, so that ranks
+    wait for each other's compilations as late as possible."""
     from triton.runtime.errors import OutOfResources
 
     from quire.kernels.triton.compile_locks import lock_compilation, serialize_module_loading
@@ -96,18 +121,19 @@ def _compile_kernels(runner: ModelRunner) -> None:
 
 
 def _run_task(device: torch.device, task: Callable[[], None]) -> None:
-    """In a thread: what torch keeps for each of them is set here."""
+    """Run a task in a thread, with the torch settings that are per thread."""
     with torch.cuda.device(device), torch.inference_mode():
         task()
 
 
-def _compile_tasks(runner: ModelRunner) -> Iterator[Callable[[], None]]:
-    """Steps that may run side by side. Together they need nearly all kernels; the rest is compiled as it is met. Those
-    that need others than their neighbours come first."""
+def _compile_tasks(runner: WarmupRunner) -> Iterator[Callable[[], None]]:
+    """Yield steps that may run side by side, those with the most different kernels first. Together they need nearly all
+    kernels; the rest is compiled in the steps of `warm_up`."""
     slots = runner.store.kv_config.slots - 1
-    if runner.decode_graphs is not None:
-        for sees in runner.decode_graphs.image_variants:
-            yield partial(runner.decode_graphs.warmup, 1, sees)
+    decode_graphs: DecodeGraphs | None = runner.decode_graphs
+    if decode_graphs is not None:
+        for has_images in decode_graphs.image_variants:
+            yield partial(decode_graphs.warmup, 1, has_images)
     if runner.backend.fuses_rope and not runner.deterministic:  # of Triton's kernels
         from quire.kernels.triton.decode import representative_batches
 
@@ -122,46 +148,45 @@ def _compile_tasks(runner: ModelRunner) -> Iterator[Callable[[], None]]:
             yield partial(runner.backend.warmup_bidirectional, cache, entries)
             for rows in representative_batches(slots, cache, runner.device):
                 yield partial(runner.backend.warmup, rows, cache, entries)
-    # Logits that rules change are float32; the others are sampled in graphs, if there are any.
-    dtypes = {torch.float32, *([runner.dtype] if runner.decode_graphs is None else [])}
+    # Processed logits are float32; the others are sampled in graphs, if there are any.
+    dtypes = {torch.float32, *([runner.dtype] if decode_graphs is None else [])}
     yield from runner.sampler.warmup_tasks(dtypes, slots)
-    if runner.decode_graphs is not None:
-        for size in runner.decode_graphs.capture_sizes:
+    if decode_graphs is not None:
+        for size in decode_graphs.capture_sizes:
             if 1 < size <= MAX_PARALLEL_ROWS and size & (size - 1) == 0:
-                for sees in runner.decode_graphs.image_variants:
-                    yield partial(runner.decode_graphs.warmup, size, sees)
-        for count, singles in (
-            runner.mixed_graphs.half_sizes(MAX_PARALLEL_ROWS)[0] if runner.mixed_graphs is not None else ()
-        ):
-            if count & (count - 1) == 0:
-                yield partial(runner.mixed_graphs.warmup, count, singles)
+                for has_images in decode_graphs.image_variants:
+                    yield partial(decode_graphs.warmup, size, has_images)
+        if (mixed_graphs := runner.mixed_graphs) is not None:
+            for num_tokens, num_decode_rows in mixed_graphs.half_sizes(MAX_PARALLEL_ROWS)[0]:
+                if num_tokens & (num_tokens - 1) == 0:
+                    yield partial(mixed_graphs.warmup, num_tokens, num_decode_rows)
 
 
 def _warmup_plans(tokens: int, max_len: int, slots: int) -> Iterator[StepPlan]:
-    """Prompts: short ones in every way of sampling, and of every number of tokens that has kernels of its own, also
-    where each of them has logits; the end of a prompt as long as may be; rows of one token; and as many tokens, in as
-    many of `slots` rows, as a step may have."""
-    for sampling, top in SAMPLING_KINDS:
-        birth = SlotInit(0, 0, -1, sampling, 0, 1, (0,) if sampling.needs_history else (), top)
-        yield StepPlan((birth,), (), (_padding_slice(min(5, max_len, tokens)),))
-    for count in dict.fromkeys(min(few, max_len, tokens) for few in TOKEN_COUNTS):
+    """Yield plans of prompts: short ones with every kind of sampling; every number of tokens that has different
+    kernels, with and without logits of all tokens; the end of a prompt of `max_len`; rows of one token; and `tokens`
+    tokens in as many of `slots` rows as possible, and in as few."""
+    for sampling, num_logprobs in SAMPLING_KINDS:
+        init = SlotInit(0, 0, -1, sampling, 0, 1, (0,) if sampling.needs_history else (), num_logprobs)
+        yield StepPlan((init,), (), (_padding_slice(min(5, max_len, tokens)),))
+    for count in dict.fromkeys(min(count, max_len, tokens) for count in TOKEN_COUNTS):
         yield StepPlan((), (), (_padding_slice(count),))
-    for count in dict.fromkeys(min(few, max_len, tokens) for few in (*TOKEN_COUNTS, MAX_SCORED_POSITIONS)):
+    for count in dict.fromkeys(min(count, max_len, tokens) for count in (*TOKEN_COUNTS, MAX_SCORED_POSITIONS)):
         yield StepPlan((), (), (_padding_slice(count)._replace(score_tokens=(0,) * count),))
     last = min(5, max_len, tokens)
     yield StepPlan((), (), (_padding_slice(last)._replace(start=max_len - last, score_tokens=(0,) * last),))
-    for count in dict.fromkeys(min(few, slots, tokens) for few in TOKEN_COUNTS):
+    for count in dict.fromkeys(min(count, slots, tokens) for count in TOKEN_COUNTS):
         yield StepPlan((), (), (_padding_slice(1),) * count)
     rows = min(slots, tokens)
     each, more = divmod(tokens, rows)
     yield StepPlan((), (), tuple(_padding_slice(min(each + (i < more), max_len)) for i in range(rows)))
-    # The same number of tokens, in rows as long as they may be.
+    # The same number of tokens, in the longest rows.
     whole, rest = divmod(tokens, max_len)
     yield StepPlan((), (), ((_padding_slice(max_len),) * whole + (_padding_slice(rest),) * (rest > 0))[:slots])
 
 
-def _long_prompt_plans(runner: ModelRunner, longest: int) -> Iterator[StepPlan]:
-    """The longest prompt of one step, if layers keep a part of it; then slot 0 has a short one again."""
+def _long_prompt_plans(runner: WarmupRunner, longest: int) -> Iterator[StepPlan]:
+    """Yield the longest prompt of one step, if layers prune it, and a plan that resets slot 0 to a short prompt."""
     if runner.prompt_lengths is not None and longest > runner.prompt_lengths.budget:
         yield StepPlan((SlotInit(0, 0, -1, DeviceSamplingParams(), 0, longest),), (), (_padding_slice(longest),))
         yield StepPlan((SlotInit(0, 0, -1, DeviceSamplingParams(), 0, 1),), (), ())

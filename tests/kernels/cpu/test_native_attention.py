@@ -71,13 +71,9 @@ def taped(
     backend: NativeBackend, qkv: Tensor, singles: Sequence[Any], table: Tensor, cache: LayerCache
 ) -> tuple[RecordedOps, Tensor]:
     """A tape of a step of single tokens, and where it will leave what it finds."""
-    library = backend.library
-    library.recorded_ops = tape = RecordedOps()
-    try:
+    with backend.library.record() as tape:
         plan = backend.plan_decode(backend.decode_batch(*singles), table, cache)
         return tape, backend.rotate_and_attend(qkv, None, None, cache, plan)
-    finally:
-        library.recorded_ops = None
 
 
 def assert_close(got: Tensor, want: Tensor) -> None:

@@ -127,7 +127,7 @@ class Again:
     def __init__(self) -> None:
         self.replays = self.recorded = 0
 
-    def record(self, step: Callable[[], Any]) -> CapturedGraph:
+    def capture(self, step: Callable[[], Any]) -> CapturedGraph:
         self.recorded += 1
         result = step()
 

@@ -48,9 +48,7 @@ def made(name: str, part: Shard, attention: str, pipes: Any = None, replays: boo
     config = {**named_config(name), **SMALL[name], "num_hidden_layers": 3}
     kind = resolve_model_class(config)
     model = kind(config, torch.float32, DEVICE, shard=part)
-    model.__dict__["full_model"] = meta_model(config, torch.float32, part)
-    fill_dummy_weights(model, 3)
-    del model.__dict__["full_model"]
+    fill_dummy_weights(model, 3, full_model=meta_model(config, torch.float32, part))
     for parameter in model.parameters():
         parameter.mul_(8)  # logits that differ
     model.prepare(64)

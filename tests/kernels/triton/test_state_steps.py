@@ -44,7 +44,7 @@ def a_model(name: str) -> tuple[Any, Any]:
     shape, more = SMALL[name]
     config = {**named_config(shape), **SHAPE, **more}
     model, spec = built(config, lambda name, parameter: parameter.dim() > 1 and "A_log" not in name)
-    return model, spec.stored(4, 4)
+    return model, spec.with_state_itemsize(4, 4)
 
 
 def a_runner(model: Any, spec: Any, attention: str, debug: bool = False) -> tuple[ModelRunner, KVCacheConfig]:

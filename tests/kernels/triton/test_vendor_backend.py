@@ -153,7 +153,8 @@ def test_sizes_that_the_kernel_does_not_know(monkeypatch: pytest.MonkeyPatch, st
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_what_the_benchmark_times(contiguous: bool) -> None:
     """A prompt in chunks by every kernel, one answer."""
-    from quire.bench.kernels import chunked, placed
+    from quire.bench.kernels import chunked
+    from quire.bench.placed_kv import placed
 
     where = placed(2, 50, KV_HEADS, DIM, 16, 1, DTYPE, HEADS, contiguous, str(DEVICE))
     found = {name: torch.cat(call()) for name, call in chunked(where, 20).items()}

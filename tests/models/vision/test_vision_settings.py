@@ -83,7 +83,7 @@ def test_preprocessor_config_may_be_missing() -> None:
 
 LLAVA, INTERN, PHI3, GEMMA, LLAMA = VISION_CONFIGS
 HOSTILE: list[tuple[str, str, Any, str]] = [
-    (LLAVA, "architectures", ["GPT2LMHeadModel"], "'GPT2LMHeadModel' reads no pictures"),
+    (LLAVA, "architectures", ["GPT2LMHeadModel"], "'GPT2LMHeadModel' has no vision encoder"),
     (LLAVA, "vision_config", {}, "has no vision_config"),
     (LLAVA, "vision_config", 3, "vision_config in config.json must be an object, got 3"),
     (LLAVA, "vision_config.hidden_size", 0, "hidden_size"),
@@ -114,7 +114,7 @@ HOSTILE: list[tuple[str, str, Any, str]] = [
     (INTERN, "ps_version", "v1", "ps_version"),
     (INTERN, "force_image_size", 224, "force_image_size is 224"),
     (INTERN, "max_dynamic_patch", 65, "max_dynamic_patch"),
-    (INTERN, "min_dynamic_patch", 13, "13 tiles at least"),
+    (INTERN, "min_dynamic_patch", 13, "minimum of an image's tiles, 13, is above"),
     (INTERN, "select_layer", 3, "select_layer"),
     (INTERN, "vision_config.norm_type", "batch", "norm_type"),
     (PHI3, "img_processor.name", "siglip", "name='siglip'"),
@@ -150,7 +150,7 @@ def test_hostile_ones(name: str, field: str, value: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said", "words"),
     [
-        (LLAVA, {"size": {"height": 336, "width": 336}}, "tiles of 336 pixels, the tower sees 384"),
+        (LLAVA, {"size": {"height": 336, "width": 336}}, "tiles of 336 pixels, the tower has 384"),
         (LLAVA, {"size": {"height": 384, "width": 336}}, "must be squares"),
         (LLAVA, {"image_grid_pinpoints": [[384, 384]]}, "image_grid_pinpoints"),
         (LLAVA, {"image_mean": [0.5]}, "image_mean"),

@@ -1,1 +1,1 @@
-"""Kernels for CPUs, in C++ behind a plain C interface: built when quire is installed, for several instruction sets."""
+"""Kernels for CPUs, in C++ with a C interface: built when quire is installed, for several instruction sets."""

@@ -1,5 +1,5 @@
-"""Activations of feed-forward blocks: the gated one, act(gate) * up, and the plain one with its bias, in place; and the
-bound on logits. The contracts are quire.kernels.triton.activation's."""
+"""Activations of feed-forward blocks, gated (act(gate) * up) and plain (with a bias, in place), and the softcap of
+logits. Same contracts as quire.kernels.triton.activation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from quire.kernels.cpu.linear import ACTIVATIONS
 
 
 def act_and_mul(gate_up: Tensor, activation: str, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
-    """gate_up [T, 2 I] -> act(gate_up[:, :I]) * gate_up[:, I:] in `out` [T, I], a fresh tensor if None.
+    """Return act(gate_up[:, :I]) * gate_up[:, I:] for gate_up [T, 2 I], in `out` [T, I] (None: a new tensor).
 
-    `activation` is a name of linear's ACTIVATIONS. Row strides are free. `pdl` is for GPUs.
+    `activation` is a key of ACTIVATIONS. Any row strides. `pdl` has no effect on a CPU.
     """
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype) if out is None else out
@@ -27,7 +27,7 @@ def act_and_mul(gate_up: Tensor, activation: str, *, out: Tensor | None = None, 
 
 
 def act(x: Tensor, activation: str, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
-    """x [T, I] = act(x + bias), in place; returns x."""
+    """Compute x [T, I] = act(x + bias) in place and return x."""
     rows, size = x.shape
     assert x.stride(1) == 1, "rows are contiguous"
     assert bias is None or (bias.is_contiguous() and (bias.shape, bias.dtype) == ((size,), x.dtype)), (
@@ -39,7 +39,7 @@ def act(x: Tensor, activation: str, bias: Tensor | None = None, *, pdl: bool = F
 
 
 def softcap(x: Tensor, cap: float, *, pdl: bool = False) -> Tensor:
-    """x [R, V] = cap * tanh(x / cap), in place; returns x. Row strides are free."""
+    """Compute x [R, V] = cap * tanh(x / cap) in place and return x. Any row strides."""
     rows, size = x.shape
     assert x.stride(1) == 1, "rows are contiguous"
     part, parts = split_columns(size)
@@ -48,6 +48,6 @@ def softcap(x: Tensor, cap: float, *, pdl: bool = False) -> Tensor:
 
 
 def _run(name: str, chunks: int, *args: Tensor | int | float | None) -> None:
-    found = library()
-    assert found is not None, "layers choose this where there is a library"
-    found.call(name, chunks, *args)
+    kernels = library()
+    assert kernels is not None, "there are no CPU kernels; check has_kernels first"
+    kernels.call(name, chunks, *args)

@@ -1,6 +1,6 @@
-"""Builds the kernels: `python src/quire/kernels/cpu/build.py` puts a library for each instruction set that this
-machine has into `built/`, next to this file; with `--all` those for other machines too, as wheels have them. It runs
-without torch, and without quire being installed: whoever installs it runs it."""
+"""Build the kernels: `python src/quire/kernels/cpu/build.py` puts a library for each instruction set that this machine
+has into `built/`, next to this file; with `--all` also those of other machines, as in wheels. Needs neither torch nor
+an installed quire, because the installation runs it."""
 
 from __future__ import annotations
 
@@ -20,39 +20,40 @@ HERE = Path(__file__).parent
 
 
 class BuildResult(NamedTuple):
-    """The libraries; and what the compiler refused, a line for each that is left out."""
+    """The libraries, and a line for each library that failed to compile."""
 
     libraries: list[Path]
     failures: list[str]
 
 
 def compiler() -> tuple[str, ...] | None:
-    """CXX, which may have arguments ("ccache g++"), or the first of the usual names that is there."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    commands = [named] if named else [["c++"], ["g++"], ["clang++"]]
-    return next(((found, *rest) for name, *rest in commands if (found := shutil.which(name))), None)
+    """Return the command of CXX, which may have arguments ("ccache g++"), or else of the first usual compiler that is
+    installed; None if there is none."""
+    from_env = shlex.split(os.environ.get("CXX", ""))
+    commands = [from_env] if from_env else [["c++"], ["g++"], ["clang++"]]
+    return next(((path, *rest) for name, *rest in commands if (path := shutil.which(name))), None)
 
 
 def variants() -> Any:
-    """The module beside this one."""
+    """Return the module variants.py, loaded by path, because quire may not be importable."""
     spec = importlib.util.spec_from_file_location("variants", HERE / "variants.py")
-    assert spec is not None, "it is there"
-    assert spec.loader is not None, "it is Python"
+    assert spec is not None, "variants.py exists"
+    assert spec.loader is not None, "variants.py is Python"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def build(target: Path, objects: Path, native_only: bool = False) -> BuildResult:
-    """The libraries, in `target`, where no others stay; none without a compiler. What is in `objects` from before is
-    compiled again where a source, a header, the flags or the compiler changed. `native_only`: of those only what this
-    machine runs, if it says what it has."""
+    """Build the libraries in `target` and delete all others there. Without a compiler none is built. Objects in
+    `objects` are reused unless a source, a header, the flags or the compiler changed. `native_only`: only the variants
+    that this machine can run, if it lists its features."""
     cxx, kinds = compiler(), variants()
     has = kinds.cpu_features() if native_only else None
     target.mkdir(parents=True, exist_ok=True)
-    made, refused = [], []
+    built, failures = [], []
     if cxx is None:
-        refused.append("no C++ compiler")
+        failures.append("no C++ compiler")
     else:
         objects.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -71,26 +72,26 @@ def build(target: Path, objects: Path, native_only: bool = False) -> BuildResult
             }
         for name, parts in tasks.items():
             try:
-                made.append(
+                built.append(
                     link_library(target / f"{name}.so", (*cxx, *kinds.LINK_FLAGS), [part.result() for part in parts])
                 )
             except subprocess.CalledProcessError as error:
                 lines = [line for line in error.stderr.splitlines() if "error" in line.lower()] or [str(error)]
-                refused.append(f"{name} is left out: {lines[0][:200]}")
+                failures.append(f"{name} is left out: {lines[0][:200]}")
     for path in target.glob("*.so"):
-        if path not in made:
+        if path not in built:
             path.unlink()
     (target / "sources").write_text(kinds.source_digest())
-    return BuildResult(made, refused)
+    return BuildResult(built, failures)
 
 
 def compiler_version(cxx: tuple[str, ...]) -> bytes:
-    """Which compiler it is."""
+    """Return the output of the compiler's --version."""
     return subprocess.run([*cxx, "--version"], capture_output=True, check=False).stdout
 
 
 def compile_source(source: Path, command: tuple[str, ...], common: bytes, objects: Path) -> Path:
-    """The object of a source; the one from before if nothing changed. CalledProcessError where the compiler refuses."""
+    """Return the object of a source, compiled unless it exists. Raise CalledProcessError if the compiler fails."""
     digest = hashlib.sha256(b"\0".join((common, source.read_bytes(), *map(str.encode, command)))).hexdigest()
     path = objects / f"{source.stem}-{digest[:24]}.o"
     if not path.exists():
@@ -104,7 +105,7 @@ def compile_source(source: Path, command: tuple[str, ...], common: bytes, object
 
 
 def link_library(path: Path, command: tuple[str, ...], objects: list[Path]) -> Path:
-    """The library; one that a process has open stays what it is there."""
+    """Link the library and replace the old one by a rename, so that a process that has that loaded is not affected."""
     fresh = path.with_suffix(f".{os.getpid()}")
     subprocess.run([*command, "-o", str(fresh), *map(str, objects)], check=True, capture_output=True, text=True)
     os.replace(fresh, path)
@@ -112,12 +113,12 @@ def link_library(path: Path, command: tuple[str, ...], objects: list[Path]) -> P
 
 
 def main() -> None:
-    began = time.monotonic()
-    made = build(HERE / "built", HERE / "built" / "objects", native_only="--all" not in sys.argv[1:])
-    for line in made.failures:
+    start = time.monotonic()
+    result = build(HERE / "built", HERE / "built" / "objects", native_only="--all" not in sys.argv[1:])
+    for line in result.failures:
         print(f"CPU kernels: {line}")
-    names = ", ".join(path.stem for path in made.libraries)
-    print(f"CPU kernels: {names or 'none; quire computes with stock torch'} ({time.monotonic() - began:.1f} s)")
+    names = ", ".join(path.stem for path in result.libraries)
+    print(f"CPU kernels: {names or 'none; quire computes with stock torch'} ({time.monotonic() - start:.1f} s)")
 
 
 if __name__ == "__main__":

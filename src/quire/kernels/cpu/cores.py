@@ -1,5 +1,5 @@
-"""How many threads suit this process: what the machine, its scheduler and a container's quota leave to it. Reads what
-Linux says; where it says nothing, torch's own choice stays."""
+"""The CPU cores that this process may use, by its affinity, the machine's topology and its container's quota. Read from
+Linux; on other systems torch's default number of threads stays."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 
 class Cores(NamedTuple):
-    """`allowed`: CPUs that the process may run on; `physical`: cores under them; `quota`: CPU time that its container
-    has a second, in seconds; None: as much as it likes."""
+    """`allowed`: logical CPUs that the process may run on; `physical`: their physical cores; `quota`: CPU seconds per
+    second that its container may use (None: no limit)."""
 
     allowed: int
     physical: int
@@ -20,7 +20,8 @@ class Cores(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """A thread a core: those that share one share its multipliers too. No more than may run at once."""
+        """Return one thread for each physical core, because hyperthreads share its multipliers, limited by the
+        quota."""
         return self.physical if self.quota is None else max(1, min(self.physical, math.ceil(self.quota - 1e-6)))
 
     def __str__(self) -> str:
@@ -30,8 +31,8 @@ class Cores(NamedTuple):
 
 
 def available_cores(root: Path = Path("/"), allowed: Set[int] | None = None) -> Cores | None:
-    """Those of this process; None where the system doesn't say which CPUs it may use. `root`: where /sys and /proc
-    are."""
+    """Return the cores of this process; None if the system does not report its affinity. `root` contains /sys and
+    /proc."""
     if allowed is None:
         if not hasattr(os, "sched_getaffinity"):
             return None
@@ -43,7 +44,7 @@ def available_cores(root: Path = Path("/"), allowed: Set[int] | None = None) -> 
 
 
 def _cgroup_quotas(root: Path) -> Iterator[float]:
-    """Those of the process's control groups and of the groups above them, versions 1 and 2."""
+    """Yield the CPU quotas of the process's control groups and their parents, versions 1 and 2."""
     mount = root / "sys/fs/cgroup"
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -56,14 +57,15 @@ def _cgroup_quotas(root: Path) -> Iterator[float]:
             continue
         path = Path(group.lstrip("/"))
         for top in tops:
-            for folder in (top / path, *(top / above for above in path.parents)):  # a container may see its own only
+            # Parents too, because a container may see only its own group, mounted as the root.
+            for folder in (top / path, *(top / above for above in path.parents)):
                 quota, period = _cpu_limit(folder)
                 if quota > 0 and period > 0:
                     yield quota / period
 
 
 def _cpu_limit(folder: Path) -> tuple[int, int]:
-    """Microseconds, and of how many; 0 where there is no limit."""
+    """Return (quota, period) in microseconds; (0, 0) if there is no limit."""
     words = _read_text(folder / "cpu.max").split() or [
         _read_text(folder / "cpu.cfs_quota_us"),
         _read_text(folder / "cpu.cfs_period_us"),

@@ -1,9 +1,10 @@
-"""The kernels in one file, their threads, and how operations are run or recorded. It knows no model and no memory."""
+"""One shared library of kernels, its thread pool, and recorded operations."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from struct import error as NotANumber
 from struct import pack
@@ -14,7 +15,7 @@ from weakref import finalize
 from torch import Tensor
 
 SCRATCH = 1 << 20
-"""Bytes that each thread has for itself while a kernel runs."""
+"""Bytes of scratch memory of each thread."""
 
 MAX_CHUNKS = (1 << 24) - 1
 
@@ -22,8 +23,8 @@ Argument = Tensor | int | float | None
 
 
 class Operation(ctypes.Structure):
-    """A kernel, its arguments, in how many chunks it is cut, and what these read one after another, if it is much
-    (native/quire.h)."""
+    """A kernel's address, its packed arguments, the number of chunks, and the memory that the chunks read in order, or
+    none (native/quire.h)."""
 
     _fields_ = (
         ("kernel", ctypes.c_void_p), ("args", ctypes.c_void_p), ("chunks", ctypes.c_int64),
@@ -32,7 +33,8 @@ class Operation(ctypes.Structure):
 
 
 class RecordedOp(NamedTuple):
-    """An operation on a tape: `kernel` is its address, `reads` that of `bytes` bytes, or 0."""
+    """A recorded call: `kernel` is the kernel's address; its chunks read `bytes` bytes at address `reads` in order (0:
+    none)."""
 
     kernel: int
     args: ctypes.Array[ctypes.c_char]
@@ -42,7 +44,7 @@ class RecordedOp(NamedTuple):
 
 
 class RecordedOps:
-    """Operations in order, which run as one program; and the tensors that they use, kept alive."""
+    """Recorded operations in order, which run as one program, and the tensors that they use, to keep these alive."""
 
     def __init__(self) -> None:
         self.operations: list[RecordedOp] = []
@@ -50,11 +52,12 @@ class RecordedOps:
         self.program: ctypes.Array[Operation] | None = None
 
     def add(self, operation: RecordedOp, tensors: Sequence[Tensor]) -> None:
-        assert self.program is None, "a program that has run grows no more"
+        assert self.program is None, "operations cannot be added after the first run"
         self.operations.append(operation)
         self.tensors += tensors
 
     def as_program(self) -> ctypes.Array[Operation]:
+        """Return the array for `quire_run`, made at the first call."""
         if self.program is None:
             entries = [Operation(op.kernel, ctypes.addressof(op.args), op.chunks, op.reads or None, op.bytes)
                        for op in self.operations]  # fmt: skip
@@ -63,17 +66,22 @@ class RecordedOps:
 
 
 class ThreadRecording(local):
-    """What the thread that looks records, if anything."""
+    """The recording of the current thread, if any."""
 
     recorded_ops: RecordedOps | None = None
 
 
 class Library:
-    """The kernels in one file, and a pool of threads, which end with it. Several threads may use it: one at a time runs
-    its operations, the others wait. In a process forked from this one, the caller computes all by itself."""
+    """A shared library of kernels and its thread pool, which ends with this object.
+
+    Several threads may use it; their operations run one at a time. In a process forked from this one, the caller
+    computes all chunks itself."""
+
+    pool: int
+    close_pool: finalize[[int], Library]
 
     def __init__(self, path: Path, threads: int, cpus: Sequence[int] = ()) -> None:
-        """`cpus`: where each thread runs, the caller first; none: anywhere."""
+        """`cpus`: the CPU of each thread, the caller first (empty: not pinned)."""
         self.path, self.threads, self.thread_recording = path, 0, ThreadRecording()
         self.native = ctypes.CDLL(str(path))
         address, number = ctypes.c_void_p, ctypes.c_int64
@@ -86,72 +94,78 @@ class Library:
         self.lock = Lock()
         self.resize(threads, cpus)
 
-    @property
-    def recorded_ops(self) -> RecordedOps | None:
-        """What this thread records on; None: what it calls is run. Each thread has its own."""
-        return self.thread_recording.recorded_ops
-
-    @recorded_ops.setter
-    def recorded_ops(self, tape: RecordedOps | None) -> None:
-        self.thread_recording.recorded_ops = tape
+    @contextmanager
+    def record(self) -> Iterator[RecordedOps]:
+        """Record the operations that this thread calls within the block, instead of running them. Other threads are not
+        affected."""
+        assert self.thread_recording.recorded_ops is None, "this thread is recording already"
+        self.thread_recording.recorded_ops = recorded_ops = RecordedOps()
+        try:
+            yield recorded_ops
+        finally:
+            self.thread_recording.recorded_ops = None
 
     def resize(self, threads: int, cpus: Sequence[int] = ()) -> None:
-        """Other threads in place of those that are there, if any. OSError, and nothing has changed, where the system
-        has no memory for so many, or no threads."""
-        assert threads >= 1, "the caller is one"
-        assert len(cpus) in (0, threads), "a place for each thread, or none"
+        """Replace the thread pool. Raise OSError, and keep the old pool, if the system has no memory or threads for the
+        new one."""
+        assert threads >= 1, "the caller is one of the threads"
+        assert len(cpus) in (0, threads), "a CPU for each thread, or none"
         with self.lock:
-            places = (ctypes.c_int64 * threads)(*cpus) if cpus else None
-            pool = self.native.quire_pool(threads, places, SCRATCH)
+            cpu_array = (ctypes.c_int64 * threads)(*cpus) if cpus else None
+            pool = self.native.quire_pool(threads, cpu_array, SCRATCH)
             if pool is None:
                 raise OSError(f"the system has no {threads} threads to give")
             if self.threads:
                 self.close_pool()
             self.pool, self.threads = pool, threads
             self.close_pool = finalize(self, self.native.quire_close, pool)
-            self.close_pool.atexit = False  # a thread may be in a program still; the process's end is theirs too
+            self.close_pool.atexit = False  # a thread may still run a program; the process's exit ends all threads
 
     def address(self, kernel: str) -> int:
+        """Return the address of a kernel."""
         if kernel not in self.addresses:
-            found = ctypes.cast(getattr(self.native, kernel, None), ctypes.c_void_p).value
-            assert found is not None, f"{self.path.name} has no kernel {kernel}"
-            self.addresses[kernel] = found
+            function = getattr(self.native, kernel, None)
+            assert function is not None, f"{self.path.name} has no kernel {kernel}"
+            address = ctypes.cast(function, ctypes.c_void_p).value
+            assert address is not None, f"{self.path.name} has no kernel {kernel}"
+            self.addresses[kernel] = address
         return self.addresses[kernel]
 
     def call(self, kernel: str, chunks: int, *args: Argument, reads: Tensor | None = None) -> None:
-        """Run a kernel; or, while this thread records a tape, put it there. Tensors are passed as where their numbers
-        begin. `reads` is one that the chunks read one part after another, as much each: on a tape it is brought to the
-        cache by threads that have nothing to do before."""
+        """Run a kernel, or record it while this thread records. Tensors are passed as the address of their data.
+        `reads` is a tensor of which each chunk reads an equal part, in order: in a recorded program, threads that would
+        wait for the operation before prefetch it into the cache."""
         assert 1 <= chunks <= MAX_CHUNKS, f"{kernel} in {chunks} chunks"
         packed = pack_args(kernel, args)
         address = self.addresses.get(kernel) or self.address(kernel)
-        tape = self.thread_recording.recorded_ops
-        if tape is not None:
-            kept = (ctypes.c_char * len(packed)).from_buffer_copy(packed)
+        recorded_ops = self.thread_recording.recorded_ops
+        if recorded_ops is not None:
+            args_copy = (ctypes.c_char * len(packed)).from_buffer_copy(packed)
             begin, size = (0, 0) if reads is None else (reads.data_ptr(), reads.nbytes)
-            operation = RecordedOp(address, kept, chunks, begin, size)
-            tape.add(operation, [arg for arg in args if isinstance(arg, Tensor)])
+            operation = RecordedOp(address, args_copy, chunks, begin, size)
+            recorded_ops.add(operation, [arg for arg in args if isinstance(arg, Tensor)])
             return
         with self.lock:
-            assert self.threads, "it isn't closed"
+            assert self.threads, "the library is closed"
             self.native.quire_call(self.pool, address, packed, chunks)
 
     def run(self, recorded_ops: RecordedOps) -> None:
+        """Run recorded operations in order, by one native call."""
         program = recorded_ops.as_program()
         with self.lock:
-            assert self.threads, "it isn't closed"
+            assert self.threads, "the library is closed"
             self.native.quire_run(self.pool, program, len(program))
 
     def close(self) -> None:
-        """End its threads. It runs nothing more."""
+        """End the threads. Nothing can run after this."""
         with self.lock:
             self.close_pool()
             self.threads = 0
 
 
 def pack_args(kernel: str, args: Sequence[Argument]) -> bytes:
-    """8 bytes each. This is most of what a call costs in Python: types are compared, as isinstance takes twice as
-    long."""
+    """Pack the arguments as 8 bytes each. This is most of a call's time in Python; isinstance would take twice as long
+    as comparing types."""
     kinds, values = "", []
     try:
         for arg in args:
@@ -164,8 +178,9 @@ def pack_args(kernel: str, args: Sequence[Argument]) -> bytes:
                 values.append(arg)
             else:
                 kinds += "q"
-                values.append(0 if arg is None else arg.data_ptr())
+                # Anything else without data_ptr is an error, reported below.
+                values.append(0 if arg is None else arg.data_ptr())  # type: ignore[union-attr]  # a check would cost time on each call
         return pack(kinds, *values)
     except (AttributeError, NotANumber) as error:
         shown = ", ".join("a tensor" if isinstance(arg, Tensor) else repr(arg)[:80] for arg in args)
-        raise AssertionError(f"{kernel} is given ({shown}): {error}") from error
+        raise AssertionError(f"cannot pass ({shown}) to {kernel}: {error}") from error

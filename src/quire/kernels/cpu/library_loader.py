@@ -1,5 +1,4 @@
-"""Finds the kernels' library that suits this machine, and says which; how many threads it has. Whether there is one can
-be asked before torch is imported."""
+"""Selection of the kernels' library for this machine, and of its threads. `find_library` does not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ KERNELS_OFF = "off"
 
 
 def is_current() -> bool:
-    """What is built, if anything, is built from the sources that lie beside it."""
+    """Return True if the libraries in `built/` were built from the sources of this installation."""
     try:
         return (BUILT / "sources").read_text(encoding="ascii") == source_digest()
     except OSError:
@@ -31,8 +30,8 @@ def is_current() -> bool:
 
 
 def find_library(variant_name: str = "", has: Set[str] | None = None) -> Path | None:
-    """The best library that is built and that a machine with the features `has` runs (none: this one's);
-    `variant_name`: that one, "off" none. StartupError if there is no such name."""
+    """Return the best built library that a machine with the features `has` can run (None: this machine), or None.
+    `variant_name` permits only that variant, "off" no library. Raise StartupError if there is no such variant."""
     names = [variant.name for variant in machine_variants()]
     if variant_name and variant_name not in (KERNELS_OFF, *names):
         raise StartupError(
@@ -47,13 +46,14 @@ def find_library(variant_name: str = "", has: Set[str] | None = None) -> Path | 
 
 
 def usable_features(has: Set[str]) -> frozenset[str]:
-    """Those features that the system lets this process use: the tiles of AMX want to be asked for."""
+    """Return the features that the system permits this process to use: AMX tiles need a permission."""
     tiles = {name for name in has if name.startswith("amx_")}
     return frozenset(has) - (tiles if tiles and not _tiles_allowed() else frozenset())
 
 
 def _tiles_allowed() -> bool:
-    """Ask Linux for the registers of AMX, for all threads: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)."""
+    """Request the AMX registers for all threads, by arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). Return True if
+    Linux permits them."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
     return bool(ctypes.CDLL(None).syscall(ctypes.c_long(158), ctypes.c_long(0x1023), ctypes.c_long(18)) == 0)
@@ -61,7 +61,7 @@ def _tiles_allowed() -> bool:
 
 @lru_cache(maxsize=1)
 def library() -> Library | None:
-    """The process's own, with as many threads as torch; None where there is none. QUIRE_CPU_KERNELS names one, or is
+    """Return the process's library, with as many threads as torch, or None. QUIRE_CPU_KERNELS names the variant, or is
     "off"."""
     path = find_library(os.environ.get("QUIRE_CPU_KERNELS", ""))
     if path is None:
@@ -72,41 +72,42 @@ def library() -> Library | None:
 
     try:
         return Library(path, torch.get_num_threads())
-    except OSError:  # it was built for a newer system
+    except OSError:  # it was built for another system, for example one with a newer C library
         return None
 
 
 def use_threads(threads: int | None) -> None:
-    """As many for torch and for the kernels; None: what suits this process, unless OMP_NUM_THREADS says it."""
+    """Set the number of threads of torch and of the kernels. None: one for each available core, unless OMP_NUM_THREADS
+    is set. Raise StartupError if the system cannot start them."""
     import torch
 
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
-        here = available_cores()
-        threads = None if here is None else here.threads
+        cores = available_cores()
+        threads = None if cores is None else cores.threads
     if threads is not None and threads != torch.get_num_threads():
         torch.set_num_threads(threads)
-    found = library()
-    if found is not None and found.threads != torch.get_num_threads():
+    kernels = library()
+    if kernels is not None and kernels.threads != torch.get_num_threads():
         try:
-            found.resize(torch.get_num_threads())
+            kernels.resize(torch.get_num_threads())
         except OSError as error:
             raise StartupError(f"--threads is {torch.get_num_threads()}, and {error}", "Ask for fewer") from error
 
 
 def describe() -> str:
-    """What computes on the CPU, for the lines at start; and what to do where the kernels are missing."""
+    """Return what computes on the CPU, for the startup messages; without kernels also the reason and the remedy."""
     import torch
 
     threads = torch.get_num_threads()
-    found, here = library(), available_cores()
-    on = f"{threads} thread{'s' * (threads != 1)}" + (f" ({here})" if here is not None else "")
-    if found is not None:
-        return f"CPU kernels {found.path.stem}, {on}"
+    kernels, cores = library(), available_cores()
+    on = f"{threads} thread{'s' * (threads != 1)}" + (f" ({cores})" if cores is not None else "")
+    if kernels is not None:
+        return f"CPU kernels {kernels.path.stem}, {on}"
     return f"stock torch computes, which is slower, {on}: {missing_reason()}"
 
 
 def missing_reason() -> str:
-    """Why there is no library, and the remedy."""
+    """Return why there is no library, and the remedy."""
     if os.environ.get("QUIRE_CPU_KERNELS") == KERNELS_OFF:
         return "QUIRE_CPU_KERNELS is off"
     built = [variant for variant in machine_variants() if (BUILT / f"{variant.name}.so").exists()]

@@ -1,8 +1,8 @@
 """Products with weights that are packed once (native/linear.h): linear layers, the gated half of feed-forward blocks,
 and single rows of a packed weight, for an embedding that is tied to the head.
 
-A weight takes as much memory packed as plain. A row's bits depend neither on the number of rows nor on threads. While a
-tape records, what is called here is recorded.
+A packed weight takes as much memory as a plain one. A row's bits depend neither on the number of rows (but see
+`PackedLinear.deterministic`) nor on threads.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 ACTIVATIONS = {
     "silu": 1, "swish": 1, "relu": 2, "gelu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4, "quick_gelu": 5,
 }  # fmt: skip
-"""What configs call them -> native/lanes.h."""
+"""Activations by their names in model configs, as numbers of native/lanes.h."""
 
-MAX_CHUNK_ROWS = 256  # of a chunk: with a panel, what a core's cache holds
-TILED_ROWS = 384  # likewise, where tiles multiply them; of long rows as many as
-TILED_BYTES = 1 << 19  # hold, but 64 at least
-CHUNKS_PER_THREAD = 8  # of a thread, at least, where there are as many panels, and other threads
-MIN_CHUNK_BYTES = 1 << 16  # bytes of a weight that are not cut for another thread: 3 to 5 us
-MEMORY_BOUND_ROWS = 64  # of a product whose time is that of reading its weight
-LOOKUP_ROWS = 16  # rows of an embedding
+MAX_CHUNK_ROWS = 256  # rows that a core's cache holds beside a panel
+TILED_ROWS = 384  # the same where AMX tiles multiply; of long rows as many as TILED_BYTES hold, but at least 64
+TILED_BYTES = 1 << 19
+CHUNKS_PER_THREAD = 8  # at least, where there are enough panels and several threads
+MIN_CHUNK_BYTES = 1 << 16  # bytes of a weight that are not split among threads: 3 to 5 us
+MEMORY_BOUND_ROWS = 64  # up to as many rows, a product takes the time of reading its weight
+LOOKUP_ROWS = 16  # rows of an embedding in a chunk
 
 
 class PackedLinear:
-    """A weight [rows, columns], packed, and its bias; called with x, their product (see `linear`), activated if so.
-    `gated`: the weight is two stacked ones, gate and up. `deterministic`: a row's bits don't depend on the number of
-    rows; else they may where that is faster."""
+    """A packed weight [rows, columns] with its bias and activation; calling it with x returns `linear`(x, self).
+    `gated`: the weight is gate and up, stacked. `deterministic`: a row's bits do not depend on the number of rows; else
+    they may where that is faster."""
 
     __slots__ = ("activation", "bias", "columns", "data", "deterministic", "dtype", "gated", "rows")
 
@@ -44,7 +44,7 @@ class PackedLinear:
         self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, gated: bool = False,
         deterministic: bool = False,
     ) -> None:  # fmt: skip
-        own = _library()
+        kernels = _library()
         self.rows, self.columns = weight.shape
         self.activation = 0 if activation is None else ACTIVATIONS[activation]
         self.dtype, self.gated, self.deterministic = weight.dtype, gated, deterministic
@@ -53,12 +53,12 @@ class PackedLinear:
         panels = -(-self.rows // 2 // (PANEL // 2)) if gated else -(-self.rows // PANEL)
         self.data = weight_arena().allocate(panels * PANEL, width, self.dtype)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        own.call(f"pack_{kind}", panels, weight, self.data, self.rows, self.columns, weight.stride(0), int(gated))
+        kernels.call(f"pack_{kind}", panels, weight, self.data, self.rows, self.columns, weight.stride(0), int(gated))
         self.bias: Tensor | None = None
         if bias is not None:
             self.bias = torch.empty(panels * PANEL)
             column = bias.detach().float()[:, None].contiguous()
-            own.call("pack_f32", panels, column, self.bias, self.rows, 1, 1, int(gated))
+            kernels.call("pack_f32", panels, column, self.bias, self.rows, 1, 1, int(gated))
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self)
@@ -69,23 +69,24 @@ class PackedLinear:
 
 
 def _library() -> Library:
-    own = library()
-    assert own is not None, "supports() said so"
-    return own
+    kernels = library()
+    assert kernels is not None, "there are no CPU kernels; check supports first"
+    return kernels
 
 
 def supports(weight: Tensor) -> bool:
-    """Whether the weight can be packed and multiplied here."""
+    """Return True if the kernels can pack and multiply this weight."""
     if library() is None or weight.device.type != "cpu" or weight.dtype not in DTYPES:
         return False
     return 12 * _staged_bytes(weight.shape[1] * weight.element_size() // 4 + KTILE, weight.dtype) <= SCRATCH
 
 
 def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
-    """x [..., columns] -> x W^T + bias [..., rows], summed in fp32 and rounded once; activated before that, if so. Of a
-    gated weight [..., rows / 2]: activation(gate) * up. `out`, of the same shape in two dimensions: where it goes."""
+    """Return x W^T + bias [..., rows] for x [..., columns], with the weight's activation, computed in fp32 and rounded
+    once. For a gated weight return activation(gate) * up [..., rows / 2]. The result is written to `out`, if given, of
+    the same shape; x must be 2-D then."""
     if x.dim() != 2:
-        assert out is None, "rows have no shape in `out`"
+        assert out is None, "x must be 2-D if `out` is given"
         return linear(x.reshape(-1, x.shape[-1]), packed).view(*x.shape[:-1], -1)
     assert x.dtype == packed.dtype, f"{x.dtype} is not {packed.dtype}"
     assert x.shape[1] == packed.columns, f"{tuple(x.shape)} is not [T, {packed.columns}]"
@@ -95,18 +96,18 @@ def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor
         out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    own = _library()
-    span, groups = _split_work(rows, packed, own.threads)
-    own.call(
-        f"linear_{DTYPES[x.dtype]}", -(-rows // span) * groups, x, packed.data, packed.bias, out, rows, packed.columns,
-        width, x.stride(0), out.stride(0), span, groups, packed.panels, packed.activation, int(packed.gated),
+    kernels = _library()
+    per, groups = _split_work(rows, packed, kernels.threads)
+    kernels.call(
+        f"linear_{DTYPES[x.dtype]}", -(-rows // per) * groups, x, packed.data, packed.bias, out, rows, packed.columns,
+        width, x.stride(0), out.stride(0), per, groups, packed.panels, packed.activation, int(packed.gated),
         int(packed.deterministic), int(has_fast_bf16_dot()), reads=packed.data if rows <= MEMORY_BOUND_ROWS else None,
     )  # fmt: skip
     return out
 
 
 def _split_work(rows: int, packed: PackedLinear, threads: int) -> tuple[int, int]:
-    """Rows of a chunk at most, and in how many groups panels are cut."""
+    """Return (most rows of a chunk, number of groups of panels); each chunk is some rows by one group."""
     steps = packed.data.shape[1] * packed.dtype.itemsize // 4
     if packed.dtype == torch.bfloat16 and packed.columns % KTILE == 0 and _library().native.linear_has_tiles():
         most = min(TILED_ROWS, max(64, TILED_BYTES // (2 * packed.columns) // 32 * 32))
@@ -120,8 +121,8 @@ def _split_work(rows: int, packed: PackedLinear, threads: int) -> tuple[int, int
 
 @lru_cache(maxsize=1)
 def has_fast_bf16_dot() -> bool:
-    """Whether vdpbf16ps is faster than fp32: on AMD, where it multiplies twice as many numbers. Intel's takes two
-    cycles, and numbers that shifts have made fp32 are multiplied 1.6 times as fast."""
+    """Return True if vdpbf16ps is faster than fp32: on AMD, where it multiplies twice as many numbers. On Intel it
+    takes two cycles, and multiplying in fp32 after a conversion by shifts is 1.6 times as fast."""
     try:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -129,13 +130,13 @@ def has_fast_bf16_dot() -> bool:
 
 
 def _staged_bytes(steps: int, dtype: torch.dtype) -> int:
-    """Bytes of a thread's memory that a row takes: its numbers in fp32, and sums."""
+    """Return the bytes of a thread's scratch memory for a row: its numbers in fp32, and sums."""
     return -(-steps // BLOCK) * (BLOCK + 8) * (16 // dtype.itemsize) + 4 * PANEL
 
 
 def lookup_rows(packed: PackedLinear, ids: Tensor, scale: float = 1.0) -> Tensor:
-    """ids [T] int64, below the number of rows -> those rows of the weight [T, columns], times `scale`."""
-    assert not packed.gated, "gate and up are no embedding"
+    """Return the rows `ids` [T] (int64, in range) of the weight, [T, columns], times `scale`."""
+    assert not packed.gated, "a gated weight is no embedding"
     out = torch.empty(len(ids), packed.columns, dtype=packed.dtype, device=ids.device)
     if len(ids):
         chunks = -(-len(ids) // LOOKUP_ROWS)

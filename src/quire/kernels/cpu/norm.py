@@ -1,5 +1,5 @@
-"""RMS norm and layer norm of rows, with the residual addition before them (x += delta) in the same pass, and with the
-norm that delta may go through before that. The contracts are quire.kernels.triton.norm's."""
+"""RMS norm and layer norm of rows, with the residual addition before them (x += delta) and an optional norm of delta in
+the same pass. Same contracts as quire.kernels.triton.norm."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None = None, post_norm_weight: Tensor | None = None,
     out: Tensor | None = None, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [T, size] -> x / sqrt(mean(x^2) + eps) * weight in `out`, a fresh tensor if None. Weights are of x's dtype, or
-    in fp32.
+    """Return x / sqrt(mean(x^2) + eps) * weight for x [T, size], in `out` (None: a new tensor). Weights are in x's
+    dtype or in fp32.
 
-    With `delta` [T, size], x += delta in place first; with `post_norm_weight`, a weight, delta's own norm is added in
-    its place. Row strides are free. Without delta and out, x may be [..., size]. `pdl` is for GPUs.
+    With `delta` [T, size], x += delta in place first; with `post_norm_weight`, x += rms_norm(delta, post_norm_weight).
+    Any row strides. Without delta and out, x may be [..., size]. `pdl` has no effect on a CPU.
     """
     return _norm(x, weight, None, eps, delta, post_norm_weight, out)
 
@@ -27,7 +27,7 @@ def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, *,
     delta: Tensor | None = None, out: Tensor | None = None, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [T, size] -> (x - mean) / sqrt(variance + eps) * weight + bias; the rest as `rms_norm`."""
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias for x [T, size]; else as `rms_norm`."""
     return _norm(x, weight, bias, eps, delta, None, out)
 
 
@@ -41,14 +41,14 @@ def _norm(
     out = torch.empty((rows, size), dtype=x.dtype) if out is None else out
     for tensor in (x, out) if delta is None else (x, out, delta):
         assert (tensor.shape, tensor.dtype, tensor.stride(1)) == (x.shape, x.dtype, 1), "rows of one shape and dtype"
-    assert delta is not None or post_norm_weight is None, "no norm without what it is of"
+    assert delta is not None or post_norm_weight is None, "post_norm_weight needs delta"
     for vector in (weight, bias, post_norm_weight):
         assert vector is None or (vector.shape, vector.stride(), vector.dtype) == ((size,), (1,), weight.dtype), (
             "one weight and one bias a column, of one dtype"
         )
-    found, (per, chunks) = library(), split_rows(rows, size)
-    assert found is not None, "layers choose this where there is a library"
+    kernels, (per, chunks) = library(), split_rows(rows, size)
+    assert kernels is not None, "there are no CPU kernels; check has_kernels first"
     name = f"norm_{DTYPE_SUFFIXES[x.dtype]}" + ("" if weight.dtype == x.dtype else f"_{DTYPE_SUFFIXES[weight.dtype]}")
     strides = x.stride(0), 0 if delta is None else delta.stride(0), out.stride(0)
-    found.call(name, chunks, x, delta, post_norm_weight, weight, bias, out, rows, per, size, *strides, float(eps))
+    kernels.call(name, chunks, x, delta, post_norm_weight, weight, bias, out, rows, per, size, *strides, float(eps))
     return out

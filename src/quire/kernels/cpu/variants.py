@@ -1,5 +1,5 @@
-"""The instruction sets that the kernels are built for, and which of them this machine has. It imports nothing heavy:
-what builds the kernels reads it too."""
+"""The instruction sets that the kernels are built for, and the features of this machine. Imports only the standard
+library, because build.py loads this file too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Variant(NamedTuple):
-    """`flags`: the compiler's; `needs`: what the machine must say that it has."""
+    """`flags`: for the compiler; `needs`: CPU features that the machine must have."""
 
     name: str
     flags: tuple[str, ...]
@@ -20,7 +20,7 @@ class Variant(NamedTuple):
 
 
 COMPILE_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-psabi")
-"""What the compiler is told of each source of every variant; and of a library:"""
+"""Compiler flags of all variants."""
 LINK_FLAGS = ("-shared", "-pthread")
 
 _V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
@@ -43,37 +43,38 @@ VARIANTS = {
     ),
     "aarch64": (Variant("neon", ("-march=armv8.2-a+fp16+dotprod",), frozenset({"asimd", "asimdhp", "asimddp"})),),
 }  # fmt: skip
-"""By machine, the best first."""
+"""Variants by machine, the best first."""
 
 
 def machine_variants() -> tuple[Variant, ...]:
-    """This machine's; the threads are POSIX's."""
-    if os.name != "posix":
+    """Return the variants for this kind of machine, the best first."""
+    if os.name != "posix":  # the kernels' threads are POSIX's
         return ()
     machine = platform.machine().lower()
     return VARIANTS.get({"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine), ())
 
 
 def source_digest() -> str:
-    """The digest of the kernels' sources and of what the compiler is told here: libraries that were built from others
-    take other arguments, or give other numbers."""
+    """Return the digest of the kernels' sources and of the compiler flags. A library with another digest may take other
+    arguments or return other numbers."""
     files = sorted((Path(__file__).parent / "native").glob("*.[ch]*"))
     parts = [text for path in files for text in (path.name.encode(), path.read_bytes())]
-    told = COMPILE_FLAGS, LINK_FLAGS, [(variant.name, variant.flags) for variant in machine_variants()]
-    return hashlib.sha256(b"\0".join([*parts, repr(told).encode()])).hexdigest()
+    flags = COMPILE_FLAGS, LINK_FLAGS, [(variant.name, variant.flags) for variant in machine_variants()]
+    return hashlib.sha256(b"\0".join([*parts, repr(flags).encode()])).hexdigest()
 
 
 CPUINFO = Path("/proc/cpuinfo")
 
 
 def cpu_features() -> frozenset[str]:
-    """What each of the machine's CPUs says that it has, in Linux's words; empty where it says nothing."""
+    """Return the features that all CPUs of the machine have, by Linux's names; empty if the system does not list
+    them."""
     if sys.platform == "darwin" and platform.machine() == "arm64":
-        return frozenset({"asimd", "asimdhp", "asimddp"})  # from the first on
+        return frozenset({"asimd", "asimdhp", "asimddp"})  # all Apple silicon has these
     try:
         lines = CPUINFO.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return frozenset()
     parts = (line.partition(":") for line in lines)
-    said = [frozenset(value.split()) for name, _, value in parts if name.strip() in ("flags", "Features")]
-    return frozenset.intersection(*said) if said else frozenset()
+    features = [frozenset(value.split()) for name, _, value in parts if name.strip() in ("flags", "Features")]
+    return frozenset.intersection(*features) if features else frozenset()

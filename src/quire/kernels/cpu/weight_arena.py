@@ -1,5 +1,5 @@
-"""Where packed weights lie: memory in huge pages, where the machine has them. A machine may take up to 2 ms to hand out
-such a page, so a thread can have it do so ahead of need. That is while torch is imported: no torch here.
+"""Memory of packed weights, in huge pages where the machine has them. The kernel may take up to 2 ms to provide such a
+page, so a thread can fault pages in ahead of need, while torch is imported. Does not import torch at the top.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-BLOCK_BYTES = 1 << 25  # bytes of packed weights that are allocated at once
+BLOCK_BYTES = 1 << 25  # bytes that are allocated at once
 ALIGNMENT = 64
-POPULATE_WRITE = 23  # of madvise, since Linux 5.14
-PREFAULT_BYTES = 1 << 25  # bytes that are asked for at once
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
+PREFAULT_BYTES = 1 << 25  # bytes of one madvise call
 MAX_PREFAULT_BYTES = 1 << 30
 
 
 class WeightArena:
-    """Blocks, each of several weights, or of one large one. A block is given back with the last of its weights, but for
-    the one that is being filled."""
+    """Allocator of blocks, each for several weights or one large one. A block is freed with the last of its weights,
+    except the current block, from which weights are allocated."""
 
     def __init__(self) -> None:
         self.block: mmap.mmap | None = None
         self.used = 0
         self.thread: Thread | None = None
         self.prefaulted = 0
-        """Bytes that the thread has made ready, or that were taken of these."""
+        """Bytes from the begin of the current block that the thread has faulted in."""
 
     def prefault(self, size: int) -> None:
-        """The next block has so many bytes, MOST_AHEAD at most, and a thread makes them ready."""
+        """Start a block of `size` bytes, at most MAX_PREFAULT_BYTES, and a thread that faults its pages in."""
         self.finish_block()
         try:
             self.block, self.used = _map_block(min(size, MAX_PREFAULT_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE), 0
-        except (OSError, ValueError):  # there isn't so much; or it's nothing
+        except (OSError, ValueError):  # out of memory, or less than a page
             return
         self.thread = Thread(target=self._touch, args=(self.block,), name="quire-memory", daemon=True)
         self.thread.start()
@@ -49,7 +49,7 @@ class WeightArena:
             self.prefaulted += size
 
     def finish_block(self) -> None:
-        """All weights of a model are packed: what is left of a block that was begun for them is given back."""
+        """Stop prefaulting and free the unused end of that block. Called when all weights of a model are packed."""
         thread, self.thread = self.thread, None
         if thread is None:
             return
@@ -62,12 +62,13 @@ class WeightArena:
             self.block, self.used = None, 0
 
     def drop_block(self) -> None:
-        """A model was dropped: the block that is being filled goes with the last of its weights too."""
+        """Stop allocating from the current block, so that it is freed with the last of its weights. Called when a model
+        is dropped."""
         self.finish_block()
         self.block, self.used = None, 0
 
     def allocate(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, columns], not written yet."""
+        """Return an uninitialised tensor [rows, columns]."""
         import torch
 
         size = rows * columns * dtype.itemsize
@@ -76,13 +77,13 @@ class WeightArena:
                 return torch.frombuffer(_map_block(size), dtype=torch.uint8).view(dtype).view(rows, columns)
             self.finish_block()
             self.block, self.used = _map_block(BLOCK_BYTES), 0
-        found = torch.frombuffer(self.block, dtype=torch.uint8, count=size, offset=self.used)
+        data = torch.frombuffer(self.block, dtype=torch.uint8, count=size, offset=self.used)
         self.used += -(-size // ALIGNMENT) * ALIGNMENT
-        return found.view(dtype).view(rows, columns)
+        return data.view(dtype).view(rows, columns)
 
 
 def _map_block(size: int) -> mmap.mmap:
-    """Memory that takes no room until it is written, at a page's start."""
+    """Map `size` bytes of zeroed memory, page-aligned, that takes no RAM until it is written."""
     block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         block.madvise(mmap.MADV_HUGEPAGE)
@@ -90,12 +91,12 @@ def _map_block(size: int) -> mmap.mmap:
 
 
 def _advise(block: mmap.mmap, begin: int, size: int, advice: int) -> bool:
-    """Without the interpreter's lock, which mmap's own madvise keeps. True if it isn't followed."""
+    """Call madvise without the interpreter's lock, which mmap.madvise would hold. Return True if it failed."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(block, begin))
     return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice))
 
 
 @lru_cache(maxsize=1)
 def weight_arena() -> WeightArena:
-    """The process's own."""
+    """Return the process's arena."""
     return WeightArena()

@@ -1,7 +1,5 @@
-"""Activations of feed-forward blocks: the gated one, act(gate) * up, and the plain one with its bias, in place; and the
-bound on logits.
-
-Computed in fp32 and rounded once.
+"""Activations of feed-forward blocks, gated (act(gate) * up) and plain (with a bias, in place), and the softcap of
+logits. Computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from torch import Tensor
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2
 
-# What configs call them -> what the kernels call them.
+# Names in model configs -> names in the kernels.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -29,7 +27,7 @@ ACTIVATIONS = {
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """fp32 -> fp32."""
+    """Return the activation KIND of x, fp32."""
     tl.static_assert(KIND == "silu" or KIND == "relu" or KIND == "gelu" or KIND == "gelu_tanh" or KIND == "gelu_quick")
     if KIND == "silu":
         return x * tl.sigmoid(x)
@@ -49,7 +47,7 @@ def _gate(
     gate_up, out, x_stride, out_stride,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK numbers of one row a program, BLOCKS programs a row."""
+    """Compute BLOCK numbers of one row a program, BLOCKS programs a row."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -102,18 +100,19 @@ def _softcap(x, x_stride, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: 
 
 
 def launch_config(rows: int, size: int) -> tuple[int, int]:
-    """(numbers a program, warps): many small programs for few rows, 16 bytes a thread for many. On an H200 all blocks
-    from 512 to 4096 are within 2 % of each other at 8192 rows of 14336, and all from 128 to 2048 within 0.1 us at one.
+    """Return (numbers a program, warps): many small programs for few rows, 16 bytes a thread for many. On an H200 all
+    blocks from 512 to 4096 are within 2 % of each other at 8192 rows of 14336, and all from 128 to 2048 within 0.1 us
+    at one row.
     """
     block = min(power_of_2(size), 512 if rows < 64 else 1024)
     return block, min(max(block // 256, 1), 4)
 
 
 def act_and_mul(gate_up: Tensor, activation: str, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
-    """gate_up [T, 2 I] -> act(gate_up[:, :I]) * gate_up[:, I:] in `out` [T, I], a fresh tensor if None.
+    """Return act(gate_up[:, :I]) * gate_up[:, I:] for gate_up [T, 2 I], in `out` [T, I] (None: a new tensor).
 
-    `activation` is a name of ACTIVATIONS. Row strides are free. pdl: programmatic dependent launch, on GPUs of
-    capability 9 and more.
+    `activation` is a key of ACTIVATIONS. Any row strides. pdl: programmatic dependent launch, on GPUs of capability 9
+    and more.
     """
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
@@ -129,7 +128,7 @@ def act_and_mul(gate_up: Tensor, activation: str, *, out: Tensor | None = None, 
 
 
 def act(x: Tensor, activation: str, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
-    """x [T, I] = act(x + bias), in place; returns x. `bias` [I] is read before the kernel waits (pdl)."""
+    """Compute x [T, I] = act(x + bias) in place and return x. `bias` [I] is read before the kernel waits (pdl)."""
     rows, size = x.shape
     assert x.stride(1) == 1, "rows are contiguous"
     assert bias is None or (bias.is_contiguous() and bias.shape == (size,)), "one bias a column"
@@ -143,7 +142,7 @@ def act(x: Tensor, activation: str, bias: Tensor | None = None, *, pdl: bool = F
 
 
 def softcap(x: Tensor, cap: float, *, pdl: bool = False) -> Tensor:
-    """x [R, V] = cap * tanh(x / cap), in place; returns x. Row strides are free."""
+    """Compute x [R, V] = cap * tanh(x / cap) in place and return x. Any row strides."""
     rows, size = x.shape
     assert x.stride(1) == 1, "rows are contiguous"
     block, warps = launch_config(rows, size)

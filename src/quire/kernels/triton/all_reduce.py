@@ -1,20 +1,20 @@
-"""Sums and gathers over GPUs that reach each other's memory: each writes what it has into the others' exchange memory,
-and goes on alone once theirs has come. The sum is followed by the residual sum and the norm of `kernels.triton.norm` in
-the same launch.
+"""All-reduce and all-gather over GPUs that reach each other's memory: each rank writes its numbers into the others'
+exchange memory, and continues once theirs have arrived. The residual sum and the norm of `kernels.triton.norm` may
+follow the sum in the same launch.
 
-Exchange memory, one piece a rank, which all ranks can write: FLAGS for each program, then for each program two regions
-that are used in turn, and two more for sums that are sent whole. Who writes into a region for the second time has heard
-of the others' call in between, which they begin when they have read it. So the same program of all ranks must meet in
-the same calls: ranks launch the same, in the same order, on one stream for one exchange memory. How many calls a
-program had, which says the turn too, is counted on the device; nothing that a graph captures depends on it.
+Each rank has one exchange memory, which all ranks can write. It holds the flags of each program, then for each program
+two regions used in turn, and two more for one-shot sums. A program that writes into a region for the second time has
+received the others' data of the call in between, which they begin after they have read the region. So ranks must launch
+the same kernels in the same order, on one stream for one exchange memory. The number of calls of a program, whose
+parity is the turn, is counted on the device, so that graphs can capture the launches.
 
-What is sent whole needs no signal, whose way there takes as long as the numbers': its region holds zeros while nothing
-has come, and a zero among the numbers is sent as -0. Who has read it puts the zeros back.
+One-shot sums need no flag, which would take as long to arrive as the numbers: their regions hold zeros until numbers
+arrive, and a zero among the numbers is sent as -0. The reader restores the zeros.
 
-A kernel lets the next one begin as soon as all its programs have: then none of them waits for room.
+A kernel lets the next one begin as soon as all its programs have begun: then none of them waits for room.
 
-Sums are taken in fp32 and in rank order, by every rank (one-shot) or for all ranks by the one that has these columns
-(two-shot), and rounded once: the same bits everywhere, either way, and those of
+Sums are computed in fp32 and in rank order, by every rank (one-shot) or for all ranks by the rank that has these
+columns (two-shot), and rounded once. All ranks get the same bits either way, those of
 quire.distributed.shared_memory_exchange.
 """
 
@@ -32,19 +32,19 @@ from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2
 from quire.kernels.triton.norm import add_residual, normalize, num_warps_for
 
-REGISTERS = 128  # of a thread, at most, so that two programs of up to 8 warps have room
-POLLS = 1 << 20  # of a flag in a second, about
-ABORT_POLLS = tl.constexpr(4096)  # polls between two looks at whether others have given up
-ONE_SHOT_BYTES = {2: 1 << 40, 3: 1 << 20, 4: 1 << 19}  # bytes that are at most sent whole, by ranks
-ONE_SHOT_BYTES_DEFAULT = 1 << 17  # the same of more ranks
-GATHER_WORDS = 1024  # that a program gathers at once
+REGISTERS = 128  # the most of a thread, so that two programs of up to 8 warps fit in a multiprocessor
+POLLS = 1 << 20  # polls of a flag in a second, about
+ABORT_POLLS = tl.constexpr(4096)  # polls between two checks whether another program has stored an error
+ONE_SHOT_BYTES = {2: 1 << 40, 3: 1 << 20, 4: 1 << 19}  # the most bytes of a one-shot sum, by ranks
+ONE_SHOT_BYTES_DEFAULT = 1 << 17  # the same for more ranks
+GATHER_WORDS = 1024  # words that a program gathers at once
 
 
 class PeerBuffers(NamedTuple):
-    """One rank's end: `table` [ranks] int64 are the addresses of all ranks' exchange memories, as this rank reaches
-    them, `counters` [PROGRAMS] int64 its own, zeros at first, and `error` [1] int64 tells who was waited for in vain,
-    from 1 on. `polls` is how often a flag is looked at. `addresses` are those of the table, for the host, and behind
-    peer_sizes.BYTES there are `copy_bytes` bytes for kernels.triton.carried and owned."""
+    """One rank's access to all exchange memories. `table` [ranks] int64 holds their addresses as this rank reaches
+    them, and `addresses` the same for the host. `counters` [PROGRAMS] int64 are this rank's calls, initially zeros.
+    `error` [1] int64 is 1 + the rank that did not answer in time, or 0. `polls` is how often a flag is polled. After
+    peer_memory_layout.KERNEL_BYTES there are `copy_bytes` bytes for copy_engine_pair and copy_engine_allreduce."""
 
     table: Tensor
     counters: Tensor
@@ -63,7 +63,7 @@ def _flag(base, program, phase, rank, MOST: tl.constexpr):
 
 @triton.jit
 def _barrier(table, error, me, program, phase: tl.constexpr, epoch, polls, RANKS: tl.constexpr, MOST: tl.constexpr):
-    """Tell all others that what was written before can be read, and wait until they have said so."""
+    """Signal all other ranks that the numbers written before can be read, and wait for their signals."""
     tl.debug_barrier()
     for r in tl.static_range(RANKS):
         if r != me:
@@ -84,7 +84,7 @@ def _barrier(table, error, me, program, phase: tl.constexpr, epoch, polls, RANKS
 
 @triton.jit
 def peer_address(table, rank, offset, like):
-    """The address `offset` bytes behind the exchange memory's begin, for numbers as `like` points to."""
+    """Return the address at `offset` bytes in a rank's exchange memory, as a pointer of the type of `like`."""
     return tl.multiple_of((tl.load(table + rank) + offset).to(tl.pointer_type(like.dtype.element_ty)), 16)
 
 
@@ -92,7 +92,7 @@ def peer_address(table, rank, offset, like):
 def load_norm_weights(
     weight, bias, post_norm_weight, columns, inside, NORM: tl.constexpr, POST_NORM: tl.constexpr, LAYER: tl.constexpr
 ):
-    """A norm's weight, its bias, and the weight of the norm before it, as far as there are such."""
+    """Return the norm's weight, its bias, and the weight of the norm before it; zeros for those that are not used."""
     scale = tl.zeros(columns.shape, tl.float32)
     shift, added_scale = scale, scale
     if NORM:
@@ -109,8 +109,7 @@ def store_row(
     total, row, x, out, delta, scale, shift, added_scale, x_stride, delta_stride, out_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, POST_NORM: tl.constexpr, LAYER: tl.constexpr,
 ):  # fmt: skip
-    """What is done with a row's sum, which has delta's dtype: it takes delta's place; NORM: x is increased, and its
-    norm is `out`."""
+    """Store a row's sum, in delta's dtype, to delta; or if NORM add it to x and store the norm of x to `out`."""
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     if NORM:
@@ -123,14 +122,14 @@ def store_row(
 
 @triton.jit
 def round_sum(total, like):
-    """A sum as it is told: of zeros, whatever their signs, it is 0."""
+    """Round a sum to the type of `like`; a sum of zeros of any signs is +0."""
     return tl.where(total == 0, 0.0, total).to(like.dtype.element_ty)
 
 
 @triton.jit
 def _sum(own, theirs, table, me, region, stride, inside, RANKS: tl.constexpr):
-    """In fp32 and in rank order: this rank's numbers at `own`, the others' `stride` bytes apart in a region, at
-    `theirs`; rounded."""
+    """Return the rounded sum, in fp32 and in rank order, of this rank's numbers at `own` and the others' numbers, which
+    are `stride` bytes apart in a region, at index `theirs`."""
     for r in tl.static_range(RANKS):
         mine = tl.load(own, mask=inside & (me == r), other=0.0)
         other = tl.load(peer_address(table, me, region + r * stride, own) + theirs, mask=inside & (me != r), other=0.0,
@@ -145,7 +144,7 @@ def _sum(own, theirs, table, me, region, stride, inside, RANKS: tl.constexpr):
 
 @triton.jit
 def _receive(place, inside, error, rank, polls):
-    """The words that `rank` sends to `place`, once none of them is 0; there are zeros again then."""
+    """Wait until `rank` has sent all words to `place`, so that none is 0; reset them to 0 and return the words."""
     words = tl.load(place, mask=inside, other=1, volatile=True)
     missing, left = tl.max((words == 0).to(tl.int32), axis=0), polls
     while (missing > 0) & (left > 0):
@@ -153,7 +152,7 @@ def _receive(place, inside, error, rank, polls):
         missing = tl.max((words == 0).to(tl.int32), axis=0)
         left -= 1
         if left % ABORT_POLLS == 0:  # noqa: SIM102
-            if tl.load(error) != 0:  # nobody waits for long once somebody was waited for in vain
+            if tl.load(error) != 0:  # after an error no program waits for long
                 left = left * 0
     if missing > 0:  # noqa: SIM102
         if tl.load(error) == 0:  # the first cause is kept
@@ -171,8 +170,8 @@ def _one_shot(
     RANKS: tl.constexpr, PLACE: tl.constexpr, HOLD: tl.constexpr, WORD: tl.constexpr,
     WHOLE: tl.constexpr, REGION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows program, program + programs, ...; each lies in PLACE bytes, a rank's in HOLD. WORD: an integer as long as a
-    number."""
+    """Sum rows program, program + programs, ... in one phase. A row takes PLACE bytes, and a rank's rows HOLD. WORD:
+    the integer type of a number's size."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
@@ -219,8 +218,8 @@ def _two_shot(
     RANKS: tl.constexpr, PLACE: tl.constexpr, HOLD: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
     MOST: tl.constexpr, FLAGS: tl.constexpr, REGION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same in two phases: rank r sums columns r * WIDTH and so on, PART a power of two, and sends the sums. What is
-    to be summed lies in PLACE / RANKS bytes a row and HOLD a rank; behind it whole rows of sums."""
+    """Do the same in two phases: rank r sums WIDTH columns from r * WIDTH on (PART: WIDTH rounded up to a power of
+    two), and sends the sums. Numbers to sum take PLACE / RANKS bytes a row and HOLD a rank; rows of sums follow."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
@@ -268,7 +267,7 @@ def _gather(
     RANKS: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
     MOST: tl.constexpr, FLAGS: tl.constexpr, REGION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK numbers at once, of `count`; a rank's lie in HOLD bytes."""
+    """Gather `count` numbers, BLOCK at a time; a rank's numbers take HOLD bytes."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -300,8 +299,8 @@ def _gather(
 
 
 class ExchangeShape(NamedTuple):
-    """How rows of `size` numbers are exchanged: `row_bytes` bytes each, `columns_per_rank` columns a rank in two
-    phases, and how many rows of a program fit, sent whole and in two phases."""
+    """Layout of an exchange of rows: bytes of a row, columns of a rank in two-shot sums, and the most rows of a program
+    in one-shot and in two-shot sums."""
 
     row_bytes: int
     columns_per_rank: int
@@ -310,14 +309,15 @@ class ExchangeShape(NamedTuple):
 
 
 def exchange_shape(ranks: int, size: int, itemsize: int) -> ExchangeShape:
-    """That of rows of `size` numbers of so many bytes; with parts 0 they are too long to be exchanged as rows."""
+    """Return the layout for rows of `size` numbers of `itemsize` bytes. If two_shot_rows is 0 rows are too long."""
     width = cdiv(cdiv(size, ranks) * itemsize, 16) * 16 // itemsize
     place = ranks * width * itemsize
     return ExchangeShape(place, width, REGION_BYTES // (ranks * place), REGION_BYTES // (2 * place))
 
 
 def all_reduce(peers: PeerBuffers, delta: Tensor, *, shots: int = 0, pdl: bool = False) -> Tensor:
-    """delta [T, size], in place and returned: the sum of all ranks'. Rows are contiguous, of any stride."""
+    """Replace delta [T, size] by the sum over all ranks, in place, and return it. Rows are contiguous, of any
+    stride."""
     _reduce(peers, None, delta, None, None, None, 0.0, None, shots, pdl)
     return delta
 
@@ -326,9 +326,9 @@ def all_reduce_norm(
     peers: PeerBuffers, x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *,
     post_norm_weight: Tensor | None = None, shots: int = 0, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [T, size] += the sum of all ranks' delta [T, size], in place, and its norm: as norm.layer_norm and, without a
-    bias, norm.rms_norm, bit for bit. `shots`: 1 or 2, or 0 for what suits the number of bytes. delta is left as it
-    was."""
+    """Add the sum of all ranks' delta [T, size] to x [T, size] in place, and return the norm of x: equal to
+    norm.layer_norm or, without a bias, norm.rms_norm, bit for bit. `shots`: 1 or 2 phases, or 0 to choose by the number
+    of bytes. delta is not changed."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _reduce(peers, x, delta, post_norm_weight, weight, bias, eps, out, shots, pdl)
     return out
@@ -336,8 +336,7 @@ def all_reduce_norm(
 
 def _reduce(
     peers: PeerBuffers, x: Tensor | None, delta: Tensor, post_norm_weight: Tensor | None, weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float, out: Tensor | None, shots: int, pdl: bool,
+    bias: Tensor | None, eps: float, out: Tensor | None, shots: int, pdl: bool,
 ) -> None:  # fmt: skip
     rows, size = delta.shape
     assert delta.stride(1) == 1, "rows are contiguous"
@@ -346,11 +345,8 @@ def _reduce(
     shape = exchange_shape(ranks, size, itemsize)
     assert shape.two_shot_rows, f"a row of {size} numbers is too long"
     if not shots:
-        shots = (
-            1
-            if shape.one_shot_rows and rows * size * itemsize <= ONE_SHOT_BYTES.get(ranks, ONE_SHOT_BYTES_DEFAULT)
-            else 2
-        )
+        one_shot_bytes = ONE_SHOT_BYTES.get(ranks, ONE_SHOT_BYTES_DEFAULT)
+        shots = 1 if shape.one_shot_rows and rows * size * itemsize <= one_shot_bytes else 2
     fit = shape.one_shot_rows if shots == 1 else shape.two_shot_rows
     block = power_of_2(size)
     options: dict[str, int] = {"num_warps": num_warps_for(block)} | ({"launch_pdl": True} if pdl else {})
@@ -360,10 +356,10 @@ def _reduce(
     else:
         programs = max(programs // 2, 1)
     for at in range(0, rows, programs * fit):
-        some = slice(at, at + programs * fit)
-        d, a, o = delta[some], None if x is None else x[some], None if out is None else out[some]
+        chunk = slice(at, at + programs * fit)
+        d, a, o = delta[chunk], None if x is None else x[chunk], None if out is None else out[chunk]
         grid = (min(len(d), programs),)
-        given = (
+        args = (
             a, d, post_norm_weight, weight, bias, o, peers.table, peers.counters, peers.error, peers.rank,
             peers.polls, len(d),
             0 if a is None else a.stride(0), d.stride(0), 0 if o is None else o.stride(0), eps,
@@ -371,37 +367,29 @@ def _reduce(
         )  # fmt: skip
         if shots == 1:
             word = tl.int16 if itemsize == 2 else tl.int32
-            _one_shot[grid](*given, fit * shape.row_bytes, word, ONE_SHOT_OFFSET, REGION_BYTES, pdl, **options)
+            _one_shot[grid](*args, fit * shape.row_bytes, word, ONE_SHOT_OFFSET, REGION_BYTES, pdl, **options)
         else:
-            hold = fit * shape.row_bytes // ranks
+            hold, columns = fit * shape.row_bytes // ranks, shape.columns_per_rank
             _two_shot[grid](
-                *given,
-                hold,
-                shape.columns_per_rank,
-                power_of_2(shape.columns_per_rank),
-                MAX_PEERS,
-                FLAG_BYTES,
-                REGION_BYTES,
-                pdl,
-                **options,
+                *args, hold, columns, power_of_2(columns), MAX_PEERS, FLAG_BYTES, REGION_BYTES, pdl, **options
             )
 
 
 def all_gather(peers: PeerBuffers, x: Tensor, *, pdl: bool = False) -> Tensor:
-    """[ranks, *x.shape]: everybody's, in rank order. x has a multiple of 4 bytes."""
-    every = x.new_empty((peers.ranks, *x.shape))
+    """Return the x of all ranks in rank order, [ranks, *x.shape]. x has a multiple of 4 bytes."""
+    result = x.new_empty((peers.ranks, *x.shape))
     words = x.contiguous().view(-1).view(torch.int32)
-    found = every.view(peers.ranks, -1).view(torch.int32)
+    result_words = result.view(peers.ranks, -1).view(torch.int32)
     hold = REGION_BYTES // peers.ranks // (4 * GATHER_WORDS) * GATHER_WORDS
     most = PROGRAMS * hold
     for at in range(0, len(words), most):
         piece = words[at : at + most]
-        out = found if len(piece) == len(words) else found.new_empty((peers.ranks, len(piece)))
+        out = result_words if len(piece) == len(words) else result_words.new_empty((peers.ranks, len(piece)))
         _gather[(min(cdiv(len(piece), GATHER_WORDS), PROGRAMS),)](
             piece, out, peers.table, peers.counters, peers.error, peers.rank, peers.polls, len(piece),
             peers.ranks, GATHER_WORDS, 4 * hold, MAX_PEERS, FLAG_BYTES, REGION_BYTES, pdl, num_warps=4,
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
-        if out is not found:
-            found[:, at : at + most] = out
-    return every
+        if out is not result_words:
+            result_words[:, at : at + most] = out
+    return result

@@ -1,11 +1,11 @@
-"""Compiling and loading kernels in several threads, and in several processes, at once.
+"""Safe compilation and loading of kernels by several threads and processes at once.
 
-Triton 3.6 starts each kind of kernel through a small C module, and gives all of these modules one name. When Python
-loads such a module a second time it puts what is in it into the module object that this name has then, which another
-thread may be about to look into: a kernel would be started with another one's arguments. (Triton 3.7 has one launcher.)
+Triton 3.6 launches each kind of kernel through a small C module, and all of these modules have one name. When Python
+loads a second one, it writes its contents into the module object of that name, which another thread may be about to
+read: that thread would launch a kernel with another one's arguments. (Triton 3.7 has one launcher.)
 
-Processes that need the same kernels at the same time would compile all of them each: Triton looks on disk first, and
-doesn't know what is being compiled. With a lock for each kernel the first one compiles it, and the others read it.
+Processes that need the same kernels at the same time would each compile all of them: Triton's cache on disk does not
+know which kernels are being compiled. With a lock for each kernel, one process compiles it and the others read it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LOCKS = 1024  # files; kernels that share one wait for each other
 
 
 def serialize_module_loading() -> None:
-    """From now on one thread at a time loads a module, and gets what was in it then as an object of its own. Compiling
-    modules isn't held up. Once for a process; without effect where Triton has no such function."""
+    """Patch Triton so that one thread at a time loads a module, and gets a copy of its contents. Compilation is not
+    serialized. Patches a process once; without effect if Triton has no such function."""
     load, lock = getattr(build, "_load_module_from_path", None), threading.Lock()
     if load is None or hasattr(load, "in_any_thread"):
         return
@@ -37,13 +37,13 @@ def serialize_module_loading() -> None:
         with lock:
             return SimpleNamespace(**vars(load(name, path)))
 
-    load_alone.in_any_thread = True  # type: ignore[attr-defined]
+    load_alone.in_any_thread = True  # type: ignore[attr-defined]  # a mark on a function
     build._load_module_from_path = load_alone
 
 
 def lock_compilation() -> None:
-    """From now on a kernel that this process compiles isn't compiled by others that have called this, and have the same
-    cache on disk: they wait until it is there. Once for a process."""
+    """Patch Triton so that of the processes that have called this and share a cache on disk, one compiles a kernel and
+    the others wait until it is in the cache. Patches a process once."""
     compiled = JITFunction._do_compile
     if hasattr(compiled, "once_for_all"):
         return
@@ -52,13 +52,13 @@ def lock_compilation() -> None:
         with _compile_lock(f"{self.cache_key} {key}"):
             return compiled(self, key, *more, **options)
 
-    compiled_once.once_for_all = True  # type: ignore[attr-defined]
-    JITFunction._do_compile = compiled_once  # type: ignore[method-assign]
+    compiled_once.once_for_all = True  # type: ignore[attr-defined]  # a mark on a function
+    JITFunction._do_compile = compiled_once
 
 
 @contextmanager
 def _compile_lock(name: str) -> Iterator[None]:
-    """Nobody else is here, in any process, with this name. Where the disk has no locks, without one."""
+    """Hold a lock of this name among all processes; without a lock if the file system has none."""
     number = int.from_bytes(sha256(name.encode()).digest()[:4], "little") % LOCKS
     folder = os.path.join(triton.knobs.cache.dir, "quire-locks")
     file = -1

@@ -1,10 +1,11 @@
-"""Sums of many rows over two ranks, whose numbers a GPU's copy engines carry: no program is kept from computing what
-comes next. A rank's rows are written into the other's memory piece by piece, each as soon as it is computed, and behind
-each a flag. Here they are added to one's own, in fp32 and in rank order, as `kernels.triton.reduce` adds them, with the
-residual sum and the norm behind; each row waits for its piece's flag alone.
+"""All-reduce of many rows over two ranks by the GPUs' copy engines, so that multiprocessors are free for what comes
+next. A rank's rows are written into the other's memory in pieces, each as soon as it is computed, followed by a flag.
+The kernel here adds them to this rank's rows, in fp32 and in rank order, as `all_reduce` does, and then computes the
+residual sum and the norm; each row waits only for its piece's flag.
 
-The memory lies behind peer_sizes.BYTES: flags, of PIECES of two turns, then two regions that are used in turn. Calls
-are counted by the host, and the turn by that number; a flag is the number of the call. So none of this is captured.
+The memory after peer_memory_layout.KERNEL_BYTES holds flags, MAX_PIECES for each of two turns, then two regions, used
+in turn. The host counts calls; a call's turn is the parity of its number, and its flags are set to that number. So
+graphs cannot capture this.
 """
 
 from __future__ import annotations
@@ -26,27 +27,28 @@ from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import power_of_2
 from quire.kernels.triton.norm import num_warps_for
 
-MAX_PIECES = 8  # at most
+MAX_PIECES = 8  # of a call
 
 
 def flag_offset(turn: int, piece: int) -> int:
-    """Bytes from the begin of a rank's memory to a piece's flag."""
+    """Return the offset in bytes of a piece's flag in a rank's memory."""
     return KERNEL_BYTES + (turn * MAX_PIECES + piece) * 8
 
 
 def region_offset(peers: PeerBuffers, turn: int) -> int:
-    """The same, to the region of a turn."""
+    """Return the offset in bytes of the region of a turn."""
     return KERNEL_BYTES + COPY_FLAG_BYTES + turn * region_capacity(peers)
 
 
 def region_capacity(peers: PeerBuffers) -> int:
-    """Bytes of rows that a region holds."""
+    """Return the bytes of rows that a region holds."""
     return max(peers.copy_bytes - COPY_FLAG_BYTES, 0) // 2 // 16 * 16
 
 
 @triton.jit
 def wait_for_flag(flag, call, error, polls):
-    """What a flag says once it says `call`, or after so many looks."""
+    """Poll a flag until it is `call`, at most `polls` times, or until another program has stored an error. Return the
+    flag."""
     left = polls
     seen = tl.load(flag, volatile=True)
     while (seen != call) & (left > 0):
@@ -55,7 +57,7 @@ def wait_for_flag(flag, call, error, polls):
         if left % ABORT_POLLS == 0:  # noqa: SIM102
             if tl.load(error) != 0:
                 left = left * 0
-    return tl.atomic_add(flag, 0, sem="acquire", scope="sys")  # what came before the flag is seen, too
+    return tl.atomic_add(flag, 0, sem="acquire", scope="sys")  # makes what was written before the flag visible
 
 
 @fast_launch
@@ -65,7 +67,8 @@ def _carried(
     x_stride, delta_stride, out_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, POST_NORM: tl.constexpr, LAYER: tl.constexpr,
 ):  # fmt: skip
-    """A row a program; `piece` rows have a flag in common."""
+    """Finish one row a program: wait for the other rank's row, add, then store the sum, or add it to the residual and
+    normalise. `piece` rows share a flag."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -90,20 +93,18 @@ def _carried(
 
 def all_reduce_norm_pair(
     peers: PeerBuffers, call: int, piece: int, x: Tensor | None, delta: Tensor, weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float, post_norm_weight: Tensor | None, out: Tensor | None,
+    bias: Tensor | None, eps: float, post_norm_weight: Tensor | None, out: Tensor | None,
 ) -> None:  # fmt: skip
-    """delta [T, size], dense: this rank's rows of the call-th exchange, of which the other's come in pieces of so many
-    rows. x [T, size] += the sum, in place, and `out` the norm of that, as reduce.add_norm; or, without x, delta is the
-    sum afterwards."""
+    """Sum delta [T, size], contiguous, this rank's rows of exchange number `call`, with the other rank's, which arrive
+    in pieces of `piece` rows. x [T, size] += the sum, in place, and its norm is written to `out`, as by
+    all_reduce.all_reduce_norm; without x the sum is written to delta."""
     rows, size = delta.shape
-    assert delta.is_contiguous(), "rows are dense, as they were sent"
+    assert delta.is_contiguous(), "delta is contiguous, as it was sent"
     assert rows <= MAX_PIECES * piece, f"{rows} rows are more than {MAX_PIECES} pieces of {piece}"
     block = power_of_2(size)
     _carried[(rows,)](
         x, delta, post_norm_weight, weight, bias, out, peers.table, peers.error, peers.rank, peers.polls,
-        flag_offset(call % 2, 0),
-        region_offset(peers, call % 2), call, piece,
+        flag_offset(call % 2, 0), region_offset(peers, call % 2), call, piece,
         0 if x is None else x.stride(0), delta.stride(0), 0 if out is None else out.stride(0), eps,
         size, block, x is not None, post_norm_weight is not None, bias is not None, num_warps=num_warps_for(block),
     )  # fmt: skip

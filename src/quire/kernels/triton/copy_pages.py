@@ -1,7 +1,7 @@
 """Copies of whole pages, many in one launch: copy-on-write (PagedAttention §4.4; "fused block copy", §5.1) and, between
-device memory and pinned host memory that the device addresses itself, swaps (§4.5).
+device memory and pinned host memory, which the device accesses directly, swaps (§4.5).
 
-A page is bytes here: it is moved as the widest integers that divide it, so every bit pattern arrives as it was.
+A page is bytes here: it is copied as the widest integers that divide it, so that every bit pattern is preserved.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from torch import Tensor
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2
 
-# Bytes that a program moves at once, two or eight 16-byte accesses a thread. Measured on an H200: many small programs
-# copy best within the device (4.1 TB/s read and written, pages of 2 MiB), few with much in flight best over PCIe.
+# Bytes that a program copies at once, two or eight 16-byte accesses a thread. Measured on an H200: many small programs
+# are fastest within the device (4.1 TB/s read and written, pages of 2 MiB), few with much in flight over PCIe.
 TILE_BYTES = 4096
 FEW_TILE_BYTES = 16384
 WARPS = 4
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-# Compiled once for a page size: neither the number of pairs nor where their indices lie makes another variant, which
-# would be compiled in the middle of a step.
+# Compiled once for a page size: neither the number of pairs nor the alignment of their indices is specialized, because
+# another variant would be compiled in the middle of a step.
 @fast_launch
 @triton.jit(do_not_specialize=["pairs", "tiles", "across"], do_not_specialize_on_alignment=["dst", "src"])
 def _copy(
     target, source, dst, src, pairs, units, tiles, across, UNIT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """target[dst[i]] = source[src[i]], rows of units * UNIT words. A tile is ROWS pairs by WIDTH words, `across`
-    of them side by side; programs take tiles in turn."""
+    """Copy target[dst[i]] = source[src[i]], rows of units * UNIT words. A tile is ROWS pairs by WIDTH words; `across`
+    tiles cover a row. Programs take tiles in turn."""
     words = units * UNIT  # so the compiler knows that 16-byte accesses are aligned
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         pair = (tile // across) * ROWS + tl.arange(0, ROWS)
@@ -44,18 +44,18 @@ def _copy(
 
 
 def copy_pages(pages: Tensor, src: Tensor, dst: Tensor) -> None:
-    """pages[dst[i]] = pages[src[i]] for all i, in one launch. pages: [pages, numbers], contiguous, any type; src and
-    dst: int64 [pairs] on its device, within range. No pair may write what another reads or writes."""
+    """Copy pages[dst[i]] = pages[src[i]] for all i, in one launch. pages [pages, numbers] is contiguous, of any dtype;
+    src and dst, int64 [pairs] on its device, are in range. No pair may write what another reads or writes."""
     copy_rows(pages, pages, dst, src)
 
 
 def copy_rows(target: Tensor, source: Tensor, dst: Tensor, src: Tensor, programs: int | None = None) -> None:
-    """target[dst[i]] = source[src[i]] for all i. Both [rows, numbers] of one type, contiguous; either may be pinned
-    host memory. `programs` bounds how many run, and so how much of the device it takes."""
+    """Copy target[dst[i]] = source[src[i]] for all i. Both are [rows, numbers] of one dtype, contiguous; either may be
+    pinned host memory. `programs` limits the programs, and so the share of the device that the copy uses."""
     for rows in (target, source):
         assert rows.is_contiguous(), "rows must follow one another"
     assert (target.dtype, target.shape[1]) == (source.dtype, source.shape[1]), "rows differ in type or size"
-    assert len(dst) == len(src), "as many sources as destinations"
+    assert len(dst) == len(src), f"{len(src)} sources for {len(dst)} destinations"
     size = target.shape[1] * target.element_size()
     if not len(dst) or not size:
         return
@@ -74,5 +74,6 @@ def copy_rows(target: Tensor, source: Tensor, dst: Tensor, src: Tensor, programs
 
 
 def _access(bits: int) -> int:
-    """The most bytes, 16 at most, that every row's beginning is a multiple of."""
+    """Return the widest access in bytes, at most 16, to which every row is aligned; `bits`: the row size and the
+    addresses, combined by or."""
     return min(bits & -bits, 16)

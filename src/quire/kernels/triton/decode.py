@@ -1,8 +1,8 @@
 """Decode attention over pages: one query a sequence (PagedAttention §4.1), its context split over programs.
 
-A program takes one sequence, one key/value head with all the query heads that share it, and one part of the context;
-a second kernel joins the parts. How long each part is comes from the lengths on the device, so one captured launch
-serves every length. Recycled pages hold anything: loads are masked with zeros, scores with a select.
+A program computes one sequence, one key/value head with all the query heads that share it, and one part (split) of the
+context; a second kernel joins the parts. The length of a part is computed from the lengths on the device, so that one
+captured launch serves every length. Reused pages may hold any bytes: loads are masked with zeros, scores by a select.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import power_of_2, shared_memory
 
 MAX_SPLITS = 32
-STAGES_BY_RESIDENCY = {
-    2: 4,
-    3: 3,
-}  # programs a multiprocessor holds -> stages of their pipelines, which shared memory allows then
-MIN_SCORE = tl.constexpr(-1.0e30)  # below every score yet finite: the difference of two is 0, where -inf would give NaN
+STAGES_BY_RESIDENCY = {2: 4, 3: 3}  # programs of a multiprocessor -> pipeline stages for which it has shared memory
+MIN_SCORE = tl.constexpr(-1.0e30)  # below every score but finite: a difference of two is 0, where -inf would give NaN
 
 
 class SplitScratch(NamedTuple):
-    """Where the parts of split contexts meet, flat, four bytes a number: `sums` [rows, kv_heads, splits, group, dim],
-    `maxima` and `weights` [rows, kv_heads, splits, group]. Nothing in it outlives a call of `decode`."""
+    """Partial results of split contexts, flat, four bytes a number: `sums` [rows, kv_heads, splits, group, dim],
+    `maxima` and `weights` [rows, kv_heads, splits, group]. The contents are valid only within a call of `decode`."""
 
     sums: Tensor
     maxima: Tensor
@@ -41,14 +38,15 @@ class SplitScratch(NamedTuple):
 def decode_scratch(
     rows: int, heads: int, kv_heads: int, head_dim: int, splits: int, device: torch.device
 ) -> SplitScratch:
-    """For launches of up to `rows` x `splits` parts; one serves all layers of a stream, one after another."""
+    """Allocate a scratch for launches of up to `rows` x `splits` parts; all layers of a stream can share it."""
     parts = rows * heads * splits if splits > 1 else 0
     return SplitScratch(*(torch.empty(n, dtype=torch.float32, device=device) for n in (parts * head_dim, parts, parts)))
 
 
 def choose_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
-    """Parts a context for `batch` rows. Programs come in waves, so the last wave should be nearly full; each doubling
-    of the parts costs about a tenth in joining them. Nothing that changes between replays of a CUDA graph matters."""
+    """Return the parts of a context for `batch` rows. Programs run in waves, so the last wave should be nearly full;
+    each doubling of the parts costs about a tenth in joining them. Depends on nothing that changes between replays of
+    a CUDA graph."""
     best, most = 1, 0.0
     for doublings in range(MAX_SPLITS.bit_length()):
         programs = max(1, batch * kv_heads) << doublings
@@ -59,18 +57,18 @@ def choose_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
 
 
 def representative_batches(most: int, cache: LayerCache, device: torch.device) -> list[int]:
-    """Batches of up to `most` rows such that whatever kernel a batch needs, one of these needs it too."""
-    found: dict[tuple[int, ...], int] = {}
+    """Return batch sizes up to `most` that together use every compiled kernel of batches up to `most` rows."""
+    batches: dict[tuple[int, ...], int] = {}
     padded = _padded_tile(cache.heads // cache.kv_heads, cache.head_dim)
     for batch in range(1, most + 1):
         splits = choose_splits(batch, cache.kv_heads, multiprocessors(device))
         shape = _tile_config(*padded, cache.dtype.itemsize, batch * cache.kv_heads * splits, device)
-        found.setdefault((splits, *shape), batch)
-    return list(found.values())
+        batches.setdefault((splits, *shape), batch)
+    return list(batches.values())
 
 
 def wave_occupancy(programs: int, places: int) -> float:
-    """How full `programs` fill their waves of `places`."""
+    """Return the share of their waves of `places` that `programs` fill."""
     return programs / (-(-programs // places) * places)
 
 
@@ -79,9 +77,9 @@ def token_offsets(
     table, base, start, end, stride, PAGE: tl.constexpr, UNIT: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr, CONTIGUOUS: tl.constexpr,
 ):  # fmt: skip
-    """Where tokens start .. start + BLOCK begin behind the keys or values of a head; int64 [BLOCK]. Pages are `stride`
-    units apart. Tokens from `end` on are those of the scratch page. `start` is a multiple of BLOCK. CONTIGUOUS: all
-    tokens follow one another in page `base`, and neither `table` is read nor PAGE used."""
+    """Return the offsets of tokens start .. start + BLOCK from the begin of a head's keys or values, int64 [BLOCK].
+    Pages are `stride` units apart. Tokens from `end` on are read from the scratch page. `start` is a multiple of BLOCK.
+    CONTIGUOUS: all tokens are adjacent in page `base`, and `table` and PAGE are not used."""
     across = tl.arange(0, BLOCK)
     if CONTIGUOUS:
         return base * stride * UNIT + (start + across).to(tl.int64) * TOKEN_STRIDE
@@ -95,15 +93,15 @@ def token_offsets(
 
 
 def softmax_factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """(inner, outer) such that the softmax of a product x of query and key is over exp2(outer * capped(x, inner)); the
-    outer factor costs nothing where it joins the subtraction of the maximum."""
+    """Return (inner, outer) such that the softmax of a product x of query and key is over exp2(outer * capped(x,
+    inner)). The outer factor costs nothing, because it is fused with the subtraction of the maximum."""
     log2e = math.log2(math.e)
     return (0.0, scale * log2e) if softcap is None else (2.0 * scale / softcap, softcap * log2e)
 
 
 @triton.jit
 def apply_softcap(scores, inner, CAPPED: tl.constexpr):
-    """tanh(inner / 2 * scores), or the scores as they are."""
+    """Return tanh(inner / 2 * scores) if CAPPED, else the scores."""
     if CAPPED:
         scores = 2.0 * tl.sigmoid(scores * inner) - 1.0
     return scores
@@ -111,7 +109,7 @@ def apply_softcap(scores, inner, CAPPED: tl.constexpr):
 
 @triton.jit
 def context_extent(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """(oldest position seen, start of its tile, tokens a part, parts) of a context of `length` tokens."""
+    """Return (oldest visible position, start of its tile, tokens of a part, parts) of a context of `length` tokens."""
     oldest = 0
     if WINDOW is not None:
         oldest = tl.maximum(length - WINDOW, 0)
@@ -122,7 +120,7 @@ def context_extent(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.
     return oldest, first, chunk, tl.cdiv(length - first, tl.maximum(chunk, 1))
 
 
-# Where indices lie is no reason to compile a kernel once more, in the middle of a step.
+# The alignment of indices is not specialized, because another variant would be compiled in the middle of a step.
 @fast_launch
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["slots", "lengths", "rows"])
 def _decode(
@@ -133,14 +131,15 @@ def _decode(
     VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, CONTIGUOUS: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """VALUES_AFTER: numbers from a key to its value; None: they are in another buffer, where `values` points."""
+    """Compute one head and part of a row a program. VALUES_AFTER: offset in numbers from a key to its value; None:
+    values are in another buffer, at `values`."""
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     slot = tl.load(slots + row)
     length = tl.load(lengths + row).to(tl.int32)
-    length = tl.where(slot == 0, 0, length)  # padding sees nothing and gets zeros
+    length = tl.where(slot == 0, 0, length)  # padding sees nothing, and its result is zeros
     oldest, first, chunk, active = context_extent(length, WINDOW, CHUNK, BLOCK, SPLITS)
     begin = first + split * chunk
     end = tl.minimum(begin + chunk, length)
@@ -163,7 +162,7 @@ def _decode(
     best = tl.full([GROUP_PAD], MIN_SCORE, tl.float32)
     weight = tl.zeros([GROUP_PAD], tl.float32)
     total = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    # The page ids of the next tile are read a turn ahead: only then does the compiler pipeline the loads behind them.
+    # Page ids are read one iteration ahead: only then does the compiler pipeline the loads that depend on them.
     following = token_offsets(table, base, begin, end, stride, PAGE, UNIT, TOKEN_STRIDE, BLOCK, CONTIGUOUS)
     for start in range(begin, end, BLOCK):
         offsets = following
@@ -212,12 +211,12 @@ def _join(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, INDEXED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head's result from the parts that _decode left, if there is more than one."""
+    """Compute one head's result from the parts that _decode stored, if there is more than one."""
     g, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    # Nothing here waits for the length but the mask: all loads are under way at once. What no part wrote is not used.
+    # Only the mask depends on the length, so all loads run at once. Numbers that no part wrote are not used.
     length = tl.load(lengths + row).to(tl.int32)
     length = tl.where(tl.load(slots + row) == 0, 0, length)
     where = row.to(tl.int64)
@@ -242,7 +241,7 @@ def _join(
 
 
 def layout_constants(cache: LayerCache) -> dict[str, object]:
-    """What kernels are compiled for, of a cache's layout."""
+    """Return the properties of a cache's layout for which kernels are compiled."""
     return {
         "PAGE": None if cache.contiguous else cache.page_tokens, "UNIT": cache.page_alignment,
         "HEAD_STRIDE": cache.head_stride,
@@ -254,13 +253,14 @@ def decode(
     q: Tensor, cache: LayerCache, tables: Tensor, slots: Tensor, lengths: Tensor, out: Tensor | None = None, *,
     splits: int, pdl: bool = False, scratch: SplitScratch | None = None, rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of one query a sequence: q [B, heads, dim] (rows and heads may be strided) -> out [B, heads, dim].
+    """Return the attention of one query a sequence: q [B, heads, dim] (any strides of rows and heads) -> out [B, heads,
+    dim].
 
-    tables [slots, logical pages] is that of the cache's group, slots and lengths [B] are int64 on the device; a length
-    counts the token of this step, which is already in its page. Slot 0 or length 0 is padding: zeros come out. With
-    `rows` int64 [B], sequence i's query and output are row rows[i] of q and out instead of row i; at -1, which is for
-    padding, it has neither. With splits=1 a row's result does not depend on the other rows. Nothing here waits for the
-    device.
+    tables [slots, logical pages] is that of the cache's group; slots and lengths [B] are int64 on the device. A length
+    includes the token of this step, which must be in its page. Slot 0 or length 0 is padding, whose output is zeros.
+    With `rows` int64 [B], sequence i's query and output are row rows[i] of q and out instead of row i; rows[i] = -1 is
+    padding without query and output. With splits=1 a row's result does not depend on the other rows. Does not
+    synchronize with the device.
     """
     heads, dim = q.shape[1:]
     batch, kv_heads = slots.shape[0], cache.kv_heads
@@ -274,45 +274,47 @@ def decode(
     group_pad, dim_pad = _padded_tile(group, dim)
     block, warps, stages = _tile_config(group_pad, dim_pad, q.element_size(), batch * kv_heads * splits, q.device)
     parts = [x.view(torch.float32) for x in scratch]
-    named = slots if rows is None else rows
+    indices = slots if rows is None else rows
     shared = {
         "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "DIM_PAD": dim_pad, "WINDOW": cache.window,
         "CHUNK": cache.chunk, "BLOCK": block, "SPLITS": splits, "INDEXED": rows is not None, "PDL": pdl,
         "launch_pdl": pdl,
     }  # fmt: skip
     _decode[(kv_heads, splits, batch)](
-        q, cache.keys, cache.values, tables, slots, lengths, named, out, *parts, q.stride(0), q.stride(1),
+        q, cache.keys, cache.values, tables, slots, lengths, indices, out, *parts, q.stride(0), q.stride(1),
         out.stride(0), tables.stride(0), cache.page_stride_units, *softmax_factors(cache.scale, cache.softcap),
         GROUP_PAD=group_pad, CAPPED=cache.softcap is not None, num_warps=warps, num_stages=stages,
         **layout_constants(cache), **shared,
     )  # fmt: skip
     if splits > 1:
         _join[(group, kv_heads, batch)](
-            *parts, slots, lengths, named, out, out.stride(0),
+            *parts, slots, lengths, indices, out, out.stride(0),
             SPLITS_PAD=power_of_2(splits), num_warps=4, **shared,
         )  # fmt: skip
     return out
 
 
 def _padded_tile(group: int, dim: int) -> tuple[int, int]:
-    """Rows and columns of a tile of queries."""
+    """Return the rows and columns of a tile of queries, padded for tensor cores."""
     return max(16, power_of_2(group)), max(16, power_of_2(dim))
 
 
 def _tile_config(
     group_pad: int, dim_pad: int, itemsize: int, programs: int, device: torch.device
 ) -> tuple[int, int, int]:
-    """Tokens a tile, warps, stages of the pipeline. Two warps hide latencies as well as four and join less; stages are
-    as many as leave room for all programs at once, or for the most. Many waves of programs are short ones, whose starts
-    are hidden best behind many others: small tiles of one warp. (H200, between large products, which slow its clock:
-    256 rows of 250 and 650 tokens 63 and 149 us; with two warps and 3 stages 63 and 154, with 4 stages 74 and 165.)
-    Fewer stages where one program's shared memory would be more than the device has."""
+    """Return (tokens of a tile, warps, stages of the pipeline).
+
+    Two warps hide latencies as well as four, and reduce less among each other. There are as many stages as leave shared
+    memory for all programs at once, or for the most programs. Many waves are of short programs, whose start is hidden
+    best by many others: small tiles of one warp. (H200, between large products, which slow its clock: 256 rows of 250
+    and 650 tokens 63 and 149 us; with two warps and 3 stages 63 and 154, with 4 stages 74 and 165.) Stages are reduced
+    until a program fits in the device's shared memory."""
     count = multiprocessors(device)
     if itemsize == 4:
         block, warps, stages = 32, 4, 2
     elif dim_pad == 128 and programs > 3 * max(STAGES_BY_RESIDENCY) * count:
         block, warps, stages = 32, 1, 4
-    elif dim_pad == 256:  # 133 rows of 300 and 500 tokens: 3.92 and 4.02 TB/s; 3.58 and 3.93 as for smaller heads
+    elif dim_pad == 256:  # 133 rows of 300 and 500 tokens: 3.92 and 4.02 TB/s; by the last case 3.58 and 3.93
         block, warps, stages = 16, 1, 3
     else:
         most = next((n for n in sorted(STAGES_BY_RESIDENCY) if programs <= count * n), max(STAGES_BY_RESIDENCY))
@@ -323,11 +325,11 @@ def _tile_config(
 
 
 def program_bytes(group_pad: int, dim_pad: int, itemsize: int, block: int, stages: int) -> int:
-    """Shared memory that the compiler gives a program: keys and values of all stages but one, queries and weights."""
+    """Return the bytes of shared memory of a program: keys and values of all stages but one, queries and weights."""
     return ((stages - 1) * 2 * block * dim_pad + group_pad * (dim_pad + block)) * itemsize
 
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 of a CPU, where kernels are interpreted."""
+    """Return the multiprocessors of a GPU; 1 for a CPU, where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,7 +1,7 @@
-"""Linear layers of several rows whose weight is in FP8: rows are rounded to FP8 too, each by a scale of its own, and
-both are multiplied on the tensor cores as they are. Few rows by a kernel that is as quick as the weight is read; many
-by the library. What it doesn't take is multiplied as `invariant` does it, by weights converted in registers: scales by
-groups, results that aren't bf16, sizes that are no multiples of 16. One row is not rounded: see `fp8_linear`.
+"""Linear layers of several rows with a weight in FP8: rows are rounded to FP8 too, each with its own scale, and tensor
+cores multiply both in FP8. Few rows by a kernel that takes the time of reading the weight, many by cuBLAS. What cuBLAS
+does not support (scales by groups, results not in bf16, sizes that are no multiples of 16) is computed by
+`batch_invariant_linear`, which converts the weight in registers. One row is not rounded: see `fp8_linear`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from quire.kernels.triton.linear import E4M3, _scales, _weight_rows, batch_invar
 from quire.kernels.triton.linear_tiles import fp8_rows_tile
 
 MAX_ROWS = 64
-E4M3_MAX = tl.constexpr(448.0)  # of e4m3
-MIN_ROW_MAX = tl.constexpr(1e-12)  # of a row's largest value: a row of zeros has a scale too
+E4M3_MAX = tl.constexpr(448.0)  # the largest number in e4m3
+MIN_ROW_MAX = tl.constexpr(1e-12)  # lower limit of a row's largest value, so that the scale of zeros is not 0
 ROW_BLOCK, MAX_SINGLE_PASS = 8192, 16384
-"""Numbers of a row that are rounded at a time, and of one that is read once at most."""
+"""Numbers of a row that are rounded at a time, and the longest row that is read only once."""
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, *, pdl: bool = False) -> Tensor:
-    """x [M, K], weight [N, K] in e4m3, bias [N], scale [G, N] (see kernels.triton.linear) -> [M, N] in x's dtype.
+    """Return x weight^T + bias [M, N] in x's dtype, for x [M, K], weight [N, K] in e4m3, bias [N], scale [G, N] (see
+    kernels.triton.linear).
 
-    Any M >= 1; K % 16 == 0; the last dimensions dense, the stride of x's rows free. One row is not rounded: the library
-    refuses it for some shapes.
+    Any M >= 1; K % 16 == 0; the last dimensions contiguous, any stride of x's rows. One row is not rounded, because
+    cuBLAS does not support it for some shapes.
     """
     size, depth = weight.shape
     if len(x) == 1 or len(scale) > 1 or x.dtype != torch.bfloat16 or size % 16 or depth % 16 or not x.is_cuda:
@@ -42,16 +43,16 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, *,
 
 
 def fp8_linear_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, *, pdl: bool = False) -> Tensor:
-    """As `fp8_linear`, for 1 <= M <= MAX_ROWS and a weight that kernels.triton.linear supports; one row as it is "
-    "there."""
+    """Return the same as `fp8_linear`, for 1 <= M <= MAX_ROWS and a weight that kernels.triton.linear supports. One row
+    is computed by that module."""
     if len(x) == 1:
         return linear_kernels.linear(x, weight, bias, scale, pdl=pdl)
     return scaled_matmul(*quantize_rows(x, pdl=pdl), weight, bias, scale, x.dtype, pdl=pdl)
 
 
 def gated_fp8_linear(x: Tensor, weight: Tensor, activation: str, scale: Tensor, *, pdl: bool = False) -> Tensor:
-    """x [M, K], weight [2 I, K] (the gate's rows, then up's) -> act(gate) * up [M, I]; else as "
-    "`fp8_linear_few_rows`."""
+    """Return act(gate) * up [M, I] for x [M, K], weight [2 I, K] (the gate's rows, then up's); else as
+    `fp8_linear_few_rows`."""
     if len(x) == 1:
         return linear_kernels.gated_linear(x, weight, activation, scale, pdl=pdl)
     return scaled_matmul(*quantize_rows(x, pdl=pdl), weight, None, scale, x.dtype, activation, pdl=pdl)
@@ -61,13 +62,13 @@ def scaled_matmul(
     x: Tensor, by: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, dtype: torch.dtype,
     activation: str | None = None, *, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Rows in e4m3 x [M, K] and their scales `by` [M], weight, bias and scale as above -> [M, N], or with an activation
-    [M, N / 2], in `dtype`, rounded once. 1 <= M <= MAX_ROWS.
+    """Return the product [M, N] in `dtype`, rounded once, of rows x [M, K] in e4m3 with scales `by` [M], and weight,
+    bias and scale as above; with an activation [M, N / 2]. 1 <= M <= MAX_ROWS.
 
-    Tensor cores add the products of a group of numbers, or of a whole row, in less than fp32, as the library has them.
+    Tensor cores add the products of a group of numbers, or of a whole row, with less precision than fp32, as in cuBLAS.
     """
     (rows, depth), (size, _) = x.shape, weight.shape
-    assert 1 <= rows <= MAX_ROWS, f"{rows} rows are not few"
+    assert 1 <= rows <= MAX_ROWS, f"{rows} rows are not 1 to {MAX_ROWS}"
     assert depth % 16 == 0, f"{depth} is not a multiple of 16"
     assert x.dtype == weight.dtype == E4M3, "both in FP8"
     assert x.is_contiguous(), "rows must be dense"
@@ -90,7 +91,7 @@ def scaled_matmul(
 
 @triton.jit
 def _add(acc, w, v, scale, start, size, GROUP: tl.constexpr, KIND: tl.constexpr, NARROW: tl.constexpr):
-    """acc + w [N, K] v^T, v [M, K], of the numbers from `start` on: [N, M], or NARROW: [M, N]."""
+    """Return acc + w [N, K] v^T, v [M, K], for the numbers from `start` on: [N, M], or if NARROW [M, N]."""
     if GROUP > 0:
         by = tl.load(_scales(scale, start, size, GROUP, KIND))
         if NARROW:
@@ -113,8 +114,8 @@ def _rounded(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr,
     GROUP: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_few` of kernels.triton.linear. A group of warps multiplies by 64 lines of one side: the weight's, or, where
-    a program has fewer of these, x's, most of which aren't there."""
+    """Compute as `_few` of kernels.triton.linear. A warp group multiplies 64 lines of one side: the weight's, or, if a
+    program has fewer of these, x's, most of which are padding."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     NARROW: tl.constexpr = BLOCK_N < 64
@@ -157,8 +158,9 @@ def _rounded(
 
 
 def quantize_rows(x: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """x [M, K] -> numbers [M, K] in e4m3 and scales [M]: a row is nearly number * scale, its largest value exactly 448
-    times its scale. The scale of a row with a value that isn't finite is NaN, and its neighbours' aren't."""
+    """Round x [M, K] to (numbers [M, K] in e4m3, scales [M]), such that a row is approximately number * scale, and its
+    largest value 448 times its scale. The scale of a row with a value that is not finite is NaN; other rows are not
+    affected."""
     rows, depth = x.shape
     assert x.stride(1) == 1, "rows must be dense"
     numbers = torch.empty(rows, depth, dtype=E4M3, device=x.device)
@@ -172,7 +174,7 @@ def quantize_rows(x: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _update_max(v, largest, wrong):
-    """The largest of those before and of these, and how many weren't finite."""
+    """Return (largest magnitudes so far, number of values that are not finite), with `v` included."""
     v = tl.abs(v.to(tl.float32))
     return tl.maximum(largest, v), wrong + tl.where(v < float("inf"), 0, 1)
 
@@ -186,7 +188,7 @@ def _store_scaled(v, by, numbers, mask):
 @fast_launch
 @triton.jit
 def _rows_in_fp8(x, numbers, scales, depth, x_stride, BLOCK: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr):
-    """A row a program: BLOCK holds all of it, or it is read twice, the second time from near."""
+    """Round one row a program. If it does not fit in BLOCK it is read twice, the second time from a cache."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     x += row * x_stride + k

@@ -1,14 +1,12 @@
-"""A mixture of experts: the choice of a token's experts, and their products, all experts' in one launch.
+"""Mixture of experts: the choice of a token's experts, and the products of all experts in one launch.
 
-A program takes some pairs of token and expert, of one expert, and some rows of its weight, `W x^T` as the few-row
-kernel of `linear` has it. It finds its pairs by itself; where they are many, they are sorted by expert before. There
-are programs for as many tiles as there may be, however the pairs fall to experts: those without pairs end at once, so
-that a graph serves any choice. Nothing is added to from two sides: a result is the same every time.
+A program computes some (token, expert) pairs of one expert by some rows of the expert's weight, `W x^T` as in the
+few-row kernel of `linear`. It finds its pairs itself; many pairs are sorted by expert before. The grid has a program
+for every tile that any choice of experts could need, and programs without pairs end at once, so that a graph serves any
+choice. No two programs add to the same number, so results are reproducible. A single token has its own kernel
+(`_one_token`).
 
-One token's experts have kernels of their own (`experts_one`).
-
-Weights may be in FP8 (e4m3), as those of `linear`: converted in registers, whatever the number of pairs, and sums
-multiplied by scales.
+Weights may be in FP8 (e4m3), as in `linear`: they are converted in registers, and sums are multiplied by scales.
 """
 
 from __future__ import annotations
@@ -27,88 +25,8 @@ from quire.kernels.triton.linear import E4M3, _weight_rows
 from quire.kernels.triton.linear_tiles import SCALE_GROUP, few_rows_tile, grouped_tile
 
 
-@triton.jit
-def _sums(
-    x, tiles, scale, lines, depth,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """The products of x and BLOCK_N lines, whose first numbers and scales are at `tiles` and `scale`."""
-    k, sums = tl.arange(0, BLOCK_K), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for start in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-        inside = start + k < depth
-        w = tl.load(tiles + start) if EVEN else tl.load(tiles + start, mask=inside[None, :], other=0.0)
-        v = tl.load(x + start + k) if EVEN else tl.load(x + start + k, mask=inside, other=0.0)
-        part = w.to(tl.float32) * v.to(tl.float32)[None, :]
-        if GROUP > 0:
-            part *= tl.load(scale + start // GROUP * lines)[:, None]
-        sums += part
-    acc = tl.sum(sums, axis=1)
-    if GROUP == 0:
-        acc *= tl.load(scale)
-    return acc
-
-
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["chosen"])
-def _one_token(
-    x, weight, scale, shares, out, chosen, size, depth,
-    EXPERTS: tl.constexpr, TOP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """With a KIND: act(gate) * up of some lines of one of the token's experts, out [TOP, size]. Without: some lines'
-    products, of all its experts, each with the expert's row of x [TOP, depth], times their shares, added in order."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    index, k = tl.program_id(0), tl.arange(0, BLOCK_K)
-    if KIND is not None:
-        across = tl.cdiv(size, BLOCK_N // 2)
-        pair, index = index // across, index % across
-        lines = tl.load(chosen + pair) * (2 * size) + _weight_rows(index, size, BLOCK_N, KIND)
-        tiles = weight + lines[:, None] * depth + k[None, :]
-        acc = _sums(x, tiles, scale + lines, EXPERTS * 2 * size, depth, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP)
-        gate, up = tl.split(tl.reshape(acc, (BLOCK_N // 2, 2)))
-        n = index * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        tl.store(out + pair * size + n, (activate(gate, KIND) * up).to(out.dtype.element_ty), mask=n < size)
-    else:
-        total, rows = tl.zeros((BLOCK_N,), tl.float32), _weight_rows(index, size, BLOCK_N, KIND)
-        for pair in tl.static_range(TOP):
-            lines = tl.load(chosen + pair) * size + rows
-            tiles = weight + lines[:, None] * depth + k[None, :]
-            acc = _sums(
-                x + pair * depth, tiles, scale + lines, EXPERTS * size, depth, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP
-            )
-            total += acc * tl.load(shares + pair)
-        n = index * BLOCK_N + tl.arange(0, BLOCK_N)
-        tl.store(out + n, total.to(out.dtype.element_ty), mask=n < size)
-
-
-def fused_moe_one_token(
-    x: Tensor, weights: Tensor, expert_ids: Tensor, gate_up: Tensor, down: Tensor, activation: str,
-    scales: tuple[Tensor | None, Tensor | None], groups: tuple[int, int], pdl: bool,
-) -> Tensor:  # fmt: skip
-    """`kernels.triton.experts.mixture` of a single token; `groups`: numbers of a row that have a scale in common."""
-    (experts, hidden, inner), top = down.shape, expert_ids.shape[1]
-    between, out = x.new_empty(top, inner), x.new_empty(1, hidden)
-    products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, out, None))
-    for (source, weight, target, kind), scale, group in zip(products, scales, groups):
-        size, depth = target.shape[1], weight.shape[2]
-        of_all = size if kind is None else top * 2 * size
-        tile = few_rows_tile(1, of_all, depth, fp8=scale is not None)
-        if group > 0:
-            tile = grouped_tile(tile, depth)
-        options: dict[str, Any] = {"num_warps": tile.warps, **({"launch_pdl": True} if pdl else {})}
-        programs = cdiv(size, tile.columns) if kind is None else top * cdiv(size, tile.columns // 2)
-        _one_token[(programs,)](
-            source, weight, target if scale is None else scale, weights, target, expert_ids, size, depth,
-            EXPERTS=experts, TOP=top, BLOCK_N=tile.columns, BLOCK_K=tile.depth, EVEN=depth % tile.depth == 0,
-            STAGES=tile.stages, GROUP=group, KIND=kind, PDL=pdl, **options,
-        )  # fmt: skip
-    return out
-
-
 class ExpertTile(NamedTuple):
-    """What one program computes at a time, and how."""
+    """The tile of one program, and its launch options."""
 
     pairs: int
     columns: int  # of the result
@@ -123,9 +41,9 @@ SMALL_TILE, MEDIUM_TILE, LARGE_TILE = (
     ExpertTile(128, 64, 64, 4, 8),
 )
 MAX_UNSORTED_PAIRS = 256
-"""Pairs that each program looks through by itself, at most."""
+"""The most pairs that each program searches for its own; more are sorted first."""
 GROUP_TILES = 8
-"""Tiles of pairs that go through a weight side by side, so that it is read from memory once for all of them."""
+"""Tiles of pairs that are multiplied by a weight at the same time, so that it is read from memory once for them."""
 
 
 @fast_launch
@@ -134,8 +52,8 @@ def _route(
     logits, weights, chosen, stride,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, NORMALISED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token a program. Where a likelihood isn't a number no weight is one, and the first experts are chosen: what a
-    comparison makes of such depends on the device."""
+    """Choose the experts of one token a program. If a likelihood is NaN, all weights are NaN and the first experts are
+    chosen, because comparisons with NaN depend on the device."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -159,8 +77,8 @@ def _route(
 
 
 def topk_softmax(logits: Tensor, top_k: int, renormalize: bool, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """logits [T, experts] -> the softmax's `top_k` largest, fp32, divided by their sum if `renormalize`, and whose they
-    are, int64, the largest first: [T, top] each."""
+    """Return the `top_k` largest of the softmax of logits [T, experts], fp32, divided by their sum if `renormalize`,
+    and their experts, int64; [T, top_k] each, the largest first."""
     tokens, experts = logits.shape
     assert logits.stride(1) == 1, "rows are contiguous"
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
@@ -174,15 +92,12 @@ def topk_softmax(logits: Tensor, top_k: int, renormalize: bool, *, pdl: bool = F
     return weights, chosen
 
 
-def _pdl_options(pdl: bool) -> dict[str, Any]:
-    return {"launch_pdl": True} if pdl else {}
-
-
 @triton.jit
 def _find_pairs(chosen, bounds, pairs, tile, EXPERTS: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
            BLOCK_M: tl.constexpr):  # fmt: skip
-    """(expert, pairs, which of them are real) of a tile; EXPERTS or more where there is none. Sorted pairs (PAIRS 0)
-    are given as an order, `chosen`, with its `bounds`; others, at most PAIRS, as their experts."""
+    """Return (expert, pairs, which of these are valid) of a tile; the expert is EXPERTS or more if there is no such
+    tile. PAIRS 0: `chosen` is the order of pairs sorted by expert, with the experts' `bounds`. Else `chosen` holds the
+    expert of each pair, at most PAIRS."""
     experts = tl.arange(0, PADDED)
     if PAIRS:
         p = tl.arange(0, PAIRS)
@@ -210,7 +125,7 @@ def _find_pairs(chosen, bounds, pairs, tile, EXPERTS: tl.constexpr, PADDED: tl.c
 
 @triton.jit
 def _add(acc, rows, v, inside, scale, GROUP: tl.constexpr):
-    """acc [N, M] + w [N, K] v [K, M], with the scales of a group of numbers, where there are groups."""
+    """Return acc [N, M] + w [N, K] v [K, M], with the scales of a group of numbers if there are groups."""
     w = tl.load(rows, mask=inside[None, :], other=0.0).to(v.dtype)
     if GROUP > 0:
         part = tl.dot(w, v, input_precision="ieee")
@@ -228,11 +143,11 @@ def _experts(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SIDE: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of each pair: with a KIND, act(gate) * up of its token; without, its own row's product, times its share. GROUP
-    numbers of a row have a scale in common: 0 for all of a row, -1 where the weight isn't in FP8."""
+    """Compute for each pair: with a KIND, act(gate) * up of its token's x; without, the product of the pair's row of x,
+    times its share. GROUP numbers of a row share a scale: 0 for a whole row, -1 if the weight is not in FP8."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # the choice may be of the kernel before: which weights are read is not known yet
+        tl.extra.cuda.gdc_wait()  # the kernel before may choose the experts, so no weights can be loaded earlier
     across, index = tl.cdiv(size, BLOCK_N), tl.program_id(0)
     first = index // (SIDE * across) * SIDE
     beside = tl.minimum(tiles - first, SIDE)
@@ -273,7 +188,7 @@ def _experts(
 def _sum(
     parts, out, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """out[row] = the sum of the row's TOP parts, in their order."""
+    """Store to out[row] the sum of the row's TOP parts, in their order."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -284,45 +199,78 @@ def _sum(
     tl.store(out + row * SIZE + columns, total.to(out.dtype.element_ty), mask=columns < SIZE)
 
 
-def choose_tile(
-    pairs: int, experts: int, deterministic: bool, x: Tensor, *weights: Tensor, group: int = 0
-) -> ExpertTile:
-    """By the pairs that an expert has, if all have as many; `deterministic`: whatever their number. As many stages as
-    the device has room for, and no deeper than the `group` of numbers that have a scale in common, if there is one."""
-    few, many = pairs <= 16 * experts, pairs > 64 * experts
-    tile = MEDIUM_TILE if deterministic else SMALL_TILE if few else LARGE_TILE if many else MEDIUM_TILE
-    tile = tile._replace(depth=min(tile.depth, group or tile.depth))
-    widest = max(weight.element_size() for weight in weights)
-    stage = (2 * tile.columns * widest + tile.pairs * x.element_size()) * tile.depth
-    return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage)))
+@triton.jit
+def _sums(
+    x, tiles, scale, lines, depth,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Return the products of x and BLOCK_N weight rows, whose first numbers and scales are at `tiles` and `scale`."""
+    k, sums = tl.arange(0, BLOCK_K), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for start in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+        inside = start + k < depth
+        w = tl.load(tiles + start) if EVEN else tl.load(tiles + start, mask=inside[None, :], other=0.0)
+        v = tl.load(x + start + k) if EVEN else tl.load(x + start + k, mask=inside, other=0.0)
+        part = w.to(tl.float32) * v.to(tl.float32)[None, :]
+        if GROUP > 0:
+            part *= tl.load(scale + start // GROUP * lines)[:, None]
+        sums += part
+    acc = tl.sum(sums, axis=1)
+    if GROUP == 0:
+        acc *= tl.load(scale)
+    return acc
 
 
-def _scale_group(weight: Tensor, scale: Tensor | None) -> int:
-    """Numbers of a row that have a scale in common: -1 for a weight that isn't in FP8, 0 for all of a row."""
-    assert (weight.dtype == E4M3) == (scale is not None), f"a weight in {weight.dtype}, and its scale {scale}"
-    if scale is None:
-        return -1
-    experts, rows, depth = weight.shape
-    fits = len(scale) in (1, cdiv(depth, SCALE_GROUP)) and scale.shape[1] == experts * rows
-    assert fits, f"the scale {tuple(scale.shape)} does not fit the weight {tuple(weight.shape)}"
-    assert scale.is_contiguous(), "the scale must be dense"
-    return 0 if len(scale) == 1 else SCALE_GROUP
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["chosen"])
+def _one_token(
+    x, weight, scale, shares, out, chosen, size, depth,
+    EXPERTS: tl.constexpr, TOP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute one token's products. With a KIND: act(gate) * up for some weight rows of one of its experts, out [TOP,
+    size]. Without: the products of some weight rows of all its experts, each with the expert's row of x [TOP, depth],
+    times `shares`, added in order."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    index, k = tl.program_id(0), tl.arange(0, BLOCK_K)
+    if KIND is not None:
+        across = tl.cdiv(size, BLOCK_N // 2)
+        pair, index = index // across, index % across
+        lines = tl.load(chosen + pair) * (2 * size) + _weight_rows(index, size, BLOCK_N, KIND)
+        tiles = weight + lines[:, None] * depth + k[None, :]
+        acc = _sums(x, tiles, scale + lines, EXPERTS * 2 * size, depth, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP)
+        gate, up = tl.split(tl.reshape(acc, (BLOCK_N // 2, 2)))
+        n = index * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        tl.store(out + pair * size + n, (activate(gate, KIND) * up).to(out.dtype.element_ty), mask=n < size)
+    else:
+        total, rows = tl.zeros((BLOCK_N,), tl.float32), _weight_rows(index, size, BLOCK_N, KIND)
+        for pair in tl.static_range(TOP):
+            lines = tl.load(chosen + pair) * size + rows
+            tiles = weight + lines[:, None] * depth + k[None, :]
+            acc = _sums(
+                x + pair * depth, tiles, scale + lines, EXPERTS * size, depth, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP
+            )
+            total += acc * tl.load(shares + pair)
+        n = index * BLOCK_N + tl.arange(0, BLOCK_N)
+        tl.store(out + n, total.to(out.dtype.element_ty), mask=n < size)
 
 
 def fused_moe(
     x: Tensor, weights: Tensor, expert_ids: Tensor, gate_up: Tensor, down: Tensor, activation: str,
     scales: tuple[Tensor | None, Tensor | None] = (None, None), *, deterministic: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [T, hidden], weights and chosen [T, top] (fp32, int64), gate_up [experts, 2 * inner, hidden], down [experts,
-    hidden, inner] -> [T, hidden]: the sum of the chosen experts' outputs, times their weights, in fp32, rounded once.
+    """Return [T, hidden]: for each row of x [T, hidden] the sum of its experts' outputs times their weights, in fp32,
+    rounded once. weights and expert_ids [T, top] (fp32, int64), gate_up [experts, 2 * inner, hidden], down [experts,
+    hidden, inner].
 
-    `scales`: of `gate_up` and `down`, where they are in FP8: [G, experts * rows], as `linear` has them.
-    May be captured. `deterministic`: a row's bits don't depend on the number of rows. pdl: programmatic dependent
-    launch, on GPUs of capability 9 and more.
+    `scales`: of `gate_up` and `down` if they are in FP8, [G, experts * rows], as in `linear`. A graph may capture this.
+    `deterministic`: a row's bits do not depend on the number of rows. pdl: programmatic dependent launch, on GPUs of
+    capability 9 and more.
     """
     (tokens, hidden), top, (experts, inner) = x.shape, expert_ids.shape[1], (len(gate_up), down.shape[2])
-    assert gate_up.shape == (experts, 2 * inner, hidden), "gates and ups of one size"
-    assert down.shape == (experts, hidden, inner), "experts of one size"
+    assert gate_up.shape == (experts, 2 * inner, hidden), f"gate_up {tuple(gate_up.shape)} does not fit x and down"
+    assert down.shape == (experts, hidden, inner), f"down {tuple(down.shape)} does not fit x and gate_up"
     assert x.stride(1) == 1, "rows are contiguous"
     assert all(tensor.is_contiguous() for tensor in (gate_up, down, weights, expert_ids)), "weights are dense"
     pairs, out = tokens * top, torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
@@ -354,3 +302,56 @@ def fused_moe(
         parts, out, SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, PDL=pdl, num_warps=4, **_pdl_options(pdl)
     )
     return out
+
+
+def fused_moe_one_token(
+    x: Tensor, weights: Tensor, expert_ids: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+    scales: tuple[Tensor | None, Tensor | None], groups: tuple[int, int], pdl: bool,
+) -> Tensor:  # fmt: skip
+    """Return the same as `fused_moe` for a single token; `groups`: numbers of a row that share a scale."""
+    (experts, hidden, inner), top = down.shape, expert_ids.shape[1]
+    between, out = x.new_empty(top, inner), x.new_empty(1, hidden)
+    products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, out, None))
+    for (source, weight, target, kind), scale, group in zip(products, scales, groups):
+        size, depth = target.shape[1], weight.shape[2]
+        weight_rows = size if kind is None else top * 2 * size
+        tile = few_rows_tile(1, weight_rows, depth, fp8=scale is not None)
+        if group > 0:
+            tile = grouped_tile(tile, depth)
+        options = {"num_warps": tile.warps, **_pdl_options(pdl)}
+        programs = cdiv(size, tile.columns) if kind is None else top * cdiv(size, tile.columns // 2)
+        _one_token[(programs,)](
+            source, weight, target if scale is None else scale, weights, target, expert_ids, size, depth,
+            EXPERTS=experts, TOP=top, BLOCK_N=tile.columns, BLOCK_K=tile.depth, EVEN=depth % tile.depth == 0,
+            STAGES=tile.stages, GROUP=group, KIND=kind, PDL=pdl, **options,
+        )  # fmt: skip
+    return out
+
+
+def choose_tile(
+    pairs: int, experts: int, deterministic: bool, x: Tensor, *weights: Tensor, group: int = 0
+) -> ExpertTile:
+    """Return the tile for the mean number of pairs of an expert; `deterministic`: the same for any number. It has as
+    many stages as fit in shared memory, and is at most as deep as a `group` of numbers that share a scale, if any."""
+    few, many = pairs <= 16 * experts, pairs > 64 * experts
+    tile = MEDIUM_TILE if deterministic else SMALL_TILE if few else LARGE_TILE if many else MEDIUM_TILE
+    tile = tile._replace(depth=min(tile.depth, group or tile.depth))
+    widest = max(weight.element_size() for weight in weights)
+    stage = (2 * tile.columns * widest + tile.pairs * x.element_size()) * tile.depth
+    return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage)))
+
+
+def _scale_group(weight: Tensor, scale: Tensor | None) -> int:
+    """Return the numbers of a row that share a scale: -1 if the weight is not in FP8, 0 for a whole row."""
+    assert (weight.dtype == E4M3) == (scale is not None), f"a weight in {weight.dtype}, and its scale {scale}"
+    if scale is None:
+        return -1
+    experts, rows, depth = weight.shape
+    fits = len(scale) in (1, cdiv(depth, SCALE_GROUP)) and scale.shape[1] == experts * rows
+    assert fits, f"the scale {tuple(scale.shape)} does not fit the weight {tuple(weight.shape)}"
+    assert scale.is_contiguous(), "the scale must be dense"
+    return 0 if len(scale) == 1 else SCALE_GROUP
+
+
+def _pdl_options(pdl: bool) -> dict[str, Any]:
+    return {"launch_pdl": True} if pdl else {}

@@ -1,4 +1,4 @@
-"""How kernels are launched: what a device allows them, and the arithmetic of grids (Triton's own takes longer)."""
+"""Helpers for launches: the abilities of devices, and the arithmetic of grids (Triton's own takes longer)."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ import triton
 
 
 def cdiv(number: int, by: int) -> int:
-    """number / by, rounded up."""
+    """Return number / by, rounded up."""
     return -(-number // by)
 
 
 def power_of_2(number: int) -> int:
-    """The least power of two from `number`, 1 or more, on."""
+    """Return the least power of two that is at least `number` >= 1."""
     return 1 << (number - 1).bit_length()
 
 
 @lru_cache
 def supports_pdl(device: torch.device) -> bool:
-    """Kernels may be launched before their predecessors end (programmatic dependent launch, Hopper and later): they
-    start, fetch what no kernel of the step writes, and wait there."""
+    """Return True if kernels may be launched before their predecessors end (programmatic dependent launch, Hopper and
+    later): they start, load what no kernel of the step writes, and then wait."""
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 GLUON_VERSIONS = ("3.6", "3.7")
-"""Versions of Triton whose Gluon, marked experimental, compiles `prompt_hopper` as it was tested."""
+"""Versions of Triton with whose Gluon, which is experimental, `prefill_hopper` was tested."""
 
 
 @lru_cache
 def supports_hopper_kernel(device: torch.device) -> bool:
-    """Groups of warps can be given roles and multiply asynchronously, as `prompt_hopper` has them do: on NVIDIA's
-    Hopper alone, and by Gluon, which isn't interpreted. Where this is false that module may not even import."""
+    """Return True if `prefill_hopper` can run: it needs warp specialization and asynchronous products, which only
+    NVIDIA's Hopper has, and Gluon, which cannot be interpreted. Else importing that module may fail."""
     return _is_hopper(device) and _gluon_supported() and not triton.knobs.runtime.interpret
 
 
 def hopper_notice(device: torch.device) -> str | None:
-    """What to say at start where only the version of Triton keeps a Hopper GPU from its own kernel."""
+    """Return a startup message if only Triton's version prevents `prefill_hopper` on a Hopper GPU, or None."""
     if not _is_hopper(device) or _gluon_supported():
         return None
     known = ", ".join(GLUON_VERSIONS)
@@ -45,8 +45,8 @@ def hopper_notice(device: torch.device) -> str | None:
 
 
 def _is_hopper(device: torch.device) -> bool:
-    here = device.type == "cuda" and torch.version.hip is None
-    return here and torch.cuda.get_device_capability(device) == (9, 0)
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _gluon_supported() -> bool:
@@ -55,7 +55,8 @@ def _gluon_supported() -> bool:
 
 @lru_cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have; of a CPU, where kernels are interpreted, as many as an H200's."""
+    """Return the bytes of shared memory that a program may have; for a CPU, where kernels are interpreted, an
+    H200's."""
     if device.type != "cuda":
         return 232_448
     index = torch.cuda.current_device() if device.index is None else device.index

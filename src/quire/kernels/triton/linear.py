@@ -1,16 +1,17 @@
-"""Linear layers: for few rows, where reading the weight is all that counts, and one whose rows do not know the batch.
+"""Linear layers: for few rows, whose time is that of reading the weight, and a batch-invariant one for any rows.
 
-Few rows: a program owns some rows of the weight and streams them through shared memory, `W x^T` on the tensor cores
-with the rows of x as the narrow side. No program waits for another and none adds to another's result, so a result is
-the same every time, and a row's does not depend on the values of the rows beside it.
+Few rows: a program takes some rows of the weight and streams them through shared memory, `W x^T` on the tensor cores
+with the rows of x as the narrow side. No program waits for another or adds to another's result, so results are
+reproducible, and a row's result does not depend on the values of the rows beside it.
 
-A weight may be in FP8 (e4m3), converted in registers: exactly, so that what is rounded is the weight alone. Its `scale`
-[G, N] multiplies sums: those of a row n over all of K by scale[0, n], or over its g-th GROUP numbers by scale[g, n].
+A weight may be in FP8 (e4m3). It is converted in registers, exactly, so that only the weight is rounded. Its `scale`
+[G, N] multiplies sums: of row n over all of K by scale[0, n], or over its g-th SCALE_GROUP numbers by scale[g, n].
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -24,13 +25,13 @@ from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, shared_memory, supports_pdl
 from quire.kernels.triton.linear_tiles import SCALE_GROUP, LinearTile, any_rows_tile, few_rows_tile, grouped_tile
 
-MAX_ROWS = 32  # at 64 the library's products are faster on an H200, but for the head
-MIN_SHARED_MEMORY = 200_000  # bytes of shared memory that the largest tiles need
+MAX_ROWS = 32  # at 64 cuBLAS is faster on an H200, except for the head
+MIN_SHARED_MEMORY = 200_000  # bytes that the largest tiles need
 E4M3 = torch.float8_e4m3fn
 
 
 def supports(weight: Tensor, rows: int) -> bool:
-    """Whether `linear` and `gated_linear` take this weight, and `rows` rows are few enough for them to be worth it."""
+    """Return True if `linear` and `gated_linear` take this weight, and are the fastest for `rows` rows."""
     half = weight.dtype in (torch.bfloat16, torch.float16, E4M3)
     dense = weight.is_contiguous() and weight.shape[1] % 16 == 0
     return half and dense and rows <= MAX_ROWS and shared_memory(weight.device) >= MIN_SHARED_MEMORY
@@ -39,9 +40,9 @@ def supports(weight: Tensor, rows: int) -> bool:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, pdl: bool = False
 ) -> Tensor:
-    """x [M, K], weight [N, K], bias [N] -> x weight^T + bias [M, N], rounded once.
+    """Return x weight^T + bias [M, N] for x [M, K], weight [N, K], bias [N], rounded once.
 
-    1 <= M <= MAX_ROWS; K % 16 == 0; the last dimensions dense, the stride of x's rows free. `scale`: of an FP8 weight.
+    1 <= M <= MAX_ROWS; K % 16 == 0; the last dimensions contiguous, any stride of x's rows. `scale`: of an FP8 weight.
     """
     tile = few_rows_tile(len(x), *weight.shape, **_fp8_option(scale))
     return _launch(x, weight, bias, scale, tile, None, pdl)
@@ -50,10 +51,8 @@ def linear(
 def gated_linear(
     x: Tensor, weight: Tensor, activation: str, scale: Tensor | None = None, *, pdl: bool = False
 ) -> Tensor:
-    """x [M, K], weight [2 I, K] (the gate's rows, then up's) -> act(gate) * up [M, I], rounded once; else as `linear`.
-
-    `activation`: one of ACTIVATIONS.
-    """
+    """Return act(gate) * up [M, I] for x [M, K], weight [2 I, K] (the gate's rows, then up's), rounded once; else as
+    `linear`. `activation` is a key of ACTIVATIONS."""
     tile = few_rows_tile(len(x), *weight.shape, **_fp8_option(scale))
     return _launch(x, weight, None, scale, tile, ACTIVATIONS[activation], pdl)
 
@@ -71,10 +70,10 @@ def _launch(
     activation: str | None,
     pdl: bool,
 ) -> Tensor:
-    """A tile of no rows is for one row of x, without tensor cores."""
+    """Launch `_few`, or `_one` for a tile of 0 rows, which computes one row of x without tensor cores."""
     rows, depth = x.shape
     size = len(weight) if activation is None else len(weight) // 2
-    assert 1 <= rows <= max(tile.rows, 1), f"{rows} rows are not few"
+    assert 1 <= rows <= max(tile.rows, 1), f"{rows} rows do not fit a tile of {max(tile.rows, 1)}"
     assert depth % 16 == 0, f"{depth} is not a multiple of 16"
     group = _check_operands(x, weight, scale)
     if group > 0:
@@ -82,8 +81,8 @@ def _launch(
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     early = min(tile.prefetch, depth // tile.depth)
     even = (depth - early * tile.depth) % tile.depth == 0
-    options = {"BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "EARLY": early, "EVEN": even, "num_warps": tile.warps}
-    options |= {"GROUP": group, "BIAS": bias is not None, "KIND": activation, "PDL": pdl}
+    options: dict[str, Any] = {"BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "EARLY": early, "EVEN": even}
+    options |= {"num_warps": tile.warps, "GROUP": group, "BIAS": bias is not None, "KIND": activation, "PDL": pdl}
     options |= {"launch_pdl": True} if pdl else {}
     grid = (cdiv(size, tile.columns if activation is None else tile.columns // 2),)
     tensors = (x, weight, out if scale is None else scale, out if bias is None else bias, out)
@@ -95,7 +94,7 @@ def _launch(
 
 
 def _check_operands(x: Tensor, weight: Tensor, scale: Tensor | None) -> int:
-    """Numbers that have a scale in common: -1 for a weight that isn't in FP8, 0 for all of a row."""
+    """Check shapes and strides. Return the numbers that share a scale: -1 if the weight is not in FP8, 0 for a row."""
     assert weight.shape[1] == x.shape[1], f"x {tuple(x.shape)} does not fit the weight {tuple(weight.shape)}"
     assert weight.is_contiguous(), "the weight must be dense"
     assert x.stride(1) == 1, "rows must be dense"
@@ -110,22 +109,22 @@ def _check_operands(x: Tensor, weight: Tensor, scale: Tensor | None) -> int:
 
 @triton.jit
 def _weight_rows(index, size, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
-    """The rows of the weight of program `index`: BLOCK_N; with a KIND of activation gate's and up's take turns."""
+    """Return the BLOCK_N weight rows of program `index`; with an activation KIND gate's and up's rows alternate."""
     n = index * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND is None:
-        return tl.minimum(n, size - 1).to(tl.int64)  # rows past the end compute the last one again, and are not stored
+        return tl.minimum(n, size - 1).to(tl.int64)  # rows past the end repeat the last one, and are not stored
     return (tl.minimum(n // 2, size - 1) + n % 2 * size).to(tl.int64)
 
 
 @triton.jit
 def _scales(scale, start, size, GROUP: tl.constexpr, KIND: tl.constexpr):
-    """Where the scales of the numbers from `start` on are, from where those of the first ones are."""
+    """Return the address of the scales of the numbers from `start` on; `scale`: address of the first numbers' ones."""
     return scale + start // GROUP * (size if KIND is None else 2 * size)
 
 
 @triton.jit
 def _add(acc, w, v, scale, start, size, GROUP: tl.constexpr, KIND: tl.constexpr):
-    """acc [N, M] + w [N, K] v^T, v [M, K], of the numbers from `start` on."""
+    """Return acc [N, M] + w [N, K] v^T, v [M, K], for the numbers from `start` on."""
     if GROUP > 0:
         part = tl.dot(w.to(v.dtype), tl.trans(v), input_precision="ieee")
         by = tl.load(_scales(scale, start, size, GROUP, KIND))
@@ -142,7 +141,8 @@ def _few(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr,
     GROUP: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N rows of the weight a program, all of K in order; the last EARLY tiles are loaded before the wait."""
+    """Multiply BLOCK_N rows of the weight a program, all of K in order; the last EARLY tiles are loaded before the
+    wait."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     k = tl.arange(0, BLOCK_K)
@@ -187,7 +187,7 @@ def _one(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     GROUP: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_few` for one row: multiplied and added without the tensor cores, whose tiles would be nearly empty."""
+    """Compute the same for one row, without tensor cores, whose tiles would be nearly empty."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     k = tl.arange(0, BLOCK_K)
@@ -231,10 +231,10 @@ def _one(
 def batch_invariant_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, pdl: bool = False
 ) -> Tensor:
-    """x [M, K], weight [N, K], bias [N] -> x weight^T + bias [M, N]; a row's bits depend on nothing but that row.
+    """Return x weight^T + bias [M, N] for x [M, K], weight [N, K], bias [N]; a row's bits depend only on that row.
 
     Any M >= 1; layout as for `linear`. Every element is a sum over K in one order, whatever the tile: tensor cores give
-    the same bits in tiles of every size used here, and on either side of the product, which the tests compare.
+    the same bits in tiles of every size used here, and on either side of the product. Tests check this.
     """
     rows, depth = x.shape
     size, group = len(weight), _check_operands(x, weight, scale)
@@ -257,7 +257,7 @@ def batch_invariant_linear(
         tensors = (x, weight, out if scale is None else scale, added, out)
         _tile[(tiles,)](*tensors, rows, size, depth, x.stride(0), **options)
         return out
-    programs = _multiprocessors(x.device)  # whatever the rows: each number would be a kernel of its own
+    programs = _multiprocessors(x.device)  # for any rows, because each number of programs is compiled separately
     inputs = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
     weights = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth])
     results = TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // 2])
@@ -266,7 +266,7 @@ def batch_invariant_linear(
 
 
 def check_batch_invariant(weight: Tensor) -> None:
-    """StartupError where `batch_invariant_linear`'s tiles don't fit the GPU."""
+    """Raise StartupError if the tiles of `batch_invariant_linear` do not fit in the GPU's shared memory."""
     shared = shared_memory(weight.device)
     if weight.dtype != torch.float32 and shared < MIN_SHARED_MEMORY:
         raise StartupError(
@@ -277,7 +277,8 @@ def check_batch_invariant(weight: Tensor) -> None:
 
 
 def _bulk_copies(*tensors: Tensor) -> bool:
-    """Whether Hopper's tensor copies can move tiles of these: rows at multiples of 16 bytes."""
+    """Return True if Hopper's bulk tensor copies can move tiles of these tensors: 16-bit numbers, and rows at multiples
+    of 16 bytes."""
     aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in tensors)
     half = tensors[0].dtype in (torch.bfloat16, torch.float16)
     return aligned and (half and supports_pdl(tensors[0].device) if tensors[0].is_cuda else True)
@@ -290,7 +291,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def _tile_origin(index, rows, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tiles in groups of eight rows of tiles, so that tiles computed together share what they read."""
+    """Return the first row and column of tile `index`. Tiles are ordered in groups of eight rows of tiles, so that
+    tiles computed at the same time share their operands."""
     down = tl.cdiv(rows, BLOCK_M)
     group = 8 * tl.cdiv(size, BLOCK_N)
     first = index // group * 8
@@ -305,7 +307,7 @@ def _tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program."""
+    """Compute one tile a program."""
     top, left = _tile_origin(tl.program_id(0), rows, size, BLOCK_M, BLOCK_N)
     m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -337,7 +339,7 @@ def _tiles(
     inputs, weights, bias, results, rows, size, depth, PROGRAMS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Every PROGRAMS-th tile a program. Past their ends, descriptors read zeros and write nothing."""
+    """Compute every PROGRAMS-th tile a program. Past their ends, descriptors read zeros and write nothing."""
     count = tl.cdiv(rows, BLOCK_M) * tl.cdiv(size, BLOCK_N)
     for index in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
         top, left = _tile_origin(index, rows, size, BLOCK_M, BLOCK_N)
@@ -347,7 +349,7 @@ def _tiles(
         if BIAS:
             n = left + tl.arange(0, BLOCK_N)
             acc += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[None, :]
-        # Half a tile at a time: the whole would not fit beside the stages.
+        # Half a tile at a time: a whole one would not fit in shared memory beside the stages.
         low, high = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
         results.store([top, left], low.to(results.dtype))
         results.store([top, left + BLOCK_N // 2], high.to(results.dtype))

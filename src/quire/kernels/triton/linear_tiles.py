@@ -1,4 +1,4 @@
-"""What one program of a linear layer's kernels computes at a time, by the shape of the product. It launches nothing."""
+"""Tile sizes of a linear layer's kernels, by the shape of the product. Launches nothing."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from quire.kernels.triton.launch import power_of_2
 
 
 class LinearTile(NamedTuple):
-    """What one program computes at a time, and how."""
+    """The tile of one program, and its launch options."""
 
     rows: int  # of x
     columns: int  # of the result: rows of the weight
     depth: int  # of the dot products
     stages: int
     warps: int
-    prefetch: int = 0  # as many tiles of the weight are loaded before the wait for the kernels before
+    prefetch: int = 0  # tiles of the weight that are loaded before the wait for the preceding kernels
 
 
-# By the rows of x at most, and the weight's shape: measured on one H200 within a whole step of Llama-3-8B in bf16, with
-# small kernels between the products: down is "deep", o "square", qkv "middle", gate_up "tall", the head "vocabulary".
-# One row needs no tensor cores. Narrow tiles occupy every multiprocessor, wide ones read x less often.
+# By the most rows of x and the weight's shape. Measured on one H200 in a whole step of Llama-3-8B in bf16, with small
+# kernels between the products: down is "deep", o "square", qkv "middle", gate_up "tall", the head "vocabulary". One row
+# needs no tensor cores. Narrow tiles occupy every multiprocessor, wide ones read x less often.
 TILES = {
     1: {
         "deep": LinearTile(0, 8, 512, 3, 4, 3),
@@ -54,10 +54,10 @@ TILES = {
     },
 }
 
-# The same of FP8 weights, of which a tile is half as many bytes: of one row measured as above, of more, which only
-# `invariant` takes, derived. These are in tiles of one width for all numbers of rows: wide enough for a group of warps
-# to multiply together, which takes the numbers of 8 bits in the order that the tiles of many rows take them in. (A warp
-# by itself, as in narrow tiles, takes them in another, and a row would have other bits.)
+# The same for FP8 weights, whose tiles have half as many bytes. Those of one row are measured as above; those of more
+# rows, which only `batch_invariant_linear` uses, are derived, and have one width for all numbers of rows: wide enough
+# for a warp group to multiply together, which adds 8-bit numbers in the same order as the tiles of many rows. (A single
+# warp, as in narrow tiles, adds them in another order, and a row would have other bits.)
 TILES_FP8 = {
     1: {
         "deep": LinearTile(0, 8, 1024, 3, 4),
@@ -73,10 +73,10 @@ TILES_FP8 = {
     },
 }
 
-# Of FP8 weights and rows that are rounded to FP8 too; measured with the rounding, weights cold. A group of warps
-# multiplies 64 lines of one side by 16 or more of the other in FP8; a warp by itself, as smaller tiles have it, would
-# convert them first. In tiles of less than 64 columns, of which there are enough for every multiprocessor, the 64 are
-# rows of x: most of them aren't there.
+# For FP8 weights and rows that are rounded to FP8 too; measured with the rounding, weights not in the cache. A warp
+# group multiplies 64 lines of one side by 16 or more of the other in FP8; a single warp, as in smaller tiles, would
+# convert them first. In tiles of less than 64 columns, which are enough to occupy every multiprocessor, the 64 lines
+# are rows of x, most of them padding.
 TILES_ROUNDED = {
     16: {
         "deep": LinearTile(16, 64, 256, 6, 4, 1),
@@ -98,17 +98,17 @@ TILES_ROUNDED = {
     },
 }
 SCALE_GROUP = 128
-"""Numbers of a row of an FP8 weight that have a scale in common, where there are several."""
+"""Numbers of a row of an FP8 weight that share a scale, if the row has several."""
 
 
-# The largest numbers of rows, and the greatest depth, of weights that 8 rows' tiles were measured with. Of larger ones,
-# such as a rank's of Llama-3-70B, 16 rows take less time in theirs than 8 in these (by 5 to 30 %, "deep" ones and the
-# head aside: docs/measurements/h200_kernels_70b_tp2.json and tp4), as programs don't come out even.
+# The largest weights (rows, depth) for which the tiles of 8 rows were measured. For larger ones, such as a rank's of
+# Llama-3-70B, the tiles of 16 rows are faster, by 5 to 30 % ("deep" weights and the head aside:
+# docs/measurements/h200_kernels_70b_tp2.json and tp4), because programs do not fill their last wave.
 MEASURED_LIMITS = {"square": (4096, 8192), "middle": (6144, 8192), "tall": (65536, 4096)}
 
 
 def few_rows_tile(rows: int, size: int, depth: int, fp8: bool = False) -> LinearTile:
-    """The tile for a weight [size, depth]."""
+    """Return the tile for `rows` rows and a weight [size, depth]."""
     if not fp8 and 1 < rows <= 8:
         most, deepest = MEASURED_LIMITS.get(_shape_class(size, depth, TILES[8]), (size, depth))
         rows = 16 if size > most or depth > deepest else rows
@@ -117,8 +117,8 @@ def few_rows_tile(rows: int, size: int, depth: int, fp8: bool = False) -> Linear
 
 
 def fp8_rows_tile(rows: int, size: int, depth: int, groups: bool) -> LinearTile:
-    """The tile for a weight [size, depth] in FP8 and rows that are rounded; `groups`: with scales by GROUP numbers, of
-    which each step of the sum has one, so that there are more and smaller steps."""
+    """Return the tile for a weight [size, depth] in FP8 and rows rounded to FP8. `groups`: each SCALE_GROUP numbers
+    have a scale, and each step of the sum has one of these, so that there are more and smaller steps."""
     tile = _lookup(TILES_ROUNDED, rows, size, depth)
     if not groups:
         return tile._replace(depth=min(tile.depth, max(32, power_of_2(depth))))
@@ -140,7 +140,8 @@ def _shape_class(size: int, depth: int, named: dict[str, LinearTile]) -> str:
 
 
 def any_rows_tile(rows: int, size: int, dtype: torch.dtype, bulk: bool) -> LinearTile:
-    """The tile of `invariant`, with or without Hopper's bulk copies; measured as `few_rows_tile`."""
+    """Return the tile of `batch_invariant_linear`, with or without Hopper's bulk copies; measured as
+    `few_rows_tile`."""
     if dtype == torch.float32:
         return LinearTile(32, 32, 32, 2, 4)
     if bulk:
@@ -151,7 +152,7 @@ def any_rows_tile(rows: int, size: int, dtype: torch.dtype, bulk: bool) -> Linea
 
 
 def grouped_tile(tile: LinearTile, depth: int) -> LinearTile:
-    """The same for a weight with scales by GROUP numbers: each step of the sum has one of them, whatever the tile."""
-    more = 4 if tile.rows == 0 else 1  # one row's tiles would be too small
+    """Return the tile for a weight with a scale for each SCALE_GROUP numbers: each step of the sum has one of these."""
+    more = 4 if tile.rows == 0 else 1  # tiles of one row would be too small
     early = min(tile.prefetch, 1) if depth % SCALE_GROUP == 0 else 0
     return tile._replace(columns=tile.columns * more, depth=SCALE_GROUP, stages=tile.stages + 1, prefetch=early)

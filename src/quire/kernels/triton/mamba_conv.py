@@ -1,11 +1,13 @@
-"""The causal convolution of each channel (Mamba), over rows of a step from a state and to states: equal to
-`kernels.states.causal_conv`.
+"""Causal convolution of each channel (Mamba) over the rows of a step, from a state and to states: equal to
+`kernels.mamba_states.causal_conv`.
 
-Outputs are computed side by side, along time too. What a row's first tokens read of the state before it may lie where
-its own state is written, so the program that reads it also writes all states of the row, from the inputs.
+All outputs are computed in parallel, along time too. The state that a row's first tokens read may be in the page to
+which the row's new state is written, so the program that reads it also writes all states of the row, from the inputs.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -18,13 +20,13 @@ from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2
 
 SINGLE_BLOCK = 256
-"""Channels of a program that has one row's single token."""
+"""Channels of a program for a row of one token."""
 
 
 @triton.jit
 def _input(x, old, read, at, columns, mask, x_stride, BEHIND: tl.constexpr, FIRST: tl.constexpr):
-    """The inputs at these places of a row, fp32; with FIRST, below 0 the state's, and zero where there is none.
-    `x`: the row's first input; `old`: the state's."""
+    """Return the inputs at positions `at` of a row, fp32. With FIRST, positions below 0 are read from the state, or are
+    zero if there is none. `x`: address of the row's first input; `old`: of the state."""
     values = tl.load(x + at.to(tl.int64) * x_stride + columns, mask=mask & (at >= 0), other=0.0).to(tl.float32)
     if FIRST:
         behind = tl.load(old + columns * BEHIND + at + BEHIND, mask=mask & (at < 0) & (read >= 0), other=0.0)
@@ -40,7 +42,7 @@ def _conv(
     RUN: tl.constexpr, INNER: tl.constexpr, TAPS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """TILE tokens of a row by BLOCK channels a program."""
+    """Compute TILE tokens of a row by BLOCK channels a program."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -72,7 +74,7 @@ def _conv(
         start, before = tl.load(starts + row), ()
         for k in tl.static_range(TAPS - 1):
             before += (tl.load(old + columns * (TAPS - 1) + k, mask=inside & (read >= 0), other=0.0),)
-        tl.debug_barrier()  # what is written may be what another thread reads
+        tl.debug_barrier()  # the page that is written may be the one that other threads read
         for run in range(start // RUN, (start + length - 1) // RUN + 1):
             end = tl.minimum((run + 1) * RUN - start, length)
             page = tl.load(writes + row * width + run - start // RUN)
@@ -92,8 +94,8 @@ def _conv_single(
     INNER: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_conv`, for rows of one token: BLOCK channels, one a thread, since the few numbers of a channel in the states
-    lie side by side, and what a warp touches at once should too. They are written in the order in which they lie."""
+    """Compute the same for rows of one token: BLOCK channels, one a thread, so that a warp's accesses are adjacent, as
+    the few numbers of a channel in a state are. States are written in memory order."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     BEHIND: tl.constexpr = TAPS - 1
@@ -124,7 +126,7 @@ def _conv_single(
     if KIND is not None:
         acc = activate(acc, KIND)
     tl.store(out + row * out_stride + columns, acc.to(out.dtype.element_ty), mask=inside)
-    tl.debug_barrier()  # what is written may be what another thread reads
+    tl.debug_barrier()  # the page that is written may be the one that other threads read
     for k in tl.static_range(BEHIND):
         place = begin * BEHIND + k * BLOCK + tl.arange(0, BLOCK)
         tl.store(new + place, after[k], mask=place < INNER * BEHIND)
@@ -134,14 +136,15 @@ def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: StatePlan, activation: str | None = "silu",
     *, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """See quire.kernels.mamba_states. The stride of x's rows is free. A token's bits don't depend on the rows beside
-    it, nor on how its row is cut into steps. pdl: programmatic dependent launch, on GPUs of capability 9 and more."""
+    """Return the causal convolution of x, as quire.kernels.mamba_states.causal_conv. x's rows may have any stride. A
+    token's bits depend neither on other rows of the step, nor on how its row is cut into steps. pdl: programmatic
+    dependent launch, on GPUs of capability 9 and more."""
     (tokens, inner), taps, states = x.shape, weight.shape[1], cache.conv
     assert x.stride(1) == 1, "rows are contiguous"
     assert (weight.shape, weight.is_contiguous()) == ((inner, taps), True), "a weight for each tap of a channel"
-    assert states.shape[1:] == (inner, taps - 1), "the cache is another layer's"
+    assert states.shape[1:] == (inner, taps - 1), f"states of {tuple(states.shape[1:])} do not fit the weight"
     out = torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
-    kind, options = None if activation is None else ACTIVATIONS[activation], {"launch_pdl": True} if pdl else {}
+    kind, options = None if activation is None else ACTIVATIONS[activation], _pdl_options(pdl)
     if plan.tiles is None:
         block, programs = min(max(power_of_2(inner), 32), SINGLE_BLOCK), len(plan.offsets)
     else:
@@ -153,22 +156,16 @@ def causal_conv(
     strides = x.stride(0), out.stride(0), states.stride(0), plan.write_pages.stride(0)
     if plan.tiles is None:
         _conv_single[(programs * blocks,)](
-            x,
-            weight,
-            bias,
-            out,
-            states,
-            plan.read_pages,
-            plan.write_pages,
-            *strides,
-            PDL=pdl,
-            num_warps=block // 32,
+            x, weight, bias, out, states, plan.read_pages, plan.write_pages, *strides, PDL=pdl, num_warps=block // 32,
             **options,
-        )
+        )  # fmt: skip
         return out
     _conv[(programs * blocks,)](
         x, weight, bias, out, states, plan.offsets, plan.lengths, plan.starts, plan.read_pages, plan.write_pages,
-        plan.tiles,
-        *strides, RUN=plan.page_tokens, TILE=CONV_TILE, PDL=pdl, num_warps=8, **options,
+        plan.tiles, *strides, RUN=plan.page_tokens, TILE=CONV_TILE, PDL=pdl, num_warps=8, **options,
     )  # fmt: skip
     return out
+
+
+def _pdl_options(pdl: bool) -> dict[str, Any]:
+    return {"launch_pdl": True} if pdl else {}

@@ -1,8 +1,10 @@
-"""The selective scan (Mamba, arXiv:2312.00752), over rows of a step from a state and to states: equal to
-`kernels.states.selective_scan`.
+"""Selective scan (Mamba, arXiv:2312.00752) over the rows of a step, from a state and to states: equal to
+`kernels.mamba_states.selective_scan`.
 
-Time goes on within a program, channels and rows lie side by side. A channel's states after a token have the same bits
-in both kernels here; the sums over them are taken in another order, which may change an output's last bit in fp32.
+A program computes the tokens of a row in order; channels and rows are parallel. There are two kernels: `_scan`, whose
+threads share a channel's states, and `_unrolled`, in which a thread holds all of them. Both compute the same bits for a
+channel's states after a token; the sums over states are taken in another order, which may change an output's last bit
+in fp32.
 """
 
 from __future__ import annotations
@@ -18,15 +20,24 @@ from quire.kernels.mamba_states import CONV_TILE, StateCache, StatePlan
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2
 
-MAX_UNROLLED_STATES = 32
-"""States of a channel, at most, that a thread holds all of."""
 LOG2E = tl.constexpr(1.4426950408889634)
+MAX_UNROLLED_STATES = 32
+"""The most states of a channel for `_unrolled`."""
+TILE = 4
+"""Tokens that `_unrolled` computes while it loads as many."""
+GROUPS, WARPS, REGISTERS = 2, 1, 255
+"""Channels of a thread, warps of a program, and the most registers of a thread of `_unrolled`."""
+BUSY_WARPS = 2048
+"""Warps with as many registers that an H200 runs at once, 16 to a multiprocessor."""
+SINGLE_STATES, SINGLE_WARPS = 1024, 2
+"""States of a program of `_scan`, and its warps."""
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)), fp32, within 3e-7 of itself, also where it is small: the steps of slow channels are. By a
-    polynomial in exp(-|x|), so that of the few special functions that a GPU has a second one is left to the states."""
+    """Return log(1 + exp(x)), fp32, with a relative error below 3e-7, also for small results: those of slow channels
+    are. By a polynomial in exp(-|x|), to use one special function instead of two: a GPU computes few at a time, and the
+    states need one too."""
     e = tl.exp2(-tl.abs(x) * LOG2E)
     part = tl.fma(e, 0.00510582561, -0.0289919563)
     part = tl.fma(e, tl.fma(e, tl.fma(e, part, 0.0773807392), -0.135905996), 0.190713093)
@@ -41,18 +52,87 @@ def silu_gate(y, z):
 
 @triton.jit
 def advance_state(h, decay, delta, moved, b):
-    """A state after the next token. What is fused with what is said, so that its bits are the same everywhere."""
+    """Return a state after the next token. The fused operation is explicit, so that both kernels have the same bits."""
     return tl.fma(tl.exp2(delta * decay), h, moved * b)
 
 
 @triton.jit
+def _load_token(x, dt, B, C, z, t, channel, n, inside, real, x_stride, dt_stride, b_stride, c_stride, z_stride):
+    """Return a token's (x, dt, z, B, C), in their dtypes."""
+    v = tl.load(x + t * x_stride + channel, mask=inside, other=0.0)
+    d = tl.load(dt + t * dt_stride + channel, mask=inside, other=0.0)
+    gate = tl.load(z + t * z_stride + channel, mask=inside, other=0.0)
+    b = tl.load(B + t * b_stride + n, mask=real, other=0.0)
+    c = tl.load(C + t * c_stride + n, mask=real, other=0.0)
+    return v, d, gate, b, c
+
+
+@triton.jit
+def _scan_step(h, decay, numbers, skip, shift):
+    """Return (states [BLOCK, SIZE] after a token, its output)."""
+    v, d, gate, b, c = numbers
+    v, delta = v.to(tl.float32), softplus(d.to(tl.float32) + shift)
+    h = advance_state(h, decay, delta[:, None], (delta * v)[:, None], b.to(tl.float32)[None, :])
+    y = tl.fma(skip, v, tl.sum(h * c.to(tl.float32)[None, :], axis=1))
+    return h, silu_gate(y, gate.to(tl.float32))
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["offsets", "lengths", "starts", "reads", "writes"])
+def _scan(
+    x, dt, A, B, C, D, z, bias, out, states, offsets, lengths, starts, reads, writes,
+    x_stride, dt_stride, b_stride, c_stride, z_stride, page_stride, width,
+    RUN: tl.constexpr, INNER: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, BIAS: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Scan all tokens of a row by BLOCK channels a program; several threads share the states [BLOCK, SIZE]."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    channel = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    n = tl.arange(0, PADDED)
+    inside, real = channel < INNER, n < SIZE
+    cells, mask = channel[:, None] * SIZE + n[None, :], inside[:, None] & real[None, :]
+    decay = tl.load(A + cells, mask=mask, other=0.0) * LOG2E
+    skip = tl.load(D + channel, mask=inside, other=0.0)
+    shift = tl.load(bias + channel, mask=inside, other=0.0) if BIAS else 0.0
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    start, read = tl.load(starts + row), tl.load(reads + row)
+    old = tl.load(states + read * page_stride + cells, mask=mask & (read >= 0), other=0.0)
+    if SINGLE:  # issue all loads at once
+        numbers = _load_token(
+            x, dt, B, C, z, row, channel, n, inside, real, x_stride, dt_stride, b_stride, c_stride, z_stride
+        )
+        page = tl.load(writes + row * width)
+        h, y = _scan_step(old.to(tl.float32), decay, numbers, skip, shift)
+        tl.store(out + row * INNER + channel, y.to(out.dtype.element_ty), mask=inside)
+        tl.debug_barrier()  # the page that is written may be the one that other threads read
+        tl.store(states + page * page_stride + cells, h.to(states.dtype.element_ty), mask=mask)
+        return
+    offset, length, h = tl.load(offsets + row), tl.load(lengths + row), old.to(tl.float32)
+    tl.debug_barrier()  # as above
+    for i in range(length):
+        t = offset + i
+        numbers = _load_token(
+            x, dt, B, C, z, t, channel, n, inside, real, x_stride, dt_stride, b_stride, c_stride, z_stride
+        )
+        h, y = _scan_step(h, decay, numbers, skip, shift)
+        tl.store(out + t * INNER + channel, y.to(out.dtype.element_ty), mask=inside)
+        after = start + i + 1
+        if (after % RUN == 0) | (i + 1 == length):
+            page = tl.load(writes + row * width + (after - 1) // RUN - start // RUN)
+            tl.store(states + page * page_stride + cells, h.to(states.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _split_columns(numbers, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """The columns of [BLOCK, WIDE], of which a thread holds whole rows: nothing moves."""
+    """Return the columns of `numbers` [BLOCK, WIDE]. A thread holds whole rows, so no data moves between threads."""
     if WIDE == 1:
         return (tl.reshape(numbers, (BLOCK,)),)
     elif WIDE == 2:
         return tl.split(numbers)
-    else:  # the compiler checks what follows a return, also where it is never reached
+    else:  # an else, because the compiler also checks unreachable code after a return
         even, odd = tl.split(tl.reshape(numbers, (BLOCK, 2, 2)))
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
@@ -61,7 +141,7 @@ def _split_columns(numbers, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _join_columns(columns, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """[BLOCK, WIDE] of these columns."""
+    """Return the columns joined to [BLOCK, WIDE]."""
     if WIDE == 1:
         return tl.reshape(columns[0], (BLOCK, 1))
     elif WIDE == 2:
@@ -72,7 +152,7 @@ def _join_columns(columns, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _load_channels(place, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """SIZE numbers of each channel from `place` [BLOCK] on, fp32, WIDE in a load."""
+    """Return SIZE numbers of each channel from addresses `place` [BLOCK] on, fp32, WIDE in a load."""
     numbers = ()
     for n in tl.static_range(0, SIZE, WIDE):
         wide = tl.load(place[:, None] + n + tl.arange(0, WIDE)[None, :], mask=mask[:, None], other=0.0)
@@ -84,7 +164,7 @@ def _load_channels(place, mask, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDE: t
 def _store_states(
     place, channel, inside, h, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """All channels' states are, from `place` on."""
+    """Store all channels' states from `place` on."""
     for k in tl.static_range(GROUPS):
         for n in tl.static_range(0, SIZE, WIDE):
             some = ()
@@ -96,7 +176,7 @@ def _store_states(
 
 @triton.jit
 def _load_tokens(base, stride, channel, inside, TILE: tl.constexpr, GROUPS: tl.constexpr):
-    """The channels' numbers of TILE tokens from `base` on."""
+    """Return the channels' numbers of TILE tokens from `base` on."""
     numbers = ()
     for i in tl.static_range(TILE):
         for k in tl.static_range(GROUPS):
@@ -109,7 +189,7 @@ def _step_states(
     h, decays, v, delta, skip, both,
     FIRST: tl.constexpr, SIZE: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """(A channel's states after a token, h from FIRST on before it; its output before the gate)."""
+    """Return (a channel's states after a token, its output before the gate). Its states before are h from FIRST on."""
     moved, y, states = delta * v, skip * v, ()
     for n in tl.static_range(SIZE):
         state = advance_state(h[FIRST + n], decays[FIRST + n], delta, moved, both[n])
@@ -124,9 +204,9 @@ def _scan_tile(
     h, totals, tokens, bc, out, channel, inside, decays, skips, shifts, INNER: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """(States after TILE tokens, sums of steps with theirs). Their outputs are written, unless ENDS, after the last
-    token, since the compiler moves no load in front of a store: B and C may be loaded before their turn then, if there
-    are registers."""
+    """Return (states after TILE tokens, sums of the steps delta including theirs). Unless ENDS their outputs are
+    stored, all after the last token: the compiler moves no load before a store, and so it can load B and C early if
+    there are registers."""
     vs, ds, gs = tokens
     ys = ()
     everywhere = tl.full((BLOCK,), True, tl.int1)
@@ -160,12 +240,12 @@ def _unrolled(
     BIAS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, PART: tl.constexpr,
     ENDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_scan`, and each thread holds all SIZE states of its GROUPS channels: no sum crosses threads. TILE tokens are
-    computed while the next ones are loaded. `bc`: B and C side by side, fp32.
+    """Do the same as `_scan`, with all SIZE states of GROUPS channels in each thread: no sum crosses threads. TILE
+    tokens are computed while the next ones are loaded. `bc`: B and C side by side, fp32.
 
-    PART: tokens of a part of a row, which has a program of its own; 0: rows are whole. A part starts from what those
-    before it leave, which another launch, with ENDS, has found and written: their last states when they start from
-    none (the first one: from the row's), and the sums of their steps."""
+    PART: tokens of a part of a row, which has its own program; 0: rows are not split. A part's first state is computed
+    from the parts before it. An earlier launch, with ENDS, has stored for each part its last states, starting from
+    zero (the first part: from the row's state), and the sums of its steps delta."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -210,7 +290,7 @@ def _unrolled(
                 for n in tl.static_range(SIZE):
                     left += (tl.fma(tl.exp2(delta * decays[k * SIZE + n]), h[k * SIZE + n], found[n]),)
             h = left
-    tl.debug_barrier()  # what is written may be what another thread reads
+    tl.debug_barrier()  # the page that is written may be the one that other threads read
     x, dt, z, bc = x + offset * x_stride, dt + offset * dt_stride, z + offset * z_stride, bc + offset * (2 * SIZE)
     out += offset * INNER
     final = tl.where(stop > begin, (start + stop - 1) // RUN + 1, (start + begin) // RUN)
@@ -225,7 +305,7 @@ def _unrolled(
             if not ENDS:
                 gs = _load_tokens(z + first * z_stride, z_stride, channel, inside, TILE, GROUPS)
             for t in range(first, whole, TILE):
-                then = tl.minimum(t + TILE, whole - TILE)  # behind the last tile that one again
+                then = tl.minimum(t + TILE, whole - TILE)  # after the last tile, load it again
                 later_vs = _load_tokens(x + then * x_stride, x_stride, channel, inside, TILE, GROUPS)
                 later_ds = _load_tokens(dt + then * dt_stride, dt_stride, channel, inside, TILE, GROUPS)
                 later_gs = later_vs
@@ -254,135 +334,18 @@ def _unrolled(
         _store_states(ends + place * SIZE, channel, inside, h, SIZE, BLOCK, GROUPS, WIDE)
 
 
-TILE = 4
-"""Tokens of a prompt that are computed while as many are loaded."""
-GROUPS, WARPS, REGISTERS = 2, 1, 255
-"""Channels of a thread, warps of a program, and registers that a thread may have."""
-BUSY_WARPS = 2048
-"""Warps that an H200 computes at once, of these registers, 16 to a multiprocessor."""
-
-
-def scan_part_tokens(plan: StatePlan, tokens: int, inner: int) -> int:
-    """Tokens of the parts that rows are cut into, such that a long row keeps the GPU busy, where that is at least twice
-    as quick for all that parts but the last are computed twice; 0 where it isn't. No less than a run: a row's page that
-    is read and written is in its first part then."""
-    if plan.tiles is None or plan.write_pages.shape[1] < 4:
-        return 0
-    fair = tokens * cdiv(inner, 32) // BUSY_WARPS  # tokens of a warp if all were as busy
-    part = power_of_2(max(CONV_TILE, plan.page_tokens, fair))
-    return part if plan.write_pages.shape[1] * plan.page_tokens >= 4 * part else 0
-
-
-def scan_prefill(
-    x: Tensor, dt: Tensor, A: Tensor, bc: Tensor, D: Tensor, z: Tensor, bias: Tensor | None, out: Tensor,
-    states: Tensor, plan: StatePlan, part: int, options: dict[str, Any],
-) -> None:  # fmt: skip
-    """Rows whole, or in parts: their ends first."""
-    (tokens, inner), size, ends, totals = x.shape, A.shape[1], None, None
-    block = 32 * WARPS
-    blocks, wide = cdiv(inner, block * GROUPS), min(4, size & -size)
-    programs = len(plan.offsets)
-    if part:
-        assert plan.tiles is not None, "rows of one token each are whole"
-        assert part % CONV_TILE == 0, "a part starts where a tile does"
-        assert part >= plan.page_tokens, "a row's page that is read and written is in its first part"
-        programs = len(plan.tiles)
-        ends = torch.empty((tokens // part + 1, inner, size), dtype=torch.float32, device=x.device)
-        totals = torch.empty((tokens // part + 1, inner), dtype=torch.float32, device=x.device)
-    for only_ends in (True, False) if part else (False,):
-        _unrolled[(programs * blocks,)](
-            x, dt, A, bc, D, z, bias, out, states, ends, totals,
-            plan.offsets, plan.lengths, plan.starts, plan.read_pages, plan.write_pages, plan.tiles,
-            x.stride(0), dt.stride(0), z.stride(0), states.stride(0), plan.write_pages.stride(0),
-            BLOCK=block, BLOCKS=blocks, TILE=TILE, GROUPS=GROUPS, WIDE=wide, PART=part,
-            ENDS=only_ends, **options, num_warps=WARPS, maxnreg=REGISTERS,
-        )  # fmt: skip
-
-
-SINGLE_STATES, SINGLE_WARPS = 1024, 2
-"""States of a program that has one row's single token, and its warps."""
-
-
-@triton.jit
-def _load_token(x, dt, B, C, z, t, channel, n, inside, real, x_stride, dt_stride, b_stride, c_stride, z_stride):
-    """A token's, as they are."""
-    v = tl.load(x + t * x_stride + channel, mask=inside, other=0.0)
-    d = tl.load(dt + t * dt_stride + channel, mask=inside, other=0.0)
-    gate = tl.load(z + t * z_stride + channel, mask=inside, other=0.0)
-    b = tl.load(B + t * b_stride + n, mask=real, other=0.0)
-    c = tl.load(C + t * c_stride + n, mask=real, other=0.0)
-    return v, d, gate, b, c
-
-
-@triton.jit
-def _scan_step(h, decay, numbers, skip, shift):
-    """(States [BLOCK, SIZE] after a token, its output)."""
-    v, d, gate, b, c = numbers
-    v, delta = v.to(tl.float32), softplus(d.to(tl.float32) + shift)
-    h = advance_state(h, decay, delta[:, None], (delta * v)[:, None], b.to(tl.float32)[None, :])
-    y = tl.fma(skip, v, tl.sum(h * c.to(tl.float32)[None, :], axis=1))
-    return h, silu_gate(y, gate.to(tl.float32))
-
-
-@fast_launch
-@triton.jit(do_not_specialize_on_alignment=["offsets", "lengths", "starts", "reads", "writes"])
-def _scan(
-    x, dt, A, B, C, D, z, bias, out, states, offsets, lengths, starts, reads, writes,
-    x_stride, dt_stride, b_stride, c_stride, z_stride, page_stride, width,
-    RUN: tl.constexpr, INNER: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, BIAS: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """All of a row's tokens by BLOCK channels a program, whose states [BLOCK, SIZE] several threads share."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    channel = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    n = tl.arange(0, PADDED)
-    inside, real = channel < INNER, n < SIZE
-    cells, mask = channel[:, None] * SIZE + n[None, :], inside[:, None] & real[None, :]
-    decay = tl.load(A + cells, mask=mask, other=0.0) * LOG2E
-    skip = tl.load(D + channel, mask=inside, other=0.0)
-    shift = tl.load(bias + channel, mask=inside, other=0.0) if BIAS else 0.0
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    start, read = tl.load(starts + row), tl.load(reads + row)
-    old = tl.load(states + read * page_stride + cells, mask=mask & (read >= 0), other=0.0)
-    if SINGLE:  # all that there is to load is on its way at once
-        numbers = _load_token(
-            x, dt, B, C, z, row, channel, n, inside, real, x_stride, dt_stride, b_stride, c_stride, z_stride
-        )
-        page = tl.load(writes + row * width)
-        h, y = _scan_step(old.to(tl.float32), decay, numbers, skip, shift)
-        tl.store(out + row * INNER + channel, y.to(out.dtype.element_ty), mask=inside)
-        tl.debug_barrier()  # what is written may be what another thread reads
-        tl.store(states + page * page_stride + cells, h.to(states.dtype.element_ty), mask=mask)
-        return
-    offset, length, h = tl.load(offsets + row), tl.load(lengths + row), old.to(tl.float32)
-    tl.debug_barrier()  # as above
-    for i in range(length):
-        t = offset + i
-        numbers = _load_token(
-            x, dt, B, C, z, t, channel, n, inside, real, x_stride, dt_stride, b_stride, c_stride, z_stride
-        )
-        h, y = _scan_step(h, decay, numbers, skip, shift)
-        tl.store(out + t * INNER + channel, y.to(out.dtype.element_ty), mask=inside)
-        after = start + i + 1
-        if (after % RUN == 0) | (i + 1 == length):
-            page = tl.load(writes + row * width + (after - 1) // RUN - start // RUN)
-            tl.store(states + page * page_stride + cells, h.to(states.dtype.element_ty), mask=mask)
-
-
 def selective_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, bias: Tensor | None,
     cache: StateCache, plan: StatePlan, *, deterministic: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """See quire.kernels.mamba_states. The strides of rows of x, dt, B, C and z are free. `deterministic`: a token's
-    bits don't depend on the rows beside it, nor, with states in fp32, on how its row is cut into steps; then d_state
-    may be `MOST_UNROLLED` at most. Else neither do they, but for rows that are computed in parts (`part_tokens`). pdl:
-    programmatic dependent launch, on GPUs of capability 9 and more."""
+    """Return the selective scan of x, as quire.kernels.mamba_states.selective_scan. Rows of x, dt, B, C and z may have
+    any strides. `deterministic`: a token's bits depend neither on other rows of the step nor, with states in fp32, on
+    how its row is cut into steps; d_state may be at most MAX_UNROLLED_STATES then. Else only rows computed in parts
+    (`scan_part_tokens`), and an output's last bit in fp32, may depend on these. pdl: programmatic dependent launch, on
+    GPUs of capability 9 and more."""
     (tokens, inner), size = x.shape, A.shape[1]
     _check(x, dt, A, B, C, D, z, bias, cache)
-    assert not deterministic or size <= MAX_UNROLLED_STATES, f"{size} states of a channel are more than a thread holds"
+    assert not deterministic or size <= MAX_UNROLLED_STATES, f"{size} states of a channel exceed {MAX_UNROLLED_STATES}"
     out, rows = torch.empty((tokens, inner), dtype=x.dtype, device=x.device), len(plan.offsets)
     if not rows:
         return out
@@ -407,8 +370,45 @@ def selective_scan(
     return out
 
 
+def scan_part_tokens(plan: StatePlan, tokens: int, inner: int) -> int:
+    """Return the tokens of a part, if splitting rows into parts is at least twice as fast, else 0. Parts occupy the GPU
+    where a row is long, but all except the last are computed twice. A part is at least a run, so that a page that is
+    both read and written belongs to the row's first part."""
+    if plan.tiles is None or plan.write_pages.shape[1] < 4:
+        return 0
+    fair = tokens * cdiv(inner, 32) // BUSY_WARPS  # tokens of a warp if all have equal work
+    part = power_of_2(max(CONV_TILE, plan.page_tokens, fair))
+    return part if plan.write_pages.shape[1] * plan.page_tokens >= 4 * part else 0
+
+
+def scan_prefill(
+    x: Tensor, dt: Tensor, A: Tensor, bc: Tensor, D: Tensor, z: Tensor, bias: Tensor | None, out: Tensor,
+    states: Tensor, plan: StatePlan, part: int, options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Launch `_unrolled` for whole rows, or with `part` tokens a part, after a launch for the parts' last states."""
+    (tokens, inner), size, ends, totals = x.shape, A.shape[1], None, None
+    block = 32 * WARPS
+    blocks, wide = cdiv(inner, block * GROUPS), min(4, size & -size)
+    programs = len(plan.offsets)
+    if part:
+        assert plan.tiles is not None, "rows of one token are not split"
+        assert part % CONV_TILE == 0, f"a part of {part} tokens is no multiple of tiles of {CONV_TILE}"
+        assert part >= plan.page_tokens, f"a part of {part} tokens is shorter than a run of {plan.page_tokens}"
+        programs = len(plan.tiles)
+        ends = torch.empty((tokens // part + 1, inner, size), dtype=torch.float32, device=x.device)
+        totals = torch.empty((tokens // part + 1, inner), dtype=torch.float32, device=x.device)
+    for only_ends in (True, False) if part else (False,):
+        _unrolled[(programs * blocks,)](
+            x, dt, A, bc, D, z, bias, out, states, ends, totals,
+            plan.offsets, plan.lengths, plan.starts, plan.read_pages, plan.write_pages, plan.tiles,
+            x.stride(0), dt.stride(0), z.stride(0), states.stride(0), plan.write_pages.stride(0),
+            BLOCK=block, BLOCKS=blocks, TILE=TILE, GROUPS=GROUPS, WIDE=wide, PART=part,
+            ENDS=only_ends, **options, num_warps=WARPS, maxnreg=REGISTERS,
+        )  # fmt: skip
+
+
 def _interleave_bc(B: Tensor, C: Tensor) -> Tensor:
-    """B and C [T, d_state] side by side in fp32: as they are, if they lie so in memory."""
+    """Return B and C [T, d_state] side by side in fp32; without a copy if they are so in memory."""
     (tokens, size), wide = B.shape, (B.dtype, C.dtype) == (torch.float32, torch.float32)
     if wide and B.stride() == C.stride() == (2 * size, 1) and C.data_ptr() == B.data_ptr() + 4 * size:
         return B.as_strided((tokens, 2 * size), (2 * size, 1))
@@ -422,7 +422,7 @@ def _check(
     assert x.shape == dt.shape == z.shape, "x, dt and z of each channel"
     assert B.shape == C.shape == (tokens, size), "B and C of each state"
     assert all(tensor.stride(1) == 1 for tensor in (x, dt, B, C, z)), "rows are contiguous"
-    assert cache.ssm.shape[1:] == A.shape == (inner, size), "the cache is another layer's"
+    assert cache.ssm.shape[1:] == A.shape == (inner, size), f"states of {tuple(cache.ssm.shape[1:])} do not fit A"
     for vector in (A, D, bias):
         assert vector is None or (vector.dtype, vector.is_contiguous()) == (torch.float32, True), "A, D, bias in fp32"
-        assert vector is None or len(vector) == inner, "one of a channel"
+        assert vector is None or len(vector) == inner, "A, D and bias have a row for each channel"

@@ -1,4 +1,4 @@
-"""Masks over logits: bits that say which tokens a grammar allows, applied to all rows of a step in one launch."""
+"""Masks over logits: bits of the tokens that a grammar allows, applied to all rows of a step in one launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 4096  # tokens of a program
 
 @fast_launch
 @triton.jit
-def _mask(logits, places, bits, vocab, row_stride, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mask(logits, places, bits, vocab, row_stride, words, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(places + row)
     if place >= 0:
@@ -21,13 +21,13 @@ def _mask(logits, places, bits, vocab, row_stride, words, BLOCK: tl.constexpr): 
         there = token < vocab
         word = tl.load(bits + place * words + (token >> 5), mask=there, other=0)
         barred = ((word >> (token & 31)) & 1) == 0
-        least = tl.full((BLOCK,), float("-inf"), tl.float32)  # a store makes it the logits' own
+        least = tl.full((BLOCK,), float("-inf"), tl.float32)  # the store converts it to the logits' dtype
         tl.store(logits + row * row_stride + token, least, mask=there & barred)
 
 
 def mask_logits(logits: Tensor, mask_rows: Tensor, bits: Tensor) -> None:
-    """Put -inf in logits [R, V], whose rows are contiguous, where the row's mask has no bit: the mask of row r is
-    bits[places[r]], int32 [M, ceil(V / 32)], the lowest bit of a word first. places [R] int64; rows of -1 stay."""
+    """Set logits [R, V], whose rows are contiguous, to -inf where the row's mask has no bit. The mask of row r is
+    bits[mask_rows[r]], int32 [M, ceil(V / 32)], the lowest bit of a word first. mask_rows [R] int64; -1: no mask."""
     rows, vocab = logits.shape
     if rows:
         grid = (rows, -(-vocab // BLOCK))

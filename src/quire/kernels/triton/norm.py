@@ -1,5 +1,5 @@
-"""RMS norm and layer norm of rows, with the residual addition before them (x += delta) in the same pass, and with the
-norm that delta may go through before that (Gemma's norms behind attention and MLP).
+"""RMS norm and layer norm of rows, with the residual addition before them (x += delta) and an optional norm of delta
+(Gemma's norms after attention and MLP) in the same pass.
 
 Computed in fp32 and rounded once, as torch's fused norms are; the norm of delta and the sum with it are each rounded to
 x's dtype first, as `x.add_(delta)` rounds it, so that the residual stream is the same as unfused.
@@ -18,7 +18,7 @@ from quire.kernels.triton.launch import power_of_2
 
 @triton.jit
 def add_residual(place, added, added_scale, eps, inside, SIZE: tl.constexpr, POST_NORM: tl.constexpr):
-    """x[place] += added, in place; BEHIND: it is normalised before."""
+    """Compute x[place] += added in place and return the sum. POST_NORM: `added` is normalised first."""
     values = tl.load(place, mask=inside, other=0.0)
     if POST_NORM:
         wide = added.to(tl.float32)
@@ -31,7 +31,7 @@ def add_residual(place, added, added_scale, eps, inside, SIZE: tl.constexpr, POS
 
 @triton.jit
 def normalize(values, scale, shift, eps, inside, SIZE: tl.constexpr, LAYER: tl.constexpr):
-    """A row's norm, in fp32. LAYER: subtract the mean and add the bias."""
+    """Return a row's norm in fp32. LAYER: subtract the mean and add the bias."""
     values = values.to(tl.float32)
     if LAYER:
         mean = tl.sum(values, axis=0) / SIZE
@@ -50,13 +50,13 @@ def _norm(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr, POST_NORM: tl.constexpr, LAYER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row a program. BEHIND: delta is normalised before it is added. LAYER: subtract the mean and add the bias."""
+    """One row a program. POST_NORM: delta is normalised before it is added. LAYER: subtract the mean, add the bias."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    shift, added_scale = scale, scale  # unless there are others
+    shift, added_scale = scale, scale  # placeholders, replaced below if used
     if LAYER:
         shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     if POST_NORM:
@@ -75,10 +75,11 @@ def _norm(
 
 
 def num_warps_for(block: int) -> int:
-    """Warps for a row padded to `block` numbers: 32 numbers a thread. Of 2 to 32 warps, 4 were the fastest on an H200
-    for one row of 4096 (bf16, 1.4 us) and within 1 % of it for 8192 rows, where several rows a program gained nothing.
-    The number of rows has no say: a row's sum is to be the same in every batch. Never more warps than the numbers fill:
-    in another warp, a thread that held a copy could read x after it was changed in place.
+    """Return the warps for a row padded to `block` numbers: 32 numbers a thread. Of 2 to 32 warps, 4 were the fastest
+    on an H200 for one row of 4096 (bf16, 1.4 us) and within 1 % of it for 8192 rows, where several rows a program
+    gained nothing. The number of rows does not matter, so that a row's sum is the same in every batch. Warps are at
+    most as many as the numbers fill: threads of further warps would hold copies, and could read x after it was changed
+    in place.
     """
     return min(max(block // 1024, 1), 16)
 
@@ -87,11 +88,11 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None = None, post_norm_weight: Tensor | None = None,
     out: Tensor | None = None, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [T, size] -> x / sqrt(mean(x^2) + eps) * weight in `out`, a fresh tensor if None. Weights of any dtype.
+    """Return x / sqrt(mean(x^2) + eps) * weight for x [T, size], in `out` (None: a new tensor). Weights of any dtype.
 
-    With `delta` [T, size], x += delta in place first; with `post_norm_weight`, a weight, delta's own norm is added in
-    its place. Row strides are free. Without delta and out, x may be [..., size]. pdl: programmatic dependent launch, on
-    GPUs of capability 9 and more; weights are read before the kernel waits for its predecessor.
+    With `delta` [T, size], x += delta in place first; with `post_norm_weight`, x += rms_norm(delta, post_norm_weight).
+    Any row strides. Without delta and out, x may be [..., size]. pdl: programmatic dependent launch, on GPUs of
+    capability 9 and more; weights are read before the kernel waits for its predecessor.
     """
     return _launch(x, weight, None, eps, delta, post_norm_weight, out, pdl)
 
@@ -100,7 +101,7 @@ def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, *,
     delta: Tensor | None = None, out: Tensor | None = None, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """x [T, size] -> (x - mean) / sqrt(variance + eps) * weight + bias; the rest as `rms_norm`."""
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias for x [T, size]; else as `rms_norm`."""
     return _launch(x, weight, bias, eps, delta, None, out, pdl)
 
 
@@ -114,7 +115,7 @@ def _launch(
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device) if out is None else out
     for tensor in (x, out) if delta is None else (x, out, delta):
         assert (tensor.shape, tensor.stride(1)) == (x.shape, 1), "rows of one shape, each contiguous"
-    assert delta is not None or post_norm_weight is None, "no norm without what it is of"
+    assert delta is not None or post_norm_weight is None, "post_norm_weight needs delta"
     for vector in (weight, bias, post_norm_weight):
         assert vector is None or (vector.shape, vector.stride()) == ((size,), (1,)), "one weight and one bias a column"
     block = power_of_2(size)
@@ -129,7 +130,7 @@ def _launch(
 
 @triton.jit
 def _normalize_part(place, scale, eps, inside, SIZE: tl.constexpr):
-    """As `_norm` has it, of a row's numbers from `place` on."""
+    """Return the RMS norm, as in `_norm`, of a row's SIZE numbers from `place` on."""
     values = tl.load(place, mask=inside, other=0.0)
     wide = values.to(tl.float32)
     variance = tl.sum(wide * wide, axis=0) / SIZE
@@ -142,7 +143,7 @@ def _parts(
     x, first, second, third, out, pair, x_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PAIR: tl.constexpr, PAIR_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row a program: SIZE numbers, and twice PAIR."""
+    """One row a program: a part of SIZE numbers, and two parts of PAIR."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     columns, few = tl.arange(0, BLOCK), tl.arange(0, PAIR_BLOCK)
@@ -165,8 +166,8 @@ def _parts(
 def rms_norm_parts(
     x: Tensor, weights: tuple[Tensor, Tensor, Tensor], eps: float, *, pdl: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The norms of the three parts of rows x [T, size + 2 pair], of weights [size], [pair], [pair], in one launch: each
-    as `rms_norm` has it, in x's dtype; the latter two, so rounded, in fp32 and side by side in memory."""
+    """Return the RMS norms of the three parts of rows x [T, size + 2 pair], with weights [size], [pair], [pair], in one
+    launch. Each is rounded to x's dtype, as by `rms_norm`; the latter two are returned in fp32, adjacent in memory."""
     (rows, width), (size, pair, other) = x.shape, map(len, weights)
     assert (width, pair) == (size + pair + other, other), "a weight a column, and two parts of one size"
     assert x.stride(1) == 1, "rows are contiguous"

@@ -1,8 +1,9 @@
-"""Attention of prompts and of their chunks, all lengths in one launch (PagedAttention §4.3; FlashAttention-2's loop).
+"""Attention of prompts and their chunks, all lengths in one launch (PagedAttention §4.3; FlashAttention-2's loop).
 
 A tile is a run of queries of one sequence; the query heads that share a key/value head are folded into the tile's rows,
-so every key read serves them all. Tiles are made on the host, the longest contexts first. A first chunk's keys and
-values are read from its pages too: the step's own, at strides of their own, took more registers and up to 13 % longer.
+so that each key is read once for all of them. Tiles are made on the host, the longest contexts first. Keys and values
+of a first chunk are read from its pages too: reading the step's own tensors, with other strides, took more registers
+and up to 13 % longer.
 """
 
 from __future__ import annotations
@@ -20,16 +21,15 @@ from quire.kernels.triton.launch import power_of_2
 
 
 def tile_queries(heads: int, kv_heads: int, head_dim: int, itemsize: int, small: bool = False) -> int:
-    """Queries a tile: what `prefill` expects of `make_prefill_tiles` for these shapes."""
+    """Return the queries of a tile of `prefill` for these shapes: the argument for `make_prefill_tiles`."""
     return max(1, _tile_config(head_dim, itemsize, small)[0] // (heads // kv_heads))
 
 
 def make_prefill_tiles(
     slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, offsets: np.ndarray, queries: int
 ) -> np.ndarray:
-    """Tiles of R rows, int32 [n, 4]: slot, first token of the step, queries, position of the first; longest first.
-
-    All arguments are int64 [R] as in Batch: tokens before, tokens now, and where in the step these begin.
+    """Return the tiles of R rows, int32 [n, 4]: slot, first token of the step, queries, position of the first; longest
+    context first. The arrays are int64 [R], as in ForwardBatch; `queries`: the most queries of a tile.
     """
     counts = -(-lengths // queries)
     row = np.repeat(np.arange(len(counts)), counts)
@@ -46,13 +46,13 @@ def _sweep(
     VALUES_AFTER: tl.constexpr, CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take in the keys and values at positions begin .. end; not MASKED: every query sees all of them. Before `oldest`
-    no query sees anything, and pages may be another sequence's by now."""
+    """Attend to the keys and values at positions begin .. end; if not MASKED every query sees all of them. No query
+    sees positions before `oldest`, whose pages may belong to another sequence now."""
     d = tl.arange(0, DIM_PAD)
     following = token_offsets(table, base, begin, end, stride, PAGE, UNIT, TOKEN_STRIDE, BLOCK_N, CONTIGUOUS)
     for start in range(begin, end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
-        offsets = following  # page ids are read a turn ahead, see decode
+        offsets = following  # page ids are read one iteration ahead, see decode
         following = token_offsets(
             table, base, start + BLOCK_N, end, stride, PAGE, UNIT, TOKEN_STRIDE, BLOCK_N, CONTIGUOUS
         )  # fmt: skip
@@ -100,7 +100,8 @@ def _prompt(
     CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
-    """See _decode for the layout's constants. Not FOLLOW: all queries of a tile are at the position of its first."""
+    """Compute one tile and key head a program. See _decode for the constants of the layout. Not FOLLOW: all queries of
+    a tile have the position of its first."""
     tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     slot = tl.load(tiles + tile * 4)
     token = tl.load(tiles + tile * 4 + 1)
@@ -125,7 +126,7 @@ def _prompt(
     best = tl.full([BLOCK_M], MIN_SCORE, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
-    whole_end = (earliest + 1) // BLOCK_N * BLOCK_N  # every query sees all tiles before it, but for the window's edge
+    whole_end = (earliest + 1) // BLOCK_N * BLOCK_N  # all queries see all tiles before it, except at the window's edge
     whole, oldest = 0, 0
     if WINDOW is not None or CHUNK is not None:
         if WINDOW is not None:
@@ -159,15 +160,14 @@ def prefill(
     q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None, *, small: bool = False,
     bidirectional: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Causal attention of the queries in `tiles` (see make_tiles, on the device): q [T, heads, dim] -> out [T, heads,
-    dim]; rows of out that no tile names stay as they are. A tile of slot 0 is padding: it sees nothing, and zeros come
-    out, of none if it has no queries.
+    """Return the causal attention of the queries in `tiles` (of make_prefill_tiles, on the device): q [T, heads, dim]
+    -> out [T, heads, dim]. Rows of `out` in no tile are not written. A tile of slot 0 is padding, which sees nothing;
+    zeros are written for its queries, if it has any.
 
-    With `bidirectional` the position of a tile is that of the last key, which all of its queries see, and all before
-    it.
+    With `bidirectional` the position of a tile is that of the last key that its queries see; they see all up to it.
 
-    The keys and values of all queries are in their pages already. `small` tiles waste less on rows of one token. The
-    bits of a query's result depend on the size of tiles, and on nothing else of the step.
+    The keys and values of all queries must be in their pages. `small` tiles waste less on rows of one token. The bits
+    of a query's result depend on the size of tiles, and on nothing else of the step.
     """
     heads, dim = q.shape[1:]
     group = heads // cache.kv_heads
@@ -188,8 +188,8 @@ def prefill(
 
 
 def _tile_config(head_dim: int, itemsize: int, small: bool) -> tuple[int, int, int, int, int | None]:
-    """Rows and keys a tile, warps, stages of the pipeline, registers a thread (None: as many as the compiler likes)."""
-    if itemsize == 4:  # 16 keys where more would need more shared memory than small GPUs have
+    """Return (rows of a tile, keys at a time, warps, stages of the pipeline, registers a thread; None: no limit)."""
+    if itemsize == 4:  # for large heads 16 keys, because more would exceed the shared memory of small GPUs
         return 64, 32 if head_dim <= 128 else 16, 4, 1, None
     if head_dim > 128:
         return 64, 32, 4, 2, None

@@ -1,14 +1,13 @@
-"""Attention of long prompts on Hopper GPUs (FlashAttention-3's division of work, over pages): what `prefill` computes,
-to the bit where keys and values are finite.
+"""Attention of long prompts on Hopper GPUs (FlashAttention-3's warp specialization, over pages). Results equal those of
+`prefill` bit for bit if keys and values are finite.
 
-Each group of four warps has one role. The last fetches blocks of keys and values from their pages into a ring in shared
-memory; the others hold 64 rows of the tile each, and take one block after another from there. A group has the next
-block's scores and the last block's values multiplied while it computes its softmax, and while one group waits for a
-product the others can go on. A block read serves 192 rows, where `prefill` has 128.
+Each group of four warps has one role. The last loads blocks of keys and values from their pages into a ring in shared
+memory; the others hold 64 rows of the tile each, and process one block after another from there. A group's products for
+the next block's scores and the last block's values run while it computes its softmax, and while one group waits for a
+product the others continue. A loaded block serves 192 rows; in `prefill` 128.
 
-Gluon is the part of Triton in which a kernel gives roles to warps. It is marked experimental: `launch.GLUON` has the
-versions that this was tested with, and tests/kernels/test_compiles.py looks for the barriers that these put before
-a group's arrivals.
+Gluon is the part of Triton with warp specialization. It is experimental: `launch.GLUON_VERSIONS` are the versions with
+which this was tested, and tests/kernels/test_compiles.py checks the barriers that these put before a group's arrivals.
 """
 
 from __future__ import annotations
@@ -29,30 +28,30 @@ from quire.kernels.forward_batch import LayerCache
 from quire.kernels.triton.decode import MIN_SCORE, layout_constants, softmax_factors
 from quire.kernels.triton.fast_launch import fast_launch
 
-ROW_GROUPS = gl.constexpr(3)  # groups of warps that hold rows
-GROUP_ROWS = gl.constexpr(64)  # rows of each
-BLOCK = gl.constexpr(64)  # keys at a time: as many as `prompt` takes, or the bits would differ
-STAGES = gl.constexpr(4)  # blocks in the ring: one is multiplied, one before it too, one announced, one on its way
-COMPUTE_REGISTERS, FETCH_REGISTERS = gl.constexpr(152), gl.constexpr(56)  # registers a thread, by the role
+ROW_GROUPS = gl.constexpr(3)  # warp groups that hold rows
+GROUP_ROWS = gl.constexpr(64)  # rows of a warp group
+BLOCK = gl.constexpr(64)  # keys at a time: as many as in `prefill`, so that the bits are equal
+STAGES = gl.constexpr(4)  # blocks in the ring: two are multiplied (scores, values), one is loaded, one is loading
+COMPUTE_REGISTERS, FETCH_REGISTERS = gl.constexpr(152), gl.constexpr(56)  # registers a thread
 
 MIN_CONTEXT = 4096
-"""Tokens of a context from which on this kernel is the faster one, on an H200 by a tenth for a whole prompt, and more
-for a chunk. Up to 2,048 it is slower: a program has a multiprocessor to itself, which idles while it starts."""
+"""The context in tokens from which on this kernel is faster: on an H200 by a tenth for a whole prompt, by more for a
+chunk. Up to 2,048 it is slower: a program occupies a whole multiprocessor, which is idle while the program starts."""
 
 
 def supports(cache: LayerCache) -> bool:
-    """Whether `prefill` is for this cache: heads of 128 in 16 bits, without chunks."""
+    """Return True if `prefill` supports this cache: heads of 128 numbers in 16 bits, without chunks."""
     return cache.head_dim == 128 and cache.dtype.itemsize == 2 and cache.chunk is None
 
 
 def tile_queries(group: int) -> int:
-    """Queries a tile, whose key heads serve `group` query heads each: what `prefill` expects of `make_tiles`."""
-    return ROW_GROUPS.value * GROUP_ROWS.value // group
+    """Return the queries of a tile, if `group` query heads share a key head: the argument for `make_prefill_tiles`."""
+    return int(ROW_GROUPS.value * GROUP_ROWS.value) // group
 
 
 @gluon.jit
 def _oldest(earliest, WINDOW: gl.constexpr):
-    """The first position that a tile sees."""
+    """Return the first position that a tile sees."""
     oldest = earliest * 0
     if WINDOW is not None:
         oldest = gl.maximum(earliest - WINDOW + 1, 0)
@@ -61,7 +60,7 @@ def _oldest(earliest, WINDOW: gl.constexpr):
 
 @gluon.jit
 def _page(table, at, end, CONTIGUOUS: gl.constexpr, PAGE: gl.constexpr):
-    """The pages of these tokens; of contiguous ones all are in the first."""
+    """Return the pages of these tokens; if CONTIGUOUS all are in the first."""
     if CONTIGUOUS:
         pages = gl.load(table + at * 0, mask=at < end, other=0)
     else:
@@ -74,8 +73,8 @@ def _fetch(
     keys, values, table, earliest, end, stride, ring, DIM: gl.constexpr, PAGE: gl.constexpr, UNIT: gl.constexpr,
     TOKEN_STRIDE: gl.constexpr, VALUES_AFTER: gl.constexpr, CONTIGUOUS: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """Every block in turn, once the ring has room for it; a block is announced when the next one is on its way. What no
-    row sees isn't read: pages before a window may be another sequence's by now."""
+    """Load every block in turn, once the ring has a free stage; a block is signalled ready after the load of the next
+    one has begun. Positions that no row sees are not read: pages before a window may belong to another sequence now."""
     k_blocks, v_blocks, ready, free = ring
     oldest = _oldest(earliest, WINDOW)
     first = oldest // BLOCK * BLOCK
@@ -95,7 +94,7 @@ def _fetch(
         real = real[:, None]
         places = keys + offsets
         at += BLOCK
-        pages = _page(table, at, end, CONTIGUOUS, PAGE)  # a turn ahead
+        pages = _page(table, at, end, CONTIGUOUS, PAGE)  # one iteration ahead, to hide the latency
         mbarrier.wait(free.index(turn % STAGES), (turn // STAGES & 1) ^ 1)
         async_copy.async_copy_global_to_shared(k_blocks.index(turn % STAGES), places, mask=real)
         if VALUES_AFTER is not None:
@@ -105,7 +104,7 @@ def _fetch(
         async_copy.async_copy_global_to_shared(v_blocks.index(turn % STAGES), places, mask=real)
         async_copy.commit_group()
         async_copy.wait_group(1)
-        fence_async_shared()  # here, once, rather than by all who read
+        fence_async_shared()  # once here instead of in each reading group
         mbarrier.arrive(ready.index((turn + STAGES - 1) % STAGES), pred=turn > 0)
         turn += 1
     async_copy.wait_group(0)
@@ -115,7 +114,7 @@ def _fetch(
 
 @gluon.jit
 def _mask_scores(scores, at, position, WINDOW: gl.constexpr):
-    """Scores of the keys that a row sees; the others' are -inf."""
+    """Return the scores, -inf for keys that a row does not see."""
     seen = at[None, :] <= position[:, None]
     if WINDOW is not None:
         seen &= at[None, :] > position[:, None] - WINDOW
@@ -142,8 +141,8 @@ def _sweep(
     query, shares, best, weight, total, position, ring, first, begin, end, blocks, inner, outer,
     WINDOW: gl.constexpr, CAPPED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Take in the keys of the blocks begin .. end, counted from position `first` on, and the values of the block before
-    each, weighted by `shares`; not MASKED: every row sees all of these keys. Block `begin` is there already."""
+    """Attend to the keys of blocks begin .. end, counted from position `first` on, and add the values of the block
+    before each, weighted by `shares`. Not MASKED: every row sees all of these keys. Block `begin` must be loaded."""
     k_blocks, v_blocks, ready, free = ring
     layout: gl.constexpr = best.type.layout.parent
     for turn in range(begin, end):
@@ -158,7 +157,7 @@ def _sweep(
             scores = _mask_scores(scores, at, position, WINDOW)
         weights, best, shrink, weight = _softmax_step(scores, best, weight, outer)
         following = gl.convert_layout(weights.to(shares.dtype), shares.type.layout)
-        # This wait, a branch, keeps the compiler from moving the softmax behind the next one, where nothing overlaps.
+        # This wait is a branch: it keeps the compiler from moving the softmax after the next wait, without overlap.
         mbarrier.wait(ready.index((turn + 1) % STAGES), (turn + 1) // STAGES & 1, pred=turn + 1 < blocks)
         total, _, shares = warpgroup_mma_wait(0, deps=[adding, shares, following])
         mbarrier.arrive(free.index(before))
@@ -171,7 +170,7 @@ def _attend(
     q, out, tile, q_parts, ring, inner, outer, NUMBER: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
     WINDOW: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
-    """The rows of one part of the tile."""
+    """Compute the rows of one warp group of the tile."""
     k_blocks, v_blocks, ready, _ = ring
     token, many, earliest, head, q_row, q_head, out_row = tile
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
@@ -189,7 +188,7 @@ def _attend(
     first = _oldest(earliest, WINDOW) // BLOCK * BLOCK
     blocks = gl.cdiv(earliest + many - first, BLOCK)
     whole = (earliest + gl.minimum(NUMBER * GROUP_ROWS // GROUP, many - 1) + 1 - first) // BLOCK
-    whole = gl.maximum(whole, 1)  # every row sees all keys of the blocks before, but for the window's edge
+    whole = gl.maximum(whole, 1)  # every row sees all keys of the blocks before, except at the window's edge
     best = gl.full([GROUP_ROWS], MIN_SCORE, gl.float32, gl.SliceLayout(1, scored))
     weight = gl.zeros([GROUP_ROWS], gl.float32, gl.SliceLayout(1, scored))
     total = gl.zeros([GROUP_ROWS, DIM], gl.float32, summed)
@@ -287,8 +286,8 @@ def _prompt_hopper(
 
 
 def prefill(q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None) -> Tensor:
-    """As `quire.kernels.triton.prefill.prompt`, for caches that it `supports`, in tiles of `tile_queries` "
-    "queries."""
+    """Return the same as `quire.kernels.triton.prefill.prefill`, for caches that `supports` accepts and tiles of
+    `tile_queries` queries."""
     heads, dim = q.shape[1:]
     group = heads // cache.kv_heads
     out = torch.empty((q.shape[0], heads, dim), dtype=q.dtype, device=q.device) if out is None else out

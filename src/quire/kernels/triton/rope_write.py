@@ -21,10 +21,10 @@ from quire.kernels.triton.launch import cdiv, power_of_2
 def _rotate(
     low, high, cos, sin, weight, eps, columns, inside, DIM: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr
 ):
-    """The halves of heads [TILE, DIM / 2], any dtype -> the halves normalised and rotated, fp32.
+    """Return the halves of heads [TILE, DIM / 2], of any dtype, normalised and rotated, in fp32.
 
-    Of a sum of two products one is fused with the sum. Which one is said here: a compiler that may choose chooses
-    differently from one number of heads a program to another, and then a token's bits depend on the tokens beside it.
+    In a sum of two products one is fused with the sum. fma fixes which one: the compiler would choose differently for
+    other numbers of heads a program, and a token's bits would depend on the tokens beside it.
     """
     low, high = low.to(tl.float32), high.to(tl.float32)
     if NORM:
@@ -47,8 +47,8 @@ def _rope_write(
     TILE: tl.constexpr, BLOCK: tl.constexpr, QUERY_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
     ROTATE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """TILE heads of one token a program: the first QUERY_BLOCKS of a token's BLOCKS take queries, the others keys and
-    values. A name used in both branches has one type in both: Triton asks for it."""
+    """Process TILE heads of one token a program: the first QUERY_BLOCKS of a token's BLOCKS are queries, the others
+    keys and values. Triton requires that a name used in both branches has the same type in both."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -100,9 +100,9 @@ def _rope_write(
 
 
 def launch_config(rows: int, heads: int, block: int) -> tuple[int, int]:
-    """(heads a program, warps) where the longer of a token's two lists has `heads` heads, half a head padded to
-    `block`. Never more warps than the pairs fill: in another warp, a thread that held a copy could read a query after
-    it was rotated in place.
+    """Return (heads a program, warps), if the longer of a token's two lists (queries; keys and values) has `heads`
+    heads, and half a head is padded to `block`. Warps are at most as many as the pairs fill: threads of further warps
+    would hold copies, and could read a query after it was rotated in place.
     """
     tile = min(power_of_2(heads), max(1, (256 if rows < 64 else 1024) // block))
     return tile, min(max(tile * block // 128, 1), 4)
@@ -113,16 +113,18 @@ def rope_write(
     *, rotary: Tensor | None = None, norms: tuple[Tensor, Tensor, float] | None = None,
     pdl: bool = False, cache_positions: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """qkv [T, heads + 2 kv_heads, dim] -> queries in q_out [T, heads, dim] (may be qkv's own part, in place), keys and
-    values in `cache` at page tables[slots[t], positions[t] // page_tokens], offset positions[t] % page_tokens. For a
-    cache that isn't written, qkv [T, heads, dim] holds the queries alone.
+    """Normalise and rotate the queries and keys of qkv [T, heads + 2 kv_heads, dim]; write queries to q_out [T, heads,
+    dim] (may be qkv's own part, in place), keys and values to `cache`, at page tables[slots[t], positions[t] //
+    page_tokens], offset positions[t] % page_tokens. If the layer does not write, qkv holds only queries [T, heads,
+    dim].
 
-    With `cache_positions` [T] int64 they are these cells of the pages, and positions say only how to rotate.
+    With `cache_positions` [T] int64, keys and values are written to these positions of the sequence's pages, and
+    `positions` are used only for the rotation.
 
     Token strides of qkv and q_out are free; dim is even. tables [slots, logical pages], slots and positions [T] are
-    int64. `rotary` is layers.rotary's table, fp32 [length, 2, dim / 2], None: no rotation. `norms` (q_weight, k_weight,
-    eps): an RMS norm of each query and key before it. Padding has slot 0 and is written to scratch page 0. pdl:
-    programmatic dependent launch, on GPUs of capability 9 and more.
+    int64. `rotary` is layers.rotary's table, fp32 [length, 2, dim / 2] (None: no rotation). `norms` (q_weight,
+    k_weight, eps): an RMS norm of each query and key before the rotation. Padding has slot 0 and is written to scratch
+    page 0. pdl: programmatic dependent launch, on GPUs of capability 9 and more.
     """
     tokens, dim, heads = qkv.shape[0], cache.head_dim, cache.heads
     kv_heads = cache.kv_heads if cache.writes_kv else 0
@@ -133,7 +135,7 @@ def rope_write(
     if not queries and not kv_heads:
         return
     block = power_of_2(dim // 2)
-    # With norms a head is summed, and is to be the same in every batch: then their number has no say.
+    # A norm sums over a head, and must not depend on the batch: with norms, the launch ignores the number of tokens.
     tile, warps = launch_config(tokens if norms is None else 1, max(queries, 2 * kv_heads), block)
     query_blocks = cdiv(queries, tile)
     blocks = query_blocks + cdiv(2 * kv_heads, tile)
@@ -155,7 +157,7 @@ def _check(
     assert (qkv.shape, q_out.shape) == ((tokens, heads + 2 * kv_heads, dim), (tokens, heads, dim)), "heads of one size"
     assert qkv.stride()[1:] == q_out.stride()[1:] == (dim, 1), "a token's heads are contiguous"
     assert slots.shape == positions.shape == (tokens,), "one slot and one position a token"
-    assert all(x.is_contiguous() for x in (slots, positions)), "plain vectors"
+    assert all(x.is_contiguous() for x in (slots, positions)), "slots and positions are contiguous"
     assert tables.stride(1) == 1, "a slot's table is contiguous"
     if rotary is not None:
         assert (rotary.shape[1:], rotary.is_contiguous()) == ((2, dim // 2), True), "cos and sin for each pair"

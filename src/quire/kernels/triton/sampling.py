@@ -1,9 +1,10 @@
-"""Sampling: greedy tokens, and draws under temperature, min_p, top_k and top_p, equal to quire.worker.inverse_cdf.
+"""Greedy and random sampling with temperature, min_p, top_k and top_p, equal to quire.worker.inverse_cdf.
 
-Nothing is sorted. A row's vocabulary is split over programs; a likelihood (at most 1, the best token's) is handled as
-the bits of its float32, its *key*, which rise with it. One pass counts and weighs the tokens above 16 marks, a second
-one lists the tokens between the two marks where the row's border must be, and a search in that list finds it. Weights
-are integers, so that no sum depends on the order of its terms, and a row's result on nothing but the row.
+Nothing is sorted. A row's vocabulary is split over programs. A token's likelihood, relative to the best token's, which
+has 1, is represented by the bits of its float32, the *key*, which is monotonic in it. One pass counts and weighs the
+tokens above 16 marks, a second one lists the tokens between the two marks that bracket the row's threshold (the least
+key that top_k and top_p keep), and a search in that list finds it. Weights are integers, so that sums do not depend on
+the order of their terms, and a row's result depends only on the row.
 """
 
 from __future__ import annotations
@@ -16,39 +17,32 @@ import triton.language as tl
 from torch import Tensor
 
 KEY_ONE = tl.constexpr(0x3F800000)  # the key of likelihood 1
-MIN_KEY = tl.constexpr(0x2F800000)  # of 2**-32, the least likelihood that weighs anything
-NUM_MARKS = tl.constexpr(
-    16
-)  # keys at which a row is counted: 2**-1 to 2**-15, and LEAST; or as far apart as OCTAVES say
-BLOCK = 2048  # tokens of a program, and between two sums that a draw looks at
-SEARCH_BLOCK = 2048  # tokens of a list that a search looks at together
-FEW_ROWS = 128  # rows up to which each has a multiprocessor to itself
-REPRESENTATIVE_ROWS = (
-    8,
-    16,
-    64,
-    FEW_ROWS,
-    2 * FEW_ROWS,
-)  # whatever kernel a number of rows needs, one of these needs it too
+MIN_KEY = tl.constexpr(0x2F800000)  # the key of 2**-32, the least likelihood with a weight above 0
+# Keys at which tokens are counted: 2**-1 to 2**-15 and MIN_KEY, or further apart, by OCTAVES.
+NUM_MARKS = tl.constexpr(16)
+BLOCK = 2048  # tokens of a program, and of each partial sum that a draw reads
+SEARCH_BLOCK = 2048  # tokens of a list that a search reads together
+FEW_ROWS = 128  # up to as many rows, each has a multiprocessor to itself
+REPRESENTATIVE_ROWS = (8, 16, 64, FEW_ROWS, 2 * FEW_ROWS)  # numbers of rows that use every compiled kernel
 
 
 class SamplingScratch(NamedTuple):
-    """What the kernels of one step hand on: enough for any number of rows up to the one it was made for."""
+    """Buffers that the kernels of one step pass on, for any number of rows up to that of `allocate`."""
 
     peaks: Tensor  # float32 [rows * chunks]: the greatest logit of each chunk of a row
-    peak_ids: Tensor  # int32, alike: its lowest id
-    mark_totals: Tensor  # int64 [rows, 2, MARKS]: tokens at or above each mark, and what they weigh
+    peak_ids: Tensor  # int32 [rows * chunks]: its lowest id
+    mark_totals: Tensor  # int64 [rows, 2, NUM_MARKS]: number and weight of the tokens at or above each mark
     list_sizes: Tensor  # int32 [rows]: tokens in each list
-    key_lists: Tensor  # int32 [rows, vocab]: keys between two marks, in no order; empty if nothing is ever cut
-    thresholds: Tensor  # int32 [rows]: the least key that is kept
-    block_weights: Tensor  # int64 [rows, blocks]: what a block's kept tokens weigh
+    key_lists: Tensor  # int32 [rows, vocab]: keys between two marks, unordered; empty without top_k and top_p
+    thresholds: Tensor  # int32 [rows]: the least key that top_k and top_p keep
+    block_weights: Tensor  # int64 [rows, blocks]: weight of the tokens of a block that may be drawn
 
     @classmethod
     def allocate(
         cls, rows: int, vocab: int, device: torch.device, has_random: bool = True, has_truncation: bool = True
     ) -> SamplingScratch:
-        """For `rows` rows at most; `has_random` if some may be drawn, `has_truncation` if some may have top_k or "
-        "top_p."""
+        """Allocate buffers for at most `rows` rows; `has_random` if some rows may have a temperature above 0,
+        `has_truncation` if some may have top_k or top_p."""
         parts = max(
             count * triton.cdiv(vocab, launch_config(count)[0]) for count in {rows, min(rows, 64), min(rows, 8)}
         )
@@ -65,16 +59,16 @@ class SamplingScratch(NamedTuple):
 
 
 def launch_config(rows: int) -> tuple[int, int, bool, bool]:
-    """All that the launches for `rows` rows differ in: the logits of a program that looks for the greatest (few where
-    there are few rows, to occupy the device), blocks of a program, whether they start early, and whether there are more
-    than FEW. Of many, programs that start early only take room from those they wait for: 32 rows took 10 % longer."""
+    """Return what the launches for `rows` rows depend on: the logits of a program that finds the maximum (few for few
+    rows, to occupy the device), the blocks of a program, whether programs start early (pdl), and whether there are more
+    than FEW_ROWS. With many rows, early programs only take room from those they wait for: 32 rows took 10 % longer."""
     chunk = 1024 if rows <= 8 else 4096 if rows <= 64 else 8192
     return chunk, 1 if rows <= 16 else 4 if rows <= FEW_ROWS else 16, rows <= 16, rows > FEW_ROWS
 
 
 @triton.jit
 def wait_predecessor(PDL: tl.constexpr):
-    """Everything here depends on the kernel before: logits, or scratch."""
+    """Wait for the kernel before, if PDL: all kernels of this file read its logits or scratch."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -83,7 +77,8 @@ def wait_predecessor(PDL: tl.constexpr):
 @triton.jit
 def _peaks(logits, stride, vocab, peaks, places, totals, held, chunks, CHUNK: tl.constexpr, CUT: tl.constexpr,
            PDL: tl.constexpr):  # fmt: skip
-    """The greatest logit of a chunk and its lowest id; infinity for a NaN. Clears the row's counters, if CUT."""
+    """Store the greatest logit of a chunk and its lowest id; a NaN counts as infinity. Clear the row's counters if
+    CUT."""
     wait_predecessor(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -103,7 +98,7 @@ def _peaks(logits, stride, vocab, peaks, places, totals, held, chunks, CHUNK: tl
 
 @triton.jit
 def row_max(peaks, places, row, chunks, LANES: tl.constexpr):
-    """A row's greatest logit, the lowest of its ids, and whether it is finite."""
+    """Return a row's greatest logit, its lowest id, and whether it is finite."""
     lanes = tl.arange(0, LANES)
     some = lanes < chunks
     parts = tl.load(peaks + row * chunks + lanes, mask=some, other=float("-inf"))
@@ -115,7 +110,8 @@ def row_max(peaks, places, row, chunks, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "last", "tokens", "faults"])
 def _choose(peaks, places, chunks, slots, last, tokens, faults, LANES: tl.constexpr, PDL: tl.constexpr):
-    """The greedy token of a row, to `tokens` and to the row's slot in `last`; 0 and a fault if a logit isn't finite."""
+    """Store the greedy token of a row to `tokens` and to its slot in `last`; 0 and a fault if the greatest logit is not
+    finite."""
     wait_predecessor(PDL)
     row = tl.program_id(0)
     _best, token, finite = row_max(peaks, places, row, chunks, LANES)
@@ -127,7 +123,7 @@ def _choose(peaks, places, chunks, slots, last, tokens, faults, LANES: tl.conste
 
 @triton.jit
 def load_params(shapes, row):
-    """A row's temperature (0: greedy), min_p, top_k (0: off), top_p, and whether the latter two may cut."""
+    """Return a row's temperature (0: greedy), min_p, top_k (0: off), top_p, and whether the latter two may truncate."""
     at = shapes + row * 4
     top_k, top_p = tl.load(at + 2).to(tl.int32), tl.load(at + 3)
     return tl.load(at).to(tl.float32), tl.load(at + 1).to(tl.float32), top_k, top_p, (top_k > 0) | (top_p < 1)
@@ -140,7 +136,7 @@ def _likelihood(x, best, temperature):
 
 @triton.jit
 def load_keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK: tl.constexpr):
-    """The keys of a block's tokens; 0 for those that min_p cuts and those that weigh nothing."""
+    """Return the keys of a block's tokens; 0 for those below min_p and those of weight 0."""
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
     likelihood = _likelihood(x, best, temperature)
@@ -150,13 +146,14 @@ def load_keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK
 
 @triton.jit
 def key_weights(keys):
-    """floor(likelihood * 2**32)."""
+    """Return the tokens' weights, floor(likelihood * 2**32)."""
     return (keys.to(tl.float32, bitcast=True) * 4294967296.0).to(tl.int64)
 
 
 @triton.jit
 def mark_key(j, OCTAVES: tl.constexpr):
-    """The key of mark j, of which each is so many times half the one before; of mark -1 the one above all."""
+    """Return the key of mark j. From mark to mark the likelihood falls by 2**OCTAVES; the last is MIN_KEY, and mark -1
+    is above all keys."""
     return tl.where(j < 0, KEY_ONE + 1, tl.where(j == NUM_MARKS - 1, MIN_KEY, KEY_ONE - ((j + 1) * OCTAVES << 23))).to(
         tl.int32
     )
@@ -164,7 +161,7 @@ def mark_key(j, OCTAVES: tl.constexpr):
 
 @triton.jit
 def _marked(keys, OCTAVES: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each mark, the keys from it up: their number << 48, plus what they weigh (a block weighs less than 2**48)."""
+    """Return for each mark (number << 48) + weight of the keys at or above it; a block weighs less than 2**48."""
     marks = tl.arange(0, NUM_MARKS)
     sums = tl.zeros([NUM_MARKS], tl.int64)
     packed = tl.where(keys > 0, key_weights(keys) + 281474976710656, 0)
@@ -178,8 +175,8 @@ def _marked(keys, OCTAVES: tl.constexpr, BLOCK: tl.constexpr):
 def weigh_blocks(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, totals, masses,
 LANES: tl.constexpr,
             BLOCK: tl.constexpr, CUT: tl.constexpr, OCTAVES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """The weight of each of `each` blocks; or, if their row may be cut, their share of the row's totals. Without CUT
-    there is no room for these, and no row is, whatever its shape says."""
+    """Store the weight of each of `each` blocks; for a row with top_k or top_p, add to the row's totals instead.
+    Without CUT there are no totals, and top_k and top_p are ignored."""
     wait_predecessor(PDL)
     first, row = tl.program_id(0) * each, tl.program_id(1)
     temperature, min_p, _k, _p, cut = load_params(shapes, row)
@@ -204,8 +201,9 @@ LANES: tl.constexpr,
 
 @triton.jit
 def threshold_bracket(totals, row, top_k, top_p, OCTAVES: tl.constexpr):
-    """Keys [low, high) among which the row's border is, and the k-th token too if top_k is `bound` to cut: enough
-    tokens weigh something. Also the count and the weight of the tokens from high up, and the weight of all."""
+    """Return (low, high, count, mass, total, bound): keys [low, high) contain the row's threshold, and the k-th token's
+    key if `bound`, which is true if top_k truncates: at least k tokens have a weight. `count` and `mass`: number and
+    weight of the tokens from high up; `total`: the weight of all."""
     marks = tl.arange(0, NUM_MARKS)
     counts = tl.load(totals + row * 2 * NUM_MARKS + marks)
     sums = tl.load(totals + row * 2 * NUM_MARKS + NUM_MARKS + marks)
@@ -225,7 +223,7 @@ def threshold_bracket(totals, row, top_k, top_p, OCTAVES: tl.constexpr):
 @triton.jit
 def list_keys(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, totals, held, lists,
             LANES: tl.constexpr, BLOCK: tl.constexpr, OCTAVES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """List the keys of `each` blocks that are inside the row's bracket."""
+    """List the keys of `each` blocks that are within the row's bracket."""
     wait_predecessor(PDL)
     first, row = tl.program_id(0) * each, tl.program_id(1)
     temperature, min_p, top_k, top_p, cut = load_params(shapes, row)
@@ -244,7 +242,8 @@ def list_keys(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each
 
 @triton.jit
 def _descend(keys, held, low, high, need, WEIGH: tl.constexpr, LISTED: tl.constexpr):
-    """The greatest key u in [low, high) such that the keys >= u number, or weigh, `need` >= 1; those >= low must."""
+    """Return the greatest key u in [low, high) such that the number, or if WEIGH the weight, of the keys >= u is at
+    least `need` >= 1. For low this must be true."""
     while high - low > 1:
         step = (high - low + 3) // 4
         first = tl.zeros([LISTED], tl.int64)
@@ -273,7 +272,8 @@ def _descend(keys, held, low, high, need, WEIGH: tl.constexpr, LISTED: tl.conste
 
 @triton.jit
 def _first_k(keys, held, border, top_k, count, mass, LISTED: tl.constexpr):
-    """The weight of a row's first k tokens; the k-th has the key `border`, `count` tokens, `mass`, aren't listed."""
+    """Return the weight of a row's first k tokens. The k-th has the key `border`; `count` tokens above the list weigh
+    `mass`."""
     counts = tl.zeros([LISTED], tl.int64)
     sums = tl.zeros([LISTED], tl.int64)
     for start in range(0, held, LISTED):
@@ -287,8 +287,8 @@ def _first_k(keys, held, border, top_k, count, mass, LISTED: tl.constexpr):
 @triton.jit
 def _search(shapes, peaks, places, chunks, vocab, totals, held, lists, borders, LANES: tl.constexpr,
             LISTED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """A row's border: the key of the first token, in falling order and among the first k, with which the sum reaches
-    top_p of the sum of the first k."""
+    """Store a row's threshold: the key of the first token, in descending order and among the first k, at which the sum
+    of weights reaches top_p of that of the first k."""
     wait_predecessor(PDL)
     row = tl.program_id(0)
     temperature, _min_p, top_k, top_p, cut = load_params(shapes, row)
@@ -308,7 +308,7 @@ def _search(shapes, peaks, places, chunks, vocab, totals, held, lists, borders, 
 @triton.jit
 def weigh_kept(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, borders, masses, LANES: tl.constexpr,
           BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """The weight of the tokens from the row's border up, of `each` blocks."""
+    """Store for each of `each` blocks the weight of its tokens at or above the row's threshold."""
     wait_predecessor(PDL)
     first, row = tl.program_id(0) * each, tl.program_id(1)
     temperature, min_p, _k, _p, cut = load_params(shapes, row)
@@ -324,8 +324,9 @@ def weigh_kept(logits, stride, vocab, shapes, peaks, places, chunks, blocks, eac
 def _draw(logits, stride, vocab, shapes, peaks, places, chunks, borders, masses, blocks, owners, chances, slots, last,
           tokens, faults, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
           PDL: tl.constexpr):  # fmt: skip
-    """The token of one draw of the row owners[draw]: the first by id at which the sum of weights exceeds chance times
-    the total. The row's first draw goes to its slot in `last` too. Without CUT nobody looked for borders."""
+    """Store the token of one draw from the row owners[draw]: the first by id at which the sum of weights exceeds
+    chances[draw] times the total. The row's first draw is also stored to its slot in `last`. Without CUT there are no
+    thresholds."""
     wait_predecessor(PDL)
     draw = tl.program_id(0)
     row = tl.load(owners + draw).to(tl.int32)
@@ -349,7 +350,7 @@ def _draw(logits, stride, vocab, shapes, peaks, places, chunks, borders, masses,
 
 
 def find_peaks(logits: Tensor, scratch: SamplingScratch, cut: bool, pdl: dict[str, bool]) -> tuple[int, int]:
-    """Fill `scratch.peaks` and `places`; the chunks of a row, and the lanes that hold them."""
+    """Fill `scratch.peaks` and `peak_ids`. Return the chunks of a row, and that number rounded up to a power of two."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1, "a row's logits must be contiguous"
     chunk = launch_config(rows)[0]
@@ -375,11 +376,11 @@ def greedy(
     scratch: SamplingScratch,
     pdl: bool = False,
 ) -> None:
-    """tokens[r] = last[slots[r]] = the lowest id of the greatest of logits [R, V], of any float type; faults[r] = 0.
+    """Set tokens[r] and last_sampled[slots[r]] to the lowest id of the greatest of logits [R, V], and faults[r] to 0.
 
-    In a row with a logit that is NaN or +infinite, or with none above -infinity, token 0 and fault 1. `slots`,
-    `last_sampled`, `tokens` and `faults` are of any integer type. Two launches, to be captured in a CUDA graph if
-    wanted.
+    A row with a logit that is NaN or +infinite, or with none above -infinity, gets token 0 and fault 1. Logits are of
+    any float type; `slots`, `last_sampled`, `tokens` and `faults` of any integer type. Two launches, which a CUDA graph
+    may capture.
     """
     options = launch_options(pdl)
     chunks, lanes = find_peaks(logits, scratch, False, options)
@@ -410,12 +411,12 @@ def sample(
     has_truncation: bool = True,
     pdl: bool = False,
 ) -> None:
-    """Draws tokens [D] from the rows owners [D] (rising) of logits [R, V], as `greedy` where the temperature is 0.
+    """Draw tokens [D] from the rows draw_rows [D] (ascending) of logits [R, V], as `greedy` where the temperature is 0.
 
-    shapes [R, 4] float64: temperature, min_p, top_k (0: off), top_p; chances [D] float64 in [0, 1). `has_truncation`
-    False promises that no row has top_k or top_p: three launches, else six. Draws and borders are those of
-    runner.draws, given the likelihoods, which are those of this file's exp. faults [R]; the first draw of a row goes to
-    last[slots[r]].
+    params [R, 4] float64: temperature, min_p, top_k (0: off), top_p; uniforms [D] float64 in [0, 1). `has_truncation`
+    False promises that no row has top_k or top_p: three launches, else six. Draws and thresholds are those of
+    quire.worker.inverse_cdf, given the likelihoods as Triton's exp computes them. faults [R] as in `greedy`; the first
+    draw of a row is also written to last_sampled[slots[r]].
     """
     (rows, vocab), blocks = logits.shape, triton.cdiv(logits.shape[1], BLOCK)
     _, each, early, many = launch_config(rows)

@@ -1,6 +1,6 @@
-"""The attention backend on a GPU whose long prompts go through a kernel that knows nothing of pages, unmodified: one
-call a sequence. All else is TritonBackend's, over contiguous keys and values: rows of one token, rotation and writes,
-short prompts, and layers that the kernel isn't for.
+"""The attention backend on a GPU that computes long prompts by a kernel without support for pages, in one call a
+sequence. TritonBackend computes all else, over contiguous keys and values: rows of one token, rotation and writes,
+short prompts, and layers that the kernel does not support.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.protocol.kv_cache_config import KVCacheLayout
 
 
 class VendorBackend(TritonBackend):
-    """See TritonBackend. `name` is the kernel's in `vendor.KERNELS`."""
+    """A TritonBackend with the kernel `name` of `vendor.KERNELS` for long prompts."""
 
     layout = KVCacheLayout.CONTIGUOUS
 
@@ -26,14 +26,13 @@ class VendorBackend(TritonBackend):
         self.name, self.kernel = name, vendor.KERNELS[name]
 
     def check_cache(self, cache: LayerCache) -> None:
-        """StartupError for a layer that the kernel can't know, or where it doesn't run."""
+        """Raise StartupError if the kernel does not support the layer's heads, or does not run on this machine."""
         if not vendor.supports_heads(self.name, cache):
             raise StartupError(
                 f"--attention is {self.name}, and the model has heads of {cache.head_dim} numbers of "
                 f"{8 * cache.dtype.itemsize} bits",
                 f"It takes multiples of 8 up to {vendor.MAX_HEAD_DIMS[self.name]}, of 16 bits; use --attention "
-                f"triton, or "
-                "--dtype bfloat16",
+                "triton, or --dtype bfloat16",
             )
         try:
             self._probe(cache)
@@ -47,7 +46,7 @@ class VendorBackend(TritonBackend):
             ) from error
 
     def _probe(self, cache: LayerCache) -> None:
-        """Two chunks of nothing, the second as one that follows another."""
+        """Run the kernel on zeros: a first chunk, and a second one that follows it."""
         q = torch.zeros((vendor.MIN_QUERIES, cache.heads, cache.head_dim), dtype=cache.dtype, device=cache.device)
         k = torch.zeros((2 * len(q), cache.kv_heads, cache.head_dim), dtype=cache.dtype, device=cache.device)
         keys = k.transpose(0, 1)
@@ -63,14 +62,14 @@ class VendorBackend(TritonBackend):
         without: np.ndarray | None = None,
     ) -> TritonAttentionPlan:
         of = query_batch or batch
-        lent = self._external_rows(cache, of)
-        plan = super().plan(batch, cache, query_batch, lent)
-        rows = zip(*(x[lent].tolist() for x in (of.slots, of.offsets, of.lengths, of.starts)))
+        external = self._external_rows(cache, of)
+        plan = super().plan(batch, cache, query_batch, external)
+        rows = zip(*(x[external].tolist() for x in (of.slots, of.offsets, of.lengths, of.starts)))
         plan.external_rows = [(slot, offset, length, start) for slot, offset, length, start in rows]
         return plan
 
     def _external_rows(self, cache: LayerCache, of: ForwardBatch) -> np.ndarray:
-        """[R]: which rows are for the kernel."""
+        """Return [R]: True for the rows that the kernel computes."""
         contexts, many = of.context_lens(cache.group), of.lengths > 1
         if not self.use_long_kernel(cache, of.lengths[many], contexts[many]):
             return np.zeros_like(many)
@@ -88,7 +87,7 @@ class VendorBackend(TritonBackend):
 
     def attend_cached(self, q: Tensor, cache: LayerCache, plan: TritonAttentionPlan) -> Tensor:
         if len(plan.external_rows) == 1 and plan.tiles is None and plan.slots is None:
-            return self._attend_row(q, cache, *plan.external_rows[0])  # there is nothing else
+            return self._attend_row(q, cache, *plan.external_rows[0])  # the step has no other rows
         out = super().attend_cached(q, cache, plan)
         for row in plan.external_rows:
             offset, length = row[1:3]
@@ -101,5 +100,5 @@ class VendorBackend(TritonBackend):
 
 
 def _long_rows(lengths: np.ndarray, contexts: np.ndarray) -> np.ndarray:
-    """[R]: the rows of a step with long prompts that are for the kernel; what is short beside them isn't."""
+    """Return [R]: True for the long rows of a step with long prompts, which the kernel computes; not its short rows."""
     return (lengths >= vendor.MIN_QUERIES) & (contexts >= vendor.MIN_CONTEXT)

@@ -1,10 +1,10 @@
-"""Greedy tokens and draws from logits that ranks have shared out: each has some of the vocabulary, and is told of a row
-by the others its greatest logit, what its tokens weigh, and a token: 20 bytes; where rows have top_k or top_p, more
-(`split_borders`). The tokens are those of `kernels.triton.sampling` over all logits: weights are integers, so that sums
-of sums are exact.
+"""Greedy and random sampling from vocab-parallel logits: each rank has a part of the vocabulary. For each row ranks
+exchange the greatest logit, the weight of their tokens, and a token: 20 bytes; for rows with top_k or top_p more
+(`find_thresholds`). The tokens are those of `kernels.triton.sampling` over all logits, because weights are integers,
+whose partial sums are exact.
 
-Between these launches what a rank found is gathered from all, in rank order. No kernel is compiled for some number of
-rows: while one is, other ranks would wait.
+Between these launches the results of all ranks are gathered, in rank order. No kernel is specialized for the number of
+rows: while one rank compiled it, the others would wait.
 """
 
 from __future__ import annotations
@@ -37,10 +37,15 @@ from quire.kernels.triton.sampling import (
     weigh_kept,
 )
 
+OCTAVES = tl.constexpr(2)  # from mark to mark the likelihood falls by 2**OCTAVES
+PROBES = tl.constexpr(64)  # keys that a search probes at once
+PROBE_STEPS = (1 << 18, 1 << 12, 1 << 6, 1)  # between two probes; with the first, they cover the bracket of two marks
+SEARCH_KEYS = 128  # keys of a list that a search reads together
+ROW_WORDS = tl.constexpr(192)  # words of 4 bytes of a row's results, if sums are followed by counts
+
 
 class VocabShard(NamedTuple):
-    """A rank's part of the vocabulary: tokens `first`, first + 1 and so on, `count` of them; its logits may have more
-    columns, which are padding."""
+    """A rank's part of the vocabulary: `count` tokens from `first` on. Further columns of its logits are padding."""
 
     rank: int
     first: int
@@ -48,15 +53,15 @@ class VocabShard(NamedTuple):
 
 
 class RowMax(NamedTuple):
-    """Of each row the greatest logit of all ranks, fp32 [R], and its lowest id, int32 [R]."""
+    """The greatest logit of each row over all ranks, fp32 [R], and its lowest id, int32 [R]."""
 
     peaks: Tensor
     peak_ids: Tensor
 
 
 class TokenWeights(NamedTuple):
-    """What this rank's tokens weigh that may be drawn: int64 [R, blocks], and [R] of a whole row; and, where rows may
-    have top_k or top_p, the least key that is kept of those, int32 [R]."""
+    """Weights of this rank's tokens that may be drawn: by block, int64 [R, blocks], and by row [R]; if rows may have
+    top_k or top_p, also the least key that these keep, int32 [R]."""
 
     block_weights: Tensor
     row_weights: Tensor
@@ -65,7 +70,7 @@ class TokenWeights(NamedTuple):
 
 @triton.jit
 def _best(peaks, places, chunks, first, told, LANES: tl.constexpr, PDL: tl.constexpr):
-    """A row's greatest logit of this rank, as bits, and its lowest id."""
+    """Store a row's greatest logit of this rank, as bits, and its lowest id."""
     wait_predecessor(PDL)
     row = tl.program_id(0)
     best, token, _finite = row_max(peaks, places, row, chunks, LANES)
@@ -76,8 +81,8 @@ def _best(peaks, places, chunks, first, told, LANES: tl.constexpr, PDL: tl.const
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "last", "tokens", "faults"])
 def _merge(every, ranks, rows, vocab, peaks, places, slots, last, tokens, faults,
            RANKS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """The greatest of all ranks, and as `sampling._choose` what follows from it: the row's greedy token. Whatever ranks
-    tell, it is one of `vocab`."""
+    """Store the greatest logit of all ranks and, as `sampling._choose`, the row's greedy token, which is limited to
+    `vocab` whatever ranks send."""
     wait_predecessor(PDL)
     row, rank = tl.program_id(0), tl.arange(0, RANKS)
     at = every + (rank * rows + row) * 2
@@ -96,7 +101,7 @@ def _merge(every, ranks, rows, vocab, peaks, places, slots, last, tokens, faults
 
 @triton.jit
 def _sum(peaks, shapes, masses, blocks, totals, BLOCKS: tl.constexpr, PDL: tl.constexpr):
-    """What a row's tokens weigh on this rank; 0 of a row that isn't drawn."""
+    """Store the weight of a row's tokens on this rank; 0 for a row that is not drawn at random."""
     wait_predecessor(PDL)
     row, lanes = tl.program_id(0), tl.arange(0, BLOCKS)
     temperature, _min_p, _k, _p, _cut = load_params(shapes, row)
@@ -105,146 +110,9 @@ def _sum(peaks, shapes, masses, blocks, totals, BLOCKS: tl.constexpr, PDL: tl.co
     tl.store(totals + row, tl.where(drawn, tl.sum(parts, 0), 0))
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["owners", "chances"])
-def _draw(logits, stride, count, first, rank, ranks, rows, shapes, peaks, masses, blocks, borders, every, owners,
-          chances, told, RANKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
-          PDL: tl.constexpr):  # fmt: skip
-    """As `sampling._draw`, if the token is this rank's; else -1."""
-    wait_predecessor(PDL)
-    draw, others = tl.program_id(0), tl.arange(0, RANKS)
-    row = tl.load(owners + draw).to(tl.int32)
-    totals = tl.load(every + others * rows + row, mask=others < ranks, other=0)
-    goal = (tl.sum(totals, 0).to(tl.float64) * tl.load(chances + draw)).to(tl.int64)
-    goal -= tl.sum(tl.where(others < rank, totals, 0), 0)
-    token = -1
-    if (goal >= 0) & (goal < tl.sum(tl.where(others == rank, totals, 0), 0)):
-        temperature, min_p, _k, _p, cut = load_params(shapes, row)
-        lanes = tl.arange(0, BLOCKS)
-        parts = tl.load(masses + row * blocks + lanes, mask=lanes < blocks, other=0)
-        block = tl.minimum(tl.sum((tl.cumsum(parts, 0) <= goal).to(tl.int32), 0), blocks - 1)
-        goal -= tl.sum(tl.where(lanes < block, parts, 0), 0)
-        keys = load_keys(logits, stride, count, row, block, tl.load(peaks + row), temperature, min_p, BLOCK)
-        if CUT:
-            keys = tl.where(keys >= tl.load(borders + row, mask=cut, other=0), keys, 0)
-        sums = tl.cumsum(key_weights(keys), 0)
-        token = first + block * BLOCK + tl.minimum(tl.sum((sums <= goal).to(tl.int32), 0), BLOCK - 1)
-    tl.store(told + draw, token)
-
-
-@triton.jit(do_not_specialize=["draws"], do_not_specialize_on_alignment=["owners", "slots", "last", "tokens"])
-def _tell(every, ranks, draws, vocab, owners, slots, last, tokens, RANKS: tl.constexpr, PDL: tl.constexpr):
-    """The token that some rank has drawn takes the place of the greedy one; the row's first draw in `last` too."""
-    wait_predecessor(PDL)
-    draw, rank = tl.program_id(0), tl.arange(0, RANKS)
-    token = tl.max(tl.load(every + rank * draws + draw, mask=rank < ranks, other=-1), 0)
-    token = tl.minimum(token, vocab - 1)
-    tl.store(tokens + draw, token, mask=token >= 0)
-    row, former = tl.load(owners + draw), tl.load(owners + draw - 1, mask=draw > 0, other=-1)
-    tl.store(last + tl.load(slots + row), token, mask=(token >= 0) & (former != row))
-
-
-def local_max(logits: Tensor, own: VocabShard, pdl: bool = False) -> Tensor:
-    """int32 [R, 2] from this rank's logits [R, at least own.count]: what `merge_max` is given of all ranks."""
-    logits = logits[:, : max(own.count, 1)]
-    if not own.count:  # a token that no other is below
-        logits = torch.full_like(logits, -torch.inf)
-    rows = len(logits)
-    scratch = SamplingScratch.allocate(rows, logits.shape[1], logits.device, has_random=False)
-    told = torch.empty((rows, 2), dtype=torch.int32, device=logits.device)
-    options = launch_options(pdl)
-    chunks, lanes = find_peaks(logits, scratch, False, options)
-    _best[(rows,)](
-        scratch.peaks, scratch.peak_ids, chunks, own.first, told, LANES=lanes, num_warps=1, **options
-    )  # fmt: skip
-    return told
-
-
-def merge_max(
-    every: Tensor, vocab: int, slots: Tensor, last: Tensor, tokens: Tensor, faults: Tensor, pdl: bool = False
-) -> RowMax:
-    """From what `local_max` told of each rank, [ranks, R, 2]: the greedy tokens, as sampling.greedy leaves them."""
-    ranks, rows, _ = every.shape
-    found = RowMax(
-        torch.empty(rows, dtype=torch.float32, device=every.device),
-        torch.empty(rows, dtype=torch.int32, device=every.device),
-    )
-    _merge[(rows,)](
-        every, ranks, rows, vocab, *found, slots, last, tokens, faults,
-        RANKS=triton.next_power_of_2(ranks), num_warps=1, **launch_options(pdl),
-    )  # fmt: skip
-    return found
-
-
-def weigh_tokens(logits: Tensor, own: VocabShard, shapes: Tensor, found: RowMax, pdl: bool = False) -> TokenWeights:
-    """Of this rank's logits, beside the greatest of all. shapes [R, 4] float64: see sampling.sample; none has top_k or
-    top_p."""
-    rows, blocks = len(logits), max(triton.cdiv(own.count, BLOCK), 1)
-    _, each, early, _ = launch_config(rows)
-    options = launch_options(pdl and early)
-    masses = torch.empty((rows, blocks), dtype=torch.int64, device=logits.device)
-    weigh_blocks[(triton.cdiv(blocks, each), rows)](
-        logits, logits.stride(0), own.count, shapes, found.peaks, found.peak_ids, 1, blocks, each, masses, masses,
-        LANES=1, BLOCK=BLOCK, CUT=False, OCTAVES=1, num_warps=4, **options,
-    )  # fmt: skip
-    return TokenWeights(masses, sum_weights(masses, shapes, found, options))
-
-
-def sum_weights(masses: Tensor, shapes: Tensor, found: RowMax, options: dict[str, bool]) -> Tensor:
-    """int64 [R]: the sums of masses [R, blocks]; 0 of rows that aren't drawn."""
-    rows, blocks = masses.shape
-    totals = torch.empty(rows, dtype=torch.int64, device=masses.device)
-    _sum[(rows,)](
-        found.peaks, shapes, masses, blocks, totals, BLOCKS=triton.next_power_of_2(blocks), num_warps=1, **options
-    )
-    return totals
-
-
-def draw_local(
-    logits: Tensor, own: VocabShard, shapes: Tensor, owners: Tensor, chances: Tensor, found: RowMax,
-    kept: TokenWeights, every: Tensor,
-    pdl: bool = False,
-) -> Tensor:  # fmt: skip
-    """int32 [D]: of the draws from rows owners [D] (rising) the tokens that are this rank's, -1 for others and for rows
-    that aren't drawn. `every` [ranks, R] are the `kept` totals of each rank; chances [D] float64 in [0, 1)."""
-    (ranks, rows), blocks = every.shape, kept.block_weights.shape[1]
-    told = torch.empty(len(owners), dtype=torch.int32, device=logits.device)
-    _draw[(len(owners),)](
-        logits, logits.stride(0), own.count, own.first, own.rank, ranks, rows, shapes, found.peaks,
-        kept.block_weights, blocks,
-        kept.thresholds, every, owners, chances, told, RANKS=triton.next_power_of_2(ranks),
-        BLOCKS=triton.next_power_of_2(blocks), BLOCK=BLOCK, CUT=kept.thresholds is not None, num_warps=4,
-        **launch_options(pdl and launch_config(rows)[2]),
-    )  # fmt: skip
-    return told
-
-
-def merge_draws(
-    every: Tensor, vocab: int, owners: Tensor, slots: Tensor, last: Tensor, tokens: Tensor, pdl: bool = False
-) -> None:
-    """From what `draw_local` told of each rank, [ranks, D]: drawn tokens to tokens [D] and, of a row's first draw, to
-    last[slots]."""
-    ranks, draws = every.shape
-    _tell[(draws,)](
-        every, ranks, draws, vocab, owners, slots, last, tokens, RANKS=triton.next_power_of_2(ranks), num_warps=1,
-        **launch_options(pdl and launch_config(draws)[2]),
-    )  # fmt: skip
-
-
-OCTAVES = tl.constexpr(2)  # between two marks
-PROBES = tl.constexpr(64)  # keys that are asked for at once
-PROBE_STEPS = (
-    1 << 18,
-    1 << 12,
-    1 << 6,
-    1,
-)  # between two of these; the first are all above a mark and up to the one before
-SEARCH_KEYS = 128  # of a list, that are looked at together
-ROW_WORDS = tl.constexpr(192)  # of 4 bytes, of a row whose sums and, behind them, counts are told
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _together(every, ranks, rows, totals, held, RANKS: tl.constexpr, PDL: tl.constexpr):
-    """The totals of all ranks take the place of this one's, and its list is empty."""
+    """Replace this rank's totals by those of all ranks, and clear its list."""
     wait_predecessor(PDL)
     row, rank, lanes = tl.program_id(0), tl.arange(0, RANKS), tl.arange(0, 2 * NUM_MARKS)
     at = (rank[:, None] * rows + row) * 2 * NUM_MARKS + lanes[None, :]
@@ -255,7 +123,8 @@ def _together(every, ranks, rows, totals, held, RANKS: tl.constexpr, PDL: tl.con
 
 @triton.jit
 def _sum_ranks(every, ranks, rows, row, width, first, RANKS: tl.constexpr):
-    """By place, what all ranks have told of a row: `width` numbers each, of which the places' are from `first` on."""
+    """Return for each probe the sum over ranks of a row's numbers: a rank has `width`, those of probes from `first`
+    on."""
     rank, places = tl.arange(0, RANKS), tl.arange(0, PROBES)
     at = (rank[:, None] * rows + row) * width + first + places[None, :]
     return tl.sum(tl.load(every + at, mask=rank[:, None] < ranks, other=0), 0)
@@ -263,13 +132,14 @@ def _sum_ranks(every, ranks, rows, row, width, first, RANKS: tl.constexpr):
 
 @triton.jit
 def _count_enough(sums, need):
-    """How many places have enough above them; sums fall from place to place."""
+    """Return the number of probes whose sum is at least `need`; sums descend from probe to probe."""
     return tl.sum((sums >= need).to(tl.int32), 0)
 
 
 @triton.jit
 def _probe_list(keys, held, low, step, WEIGH: tl.constexpr, KEYS: tl.constexpr):
-    """By place, what this rank has listed from low + (place + 1) * step up: its number, int32, or weight, int64."""
+    """Return for each probe the number, int32, or weight, int64, of this rank's listed keys >= low + (probe + 1) *
+    step."""
     places = low + (tl.arange(0, PROBES) + 1) * step
     sums = tl.zeros([KEYS, PROBES], tl.int64 if WEIGH else tl.int32)
     for start in range(0, held, KEYS):
@@ -292,8 +162,9 @@ def _is_sampled(peaks, row, temperature):
 def _by_count(shapes, peaks, totals, held, lists, room, borders, every, ranks, rows, before, step, told, weighed,
               RANKS: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
               PDL: tl.constexpr):  # fmt: skip
-    """Towards the key of a row's k-th token, which is borders[row] or above: from what all have told of places `before`
-    apart, unless this is the FIRST time, to what is told of places `step` apart; the LAST time with weights."""
+    """Do one step of the search for the key of a row's k-th token, which is at least borders[row]. Unless FIRST, narrow
+    it by the ranks' results for probes `before` apart. Store this rank's results for probes `step` apart to `told`, if
+    LAST with weights."""
     wait_predecessor(PDL)
     row = tl.program_id(0)
     temperature, _min_p, top_k, top_p, cut = load_params(shapes, row)
@@ -318,8 +189,9 @@ def _by_count(shapes, peaks, totals, held, lists, room, borders, every, ranks, r
 def _by_weight(shapes, peaks, totals, held, lists, room, borders, needs, counted, every, ranks, rows, before, step,
                told, RANKS: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
                PDL: tl.constexpr):  # fmt: skip
-    """The same towards the border, by weights. The FIRST time the k-th token's key follows from what was told, and from
-    that what the first k weigh: of which needs[row] above the bracket's keys must be; the LAST time nothing is told."""
+    """Do one step of the search for the threshold, by weights. If FIRST, compute the k-th token's key from the ranks'
+    results, and from it the weight of the first k tokens and needs[row], the weight that the bracket's keys from the
+    threshold up must have. If LAST, store no results."""
     wait_predecessor(PDL)
     row, places = tl.program_id(0), tl.arange(0, PROBES)
     temperature, _min_p, top_k, top_p, cut = load_params(shapes, row)
@@ -331,7 +203,7 @@ def _by_weight(shapes, peaks, totals, held, lists, room, borders, needs, counted
                 sums = _sum_ranks(every, ranks, rows, row, ROW_WORDS // 2, 0, RANKS)
                 passed = _count_enough(counts, top_k - count)
                 low = tl.load(borders + row) + passed
-                above = tl.sum(tl.where(places == passed, counts, 0), 0)  # the next place is the next key
+                above = tl.sum(tl.where(places == passed, counts, 0), 0)  # the next probe is the next key
                 more = tl.sum(tl.where(places == passed, sums, 0), 0)
                 total = mass + more + (top_k - count - above) * key_weights(low)
             if top_p < 1:
@@ -353,6 +225,92 @@ def _by_weight(shapes, peaks, totals, held, lists, room, borders, needs, counted
                 tl.store(told + row * PROBES + places, _probe_list(keys, size, low, step, True, KEYS))
 
 
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["owners", "chances"])
+def _draw(logits, stride, count, first, rank, ranks, rows, shapes, peaks, masses, blocks, borders, every, owners,
+          chances, told, RANKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
+          PDL: tl.constexpr):  # fmt: skip
+    """Store the token of one draw, as `sampling._draw`, if it is this rank's; else -1."""
+    wait_predecessor(PDL)
+    draw, others = tl.program_id(0), tl.arange(0, RANKS)
+    row = tl.load(owners + draw).to(tl.int32)
+    totals = tl.load(every + others * rows + row, mask=others < ranks, other=0)
+    goal = (tl.sum(totals, 0).to(tl.float64) * tl.load(chances + draw)).to(tl.int64)
+    goal -= tl.sum(tl.where(others < rank, totals, 0), 0)
+    token = -1
+    if (goal >= 0) & (goal < tl.sum(tl.where(others == rank, totals, 0), 0)):
+        temperature, min_p, _k, _p, cut = load_params(shapes, row)
+        lanes = tl.arange(0, BLOCKS)
+        parts = tl.load(masses + row * blocks + lanes, mask=lanes < blocks, other=0)
+        block = tl.minimum(tl.sum((tl.cumsum(parts, 0) <= goal).to(tl.int32), 0), blocks - 1)
+        goal -= tl.sum(tl.where(lanes < block, parts, 0), 0)
+        keys = load_keys(logits, stride, count, row, block, tl.load(peaks + row), temperature, min_p, BLOCK)
+        if CUT:
+            keys = tl.where(keys >= tl.load(borders + row, mask=cut, other=0), keys, 0)
+        sums = tl.cumsum(key_weights(keys), 0)
+        token = first + block * BLOCK + tl.minimum(tl.sum((sums <= goal).to(tl.int32), 0), BLOCK - 1)
+    tl.store(told + draw, token)
+
+
+@triton.jit(do_not_specialize=["draws"], do_not_specialize_on_alignment=["owners", "slots", "last", "tokens"])
+def _tell(every, ranks, draws, vocab, owners, slots, last, tokens, RANKS: tl.constexpr, PDL: tl.constexpr):
+    """Replace the greedy token by the token that a rank has drawn, if any; for the row's first draw in `last` too."""
+    wait_predecessor(PDL)
+    draw, rank = tl.program_id(0), tl.arange(0, RANKS)
+    token = tl.max(tl.load(every + rank * draws + draw, mask=rank < ranks, other=-1), 0)
+    token = tl.minimum(token, vocab - 1)
+    tl.store(tokens + draw, token, mask=token >= 0)
+    row, former = tl.load(owners + draw), tl.load(owners + draw - 1, mask=draw > 0, other=-1)
+    tl.store(last + tl.load(slots + row), token, mask=(token >= 0) & (former != row))
+
+
+def local_max(logits: Tensor, own: VocabShard, pdl: bool = False) -> Tensor:
+    """Return this rank's greatest logit of each row and its id, int32 [R, 2], for `merge_max`; logits [R, at least
+    own.count]."""
+    logits = logits[:, : max(own.count, 1)]
+    if not own.count:  # one token of the lowest logit
+        logits = torch.full_like(logits, -torch.inf)
+    rows = len(logits)
+    scratch = SamplingScratch.allocate(rows, logits.shape[1], logits.device, has_random=False)
+    local = torch.empty((rows, 2), dtype=torch.int32, device=logits.device)
+    options = launch_options(pdl)
+    chunks, lanes = find_peaks(logits, scratch, False, options)
+    _best[(rows,)](
+        scratch.peaks, scratch.peak_ids, chunks, own.first, local, LANES=lanes, num_warps=1, **options
+    )  # fmt: skip
+    return local
+
+
+def merge_max(
+    every: Tensor, vocab: int, slots: Tensor, last: Tensor, tokens: Tensor, faults: Tensor, pdl: bool = False
+) -> RowMax:
+    """Merge the ranks' results of `local_max` [ranks, R, 2]: write the greedy tokens, as sampling.greedy, and return
+    the greatest logits."""
+    ranks, rows, _ = every.shape
+    maxima = RowMax(
+        torch.empty(rows, dtype=torch.float32, device=every.device),
+        torch.empty(rows, dtype=torch.int32, device=every.device),
+    )
+    _merge[(rows,)](
+        every, ranks, rows, vocab, *maxima, slots, last, tokens, faults,
+        RANKS=triton.next_power_of_2(ranks), num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+    return maxima
+
+
+def weigh_tokens(logits: Tensor, own: VocabShard, shapes: Tensor, found: RowMax, pdl: bool = False) -> TokenWeights:
+    """Return the weights of this rank's tokens, relative to the greatest logits `found`. shapes [R, 4] float64 are the
+    params of sampling.sample; no row has top_k or top_p."""
+    rows, blocks = len(logits), max(triton.cdiv(own.count, BLOCK), 1)
+    _, each, early, _ = launch_config(rows)
+    options = launch_options(pdl and early)
+    masses = torch.empty((rows, blocks), dtype=torch.int64, device=logits.device)
+    weigh_blocks[(triton.cdiv(blocks, each), rows)](
+        logits, logits.stride(0), own.count, shapes, found.peaks, found.peak_ids, 1, blocks, each, masses, masses,
+        LANES=1, BLOCK=BLOCK, CUT=False, OCTAVES=1, num_warps=4, **options,
+    )  # fmt: skip
+    return TokenWeights(masses, sum_weights(masses, shapes, found, options))
+
+
 def find_thresholds(
     logits: Tensor,
     own: VocabShard,
@@ -361,7 +319,8 @@ def find_thresholds(
     gather: Callable[[Tensor], Tensor],
     pdl: bool = False,
 ) -> TokenWeights:
-    """As split_sampling.weigh, of rows that may have top_k and top_p. `gather`, an Exchange's, is called nine times."""
+    """Return the same as `weigh_tokens` for rows that may have top_k and top_p. `gather` returns a tensor of all ranks,
+    stacked in rank order; it is called nine times."""
     (rows, _), blocks, device = logits.shape, max(triton.cdiv(own.count, BLOCK), 1), logits.device
     _, each, early, _ = launch_config(rows)
     options = launch_options(pdl and early)
@@ -380,20 +339,60 @@ def find_thresholds(
     search = {"RANKS": lanes, "KEYS": SEARCH_KEYS, "num_warps": 8, **options}
     for before, step in pairwise((0, *PROBE_STEPS)):
         last = step == 1
-        told = torch.empty((rows, ROW_WORDS.value if last else PROBES.value), dtype=torch.int32, device=device)
+        local = torch.empty((rows, ROW_WORDS.value if last else PROBES.value), dtype=torch.int32, device=device)
         _by_count[(rows,)](
-            *state, every, ranks, rows, before, step, told, told.view(torch.int64), FIRST=not before, LAST=last,
+            *state, every, ranks, rows, before, step, local, local.view(torch.int64), FIRST=not before, LAST=last,
             **search,
         )  # fmt: skip
-        every = gather(told)
+        every = gather(local)
     counted, every = every, every.view(torch.int64)
     needs = torch.empty(rows, dtype=torch.int64, device=device)
     for before, step in pairwise((0, *PROBE_STEPS, 0)):
-        told = torch.empty((rows, PROBES.value), dtype=torch.int64, device=device)
+        local = torch.empty((rows, PROBES.value), dtype=torch.int64, device=device)
         _by_weight[(rows,)](
-            *state, needs, counted, every, ranks, rows, before, step, told, FIRST=not before, LAST=not step, **search
+            *state, needs, counted, every, ranks, rows, before, step, local, FIRST=not before, LAST=not step, **search
         )  # fmt: skip
         if step:
-            every = gather(told)
+            every = gather(local)
     weigh_kept[grid](*row, borders, masses, **tile)
     return TokenWeights(masses, sum_weights(masses, shapes, found, options), borders)
+
+
+def sum_weights(masses: Tensor, shapes: Tensor, found: RowMax, options: dict[str, bool]) -> Tensor:
+    """Return the row sums of masses [R, blocks], int64 [R]; 0 for rows that are not drawn at random."""
+    rows, blocks = masses.shape
+    totals = torch.empty(rows, dtype=torch.int64, device=masses.device)
+    _sum[(rows,)](
+        found.peaks, shapes, masses, blocks, totals, BLOCKS=triton.next_power_of_2(blocks), num_warps=1, **options
+    )
+    return totals
+
+
+def draw_local(
+    logits: Tensor, own: VocabShard, shapes: Tensor, owners: Tensor, chances: Tensor, found: RowMax,
+    kept: TokenWeights, every: Tensor, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return the tokens of the draws from rows owners [D] (ascending) that are this rank's, int32 [D]; -1 for others
+    and for rows that are not drawn at random. `every` [ranks, R] are the ranks' kept.row_weights; chances [D] float64
+    in [0, 1)."""
+    (ranks, rows), blocks = every.shape, kept.block_weights.shape[1]
+    drawn = torch.empty(len(owners), dtype=torch.int32, device=logits.device)
+    _draw[(len(owners),)](
+        logits, logits.stride(0), own.count, own.first, own.rank, ranks, rows, shapes, found.peaks,
+        kept.block_weights, blocks, kept.thresholds, every, owners, chances, drawn,
+        RANKS=triton.next_power_of_2(ranks), BLOCKS=triton.next_power_of_2(blocks), BLOCK=BLOCK,
+        CUT=kept.thresholds is not None, num_warps=4, **launch_options(pdl and launch_config(rows)[2]),
+    )  # fmt: skip
+    return drawn
+
+
+def merge_draws(
+    every: Tensor, vocab: int, owners: Tensor, slots: Tensor, last: Tensor, tokens: Tensor, pdl: bool = False
+) -> None:
+    """Merge the ranks' results of `draw_local` [ranks, D]: write the drawn tokens to tokens [D] and, for a row's first
+    draw, to last[slots]."""
+    ranks, draws = every.shape
+    _tell[(draws,)](
+        every, ranks, draws, vocab, owners, slots, last, tokens, RANKS=triton.next_power_of_2(ranks), num_warps=1,
+        **launch_options(pdl and launch_config(draws)[2]),
+    )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Memories that the papers compare with: a contiguous reservation for each sequence."""
+"""The memories to which the papers compare: a contiguous reservation for each sequence."""

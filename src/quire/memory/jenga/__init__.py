@@ -1,1 +1,1 @@
-"""Jenga: one pool of pages for unlike layers."""
+"""Jenga: one pool of pages for layers with pages of different sizes."""

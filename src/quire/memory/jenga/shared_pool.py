@@ -1,8 +1,8 @@
-"""One ledger for the memories of several models (Jenga §8: "serve multiple models"): each has some of its groups, and
-sees these as if they were all; what is empty, or cached and evicted first, is any model's.
+"""One pool of pages for the memories of several models (Jenga §8: "serve multiple models").
 
-A memory's calls are for whole plans of pages, `reserve` and then `take`; so the models take turns, in one thread.
-"""
+Each model has some of the pool's groups, and sees them as if they were all. Empty pages, and cached pages that are
+evicted first, are available to any model. A memory calls `reserve` and then `allocate` for a whole plan of pages; so
+the models take turns, in one thread."""
 
 from __future__ import annotations
 
@@ -16,45 +16,48 @@ from quire.protocol.kv_cache_config import KVCacheConfig
 
 
 class Holder(Protocol):
-    """The memory whose pages a part's are."""
+    """The memory that holds the pages of a view."""
 
     def count_refs(self) -> list[dict[int, int]]:
-        """How many tables name each page, a group."""
+        """Return for each group the number of tables that name each page."""
         ...
 
 
 class SharedPool:
-    """`page_pool` has the pages of all groups of these geometries, one after another; `prefix_tokens` of each model are
-    kept for registered prefixes."""
+    """A pool with the pages of all groups of these layouts, one after another.
+
+    Pages for prefix_tokens[i] tokens of model i are set aside for registered prefixes."""
 
     def __init__(
         self, page_pool: PagePool | TwoLevelPagePool, kv_configs: Sequence[KVCacheConfig], prefix_tokens: Sequence[int]
     ) -> None:
         self.page_pool = page_pool
-        self.page_bytes = [group.page_bytes for geometry in kv_configs for group in geometry.groups]
+        self.page_bytes = [group.page_bytes for kv_config in kv_configs for group in kv_config.groups]
         self.pinned_capacity = [
-            group.num_pages(tokens) for geometry, tokens in zip(kv_configs, prefix_tokens) for group in geometry.groups
+            group.num_pages(tokens)
+            for kv_config, tokens in zip(kv_configs, prefix_tokens)
+            for group in kv_config.groups
         ]
         self.views: list[PoolView] = []
-        for geometry in kv_configs:
-            self.views.append(PoolView(self, sum(len(part) for part in self.views), geometry))
+        for kv_config in kv_configs:
+            self.views.append(PoolView(self, sum(len(view) for view in self.views), kv_config))
 
 
 class PoolView:
-    """The groups of one model in a common ledger, with a ledger's interface (see Ledger) and groups counted from 0."""
+    """The groups of one model in a shared pool, numbered from 0, with the interface of PagePool."""
 
     def __init__(self, shared_pool: SharedPool, first: int, kv_config: KVCacheConfig) -> None:
         self.shared_pool, self.page_pool, self.kv_config = shared_pool, shared_pool.page_pool, kv_config
         self.group_range = range(first, first + len(kv_config.groups))
         self.model_index = len(shared_pool.views)
         self.index = self.page_pool.index[first : self.group_range.stop]
-        self.holder: Holder | None = None  # None: nothing is held, yet or any more
+        self.holder: Holder | None = None  # None before `bind` and after `close`
 
     def __len__(self) -> int:
         return len(self.group_range)
 
     def _widen(self, counts: Sequence[int]) -> list[int]:
-        """Counts of its groups as counts of all."""
+        """Return counts of its groups as counts of all groups."""
         wide = [0] * len(self.shared_pool.page_bytes)
         wide[self.group_range.start : self.group_range.stop] = counts
         return wide
@@ -67,10 +70,10 @@ class PoolView:
         )
 
     def _unique_owner(self, owner: int | None) -> int | None:
-        """Requests of several models have the same numbers."""
+        """Return an owner id that no other model uses: request ids are unique only within a model."""
         return None if owner is None else owner * len(self.shared_pool.views) + self.model_index
 
-    # Questions
+    # Queries
 
     def can_allocate(
         self,
@@ -80,104 +83,102 @@ class PoolView:
         margin: bool = False,
         assume_empty: bool = False,
     ) -> bool:
-        """As Ledger.affords. An idle memory still has what is kept for the other models' registered prefixes."""
+        """As PagePool.can_allocate. With `assume_empty` other models' registered prefixes keep their capacity."""
         wide = self._widen(needs)
         if assume_empty:
             wide = [
-                need if g in self.group_range else kept
-                for g, (need, kept) in enumerate(zip(wide, self.shared_pool.pinned_capacity))
+                need if g in self.group_range else capacity
+                for g, (need, capacity) in enumerate(zip(wide, self.shared_pool.pinned_capacity))
             ]
         return self.page_pool.can_allocate(
             wide, self._widen_hits(cached_hits), margin=margin, assume_empty=assume_empty
         )
 
     def reserve(self, needs: Sequence[int], cached_hits: CachedHits = NO_CACHED_HITS, *, margin: bool = False) -> bool:
-        """As Ledger.reserve."""
+        """As PagePool.reserve."""
         return self.page_pool.reserve(self._widen(needs), self._widen_hits(cached_hits), margin=margin)
 
     def find_cached_hits(self, pages: Iterable[tuple[int, int]]) -> CachedHits:
-        """As Ledger.resting."""
+        """As PagePool.find_cached_hits."""
         first = self.group_range.start
-        found = self.page_pool.find_cached_hits([(first + group, page) for group, page in pages])
-        return CachedHits(
-            found.num_pages[first : self.group_range.stop], found.num_large[first : self.group_range.stop]
-        )
+        hits = self.page_pool.find_cached_hits([(first + group, page) for group, page in pages])
+        return CachedHits(hits.num_pages[first : self.group_range.stop], hits.num_large[first : self.group_range.stop])
 
     def fits_within(self, needs: Sequence[int], limits: Sequence[int]) -> bool:
-        """As Ledger.within."""
+        """As PagePool.fits_within."""
         return self.page_pool.fits_within(self._widen(needs), self._widen(limits))
 
     def fragmentation_pages(self, group: int) -> int:
-        """As Ledger.edges."""
+        """As PagePool.fragmentation_pages."""
         return self.page_pool.fragmentation_pages(self.group_range[group])
 
     def find(self, group: int, key: bytes) -> int | None:
-        """As Ledger.find."""
+        """As PagePool.find."""
         return self.index[group].get(key)
 
     def ref_count(self, group: int, page: int) -> int:
-        """As Ledger.names."""
+        """As PagePool.ref_count."""
         return self.page_pool.ref_count(self.group_range[group], page)
 
     def is_shared(self, group: int, page: int) -> bool:
-        """As Ledger.is_shared."""
+        """As PagePool.is_shared."""
         return self.page_pool.is_shared(self.group_range[group], page)
 
     def is_empty(self, group: int, page: int) -> bool:
-        """As Ledger.is_empty."""
+        """As PagePool.is_empty."""
         return self.page_pool.is_empty(self.group_range[group], page)
 
     @property
     def used(self) -> list[int]:
-        """Pages of each of its groups that tables name."""
+        """For each of its groups the number of pages that tables name."""
         return self.page_pool.used[self.group_range.start : self.group_range.stop]
 
     @property
     def releases(self) -> int:
-        """The times that something came back, from any model: what one releases another may take."""
+        """The number of releases by any model: what one releases another may allocate."""
         return self.page_pool.releases
 
-    @releases.setter
-    def releases(self, times: int) -> None:
-        self.page_pool.releases = times
+    def count_release(self) -> None:
+        """As PagePool.count_release."""
+        self.page_pool.count_release()
 
     @property
     def evictions(self) -> int:
-        """Cached pages given out anew, of any model."""
+        """The number of evicted pages of any model."""
         return self.page_pool.evictions
 
     @property
     def num_cached(self) -> list[int]:
-        """As Ledger.cached_pages, of its groups."""
+        """As PagePool.num_cached, of its groups."""
         return self.page_pool.num_cached[self.group_range.start : self.group_range.stop]
 
     @property
     def total(self) -> int:
-        """As Ledger.total."""
+        """As PagePool.total."""
         return self.page_pool.total
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of its pages that tables name."""
+        """The bytes of its pages that tables name."""
         return sum(used * self.shared_pool.page_bytes[g] for g, used in zip(self.group_range, self.used))
 
     @property
     def other_used_bytes(self) -> int:
-        """Bytes of pages that the other models' tables name."""
-        return sum(part.used_bytes for part in self.shared_pool.views if part is not self)
+        """The bytes of pages that the other models' tables name."""
+        return sum(view.used_bytes for view in self.shared_pool.views if view is not self)
 
     def iter_cached(self, group: int) -> Iterator[int]:
-        """As Ledger.cached_of."""
+        """As PagePool.iter_cached."""
         return self.page_pool.iter_cached(self.group_range.start + group)
 
     def count_unused_bytes(self, sizes: Sequence[int]) -> UnusedBytes:
-        """As Ledger.space: cached pages and free ones are those of all models, as any may get them. What the others use
-        can't be had: that is external."""
+        """As PagePool.count_unused_bytes. Cached and free pages are those of all models, as any may get them; the pages
+        that other models use are external."""
         space = self.page_pool.count_unused_bytes(self.shared_pool.page_bytes)
         return space._replace(external=space.external + self.other_used_bytes)
 
     def get_stats(self) -> LargePageStats:
-        """As LargePages.counts, with its own groups' large pages."""
+        """As TwoLevelPagePool.get_stats, with the large pages of its own groups."""
         assert isinstance(self.page_pool, TwoLevelPagePool), "there are no large pages"
         counts, own = self.page_pool.get_stats(), slice(self.group_range.start, self.group_range.stop)
         return counts._replace(active=counts.active[own], reclaimable=counts.reclaimable[own])
@@ -185,59 +186,59 @@ class PoolView:
     # Changes
 
     def allocate_one(self, group: int, owner: int | None = None) -> int:
-        """As Ledger.take."""
+        """As PagePool.allocate_one."""
         return self.page_pool.allocate_one(self.group_range[group], self._unique_owner(owner))
 
     def allocate(self, group: int, count: int, owner: int | None = None) -> list[int]:
-        """As Ledger.take_all."""
+        """As PagePool.allocate."""
         return self.page_pool.allocate(self.group_range[group], count, self._unique_owner(owner))
 
     def incref(self, group: int, page: int, count: int = 1) -> None:
-        """As Ledger.share."""
+        """As PagePool.incref."""
         self.page_pool.incref(self.group_range[group], page, count)
 
     def incref_used(self, group: int, pages: Sequence[int]) -> None:
-        """As Ledger.share_all."""
+        """As PagePool.incref_used."""
         self.page_pool.incref_used(self.group_range[group], pages)
 
     def decref(self, group: int, pages: Sequence[int]) -> None:
-        """As Ledger.release."""
+        """As PagePool.decref."""
         self.page_pool.decref(self.group_range[group], pages)
 
     def decref_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        """As Ledger.release_all."""
+        """As PagePool.decref_tables."""
         wide: list[Sequence[int]] = [()] * len(self.shared_pool.page_bytes)
         wide[self.group_range.start : self.group_range.stop] = tables
         self.page_pool.decref_tables(wide)
 
     def remove_owner(self, owner: int) -> None:
-        """As Ledger.leave."""
-        mine = self._unique_owner(owner)
-        assert mine is not None, "a request has a number"
-        self.page_pool.remove_owner(mine)
+        """As PagePool.remove_owner."""
+        unique_owner = self._unique_owner(owner)
+        assert unique_owner is not None, "a request has a number"
+        self.page_pool.remove_owner(unique_owner)
 
     def publish(self, group: int, page: int, key: bytes) -> None:
-        """As Ledger.publish."""
+        """As PagePool.publish."""
         self.page_pool.publish(self.group_range[group], page, key)
 
     def track_evictions(self, group: int) -> list[bytes]:
-        """As Ledger.watch."""
+        """As PagePool.track_evictions."""
         return self.page_pool.track_evictions(self.group_range[group])
 
     def unpublish(self, group: int, page: int) -> None:
-        """As Ledger.withdraw."""
+        """As PagePool.unpublish."""
         self.page_pool.unpublish(self.group_range[group], page)
 
     def evict(self, group: int, page: int) -> None:
-        """As Ledger.evict."""
+        """As PagePool.evict."""
         self.page_pool.evict(self.group_range[group], page)
 
     def make_room(self, group: int) -> None:
-        """As Ledger.make_room."""
+        """As PagePool.make_room."""
         self.page_pool.make_room(self.group_range[group])
 
     def drop_cached(self) -> int:
-        """Empty every cached page of its own groups. Returns how many there were."""
+        """Empty every cached page of its own groups, and return their number."""
         cached = [
             (g, page)
             for g, index in enumerate(self.index)
@@ -248,8 +249,12 @@ class PoolView:
             self.evict(g, page)
         return len(cached)
 
+    def bind(self, holder: Holder) -> None:
+        """Record the memory that holds pages of this view."""
+        self.holder = holder
+
     def close(self) -> None:
-        """Its model is gone: what it held is the others'."""
+        """Release all pages of a model that is removed: others may use them."""
         if self.holder is not None:
             for group, counts in enumerate(self.holder.count_refs()):
                 for page, count in counts.items():
@@ -258,11 +263,11 @@ class PoolView:
             self.drop_cached()
 
     def check(self, expected_refs: Sequence[dict[int, int]]) -> None:
-        """As Ledger.check, of all models: `expected_refs` is what its own tables name."""
+        """As PagePool.check, for all models: `expected_refs` has the references of its own tables."""
         joint: list[dict[int, int]] = []
-        for part in self.shared_pool.views:
-            if part is self:
+        for view in self.shared_pool.views:
+            if view is self:
                 joint += expected_refs
             else:
-                joint += [{} for _ in part.group_range] if part.holder is None else part.holder.count_refs()
+                joint += [{} for _ in view.group_range] if view.holder is None else view.holder.count_refs()
         self.page_pool.check(joint)

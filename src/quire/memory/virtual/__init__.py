@@ -1,1 +1,1 @@
-"""vAttention: contiguous addresses, with physical pages mapped on demand."""
+"""vAttention: contiguous virtual addresses, with physical pages mapped on demand."""

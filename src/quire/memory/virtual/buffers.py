@@ -1,9 +1,9 @@
-"""How memory that is contiguous in addresses is cut: which layers share a buffer, what a token takes there, how many
-tokens a page holds, and how many addresses that needs. Integers only; no pages are given to anyone here.
+"""The layout of virtually contiguous memory: which layers share a buffer, the bytes of a token there, the tokens of a
+page, and the addresses that it needs.
 
-vAttention §5.1.1 has a buffer for each layer's keys and one for its values. Others hold several layers of a token, one
-behind another ("sliced"), so that a page of the same bytes holds fewer tokens, and fewer pages are mapped at once.
-"""
+vAttention §5.1.1 has one buffer for each layer's keys and one for its values. Other layouts ("sliced") hold several
+layers of a token one after another, so that a page of the same bytes holds fewer tokens, and fewer pages are mapped at
+once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from quire.errors import StartupError
 
-MAX_LAYERS = 4096  # of a buffer; a model has no more
+MAX_LAYERS = 4096  # of a buffer: more than any model has
 
 
 class LayerLocation(NamedTuple):
-    """Where a layer's keys or values are: in which buffer, and how many bytes behind the first of each token's."""
+    """The place of a layer's keys or values: a buffer, and the byte offset in each token's part of it."""
 
     buffer: int
     offset: int
@@ -25,14 +25,14 @@ class LayerLocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """The buffers of `layers` layers on one worker, alike in all: each holds the keys, or the values, of
-    `layers_per_buffer` layers. In it a token takes `stride` bytes; the last buffer's are filled in part if
-    `layers_per_buffer` doesn't divide `layers`.
+    """The buffers of `layers` layers on one worker.
+
+    Each holds the keys, or the values, of `layers_per_buffer` layers, and a token takes `stride` bytes of it. The last
+    buffers are filled in part if `layers_per_buffer` does not divide `layers`.
 
     A page of the memory is `num_buffers` pages of `buffer_page_bytes` bytes, one at the same place of every buffer, so
-    that they hold the same tokens. `run_tokens` tokens fill `run_pages` of them: 32 and 1, or 256 and 15, where a token
-    may lie in two.
-    """
+    that they hold the same tokens. `run_tokens` tokens fill `run_pages` pages: 32 and 1, or 256 and 15, where a token
+    may lie in two pages."""
 
     layers: int
     layer_bytes: int  # of a token's keys, or values, in one layer: heads x numbers of a head x bytes of a number
@@ -41,23 +41,22 @@ class BufferLayout:
 
     @property
     def num_buffers(self) -> int:
-        """Buffers: for each `layers_per_buffer` layers one of keys and one of values."""
+        """The number of buffers: for each `layers_per_buffer` layers one of keys and one of values."""
         return 2 * -(-self.layers // self.layers_per_buffer)
 
     @property
     def stride(self) -> int:
-        """Bytes from a token to the next in a buffer."""
+        """The bytes from a token to the next in a buffer."""
         return self.layers_per_buffer * self.layer_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values in all layers: `num_buffers * stride`, less what a last buffer leaves "
-        "empty."""
+        """The bytes of a token's keys and values in all layers, without the unused part of a last buffer."""
         return 2 * self.layers * self.layer_bytes
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page of the memory, in all buffers."""
+        """The bytes of a page of the memory, in all buffers."""
         return self.num_buffers * self.buffer_page_bytes
 
     @property
@@ -69,23 +68,23 @@ class BufferLayout:
         return self.stride // math.gcd(self.buffer_page_bytes, self.stride)
 
     def num_pages(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens, the last one perhaps in part."""
+        """Return the pages that hold `tokens` tokens; the last one may be partial."""
         return -(-tokens * self.stride // self.buffer_page_bytes)
 
     def slot_bytes(self, max_len: int) -> int:
-        """Bytes from a sequence to the next in a buffer: `max_len` tokens in whole pages, since pages are mapped."""
+        """Return the bytes from a slot to the next in a buffer: the whole pages of `max_len` tokens."""
         return self.num_pages(max_len) * self.buffer_page_bytes
 
     def buffer_bytes(self, slots: int, max_len: int) -> int:
-        """Addresses of one buffer with a place for each of `slots` sequences."""
+        """Return the bytes of addresses of one buffer with `slots` slots."""
         return slots * self.slot_bytes(max_len)
 
     def total_address_bytes(self, slots: int, max_len: int) -> int:
-        """Addresses of all buffers of a worker."""
+        """Return the bytes of addresses of all buffers of a worker."""
         return self.num_buffers * self.buffer_bytes(slots, max_len)
 
     def locate(self, layer: int, values: bool) -> LayerLocation:
-        """Keys and values of the same layers are in neighbouring buffers."""
+        """Return the place of a layer's keys or values; those of the same layers are in neighbouring buffers."""
         assert 0 <= layer < self.layers, f"layer {layer} of {self.layers}"
         return LayerLocation(
             2 * (layer // self.layers_per_buffer) + values, layer % self.layers_per_buffer * self.layer_bytes
@@ -93,8 +92,8 @@ class BufferLayout:
 
 
 def plan_buffers(layers: int, layer_bytes: int, page_bytes: int, layout: str) -> BufferLayout:
-    """`layout` is "layer" (a buffer for each), "sliced" (one for all) or "sliced:8" (for so many at most: of 12 layers
-    two buffers of six). StartupError for another one."""
+    """Return the buffers for a layout: "layer" (one layer each), "sliced" (all layers in one) or "sliced:8" (at most 8
+    layers each: two buffers of six for 12 layers). StartupError for any other."""
     assert min(layers, layer_bytes, page_bytes) > 0, f"{layers} layers of {layer_bytes} bytes in pages of {page_bytes}"
     buffers = -(-layers // _parse_layers_per_buffer(layout, layers))
     return BufferLayout(layers, layer_bytes, -(-layers // buffers), page_bytes)
@@ -115,16 +114,17 @@ def _parse_layers_per_buffer(layout: str, layers: int) -> int:
 
 
 class WorkerShape(NamedTuple):
-    """What one of several devices keeps: so many layers, and so many KV heads of each."""
+    """The part of a model on one of several devices: a number of layers, and of KV heads of each layer."""
 
     layers: int
     kv_heads: int
 
 
 def split_workers(layers: int, kv_heads: int, tensor: int = 1, pipeline: int = 1) -> list[WorkerShape]:
-    """The workers of a model whose heads are split `tensor` ways and whose layers `pipeline` ways: the first stages
-    have one layer more where they don't come out even. Workers beyond the heads keep one too, in common with others.
-    StartupError if heads can't be split so, or a stage would have no layer."""
+    """Return the parts of a model whose heads are split `tensor` ways and whose layers `pipeline` ways.
+
+    If layers do not divide evenly, the first stages have one layer more. If there are more workers than heads, several
+    share one. StartupError if heads cannot be split so, or a stage would have no layer."""
     if min(tensor, pipeline) < 1 or pipeline > layers:
         raise StartupError(
             f"{tensor} x {pipeline} workers can't share {layers} layers",
@@ -140,5 +140,5 @@ def split_workers(layers: int, kv_heads: int, tensor: int = 1, pipeline: int = 1
 
 
 def max_waste_bytes(buffers: list[BufferLayout]) -> int:
-    """Bytes that a sequence wastes at most on these workers: a page of each is mapped and still empty (§7.4)."""
+    """Return the most bytes that a sequence wastes: one mapped and empty page on each worker (§7.4)."""
     return sum(one.page_bytes for one in buffers)

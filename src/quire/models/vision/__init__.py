@@ -1,5 +1,5 @@
-"""Models' eyes: towers that turn tiles of pixels into features, and connectors that turn those into the rows that stand
-for a picture. Torch is imported only when an encoder is built.
+"""Vision encoders: towers that turn tiles of pixels into features, and connectors that turn features into the rows of
+an image. Torch is imported only when an encoder is built.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ ENCODERS = {
 
 
 class Encoder(Protocol):
-    """From pixels to rows, in three calls: `preprocess`, `encode` of all parts in any shares, `assemble`. Its weights
-    are filled as a model's are: by `weight_sources`, without `weight_prefixes`, less what is `ignored_weights`; then
-    `prepare`.
+    """From pixels to rows in three calls: `preprocess`, `encode` of all parts in any batches, `assemble`. Its weights
+    are loaded as a model's: `weight_sources`, `weight_prefixes` and `ignored_weights`, then `prepare`.
 
-    A share may be any parts, of many pictures too: what a part is encoded to depends on no other. But where an encoder
-    is `encodes_whole_image`, a picture is one part, all of its tiles, and a share is one picture.
+    A batch may have any parts, also of several images: a part's features don't depend on other parts. But if
+    `encodes_whole_image`, an image is one part of all its tiles, and a batch is one image.
     """
 
     tiling: ImageTiling
@@ -41,42 +40,42 @@ class Encoder(Protocol):
     weight_prefixes: tuple[str, ...]
 
     def preprocess(self, pixels: Tensor, grid: TileGrid) -> Tensor:
-        """A picture's pixels [tiles, side, side, 3] uint8 -> [parts, 3, side, side], or [1, tiles, 3, side, side] where
-        `encodes_whole_image`: normalised, in the model's dtype."""
+        """Normalise an image's pixels [tiles, side, side, 3] uint8: return [parts, 3, side, side], or if
+        `encodes_whole_image` [1, tiles, 3, side, side], in the model's dtype."""
         ...
 
     def encode(self, pixels: Tensor, grid: TileGrid | None = None) -> Tensor:
-        """Parts [n, ...], as opened -> features [n, tokens, width]. `grid`: of the picture, where "
-        "`encodes_whole_image`."""
+        """Return features [n, tokens, width] of preprocessed parts [n, ...]. `grid` is the image's; it is needed only
+        if `encodes_whole_image`."""
         ...
 
     def assemble(self, features: Tensor, grid: TileGrid) -> Tensor:
-        """Features of all parts of a picture, in order -> its rows [tiling.rows(grid), hidden]."""
+        """Return an image's rows [tiling.rows(grid), hidden] from the features of all its parts, in order."""
         ...
 
     def weight_sources(self) -> dict[str, WeightSource]:
-        """Our parameters -> the checkpoint's tensors, without their prefix. Ask before `prepare`."""
+        """Map parameter names to the checkpoint's tensors, without prefix. Call before `prepare`."""
         ...
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
+        """Regular expressions of tensors that a checkpoint may hold and that are not loaded."""
         ...
 
     def prepare(self, deterministic: bool = False) -> None:
-        """After loading, once."""
+        """Choose kernels and pack weights. Call once, after loading."""
         ...
 
 
 def build_encoder(settings: VisionSettings, dtype: torch.dtype, device: torch.device) -> Any:
-    """The Encoder (a torch module, its weights uninitialised) of these settings."""
+    """Return the Encoder for `settings`, a torch module with uninitialised weights."""
     module, _, name = ENCODERS[settings.kind].partition(":")
     return getattr(import_module(f"quire.models.vision.{module}"), name)(settings, dtype, device)
 
 
 def encode_image(encoder: Encoder, pixels: Tensor, grid: TileGrid, at_once: int) -> Tensor:
-    """The rows of a picture [rows, hidden], at most `at_once` of its parts encoded at a time."""
+    """Return the rows [rows, hidden] of an image, encoding at most `at_once` of its parts at a time."""
     import torch
 
-    shares = encoder.preprocess(pixels, grid).split(at_once)
-    return encoder.assemble(torch.cat([encoder.encode(share, grid) for share in shares]), grid)
+    batches = torch.split(encoder.preprocess(pixels, grid), at_once)
+    return encoder.assemble(torch.cat([encoder.encode(batch, grid) for batch in batches]), grid)

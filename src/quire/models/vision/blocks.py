@@ -1,10 +1,10 @@
-"""What vision towers are made of: patches as one product, blocks of attention that sees everything and an MLP, and the
-frame that all encoders share (opening pixels, loading).
-
-Towers know tiles and tokens; no text, no pages.
+"""The building blocks of vision encoders: the patch embedding, layers of bidirectional attention and MLP, the
+projector, and the base class of encoders.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,10 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
 
 
 class PatchEmbedding(nn.Module):
-    """pixels [n, 3, H, W] -> patches [n, side * side, hidden]: a convolution whose steps are as wide as its kernel.
-    What is left of a tile beside whole patches isn't seen."""
+    """pixels [n, 3, H, W] -> patches [n, side * side, hidden]: a convolution whose stride is its kernel's size, as one
+    product. Pixels beyond the last whole patch are ignored."""
+
+    __call__: Callable[..., Tensor]
 
     def __init__(self, s: TowerSettings, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -34,14 +36,17 @@ class PatchEmbedding(nn.Module):
         self.bias = empty_parameter(s.hidden, dtype=dtype, device=device) if bias else None
 
     def forward(self, pixels: Tensor) -> Tensor:
-        side, patch, seen = self.side, self.patch, self.side * self.patch
-        cut = pixels[:, :, :seen, :seen].reshape(-1, 3, side, patch, side, patch)
-        flat = cut.permute(0, 2, 4, 1, 3, 5).reshape(-1, side * side, 3 * patch * patch)
+        side, patch, used = self.side, self.patch, self.side * self.patch
+        patches = pixels[:, :, :used, :used].reshape(-1, 3, side, patch, side, patch)
+        flat = patches.permute(0, 2, 4, 1, 3, 5).reshape(-1, side * side, 3 * patch * patch)
         return F.linear(flat, self.weight.flatten(1), self.bias)
 
 
 class VisionAttention(nn.Module):
-    """Attention of all tokens of a batch's entry to all of them, but `apart` of its last ones don't see one another."""
+    """Attention of all tokens of an entry of the batch to each other, except that the last `num_padding` tokens don't
+    attend to one another."""
+
+    __call__: Callable[..., Tensor]
 
     def __init__(self, s: TowerSettings, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -53,22 +58,22 @@ class VisionAttention(nn.Module):
         self.k_norm = RMSNorm(s.hidden, s.norm_eps, dtype, device) if s.qk_norm else None
 
     def forward(self, x: Tensor, entries: int, num_padding: int = 0) -> Tensor:
-        """x [entries * tokens, hidden] -> what the heads find, of the same shape; `out` comes next."""
+        """Return the heads' outputs for x [entries * tokens, hidden], of the same shape, before `out`."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.view(entries, -1, self.heads, t.shape[-1] // self.heads).transpose(1, 2) for t in (q, k, v))
         if not num_padding:
             return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
-        first = q.shape[2] - num_padding
-        seeing = F.scaled_dot_product_attention(q[:, :, :first], k, v)
-        others = F.scaled_dot_product_attention(q[:, :, first:], k[:, :, :first], v[:, :, :first])
-        return torch.cat((seeing, others), dim=2).transpose(1, 2).reshape(x.shape)
+        real = q.shape[2] - num_padding
+        of_real = F.scaled_dot_product_attention(q[:, :, :real], k, v)
+        of_padding = F.scaled_dot_product_attention(q[:, :, real:], k[:, :, :real], v[:, :, :real])
+        return torch.cat((of_real, of_padding), dim=2).transpose(1, 2).reshape(x.shape)
 
 
 class VisionEncoderLayer(nn.Module):
-    """x += s1 attention(norm(x)), then x and what is to be added to it next, s2 mlp(norm(x)). Each sum is left to the
-    norm that follows. s1 and s2 are a number a column (InternViT), or gates' tanh (mllama's global layers), or none."""
+    """x += s1 attention(norm(x)); returns x and the next residual, s2 mlp(norm(x)). Each sum is left to the norm that
+    follows. s1 and s2 are vectors (InternViT), or the tanh of gates (mllama's global layers), or absent."""
 
     def __init__(self, s: TowerSettings, dtype: torch.dtype, device: torch.device, gated: bool = False) -> None:
         super().__init__()
@@ -83,8 +88,8 @@ class VisionEncoderLayer(nn.Module):
         self.mlp_scale = empty_parameter(size, dtype=dtype, device=device) if scaled else None
 
     def forward(self, x: Tensor, delta: Tensor | None, entries: int, num_padding: int = 0) -> tuple[Tensor, Tensor]:
-        found = self.attention.out(self.attention(self.attention_norm(x, delta), entries, num_padding))
-        inner = self.mlp(self.mlp_norm(x, self._scale(found, self.attention_scale)))
+        attended = self.attention.out(self.attention(self.attention_norm(x, delta), entries, num_padding))
+        inner = self.mlp(self.mlp_norm(x, self._scale(attended, self.attention_scale)))
         return x, self._scale(inner, self.mlp_scale)
 
     def _scale(self, delta: Tensor, scale: Tensor | None) -> Tensor:
@@ -93,8 +98,8 @@ class VisionEncoderLayer(nn.Module):
         return delta.mul_(scale.tanh() if self.gated else scale)
 
 
-def run_layers(layers: nn.ModuleList, x: Tensor) -> Tensor:
-    """x [n, tokens, hidden], which is used up, through blocks: the last one's output."""
+def run_layers(layers: Sequence[VisionEncoderLayer], x: Tensor) -> Tensor:
+    """Return the output of `layers` for x [n, tokens, hidden], which is overwritten."""
     flat, delta = x.flatten(0, 1), None
     for layer in layers:
         flat, delta = layer(flat, delta, len(x))
@@ -103,8 +108,10 @@ def run_layers(layers: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 class Projector(nn.Module):
-    """features [T, in] -> rows [T, width]: a product, an activation, a product; of so many rows at a time that what is
-    between them takes little."""
+    """features [T, in] -> rows [T, width]: two products with an activation between them, PROJECTOR_ROWS rows at a time
+    to bound the memory of the intermediate result."""
+
+    __call__: Callable[..., Tensor]
 
     def __init__(self, s: VisionSettings, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -114,14 +121,14 @@ class Projector(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = torch.empty(len(x), self.down.output_sizes[0], dtype=x.dtype, device=x.device)
-        for at in range(0, len(x), PROJECTOR_ROWS):
-            rows[at : at + PROJECTOR_ROWS] = self.down(self.act(self.up(x[at : at + PROJECTOR_ROWS])))
+        for start in range(0, len(x), PROJECTOR_ROWS):
+            rows[start : start + PROJECTOR_ROWS] = self.down(self.act(self.up(x[start : start + PROJECTOR_ROWS])))
         return rows
 
 
 def merge_patches(features: Tensor, merge: int) -> Tensor:
-    """features [n, side * side, h] -> [n, side / merge, side / merge, merge * merge * h]: squares of patches, side by
-    side in one row of numbers."""
+    """Concatenate the features of merge x merge patches: [n, side * side, h] -> [n, side / merge, side / merge,
+    merge * merge * h]."""
     tiles, patches, size = features.shape
     side = round(patches**0.5)
     squares = features.view(tiles, side // merge, merge, side // merge, merge, size).transpose(2, 3)
@@ -129,7 +136,7 @@ def merge_patches(features: Tensor, merge: int) -> Tensor:
 
 
 class VisionEncoder(nn.Module):
-    """What encoders have in common: how pixels are opened, and how they are prepared."""
+    """The base class of encoders: normalisation of pixels, and `prepare`."""
 
     encodes_whole_image = False
 
@@ -138,7 +145,7 @@ class VisionEncoder(nn.Module):
         self.settings, self.tiling, self.dtype = settings, settings.tiling, dtype
 
     def preprocess(self, pixels: Tensor, grid: TileGrid) -> Tensor:
-        """pixels [tiles, side, side, 3] uint8 -> [tiles, 3, side, side], normalised."""
+        """Normalise pixels [tiles, side, side, 3] uint8: return [tiles, 3, side, side]."""
         assert pixels.dtype == torch.uint8, "pixels are bytes"
         assert pixels.shape[1:] == (self.tiling.tile_size, self.tiling.tile_size, 3), (
             f"tiles of shape {list(pixels.shape)}"
@@ -151,5 +158,5 @@ class VisionEncoder(nn.Module):
         return pixels.float().mul_(normal.scale).sub_(mean).div_(std).permute(0, 3, 1, 2)
 
     def prepare(self, deterministic: bool = False) -> None:
-        """Call once, after loading."""
+        """Choose kernels and pack weights. Call once, after loading."""
         prepare_layers(self, deterministic)

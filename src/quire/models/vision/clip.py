@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from quire.layers.module_list import module_list
 from quire.layers.norm import LayerNorm
 from quire.models.vision.blocks import PatchEmbedding, VisionEncoderLayer, empty_parameter, run_layers
 from quire.models.vision.tower_settings import TowerSettings
@@ -34,13 +37,15 @@ WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
 class CLIPTower(nn.Module):
     """pixels [n, 3, H, W] -> features [n, patches, hidden]."""
 
+    __call__: Callable[..., Tensor]
+
     def __init__(self, s: TowerSettings, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.patches = PatchEmbedding(s, False, dtype, device)
         self.class_token = empty_parameter(s.hidden, dtype=dtype, device=device)
         self.positions = empty_parameter(s.patches + 1, s.hidden, dtype=dtype, device=device)
         self.norm = LayerNorm(s.hidden, s.norm_eps, dtype, device)
-        self.layers = nn.ModuleList(VisionEncoderLayer(s, dtype, device) for _ in range(s.layers))
+        self.layers = module_list(VisionEncoderLayer(s, dtype, device) for _ in range(s.layers))
 
     def forward(self, pixels: Tensor) -> Tensor:
         first = self.class_token.expand(len(pixels), 1, -1)
@@ -49,6 +54,6 @@ class CLIPTower(nn.Module):
 
 
 def unused_weights(s: TowerSettings) -> tuple[str, ...]:
-    """Tensors of what comes behind the layers that are run."""
+    """Return patterns of the tensors after the layers that are run."""
     layers = tuple(rf"encoder\.layers\.{layer}\..*" for layer in range(s.layers, s.checkpoint_layers))
     return (r"embeddings\.position_ids", *layers, *(() if s.final_norm else (r"post_layernorm\..*",)), r"head\..*")

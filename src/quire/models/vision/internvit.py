@@ -1,12 +1,15 @@
-"""InternViT (Chen et al., 2023): what each block adds is scaled by a number a column; queries and keys of the large one
-are normalised. Under transformers' names and those that were published with it.
+"""InternViT (Chen et al., 2023): residuals are scaled by a vector; queries and keys of the large model are normalised.
+With transformers' weight names and the original ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from quire.layers.module_list import module_list
 from quire.layers.norm import LayerNorm
 from quire.models.vision.blocks import PatchEmbedding, VisionEncoderLayer, empty_parameter, run_layers
 from quire.models.vision.tower_settings import TowerSettings
@@ -48,12 +51,14 @@ PUBLISHED_WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
 class InternViT(nn.Module):
     """pixels [n, 3, H, W] -> features [n, patches, hidden]."""
 
+    __call__: Callable[..., Tensor]
+
     def __init__(self, s: TowerSettings, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.patches = PatchEmbedding(s, True, dtype, device)
         self.class_token = empty_parameter(1, 1, s.hidden, dtype=dtype, device=device)
         self.positions = empty_parameter(1, s.patches + 1, s.hidden, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(VisionEncoderLayer(s, dtype, device) for _ in range(s.layers))
+        self.layers = module_list(VisionEncoderLayer(s, dtype, device) for _ in range(s.layers))
         self.norm = LayerNorm(s.hidden, s.norm_eps, dtype, device) if s.final_norm else None
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -64,6 +69,6 @@ class InternViT(nn.Module):
 
 
 def unused_weights(s: TowerSettings) -> tuple[str, ...]:
-    """Tensors of what comes behind the layers that are run."""
+    """Return patterns of the tensors after the layers that are run."""
     layers = "layers" if s.fused_qkv else "layer"
     return tuple(rf"encoder\.{layers}\.{layer}\..*" for layer in range(s.layers, s.checkpoint_layers))

@@ -1,5 +1,5 @@
-"""InternVL's eyes (Chen et al., 2024): InternViT, squares of patches merged into one (pixel shuffle), a norm, an MLP.
-Under transformers' names, and those of InternVLChatModel.
+"""InternVL's vision encoder (Chen et al., 2024): InternViT, squares of patches merged into one (pixel shuffle), a norm,
+an MLP. With transformers' weight names and those of InternVLChatModel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PUBLISHED_ENCODER_WEIGHT_NAMES = {
 
 
 class InternVL(VisionEncoder):
-    """Tiles line by line, the whole picture last."""
+    """The parts are an image's tiles, line by line, and last the whole image."""
 
     weight_prefixes = ("model.vision_tower.", "vision_tower.", "vision_model.", "model.")
 
@@ -49,12 +49,12 @@ class InternVL(VisionEncoder):
         return self.projector(self.norm(merge_patches(features, self.settings.merge).flatten(0, 2)))
 
     def weight_sources(self) -> dict[str, WeightSource]:
-        """Our parameters -> the checkpoint's tensors, without their prefix."""
+        """Map parameter names to the checkpoint's tensors, without prefix."""
         return expand_weight_names(
             self, PUBLISHED_ENCODER_WEIGHT_NAMES if self.settings.published_names else ENCODER_WEIGHT_NAMES
         )
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
+        """Regular expressions of tensors that a checkpoint may hold and that are not loaded."""
         return unused_weights(self.settings.tower)

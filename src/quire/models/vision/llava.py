@@ -1,5 +1,5 @@
-"""LLaVA-OneVision's eyes (Li et al., 2024): SigLIP over the whole picture and over its tiles, whose patches are put
-together, freed of padding, made fewer if there are many, and ended by a newline's row each.
+"""LLaVA-OneVision's vision encoder (Li et al., 2024): SigLIP over the whole image and over its tiles. The tiles'
+patches are joined, cropped of padding, downsampled if there are many, and each line is ended by a newline row.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.models.vision import clip
 from quire.models.vision.blocks import Projector, VisionEncoder, empty_parameter
+from quire.models.vision.clip import unused_weights
 from quire.models.vision.settings import VisionSettings
 from quire.models.vision.siglip import WEIGHT_NAMES, SigLIPTower
 from quire.models.weight_names import WeightSource, expand_weight_names
@@ -31,7 +31,7 @@ WEIGHT_PREFIXES = (
 
 
 class LlavaOneVision(VisionEncoder):
-    """The whole picture is part 0, its tiles follow line by line."""
+    """Part 0 is the whole image; the tiles follow line by line."""
 
     weight_prefixes = WEIGHT_PREFIXES
     tiling: AnyResTiling
@@ -53,24 +53,24 @@ class LlavaOneVision(VisionEncoder):
             return torch.cat((whole, self.newline[None]))
         canvas, (lines, length) = self._canvas(features[1:], grid), self.tiling.unpadded_grid(grid)
         if canvas.shape[:2] != (lines, length):
-            less = F.interpolate(canvas.permute(2, 0, 1)[None], (lines, length), mode="bilinear")
-            canvas = less[0].permute(1, 2, 0)
-        ended = torch.cat((canvas, self.newline.expand(lines, 1, len(self.newline))), dim=1)
-        return torch.cat((whole, ended.flatten(0, 1)))
+            resized = F.interpolate(canvas.permute(2, 0, 1)[None], (lines, length), mode="bilinear")
+            canvas = resized[0].permute(1, 2, 0)
+        with_newlines = torch.cat((canvas, self.newline.expand(lines, 1, len(self.newline))), dim=1)
+        return torch.cat((whole, with_newlines.flatten(0, 1)))
 
     def _canvas(self, features: Tensor, grid: TileGrid) -> Tensor:
-        """Rows of the grid's patches but for padding, in their lines: [lines, length, width]."""
+        """Return the rows of the grid's patches without padding, [lines, length, width]."""
         side, (above, left) = self.tiling.patches_per_side, self.tiling.patch_padding(grid)
         lines, length = grid.rows * side, grid.columns * side
-        placed = features.view(grid.rows, grid.columns, side, side, -1).transpose(1, 2).reshape(lines, length, -1)
-        placed = placed[above : lines - above, left : length - left]
-        return self.projector(placed.flatten(0, 1)).view(*placed.shape[:2], self.settings.hidden)
+        canvas = features.view(grid.rows, grid.columns, side, side, -1).transpose(1, 2).reshape(lines, length, -1)
+        canvas = canvas[above : lines - above, left : length - left]
+        return self.projector(canvas.flatten(0, 1)).view(*canvas.shape[:2], self.settings.hidden)
 
     def weight_sources(self) -> dict[str, WeightSource]:
-        """Our parameters -> the checkpoint's tensors, without their prefix."""
+        """Map parameter names to the checkpoint's tensors, without prefix."""
         return expand_weight_names(self, ENCODER_WEIGHT_NAMES)
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
-        return clip.unused_weights(self.settings.tower)
+        """Regular expressions of tensors that a checkpoint may hold and that are not loaded."""
+        return unused_weights(self.settings.tower)

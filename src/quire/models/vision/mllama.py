@@ -1,12 +1,15 @@
-"""Llama 3.2 Vision's eyes: all tiles of a picture in one tower of local and global layers, and a product behind it."""
+"""Llama 3.2 Vision's encoder: all tiles of an image in one tower of local and global layers, then a linear layer."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.layers.linear import Linear
+from quire.layers.module_list import module_list
 from quire.layers.norm import LayerNorm
 from quire.models.vision.blocks import PatchEmbedding, VisionEncoder, VisionEncoderLayer, empty_parameter
 from quire.models.vision.settings import VisionSettings
@@ -15,7 +18,7 @@ from quire.models.weight_names import WeightSource, expand_weight_names
 from quire.protocol.image_tiling import FittedCanvasTiling, TileGrid
 
 BOTH = ("weight", "bias")
-EPS = 1e-5  # of the norms before and behind the local layers, which is in no config
+EPS = 1e-5  # of the norms before and after the local layers; it is in no config
 
 
 def _layer_weight_names(ours: str, theirs: str) -> dict[str, str | tuple[str, ...]]:
@@ -54,13 +57,15 @@ ENCODER_WEIGHT_NAMES = {
 
 
 class MllamaTower(nn.Module):
-    """A picture's tiles -> features of their patches and class tokens.
+    """An image's tiles -> features of their patches and class tokens.
 
-    It was trained with pictures padded to `most_tiles` tiles and tiles to a multiple of 8 tokens, and with a mask that
-    keeps padding from padding only: what is real sees it too. So padding is computed; it stands behind the rest, and
-    attention is two calls without a mask. `taps` are layers whose inputs are given out, as they were in training
-    (transformers 5 gives out their outputs, one layer later).
+    It was trained with images padded to `max_tiles` tiles, tiles padded to a multiple of 8 tokens, and a mask only
+    between padding and padding: real tokens attend to padding. So padding is computed too. It is placed last, and
+    attention is two calls without a mask. The inputs of `intermediate_layers` are part of the output, as in training
+    (transformers 5 has their outputs, one layer later).
     """
+
+    __call__: Callable[..., Tensor]
 
     def __init__(self, s: TowerSettings, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -76,34 +81,34 @@ class MllamaTower(nn.Module):
         self.post_tile_positions_gate = empty_parameter(1, dtype=dtype, device=device)
         self.norm_pre = LayerNorm(h, EPS, dtype, device)
         self.norm_post = LayerNorm(h, EPS, dtype, device)
-        self.local_layers = nn.ModuleList(VisionEncoderLayer(s, dtype, device) for _ in range(s.layers))
-        self.global_layers = nn.ModuleList(
+        self.local_layers = module_list(VisionEncoderLayer(s, dtype, device) for _ in range(s.layers))
+        self.global_layers = module_list(
             VisionEncoderLayer(s, dtype, device, gated=True) for _ in range(s.global_layers)
         )
 
     def forward(self, pixels: Tensor, shape: int) -> Tensor:
-        """pixels [n, 3, H, W] of a picture whose grid has the number `shape` -> [n, patches + 1, out]."""
+        """Return features [n, patches + 1, out] of an image's tiles [n, 3, H, W]; `shape` is its grid's number."""
         tiles, tokens, hidden = self.s.max_tiles, self.s.tokens, self.s.hidden
         x, real = self._embed(pixels, shape), len(pixels) * (self.s.patches + 1)
         order = self._token_order(len(pixels), x.device)
-        flat, apart, taken = x.flatten(0, 1)[order], tiles * tokens - real, []
+        flat, padding, inputs = x.flatten(0, 1)[order], tiles * tokens - real, []
         delta: Tensor | None = None
         for number, layer in enumerate(self.local_layers):
             if number in self.s.intermediate_layers:
-                taken.append(flat[:real] if delta is None else flat[:real] + delta[:real])
-            flat, delta = layer(flat, delta, 1, apart)
+                inputs.append(flat[:real] if delta is None else flat[:real] + delta[:real])
+            flat, delta = layer(flat, delta, 1, padding)
         flat = self.norm_post(flat, delta)
-        behind = self.post_tile_positions[shape].view(tiles, hidden) * self.post_tile_positions_gate.tanh()
-        flat, delta = flat.add_(behind[order // tokens]), None
+        positions = self.post_tile_positions[shape].view(tiles, hidden) * self.post_tile_positions_gate.tanh()
+        flat, delta = flat.add_(positions[order // tokens]), None
         for layer in self.global_layers:
-            flat, delta = layer(flat, delta, 1, apart)
+            flat, delta = layer(flat, delta, 1, padding)
         assert delta is not None, "there are global layers"
         last = flat[:real] + delta[:real]
-        taps = [torch.stack(taken, dim=-1).flatten(1)] if taken else []
-        return torch.cat((last, *taps), dim=-1).view(len(pixels), self.s.patches + 1, -1)
+        intermediate = [torch.stack(inputs, dim=-1).flatten(1)] if inputs else []
+        return torch.cat((last, *intermediate), dim=-1).view(len(pixels), self.s.patches + 1, -1)
 
     def _embed(self, pixels: Tensor, shape: int) -> Tensor:
-        """[most_tiles, tokens, hidden], the picture's tiles first."""
+        """Return the embedded tokens [max_tiles, tokens, hidden], the image's tiles first."""
         tiles, hidden, count = self.s.max_tiles, self.s.hidden, self.s.patches + 1
         x = F.pad(self.patches(pixels), (0, 0, 0, 0, 0, tiles - len(pixels)))  # black tiles have patches of 0
         x.add_(self.pre_tile_positions[shape].view(tiles, 1, hidden) * self.pre_tile_positions_gate.tanh())
@@ -113,14 +118,14 @@ class MllamaTower(nn.Module):
         return F.pad(self.norm_pre(x), (0, 0, 0, self.s.tokens - count))
 
     def _token_order(self, tiles: int, device: torch.device) -> Tensor:
-        """Places of what is real in `tiles` tiles, then of all padding."""
-        place = torch.arange(self.s.max_tiles * self.s.tokens, device=device).view(self.s.max_tiles, -1)
+        """Return the indices of the real tokens of `tiles` tiles, then those of all padding."""
+        index = torch.arange(self.s.max_tiles * self.s.tokens, device=device).view(self.s.max_tiles, -1)
         count = self.s.patches + 1
-        return torch.cat((place[:tiles, :count].flatten(), place[:tiles, count:].flatten(), place[tiles:].flatten()))
+        return torch.cat((index[:tiles, :count].flatten(), index[:tiles, count:].flatten(), index[tiles:].flatten()))
 
 
 class MllamaVision(VisionEncoder):
-    """Rows are what the text's cross-attention layers attend to: of real tiles only, tile by tile."""
+    """The rows, of real tiles only, tile by tile, are for the text model's cross-attention layers."""
 
     encodes_whole_image = True
     weight_prefixes = ("model.vision_model.", "vision_model.", "model.")
@@ -137,8 +142,8 @@ class MllamaVision(VisionEncoder):
         return super().preprocess(pixels, grid)[None]
 
     def encode(self, pixels: Tensor, grid: TileGrid | None = None) -> Tensor:
-        """A picture [1, tiles, 3, side, side] and its grid -> [1, tiles * (patches + 1), out]."""
-        assert grid is not None, "the tower sees a whole picture"
+        """Return features [1, tiles * (patches + 1), out] of one image [1, tiles, 3, side, side]."""
+        assert grid is not None, "the tower encodes a whole image"
         return self.tower(pixels[0], self.tiling.aspect_ratio_id(grid)).flatten(0, 1)[None]
 
     def assemble(self, features: Tensor, grid: TileGrid) -> Tensor:
@@ -146,10 +151,10 @@ class MllamaVision(VisionEncoder):
         return self.projector(features[0])
 
     def weight_sources(self) -> dict[str, WeightSource]:
-        """Our parameters -> the checkpoint's tensors, without their prefix."""
+        """Map parameter names to the checkpoint's tensors, without prefix."""
         return expand_weight_names(self, ENCODER_WEIGHT_NAMES)
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
+        """Regular expressions of tensors that a checkpoint may hold and that are not loaded."""
         return ()

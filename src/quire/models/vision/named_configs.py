@@ -1,5 +1,5 @@
-"""The eyes of well-known models, as their config.json and preprocessor_config.json have them, which is what
-`VisionSettings.read` reads: for plans and runs with dummy weights. No torch.
+"""The vision encoders of well-known models, as in their config.json and preprocessor_config.json, for plans and runs
+with dummy weights. `VisionSettings.from_config` reads them. No torch.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ VISION_CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""What config.json says beside the text."""
+"""Keys of config.json other than the text model's."""
 
 PREPROCESSOR_CONFIGS: dict[str, dict[str, Any]] = {
     "llava-onevision-7b": {"resample": 3, "size": {"height": 384, "width": 384}, **HALF_COLOURS},
@@ -115,4 +115,4 @@ PREPROCESSOR_CONFIGS: dict[str, dict[str, Any]] = {
         **CLIP_COLOURS,
     },
 }
-"""What preprocessor_config.json says."""
+"""Keys of preprocessor_config.json."""

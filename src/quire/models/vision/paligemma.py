@@ -1,6 +1,6 @@
-"""PaliGemma's eyes (Beyer et al., 2024; Steiner et al., 2024): SigLIP over one tile, and a product.
+"""PaliGemma's vision encoder (Beyer et al., 2024; Steiner et al., 2024): SigLIP over one tile, then a linear layer.
 
-Rows take the place of embeddings that are scaled already: the text's factor is not for them.
+Rows replace embeddings after these have been scaled: the text model's factor doesn't apply to them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.layers.linear import Linear
-from quire.models.vision import clip
 from quire.models.vision.blocks import VisionEncoder
+from quire.models.vision.clip import unused_weights
 from quire.models.vision.llava import WEIGHT_PREFIXES
 from quire.models.vision.settings import VisionSettings
 from quire.models.vision.siglip import WEIGHT_NAMES, SigLIPTower
@@ -24,7 +24,7 @@ ENCODER_WEIGHT_NAMES = {
 
 
 class PaliGemma(VisionEncoder):
-    """A picture is one part."""
+    """An image is one part."""
 
     weight_prefixes = WEIGHT_PREFIXES
 
@@ -42,10 +42,10 @@ class PaliGemma(VisionEncoder):
         return self.projector(features.flatten(0, 1))
 
     def weight_sources(self) -> dict[str, WeightSource]:
-        """Our parameters -> the checkpoint's tensors, without their prefix."""
+        """Map parameter names to the checkpoint's tensors, without prefix."""
         return expand_weight_names(self, ENCODER_WEIGHT_NAMES)
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
-        return clip.unused_weights(self.settings.tower)
+        """Regular expressions of tensors that a checkpoint may hold and that are not loaded."""
+        return unused_weights(self.settings.tower)

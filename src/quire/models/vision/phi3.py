@@ -1,5 +1,5 @@
-"""Phi-3-Vision's eyes (Abdin et al., 2024): CLIP over tiles and over the whole picture, 2 x 2 patches in one row,
-learned rows at each line's end and between the two, and an MLP. Under the names of Phi3VForCausalLM.
+"""Phi-3-Vision's vision encoder (Abdin et al., 2024): CLIP over tiles and over the whole image, 2 x 2 patches merged,
+learned rows at the end of each line and between the two, and an MLP. With the weight names of Phi3VForCausalLM.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENCODER_WEIGHT_NAMES = {
 
 
 class Phi3Vision(VisionEncoder):
-    """The whole picture, which is made here of its tiles, is part 0; the tiles follow line by line."""
+    """Part 0 is the whole image, downsampled here from its tiles; the tiles follow line by line."""
 
     weight_prefixes = (
         "model.vision_embed_tokens.img_processor.vision_model.",
@@ -56,22 +56,22 @@ class Phi3Vision(VisionEncoder):
     def assemble(self, features: Tensor, grid: TileGrid) -> Tensor:
         """features [parts, patches, hidden] -> rows [rows, width]."""
         squares = merge_patches(features, 2)
-        half, wide = squares.shape[1], squares.shape[3]
-        tiles = squares[1:].view(grid.rows, grid.columns, half, half, wide).transpose(1, 2)
-        tiles = self._append_line_ends(tiles.reshape(grid.rows * half, grid.columns * half, wide))
+        half, width = squares.shape[1], squares.shape[3]
+        tiles = squares[1:].view(grid.rows, grid.columns, half, half, width).transpose(1, 2)
+        tiles = self._append_line_ends(tiles.reshape(grid.rows * half, grid.columns * half, width))
         whole = self._append_line_ends(squares[0])
-        ends = (whole, tiles) if self.settings.thumbnail_first else (tiles, whole)
-        return self.projector(torch.cat((ends[0], self.separator[0], ends[1])))
+        first, second = (whole, tiles) if self.settings.thumbnail_first else (tiles, whole)
+        return self.projector(torch.cat((first, self.separator[0], second)))
 
     def _append_line_ends(self, squares: Tensor) -> Tensor:
-        """[lines, columns, wide] -> [lines * (columns + 1), wide]."""
+        """[lines, columns, width] -> [lines * (columns + 1), width]."""
         return torch.cat((squares, self.line_end[0].expand(len(squares), 1, -1)), dim=1).flatten(0, 1)
 
     def weight_sources(self) -> dict[str, WeightSource]:
-        """Our parameters -> the checkpoint's tensors, without their prefix."""
+        """Map parameter names to the checkpoint's tensors, without prefix."""
         return expand_weight_names(self, ENCODER_WEIGHT_NAMES)
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may hold and that are not needed."""
+        """Regular expressions of tensors that a checkpoint may hold and that are not loaded."""
         return (*unused_weights(self.settings.tower), r"wte\..*")

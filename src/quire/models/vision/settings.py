@@ -1,5 +1,5 @@
-"""What the config.json of a model that reads pictures says of its eyes: the tower, the connector behind it, the tiles;
-and the arithmetic on it (parameters, activations). No torch. Defaults are transformers'.
+"""Settings of a vision encoder, read from config.json and preprocessor_config.json: the tower, the connector after it,
+the tiling; and derived sizes (parameters, activations). No torch. Defaults are transformers'.
 """
 
 from __future__ import annotations
@@ -22,12 +22,36 @@ from quire.protocol.image_tiling import (
 )
 from quire.protocol.model_spec import VisionSpec
 
+PROJECTOR_ROWS = 4096  # rows that a connector with two products computes at a time
+MAX_TILES = 64
+MAX_SIZES = 256
+ENCODER_COST_FACTOR = 2  # time per operation of a tower, relative to a prompt's: on an H200 1.1 to 2.3
+LLAVA_TOWER = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "patch_size": 14,
+    "image_size": 384,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 16,
+}
+PALIGEMMA_TOWER = {**LLAVA_TOWER, "image_size": 224, "num_hidden_layers": 27, "intermediate_size": 4096}
+CLIP_LARGE = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "patch_size": 14,
+    "image_size": 336,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+}
+PHI3_IMAGE_TOKEN = 32_044
+"""<|image|> in Phi-3-Vision's vocabulary."""
+
 RGB = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Normalization:
-    """A byte x of a colour becomes (x * scale - mean) / std."""
+    """A byte x of a colour channel becomes (x * scale - mean) / std."""
 
     mean: RGB
     std: RGB
@@ -39,37 +63,12 @@ IMAGENET_NORMAL = Normalization((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALF_NORMAL = Normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
-def read_normalization(preprocessor: ConfigReader, default: Normalization) -> Normalization:
-    """StartupError for steps that are left out, and for numbers that can't be meant."""
-    for name in ("do_rescale", "do_normalize"):
-        preprocessor.require_value(name, True)
-    mean, std = _read_rgb(preprocessor, "image_mean", default.mean), _read_rgb(preprocessor, "image_std", default.std)
-    if min(std) <= 0:
-        raise StartupError(f"image_std of {preprocessor.source} is {short_repr(list(std))}", "Each must be above 0")
-    return Normalization(mean, std, preprocessor.get_float("rescale_factor", default.scale))
-
-
-def _read_rgb(preprocessor: ConfigReader, name: str, default: RGB) -> RGB:
-    found = preprocessor.config.get(name)
-    if found is None:
-        return default
-    if not isinstance(found, list) or len(found) != 3 or not all(type(x) in (int, float) and -9 < x < 9 for x in found):
-        raise StartupError(f"{name} of {preprocessor.source} is {short_repr(found)}", "It must be three numbers")
-    return float(found[0]), float(found[1]), float(found[2])
-
-
-PROJECTOR_ROWS = 4096  # rows that a connector with two products makes at a time
-MAX_TILES = 64
-MAX_SIZES = 256
-ENCODER_COST_FACTOR = 2  # times as long as a prompt's operations those of a tower take: on an H200 1.1 to 2.3
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSettings:
     """Tower and connector. `kind` is the connector's; rows have `hidden` numbers. `merge` x `merge` patches become one
-    row. `published_names` checkpoints have other names than transformers'. With `thumbnail_first` (Phi-3) the whole
-    picture's rows stand before its tiles'. `image_token_id` is the id that stands for a row in the text, where
-    config.json tells it."""
+    row. `published_names`: checkpoints have the original weight names, not transformers'. `thumbnail_first` (Phi-3):
+    the whole image's rows precede its tiles'. `image_token_id` is the placeholder token of a row, if config.json has
+    it."""
 
     kind: str
     tower: TowerSettings
@@ -85,31 +84,31 @@ class VisionSettings:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], preprocessor: dict[str, Any] | None = None) -> Self:
-        """From config.json and preprocessor_config.json. StartupError for a value that is missing, wrong or not
-        supported, and for a model without eyes."""
+        """Read config.json and preprocessor_config.json. Raise StartupError for a value that is missing, wrong or not
+        supported, and for a model without a vision encoder."""
         name = (config.get("architectures") or [""])[0]
         if name not in SETTINGS_READERS:
             raise StartupError(
-                f"the architecture {short_repr(name)} reads no pictures",
-                f"Those that do: {', '.join(SETTINGS_READERS)}",
+                f"the architecture {short_repr(name)} has no vision encoder",
+                f"Architectures with one: {', '.join(SETTINGS_READERS)}",
             )
-        fields, said = ConfigReader(config), ConfigReader(preprocessor or {}, "preprocessor_config.json")
-        read = SETTINGS_READERS[name](fields, said)
-        settings = cls(**read)
-        tile = preprocessor_tile(said)
+        fields = ConfigReader(config)
+        preprocessor_fields = ConfigReader(preprocessor or {}, "preprocessor_config.json")
+        settings = cls(**SETTINGS_READERS[name](fields, preprocessor_fields))
+        tile = preprocessor_tile(preprocessor_fields)
         if tile is not None and tile != settings.tiling.tile_size:
-            cause = f"preprocessor_config.json makes tiles of {tile} pixels, the tower sees {settings.tiling.tile_size}"
+            cause = f"preprocessor_config.json makes tiles of {tile} pixels, the tower has {settings.tiling.tile_size}"
             raise StartupError(cause, "Both files must be of one model")
         return settings
 
     @property
     def bidirectional(self) -> bool:
-        """Whether the tokens of a prompt attend to one another both ways."""
+        """Return True if the tokens of a prompt attend to each other in both directions."""
         return self.kind == "paligemma"
 
     @property
     def uses_cross_attention(self) -> bool:
-        """Whether layers of their own attend to the rows, which then stand nowhere in the text."""
+        """Return True if cross-attention layers attend to the rows, which are then not part of the text's sequence."""
         return self.kind == "mllama"
 
     @property
@@ -118,48 +117,48 @@ class VisionSettings:
 
     @property
     def connector_in(self) -> int:
-        """Numbers of what the connector reads for one row."""
+        """Return the number of inputs of the connector for one row."""
         return self.tower.out_features * self.merge**2
 
     @property
     def parameters(self) -> int:
-        """Weights of tower and connector."""
-        wide, out = self.connector_in, self.hidden
-        linear = wide * out + self.bias * out
+        """Return the number of parameters of tower and connector."""
+        width, out = self.connector_in, self.hidden
+        linear = width * out + self.bias * out
         second = out * out + self.bias * out
         connector = {
             "llava": linear + second + out,
-            "internvl": 2 * wide + linear + second,
-            "phi3": linear + second + 2 * wide,
+            "internvl": 2 * width + linear + second,
+            "phi3": linear + second + 2 * width,
             "paligemma": linear,
             "mllama": linear,
         }
         return self.tower.parameters + connector[self.kind]
 
     def activation_bytes(self, parts: int, itemsize: int) -> int:
-        """Bytes at most, beside its pixels as bytes, while the largest picture is normalised; while `parts` parts of it
-        are encoded and the features of all the others are there; and while they are joined."""
+        """Return the peak bytes of encoding the largest image, beside its pixels as bytes: the maximum over normalising
+        it, encoding `parts` parts with the features of all others in memory, and joining the features."""
         at_once, tiles = (self.tower.max_tiles,) * 2 if self.uses_cross_attention else (parts, self.tiling.max_parts)
-        pixels, kept = tiles * 3 * self.tower.image_size**2, tiles * self.tower.patches
-        rows = kept // self.merge**2
+        pixels, patches = tiles * 3 * self.tower.image_size**2, tiles * self.tower.patches
+        rows = patches // self.merge**2
         projected = rows * (2 * self.connector_in + self.hidden) + 2 * min(rows, PROJECTOR_ROWS) * self.hidden
         joined = max(projected, (rows + 3 * min(rows, self.max_rows)) * self.hidden)
-        numbers = kept * self.tower.out_features + max(at_once * self.tower.activations_per_tile, joined)
+        numbers = patches * self.tower.out_features + max(at_once * self.tower.activations_per_tile, joined)
         return pixels * itemsize + max(4 * pixels, numbers * itemsize)
 
     def part_bytes(self, itemsize: int) -> int:
-        """Bytes of a part while its picture is encoded: opened, its features, and rows."""
+        """Return the bytes of a part while its image is encoded: its normalised pixels, features and rows."""
         tiles = self.tower.max_tiles
-        kept = self.tower.patches * (self.tower.out_features + self.hidden) + 3 * self.tower.image_size**2
-        return tiles * kept * itemsize
+        numbers = self.tower.patches * (self.tower.out_features + self.hidden) + 3 * self.tower.image_size**2
+        return tiles * numbers * itemsize
 
     def partial_image_bytes(self, itemsize: int) -> int:
-        """Bytes of the largest picture, opened, of which parts are left for another step."""
+        """Return the bytes of the normalised pixels of the largest image while parts of it wait for another step."""
         parts = self.tiling.max_parts
         return 0 if self.uses_cross_attention or parts == 1 else parts * 3 * self.tower.image_size**2 * itemsize
 
     def spec(self, text: int) -> VisionSpec:
-        """What a memory needs to know, beside a text of so many parameters."""
+        """Return the VisionSpec, for a text model of `text` parameters."""
         at_once = min(MAX_IMAGE_PARTS, self.tiling.max_parts)
         products, attention = self.tower.operations
         return VisionSpec(
@@ -221,7 +220,7 @@ def _internvl_published(fields: ConfigReader, preprocessor: ConfigReader) -> dic
     tower = read_tower(vision, INTERN, _feature_layer(fields, "select_layer", -1), published=True)
     tile = fields.get_int("force_image_size", tower.image_size)
     if tile != tower.image_size:
-        raise StartupError(f"force_image_size is {tile}, the tower sees {tower.image_size}", "They must be the same")
+        raise StartupError(f"force_image_size is {tile}, the tower has {tower.image_size}", "They must be the same")
     if fields.get_str("ps_version", "v1") != "v2":
         raise StartupError("ps_version in config.json is not v2", "Only InternVL 1.5 and later ones are supported")
     merge = _merge(fields, tower.patches_per_side)
@@ -250,7 +249,7 @@ def _internvl_published(fields: ConfigReader, preprocessor: ConfigReader) -> dic
 
 
 def _phi3(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
-    """Phi-3-Vision's tower is CLIP-L/14-336 and has no section of its own, unless img_processor holds one."""
+    """Phi-3-Vision's tower is CLIP-L/14-336; config.json has no section for it, unless in img_processor."""
     processor = ConfigReader(fields.get_object("img_processor"), "img_processor of config.json")
     layer = ConfigReader(fields.get_object("embd_layer"), "embd_layer of config.json")
     processor.require_value("name", "clip_vision_model")
@@ -264,7 +263,9 @@ def _phi3(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
     vision = ConfigReader({**CLIP_LARGE, **processor.get_object("vision_config")}, "img_processor of config.json")
     tower = read_tower(vision, CLIP, _feature_layer(processor, "layer_idx", -2))
     if processor.get_int("image_dim_out", tower.hidden) != tower.hidden:
-        raise StartupError(f"image_dim_out is {processor.config['image_dim_out']}, the tower's {tower.hidden}")
+        raise StartupError(
+            f"image_dim_out is {processor.config['image_dim_out']}, and the tower's hidden size is {tower.hidden}"
+        )
     if tower.patches_per_side % 2:
         raise StartupError(f"{tower.patches_per_side} x {tower.patches_per_side} patches a tile can't be merged 2 x 2")
     most = preprocessor.get_int("num_crops", 16, maximum=MAX_TILES)
@@ -285,9 +286,9 @@ def _paligemma(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, An
     vision = ConfigReader({**PALIGEMMA_TOWER, **fields.get_object("vision_config")}, "vision_config of config.json")
     tower = read_tower(vision, SIGLIP, None)
     width = _text_section(fields).get_int("hidden_size", 2048)
-    made = vision.get_int("projection_dim", fields.get_int("projection_dim", width))
-    if made != width:
-        raise StartupError(f"projection_dim is {made}, the text's hidden_size {width}", "They must be the same")
+    projection = vision.get_int("projection_dim", fields.get_int("projection_dim", width))
+    if projection != width:
+        raise StartupError(f"projection_dim is {projection}, the text's hidden_size {width}", "They must be the same")
     return {
         "kind": "paligemma",
         "tower": tower,
@@ -302,7 +303,7 @@ def _mllama(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
     tower = read_tower(_section(fields, "vision_config"), MLLAMA, None)
     tiles = preprocessor.get_int("max_image_tiles", tower.max_tiles)
     if tiles > tower.max_tiles:
-        raise StartupError(f"max_image_tiles is {tiles}, the tower sees {tower.max_tiles} at most")
+        raise StartupError(f"max_image_tiles is {tiles}, the tower has {tower.max_tiles} at most")
     return {
         "kind": "mllama",
         "tower": tower,
@@ -321,29 +322,29 @@ SETTINGS_READERS: dict[str, Callable[[ConfigReader, ConfigReader], dict[str, Any
     "PaliGemmaForConditionalGeneration": _paligemma,
     "MllamaForConditionalGeneration": _mllama,
 }
-LLAVA_TOWER = {
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "patch_size": 14,
-    "image_size": 384,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 16,
-}
-PALIGEMMA_TOWER = {**LLAVA_TOWER, "image_size": 224, "num_hidden_layers": 27, "intermediate_size": 4096}
-CLIP_LARGE = {
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "patch_size": 14,
-    "image_size": 336,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-}
-PHI3_IMAGE_TOKEN = 32_044
-"""<|image|> in Phi-3-Vision's vocabulary."""
+
+
+def read_normalization(preprocessor: ConfigReader, default: Normalization) -> Normalization:
+    """Read the normalization of pixels. Raise StartupError for a config without it, and for invalid numbers."""
+    for name in ("do_rescale", "do_normalize"):
+        preprocessor.require_value(name, True)
+    mean, std = _read_rgb(preprocessor, "image_mean", default.mean), _read_rgb(preprocessor, "image_std", default.std)
+    if min(std) <= 0:
+        raise StartupError(f"image_std of {preprocessor.source} is {short_repr(list(std))}", "Each must be above 0")
+    return Normalization(mean, std, preprocessor.get_float("rescale_factor", default.scale))
+
+
+def _read_rgb(preprocessor: ConfigReader, name: str, default: RGB) -> RGB:
+    rgb = preprocessor.config.get(name)
+    if rgb is None:
+        return default
+    if not isinstance(rgb, list) or len(rgb) != 3 or not all(type(x) in (int, float) and -9 < x < 9 for x in rgb):
+        raise StartupError(f"{name} of {preprocessor.source} is {short_repr(rgb)}", "It must be three numbers")
+    return float(rgb[0]), float(rgb[1]), float(rgb[2])
 
 
 def preprocessor_tile(preprocessor: ConfigReader) -> int | None:
-    """The side of a tile that preprocessor_config.json names, if it does."""
+    """Return the side of a tile in preprocessor_config.json, if it has one."""
     size = preprocessor.config.get("size")
     if isinstance(size, dict):
         side = ConfigReader(size, "size of preprocessor_config.json")
@@ -367,7 +368,7 @@ def _text_section(fields: ConfigReader) -> ConfigReader:
 
 
 def _feature_layer(fields: ConfigReader, name: str, default: int) -> int:
-    """A layer, counted from the end: -1 is the last one's output."""
+    """Return the layer whose output is used, counted from the end: -1 is the last one."""
     value = fields.config.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value not in (-1, -2):
@@ -384,34 +385,34 @@ def _activation(fields: ConfigReader, name: str) -> str:
 
 def _check_tile_range(least: int, most: int) -> int:
     if least > most:
-        raise StartupError(f"a picture is cut into {least} tiles at least, but {most} at most")
+        raise StartupError(f"the minimum of an image's tiles, {least}, is above the maximum, {most}")
     return least
 
 
 def _merge(fields: ConfigReader, side: int) -> int:
-    """Patches a side that become one row: 2 for a downsample_ratio of a half."""
+    """Return the side of the squares of patches that become one row: 2 for a downsample_ratio of a half."""
     ratio = fields.get_float("downsample_ratio", 0.5)
     merge = round(1 / ratio) if 1 / MAX_TILES <= ratio <= 1 else 0
     if merge < 1 or abs(merge * ratio - 1) > 1e-9 or side % merge:
         raise StartupError(
             f"downsample_ratio in {fields.source} is {short_repr(ratio)} for {side} x {side} patches a tile",
-            "It must be one part of a whole number that divides them",
+            "It must be 1 / n, where n is an integer that divides them",
         )
     return merge
 
 
 def _grid_sizes(fields: ConfigReader, tile: int) -> tuple[tuple[int, int], ...]:
-    """image_grid_pinpoints: heights and widths, in whole tiles."""
-    found = fields.config.get("image_grid_pinpoints")
-    if found is None:
-        found = [[rows * tile, columns * tile] for rows in range(1, 7) for columns in range(1, 7)]
-    if not isinstance(found, list) or not 1 <= len(found) <= MAX_SIZES:
-        raise StartupError(f"image_grid_pinpoints is {short_repr(found)}", f"It must list 1 to {MAX_SIZES} sizes")
-    for size in found:
+    """Return image_grid_pinpoints: (height, width) in pixels, whole tiles."""
+    sizes = fields.config.get("image_grid_pinpoints")
+    if sizes is None:
+        sizes = [[rows * tile, columns * tile] for rows in range(1, 7) for columns in range(1, 7)]
+    if not isinstance(sizes, list) or not 1 <= len(sizes) <= MAX_SIZES:
+        raise StartupError(f"image_grid_pinpoints is {short_repr(sizes)}", f"It must list 1 to {MAX_SIZES} sizes")
+    for size in sizes:
         whole = (
             isinstance(size, list) and len(size) == 2 and all(type(x) is int and x > 0 and not x % tile for x in size)
         )
         if not whole or size[0] * size[1] > MAX_TILES * tile**2:
             limit = f"Each must be a height and a width in whole tiles of {tile} pixels, {MAX_TILES} tiles at most"
             raise StartupError(f"image_grid_pinpoints has {short_repr(size)}", limit)
-    return tuple((size[0], size[1]) for size in found)
+    return tuple((size[0], size[1]) for size in sizes)

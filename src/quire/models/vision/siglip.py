@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from quire.layers.module_list import module_list
 from quire.layers.norm import LayerNorm
 from quire.models.vision.blocks import PatchEmbedding, VisionEncoderLayer, empty_parameter, run_layers
 from quire.models.vision.clip import LAYER_WEIGHT_NAMES
@@ -21,13 +24,15 @@ WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
 
 
 class SigLIPTower(nn.Module):
-    """pixels [n, 3, H, W] -> features [n, patches, hidden], behind the final norm if the settings say so."""
+    """pixels [n, 3, H, W] -> features [n, patches, hidden], after the final norm if `final_norm`."""
+
+    __call__: Callable[..., Tensor]
 
     def __init__(self, s: TowerSettings, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.patches = PatchEmbedding(s, True, dtype, device)
         self.positions = empty_parameter(s.patches, s.hidden, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(VisionEncoderLayer(s, dtype, device) for _ in range(s.layers))
+        self.layers = module_list(VisionEncoderLayer(s, dtype, device) for _ in range(s.layers))
         self.norm = LayerNorm(s.hidden, s.norm_eps, dtype, device) if s.final_norm else None
 
     def forward(self, pixels: Tensor) -> Tensor:

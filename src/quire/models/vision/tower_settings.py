@@ -1,4 +1,4 @@
-"""What a config.json says of a vision tower: one reader for the four kinds there are. No torch."""
+"""Settings of a vision tower, read from config.json: one reader for the four kinds of towers. No torch."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerSettings:
-    """`layers` are run, of those `checkpoint_layers` in the checkpoint; `final_norm` is put behind the last.
-    `image_size` pixels a side are `patches_per_side` patches of `patch_size` pixels. Of Llama 3.2 Vision's:
-    `global_layers`, `intermediate_layers` (the layers whose inputs are given out too) and the tiles of a picture, all
-    of which it sees at once."""
+    """The first `layers` of the `checkpoint_layers` are run; with `final_norm` a norm follows. A tile has `image_size`
+    pixels a side, `patches_per_side` patches of `patch_size` pixels. Only Llama 3.2 Vision has `global_layers`,
+    `intermediate_layers` (layers whose inputs are part of the output) and `max_tiles`: it encodes all tiles of an image
+    at once."""
 
     kind: str
     hidden: int
@@ -61,31 +61,31 @@ class TowerSettings:
 
     @property
     def num_grid_shapes(self) -> int:
-        """Of Llama 3.2 Vision: grids of tiles that a picture can have."""
+        """Return the number of grids of tiles that an image can have (Llama 3.2 Vision)."""
         return sum(self.max_tiles // rows for rows in range(1, self.max_tiles + 1))
 
     @property
     def tokens(self) -> int:
-        """What a tile is within the tower: its patches, a class token (not SigLIP), and what rounds mllama's up."""
+        """Return the tokens of a tile: patches, a class token (not SigLIP), padding to a multiple of 8 (mllama)."""
         count = self.patches + (self.kind != SIGLIP)
         return -(-count // 8) * 8 if self.kind == MLLAMA else count
 
     @property
     def out_features(self) -> int:
-        """Numbers that the tower gives for each patch."""
+        """Return the number of features of a patch in the tower's output."""
         return self.hidden * (1 + len(self.intermediate_layers))
 
     @property
     def activations_per_tile(self) -> int:
-        """Numbers that are there at once, at most, for each tile that is encoded: the stream, what was added to it last
-        and what is to be next, its norm, the MLP's result and twice its inside (once on a GPU), or queries, keys and
-        values with what attention finds; and its patches, cut."""
+        """Return the peak number of activations per encoded tile: the residual stream, two residuals, the norm's
+        output, the MLP's output and twice its hidden activations (once on a GPU), or queries, keys, values and the
+        attention's output; and the pixels as patches."""
         block = max(5 * self.hidden + 2 * self.intermediate, 8 * self.hidden)
         return self.tokens * (block + len(self.intermediate_layers) * self.hidden) + 3 * self.image_size**2
 
     @property
     def operations(self) -> tuple[int, int]:
-        """Of a part: those of products with all weights, and those of attention among all that is seen at once."""
+        """Return the operations of a part: those of products with weights, and those of attention."""
         tokens, layers = self.tokens * self.max_tiles, self.layers + self.global_layers
         return 2 * self.parameters * self.patches * self.max_tiles, 4 * layers * self.hidden * tokens**2
 
@@ -112,16 +112,15 @@ def read_tower(
     defaults: dict[str, Any] | None = None,
     published: bool = False,
 ) -> TowerSettings:
-    """A section of a config.json. `feature_layer`: -1 for the last layer's output, -2 for the one before; None for the
-    last one's behind the final norm. StartupError for what is missing, wrong or not supported."""
+    """Read a tower's section of config.json. `feature_layer`: -1 for the last layer's output, -2 for the one before;
+    None for the last one's after the final norm. Raise StartupError for a value that is missing, wrong or not
+    supported."""
     usual = {**DEFAULTS[kind], **(defaults or {})}
     fields.require_value("num_channels", 3)
     heads_name = "attention_heads" if kind == MLLAMA else "num_attention_heads"
     hidden, heads = fields.get_int("hidden_size", usual["hidden_size"]), fields.get_int(heads_name, usual[heads_name])
-    image, patch = (
-        _read_side(fields, "image_size", usual["image_size"]),
-        _read_side(fields, "patch_size", usual["patch_size"]),
-    )
+    image = _read_side(fields, "image_size", usual["image_size"])
+    patch = _read_side(fields, "patch_size", usual["patch_size"])
     stored = fields.get_int("num_hidden_layers", usual["num_hidden_layers"], maximum=MAX_LAYERS)
     layers = stored + 1 + (-1 if feature_layer is None else feature_layer)
     activation = fields.get_str("hidden_act", usual["hidden_act"])
@@ -131,7 +130,7 @@ def read_tower(
         cause = f"{fields.source}: tiles of {image} pixels in patches of {patch}"
         raise StartupError(cause, f"A tile has {MAX_IMAGE} pixels a side and {MAX_PATCHES} patches at most")
     if layers < 1:
-        raise StartupError(f"{fields.source}: of {stored} layers none is left before the one whose output is read")
+        raise StartupError(f"{fields.source}: {stored} layers are too few for the feature layer {feature_layer}")
     if activation not in ACTIVATIONS:
         raise StartupError(
             f"hidden_act {short_repr(activation)} in {fields.source}", f"Supported: {', '.join(ACTIVATIONS)}"
@@ -158,7 +157,7 @@ def read_tower(
 
 
 def _read_intern(fields: ConfigReader, published: bool, feature: int | None) -> dict[str, Any]:
-    """transformers' names of the options, or those of the config that was published with the weights."""
+    """Read InternViT's options by transformers' names, or by those of the original config (`published`)."""
     names = ("qkv_bias", "qk_normalization", "rms_norm") if published else ("attention_bias", "use_qk_norm", "rms_norm")
     norm = fields.get_str("norm_type", "rms_norm" if published else "layer_norm")
     if norm not in ("layer_norm", "rms_norm"):
@@ -176,29 +175,30 @@ def _read_intern(fields: ConfigReader, published: bool, feature: int | None) -> 
 
 def _read_mllama(fields: ConfigReader, layers: int, hidden: int) -> dict[str, Any]:
     tiles = fields.get_int("max_num_tiles", 4, maximum=16)
-    taps = fields.config.get("intermediate_layers_indices")
-    taps = [3, 7, 15, 23, 30] if taps is None else taps
-    if not isinstance(taps, list) or not all(type(tap) is int and 0 <= tap < layers for tap in taps):
+    indices = fields.config.get("intermediate_layers_indices")
+    indices = [3, 7, 15, 23, 30] if indices is None else indices
+    if not isinstance(indices, list) or not all(type(index) is int and 0 <= index < layers for index in indices):
         raise StartupError(
-            f"intermediate_layers_indices in {fields.source} is {short_repr(taps)}", f"Layers are 0 to {layers - 1}"
+            f"intermediate_layers_indices in {fields.source} is {short_repr(indices)}", f"Layers are 0 to {layers - 1}"
         )
-    if taps != sorted(set(taps)):
-        raise StartupError(f"intermediate_layers_indices in {fields.source} is {short_repr(taps)}", "It must ascend")
+    if indices != sorted(set(indices)):
+        raise StartupError(f"intermediate_layers_indices in {fields.source} is {short_repr(indices)}", "It must ascend")
     ratios = [[rows, columns] for rows in range(1, tiles + 1) for columns in range(1, tiles // rows + 1)]
     fields.require_value("supported_aspect_ratios", ratios)
-    made = fields.get_int("vision_output_dim", hidden * (1 + len(taps)))
-    if made != hidden * (1 + len(taps)):
-        raise StartupError(f"vision_output_dim is {made}, but {1 + len(taps)} times {hidden} numbers are made")
+    outputs = 1 + len(indices)
+    output_dim = fields.get_int("vision_output_dim", hidden * outputs)
+    if output_dim != hidden * outputs:
+        raise StartupError(f"vision_output_dim is {output_dim}, but the tower's output is {outputs} times {hidden}")
     return {
         "qkv_bias": False,
         "global_layers": fields.get_int("num_global_layers", 8, maximum=MAX_LAYERS),
-        "intermediate_layers": tuple(taps),
+        "intermediate_layers": tuple(indices),
         "max_tiles": tiles,
     }
 
 
 def _read_side(fields: ConfigReader, name: str, default: int) -> int:
-    """Pixels a side: a number, or a list of two equal ones."""
+    """Return the pixels of a side: a number, or a list of two equal numbers."""
     value = fields.config.get(name)
     if isinstance(value, list | tuple):
         if len(value) != 2 or value[0] != value[1]:

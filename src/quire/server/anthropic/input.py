@@ -1,7 +1,7 @@
-"""The body of /v1/messages, and what it is as a chat: Anthropic's names as the chat's. What its messages say is read by
-message_blocks.
+"""The body of /v1/messages, and its translation to a chat request: content blocks become messages, fields get the
+chat's names.
 
-Nothing here reaches the engine: a ChatRequest comes out, which the chat's own path checks and answers.
+Nothing here reaches the engine. The ChatRequest is checked and answered like any other.
 """
 
 from __future__ import annotations
@@ -31,9 +31,25 @@ MESSAGE_SCHEMA = {
 MESSAGES_SCHEMA = {"type": "array", "items": MESSAGE_SCHEMA, "minItems": 1, "maxItems": MAX_MESSAGES}
 TOOL_CHOICES = {"auto": "auto", "any": "required", "tool": "", "none": "none"}
 THINKING_TYPES = ("enabled", "adaptive", "disabled")
-THINKING_VARIABLES = ("enable_thinking", "thinking")  # what templates call it
-# Anthropic's fields that would change what is answered.
-UNSUPPORTED_FIELDS = ("container", "mcp_servers")
+THINKING_VARIABLES = ("enable_thinking", "thinking")  # names in chat templates
+UNSUPPORTED_FIELDS = ("container", "mcp_servers")  # Anthropic's fields that would change the answer
+ROLES = ("user", "assistant", "system")
+# Types of blocks by role, and the fields that are used of each type.
+BLOCK_TYPES = {
+    "system": ("text",),
+    "user": ("text", "image", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "tool_result": ("text", "image"),
+}
+BLOCK_FIELDS = {
+    "text": ("text",),
+    "image": ("source",),
+    "tool_result": ("tool_use_id", "content", "is_error"),
+    "tool_use": ("id", "name", "input"),
+    "thinking": ("thinking", "signature"),
+    "redacted_thinking": ("data",),
+}
+ERROR_PREFIX = "Error: "  # before the text of a tool result with is_error
 NAMES = ClientNames(
     "/v1/messages",
     "messages",
@@ -50,7 +66,7 @@ NAMES = ClientNames(
 
 
 class CountTokensRequest(SharedChatFields):
-    """The body of /v1/messages/count_tokens: what says something of the prompt."""
+    """The body of /v1/messages/count_tokens: the fields that affect the prompt."""
 
     messages: Annotated[Any, WithJsonSchema(MESSAGES_SCHEMA)]
     system: Annotated[Any, WithJsonSchema(SYSTEM_SCHEMA)] = None
@@ -63,7 +79,7 @@ class CountTokensRequest(SharedChatFields):
 
 
 class MessageRequest(CountTokensRequest):
-    """The body of /v1/messages: Anthropic's fields, and those of chats that have no other name here."""
+    """The body of /v1/messages: Anthropic's fields, and fields of chats that have no other name here."""
 
     max_tokens: Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
     stop_sequences: Strings | None = ranged_field(maxItems=MAX_STOPS)
@@ -71,8 +87,8 @@ class MessageRequest(CountTokensRequest):
 
 
 class TranslatedMessages:
-    """A request as a chat. `variables`: those that the model's template reads. `has_reasoning`: its thoughts are "
-    "known."""
+    """A request translated to a chat request. `variables` are those of the model's chat template. `has_reasoning`: the
+    model's reasoning format is known."""
 
     def __init__(self, body: CountTokensRequest, variables: Collection[str], has_reasoning: bool) -> None:
         extra = body.model_extra or {}
@@ -81,7 +97,7 @@ class TranslatedMessages:
         reader = MessageReader(body.system, body.messages)
         self._body, self._ignored = body, reader.ignored
         self.conversation: Conversation = reader.conversation
-        found = NAMES.check_fields(extra, type(body).model_fields, UNSUPPORTED_FIELDS)
+        unknown = NAMES.check_fields(extra, type(body).model_fields, UNSUPPORTED_FIELDS)
         if body.cache_control is not None:
             self._ignored["cache_control"] = True
         given = (
@@ -94,14 +110,14 @@ class TranslatedMessages:
             given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
         else:
             given |= {"max_tokens": 1}
-        if self.conversation.last().get("role") == "assistant":  # the answer goes on with it
+        if self.conversation.last().get("role") == "assistant":  # the answer continues it
             given |= {"continue_final_message": True}
         self.chat_request = ChatRequest.model_construct(
-            messages=self.conversation.messages, **given, **(found | self._ignored)
+            messages=self.conversation.messages, **given, **(unknown | self._ignored)
         )
 
     def _output_fields(self) -> Json:
-        """output_config, and what its format was called before."""
+        """Return the chat's fields for output_config. output_format is the older name of output_config.format."""
         config = dict(self._body.output_config or {})
         form, effort = config.pop("format", None), config.pop("effort", None)
         self._ignored |= {f"output_config.{name}": True for name, value in config.items() if value is not None}
@@ -121,7 +137,8 @@ class TranslatedMessages:
         return {"type": "json_schema", "json_schema": {**schema, "strict": True}}
 
     def _thinking_fields(self, variables: Collection[str], has_reasoning: bool) -> Json:
-        """`thinking`: the template's switch, a budget, and whether thoughts are returned."""
+        """Return the chat's fields for `thinking`: the template's variables, a budget, and whether reasoning is
+        returned."""
         given, body = self._body.thinking, self._body
         if given is None:
             return {}
@@ -131,9 +148,9 @@ class TranslatedMessages:
                 f"thinking.type must be one of {', '.join(THINKING_TYPES)}, got {short_repr(kind)}", "thinking"
             )
         switches = {name: kind != "disabled" for name in THINKING_VARIABLES if kind != "adaptive" and name in variables}
-        found: Json = {"chat_template_kwargs": {**switches, **(body.chat_template_kwargs or {})}}
+        chat_fields: Json = {"chat_template_kwargs": {**switches, **(body.chat_template_kwargs or {})}}
         if kind == "disabled" or given.get("display") == "omitted":
-            found["include_reasoning"] = False
+            chat_fields["include_reasoning"] = False
         budget = given.get("budget_tokens")
         if kind == "enabled":
             most = body.max_tokens - 1 if isinstance(body, MessageRequest) else 2**31 - 1
@@ -141,12 +158,12 @@ class TranslatedMessages:
                 limit = f"a number from 1 to {most}, less than max_tokens" if most < 2**31 - 1 else "a number from 1 on"
                 raise InputError(f"thinking.budget_tokens must be {limit}, got {short_repr(budget)}", "thinking")
             if has_reasoning:
-                found["thinking_token_budget"] = budget
-            else:  # clients ask any model for thoughts: one that has none keeps any budget
+                chat_fields["thinking_token_budget"] = budget
+            else:  # clients send budgets to any model; without reasoning there is nothing to limit
                 self._ignored["thinking"] = True
         known = ("type", "display", *(("budget_tokens",) if kind == "enabled" else ()))
         self._ignored |= {f"thinking.{name}": True for name in given if name not in known}
-        return found
+        return chat_fields
 
     def _tool_fields(self) -> Json:
         tools = self._body.tools
@@ -155,28 +172,29 @@ class TranslatedMessages:
         if choice and (not isinstance(kind, str) or kind not in TOOL_CHOICES):
             form = '{"type": "auto"}, any, none, or {"type": "tool", "name": ...}'
             raise InputError(f"tool_choice must be {form}, got {short_repr(choice)}", "tool_choice")
-        alone = choice.get("disable_parallel_tool_use")
-        if alone is not None and type(alone) is not bool:
+        no_parallel = choice.get("disable_parallel_tool_use")
+        if no_parallel is not None and type(no_parallel) is not bool:
             raise InputError(
-                f"tool_choice.disable_parallel_tool_use must be true or false, got {short_repr(alone)}", "tool_choice"
+                f"tool_choice.disable_parallel_tool_use must be true or false, got {short_repr(no_parallel)}",
+                "tool_choice",
             )
-        wanted: Any = TOOL_CHOICES.get(kind or "")
+        chat_choice: Any = TOOL_CHOICES.get(kind or "")
         if kind == "tool":
             if not isinstance(choice.get("name"), str):
                 raise InputError(
                     f"tool_choice.name must be a string, got {short_repr(choice.get('name'))}", "tool_choice"
                 )
-            wanted = {"type": "function", "function": {"name": choice["name"]}}
+            chat_choice = {"type": "function", "function": {"name": choice["name"]}}
         return {
             "tools": None
             if tools is None
             else [self._to_chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools)],
-            "tool_choice": wanted,
-            "parallel_tool_calls": False if alone else None,
+            "tool_choice": chat_choice,
+            "parallel_tool_calls": False if no_parallel else None,
         }
 
     def _to_chat_tool(self, at: str, tool: Json) -> Json:
-        """A tool as chats have it, whose path checks what it is."""
+        """Return a tool in the chat's format. Its contents are checked there."""
         if tool.get("type") not in (None, "custom"):
             raise InputError(f"{at}.type is {short_repr(tool['type'])}; only 'custom' is supported", "tools")
         if not isinstance(tool.get("input_schema"), Mapping):
@@ -186,31 +204,13 @@ class TranslatedMessages:
         known = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
         ignored = {name for name in tool if name not in known and name != "type" and tool[name] is not None}
         self._ignored |= {name if name == "cache_control" else f"tools.{name}": True for name in ignored}
-        function = {ours: tool[name] for name, ours in known.items() if tool.get(name) is not None}
+        function = {chat_name: tool[name] for name, chat_name in known.items() if tool.get(name) is not None}
         return {"type": "function", "function": function}
 
 
-ROLES = ("user", "assistant", "system")
-# Kinds of blocks by who may have them, and what is read of each.
-BLOCK_TYPES = {
-    "system": ("text",),
-    "user": ("text", "image", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "tool_result": ("text", "image"),
-}
-BLOCK_FIELDS = {
-    "text": ("text",),
-    "image": ("source",),
-    "tool_result": ("tool_use_id", "content", "is_error"),
-    "tool_use": ("id", "name", "input"),
-    "thinking": ("thinking", "signature"),
-    "redacted_thinking": ("data",),
-}
-ERROR_PREFIX = "Error: "  # before the text of a result that is one
-
-
 class MessageReader:
-    """The conversation of a request. `ignored`: what nobody reads of its blocks."""
+    """Reads messages into a conversation. `ignored` holds the names of fields of messages and blocks that are not
+    used."""
 
     def __init__(self, system: Any, messages: Any) -> None:
         self.conversation, self.ignored = Conversation(), dict[str, bool]()
@@ -244,13 +244,13 @@ class MessageReader:
             self._add_parts([(place, {"type": "text", "text": block["text"]}) for place, block in blocks])
 
     def _read_blocks(self, at: str, content: Any, owner: str) -> list[tuple[str, Json]]:
-        """Blocks, checked, with their places."""
+        """Check the blocks of a message and return them with their paths."""
         param = at.partition("[")[0]
         if isinstance(content, str):
             return [(at, {"type": "text", "text": content})]
         if not isinstance(content, list):
             raise InputError(f"{at} must be a string or a list of blocks, got {short_repr(content)}", param)
-        found = []
+        blocks = []
         for i, block in enumerate(content):
             place = f"{at}[{i}]"
             kind = block.get("type") if isinstance(block, Mapping) else None
@@ -259,12 +259,12 @@ class MessageReader:
                 raise InputError(f"{place}.type is {short_repr(kind)}; {known} are supported for {owner}", param)
             self._ignore(kind, block, ("type", *BLOCK_FIELDS[kind]))
             for name in BLOCK_FIELDS[kind]:
-                wanted = Mapping if name in ("source", "input") else str
-                if name not in ("content", "is_error", "signature") and not isinstance(block.get(name), wanted):
-                    what = "a string" if wanted is str else "an object"
+                expected = Mapping if name in ("source", "input") else str
+                if name not in ("content", "is_error", "signature") and not isinstance(block.get(name), expected):
+                    what = "a string" if expected is str else "an object"
                     raise InputError(f"{place}.{name} must be {what}, got {short_repr(block.get(name))}", param)
-            found.append((place, block))
-        return found
+            blocks.append((place, block))
+        return blocks
 
     def _ignore(self, prefix: str, given: Json, known: tuple[str, ...]) -> None:
         for name, value in given.items():
@@ -272,24 +272,25 @@ class MessageReader:
                 self.ignored[name if name == "cache_control" else f"{prefix}.{name}"] = True
 
     def _add_parts(self, parts: list[tuple[str, Json]]) -> None:
-        """More of the last message."""
+        """Add parts to the last message."""
         last, at = self.conversation.last(), len(self.conversation.messages) - 1
         for place, part in parts:
             self.conversation.client_paths[f"messages[{at}].content[{len(last['content'])}]"] = place
             last["content"].append(part)
 
     def _add_user(self, at: str, blocks: list[tuple[str, Json]]) -> None:
-        """Results of tools are messages of their own, and their pictures those of the user after them."""
-        seen: list[tuple[str, Json]] = []
-        said: list[tuple[str, Json]] = []
+        """Add a user's blocks. Tool results become messages of their own; their images are added to the user's message
+        after them."""
+        result_images: list[tuple[str, Json]] = []
+        user_parts: list[tuple[str, Json]] = []
         for place, block in blocks:
             if block["type"] == "tool_result":
-                if said:
+                if user_parts:
                     raise InputError(f"{place} is a tool_result: these come before texts and images", "messages")
-                seen += self._add_result(place, block)
+                result_images += self._add_result(place, block)
             else:
-                said.append((place, self._to_chat_part(place, block)))
-        if parts := seen + said:
+                user_parts.append((place, self._to_chat_part(place, block)))
+        if parts := result_images + user_parts:
             if self.conversation.last().get("role") != "user":
                 self.conversation.append(at, {"role": "user", "content": []})
             self._add_parts(parts)
@@ -297,7 +298,7 @@ class MessageReader:
             raise InputError(f"{at}.content must have a block at least", "messages")
 
     def _add_result(self, at: str, block: Json) -> list[tuple[str, Json]]:
-        """A tool's result. Returns its pictures."""
+        """Add a message with a tool's result. Return its images."""
         failed = block.get("is_error")
         if failed is not None and type(failed) is not bool:
             raise InputError(f"{at}.is_error must be true or false, got {short_repr(failed)}", "messages")
@@ -309,7 +310,7 @@ class MessageReader:
         return [(place, self._to_chat_part(place, inner)) for place, inner in blocks if inner["type"] == "image"]
 
     def _to_chat_part(self, at: str, block: Json) -> Json:
-        """A text, or a picture as a data: URI."""
+        """Return a text part, or an image as a data: URI."""
         if block["type"] == "text":
             return {"type": "text", "text": block["text"]}
         source = block["source"]
@@ -324,7 +325,7 @@ class MessageReader:
         return {"type": "image_url", "image_url": {"url": f"data:{source['media_type']};base64,{source['data']}"}}
 
     def _add_assistant(self, at: str, blocks: list[tuple[str, Json]]) -> None:
-        """Thoughts that nobody here can read (redacted_thinking) are left out."""
+        """Add an assistant's blocks. redacted_thinking, which cannot be read here, is left out."""
         if self.conversation.last().get("role") != "assistant":
             self.conversation.append(at, {"role": "assistant", "content": []})
         message = self.conversation.last()

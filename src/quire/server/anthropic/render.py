@@ -1,5 +1,4 @@
-"""Outputs as Anthropic's messages: content blocks, the events that a stream says them with, and the message around
-them."""
+"""Render outputs as Anthropic's messages: content blocks, the events of a stream, and the message."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from quire.core.outputs import BranchOutput
 from quire.server.adapter import parse_partial_arguments
 from quire.server.errors import to_failure
 from quire.server.events import EmitEvent, EventRenderer, OutputItems, unfinished_error
-from quire.server.json_pieces import JsonPieces, TokenStrings
+from quire.server.json_pieces import JsonPieces, TokenStrings, WriterTurns
 from quire.server.message_parser import ParsedCall
 from quire.server.render import ChoicePieces
 from quire.server.request_models import ChatRequest
@@ -21,7 +20,7 @@ Json = dict[str, Any]
 
 
 class TextBlock:
-    """A text, said as it comes."""
+    """A block of text, and its events."""
 
     kind = "text"
 
@@ -31,16 +30,16 @@ class TextBlock:
         emit("content_block_start", index=index, content_block=self.item)
 
     def new_block(self) -> Json:
-        """The block, with nothing in it."""
+        """Return the block without content."""
         return {"type": "text", "text": ""}
 
     def add(self, text: str) -> None:
-        """More of it."""
+        """Append text."""
         self._texts.append(text)
         self._delta(f"{self.kind}_delta", **{self.kind: text})
 
     def end(self, status: str) -> None:
-        """There is no more."""
+        """End the block."""
         self.item[self.kind] = "".join(self._texts)
         self._emit("content_block_stop", index=self._index)
 
@@ -49,7 +48,7 @@ class TextBlock:
 
 
 class ThinkingBlock(TextBlock):
-    """What a model thought, in full. There is no signature: what comes back is taken as it is."""
+    """The full reasoning of the model. The signature is empty: reasoning that a client sends back is not verified."""
 
     kind = "thinking"
 
@@ -62,7 +61,7 @@ class ThinkingBlock(TextBlock):
 
 
 class ToolBlock(TextBlock):
-    """A call of a tool. Its arguments are said as JSON, and are an object in a whole message."""
+    """A tool call. Its arguments are JSON text in events, and an object in a whole message."""
 
     def __init__(self, index: int, emit: EmitEvent, call: ParsedCall) -> None:
         self._call = call
@@ -83,13 +82,13 @@ class ToolBlock(TextBlock):
 
 
 class MessageBlocks(OutputItems):
-    """The blocks of a message."""
+    """The content blocks of a message."""
 
     text_item, reasoning_item, call_item = TextBlock, ThinkingBlock, ToolBlock
 
 
 class MessageRenderer(EventRenderer):
-    """/v1/messages. Its first event waits for the first output, which says how much of the prompt was cached."""
+    """Renders /v1/messages. The first event waits for the first output, which has the number of cached tokens."""
 
     def __init__(
         self,
@@ -98,10 +97,11 @@ class MessageRenderer(EventRenderer):
         chat: ChatRequest,
         prepared: PreparedChat,
         token_strings: TokenStrings,
+        writer_turns: WriterTurns,
         max_tokens: int,
     ) -> None:
-        """`max_tokens`: max_tokens, of which the model's length may leave less."""
-        super().__init__(id, model, chat, prepared, token_strings, MessageBlocks(bool(chat.stream)))
+        """`max_tokens` is the request's. The model's context may leave room for fewer."""
+        super().__init__(id, model, chat, prepared, token_strings, writer_turns, MessageBlocks(bool(chat.stream)))
         self._max_tokens, self._has_started = max_tokens, False
         self.body = {
             "id": id, "type": "message", "role": "assistant", "model": model, "content": [], "stop_reason": None,
@@ -120,7 +120,7 @@ class MessageRenderer(EventRenderer):
         return []
 
     def failure_events(self, error: BaseException) -> JsonPieces:
-        """A stream that failed ends with an error."""
+        """Return the error event at the end of a stream that failed."""
         self._items.emit("error", error=to_failure(error).anthropic_body()["error"])
         return self._items.take_events()
 
@@ -129,24 +129,24 @@ class MessageRenderer(EventRenderer):
             raise unfinished_error(output)
         cut = output.finish_reason == "length"
         self._items.finish("incomplete" if cut else "completed")
-        told: Json = {"stop_reason": self._stop_reason(cut, output.stop_reason), "stop_sequence": None}
-        if told["stop_reason"] == "stop_sequence":
-            told["stop_sequence"] = output.stop_reason
+        end: Json = {"stop_reason": self._stop_reason(cut, output.stop_reason), "stop_sequence": None}
+        if end["stop_reason"] == "stop_sequence":
+            end["stop_sequence"] = output.stop_reason
         usage = self.usage_json()
-        self._items.emit("message_delta", delta=told, usage=usage)
+        self._items.emit("message_delta", delta=end, usage=usage)
         self._items.emit("message_stop")
-        self.body |= {"content": self._items.items(), **told, "usage": usage}
+        self.body |= {"content": self._items.items(), **end, "usage": usage}
 
     def _stop_reason(self, hit_length: bool, stop: int | str | None) -> str:
         if hit_length:
-            fits = sum(self.usage.completion_tokens.values()) >= self._max_tokens
-            return "max_tokens" if fits else "model_context_window_exceeded"
+            reached = sum(self.usage.completion_tokens.values()) >= self._max_tokens
+            return "max_tokens" if reached else "model_context_window_exceeded"
         if isinstance(stop, str):
             return "stop_sequence"
         return "tool_use" if self._parser.has_call else "end_turn"
 
     def usage_json(self) -> Json:
-        """Anthropic's usage object: what was cached isn't among the input's tokens."""
+        """Return Anthropic's usage object. Its input tokens do not include cached ones."""
         prompt, cached = sum(self.usage.prompt_lengths), sum(self.usage.cached_tokens.values())
         return {
             "input_tokens": prompt - cached,

@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's shape of a chat, which the chat's own path answers."""
+"""/v1/messages: Anthropic's form of a chat, which is answered as a chat request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MessageRoutes:
-    """The routes, over what `service` has."""
+    """The routes of /v1/messages."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -27,32 +27,26 @@ class MessageRoutes:
 
     async def create(self, body: MessageRequest, http: Request) -> Response:
         """Answer messages with one."""
-        service, asking = self.service, TranslatedMessages(body, self._variables, self._has_reasoning)
-        with NAMES.rename_errors(asking.conversation):
-            asked = await service.prepare_chat("msg", asking.chat_request)
-            id = asked.call.id.replace("-", "_")
+        service, translated = self.service, TranslatedMessages(body, self._variables, self._has_reasoning)
+        chat = translated.chat_request
+        with NAMES.rename_errors(translated.conversation):
+            prepared = await service.prepare_chat("msg", chat)
+            call, id = prepared.call, prepared.call.id.replace("-", "_")
             renderer = MessageRenderer(
-                id, service.model_names[0], asking.chat_request, asked, service.token_strings, body.max_tokens
-            )
-            headers = await service.submit(
-                asked.call,
-                renderer,
-                asking.chat_request,
-                [asked.prompt],
-                asked.params,
-                http,
-                NAMES.rename_warnings(asked.warnings),
-            )
+                id, service.model_names[0], chat, prepared, service.token_strings, service.writer_turns,
+                body.max_tokens,
+            )  # fmt: skip
+            warnings = NAMES.rename_warnings(prepared.warnings)
+            headers = await service.submit(call, renderer, chat, [prepared.prompt], prepared.params, http, warnings)
         if body.stream:
-            return TypedEventStream(asked.call, renderer, headers)
-        return await respond(asked.call, collect_answer(asked.call, renderer), headers, http.receive)
+            return TypedEventStream(call, renderer, headers)
+        return await respond(call, collect_answer(call, renderer), headers, http.receive)
 
     async def count(self, body: CountTokensRequest) -> Response:
-        """How many tokens the prompt of such messages has."""
-        asking = TranslatedMessages(body, self._variables, self._has_reasoning)
-        with NAMES.rename_errors(asking.conversation):
-            asked = await self.service.prepare_chat("msg", asking.chat_request)
-            headers = self.service.warning_headers(
-                asking.chat_request, [asked.prompt], NAMES.rename_warnings(asked.warnings)
-            )
-        return JSONResponse({"input_tokens": len(asked.prompt.ids)}, headers=headers)
+        """Return the number of tokens of the prompt for such messages."""
+        translated = TranslatedMessages(body, self._variables, self._has_reasoning)
+        with NAMES.rename_errors(translated.conversation):
+            prepared = await self.service.prepare_chat("msg", translated.chat_request)
+            warnings = NAMES.rename_warnings(prepared.warnings)
+            headers = self.service.warning_headers(translated.chat_request, [prepared.prompt], warnings)
+        return JSONResponse({"input_tokens": len(prepared.prompt.ids)}, headers=headers)

@@ -1,6 +1,6 @@
-"""The body of /v1/responses, and what it is as a chat: its items as messages, its names as the chat's.
+"""The body of /v1/responses, and its translation to a chat request: items become messages, fields get the chat's names.
 
-Nothing here reaches the engine: a ChatRequest comes out, which the chat's own path checks and answers.
+Nothing here reaches the engine. The ChatRequest is checked and answered like any other.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 ROLES = ("user", "assistant", "system", "developer")
 INCOMPLETE = "incomplete"  # the status of an item
 PARTS = ("input_text", "output_text", "refusal", "input_image")
-KNOWN_INCLUDES = ("reasoning.encrypted_content",)  # nothing is encrypted here, so there is none to include
-MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata: OpenAI's
-# OpenAI's fields that would change what is answered, or where it can be had.
+KNOWN_INCLUDES = ("reasoning.encrypted_content",)  # ignored: no content is encrypted here
+MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # OpenAI's limits of metadata
+# OpenAI's fields that would change the answer, or how it can be retrieved.
 UNSUPPORTED_FIELDS = frozenset({
     "background", "background_options", "context_management", "conversation", "max_tool_calls", "moderation", "prompt",
 })  # fmt: skip
@@ -36,7 +36,7 @@ CLIENT_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "max_co
 
 
 class ResponseRequest(SharedChatFields):
-    """The body of /v1/responses: OpenAI's fields, and those of chats that have no other name here."""
+    """The body of /v1/responses: OpenAI's fields, and fields of chats that have no other name here."""
 
     input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = None
     instructions: str | None = None
@@ -64,7 +64,7 @@ NAMES = ClientNames(
 
 
 def to_chat_request(body: ResponseRequest, conversation: Conversation) -> ChatRequest:
-    """The chat that the request is. InputError names a field that can't be had."""
+    """Return the chat request. Raise InputError for an unsupported field."""
     unknown = NAMES.check_fields(body.model_extra or {}, ResponseRequest.model_fields, UNSUPPORTED_FIELDS)
     _check_supported(body)
     given = body.chat_fields() | {"messages": conversation.messages, "max_completion_tokens": body.max_output_tokens}
@@ -80,7 +80,7 @@ def to_chat_request(body: ResponseRequest, conversation: Conversation) -> ChatRe
 
 
 def _check_supported(body: ResponseRequest) -> None:
-    """InputError for what isn't offered here."""
+    """Raise InputError for what is not supported here."""
     if body.truncation == "auto":
         raise InputError('truncation "auto" is not supported: what is too long is refused', "truncation")
     for name in body.include or ():
@@ -96,7 +96,8 @@ def _check_supported(body: ResponseRequest) -> None:
 
 
 def _unread_fields(body: ResponseRequest) -> Json:
-    """What nobody reads: the chat's path names it, or refuses it if the server is strict."""
+    """Return the fields that are not used. The chat route names them in a warning, or refuses them if the server is
+    strict."""
     text, reasoning, options = body.text or {}, body.reasoning or {}, body.stream_options
     unread = {f"text.{name}": value for name, value in text.items() if name != "format"}
     unread |= {f"reasoning.{name}": value for name, value in reasoning.items() if name != "effort"}
@@ -114,7 +115,7 @@ def _string(at: str, value: Any) -> str | None:
 
 
 def _to_chat_tool(at: str, tool: Json) -> Json:
-    """A tool as chats have it. Its name and parameters are checked there."""
+    """Return a tool in the chat's format. Its name and parameters are checked there."""
     kind = tool.get("type")
     if kind != "function":
         raise InputError(f"{at}.type is {short_repr(kind)}; only 'function' is supported", "tools")
@@ -133,7 +134,7 @@ def _to_chat_tool_choice(given: Any) -> Any:
 
 
 def _to_response_format(given: Any) -> Json | None:
-    """text.format as a response_format."""
+    """Return text.format as a response_format."""
     if given is None:
         return None
     if not isinstance(given, Mapping):
@@ -150,45 +151,45 @@ def _to_response_format(given: Any) -> Json | None:
 
 
 def input_items(body: ResponseRequest) -> list[Json]:
-    """The input as items. InputError if it is neither a string nor a list of objects."""
+    """Return the input as items. Raise InputError if it is neither a string nor a list of objects."""
     given = body.input
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
-        found = "nothing" if given is None else short_repr(given)
-        raise InputError(f"input must be a string or a list of items, got {found}", "input")
+        value = "nothing" if given is None else short_repr(given)
+        raise InputError(f"input must be a string or a list of items, got {value}", "input")
     if not 1 <= len(given) <= MAX_MESSAGES:
         raise InputError(f"input must have 1 to {MAX_MESSAGES} items, got {len(given)}", "input")
     return given
 
 
 def items_to_conversation(instructions: str | None, previous: Sequence[Json], items: Sequence[Json]) -> Conversation:
-    """The messages of a request: its instructions, the items of the responses before it, and its own."""
-    found = Conversation()
+    """Return the messages of a request: its instructions, the items of previous responses, and its own items."""
+    conversation = Conversation()
     if instructions is not None:
-        found.append("instructions", {"role": "system", "content": instructions})
-    reader = _ItemReader(found)
+        conversation.append("instructions", {"role": "system", "content": instructions})
+    reader = _ItemReader(conversation)
     for i, item in enumerate(previous):
         reader.add(f"previous_response_id: item {i}", item)
     for i, item in enumerate(items):
         reader.add(f"input[{i}]", item)
     reader.finish()
-    for message in found.messages:
+    for message in conversation.messages:
         if "reasoning_content" in message:
             message["reasoning_content"] = "".join(message["reasoning_content"])
-    return found
+    return conversation
 
 
 class _ItemReader:
-    """Adds items to a conversation. Calls that follow one another, and the text before them, are one message; what was
-    thought goes with the message after it, and pictures of calls' results with the user's message after these."""
+    """Adds items to a conversation. Consecutive calls and the text before them become one message. Reasoning is added
+    to the message after it. Images in the results of calls are added to the user's message after them."""
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation, self._reasoning_texts = conversation, list[str]()
-        self._result_images: list[tuple[str, Json]] = []  # pictures of results, with their places
+        self._result_images: list[tuple[str, Json]] = []  # images in results, with their paths
 
     def add(self, at: str, item: Json) -> None:
-        """The next item. `at` is what errors call it."""
+        """Add the next item. `at` is its path in errors."""
         kind = item.get("type", "message" if "role" in item else None)
         if not isinstance(kind, str) or kind not in ITEMS:
             raise InputError(f"{at}.type is {short_repr(kind)}; {', '.join(ITEMS)} are supported", "input")
@@ -200,7 +201,7 @@ class _ItemReader:
         adds[kind](at, item)
 
     def finish(self) -> None:
-        """There are no more."""
+        """Add what is left after the last item."""
         if self._result_images:
             self._conversation.append(
                 self._result_images[0][0], {"role": "user", "content": self._take_result_images()}
@@ -211,23 +212,23 @@ class _ItemReader:
             message["reasoning_content"] = self._reasoning_texts
         self._reasoning_texts = []
         if self._result_images and message["role"] == "user":
-            pictures, own = self._take_result_images(), _as_parts(message["content"])
-            for i in range(len(own)):
-                self._set_client_path(len(pictures) + i, f"{at}.content[{i}]")
-            message["content"] = pictures + own
+            images, parts = self._take_result_images(), _as_parts(message["content"])
+            for i in range(len(parts)):
+                self._set_client_path(len(images) + i, f"{at}.content[{i}]")
+            message["content"] = images + parts
         elif message["role"] != "tool":
             self.finish()
         self._conversation.append(at, message)
 
     def _take_result_images(self) -> list[Json]:
-        """Those of the results, for the message that comes next."""
-        seen, self._result_images = self._result_images, []
-        for i, (place, _) in enumerate(seen):
+        """Return and remove the images of results, for the next message."""
+        images, self._result_images = self._result_images, []
+        for i, (place, _) in enumerate(images):
             self._set_client_path(i, place)
-        return [part for _, part in seen]
+        return [part for _, part in images]
 
     def _set_client_path(self, part: int, place: str) -> None:
-        """A part of the message that comes next is the client's at `place`."""
+        """Set the client's path, `place`, of a part of the next message."""
         self._conversation.client_paths[f"messages[{len(self._conversation.messages)}].content[{part}]"] = place
 
     def _add_message_item(self, at: str, item: Json) -> None:
@@ -239,7 +240,7 @@ class _ItemReader:
             content = ""
         content = _content(f"{at}.content", content)
         last = self._conversation.last()
-        if role == "assistant" and last.get("tool_calls"):  # said after calls: of the message that has them
+        if role == "assistant" and last.get("tool_calls"):  # a text after calls belongs to the message of the calls
             last["content"] = parts = _as_parts(last["content"])
             parts += _as_parts(content)
             if self._reasoning_texts:
@@ -253,7 +254,7 @@ class _ItemReader:
             if not isinstance(item.get(name), str):
                 raise InputError(f"{at}.{name} must be a string, got {short_repr(item.get(name))}", "input")
         given = item["arguments"]
-        # A call that was cut is told as far as it came: whoever sends it back didn't write it.
+        # The arguments of an incomplete call may end early, which is not the client's fault: keep what can be parsed.
         function = {
             "name": item["name"],
             "arguments": parse_partial_arguments(given) if item.get("status") == INCOMPLETE else given,
@@ -273,18 +274,18 @@ class _ItemReader:
         id = item.get("call_id")
         if not isinstance(id, str):
             raise InputError(f"{at}.call_id must be a string, got {short_repr(id)}", "input")
-        said: Any = _content(f"{at}.output", item.get("output"))
-        if isinstance(said, list):
-            parts = [(f"{at}.output[{i}]", part) for i, part in enumerate(said)]
+        output: Any = _content(f"{at}.output", item.get("output"))
+        if isinstance(output, list):
+            parts = [(f"{at}.output[{i}]", part) for i, part in enumerate(output)]
             self._result_images += [(place, part) for place, part in parts if part["type"] != "text"]
             texts = [(place, part) for place, part in parts if part["type"] == "text"]
             for i, (place, _) in enumerate(texts):
                 self._set_client_path(i, place)
-            said = [part for _, part in texts] or ""
-        self._add_message(at, {"role": "tool", "tool_call_id": id, "content": said})
+            output = [part for _, part in texts] or ""
+        self._add_message(at, {"role": "tool", "tool_call_id": id, "content": output})
 
     def _add_reasoning(self, at: str, item: Json) -> None:
-        """Texts only: summaries are not what was thought, and what is encrypted nobody here can read."""
+        """Add the texts only: summaries are not the reasoning itself, and encrypted content cannot be read here."""
         parts = item.get("content") or []
         if not isinstance(parts, list) or not all(
             isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
@@ -311,7 +312,7 @@ def _part(at: str, part: Any) -> Json:
         raise InputError(f"{at}.type is {short_repr(kind)}; {', '.join(PARTS)} are supported", "input")
     if kind == "input_image":
         if part.get("file_id") is not None:
-            raise InputError(f"{at}.file_id is not supported: give the picture as a data: URI in image_url", "input")
+            raise InputError(f"{at}.file_id is not supported: give the image as a data: URI in image_url", "input")
         return {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail")}}
     name = "refusal" if kind == "refusal" else "text"
     if not isinstance(part.get(name), str):

@@ -1,5 +1,5 @@
-"""Outputs as OpenAI's responses: items, the events that a stream says them with, and the response around them. A whole
-response is what a stream's last event says."""
+"""Render outputs as OpenAI's responses: the items, the events of a stream, and the response. A whole response is the
+one in the last event of a stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.core.outputs import BranchOutput
 from quire.protocol.sampling_params import SamplingParams
 from quire.server.errors import to_failure
 from quire.server.events import EmitEvent, EventRenderer, OutputItems, unfinished_error
-from quire.server.json_pieces import JsonPieces, TokenStrings
+from quire.server.json_pieces import JsonPieces, TokenStrings, WriterTurns
 from quire.server.message_parser import ParsedCall
 from quire.server.render import ChoicePieces
 from quire.server.request_models import ChatRequest
@@ -27,12 +27,12 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 def new_id(kind: str) -> str:
-    """An id that nobody guesses."""
+    """Return a random id that cannot be guessed."""
     return f"{kind}_{uuid.uuid4().hex}"
 
 
 class TextItem:
-    """A message, said as it comes: one part, of text."""
+    """A message with one text part, and its events."""
 
     kind, id_prefix = "output_text", "msg"
 
@@ -45,23 +45,23 @@ class TextItem:
         emit("response.content_part.added", **self._part_location, part=self.content_part(""))
 
     def new_item(self, id: str) -> Json:
-        """The item, with nothing in it."""
+        """Return the item without content."""
         return {"id": id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
 
     def content_part(self, text: str) -> Json:
-        """Its only part."""
+        """Return the item's only part."""
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def add(self, text: str) -> None:
-        """More of it."""
+        """Append text."""
         self._texts.append(text)
-        more = {"logprobs": []} if self.kind == "output_text" else {}
+        more: Json = {"logprobs": []} if self.kind == "output_text" else {}
         self._emit(f"response.{self.kind}.delta", **self._part_location, delta=text, **more)
 
     def end(self, status: str) -> None:
-        """There is no more."""
+        """End the item."""
         text = "".join(self._texts)
-        more = {"logprobs": []} if self.kind == "output_text" else {}
+        more: Json = {"logprobs": []} if self.kind == "output_text" else {}
         self._emit(f"response.{self.kind}.done", **self._part_location, text=text, **more)
         self._emit("response.content_part.done", **self._part_location, part=self.content_part(text))
         self.item |= {"status": status, "content": [self.content_part(text)]}
@@ -69,7 +69,7 @@ class TextItem:
 
 
 class ReasoningItem(TextItem):
-    """What a model thought, in full: there is no summary."""
+    """The full reasoning of the model. There is no summary."""
 
     kind, id_prefix = "reasoning_text", "rs"
 
@@ -81,7 +81,7 @@ class ReasoningItem(TextItem):
 
 
 class CallItem:
-    """A call of a function."""
+    """A function call, and its events."""
 
     def __init__(self, index: int, emit: EmitEvent, call: ParsedCall) -> None:
         self._emit, self._texts, self._index = emit, list[str](), index
@@ -92,13 +92,13 @@ class CallItem:
         emit("response.output_item.added", output_index=index, item=self.item)
 
     def add(self, text: str) -> None:
-        """More of its arguments."""
+        """Append to the arguments."""
         self._texts.append(text)
         place = {"item_id": self.item["id"], "output_index": self._index}
         self._emit("response.function_call_arguments.delta", **place, delta=text)
 
     def end(self, status: str) -> None:
-        """There is no more."""
+        """End the item."""
         arguments = "".join(self._texts)
         place = {"item_id": self.item["id"], "output_index": self._index}
         named = {"name": self.item["name"], "arguments": arguments}
@@ -122,14 +122,15 @@ class ResponseItems(OutputItems):
 
 
 class ResponseRenderer(EventRenderer):
-    """/v1/responses. `on_complete` gets the response when it is complete, or as much of it as there will be."""
+    """Renders /v1/responses. `on_complete` is called with a response that is complete or was cut off at a length limit,
+    but not with a failed one."""
 
     def __init__(
         self, id: str, model: str, body: ResponseRequest, chat: ChatRequest, prepared: PreparedChat,
-        token_strings: TokenStrings,
-        on_complete: Callable[[Json], None] | None,
+        token_strings: TokenStrings, writer_turns: WriterTurns, on_complete: Callable[[Json], None] | None,
     ) -> None:  # fmt: skip
-        super().__init__(id, model, chat, prepared, token_strings, ResponseItems(bool(body.stream)))
+        items = ResponseItems(bool(body.stream))
+        super().__init__(id, model, chat, prepared, token_strings, writer_turns, items)
         self._on_complete = on_complete
         self.body = initial_body(body, prepared.tool_choice, prepared.params) | {
             "id": id,
@@ -138,20 +139,20 @@ class ResponseRenderer(EventRenderer):
         }
 
     def response(self, status: Status, **more: Any) -> Json:
-        """The response as it is now."""
+        """Return the current state of the response."""
         return self.body | {"status": status, "output": self._items.items(), **more}
 
     async def opening_choices(self) -> list[ChoicePieces]:
-        """The events before any output."""
+        """Return the events that come before any output."""
         for kind in ("response.created", "response.in_progress"):
             self._items.emit(kind, response=self.response("in_progress"))
         return [ChoicePieces(0, 0, self._items.take_events())]
 
     def failure_events(self, error: BaseException) -> JsonPieces:
-        """The last event of a stream that failed."""
-        told = {"code": "server_error", "message": to_failure(error).body()["error"]["message"]}
+        """Return the last event of a stream that failed."""
+        failure = {"code": "server_error", "message": to_failure(error).body()["error"]["message"]}
         self._items.close_item("incomplete")
-        self._items.emit("response.failed", response=self.response("failed", error=told, usage=self.usage_json()))
+        self._items.emit("response.failed", response=self.response("failed", error=failure, usage=self.usage_json()))
         return self._items.take_events()
 
     def _finish(self, output: BranchOutput) -> None:
@@ -171,7 +172,7 @@ class ResponseRenderer(EventRenderer):
         self._items.emit(f"response.{status}", response=self.body)
 
     def usage_json(self) -> Json:
-        """OpenAI's usage object of responses."""
+        """Return OpenAI's usage object of a response."""
         prompt, completion = sum(self.usage.prompt_lengths), sum(self.usage.completion_tokens.values())
         return {
             "input_tokens": prompt,
@@ -183,7 +184,7 @@ class ResponseRenderer(EventRenderer):
 
 
 def initial_body(body: ResponseRequest, tool_choice: ToolChoice, params: SamplingParams) -> Json:
-    """What a response says of its request, and what it will say of its end."""
+    """Return the members of a response that repeat its request, and the initial values of those set at its end."""
     return {
         "object": "response",
         "created_at": int(time.time()),

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer shape of a chat, which the chat's own path answers, and the responses that are kept."""
+"""/v1/responses: OpenAI's newer form of a chat, which is answered as a chat request, and the stored responses."""
 
 from __future__ import annotations
 
@@ -24,39 +24,41 @@ Json = dict[str, Any]
 
 
 class ResponseRoutes:
-    """The routes, over what `service` has. At most `get` responses are kept."""
+    """The routes of /v1/responses. At most `capacity` responses are stored."""
 
     def __init__(self, service: Service, capacity: int = 0) -> None:
         self.service, self.store = service, ResponseStore(capacity)
 
     async def create(self, body: ResponseRequest, http: Request) -> Response:
-        """Answer items with items."""
+        """Answer a list of items with items."""
         service, owner = self.service, owner_of(http)
-        items, before = input_items(body), self._previous_items(body, owner)
-        talk = items_to_conversation(body.instructions, before, items)
-        chat = to_chat_request(body, talk)
-        kept = bool(self.store.capacity) and body.store is not False
-        conversation = self.store.dump_items([*before, *items]) if kept else b""
-        with NAMES.rename_errors(talk):
-            asked = await service.prepare_chat("resp", chat)
-            id = asked.call.id.replace("-", "_")
-            keep = partial(self._store_response, owner, conversation) if kept else None
-            renderer = ResponseRenderer(id, service.model_names[0], body, chat, asked, service.token_strings, keep)
-            headers = await service.submit(
-                asked.call, renderer, chat, [asked.prompt], asked.params, http, NAMES.rename_warnings(asked.warnings)
-            )
+        items, previous = input_items(body), self._previous_items(body, owner)
+        conversation = items_to_conversation(body.instructions, previous, items)
+        chat = to_chat_request(body, conversation)
+        is_stored = bool(self.store.capacity) and body.store is not False
+        stored_items = self.store.dump_items([*previous, *items]) if is_stored else b""
+        with NAMES.rename_errors(conversation):
+            prepared = await service.prepare_chat("resp", chat)
+            call, id = prepared.call, prepared.call.id.replace("-", "_")
+            on_complete = partial(self._store_response, owner, stored_items) if is_stored else None
+            renderer = ResponseRenderer(
+                id, service.model_names[0], body, chat, prepared, service.token_strings, service.writer_turns,
+                on_complete,
+            )  # fmt: skip
+            warnings = NAMES.rename_warnings(prepared.warnings)
+            headers = await service.submit(call, renderer, chat, [prepared.prompt], prepared.params, http, warnings)
         if body.stream:
-            return TypedEventStream(asked.call, renderer, headers)
-        return await respond(asked.call, collect_answer(asked.call, renderer), headers, http.receive)
+            return TypedEventStream(call, renderer, headers)
+        return await respond(call, collect_answer(call, renderer), headers, http.receive)
 
     async def get(self, name: str, http: Request) -> Response:
-        """A response that was kept, whole: a client that asks for its events would find none."""
+        """Return a stored response. It cannot be streamed, since its events are not stored."""
         if http.query_params.get("stream", "false").lower() not in ("false", "0", ""):
             raise InputError("a response that was kept can't be streamed: leave out stream", "stream")
         return Response(self.store.get(name, owner_of(http)).response, media_type="application/json")
 
     async def delete(self, name: str, http: Request) -> Response:
-        """Forget one."""
+        """Delete a stored response."""
         self.store.drop(name, owner_of(http))
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
@@ -64,11 +66,11 @@ class ResponseRoutes:
         self.store.put(response["id"], owner, response, before)
 
     def _previous_items(self, body: ResponseRequest, owner: bytes) -> list[Json]:
-        """The items of the conversation that the request goes on with."""
+        """Return the items of the conversation that the request continues."""
         if body.previous_response_id is None:
             return []
         try:
-            found: list[Json] = json.loads(self.store.get(body.previous_response_id, owner).items)
+            items: list[Json] = json.loads(self.store.get(body.previous_response_id, owner).items)
         except UnknownResponse as error:
             raise InputError(f"previous_response_id: {error}", "previous_response_id") from None
-        return found
+        return items

@@ -1,4 +1,4 @@
-"""Responses that are kept for a while: in memory, so many at the most, the oldest going first."""
+"""Responses stored in memory. Their number and size are limited; the oldest is dropped first."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from quire.server.errors import UnknownResponse
 from quire.server.guards import request_keys
 
 Json = dict[str, Any]
-MAX_STORED_BYTES = 256 << 20  # of all responses kept, with the conversations that they ended
-MAX_CONVERSATION = 16 << 20  # bytes of what a response to be kept answers
+MAX_STORED_BYTES = 256 << 20  # of all stored responses and their conversations
+MAX_CONVERSATION = 16 << 20  # bytes of the conversation before a stored response
 
 
 class StoredResponse(NamedTuple):
-    """A response as JSON, and the items of the conversation up to its end, those of its output too."""
+    """A response as JSON, and the items of the conversation, including the response's output."""
 
     owner: bytes
     response: bytes
@@ -27,18 +27,20 @@ class StoredResponse(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Return the size in bytes."""
         return len(self.response) + len(self.items)
 
 
 def owner_of(http: Request) -> bytes:
-    """Who asks: a digest of the keys that came with the request, or of none."""
+    """Return the owner of a request's responses: a digest of its keys, or of its Authorization header if it has no
+    keys."""
     other = http.headers.get("authorization", "").encode("latin-1")
     return sha256(b"\0".join(request_keys(http.scope) or [other])).digest()
 
 
 class ResponseStore:
-    """At most `capacity` responses in MAX_STORED_BYTES; of 0 it is off. Only the owner of a response finds it."""
+    """At most `capacity` responses, of MAX_STORED_BYTES together. With capacity 0 nothing is stored. A response is only
+    found by its owner."""
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity, self.bytes = capacity, 0
@@ -48,37 +50,37 @@ class ResponseStore:
         return len(self._responses)
 
     def dump_items(self, items: list[Json]) -> bytes:
-        """The items of a conversation to be kept, as JSON. InputError if they are too large."""
-        found = json.dumps(items, separators=(",", ":")).encode()
-        if len(found) > MAX_CONVERSATION:
+        """Return the items of a conversation as JSON, to be stored. Raise InputError if they are too large."""
+        data = json.dumps(items, separators=(",", ":")).encode()
+        if len(data) > MAX_CONVERSATION:
             raise InputError(
-                f"the conversation has {len(found)} bytes, and one that is stored may have {MAX_CONVERSATION}: "
+                f"the conversation has {len(data)} bytes, and one that is stored may have {MAX_CONVERSATION}: "
                 "set store to false",
                 "store",
             )
-        return found
+        return data
 
     def put(self, id: str, owner: bytes, response: Json, previous_items: bytes) -> None:
-        """Keep a response to the items `previous_items`, the JSON of a list that isn't empty."""
+        """Store a response. `previous_items` is the JSON of the items that it answers, a list that is not empty."""
         output = [json.dumps(item, separators=(",", ":")) for item in response["output"]]
         items = b",".join([previous_items[:-1], *(item.encode() for item in output)]) + b"]"
         stored = StoredResponse(owner, json.dumps(response, separators=(",", ":")).encode(), items)
         self._responses[id] = stored
         self.bytes += stored.size
         while len(self._responses) > self.capacity or self.bytes > MAX_STORED_BYTES:
-            _, gone = self._responses.popitem(last=False)
-            self.bytes -= gone.size
+            _, dropped = self._responses.popitem(last=False)
+            self.bytes -= dropped.size
 
     def get(self, id: str, owner: bytes) -> StoredResponse:
-        """One that `owner` stored. UnknownResponse if there is none."""
+        """Return a response of `owner`. Raise UnknownResponse if there is none."""
         if not self.capacity:
             raise UnknownResponse("this server stores no responses: start it with --store-responses")
-        found = self._responses.get(id)
-        if found is None or found.owner != owner:
+        stored = self._responses.get(id)
+        if stored is None or stored.owner != owner:
             raise UnknownResponse(f"there is no response {id[:80]!r}; it may be one of those dropped for newer ones")
-        return found
+        return stored
 
     def drop(self, id: str, owner: bytes) -> None:
-        """Forget one. UnknownResponse if there is none."""
+        """Delete a response of `owner`. Raise UnknownResponse if there is none."""
         self.bytes -= self.get(id, owner).size
         del self._responses[id]

@@ -1,9 +1,9 @@
-"""Strings of counted characters: which tokens fit into what is left of one.
+"""Token masks within JSON strings of limited length (`minLength`, `maxLength`).
 
-llguidance would walk through nearly all of a large vocabulary where a string may have some characters more. But of
-tokens whose characters stand for themselves those fit that have no more of them; and of two tokens that begin with as
-many such characters and go on alike both may follow, or none. So it is asked about one of each kind, in a vocabulary
-that has nothing else, but for single bytes, by which it is told what was spoken.
+In such a string llguidance would walk through nearly all of a large vocabulary. But a token of plain characters is
+allowed exactly if it has at most as many characters as are left, and other tokens that begin with the same number of
+plain characters and continue alike are all allowed or all not. So llguidance is asked about one token per class, over a
+vocabulary of these classes and of single bytes, by which the output so far is fed to it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     from quire.text.grammars.vocabulary import GrammarVocabulary
 
-MIN_VOCAB = 1 << 14  # tokens of a vocabulary: fewer are walked through soon
-LETTER = b"q"  # in the place of any character that stands for itself
-MAX_RUN = 64  # characters that are told at once
+MIN_VOCAB = 1 << 14  # smaller vocabularies are fast without classes
+LETTER = b"q"  # replaces any plain character
+MAX_RUN = 64  # characters of the longest token that is a run of LETTER
 
 
 class TokenClasses:
-    """What llguidance.TokenizerWrapper asks of a vocabulary: an end token, single bytes, runs of LETTER, and a text of
-    each kind of `tokens`, of which `class_ids` says which it is."""
+    """A vocabulary for llguidance.TokenizerWrapper: an end token, single bytes, runs of LETTER, and one token per class
+    of `tokens`. `class_ids` has the class of each of `tokens`."""
 
     bos_token_id, eos_token_id, special_token_ids = None, 0, (0,)
 
@@ -39,34 +39,35 @@ class TokenClasses:
         self.tokens = [self.tokens[0], *ids]
 
     def __call__(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """Return the tokens of a text, one per byte."""
         if not isinstance(text, str):
-            raise TypeError("texts are strings")  # llguidance finds out whether bytes will do
+            raise TypeError("texts are strings")  # llguidance tests whether bytes are accepted
         return byte_tokens(text.encode())
 
 
 def byte_tokens(text: bytes) -> list[int]:
-    """A text by single bytes of the vocabulary of kinds."""
+    """Return single-byte tokens of the class vocabulary."""
     return [1 + each for each in text]
 
 
 def _char_tokens(characters: int) -> list[int]:
-    """So many characters of a string."""
+    """Return tokens of `characters` plain characters."""
     ids = [1 + LETTER[0], *range(257, 256 + MAX_RUN)]
     return characters // MAX_RUN * ids[-1:] + ([ids[characters % MAX_RUN - 1]] if characters % MAX_RUN else [])
 
 
 def _token_class(token: bytes) -> bytes:
-    """With LETTER for each character that it begins with and that stands for itself."""
-    text = token.decode(errors="surrogateescape")  # a byte of no character becomes one that doesn't stand for itself
+    """Return the token's class: its leading plain characters are replaced by LETTER."""
+    text = token.decode(errors="surrogateescape")  # invalid bytes become surrogates
     whole = next((i for i, each in enumerate(text) if "\udc80" <= each <= "\udcff"), len(text))
-    found = PLAIN_CHARS.match(text[:whole])
-    count = found.end() if found else 0
+    plain = PLAIN_CHARS.match(text[:whole])
+    count = plain.end() if plain else 0
     return LETTER * count + text[count:].encode(errors="surrogateescape")
 
 
 class CountedStrings:
-    """Masks within counted strings, over one vocabulary. `token_chars` are those of each plain token."""
+    """Masks within counted strings, over one vocabulary. `token_chars` has the number of characters of each plain
+    token."""
 
     def __init__(self, vocabulary: GrammarVocabulary, tokens: StringTokens, eos_ids: Iterable[int]) -> None:
         from llguidance import LLTokenizer, TokenizerWrapper
@@ -83,23 +84,23 @@ class CountedStrings:
         self._lengths = np.zeros(-(-len(vocabulary.tokens) // 32) * 32, dtype=np.int64)
         self._lengths[: len(vocabulary.tokens)] = self.token_chars
         self._longest = max(self.token_chars)
-        self._fitting = dict[int, np.ndarray]()  # by how many characters there may be
+        self._fitting = dict[int, np.ndarray]()  # masks of plain tokens, by the number of characters left
 
     def feed(self, matcher: LLMatcher, tokens: list[int]) -> bool:
-        """Whether these tokens may follow; go on behind them."""
+        """Advance `matcher` by tokens of the full vocabulary. Return False if they are not allowed."""
         return matcher.consume_tokens(byte_tokens(b"".join(map(self.vocabulary.tokens.__getitem__, tokens))))
 
     def feed_chars(self, matcher: LLMatcher, characters: int) -> bool:
-        """The same of so many characters, within a string."""
+        """Advance `matcher` by `characters` plain characters within a string. Return False if they are not allowed."""
         return matcher.consume_tokens(_char_tokens(characters))
 
     def mask(self, matcher: LLMatcher, chars_left: int) -> bytes:
-        """What may follow where a string may have `chars_left` characters more, at least one."""
+        """Return the mask in a string with at most `chars_left` more characters, at least one."""
         chars_left = min(chars_left, self._longest)
         if (fitting := self._fitting.get(chars_left)) is None:
             bits = (self._lengths > 0) & (self._lengths <= chars_left)
             fitting = self._fitting[chars_left] = np.packbits(bits, bitorder="little")
         allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        ids, found = self._other_ids[allowed[self._class_ids] > 0], fitting.copy()
-        np.bitwise_or.at(found, ids >> 3, (1 << (ids & 7)).astype(np.uint8))
-        return found.tobytes()
+        ids, mask = self._other_ids[allowed[self._class_ids] > 0], fitting.copy()
+        np.bitwise_or.at(mask, ids >> 3, (1 << (ids & 7)).astype(np.uint8))
+        return mask.tobytes()

@@ -1,5 +1,5 @@
-"""What llguidance says of a form that it makes no grammar of, for who asked for it: without what was made of the form
-here, and with the place in it.
+"""Errors about unsupported grammars: llguidance's messages, with the position in the client's schema and without parts
+of the grammar that was generated from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire.errors import InputError
 from quire.protocol.structured_output import PARAM_NAME, Structured
 from quire.text.grammars.schema_cycles import escape_pointer, resolve_pointer, unescape_pointer
 
-MAX_POINTER_CHARS = 500  # characters
+MAX_POINTER_CHARS = 500
 SCHEMA_MAPS = ("properties", "patternProperties", "dependentSchemas")  # schemas by name
 SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SCHEMA_VALUES = (
@@ -30,8 +30,8 @@ TAG = re.compile(r"tag_(\d+)")
 
 
 class UnsupportedGrammar(InputError):
-    """A form that there is no grammar of. `pointer` is the keyword of its schema that is to blame, a JSON pointer
-    behind #; "" if none is."""
+    """An output form without a grammar. `pointer` is the JSON pointer (after #) of the schema keyword at fault, or
+    ""."""
 
     def __init__(self, message: str, pointer: str) -> None:
         super().__init__(message, PARAM_NAME)
@@ -39,22 +39,22 @@ class UnsupportedGrammar(InputError):
 
 
 def unsupported_error(structured: Structured, grammar: str, reason: str) -> UnsupportedGrammar:
-    """Why there is no grammar for `structured`, of which `grammar` was made for llguidance, which says `reason`; and
-    where, if it is about a part of a schema."""
-    place = ""
+    """Return the error for `structured`, whose `grammar` llguidance rejected for `reason`, with the position if the
+    fault is in a part of a schema."""
+    pointer = ""
     if structured.kind == "json":
-        place = find_keyword(json.loads(structured.source), reason)
+        pointer = find_keyword(json.loads(structured.source), reason)
     elif structured.kind == "structural_tag" and (line := ERROR_LINE.match(reason)) is not None:
-        reason = reason[line.end() :].partition("\n")[0]  # behind that it shows lines that were made here
+        reason = reason[line.end() :].partition("\n")[0]  # llguidance appends lines of the generated grammar
         if (tag := _tag_of_line(grammar, int(line[1]))) is not None:
             schema = json.loads(structured.source)["structures"][tag].get("schema")
-            place = f"structures[{tag}].schema{find_keyword(schema, reason)}"
-    return UnsupportedGrammar(f"{structured.kind}: {one_line(reason)}{f', at {place}' if place else ''}", place)
+            pointer = f"structures[{tag}].schema{find_keyword(schema, reason)}"
+    return UnsupportedGrammar(f"{structured.kind}: {one_line(reason)}{f', at {pointer}' if pointer else ''}", pointer)
 
 
 def drop_keyword(structured: Structured, pointer: str) -> Structured | None:
-    """A form without the keyword at `pointer` of its schema: of oneOf the alternatives stay, as anyOf. None if there is
-    no such keyword."""
+    """Return the form without the keyword at `pointer` of its schema, or None if there is no such keyword. The
+    alternatives of oneOf are kept as anyOf."""
     if structured.kind != "json" or not pointer:
         return None
     schema = json.loads(structured.source)
@@ -69,58 +69,58 @@ def drop_keyword(structured: Structured, pointer: str) -> Structured | None:
 
 
 def one_line(why: str) -> str:
-    """What llguidance says, on one line."""
+    """Return llguidance's message on one line."""
     return " ".join(why.replace("<non-verbose/>", "").split())[:240]
 
 
 def _tag_of_line(grammar: str, line: int) -> int | None:
-    """The structure that a line of a grammar of tags is about."""
+    """Return the index of the structure that a line of a structural tag grammar belongs to, or None."""
     lines = grammar.split("\n")
-    found = TAG.match(lines[line - 1]) if line <= len(lines) else None
-    return None if found is None else int(found[1])
+    match = TAG.match(lines[line - 1]) if line <= len(lines) else None
+    return None if match is None else int(match[1])
 
 
 def find_keyword(schema: Any, reason: str) -> str:
-    """Where the keyword of a schema is that a complaint names, or that has the value that it names: a JSON pointer
-    behind #. "" if it names none."""
+    """Return the JSON pointer (after #) of the schema keyword that `reason` names, or whose value it names; "" if there
+    is none."""
     keys = UNIMPLEMENTED_KEYS.match(reason)
     if keys is not None or reason.startswith("oneOf constraints"):
         named = ["oneOf"] if keys is None else re.findall(r'"([^"]*)"', keys[1])
-        return next((place for place, key, _ in _iter_keywords(schema) if key in named), "")[:MAX_POINTER_CHARS]
+        return next((pointer for pointer, key, _ in _iter_keywords(schema) if key in named), "")[:MAX_POINTER_CHARS]
     if reason.startswith("Failed to generate regex for integer range"):
-        return next((place for place, _ in large_bounds(schema)), "")[:MAX_POINTER_CHARS]
-    if (told := EXPECTED_VALUE.match(reason)) is not None:
-        there = [(place, value) for place, key, value in _iter_keywords(schema) if key == told[1]]
-        exact = [place for place, value in there if json.dumps(value, separators=(",", ":")) == told[2]]
-        return next(iter([*exact, *(place for place, _ in there)]), "")[:MAX_POINTER_CHARS]
+        return next((pointer for pointer, _ in large_bounds(schema)), "")[:MAX_POINTER_CHARS]
+    if (match := EXPECTED_VALUE.match(reason)) is not None:
+        candidates = [(pointer, value) for pointer, key, value in _iter_keywords(schema) if key == match[1]]
+        exact = [pointer for pointer, value in candidates if json.dumps(value, separators=(",", ":")) == match[2]]
+        return next(iter([*exact, *(pointer for pointer, _ in candidates)]), "")[:MAX_POINTER_CHARS]
     best, longest = "", 0
-    for place, key, value in _iter_keywords(schema):
+    for pointer, key, value in _iter_keywords(schema):
         values = value if key == "type" and isinstance(value, list) else [value]
         if key in ("$ref", "format", "pattern") or (key == "type" and reason.startswith("Invalid type")):
             size = max((len(one.lstrip("#")) for one in values if isinstance(one, str) and one.lstrip("#") in reason),
                        default=0)  # fmt: skip
-            best, longest = (place, size) if size > longest else (best, longest)
+            best, longest = (pointer, size) if size > longest else (best, longest)
     return best[:MAX_POINTER_CHARS]
 
 
 def large_bounds(schema: Any) -> Iterator[tuple[str, tuple[str, int]]]:
-    """The places of bounds of integers that llguidance, which keeps them as floats, may not keep exactly: each with its
-    keyword and value."""
-    for place, key, value in _iter_keywords(schema):
+    """Yield the integer bounds that llguidance, which stores them as floats, may not represent exactly: each one's
+    pointer, keyword and value."""
+    for pointer, key, value in _iter_keywords(schema):
         if key in BOUNDS and type(value) in (int, float) and abs(value) > 2**53 and value == int(value):
-            yield place, (key, int(value))
+            yield pointer, (key, int(value))
 
 
 def closed_patterns(schema: Any) -> Iterator[tuple[str, str]]:
-    """Of objects that have no other members than those of `properties` and `patternProperties`, and whose patterns are
-    anchored at both ends, so that all names that match may be in `properties`: the place of the patterns, and a Lark
-    grammar of the names that match and are not."""
+    """Yield the patternProperties of objects that have `properties` and allow no other members, if all patterns are
+    anchored at both ends: the pointer, and a Lark grammar of the names that match a pattern and are not in
+    `properties`. It may be empty."""
     objects: dict[str, dict[str, Any]] = {}
-    for place, key, value in _iter_keywords(schema):
-        objects.setdefault(place.rpartition("/")[0], {})[key] = value
-    for place, said in objects.items():
-        patterns, named = said.get("patternProperties"), said.get("properties")
-        if said.get("additionalProperties") is not False or not isinstance(patterns, dict) or not patterns:
+    for pointer, key, value in _iter_keywords(schema):
+        objects.setdefault(pointer.rpartition("/")[0], {})[key] = value
+    for pointer, keywords in objects.items():
+        patterns, named = keywords.get("patternProperties"), keywords.get("properties")
+        if keywords.get("additionalProperties") is not False or not isinstance(patterns, dict) or not patterns:
             continue
         if (
             not isinstance(named, dict)
@@ -130,27 +130,27 @@ def closed_patterns(schema: Any) -> Iterator[tuple[str, str]]:
             continue
         slashed = "|".join(f"({pattern[1:-1]})" for pattern in patterns).replace("/", r"\/")
         names = "|".join(map(re.escape, named)).replace("/", r"\/")
-        yield f"{place}/patternProperties", f"start: NAME\nNAME: /{slashed}/ & ~/{names}/"
+        yield f"{pointer}/patternProperties", f"start: NAME\nNAME: /{slashed}/ & ~/{names}/"
 
 
 def _iter_keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
-    """The place, name and value of each keyword that counts: also of what references lead to, at its own place, but not
-    of definitions that nothing leads to; values such as those of `enum` have none."""
+    """Yield the pointer, name and value of each effective keyword. The targets of references are included under their
+    own pointers; unreferenced definitions and values such as those of `enum` are not."""
     todo, seen = [("#", schema)], set[int]()
     while todo:
-        place, at = todo.pop()
+        pointer, at = todo.pop()
         if not isinstance(at, dict) or id(at) in seen:
             continue
         seen.add(id(at))
         parts: list[tuple[str, Any]] = []
         for key, value in at.items():
-            yield f"{place}/{escape_pointer(key)}", key, value
+            yield f"{pointer}/{escape_pointer(key)}", key, value
             if key in SCHEMA_MAPS and isinstance(value, dict):
-                parts += [(f"{place}/{key}/{escape_pointer(name)}", one) for name, one in value.items()]
+                parts += [(f"{pointer}/{key}/{escape_pointer(name)}", one) for name, one in value.items()]
             elif key in SCHEMA_LISTS and isinstance(value, list):
-                parts += [(f"{place}/{key}/{i}", one) for i, one in enumerate(value)]
+                parts += [(f"{pointer}/{key}/{i}", one) for i, one in enumerate(value)]
             elif key in SCHEMA_VALUES:
-                parts.append((f"{place}/{key}", value))
+                parts.append((f"{pointer}/{key}", value))
             elif key == "$ref" and isinstance(value, str) and value.startswith("#/"):
                 parts.append((value, resolve_pointer(schema, value)))
         todo += reversed(parts)

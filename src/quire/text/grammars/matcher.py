@@ -1,7 +1,7 @@
-"""Places in a grammar: one output's each, and what outputs of one form have in common.
+"""Matchers: the state of one output in its grammar, and what outputs with the same grammar share.
 
-All copies of one of llguidance's matchers share its lexer. Where one output makes too many states in it, the lexer is
-of no use to anybody any more: that output ends, the others go on in the same grammar made anew.
+All copies of an llguidance matcher share its lexer. If one output makes too many lexer states, the lexer becomes
+unusable: that output ends, and the others continue with the same grammar compiled anew.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
     from quire.text.grammars.backend import GrammarBackend
 
-MAX_RENEWALS = 2  # times that an output may go on in its grammar made anew
-MAX_RENEWAL_SECONDS = 0.05  # that making one may take where outputs wait for it
-LEXER_ERROR = "lexer error"  # what llguidance says of an error that is the lexer's
+MAX_RENEWALS = 2  # recompilations of the grammar per output
+MAX_RENEWAL_SECONDS = 0.05  # longest recompilation while outputs wait
+LEXER_ERROR = "lexer error"  # in llguidance's messages about the lexer
 
 
 class SharedGrammar:
-    """A grammar as llguidance has it: `initial_matcher` at its beginning, made of `source` within `compile_seconds`;
-    `root` is what is known there, and `strings` of its strings. `counted_matcher` is the same as `initial_matcher`,
-    over the vocabulary of `counted_strings`, where strings of counted characters are the dearest. It has a lexer of its
-    own, and the grammar made anew takes it over. None: there are no such strings, or that lexer has too many states,
-    and all of the vocabulary is walked through."""
+    """A compiled grammar: `initial_matcher` is at its start, compiled from `source` in `compile_seconds`; `root` is the
+    prefix tree, and `strings` the detector of its strings. `counted_matcher` is the initial matcher over the vocabulary
+    of `counted_strings`, for strings of limited length, whose masks are the most expensive. It has a lexer of its own,
+    which a recompiled grammar takes over. None: the grammar has no such strings, or that lexer has too many states, and
+    masks are computed over the whole vocabulary."""
 
     def __init__(
         self,
@@ -49,12 +49,13 @@ class SharedGrammar:
             counted_matcher = backend.new_matcher(source, self.counted_strings.tokenizer)
         self.counted_matcher = counted_matcher
         self.root = PrefixNode(PrefixTreeBudget())
-        self.lexer_exhausted = False  # its lexer has too many states
+        self.lexer_exhausted = False  # the lexer has too many states
         self._replacement: SharedGrammar | None = None
         self._lock = threading.Lock()
 
     def usable(self, may_compile: bool = True) -> SharedGrammar:
-        """This one, or the same grammar made anew; without patience only where that is done or takes little."""
+        """Return this grammar, or its recompiled replacement if the lexer is exhausted. Unless it `may_compile`, only
+        if that was done already or is fast."""
         if not self.lexer_exhausted or (
             not may_compile and self._replacement is None and self.compile_seconds > MAX_RENEWAL_SECONDS
         ):
@@ -66,13 +67,11 @@ class SharedGrammar:
 
 
 class GrammarMatcher:
-    """A Matcher (see quire.protocol.structured_output). `_forced` are tokens that must follow, in order, of which
-    `_forced_used` have come; `_thinking_left` is how many thoughts may have; `_tokens` are the grammar's tokens so far,
-    and `_renewals_left` says how often it may be made anew; `node` is what is remembered here; `mask` is what may
-    follow, if it was computed already; `_in_free_string` says whether here is a free string, if that is known: tokens
-    that leave it where it is don't count. In a counted one there is `_chars_left` for so many characters, and
-    `_counted_matcher` is the place over the vocabulary for these; of `_tokens` it was told the first
-    `_num_fed_counted`, and `matcher` the first `_num_fed`.
+    """The state of one output in its grammar (see quire.protocol.structured_output.GrammarMatcher).
+
+    Two kinds of tokens are not passed to `matcher` at once. In a free string plain tokens leave the grammar's state
+    unchanged. In a counted string they are only counted, and passed to `_counted_matcher`, which is over the vocabulary
+    of counted strings; `matcher` gets them when the string ends.
     """
 
     __slots__ = (
@@ -97,29 +96,27 @@ class GrammarMatcher:
     )  # fmt: skip
 
     def __init__(self, backend: GrammarBackend, shared: SharedGrammar | None, structured: Structured) -> None:
-        self.backend, self.shared, self._end_marker, self._thinking_left = (
-            backend,
-            shared,
-            structured.after,
-            structured.budget,
-        )
+        self.backend, self.shared = backend, shared
+        self._end_marker, self._thinking_left = structured.after, structured.budget  # reasoning tokens left
         self.matcher = None if shared is None else shared.initial_matcher.deep_copy()
         self.node = None if shared is None else shared.root
-        self.mask: bytes | None = None
-        self._in_free_string: bool | None = None
+        self.mask: bytes | None = None  # if it was computed already
+        self._in_free_string: bool | None = None  # None: not known
         self._counted_matcher: LLMatcher | None = None
-        self._chars_left = self._num_fed_counted = self._num_fed = 0
-        self._tokens, self._renewals_left = list[int](), MAX_RENEWALS
-        self._in_grammar = not structured.after
+        self._chars_left = 0  # in a counted string; 0 outside
+        self._tokens = list[int]()  # of the grammar
+        self._num_fed_counted = self._num_fed = 0  # of _tokens: passed to _counted_matcher, to matcher
+        self._renewals_left = MAX_RENEWALS
+        self._in_grammar = not structured.after  # else before the marker
         self._recent_tokens: deque[int] = deque(maxlen=len(structured.after) or 1)
-        self._forced, self._forced_used = structured.opening, 0
+        self._forced, self._forced_used = structured.opening, 0  # tokens that must follow, and how many have come
         if self._in_grammar:
             self._find_forced()
         elif not self._forced and self._thinking_left == 0:
             self._forced = self._end_marker
 
     def _accept_reasoning(self, token: int) -> None:
-        """Go on before the marker, or behind it."""
+        """Accept a token before the marker, or its last one."""
         self._recent_tokens.append(token)
         if tuple(self._recent_tokens) == self._end_marker:
             self._in_grammar, self._forced, self._forced_used = True, (), 0
@@ -132,54 +129,55 @@ class GrammarMatcher:
             self._forced = self._end_marker
 
     def _find_forced(self) -> bool:
-        """What must follow here; whether it is known that there was no error. Where masks are computed one by one, this
-        one's is: it often says that nothing must follow, and is made while the grammar is in the caches."""
-        inner, at, masker, self._forced_used = self.matcher, self.node, self.backend, 0
-        if inner is None:
+        """Set the tokens that must follow. Return True if the matcher is known to have no error. Where masks are
+        computed one by one, compute this one first: it often shows that no token is forced, and the grammar is in the
+        CPU caches now."""
+        matcher, node, backend, self._forced_used = self.matcher, self.node, self.backend, 0
+        if matcher is None:
             return True
-        if at is not None:
-            if at.forced is not None:
-                self._forced = at.forced
+        if node is not None:
+            if node.forced is not None:
+                self._forced = node.forced
                 return False
-        elif masker.is_serial:
+        elif backend.is_serial:
             if self._counted_mask() is not None:
                 self._forced = ()
                 return True
-            self.mask = mask = inner.compute_bitmask()[: masker.mask_bytes]
-            for one, bit, other, its in masker.probe_bits:  # no function: every row is here in every step
-                if mask[one] & bit and mask[other] & its:
+            self.mask = mask = matcher.compute_bitmask()[: backend.mask_bytes]
+            for one, bit, other, other_bit in backend.probe_bits:  # inlined: every sequence runs this in every step
+                if mask[one] & bit and mask[other] & other_bit:
                     self._forced = ()
                     return True
-        self._forced = (masker.eos_id,) if inner.is_stopped() else tuple(inner.compute_ff_tokens())
+        self._forced = (backend.eos_id,) if matcher.is_stopped() else tuple(matcher.compute_ff_tokens())
         if self._forced:
-            self.mask = None  # of several end tokens it has all
-        if at is not None and not inner.is_error():
-            at.remember_forced(self._forced)
+            self.mask = None  # it may allow several end tokens
+        if node is not None and not matcher.is_error():
+            node.remember_forced(self._forced)
         return False
 
     def accept(self, token: int) -> str:
-        """See Matcher."""
-        masker = self.backend
-        if self._in_free_string and masker.is_plain[token]:
+        """See the protocol."""
+        backend = self.backend
+        if self._in_free_string and backend.is_plain[token]:
             return ""
         if not self._in_grammar:
             self._accept_reasoning(token)
             return ""
-        inner = self.matcher
-        if inner is None:
+        matcher, shared = self.matcher, self.shared
+        if matcher is None or shared is None:
             return ""
-        if not masker.is_plain[token]:
+        if not backend.is_plain[token]:
             self._in_free_string = None
         elif self._in_free_string is None and self._check_free_string():
             return ""
         self.mask = None
         if self._chars_left and self._feed_counted(token):
             return ""
-        if self.shared.lexer_exhausted or self._num_fed < len(self._tokens):  # type: ignore[union-attr]
-            inner = self._feed_pending()
-        if token in masker.eos_ids:
-            return "" if inner.is_accepting() else f"token {token} ends the output before its grammar does"
-        if not inner.consume_token(token):
+        if shared.lexer_exhausted or self._num_fed < len(self._tokens):
+            matcher = self._feed_pending()
+        if token in backend.eos_ids:
+            return "" if matcher.is_accepting() else f"token {token} ends the output before its grammar does"
+        if not matcher.consume_token(token):
             return self._fail_reason()
         self._tokens.append(token)
         self._num_fed += 1
@@ -189,12 +187,12 @@ class GrammarMatcher:
             self._forced_used += 1
         elif self._find_forced():
             return ""
-        return self._fail_reason() if inner.is_error() else ""
+        return self._fail_reason() if matcher.is_error() else ""
 
     def _check_free_string(self) -> bool:
-        """Find out whether here is a free string, or a counted one. Where none is, none is behind more characters of a
-        string either, unless this one is too short to end, or here is within an escape."""
-        assert self.matcher is not None and self.shared is not None, "it has a grammar"  # noqa: PT018
+        """Detect whether the output is in a free or counted string; return True for a free one. If it is in neither, it
+        is not after further plain tokens either, unless the string is too short to end or an escape is incomplete."""
+        assert self.matcher is not None and self.shared is not None, "a matcher without a grammar"  # noqa: PT018
         shared = self.shared
         room = 0 if shared.strings is None else shared.strings.chars_left(self.matcher)
         within = room == 0 and bool(self._tokens) and self._tokens[-1] in self.backend.string_tokens.open_escape_ids
@@ -208,14 +206,15 @@ class GrammarMatcher:
         return self._in_free_string is True
 
     def _feed_counted(self, token: int) -> bool:
-        """Whether there is room for characters more behind the token, in a counted string: then `matcher` needn't be
-        told of it yet."""
-        assert self.shared is not None and self.shared.counted_strings is not None, "it counts"  # noqa: PT018
-        count = self.shared.counted_strings.token_chars[token]
+        """Count a token in a counted string. Return True if there is room for more characters; then `matcher` gets the
+        token later."""
+        counted = None if self.shared is None else self.shared.counted_strings
+        assert counted is not None and self._counted_matcher is not None, "no counted strings"  # noqa: PT018
+        count = counted.token_chars[token]
         self._chars_left = max(0, self._chars_left - count) if count else 0
         if not self._chars_left:
             return False
-        if not self.shared.counted_strings.feed_chars(self._counted_matcher, count):
+        if not counted.feed_chars(self._counted_matcher, count):
             self._leave_counted()
             return False
         self._tokens.append(token)
@@ -225,10 +224,11 @@ class GrammarMatcher:
         return True
 
     def _counted_mask(self) -> bytes | None:
-        """What may follow in a counted string; None: this isn't one, or not one with room for a character."""
+        """Return the mask in a counted string with room for a character, else None."""
         counted = None if self.shared is None else self.shared.counted_strings
         if counted is None or (self._in_free_string is None and self._check_free_string()) or not self._chars_left:
             return None
+        assert self._counted_matcher is not None, "no counted strings"
         mask = counted.mask(self._counted_matcher, self._chars_left)
         if self._counted_matcher.is_error():
             self._leave_counted()
@@ -238,17 +238,17 @@ class GrammarMatcher:
         return mask
 
     def _leave_counted(self) -> None:
-        """`_counted_matcher` failed: `matcher` is asked from here to the string's end. If the lexer did that all have
-        in common, it is asked in all strings until the grammar is made anew."""
-        assert self._counted_matcher is not None and self.shared is not None, "it counts"  # noqa: PT018
+        """Stop using `_counted_matcher`, which failed, up to the string's end. If its shared lexer failed, stop it for
+        all strings until the grammar is recompiled."""
+        assert self._counted_matcher is not None and self.shared is not None, "no counted strings"  # noqa: PT018
         self._chars_left = 0
         if LEXER_ERROR in self._counted_matcher.get_error():
             self.shared.counted_matcher = None
 
     def _feed_pending(self) -> LLMatcher:
-        """Tell `matcher` what only `_counted_matcher` was told; another one, if the lexer is spoiled and it may go "
-        "on anew."""
-        assert self.matcher is not None and self.shared is not None, "it has a grammar"  # noqa: PT018
+        """Pass to `matcher` the tokens that only `_counted_matcher` got; to a new one, if the lexer is exhausted and
+        may be renewed."""
+        assert self.matcher is not None and self.shared is not None, "a matcher without a grammar"  # noqa: PT018
         if not (self.shared.lexer_exhausted and self.renew()):
             self.matcher.consume_tokens(self._tokens[self._num_fed :])
             self._num_fed = len(self._tokens)
@@ -256,27 +256,28 @@ class GrammarMatcher:
 
     def _fail_reason(self) -> str:
         self.check_failed()
-        assert self.matcher is not None, "it has a grammar"
+        assert self.matcher is not None, "a matcher without a grammar"
         return f"the grammar can't go on: {one_line(self.matcher.get_error())}"
 
     def check_failed(self) -> bool:
-        """The grammar has an error here. If it is the lexer's, nobody shall go on with that."""
-        assert self.matcher is not None and self.shared is not None, "it has a grammar"  # noqa: PT018
+        """Return True if the grammar has an error here. A lexer error marks the shared grammar as exhausted."""
+        assert self.matcher is not None and self.shared is not None, "a matcher without a grammar"  # noqa: PT018
         if not self.matcher.is_error():
             return False
         self.shared.lexer_exhausted |= LEXER_ERROR in self.matcher.get_error()
         return True
 
     def renew(self) -> bool:
-        """If another output has spoiled the lexer, go on at the same place of the grammar made anew. Who has done so
-        too often, or whose grammar takes long to make, stays, and ends with the next token. Whether it goes on anew."""
-        assert self.matcher is not None and self.shared is not None, "it has a grammar"  # noqa: PT018
+        """If another output exhausted the lexer, continue at the same position of the recompiled grammar, and return
+        True. An output that did so too often, or whose grammar compiles slowly, keeps its matcher and ends with the
+        next token."""
+        assert self.matcher is not None and self.shared is not None, "a matcher without a grammar"  # noqa: PT018
         slow = self.shared.compile_seconds > MAX_RENEWAL_SECONDS
         if not self.shared.lexer_exhausted or not self._renewals_left or slow or self.matcher.is_error():
             return False
         self._renewals_left -= 1
-        brief, self.shared = self.shared.counted_matcher, self.shared.usable()
-        if self.shared.counted_matcher is not brief:
+        old_counted, self.shared = self.shared.counted_matcher, self.shared.usable()
+        if self.shared.counted_matcher is not old_counted:
             self._counted_matcher, self._chars_left, self._num_fed_counted = None, 0, 0
         self.matcher, self.node, self.mask = self.shared.initial_matcher.deep_copy(), None, None
         self.matcher.consume_tokens(self._tokens)
@@ -284,15 +285,15 @@ class GrammarMatcher:
         return True
 
     def forced_tokens(self) -> tuple[int, ...]:
-        """See Matcher."""
+        """See the protocol."""
         return self._forced[self._forced_used :] if self._forced_used else self._forced
 
     def is_unconstrained(self) -> bool:
-        """See Matcher."""
+        """See the protocol."""
         return self._in_grammar and self.matcher is None
 
     def cached_mask(self) -> bytes | None:
-        """The mask, where it needn't be computed."""
+        """Return the mask if it need not be computed, else None."""
         if self.mask is not None:
             return self.mask
         if not self._forced:
@@ -307,7 +308,7 @@ class GrammarMatcher:
         return bytes(mask)
 
     def copy(self) -> GrammarMatcher:
-        """See Matcher."""
+        """See the protocol."""
         other = GrammarMatcher.__new__(GrammarMatcher)
         for name in GrammarMatcher.__slots__:
             setattr(other, name, getattr(self, name))

@@ -1,18 +1,17 @@
-"""What is remembered of a grammar's first tokens. Many outputs of a form begin alike, often at the same time, and the
-masks behind an opening quote or bracket are the dearest: nothing of a large vocabulary can be passed over there.
+"""Masks and forced tokens of a grammar's first tokens, cached. Many outputs of one grammar begin alike, often at the
+same time, and the masks after an opening quote or bracket are the most expensive: llguidance can skip nothing of a
+large vocabulary there.
 """
 
 from __future__ import annotations
 
-MAX_NODES, MAX_MASKS = (
-    1024,
-    32,
-)  # of a grammar: runs of first tokens, and masks behind them, of 16 kB for 128,000 tokens
-MAX_FORCED = 64  # tokens that must follow, at most: a long text that must may be behind any of the nodes
+MAX_NODES = 1024  # per grammar
+MAX_MASKS = 32  # per grammar; a mask takes 16 kB for 128,000 tokens
+MAX_FORCED = 64  # forced tokens per node: each node may store a long forced text
 
 
 class PrefixTreeBudget:
-    """How much of a grammar may still be remembered."""
+    """The number of nodes and masks that a grammar may still store."""
 
     __slots__ = ("masks", "nodes")
 
@@ -21,8 +20,7 @@ class PrefixTreeBudget:
 
 
 class PrefixNode:
-    """What is remembered behind some first tokens: the `mask` of what may follow, and in `forced` the tokens that must.
-    None: it isn't known."""
+    """The state after some first tokens: the `mask`, and in `forced` the tokens that must follow. None: not known."""
 
     __slots__ = ("budget", "children", "forced", "mask", "visited")
 
@@ -33,20 +31,20 @@ class PrefixNode:
         self.visited = False
 
     def child(self, token: int) -> PrefixNode | None:
-        """Behind one token more; None: that isn't remembered."""
-        found = self.children.get(token)
-        if found is None and self.budget.nodes:
+        """Return the node after one more token, or None if the budget is exhausted."""
+        node = self.children.get(token)
+        if node is None and self.budget.nodes:
             self.budget.nodes -= 1
-            found = self.children[token] = PrefixNode(self.budget)
-        return found
+            node = self.children[token] = PrefixNode(self.budget)
+        return node
 
     def remember_forced(self, forced: tuple[int, ...]) -> None:
-        """These tokens must follow here; it is remembered unless they are many."""
+        """Store the tokens that must follow, unless they are too many."""
         if len(forced) <= MAX_FORCED:
             self.forced = forced
 
     def remember_mask(self, mask: bytes) -> None:
-        """This is the mask here; it is remembered from the second time on."""
+        """Store the mask, from the second time on."""
         if self.visited and self.mask is None and self.budget.masks:
             self.budget.masks -= 1
             self.mask = mask

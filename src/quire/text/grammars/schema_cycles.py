@@ -1,8 +1,8 @@
-"""Whether anything of finite length fulfils a JSON schema that refers to itself.
+"""Detection of JSON schemas that no finite value satisfies because they refer to themselves.
 
-What one value must fulfil is a set of a schema's parts: those that `allOf` and `$ref` bring together, and one option of
-each `anyOf`. A set needs others, of members and items that must be there. Nothing finite fulfils one that needs itself
-again, whichever options are taken.
+What one value must satisfy is a set of schema parts: those joined by `allOf` and `$ref`, and one option of each
+`anyOf`. A set requires other sets, for required members and items. No finite value satisfies a set that requires itself
+again whichever options are chosen.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-MAX_DEPTH = 64  # values within each other, as far as they are looked into
-MAX_CHAIN = 256  # references, and parts in parts, that a value goes through
-MAX_VISITS = 20_000  # parts that are looked at
+MAX_DEPTH = 64  # nested values that are examined
+MAX_CHAIN = 256  # references and nested parts of one value
+MAX_VISITS = 20_000  # parts that are examined
 JSON_TYPES = frozenset(("null", "boolean", "number", "string", "object", "array"))
 
 
 class SchemaPart(NamedTuple):
-    """A part of a schema, where it is, and where those are that led to it, of the same value."""
+    """A part of a schema, its pointer, and the pointers of the parts of the same value that led to it."""
 
     pointer: str
     schema: Any
@@ -25,15 +25,15 @@ class SchemaPart(NamedTuple):
 
 
 class SearchPath(NamedTuple):
-    """What a value is within: the sets of parts, and the last reference."""
+    """The enclosing sets of parts, and the last reference."""
 
     sets: tuple[frozenset[str], ...] = ()
     reference: str = ""
 
 
 def find_endless_reference(schema: Any) -> str | None:
-    """Where a schema needs itself again: the reference that leads back. None: something of finite length fulfils it, or
-    nothing does for another reason, as far as MAX_DEPTH, MAX_CHAIN and MAX_LOOKS tell."""
+    """Return the reference by which the schema requires itself again. None: a finite value satisfies it, or none does
+    for another reason, or the limits MAX_DEPTH, MAX_CHAIN and MAX_VISITS were reached."""
     try:
         return _Search(schema).check_parts([SchemaPart("#", schema)], (), {}, SearchPath()) or None
     except RecursionError:
@@ -41,12 +41,12 @@ def find_endless_reference(schema: Any) -> str | None:
 
 
 class _Search:
-    """Its functions return None where something fulfils what they are given; else the reference that leads back, or ""
-    where it isn't one that hinders."""
+    """The search. Its methods return None if a finite value satisfies their arguments, else the reference that leads
+    back, or "" if no reference is at fault."""
 
     def __init__(self, schema: Any) -> None:
         self.schema, self.num_visits = schema, 0
-        self.satisfiable: set[frozenset[str]] = set()  # sets that something fulfils
+        self.satisfiable: set[frozenset[str]] = set()  # sets that a finite value satisfies
 
     def check_parts(
         self,
@@ -55,26 +55,27 @@ class _Search:
         parts: dict[str, dict[str, Any]],
         path: SearchPath,
     ) -> str | None:
-        """All parts of `todo`, together with `parts`, which are read, by place, and an option of each of `choices`."""
+        """Check all parts of `todo` together with `parts`, which are resolved, by pointer, and one option of each of
+        `choices`."""
         todo, parts = [*todo], {**parts}
         self.num_visits += len(parts)
         while todo:
-            place, at, chain = todo.pop()
+            pointer, at, chain = todo.pop()
             self.num_visits += 1
             if self.num_visits > MAX_VISITS or len(chain) > MAX_CHAIN:
                 return None
             if at is False:
                 return ""
-            if not isinstance(at, dict) or place in parts:
+            if not isinstance(at, dict) or pointer in parts:
                 continue
-            parts[place], chain = at, (*chain, place)
+            parts[pointer], chain = at, (*chain, pointer)
             if isinstance(ref := at.get("$ref"), str) and (ref == "#" or ref.startswith("#/")):
                 if ref in chain:
-                    return f"{place}/$ref"
-                path = path._replace(reference=f"{place}/$ref")
+                    return f"{pointer}/$ref"
+                path = path._replace(reference=f"{pointer}/$ref")
                 todo.append(SchemaPart(ref, resolve_pointer(self.schema, ref), chain))
-            todo += _parts_in_list(at, "allOf", place, chain)
-            choices += tuple(filter(None, (_parts_in_list(at, name, place, chain) for name in ("anyOf", "oneOf"))))
+            todo += _parts_in_list(at, "allOf", pointer, chain)
+            choices += tuple(filter(None, (_parts_in_list(at, name, pointer, chain) for name in ("anyOf", "oneOf"))))
         if not choices:
             return self._check_set(parts, path)
         return _first_failure(self.check_parts([option], choices[1:], parts, path) for option in choices[0])
@@ -97,7 +98,7 @@ class _Search:
         return why
 
     def _check_object(self, parts: dict[str, dict[str, Any]], path: SearchPath) -> str | None:
-        """The members that are required, and others as far as `minProperties` wants them."""
+        """Check the required members, and further ones up to `minProperties`."""
         required = {name for at in parts.values() for name in _list_at(at, "required") if isinstance(name, str)}
         for name in sorted(required):
             if (why := self.check_parts(_members(parts, name), (), {}, path)) is not None:
@@ -108,13 +109,13 @@ class _Search:
         for name in [None, *sorted(named - required)] if lacking > 0 else ():
             why = self.check_parts(_members(parts, name), (), {}, path)
             lacking -= why is None
-            if why is None and (name is None or lacking <= 0):  # of further names there are any number
+            if why is None and (name is None or lacking <= 0):  # the number of other names is unlimited
                 return None
             reasons += [] if why is None else [why]
         return None if lacking <= 0 else next(filter(None, reasons), "")
 
     def _check_array(self, parts: dict[str, dict[str, Any]], path: SearchPath) -> str | None:
-        """The items that `minItems` wants: behind all `prefixItems` they are alike."""
+        """Check the first `minItems` items; all items after `prefixItems` are alike."""
         least = max((_int_at(at, "minItems") for at in parts.values()), default=0)
         longest = max((len(_list_at(at, "prefixItems")) for at in parts.values()), default=0)
         for i in range(min(least, longest + 1)):
@@ -124,7 +125,7 @@ class _Search:
 
 
 def _first_failure(results: Iterator[str | None]) -> str | None:
-    """None where one of several ways can be gone; else a reference that hinders, if there is one."""
+    """Return None if one of the alternatives is satisfiable, else a reference at fault, if any."""
     reasons = []
     for why in results:
         if why is None:
@@ -134,28 +135,28 @@ def _first_failure(results: Iterator[str | None]) -> str | None:
 
 
 def _members(parts: dict[str, dict[str, Any]], name: str | None) -> list[SchemaPart]:
-    """What a member must fulfil, of a name that is required or one that no part names; where patterns of names may say
-    otherwise, nothing."""
-    found = []
-    for place, at in parts.items():
+    """Return what a member must satisfy: one named `name`, or for None one that no part names. Where patterns of names
+    may apply, nothing is required."""
+    members = []
+    for pointer, at in parts.items():
         properties = at.get("properties")
         if isinstance(properties, dict) and name in properties:
-            found.append(SchemaPart(f"{place}/properties/{escape_pointer(str(name))}", properties[name]))
+            members.append(SchemaPart(f"{pointer}/properties/{escape_pointer(str(name))}", properties[name]))
         elif "additionalProperties" in at and not at.get("patternProperties"):
-            found.append(SchemaPart(f"{place}/additionalProperties", at["additionalProperties"]))
-    return found
+            members.append(SchemaPart(f"{pointer}/additionalProperties", at["additionalProperties"]))
+    return members
 
 
 def _items(parts: dict[str, dict[str, Any]], i: int) -> list[SchemaPart]:
-    """What the item `i` must fulfil."""
-    found = []
-    for place, at in parts.items():
+    """Return what item `i` must satisfy."""
+    items = []
+    for pointer, at in parts.items():
         prefix = _list_at(at, "prefixItems")
         if i < len(prefix):
-            found.append(SchemaPart(f"{place}/prefixItems/{i}", prefix[i]))
+            items.append(SchemaPart(f"{pointer}/prefixItems/{i}", prefix[i]))
         elif "items" in at:
-            found.append(SchemaPart(f"{place}/items", at["items"]))
-    return found
+            items.append(SchemaPart(f"{pointer}/items", at["items"]))
+    return items
 
 
 def _parts_in_list(at: dict[str, Any], name: str, pointer: str, chain: tuple[str, ...]) -> list[SchemaPart]:
@@ -163,24 +164,24 @@ def _parts_in_list(at: dict[str, Any], name: str, pointer: str, chain: tuple[str
 
 
 def _list_at(at: dict[str, Any], name: str) -> list[Any]:
-    found = at.get(name)
-    return found if isinstance(found, list) else []
+    value = at.get(name)
+    return value if isinstance(value, list) else []
 
 
 def _int_at(at: dict[str, Any], name: str) -> int:
-    found = at.get(name)
-    return int(found) if isinstance(found, int | float) and abs(found) < 2**53 else 0
+    value = at.get(name)
+    return int(value) if isinstance(value, int | float) and abs(value) < 2**53 else 0
 
 
 def _types_at(at: dict[str, Any]) -> frozenset[str]:
-    """The kinds of values that a part allows."""
+    """Return the JSON types that a part allows."""
     kinds = at.get("type", [*JSON_TYPES])
     named = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else [*JSON_TYPES]
     return frozenset("number" if kind == "integer" else kind for kind in named if isinstance(kind, str))
 
 
 def resolve_pointer(schema: Any, ref: str) -> Any:
-    """What a reference within a schema, a JSON pointer behind #, points at; None if there is nothing."""
+    """Return the target of a JSON pointer (after #) within a schema, or None."""
     for part in ref.split("/")[1:]:
         name = unescape_pointer(part)
         if isinstance(schema, list):
@@ -191,10 +192,10 @@ def resolve_pointer(schema: Any, ref: str) -> Any:
 
 
 def escape_pointer(name: str) -> str:
-    """A member's name, as a part of a JSON pointer."""
+    """Escape a member's name for a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def unescape_pointer(part: str) -> str:
-    """The name that a part of a JSON pointer is."""
+    """Return the member's name of a JSON pointer's part."""
     return part.replace("~1", "/").replace("~0", "~")

@@ -1,4 +1,4 @@
-"""From what a request asks for to llguidance's form of a grammar."""
+"""Conversion of a request's output form to llguidance's grammar format."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from quire.text.grammars.schema_cycles import find_endless_reference
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
-WHITESPACE = r"( |\r?\n[ \t]{0,20})"  # between parts of a JSON text: a model may indent, but not for ever
-MAX_DEPTH = 64  # of a schema, as far as it is looked into here
+WHITESPACE = r"( |\r?\n[ \t]{0,20})"  # between JSON tokens: indentation is allowed, but bounded
+MAX_DEPTH = 64  # of a schema, as far as it is examined here
 MAX_TAGS = 128
-NO_OP_FORMATS = frozenset(("password", "binary", "path"))  # OpenAPI's and pydantic's: hints of what a text is for
+NO_OP_FORMATS = frozenset(("password", "binary", "path"))  # OpenAPI's and pydantic's: hints without constraints
 COUNT_KEYWORDS = frozenset(
     ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
 )
-MAX_PROPERTIES = 2048  # named ones, in all of a schema
+MAX_PROPERTIES = 2048  # in all of a schema
 FREE_TEXT_RULE = r"TAG_TEXT: /(.|\n)*/"
 
 
 def make_grammar_source(structured: Structured, tokenizer: Tokenizer) -> str:
-    """A grammar as LLMatcher takes it. InputError for what is no JSON, or none of the shape that its kind has."""
+    """Return a grammar for LLMatcher. Raise InputError for invalid JSON, or JSON of the wrong shape for its kind."""
     try:
         return _compile_source(structured, tokenizer)
     except UnicodeEncodeError as error:
@@ -43,6 +43,8 @@ def _compile_source(structured: Structured, tokenizer: Tokenizer) -> str:
     from llguidance import LLMatcher
 
     match structured.kind:
+        case "any":
+            raise AssertionError("any output needs no grammar")
         case "json":
             return str(
                 LLMatcher.grammar_from_json_schema(
@@ -66,7 +68,7 @@ def _literal(text: str) -> str:
 
 
 def read_schema(structured: Structured) -> Any:
-    """The schema of a `json`. InputError if it is none, or if nothing of finite length fulfils it."""
+    """Return the schema of a `json` form. Raise InputError if it is invalid or no finite value satisfies it."""
     schema = parse_source(structured)
     if not isinstance(schema, dict | bool):
         raise InputError(f"json must be a schema, an object or true, got {type(schema).__name__}", PARAM_NAME)
@@ -78,7 +80,7 @@ def read_schema(structured: Structured) -> Any:
 
 
 def with_whitespace_pattern(schema: Any) -> Any:
-    """The same, with bounded space between parts, unless the schema itself says what there may be."""
+    """Return the schema with bounded white space between parts, unless the schema defines it."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     given = schema.get(LLGUIDANCE_OPTIONS_KEY)
@@ -89,14 +91,14 @@ def with_whitespace_pattern(schema: Any) -> Any:
 
 
 def without_no_ops(schema: Any, depth: int = 0) -> Any:
-    """The same, less what says nothing: that names of members are strings, as zod writes it of every record, and
-    formats that any string has. Counts such as 1.0 are integers."""
+    """Return the schema without keywords that constrain nothing: propertyNames of type string, which zod writes for
+    every record, and formats that any string has. Counts such as 1.0 become integers."""
     if isinstance(schema, list):
         return [without_no_ops(one, depth + 1) for one in schema] if depth <= MAX_DEPTH else schema
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return schema
-    said = {name: _as_integer(name, one) for name, one in schema.items() if not _is_no_op(name, one)}
-    return map_subschemas(said, lambda one: without_no_ops(one, depth + 1), (*SCHEMA_VALUE_KEYWORDS, "allOf"))
+    kept = {name: _as_integer(name, one) for name, one in schema.items() if not _is_no_op(name, one)}
+    return map_subschemas(kept, lambda one: without_no_ops(one, depth + 1), (*SCHEMA_VALUE_KEYWORDS, "allOf"))
 
 
 def _is_no_op(name: str, value: Any) -> bool:
@@ -110,8 +112,8 @@ def _as_integer(name: str, value: Any) -> Any:
 
 
 def structural_tag_grammar(given: Any, tokenizer: Tokenizer) -> str:
-    """A Lark grammar of vLLM's structural tags: free text in which each of `triggers` begins one of `structures`, whose
-    `begin` it is the beginning of; between that and `end` there is JSON of `schema`."""
+    """Return a Lark grammar of vLLM's structural tags: free text in which a trigger begins one of `structures`, namely
+    the one whose `begin` starts with it; between `begin` and `end` is JSON of `schema`."""
     structures, triggers = (given.get(name) if isinstance(given, dict) else None for name in ("structures", "triggers"))
     if not isinstance(structures, list) or not isinstance(triggers, list) or not 0 < len(structures) <= MAX_TAGS:
         raise InputError(f"structural_tag must have 1 to {MAX_TAGS} structures, and triggers", PARAM_NAME)
@@ -142,11 +144,8 @@ def structural_tag_grammar(given: Any, tokenizer: Tokenizer) -> str:
     return "\n".join(lines)
 
 
-# Where
-
-
 def _pointers(at: Any, place: str, depth: int) -> Iterator[str]:
-    """Where objects and lists are in a schema."""
+    """Yield the pointers of all members and items in a schema."""
     pairs = at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
     for key, value in pairs:
         where = f"{place}/{str(key).replace('/', '~1')}"

@@ -1,9 +1,9 @@
-"""Strings within a JSON text: free ones, in which most tokens leave a grammar where it is, and counted ones.
+"""Strings within JSON output: free ones, in which most tokens leave the grammar's state unchanged, and counted ones.
 
-Within a string of any characters what may follow is the same before and behind a token of such characters, so nobody
-need ask llguidance about these, which are most of an output that has text in it. Within one of counted characters it
-depends on how many are left (grammar_counted.py). llguidance doesn't say where it is; it is told by what may follow
-there, for schemas whose strings are looked through here.
+Within a free string the mask is the same before and after a token of plain characters, so llguidance is not asked about
+these; they are most of an output with text. Within a counted string it depends on the number of characters left
+(counted_strings.py). llguidance does not report its state. It is inferred from which tokens it allows, for schemas
+whose strings are analysed here.
 """
 
 from __future__ import annotations
@@ -20,41 +20,44 @@ if TYPE_CHECKING:
 
     from quire.text.grammars.vocabulary import GrammarVocabulary
 
-PLAIN_CHARS = re.compile(r'[^"\\\x00-\x1F\x7F]+')  # characters that stand for themselves in a JSON string
-OPEN_ESCAPE = re.compile(rb"(?<!\\)\\(\\\\)*(u[0-9A-Fa-f]{0,3})?$")  # an escape that isn't whole
-# characters that counted strings of a schema may have, each kind once: for each llguidance's lexer makes
+PLAIN_CHARS = re.compile(r'[^"\\\x00-\x1F\x7F]+')  # characters that need no escape in a JSON string
+OPEN_ESCAPE = re.compile(rb"(?<!\\)\\(\\\\)*(u[0-9A-Fa-f]{0,3})?$")  # an incomplete escape
+# Characters of all counted strings of a schema, equal ones once. llguidance's lexer makes a state for each, and its
+# limit applies between two masks; strings of 256 characters take a third of it.
 MAX_COUNTED_CHARS = 512
-# a state, and of these only so many before the next mask is made (strings of 256 take a third of what it is given)
-MAX_DEPTH = 64  # of a schema, as far as it is looked into here
-UNBOUNDED = 1 << 30  # characters: any number
-MAX_PROBES = 64  # tokens of some letters that are kept
-TYPES_WITHOUT_STRINGS = frozenset(("null", "boolean", "integer", "number"))  # types without strings
-ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
-"$comment",
-                     "$schema"))  # fmt: skip
+MAX_DEPTH = 64  # of a schema, as far as it is examined here
+UNBOUNDED = 1 << 30  # any number of characters
+MAX_PROBES = 64  # tokens of several letters
+TYPES_WITHOUT_STRINGS = frozenset(("null", "boolean", "integer", "number"))
+ANNOTATIONS = frozenset((
+    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema",
+))  # fmt: skip
 KNOWN_KEYWORDS = ANNOTATIONS | frozenset((
     "type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems", "minimum",
     "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "enum", "const", "anyOf",
     "$ref", "$defs", "definitions",
 ))  # fmt: skip
-"""Keywords that are understood here; of a schema with others nothing is known."""
+"""Keywords that are analysed here; a schema with others is not."""
 EXCLUSIVE_KEYWORDS = ("anyOf", "$ref", "enum", "const")
-"""Keywords beside which no other may say what the same value is; enum and const may have a type."""
-KEYWORD_TYPES = {"properties": dict, "$defs": dict, "definitions": dict, "anyOf": list, "minLength": int,
-"maxLength": int,
-          "$ref": str}  # fmt: skip
-"""Of keywords that are looked into here. llguidance itself looks at none that nothing refers to, or of another type."""
+"""Keywords that must be the only constraint of a value; beside enum and const there may be a type."""
+KEYWORD_TYPES = {
+    "properties": dict, "$defs": dict, "definitions": dict, "anyOf": list, "minLength": int, "maxLength": int,
+    "$ref": str,
+}  # fmt: skip
+"""The types of examined keywords. llguidance ignores keywords of other types, and definitions without a reference."""
+# The targets of $ref that are examined: not examples, defaults or constants.
 LOCAL_REF = re.compile(
     r"#(/(\$defs|definitions|properties)/[^/%]*|/(items|additionalProperties)(?![^/])|/(prefixItems|anyOf)/[0-9]+)*"
-)  # where a $ref may lead: to what is looked through; not into an example, a default or a constant
+)
 OWN_OPTIONS = frozenset(("whitespace_flexible", "lenient"))
-ESCAPE_LETTERS = b"bfnrtuabcdefABCDEF"  # what an escape may go on with
-ALWAYS_ALLOWED = "true false null eE"  # what may be spoken though no schema says it
+ESCAPE_LETTERS = b"bfnrtuabcdefABCDEF"  # letters that may continue an escape
+ALWAYS_ALLOWED = "true false null eE"  # letters that outputs may have though no schema contains them
 
 
 class StringTokens:
-    """Of a vocabulary: `is_plain` says of each token whether it is whole characters that stand for themselves; a quote
-    and a colon; tokens of letters that go on with no escape, the longest first; and those that end within an escape."""
+    """Classes of a vocabulary's tokens. `is_plain` has for each token whether it consists of whole characters that need
+    no escape. `closing_ids` are a quote and a colon, or None if strings cannot be detected. `letter_tokens` are tokens
+    of letters that continue no escape, the longest first. `open_escape_ids` are tokens that end within an escape."""
 
     def __init__(self, vocabulary: GrammarVocabulary, eos_ids: Iterable[int]) -> None:
         self.is_plain = bytearray(map(_is_plain, vocabulary.tokens))
@@ -63,11 +66,16 @@ class StringTokens:
         self.open_escape_ids = frozenset(
             id for id, token in enumerate(vocabulary.tokens) if b"\\" in token and OPEN_ESCAPE.search(token)
         )
-        self.closing_ids = [vocabulary.token_id(b'"'), vocabulary.token_id(b":")]
+        quote, colon = vocabulary.token_id(b'"'), vocabulary.token_id(b":")
+        self.closing_ids = None if quote is None or colon is None else [quote, colon]
         letters = [(id, token.decode()) for id, token in enumerate(vocabulary.tokens)
                    if self.is_plain[id] and token.isalpha() and token[0] not in ESCAPE_LETTERS]  # fmt: skip
         singles = [one for one in letters if len(one[1]) == 1]
         self.letter_tokens = [*[one for one in letters if 3 <= len(one[1]) <= 6][:MAX_PROBES], *singles]
+
+    def disable_detection(self) -> None:
+        """Turn off the detection of strings."""
+        self.closing_ids = None
 
 
 def _is_plain(token: bytes) -> bool:
@@ -78,9 +86,9 @@ def _is_plain(token: bytes) -> bool:
 
 
 class StringDetector:
-    """Where a grammar is in a string. `probe` is a token, and its letters, that may be spoken nowhere but in free and
-    counted strings, `letter` a token of one letter, `closing` a quote and a colon; of counted strings none has more
-    than `max_chars` characters, and those in `min_chars` are how many some must have."""
+    """Infers whether a matcher is within a string. `probe` is a token and its letters that the grammar allows only in
+    free and counted strings, `letter` a token of one letter, `closing` a quote and a colon. `max_chars` is the greatest
+    limit of the counted strings; `min_chars` are the minimum lengths."""
 
     __slots__ = ("_closing", "_ends", "_probe", "_run", "_whole_string", "max_chars")
 
@@ -94,9 +102,10 @@ class StringDetector:
         self._ends = [[token, *[letter] * (count - len(text)), *closing] for count in sorted(min_chars)]
 
     def chars_left(self, matcher: LLMatcher) -> int | None:
-        """How many characters more there may be in a string here that is a value; FREE: any number. 0: it isn't known
-        to be one. None: any number, but it may not end yet. A value's string may end, and no colon follows then."""
-        if self._whole_string is not None:  # any may end anywhere
+        """Return how many more characters are allowed in the string value at this position, or UNBOUNDED. 0: not known
+        to be in one. None: UNBOUNDED, but the string may not end yet. A string is known to be a value, not a key, if it
+        may end and no colon may follow."""
+        if self._whole_string is not None:  # all strings may end anywhere
             if matcher.validate_tokens(self._whole_string) != 2:
                 return 0
             return (
@@ -114,17 +123,17 @@ class StringDetector:
 
 
 def make_string_detector(structured: Structured, tokens: StringTokens) -> StringDetector | None:
-    """None: nothing is known of the strings of this form. One that was compiled."""
-    if structured.kind not in ("json", "json_object") or None in tokens.closing_ids:
+    """Return the detector for a compiled form, or None if its strings cannot be analysed."""
+    if structured.kind not in ("json", "json_object") or tokens.closing_ids is None:
         return None
     schema = parse_source(structured) if structured.kind == "json" else {"type": "object"}
-    counted = {(0, 0)}  # least and most characters
+    counted = {(0, 0)}  # minimum and maximum lengths
     for at in _schemas(schema, 0, root=True):
         if at is None:
             return None
         counted.add((at.get("minLength", 0), at.get("maxLength", 0)))
-    said = ALWAYS_ALLOWED + json.dumps(schema, ensure_ascii=False)
-    probe = next(((id, text) for id, text in tokens.letter_tokens if text not in said), None)
+    allowed = ALWAYS_ALLOWED + json.dumps(schema, ensure_ascii=False)
+    probe = next(((id, text) for id, text in tokens.letter_tokens if text not in allowed), None)
     letter = next((id for id, text in tokens.letter_tokens if len(text) == 1), None)
     if probe is None or letter is None or sum(map(max, counted)) > MAX_COUNTED_CHARS:
         return None
@@ -134,8 +143,8 @@ def make_string_detector(structured: Structured, tokens: StringTokens) -> String
 
 
 def _schemas(at: Any, depth: int, root: bool = False) -> Iterator[dict[str, Any] | None]:
-    """A schema and all within it. None: one of which it isn't known that its strings are free, counted or given, and
-    one of these alone at each place."""
+    """Yield a schema and all schemas within it. None is yielded for one that is not analysed: its strings must be free,
+    counted or constant, and only one of these at each position."""
     if isinstance(at, bool):
         return
     if not isinstance(at, dict) or depth > MAX_DEPTH or not _is_understood(at, root):
@@ -172,5 +181,5 @@ def _is_understood(at: dict[str, Any], root: bool) -> bool:
 
 
 def _has_no_strings(at: Any) -> bool:
-    """A schema of one type that has no strings."""
+    """Return True for a schema of one type without strings."""
     return isinstance(at, dict) and isinstance(kind := at.get("type"), str) and kind in TYPES_WITHOUT_STRINGS

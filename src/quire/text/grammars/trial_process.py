@@ -1,5 +1,5 @@
-"""The process that tries to make grammars, from the outside: started with the first one, asked, started again if it
-ended. It knows llguidance's own form of grammars, not where they come from.
+"""The client of the trial process, which compiles untrusted grammars first: starts it with the first grammar, sends it
+grammars, and restarts it if it ends. It handles llguidance's grammar format only.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from quire.errors import EngineDead, Overloaded
 from quire.text import isolated_process
 from quire.text.grammars.trial_worker import HEADER, MAX_ANSWER, MAX_MEMORY, MAX_SECONDS
 
-START_SECONDS = 20.0  # for the process to come up: it loads llguidance from a disk that may be busy
-WAIT_SECONDS = 30.0  # for an answer, on a machine that has little time for the process
+START_SECONDS = 20.0  # for the process to start and load llguidance, on a busy disk
+WAIT_SECONDS = 30.0  # for an answer, on a busy machine
 PROGRAM = Path(__file__).resolve().with_name("trial_worker.py")
 TIME_REASON = f"making its grammar takes more than {MAX_SECONDS:g} s of a processor"
 MEMORY_REASON = f"it is nested too deep, or making its grammar takes more than {MAX_MEMORY >> 20} MiB of memory"
 
 
 class GrammarTooComplex(Exception):
-    """A grammar takes more than may be spent on making it; says what."""
+    """Compiling a grammar exceeds the limits of time or memory; the message says which."""
 
 
 class TrialProcessEnded(Exception):
-    """The process was gone before it answered, with this status."""
+    """The process ended before it answered, with this exit status."""
 
     def __init__(self, status: int | None) -> None:
         super().__init__(status)
@@ -39,10 +39,10 @@ class TrialProcessEnded(Exception):
 
 
 class TrialProcess:
-    """A process that tries the grammars of one vocabulary. It starts with the first, and ends with `close`, with this
-    object or with the program.
+    """A process that compiles grammars over one vocabulary to check them. It starts with the first grammar, and ends
+    with `close`, with this object or with the program.
 
-    Any thread may ask; one at a time is served."""
+    Thread-safe; serves one caller at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,8 +51,8 @@ class TrialProcess:
         self._kill: weakref.finalize[Any, Any] | None = None
 
     def check_grammar(self, grammar: str, vocabulary: Mapping[str, Any]) -> str:
-        """What is wrong with a grammar; "" if nothing is. `vocabulary` is what its process must know of the vocabulary
-        (Masker.about). TooComplex if that takes too much; Overloaded if it can't be found out now, EngineDead after
+        """Return what is wrong with a grammar, or "". `vocabulary` is GrammarBackend.description. Raise
+        GrammarTooComplex if it exceeds the limits, Overloaded if it cannot be checked now, and EngineDead after
         `close`."""
         with self._lock:
             try:
@@ -60,13 +60,13 @@ class TrialProcess:
             except TrialProcessEnded as ended:
                 if ended.status == -signal.SIGPROF:
                     raise GrammarTooComplex(TIME_REASON) from ended
-            try:  # killed by the system, which may kill any process: only in a second one it's the grammar's doing
+            try:  # the system may kill any process, so the grammar is blamed only if a second process ends too
                 return self._check(grammar, vocabulary)
             except TrialProcessEnded as ended:
                 raise GrammarTooComplex(TIME_REASON if ended.status == -signal.SIGPROF else MEMORY_REASON) from ended
 
     def close(self) -> None:
-        """End the process; nothing can be tried any more."""
+        """End the process. No grammar can be checked afterwards."""
         self._closed = True
         end = self._kill
         if end is not None:
@@ -92,7 +92,7 @@ class TrialProcess:
         process, ours = isolated_process.start_isolated(command, "to try grammars", Overloaded)
         self._process, self._socket = process, ours
         self._kill = weakref.finalize(self, isolated_process.kill, process, ours)
-        if self._closed:  # meanwhile, by another thread
+        if self._closed:  # by another thread meanwhile
             self._kill()
         end = time.monotonic() + START_SECONDS
         try:
@@ -112,7 +112,7 @@ class TrialProcess:
         self._process = self._kill = None
 
     def _send(self, body: bytes, deadline: float) -> None:
-        with suppress(BrokenPipeError, ConnectionError):  # of a process that ended: the answer tells
+        with suppress(BrokenPipeError, ConnectionError):  # the process ended, which reading the answer reports
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             self._socket.sendall(len(body).to_bytes(HEADER, "big") + body)
 
@@ -138,10 +138,10 @@ class TrialProcess:
         return bytes(data)
 
     def _exit_status(self) -> int | None:
-        """How the process ended, which has left its connection."""
+        """Return the exit status of the process after it closed its connection."""
         if self._closed:
             raise EngineDead("the engine was closed")
-        assert self._process is not None, "it was started"
+        assert self._process is not None, "the process was never started"
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(isolated_process.KILL_SECONDS)
         return None

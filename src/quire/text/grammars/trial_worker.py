@@ -1,10 +1,10 @@
-"""The program that tries to make grammars, in a process of its own with limits; grammar_trials.py starts it.
+"""The program of the trial process: compiles grammars to check them, with limits. Started by trial_process.py.
 
-llguidance makes a grammar in one call into native code, and what that takes isn't bounded: six numbers of which an
-integer is to be a multiple take it 13 s, and 5,000 rules of which each is the next its stack. So it is done here first,
-over a vocabulary of single bytes. The first frame on descriptor 0 says what that is like; each one after it is a
-grammar, and what is wrong with it is answered on descriptor 1. The process ends when its input does, and when a grammar
-takes too much. Run by its path: it knows nothing of quire.
+llguidance compiles a grammar in one native call of unbounded cost: an integer that is a multiple of six numbers takes
+13 s, and 5,000 rules of which each refers to the next overflow the stack. So each grammar is compiled here first, over
+a vocabulary of single bytes. The first frame on descriptor 0 describes the vocabulary; each further frame is a grammar,
+and the reply on descriptor 1 is its error or "". The process ends at the end of its input, or when a grammar exceeds
+the limits. It is run by its path and does not import quire.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-MAX_SECONDS = 0.5  # of a processor that making one grammar may take
-MAX_MEMORY = 1 << 30  # bytes of addresses beyond those of the start
-STACK_BYTES = 1 << 20  # bytes; llguidance calls itself as deep as a grammar is nested, later on threads of 2 to 8 MiB
+MAX_SECONDS = 0.5  # of CPU time per grammar
+MAX_MEMORY = 1 << 30  # bytes of address space beyond those at the start
+STACK_BYTES = 1 << 20  # llguidance recurses as deep as a grammar is nested; it later runs on threads of 2 to 8 MiB
 HEADER = 4  # bytes of a frame's length
 MAX_ANSWER = 4096  # bytes
 
 
 class ByteVocabulary:
-    """What llguidance.TokenizerWrapper asks of a tokenizer: `size` tokens, of which `special` are named in hexadecimal
-    digits by their ids, and others are single bytes, or nothing."""
+    """A vocabulary for llguidance.TokenizerWrapper of `size` tokens: `special` tokens in hexadecimal digits, by id, and
+    single bytes; the rest is empty."""
 
     bos_token_id = None
 
@@ -43,17 +43,17 @@ class ByteVocabulary:
             self.tokens[at] = bytes([byte])
 
     def __call__(self, text: str) -> list[int]:
-        """A token a byte; none at all if there isn't one of each."""
+        """Return one token per byte, or [] if a byte has no token."""
         if not isinstance(text, str):
-            raise TypeError("texts are strings")  # llguidance finds out whether bytes will do
+            raise TypeError("texts are strings")  # llguidance tests whether bytes are accepted
         ids = [self._ids.get(byte, -1) for byte in text.encode()]
         return [] if -1 in ids else ids
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Serve requests until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # may be ignored or blocked by inheritance
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # it may be ignored or blocked by inheritance
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     sys.path += sys.argv[1:]
     threading.stack_size(STACK_BYTES)
@@ -75,7 +75,7 @@ def _serve() -> None:
     _set_limits()
     _write("")
     while (grammar := _read()) is not None:
-        # Ends the process: there is no other way out of the call.
+        # The signal ends the process; the call cannot be interrupted otherwise.
         signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
         why = LLMatcher(tokenizer, grammar.decode(), log_level=0, limits=limits).get_error()
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -83,7 +83,7 @@ def _serve() -> None:
 
 
 def _set_limits() -> None:
-    """So much memory, where the system tells what is in use; no core, and no further file or descriptor."""
+    """Limit the address space, where its use is known; allow no core dump, and no further file or descriptor."""
     with suppress(OSError), open("/proc/self/statm") as file:
         most = int(file.read().split()[0]) * resource.getpagesize() + MAX_MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -92,7 +92,7 @@ def _set_limits() -> None:
 
 
 def _read() -> bytes | None:
-    """A frame's body; None at the end of the input."""
+    """Return a frame's body, or None at the end of the input."""
     header = _read_exactly(HEADER)
     return None if header is None else _read_exactly(int.from_bytes(header, "big"))
 

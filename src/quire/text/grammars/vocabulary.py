@@ -1,6 +1,7 @@
-"""A vocabulary as llguidance reads one: the bytes of each token, and how the tokenizer itself would spell a text.
+"""A tokenizer's vocabulary for llguidance: the bytes of each token, and the tokenization of a text.
 
-From tokenizer.json it would make the same, but for seconds in which no other thread of Python runs."""
+llguidance could build it from tokenizer.json, but holds the GIL for seconds meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GrammarVocabulary:
-    """What llguidance.TokenizerWrapper asks of a tokenizer. None of the tokens `eos_ids` is text."""
+    """The interface of llguidance.TokenizerWrapper. The tokens `eos_ids` are not text."""
 
     bos_token_id = None
 
@@ -25,25 +26,25 @@ class GrammarVocabulary:
         self._longest = max(map(len, self._ids), default=1)
 
     def token_id(self, text: bytes) -> int | None:
-        """The token of just these bytes, if there is one."""
+        """Return the token of exactly these bytes, or None."""
         return self._ids.get(text)
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens that spell `text`: the tokenizer's, where they are no special tokens and their bytes are the text's.
-        Some put a space before it, or change it; then the longest token that fits is taken each time."""
+        """Return tokens that spell `text`: the tokenizer's, if they are not special and their bytes are the text's.
+        Some tokenizers add a space or change the text; then the longest matching token is taken repeatedly."""
         if not isinstance(text, str):
-            raise TypeError("texts are strings")  # llguidance finds out whether bytes will do
+            raise TypeError("texts are strings")  # llguidance tests whether bytes are accepted
         data = text.encode()
-        found = self.tokenizer.encode(text, add_special_tokens=False)
-        plain = all(id < len(self.tokens) and id not in self._special for id in found)
-        if plain and b"".join(self.tokens[id] for id in found) == data:
-            return found
-        found, at = [], 0
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        plain = all(id < len(self.tokens) and id not in self._special for id in ids)
+        if plain and b"".join(self.tokens[id] for id in ids) == data:
+            return ids
+        ids, at = [], 0
         while at < len(data):
             ends = range(min(len(data), at + self._longest), at, -1)
             end = next((end for end in ends if data[at:end] in self._ids), None)
             if end is None:
-                return []  # no token has this byte: nothing is said of how to spell the text
-            found.append(self._ids[data[at:end]])
+                return []  # no token has this byte
+            ids.append(self._ids[data[at:end]])
             at = end
-        return found
+        return ids

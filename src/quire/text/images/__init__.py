@@ -1,1 +1,1 @@
-"""Images: read, checked, and made into what each family of models was trained with."""
+"""Image inputs: file headers, decoding, and the preprocessing of each model family."""

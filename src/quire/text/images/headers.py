@@ -1,7 +1,7 @@
-"""What a picture's file says of itself, read before anything is decoded: its format, its size, whether it moves, which
-way up it is. Metadata that no decoder needs (profiles, EXIF, texts, thumbnails) is left out of what one will be given.
+"""Image file headers, read before anything is decoded: format, size, animation and orientation. Metadata that decoders
+do not need (profiles, EXIF, texts, thumbnails) is removed from the data that they get.
 
-A file is a stranger's: each loop is bounded, each length is checked against what is there.
+Files are untrusted: each loop is bounded, and each length is checked against the file's size.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import NamedTuple
 
 MAX_BLOCKS = 1 << 16  # chunks of a PNG or WebP, segments of a JPEG's head
 MAX_GIF_BLOCKS = 1 << 17  # of up to 255 bytes each
-MAX_SCANS = 32  # of a progressive JPEG: each may touch every pixel, and encoders write some ten
+MAX_SCANS = 32  # of a progressive JPEG: each may touch every pixel; encoders write about ten
 PNG_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 WEBP_CHUNKS, WEBP_ALPHA = (b"ALPH", b"VP8 ", b"VP8L"), 0x10
-GIF_CONTROL = 0xF9  # the extension that says which colour is transparent
+GIF_CONTROL = 0xF9  # the extension with the transparent colour
 ADOBE, JFIF, COMMENT, SCAN = 0xEE, 0xE0, 0xFE, 0xDA
 START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-MARKERS_WITHOUT_SEGMENT = frozenset({0x01, *range(0xD0, 0xD9)})  # markers without a segment
+MARKERS_WITHOUT_SEGMENT = frozenset({0x01, *range(0xD0, 0xD9)})
 ORIENTATION = 0x0112
 TRUNCATED = "it is cut short"
 
 
 class BadImage(ValueError):
-    """Why a picture can't be read, in words that say nothing of this machine."""
+    """The reason why an image cannot be read. The message contains nothing about this machine."""
 
 
 class ImageHeader(NamedTuple):
-    """`data` is what is to be decoded. `orientation` is EXIF's orientation, from 1 (upright) to 8."""
+    """`data` is the file to decode, without metadata. `orientation` is EXIF's orientation, from 1 (upright) to 8."""
 
     format: str
     width: int
@@ -39,7 +39,7 @@ class ImageHeader(NamedTuple):
 
 
 def read_header(data: bytes) -> ImageHeader:
-    """The header of a PNG, JPEG, WebP or GIF, which its first bytes tell. BadImage for anything else."""
+    """Return the header of a PNG, JPEG, WebP or GIF, detected by its first bytes. Raise BadImage for anything else."""
     for start, read in READERS:
         if data.startswith(start):
             try:
@@ -50,7 +50,7 @@ def read_header(data: bytes) -> ImageHeader:
 
 
 def _png(data: bytes) -> ImageHeader:
-    kept, at, turned, animated = [data[:8]], 8, 1, False
+    parts, at, orientation, animated = [data[:8]], 8, 1, False
     first, width, height = struct.unpack_from(">4sII", data, 12)
     if first != b"IHDR":
         raise BadImage("it does not begin with its size")
@@ -60,18 +60,18 @@ def _png(data: bytes) -> ImageHeader:
         if end > len(data):
             raise BadImage(TRUNCATED)
         if kind in PNG_CHUNKS:
-            kept.append(data[at:end])
+            parts.append(data[at:end])
         elif kind == b"eXIf":
-            turned = read_orientation(data[at + 8 : end - 4])
+            orientation = read_orientation(data[at + 8 : end - 4])
         animated |= kind == b"acTL"
         at = end
         if kind == b"IEND":
-            return ImageHeader("PNG", width, height, b"".join(kept), turned, animated)
+            return ImageHeader("PNG", width, height, b"".join(parts), orientation, animated)
     raise BadImage(f"it has more than {MAX_BLOCKS} chunks")
 
 
 def _jpeg(data: bytes) -> ImageHeader:
-    kept, at, turned, size = [data[:2]], 2, 1, None
+    parts, at, orientation, size = [data[:2]], 2, 1, None
     for _ in range(MAX_BLOCKS):
         start = at
         if data[at] != 0xFF:
@@ -86,25 +86,25 @@ def _jpeg(data: bytes) -> ImageHeader:
         if length < 2 or end > len(data):
             raise BadImage(TRUNCATED)
         if marker == SCAN:
-            kept.append(data[start:])
+            parts.append(data[start:])
             break
         if marker in START_OF_FRAME:
             if size is not None:
-                raise BadImage("it says its size twice")
+                raise BadImage("it has two sizes")
             height, width = struct.unpack_from(">HH", data, at + 3)
             size = width, height
         if marker == 0xE1 and data[at + 2 : at + 8] == b"Exif\0\0":
-            turned = read_orientation(data[at + 8 : end])
+            orientation = read_orientation(data[at + 8 : end])
         if not (0xE0 <= marker <= 0xEF or marker == COMMENT) or marker in (JFIF, ADOBE):
-            kept.append(data[start:end])
+            parts.append(data[start:end])
         at = end
     else:
         raise BadImage(f"it has more than {MAX_BLOCKS} segments")
     if size is None:
-        raise BadImage("it does not say its size")
-    if (scans := kept[-1].count(b"\xff\xda")) > MAX_SCANS:
+        raise BadImage("its size is missing")
+    if (scans := parts[-1].count(b"\xff\xda")) > MAX_SCANS:
         raise BadImage(f"it has {scans} scans; at most {MAX_SCANS} are read")
-    return ImageHeader("JPEG", *size, b"".join(kept), turned)
+    return ImageHeader("JPEG", *size, b"".join(parts), orientation)
 
 
 def _webp(data: bytes) -> ImageHeader:
@@ -113,7 +113,7 @@ def _webp(data: bytes) -> ImageHeader:
         raise BadImage("it is no PNG, JPEG, WebP or GIF")
     if size + 8 > len(data):
         raise BadImage(TRUNCATED)
-    at, turned, animated, sizes, kept = 12, 1, False, set[tuple[int, int]](), list[bytes]()
+    at, orientation, animated, sizes, parts = 12, 1, False, set[tuple[int, int]](), list[bytes]()
     for _ in range(MAX_BLOCKS):
         if at + 8 > size + 8:
             break
@@ -129,56 +129,56 @@ def _webp(data: bytes) -> ImageHeader:
             (bits,) = struct.unpack_from("<I", body, 1)
             sizes.add((1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)))
         elif kind == b"EXIF":
-            turned = read_orientation(data[at + 8 : at + 8 + length].removeprefix(b"Exif\0\0"))
+            orientation = read_orientation(data[at + 8 : at + 8 + length].removeprefix(b"Exif\0\0"))
         animated |= kind in (b"ANIM", b"ANMF")
         start, at = at, at + 8 + length + length % 2
-        if kind == b"VP8X":  # without the flags of what isn't kept
-            kept += data[start : start + 8], bytes([body[0] & WEBP_ALPHA]), data[start + 9 : at]
+        if kind == b"VP8X":  # without the flags of removed chunks
+            parts += data[start : start + 8], bytes([body[0] & WEBP_ALPHA]), data[start + 9 : at]
         elif kind in WEBP_CHUNKS:
-            kept.append(data[start:at])
+            parts.append(data[start:at])
     else:
         raise BadImage(f"it has more than {MAX_BLOCKS} chunks")
     if not animated and len(sizes) != 1:
-        raise BadImage("it does not say its size" if not sizes else "it says two sizes")
-    body = b"WEBP" + b"".join(kept)
+        raise BadImage("its size is missing" if not sizes else "it has two sizes")
+    body = b"WEBP" + b"".join(parts)
     return ImageHeader(
-        "WebP", *max(sizes, default=(1, 1)), b"RIFF" + struct.pack("<I", len(body)) + body, turned, animated
+        "WebP", *max(sizes, default=(1, 1)), b"RIFF" + struct.pack("<I", len(body)) + body, orientation, animated
     )
 
 
 def _gif(data: bytes) -> ImageHeader:
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
-    frames, inside, start, kept = 0, False, at, [data[:at]]
+    frames, inside, start, parts = 0, False, at, [data[:at]]
     for _ in range(MAX_GIF_BLOCKS):
         block, at = data[at], at + 1
-        if inside:  # blocks of data, each after its length, up to one of none
+        if inside:  # data blocks, each after its length, until an empty one
             at += block
             inside = block > 0
             if not inside:
                 if data[start] == 0x2C or data[start + 1] == GIF_CONTROL:
-                    kept.append(data[start:at])
+                    parts.append(data[start:at])
                 start = at
         elif block == 0x21:  # an extension
             at, inside = at + 1, True
-        elif block == 0x2C:  # a picture
+        elif block == 0x2C:  # an image
             left, top, wide, high, flags = struct.unpack_from("<4HB", data, at)
             if left + wide > width or top + high > height:
-                raise BadImage("its picture is larger than it says")
+                raise BadImage("its picture is larger than its header says")
             frames += 1
             at += 10 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
             inside = True
         elif block == 0x3B:  # the end
             if not frames:
                 raise BadImage("there is no picture in it")
-            return ImageHeader("GIF", width, height, b"".join([*kept, data[start:at]]), is_animated=frames > 1)
+            return ImageHeader("GIF", width, height, b"".join([*parts, data[start:at]]), is_animated=frames > 1)
         else:
             raise BadImage("a block of it is broken")
     raise BadImage(f"it has more than {MAX_GIF_BLOCKS} blocks")
 
 
 def read_orientation(exif: bytes) -> int:
-    """The orientation that an EXIF block says; 1 where it says none, or nothing that can be read."""
+    """Return the orientation in an EXIF block; 1 if it has none or cannot be read."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:
         return 1

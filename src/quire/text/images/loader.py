@@ -1,5 +1,5 @@
-"""The pictures of a prompt: from what a request gives to what the encoder gets, their keys, and their places among the
-tokens. Decodes on threads of its own, so that pictures hold up nobody's text; knows no server and no engine.
+"""The images of a prompt: from the request's sources to the encoder's inputs, their keys, and their positions among the
+tokens. Images are decoded on threads of their own, so that they do not delay text. Independent of server and engine.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
-DECODE_THREADS = 2  # that decode: each may need some 20 bytes for each pixel of --max-image-pixels
-MAX_WAITING = 256  # requests whose pictures wait for them
+DECODE_THREADS = 2  # each may need about 20 bytes per pixel of --max-image-pixels
+MAX_WAITING = 256  # requests whose images wait to be decoded
 T = TypeVar("T")
 
 
 class ImageLoader:
-    """How one model's prompts come by pictures: its `processor`, within `limits`."""
+    """Loads the images of one model's prompts with its `processor`, within `limits`."""
 
     def __init__(self, processor: ImageProcessor, limits: ImageLimits) -> None:
         self.processor, self.limits = processor, limits
@@ -46,12 +46,12 @@ class ImageLoader:
         self._pending: set[Future[Any]] = set()
 
     async def load_async(self, given: Sequence[ImageSource], salt: str) -> list[ImagePixels]:
-        """As `load`, on another thread. Overloaded if too many wait."""
+        """Load images on another thread. Raise Overloaded if too many requests wait."""
         return await self._run_in_thread(partial(self.load, given, salt))
 
     async def _run_in_thread(self, work: Callable[[], T]) -> T:
-        """`work` on another thread. Who is cancelled counts until his work under way is done; what hadn't begun is gone
-        at once, with the pictures that it was to decode."""
+        """Run `work` on another thread. On cancellation, work that has begun counts against MAX_WAITING until it ends;
+        work that has not begun is released at once, with its image data."""
         import asyncio
         from concurrent.futures import ThreadPoolExecutor
 
@@ -59,7 +59,7 @@ class ImageLoader:
             raise Overloaded(f"the pictures of {len(self._pending)} requests wait to be decoded")
         if self._threads is None:
             self._threads = ThreadPoolExecutor(DECODE_THREADS, thread_name_prefix="quire-pictures")
-        todo = [work]  # taken out by who does it, or emptied by who doesn't wait: a queue would hold on to it
+        todo = [work]  # emptied by the thread, or on cancellation; the pool's queue would keep a reference
         future = self._threads.submit(lambda: todo.pop()())
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
@@ -69,23 +69,23 @@ class ImageLoader:
             todo.clear()
 
     def load(self, given: Sequence[ImageSource], salt: str) -> list[ImagePixels]:
-        """What the encoder gets of each picture, under its key. All headers are read before anything is decoded.
-        InputError names the place of the first one that can't be seen."""
+        """Return the encoder's input of each image, with its key. All headers are read before anything is decoded.
+        Raise InputError with the parameter of the first invalid image."""
         check_salt(salt)
         self.check_count(given)
-        found: list[ImagePixels] = []
+        loaded: list[ImagePixels] = []
         size = 0
-        for at, opened in self._read_sources(given):
-            image = decode_image(opened, at) if isinstance(opened, ImageHeader) else opened
-            found.append(self._prepare(image, at, salt, len(given) == 1))
-            size += len(found[-1].data)
+        for at, source in self._read_sources(given):
+            image = decode_image(source, at) if isinstance(source, ImageHeader) else source
+            loaded.append(self._prepare(image, at, salt, len(given) == 1))
+            size += len(loaded[-1].data)
             if size > MAX_PIXEL_BYTES:
                 cause = f"with {at} the request's pictures have {size} bytes, prepared; the limit is {MAX_PIXEL_BYTES}"
                 raise InputError(cause, at)
-        return found
+        return loaded
 
     def check_count(self, given: Sequence[ImageSource]) -> None:
-        """InputError for more pictures than a request may have."""
+        """Raise InputError for more images than a request may have."""
         if len(given) > self.limits.count:
             at = given[self.limits.count].param
             raise InputError(
@@ -93,23 +93,23 @@ class ImageLoader:
             )
 
     def _read_sources(self, given: Sequence[ImageSource]) -> list[tuple[str, ImageHeader | Image]]:
-        """Pictures of sizes that may be decoded, and their places."""
-        found: list[tuple[str, ImageHeader | Image]] = []
+        """Return the header or image of each source, with its parameter, after checking all sizes."""
+        images: list[tuple[str, ImageHeader | Image]] = []
         size, most = 0, self.limits.bytes
         for at, source in given:
             if not isinstance(source, str | bytes | bytearray | memoryview):
-                found.append((at, self._from_python(source, at)))
+                images.append((at, self._from_python(source, at)))
                 continue
             data = read_data_uri(source, self.limits, at) if isinstance(source, str) else bytes(source)
             size += len(data)
             if size > most >= len(data):
                 cause = f"with {at} the request's pictures have {size} bytes; the limit is {most} (--max-image-bytes)"
                 raise InputError(cause, at)
-            found.append((at, read_checked_header(data, self.limits, at)))
-        return found
+            images.append((at, read_checked_header(data, self.limits, at)))
+        return images
 
     def _from_python(self, source: Any, at: str) -> Image:
-        """An array's or a PIL image's picture."""
+        """Return the RGB image of an array or a PIL image."""
         import numpy as np
         from PIL import Image as pil_image
 
@@ -138,31 +138,35 @@ class ImageLoader:
     def expand_placeholders(
         self, ids: Sequence[int], pixels: Sequence[ImagePixels], limits: EngineLimits, given: Sequence[ImageSource] = ()
     ) -> tuple[list[int], tuple[ImageItem, ...]]:
-        """A prompt of token ids in which each picture has its length, and the pictures in it. InputError if there are
-        other places than pictures, or ids that stand for parts of one; PromptTooLong with what pictures take of it.
-        Where pictures are at fault these name the first one of those `given` that has no place or no room."""
-        eyes = self.processor
+        """Return the prompt's token ids with each image at its full length, and the images with their positions. Raise
+        InputError if the number of placeholders differs from that of images or an id is reserved, and PromptTooLong if
+        the result is too long. If images are at fault, the error names the first of `given` without a placeholder or
+        room."""
+        processor = self.processor
         if not all(type(token) is int for token in ids):
-            limits.check_prompt(ids)  # says which
-        places = ids.count(eyes.image_token_id)
+            limits.check_prompt(ids)  # raises
+        places = ids.count(processor.image_token_id)
         if places != len(pixels):
             missing = given[places].param if places < len(given) else ""
             raise InputError(
-                f"the prompt has {places} places for pictures (token {eyes.image_token_id}, written "
-                f"{eyes.placeholder_text(1)!r}), and "
+                f"the prompt has {places} places for pictures (token {processor.image_token_id}, written "
+                f"{processor.placeholder_text(1)!r}), and "
                 f"{len(pixels)} pictures are given{missing and f': {missing} has none'}",
                 missing or "prompt",
             )
-        if not eyes.reserved_ids.isdisjoint(ids) and (own := eyes.reserved_ids - {eyes.image_token_id} & set(ids)):
-            raise InputError(f"prompt token {min(own)} stands for a part of a picture: prompts can't have it", "prompt")
+        reserved_ids, image_id = processor.reserved_ids, processor.image_token_id
+        if not reserved_ids.isdisjoint(ids) and (reserved := reserved_ids - {image_id} & set(ids)):
+            raise InputError(
+                f"prompt token {min(reserved)} stands for a part of a picture: prompts can't have it", "prompt"
+            )
         if not pixels:
             return list(ids), ()
         grids = [one.grid for one in pixels]
-        placed, spans = eyes.expand_placeholders(ids, grids)
-        assert len(spans) == len(pixels), "a place for each picture"
+        placed, spans = processor.expand_placeholders(ids, grids)
+        assert len(spans) == len(pixels), "one placeholder per image"
         if len(placed) >= limits.max_len:
             taken = list(accumulate(tokens for _, tokens in spans))
-            room = limits.max_len - len(placed) + taken[-1]  # that the text leaves, if it leaves some
+            room = limits.max_len - len(placed) + taken[-1]  # left for images by the text
             over = next((one.param for one, tokens in zip(given, taken) if tokens >= room), "") if room > 0 else ""
             raise PromptTooLong(
                 f"{over and f'with {over} '}the prompt has {len(placed)} tokens, {taken[-1]} of them for "
@@ -170,7 +174,7 @@ class ImageLoader:
                 over or "prompt",
             )
         return placed, tuple(
-            ImageItem(one.key, start, tokens, eyes.num_rows(one.grid), eyes.num_parts(one.grid))
+            ImageItem(one.key, start, tokens, processor.num_rows(one.grid), processor.num_parts(one.grid))
             for one, (start, tokens) in zip(pixels, spans)
         )
 
@@ -178,31 +182,37 @@ class ImageLoader:
 def merge_adjacent(
     images: Sequence[ImageItem], pixels: Sequence[ImagePixels]
 ) -> tuple[tuple[ImageItem, ...], tuple[ImagePixels, ...]]:
-    """Pictures that are neighbours in a prompt as one, for layers that attend to them: what follows sees all of these.
-    `pixels` are the pictures' own, in order. One's parts are its pictures, and its grid is theirs in a row."""
+    """Merge images that are adjacent in a prompt, for layers that attend to all of them. `pixels` are those of
+    `images`, in order. The merged image has the parts of its images, and their grids concatenated."""
     runs: list[list[int]] = []
-    for i, medium in enumerate(images):
-        if i and images[i - 1].end == medium.start:
+    for i, image in enumerate(images):
+        if i and images[i - 1].end == image.start:
             runs[-1].append(i)
         else:
             runs.append([i])
-    found: list[tuple[ImageItem, ImagePixels]] = []
+    merged: list[tuple[ImageItem, ImagePixels]] = []
     for run in runs:
         first, shown = images[run[0]], pixels[run[0]]
         if len(run) > 1:
-            own = [pixels[i] for i in run]
-            key = hashlib.sha256(b"quire: neighbours" + b"".join(one.key for one in own)).digest()
-            shape = sum(one.shape[0] for one in own), *shown.shape[1:]
-            shown = ImagePixels(key, shape, b"".join(one.data for one in own), sum((one.grid for one in own), ()))
-            sizes = (sum(images[i][field] for i in run) for field in (2, 3, 4))
-            first = ImageItem(key, first.start, *sizes)
-        found.append((first, shown))
-    return tuple(medium for medium, _ in found), tuple(shown for _, shown in found)
+            parts = [pixels[i] for i in run]
+            key = hashlib.sha256(b"quire: neighbours" + b"".join(one.key for one in parts)).digest()
+            shape = sum(one.shape[0] for one in parts), *shown.shape[1:]
+            shown = ImagePixels(key, shape, b"".join(one.data for one in parts), sum((one.grid for one in parts), ()))
+            joined = [images[i] for i in run]
+            first = ImageItem(
+                key,
+                first.start,
+                sum(image.num_tokens for image in joined),
+                sum(image.num_embeds for image in joined),
+                sum(image.num_parts for image in joined),
+            )
+        merged.append((first, shown))
+    return tuple(image for image, _ in merged), tuple(shown for _, shown in merged)
 
 
 def image_key(image: Image, settings: str, salt: str) -> bytes:
-    """What a picture is found again by: a digest of its size and pixels in RGB, of how it is prepared, and of the
-    tenant's salt. Each part goes in after its length, so that no two of them can be mistaken for others."""
+    """Return an image's cache key: a digest of its size and RGB pixels, its preprocessing, and the tenant's salt. Each
+    field is preceded by its length, so that different fields never give the same bytes."""
     digest = hashlib.sha256(b"quire: a picture")
     for part in (settings.encode(), salt.encode(), repr(image.size).encode(), image.tobytes()):
         digest.update(len(part).to_bytes(8, "little"))
@@ -211,7 +221,7 @@ def image_key(image: Image, settings: str, salt: str) -> bytes:
 
 
 def split_multi_modal(given: Any) -> tuple[Any, list[ImageSource]]:
-    """A prompt's text or token ids, and the pictures that its multi_modal_data has ({"image": one, or a list})."""
+    """Return a prompt's text or token ids, and the images in its multi_modal_data ({"image": one, or a list})."""
     if not isinstance(given, Mapping):
         return given, []
     content, data = given.get("prompt_token_ids", given.get("prompt")), given.get("multi_modal_data")
@@ -221,7 +231,7 @@ def split_multi_modal(given: Any) -> tuple[Any, list[ImageSource]]:
         raise InputError(f"multi_modal_data must be an object, got {type(data).__name__}", "multi_modal_data")
     if unknown := next((name for name in data if name != "image"), None):
         raise InputError(f"multi_modal_data has {short_repr(unknown)}; only 'image' is supported", "multi_modal_data")
-    some = data.get("image")
-    if not isinstance(some, list | tuple):
-        return content, [] if some is None else [ImageSource("multi_modal_data.image", some)]
-    return content, [ImageSource(f"multi_modal_data.image[{i}]", one) for i, one in enumerate(some)]
+    images = data.get("image")
+    if not isinstance(images, list | tuple):
+        return content, [] if images is None else [ImageSource("multi_modal_data.image", images)]
+    return content, [ImageSource(f"multi_modal_data.image[{i}]", one) for i, one in enumerate(images)]

@@ -1,6 +1,4 @@
-"""The eyes of a family of models, as the text plane has them (quire.text.images.processor): its preparation, and what
-stands for pictures in its prompts.
-"""
+"""The ImageProcessor of a model family: its preprocessing, and its placeholders in prompts."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class ModelImageProcessor:
-    """See quire.text.images.processor.Eyes. `id_to_token` is a token's text, by its id; `ending_ids` are the ids that
-    end a prompt with pictures which lead it."""
+    """See quire.text.images.processor.ImageProcessor. `id_to_token` returns a token's text by its id; `ending_ids` are
+    the ids that end a prompt whose images come first."""
 
     def __init__(
         self,
@@ -37,10 +35,10 @@ class ModelImageProcessor:
         self.cache_settings, self.joins_adjacent = repr(preprocessor), placeholder.single_token
 
     def _marker_texts(self) -> Iterator[str]:
-        """What `normalize_placeholders` takes for a picture, where that is more than the token's text."""
+        """Yield the texts that `normalize_placeholders` treats as images, besides the token's text."""
         for mark in self.placeholder.markers:
             if self.placeholder.is_numbered:
-                yield mark.partition("1")[0]  # whatever the number
+                yield mark.partition("1")[0]  # with any number
             elif mark != self.token_text:
                 yield mark
 
@@ -49,17 +47,17 @@ class ModelImageProcessor:
         return mark.replace("1", str(number)) if self.placeholder.is_numbered else mark
 
     def normalize_placeholders(self, text: str) -> str:
-        found = self.placeholder.find_markers(text)
+        markers = self.placeholder.find_markers(text)
         if self.placeholder.is_numbered:
-            for number, (start, end, picture) in enumerate(found):
-                if picture != number:
+            for number, (start, end, image) in enumerate(markers):
+                if image != number:
                     raise InputError(
                         f"the prompt's picture {number + 1} is marked {text[start:end]!r}: they are numbered in order, "
                         "from 1 on",
                         "prompt",
                     )
         pieces, last = [], 0
-        for start, end, _ in found:
+        for start, end, _ in markers:
             pieces += [text[last:start], self.token_text]
             last = end
         return "".join([*pieces, text[last:]])

@@ -1,5 +1,5 @@
-"""From an RGB picture to tiles of bytes, one function a way of cutting: what transformers' image processors do before
-they normalise. A model's tiling says where; here is how. Pillow is imported when a picture comes.
+"""Image preprocessing: from an RGB image to uint8 tiles, as transformers' image processors do before normalization; one
+function per kind of tiling. The model's tiling has the geometry. Pillow is imported with the first image.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PixelArray = npt.NDArray[np.uint8]
 Colour = tuple[int, int, int]
 NEAREST, LANCZOS, BILINEAR, BICUBIC, BOX, HAMMING = range(6)
-"""Pillow's numbers of its filters, which preprocessor_config.json has too."""
+"""Pillow's filter numbers, as used in preprocessor_config.json."""
 DEFAULT_RESAMPLE = {
     AnyResTiling: BICUBIC,
     ClosestAspectTiling: BICUBIC,
@@ -37,23 +37,23 @@ DEFAULT_RESAMPLE = {
     HDTiling: BILINEAR,
     SingleTile: BICUBIC,
 }
-BAND_PIXELS = 1 << 20  # pixels that are padded at a time
+BAND_PIXELS = 1 << 20  # pixels padded at a time
 WHITE, BLACK = (255, 255, 255), (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePreprocessor:
-    """How one model's pictures are prepared. `resample` is one of Pillow's filters; `background` is what pictures are
-    padded with to a square."""
+    """The preprocessing of one model. `resample` is one of Pillow's filters; `background` is the padding colour of
+    squares."""
 
     tiling: ImageTiling
     resample: int
     background: Colour
 
     def prepare(self, image: Image, only_image: bool = True) -> PreparedImage:
-        """`image` in mode RGB, at least 1 x 1. `only_image`: it is its prompt's only one, which some models show in
-        more tiles. The tiles are a function of its pixels and of `only_image`."""
-        assert image.mode == "RGB", f"a picture in mode {image.mode}"
+        """Return the tiles of `image`, which is RGB and at least 1 x 1. `only_image`: it is the only image of its
+        prompt, which some models cut into more tiles. The tiles depend only on the pixels and on `only_image`."""
+        assert image.mode == "RGB", f"an image in mode {image.mode}"
         grid = self.tiling.choose_grid(image.height, image.width, only_image)
         return PreparedImage(TILE_CUTTERS[type(self.tiling)](self, image, grid), grid)
 
@@ -66,10 +66,10 @@ class ImagePreprocessor:
 def read_image_preprocessor(
     config: dict[str, Any], tiling: ImageTiling, mean: tuple[float, float, float]
 ) -> ImagePreprocessor:
-    """From preprocessor_config.json, whose sizes and numbers are in `tiling` and in `mean` already. StartupError for
-    steps that quire doesn't do, or leave out, and for filters that there aren't."""
+    """Return the preprocessing that preprocessor_config.json describes. `tiling` and `mean` already have its sizes and
+    numbers. Raise StartupError for unsupported steps and for invalid filters."""
     wanted = {"do_resize": True, "do_convert_rgb": True}
-    if not isinstance(tiling, ClosestAspectTiling):  # published InternVL's says that it crops, and its code doesn't
+    if not isinstance(tiling, ClosestAspectTiling):  # published InternVL configs set it, but their code does not crop
         wanted["do_center_crop"] = False
     for name, only in wanted.items():
         if config.get(name) not in (None, only):
@@ -84,13 +84,13 @@ def read_image_preprocessor(
 
 
 def cut_single(preprocessor: ImagePreprocessor, image: Image, grid: TileGrid) -> PixelArray:
-    """PaliGemma: the picture, stretched to a tile."""
+    """PaliGemma: resize the image to one tile."""
     tile = preprocessor.tiling.tile_size
     return split_tiles(preprocessor.resize(image, tile, tile), tile)
 
 
 def cut_closest(preprocessor: ImagePreprocessor, image: Image, grid: TileGrid) -> PixelArray:
-    """InternVL: stretched to its grid; and to a tile, last, if that is more than one."""
+    """InternVL: resize the image to its grid; if that has several tiles, append the whole image as one."""
     assert isinstance(preprocessor.tiling, ClosestAspectTiling), "a grid of the closest shape"
     tile = preprocessor.tiling.tile_size
     cut = split_tiles(preprocessor.resize(image, grid.rows * tile, grid.columns * tile), tile)
@@ -100,7 +100,7 @@ def cut_closest(preprocessor: ImagePreprocessor, image: Image, grid: TileGrid) -
 
 
 def cut_fitted(preprocessor: ImagePreprocessor, image: Image, grid: TileGrid) -> PixelArray:
-    """Llama 3.2 Vision: in the upper left corner of its canvas, the rest black."""
+    """Llama 3.2 Vision: put the image into the upper left corner of its canvas, on black."""
     assert isinstance(preprocessor.tiling, FittedCanvasTiling), "a canvas that it fits into"
     tile = preprocessor.tiling.tile_size
     inner = preprocessor.resize(image, *preprocessor.tiling.scaled_size(grid))
@@ -108,22 +108,22 @@ def cut_fitted(preprocessor: ImagePreprocessor, image: Image, grid: TileGrid) ->
 
 
 def cut_high_definition(preprocessor: ImagePreprocessor, image: Image, grid: TileGrid) -> PixelArray:
-    """Phi-3-Vision: as wide as its grid, white above and below; a picture that is higher than wide lies on its side
-    meanwhile. The encoder makes the whole picture's tile."""
+    """Phi-3-Vision: resize the image to the width of its grid, with white above and below; images higher than wide are
+    transposed meanwhile. The encoder makes the tile of the whole image."""
     from PIL.Image import Transpose
 
     assert isinstance(preprocessor.tiling, HDTiling), "a grid of high definition"
-    tile, upright = preprocessor.tiling.tile_size, image.width < image.height
+    tile, is_portrait = preprocessor.tiling.tile_size, image.width < image.height
     high, wide = preprocessor.tiling.scaled_size(image.height, image.width)
-    lying = preprocessor.resize(image.transpose(Transpose.TRANSPOSE) if upright else image, high, wide)
+    landscape = preprocessor.resize(image.transpose(Transpose.TRANSPOSE) if is_portrait else image, high, wide)
     total = -(-high // tile) * tile
-    padded = pad_to_canvas(lying, total, wide, (total - high) // 2, 0, WHITE)
-    return split_tiles(padded.transpose(Transpose.TRANSPOSE) if upright else padded, tile)
+    padded = pad_to_canvas(landscape, total, wide, (total - high) // 2, 0, WHITE)
+    return split_tiles(padded.transpose(Transpose.TRANSPOSE) if is_portrait else padded, tile)
 
 
 def cut_any_resolution(preprocessor: ImagePreprocessor, image: Image, grid: TileGrid) -> PixelArray:
-    """LLaVA-OneVision: the whole picture, stretched to a tile, then the tiles of the picture in the middle of its grid.
-    One of several pictures: in the middle of a square, which is shrunk to a tile."""
+    """LLaVA-OneVision: the whole image as one tile, then the tiles of the image centred in its grid. One of several
+    images is centred in a square and resized to a single tile."""
     assert isinstance(preprocessor.tiling, AnyResTiling), "tiles of any resolution"
     tile = preprocessor.tiling.tile_size
     if not grid.rows:
@@ -146,10 +146,10 @@ TILE_CUTTERS: dict[type[ImageTiling], Callable[[ImagePreprocessor, Image, TileGr
 
 
 def pad_to_canvas(image: Image, height: int, width: int, top: int, left: int, colour: Colour) -> Image:
-    """The picture on a canvas of this size and colour."""
-    behind = new_canvas(height, width, colour)
-    behind.paste(image, (left, top))
-    return behind
+    """Return the image on a canvas of this size and colour."""
+    canvas = new_canvas(height, width, colour)
+    canvas.paste(image, (left, top))
+    return canvas
 
 
 def new_canvas(height: int, width: int, colour: Colour) -> Image:
@@ -159,8 +159,8 @@ def new_canvas(height: int, width: int, colour: Colour) -> Image:
 
 
 def resize_in_square(preprocessor: ImagePreprocessor, image: Image) -> Image:
-    """The picture in the middle of a square as wide as its longer side, resized to a tile. The square of a long strip
-    is never there as a whole: as Pillow does too, columns are resized first, a band of lines at a time."""
+    """Return the image centred in a square and resized to a tile. To save memory the square of a long strip is never
+    made as a whole: columns are resized first (as in Pillow), a band of lines at a time."""
     tile, side, (width, height) = preprocessor.tiling.tile_size, max(image.size), image.size
     narrow = new_canvas(side, tile, preprocessor.background)
     for top in range(0, height, step := max(BAND_PIXELS // side, 1)):
@@ -172,7 +172,7 @@ def resize_in_square(preprocessor: ImagePreprocessor, image: Image) -> Image:
 
 
 def split_tiles(image: Image, tile: int) -> PixelArray:
-    """A picture of whole tiles -> [tiles, tile, tile, 3], line by line."""
+    """Split an image of whole tiles: [tiles, tile, tile, 3], row by row."""
     pixels = np.asarray(image, dtype=np.uint8)
     rows, columns = pixels.shape[0] // tile, pixels.shape[1] // tile
     cut = np.empty((rows, columns, tile, tile, 3), np.uint8)

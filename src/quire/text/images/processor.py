@@ -1,5 +1,5 @@
-"""What a model that sees offers to the text plane: how a picture becomes bytes for its encoder, and where pictures
-stand in a prompt. Made from a model's settings; knows no tensors, no files and no requests.
+"""The interface of a vision model's image processor: how an image becomes bytes for the encoder, and where images are
+in a prompt. Made from a model's settings; independent of tensors, files and requests.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 GridNumbers = tuple[int, ...]
-TOKEN_ESCAPE = "\ufdd0\ufdd1"  # characters that Unicode keeps for a program's own use
+TOKEN_ESCAPE = "\ufdd0\ufdd1"  # Unicode noncharacters, reserved for internal use
 
 
 def escape_image_tokens(text: str, token_texts: Sequence[str]) -> str:
-    """`text` with a GUARD inside each of the `token_texts`, so that it stays text: it is tokenised in parts, cut "
-    "there."""
+    """Return `text` with a TOKEN_ESCAPE inside each of the `token_texts`, so that these stay text: the tokenizer gets
+    the text in parts that are split there."""
     pattern = "|".join(map(re.escape, sorted(token_texts, key=len, reverse=True)))
-    return re.sub(pattern, lambda found: found[0][:1] + TOKEN_ESCAPE + found[0][1:], text)
+    return re.sub(pattern, lambda match: match[0][:1] + TOKEN_ESCAPE + match[0][1:], text)
 
 
 def escape_image_tokens_in_json(value: Any, token_texts: Sequence[str]) -> Any:
-    """A JSON value with all of its texts `escape_image_tokens`."""
+    """Apply `escape_image_tokens` to all strings of a JSON value."""
     if isinstance(value, str):
         return escape_image_tokens(value, token_texts)
     if isinstance(value, list):
@@ -39,13 +39,13 @@ def escape_image_tokens_in_json(value: Any, token_texts: Sequence[str]) -> Any:
 
 
 class ImageProcessor(Protocol):
-    """Of one model. Used by several threads at once.
+    """The image processor of one model. Used by several threads at once.
 
-    `image_token_id` is the id that stands for a whole picture in a prompt before `expand_placeholders`; `reserved_ids`
-    are the ids that only `expand_placeholders` may write, `image_token_id` among them or not. `reserved_texts` are the
-    texts that the tokenizer, or `normalize_placeholders`, takes for one of these. `cache_settings` says all that
-    `prepare` depends on: it is part of what a picture's key is made of. Where it `joins_adjacent` them, pictures that
-    are neighbours in a prompt are seen as one: their rows stand nowhere in it."""
+    `image_token_id` is the id of a whole image in a prompt before `expand_placeholders`. `reserved_ids` are the ids
+    that only `expand_placeholders` may write; they may include `image_token_id`. `reserved_texts` are the texts that
+    the tokenizer or `normalize_placeholders` turns into one of these. `cache_settings` describes all that `prepare`
+    depends on, and is part of an image's key. With `joins_adjacent` adjacent images of a prompt are merged, and their
+    rows are not in the prompt."""
 
     @property
     def image_token_id(self) -> int: ...
@@ -59,25 +59,24 @@ class ImageProcessor(Protocol):
     def joins_adjacent(self) -> bool: ...
 
     def placeholder_text(self, number: int) -> str:
-        """The text of a prompt's picture `number`, from 1 on, as a template that takes only strings is given it."""
+        """Return the text of image `number`, from 1, for templates that only take strings."""
 
     def normalize_placeholders(self, text: str) -> str:
-        """A prompt's text as the tokenizer is to read it, with one `image_token_id` a picture: where publishers number
-        their markers, say. InputError for numbers that can't be."""
+        """Return the text for the tokenizer, with one `image_token_id` per image instead of, for example, numbered
+        markers. Raise InputError for invalid numbers."""
 
     def prepare(self, image: Image, only_image: bool = True) -> ImagePixels:
-        """What the encoder gets of an RGB picture, under no key yet. `only_image`: it is its prompt's only one, which
-        some models show in more tiles; its grid says so. InputError for one that can't be prepared."""
+        """Return the encoder's input of an RGB image, without a key. `only_image`: it is the only image of its prompt,
+        which some models cut into more tiles; its grid shows it. Raise InputError if it cannot be prepared."""
 
     def num_rows(self, grid: GridNumbers) -> int:
-        """Rows that the encoder makes of a picture."""
+        """Return the number of embedding rows of an image."""
 
     def num_parts(self, grid: GridNumbers) -> int:
-        """Equal shares that it can be encoded in, one after another."""
+        """Return the number of equal parts in which an image can be encoded one after another."""
 
     def expand_placeholders(
         self, token_ids: Sequence[int], grids: Sequence[GridNumbers]
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """The prompt with each `image_token_id`, of which there is one a grid, as long as its picture is; and where
-        each picture stands: its first position, and how many it takes. InputError for more pictures than the model
-        takes."""
+        """Replace each `image_token_id`, one per grid, by as many ids as the image has. Return the prompt, and the
+        first position and length of each image. Raise InputError for more images than the model takes."""

@@ -1,3 +1,3 @@
-"""What a model says, read as it comes: thoughts, calls of tools, and the rest. State machines over characters, linear
-in the text, that find the same wherever the text is cut.
+"""Incremental parsers of model output: reasoning, tool calls and text. They are state machines over characters, linear
+in the text; the result does not depend on how the text is split.
 """

@@ -1,4 +1,4 @@
-"""What a reader of outputs finds, and what all readers have in common."""
+"""The events of an output parser, and the base classes of all parsers."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ ParserState = Callable[[str], bool]
 
 
 class ParsedEvent(NamedTuple):
-    """A piece of an output. "call": the `index`-th call begins, `text` is its tool's name. "arguments": more of its
-    arguments, as JSON text."""
+    """A piece of an output. "call": the `index`-th call begins, and `text` is the tool's name. "arguments": `text` is
+    more of its arguments, as JSON text."""
 
     kind: EventKind
     text: str
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which is not used
 
 
 class EventBuffer:
-    """Events in order; pieces of the same text are joined."""
+    """Events in order. Adjacent text of the same kind and index is joined."""
 
     def __init__(self) -> None:
         self._events: list[tuple[EventKind, int, list[str]]] = []
-        self._num_takes = 0  # how often
+        self._num_takes = 0
 
     def add(self, kind: EventKind, text: str, index: int = 0) -> None:
-        """One more."""
+        """Append an event."""
         if self._events and kind != "call" and self._events[-1][:2] == (kind, index):
             self._events[-1][2].append(text)
         else:
             self._events.append((kind, index, [text]))
 
     def take(self) -> list[ParsedEvent]:
-        """Those since the last call."""
-        found, self._events = self._events, []
+        """Return the events since the last call."""
+        taken, self._events = self._events, []
         self._num_takes += 1
-        return [ParsedEvent(kind, "".join(texts), index) for kind, index, texts in found]
+        return [ParsedEvent(kind, "".join(texts), index) for kind, index, texts in taken]
 
     def mark(self) -> tuple[int, int]:
-        """Where the next event goes that is not joined to the last one."""
+        """Return a position to roll back to: that of the next event that is not joined to the last one."""
         return self._num_takes, len(self._events)
 
     def rollback(self, mark: tuple[int, int]) -> bool:
-        """Forget the events since `mark`. Return False if some of them were taken."""
-        taken, at = mark
-        if taken == self._num_takes:
+        """Remove the events since `mark`. Return False if some of them were taken already."""
+        num_takes, at = mark
+        if num_takes == self._num_takes:
             del self._events[at:]
-        return taken == self._num_takes
+        return num_takes == self._num_takes
 
 
 class OutputParser:
-    """Takes a text, a character at a time, each in the present state. A state that doesn't take its character has set
-    another state, which is asked in its place; `steps` counts both."""
+    """A state machine that takes a text character by character. A state returns False if it did not consume the
+    character; it has then set another state, which gets the same character. `steps` counts the calls of states."""
 
     def __init__(self) -> None:
         self.events = EventBuffer()
@@ -61,19 +61,19 @@ class OutputParser:
         self.state: ParserState = self._in_content
 
     def feed(self, text: str) -> list[ParsedEvent]:
-        """What `text`, the next of the output, brings."""
+        """Consume the next text of the output and return its events."""
         for char in text:
             self.take(char)
         return self.events.take()
 
     def take(self, char: str) -> None:
-        """Take the next character."""
+        """Consume the next character."""
         self.steps += 1
         while not self.state(char):
             self.steps += 1
 
     def finish(self) -> list[ParsedEvent]:
-        """What remains when the output has ended."""
+        """Return the remaining events after the end of the output."""
         return self.events.take()
 
     def _in_content(self, char: str) -> bool:
@@ -82,28 +82,30 @@ class OutputParser:
 
 
 class ToolCallParser(OutputParser):
-    """Text with calls in it. `marker` is what calls begin with, "" where only the place tells. What turns out to be no
-    call is text, all of it, unless a part was passed on before. White space before a call, and around calls, is no
-    text."""
+    """Parser of text that contains tool calls. `marker` is what calls begin with; it is "" for formats that only allow
+    calls at the start of the output. Input that turns out not to be a call becomes text, unless a part of it was passed
+    on before. White space before and around calls is dropped."""
 
     marker = ""
 
     def __init__(self, tool_names: Iterable[str]) -> None:
-        """`tool_names` are those of the tools there are."""
+        """`tool_names` are the names of the request's tools."""
         super().__init__()
         self.tool_names = frozenset(tool_names)
         self.num_calls = 0
-        self.pending: list[str] = []  # read, and either text or a part of a call
+        self.pending: list[str] = []  # characters that are either text or a part of a call
         self._pending_space: list[str] = []  # white space that is text if text follows
         self._matched = 0  # characters of the marker that were read
-        # the text of the call that is read, its marker and the white space before
+        # the text of the current call, with its marker and the white space before it
         self._call_text: list[str] | None = None
         self._arguments: list[str] = []  # of that call
         self._mark = self.events.mark()  # of that call's events
-        assert not self.marker or self.marker[0] not in self.marker[1:], "matching never goes back"
+        assert not self.marker or self.marker[0] not in self.marker[1:], (
+            "the first character of the marker occurs in it again"
+        )
 
     def is_tool(self, name: str) -> bool:
-        """Whether a name is one to call. With a marker a call is meant whatever its name: who asked may say so."""
+        """Return True if `name` can be called. With a marker every name can: the client reports an unknown tool."""
         return bool(self.marker) or name in self.tool_names
 
     def finish(self) -> list[ParsedEvent]:
@@ -113,7 +115,7 @@ class ToolCallParser(OutputParser):
         return super().finish()
 
     def begin_call(self, name: str) -> None:
-        """What was read since the marker is a call."""
+        """Begin a call with the text read since the marker."""
         self._call_text, self._arguments, self._mark = [*self._pending_space, *self.pending], [], self.events.mark()
         self.pending, self._pending_space = [], []
         self.events.add("call", name, self.num_calls)
@@ -125,20 +127,20 @@ class ToolCallParser(OutputParser):
             self._call_text.append(char)
 
     def add_arguments(self, text: str) -> None:
-        """More of the arguments of the call that began last."""
+        """Add to the arguments of the last call."""
         self._arguments.append(text)
         self.events.add("arguments", text, self.num_calls - 1)
 
     @property
     def in_call(self) -> bool:
-        """A call is read."""
+        """True within a call."""
         return self._call_text is not None
 
     def end_call(self, char: str = "") -> bool:
-        """End the call that began last, with `char`. Return False if its arguments are no JSON object and it became
-        text again; one of which a part was passed on stays a call."""
-        assert self._call_text is not None, "a call is read"
-        said, self._call_text = [*self._call_text, char], None
+        """End the last call with `char`. Return False if its arguments are not a JSON object and it became text again.
+        A call of which a part was passed on stays a call."""
+        assert self._call_text is not None, "end_call outside a call"
+        call_text, self._call_text = [*self._call_text, char], None
         try:
             whole = isinstance(json.loads("".join(self._arguments), parse_constant=_reject_constant), dict)
         except (ValueError, RecursionError):
@@ -146,21 +148,21 @@ class ToolCallParser(OutputParser):
         if whole or not self.events.rollback(self._mark):
             return True
         self.num_calls -= 1
-        for one in said:
+        for one in call_text:
             self._add_content(one)
         self.pending, self.state = [], self._in_content
         return False
 
     def flush_as_text(self) -> None:
-        """What was read is text after all."""
-        said, self.pending = self.pending, []
+        """Emit the pending characters as text."""
+        pending, self.pending = self.pending, []
         self._matched = 0
-        for char in said:
+        for char in pending:
             self._add_content(char)
         self.state = self._in_content
 
     def on_marker(self) -> None:
-        """The marker was read: set the state that reads a call."""
+        """Set the state that parses a call; called after the marker."""
 
     def _add_content(self, char: str) -> None:
         if char.isspace():

@@ -1,4 +1,6 @@
-"""A call written as a JSON object: {"name": ..., "arguments": {...}}, in any order, with other members beside."""
+"""Incremental parser of a call that is written as a JSON object: {"name": ..., "arguments": {...}}, in any order and
+with other members.
+"""
 
 from __future__ import annotations
 
@@ -14,38 +16,39 @@ ConsumeResult = Literal["more", "done", "bad", "before"]
 
 
 class CallSink(Protocol):
-    """Who reads calls."""
+    """The receiver of parsed calls."""
 
     def is_tool(self, name: str) -> bool:
-        """Whether a name is one to call."""
+        """Return True if `name` can be called."""
         ...
 
     def begin_call(self, name: str) -> None:
-        """A call begins."""
+        """Begin a call."""
         ...
 
     def add_arguments(self, text: str) -> None:
-        """More of its arguments."""
+        """Add to the arguments of the call."""
         ...
 
 
 class JsonValueReader:
-    """Any JSON value, by its brackets and quotes: `consume` says "more", "done" at its last character, "before" when it
-    ended before this one, or "bad" for what no JSON has there. Whether it is JSON within, nobody asks."""
+    """Finds the end of a JSON value by its brackets and quotes. `consume` returns "more", "done" at the last character,
+    "before" if the value ended before this character, or "bad" for a character that JSON does not allow there. The
+    contents are not validated."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = self._after_backslash = self._has_begun = False
 
     def escape_char(self, char: str) -> str:
-        """The next character as JSON has it, where a model writes a line break into a string as it is, or a backslash
-        before what needs none."""
+        """Return the next character as valid JSON: models write raw line breaks into strings, and backslashes before
+        characters that need none."""
         if not self._in_string or (self._after_backslash and char in ESCAPE_CHARS):
             return char
         return ("\\" if self._after_backslash else "") + (json.dumps(char)[1:-1] if char < " " else char)
 
     def consume(self, char: str) -> ConsumeResult:
-        """The next character."""
+        """Consume the next character."""
         if self._in_string:
             if self._after_backslash:
                 self._after_backslash = False
@@ -56,7 +59,7 @@ class JsonValueReader:
                 return "more" if self._depth else "done"
             return "more"
         if not self._depth and self._has_begun and (char in ",]}" or char.isspace()):
-            return "before"  # a number or a word has no end of its own
+            return "before"  # numbers and words have no closing character
         if char not in CHARS_OUTSIDE_STRINGS:
             return "bad"
         self._has_begun = True
@@ -71,14 +74,14 @@ class JsonValueReader:
 
 
 class JsonStringDecoder:
-    """A JSON string, decoded as it comes: some models write arguments as the text of their JSON."""
+    """Decodes a JSON string incrementally: some models write the arguments as a string that holds JSON."""
 
     def __init__(self) -> None:
         self._escape = ""
         self._high_surrogate = ""  # the first half of a surrogate pair
 
     def consume(self, char: str) -> tuple[str, bool]:
-        """The text that a character after the opening quote adds, and whether it is the closing quote."""
+        """Return the text that a character after the opening quote adds, and True if it is the closing quote."""
         if self._escape:
             return self._consume_escape(char), False
         if char == "\\":
@@ -113,8 +116,8 @@ class JsonStringDecoder:
 
 
 class CallObjectParser:
-    """Reads one object, after its opening brace. The call begins once its name is known; arguments that come before
-    are kept until then. Without arguments, or with null, they are {}."""
+    """Parses one object, from after its opening brace. The call begins once its name is known; arguments before it are
+    buffered. Missing or null arguments become {}."""
 
     def __init__(self, sink: CallSink) -> None:
         self._sink = sink
@@ -126,11 +129,11 @@ class CallObjectParser:
         self._value = JsonValueReader()
         self._text: JsonStringDecoder | None = None
         self._function: CallObjectParser | None = None
-        self._scalar: list[str] | None = None  # arguments that are no object: null, if nothing else
+        self._scalar: list[str] | None = None  # arguments that are neither object nor list, such as null
         self._state = self._at_key
 
     def consume(self, char: str) -> ConsumeResult:
-        """The next character: "done" at the closing brace, "bad" if this is no call (any more)."""
+        """Consume the next character. Return "done" at the closing brace, "bad" if the text is not a call."""
         return self._state(char)
 
     def _at_key(self, char: str) -> ConsumeResult:
@@ -177,14 +180,14 @@ class CallObjectParser:
         return self._in_arguments(char)
 
     def _in_function(self, char: str) -> ConsumeResult:
-        """In a call as OpenAI has it: {"type": "function", "function": {"name": ..., "arguments": ...}}."""
-        assert self._function is not None, "it is read"
-        found = self._function.consume(char)
+        """Parse a call in OpenAI's form: {"type": "function", "function": {"name": ..., "arguments": ...}}."""
+        assert self._function is not None, "_in_function without a nested parser"
+        status = self._function.consume(char)
         self.has_name = self._function.has_name
-        if found == "done":
+        if status == "done":
             self._has_arguments, self._state = True, self._after_value
             return "more"
-        return found
+        return status
 
     def _in_name(self, char: str) -> ConsumeResult:
         if char != '"' or (len(self._word) - len(self._word.rstrip("\\"))) % 2:
@@ -204,15 +207,15 @@ class CallObjectParser:
         return "more"
 
     def _in_other(self, char: str) -> ConsumeResult:
-        found = self._value.consume(char)
-        if found == "bad":
+        status = self._value.consume(char)
+        if status == "bad":
             return "bad"
-        if found != "more":
+        if status != "more":
             self._state = self._after_value
-        return self._after_value(char) if found == "before" else "more"
+        return self._after_value(char) if status == "before" else "more"
 
     def _in_text(self, char: str) -> ConsumeResult:
-        assert self._text is not None, "a string is read"
+        assert self._text is not None, "_in_text without a string decoder"
         text, last = self._text.consume(char)
         for one in text:  # of a value inside the string
             self._add_arguments(self._value.escape_char(one))
@@ -223,20 +226,20 @@ class CallObjectParser:
 
     def _in_arguments(self, char: str) -> ConsumeResult:
         written = self._value.escape_char(char)
-        found = self._value.consume(char)
-        if found == "bad":
+        status = self._value.consume(char)
+        if status == "bad":
             return "bad"
-        if found in ("more", "done"):
+        if status in ("more", "done"):
             if self._scalar is None:
                 self._add_arguments(written)
             else:
                 self._scalar.append(char)
-        if found != "more":
+        if status != "more":
             self._state = self._after_value
             word = "".join(self._scalar or ())
             if word:
                 self._add_arguments("{}" if word == "null" else word)
-        return self._after_value(char) if found == "before" else "more"
+        return self._after_value(char) if status == "before" else "more"
 
     def _add_arguments(self, text: str) -> None:
         if not text:

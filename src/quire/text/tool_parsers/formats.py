@@ -1,4 +1,4 @@
-"""How models write calls of tools: one reader a format, and which format a chat template speaks of."""
+"""Tool call formats: one parser per format, and the choice of the format from a chat template."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123
 
 
 class JsonToolParser(ToolCallParser):
-    """Objects or lists of them where the output begins: {"name": ..., "arguments": ...}. Only names of tools make them
-    calls, so that other JSON is text."""
+    """{"name": ..., "arguments": ...} or a list of these at the start of the output. Only objects with the name of a
+    tool are calls; other JSON is text."""
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
         self.call_object = CallObjectParser(self)
-        self.in_list, self.fence_left = False, 0  # backticks that close the block of code around
-        self._line = ""  # the one that opens a block of code
+        self.in_list, self.fence_left = False, 0  # backticks of the closing code fence that are still to come
+        self._line = ""  # the line that opens a code block
         if not self.marker:
             self.state = self._before_object
 
@@ -35,7 +35,7 @@ class JsonToolParser(ToolCallParser):
         return super().finish()
 
     def _before_object(self, char: str) -> bool:
-        """Before an object, or before the list that has it."""
+        """Expect an object, or the list that holds it."""
         if char == "{":
             self.pending.append(char)
             self.call_object, self.state = CallObjectParser(self), self._in_object
@@ -51,7 +51,7 @@ class JsonToolParser(ToolCallParser):
         return True
 
     def _in_fence(self, char: str) -> bool:
-        """In the line of Markdown that opens a block of code: ```json."""
+        """Parse the Markdown line that opens a code block: ```json."""
         self._line += char
         begins = CODE_FENCE.startswith(self._line[:3]) and len(self._line) <= MAX_FENCE_CHARS
         if not begins or not (char.isalpha() or char in "` \n"):
@@ -63,8 +63,8 @@ class JsonToolParser(ToolCallParser):
         return True
 
     def _in_object(self, char: str) -> bool:
-        found = self.call_object.consume(char)
-        if found == "bad":
+        status = self.call_object.consume(char)
+        if status == "bad":
             if self.call_object.has_name:
                 self.state = self.after_object
                 self.end_call()
@@ -74,12 +74,12 @@ class JsonToolParser(ToolCallParser):
             return False
         if not self.call_object.has_name:
             self.pending.append(char)
-        if found == "done" and self.end_call(char):
+        if status == "done" and self.end_call(char):
             self.state = self.after_object
         return True
 
     def after_object(self, char: str) -> bool:
-        """After an object."""
+        """Expect a separator, another object, or the end of the list or code block."""
         if char == "`" and self.fence_left:
             self.fence_left, self.pending = self.fence_left - 1, []
             return True
@@ -101,7 +101,8 @@ class JsonToolParser(ToolCallParser):
 
 
 class RequiredToolParser(JsonToolParser):
-    """An output that a grammar holds to a list of calls: one that was cut has no text, but a call without its name."""
+    """Parser of an output that a grammar restricts to a list of calls. Of a truncated output nothing becomes text,
+    except a call without its name."""
 
     def flush_as_text(self) -> None:
         self.pending = []
@@ -109,7 +110,7 @@ class RequiredToolParser(JsonToolParser):
 
 
 class Llama3JsonToolParser(JsonToolParser):
-    """{"name": ..., "parameters": ...} where the output begins, several with ; between, or behind <|python_tag|>."""
+    """{"name": ..., "parameters": ...} at the start of the output or after <|python_tag|>, separated by semicolons."""
 
     marker = "<|python_tag|>"
 
@@ -139,7 +140,7 @@ class HermesToolParser(JsonToolParser):
         return super().finish()
 
     def after_object(self, char: str) -> bool:
-        """Expects the closing marker; another opening one may stand in its place, and a list may have more."""
+        """Expect the closing marker. Another opening marker may replace it, and a list may continue."""
         at = len(self.pending)
         if not at and (char.isspace() or (char == "`" and self.fence_left)):
             self.fence_left -= char == "`"
@@ -153,16 +154,16 @@ class HermesToolParser(JsonToolParser):
             if at + 1 == len(self.closing):
                 self.pending, self.state = [], self._in_content
             return True
-        said, self.pending, self.state = self.pending, [], self._in_content
-        for one in said:  # no more than the marker has
+        pending, self.pending, self.state = self.pending, [], self._in_content
+        for one in pending:
             self.steps += 1
             self._in_content(one)
         return False
 
 
 class MistralToolParser(JsonToolParser):
-    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or since its tokenizers of version 11
-    [TOOL_CALLS]name[ARGS]{...} once a call, where [ARGS] may be left out by what decodes."""
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or, since version 11 of its tokenizers,
+    [TOOL_CALLS]name[ARGS]{...} for each call. Detokenization may drop [ARGS]."""
 
     marker = "[TOOL_CALLS]"
 
@@ -194,7 +195,7 @@ class MistralToolParser(JsonToolParser):
 
     @staticmethod
     def _name_in_head(head: str) -> str:
-        """The name in `name`, `name[ARGS]` or `name[CALL_ID]id[ARGS]`; "" for anything else."""
+        """Return the name in `name`, `name[ARGS]` or `name[CALL_ID]id[ARGS]`, or "" for other text."""
         name, bracket, rest = head.partition("[")
         name = name.strip()
         whole = (
@@ -204,20 +205,21 @@ class MistralToolParser(JsonToolParser):
 
     def _in_arguments(self, char: str) -> bool:
         written = self._value.escape_char(char)
-        found = self._value.consume(char)
-        if found == "bad":
+        status = self._value.consume(char)
+        if status == "bad":
             self.state = self._in_content
             self.end_call()
             return False
         self.add_arguments(written)
-        if found == "done":
+        if status == "done":
             self.state = self._in_content
             self.end_call(char)
         return True
 
 
 class PythonicToolParser(ToolCallParser):
-    """[name(key=value, ...), ...] where the output begins, or between Llama 4's markers. Arguments become JSON."""
+    """[name(key=value, ...), ...] at the start of the output or between Llama 4's markers. Arguments are converted to
+    JSON."""
 
     marker = "<|python_start|>"
     closing = "<|python_end|>"
@@ -281,15 +283,15 @@ class PythonicToolParser(ToolCallParser):
         return True
 
     def _in_value(self, char: str) -> bool:
-        found = self._value.consume(char)
-        if found == "bad":
+        status = self._value.consume(char)
+        if status == "bad":
             return self._abandon_call()
         if self._value.json_pieces:
             self.add_arguments("".join(self._value.json_pieces))
             self._value.json_pieces.clear()
-        if found != "more":
+        if status != "more":
             self.state = self._after_value
-        return found != "before"
+        return status != "before"
 
     def _after_value(self, char: str) -> bool:
         if char == ",":
@@ -307,7 +309,7 @@ class PythonicToolParser(ToolCallParser):
         return True
 
     def _abandon_call(self) -> bool:
-        """The call ends where it is no call any more; what follows is text."""
+        """End the call where it stops being valid; what follows is text."""
         self.state = self._in_content
         if self.in_call:
             self.end_call()
@@ -323,15 +325,15 @@ class PythonicToolParser(ToolCallParser):
         return True
 
     def _after_list(self, char: str) -> bool:
-        """After the list: the closing marker, where there is one."""
+        """Expect the closing marker, which is optional."""
         at = len(self.pending)
         if char == self.closing[at]:
             self.pending.append(char)
             if at + 1 == len(self.closing):
                 self.pending, self.state = [], self._in_content
             return True
-        said, self.pending, self.state = self.pending, [], self._in_content
-        for one in said:
+        pending, self.pending, self.state = self.pending, [], self._in_content
+        for one in pending:
             self.steps += 1
             self._in_content(one)
         return False
@@ -342,12 +344,9 @@ TOOL_PARSERS: dict[str, type[ToolCallParser]] = {
     "mistral": MistralToolParser, "pythonic": PythonicToolParser,
 }  # fmt: skip
 TOOL_PARSER_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen": "hermes", "qwen3": "hermes"}
-SPECIAL_TOKEN_PARSERS = (
-    Llama3JsonToolParser,
-    MistralToolParser,
-    PythonicToolParser,
-)  # whose markers are special tokens, which texts are without
-# What a template says of the format, in the order in which it is asked.
+# Their markers are special tokens, which detokenization drops.
+SPECIAL_TOKEN_PARSERS = (Llama3JsonToolParser, MistralToolParser, PythonicToolParser)
+# Texts in a chat template that identify its format; the first match wins.
 TEMPLATE_SIGNS = (
     ("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes"), ("<|python_start|>", "pythonic"),
     ("func_name1(params_name1=", "pythonic"), ("<|python_tag|>", "llama3_json"),
@@ -356,14 +355,14 @@ TEMPLATE_SIGNS = (
 
 
 def tool_format_named(name: str) -> str:
-    """The format that --tool-call-parser names. StartupError if there is none."""
-    found = TOOL_PARSER_ALIASES.get(name, name)
-    if found not in TOOL_PARSERS:
+    """Return the format that --tool-call-parser names. Raise StartupError if it is unknown."""
+    format = TOOL_PARSER_ALIASES.get(name, name)
+    if format not in TOOL_PARSERS:
         known = ", ".join(sorted({*TOOL_PARSERS, *TOOL_PARSER_ALIASES}))
         raise StartupError(f"--tool-call-parser is {name[:60]!r}", f"It is one of {known}")
-    return found
+    return format
 
 
 def detect_tool_format(template: str) -> str:
-    """The format that a chat template teaches: JSON alone where it teaches none."""
+    """Return the format that a chat template describes; "json" if it describes none."""
     return next((name for sign, name in TEMPLATE_SIGNS if sign in template), "json")

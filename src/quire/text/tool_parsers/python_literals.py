@@ -1,4 +1,4 @@
-"""Values written as Python's literals, turned into JSON as they come. Nothing is evaluated."""
+"""Incremental conversion of Python literals to JSON. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ CLOSERS = {"[": "]", "{": "}"}
 
 
 class PythonLiteralReader:
-    """One value: strings, numbers, True, False, None, lists and dicts with string keys. `consume` says what became of a
-    character, as Value's, and `json_pieces` has the JSON text since it was last taken."""
+    """Reads one value: strings, numbers, True, False, None, lists and dicts with string keys. `consume` returns the
+    same results as JsonValueReader.consume; `json_pieces` collects the JSON text."""
 
     def __init__(self) -> None:
         self.json_pieces: list[str] = []
-        self._stack: list[str] = []  # closers
+        self._stack: list[str] = []  # closing brackets of the open lists and dicts
         self._quote = ""
         self._escape = ""
         self._word = ""
-        self._expect = "value"  # or "key", "colon", "next"; what a comma must bring is in _comma
-        self._comma = False
+        self._expect = "value"  # or "key", "colon", "next"
+        self._comma = False  # a comma is due before the next element
 
     def consume(self, char: str) -> ConsumeResult:
-        """The next character; "before": the value ended before it."""
+        """Consume the next character. "before": the value ended before it."""
         if self._quote:
             return self._in_string(char)
         if self._word:
@@ -56,7 +56,7 @@ class PythonLiteralReader:
         return self._begin(char)
 
     def _is_value_due(self) -> bool:
-        """Whether a value is owed: after a key, not after a comma, which may be the last."""
+        """Return True if a value must follow, as after a key. None has to after a comma, which may be trailing."""
         return self._expect == "value" and self._stack[-1] == "}"
 
     def _begin(self, char: str) -> ConsumeResult:
@@ -79,7 +79,7 @@ class PythonLiteralReader:
         return "more" if char.isalnum() or char == "-" else "bad"
 
     def _end_value(self, outcome: ConsumeResult) -> ConsumeResult:
-        """A value ended; with it the literal, if it is the outermost."""
+        """End a value, and with it the literal if it is the outermost."""
         if not self._stack:
             return outcome
         self._expect = "colon" if self._expect == "key" else "next"

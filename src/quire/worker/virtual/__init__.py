@@ -1,6 +1,6 @@
-"""Virtual memory: physical pages mapped at addresses that stay, by the operating system, by CUDA, or only checked.
+"""Virtual memory: drivers that map physical pages at fixed addresses, by the operating system, by CUDA, or simulated.
 
-What is named here imports no torch; a device's driver is imported when one is opened.
+The exported names import no torch; a device's driver is imported when it is opened.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ __all__ = ["CallTimes", "Driver", "DriverCounters", "DriverError", "FakeDriver",
 
 
 def open_driver(device: str, page: int) -> Driver:
-    """The driver of a torch device's memory, 'cpu' or 'cuda:N', in pages of `page` bytes. StartupError where there is
-    none."""
+    """Return the driver of a torch device, 'cpu' or 'cuda:N', in pages of `page` bytes. Raise StartupError if the
+    device has no virtual memory."""
     if device.partition(":")[0] == "cuda":
         from quire.worker.virtual.cuda import CudaDriver
 

@@ -1,7 +1,7 @@
 """Virtual memory on a GPU: CUDA's own calls (cuMem*), through `cuda.bindings.driver`, in torch's context.
 
-One handle is one page, and one mapping too: CUDA unmaps whole mappings only. Unmapping doesn't wait for kernels, so
-whoever unmaps has fenced. A thread that didn't open the driver calls torch.cuda.set_device before it uses it.
+One handle is one page and one mapping: CUDA unmaps only whole mappings. Unmapping does not wait for kernels, so call
+`fence` first. A thread that did not open the driver must call torch.cuda.set_device before it uses it.
 """
 
 from __future__ import annotations
@@ -29,29 +29,31 @@ USE_PAGED = "Use --memory paged"
 
 
 class CudaDriver:
-    """Pages of any multiple of the device's granularity (2 MiB on today's GPUs) on CUDA device `index`.
+    """A driver of pages of any multiple of the granularity (2 MiB on current GPUs) of CUDA device `index`.
 
-    What a page holds when it is created is unspecified, so `map` zeroes a page that it maps for the first time, and
-    waits for the device then. Who maps every page once at start never waits later."""
+    The content of a new page is undefined, so `map` zeroes a page when it is mapped for the first time, and waits for
+    the device. If every page is mapped once at start, later maps do not wait."""
 
     def __init__(self, page: int, index: int = 0, api: Any = None) -> None:
-        """`api` stands in for the module cuda.bindings.driver."""
+        """`api` replaces the module cuda.bindings.driver in tests."""
         self._api = api or _bindings()
         self.page, self.device = page, torch.device("cuda", index)
         self.granularity = self._query_device(index)
         check_page_size(page, self.granularity, "device")
-        self._call("cuCtxSetCurrent", self._call("cuDevicePrimaryCtxRetain", self._cu_device))  # torch's: one a device
+        self._call(
+            "cuCtxSetCurrent", self._call("cuDevicePrimaryCtxRetain", self._cu_device)
+        )  # the one that torch uses
         self.calls, self.mapping_table, self.tensors = CallTimes(), MappingTable(page), DLPackTensors(self.device)
-        self._reservations: list[tuple[int, int]] = []  # first address and length, as CUDA gave them
-        self._handles: list[Any] = []  # one a page
-        self._never_mapped: set[int] = set()  # pages that were never mapped
-        self._free_bytes = 0  # bytes of the device before there were pages
+        self._reservations: list[tuple[int, int]] = []  # first address and length, from CUDA
+        self._handles: list[Any] = []  # by page
+        self._never_mapped: set[int] = set()
+        self._free_bytes = 0  # of the device before `create`
         self._is_open = True
 
     def reserve(self, nbytes: int) -> int:
         nbytes = -(-nbytes // self.page) * self.page
         check_addresses(nbytes)
-        whole = nbytes + 2 * self.page  # so that it can begin at a multiple of a page, and end before a free one
+        whole = nbytes + 2 * self.page  # room to begin at a multiple of a page and to end before a free one
         try:
             start = int(self._timed_call("reserve", "cuMemAddressReserve", whole, 0, 0, 0))
         except DriverError as error:
@@ -108,8 +110,8 @@ class CudaDriver:
         self._call("cuCtxSynchronize")
 
     def physical(self) -> int:
-        """What is free on the device now, against the time before the pages were created: a test's figure, right while
-        nobody else allocates."""
+        """Return the decrease of the device's free bytes since `create`: for tests, correct while no other process
+        allocates."""
         return self._free_bytes - self._call("cuMemGetInfo")[0] if self._handles else 0
 
     def regions(self) -> int:
@@ -120,7 +122,7 @@ class CudaDriver:
         return make_counters(self.mapping_table, self.calls, self.mapping_table.num_pages * self.page)
 
     def close(self) -> None:
-        """As in the interface. In a context that a fault ended every call fails: all are tried, the first is raised."""
+        """See Driver. After a fault every call in the context fails: try all of them and raise the first error."""
         if not self._is_open:
             return
         self.tensors.check_none_alive()
@@ -137,7 +139,7 @@ class CudaDriver:
             raise failures[0]
 
     def _release_calls(self) -> Iterator[tuple[Any, ...]]:
-        """The kind and the calls that give everything back, in order."""
+        """Yield the kinds and calls that release everything, in order."""
         yield "", "cuCtxSynchronize"
         yield from (("unmap", "cuMemUnmap", at, self.page) for at in self.mapping_table.page_by_address)
         yield from (("release", "cuMemRelease", handle) for handle in self._handles)
@@ -145,7 +147,7 @@ class CudaDriver:
         yield "", "cuDevicePrimaryCtxRelease", self._cu_device
 
     def _query_device(self, index: int) -> int:
-        """The granularity of a device, whose pages and access are described from now on."""
+        """Prepare the descriptors of pages and access for a device; return its granularity."""
         api = self._api
         able = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         least = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
@@ -164,33 +166,34 @@ class CudaDriver:
         raise StartupError(f"CUDA device {index} has no virtual memory management", USE_PAGED)
 
     def _zero(self, address: int, page: int, count: int) -> None:
-        """Zero those of these pages, mapped at `address`, that hold nothing yet; done on return, for every stream."""
+        """Zero those of these pages, mapped at `address`, that were never mapped, and wait for the device."""
         fresh = self._never_mapped.intersection(range(page, page + count))
-        for some in sorted(fresh):
-            self._call("cuMemsetD8", address + (some - page) * self.page, 0, self.page)
+        for new_page in sorted(fresh):
+            self._call("cuMemsetD8", address + (new_page - page) * self.page, 0, self.page)
         if fresh:
             self.fence()
             self._never_mapped -= fresh
 
     def _timed_call(self, kind: str, name: str, *args: Any) -> Any:
         began = time.perf_counter()
-        answer = self._call(name, *args)
+        result = self._call(name, *args)
         self.calls.record_call(kind, began)
-        return answer
+        return result
 
     def _call(self, name: str, *args: Any) -> Any:
-        """What a call answers: nothing, one thing, or a tuple. DriverError, with CUDA's words, if it fails."""
+        """Return the result of a call: None, a value, or a tuple. Raise DriverError with CUDA's message if it fails."""
         api = self._api
-        code, *answer = getattr(api, name)(*args)
+        code, *results = getattr(api, name)(*args)
         if code != api.CUresult.CUDA_SUCCESS:
-            words = [text.decode() for _, text in (api.cuGetErrorName(code), api.cuGetErrorString(code)) if text]
-            raise DriverError(name, ": ".join(words) or str(code))
-        return tuple(answer) if len(answer) > 1 else answer[0] if answer else None
+            texts = [text.decode() for _, text in (api.cuGetErrorName(code), api.cuGetErrorString(code)) if text]
+            raise DriverError(name, ": ".join(texts) or str(code))
+        return tuple(results) if len(results) > 1 else results[0] if results else None
 
 
 def _bindings() -> Any:
     try:
-        from cuda.bindings import driver
+        # The module exists only with the extra [virtual].
+        from cuda.bindings import driver  # type: ignore[import-not-found]  # installed beside a GPU
     except ImportError as error:
         cause = f"The memory 'virtual' on a GPU needs the module cuda.bindings ({error})"
         raise StartupError(cause, "Install it with: pip install 'quire[virtual]'") from None

@@ -1,7 +1,7 @@
-"""Tensors over addresses, mapped or not, as DLPack capsules made by ctypes: no compiled extension, any strides.
+"""Tensors over addresses, mapped or not, from DLPack capsules made by ctypes: no compiled extension, any strides.
 
-torch takes the device from the capsule and looks at no byte. (`__cuda_array_interface__` won't do: there torch asks
-the driver whose the pointer is, which it can't tell of addresses with nothing mapped.)
+torch takes the device from the capsule and reads no byte. (With `__cuda_array_interface__` torch asks the driver for
+the pointer's device, which fails for addresses with nothing mapped.)
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from quire.worker.virtual.driver import DriverError
 
-DLPACK_CPU, DLPACK_CUDA = 1, 2  # DLPack's numbers of devices
-DLPACK_INT, DLPACK_UINT, DLPACK_FLOAT, DLPACK_BFLOAT = 0, 1, 2, 4  # ... and of kinds of numbers
+DLPACK_CPU, DLPACK_CUDA = 1, 2  # DLPack's device types
+DLPACK_INT, DLPACK_UINT, DLPACK_FLOAT, DLPACK_BFLOAT = 0, 1, 2, 4  # DLPack's dtype codes
 CAPSULE_NAME = b"dltensor"
 MAX_NAMED_TENSORS = 8  # tensors that an error names
 
@@ -45,7 +45,7 @@ class _DLManagedTensor(ctypes.Structure):
 
 
 class _TensorRecord(NamedTuple):
-    """A tensor, while any view of it lives, and what torch reads when the last one goes."""
+    """A tensor that lives while a view of it does, and the structs that torch reads when the last one is freed."""
 
     name: str
     storage: StorageWeakRef
@@ -54,8 +54,8 @@ class _TensorRecord(NamedTuple):
 
 
 class DLPackTensors:
-    """The tensors over one driver's addresses, and which of them live; whatever views the last one of. torch calls
-    nothing of ours when it lets go of one: that may be in the midst of an exception, where Python can't run."""
+    """The tensors over one driver's addresses, and which of them, or views of them, live. torch calls no deleter when
+    it frees one: that may happen during an exception, where Python cannot run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -65,7 +65,7 @@ class DLPackTensors:
     def create(
         self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """A tensor whose first element is at `address`; strides in elements, none negative."""
+        """Return a tensor whose first element is at `address`; strides in elements, not negative."""
         assert len(shape) == len(strides), f"{len(shape)} sizes and {len(strides)} strides"
         assert address % dtype.itemsize == 0, f"{address:#x} is no multiple of an element's {dtype.itemsize} bytes"
         sizes = (ctypes.c_int64 * (2 * len(shape)))(*shape, *strides)
@@ -77,35 +77,34 @@ class DLPackTensors:
         inner.code, inner.bits = _dlpack_type(dtype)
         inner.shape = ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64))
         inner.strides = ctypes.cast(ctypes.byref(sizes, 8 * len(shape)), ctypes.POINTER(ctypes.c_int64))
-        made: torch.Tensor = torch.utils.dlpack.from_dlpack(_make_capsule(ctypes.addressof(struct)))
+        tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(_make_capsule(ctypes.addressof(struct)))
         name = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-        self._records = [one for one in self._records if not one.storage.expired()]
-        self._records.append(_TensorRecord(name, StorageWeakRef(made.untyped_storage()), struct, sizes))
-        return made.view(dtype)
+        self._records = [record for record in self._records if not record.storage.expired()]
+        self._records.append(_TensorRecord(name, StorageWeakRef(tensor.untyped_storage()), struct, sizes))
+        return tensor.view(dtype)
 
     @property
     def live_names(self) -> list[str]:
-        """Type and shape of each tensor that lives, in the order made."""
-        return [one.name for one in self._records if not one.storage.expired()]
+        """Dtype and shape of each live tensor, in the order of creation."""
+        return [record.name for record in self._records if not record.storage.expired()]
 
     def check_none_alive(self) -> None:
-        """DriverError if a tensor lives, whose memory must not go."""
+        """Raise DriverError if a tensor lives, whose memory must not be unmapped."""
         if live := self.live_names:
             first, more = ", ".join(live[:MAX_NAMED_TENSORS]), len(live) - MAX_NAMED_TENSORS
             raise DriverError("close", f"tensors live over these addresses: {first}{f' and {more} more' * (more > 0)}")
 
     def abandon(self) -> None:
-        """Tensors that live on are no longer our business, but for what torch reads when it lets go of them, however
-        late that is."""
+        """Forget all tensors, but leak the structs of live ones, which torch reads when it frees them."""
         atexit.unregister(self.abandon)
-        for one in self._records:
-            if not one.storage.expired():
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(one.struct))
+        for record in self._records:
+            if not record.storage.expired():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(record.struct))
         self._records.clear()
 
 
 def _dlpack_type(dtype: torch.dtype) -> tuple[int, int]:
-    """DLPack's kind and bits of an element. A byte is just that to it, and viewed as its type after."""
+    """Return DLPack's code and bits of an element. One-byte dtypes are imported as bytes and viewed as their dtype."""
     assert not dtype.is_complex, f"no tensors of {dtype} over addresses"
     if dtype.itemsize == 1:
         return DLPACK_UINT, 8
@@ -114,8 +113,8 @@ def _dlpack_type(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _make_capsule(at: int) -> object:
-    """A PyCapsule around the struct at this address. torch renames it once the struct is its own."""
+    """Return a PyCapsule of the struct at this address. torch renames it when it takes over the struct."""
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-    made: object = make(at, CAPSULE_NAME, None)
-    return made
+    capsule: object = make(at, CAPSULE_NAME, None)
+    return capsule

@@ -1,14 +1,15 @@
-"""A driver of virtual memory: ranges of addresses, physical pages, and which page is mapped where.
+"""The interface of virtual-memory drivers: ranges of addresses, physical pages, and their mappings.
 
-It knows bytes, addresses and numbers of pages; nothing of tokens, sequences or layers. The parts that are alike in all
-drivers are here too: what calls cost, how a group of maps is done as a whole, how many addresses there can be.
+A driver has bytes, addresses and page numbers, not tokens, sequences or layers. The common parts of all drivers are
+here too: call times, mapping a group of pages as a whole, limits of addresses.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from quire.errors import QuireError, StartupError
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from quire.worker.virtual.mapping_table import MappingTable
 
 ADDRESS_BITS = 47  # of a process's own addresses on x86-64 and in CUDA's unified address space
-CALL_KINDS = ("reserve", "create", "map", "access", "unmap", "release", "free")  # of calls, as the field counts them
+CALL_KINDS = ("reserve", "create", "map", "access", "unmap", "release", "free")  # of driver calls
 
 
 class DriverError(QuireError):
-    """A call that the operating system or the device's driver refused; `call` is its name, `reason` what it said.
-    What the failed call was to change is as before. At start such a failure is a StartupError instead."""
+    """A call that the operating system or the device's driver refused; `call` is its name, `reason` its message. The
+    failed call changed nothing. At start such a failure is a StartupError instead."""
 
     def __init__(self, call: str, reason: str) -> None:
         super().__init__(f"{call} failed: {reason}")
@@ -32,8 +33,8 @@ class DriverError(QuireError):
 
 
 class DriverCounters(NamedTuple):
-    """What a driver did since it was opened. `maps` and `unmaps` count pages, and `mapped` the places that hold a page
-    now, every alias counted; `physical` is the bytes of the pages that exist. `calls` and `seconds` are by KINDS."""
+    """Counters since a driver was opened. `maps` and `unmaps` count pages, `mapped` the addresses that hold a page now,
+    every alias counted; `physical` is the bytes of existing pages. `calls` and `seconds` are by CALL_KINDS."""
 
     maps: int
     unmaps: int
@@ -44,28 +45,38 @@ class DriverCounters(NamedTuple):
 
 
 class CallTimes:
-    """Number and seconds of the calls of each kind; while `samples` is a table of lists, those of each call too."""
+    """Number and seconds of the calls of each kind; within `record_samples` the seconds of each call too."""
 
     def __init__(self) -> None:
         self.counts = dict.fromkeys(CALL_KINDS, 0)
         self.seconds = dict.fromkeys(CALL_KINDS, 0.0)
-        self.samples: dict[str, list[float]] | None = None
+        self._samples: dict[str, list[float]] | None = None
 
     def record_call(self, kind: str, began: float) -> None:
-        """A call that began at `began`, by time.perf_counter, is over."""
+        """Count a call that began at `began`, by time.perf_counter, and ends now."""
         took = time.perf_counter() - began
         self.counts[kind] += 1
         self.seconds[kind] += took
-        if self.samples is not None:
-            self.samples.setdefault(kind, []).append(took)
+        if self._samples is not None:
+            self._samples.setdefault(kind, []).append(took)
+
+    @contextmanager
+    def record_samples(self) -> Iterator[dict[str, list[float]]]:
+        """Collect the seconds of each call in this context, by kind, in the dict that it returns."""
+        samples: dict[str, list[float]] = {}
+        self._samples = samples
+        try:
+            yield samples
+        finally:
+            self._samples = None
 
 
 class Driver(Protocol):
     """Virtual memory of one device, in pages of `page` bytes, a multiple of `granularity`.
 
-    Addresses and lengths that are passed are multiples of `page`, inside one reservation; anything else, a map over a
-    place that is mapped, an unmap of one that isn't, and a page that doesn't exist break an invariant: an assertion
-    fails and nothing has changed. Not for several threads at once: whoever shares a driver has a lock for it."""
+    Addresses and lengths are multiples of `page`, inside one reservation. Anything else, a map over a mapped address,
+    an unmap of an unmapped one, or a missing page fails an assertion and changes nothing. Not thread-safe: threads
+    that share a driver need a lock."""
 
     page: int
     granularity: int
@@ -73,52 +84,52 @@ class Driver(Protocol):
 
     @property
     def device(self) -> torch.device | None:
-        """Whose memory this is; None where nothing can compute over it."""
+        """The device of the memory; None if nothing can compute on it."""
         ...
 
     def reserve(self, nbytes: int) -> int:
-        """The first of at least `nbytes` addresses, a multiple of `page`: nothing is mapped there, nor ever behind
-        their end. StartupError if there are not so many addresses."""
+        """Reserve at least `nbytes` addresses and return the first, a multiple of `page`. Nothing is mapped there, nor
+        ever right after their end. Raise StartupError if there are too few addresses."""
         ...
 
     def create(self, count: int) -> None:
-        """Make all physical pages there will be, 0 to count - 1; once. Each holds zeros when first mapped.
-        StartupError if the memory isn't there; then none exist."""
+        """Create all physical pages, 0 to count - 1; once. Each holds zeros when first mapped. Raise StartupError, with
+        no page created, if memory does not suffice."""
         ...
 
     def map(self, address: int, page: int, count: int = 1) -> None:
-        """Pages page ... page + count - 1 lie at `address` in a row, and can be read and written on return. Each may
-        be mapped elsewhere too. DriverError, with none of them mapped, if the system refuses."""
+        """Map pages page ... page + count - 1 at `address` in a row, readable and writable on return. Each may be
+        mapped elsewhere too. Raise DriverError, with none of them mapped, if the system refuses."""
         ...
 
     def unmap(self, address: int, count: int = 1) -> None:
-        """`count` places in a row hold nothing any more; the pages keep their bytes. Nothing that is enqueued may
-        touch these places: see `fence`."""
+        """Unmap `count` pages in a row; they keep their bytes. No enqueued work may access these addresses: see
+        `fence`."""
         ...
 
     def tensor(
         self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """A tensor over reserved addresses, mapped or not; strides in elements. What it reads must be mapped."""
+        """Return a tensor over reserved addresses, mapped or not; strides in elements. Only mapped ones may be read."""
         ...
 
     def fence(self) -> None:
-        """Wait until nothing that was enqueued can touch mappings."""
+        """Wait until no enqueued work can access mappings."""
         ...
 
     def physical(self) -> int:
-        """Bytes of physical memory in use, as the system reports them, not as this driver counts them."""
+        """Return the bytes of physical memory in use as the system reports them, not as this driver counts them."""
         ...
 
     def regions(self) -> int:
-        """Mappings of this process as the system counts them, where they are bounded; else 0."""
+        """Return the mappings of this process as the system counts them if they are limited, else 0."""
         ...
 
     @property
     def counters(self) -> DriverCounters: ...
 
     def close(self) -> None:
-        """Everything is unmapped, released and given back; again does nothing. DriverError while tensors live."""
+        """Unmap and release everything; a second call does nothing. Raise DriverError while tensors live."""
         ...
 
 
@@ -131,8 +142,8 @@ class PageRun(NamedTuple):
 
 
 def map_all(driver: Driver, runs: Iterable[PageRun]) -> None:
-    """Map all of these or, when a call fails, none: those done are unmapped again before its error is raised. Nothing
-    can have been enqueued over them meanwhile, so there is no fence to wait for."""
+    """Map all runs or, if a call fails, none: unmap the others before raising its error. No work can have been enqueued
+    over them, so no fence is needed."""
     done: list[PageRun] = []
     try:
         for run in runs:
@@ -145,7 +156,7 @@ def map_all(driver: Driver, runs: Iterable[PageRun]) -> None:
 
 
 def make_counters(mapping_table: MappingTable, calls: CallTimes, physical_bytes: int) -> DriverCounters:
-    """What a driver has in these places, and did by these calls; its pages have `physical_bytes`."""
+    """Return a driver's counters from its mappings, its calls and the bytes of its pages."""
     return DriverCounters(
         mapping_table.num_maps,
         mapping_table.num_unmaps,
@@ -157,7 +168,7 @@ def make_counters(mapping_table: MappingTable, calls: CallTimes, physical_bytes:
 
 
 def check_page_size(page: int, granularity: int, owner: str) -> None:
-    """StartupError for pages that a system, or a device, doesn't map."""
+    """Raise StartupError for a page size that a system or a device cannot map."""
     if page < 1 or page % granularity:
         nearest = max(-(-page // granularity), 1) * granularity
         cause = f"A page of {page:,} bytes is no multiple of the {granularity:,} that this {owner} maps"
@@ -165,7 +176,7 @@ def check_page_size(page: int, granularity: int, owner: str) -> None:
 
 
 def check_addresses(nbytes: int) -> None:
-    """StartupError if a process can't have so many addresses, whatever else it holds."""
+    """Raise StartupError if a process cannot have `nbytes` addresses."""
     fewer = "Lower --max-num-seqs or --max-model-len"
     if nbytes >= 1 << ADDRESS_BITS:
         cause = f"The memory 'virtual' asks for {nbytes:,} addresses in a row; there are {1 << ADDRESS_BITS:,}"
@@ -181,6 +192,6 @@ def check_addresses(nbytes: int) -> None:
 
 
 def out_of_addresses(nbytes: int, reason: str) -> StartupError:
-    """The system has no `nbytes` addresses in a row left."""
+    """Return the error of a system that refuses `nbytes` addresses in a row."""
     cause = f"The memory 'virtual' asks for {nbytes:,} addresses in a row, which the system refuses ({reason})"
     return StartupError(cause, "Lower --max-num-seqs or --max-model-len, or raise `ulimit -v`")

@@ -1,7 +1,8 @@
-"""A driver without memory, which checks the rules of virtual memory. Pure Python: no torch, and any size costs nothing.
+"""A driver without memory, which checks the rules of virtual memory. Pure Python without torch; any size is free.
 
-Beyond what every driver asserts: nothing that a step in flight or a swap may touch is unmapped (`hold`), only mapped
-places are read and written, and no kernel writes bytes through one address and reads them through another (`kernel`).
+In addition to every driver's checks it asserts that no address that a step in flight or a swap may access is unmapped
+(`pin`), only mapped addresses are read and written, and no kernel writes bytes through one address and reads them
+through another (`kernel`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from quire.worker.virtual.mapping_table import MappingTable
 if TYPE_CHECKING:
     import torch
 
-FIRST_ADDRESS = 1 << 44  # where reservations begin: far from small numbers, which are mistakes
+FIRST_ADDRESS = 1 << 44  # of reservations; far from small numbers, which are errors
 
 
 class ByteSpan(NamedTuple):
@@ -29,7 +30,7 @@ class ByteSpan(NamedTuple):
 
 
 class FakeDriver:
-    """The driver that checks. The `fail_at`-th page that is mapped, counted from 1, is refused, once."""
+    """The checking driver. The `fail_at`-th map of a page, counted from 1, fails once."""
 
     device: torch.device | None = None
 
@@ -39,9 +40,9 @@ class FakeDriver:
         self.fail_at = fail_at
         self.mapping_table = MappingTable(page)
         self._next_address, self._map_attempts = FIRST_ADDRESS, 0
-        self._pins: dict[int, tuple[int, int]] = {}  # token -> first address, end
+        self._pins: dict[int, tuple[int, int]] = {}  # id -> first address, end
         self._pin_ids = numbers(1)
-        # by a kernel: bytes, through where, written
+        # Accesses of the current kernel, by page: bytes, mapped address, written.
         self._kernel_accesses: dict[int, list[tuple[ByteSpan, int, bool]]] | None = None
         self._is_closed = False
 
@@ -64,7 +65,7 @@ class FakeDriver:
         self.mapping_table.check_map(address, page, count)
         self._map_attempts += count
         if self._map_attempts - count < self.fail_at <= self._map_attempts:
-            raise DriverError("map", f"page {self.fail_at} is refused, as was asked for")
+            raise DriverError("map", f"page {self.fail_at} is refused by `fail_at`")
         self.mapping_table.record_map(address, page, count)
 
     def unmap(self, address: int, count: int = 1) -> None:
@@ -79,24 +80,24 @@ class FakeDriver:
         raise AssertionError("the fake driver has no bytes: `read` and `write` say which pages hold them")
 
     def fence(self) -> None:
-        """All that was enqueued is over: nothing is held."""
+        """Drop all pins: all enqueued work has finished."""
         self._pins.clear()
 
     def pin(self, address: int, nbytes: int) -> int:
-        """Something enqueued may touch these addresses, which are mapped, until `unpin` of the token returned."""
+        """Declare that enqueued work may access these mapped addresses until `unpin` of the id returned."""
         self._byte_spans(address, nbytes)
         token = next(self._pin_ids)
         self._pins[token] = (address, address + nbytes)
         return token
 
     def unpin(self, pin_id: int) -> None:
-        """It is over. A fence may have said so before."""
+        """End a pin, unless a fence ended it before."""
         self._pins.pop(pin_id, None)
 
     @contextmanager
     def kernel(self) -> Iterator[None]:
-        """What is read and written meanwhile is one kernel's doing: a GPU doesn't promise it that a write through one
-        address is seen through another."""
+        """Treat accesses in this context as those of one kernel: a GPU does not guarantee it that a write through one
+        address is visible through another."""
         assert self._kernel_accesses is None, "a kernel within a kernel"
         self._kernel_accesses = {}
         try:
@@ -105,24 +106,24 @@ class FakeDriver:
             self._kernel_accesses = None
 
     def read(self, address: int, nbytes: int) -> list[ByteSpan]:
-        """Where the bytes at these addresses are, every one of which must be mapped."""
+        """Return where the bytes at these addresses are; all of them must be mapped."""
         return self._access(address, nbytes, written=False)
 
     def write(self, address: int, nbytes: int) -> list[ByteSpan]:
-        """The same for bytes that will be written."""
+        """Return the same for bytes that will be written."""
         return self._access(address, nbytes, written=True)
 
     def page_at(self, address: int) -> int | None:
-        """The page mapped at this place, if one is."""
+        """Return the page mapped at this address, if any."""
         return self.mapping_table.page_by_address.get(address // self.page * self.page)
 
     def num_mappings_of(self, page: int) -> int:
-        """The number of places that hold a page."""
-        return sum(held == page for held in self.mapping_table.page_by_address.values())
+        """Return the number of addresses at which a page is mapped."""
+        return sum(other == page for other in self.mapping_table.page_by_address.values())
 
     @property
     def num_pages(self) -> int:
-        """Pages that exist."""
+        """The number of existing pages."""
         return self.mapping_table.num_pages
 
     def physical(self) -> int:
@@ -145,26 +146,26 @@ class FakeDriver:
         self.calls.counts[kind] += 1
 
     def _access(self, address: int, nbytes: int, written: bool) -> list[ByteSpan]:
-        found = list(self._byte_spans(address, nbytes))
+        spans = list(self._byte_spans(address, nbytes))
         if self._kernel_accesses is None:
-            return [span for span, _ in found]
-        for span, via in found:
+            return [span for span, _ in spans]
+        for span, at in spans:
             others = self._kernel_accesses.setdefault(span.page, [])
-            for other, through, was in others:
-                apart = other.offset + other.nbytes <= span.offset or span.offset + span.nbytes <= other.offset
-                hazard = via != through and (written or was) and not apart
-                assert not hazard, f"page {span.page} is written or read at {via:#x} and at {through:#x} by one kernel"
-            others.append((span, via, written))
-        return [span for span, _ in found]
+            for other, other_at, other_written in others:
+                disjoint = other.offset + other.nbytes <= span.offset or span.offset + span.nbytes <= other.offset
+                hazard = at != other_at and (written or other_written) and not disjoint
+                assert not hazard, f"page {span.page} is written or read at {at:#x} and at {other_at:#x} by one kernel"
+            others.append((span, at, written))
+        return [span for span, _ in spans]
 
     def _byte_spans(self, address: int, nbytes: int) -> list[tuple[ByteSpan, int]]:
-        """Runs of bytes within a page, each with the place that the page is mapped at."""
-        found, at, end = [], address, address + nbytes
+        """Return runs of bytes within a page, each with the address of the page."""
+        spans, at, end = [], address, address + nbytes
         while at < end:
             place, offset = at - at % self.page, at % self.page
             page = self.mapping_table.page_by_address.get(place)
             assert page is not None, f"access to {at:#x}, where nothing is mapped"
             size = min(end - at, self.page - offset)
-            found.append((ByteSpan(page, offset, size), place))
+            spans.append((ByteSpan(page, offset, size), place))
             at += size
-        return found
+        return spans

@@ -1,5 +1,5 @@
-"""What a call of virtual memory costs: the table of vAttention's own calls (its Table 3) beside CUDA's and ours, and
-the harness that measures ours, one kind of call at a time. It knows drivers, no models.
+"""Latencies of virtual-memory calls: vAttention's Table 3 beside the calls of CUDA and memfd, and functions that
+measure a driver's, one kind of call at a time.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from quire.worker.virtual.driver import CALL_KINDS, Driver
 
 KIB = 1 << 10
 PAGE_SIZES = (64 * KIB, 128 * KIB, 256 * KIB, 2048 * KIB)  # the paper's
-NUM_RESERVATIONS = 16  # reservations measured
+NUM_RESERVATIONS = 16  # that are measured
 
 
 class CallInfo(NamedTuple):
-    """One kind of call: what it does, its name in the paper's patched driver, in CUDA and over memfd ("" where another
-    call does it), and the paper's microseconds for each of PAGES (an A100; 2 MiB are CUDA's own calls)."""
+    """One kind of call: its name in the paper's patched driver, in CUDA and over memfd ("" if another call does it),
+    and the paper's microseconds for each of PAGE_SIZES (on an A100; for 2 MiB those of CUDA's own calls)."""
 
     description: str
     vmem: str
@@ -35,12 +35,12 @@ CALL_INFOS = {
     "release": CallInfo("free it", "vMemRelease", "cuMemRelease", "close", (2, 3, 4, 23)),
     "free": CallInfo("free the addresses", "vMemFree", "cuMemAddressFree", "munmap", (35, 35, 35, 1)),
 }
-PAPER_BANDWIDTH = (7.59, 14.56, 27.04, 35.17)  # the paper's Table 7 for PAGES, one worker: GB/s made accessible
+PAPER_BANDWIDTH = (7.59, 14.56, 27.04, 35.17)  # the paper's Table 7 for PAGE_SIZES, one worker: GB/s made accessible
 
 
 class CallLatency(NamedTuple):
-    """What calls of a kind took, in microseconds a page (reserve and free: a call). Pages were given to the driver in
-    runs of `run`; `loaded`: while the device had other work."""
+    """The latency of calls of a kind, in microseconds a page (reserve and free: a call). The driver got pages in runs
+    of `run`. With `loaded` the device had other work."""
 
     kind: str
     page: int
@@ -54,9 +54,9 @@ class CallLatency(NamedTuple):
 def measure_latencies(
     driver: Driver, pages: int = 256, run_lengths: Sequence[int] = (1, 16), load: Callable[[], None] | None = None
 ) -> list[CallLatency]:
-    """Uses up a driver that was just opened: makes `pages` pages, maps them at random places in runs of every length in
-    `run_lengths`, and closes it. `load`, if given, is called before each map and unmap of a second round: it gives the
-    device work that touches none of these addresses."""
+    """Measure a new driver and close it: create `pages` pages and map them at random places in runs of each length in
+    `run_lengths`. `load`, if given, is called before each map and unmap of a second round, to enqueue device work that
+    does not access these addresses."""
     rows: list[CallLatency] = []
     size = pages * driver.page
     buffers = [0] * NUM_RESERVATIONS
@@ -66,7 +66,7 @@ def measure_latencies(
 
     rows += _time_calls(driver, reserve, NUM_RESERVATIONS)
     rows += _time_calls(driver, lambda: driver.create(pages), pages)
-    driver.map(buffers[0], 0, pages)  # the first time isn't like the others
+    driver.map(buffers[0], 0, pages)  # the first map takes longer
     driver.unmap(buffers[0], pages)
     for run in run_lengths:
         starts = range(0, pages - run + 1, run)
@@ -77,7 +77,7 @@ def measure_latencies(
 
 
 def bandwidth(rows: Sequence[CallLatency], run: int = 1, loaded: bool = False) -> float:
-    """GB/s that became accessible, by the medians of these rows of one driver (the paper's Table 7)."""
+    """Return the GB/s made accessible, by the medians of these rows of one driver (the paper's Table 7)."""
     chosen = [row for row in rows if row.kind in ("map", "access") and (row.run, row.loaded) == (run, loaded)]
     assert chosen, f"no maps in runs of {run} were measured"
     return chosen[0].page / sum(row.p50 for row in chosen) / 1e3
@@ -86,7 +86,7 @@ def bandwidth(rows: Sequence[CallLatency], run: int = 1, loaded: bool = False) -
 def _measure_round(
     driver: Driver, buffer: int, starts: range, run: int, load: Callable[[], None] | None
 ) -> list[CallLatency]:
-    """Map every run of pages somewhere, then unmap them, each in an order of its own."""
+    """Map all runs of pages at random places, then unmap them in random order."""
     rng = random.Random(0)
     firsts = rng.sample(starts, len(starts))
     places = [buffer + start * driver.page for start in rng.sample(starts, len(starts))]
@@ -112,17 +112,13 @@ def _measure_round(
 def _time_calls(
     driver: Driver, work: Callable[[], None], pages: int, run: int = 1, loaded: bool = False
 ) -> list[CallLatency]:
-    """What the calls made by `work`, which handles so many pages, took."""
-    samples: dict[str, list[float]] = {}
-    driver.calls.samples = samples
-    try:
+    """Return the latencies of the calls of `work`, which handles `pages` pages."""
+    with driver.calls.record_samples() as samples:
         work()
-    finally:
-        driver.calls.samples = None
     rows = []
     for kind in (kind for kind in CALL_KINDS if kind in samples):
         times = sorted(samples[kind])
-        each = 1.0 if kind in ("reserve", "free") else pages / len(times)  # pages a call
+        each = 1.0 if kind in ("reserve", "free") else pages / len(times)  # pages of a call
         p10, p50 = (1e6 * times[len(times) * share // 100] / each for share in (10, 50))
         rows.append(CallLatency(kind, driver.page, run, loaded, len(times), p10, p50))
     return rows

@@ -1,8 +1,8 @@
-"""Virtual memory on the CPU, on Linux: one anonymous file (memfd) holds the pages, mmap puts them at addresses.
+"""Virtual memory on a CPU, on Linux: one anonymous file (memfd) holds the pages, mmap maps them at addresses.
 
-An address that holds no page faults (SIGSEGV), for reads too. The process is meant to start programs, not to fork: a
-forked child shares the pages, as it shares all MAP_SHARED memory (MADV_DONTFORK would have to be said again after each
-map, and mappings that differ in it don't merge). The file is closed in programs that are started.
+Access to an address without a page faults (SIGSEGV), for reads too. The process should start programs, not fork: a
+forked child shares the pages, like all MAP_SHARED memory (MADV_DONTFORK would be needed after each map, and mappings
+that differ in it don't merge). The file is closed in started programs.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from quire.worker.virtual.mapping_table import MappingTable
 
 RESERVE_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
 MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0x8000)
-MAP_FIXED, PROT_NONE = 0x10, 0  # Linux's MAP_FIXED and PROT_NONE, which the module doesn't name
-MADV_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, from Linux 5.14
-POPULATE_BYTES = 1 << 28  # bytes that are zeroed by one call, between which a signal is seen
+MAP_FIXED, PROT_NONE = 0x10, 0  # of Linux; not in the module mmap
+MADV_POPULATE_WRITE = 23  # from Linux 5.14
+POPULATE_BYTES = 1 << 28  # bytes zeroed by one call; signals are handled between calls
 MAP_FAILED = ctypes.c_void_p(-1).value
 MAX_MAP_COUNT_FILE = Path("/proc/sys/vm/max_map_count")
 
 
 class MemfdDriver:
-    """Pages of any multiple of the system's own. A run of pages that follow one another, at addresses that do, is one
-    mapping of the process, also when it was mapped in parts."""
+    """A driver of pages of any multiple of the system's page size. Consecutive pages at consecutive addresses are one
+    mapping of the process, even if mapped separately."""
 
     def __init__(self, page: int) -> None:
         self.page, self.granularity = page, mmap.PAGESIZE
@@ -50,7 +50,7 @@ class MemfdDriver:
         self.device = torch.device("cpu")
         self.calls, self.mapping_table, self.tensors = CallTimes(), MappingTable(page), DLPackTensors(self.device)
         self._libc = _load_libc()
-        self._reservations: list[tuple[int, int]] = []  # first address and length, as mmap gave them
+        self._reservations: list[tuple[int, int]] = []  # first address and length, from mmap
         self._file = os.memfd_create("quire-pages", os.MFD_CLOEXEC)
         self._is_open = True
 
@@ -58,7 +58,7 @@ class MemfdDriver:
         nbytes = -(-nbytes // self.page) * self.page
         check_addresses(nbytes)
         began = time.perf_counter()
-        whole = nbytes + 2 * self.page  # so that it can begin at a multiple of a page, and end before a free one
+        whole = nbytes + 2 * self.page  # room to begin at a multiple of a page and to end before a free one
         start: int = self._libc.mmap(None, whole, PROT_NONE, RESERVE_FLAGS, -1, 0)
         if start == MAP_FAILED:
             raise out_of_addresses(nbytes, _errno_message())
@@ -88,7 +88,7 @@ class MemfdDriver:
         both = mmap.PROT_READ | mmap.PROT_WRITE
         if self._libc.mmap(address, size, both, MAP_FLAGS | MAP_FIXED, self._file, page * self.page) == MAP_FAILED:
             reason = _errno_message()
-            self._remap_reserved(address, size)  # a map that fails may have taken away what was there
+            self._remap_reserved(address, size)  # a failed map may have removed the reservation
             raise DriverError("mmap", f"{reason}, mapping {count} pages at {address:#x}")
         self.calls.record_call("map", began)
         self.mapping_table.record_map(address, page, count)
@@ -108,7 +108,7 @@ class MemfdDriver:
         return self.tensors.create(address, shape, strides, dtype)
 
     def fence(self) -> None:
-        """Nothing: a CPU has computed what it was asked to."""
+        """Do nothing: on a CPU no work is enqueued."""
 
     def physical(self) -> int:
         return 512 * os.fstat(self._file).st_blocks if self._is_open else 0
@@ -137,7 +137,7 @@ class MemfdDriver:
         self.tensors.abandon()
 
     def _populate(self, at: int, nbytes: int) -> None:
-        """Have the system zero these bytes of the file now, through a mapping for the purpose."""
+        """Make the system allocate and zero these bytes of the file, through a temporary mapping."""
         both = mmap.PROT_READ | mmap.PROT_WRITE
         start = self._libc.mmap(None, nbytes, both, mmap.MAP_SHARED, self._file, at)
         if start == MAP_FAILED:
@@ -152,15 +152,16 @@ class MemfdDriver:
             self._libc.munmap(start, nbytes)
 
     def _remap_reserved(self, address: int, nbytes: int) -> bool:
-        """Back to a reservation, in one step: no other thread's mmap can take the addresses in between."""
+        """Replace mappings by a reservation, in one call, so that no other thread's mmap can take the addresses. Return
+        False if it fails."""
         done: bool = self._libc.mmap(address, nbytes, PROT_NONE, RESERVE_FLAGS | MAP_FIXED, -1, 0) != MAP_FAILED
         return done
 
 
 def check_map_count(worst: int, limit: int | None = None) -> None:
-    """StartupError if `worst` mappings are more than half of what a process may have (`limit`; vm.max_map_count if
-    None): past it any allocation in the process can fail. A page apart from others is two mappings, its own and the gap
-    behind it; a run of pages as `MemfdDriver.map` makes it is as many as one page; a reservation is one more."""
+    """Raise StartupError if `worst` mappings are more than half of what a process may have (`limit`, or
+    vm.max_map_count): beyond it any allocation in the process can fail. An isolated page or run of pages is two
+    mappings, its own and the gap after it; a reservation is one more."""
     if limit is None:
         limit = int(MAX_MAP_COUNT_FILE.read_text())
     if worst > limit // 2:
@@ -173,7 +174,7 @@ def check_map_count(worst: int, limit: int | None = None) -> None:
 
 
 def _load_libc() -> ctypes.CDLL:
-    """The calls whose addresses Python's own mmap doesn't let one choose."""
+    """Return libc with mmap, munmap and madvise: Python's mmap cannot choose addresses."""
     libc = ctypes.CDLL(None, use_errno=True)
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = (pointer, size, number, number, number, ctypes.c_long), pointer

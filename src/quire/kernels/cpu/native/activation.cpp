@@ -1,4 +1,4 @@
-/* Activations of feed-forward blocks, gated and plain; and the bound on logits. In fp32, rounded once. */
+/* Activations of feed-forward blocks, gated and plain, and the softcap of logits. In fp32, rounded once. */
 #include "lanes.h"
 
 /* out [rows, size] = act(x[:, :size]) * x[:, size:].

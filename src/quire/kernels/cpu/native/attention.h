@@ -1,19 +1,19 @@
-/* What the kernels of attention share: where a layer's keys and values are, which positions a token sees, and weights of
-a softmax that runs on. */
+/* Shared by the attention kernels: addresses of keys and values, the positions that a token sees, and the running
+softmax. */
 #pragma once
 #include "lanes.h"
 
-/* The first arguments of them all: keys, values, numbers from a page, a head and a token to the next, tokens of a page,
-tables, entries from a table to the next, key heads, numbers of a head, query heads. */
+/* The first arguments of all attention kernels: keys, values, strides of pages, heads and tokens (in numbers), tokens
+of a page, tables, table stride, key heads, numbers of a head, query heads. */
 constexpr int CACHE_ARGS = 11;
 
-/* Keys and values in 8 bits: a head's numbers, then in fp32 what they are multiplied by. */
+/* True for keys and values in int8: a head's numbers are followed by their scale in fp32. */
 template <class K> constexpr bool ROUNDED = std::is_same<K, int8_t>::value;
 
 typedef int8_t quarters __attribute__((vector_size(LANES)));
 typedef int16_t doublets __attribute__((vector_size(LANES * 2)));
 
-/* A compiler makes the steps between of plain conversions, and does one number after another without any. */
+/* By intrinsics where possible. Else by way of 16 bits: compilers vectorize each step, but not a direct conversion. */
 static inline lanes load(const int8_t *x) {
 #if defined(__AVX512F__)
     const signs wide = bits<signs>(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x))));
@@ -51,13 +51,13 @@ template <class K> struct Cache {
           table_stride(a[7].integer), kv_heads(a[8].integer), dim(a[9].integer), heads(a[10].integer),
           shared(heads / kv_heads) {}
 
-    /* Numbers from the first key on to a head's at this position. */
+    /* Returns the offset in numbers of a head's key or value at this position. */
     int64_t at(int64_t slot, int64_t head, int64_t position) const {
         const int64_t page = tables[slot * table_stride + position / page_tokens];
         return page * page_stride + head * head_stride + position % page_tokens * token_stride;
     }
 
-    /* Have keys and values of these places brought near: they are as far apart as pages are. */
+    /* Prefetches keys and values at these offsets: pages are too far apart for the hardware to do it. */
     void fetch(const int64_t *places, int64_t count) const {
         const int64_t cell = dim + (ROUNDED<K> ? 4 : 0);
         for (int64_t i = 0; i < count; ++i)
@@ -67,7 +67,7 @@ template <class K> struct Cache {
             }
     }
 
-    /* `at` of positions [from, to), one after another. */
+    /* Stores to `found` the offsets `at` of positions [from, to). */
     void places(int64_t slot, int64_t head, int64_t from, int64_t to, int64_t *found) const {
         while (from < to) {
             const int64_t left = page_tokens - from % page_tokens, stop = to - from < left ? to : from + left;
@@ -75,18 +75,18 @@ template <class K> struct Cache {
         }
     }
 
-    /* What numbers at these places, of `keys` or of `values`, are multiplied by. */
+    /* Stores to `found` the scales of the keys or values (`numbers`) at these offsets. */
     void scales(const K *numbers, const int64_t *places, int64_t count, float *found) const {
         for (int64_t i = 0; i < count; ++i) std::memcpy(found + i, numbers + places[i] + dim, 4);
     }
 };
 
-/* Scores, or weights, each by its own factor. */
+/* Multiplies each of `count` scores by its factor. */
 static inline void scale_each(float *x, const float *by, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) store(x + i, load(x + i) * load(by + i));
 }
 
-/* How scores become weights, and what is seen: scale, softcap (0: none), window and chunk (0: none). */
+/* Parameters of scores and visibility: scale, softcap (0: none), window and chunk (0: none). */
 struct Seeing {
     float scale, softcap;
     int64_t window, chunk;
@@ -94,13 +94,13 @@ struct Seeing {
     explicit Seeing(const Arg *a)
         : scale(float(a[0].number)), softcap(float(a[1].number)), window(a[2].integer), chunk(a[3].integer) {}
 
-    /* The first position that a token at this one sees. */
+    /* Returns the first position that a token at `position` sees. */
     int64_t oldest(int64_t position) const {
         if (chunk) return position - position % chunk;
         return window && position >= window ? position - window + 1 : 0;
     }
 
-    /* What capped scores, or plain ones, are multiplied by to be powers of two. */
+    /* Returns the factor that makes scores (after a softcap, if any) exponents of 2. */
     float by() const { return (softcap > 0 ? 1.0f : scale) * LOG2E; }
 
     void cap(float *scores) const {
@@ -108,7 +108,7 @@ struct Seeing {
     }
 };
 
-/* Where a token at this position is among those that a layer with a budget (0: none) kept of its slot's prompt. */
+/* Returns a token's position in the cache of a layer with a budget (0: none) for its slot's prompt. */
 static inline int64_t kept(int64_t position, int64_t slot, const int64_t *prompts, int64_t budget) {
     if (!prompts || !budget) return position;
     const int64_t prompt = prompts[slot];
@@ -117,9 +117,9 @@ static inline int64_t kept(int64_t position, int64_t slot, const int64_t *prompt
 
 constexpr float LEAST = -1e30f; /* below any score */
 
-/* One query's weights of N keys: scores become 2^(by * score - best), those outside of [from, to) zero, and with SCALED
-each is multiplied by its `scales`, where `best` and `sum` run on without. Returns what the sums before are to be
-multiplied by. */
+/* Computes one query's weights of N keys, 2^(by * score - best), zero outside of [from, to), and updates `best` and
+`sum`. With SCALED each weight is then multiplied by its scale, which `sum` does not include. Returns the factor for
+earlier sums. */
 template <int N, bool COARSE, bool SCALED, class P>
 static inline float weigh(const float *scores, P *weights, int64_t from, int64_t to, float by, float &best, float &sum,
                           const float *scales) {
@@ -149,14 +149,15 @@ static inline float weigh(const float *scores, P *weights, int64_t from, int64_t
     return shrink;
 }
 
-constexpr int64_t COMMON_PARTS = 8; /* of what rows have in common, at most */
+constexpr int64_t COMMON_PARTS = 8; /* the most parts of a shared prefix */
 
-/* Rows of one query whose first pages are the same ones: tokens of these are attended to once for many of them
-(attention_prompt.cpp), each row's other tokens by itself. As int64: how many tiles of rows there are; of each row its
-first own token, and the parts before it; rows, those of a tile one after another; and the tiles. */
+/* Rows of one query that share a prefix of pages: attention to the prefix is computed for tiles of rows
+(attention_prompt.cpp), to a row's other tokens for each row. As int64: the number of tiles; for each row its first
+token after the prefix, then for each row the parts of its prefix (0: none); the row indices, tile after tile; the
+tiles. */
 struct Common {
     struct Tile {
-        int64_t first, rows, tokens, size; /* of `order`; tokens of a part */
+        int64_t first, rows, tokens, size; /* rows in `order` from `first` on; tokens of the prefix, and of a part */
         int64_t parts() const { return (tokens + size - 1) / size; }
     };
     int64_t *numbers, rows;
@@ -170,7 +171,7 @@ struct Common {
     int64_t *order() const { return numbers + 1 + 2 * rows; }
     Tile &tile(int64_t i) const { return reinterpret_cast<Tile *>(numbers + 1 + 3 * rows)[i]; }
 
-    /* Where a part goes: to the rows' `partial` sums, before those of their own parts. */
+    /* Returns the offset of a prefix's part in the `partial` sums, which precede those of the rows' other parts. */
     static int64_t part(int64_t row, int64_t part, int64_t head, int64_t heads, int64_t stride) {
         return ((row * COMMON_PARTS + part) * heads + head) * (stride + 2);
     }

@@ -1,4 +1,4 @@
-/* Which rows of one query have pages in common: rows whose tables begin with the same ones. */
+/* Finds rows of one query that share a prefix of pages: their page tables begin with the same entries. */
 #include "attention.h"
 
 #include <algorithm>
@@ -6,11 +6,11 @@
 
 namespace {
 
-constexpr int64_t PART = 256;       /* tokens of a part, at least */
-constexpr int64_t GRAIN = 128;      /* which begins at a multiple of these */
-constexpr int64_t LEAST_TOKENS = 96; /* that are worth it */
+constexpr int64_t PART = 256;       /* the fewest tokens of a part */
+constexpr int64_t GRAIN = 128;      /* parts begin at multiples of this */
+constexpr int64_t LEAST_TOKENS = 96; /* shorter prefixes are not shared */
 
-/* Of two rows, tokens of the pages that both read wholly and that are the same ones. */
+/* Returns the tokens in the first pages that two rows share, of pages of which both see all tokens. */
 int64_t same(const int64_t *one, const int64_t *two, int64_t tokens, int64_t page) {
     int64_t i = 0;
     while ((i + 1) * page <= tokens && one[i] == two[i]) ++i;
@@ -19,9 +19,9 @@ int64_t same(const int64_t *one, const int64_t *two, int64_t tokens, int64_t pag
 
 } // namespace
 
-/* A row is put together with the few that have most in common with it, and with those that have half of that. Args: slots,
-   positions, tables, entries from a table to the next, tokens of a page, rows, rows of a tile at most, rows that are worth
-   it, Common. */
+/* Groups each row with the `few` - 1 rows that share the longest prefix with it, and with all that share at least half
+   of that. Args: slots, positions, tables, table stride, tokens of a page, rows, the most rows of a tile, the fewest
+   rows of a group (`few`), Common (output). */
 QUIRE_EXPORT void attention_share(const Arg *a, int64_t, void *) {
     const int64_t *slots = as<int64_t>(a[0]), *positions = as<int64_t>(a[1]), *tables = as<int64_t>(a[2]);
     const int64_t stride = a[3].integer, page = a[4].integer, rows = a[5].integer, most = a[6].integer, few = a[7].integer;

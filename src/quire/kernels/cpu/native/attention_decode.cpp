@@ -1,19 +1,19 @@
-/* Attention of rows of one query over pages. What a row doesn't have in common with others (attention_prompt.cpp)
-is cut into parts by its own length alone, so that what it gets depends neither on threads nor on rows that it has nothing
-in common with; parts meet in a second operation. */
+/* Attention of rows of one query over pages. A row's context, without a shared prefix (attention_prompt.cpp), is split
+into parts by its own length, so that its result depends neither on threads nor on rows with which it shares no prefix.
+A second operation joins the parts. */
 #include "attention.h"
 
 namespace {
 
-constexpr int64_t PART = 256; /* tokens of a part, at least */
-constexpr int64_t MOST = 16;  /* parts of a row */
+constexpr int64_t PART = 256; /* the fewest tokens of a part */
+constexpr int64_t MOST = 16;  /* the most parts of a row */
 constexpr int BLOCK = 64;     /* keys at once */
 constexpr int ROW = BLOCK + LANES;
 
-/* Args of both operations behind the cache's: q, numbers from a token's queries to the next one's, out, slots,
-   positions, places of the rows among the queries (null: in order), rows, chunks, Seeing's four, `partial` (room for
-   COMMON_PARTS, then `MOST` parts of all rows and heads, dim, padded to 32, and 2 numbers each), the slots' prompts and a
-   budget (null and 0: none), what rows have in common (null: not asked). */
+/* Args of both operations after the cache's: q, token stride of q, out, slots, positions, query indices of the rows
+   (null: in order), rows, chunks, the four of Seeing, `partial` (COMMON_PARTS, then MOST parts for all rows and heads,
+   each dim padded to 32, and 2 numbers), prompt lengths of slots and a budget (null and 0: none), Common (null: not
+   computed). */
 template <class T, class K> struct Rows {
     Cache<K> cache;
     Seeing seeing;
@@ -38,16 +38,16 @@ template <class T, class K> struct Rows {
         return before(rows, 0, 0) + ((row * MOST + part) * cache.heads + head) * (stride + 2);
     }
 
-    /* The same of the parts that it has in common with others. */
+    /* The same for the parts of a shared prefix. */
     float *before(int64_t row, int64_t part, int64_t head) const {
         return partial + Common::part(row, part, head, cache.heads, stride);
     }
 
-    /* A query head's sums, `stride` numbers in steps, as its answer. */
+    /* Stores a query head's result: its sums, `stride` numbers in steps, times `by`. */
     void answer(int64_t row, int64_t head, const float *sums, float by) const;
 };
 
-/* What a row sees by itself, [first, end), its parts, and those before them. */
+/* The tokens [first, end) of a row after its shared prefix, the number of their parts, and of the prefix's parts. */
 struct Span {
     int64_t first, end, size, parts, before;
 
@@ -62,8 +62,8 @@ struct Span {
     }
 };
 
-/* Numbers of a head are taken a step at a time: a vector of fp32, or of words of two bf16, which are as good as two
-vectors: the first ones of all words, then the second ones; or a vector of int8. Queries and sums lie as keys do. */
+/* Numbers of a head are processed in steps: a vector of fp32 or of int8, or of words of two bf16, which become two
+vectors: the first numbers of all words, then the second ones. Queries and sums are in the same order. */
 template <class K> constexpr int PARTS = std::is_same<K, bf16>::value ? 2 : 1;
 template <class K> constexpr int STEP = PARTS<K> * LANES;
 
@@ -89,7 +89,7 @@ template <class T, class K> void Rows<T, K>::answer(int64_t row, int64_t head, c
     for (int64_t i = 0; i < stride; i += STEP<K>) store_step<PARTS<K>>(to + i, sums + i, by, cache.dim - i);
 }
 
-/* Scores of G queries, each of `steps` steps, with LANES / G keys: scores [G, ROW]. */
+/* Computes scores [G, ROW] of G queries, each of `steps` steps, with LANES / G keys. */
 template <class K, int G>
 inline void products(const float *queries, int64_t steps, const K *keys, const int64_t *places, int64_t dim, float *scores) {
     constexpr int TOKENS = LANES / G < 1 ? 1 : LANES / G;
@@ -174,7 +174,7 @@ template <class T, class K> struct Running {
         std::memset(out, 0, size_t(shared * stride) * 4);
     }
 
-    /* Up to BLOCK keys; ROW - BLOCK places behind theirs may be read, and count for nothing. */
+    /* Attends to up to BLOCK keys. ROW - BLOCK further places are read too, and do not affect the result. */
     void block(const int64_t *places, int64_t tokens) {
         float key_scales[ROW], value_scales[ROW] = {};
         each<true>(places, tokens);
@@ -193,7 +193,7 @@ template <class T, class K> struct Running {
         each<false>(places, tokens);
     }
 
-    /* Products, or then sums of values, for four heads at a time. */
+    /* Computes scores (PRODUCTS), or sums of values, for up to four heads at a time. */
     template <bool PRODUCTS> void each(const int64_t *places, int64_t tokens) {
         int64_t g = 0;
         for (; g + 4 <= shared; g += 4) heads<PRODUCTS, 4>(g, places, tokens);
@@ -220,7 +220,7 @@ template <class T, class K> struct Running {
         }
     }
 
-    /* The answers, or what the other parts of the row are joined with. */
+    /* Stores the results, or, if the row has other parts, this part's sums for `join`. */
     void end(int64_t row, int64_t head, int64_t part, bool alone) {
         for (int64_t g = 0; g < shared; ++g) {
             const int64_t at = head * shared + g;
@@ -236,7 +236,7 @@ template <class T, class K> struct Running {
     }
 };
 
-/* One part of a row for one key head. */
+/* Attends to one part of a row for one key head. */
 template <class T, class K> void item(Running<T, K> &running, int64_t row, int64_t head, int64_t part, const Span &span) {
     const int64_t from = span.first + part * span.size;
     const int64_t to = from + span.size < span.end ? from + span.size : span.end;
@@ -256,7 +256,7 @@ template <class T, class K> void item(Running<T, K> &running, int64_t row, int64
     running.end(row, head, part, span.parts + span.before == 1);
 }
 
-/* Items are parts of rows, each for all key heads one after another; a chunk takes as many as the next one. */
+/* Items are the parts of rows, each for all key heads in order; chunks have equal numbers of items. */
 template <class T, class K> void parts(const Arg *a, int64_t chunk, void *scratch) {
     const Rows<T, K> x(a);
     Running<T, K> running(x, scratch);
@@ -273,7 +273,7 @@ template <class T, class K> void parts(const Arg *a, int64_t chunk, void *scratc
     }
 }
 
-/* Join the parts of rows that have several, the earliest first; a chunk takes some (row, query head). */
+/* Joins the parts of rows that have several, in order; a chunk computes some (row, query head). */
 template <class T, class K> void join(const Arg *a, int64_t chunk, void *scratch) {
     const Rows<T, K> x(a);
     float *out = static_cast<float *>(scratch);

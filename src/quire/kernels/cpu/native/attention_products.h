@@ -1,6 +1,6 @@
-/* Products of small blocks of words, as attention to prompts needs them: sums [16, columns] of words [16, steps] by words
-[steps, columns]. A word is an fp32, or with PAIRS two bf16 that are multiplied and summed at once: by AMX tiles where
-there are any, else vector by vector. */
+/* Products of small blocks of words for attention to prompts: sums [16, columns] of words [16, steps] by words [steps,
+columns]. A word is an fp32, or with PAIRS two bf16, which are multiplied and summed at once: by AMX tiles where there
+are any, else by vectors. */
 #pragma once
 #include "lanes.h"
 
@@ -9,7 +9,7 @@ constexpr int HEIGHT = 16; /* rows of a block */
 #if defined(__AMX_BF16__) && defined(__linux__)
 #include "tiles.h"
 
-/* Before the first product of a chunk. */
+/* Called before the first product of a chunk. */
 static inline void begin_tiles() { configure_tiles(); }
 static inline void end_tiles() { _tile_release(); }
 
@@ -66,8 +66,8 @@ template <bool MORE>
 static inline void tile_product(const uint32_t *, int64_t, const uint32_t *, int64_t, float *, int64_t, int64_t, int64_t) {}
 #endif
 
-/* Whether bf16 are multiplied in pairs: with tiles, and by vectors where that isn't the slower way (an Intel that has
-no tiles takes four times as long for a vector of pairs as for one of fp32). */
+/* Returns whether to multiply bf16 in pairs: with tiles, and with vectors on AMD (an Intel CPU without tiles takes four
+times as long for a vector of pairs as for one of fp32). */
 static inline bool paired() {
 #if defined(__AVX512BF16__)
     return tiles() || __builtin_cpu_is("amd") != 0;
@@ -76,7 +76,7 @@ static inline bool paired() {
 #endif
 }
 
-/* sum + products of x and y, word by word. */
+/* Returns sum + the products of x and y, word by word. */
 template <bool PAIRS> static inline lanes fold(lanes sum, words x, words y) {
 #if defined(__AVX512BF16__)
     if (PAIRS) return bits<lanes>(_mm512_dpbf16_ps(bits<__m512>(sum), bits<__m512bh>(x), bits<__m512bh>(y)));
@@ -109,7 +109,7 @@ static inline void panel(const uint32_t *x, int64_t ldx, const uint32_t *y, int6
         for (int c = 0; c < C; ++c) store(sums + r * lds + c * LANES, sum[r][c]);
 }
 
-/* sums [16, columns], or with MORE what they were and, x [16, steps] y [steps, columns]; `steps` are a multiple of 16 if
+/* Computes sums [16, columns] = x [16, steps] y [steps, columns], or += with MORE; `steps` is a multiple of 16 if
    `tiled`, `columns` of LANES. */
 template <bool PAIRS, bool MORE>
 static inline void product(bool tiled, const uint32_t *x, int64_t ldx, const uint32_t *y, int64_t ldy, float *sums,

@@ -1,24 +1,24 @@
-/* Attention of rows of several queries over pages (FlashAttention): tiles of queries of the heads that share a key head,
-by blocks of keys and values, which are put in order for products once for all queries of the tile. And attention of rows
-of one query to the pages that they have in common, in tiles of rows. */
+/* Attention of rows of several queries over pages (FlashAttention): tiles of queries of the heads that share a key
+head, by blocks of keys and values, which are packed for products once for all queries of the tile. And attention of
+rows of one query to the pages of a shared prefix, in tiles of rows. */
 #include "attention.h"
 #include "attention_products.h"
 
 namespace {
 
-constexpr int FIELDS = 6; /* of a tile: slot, first query, queries, its position, end of what is seen, whether all see it */
+constexpr int FIELDS = 6; /* of a tile: slot, first query, queries, first position, end position, bidirectional */
 
 constexpr int BLOCK = 128; /* keys at once */
 
 int64_t up(int64_t x, int64_t by) { return (x + by - 1) / by * by; }
 
-/* Where a tile's numbers lie in the scratch of its thread. `columns`: a head's, padded; `steps`: words of a query. */
+/* The layout of a tile in its thread's scratch. `columns`: numbers of a head, padded; `steps`: words of a query. */
 template <bool PAIRS> struct Room {
     static constexpr int IN_WORD = PAIRS ? 2 : 1, STEP = LANES * IN_WORD;
     int64_t rows, steps, columns;
     uint32_t *queries, *keys, *values, *weights;
     float *scores, *out, *best, *sum;
-    int64_t *first, *stop; /* what each row sees */
+    int64_t *first, *stop; /* the positions that each row sees */
     bool tiled;
 
     Room(void *scratch, int64_t used, int64_t dim) : rows(up(used, HEIGHT)) {
@@ -38,7 +38,7 @@ template <bool PAIRS> struct Room {
     }
 };
 
-/* Numbers of 8 bits are exact in bf16. */
+/* Converts int8 to bf16, which is exact. */
 inline words pairs(const int8_t *x, int64_t count) {
     shorts both{};
     if (count >= 2 * LANES) std::memcpy(&both, x, sizeof both);
@@ -54,7 +54,8 @@ template <bool PAIRS, class T> words row_words(const T *x, int64_t count) {
     else return bits<words>(load(x, count));
 }
 
-/* Keys of [from, to) in the block that begins at `block`, turned: word s of all BLOCK keys is row s; zeros elsewhere. */
+/* Packs `tokens` keys from index `before` of the block on, transposed: row s is word s of all BLOCK keys, zeros
+elsewhere. */
 template <class K, bool PAIRS>
 void pack_keys(const Cache<K> &cache, const Room<PAIRS> &room, const int64_t *places, int64_t before, int64_t tokens) {
     constexpr int IN_WORD = PAIRS ? 2 : 1;
@@ -71,7 +72,7 @@ void pack_keys(const Cache<K> &cache, const Room<PAIRS> &room, const int64_t *pl
         }
 }
 
-/* Values likewise: word d of row t is that of token t, or of the tokens 2 t and 2 t + 1. */
+/* Packs values: word d of row t is number d of token t, or with PAIRS of the tokens 2 t and 2 t + 1. */
 template <class K, bool PAIRS>
 void pack_values(const Cache<K> &cache, const Room<PAIRS> &room, const int64_t *places, int64_t before, int64_t tokens) {
     constexpr int IN_WORD = PAIRS ? 2 : 1;
@@ -86,7 +87,7 @@ void pack_values(const Cache<K> &cache, const Room<PAIRS> &room, const int64_t *
         }
 }
 
-/* Of a block in 8 bits: its tokens' scales, zeros elsewhere. */
+/* The scales of a block's tokens in int8, zeros elsewhere. */
 struct Scales {
     float keys[BLOCK], values[BLOCK];
 
@@ -113,7 +114,7 @@ template <class T, class K, bool PAIRS> struct Tile {
         slot = tile[0], query = tile[1], queries = tile[2], position = tile[3], end = tile[4], whole = tile[5];
     }
 
-    /* Of rows of one query (attention_decode.cpp): the cache and what is seen alone. */
+    /* For rows of one query (attention_decode.cpp): only the cache and Seeing are used. */
     Tile(const Arg *a, int64_t slot_, int64_t head_)
         : cache(a), seeing(a + CACHE_ARGS + 8), q(as<T>(a[CACHE_ARGS])), out(nullptr), q_stride(a[CACHE_ARGS + 1].integer),
           head(head_), slot(slot_), query(0), queries(0), position(0), end(0), whole(0) {}
@@ -121,15 +122,15 @@ template <class T, class K, bool PAIRS> struct Tile {
     int64_t first(int64_t i) const { return whole ? 0 : seeing.oldest(position + i); }
     int64_t stop(int64_t i) const { return whole ? end : position + i + 1; }
 
-    /* Rows of queries one after another, each of the heads that share the key head; then rows of zeros, which see what
-       the last query sees. */
+    /* Loads the rows of all queries, for each the heads that share the key head, then rows of zeros, which see the same
+       as the last query. */
     void load_queries(const Room<PAIRS> &room) const {
         int64_t r = 0;
         for (int64_t i = 0; i < queries; ++i) r = load_query(room, query + i, r, first(i), stop(i));
         begin(room, r);
     }
 
-    /* The heads of a query as rows from `r` on, which see [first, stop); returns the row behind them. */
+    /* Loads the heads of a query as rows from `r` on, which see [first, stop); returns the row after them. */
     int64_t load_query(const Room<PAIRS> &room, int64_t query, int64_t r, int64_t first, int64_t stop) const {
         const T *from = q + query * q_stride + head * cache.shared * cache.dim;
         for (int64_t g = 0; g < cache.shared; ++g, ++r, from += cache.dim) {
@@ -149,7 +150,7 @@ template <class T, class K, bool PAIRS> struct Tile {
         std::memset(room.out, 0, size_t(room.rows * room.columns) * 4);
     }
 
-    /* HEIGHT rows from `row` on against the block of keys that begins at `block`. */
+    /* Attends with HEIGHT rows from `row` on to the block of keys that begins at position `block`. */
     void rows(const Room<PAIRS> &room, const Scales &scales, int64_t row, int64_t block) const {
         const int64_t end = room.stop[row + HEIGHT - 1] - block, seen = end <= BLOCK / 2 ? BLOCK / 2 : BLOCK;
         if (end <= 0 || room.first[row] >= block + BLOCK) return;
@@ -190,8 +191,8 @@ template <class T, class K, bool PAIRS> struct Tile {
     }
 };
 
-/* All rows of the tile against the tokens [from, end). Blocks begin at multiples of BLOCK: a token's numbers don't
-   depend on the tile that it is in. */
+/* Attends with all rows of the tile to the tokens [from, end). Blocks begin at multiples of BLOCK, so that a query's
+   result does not depend on its tile. */
 template <class T, class K, bool PAIRS>
 void over(const Tile<T, K, PAIRS> &tile, const Room<PAIRS> &room, int64_t from, int64_t end) {
     Scales scales;
@@ -213,8 +214,7 @@ void over(const Tile<T, K, PAIRS> &tile, const Room<PAIRS> &room, int64_t from, 
     if (room.tiled) end_tiles();
 }
 
-/* Args behind the cache's: q, numbers from a token's queries to the next one's, out, tiles, Seeing's four. A chunk is a
-   tile for a key head. */
+/* Args after the cache's: q, token stride of q, out, tiles, the four of Seeing. A chunk is a tile for a key head. */
 template <class T, class K, bool PAIRS> void prompt(const Arg *a, int64_t chunk, void *scratch) {
     const Tile<T, K, PAIRS> tile(a, chunk);
     const Room<PAIRS> room(scratch, tile.queries * tile.cache.shared, tile.cache.dim);
@@ -223,7 +223,8 @@ template <class T, class K, bool PAIRS> void prompt(const Arg *a, int64_t chunk,
     tile.answer(room);
 }
 
-/* A head's sums as parts of rows have them: in steps, of keys in bf16 first the even ones and then the odd ones. */
+/* Stores a head's sums in the order of attention_decode.cpp: in steps, for keys in bf16 first the even, then the odd
+ones. */
 template <class K> void store_part(const float *from, int64_t columns, float *to, int64_t stride) {
     constexpr auto order = std::make_integer_sequence<int, LANES>();
     constexpr int64_t STEP = std::is_same<K, bf16>::value ? 2 * LANES : LANES;
@@ -239,7 +240,7 @@ template <class K> void store_part(const float *from, int64_t columns, float *to
     }
 }
 
-/* One part of what a tile of rows has in common, for a key head. Args as attention_parts has them. */
+/* Attends with a tile of rows to one part of their shared prefix, for a key head. Args as for attention_parts. */
 template <class T, class K, bool PAIRS>
 void common_part(const Arg *a, const Common &common, const Common::Tile &which, int64_t head, int64_t part, void *scratch) {
     const int64_t *slots = as<int64_t>(a[CACHE_ARGS + 3]), *places = as<int64_t>(a[CACHE_ARGS + 5]);
@@ -261,7 +262,7 @@ void common_part(const Arg *a, const Common &common, const Common::Tile &which, 
     }
 }
 
-/* Items are parts of tiles, each for all key heads one after another; a chunk takes as many as the next one. */
+/* Items are the parts of tiles, each for all key heads in order; chunks have equal numbers of items. */
 template <class T, class K, bool PAIRS> void common(const Arg *a, int64_t chunk, void *scratch) {
     const Common found(a[CACHE_ARGS + 15], a[CACHE_ARGS + 6].integer);
     const int64_t kv_heads = a[8].integer, chunks = a[CACHE_ARGS + 7].integer;
@@ -279,7 +280,7 @@ template <class T, class K, bool PAIRS> void common(const Arg *a, int64_t chunk,
 
 } // namespace
 
-/* Tiles of rows of one query, which are in order. Args: slots, positions, rows, tiles, the slots' prompts and a budget. */
+/* Makes tiles of rows of one query. Args: slots, positions, rows, tiles, prompt lengths of slots, a budget. */
 QUIRE_EXPORT void attention_tiles(const Arg *a, int64_t, void *) {
     for (int64_t row = 0; row < a[2].integer; ++row) {
         int64_t *tile = as<int64_t>(a[3]) + row * FIELDS;

@@ -1,12 +1,12 @@
-/* Queries and keys normalised a head (Qwen3) and rotated (RoFormer), keys and values written to their pages, in one pass:
-in fp32, rounded once at the end, to 8 bits where the pages are so. */
+/* Normalises (Qwen3) and rotates (RoFormer) queries and keys, and writes keys and values to their pages, in one pass:
+in fp32, rounded once at the end, to int8 if the pages are in int8. */
 #include "attention.h"
 
 #include <cmath>
 
 namespace {
 
-/* One head, normalised if it has a weight, and rotated. `to` may be `x`. */
+/* Normalises a head, if `weight`, and rotates it, if `angles`. `to` may be `x`. */
 template <class T, class O, class W>
 void head(const T *x, O *to, int64_t dim, const W *weight, float eps, const float *angles) {
     const int64_t half = dim / 2;
@@ -40,8 +40,8 @@ void head(const T *x, O *to, int64_t dim, const W *weight, float eps, const floa
     }
 }
 
-/* One head's numbers as 127ths of the largest one, each to the nearest, then how large one of these is. What isn't finite
-makes all of them NaN; heads of nothing above 1e-30 are zeros. */
+/* Rounds a head's numbers to multiples of 1/127 of the largest magnitude, followed by the scale. A number that is not
+finite makes the scale NaN; a head whose largest magnitude is at most 1e-30 becomes zeros. */
 inline void round_to(int8_t *cell, const float *x, int64_t dim) {
     lanes high{}, wrong{};
     for (int64_t i = 0; i < dim; i += LANES) {
@@ -58,10 +58,10 @@ inline void round_to(int8_t *cell, const float *x, int64_t dim) {
     std::memcpy(cell + dim, &scale, 4);
 }
 
-/* Args behind the cache's: q, k, v, q_out (null: queries stay), numbers from a token of each to its next one; slots,
-   positions (for angles), cells (where in the pages; null: positions); rotary, q_weight, k_weight, eps; tokens, chunks,
-   whether keys and values are written; the slots' prompts and a budget (null and 0: none); whether the weights are in
-   fp32, as Gemma's are, and not as the cache is. */
+/* Args after the cache's: q, k, v, q_out (null: queries are not changed), their token strides; slots, positions (for
+   angles), cells (positions in the pages; null: `positions`); rotary, q_weight, k_weight, eps; tokens, chunks, whether
+   to write keys and values; prompt lengths of slots and a budget (null and 0: none); whether the weights are in fp32,
+   like Gemma's, instead of the cache's dtype. */
 template <class T, class K, class W> void write(const Arg *a, const Cache<K> &cache, int64_t chunk, float *wide) {
     const int64_t *slots = as<int64_t>(a[8]), *positions = as<int64_t>(a[9]), *cells = as<int64_t>(a[10]);
     const int64_t tokens = a[15].integer, chunks = a[16].integer, *prompts = as<int64_t>(a[18]), dim = cache.dim;

@@ -1,4 +1,4 @@
-/* Where threads run; and what is done about one that holds a chunk while another program has its core. */
+/* Placement of threads on cores, and the rescue of a thread that holds a chunk while another process has its core. */
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -27,16 +27,17 @@ static inline void pin(pthread_t thread, int cpu) {
     pthread_setaffinity_np(thread, sizeof set, &set);
 }
 
-/* A thread's place. Only that thread calls begin, hold and let_go; others call bring, between its begin and its end. */
+/* A thread's placement. Only that thread calls begin, hold and let_go; others call bring, between its begin and its
+end. */
 class Place {
     std::atomic<bool> holds{false};
     enum : int { MINE, CLAIMED, MOVED };
     std::atomic<int> state{MINE};
-    std::atomic<int> cpu{-1}; /* where the chunk was begun */
+    std::atomic<int> cpu{-1}; /* on which the chunk was begun */
     std::atomic<pid_t> thread{0};
-    cpu_set_t allowed; /* by who moves it, in place of what it had */
+    cpu_set_t allowed; /* the thread's CPUs before it was moved, written by the moving thread */
 
-    /* CPU time that the thread has used, in ns. */
+    /* Returns the CPU time that the thread has used, in ns. */
     int64_t used() const {
         timespec time;
         const clockid_t clock = clockid_t((~uint32_t(thread.load(std::memory_order_relaxed))) << 3 | 6);
@@ -55,13 +56,13 @@ class Place {
         holds.store(true, std::memory_order_relaxed);
     }
 
-    /* The chunk is done: who was brought elsewhere leaves, for where it came from if that isn't the same core, and may run
-       then where it might before. */
+    /* Called when the chunk is done. A thread that was moved goes back to its former core, or leaves this one if that is
+       the same, and gets its former set of CPUs. */
     void let_go() {
         holds.store(false, std::memory_order_seq_cst);
         if (state.load(std::memory_order_seq_cst) == MINE) return;
         while (state.load(std::memory_order_acquire) == CLAIMED) relax();
-        if (state.load(std::memory_order_acquire) == MOVED) { /* else others may claim it already */
+        if (state.load(std::memory_order_acquire) == MOVED) { /* else another thread may have claimed it already */
             const int here = sched_getcpu(), home = cpu.load(std::memory_order_relaxed);
             cpu_set_t others = allowed;
             CPU_CLR(here, &others);
@@ -72,7 +73,7 @@ class Place {
         }
     }
 
-    /* Bring the thread here if it holds a chunk and doesn't run. The caller lets it run by yielding. */
+    /* Moves the thread to the caller's CPU if it holds a chunk and does not run. The caller then yields to it. */
     bool bring() {
         if (!holds.load(std::memory_order_relaxed)) return false;
         const int64_t before = used();

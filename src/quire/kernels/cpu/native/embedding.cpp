@@ -1,4 +1,4 @@
-/* Rows of a table, for tokens or positions. */
+/* Lookup of rows of an embedding table, for tokens or positions. */
 #include "lanes.h"
 
 /* out [rows, size] = table[ids + first] * scale, rounded; or, with `onto`, += table[ids + first].

@@ -1,6 +1,6 @@
-/* Vectors of fp32 as wide as the instruction set has them, written so that any compiler makes them. First what vectors
-are: loads that read no number beyond those asked for, stores, sums across lanes, turned blocks. Then functions of
-numbers, and activations. */
+/* Vectors of fp32 of the instruction set's width, by portable vector extensions of compilers. First loads, which read
+no number beyond the requested ones, stores, sums across lanes, transposition; then mathematical functions and
+activations. */
 #pragma once
 #include "numbers.h"
 
@@ -9,7 +9,7 @@ numbers, and activations. */
 
 #if defined(__x86_64__)
 #if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized" /* its own header, where it means to */
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized" /* false alarms in GCC's immintrin.h */
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #include <immintrin.h>
@@ -46,7 +46,7 @@ template <class To, class From> static inline To bits(From x) {
 
 static inline lanes all(float x) { return x - lanes{}; }
 
-/* What lies there, as it is. */
+/* Loads a vector from unaligned memory, without conversion. */
 template <class V> static inline V load(const void *x) {
     V out;
     std::memcpy(&out, x, sizeof out);
@@ -59,7 +59,7 @@ static inline lanes load(const bf16 *x) {
     return bits<lanes>(__builtin_convertvector(load<shorts>(x), words) << 16);
 }
 
-/* The first `count` numbers, and zeros: nothing behind them is read. */
+/* Loads the first `count` numbers, then zeros; reads nothing after them. */
 template <class T> static inline lanes load(const T *x, int64_t count) {
     if (count >= LANES) return load(x);
 #if defined(__AVX512F__)
@@ -76,7 +76,7 @@ template <class T> static inline lanes load(const T *x, int64_t count) {
 
 static inline void store(float *to, lanes x) { std::memcpy(to, &x, sizeof x); }
 
-/* To the nearest, ties to even; what is not a number stays so. */
+/* Rounds to nearest, ties to even; NaN stays NaN. */
 static inline void store(bf16 *to, lanes x) {
 #if defined(__AVX512BF16__)
     const __m256bh narrow = _mm512_cvtneps_pbh(bits<__m512>(x));
@@ -90,7 +90,7 @@ static inline void store(bf16 *to, lanes x) {
 #endif
 }
 
-/* Two vectors, one after another. */
+/* Stores two vectors, one after the other. */
 template <class T> static inline void store(T *to, lanes x, lanes y) {
 #if defined(__AVX512BF16__)
     if (std::is_same<T, bf16>::value) {
@@ -110,7 +110,7 @@ template <class T> static inline void store(T *to, lanes x, int64_t count) {
     if (count > 0) std::memcpy(to, own, size_t(count) * sizeof(T));
 }
 
-/* The larger one; y where either isn't a number. */
+/* Returns the larger number of each lane; y's if either is NaN. */
 static inline lanes maximum(lanes x, lanes y) {
 #if defined(__AVX512F__)
     return bits<lanes>(_mm512_max_ps(bits<__m512>(x), bits<__m512>(y)));
@@ -127,12 +127,12 @@ template <int... I, class V> static inline V picked(V x, V y, std::integer_seque
 #endif
 }
 
-/* Lanes of x and y in turn, of their first halves or of their second ones. */
+/* Interleaves the lanes of x and y: of their first halves, or with FROM = LANES / 2 of their second halves. */
 template <int FROM, int... I, class V> static inline V zipped(V x, V y, std::integer_sequence<int, I...>) {
     return picked(x, y, std::integer_sequence<int, (FROM + I / 2 + (I % 2) * LANES)...>());
 }
 
-/* Turn LANES x LANES words: row i becomes column i. */
+/* Transposes LANES x LANES words. */
 template <class V> static inline void turn(V (&x)[LANES]) {
     constexpr auto order = std::make_integer_sequence<int, LANES>();
     V y[LANES];
@@ -145,12 +145,12 @@ template <class V> static inline void turn(V (&x)[LANES]) {
     }
 }
 
-/* Lanes of x, then of y, with FROM: every second one; of those at FROM, in each of them. */
+/* Returns every second lane of x, then of y, from lane FROM on. */
 template <int FROM, int... I> static inline lanes thinned(lanes x, lanes y, std::integer_sequence<int, I...>) {
     return picked(x, y, std::integer_sequence<int, (FROM + 2 * I)...>());
 }
 
-/* The sum of each of LANES vectors, in its lane. */
+/* Returns in lane i the sum of vector i's lanes. */
 static inline lanes sums(lanes (&x)[LANES]) {
     constexpr auto order = std::make_integer_sequence<int, LANES>();
     for (int left = LANES; left > 1; left /= 2)
@@ -179,7 +179,7 @@ static inline float highest(lanes x) {
 #endif
 }
 
-/* LANES words of a row that has `count` numbers left, of two bf16 each; zeros behind them. */
+/* Loads LANES words of two bf16 each from a row that has `count` numbers left; zeros after them. */
 static inline words pairs(const bf16 *x, int64_t count) {
     words out{};
     if (count >= 2 * LANES) {
@@ -195,11 +195,11 @@ static inline words pairs(const bf16 *x, int64_t count) {
 #endif
 }
 
-/* Functions. */
+/* Mathematical functions. */
 
 constexpr float LOG2E = 1.44269504f;
 
-/* 2^x for x <= 127, to 1e-7 of it, with COARSE to 1e-4; 0 for x <= -127; what is not a number stays so. */
+/* Returns 2^x for x <= 127 with a relative error of 1e-7, with COARSE 1e-4; 0 for x <= -127; NaN stays NaN. */
 template <bool COARSE = false> static inline lanes power(lanes x) {
 #if defined(__AVX512DQ__)
     const lanes rest = bits<lanes>(_mm512_reduce_ps(bits<__m512>(x), 9)); /* x - floor(x) */
@@ -214,7 +214,7 @@ template <bool COARSE = false> static inline lanes power(lanes x) {
     return bits<lanes>(_mm512_scalef_ps(bits<__m512>(sum), bits<__m512>(x)));
 #else
     x = maximum(all(-127.0f), x);
-    const lanes whole = x + 12582912.0f; /* its lowest bits are x, rounded */
+    const lanes whole = x + 12582912.0f; /* 1.5 * 2^23: the lowest bits are x, rounded to an integer */
     const lanes rest = x - (whole - 12582912.0f);
     lanes sum = all(5.500891e-2f) * rest + 2.4221118e-1f;
     if (!COARSE) {
@@ -223,18 +223,18 @@ template <bool COARSE = false> static inline lanes power(lanes x) {
         sum = sum * rest + 2.4022120e-1f;
     }
     sum = sum * rest + (COARSE ? 6.9328295e-1f : 6.9314697e-1f);
-    sum = sum * rest + 1.0f; /* no less than 1 where x is whole */
+    sum = sum * rest + 1.0f; /* exactly 1 if x is an integer */
     return bits<lanes>(bits<words>(sum) + (bits<words>(whole) << 23));
 #endif
 }
 
-/* To 1e-7. */
+/* Returns tanh(x) with an error of 1e-7. */
 static inline lanes tanh(lanes x) {
     x = x > 15.0f ? all(15.0f) : x < -15.0f ? all(-15.0f) : x;
     return 1.0f - 2.0f / (1.0f + power(x * (2 * LOG2E)));
 }
 
-/* a * b + c, rounded once. */
+/* Returns a * b + c, rounded once. */
 static inline lanes fused(lanes a, lanes b, lanes c) {
 #if defined(__AVX512F__)
     return bits<lanes>(_mm512_fmadd_ps(bits<__m512>(a), bits<__m512>(b), bits<__m512>(c)));
@@ -246,12 +246,12 @@ static inline lanes fused(lanes a, lanes b, lanes c) {
 #endif
 }
 
-/* e^x within one unit in the last place, as SLEEF computes it (Shibata and Petrogalli, 2020; `expf_u10`). 0 below -104,
-infinite above 100; NaN stays NaN. */
+/* Returns e^x within one unit in the last place, as SLEEF computes it (Shibata and Petrogalli, 2020; `expf_u10`). 0
+below -104, infinite above 100; NaN stays NaN. */
 INLINE lanes exponential(lanes x) {
     x = maximum(all(-104.0f), x);
     x = x > 100.0f ? all(100.0f) : x;
-    const lanes shifted = x * LOG2E + 12582912.0f, q = shifted - 12582912.0f; /* its lowest bits are q, ties to even */
+    const lanes shifted = x * LOG2E + 12582912.0f, q = shifted - 12582912.0f; /* the lowest bits are q, ties to even */
     lanes s = fused(q, all(-0.693145751953125f), x);
     s = fused(q, all(-1.428606765330187045e-06f), s);
     lanes u = all(0.000198527617612853646278381f);
@@ -264,17 +264,17 @@ INLINE lanes exponential(lanes x) {
 #if defined(__AVX512F__)
     return bits<lanes>(_mm512_scalef_ps(bits<__m512>(u), bits<__m512>(q)));
 #else
-    const signs exponent = bits<signs>(shifted) - 0x4b400000, half = exponent >> 1; /* one power would overflow */
+    const signs exponent = bits<signs>(shifted) - 0x4b400000, half = exponent >> 1; /* two factors: one would overflow */
     return u * bits<lanes>((half + 127) << 23) * bits<lanes>((exponent - half + 127) << 23);
 #endif
 }
 
 INLINE lanes sigmoid(lanes x) { return 1.0f / (1.0f + exponential(-x)); }
 
-/* To 1e-6 of it, of small ones too. */
+/* Returns tanh(x) with a relative error of 1e-6, also for small x. */
 INLINE lanes hyperbolic_tangent(lanes x) {
     const lanes square = x * x;
-    lanes near = fused(square, all(62.0f / 2835), all(-17.0f / 315)); /* its series, of which the terms fall fast */
+    lanes near = fused(square, all(62.0f / 2835), all(-17.0f / 315)); /* Taylor series, whose terms decrease fast */
     near = fused(near, square, all(2.0f / 15));
     near = fused(near, square, all(-1.0f / 3));
     near = fused(near * square, x, x);
@@ -282,7 +282,7 @@ INLINE lanes hyperbolic_tangent(lanes x) {
     return (x < 0.25f) & (x > -0.25f) ? near : far;
 }
 
-/* erf to 2e-7 (Abramowitz and Stegun, 7.1.26). */
+/* Returns erf(x) with an error of 2e-7 (Abramowitz and Stegun, 7.1.26). */
 INLINE lanes erf_of(lanes x) {
     const lanes z = x < 0 ? -x : x, t = 1.0f / (1.0f + 0.3275911f * z);
     const lanes p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
@@ -290,7 +290,7 @@ INLINE lanes erf_of(lanes x) {
     return x < 0 ? -y : y;
 }
 
-/* What configs call activations; the numbers are those of linear.py. */
+/* Activations; ACTIVATIONS of linear.py has the same numbers. */
 enum Activation { NONE, SILU, RELU, GELU, GELU_TANH, GELU_QUICK };
 
 INLINE lanes activate(lanes x, int64_t kind) {

@@ -1,4 +1,4 @@
-/* Products of rows with a packed weight (linear.h), by vectors; packing, and reading single rows again. */
+/* Products of rows with a packed weight (linear.h), by vectors; packing; and reading single rows of a packed weight. */
 #include "linear.h"
 
 #include <algorithm>
@@ -9,11 +9,11 @@
 
 namespace {
 
-constexpr int64_t AHEAD = 2048;     /* bytes of the weight that are asked for before they are needed */
-constexpr int64_t WIDE = BLOCK + 8; /* steps from a row of x in scratch to the next: not a power of 2, for the cache */
-constexpr int64_t FEW = 4;          /* rows that are faster without tiles: 15 against 12 GB/s of the weight */
+constexpr int64_t AHEAD = 2048;     /* prefetch distance in the weight, in bytes */
+constexpr int64_t WIDE = BLOCK + 8; /* stride of rows of x in scratch, in steps: not a power of 2, for the cache */
+constexpr int64_t FEW = 4;          /* up to as many rows, tiles are slower: 12 against 15 GB/s of the weight */
 
-/* How x lies in scratch, and what a step adds to sums: one fp32 column, two of bf16, or two of bf16 made fp32. */
+/* The layout of x in scratch, and the product of a step: one fp32 column, two bf16, or two bf16 converted to fp32. */
 struct Single {
     typedef float Number;
     typedef float X;
@@ -50,7 +50,7 @@ struct Pair {
 };
 #endif
 
-/* Sums in registers at a time; a pass over a panel has R rows and V vectors of its columns. */
+/* The most vectors of sums in registers; a pass over a panel has R rows and V vectors of its columns. */
 constexpr int SUMS = REGISTERS == 32 ? 24 : 12;
 constexpr int vectors(int rows) {
     int found = VECTORS;
@@ -59,7 +59,7 @@ constexpr int vectors(int rows) {
 }
 constexpr int MOST = VECTORS <= 2 ? SUMS / VECTORS : 4; /* rows of a pass */
 
-/* sums [R, PANEL] += x [R, WIDE] times steps of a panel; memory `ahead` bytes further on is asked for meanwhile. */
+/* sums [R, PANEL] += x [R, WIDE] times steps of a panel; prefetches the weight `ahead` bytes further on. */
 template <class O, int R>
 inline void pass(const typename O::X *x, const char *w, int64_t steps, int64_t ahead, float *sums) {
     constexpr int V = vectors(R);
@@ -95,7 +95,7 @@ inline void pass_of(int64_t rows, const typename O::X *x, const char *w, int64_t
     if constexpr (R > 1) pass_of<O, R - 1>(rows, x, w, steps, ahead, sums);
 }
 
-/* Rows of x -> [blocks][rows, WIDE], with zeros behind the last column. */
+/* Copies rows of x to [blocks][rows, WIDE], with zeros after the last column. */
 template <class O> inline void stage(const Product &p, int64_t first, int64_t rows, typename O::X *staged) {
     const int64_t steps = steps_of<typename O::Number>(p.columns), per = O::PER_STEP;
     for (int64_t row = 0; row < rows; ++row) {
@@ -109,7 +109,7 @@ template <class O> inline void stage(const Product &p, int64_t first, int64_t ro
     }
 }
 
-/* How much of `scratch` it takes is in linear.py too. */
+/* _staged_bytes of linear.py computes the same use of `scratch`. */
 template <class O> void linear(const Product &p, void *scratch) {
     typedef typename O::Number T;
     const int64_t rows = p.last - p.first, steps = steps_of<T>(p.columns), passes = (rows + MOST - 1) / MOST;
@@ -140,7 +140,7 @@ template <class T> void pack(const Arg *a, int64_t panel) {
     const int64_t rows = a[2].integer, size = a[3].integer * int64_t(sizeof(T)), steps = steps_of<T>(a[3].integer);
     char *out = as<char>(a[1]) + panel * steps * STEP;
     if (size % 4 || size / 4 < steps || (panel + 1) * PANEL > rows) std::memset(out, 0, size_t(steps * STEP));
-    for (int64_t from = 0; from < size; from += 128) /* what is written stays in the cache */
+    for (int64_t from = 0; from < size; from += 128) /* by blocks, so that written lines stay in the cache */
         for (int64_t lane = 0; lane < PANEL; ++lane) {
             const int64_t row = source(panel * PANEL + lane, rows, a[5].integer), end = std::min(from + 128, size);
             if (row < 0) continue;
@@ -151,7 +151,7 @@ template <class T> void pack(const Arg *a, int64_t panel) {
         }
 }
 
-/* Rows `ids` (int64) of a packed weight that is not gated, times `scale`. Args: ids, packed, out, count, columns,
+/* Reads rows `ids` (int64) of a packed weight that is not gated, times `scale`. Args: ids, packed, out, count, columns,
    out_stride (in numbers), scale, rows of a chunk. */
 template <class T> void rows_of(const Arg *a, int64_t chunk) {
     const int64_t columns = a[4].integer, per = 4 / int64_t(sizeof(T)), panel = steps_of<T>(columns) * STEP;

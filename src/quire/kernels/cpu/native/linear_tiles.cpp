@@ -1,4 +1,4 @@
-/* Products of rows in bf16 with a packed weight (linear.h), by AMX's tiles. */
+/* Products of rows in bf16 with a packed weight (linear.h), by AMX tiles. */
 #include "linear.h"
 #include "tiles.h"
 
@@ -8,17 +8,17 @@
 namespace {
 
 constexpr int64_t ROWS = 16, TILE = ROWS * 64, TILE_STEPS = KTILE / 2, TILE_LINES = TILE_STEPS * STEP / 64;
-constexpr int64_t DEEP = 8;     /* tiles of a block: a panel's are in the first cache while all rows go over them */
-constexpr int64_t AHEAD = 4096; /* bytes of the weight that are asked for before the only rows need them, */
-constexpr int64_t FAR = 16384;  /* and further on for the second cache: so that misses of x don't wait for the weight's */
+constexpr int64_t DEEP = 8;     /* tiles of a block, which stays in the L1 cache while all rows are multiplied by it */
+constexpr int64_t AHEAD = 4096; /* with few rows: prefetch distance in the weight, in bytes, into the L1 cache, */
+constexpr int64_t FAR = 16384;  /* and further on into the L2 cache, so that misses of x do not wait for the weight's */
 
-/* 16 rows of x; `stride`: bytes from one to the next, `deep`: from a tile's columns to the next one's. */
+/* 16 rows of x; `stride`: bytes from row to row, `deep`: from a tile to the next one of the same rows. */
 struct Rows {
     const char *at;
     int64_t stride, deep;
 };
 
-/* Memory that a pass asks for: so many lines of the weight at each tile, and where `outs` rows of outputs will be. */
+/* Memory that a pass prefetches: `lines` cache lines of the weight at each tile, and `outs` rows of outputs. */
 struct Ahead {
     const char *weight;
     int64_t lines;
@@ -26,7 +26,7 @@ struct Ahead {
     int64_t outs, stride;
 };
 
-/* Rows whose sums are there, but not their outputs yet. */
+/* Rows whose sums are complete, but whose outputs are not stored yet. */
 struct Waiting {
     int64_t panel = 0, row = 0, last = 0;
     const float *sums = nullptr;
@@ -39,8 +39,8 @@ struct Waiting {
     }
 };
 
-/* Sums [16 or 32, PANEL] of rows of x times some tiles of a panel; `more`: added to those that are there. Meanwhile
-   what waits is finished, all of it, by units that tiles don't use. FEW: of the weight more is asked for. */
+/* Computes sums [16 or 32, PANEL] of rows of x times some tiles of a panel; `more`: adds to the sums there. Meanwhile
+   it finishes all waiting rows, by units that tiles do not use. FEW: prefetches more of the weight. */
 template <int R, bool FEW>
 inline void pass(const Product &p, Rows a, Rows b, const char *w, int64_t tiles, float *sums, bool more, Ahead ahead,
                  Waiting &waiting) {
@@ -89,8 +89,8 @@ inline void pass(const Product &p, Rows a, Rows b, const char *w, int64_t tiles,
     }
 }
 
-/* Rows of x from `row` on as tiles, [of 16 rows][of KTILE columns][16][KTILE]: zeros behind the last column. Behind the
-   last row is anything, and nobody reads what comes of it. */
+/* Copies rows of x from `row` on as tiles, [of 16 rows][of KTILE columns][16][KTILE], with zeros after the last column.
+   After the last row the tile is not initialised, and its results are not used. */
 inline void stage(const Product &p, int64_t row, char *staged, int64_t deep) {
     for (int64_t i = 0; row < p.last; ++i, ++row) {
         const bf16 *x = reinterpret_cast<const bf16 *>(p.x) + row * p.x_stride;
@@ -105,8 +105,7 @@ inline void stage(const Product &p, int64_t row, char *staged, int64_t deep) {
 
 } // namespace
 
-/* False, and nothing is done, where the process has no tiles. Rows are read where they are, but for those that fill no
-   tile. */
+/* Returns false, without effect, if the process has no tiles. Rows are read in place, except an incomplete tile's. */
 bool linear_tiles(const Product &p, void *scratch) {
     if (!tiles()) return false;
     const int64_t steps = steps_of<bf16>(p.columns), deep = steps / TILE_STEPS, rows = p.last - p.first;

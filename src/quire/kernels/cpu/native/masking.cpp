@@ -1,9 +1,9 @@
-/* Masks over logits: bits that say which tokens a grammar allows. */
+/* Masks over logits: bits of the tokens that a grammar allows. */
 #include "numbers.h"
 
-/* logits [rows, vocab] = -infinity where the row's mask has no bit; the mask of row r is bits[places[r]], 32 tokens to a
-   word, the lowest bit first; a row of place -1 stays as it is. A chunk is a row.
-   Args: logits, places (int64), bits (uint32), stride, vocab, words. */
+/* logits [rows, vocab] = -infinity where the row's mask has no bit; the mask of row r is bits[places[r]], 32 tokens to
+   a word, the lowest bit first; a row of place -1 stays as it is. A chunk is a row. Args: logits, places (int64), bits
+   (uint32), stride, vocab, words. */
 template <class T> static void mask(const Arg *a, int64_t r) {
     const int64_t place = as<int64_t>(a[1])[r], vocab = a[4].integer, words = a[5].integer;
     if (place < 0) return;

@@ -1,9 +1,9 @@
-/* RMS norm and layer norm of rows, with the sum before them, and the norm that the sum may go through before that. */
+/* RMS norm and layer norm of rows, with the residual addition before them, and an optional norm of what is added. */
 #include "lanes.h"
 
 #include <cmath>
 
-/* The inverse of the root of the mean square of `size` numbers of x, less `mean`. */
+/* Returns 1 / sqrt(mean((x - mean)^2) + eps) of `size` numbers. */
 template <class T> static float inverse_root(const T *x, int64_t size, float mean, float eps) {
     lanes squares{};
     for (int64_t i = 0; i < size; i += LANES) {
@@ -22,9 +22,9 @@ template <class T> static float mean_of(const T *x, int64_t size) {
     return total(sum) / float(size);
 }
 
-/* x [rows, size] += delta (null: nothing), or += the RMS norm of delta with the weight `behind`, each rounded to T;
-   out = (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias. Without bias the mean counts as 0.
-   Args: x, delta, behind, weight, bias, out, rows, rows of a chunk, size, strides of x, delta and out (in numbers), eps. */
+/* x [rows, size] += delta (null: nothing), or += the RMS norm of delta with the weight `behind`, each rounded to T; out
+   = (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias. Without bias the mean counts as 0. Args: x, delta,
+   behind, weight, bias, out, rows, rows of a chunk, size, strides of x, delta and out (in numbers), eps. */
 template <class T, class W> static void norm(const Arg *a, int64_t chunk) {
     const int64_t rows = a[6].integer, per = a[7].integer, size = a[8].integer;
     const W *behind = as<W>(a[2]), *weight = as<W>(a[3]), *bias = as<W>(a[4]);

@@ -1,4 +1,4 @@
-/* Numbers as they lie in memory, and as they are computed with: fp32. */
+/* Conversions between the dtypes in memory and fp32, in which everything is computed. */
 #pragma once
 #include "quire.h"
 
@@ -21,7 +21,7 @@ template <class T> static inline T from(float x);
 
 template <> inline float from<float>(float x) { return x; }
 
-/* To the nearest, ties to even; what is not a number stays so. */
+/* Rounds to nearest, ties to even; NaN stays NaN. */
 template <> inline bf16 from<bf16>(float x) {
     uint32_t wide;
     std::memcpy(&wide, &x, 4);

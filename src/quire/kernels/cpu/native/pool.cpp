@@ -1,10 +1,10 @@
-/* Threads that run programs: the caller is one of them; the others look for work for a moment, then sleep.
+/* A pool of threads that run programs: the caller is one of them; the others poll for work for a moment, then sleep.
 
-One 64-bit number says what is to be done: which operation it is, counted since the pool began, above; how many of its
-chunks nobody has taken, below. Whoever finishes an operation's last chunk begins the next one. A thread looks at the
-operation only while it holds a chunk of it, so that nobody waits for a thread that holds none: one whose core another
-program has comes late, and finds other work or none. One that loses its core while it holds a chunk holds up all: it is
-brought to the core of a thread that waits for it (cores.h). */
+One 64-bit number holds the work: the number of the operation, counted since the pool began, in the upper bits, and the
+number of its chunks that are not taken in the lower ones. The thread that finishes an operation's last chunk begins the
+next operation. A thread reads the operation only while it holds a chunk of it, so that no thread waits for one without
+a chunk: a thread whose core another process has comes late, and finds other work or none. A thread that loses its core
+while it holds a chunk delays all: it is moved to the core of a thread that waits for it (cores.h). */
 #include "cores.h"
 #include "quire.h"
 #include "sleep.h"
@@ -21,11 +21,11 @@ brought to the core of a thread that waits for it (cores.h). */
 
 namespace {
 
-constexpr int LOW_BITS = 24; /* of chunks */
+constexpr int LOW_BITS = 24; /* for the number of chunks */
 constexpr uint64_t LOW = (uint64_t(1) << LOW_BITS) - 1;
-constexpr int64_t LOOK = 50'000;   /* ns that a thread looks for work before it sleeps */
-constexpr int64_t SOON = 1 << 17;  /* bytes of a chunk that are brought to the cache before it is there */
-constexpr int64_t MISSED = 20'000; /* ns that a caller waits before it asks whether those who hold chunks run */
+constexpr int64_t LOOK = 50'000;   /* ns that a thread polls for work before it sleeps */
+constexpr int64_t SOON = 1 << 17;  /* the most bytes of a chunk that are prefetched before its operation begins */
+constexpr int64_t MISSED = 20'000; /* ns that a caller waits before it checks that threads with chunks run */
 
 int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -46,21 +46,21 @@ struct alignas(64) Worker {
 
 struct Pool {
     const pid_t process = getpid();
-    std::deque<Worker> workers; /* the caller's first */
+    std::deque<Worker> workers; /* the first is the caller's */
     Sleepers sleepers;
     std::atomic<bool> ending{false};
-    /* Written by who begins an operation, read by who holds a chunk of it. */
+    /* Written by the thread that begins an operation, read by threads that hold a chunk of it. */
     const Operation *current = nullptr, *end = nullptr;
-    alignas(64) std::atomic<uint64_t> next{0};  /* operation << LOW_BITS | chunks to be taken */
-    alignas(64) std::atomic<int64_t> done{0};   /* chunks of the operation */
-    alignas(64) std::atomic<bool> ended{true};  /* the program */
-    /* What the next operation that reads much reads: memory is idle while one thread does what has one chunk. */
+    alignas(64) std::atomic<uint64_t> next{0};  /* operation << LOW_BITS | chunks that are not taken */
+    alignas(64) std::atomic<int64_t> done{0};   /* finished chunks of the operation */
+    alignas(64) std::atomic<bool> ended{true};  /* whether the program has ended */
+    /* The memory of the next operation with `reads`, for prefetching while one thread runs operations of one chunk. */
     std::atomic<const char *> reads{nullptr};
-    std::atomic<int64_t> part{0}; /* bytes of each of its chunks */
+    std::atomic<int64_t> part{0}; /* bytes that each of its chunks reads */
 
     bool idle() const { return (next.load(std::memory_order_seq_cst) & LOW) == 0; }
 
-    /* From `current` on: what has one chunk runs here and now, the first that has more is offered to all. */
+    /* Runs the operations of one chunk from `current` on, and offers the first one with more chunks to all threads. */
     void go_on(void *scratch) {
         for (; current != end && current->chunks == 1; ++current) current->kernel(current->args, 0, scratch);
         if (current == end) {
@@ -74,7 +74,7 @@ struct Pool {
         sleepers.wake();
     }
 
-    /* Say what is read behind the operation that begins. */
+    /* Publishes what the operations after `current` read next. */
     void announce() {
         const Operation *next = current + 1;
         while (next != end && !next->reads) ++next;
@@ -84,8 +84,8 @@ struct Pool {
         reads.store(next->reads, std::memory_order_release);
     }
 
-    /* With nothing to do: bring what was announced to the cache, the beginning of the chunk that is this thread's if all
-       come in time. `brought`: of which operation, and how much. */
+    /* Called by idle threads: prefetches some announced memory, from the beginning of the chunk that this thread takes
+       if all threads come in time. `brought`: the memory, and how much of it was prefetched. */
     void prepare(const Worker &own, Brought &brought) {
         const char *from = reads.load(std::memory_order_acquire);
         if (!from) return relax();
@@ -96,7 +96,7 @@ struct Pool {
         brought.bytes += 1024;
     }
 
-    /* Take a chunk and compute it; false where there is none. */
+    /* Takes a chunk and computes it; returns false if there is none. */
     bool take(Worker &own) {
         uint64_t now = next.load(std::memory_order_acquire);
         do {
@@ -114,14 +114,14 @@ struct Pool {
         return true;
     }
 
-    /* Somebody who holds a chunk but no core. */
+    /* Moves a thread here that holds a chunk but has no core, if any. */
     void bring(const Worker &own) {
         for (Worker &other : workers)
             if (&other != &own && other.place.bring()) return;
     }
 
     void loop(Worker &own) {
-        sigset_t all; /* signals are for the program's own threads */
+        sigset_t all; /* the process's other threads handle signals */
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, nullptr);
         own.place.begin();
@@ -163,7 +163,7 @@ struct Pool {
 
 } // namespace
 
-/* No program runs. A process that was forked from the pool's has none of its threads: there it leaves all as it is. */
+/* Ends the pool; no program may run. In a forked process, which has none of the threads, it does nothing. */
 QUIRE_EXPORT void quire_close(void *handle) {
     Pool *pool = static_cast<Pool *>(handle);
     if (pool->process != getpid()) return;
@@ -176,8 +176,8 @@ QUIRE_EXPORT void quire_close(void *handle) {
     delete pool;
 }
 
-/* A pool of `threads`, the caller's included, each with `bytes` of scratch. `cpus`: where each runs; -1, or null: anywhere.
-   Null if there is no memory, or no thread to be had: then none stays. */
+/* Makes a pool of `threads`, the caller included, each with `bytes` of scratch. `cpus`: the CPU of each; -1, or null:
+   not pinned. Returns null, without a pool, if the system has no memory or no threads for it. */
 QUIRE_EXPORT void *quire_pool(int64_t threads, const int64_t *cpus, int64_t bytes) {
     Pool *pool = new (std::nothrow) Pool;
     if (pool) try {
@@ -199,12 +199,12 @@ QUIRE_EXPORT void *quire_pool(int64_t threads, const int64_t *cpus, int64_t byte
     return pool;
 }
 
-/* Run the operations one after another; returns when all are done. One caller at a time. */
+/* Runs the operations in order and returns when all are done. One caller at a time. */
 QUIRE_EXPORT void quire_run(void *pool, const Operation *operations, int64_t count) {
     static_cast<Pool *>(pool)->run(operations, count);
 }
 
-/* One operation, likewise. */
+/* Runs one operation. */
 QUIRE_EXPORT void quire_call(void *pool, Kernel kernel, const Arg *args, int64_t chunks) {
     const Operation operation{kernel, args, chunks, nullptr, 0};
     static_cast<Pool *>(pool)->run(&operation, 1);

@@ -1,5 +1,5 @@
-/* Products of rows with a weight of few bits (quantised.h), by vectors: of rows in bf16 by their int8, of rows in fp32
-   as they are. */
+/* Products of rows with a low-bit weight (quantised.h), by vectors: rows in bf16 are rounded to int8, rows in fp32 are
+   not. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -9,9 +9,9 @@
 
 namespace {
 
-constexpr int64_t AHEAD = 2048; /* bytes of the weight that are asked for before they are needed */
+constexpr int64_t AHEAD = 2048; /* prefetch distance in the weight, in bytes */
 
-/* sum += four numbers of each row of the weight, each up to 2^BITS - 1, times four of x, in each lane. */
+/* Returns sum + the products, in each lane, of four numbers of a row of the weight, up to 2^BITS - 1, and four of x. */
 template <int BITS> inline wide_int add(wide_int sum, wide_bits w, int32_t x) {
 #if defined(__AVX512VNNI__)
     return (wide_int)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
@@ -43,7 +43,7 @@ template <int BITS> inline wide_int add(wide_int sum, wide_bits w, int32_t x) {
 #endif
 }
 
-/* How a group's numbers are multiplied: by those of x in int8, ... */
+/* Products of a group's numbers with x in int8. */
 template <int BITS> struct Rounded {
     static constexpr int GROUP = BITS == 6 ? 16 : 32, STEPS = GROUP / 4, ROWS = ROWS_OF_PASS;
     const char *x; /* a row (Staged) */
@@ -68,7 +68,7 @@ template <int BITS> struct Rounded {
     wide scaled(Sum sum, wide by) const { return __builtin_convertvector(sum, wide) * (by * scale); }
 };
 
-/* ... or by x as it is. */
+/* Products of a group's numbers with x in fp32. */
 template <int BITS> struct Exact {
     static constexpr int GROUP = BITS == 6 ? 16 : 32, STEPS = GROUP / 4, ROWS = 2;
     const float *x;
@@ -90,7 +90,7 @@ template <int BITS> struct Exact {
     wide scaled(Sum sum, wide by) const { return sum * by; }
 };
 
-/* sums [R, PANEL], in these lanes, += R rows of x times a span. */
+/* sums [R, PANEL] += R rows of x times a span, for PART vectors of lanes from `lane` on. */
 template <template <int> class X, int BITS, bool LEAST, int R>
 inline void part(X<BITS> *x, const Span &span, int64_t zero, int64_t lane, float *sums) {
     constexpr int GROUP = X<BITS>::GROUP, STEPS = X<BITS>::STEPS;
@@ -148,7 +148,7 @@ inline void pass(int64_t rows, X<BITS> *x, const Span &span, int64_t zero, float
         pass<X, BITS, LEAST, R - 1>(rows, x, span, zero, sums);
 }
 
-/* `X` of row i is made by `From`; T: the numbers of `out`. */
+/* X: Rounded or Exact, made of a row by `at(row, from)`; T: the dtype of `out`. */
 template <class T, template <int> class X, int BITS, bool LEAST, class From>
 void product(const Product &p, const Form &form, const From &from, float *sums) {
     constexpr int ROWS = X<BITS>::ROWS;
@@ -176,7 +176,7 @@ void product_of(const Product &p, const Form &form, const From &from, float *sum
     if (form.bits == 6) product<T, X, 6, false>(p, form, from, sums);
 }
 
-/* A row of x [columns] -> Staged. What isn't finite makes its group's scale NaN. */
+/* Rounds a row of x [columns] to the layout of Staged. A number that is not finite makes its group's scale NaN. */
 template <int GROUP> void stage(const bf16 *x, int64_t columns, int64_t zero, char *out) {
     const int64_t groups = columns / GROUP;
     int8_t *numbers = reinterpret_cast<int8_t *>(out);
@@ -190,7 +190,7 @@ template <int GROUP> void stage(const bf16 *x, int64_t columns, int64_t zero, ch
         const float scale = largest >= 0x7f80u ? to(bf16{0x7fc0}) : some ? most / 127.0f : 0.0f, by = some ? 127.0f / most : 0.0f;
         int32_t sum = 0;
         for (int i = 0; i < GROUP; ++i) {
-            const float shifted = to(x[i]) * by + 12582912.0f; /* 1.5 * 2^23: integers lie there */
+            const float shifted = to(x[i]) * by + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
             int32_t bits;
             std::memcpy(&bits, &shifted, 4);
             const int8_t q = int8_t(bits - 0x4b400000);
@@ -205,7 +205,7 @@ void stage(const bf16 *x, int64_t columns, const Form &form, char *out) {
     form.group() == 16 ? stage<16>(x, columns, form.zero, out) : stage<32>(x, columns, form.zero, out);
 }
 
-/* The number in row `lane` and column `k` of a packed panel. */
+/* Returns the number in row `lane` and column `k` of a packed panel. */
 inline int number(const char *panel, const Form &form, int64_t lane, int64_t k) {
     const int64_t group = form.group(), s = k % group / 4;
     const unsigned char *at = reinterpret_cast<const unsigned char *>(panel) + form.numbers(k / group * group) + lane * 4 + k % 4;
@@ -247,7 +247,7 @@ void pack(const Arg *a, int64_t panel) {
     }
 }
 
-/* Rows `ids` (int64) of a packed weight that is not gated, times `scale`. Args: ids, packed, out, count, columns,
+/* Reads rows `ids` (int64) of a packed weight that is not gated, times `scale`. Args: ids, packed, out, count, columns,
    out_stride (in numbers), scale, rows of a chunk, the form. */
 template <class T> void rows_of(const Arg *a, int64_t chunk) {
     const int64_t columns = a[4].integer;
@@ -278,7 +278,7 @@ QUIRE_EXPORT void quantised_stage(const Arg *a, int64_t chunk, void *) {
         stage(as<bf16>(a[0]) + i * a[4].integer, columns, form, as<char>(a[1]) + i * bytes);
 }
 
-/* Args: those of linear_bf16, then `staged` (all rows of x, or null), the form, and whether tiles are to be used. */
+/* Args: those of linear_bf16, then `staged` (all rows of x, or null), the form, and whether to use tiles. */
 QUIRE_EXPORT void quantised_bf16(const Arg *a, int64_t chunk, void *scratch) {
     const Product p(a, chunk);
     const Form form(a + 16);

@@ -1,14 +1,15 @@
-/* Products of rows with a weight of few bits: how it lies, and how rows of x lie beside it.
+/* Products of rows with a low-bit weight: the layout of the weight, and of rows of x in int8.
 
-A weight [N, K] lies in panels of PANEL of its rows, as a dense one does (linear.h), gated ones too. A panel holds its
-numbers, then its scales. Numbers go by steps of four columns: a step holds, of each of the panel's rows in turn, four
-numbers in a byte each, which is what vpdpbusd multiplies. Of 4 bits two steps share bytes, the first in the lower
-halves; of 6 bits four steps share the upper two bits. Scales go by units, all rows' numbers of one kind side by side:
+A weight [N, K] is stored in panels of PANEL of its rows, as a dense one (linear.h), gated ones too. A panel holds its
+numbers, then its scales. Numbers are in steps of four columns: a step holds, for each of the panel's rows in turn, four
+numbers of a byte each, an operand of vpdpbusd. With 4 bits two steps share bytes, the first in the lower halves; with 6
+bits four steps share the bytes of the upper two bits. Scales are in units, with the numbers of one kind of all rows
+adjacent:
 
     a unit of a group of GROUP columns:  scale (fp16), and least (fp16) if there is one
     one of `super` columns:              scale d, and e (fp16); then of each group a, and b (int8)
 
-A number q stands for scale * (q - zero) + least, which are d * a and -e * b where there are a and b. */
+A number q represents scale * (q - zero) + least. With a and b, scale is d * a and least is -e * b. */
 #pragma once
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -17,7 +18,7 @@ A number q stands for scale * (q - zero) + least, which are d * a and -e * b whe
 
 #include <algorithm>
 
-/* LANES fp16 as fp32. */
+/* Loads LANES fp16 as fp32. */
 static inline wide halves(const char *at) {
 #if defined(__AVX512F__)
     return (wide)_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)));
@@ -30,13 +31,13 @@ static inline wide halves(const char *at) {
         std::memcpy(&one, at + 2 * i, 2);
         h[i] = one;
     }
-    /* The exponent's bias differs by 112: a product with 2^112 is exact, of subnormal ones too. */
+    /* The exponent's bias differs by 112: a product with 2^112 is exact, also for subnormal numbers. */
     const wide size = (wide)((h & 0x7fffu) << 13) * 5.192296858534828e33f;
     return (wide)((wide_bits)size | (h & 0x8000u) << 16);
 #endif
 }
 
-/* LANES int8 as fp32. */
+/* Loads LANES int8 as fp32. */
 static inline wide bytes(const char *at) {
 #if defined(__AVX512F__)
     const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i *>(at));
@@ -52,7 +53,7 @@ static inline wide bytes(const char *at) {
 }
 
 struct Form {
-    int64_t bits, super, zero; /* `super`: columns of a unit, 0: a group's, without a and b */
+    int64_t bits, super, zero; /* `super`: columns of a unit; 0: a unit is a group, without a and b */
     bool least;
 
     int64_t group() const { return bits == 6 ? 16 : 32; }
@@ -65,8 +66,8 @@ struct Form {
     explicit Form(const Arg *a) : bits(a[0].integer), super(a[1].integer), zero(a[2].integer), least(a[3].integer) {}
 };
 
-/* Rows of x in int8, by groups with a scale each. A row is its numbers, then of each group: the scale; -zero times the
-   sum of its numbers; and that sum times the scale. */
+/* Rows of x in int8, with a scale for each group. A row is its numbers, then for all groups the scales; -zero times the
+   sums of their numbers; and those sums times the scales. */
 struct Staged {
     const char *rows;
     int64_t columns, groups;
@@ -76,13 +77,13 @@ struct Staged {
     const char *row(int64_t i) const { return rows + i * bytes(columns, columns / groups); }
 };
 
-/* Columns whose numbers stay in the cache while many rows go over them; whole units of any form. */
+/* Columns that all rows multiply before the next ones, so that they stay in the cache; a multiple of every unit. */
 constexpr int64_t SPAN = 512;
 
 constexpr int PART = VECTORS <= 2 ? VECTORS : REGISTERS == 32 ? 4 : 2; /* vectors of a pass */
 constexpr int ROWS_OF_PASS = (REGISTERS == 32 ? 12 : 4) / PART;
 
-/* Four numbers of LANES rows, those of step `s` of a group. */
+/* Loads the four numbers of step `s` of a group, of LANES rows. */
 template <int BITS> static inline wide_bits numbers(const char *at, int s) {
     if (BITS == 8) return load<wide_bits>(at + s * STEP);
     const wide_bits both = load<wide_bits>(at + s / 2 * STEP);
@@ -95,7 +96,7 @@ template <int BITS> static inline wide_bits numbers(const char *at, int s) {
 /* A span of columns: its numbers, and its scales as fp32, [groups][PANEL]. */
 struct Span {
     const char *numbers;
-    int64_t first, groups; /* the first one of the row's */
+    int64_t first, groups; /* the index of the first group in the row, and their number */
     alignas(64) float scale[SPAN / 16 * PANEL], least[SPAN / 32 * PANEL];
 
     Span(const char *panel, int64_t columns, int64_t k, const Form &form)

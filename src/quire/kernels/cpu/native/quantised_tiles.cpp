@@ -1,5 +1,5 @@
-/* Products of many rows in bf16 with a weight of few bits (quantised.h), by AMX's tiles: a panel becomes bf16, and then
-   stays in the cache while all rows of a chunk go over it. */
+/* Products of many rows in bf16 with a low-bit weight (quantised.h), by AMX tiles: a panel is converted to bf16, and
+   stays in the cache while all rows of a chunk are multiplied by it. */
 #include "quantised.h"
 
 #if defined(__AMX_BF16__)
@@ -7,7 +7,7 @@
 
 namespace {
 
-/* 16 rows' numbers of two columns, side by side, in bf16. */
+/* Returns 16 rows' numbers of two columns, interleaved, in bf16. */
 inline __m512i pairs(wide even, wide odd) {
     alignas(64) static constexpr uint16_t ORDER[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
@@ -15,7 +15,7 @@ inline __m512i pairs(wide even, wide odd) {
     return _mm512_permutexvar_epi16(_mm512_load_si512(ORDER), both);
 }
 
-/* A panel's numbers [columns / 2 steps][PANEL][2], as a dense one's lie. */
+/* Unpacks a panel to the layout of a dense one in bf16, [columns / 2 steps][PANEL][2]. */
 template <int BITS> void unpack(const char *panel, int64_t columns, const Form &form, char *out) {
     constexpr int GROUP = BITS == 6 ? 16 : 32;
     for (int64_t k = 0; k < columns; k += SPAN) {
@@ -44,7 +44,7 @@ template <int BITS> void unpack(const char *panel, int64_t columns, const Form &
 
 } // namespace
 
-/* False, and nothing is done, where the process has no tiles. */
+/* Returns false, without effect, if the process has no tiles. */
 bool quantised_tiles(const Product &p, const Form &form, void *scratch) {
     if (!tiles()) return false;
     char *plain = static_cast<char *>(scratch), *rest = plain + p.columns * PANEL * 2;

@@ -1,7 +1,7 @@
-/* What a product of one row could at most do: reading memory from one end to the other. */
+/* Reads memory sequentially: the upper limit for the speed of a product of one row. */
 #include "lanes.h"
 
-/* Args: data, bytes of a chunk (a multiple of 512), sums [chunks] (so that it is done at all). */
+/* Args: data, bytes of a chunk (a multiple of 512), sums [chunks] (so that compilers keep the reads). */
 QUIRE_EXPORT void read_all(const Arg *a, int64_t chunk, void *) {
     const int64_t bytes = a[1].integer;
     const char *data = as<char>(a[0]) + chunk * bytes;

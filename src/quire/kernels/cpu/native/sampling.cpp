@@ -1,18 +1,18 @@
-/* Sampling: the greedy token of a row of logits, and draws under temperature, min_p, top_k and top_p, as
+/* Sampling: the greedy token of a row of logits, and draws with temperature, min_p, top_k and top_p, as
 quire.worker.inverse_cdf defines them.
 
-A likelihood (at most 1, the best token's) is handled as the bits of its float, its *key*, which rise with it. Nothing is
-sorted: keys are counted by their upper bits, then those of one bin by their lower bits. Weights are integers, so that
-no sum depends on the order of its terms. */
+A token's likelihood, relative to the best token's, which has 1, is represented by the bits of its float, the *key*,
+which is monotonic in it. Nothing is sorted: keys are counted by their upper bits, then those of one bin by their lower
+bits. Weights are integers, so that sums do not depend on the order of their terms. */
 #include "lanes.h"
 
 #include <cmath>
 
-constexpr int32_t LEAST = 0x2f800000; /* the key of 2^-32, the least likelihood that weighs anything */
+constexpr int32_t LEAST = 0x2f800000; /* the key of 2^-32, the least likelihood with a weight above 0 */
 constexpr int32_t ONE = 0x3f800000;
 constexpr int LOW = 14;                /* bits of a key within a bin */
 constexpr int64_t BINS = ((ONE - LEAST) >> LOW) + 1, WITHIN = int64_t(1) << LOW;
-constexpr int64_t BLOCK = 1024; /* tokens whose weights are summed before the search for the drawn one */
+constexpr int64_t BLOCK = 1024; /* tokens of each partial sum that a draw reads */
 
 typedef double Doubles __attribute__((vector_size(LANES * 4)));
 typedef float Half __attribute__((vector_size(LANES * 2)));
@@ -23,7 +23,7 @@ static uint64_t weight_of(int32_t key) {
     return uint64_t(likelihood * 4294967296.0f);
 }
 
-/* The same of several keys. */
+/* Returns the weights of several keys. */
 INLINE lanes weights_of(signs keys) {
     const lanes wide = (lanes)keys * 4294967296.0f, whole = (wide + 8388608.0f) - 8388608.0f;
     return wide < 8388608.0f ? whole - (lanes)((signs)all(1.0f) & (whole > wide)) : wide;
@@ -31,14 +31,14 @@ INLINE lanes weights_of(signs keys) {
 
 namespace {
 
-/* One row of logits, and how it is drawn from. */
+/* One row of logits and its sampling parameters. */
 template <class T> struct Row {
     const T *x;
     int64_t vocab;
     float best, temperature, min_p;
     int32_t border = LEAST;
 
-    /* Of up to LANES tokens from `i` on: 0 for those that min_p cuts, or that weigh nothing. */
+    /* Returns the keys of up to LANES tokens from `i` on; 0 for those below min_p and those of weight 0. */
     inline __attribute__((always_inline)) signs keys(int64_t i) const {
         const int64_t n = vocab - i;
         lanes u = load(x + i, n) - best;
@@ -50,9 +50,9 @@ template <class T> struct Row {
         return keys;
     }
 
-    /* What the kept tokens from `begin` on weigh, up to BLOCK of them. */
+    /* Returns the weight of the tokens at or above `border` among the BLOCK tokens from `begin` on. */
     uint64_t mass(int64_t begin) const {
-        Doubles total{}; /* of integers below 2^53: exact */
+        Doubles total{}; /* exact: a sum of integers below 2^53 */
         for (int64_t i = begin; i < vocab && i < begin + BLOCK; i += LANES) {
             const signs some = keys(i);
             const lanes weights = weights_of(some & (some >= border));
@@ -68,14 +68,14 @@ template <class T> struct Row {
 
 } // namespace
 
-/* Where counting from the greatest key down stops. */
+/* The key at which a count or sum from the greatest key down stops. */
 struct Place {
     int32_t key;
     uint64_t count, mass; /* of the keys above it */
 };
 
-/* The greatest key with which the keys from it up number `need` or more, or (`weigh`) weigh it; LEAST if none does.
-   counts and masses [BINS] are of the row's keys; `within` [WITHIN] is free. */
+/* Returns the greatest key such that the number, or if `weigh` the weight, of the keys at or above it is at least
+   `need`; LEAST if there is none. counts and masses [BINS] are of the row's keys; `within` [WITHIN] is scratch. */
 template <class T>
 static Place descend(const Row<T> &row, const uint32_t *counts, const uint64_t *masses, uint32_t *within, uint64_t need,
                      bool weigh) {
@@ -105,8 +105,8 @@ static Place descend(const Row<T> &row, const uint32_t *counts, const uint64_t *
     return at;
 }
 
-/* The key of the first token, in falling order and among the first k, with which the sum reaches top_p of the sum of
-   the first k. */
+/* Returns the row's threshold: the key of the first token, in descending order and among the first k, at which the sum
+   of weights reaches top_p of that of the first k. */
 template <class T> static int32_t border_of(const Row<T> &row, uint64_t top_k, double top_p, void *scratch) {
     uint64_t *masses = static_cast<uint64_t *>(scratch), total = 0, many = 0;
     uint32_t *counts = reinterpret_cast<uint32_t *>(masses + BINS), *within = counts + BINS;
@@ -134,10 +134,10 @@ template <class T> static int32_t border_of(const Row<T> &row, uint64_t top_k, d
     return border;
 }
 
-/* The lowest id of the greatest logit; -1 if one is NaN or infinite, or none is above -infinity. */
+/* Returns the lowest id of the greatest logit; -1 if one is NaN or +infinite, or none is above -infinity. */
 template <class T> static int64_t greatest(const T *x, int64_t vocab, float *best) {
     const lanes least = all(-__builtin_inff());
-    lanes most[4] = {least, least, least, least}, odd{}; /* four, so that no comparison waits for the one before it */
+    lanes most[4] = {least, least, least, least}, odd{}; /* four, so that comparisons do not wait for each other */
     const auto look = [&](lanes some, lanes &most) {
         most = some > most ? some : most;
         odd = some == some ? odd : some;
@@ -158,7 +158,7 @@ template <class T> static int64_t greatest(const T *x, int64_t vocab, float *bes
     fault |= *best == __builtin_inff();
     if (fault || !(*best > -__builtin_inff())) return -1;
     const lanes wanted = all(*best);
-    for (i = 0; i + BLOCK <= vocab; i += BLOCK) { /* the block that has it */
+    for (i = 0; i + BLOCK <= vocab; i += BLOCK) { /* find the block that contains it */
         signs same{};
         for (int64_t j = 0; j < BLOCK; j += LANES) same |= load(x + i + j) == wanted;
         int32_t any = 0;
@@ -169,7 +169,7 @@ template <class T> static int64_t greatest(const T *x, int64_t vocab, float *bes
     return i;
 }
 
-/* The first token, by id, at which the sum of kept weights exceeds chance times the total. `masses`: of blocks. */
+/* Returns the first token, by id, at which the sum of weights exceeds chance times the total. `masses`: of blocks. */
 template <class T> static int64_t drawn(const Row<T> &row, const uint64_t *masses, double chance) {
     const int64_t blocks = (row.vocab + BLOCK - 1) / BLOCK;
     uint64_t total = 0, before = 0;
@@ -187,11 +187,11 @@ template <class T> static int64_t drawn(const Row<T> &row, const uint64_t *masse
     return row.vocab - 1;
 }
 
-/* tokens [draws], drawn from rows owners[d] (rising) of logits [rows, vocab]; the greatest where the temperature is 0.
-   In a row with a logit that is NaN or infinite, or with none above -infinity, token 0 and fault 1. The first draw of a
-   row goes to last[slots[row]] too. A chunk is a row.
-   Args: logits, shapes [rows, 4] (double: temperature, min_p, top_k, top_p; null: all 0), owners (int64; null: row r has
-   draw r), chances (double), slots, last, tokens, faults (all int64), stride, vocab, draws. */
+/* Draws tokens [draws] from rows owners[d] (ascending) of logits [rows, vocab]; the greatest if the temperature is 0. A
+   row with a logit that is NaN or +infinite, or with none above -infinity, gets token 0 and fault 1. The first draw of
+   a row is also stored to last[slots[row]]. A chunk is a row. Args: logits, shapes [rows, 4] (double: temperature,
+   min_p, top_k, top_p; null: all 0), owners (int64; null: row r has draw r), chances (double), slots, last, tokens,
+   faults (all int64), stride, vocab, draws. */
 template <class T> static void sample(const Arg *a, int64_t r, void *scratch) {
     const int64_t *owners = as<int64_t>(a[2]), vocab = a[9].integer, draws = a[10].integer;
     const double *shape = as<double>(a[1]);

@@ -1,4 +1,4 @@
-/* Threads that sleep until there is work. On Linux none of them can hold up who wakes it: there is no lock. */
+/* Threads that sleep until there is work. On Linux without a lock, so that no sleeper can delay the waking thread. */
 #pragma once
 #include <atomic>
 #include <climits>
@@ -22,7 +22,7 @@ class Sleepers {
     }
 
   public:
-    /* Sleep until wake(), unless `idle()` is false by then. */
+    /* Sleeps until wake(), unless `idle()` is already false. */
     template <class Idle> void sleep(Idle idle) {
         const int32_t heard = calls.load();
         ++count;
@@ -30,7 +30,7 @@ class Sleepers {
         --count;
     }
 
-    /* What makes idle() false has been written, in sequential order, before. */
+    /* Wakes all sleepers. The caller must have made idle() false before, in sequentially consistent order. */
     void wake() {
         if (!count.load()) return;
         ++calls;

@@ -1,4 +1,4 @@
-/* AMX: whether this process may use it. */
+/* Permission to use AMX, and the configuration of its tiles. */
 #pragma once
 
 #if defined(__AMX_TILE__)
@@ -6,13 +6,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Linux gives the registers, which are large, to processes that ask for them. */
+/* Returns whether the process may use the registers, which are large, and which Linux grants on request. */
 static inline bool tiles() {
     static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
     return granted;
 }
 
-/* What was written before is in memory then: compilers aren't told that the instructions for tiles read it. */
+/* Forces earlier writes to memory: compilers do not know that tile instructions read it. */
 static inline void in_memory(const void *read = nullptr) { asm volatile("" : : "r"(read) : "memory"); }
 
 /* All eight tiles have 16 rows of 64 bytes. The caller ends with _tile_release(). */

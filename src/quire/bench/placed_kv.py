@@ -1,0 +1,71 @@
+"""Keys and values in pages for the benchmarks of kernels, and the calls of decode attention over them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.bench.replay import Call
+from quire.kernels.forward_batch import LayerCache
+
+
+class Placed(NamedTuple):
+    """Sequences in pages: `caches` of several layers, each a cache of its own for reading, and device tensors."""
+
+    caches: list[LayerCache]
+    tables: Tensor
+    slots: Tensor
+    lengths: Tensor
+
+
+def placed(
+    batch: int,
+    context: int,
+    kv_heads: int,
+    dim: int,
+    page: int,
+    layers: int,
+    dtype: torch.dtype,
+    heads: int,
+    contiguous: bool = False,
+    on: str = "cuda",
+) -> Placed:
+    """`batch` sequences of `context` random tokens in all layers, for `heads` query heads: in pages in random order, or
+    each in one run of tokens, a head's tokens one after another."""
+    device = torch.device(on)
+    page = context if contiguous else page
+    count = -(-context // page)
+    rows = torch.empty(batch * count + 1, layers, 2, kv_heads, page, dim, dtype=dtype, device=device).normal_()
+    tables = torch.zeros(batch + 1, count, dtype=torch.int64, device=device)
+    tables[1:] = torch.randperm(batch * count, device=device).view(batch, count) + 1
+    caches = []
+    for i in range(layers):
+        keys, values = rows[:, i].unbind(1)
+        caches.append(LayerCache(keys, values, heads, dim**-0.5, contiguous=contiguous))
+    return Placed(
+        caches, tables, torch.arange(1, batch + 1, device=device), torch.full((batch,), context, device=device)
+    )
+
+
+def random_tensor(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+
+def decode_calls(where: Placed) -> list[Call]:
+    """A decode step's attention in each layer."""
+    from quire.kernels.triton.decode import choose_splits, decode, decode_scratch, multiprocessors
+
+    batch, cache, heads = len(where.slots), where.caches[0], where.caches[0].heads
+    device, dtype = where.slots.device, cache.dtype
+    splits = choose_splits(batch, cache.kv_heads, multiprocessors(device))
+    scratch = decode_scratch(batch, heads, cache.kv_heads, cache.head_dim, splits, device)
+    q, out = (torch.randn(batch, heads, cache.head_dim, dtype=dtype, device=device) for _ in range(2))
+    return [
+        partial(
+            decode, q, layer, where.tables, where.slots, where.lengths, out, splits=splits, scratch=scratch,
+        )
+        for layer in where.caches
+    ]  # fmt: skip
