@@ -54,7 +54,7 @@ soak: $(VENV)/.tested $(VENV)/.kernels $(VENV)/.clients $(VENV)/.browser $(VENV)
 	HYPOTHESIS_PROFILE=soak $(PYTEST) -m soak -n 2 --timeout 7200
 
 # Random delays where threads and processes meet: most of the time passes in them, hence more workers than cores.
-DELAYED := tests/server tests/link tests/parallel tests/fuzz tests/text tests/bench tests/test_sleep.py tests/test_llm.py
+DELAYED := tests/server tests/ipc tests/distributed tests/fuzz tests/text tests/bench tests/test_sleep.py tests/test_llm.py
 delays: $(VENV)/.tested $(VENV)/.kernels
 	QUIRE_DELAYS=1 PYTHONPATH=$(CURDIR)/tests/delays $(PYTEST) -m 'not soak and not gpu' -n 5 $(DELAYED)
 
