@@ -42,7 +42,7 @@ class Load(NamedTuple):
 SERVE = ("--device", "cpu", "--dtype", "float32", "--threads", "1", "--seed", "7", "--port", "0")
 KEY = "an-admin-key-of-the-oracle"
 OPEN = {"Authorization": f"Bearer {KEY}"}
-OUT, IN = "Out|SwapOut", "In|SwapIn"
+OUT, IN, COPY, TABLE, ENCODE = "Out|SwapOut", "In|SwapIn", "Copy|PageCopy", "Table|TableWrite", "Encode|ImageEncoding"
 NEW_SLOTS = r"\n(?:births|new slots|new_slots) +(\d[\d,]*), (\d[\d,]*)"
 """Words of `quire replay` for page operations and new slots, before and after they are renamed."""
 
@@ -252,12 +252,12 @@ OFFLINE = [
          each(memory=["paged", "uniform", "orca-oracle", "orca-pow2", "orca-max", "ft", "virtual"], max_model_len=512,
               model="tiny"),
          [("generate", STORIES, SEVERAL), ("generate", STORIES, SEVERAL), ("generate", LONG, GREEDY)],
-         {"Copy": 1, "generated": 190}),
+         {COPY: 1, "generated": 190}),
     Load("virtual", "layouts, page sizes and mapping of virtual memory",
          [*each(memory="virtual", virtual_layout=["layer", "sliced", "sliced:2"], virtual_page_kib=[64, 128],
                 max_model_len=512), *each(memory="virtual", map_ahead="off", max_model_len=512)],
          [("generate", [LONG * 4, *STORIES], {**DRAWN, "n": 2}), ("generate", [LONG * 4, LONG * 4 + "End"], GREEDY)],
-         {"cached": 32, "Copy": 1}),
+         {"cached": 32, COPY: 1}),
     Load("prefixes", "cached and registered prefixes",
          [*each(memory=["paged", "uniform", "virtual"], prefix_tokens=64, max_num_batched_tokens=[24, 512],
                 max_model_len=512), {"prefix_tokens": 64, "table_scope": "layer"}],
@@ -267,7 +267,7 @@ OFFLINE = [
           ("reset_prefix_cache",), ("generate", [LONG, LONG], GREEDY), ("release_prefix", "rules"),
           ("release_prefix", "rules"), ("generate", [LONG[9:], LONG[9:] + "End"], GREEDY)], {"cached": 40}),
     Load("no-prefixes", "without prefix caching", [{"enable_prefix_caching": False}],
-         [("generate", [LONG] * 3, DRAWN), ("generate", [LONG + text for text in STORIES], SEVERAL)], {"Table": 9}),
+         [("generate", [LONG] * 3, DRAWN), ("generate", [LONG + text for text in STORIES], SEVERAL)], {TABLE: 9}),
     Load("recompute", "preemption by recomputation",
          each(model="llama", memory=["paged", "uniform", "virtual"], preemption="recompute", **OWN, depth=[None, 1, 3],
               **SHORT, enable_prefix_caching=False), FULL, {"recomputed": 20, "admitted again": 2}),
@@ -289,7 +289,7 @@ OFFLINE = [
           ("stream", STORIES[0], {**DRAWN, "n": 2, "stop": ["was"]}), ("session", STORIES[1]),
           ("chat", [user("Hello!")], GREEDY), ("chat", [[user("Who are you?")], [user("What is the sky?")]], DRAWN),
           ("chat", [user("Hi"), {"role": "assistant", "content": "I am"}], GREEDY, {"add_generation_prompt": False})],
-         {"Copy": 1}),
+         {COPY: 1}),
     Load("chunks", "prompts in chunks, pages of several sizes",
          [*each(model="llama", skip_tokenizer_init=True, page_size=[1, 4, 32], max_num_batched_tokens=[7, 40]),
           *each(model="llama", **OWN, max_num_seqs=3, depth=[1, 2])], [*TWICE, SCORES], {"steps": 40}),
@@ -326,20 +326,20 @@ OFFLINE = [
     Load("cross", "cross attention to pictures",
          [*each(model="mllama", page_size=4, max_model_len=256, max_num_batched_tokens=[20, 512]),
           {"model": "mllama", "memory": "uniform", "max_model_len": 256, "page_size": 4}],
-         pictured("<|image|>"), {"Encode": 3, "cached": 1}),
+         pictured("<|image|>"), {ENCODE: 3, "cached": 1}),
     Load("vision", "pictures in the places of tokens",
          [*each(model="internvl", max_model_len=512, max_num_batched_tokens=[40, 512],
                 vision_cache=["pages", "inside", "off"]),
           {"model": "internvl", "memory": "uniform", "max_model_len": 512}], pictured("<IMG_CONTEXT>"),
-         {"Encode": 3, "cached": 1}),
+         {ENCODE: 3, "cached": 1}),
     Load("both-ways", "prompts that attend both ways", each(model="paligemma", max_model_len=512), pictured("<image>"),
-         {"Encode": 3}),
+         {ENCODE: 3}),
     Load("tiny-vision", "the bundled model that sees, in long and in short memory",
          [{"model": "tiny-vision"}, {"model": "tiny-vision", "vision_cache": "inside", "max_num_batched_tokens": 64},
           {"model": "tiny-vision", "kv_tokens": 640, "preemption": "recompute", "max_num_batched_tokens": 96}],
          [("chat", [[user("What colour and shape is this?", i)] for i in range(5)], {**GREEDY, "logprobs": 2}),
           ("chat", [[user("Compare.", 0, 1)], [user("Describe the picture.", 2)], [user("Again.", 0, 3)]], GREEDY)],
-         {"Encode": 5}),
+         {ENCODE: 5}),
     Load("ranks", "two ranks, two stages, and a rank of its own",
          [{"tp": 2, "model": "llama", **OWN}, {"pp": 2, "model": "llama", **OWN},
           {"executor": "process", "model": "llama", **OWN, **SHORT, "preemption": "swap"}],

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from quire.errors import StartupError
 
 RESERVED_MEMORIES = ("orca-oracle", "orca-pow2", "orca-max", "ft")
-PAGE_TABLE_MEMORIES = ("paged", "uniform")
+PAGE_TABLE_MEMORIES = ("paged", "uniform")  # a page table for each group: states, images and --page-sizes need them
 MEMORIES = (*PAGE_TABLE_MEMORIES, "virtual", *RESERVED_MEMORIES)
 PREEMPTIONS = ("recompute", "swap", "auto")
 VENDOR_ATTENTIONS = ("flash", "cudnn", "varlen")  # kernels of torch that read no page tables

@@ -231,7 +231,8 @@ def total_bytes(geometry: KVCacheConfig) -> int:
 
 
 def insides(memory: KVMemory) -> tuple[object, ...]:
-    """All state that later calls could tell apart: equal before and after a call that reports shortage."""
+    """All state that later calls could tell apart: equal before and after a call that reports shortage. A memory with
+    state of its own adds it here."""
     if isinstance(memory, ReservedMemory):
         return (
             sorted(memory.allocator.allocated.items()),

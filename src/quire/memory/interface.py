@@ -36,9 +36,9 @@ class KVMemory(Protocol):
         """Admit all live sequences of a request, and reuse cached prefixes and what the sequences have in common.
 
         Make room for up to `budget` more tokens of one sequence, or for all tokens of several. At least one token of
-        each is left to compute. None: there is no room, and another attempt is useless until something is released.
-        DEFERRED: the next request may be tried; a later step will find more cached pages for this one. `free` undoes an
-        admission."""
+        each is left to compute. None: there is no room, and the caller may wait until something is released; a memory
+        that holds no sequence admits all that `fits`. DEFERRED: the next request may be tried; a later step will find
+        more cached pages for this one. `free` undoes an admission."""
         ...
 
     def grow(self, seq: Sequence, length: int) -> bool:
