@@ -77,7 +77,8 @@ class TrackedRequest:
 
 
 class ClientLeft:
-    """A client has left. The loop ends after the last one."""
+    """A client of the engine, a server process, has left: its requests are aborted. The loop ends after the last one.
+    An HTTP client that leaves is an AbortRequests."""
 
 
 class EngineLoop:

@@ -58,6 +58,7 @@ def _batch_one_size(page_ops: Sequence[PageOp], size: int) -> Iterator[PageOpBat
         elif kind is SwapIn:
             yield PageOpBatch(kind, size, {page: host - 1 for _, host, page in run})
         else:
+            assert kind is Poison, f"{kind} changes no page"
             yield PageOpBatch(kind, size, {page: page for _, page in run})
 
 

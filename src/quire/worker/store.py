@@ -1,8 +1,8 @@
 """The pages and the page tables, to which page operations are applied.
 
 One flat buffer holds all pages of all groups (Jenga §4.2's page-layer partition: all layers of a page are neighbours),
-so copying a page is one contiguous copy whatever the number of layers. Operations take effect in order, before the
-step's writes.
+so copying a page is one contiguous copy whatever the number of layers. Operations have the effect of in-order
+replay before the step's writes: copies are batched, and tables are written last.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ class Store:
         elif kind is SwapIn:
             self.host_pool.swap_in(moves, size)
         else:
+            assert kind is Poison, f"{kind} changes no page"
             self._poison(moves, size)
         if self.op_checksum is not None:
             record = np.array([(PAGE_CHANGES.index(kind), size), *moves.items()])

@@ -6,7 +6,7 @@ slots.
 
 Pages are never unmapped to make room: an empty page may stay mapped where it was last used, and `mapped_pages` has the
 page mapped at each position. A sequence gets the free slot that needs the fewest new mappings, and at each position the
-page that is mapped there, if it is empty (§6.2.1, deferred reclamation: "R1's reqId" for R2). Empty pages are allocated
+page that is mapped there, if it is empty (§6.2.2, deferred reclamation: "R1's reqId" for R2). Empty pages are allocated
 in the order of their release, a sequence's last tokens first, so that mappings last. A position is mapped anew only if
 no step in flight uses its slot, or after the end of its tokens."""
 
@@ -65,8 +65,8 @@ MAX_MAPPINGS = 32_000
 class VirtualMemory(PagedMemory):
     """Implement KVMemory with virtual addresses.
 
-    With `ahead` the pages that the next step needs are mapped while this one computes (§6.1.1), and so is the beginning
-    of the slot that the next sequence will get (§6.1.3)."""
+    With `ahead` the pages that the next step needs are mapped while this one computes (§6.2.1), and so is the beginning
+    of the slot that the next sequence will get (§6.2.2)."""
 
     make_empty_pages: Callable[[Iterable[int]], EmptyPages] = EmptyPageQueue
 

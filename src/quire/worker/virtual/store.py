@@ -35,7 +35,7 @@ from quire.worker.virtual.driver import Driver, PageRun, map_all
 class VirtualStore(Store):
     """A Store over `driver`. With `is_contiguous`, `caches` are contiguous and `tables` contain the slots themselves;
     otherwise they are pages of whole tokens and their tables, over the same memory, for kernels that need pages. With
-    `map_in_background`, a thread applies page operations of later steps (§6.1.1)."""
+    `map_in_background`, a thread applies page operations of later steps (§6.2.1)."""
 
     def __init__(
         self, kv_config: KVCacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, driver: Driver,
