@@ -327,8 +327,8 @@ class Engine:
         return True
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes and images but the registered prefixes. Return the number of pages that were
-        freed. Running requests keep their pages, which later requests can't hit."""
+        """Forget all cached images, and all cached prefixes except registered ones. Return the number of pages that
+        were freed. Running requests keep their pages, which later requests can't hit."""
         prefix_cache = self.scheduler.memory.prefix_cache
         return 0 if prefix_cache is None else prefix_cache.reset()
 
@@ -349,7 +349,7 @@ class Engine:
         self.check_sleep_level(level)
         if self.has_unfinished_requests:
             running, waiting = len(self.scheduler.running), len(self.requests) - len(self.scheduler.running)
-            raise NotIdle(f"{running} requests run and {waiting} wait: the engine sleeps once they have ended")
+            raise NotIdle(f"{running} requests run and {waiting} wait: sleep again once they have ended")
         assert isinstance(self.runner, SleepableRunner), "checked above"
         self.scheduler.new_slots.clear()  # of sequences that have left since
         self.sleep_controller.sleep(level, self.runner, self.scheduler.memory)

@@ -45,7 +45,9 @@ class SleepController:
             raise InputError(f"level is {short_repr(level)}: an engine sleeps at level 1 or 2", "level")
 
     def sleep(self, level: int, runner: SleepableRunner, memory: KVMemory) -> None:
-        """Release what `runner` and `memory` of an idle engine hold, unless it sleeps at `level` or deeper."""
+        """Release the KV memory and the weights of an idle engine; weights move to host memory (level 1) or are dropped
+        (2). Do nothing if the engine sleeps at `level` or deeper. Cached prefixes are lost; registered ones are
+        computed again when the engine wakes."""
         if len(self.released_tags) == len(MEMORY_TAGS) and level <= self.level:
             return
         if memory.prefix_cache is not None:
@@ -73,7 +75,9 @@ class SleepController:
             if tag not in MEMORY_TAGS:
                 raise InputError(f"tags has {short_repr(tag)}; there are {' and '.join(MEMORY_TAGS)}", "tags")
         if "kv_cache" in tags and "weights" in self.released_tags and "weights" not in tags:
-            raise InputError("tags has kv_cache alone, and weights sleep: what is made over both needs them", "tags")
+            raise InputError(
+                "tags has kv_cache without weights, which are released still: wake the weights first, or both", "tags"
+            )
         for tag in [tag for tag in MEMORY_TAGS if tag in tags and tag in self.released_tags]:
             assert isinstance(runner, SleepableRunner), "it was put to sleep"
             runner.wake((tag,))

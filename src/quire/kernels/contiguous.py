@@ -57,7 +57,7 @@ class ContiguousBackend:
     fuses_rope = False
 
     def check_cache(self, cache: LayerCache) -> None:
-        """Accept every cache."""
+        """Raise StartupError for a cache that this backend cannot read: there is none."""
 
     def plan(self, batch: ForwardBatch, cache: LayerCache, query_batch: ForwardBatch | None = None) -> ContiguousPlan:
         """Return the plan for all layers with this `plan_key`, computed on the host once a step: keys and values of

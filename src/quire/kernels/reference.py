@@ -67,7 +67,7 @@ class ReferenceBackend:
     fuses_rope = False
 
     def check_cache(self, cache: LayerCache) -> None:
-        """Accept every cache."""
+        """Raise StartupError for a cache that this backend cannot read: there is none."""
 
     def plan(
         self, batch: ForwardBatch, cache: LayerCache, query_batch: ForwardBatch | None = None

@@ -319,7 +319,8 @@ class PrefixCache:
                 prefix.tables[g][:] = [moved.get(page, page) for page in prefix.tables[g]]
 
     def find_registered(self, seq: Sequence) -> PrefixHit:
-        """Return the longest start of a registered prefix: all, or a multiple of `prefix_granularity`."""
+        """Return the longest start of a registered prefix with which the sequence begins: the whole prefix, or a
+        multiple of `prefix_granularity` tokens. It ends before the first image, and leaves a token to compute."""
         limit = min(seq.max_prefix_hit, len(seq.tokens) - 1, *(image.start for image in seq.images[:1]))
         name = (
             self.registered_index.find(self._registered_keys(seq, limit), seq.tokens, limit)

@@ -136,7 +136,7 @@ def _read_compressed_tensors(fields: ConfigReader) -> FP8Scheme:
     weights = ConfigReader(group.get_object("weights"), f"the weights of {group.source}")
     _one_of(weights, "type", "float")
     if weights.get_int("num_bits") != 8 or not weights.get_bool("symmetric", True):
-        raise StartupError(f"{weights.source} are not symmetric numbers of 8 bits", f"Only these are. {REMEDY}")
+        raise StartupError(f"{weights.source} are not symmetric numbers of 8 bits; only these are supported", REMEDY)
     weights.require_value("dynamic", False)
     weights.require_value("group_size", None)
     strategy = _one_of(weights, "strategy", "tensor", "channel", "block")

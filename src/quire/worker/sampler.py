@@ -429,8 +429,9 @@ class Sampler:
 
     def epilogue_for(self, slices: Sequence[SeqSlice]) -> str:
         """Return the name of the epilogue that samples `slices`: "greedy", "random", "cut", or on a CPU "masked random"
-        or "masked cut". Return "" if only `sample` can: for several samples a row, log-probabilities, biases,
-        penalties, a decoding method, or on a GPU masks."""
+        or "masked cut"; with masks greedy slices take "masked random". Return "" if only `sample` can: for several
+        samples of a slice, log-probabilities, biases, penalties, a decoding method, `min_tokens` that are not reached
+        yet, or on a GPU masks."""
         if self.bitmasks.has_masks and not isinstance(self._kernels, NativeSampling):
             return ""
         slices = SeqSlices.from_slices(slices)

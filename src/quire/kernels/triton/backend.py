@@ -102,7 +102,7 @@ class TritonBackend:
         self.default_prefill = partial(prefill, small=deterministic)
 
     def check_cache(self, cache: LayerCache) -> None:
-        """Accept every cache."""
+        """Raise StartupError for a cache that this backend cannot read: there is none."""
 
     def plan(
         self,

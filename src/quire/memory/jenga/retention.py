@@ -66,7 +66,8 @@ class Retention:
     ) -> None:
         """Handle the drop of `pages`, logical pages `first` and on of a sequence, with these keys.
 
-        Those that were dropped `slack` tokens earlier are emptied, or stay cached."""
+        A cached page is emptied once no prefix that ends in the last `slack` computed tokens needs it, unless it lies
+        in the window of a kept prefix end."""
         drops = seq_pages.recent_drops.get(group)
         if drops is None:
             drops = seq_pages.recent_drops[group] = deque()

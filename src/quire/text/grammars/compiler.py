@@ -32,7 +32,7 @@ from quire.text.grammars.trial_process import GrammarTooComplex, TrialProcess
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
-MAX_CACHED = 128  # grammars; the length of each source is bounded by MAX_SOURCE
+MAX_CACHED = 128  # grammars; the length of each source is bounded by MAX_SOURCE_CHARS
 MAX_DROPPED = 8  # keywords that may be dropped from a form; each takes a compilation
 
 
