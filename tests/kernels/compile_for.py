@@ -269,12 +269,12 @@ def sums() -> None:
         peers = all_reduce.PeerBuffers(
             ints(ranks), ints(all_reduce.PROGRAMS), ints(1), rank, ranks, 1 << 20, (0,) * ranks, 256 << 20
         )
-        carry = copy_engine_pair if ranks == 2 else copy_engine_allreduce
+        norm = copy_engine_pair.all_reduce_norm_pair if ranks == 2 else copy_engine_allreduce.all_reduce_norm_owned
         for size in (8192, 5120):
             x, delta, weight, wide = zeros(4, size), zeros(4, size), zeros(size), torch.zeros(size)
             for given in ((weight, None, None), (weight, weight, None), (wide, None, wide)):
-                carry.all_reduce_norm_pair(peers, 3, 2, x, delta, *given[:2], 1e-5, given[2], zeros(4, size))
-            carry.all_reduce_norm_pair(peers, 4, 2, None, delta, None, None, 0.0, None, None)
+                norm(peers, 3, 2, x, delta, *given[:2], 1e-5, given[2], zeros(4, size))
+            norm(peers, 4, 2, None, delta, None, None, 0.0, None, None)
             if ranks > 2:
                 copy_engine_allreduce.reduce_owned(peers, delta, slice(1, 3), 0, 2)
 

@@ -85,7 +85,7 @@ class World:
         monkeypatch.setattr(torch.cuda, "stream", self.on)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: self.current)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        for name in ("copy", "write", "wait"):
+        for name in ("copy", "stream_write_value", "stream_wait_value"):
             monkeypatch.setattr(peer_memory, name, getattr(self, name))
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
@@ -93,12 +93,12 @@ class World:
         with self.on(self.streams[stream]):
             self.brief(lambda: ctypes.memmove(target, source, nbytes))
 
-    def write(self, address: int, value: int, stream: int) -> None:
+    def stream_write_value(self, address: int, value: int, stream: int) -> None:
         word = ctypes.c_int64.from_address(address)
         with self.on(self.streams[stream]):
             self.put(lambda: setattr(word, "value", value))
 
-    def wait(self, address: int, value: int, stream: int) -> None:
+    def stream_wait_value(self, address: int, value: int, stream: int) -> None:
         word = ctypes.c_int64.from_address(address)
         with self.on(self.streams[stream]):
             self.put(lambda: None, lambda: word.value >= value)

@@ -368,8 +368,8 @@ def test_any_number_of_ranks_has_memory_for_what_is_carried(
     found, why = peer_buffers.open_peer_buffers(Shard(0, ranks), CPU, range(ranks), host, 1.0)  # type: ignore[arg-type]
     assert why == ""
     assert exported == [planned(ranks)], "what a rank allocates is in the memory plan"
-    assert exported == [peer_memory_layout.KERNEL_BYTES + found.more]
-    assert found.more == peer_memory_layout.copy_region_bytes(peer_memory_layout.COPY_BYTES)
+    assert exported == [peer_memory_layout.KERNEL_BYTES + found.copy_bytes]
+    assert found.copy_bytes == peer_memory_layout.copy_region_bytes(peer_memory_layout.COPY_BYTES)
     exchange = DeviceExchange(Shard(0, ranks), CPU, host, found, None)  # type: ignore[arg-type]
     assert type(exchange.copy_engine) is kind
     assert len(exchange.split_rows(8192, 8192 * 8192 * 2)) == copy_engine_pair.MAX_PIECES
