@@ -324,3 +324,12 @@ def test_a_log_can_hold_steps_if_its_runner_can(tmp_path: Path) -> None:
         log = with_plan_log(runner, tmp_path / "log", 512)
         assert isinstance(log, DeferredMaskRunner) is holds is isinstance(runner, DeferredMaskRunner)
         log.close()
+
+
+def test_logs_of_an_earlier_revision_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """The file and the digest of its page tables were written by that revision."""
+    file = Path(__file__).parent / "golden" / "plans_of_revision_1007128a"
+    assert main(["replay", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "fcde46c6802a286a83b49ca3c635ab766566bb27c502fa2d136f0e69e212bd71" in printed
+    assert printed.splitlines()[1:3] == ["steps    40", "rows     236, of 242 tokens"]
