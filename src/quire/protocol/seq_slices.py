@@ -64,8 +64,10 @@ class SeqSlices(Sequence[SeqSlice]):
             return slices
         slots, tokens, starts, samples, scores, drafts = zip(*slices) if slices else ((),) * 6
         numbers = [*samples, *slots, *starts]
-        columns = [_append_column(numbers, runs) if any(runs) else EMPTY_COLUMN for runs in (tokens, scores, drafts)]
-        return cls(numbers, len(slices), columns[0], columns[1], columns[2], tuple(slices))
+        token_column = _append_column(numbers, tokens) if any(tokens) else EMPTY_COLUMN
+        score_column = _append_column(numbers, scores) if any(scores) else EMPTY_COLUMN
+        draft_column = _append_column(numbers, drafts) if any(drafts) else EMPTY_COLUMN
+        return cls(numbers, len(slices), token_column, score_column, draft_column, tuple(slices))
 
     # As lists
 
@@ -199,8 +201,8 @@ def write_slices(slices: Sequence[SeqSlice]) -> bytes:
         packed = struct.pack(f"<{len(numbers)}i", *numbers)
     except struct.error:
         width, packed = b"q", pack_struct(struct.Struct(f"<{len(numbers)}q"), "rows", *numbers)
-    kinds = [column.length_kind for column in (columns.tokens, columns.score_tokens, columns.draft_tokens)]
-    return HEAD.pack(width, *kinds, len(numbers)) + packed
+    tokens, scores, drafts = columns.tokens, columns.score_tokens, columns.draft_tokens
+    return HEAD.pack(width, tokens.length_kind, scores.length_kind, drafts.length_kind, len(numbers)) + packed
 
 
 def read_slices(reader: FrameReader, count: int) -> SeqSlices:
