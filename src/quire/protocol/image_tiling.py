@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -321,3 +321,28 @@ def grid_shapes(max_tiles: int) -> Iterator[tuple[int, int]]:
     for rows in range(1, max_tiles + 1):
         for columns in range(1, max_tiles // rows + 1):
             yield rows, columns
+
+
+TILING_NAMES: dict[type[ImageTiling], str] = {
+    SingleTile: "single",
+    ClosestAspectTiling: "closest",
+    FittedCanvasTiling: "fitted",
+    HDTiling: "hd",
+    AnyResTiling: "anyres",
+}
+"""Names of tilings in the keys of cached images. They stay if a class is renamed."""
+
+
+def tiling_settings(tiling: ImageTiling) -> str:
+    """Return the name of a tiling and its numbers in order, which differ for any two different tilings."""
+    fields: Any = tiling  # a dataclass, which the protocol can't require
+    return f"{TILING_NAMES[type(tiling)]} {' '.join(_number_texts(astuple(fields)))}"
+
+
+def _number_texts(numbers: tuple[Any, ...]) -> Iterator[str]:
+    """Yield each number as text, a bool as 0 or 1, nested tuples in parentheses."""
+    for number in numbers:
+        if isinstance(number, tuple):
+            yield f"({' '.join(_number_texts(number))})"
+        else:
+            yield str(int(number) if isinstance(number, bool) else number)

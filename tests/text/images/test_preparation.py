@@ -21,17 +21,19 @@ from quire.errors import InputError, StartupError
 from quire.models.vision import VisionSettings, build_encoder
 from quire.models.vision.named_configs import PREPROCESSOR_CONFIGS, VISION_CONFIGS
 from quire.protocol.image_tiling import (
+    TILING_NAMES,
     AnyResTiling,
     ClosestAspectTiling,
     FittedCanvasTiling,
     HDTiling,
+    ImageTiling,
     SingleTile,
     TileGrid,
 )
 from quire.text.images import preprocessor
 from quire.text.images.model_processor import ModelImageProcessor
 from quire.text.images.placeholders import PLACEHOLDERS, expand_text, read_placeholder
-from quire.text.images.preprocessor import read_image_preprocessor
+from quire.text.images.preprocessor import ImagePreprocessor, read_image_preprocessor
 
 TILE, SIDE = 56, 4
 HALF = (0.5, 0.5, 0.5)
@@ -249,7 +251,7 @@ def test_phi3s_pictures_are_numbered() -> None:
     assert one.normalize_placeholders("<|image_1|> and <|image_2|>?") == "<|image|> and <|image|>?"
     assert one.normalize_placeholders("none") == "none"
     for wrong in ("<|image_2|>", "<|image_1|><|image_1|>", "<|image_0|>", "<|image_2|><|image_1|>"):
-        with pytest.raises(InputError, match=r"picture \d is marked '<\|image_\d\|>': they are numbered in order"):
+        with pytest.raises(InputError, match=r"image \d is marked '<\|image_\d\|>': they are numbered in order"):
             one.normalize_placeholders(wrong)
     assert any(word in "so <|image_7|>" for word in one.reserved_texts), "users can't write one"
 
@@ -276,6 +278,28 @@ def test_what_pictures_depend_on_is_told() -> None:
         ModelImageProcessor(other, placeholder, PIECES.__getitem__).cache_settings
         != eyes("llava-onevision-7b").cache_settings
     )
+
+
+def test_settings_in_keys_have_no_names_of_classes_or_fields() -> None:
+    """Keys of cached images must stay if classes or fields are renamed, so the texts are literals."""
+
+    def settings(tiling: ImageTiling, background: tuple[int, int, int] = (127, 127, 127)) -> str:
+        made = ImagePreprocessor(tiling, 3, background)
+        return ModelImageProcessor(made, read_placeholder("llava", WORDS.get), PIECES.__getitem__).cache_settings
+
+    end = "resample 3 background 127 127 127"
+    tilings: dict[str, ImageTiling] = {
+        f"single 56 4 {end}": SingleTile(56, 4),
+        f"closest 56 4 2 1 12 1 {end}": ClosestAspectTiling(56, 4, 2, 1, 12),
+        f"closest 56 4 2 1 12 0 {end}": ClosestAspectTiling(56, 4, 2, 1, 12, thumbnail=False),
+        f"fitted 56 4 9 {end}": FittedCanvasTiling(56, 4, 9),
+        f"hd 56 4 9 {end}": HDTiling(56, 4, 9),
+        f"hd 56 5 9 {end}": HDTiling(56, 5, 9),
+        f"anyres 56 4 ((56 112) (112 56)) 9 {end}": AnyResTiling(56, 4, ((56, 112), (112, 56)), 9),
+    }
+    assert {text: settings(tiling) for text, tiling in tilings.items()} == {text: text for text in tilings}
+    assert {type(tiling) for tiling in tilings.values()} == set(TILING_NAMES) == set(preprocessor.TILE_CUTTERS)
+    assert settings(HDTiling(56, 4, 9), (0, 1, 2)) == "hd 56 4 9 resample 3 background 0 1 2"
 
 
 # Placeholders

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from quire.errors import InputError
-from quire.protocol.image_tiling import TileGrid
+from quire.protocol.image_tiling import TileGrid, tiling_settings
 from quire.protocol.images import ImagePixels
 from quire.text.images.placeholders import ImagePlaceholder
 from quire.text.images.preprocessor import ImagePreprocessor
@@ -32,7 +32,7 @@ class ModelImageProcessor:
         self.reserved_texts = tuple(dict.fromkeys(map(id_to_token, sorted(self.reserved_ids)))) + tuple(
             self._marker_texts()
         )
-        self.cache_settings, self.joins_adjacent = repr(preprocessor), placeholder.single_token
+        self.cache_settings, self.joins_adjacent = _cache_settings(preprocessor), placeholder.single_token
 
     def _marker_texts(self) -> Iterator[str]:
         """Yield the texts that `normalize_placeholders` treats as images, besides the token's text."""
@@ -52,7 +52,7 @@ class ModelImageProcessor:
             for number, (start, end, image) in enumerate(markers):
                 if image != number:
                     raise InputError(
-                        f"the prompt's picture {number + 1} is marked {text[start:end]!r}: they are numbered in order, "
+                        f"the prompt's image {number + 1} is marked {text[start:end]!r}: they are numbered in order, "
                         "from 1 on",
                         "prompt",
                     )
@@ -90,3 +90,10 @@ class ModelImageProcessor:
             spans.append((len(placed) + holder.row_offset, count))
             placed += holder.token_ids(count)
         return placed, spans
+
+
+def _cache_settings(preprocessor: ImagePreprocessor) -> str:
+    """Return all settings of the preprocessing in a text without names of classes or fields: it is part of the keys of
+    cached images, which a rename must not change."""
+    red, green, blue = preprocessor.background
+    return f"{tiling_settings(preprocessor.tiling)} resample {preprocessor.resample} background {red} {green} {blue}"
