@@ -153,7 +153,7 @@ def test_tokens_that_stand_for_pictures_are_not_scored(model: Saved) -> None:
     engine = engine_of(model)
     media, pixels = shown(PROMPTS[0])
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-    with pytest.raises(InputError, match="token 89, which stands for a picture"):
+    with pytest.raises(InputError, match="token 89, which stands for an image"):
         engine.add("0", tokens_of(PROMPTS[0]), params, images=media, pixels=pixels)
     with pytest.raises(InputError, match="prompt token 5 is 89"):
         engine.add("0", tokens_of(PROMPTS[0]), params)
@@ -237,7 +237,7 @@ def test_prompts_of_users(model: Saved) -> None:
         tokens += [token for output in engine.step() for token in output.tokens]
     assert len(tokens) == 3
     assert engine.scheduler.memory.encoder_cache.runs == 2
-    with pytest.raises(InputError, match="2 places for pictures"):
+    with pytest.raises(InputError, match="2 image placeholders"):
         prompts.process_prompt({"prompt": "<|image|> w1 <|image|>", "multi_modal_data": {"image": images[0]}})
     engine.close()
 

@@ -110,7 +110,7 @@ def test_the_command_tells_what_a_log_holds(
     path, _ = served
     assert main(["replay", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert "tables   sha256" in shown
+    assert "tables     sha256" in shown
     assert "inherit" in shown
     assert main(["replay", str(path), "--against", str(path)]) == 0
     assert capsys.readouterr().out == "no difference\n"
@@ -220,8 +220,8 @@ HELD = TableWrite(1, 0, 0, (5, 6)), TableWrite(1, 1, 0, (7, 8))
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (StepPlan((BORN._replace(slot=5),), (), ()), r"births\[0\]: slot 5 is none of the 5"),
-        (StepPlan((BORN._replace(slot=0),), (), ()), r"births\[0\]: slot 0 is none"),
+        (StepPlan((BORN._replace(slot=5),), (), ()), r"new_slots\[0\]: slot 5 is none of the 5"),
+        (StepPlan((BORN._replace(slot=0),), (), ()), r"new_slots\[0\]: slot 0 is none"),
         (
             StepPlan((BORN._replace(sampling=None, parent_slot=2),), (), ()),
             "slot 1 inherits from slot 2, which was never",
@@ -230,14 +230,14 @@ HELD = TableWrite(1, 0, 0, (5, 6)), TableWrite(1, 1, 0, (7, 8))
             StepPlan((BORN._replace(sampling=DeviceSamplingParams(min_p=1, top_k=1, presence_penalty=1.0)),), (), ()),
             "no history",
         ),
-        (StepPlan((), (TableWrite(1, 2, 0, (5,)),), ()), r"journal\[0\]: there is no group 2"),
-        (StepPlan((), (TableWrite(1, 0, 7, (5, 6)),), ()), r"journal\[0\]: places 7 on for 2 pages, of 8"),
-        (StepPlan((), (TableWrite(1, 0, -1, (5,)),), ()), r"journal\[0\]: places -1 on"),
-        (StepPlan((), (TableWrite(1, 0, 0, (40,)),), ()), r"journal\[0\]: page 40 is none of group 0"),
-        (StepPlan((), (), (), (PageCopy(0, 0, 3),)), r"ahead\[0\]: page 0 is none of group 0"),
-        (StepPlan((), (Poison(0, -3),), ()), r"journal\[0\]: page -3 is none"),
-        (StepPlan((), (SwapOut(1, 5, 7),), ()), r"journal\[0\]: host page 7 is none of group 1"),
-        (StepPlan((), HELD, (SeqSlice(1, (4, 5), 0, 1),)), r"rows\[0\]: slot 1 was never initialized"),
+        (StepPlan((), (TableWrite(1, 2, 0, (5,)),), ()), r"page_ops\[0\]: there is no group 2"),
+        (StepPlan((), (TableWrite(1, 0, 7, (5, 6)),), ()), r"page_ops\[0\]: places 7 on for 2 pages, of 8"),
+        (StepPlan((), (TableWrite(1, 0, -1, (5,)),), ()), r"page_ops\[0\]: places -1 on"),
+        (StepPlan((), (TableWrite(1, 0, 0, (40,)),), ()), r"page_ops\[0\]: page 40 is none of group 0"),
+        (StepPlan((), (), (), (PageCopy(0, 0, 3),)), r"overlapped_page_ops\[0\]: page 0 is none of group 0"),
+        (StepPlan((), (Poison(0, -3),), ()), r"page_ops\[0\]: page -3 is none"),
+        (StepPlan((), (SwapOut(1, 5, 7),), ()), r"page_ops\[0\]: host page 7 is none of group 1"),
+        (StepPlan((), HELD, (SeqSlice(1, (4, 5), 0, 1),)), r"slices\[0\]: slot 1 was never initialized"),
         (
             StepPlan((BORN,), HELD[:1], (SeqSlice(1, (4, 5), 0, 1),)),
             r"no real page for some position below 2 in group 1",
@@ -245,9 +245,9 @@ HELD = TableWrite(1, 0, 0, (5, 6)), TableWrite(1, 1, 0, (7, 8))
         (StepPlan((BORN,), HELD, (SeqSlice(1, (4,) * 9, 0, 1),)), r"no real page for some position below 9"),
         (StepPlan((BORN,), HELD, (SeqSlice(1, (4,), 7, 1, (), (5,)),)), r"no real page for some position below 9"),
         (StepPlan((BORN,), HELD, (SeqSlice(1, (4,), 100, 1),)), r"no real page for some position below 101"),
-        (StepPlan((BORN,), HELD, (SeqSlice(1, (4,), -1, 1),)), r"rows\[0\]: 1 tokens from position -1 on"),
+        (StepPlan((BORN,), HELD, (SeqSlice(1, (4,), -1, 1),)), r"slices\[0\]: 1 tokens from position -1 on"),
         (StepPlan((BORN,), HELD, (SeqSlice(1, (4,), 0, 2),)), r"samples\[0\]: 1 tokens, and 2 were to be drawn"),
-        (StepPlan((BORN,), HELD, ()), "1 samples for 0 rows"),
+        (StepPlan((BORN,), HELD, ()), "1 samples for 0 slices"),
     ],
 )
 def test_steps_that_do_not_hold_together_are_named(plan: StepPlan, why: str, tmp_path: Path) -> None:
@@ -332,4 +332,4 @@ def test_logs_of_an_earlier_revision_are_read(capsys: pytest.CaptureFixture[str]
     assert main(["replay", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "fcde46c6802a286a83b49ca3c635ab766566bb27c502fa2d136f0e69e212bd71" in printed
-    assert printed.splitlines()[1:3] == ["steps    40", "rows     236, of 242 tokens"]
+    assert printed.splitlines()[1:3] == ["steps      40", "slices     236, of 242 tokens"]

@@ -79,15 +79,15 @@ def limits() -> Iterator[str]:
         ("prompts of a request", f"{MAX_PROMPTS}", "400", ""),
         ("texts embedded at once, their numbers", f"{MAX_INPUTS}, {answer_size.MAX_EMBEDDING_NUMBERS:,}", "400", ""),
         ("messages, parts of one", f"{chat_messages.MAX_MESSAGES:,}, {chat_messages.MAX_PARTS:,}", "400", ""),
-        ("pictures of a request, where the model sees", f"{config.max_images}", "400", "`--max-images`"),
-        ("pixels of a picture; of a side", f"{config.max_image_pixels:,}; {decode.MAX_IMAGE_SIDE:,}", "400",
+        ("images of a request, where the model sees", f"{config.max_images}", "400", "`--max-images`"),
+        ("pixels of an image; of a side", f"{config.max_image_pixels:,}; {decode.MAX_IMAGE_SIDE:,}", "400",
          "`--max-image-pixels`"),
-        ("files of a request's pictures; the same prepared", f"{bytes_of(config.max_image_bytes)}; "
+        ("files of a request's images; the same prepared", f"{bytes_of(config.max_image_bytes)}; "
          f"{bytes_of(columns.MAX_PIXEL_BYTES)}", "400", "`--max-image-bytes`"),
         ("scans of a JPEG; chunks of a PNG or WebP; blocks of a GIF", f"{headers.MAX_SCANS}; "
          f"{headers.MAX_BLOCKS:,}; {headers.MAX_GIF_BLOCKS:,}", "400", ""),
-        ("requests whose pictures wait to be decoded", f"{loader.MAX_WAITING}", "503", ""),
-        ("pictures of all requests under way, prepared", bytes_of(pixel_store.MAX_PIXEL_BYTES), "503", ""),
+        ("requests whose images wait to be decoded", f"{loader.MAX_WAITING}", "503", ""),
+        ("images of all requests under way, prepared", bytes_of(pixel_store.MAX_PIXEL_BYTES), "503", ""),
         ("`n`, `best_of`; beams", f"{sampling_params.MAX_N}; {sampling_params.MAX_BEAM_WIDTH}", "400",
         "`--max-num-seqs`"),
         ("`logprobs`, `top_logprobs`, `prompt_logprobs`", f"{sampling_params.MAX_LOGPROBS}", "400", "`--max-logprobs`"),
@@ -109,7 +109,7 @@ def limits() -> Iterator[str]:
          f"{bytes_of(store.MAX_CONVERSATION)}", "the oldest go; 400", "`--store-responses`"),
         ("conversations that wait for the chat template", f"{input_processor.MAX_WAITING}", "503", ""),
         ("log-probabilities in all answers under way", f"{answer_size.MAX_HELD_LOGPROBS:,}", "503", ""),
-        ("a request's body", f"{bytes_of(guards.MAX_BODY)}, and what pictures may take in base64, "
+        ("a request's body", f"{bytes_of(guards.MAX_BODY)}, and what images may take in base64, "
          f"within {guards.BODY_SECONDS:g} s", "413, 408", ""),
         ("values of a body: commas; colons and opening brackets; backslashes", f"{guards.MAX_COMMAS:,}; "
          f"{guards.MAX_COLONS_AND_BRACKETS:,}; {guards.MAX_BACKSLASHES:,}; more for a model of more tokens", "413", ""),

@@ -46,7 +46,7 @@ def check(tiling: ImageTiling, medium: ImageItem, pixels: ImagePixels) -> None:
 
 
 def refused(tiling: ImageTiling, medium: ImageItem, pixels: ImagePixels) -> str:
-    with pytest.raises(InputError, match="picture 0") as caught:
+    with pytest.raises(InputError, match="image 0") as caught:
         check(tiling, medium, pixels)
     assert len(str(caught.value)) < 300
     return str(caught.value)
@@ -59,7 +59,7 @@ def test_what_is_cut_as_it_is_passes_and_nothing_else_does(tiling: ImageTiling) 
         check(tiling, medium, pixels)
         for field, value in product(("num_tokens", "num_embeds", "num_parts"), FAR):
             if value != getattr(medium, field):
-                assert "cut as it is, it has" in refused(tiling, medium._replace(**{field: value}), pixels)
+                assert "with its tile grid it must have" in refused(tiling, medium._replace(**{field: value}), pixels)
         for at, value in product(range(4), FAR):
             sides = (*pixels.shape[:at], value, *pixels.shape[at + 1 :])
             if sides != pixels.shape:
@@ -73,7 +73,7 @@ def test_what_is_cut_as_it_is_passes_and_nothing_else_does(tiling: ImageTiling) 
     grids += [(*pixels.grid[:at], value, *pixels.grid[at + 1 :]) for at, value in far]
     for grid in grids:
         if grid != pixels.grid:
-            assert "is cut as" in refused(tiling, medium, pixels._replace(grid=grid))
+            assert "has the tile grid" in refused(tiling, medium, pixels._replace(grid=grid))
 
 
 def test_several_pictures_are_seen_as_one_only_where_neighbours_are() -> None:
@@ -88,7 +88,7 @@ def test_several_pictures_are_seen_as_one_only_where_neighbours_are() -> None:
         joined = ImagePixels(KEY, shape, pixels.data + more.data, (*pixels.grid, *more.grid))
         if isinstance(tiling, FittedCanvasTiling):
             check(tiling, both, joined)
-            assert "cut as it is" in refused(tiling, medium, joined)
-            assert "is cut as" in refused(replace(tiling, max_tiles=1), both, joined)
+            assert "with its tile grid" in refused(tiling, medium, joined)
+            assert "has the tile grid" in refused(replace(tiling, max_tiles=1), both, joined)
         else:
-            assert "is cut as" in refused(tiling, both, joined)
+            assert "has the tile grid" in refused(tiling, both, joined)

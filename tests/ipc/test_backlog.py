@@ -109,7 +109,7 @@ def test_a_front_that_lags_is_not_left(monkeypatch: pytest.MonkeyPatch, caplog: 
         [frame] = frames.decode(front.recv(1 << 18))
         assert read_engine_message(frame) == Reply(1)
         assert not engine._output_buffer
-    assert caplog.text.count("front 3 lags: ") == 2  # before the engine said so and behind it
+    assert caplog.text.count("client 3 lags: ") == 2  # before the engine said so and behind it
 
 
 def test_what_waits_is_not_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_a_front_that_never_reads_is_left_in_the_end(
             engine.send(stepped(*((row, output(0, step)) for row in range(20))))
         assert engine._output_buffer.held_bytes == 0
         assert engine.channel.queued_bytes == 0
-    assert "front 3 is left: more than 300000 bytes wait for it" in caplog.text
+    assert "client 3 is disconnected: more than 300000 bytes wait for it" in caplog.text
 
 
 def test_the_text_before_an_abort_is_read() -> None:

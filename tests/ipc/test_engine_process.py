@@ -197,7 +197,7 @@ def test_what_is_no_frame_closes_the_connection(data: bytes, why: str, caplog: p
         ours.sendall(data)
         reader.join(30)
         assert ours.recv(100) == b""
-    assert "front 3 is left: " in caplog.text
+    assert "client 3 is disconnected: " in caplog.text
     assert why in caplog.text
     host.enqueue.assert_called_once()  # that it left
 

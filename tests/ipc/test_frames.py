@@ -171,11 +171,11 @@ def test_what_fronts_send(message: Any) -> None:
         ([ImageItem(CAT, 1, 0, 2)], SEEN[:1], "can't be in a prompt"),
         ([ImageItem(CAT, 1, 1, 2, 0)], SEEN[:1], "can't be in a prompt"),
         ([ImageItem(CAT, 1, 2, 2), ImageItem(DOG, 2, 1, 1)], SEEN, "can't be in a prompt of 4 tokens, from 3 on"),
-        ([ImageItem(CAT, 1, 2, 2)], SEEN, "those of 2 pictures are announced, and there are 1"),
-        ([ImageItem(CAT, 1, 2, 2)], SEEN[1:], "some are of no picture"),
-        ([ImageItem(CAT, 0, 2, 2), ImageItem(DOG, 2, 1, 1)], SEEN[:1] * 2, "of one twice"),
-        ([ImageItem(CAT, 1, 2, 2)], [SEEN[0]._replace(shape=(1, 2, 3, 2))], "are no picture of the shape"),
-        ([ImageItem(CAT, 1, 2, 2)], [SEEN[0]._replace(grid=(1,) * 4097)], "are no picture of the shape"),
+        ([ImageItem(CAT, 1, 2, 2)], SEEN, "those of 2 images are announced, and the requests have 1"),
+        ([ImageItem(CAT, 1, 2, 2)], SEEN[1:], "some belong to no image"),
+        ([ImageItem(CAT, 0, 2, 2), ImageItem(DOG, 2, 1, 1)], SEEN[:1] * 2, "two belong to the same image"),
+        ([ImageItem(CAT, 1, 2, 2)], [SEEN[0]._replace(shape=(1, 2, 3, 2))], "are no image of the shape"),
+        ([ImageItem(CAT, 1, 2, 2)], [SEEN[0]._replace(grid=(1,) * 4097)], "are no image of the shape"),
     ],
 )
 def test_pictures_that_no_front_sends(media: list[ImageItem], pixels: Sequence[ImagePixels], why: str) -> None:

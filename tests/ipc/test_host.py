@@ -179,7 +179,7 @@ def test_refused_requests_leave_no_pictures() -> None:
     )
     told.turns(*[(0, message) for message in bad])
     assert [str(answer.error)[:20] for answer in told.answers()] == [
-        "the pixels of a pict", "there are 17 prompts", "prompt token 1 is 10", "the pixels of a pict",
+        "the pixels of an ima", "there are 17 prompts", "prompt token 1 is 10", "the pixels of an ima",
     ]  # fmt: skip
     assert told.host.pixels.total_bytes == len(told.host.pixels) == 0
     told.host.pixels.max_bytes = 20
@@ -242,7 +242,7 @@ def test_all_of_the_room_can_be_used() -> None:
 def test_it_is_bounded() -> None:
     held = PixelStore(max_bytes=30)
     held.incref(pixels(1, 2))
-    with pytest.raises(Overloaded, match="have 24 bytes; with the 12 of this one they are more than 30"):
+    with pytest.raises(Overloaded, match="have 24 bytes; with the 12 of this request they exceed 30"):
         held.incref(pixels(1, 3))
     held.incref(pixels(1))
     assert (len(held), held.total_bytes) == (2, 24)

@@ -127,5 +127,5 @@ def test_a_key_in_use_brings_no_other_pixels_in(seeing: BuiltEngine) -> None:
     assert fronts.ask(asked, pixels) is None
     error = fronts.ask(other._replace(**liar), (wider[0]._replace(key=key),))
     assert isinstance(error, InputError)
-    assert "cut as it is" in str(error)
+    assert "with its tile grid" in str(error)
     assert len(fronts.tokens(asked.number)) == 6

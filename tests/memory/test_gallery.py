@@ -209,11 +209,11 @@ def test_where_tokens_attend_both_ways_a_prompt_is_computed_in_one_step() -> Non
 
 def test_what_has_no_place_is_refused() -> None:
     blind = Served(memory(ModelSpec("echo", (SELF,), 64, 256, 8, 1, 8, 1)))
-    with pytest.raises(InputError, match="1 pictures, and the model"):
+    with pytest.raises(InputError, match="1 images, and this model"):
         blind.add("a", prompt(), picture(0, 2))
     served = Served(memory())
     for wrong in ([picture(0, 20)], [picture(0, 2), picture(1, 8)], [picture(0, 2, 8, rows=4)]):
-        with pytest.raises(InputError, match="picture"):
+        with pytest.raises(InputError, match="image"):
             served.add("a", prompt(), *wrong)
     with pytest.raises(PromptTooLong):  # more pages than a table of 8 pictures has
         Served(memory(max_images=1)).add("a", prompt(60), *(picture(i, 10 * i) for i in range(5)))
@@ -307,7 +307,7 @@ def test_who_is_aborted_between_a_step_that_came_to_nothing_and_the_next_is_not_
 def test_pictures_without_pixels_are_refused_unless_the_runner_has_them() -> None:
     served = Served(memory())
     for _ in range(2):
-        with pytest.raises(InputError, match="pixels of a picture are missing"):
+        with pytest.raises(InputError, match="the pixels of image 0 are missing"):
             served.engine.add("a", prompt(), SamplingParams(max_tokens=2), images=(picture(0, 2),))
         assert not served.engine.requests
     served.add("b", prompt(), picture(0, 2))

@@ -91,7 +91,7 @@ BUGS: dict[str, Bug] = {
         "if self.total_bytes + size > self.max_bytes:",
         "if self.total_bytes + size >= self.max_bytes:",
         "tests/ipc/test_host.py::test_all_of_the_room_can_be_used",
-        r"Overloaded: the pictures of requests under way have 12 bytes; with the 12 of this one they are more than 24",
+        r"Overloaded: the images of requests under way have 12 bytes; with the 12 of this request they exceed 24",
     ),
     "ids of requests that died with an engine stay in use": bug(
         "ipc/engine_client.py",

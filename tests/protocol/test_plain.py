@@ -25,9 +25,9 @@ def test_parameters_are_said_once_a_request_not_once_a_fork() -> None:
     engine.add("b", [4, 5], SamplingParams(beam_width=4, allowed_token_ids=allowed, max_tokens=8))
     while engine.has_unfinished_requests:
         engine.step()
-    births = [birth for plan in sent for birth in plan.new_slots]
-    assert sum(birth.parent_slot >= 0 for birth in births) > 10
-    assert sum(birth.sampling is not None for birth in births) == 2
+    slot_inits = [init for plan in sent for init in plan.new_slots]
+    assert sum(init.parent_slot >= 0 for init in slot_inits) > 10
+    assert sum(init.sampling is not None for init in slot_inits) == 2
 
 
 def test_what_the_device_must_know_of_parameters() -> None:

@@ -50,7 +50,7 @@ samplings = st.builds(
 )  # fmt: skip
 counts = st.integers(0, 2**32 - 1)
 media = st.builds(ImageItem, st.binary(min_size=32, max_size=32), counts, counts, counts, counts)
-births = st.builds(
+slot_inits = st.builds(
     SlotInit,
     small,
     large,
@@ -64,7 +64,7 @@ births = st.builds(
 )
 rows = st.builds(SeqSlice, numbers, runs, numbers, numbers, runs, runs)
 decoding = st.tuples(st.integers(1, 300), st.integers(-1, 999), small).map(lambda t: SeqSlice(t[0], (t[1],), t[2], 1))
-entries = st.one_of(
+page_ops = st.one_of(
     st.builds(TableWrite, numbers, numbers, numbers, runs),
     *(st.builds(kind.op_type, *[numbers] * kind.num_ints) for kind in PAGE_OP_FORMATS[1:]),
 )
@@ -81,7 +81,7 @@ def some(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]
 masks = st.integers(0, 3).flatmap(
     lambda words: some(st.builds(TokenBitmask, numbers, st.binary(min_size=4 * words, max_size=4 * words)))
 )
-plans = st.builds(StepPlan, some(births), some(entries), some(rows) | some(decoding), some(entries), masks)
+plans = st.builds(StepPlan, some(slot_inits), some(page_ops), some(rows) | some(decoding), some(page_ops), masks)
 results = st.builds(StepResult, some(samples) | some(drawn), floats)
 
 
@@ -157,7 +157,7 @@ def test_small_steps_are_small() -> None:
 
 
 GOLDEN = (
-    "07 01 00000000 00000000 02000000 00000000 00000000"  # version, a plan; no births, no entries, two rows, ...
+    "07 01 00000000 00000000 02000000 00000000 00000000"  # version, a plan; no new slots, no page ops, two slices, ...
     " 69 01 00 00 08000000"  # numbers of 4 bytes; a token a row, no scores, no drafts; eight numbers
     " 01000000 02000000  03000000 04000000  e8030000 00000000  ffffffff 07000000"  # samples, slots, starts, tokens
 )
@@ -219,6 +219,21 @@ def test_rows_that_are_none_are_refused(head: tuple[Any, ...], numbers: tuple[in
     )
     with pytest.raises(WireError, match=f"rows at byte .*: {why}"):
         decode_frame(begun + said)
+
+
+@pytest.mark.parametrize(
+    ("code", "numbers", "why"),
+    [
+        (99, (), "page op kinds at byte 22: 99 is no kind of page operation"),
+        (1, (0, 5), "page op numbers at byte 36: page operation 0 goes beyond the 2 that there are"),
+        (1, (0, 5, 6, 7), "page op numbers at byte 44: 1 belong to no page operation"),
+    ],
+)
+def test_page_operations_that_are_none_are_refused(code: int, numbers: tuple[int, ...], why: str) -> None:
+    frame = wire.HEAD.pack(VERSION, wire.PLAN) + wire.PLAN_HEAD.pack(0, 1, 0, 0, 0)
+    frame += bytes([code]) + struct.pack(f"<Ic{len(numbers)}i", len(numbers), b"i", *numbers)
+    with pytest.raises(WireError, match=why):
+        decode_frame(frame)
 
 
 @pytest.mark.parametrize(

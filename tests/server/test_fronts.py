@@ -211,7 +211,7 @@ def test_a_stopped_front_is_named_and_not_well(server: Server) -> None:
     wait_until(lambda: health() == {200}, "all fronts are well")
     stop(server.fronts[0])
     try:
-        wait_until(lambda: "front 1 has not been heard of" in server.text, "the stopped front is named")
+        wait_until(lambda: "the engine's client 1 has not been heard of" in server.text, "the stopped front is named")
         wait_until(lambda: health() == {503}, "no front is well")
     finally:
         server.fronts[0].resume()
@@ -276,8 +276,8 @@ def streams(server: Server, many: list[httpx.Client], body: dict[str, object]) -
 @pytest.mark.parametrize(
     ("victim", "status", "said"),
     [
-        ("front", 1, "front 2 was ended by signal 9 (SIGKILL): the server ends"),
-        ("first", -signal.SIGKILL, "front 1: the first front is gone: the server ends"),
+        ("front", 1, "frontend 2 was ended by signal 9 (SIGKILL): the server ends"),
+        ("first", -signal.SIGKILL, "frontend 1: the first frontend is gone: the server ends"),
         ("engine", 1, "the engine stopped: its process was ended by signal 9 (SIGKILL)"),
     ],
 )
@@ -312,14 +312,14 @@ def test_all_fronts_drain(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("import os; os._exit(7)", "front 1 ended with status 7 at start. What it wrote"),
+        ("import os; os._exit(7)", "frontend 1 ended with status 7 at start. What it wrote"),
         (
             "import socket, sys; from quire.server.control_channel import receive_blocking, send_blocking; "
             "s = socket.socket(fileno=int(sys.argv[1])); receive_blocking(s); "
             "send_blocking(s, 'failed', {'text': 'no ' + sys.argv[2], 'remedy': 'Mend it'})",
-            r"front 1 can't start: no \d+. Mend it",
+            r"frontend 1 can't start: no \d+. Mend it",
         ),
-        ("import time; time.sleep(60)", "front 1 was not ready within 0.5 s"),
+        ("import time; time.sleep(60)", "frontend 1 was not ready within 0.5 s"),
     ],
 )
 def test_a_front_that_cannot_start_is_named(program: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, {"role": "assistant", "content": [{**USE, "name": "a b"}]}, HISTORY[3]]},
      "messages[1].content[0].name must have"),
     ({"messages": [USER, {"role": "user", "content": [{"type": "text", "text": "a"}, PICTURE]}]},
-     "messages[1].content[1].source is a picture, and this model reads only text"),
+     "messages[1].content[1].source is an image, and this model reads only text"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}]},
      "messages[0].content[0].source.type is 'url'"),
     ({"system": 5}, "system must be a string or a list of blocks"),

@@ -113,7 +113,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no pixels": (part(uri(png_of(0, 5))), "0 x 5 pixels"),
     "a bomb": (part(uri(png_of(100_000, 100_000))), "100000 x 100000 pixels"),
     "too small for the model": (part(uri(written(drawn(2, 2)))), "must have 4 pixels a side"),
-    "too many tokens": (part(uri(written(drawn(64, 64)))), "262 of them for 2 pictures, but the model holds 256"),
+    "too many tokens": (part(uri(written(drawn(64, 64)))), "262 of them for 2 images, but the model holds 256"),
     "a number": (part(5), "must be a data: URI, got int"),
     "another kind": ({"type": "video_url", "video_url": {"url": "data:"}}, "'text' and 'image_url' are supported"),
 }
@@ -137,7 +137,7 @@ def test_the_first_picture_that_has_no_room_is_named(served: Served) -> None:
     assert error["message"].startswith("with messages[1].content[0].image_url the prompt has 3"), error
     assert error["param"] == "messages[1].content[0].image_url"
     error = refusal(served, talk(*[part()] * 4))
-    assert error["message"] == "messages[0].content[4].image_url is one of 4 pictures; the limit is 3 (--max-images)"
+    assert error["message"] == "messages[0].content[4].image_url is one of 4 images; the limit is 3 (--max-images)"
     assert error["param"] == "messages[0].content[4].image_url"
     body = {"prompt": "a " * 300 + "<image>", "multi_modal_data": {"image": URL}}
     error = refusal(served, body, ONE)
@@ -153,7 +153,7 @@ def test_places_that_do_not_match(served: Served) -> None:
         assert answer["choices"][0]["prompt_token_ids"].count(END) == 1
         assert answer["usage"]["prompt_tokens"] == len(answer["choices"][0]["prompt_token_ids"])
     two = {**given, "prompt": ["<image>", "<image>"]}
-    assert "pictures go with one prompt" in served.http.post(ONE, json=two).json()["error"]["message"]
+    assert "images go with one prompt" in served.http.post(ONE, json=two).json()["error"]["message"]
     for body, param in (
         ({"prompt": [PICTURE]}, "prompt"),
         ({"prompt": [END]}, "prompt"),
@@ -179,10 +179,10 @@ def test_a_template_that_leaves_pictures_out(caplog: pytest.LogCaptureFixture) -
         assert not noted.media
         given = {"prompt": "<image>", "max_tokens": 3, "multi_modal_data": {"image": URL}}
         assert http.post(ONE, json=given).status_code == 200
-    assert any(", 1 pictures; " in record.getMessage() for record in caplog.records)
+    assert any(", 1 images; " in record.getMessage() for record in caplog.records)
     assert "base64" not in caplog.text
     assert error["param"] == "messages[0].content[1].image_url"
-    assert error["message"].endswith("1 pictures are given: messages[0].content[1].image_url has none")
+    assert error["message"].endswith("1 images are given: messages[0].content[1].image_url has none")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ZeroDivisionError, struct.error, KeyError, RecursionError])
@@ -234,7 +234,7 @@ def test_a_model_that_reads_only_text(http: httpx.Client) -> None:
 def test_bodies_may_hold_pictures(served: Served) -> None:
     """As many bytes of them as the limits say, and texts as ever beside them; also where slashes are escaped."""
     most = 1 << 24
-    for size, says in ((most, "it is no PNG"), (most + 3, "pictures may have 16777216 bytes")):
+    for size, says in ((most, "it is no PNG"), (most + 3, "images may have 16777216 bytes")):
         text = json.dumps(talk(part(uri((bytes(range(256)) * (1 << 17))[:size])))).replace(
             "/", "\\/" if size == most else "/"
         )

@@ -166,7 +166,7 @@ def test_what_is_no_frame_ends_it(data: bytes, caplog: pytest.LogCaptureFixture)
         ours.sendall(data)
         asyncio.run(work(theirs))
         assert ours.recv(10) == b""
-    assert "another front sent an invalid frame" in caplog.text
+    assert "another frontend sent an invalid frame" in caplog.text
     with pair() as (ours, theirs):
         ours.sendall(data)
         with pytest.raises(WireError):

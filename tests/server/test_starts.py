@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from served_process import COMMAND, served
 
-SINGLE = "Only an engine with one front is started again"
+SINGLE = "Only an engine with one frontend can be started again"
 
 
 @pytest.mark.parametrize("tp", [1, 2])

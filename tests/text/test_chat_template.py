@@ -212,7 +212,7 @@ def test_the_output_is_bounded_in_bytes() -> None:
         ([{"role": "user", "content": 7}], "got int"),
         ([{"role": "user", "content": []}], "1 to 1024 parts, got 0"),
         ([{"role": "user", "content": ["a"]}], r"content\[0\] must be an object"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url is a picture, and this model reads"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url is an image, and this model reads"),
         ([{"role": "user", "content": [{"type": "video_url"}]}], "'video_url'; only 'text' is supported"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "text must be a string, got int"),
         ([{"role": "user", "content": "a", "name": 5}], "name must be a string"),

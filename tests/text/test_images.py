@@ -140,7 +140,7 @@ def test_sizes_at_the_limit() -> None:
 def test_moving_pictures_are_refused(format: str) -> None:
     frames = [Image.new("RGB", (4, 4), color) for color in (RED, BLUE)]
     data = written(frames[0], format, save_all=True, append_images=frames[1:])
-    with pytest.raises(InputError, match="it is animated; only still pictures are supported"):
+    with pytest.raises(InputError, match="it is animated; only still images are supported"):
         decode_file(data, LIMITS, AT)
 
 
@@ -155,7 +155,7 @@ def test_a_gif_of_very_many_frames_is_refused_before_any_is_drawn() -> None:
 def test_a_gif_may_not_say_less_than_it_is() -> None:
     data = bytearray(written(Image.new("P", (64, 64)), "GIF"))
     data[6:10] = bytes((2, 0, 2, 0))
-    with pytest.raises(InputError, match="its picture is larger than its header says"):
+    with pytest.raises(InputError, match="its image is larger than its header says"):
         decode_file(bytes(data), LIMITS, AT)
 
 
@@ -241,7 +241,7 @@ def test_base64_that_is_none(wrong: str) -> None:
 
 def test_base64_is_bounded_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode.binascii, "a2b_base64", lambda *_, **__: pytest.fail("it was decoded"))
-    with pytest.raises(InputError, match="has 16 characters of base64; pictures may have 9 bytes"):
+    with pytest.raises(InputError, match="has 16 characters of base64; images may have 9 bytes"):
         read_data_uri(uri(bytes(10)), ImageLimits(bytes=9), AT)
 
 

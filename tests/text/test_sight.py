@@ -102,18 +102,18 @@ def test_what_is_no_picture(source: Any, says: str) -> None:
 
 def test_every_header_is_read_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sights, "decode_image", lambda *_: pytest.fail("it was decoded"))
-    with pytest.raises(InputError, match=r"image\[1\] is a picture of 9000 x 9000"):
+    with pytest.raises(InputError, match=r"image\[1\] is an image of 9000 x 9000"):
         see(PNG, png_of(9000, 9000))
 
 
 def test_limits_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(see(*[PNG] * 3, count=3, bytes=3 * len(PNG))) == 3
-    with pytest.raises(InputError, match=r"image\[3\] is one of 4 pictures; the limit is 3 \(--max-images\)"):
+    with pytest.raises(InputError, match=r"image\[3\] is one of 4 images; the limit is 3 \(--max-images\)"):
         see(*[PNG] * 4, count=3)
-    with pytest.raises(InputError, match=rf"image\[2\] the request's pictures have {3 * len(PNG)} bytes"):
+    with pytest.raises(InputError, match=rf"image\[2\] the request's images have {3 * len(PNG)} bytes"):
         see(*[PNG] * 3, bytes=3 * len(PNG) - 1)
     monkeypatch.setattr(sights, "MAX_PIXEL_BYTES", 400)
-    with pytest.raises(InputError, match=r"with image\[2\] the request's pictures have 576 bytes, prepared"):
+    with pytest.raises(InputError, match=r"with image\[2\] the request's images have 576 bytes, prepared"):
         see(*[PNG] * 3)
 
 
@@ -151,7 +151,7 @@ def test_who_is_cancelled_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
         more = looks([np.zeros((8, 8, 3), np.uint8) for _ in range(3)])  # beside the two whose threads go on
         await wait_until_async(lambda: any(task.done() for task in more), "one is refused")
         [refused] = [task for task in more if task.done()]
-        with pytest.raises(Overloaded, match="the pictures of 4 requests wait"):
+        with pytest.raises(Overloaded, match="the images of 4 requests wait"):
             refused.result()
         go.set()
         assert sum(isinstance(found, list) for found in await asyncio.gather(*more, return_exceptions=True)) == 2
@@ -177,11 +177,11 @@ def test_pictures_take_their_places() -> None:
 @pytest.mark.parametrize(
     ("ids", "number", "says"),
     [
-        ([5], 1, "has 0 places for pictures .* and 1 pictures are given"),
-        ([PICTURE], 0, "has 1 places for pictures .* and 0 pictures are given"),
-        ([PICTURE] * 3, 2, "has 3 places for pictures"),
-        ([PICTURE, END], 1, f"prompt token {END} stands for a part of a picture"),
-        ([END], 0, f"prompt token {END} stands for a part of a picture"),
+        ([5], 1, "has 0 image placeholders .* and 1 images are given"),
+        ([PICTURE], 0, "has 1 image placeholders .* and 0 images are given"),
+        ([PICTURE] * 3, 2, "has 3 image placeholders"),
+        ([PICTURE, END], 1, f"prompt token {END} stands for a part of an image"),
+        ([END], 0, f"prompt token {END} stands for a part of an image"),
         ([PICTURE, "a"], 1, "prompt token 1 is 'a'"),
         ([PICTURE, []], 1, r"prompt token 1 is \[\]"),
         ([PICTURE, float(PICTURE)], 2, "prompt token 1 is"),
@@ -194,7 +194,7 @@ def test_places_must_match_pictures(ids: list[Any], number: int, says: str) -> N
 
 def test_more_picture_tokens_than_fit() -> None:
     prompts = seeing.prompts()
-    with pytest.raises(PromptTooLong, match=r"has 258 tokens, 257 of them for 1 pictures, but the model holds 256"):
+    with pytest.raises(PromptTooLong, match=r"has 258 tokens, 257 of them for 1 images, but the model holds 256"):
         prompts.process_prompt({"prompt_token_ids": [5, PICTURE], "multi_modal_data": {"image": drawn(64, 64)}})
 
 
@@ -214,13 +214,13 @@ def test_multi_modal_data_of_other_kinds(data: Any, says: str) -> None:
 def test_what_else_pictures_may_not_do() -> None:
     prompts = seeing.prompts()
     given = {"prompt": "<image>", "multi_modal_data": {"image": PNG}}
-    with pytest.raises(InputError, match="a registered prefix can't have pictures"):
+    with pytest.raises(InputError, match="a registered prefix can't have images"):
         prompts.process_prefix("name", given)
-    with pytest.raises(InputError, match="a prompt with pictures can't be cut"):
+    with pytest.raises(InputError, match="a prompt with images can't be truncated"):
         asyncio.run(
             prompts.process_prompts(["a <image>"], True, prompts.make_truncation(3, False, 1), [ImageSource("a", PNG)])
         )
-    with pytest.raises(InputError, match="pictures go with one prompt, and there are 2"):
+    with pytest.raises(InputError, match="images go with one prompt, and there are 2 prompts"):
         asyncio.run(prompts.process_prompts(["<image>", "<image>"], True, None, [ImageSource("a", PNG)]))
 
 
@@ -228,7 +228,7 @@ def test_a_model_that_reads_only_text() -> None:
     prompts = seeing.prompts()
     prompts.image_loader = None
     given = {"prompt": "a", "multi_modal_data": {"image": PNG}}
-    with pytest.raises(InputError, match=r"multi_modal_data.image is a picture, and this model reads only text"):
+    with pytest.raises(InputError, match=r"multi_modal_data.image is an image, and this model reads only text"):
         prompts.process_prompt(given)
     with pytest.raises(InputError, match="reads only text"):
         asyncio.run(prompts.process_prompt_async(given))
@@ -290,7 +290,7 @@ def test_messages_can_be_continued() -> None:
         found = chat.render_parsed(read_messages(said, Dots()), Dots(), False, True)
         assert found.endswith("It is")
         assert "what is it" in found
-    with pytest.raises(InputError, match="the last message ends with a picture"):
+    with pytest.raises(InputError, match="the last message ends with an image"):
         ChatTemplate(BOTH, {}).render_parsed(read_messages([user(image())], Dots()), Dots(), False, True)
 
 
@@ -334,10 +334,10 @@ def test_text_that_looks_like_a_picture_s_place_is_text(said: str) -> None:
         (user(text("a"), image(detail="huge")), AT + r"\.image_url\.detail is 'huge'"),
         (user(text("a"), {"type": "input_audio"}), "'input_audio'; 'text' and 'image_url' are supported"),
         (user(text("a"), {"type": "image"}), "'image'; 'text' and 'image_url' are supported"),
-        ({"role": "system", "content": [image()]}, "of the role 'system'; only those of 'user' may have pictures"),
+        ({"role": "system", "content": [image()]}, "of the role 'system'; only those of 'user' may have images"),
         ({"role": "assistant", "content": [image()]}, "of the role 'assistant'"),
-        (user(text("<ima"), text("ge>"), image()), "the prompt has 2 places for pictures"),
-        (user(*[image()] * 9), r"content\[8\]\.image_url is one of 9 pictures; the limit is 8"),
+        (user(text("<ima"), text("ge>"), image()), "the prompt has 2 image placeholders"),
+        (user(*[image()] * 9), r"content\[8\]\.image_url is one of 9 images; the limit is 8"),
     ],
 )
 def test_bad_parts_are_named(message: dict[str, Any], says: str) -> None:

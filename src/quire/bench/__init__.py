@@ -42,8 +42,8 @@ Run = Callable[[argparse.Namespace], list[dict[str, Any]]]
 
 
 class Entry(NamedTuple):
-    """The functions of a measurement: `run` measures, `show` formats the results as a table, `flags` adds arguments of
-    its own. `more` are further fields of the document."""
+    """The functions of a measurement: `run` measures, `show` formats the results as a table, `flags` adds command-line
+    arguments. `more` returns further fields of the document."""
 
     about: str
     run: Run
@@ -68,9 +68,9 @@ def main(args: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="quire bench", description="Measure.", allow_abbrev=False)
+    parser = Parser(prog="quire bench", description="Measure this engine or a server.", allow_abbrev=False)
     entries = parser.add_subparsers(dest="entry", metavar="NAME", parser_class=Parser)
-    entries.add_parser("list", help="show what there is to measure")
+    entries.add_parser("list", help="list the measurements")
     for name, entry in ENTRIES.items():
         sub = entries.add_parser(name, help=entry.about, description=entry.about, allow_abbrev=False)
         entry.flags(sub)
@@ -88,11 +88,17 @@ def _workload_flags(default: str) -> Callable[[argparse.ArgumentParser], None]:
                            help="requests of a file, JSONL or ShareGPT's JSON; may be given repeatedly")  # fmt: skip
         group.add_argument("--trace-requests", type=int, metavar="N", help="only the first N of each trace")
         group.add_argument("--repeat", type=int, default=3, metavar="N", help="measured runs (default: %(default)s)")
-        group.add_argument("--warmup", type=int, default=1, metavar="N", help="runs before them (default: %(default)s)")
+        group.add_argument("--warmup", type=int, default=1, metavar="N", help="warm-up runs (default: %(default)s)")
         group.add_argument("--n", type=int, default=1, metavar="N", help="sequences of each request (default: 1)")
-        group.add_argument("--best-of", type=int, metavar="N", help="sequences that the n best are taken from")
-        group.add_argument("--beam-width", type=int, metavar="N", help="beam search of so many beams")
-        group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
+        group.add_argument("--best-of", type=int, metavar="N", help="sequences from which the n best are selected")
+        group.add_argument("--beam-width", type=int, metavar="N", help="beam search with N beams")
+        group.add_argument(
+            "--temperature",
+            type=float,
+            default=0.0,
+            metavar="X",
+            help="sampling temperature; 0, the default, is greedy",
+        )
         parser.set_defaults(default_workload=default)
 
     return add
@@ -101,33 +107,33 @@ def _workload_flags(default: str) -> Callable[[argparse.ArgumentParser], None]:
 def _serve_flags(parser: argparse.ArgumentParser) -> None:
     _workload_flags("sharegpt@64")(parser)
     group = parser.add_argument_group("service")
-    group.add_argument("--arrivals", metavar="HOW", help=f"when requests come: {arrivals.EXPECTED}")
+    group.add_argument("--arrivals", metavar="HOW", help=f"arrival times: {arrivals.EXPECTED}")
     group.add_argument("--rate", type=float, metavar="X", help="the same as --arrivals poisson:X; inf: all at once")
     group.add_argument("--concurrency", type=int, default=8, metavar="N",
-                       help="without either, and without a trace's own times: requests under way at any time "
+                       help="concurrent requests, if neither option nor a trace gives arrival times "
                             "(default: %(default)s)")  # fmt: skip
-    group.add_argument("--url", metavar="URL", help="measure the OpenAI-compatible server there, not an engine here")
+    group.add_argument("--url", metavar="URL", help="measure the OpenAI-compatible server at URL, not a local engine")
     group.add_argument("--vocab-size", type=int, default=1024, metavar="N",
-                       help="with --url: prompts are made of token ids below N (default: %(default)s)")  # fmt: skip
+                       help="with --url: prompts contain token ids below N (default: %(default)s)")  # fmt: skip
     group.add_argument("--clients", type=int, metavar="N",
-                       help="with --url: processes that send requests and time answers (default: one for each "
-                            f"{EACH} requests at once, on at most half of the cores)")  # fmt: skip
+                       help="with --url: processes that send requests and time responses (default: one for each "
+                            f"{EACH} concurrent requests, at most half the number of cores)")  # fmt: skip
     group.add_argument("--prompts", choices=("ids", "text"), default="ids",
                        help="with --url: send prompts as token ids (the default), or as the text that --tokenizer or "
                             "the model's decodes them to, whose tokens the server counts")  # fmt: skip
     group.add_argument("--chunk-usage", action="store_true",
-                       help="with --url: ask for the tokens so far in each chunk, to share the time between chunks "
-                            "that bring several by what each brought")  # fmt: skip
+                       help="with --url: request the number of tokens so far in each chunk, to divide the time between "
+                            "chunks by the tokens of each")  # fmt: skip
     group.add_argument(
         "--watch-memory",
         type=float,
         metavar="S",
-        help="with --url: look every S seconds at what the server says of its memory, by layer type",
+        help="with --url: sample the server's memory metrics every S seconds, by layer type",
     )
 
 
 def _traced(run: Run) -> Run:
-    """`run` with the traces of --trace among its workloads."""
+    """Return a `run` that measures the traces of --trace along with the workloads."""
 
     def with_traces(args: argparse.Namespace) -> list[dict[str, Any]]:
         args.workload = [*(args.workload or []), *traces.given(args)]
@@ -187,7 +193,7 @@ def _histories_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from quire.bench import cpu_kernels, kernels  # which need torch, as the other entries don't before they run
+    from quire.bench import cpu_kernels, kernels  # both import torch, which the other entries don't need
 
     if cpu_kernels.asked(args.family) and args.tp is args.model_config is None:
         return cpu_kernels.run(args)
@@ -205,13 +211,13 @@ def _kernels_flags(parser: argparse.ArgumentParser) -> None:
                         help="copies, swaps, decodes, ..., or, on a CPU, products, kv; may be given repeatedly "
                              "(default: all of a GPU's)")  # fmt: skip
     parser.add_argument("--tp", type=int, metavar="N",
-                        help="of a GPU: decodes and linears with the sizes of one of N ranks")  # fmt: skip
-    parser.add_argument("--model-config", metavar="NAME", help="of this Llama (default: llama3-8b)")
+                        help="GPU only: decodes and linears with the sizes of one of N ranks")  # fmt: skip
+    parser.add_argument("--model-config", metavar="NAME", help="Llama config of these sizes (default: llama3-8b)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
 def _limits(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from quire.bench import limits  # the same
+    from quire.bench import limits  # imports torch
 
     return limits.run(args)
 
@@ -236,12 +242,12 @@ def _control_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contexts", type=int, nargs="+", metavar="N",
                         help="tokens of each sequence (default: 128 32768)")  # fmt: skip
     parser.add_argument("--beams", type=int, default=0, metavar="WIDTH",
-                        help="requests of so many beams, half of which are re-parented at each step, not sequences; "
-                             "defaults then: 64 of 512 tokens")  # fmt: skip
+                        help="instead of sequences: requests of WIDTH beams, half of them re-parented at each step "
+                             "(default then: 64 requests of 512 tokens)")  # fmt: skip
     parser.add_argument("--groups", type=int, default=1, metavar="N",
                         help="groups of layers, all but the first with windows (default: %(default)s)")  # fmt: skip
     parser.add_argument("--unlike", action="store_true",
-                        help="group i has i times as many layers as the first: pages of unlike sizes")  # fmt: skip
+                        help="group i has i times as many layers as the first, so that page sizes differ")  # fmt: skip
     parser.add_argument("--steps", type=int, default=control.STEPS, metavar="N", help="steps (default: %(default)s)")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
@@ -249,42 +255,42 @@ def _control_flags(parser: argparse.ArgumentParser) -> None:
 ENTRIES: dict[str, Entry] = {
     "throughput": Entry("all requests at once", _traced(runs.throughput), runs.show, _workload_flags("sharegpt@64")),
     "latency": Entry("one request at a time", _traced(runs.latency), runs.show, _workload_flags("fixed:128:128@4")),
-    "serve": Entry("requests that come over time, here or at a server", _traced(_serve), runs.show, _serve_flags),
-    "events": Entry("what rare events cost the control plane", events.run, events.show, events.flags),
+    "serve": Entry(
+        "requests that arrive over time, at a local engine or a server", _traced(_serve), runs.show, _serve_flags
+    ),
+    "events": Entry("the cost of rare events in the control plane", events.run, events.show, events.flags),
     "control": Entry("the cost of scheduling and memory, without a model", control.run, control.show, _control_flags),
-    "allocator": Entry("what a page costs, given out and taken back", allocator.run, allocator.show, allocator.flags),
-    "wire": Entry("plans and results as bytes: their sizes, and what it takes", wire.run, wire.show, wire.flags),
+    "allocator": Entry("the cost of allocating and freeing a page", allocator.run, allocator.show, allocator.flags),
+    "wire": Entry("the size of plans and results, and the time to encode them", wire.run, wire.show, wire.flags),
     "parallel": Entry(
-        "several ranks, all that there is to measure of them", parallel.run, parallel.show, parallel.flags
+        "tensor parallelism: links, exchange, models, starts, failures", parallel.run, parallel.show, parallel.flags
     ),
-    "profile": Entry("where a decode step's time goes on a GPU", profile.run, profile.show, _profile_flags),
+    "profile": Entry("the time of steps on a GPU, by kernel", profile.run, profile.show, _profile_flags),
     "mixed": Entry("steps with a prompt on a GPU, launched and replayed", mixed.run, mixed.show, _mixed_flags),
-    "limits": Entry("what a CPU allows, and where each operation's time goes", _limits, _show_limits, _limits_flags),
-    "kernels": Entry("every kernel beside what the device can do", _kernels, _show_kernels, _kernels_flags),
-    "sights": Entry("what a picture costs, to encode and to decode beside", sights.run, sights.show, _sights_flags),
+    "limits": Entry("the limits of a CPU, and the time of each operation", _limits, _show_limits, _limits_flags),
+    "kernels": Entry("every kernel, compared with the device's ceilings", _kernels, _show_kernels, _kernels_flags),
+    "sights": Entry("the cost of images, to encode and to decode with", sights.run, sights.show, _sights_flags),
     "structured": Entry(
-        "what grammars cost, and forced tokens save", structured.run, structured.show, structured.flags
+        "the cost of grammars, and the gain of forced tokens", structured.run, structured.show, structured.flags
     ),
-    "start": Entry("how long a start takes, to the first token", start.run, start.show, add_engine_flags),
-    "memory": Entry("what memory went into, beside what was planned", memory.run, memory.show, add_engine_flags),
+    "start": Entry("the time of a start, to the first token", start.run, start.show, add_engine_flags),
+    "memory": Entry("the peak use of memory, compared with the plan", memory.run, memory.show, add_engine_flags),
     "preemption": Entry(
-        "what swapping and recomputation cost, for --calibration; --compare: what they gain",
+        "the cost of swapping and recomputation, for --calibration; --compare: their gain",
         preemption.run,
         preemption.show,
         _preemption_flags,
         preemption.costs_of,
     ),
     "calibrate": Entry(
-        "what steps cost, for quire simulate --calibration",
+        "the cost of steps, for quire simulate --calibration",
         calibrate.run,
         calibrate.show,
         _calibrate_flags,
         calibrate.calibration_of,
     ),
-    "beams": Entry(
-        "beam search, copying pages on a write, and all of them at once", beams.run, beams.show, _beams_flags
-    ),
+    "beams": Entry("beam search with copy-on-write pages, and with eager copies", beams.run, beams.show, _beams_flags),
     "histories": Entry(
-        "how beams part, for simulations of beam search", histories.run, histories.show, _histories_flags
+        "histories of beams, for simulations of beam search", histories.run, histories.show, _histories_flags
     ),
 }

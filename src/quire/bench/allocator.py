@@ -20,31 +20,31 @@ from quire.memory.jenga.two_level_pool import TwoLevelPagePool
 from quire.memory.page_pool import PagePool
 
 RATIOS = (3, 1)
-PAGES = 6250  # of each group: 100,000 tokens in pages of 16
+PAGES = 6250  # in each group: 100,000 tokens in pages of 16
 REPEATS = 9
 
 AnyLedger = PagePool | TwoLevelPagePool
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """How often."""
+    """Add the command-line arguments."""
     parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N",
-                        help="take the median of so many (default: %(default)s)")  # fmt: skip
+                        help="repeats, of which the median is reported (default: %(default)s)")  # fmt: skip
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
 def two_level() -> TwoLevelPagePool:
-    """Little more than two groups of PAGES fill."""
+    """Return a pool that two groups of PAGES pages almost fill."""
     return TwoLevelPagePool(RATIOS, PAGES * 4 // 3 + 10)
 
 
 def one_level() -> PagePool:
-    """The same, of groups that have all pages in common."""
+    """Return a pool of pages of one size, shared by all groups."""
     return PagePool([range(1, PAGES * 2 + 10)] * 2)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A result for each ledger and case."""
+    """Return a result for each pool and case."""
     if not 1 <= args.repeats <= 1000:
         raise StartupError(f"--repeats is {args.repeats}", "Give a number from 1 to 1000")
     results = []
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """Microseconds a page."""
+    """Format the microseconds per page as a table."""
     head = ("ledger", "case", "us a page", "others' cores")
     rows = [
         (one["ledger"], one["case"], short(one["us_a_page"]), f"{one['cores_used_by_others']:.2f}") for one in results
@@ -88,7 +88,7 @@ def _filled(ledger: AnyLedger, published: bool) -> list[list[int]]:
 
 
 def steady(ledger: AnyLedger) -> tuple[float, int]:
-    """Decoding: a page of each group for one request after another."""
+    """Decoding: allocate a page of each group for one request after another."""
     began = time.process_time()
     for i in range(PAGES):
         ledger.reserve((1, 1))
@@ -98,7 +98,7 @@ def steady(ledger: AnyLedger) -> tuple[float, int]:
 
 
 def steady_evicting(ledger: AnyLedger) -> tuple[float, int]:
-    """The same where all pages are cached."""
+    """Like `steady`, but all pages are cached and must be evicted."""
     while ledger.can_allocate((PAGES // 2, PAGES // 2)):
         ledger.reserve((PAGES // 2, PAGES // 2))
         for group in (0, 1):
@@ -111,21 +111,21 @@ def steady_evicting(ledger: AnyLedger) -> tuple[float, int]:
 
 
 def bulk(ledger: AnyLedger) -> tuple[float, int]:
-    """A prompt of 100,000 tokens comes in."""
+    """Allocate the pages of a prompt of 100,000 tokens."""
     began = time.process_time()
     _filled(ledger, published=False)
     return time.process_time() - began, 2 * PAGES
 
 
 def bulk_evicting(ledger: AnyLedger) -> tuple[float, int]:
-    """The same where another one's pages are cached."""
+    """Like `bulk`, but the pages of another prompt are cached and must be evicted."""
     ledger.decref_tables(_filled(ledger, published=True))
     ledger.remove_owner(1)
     return bulk(ledger)
 
 
 def release(ledger: AnyLedger) -> tuple[float, int]:
-    """It leaves; its pages stay cached."""
+    """Free the prompt's pages; they stay cached."""
     tables = _filled(ledger, published=True)
     began = time.process_time()
     ledger.decref_tables(tables)
@@ -134,7 +134,7 @@ def release(ledger: AnyLedger) -> tuple[float, int]:
 
 
 def release_uncached(ledger: AnyLedger) -> tuple[float, int]:
-    """It leaves; nothing was published."""
+    """Free the prompt's pages, none of which was cached."""
     tables = _filled(ledger, published=False)
     began = time.process_time()
     ledger.decref_tables(tables)

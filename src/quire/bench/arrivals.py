@@ -1,4 +1,4 @@
-"""Arrivals: when requests come, in seconds from the start, by a name such as "poisson:2"; seeded, and the same for
+"""Arrivals: the times of requests in seconds from the start, by a name such as "poisson:2"; seeded, and the same for
 every engine. PagedAttention (§6.1) uses Poisson arrivals, Jenga (Figure 15) one burst.
 """
 
@@ -13,23 +13,23 @@ import numpy as np
 from quire.errors import StartupError
 
 EXPECTED = "poisson:RATE, uniform:RATE, burst:N@EVERY or ramp:FROM:TO:SECONDS (rates are requests a second)"
-LEAST, MOST = 1e-6, 1e6  # of rates and of seconds
+LEAST, MOST = 1e-6, 1e6  # limits of rates and of seconds
 MAX_BURST = 100_000
 NUMBER = re.compile(r"\d{1,12}(\.\d{1,24})?([eE][+-]?\d{1,2})?", re.ASCII)
 
 
 class Poisson(NamedTuple):
-    """Independent requests, `rate` a second on average."""
+    """Poisson arrivals, `rate` a second on average."""
 
     rate: float
 
     def times(self, count: int, seed: int = 0) -> list[float]:
-        """When each of `count` requests comes: seconds from the start, never decreasing."""
+        """Return the arrival times of `count` requests, in ascending order, in seconds from the start."""
         return poisson(count, self.rate, seed)
 
 
 class Uniform(NamedTuple):
-    """One request every 1 / `rate` seconds, the first at 0."""
+    """One request every 1 / `rate` seconds, the first one at 0."""
 
     rate: float
 
@@ -38,7 +38,7 @@ class Uniform(NamedTuple):
 
 
 class Burst(NamedTuple):
-    """`size` requests at once every `every` seconds, the first ones at 0."""
+    """`size` requests at once every `every` seconds, the first of them at 0."""
 
     size: int
     every: float
@@ -48,23 +48,22 @@ class Burst(NamedTuple):
 
 
 class Ramp(NamedTuple):
-    """Independent requests (Poisson). Their rate goes in a straight line from `first` to `last` within `seconds`, then
-    stays at `last`."""
+    """Poisson arrivals whose rate changes linearly from `first` to `last` within `seconds`, then stays at `last`."""
 
     first: float
     last: float
     seconds: float
 
     def times(self, count: int, seed: int = 0) -> list[float]:
-        """Arrivals of rate 1, moved to where as many requests are expected: the integral of the rate, inverted."""
+        """Map arrivals of rate 1 through the inverse integral of the rate."""
         expected = np.array(poisson(count, 1.0, seed))
         within = (self.first + self.last) / 2 * self.seconds
         slope = (self.last - self.first) / self.seconds
         under = np.minimum(expected, within)
-        reached = np.sqrt(np.maximum(self.first**2 + 2 * slope * under, 0.0))  # the rate at that moment
+        reached = np.sqrt(np.maximum(self.first**2 + 2 * slope * under, 0.0))  # the rate at that time
         rising = 2 * under / np.maximum(self.first + reached, LEAST * LEAST)
         after = np.maximum(expected - within, 0.0) / self.last
-        times: list[float] = np.maximum.accumulate(rising + after).tolist()  # rounding may not let them decrease
+        times: list[float] = np.maximum.accumulate(rising + after).tolist()  # rounding must not make them decrease
         return times
 
 
@@ -72,14 +71,15 @@ Arrivals = Poisson | Uniform | Burst | Ramp
 
 
 def poisson(count: int, rate: float, seed: int = 0) -> list[float]:
-    """Arrival times in seconds from the start of `count` requests, `rate` a second on average."""
+    """Return the Poisson arrival times of `count` requests, in seconds from the start, `rate` a second on average."""
     gaps = np.random.default_rng(seed + 2).exponential(1 / rate, count)
     times: list[float] = np.cumsum(gaps).tolist()
     return times
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """The arrivals of a name such as "ramp:1:4:60". StartupError says what was expected."""
+    """Return the arrivals of a name such as "ramp:1:4:60". Raise StartupError, with the expected form, if it is
+    invalid."""
     kind, _, rest = text.partition(":")
     given = rest.split("@" if kind == "burst" else ":")
     if {"poisson": 1, "uniform": 1, "burst": 2, "ramp": 3}.get(kind) != len(given):
@@ -90,7 +90,7 @@ def parse_arrivals(text: str) -> Arrivals:
             raise StartupError(f"{text[:60]!r} has bursts of {size} requests", "Give a whole number")
         return Burst(int(size), _number(text, given[1]))
     if kind == "ramp":
-        least = 0.0 if given[0].strip("0.") == "" else LEAST  # a ramp may start at nothing, but not end there
+        least = 0.0 if given[0].strip("0.") == "" else LEAST  # a ramp may start at a rate of 0, but not end there
         return Ramp(_number(text, given[0], least), _number(text, given[1]), _number(text, given[2]))
     return (Poisson if kind == "poisson" else Uniform)(_number(text, given[0]))
 

@@ -36,7 +36,7 @@ MISSING = "transformers is not installed"
 
 
 class EagerMemory(PagedMemory):
-    """Paged memory whose fork copies every page at once: nothing is shared."""
+    """Paged memory whose fork copies every page at once: no page is shared."""
 
     def fork(self, parent: Seq, child: Seq) -> bool:
         needs = [group.num_pages(parent.computed) for group in self.groups]
@@ -51,12 +51,14 @@ class EagerMemory(PagedMemory):
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """The entry's own arguments."""
+    """Add the command-line arguments."""
     group = parser.add_argument_group("measurement")
-    group.add_argument("--beam-width", type=int, default=WIDTH, metavar="N", help="beams (default: %(default)s)")
-    group.add_argument("--workload", default=WORKLOAD, metavar="NAME", help="(default: %(default)s)")
+    group.add_argument(
+        "--beam-width", type=int, default=WIDTH, metavar="N", help="beams a request (default: %(default)s)"
+    )
+    group.add_argument("--workload", default=WORKLOAD, metavar="NAME", help="workload (default: %(default)s)")
     group.add_argument("--repeat", type=int, default=REPEATS, metavar="N",
-                       help="measured runs of each (default: %(default)s)")  # fmt: skip
+                       help="measured runs of each implementation (default: %(default)s)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -96,7 +98,7 @@ def measure(
     tokens = sum(job.output for job in jobs)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
     others = Others()
-    for turn in range(-1, repeats):  # the first turn warms up
+    for turn in range(-1, repeats):  # the first round warms up
         for name, way in ways.items():
             done = way()
             if turn >= 0:
@@ -117,7 +119,7 @@ def measure(
 
 
 def _same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> int:
-    """Requests whose best sequence is the same."""
+    """Return the number of requests whose best sequence is the same."""
     return sum(a == b for a, b in zip(ours[-1]["best"], theirs[-1]["best"]))
 
 
@@ -140,7 +142,7 @@ def _ours(engine: Engine, memory: PagedMemory, jobs: list[Job], width: int) -> d
 
 
 def _peer(config: EngineConfig) -> Any:
-    """Return transformers' model. Its weights are random where ours are: only the bundled model gives the same text."""
+    """Return transformers' model. Its weights are random if ours are, so only the bundled model gives the same text."""
     try:
         import transformers
     except ImportError:
@@ -164,7 +166,7 @@ def _peer(config: EngineConfig) -> Any:
 
 
 def _theirs(model: Any, jobs: list[Job], width: int) -> dict[str, Any]:
-    """One batch, so prompts and outputs must be equally long."""
+    """Run one batch in transformers, which needs prompts and outputs of equal length."""
     import torch
 
     prompts = torch.tensor([job.prompt for job in jobs], device=model.device)
@@ -180,7 +182,7 @@ def _theirs(model: Any, jobs: list[Job], width: int) -> dict[str, Any]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """Tokens/s as a table."""
+    """Format the tokens/s as a table."""
     head = ("model", "way", "s", "tokens/s", "time / ours", "copied pages", "saved %", "same results")
     rows = []
     for r in results:

@@ -32,18 +32,18 @@ from quire.startup.build import build
 from quire.startup.checkpoint import Checkpoint, read_checkpoint
 from quire.startup.dtypes import ITEMSIZE
 
-TARGET = 0.15  # median error on steps kept out of the fit
+TARGET = 0.15  # limit of the median error on steps that the fit did not use
 OVERLAPS = (2.0, 4.0)
-LAUNCHES = (10, 20, 30, 40, 50)  # percentiles of what steps with prompts take, tried as the least that they can take
-MARGIN = 0.1  # share above that from which on a step says something about the other coefficients
+LAUNCHES = (10, 20, 30, 40, 50)  # percentiles of the times of steps with prompts, tried as the minimum time of a step
+MARGIN = 0.1  # share above that minimum from which a step informs the other coefficients
 MOST_SECONDS = 1e6  # of a step
 MOST_GIB = 2**20
-BANDWIDTHS = (1e-6, 1e6)  # TB/s, the least and the most
-CLEARLY = 0.95  # as large a share of the squared errors, or less, is left by what is clearly better
+BANDWIDTHS = (1e-6, 1e6)  # TB/s, minimum and maximum
+CLEARLY = 0.95  # a clearly better candidate leaves at most this share of the squared errors
 
 
 class Errors(NamedTuple):
-    """Relative errors of predictions: shares."""
+    """Relative errors of predictions, as fractions."""
 
     median: float
     p90: float
@@ -54,7 +54,7 @@ class Errors(NamedTuple):
 def shape_of(source: Checkpoint, itemsize: int, saved: int = 0) -> ModelShape:
     """Return a model's shape for the cost model. `saved` is that of `ModelShape.from_spec`."""
     settings: Any = ARCHITECTURES[architecture_of(source.config)][0].from_config(source.config)
-    tied: bool = getattr(settings, "text", settings).tied  # the text's, of a model that sees
+    tied: bool = getattr(settings, "text", settings).tied  # the text model's, if the model has vision
     return ModelShape.from_spec(source.spec, itemsize, tied, saved)
 
 
@@ -62,7 +62,7 @@ def shape_of(source: Checkpoint, itemsize: int, saved: int = 0) -> ModelShape:
 
 
 def split(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Those to fit, and every third one, to judge the fit by."""
+    """Split the samples: two thirds to fit, every third one to evaluate the fit."""
     return [s for i, s in enumerate(samples) if i % 3 != 2], list(samples[2::3])
 
 
@@ -103,7 +103,7 @@ def _candidates(shape: ModelShape, samples: Sequence[Sample], bandwidth: float) 
 
 
 def _summed(shape: ModelShape, samples: Sequence[Sample], bandwidth: float) -> Coefficients:
-    """Reading and computing one after another."""
+    """Return the coefficients if reading and computing follow one another."""
     rows = [[w.operations, w.kv_bytes, w.attention, 1.0, float(w.rows)] for _, w, *_ in samples]
     operation, kv, attention, each, row = fit(rows, [s.seconds for s in samples]).coefficients
     weights = min(shape.weight_bytes / bandwidth, each)
@@ -116,7 +116,7 @@ def _summed(shape: ModelShape, samples: Sequence[Sample], bandwidth: float) -> C
 def _overlapped(
     shape: ModelShape, samples: Sequence[Sample], bandwidth: float, overlap: float, operation: float
 ) -> Coefficients:
-    """Fit the remaining coefficients for a given `overlap` and given seconds of an `operation`."""
+    """Fit the remaining coefficients for a given `overlap` and given seconds per `operation`."""
     known = NOTHING._replace(weight_byte=1 / bandwidth, operation=operation, overlap=overlap)
     rows = [[w.kv_bytes, w.attention, 1.0, float(w.rows)] for _, w, *_ in samples]
     left = [s.seconds - CostModel(shape, known).device_seconds(s.work) for s in samples]
@@ -132,13 +132,13 @@ def _balanced(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def errors(cost: CostModel, samples: Iterable[Sample]) -> Errors:
-    """How far predictions are off, as shares of what was measured."""
+    """Return the errors of predictions, relative to the measured times."""
     off = [abs(cost.device_seconds(sample.work) / sample.seconds - 1) for sample in samples]
     return Errors(float(np.median(off)), float(np.percentile(off, 90)), max(off), len(off))
 
 
 def by_kind(cost: CostModel, samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
-    """Errors of each kind of step."""
+    """Return the errors of each kind of step."""
     kinds = dict.fromkeys(sample.what for sample in samples)
     return {kind: errors(cost, [s for s in samples if s.what == kind])._asdict() for kind in kinds}
 
@@ -173,12 +173,12 @@ def recorded(
 
 
 def kind_of(work: StepWork) -> str:
-    """ "prompts" if the step computes any, else "decode"."""
+    """Return "prompts" if the step computes any, else "decode"."""
     return "prompts" if work.attention else "decode"
 
 
 def planned(name: str, config: EngineConfig, source: Checkpoint, shape: ModelShape, kv_tokens: int) -> list[StepWork]:
-    """The work of each step of a workload whose requests all come at once."""
+    """Return the work of each step of a workload whose requests all arrive at once."""
     works: list[StepWork] = []
     cost = CostModel(shape, NOTHING._replace(step=1.0))
     simulation = Simulation(
@@ -189,7 +189,7 @@ def planned(name: str, config: EngineConfig, source: Checkpoint, shape: ModelSha
 
 
 def at_once(jobs: Sequence[Job]) -> list[TraceRequest]:
-    """A trace of jobs that all come at the start."""
+    """Return a trace of jobs that all arrive at time 0."""
     return [TraceRequest(0.0, job.prompt, Decoding().params(job)) for job in jobs]
 
 
@@ -197,18 +197,18 @@ def at_once(jobs: Sequence[Job]) -> list[TraceRequest]:
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """The entry's own arguments."""
+    """Add the command-line arguments."""
     group = parser.add_argument_group("recorded steps, instead of steps made here; --calibration has the swaps' cost")
     group.add_argument(
-        "--steps", metavar="FILE", help="{WORKLOAD: [[rows, tokens, seconds], ...]}, all requests at once"
+        "--steps", metavar="FILE", help="recorded steps, as JSON: {WORKLOAD: [[rows, tokens, seconds], ...]}"
     )
-    group.add_argument("--device-name", default="?", metavar="TEXT", help="what they were recorded on")
-    group.add_argument("--memory-gib", type=float, default=1.0, metavar="GIB", help="its memory")
-    group.add_argument("--bandwidth", type=float, default=1.0, metavar="TB/S", help="of that memory")
+    group.add_argument("--device-name", default="?", metavar="TEXT", help="device of the record")
+    group.add_argument("--memory-gib", type=float, default=1.0, metavar="GIB", help="memory of that device")
+    group.add_argument("--bandwidth", type=float, default=1.0, metavar="TB/S", help="memory bandwidth of that device")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One result: the calibration, with the steps that it was fitted to and those that judge it."""
+    """Return one result: the calibration, with the steps of the fit and of the evaluation."""
     config = replace(config_from(args), enable_prefix_caching=False)
     _check(args, config)
     others = Others()
@@ -236,7 +236,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _check(args: argparse.Namespace, config: EngineConfig) -> None:
-    """Raise StartupError, before anything is measured, for arguments with which the result could not be read."""
+    """Raise StartupError for arguments whose results `quire simulate` would refuse, before anything is measured."""
     if config.depth is not None and config.depth > MAX_DEPTH:
         raise StartupError(f"--depth is {config.depth}", f"A calibration's is from 1 to {MAX_DEPTH}")
     if not 1e-3 <= args.memory_gib <= MOST_GIB:
@@ -268,7 +268,7 @@ def _made(config: EngineConfig) -> Found:
         "model": made.name, "dtype": made.memory_plan.dtype, "depth": made.engine.depth,
         "memory_bytes": made.memory_plan.device_bytes,
         "kv_bytes": made.memory_plan.kv_bytes if config.kv_gib is None and config.kv_tokens is None else None,
-         # what is left
+         # the remaining memory
         "source": f"Fitted by `quire bench calibrate` to two of three steps of a grid (rows that decode at several "
         f"contexts, prompts, both) of {made.name}, {made.memory_plan.dtype}, made on this device with "
         f"{here['threads']} "
@@ -302,7 +302,7 @@ def _recorded(args: argparse.Namespace, config: EngineConfig) -> Found:
 
 
 def _swap_byte(path: str) -> float:
-    """Seconds to swap a byte out and in, from a file of `quire bench preemption`."""
+    """Return the seconds to swap a byte out and in, from a file of `quire bench preemption`."""
     remedy = "Write one with `quire bench preemption --out FILE`"
     try:
         found = float(json.loads(Path(path).read_text(encoding="utf-8"))["costs"]["swap_byte"])
@@ -314,13 +314,13 @@ def _swap_byte(path: str) -> float:
 
 
 def calibration_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What `quire simulate --calibration` reads."""
+    """Return the document that `quire simulate --calibration` reads."""
     keys = ("device", "kind", "model", "dtype", "depth", "memory_bytes", "kv_bytes", "coefficients", "error", "source")
     return {key: results[0][key] for key in keys}
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """The coefficients, and how far they are off on steps that weren't fitted."""
+    """Format the coefficients and their errors on the steps of the evaluation."""
     result = results[0]
     error = result["error"]
     rows = [(name, f"{value:.4g}") for name, value in result["coefficients"].items()]

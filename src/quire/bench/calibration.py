@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 REPEATS = 7
 FIRST = 16  # tokens of the shortest sample
 LONGEST = 16384
-ROOM = 512  # tokens beside a sample, for the sequence that decodes
+ROOM = 512  # tokens reserved for the sequence that decodes
 TOKEN = 11
 
 
@@ -43,7 +43,7 @@ class Swap(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Coefficients, none below 0, and the largest and the median relative error of the samples."""
+    """Coefficients, none below 0, with the maximum and the median relative error of the samples."""
 
     coefficients: list[float]
     worst_error: float
@@ -79,7 +79,7 @@ def _lengths(engine: Engine) -> list[int]:
 
 
 def host_tokens(geometry: KVCacheConfig) -> int:
-    """Tokens of the longest sequence that host memory holds."""
+    """Return the tokens of the longest sequence that host memory holds."""
     if geometry.large_bytes:
         return geometry.tokens_in_large_pages(on_host=True)
     sharing = Counter(group.host_ids for group in geometry.groups)
@@ -87,7 +87,7 @@ def host_tokens(geometry: KVCacheConfig) -> int:
 
 
 def swap_seconds(engine: Engine, length: int, repeats: int) -> Swap:
-    """Swapping a sequence of `length` tokens out and in: the memory's bookkeeping and the copies."""
+    """Measure the seconds to swap a sequence of `length` tokens out and in: the memory's bookkeeping and the copies."""
     memory = engine.scheduler.memory
     store = local_runner(engine).store
     out: list[float] = []
@@ -112,8 +112,8 @@ def _moved(move: Callable[[list[Seq]], bool], seq: Seq, memory: KVMemory, store:
 
 
 def compute_seconds(engine: Engine, lengths: Sequence[int], repeats: int) -> list[float]:
-    """Return, for each length, the seconds that computing such a prompt adds to the steps of a decoding sequence: the
-    running sequences need these steps in any case. No prompt is found in the prefix cache."""
+    """Return, for each length, the seconds that a prompt of that length adds to the steps of a decoding sequence: the
+    running sequences need these steps in any case. No prompt hits the prefix cache."""
     budget, added = engine.scheduler.token_budget, []
     one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
     for length in lengths:

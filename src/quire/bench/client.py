@@ -19,9 +19,9 @@ from quire.bench.workloads import Job
 from quire.client.connection_pool import Address
 from quire.errors import QuireError, StartupError
 
-ANSWER = 2**24  # bytes of an answer that is no completion
+ANSWER = 2**24  # maximum bytes of a response other than a completion
 TIMEOUT = 60.0
-SHORTEST, LONGEST = 0.1, 3600.0  # seconds between two looks at a server's memory
+SHORTEST, LONGEST = 0.1, 3600.0  # shortest and longest seconds between two samples of a server's memory
 
 
 class Asking(NamedTuple):
@@ -35,7 +35,7 @@ class Asking(NamedTuple):
 
 class Client:
     """A client of the server at `url`, such as http://127.0.0.1:8000. It sends the key of QUIRE_API_KEY if that is set.
-    Load comes from `clients` processes (None: as many as it needs), which end with this context. The server's memory is
+    `clients` processes send the load (None: as many as it needs) and end with this context. The server's memory is
     sampled every `watch` seconds."""
 
     def __init__(
@@ -82,10 +82,10 @@ class Client:
             connection.close()
 
     def scrape(self) -> Scrape | None:
-        """The server's metrics; None if it shows none."""
+        """Return the server's metrics; None if it has none."""
         try:
             status, text = self._get("/metrics")
-        except StartupError:  # it has ended: what the run came to says so
+        except StartupError:  # it has ended: the result of the run reports it
             return None
         return Scrape.of(text) if status == 200 else None
 
@@ -145,14 +145,14 @@ class Client:
 
 
 def _said(files: Sequence[bytes], text: Any) -> dict[str, Any]:
-    """A user's message with these pictures before its text."""
+    """Return a user's message with these images before its text."""
     uris = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
     pictures = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
     return {"messages": [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]}
 
 
 def progress(run: dict[str, Any]) -> str:
-    """Return the progress report of a run beside its speed, starting with "; "; "" if there is none."""
+    """Return what a run's progress line adds after its speed, starting with "; "; "" if there is none."""
     said = [f"{count} requests {what}" for what in ("refused", "failed") if (count := sum(run[what].values()))]
     said += [f"{run['other_lengths']} answers have other lengths than asked for"] if run["other_lengths"] else []
     said += [f"the client was saturated: {why}" for why in run["saturated"]]

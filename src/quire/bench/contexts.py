@@ -1,5 +1,6 @@
 """Decode steps of long contexts without computing the prompts, for timings of dummy weights: prompts are planned and
-get memory as usual, but of a prompt's tokens in a step only the last is computed, over whatever its pages contain.
+get memory as usual, but of a prompt's tokens in a step only the last is computed, over the present contents of its
+pages.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from quire.core.runner import Runner
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import SeqSlice, StepPlan, StepResult
 
-TOKEN = 10  # of which all prompts are
-WARM = 6  # steps that aren't timed: kernels are compiled and graphs captured in them
+TOKEN = 10  # the token that prompts consist of
+WARM = 6  # untimed steps, in which kernels are compiled and graphs captured
 
 
 class Skipping:
-    """A runner that replaces the engine's own and treats prompts as computed."""
+    """A runner that wraps the engine's own and treats prompts as computed."""
 
     def __init__(self, engine: Engine) -> None:
         self.runner: Any = engine.runner
@@ -41,20 +42,20 @@ class Skipping:
 
 
 def last_token(row: SeqSlice) -> SeqSlice:
-    """The row with its last token alone."""
+    """Return the slice with its last token alone."""
     skipped = len(row.tokens) - 1
     return row._replace(tokens=row.tokens[skipped:], start=row.start + skipped, score_tokens=())
 
 
 def skipping(engine: Engine) -> None:
-    """Prompts are taken as computed from now on, over random keys and values."""
+    """Replace the engine's runner by one that skips prompts, over random keys and values."""
     if not isinstance(engine.runner, Skipping):
         local_runner(engine).store.buffer.normal_()
         Skipping(engine)
 
 
 def start(engine: Engine, lengths: Sequence[int], name: str = "row") -> None:
-    """Sequences of these lengths, which decode until `stop`. Their prompts are behind them on return."""
+    """Start sequences of these lengths, which decode until `stop`, and wait until their prompts are computed."""
     limit = engine.limits.max_len
     for i, length in enumerate(lengths):
         params = SamplingParams(temperature=0, max_tokens=limit - length, ignore_eos=True, detokenize=False)
@@ -67,7 +68,7 @@ def start(engine: Engine, lengths: Sequence[int], name: str = "row") -> None:
 
 
 def stop(engine: Engine, names: Sequence[str] | None = None) -> None:
-    """End these requests (None: all), and the steps in flight with them."""
+    """Abort these requests (None: all) and wait for the steps in flight."""
     for name in list(engine.requests) if names is None else names:
         engine.abort(name)
     while engine.has_unfinished_requests if names is None else any(name in engine.requests for name in names):

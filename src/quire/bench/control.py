@@ -39,7 +39,7 @@ CANDIDATES = SliceResult((PROMPT_TOKEN,), (TopLogprobs(PROMPT_TOKEN, -1.0, 1, (P
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A result for each of args.sequences running sequences (with --beams: requests) and args.contexts tokens."""
+    """Return a result for each of args.sequences (with --beams: requests) and args.contexts (tokens)."""
     args.sequences = args.sequences or ([REQUESTS] if args.beams else list(SEQUENCES))
     args.contexts = args.contexts or ([CONTEXT] if args.beams else list(CONTEXTS))
     if args.beams % 2 or not 0 <= args.beams <= 64:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """Microseconds as a table."""
+    """Format the microseconds as a table."""
     beams = tuple(name for name in ("beams", "groups") if any(name in result for result in results))
     head = (
         "sequences",
@@ -97,11 +97,11 @@ def show(results: Sequence[dict[str, Any]]) -> str:
 
 
 def step_cost(count: int, context: int, steps: int = STEPS, groups: int = 1, unlike: bool = False) -> dict[str, Any]:
-    """Decode steps of `count` sequences of about `context` tokens: microseconds of schedule, of update, and both. Of
-    several `groups` of layers all but the first have a window; with `unlike` group i has i times as many layers as the
-    first, so that pages lie in large ones (Jenga §4).
+    """Return the microseconds of schedule, of update, and of both, in decode steps of `count` sequences of about
+    `context` tokens. Of several `groups` of layers all but the first have a window; with `unlike` group i has i times
+    as many layers as the first, so that pages lie in large ones (Jenga §4).
 
-    Lengths differ by up to a page, so that every step sees some sequences cross into a new page, as in service.
+    Lengths differ by up to a page, so that in every step some sequences need a new page, as in service.
     """
     scheduler, runner = decoding(count, context, steps, groups, unlike)
     costs = _timed(scheduler, lambda plan: runner.collect(runner.submit(plan)), count, steps)
@@ -135,35 +135,35 @@ def _timed(scheduler: Scheduler, answer: Callable[[StepPlan], StepResult], rows:
 
 
 class Halves:
-    """A stand-in for beam search: of `width` branches the first half goes on twice, the other half is freed."""
+    """Stands in for beam search: the first half of `width` branches are forked, the other half are freed."""
 
     def __init__(self, width: int) -> None:
         self.width = width
 
     def top(self, context: Context) -> int:
-        """The step needs no candidates but one."""
+        """Return one candidate: the step needs no more."""
         return 1
 
     def keep(self) -> int:
-        """Nothing ends before its length."""
+        """Return that no branch ends before its length."""
         return 1
 
     def advance(self, branches: Sequence[Branch], context: Context) -> Advance:
-        """Branches 0, 0, 1, 1, ... go on."""
+        """Continue branches 0, 0, 1, 1, ..."""
         twice = len(branches) == self.width
         return Advance(tuple(Choice(i // 2 if twice else 0, i, -1.0) for i in range(self.width)))
 
 
 def beams_cost(requests: int, width: int, context: int, steps: int = STEPS) -> dict[str, Any]:
-    """Decode steps of `requests` requests of `width` branches, half of which are re-parented in each step: all of a
-    step's forks, frees and copies on a write, besides what every step does."""
+    """Return the microseconds of decode steps of `requests` requests of `width` branches, half of which are re-parented
+    in each step by forks, frees and copies on write."""
     scheduler = branching(requests, width, context, steps)
     costs = _timed(scheduler, _candidates, requests * width, steps)
     return {"sequences": requests, "beams": width, "context": context, **costs}
 
 
 def branching(requests: int, width: int, context: int, steps: int) -> Scheduler:
-    """A scheduler in default settings whose requests have all their branches."""
+    """Return a scheduler in default settings whose requests have all their branches."""
     config = EngineConfig(max_num_seqs=requests * width)
     longest = context + config.page_size + steps + 2
     memory = build_memory(config, _spec(longest), MemorySize(requests * width * longest, longest, 2))
@@ -189,7 +189,8 @@ def _candidates(plan: StepPlan) -> StepResult:
 def decoding(
     count: int, context: int, steps: int, groups: int = 1, unlike: bool = False
 ) -> tuple[Scheduler, EchoRunner]:
-    """A scheduler in default settings, its `count` sequences past their prompts, and a runner that computes nothing."""
+    """Return a scheduler in default settings, whose `count` sequences have finished their prompts, and a runner that
+    computes nothing."""
     config = EngineConfig(max_num_seqs=count)
     longest = context + config.page_size + steps + 1
     size = MemorySize(count * (longest + config.page_size) * 102 // 100, longest, 2)

@@ -1,7 +1,8 @@
-"""What the cores of this machine read and multiply, by threads, in plain torch: the ceilings of `quire bench limits`.
+"""Measure the read and multiply rates of this machine's cores by threads, in plain torch: the ceilings of `quire bench
+limits`.
 
-The fastest of some attempts counts: whatever disturbs one makes it slower. One thread's clock is the process's own
-time, which other processes don't lengthen.
+The fastest of several attempts counts: disturbances only make one slower. One thread's clock is the process's own time,
+which other processes don't lengthen.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import psutil
 import torch
 
 ATTEMPTS = 5
-SMALLEST, LARGEST = 2**28, 2**31  # bytes of a buffer that no cache holds
-ROW = 2048  # numbers of a row of the matrix that is read
-SIDE = 2048  # of the matrices that are multiplied
+SMALLEST, LARGEST = 2**28, 2**31  # bytes of a buffer larger than any cache
+ROW = 2048  # columns of the matrix that is read
+SIDE = 2048  # rows of the square matrices
 
 
 class CoreLimits(NamedTuple):
@@ -80,8 +81,8 @@ def largest_cache() -> int:
 
 
 def reading(buffer: torch.Tensor) -> float:
-    """Return bytes a second of the faster of two operations that read fp32 numbers once and write almost nothing: a dot
-    product with itself, and a product of a matrix and a vector."""
+    """Return bytes a second of the faster of two operations that read fp32 numbers once and write almost nothing: the
+    dot product of a vector with itself, and a product of a matrix and a vector."""
     matrix = buffer[: len(buffer) // ROW * ROW].view(-1, ROW)
     vector = torch.ones(ROW)
     calls: list[Callable[[], Any]] = [lambda: torch.dot(buffer, buffer)]
@@ -91,7 +92,7 @@ def reading(buffer: torch.Tensor) -> float:
 
 
 def multiplying(dtype: torch.dtype) -> float:
-    """Operations a second of a product of square matrices, a multiplication and an addition counted as two."""
+    """Return operations a second of a product of square matrices; a multiplication and an addition count as two."""
     left = torch.randn(SIDE, SIDE).to(dtype)
     return 2 * SIDE**3 / quickest(lambda: torch.mm(left, left))
 
@@ -100,12 +101,12 @@ def _int8() -> float | None:
     left = torch.ones((SIDE, SIDE), dtype=torch.int8)
     try:
         return 2 * SIDE**3 / quickest(lambda: torch._int_mm(left, left))
-    except (AttributeError, RuntimeError):  # private to torch, and not there on every machine
+    except (AttributeError, RuntimeError):  # private to torch, and not available on every machine
         return None
 
 
 def quickest(call: Callable[[], Any]) -> float:
-    """Seconds of the fastest of ATTEMPTS calls, after one that isn't counted."""
+    """Return the seconds of the fastest of ATTEMPTS calls, after one that warms up."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     call()
     seconds = []
@@ -117,6 +118,6 @@ def quickest(call: Callable[[], Any]) -> float:
 
 
 def thread_counts(most: int) -> list[int]:
-    """1, powers of two, and `most`, which is at most the cores that this process may use."""
+    """Return 1, the powers of two, and `most`, which is at most the number of cores that this process may use."""
     most = min(most, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     return sorted({*(1 << i for i in range(most.bit_length()) if 1 << i < most), most})

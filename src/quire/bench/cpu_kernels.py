@@ -1,8 +1,8 @@
-"""`quire bench kernels --family products` on a CPU: our kernels over a grid of sizes, beside oneDNN and as a share of
-the machine's read and multiply rates in the same run; and `--family kv` (quire.bench.cpu_kv).
+"""`quire bench kernels --family products` on a CPU: our kernels over a grid of sizes, compared with oneDNN and with the
+machine's read and multiply rates in the same run; and `--family kv` (quire.bench.cpu_kv).
 
-A case's weights take turns, so that they come from memory, as a model's do. Ours run as one recorded program, without
-Python.
+Several copies of a case's weights are used in turn, so that they are read from memory, as a model's are. Ours run as
+one recorded program, without Python.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ SHAPES = {
     },
 }  # fmt: skip
 ROWS = (1, 2, 4, 8, 16, 32, 64, 512, 2048)
-FEW = 64  # rows up to which reading the weight may bound a product
+FEW = 64  # rows up to which a product may be limited by reading the weight
 READ = 1 << 28  # bytes
 BEYOND_CACHE = 1 << 27
 MOST_INPUTS, MOST_REPEATS, SECONDS = 64, 40, 0.4
-PRODUCT = 2048  # rows, columns and width of the product that says what the machine multiplies
+PRODUCT = 2048  # rows, columns and width of the product that measures the machine's multiply rate
 
 
 class Rates(NamedTuple):
-    """bytes/s that a plain read gets, and operations/s of oneDNN's product in this dtype."""
+    """Bytes/s of a plain read, and operations/s of oneDNN's product in this dtype."""
 
     memory: float
     compute: float
 
 
 def best(call: Callable[[], object]) -> float:
-    """Return the least seconds of a call: other processes use the machine too."""
+    """Return the least seconds of a call: other processes only make it slower."""
     least, end, count = float("inf"), time.perf_counter() + SECONDS, 0
     while count < 3 or (count < MOST_REPEATS and time.perf_counter() < end):
         start = time.perf_counter()
@@ -60,7 +60,7 @@ def best(call: Callable[[], object]) -> float:
 
 
 def rates(own: Library, dtype: torch.dtype) -> Rates:
-    """Measured now, with all of the library's threads."""
+    """Measure the rates now, with all of the library's threads."""
     data, chunks = weight_arena().allocate(1, READ, torch.uint8).fill_(1), 16 * own.threads
     sums = torch.empty(chunks, dtype=torch.int32)
     size = READ // chunks // 512 * 512
@@ -77,7 +77,7 @@ def _library() -> Library:
 
 
 def kv() -> Iterator[dict[str, Any]]:
-    """Decode steps over keys and values in bf16 and in 8 bits."""
+    """Yield decode steps over keys and values in bf16 and in 8 bits."""
     use_threads(None)
     own = _library()
     most = rates(own, torch.bfloat16)
@@ -86,7 +86,7 @@ def kv() -> Iterator[dict[str, Any]]:
 
 
 def products() -> Iterator[dict[str, Any]]:
-    """Linear layers, and gated ones with their activation, in bf16 and fp32."""
+    """Yield linear layers, and gated ones with their activation, in bf16 and fp32."""
     own = _library()
     for dtype in (torch.bfloat16, torch.float32):
         name, most = linear.DTYPES[dtype], rates(own, dtype)
@@ -135,12 +135,12 @@ FAMILIES: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {"products": produ
 
 
 def asked(names: Sequence[str] | None) -> bool:
-    """Whether all these families are a CPU's."""
+    """Return True if all these families are for CPUs."""
     return bool(names) and set(names or ()) <= set(FAMILIES)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A result for each case."""
+    """Return a result for each case."""
     torch.manual_seed(0)
     results = []
     with torch.inference_mode():

@@ -24,7 +24,7 @@ from quire.worker.store import Store
 NAMES = {"auto": "bf16", "int8": "int8"}
 CONTEXTS = (1024, 4096, 16384)
 ROWS = (1, 8)
-TURNS, RUNS = 5, 2  # of each format, and runs in one
+TURNS, RUNS = 5, 2  # rounds of each format, and measured steps in a round
 BLOCK = 1 << 14  # heads
 SHAPE = {"max_position_embeddings": 2 * CONTEXTS[-1]}
 
@@ -40,8 +40,8 @@ Runs = Mapping[str, Callable[[], object]]
 
 
 def contexts_in_turn(own: Library, memory: float) -> Iterator[dict[str, Any]]:
-    """A line for each format, number of rows and context; `memory`: bytes/s of a plain read. `ratio` and
-    `processor_ratio`, of a line in 8 bits, are bf16's time over its own."""
+    """Yield a line for each format, number of rows and context. `memory`: bytes/s of a plain read. `ratio` and
+    `processor_ratio`, in lines of 8 bits, are bf16's time over that of 8 bits."""
     with ExitStack() as stack:
         engines = {kind: stack.enter_context(built(_config(kind), SHAPE)).engine for kind in NAMES}
         for engine in engines.values():
@@ -58,7 +58,7 @@ def contexts_in_turn(own: Library, memory: float) -> Iterator[dict[str, Any]]:
 
 
 def _config(kind: str) -> EngineConfig:
-    tokens = (ROWS[-1] + 1) * (CONTEXTS[-1] + 4 * TURNS * RUNS)  # admission leaves some free
+    tokens = (ROWS[-1] + 1) * (CONTEXTS[-1] + 4 * TURNS * RUNS)  # admission leaves some pages free
     return EngineConfig(
         device="cpu", dtype="bfloat16", kv_cache_dtype=kind, kv_tokens=tokens, max_num_seqs=ROWS[-1],
         enable_prefix_caching=False,
@@ -66,7 +66,7 @@ def _config(kind: str) -> EngineConfig:
 
 
 def fill(store: Store) -> None:
-    """Random keys and values, the same every so many heads, in memory that is all there."""
+    """Write random keys and values, repeated over heads, to all of the memory."""
     cache = store.caches[0]
     some = torch.randn(BLOCK, cache.head_dim).to(torch.bfloat16)
     if cache.is_int8:
@@ -78,7 +78,7 @@ def fill(store: Store) -> None:
 
 
 def _tape(own: Library, store: Store, rows: int, context: int) -> RecordedOps:
-    """Attention of a step, all layers, to pages in random order."""
+    """Record the attention of a step, in all layers, to pages in random order."""
     [group], backend = store.kv_config.groups, NativeBackend(kernels=own)
     pages = torch.randperm(len(group.ids))[: rows * group.num_pages(context)].view(rows, -1) + group.ids.start
     table = torch.cat((torch.zeros_like(pages[:1]), pages))
@@ -91,7 +91,7 @@ def _tape(own: Library, store: Store, rows: int, context: int) -> RecordedOps:
 
 
 def _steps(engines: Mapping[str, Engine], rows: int, context: int) -> dict[str, list[Taken]]:
-    """Whole steps of so many sequences, of as many tokens and a few more."""
+    """Measure whole steps of `rows` sequences of `context` tokens."""
     for engine in engines.values():
         contexts.start(engine, [context] * rows)
     try:
@@ -102,7 +102,7 @@ def _steps(engines: Mapping[str, Engine], rows: int, context: int) -> dict[str, 
 
 
 def in_turn(runs: Runs) -> dict[str, list[Taken]]:
-    """What each run took; the first one of a turn, which finds nothing of its own in the caches, isn't counted."""
+    """Return what each run took, without the first of each round, whose data are not in the caches."""
     taken: dict[str, list[Taken]] = {kind: [] for kind in runs}
     for _ in range(TURNS):
         for kind, run in runs.items():

@@ -1,6 +1,6 @@
-"""The document that a measurement leaves: one JSON schema for `quire bench` and `quire reproduce`, and a table of it.
+"""The document of a measurement: one JSON schema for `quire bench` and `quire reproduce`, and its table.
 
-{"name", "command", "machine", "date", "real", "results": [...]}; docs/benchmarks.md says what the results hold.
+{"name", "command", "machine", "date", "real", "results": [...]}; docs/benchmarks.md describes the results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from quire.errors import StartupError
 def document(
     name: str, program: str, args: Sequence[str], results: list[dict[str, Any]], *, real: bool = True
 ) -> dict[str, Any]:
-    """`real` is False if any number comes from a simulation. `program` is "quire bench" or "quire reproduce"."""
+    """Return the document. `real` is False if any number comes from a simulation. `program` is "quire bench" or "quire
+    reproduce"."""
     return {
         "name": name,
         "command": f"{program} {shlex.join(args)}",
@@ -31,7 +32,7 @@ def document(
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write a document; folders are made. StartupError if that fails."""
+    """Write a document and create its folders. Raise StartupError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
@@ -40,7 +41,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A line a row; columns of numbers are aligned to the right, others to the left."""
+    """Format rows, one a line; columns of numbers are aligned right, others left."""
     columns = [[str(cell) for cell in column] for column in zip(head, *rows)]
     padded = []
     for column in columns:
@@ -51,7 +52,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def short(value: float | None) -> str:
-    """A number in at most four figures."""
+    """Format a number with at most four significant digits."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,6 +1,6 @@
 """Run a workload on an engine in this process, and record batches, memory and preemptions.
 
-The clock is the engine's. Requests come at given times, or when others end.
+The clock is the engine's. Requests arrive at given times, or when others end.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from quire.errors import QuireError
 from quire.memory.answers import Usage
 from quire.protocol.sampling_params import SamplingParams
 
-WATCHING = 0.01  # of the time may go into sampling the memory
+WATCHING = 0.01  # share of the time that sampling the memory may take
 
 
 class Load(NamedTuple):
-    """The arrivals of requests. Open: request i comes at `times[i]` seconds. Closed (`times` is None): the next one
-    comes when fewer than `concurrency` are running."""
+    """The arrivals of requests. Open: request i arrives at `times[i]` seconds. Closed (`times` is None): the next one
+    arrives when fewer than `concurrency` are running."""
 
     times: Sequence[float] | None = None
     concurrency: int = 1
 
     def arrival(self, index: int, under_way: int, now: float) -> float | None:
-        """Return the arrival time of request `index` if it has come by `now`, else None. Times are seconds from the
+        """Return the arrival time of request `index` if it has arrived by `now`, else None. Times are seconds from the
         start."""
         if self.times is None:
             return now if under_way < self.concurrency else None
@@ -36,7 +36,7 @@ class Load(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """How each job is decoded; SamplingParams' names."""
+    """Decoding parameters of each job, by SamplingParams' names."""
 
     temperature: float = 0.0
     n: int = 1
@@ -45,11 +45,11 @@ class Decoding(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """One sequence a request."""
+        """Return True if a request has one sequence."""
         return self.n == 1 and self.best_of is None and self.beam_width is None
 
     def params(self, job: Job) -> SamplingParams:
-        """Exactly the job's output length, whatever is generated."""
+        """Return parameters that generate exactly the job's output length."""
         return SamplingParams(
             temperature=self.temperature, n=self.n, best_of=self.best_of, beam_width=self.beam_width,
             max_tokens=job.output, ignore_eos=True, detokenize=False, seed=len(job.prompt),
@@ -63,19 +63,19 @@ class Saved:
         self.tables = self.saved = 0
 
     def sample(self, engine: Engine) -> None:
-        """To be called after each step."""
+        """Add a sample; call this after each step."""
         sharing = engine.scheduler.memory.account().sharing
         self.tables += sharing.tables
         self.saved += sharing.saved
 
     @property
     def share(self) -> float:
-        """Pages saved / pages that would be needed without sharing."""
+        """Return pages saved / pages needed without sharing."""
         return self.saved / self.tables if self.tables else 0.0
 
 
 class Watch:
-    """The counters of an engine since this object was made, and its memory by category as a mean of samples."""
+    """The counters of an engine since this object was made, and the mean of its memory samples by category."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -115,7 +115,7 @@ class Watch:
             self._spent += time.perf_counter() - now
 
     def facts(self) -> dict[str, Any]:
-        """What happened since the start. `mean_batch` is rows a step: sequences that a step computed."""
+        """Return the counters since the start. `mean_batch` is rows a step: the sequences that a step computed."""
         counts = {name: count - self._before[name] for name, count in self._counters().items()}
         rows = counts.pop("rows")
         usage = {
@@ -135,8 +135,8 @@ class Watch:
 def drive(
     engine: Engine, jobs: Sequence[Job], load: Load, decoding: Decoding, best: dict[str, list[int]] | None = None
 ) -> tuple[list[Trace], dict[str, Any]]:
-    """Run all jobs to their full output lengths. Returns their traces, on a clock that starts at 0, and the facts.
-    `best` is given the tokens of each job's first sequence, under the job's number."""
+    """Run all jobs to their full output lengths. Return their traces, on a clock that starts at 0, and the counters.
+    `best` receives the tokens of each job's first sequence, by job number."""
     start = engine.clock()
     watch = Watch(engine)
     traces: list[Trace] = []

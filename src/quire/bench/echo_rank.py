@@ -1,4 +1,4 @@
-"""A rank without a model that returns constant tokens: what remains is the time to send a step and its result."""
+"""A rank without a model that returns constant tokens, which leaves the time to send a step and its result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from quire.protocol.step_plan import SliceResult, StepPlan, StepResult
 from quire.startup import rank_program
 
 ARRIVED = "arrived"
-"""What is asked: the clock (CLOCK_MONOTONIC, the engine's too), in nanoseconds, when the last order was there."""
+"""Token that requests the clock (CLOCK_MONOTONIC, the engine's too), in nanoseconds, at which the last command was
+received."""
 MOST = 1024  # rows
 ONE = SliceResult((7,))
 
@@ -29,22 +30,22 @@ class StampedRunner:
         self.flight: deque[int] = deque()
 
     def submit(self, plan: StepPlan) -> None:
-        """Take the rows."""
+        """Accept the slices."""
         rows = SeqSlices.from_slices(plan.slices)
         self.inputs[:, : len(rows)] = rows.decode_columns
         self.arrived = time.monotonic_ns()
         self.flight.append(len(rows))
 
     def collect(self, ticket: None) -> StepResult:
-        """A token for each row."""
+        """Return a token for each row."""
         return StepResult((ONE,) * self.flight.popleft(), 0.0)
 
     def remove_image(self, key: bytes) -> None:
-        """An order with next to nothing in it."""
+        """Process a command with almost no contents."""
         self.arrived = time.monotonic_ns()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are open."""
 
 
 def main() -> None:

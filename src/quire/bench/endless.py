@@ -1,5 +1,5 @@
 """A named workload as an endless sequence of requests, of which a trace takes the first ones: at a higher rate the same
-requests come faster, followed by more. (`name@N` differs: it samples N prompts, then N outputs, so each N has other
+requests arrive faster, followed by more. (`name@N` differs: it samples N prompts, then N outputs, so each N has other
 requests.)
 """
 
@@ -11,20 +11,21 @@ from functools import cached_property
 from quire.bench.workloads import ASKED, MAX_REQUESTS, Sketch, Workload, parse
 from quire.errors import StartupError
 
-BLOCK = 4096  # requests drawn at a time
-ARTICLES = 16  # whose questions are mixed, of workloads where each request may have a document of its own
+BLOCK = 4096  # requests of a block
+ARTICLES = 16  # documents of a block, for workloads where each request may have its own
 
 
 @dataclass(frozen=True)
 class Endless(Workload):
-    """The first `requests` of the sequence of `name`, which has no "@N"."""
+    """The first `requests` requests of the endless workload `name`, which has no "@N"."""
 
     name: str
     requests: int
 
     @classmethod
     def lasting(cls, name: str, rate: float, seconds: float) -> Endless:
-        """As many as come in `seconds` at `rate` requests a second. StartupError if that's more than a workload has."""
+        """Return the requests that arrive in `seconds` at `rate` a second. Raise StartupError if
+        these are more than MAX_REQUESTS."""
         wanted = rate * seconds
         if wanted > MAX_REQUESTS:
             raise StartupError(
@@ -35,11 +36,12 @@ class Endless(Workload):
 
     @cached_property
     def block(self) -> int:
-        """Requests drawn at a time."""
+        """Return the number of requests of a block."""
         return ASKED * ARTICLES if self.name == "arxiv-qa" else BLOCK
 
     def sketches(self, seed: int = 0) -> list[Sketch]:
-        """The first requests, without their tokens; block i is drawn from `seed` + i, and has documents of its own."""
+        """Return the first requests, without their tokens; block i is drawn from `seed` + i and has documents of its
+        own."""
         found: list[Sketch] = []
         for i in range(-(-self.requests // self.block)):
             for one in parse(f"{self.name}@{self.block}").sketches(seed + i):

@@ -36,12 +36,12 @@ TWO = (LayerSpec(8, 128), *(LayerSpec(8, 128, window=4096),) * 3)
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """The entry's own arguments."""
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="of each event (default: %(default)s)")
+    """Add the command-line arguments."""
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="runs of each event (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A result for each event."""
+    """Return a result for each event."""
     if not 1 <= args.repeat <= MOST:
         raise StartupError(f"--repeat is {args.repeat}", f"Give a number from 1 to {MOST}")
     freeze_loaded_objects()  # as in service
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """Milliseconds as a table."""
+    """Format the milliseconds as a table."""
     rows = [(r["about"], short(r["ms"]), short(r["median_ms"]), r["count"]) for r in results]
     return table(("event", "ms (least)", "median", "count"), rows)
 
@@ -77,7 +77,8 @@ def _timed(call: Callable[[], Any]) -> float:
 
 
 def come_back() -> tuple[float, int]:
-    """BRANCHES branches of one prompt of LONG tokens, all preempted, are admitted again. Counts what they reuse."""
+    """Admit BRANCHES branches of one prompt of LONG tokens again after a preemption. Count the tokens that they
+    reuse."""
     memory = _memory(ONE, 2 * LONG + BRANCHES * 64, LONG + 64, BRANCHES)
     first = Seq(1, list(range(LONG)))
     memory.admit([first], LONG)
@@ -107,8 +108,8 @@ def come_back() -> tuple[float, int]:
 
 
 def look_up() -> tuple[float, int]:
-    """A prompt of LOOKUP tokens is looked up in the cache: of the full layers all is there, of the windows' nothing any
-    more, as they go first. Counts the tokens found."""
+    """Look up a prompt of LOOKUP tokens in the cache. Full layers have all of its pages; layers with windows have none,
+    since their pages are evicted first. Count the cached tokens."""
     memory = _memory(TWO, 4 * LOOKUP, LOOKUP + 64, 4)
     old = Seq(1, list(range(LOOKUP)))
     memory.admit([old], LOOKUP)
@@ -128,7 +129,7 @@ def look_up() -> tuple[float, int]:
 
 
 def abort_swapped() -> tuple[float, int]:
-    """SWAPPED swapped requests are aborted in one turn. Counts them."""
+    """Abort SWAPPED swapped requests in one call, and count them."""
     memory = _memory(ONE, SWAPPED * 2 * PROMPT, 4 * PROMPT, SWAPPED, swap_gib=2.0**19)
     scheduler = Scheduler(memory, token_budget=2**20, max_seqs=SWAPPED, max_len=4 * PROMPT, preemption="swap")
     runner = EchoRunner(is_constant=True)
@@ -150,7 +151,7 @@ def abort_swapped() -> tuple[float, int]:
 
 
 def repeat_prompts() -> tuple[float, int]:
-    """PAIRS prompts, each sent twice in a row, are computed. Counts the steps."""
+    """Compute PAIRS prompts, each sent twice in a row, and count the steps."""
     memory = _memory(ONE, 4 * PAIRS * 2 * PROMPT, 4 * PROMPT, 2 * PAIRS)
     scheduler = Scheduler(memory, token_budget=2**20, max_seqs=2 * PAIRS, max_len=4 * PROMPT)
     runner = EchoRunner(is_constant=True)

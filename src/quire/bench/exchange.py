@@ -21,14 +21,14 @@ from quire.protocol.parallel_layout import ParallelLayout
 
 ROWS = (1, 32, 128, 512)
 PROGRAM = program_arguments("quire.bench.exchange_rank")
-MORE = (768, 1024, 1536)  # rows of 12 to 24 MiB, beside 512 of 8, where sums in one and in two phases are compared
+MORE = (768, 1024, 1536)  # rows of 12 to 24 MiB, and 512 rows of 8 MiB, where one-shot and two-shot sums are compared
 PROMPTS = (4096, 8192)  # rows of a product that are exchanged while it is computed
 WAYS = (
     "quire", "beside a product", "replays", "one-shot", "two-shot", "NCCL", "gloo", "torch one-shot", "torch two-shot",
 )  # fmt: skip
-SHOTS = {"one-shot": 1, "two-shot": 2}  # quire's ways, of which it takes one by the number of bytes: each for all
-OURS = ("quire", "beside a product", "replays", *SHOTS)  # whose bits must be right
-PATIENCE = 60.0  # seconds for a rank to measure one way
+SHOTS = {"one-shot": 1, "two-shot": 2}  # quire's algorithms, measured at all sizes
+OURS = ("quire", "beside a product", "replays", *SHOTS)  # whose bits are compared
+PATIENCE = 60.0  # seconds that a rank has to measure one algorithm
 
 
 def measured(ranks: int, device: str, end: float) -> Iterator[dict[str, Any]]:
@@ -60,7 +60,7 @@ def measured(ranks: int, device: str, end: float) -> Iterator[dict[str, Any]]:
 
 
 def sizes(way: str) -> tuple[int, ...]:
-    """The numbers of rows that a way is measured with."""
+    """Return the numbers of rows that a way is measured with."""
     if way == "beside a product":
         return PROMPTS
     return (*ROWS, *MORE) if way in SHOTS or way == "NCCL" else ROWS

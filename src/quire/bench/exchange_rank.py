@@ -29,21 +29,21 @@ from quire.startup import rank_program
 if TYPE_CHECKING:
     from quire.distributed.rank_devices import RankDevice
 
-SIZE = 8192  # numbers of a row, as Llama-3-70B's have
+SIZE = 8192  # columns of a row, as in Llama-3-70B
 DTYPE = torch.bfloat16
-CALLS, REPLAYS, ROUNDS = 20, 50, 5  # in a graph; of a graph; of which the median is told
-ON_CPU = 20  # calls of a round
-MANY, LOOKS = 1_000_000, 10  # calls of `replays` at most, and how often it is asked whether somebody was missed
+CALLS, REPLAYS, ROUNDS = 20, 50, 5  # calls in a graph; its replays in a round; rounds, of which the median is reported
+ON_CPU = 20  # calls in a round
+MANY, LOOKS = 1_000_000, 10  # maximum calls, and how often the peers are checked meanwhile
 MANY_ON_CPU = 500
-BUDGET, TRIED = 15.0, 200  # seconds that `replays` take, about; replays by which it is known how many these are
-CARRIED = 2048, 10  # rows that are carried, and how often between two looks
-TOLD = 128  # numbers of 4 bytes a row that are gathered behind CALLS sums
+BUDGET, TRIED = 15.0, 200  # approximate seconds of `replays`; replays that estimate how many fit into them
+CARRIED = 2048, 10  # rows sent in pieces, and calls between two checks of the peers
+TOLD = 128  # fp32 numbers of a row, gathered after CALLS sums
 
 Call = Callable[[Tensor, Tensor], Tensor]
 
 
 class Timed:
-    """Stands in for a runner. `warm_up(rows, way)` measures WAYS[way] with that many rows and leaves the result in
+    """Stands in for a runner. `warm_up(rows, way)` measures WAYS[way] with `rows` rows and leaves the result in
     `found`."""
 
     depth, attention, notices = 1, "", ()
@@ -69,7 +69,8 @@ class Timed:
         self.found: dict[str, Any] = {}
 
     def warm_up(self, rows: int, way: int) -> None:
-        """Measure one way. If it is unavailable, which is so on all ranks alike, the result is the reason."""
+        """Measure one way. If it is unavailable, the result is the reason; a way is available on all ranks or on
+        none."""
         name = WAYS[way]
         if name == "beside a product":
             self.found = self._beside(rows)
@@ -98,7 +99,7 @@ class Timed:
 
     @contextmanager
     def _taking(self, name: str) -> Iterator[None]:
-        """A context in which sums of all sizes go one way, if `name` is in SHOTS."""
+        """Return a context in which sums of all sizes use one algorithm, if `name` is in SHOTS."""
         if name not in SHOTS:
             yield
             return
@@ -245,8 +246,8 @@ class Timed:
     def _replayed(self, delta: Tensor) -> dict[str, Any]:
         """Make as many calls as BUDGET permits, with gathers and, between graphs, rows sent in pieces. On GPUs they are
         launched from two streams in turn, one after another, as everything that uses the exchange memory must be,
-        beside other work of which ranks have different amounts. All bits of each call are compared, on the device. x is
-        0 before a call, so that no bit of the sum is rounded away."""
+        concurrently with other work, which differs by rank. All bits of each call are compared, on the device. x is 0
+        before a call, so that no bit of the sum is rounded away."""
         cuda, ours, calls, rows = self.device.type == "cuda", self.norms[0], CALLS, len(delta)
         x, kept = torch.empty((2, calls, rows, SIZE), device=self.device, dtype=DTYPE)
         given, numbers = (
@@ -323,12 +324,12 @@ class Timed:
         return call
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no resources are open."""
 
 
 class Busy:
-    """Launches work from two streams in turn, one after another, beside a third stream with other work whose size
-    differs by rank. Sometimes such work precedes a call too, which makes this rank late."""
+    """Launches work from two streams in turn, one after another, and other work on a third stream, whose size differs
+    by rank. Sometimes such work precedes a call too, which makes this rank late."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.streams = rank, [torch.cuda.Stream() for _ in range(3)]
@@ -351,11 +352,11 @@ class Busy:
 
 
 class Missing(Exception):
-    """A way that isn't there."""
+    """Raised if a way is unavailable."""
 
 
 def _captured(call: Callable[[], object], calls: int = CALLS) -> Callable[[], object]:
-    """So many calls as one graph."""
+    """Capture this number of calls as one graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -380,7 +381,7 @@ def _unlike(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], count: Tensor
 
 
 def _bits(*tensors: Tensor) -> int:
-    """A number that differs where bits do."""
+    """Return a checksum of the tensors' bits."""
     found = 0
     for tensor in tensors:
         found = zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes(), found)

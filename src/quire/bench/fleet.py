@@ -23,10 +23,10 @@ from quire.client.load_run import QUEUE_RECORD
 from quire.errors import QuireError
 
 MOST = 64  # client processes
-EACH = 128  # requests at once that one process gets before there is another one
-BEFORE = 0.1  # seconds between a run's last word to the clients and its start
-LOOK = 0.2  # seconds between two looks at whether a process has ended
-LEAVE = 5.0  # seconds for a process to end
+EACH = 128  # concurrent requests of a process, above which another one is started
+BEFORE = 0.1  # seconds from the start command to the start of a run
+LOOK = 0.2  # seconds between two checks for processes that have ended
+LEAVE = 5.0  # seconds within which a process must end
 
 
 def clients_for(requests: int, load: Load) -> int:
@@ -37,9 +37,9 @@ def clients_for(requests: int, load: Load) -> int:
 
 
 class Sent(NamedTuple):
-    """The outcome of one request. In seconds from the start of the run: when it was `due`, when it was `sent`, and when
-    each chunk came. `counts` are the tokens after each chunk, if the server reports them. `prompt` and `tokens` are its
-    usage."""
+    """The outcome of one request. In seconds since the start of the run: when it was `due`, when it was `sent`, and
+    when each chunk arrived. `counts` are the tokens after each chunk, if the server reports them. `prompt` and `tokens`
+    are its usage."""
 
     number: int
     due: float
@@ -53,7 +53,7 @@ class Sent(NamedTuple):
 
 
 class Fleet:
-    """`count` processes, until `close`."""
+    """`count` client processes, which run until `close`."""
 
     def __init__(self, count: int) -> None:
         assert 1 <= count <= MOST, count
@@ -74,7 +74,7 @@ class Fleet:
         files = (self._bodies.fileno(), self._queue.fileno())
         return subprocess.Popen(
             [sys.executable, "-m", "quire.client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=files,
-            start_new_session=True,  # so that a terminal's Ctrl-C is this process's to handle
+            start_new_session=True,  # so that a terminal's Ctrl-C reaches this process alone
         )  # fmt: skip
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Fleet:
         for process in self._processes:
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None, "it was started with pipes"
-                with suppress(OSError):  # what is unsent can't be sent to one that has ended
+                with suppress(OSError):  # buffered data can't be written to a process that has ended
                     pipe.close()
         for process in self._processes:
             try:
@@ -95,7 +95,7 @@ class Fleet:
     def run(
         self, address: Address, head: str, bodies: Sequence[bytes], load: Load
     ) -> tuple[list[Sent], list[dict[str, Any]]]:
-        """Send every body as `load` says: what came of each, in order, and how busy each client was."""
+        """Send every body at the times of `load`. Return the outcomes, in order, and the CPU use of each client."""
         self._hold(bodies)
         plans = self._plans(len(bodies), load)
         for process, plan in zip(self._processes, plans):
@@ -118,7 +118,7 @@ class Fleet:
         return sent, clients
 
     def _hold(self, bodies: Sequence[bytes]) -> None:
-        """The bodies in the file that the clients read."""
+        """Write the bodies to the file that the clients read."""
         if bodies is self._held:
             return
         self._bodies.seek(0)
@@ -139,7 +139,7 @@ class Fleet:
         queue = self._queue.fileno()
         os.ftruncate(queue, 0)
         os.pwrite(queue, b"".join(QUEUE_RECORD.pack(index, *self._spans[index]) for index in range(count)), 0)
-        os.lseek(queue, 0, os.SEEK_SET)  # for the clients too: they inherited this position
+        os.lseek(queue, 0, os.SEEK_SET)  # also for the clients: they inherited this position
         slots = min(load.concurrency, count)
         return [{"requests": [], "slots": (slots + client) // clients} for client in range(clients)]
 
@@ -152,7 +152,7 @@ class Fleet:
             self._ended(process)
 
     def _await(self, process: subprocess.Popen[bytes]) -> None:
-        """Until `process` says something, or another one has ended, which is an error."""
+        """Wait for a message of `process`. Raise an error if any process has ended."""
         assert process.stdout is not None, "it was started with a pipe"
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)

@@ -30,10 +30,10 @@ from quire.sim.histories import pack_history
 from quire.startup.checkpoint import read_checkpoint
 
 SEED = 0
-STORIES, STORY = 8, 1500  # how many, and tokens of each
-LONGEST = 1024  # prompt
+STORIES, STORY = 8, 1500  # number of stories, and tokens of each
+LONGEST = 1024  # tokens of a prompt
 WIDTHS = (2, 4, 6)
-WORKLOADS = {"alpaca": (64, 512), "sharegpt": (16, 1024)}  # prompts, and steps of each: outputs are clipped there
+WORKLOADS = {"alpaca": (64, 512), "sharegpt": (16, 1024)}  # prompts, and steps of each (maximum output length)
 
 
 class Recorded(BeamSearch):
@@ -44,7 +44,7 @@ class Recorded(BeamSearch):
         self.steps = steps
 
     def advance(self, branches: Sequence[Branch], context: Context) -> Advance:
-        """The search's own step. The last one, in which all beams end, has no choices."""
+        """Advance the search. The last step, in which all beams end, has no choices."""
         done = super().advance(branches, context)
         if done.choices:
             self.steps.append(tuple(choice.parent for choice in done.choices))
@@ -52,7 +52,7 @@ class Recorded(BeamSearch):
 
 
 def stories(engine: Engine) -> list[int]:
-    """Tokens of stories that the model makes up, one after another."""
+    """Return the tokens of stories that the model generates, one after another."""
     params = SamplingParams(temperature=1.0, max_tokens=STORY, seed=SEED, n=STORIES, ignore_eos=True, detokenize=False)
     engine.add("stories", [0], params)
     told: list[list[int]] = [[] for _ in range(STORIES)]
@@ -63,14 +63,14 @@ def stories(engine: Engine) -> list[int]:
 
 
 def cut(name: str, count: int, text: list[int]) -> list[Job]:
-    """`count` requests with a workload's lengths; each prompt begins somewhere in the text."""
+    """Return `count` requests with a workload's lengths; each prompt is a random part of the text."""
     lengths = parse(f"{name}@{count}").lengths(SEED)
     starts = np.random.default_rng(SEED).integers(0, len(text) - LONGEST, count).tolist()
     return [Job(text[start : start + prompt], output) for start, (prompt, output) in zip(starts, lengths)]
 
 
 def record(engine: Engine, prompts: Sequence[list[int]], width: int, steps: int) -> list[list[tuple[int, ...]]]:
-    """The histories of beam searches after `prompts`, of so many steps each."""
+    """Return the histories of beam searches of `prompts`, `steps` steps each."""
     histories: list[list[tuple[int, ...]]] = [[] for _ in prompts]
     for i, (prompt, history) in enumerate(zip(prompts, histories)):
         params = SamplingParams(
@@ -84,19 +84,19 @@ def record(engine: Engine, prompts: Sequence[list[int]], width: int, steps: int)
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """The entry's own arguments."""
+    """Add the command-line arguments."""
     group = parser.add_argument_group("recording")
     group.add_argument("--beam-width", type=int, action="append", metavar="N",
-                       help=f"may be given repeatedly (default: {' '.join(map(str, WIDTHS))})")  # fmt: skip
+                       help=f"beams; may be given repeatedly (default: {' '.join(map(str, WIDTHS))})")  # fmt: skip
     group.add_argument("--prompts", type=int, metavar="N",
-                       help="of each workload (default: " + ", ".join(f"{n} {k}" for k, (n, _) in WORKLOADS.items())
-                            + ")")  # fmt: skip
+                       help="prompts of each workload (default: "
+                            + ", ".join(f"{n} {k}" for k, (n, _) in WORKLOADS.items()) + ")")  # fmt: skip
     group.add_argument("--steps", type=int, metavar="N",
-                       help="of each search (default: as many as a workload's longest output)")  # fmt: skip
+                       help="steps of each search (default: the workload's longest output)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A result for each workload and width."""
+    """Return a result for each workload and width."""
     widths = args.beam_width or list(WIDTHS)
     if not all(1 <= width <= 36 for width in widths):
         raise StartupError(f"--beam-width is {' '.join(map(str, widths))}", "It must be between 1 and 36")
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def weights_of(config: EngineConfig) -> str | None:
-    """The SHA-256 of a model's weights; None where they are made up."""
+    """Return the SHA-256 of a model's weights; None for dummy weights."""
     folder = read_checkpoint(config).path
     if folder is None or config.dummy_weights:
         return None
@@ -133,13 +133,13 @@ def weights_of(config: EngineConfig) -> str | None:
 
 
 def parted(history: str) -> float:
-    """The share of steps in which some beam goes on twice, and so another one ends."""
+    """Return the share of steps in which a beam is forked, so that another one ends."""
     words = history.split()
     return sum(word != "." and len(set(word)) < len(word) for word in words) / len(words)
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """A line a recording."""
+    """Format the recordings, one a line."""
     rows = []
     for r in results:
         shares = [parted(history) for history in r["histories"]]

@@ -20,11 +20,11 @@ INNER, SIZE, TAPS = 8192, 16, 4
 LAYERS, RUN = 28, 512
 ROWS = (1, 8, 64, 256)
 PICTURE, KV_HEADS, HEADS, DIM, PAGE = 6404, 8, 32, 128, 16
-PROMPTS = ((8, 8192), (1, 8192), (64, 128))  # rows, tokens of each
+PROMPTS = ((8, 8192), (1, 8192), (64, 128))  # rows, and tokens of each row
 
 
 class Weights(NamedTuple):
-    """A layer's that the two operations use."""
+    """The weights of a layer that the two operations use."""
 
     conv: Tensor
     bias: Tensor
@@ -42,7 +42,7 @@ def _weights() -> Weights:
 
 
 def placed(pages: int, ssm: torch.dtype) -> list[StateCache]:
-    """Zero states of all layers, in pages that hold one layer after another."""
+    """Return zero states of all layers, in pages that hold one layer after another."""
     sizes = INNER * (TAPS - 1) * 2, INNER * SIZE * ssm.itemsize
     page = LAYERS * sum(sizes)
     flat = torch.zeros(pages * page, dtype=torch.uint8, device="cuda")
@@ -106,7 +106,7 @@ class Tokens(NamedTuple):
 
 
 def _tokens(count: int) -> Tokens:
-    """As they lie in a layer: parts of two products."""
+    """Return inputs laid out as in a layer: parts of two products."""
     xz, numbers = _random(count, 2 * INNER), _random(count, 256 + 2 * SIZE)
     x, z = xz.chunk(2, dim=1)
     B, C = numbers[:, 256:].chunk(2, dim=1)

@@ -1,4 +1,5 @@
-"""`quire bench kernels`: every kernel over its grid of sizes, as a share of what the device can do, measured first.
+"""`quire bench kernels`: every kernel over its grid of sizes, as a share of the device's ceilings, which are measured
+first.
 
 A family is one function that yields cases; sizes are those of a Llama-3-8B, in bf16, or for some families those of one
 rank of another (`--tp`, `--model-config`: quire.bench.rank_kernels). Needs a GPU.
@@ -32,14 +33,14 @@ from quire.worker.host_pool import HostPool
 
 HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB, DEPTH = LLAMA_8B[:7]
 PROMPTS = (512, 2048, 4096, 8192, 32768)
-CHUNKS = ((512, 7680), (2048, 30720))  # tokens, and those before them
+CHUNKS = ((512, 7680), (2048, 30720))  # tokens of a chunk, and the tokens before it
 WINDOWED = ((8192, 0, 4096), (8192, 73728, 32768), (2048, 30720, 4096))
 CHUNKED, CHUNK = 32768, 8192  # tokens of a prompt, and of a step
 TOKENS = (1, 32, 256, 8192)
 
 
 def copies() -> Iterator[Case]:
-    """Copy-on-write: pages of 128 bytes to 2 MiB (16 tokens), up to 4096 in a launch; and one by one."""
+    """Yield copies on write: pages of 128 bytes to 2 MiB (16 tokens), up to 4096 in a launch, and one by one."""
     from quire.kernels.triton.copy_pages import copy_pages
 
     for size in (128, 2**14, 2**17, 2**21):
@@ -61,7 +62,7 @@ def _one_by_one(pages: Tensor, pairs: list[tuple[int, int]]) -> None:
 
 
 def swaps() -> Iterator[Case]:
-    """128 MiB, or 4096 pages, out to the host and back, in pages of 4 KiB to 16 MiB (128 tokens)."""
+    """Yield swaps of 128 MiB or 4096 pages to the host and back, in pages of 4 KiB to 16 MiB (128 tokens)."""
     for size in (2**12, 2**14, 2**16, 2**17, 2**18, 2**20, 2**21, 2**24):
         count = min(2**27 // size, 4096)
         pages = torch.zeros(2 * count, size // 2, dtype=torch.bfloat16, device="cuda")
@@ -74,11 +75,11 @@ def swaps() -> Iterator[Case]:
 
 def _swap_out(pool: HostPool, moves: dict[int, int], size: int) -> None:
     pool.swap_out(moves, size)
-    pool.wait_swapped_out(moves.values(), size)  # so that the stream which is timed waits for them
+    pool.wait_swapped_out(moves.values(), size)  # so that the timed stream waits for them
 
 
 def sdpa() -> Iterator[Case]:
-    """torch's own attention over contiguous keys and values, for comparison."""
+    """Yield torch's own attention over contiguous keys and values, for comparison."""
     attend = partial(F.scaled_dot_product_attention, enable_gqa=True)
     for batch, context in DECODES:
         size = 2 * batch * KV_HEADS * context * DIM * 2
@@ -100,7 +101,7 @@ def _with(backend: SDPBackend, call: Call) -> None:
 
 
 def wide() -> Iterator[Case]:
-    """Decode attention with heads of 256, Gemma-2-9B's: plain, and with a softcap and a window."""
+    """Yield decode attention with heads of 256 (Gemma-2-9B): plain, and with a softcap and a window."""
     for batch, context in DECODES:
         size = 2 * batch * KV_HEADS * context * 256 * 2
         where = placed(batch, context, KV_HEADS, 256, PAGE, min(inputs(size), LAYERS), torch.bfloat16, 2 * KV_HEADS)
@@ -111,7 +112,7 @@ def wide() -> Iterator[Case]:
 
 
 def prompts() -> Iterator[Case]:
-    """Causal attention over pages, of whole prompts and of chunks: by the kernel for every GPU, and by Hopper's own."""
+    """Yield causal attention over pages, for whole prompts and chunks: the kernel for every GPU, and Hopper's own."""
     for length, start in (*((length, 0) for length in PROMPTS), *CHUNKS):
         where = placed(1, start + length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
         q, out = random_tensor(length, HEADS, DIM), random_tensor(length, HEADS, DIM)
@@ -122,8 +123,8 @@ def prompts() -> Iterator[Case]:
 
 
 def windowed() -> Iterator[Case]:
-    """Causal attention of prompts' chunks through a window, as (tokens, those before them, window); operations are
-    those of what the window shows."""
+    """Yield causal attention of prompt chunks with a window, as (tokens, tokens before them, window). Only the
+    operations within the window count."""
     for length, start, window in WINDOWED:
         where = placed(1, start + length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
         cache, q, out = replace(where.caches[0], window=window), *(random_tensor(length, HEADS, DIM) for _ in range(2))
@@ -135,7 +136,7 @@ def windowed() -> Iterator[Case]:
 
 
 def _ours(cache: LayerCache) -> Iterator[tuple[str, Any, int]]:
-    """Our kernels for prompts in this cache, and the queries of their tiles."""
+    """Yield our prompt kernels for this cache, with the queries of their tiles."""
     from quire.kernels.triton import prefill as prompt
     from quire.kernels.triton.launch import supports_hopper_kernel
 
@@ -149,7 +150,7 @@ def _ours(cache: LayerCache) -> Iterator[tuple[str, Any, int]]:
 
 
 def _tiles(where: Placed, start: int, length: int, queries: int) -> Tensor:
-    """Those of `length` tokens of the first sequence, from `start` on."""
+    """Return the tiles of `length` tokens of the first sequence, from `start` on."""
     from quire.kernels.triton.prefill import make_prefill_tiles
 
     slot, starts, lengths, offset = np.array([int(where.slots[0]), start, length, 0], dtype=np.int64)[:, None]
@@ -157,8 +158,8 @@ def _tiles(where: Placed, start: int, length: int, queries: int) -> Tensor:
 
 
 def chunks() -> Iterator[Case]:
-    """Causal attention of a long prompt in chunks: over pages, and over contiguous tokens that lie as those of virtual
-    memory do, where each of torch's kernels runs beside ours."""
+    """Yield causal attention of a long prompt in chunks: over pages, and over contiguous tokens laid out as in virtual
+    memory, where torch's kernels are measured too."""
     case, dtype = f"1 x {CHUNKED} by {CHUNK}", torch.bfloat16
     for layout, layers in (("", 0), (", layer", 1), (f", sliced:{DEPTH}", DEPTH)):
         if layers:
@@ -173,8 +174,8 @@ def chunks() -> Iterator[Case]:
 
 
 def chunked(where: Placed, chunk: int) -> dict[str, Callable[[], list[Tensor]]]:
-    """By kernel, the attention of all of the first sequence's tokens in chunks: outputs [tokens, heads, dim]. On a
-    device that a kernel doesn't run on it isn't there."""
+    """Return, by kernel, the attention of all tokens of the first sequence in chunks: outputs [tokens, heads, dim].
+    Kernels that the device doesn't support are left out."""
     from quire.kernels.triton.vendor_backend import VendorBackend
 
     cache, end = where.caches[0], int(where.lengths[0])
@@ -209,12 +210,12 @@ def _each(calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
 
 
 def _causal(length: int) -> int:
-    """Operations of causal attention: two products over half of all pairs."""
+    """Return the operations of causal attention: two products over half of all pairs."""
     return 2 * HEADS * DIM * length**2
 
 
 def small() -> Iterator[Case]:
-    """The small kernels of a step: norm with the residual sum, rotation with the KV write, gated activation."""
+    """Yield the small kernels of a step: norm with the residual sum, rotation with the KV write, gated activation."""
     from quire.kernels.triton.activation import act_and_mul
     from quire.kernels.triton.norm import rms_norm
     from quire.kernels.triton.rope_write import rope_write
@@ -237,7 +238,7 @@ def small() -> Iterator[Case]:
 
 
 def sampling() -> Iterator[Case]:
-    """The greedy choice over the vocabulary."""
+    """Yield the greedy choice over the vocabulary."""
     from quire.kernels.triton.sampling import SamplingScratch, greedy
 
     for rows in (1, 32, 256, 1024):
@@ -259,7 +260,7 @@ SHAPED: dict[str, Callable[[Shape], Iterator[Case]]] = {"decodes": decodes, "lin
 
 
 def asked(args: argparse.Namespace) -> dict[str, Callable[[], Iterator[Case]]]:
-    """The families by name: all of them, or with --tp or --model-config those that there are for a rank's sizes.
+    """Return the families by name: all, or with --tp or --model-config those that have a rank's sizes. Raise
     StartupError for others."""
     known, kind = FAMILIES, "family"
     if args.tp is not None or args.model_config is not None:
@@ -274,7 +275,7 @@ def asked(args: argparse.Namespace) -> dict[str, Callable[[], Iterator[Case]]]:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The ceilings, then a result for each case."""
+    """Return the ceilings, then a result for each case."""
     families = asked(args)
     need_gpu("quire bench kernels")
     torch.manual_seed(0)
@@ -294,7 +295,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """A line a case."""
+    """Format the results, a line a case."""
     rows = [
         (r["kernel"], r["case"], short(r["us"]), f"{r['rate']:.4g}", r["unit"], f"{100 * r['share']:.0f}")
         for r in results

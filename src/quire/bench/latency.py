@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Trace(NamedTuple):
-    """One request on one clock, in seconds. `events` are the moments that brought tokens, and how many each."""
+    """The times of one request on one clock, in seconds. `events` are (time, number of tokens)."""
 
     arrival: float
     prompt: int
@@ -20,22 +20,22 @@ class Trace(NamedTuple):
 
     @property
     def output(self) -> int:
-        """Tokens generated."""
+        """Return the number of generated tokens."""
         return sum(tokens for _, tokens in self.events)
 
     @property
     def first_token(self) -> float:
-        """TTFT: from arrival to the first token."""
+        """Return the TTFT: from arrival to the first token."""
         return self.events[0][0] - self.arrival
 
     @property
     def whole(self) -> float:
-        """From arrival to the last token."""
+        """Return the end-to-end latency: from arrival to the last token."""
         return self.events[-1][0] - self.arrival
 
     @property
     def gaps(self) -> list[float]:
-        """Inter-token latencies; tokens that come together share the time since the ones before them."""
+        """Return the inter-token latencies; tokens that arrive together share the time since the previous ones."""
         gaps: list[float] = []
         for (before, _), (now, tokens) in zip(self.events, self.events[1:]):
             gaps += [(now - before) / tokens] * tokens
@@ -43,7 +43,7 @@ class Trace(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles (linear interpolation); None for no values."""
+    """Return the mean and percentiles (linear interpolation); None without values."""
     if not values:
         return None
     p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
@@ -51,7 +51,8 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def latencies(traces: Sequence[Trace]) -> dict[str, dict[str, float] | None]:
-    """Seconds. `normalised` is PagedAttention's measure (§6.1): end-to-end latency divided by output length."""
+    """Return the latencies in seconds. `normalised` is PagedAttention's measure (§6.1): end-to-end latency divided by
+    output length."""
     return {
         "ttft_s": spread([trace.first_token for trace in traces]),
         "inter_token_s": spread([gap for trace in traces for gap in trace.gaps]),
@@ -61,7 +62,7 @@ def latencies(traces: Sequence[Trace]) -> dict[str, dict[str, float] | None]:
 
 
 def totals(traces: Sequence[Trace], seconds: float) -> dict[str, float | int]:
-    """Counts and rates of a run that took `seconds`."""
+    """Return counts and rates of a run that took `seconds`."""
     prompt, output = sum(trace.prompt for trace in traces), sum(trace.output for trace in traces)
     return {
         "requests": len(traces),

@@ -37,8 +37,8 @@ PROMPTS, DECODE = "with prompts", "decode"
 
 
 class Step(NamedTuple):
-    """One step: its kind, its seconds and those of its operations, its rows and tokens, and the bytes and operations of
-    its attention."""
+    """One step: its kind, its time and that of its operations in seconds, its rows and tokens, and the bytes and
+    operations of its attention."""
 
     kind: str
     seconds: float
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     from quire.bench.core_limits import core_limits, thread_counts
 
-    config = replace(config_from(args), cuda_graphs=False)  # of a recorded step no operation can be told from another
+    config = replace(config_from(args), cuda_graphs=False)  # a recorded step hides its operations
     if args.repeat < 1:
         raise StartupError(f"--repeat is {args.repeat}", "It must be at least 1")
     workloads = [parse(name) for name in args.workload or WORKLOADS]
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measured(engine: Engine, jobs: Sequence[Job], shape: ModelShape, repeat: int) -> list[dict[str, Any]]:
-    """A result for each kind of step that the jobs need."""
+    """Return a result for each kind of step that the jobs need."""
     others = Others()
     drive_once(engine, jobs)
     plain = fastest([steps(engine, jobs, shape) for _ in range(repeat)])
@@ -102,7 +102,7 @@ def measured(engine: Engine, jobs: Sequence[Job], shape: ModelShape, repeat: int
 
 
 def drive_once(engine: Engine, jobs: Sequence[Job], step: Callable[[], None] | None = None) -> None:
-    """Run all jobs, which come at once, to their ends with an empty prefix cache, calling `step` (default: the
+    """Run all jobs, which arrive at once, to completion with an empty prefix cache, calling `step` (default: the
     engine's) for each step."""
     if (prefixes := engine.scheduler.memory.prefix_cache) is not None:
         prefixes.reset()
@@ -132,7 +132,7 @@ def steps(engine: Engine, jobs: Sequence[Job], shape: ModelShape, spent: Spent |
             return
         rows, work = plan.slices, step_work(plan._replace(page_ops=(), overlapped_page_ops=()), shape, ())
         kind = PROMPTS if any(len(row.tokens) > 1 for row in rows) else DECODE
-        # What a row of several tokens reads of the cache, and what one token computes in it.
+        # what a row of several tokens reads of the cache, and the attention operations of one token
         kv = sum(
             part.token_bytes * part.visible_tokens(row.start + len(row.tokens))
             for row in rows
@@ -189,7 +189,7 @@ def limit(found: dict[str, Any], read: float, multiply: float) -> None:
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """The cores' limits; a line a workload and kind of step; the operations of each."""
+    """Format the cores' limits, a line for each workload and kind of step, and the operations of each."""
     cores = [result["cores"] for result in results if "cores" in result]
     kinds = [result for result in results if "operations" in result]
     again = "GB/s of the weights alone, again and again"

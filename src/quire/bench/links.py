@@ -11,14 +11,14 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-BYTES = 1 << 28  # of a copy
+BYTES = 1 << 28  # bytes of a copy
 COPIES = 20
-MOST_TEXT = 8000  # characters of what nvidia-smi says
+MOST_TEXT = 8000  # characters of nvidia-smi's output
 ASKED = ("topo -m", "nvlink -s", "--query-gpu=index,name,memory.total,memory.used,clocks.sm --format=csv")
 
 
 def found() -> dict[str, Any]:
-    """What another process finds: nothing where there is no GPU."""
+    """Return the results of another process; empty without a GPU."""
     command = (sys.executable, "-m", "quire.bench.links")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -52,7 +52,7 @@ def measured() -> dict[str, Any]:
 
 
 def _copied(here: int, there: int) -> float:
-    """10^9 bytes a second of copies from one GPU to another."""
+    """Measure 10^9 bytes a second of copies from one GPU to another."""
     import torch
 
     source = torch.empty(BYTES, dtype=torch.uint8, device=f"cuda:{here}")

@@ -1,6 +1,6 @@
-"""The machine under a measurement: what it is, and what else it was doing.
+"""Describe the machine of a measurement, and the load of its other processes.
 
-One busy core spoils timings of two threads, so the load of other processes goes into every result.
+One busy core spoils timings of two threads, so each result has the load of other processes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import psutil
 import quire
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "neon", "asimd", "sve")
-QUIET = 0.1  # cores that others may use before a timing is suspect
+QUIET = 0.1  # cores in use by other processes from which a timing is unreliable
 
 
 def machine() -> dict[str, Any]:
-    """Return the facts needed to compare numbers of machines. torch is asked only if it is already loaded."""
+    """Return the facts needed to compare numbers of machines. torch is queried only if it is already loaded."""
     model, flags = _cpu()
     torch = sys.modules.get("torch")
     return {
@@ -43,7 +43,7 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu() -> tuple[str, list[str]]:
-    """Name and vector extensions of the CPU, as Linux tells them."""
+    """Return the name and vector extensions of the CPU, as Linux reports them."""
     facts: dict[str, str] = {}
     path = Path("/proc/cpuinfo")
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -62,7 +62,7 @@ def _version(package: str) -> str | None:
 
 
 def _revision() -> str | None:
-    """The git revision that runs, if this is a checkout; "-dirty" says that files differ from it."""
+    """Return the git revision of this checkout, if it is one, with "-dirty" if files differ from it."""
     root = Path(quire.__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -75,12 +75,12 @@ def _revision() -> str | None:
 
 
 def seconds_alive() -> float:
-    """Since this process was started."""
+    """Return the seconds since this process was started."""
     return time.time() - float(psutil.Process().create_time())
 
 
 def peak_rss() -> int:
-    """The most bytes of memory that this process ever held."""
+    """Return the maximum resident memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -91,13 +91,13 @@ class Others:
         self._began, self._busy, self._own = time.perf_counter(), _busy(), _own()
 
     def load(self) -> float:
-        """Their CPU seconds for each second that passed."""
+        """Return the CPU seconds of other processes per second."""
         wall = time.perf_counter() - self._began
         return max(0.0, (_busy() - self._busy - (_own() - self._own)) / wall)
 
 
 def _busy() -> float:
-    """CPU seconds of everything on this machine; what other virtual machines stole counts."""
+    """Return the CPU seconds of all processes on this machine, including time stolen by other virtual machines."""
     times = psutil.cpu_times()
     names = ("user", "nice", "system", "irq", "softirq", "steal")
     return sum(float(getattr(times, name, 0.0)) for name in names)

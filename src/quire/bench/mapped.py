@@ -1,5 +1,6 @@
 """Sequences in virtual memory for measuring kernels: pages in random order, mapped by the runner's store, no
-scheduler."""
+scheduler.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def on_mapped(
         memory="virtual", virtual_layout=layout, virtual_page_kib=kib, max_num_seqs=batch, swap_gib=0.0
     )  # fmt: skip
     one = build_virtual_kv_config(config, spec, MemorySize(2**16 + 2 * context, context, dtype.itemsize)).groups[0]
-    tokens = one.table_width * one.run_tokens // one.run_pages + one.run_tokens  # of a sequence, in whole pages
+    tokens = one.table_width * one.run_tokens // one.run_pages + one.run_tokens  # tokens of a sequence, in whole pages
     geometry = build_virtual_kv_config(config, spec, MemorySize(batch * tokens, context, dtype.itemsize))
     device = torch.device(on) if on == "cpu" else torch.device("cuda", torch.cuda.current_device())
     store = open_store(geometry, spec, dtype, device, False, is_contiguous=True)
@@ -48,7 +49,7 @@ def on_mapped(
         slots, lengths = torch.arange(1, batch + 1, device=device), torch.full((batch,), context, device=device)
         return work(Placed(list(store.caches.values()), store.tables[0], slots, lengths))
     except RuntimeError as error:
-        traceback.clear_frames(error.__traceback__)  # which have tensors
+        traceback.clear_frames(error.__traceback__)  # whose locals are tensors
         raise
     finally:
         gc.collect()

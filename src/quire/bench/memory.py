@@ -1,9 +1,9 @@
-"""What the device's memory went into at the highest, beside what was planned for it (PagedAttention Figure 1, left).
+"""Compare the peak use of the device's memory with the plan for it (PagedAttention Figure 1, left).
 
-Two loads: as many prompt tokens at once as fill the largest step twice, in as many sequences as may run, every other
-one with sampling parameters that need more memory; then sequences as long as may be. Where the model sees also as many
-pictures as one step encodes. On a GPU memory is what the driver says is taken, less what was before; on a CPU the
-process's resident memory, with all KV pages touched.
+Two loads are run: prompts that fill the largest step twice, in the maximum number of sequences, every other one with
+sampling parameters that need more memory; then sequences of maximum length. If the model has vision, also the images
+that one step encodes. On a GPU, use is what the driver reports, less the use before; on a CPU it is the process's
+resident memory, with all KV pages touched.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from quire.startup.build import BuiltEngine
 from quire.startup.checkpoint import Checkpoint, read_checkpoint
 from quire.startup.dtypes import choose_device
 
-TOKENS = 12  # that each sequence generates, where so many fit
+TOKENS = 12  # tokens that each sequence generates, if they fit
 PICTURE = "mmmu-pro@1"
-LONG = 32_768  # tokens of long sequences, at most: a GPU's memory would take minutes to fill
+LONG = 32_768  # maximum tokens of long sequences: a GPU's memory would take minutes to fill
 PARTS = ("weights", "kv", "beside", "all")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One result: bytes, planned and measured. Linux only on a CPU."""
+    """Return one result: bytes, planned and measured. On a CPU, Linux only."""
     import torch
 
-    import quire.worker.model_runner  # noqa: F401  so that what is imported isn't counted
+    import quire.worker.model_runner  # noqa: F401  so that imports aren't counted
 
     config = config_from(args)
     gpu = choose_device(config) == "cuda"
@@ -52,12 +52,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     else:
         from quire.weights.mapped_files import trim_memory
 
-        trim_memory()  # as a start does at its end: what that gives back would count against what is taken
-        Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
+        trim_memory()  # as at the end of a start: memory released there would reduce the measured use
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = psutil.Process().memory_info().rss
     with built(config) as made:
         runner, plan = local_runner(made.engine), made.memory_plan
-        runner.store.buffer.zero_()  # a CPU's untouched pages are not there
+        runner.store.buffer.zero_()  # a CPU's untouched pages are not resident
         _serve(made)
         pictures = _see(made, seeing)
         if gpu:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         else:
             most = _highest() - before
         kept = {tensor.data_ptr(): tensor.nbytes for tensor in runner.model.state_dict().values()}
-        weights = sum(kept.values()) if gpu else plan.weight_bytes  # a CPU's are packed: oneDNN's own, of the same size
+        weights = sum(kept.values()) if gpu else plan.weight_bytes  # packed by oneDNN on a CPU, same size
         kv = runner.store.buffer.nbytes
         measured = {"weights": weights, "kv": kv, "beside": most - weights - kv, "all": most}
         planned = {"weights": plan.weight_bytes, "kv": plan.kv_bytes, "beside": plan.activation_bytes}
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _serve(made: BuiltEngine) -> None:
-    """Both loads. StartupError where a sequence has no room for an output."""
+    """Run both loads. Raise StartupError if a sequence has no room for an output."""
     engine, plan = made.engine, made.memory_plan
     if plan.max_len < 2:
         raise StartupError("sequences of 1 token have no room for an output", "Use a larger --max-model-len")
@@ -97,8 +97,8 @@ def _serve(made: BuiltEngine) -> None:
 
 
 def _seeing(config: EngineConfig, source: Checkpoint) -> list[Job]:
-    """Requests with a picture each, if the model sees any: one more than a step encodes, where no more may run. They
-    are made before anything is measured, and all are of one picture under many names."""
+    """Return requests with an image each, if the model has vision: one more than a step encodes, if that many may run.
+    They are made before the measurement, and share one image under different names."""
     from quire.bench.pictured import Eyes
 
     eyes, vision = Eyes.of(source.config, source.spec), source.spec.vision
@@ -118,7 +118,7 @@ def _seeing(config: EngineConfig, source: Checkpoint) -> list[Job]:
 
 
 def _see(made: BuiltEngine, jobs: Sequence[Job]) -> int:
-    """As many of the pictures as have room, all at once; how many that were."""
+    """Add as many of the images as fit, all at once, and return their number."""
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     jobs = [job for job in jobs if len(job.prompt) + TOKENS <= made.memory_plan.max_len]
     for i, job in enumerate(jobs):
@@ -129,7 +129,7 @@ def _see(made: BuiltEngine, jobs: Sequence[Job]) -> int:
 
 
 def _run(made: BuiltEngine, count: int, length: int, params: Sequence[SamplingParams]) -> None:
-    """`count` sequences of `length` prompt tokens, until all are done."""
+    """Run `count` sequences of `length` prompt tokens to completion."""
     for i in range(count):
         prompt = [(7 * i + j) % made.spec.vocab_size for j in range(max(length, 1))]
         made.engine.add(str(i), prompt, params[i % len(params)])
@@ -138,7 +138,7 @@ def _run(made: BuiltEngine, count: int, length: int, params: Sequence[SamplingPa
 
 
 def _highest() -> int:
-    """The most resident memory since it was last forgotten."""
+    """Return the peak resident memory since its last reset."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -146,7 +146,7 @@ def _highest() -> int:
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """A line a part, in MiB."""
+    """Format the parts, one a line, in MiB."""
     rows = []
     for result in results:
         for part in PARTS:

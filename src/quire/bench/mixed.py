@@ -1,6 +1,6 @@
 """Measure host and device time of GPU steps that have a prompt, launched kernel by kernel and replayed as CUDA graphs.
 
-Some sequences decode, and every few steps a prompt comes. The device is idle before a step, and then waits until the
+Some sequences decode, and every few steps a prompt arrives. The device is idle before a step, and then waits until the
 whole step is enqueued. So the host's time is that of enqueuing alone, and the device's time has no gaps caused by the
 host. Steps of decodes alone are replayed either way.
 """
@@ -23,24 +23,26 @@ from quire.errors import StartupError
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import StepPlan
 
-WAIT = 40_000_000  # cycles: longer than the launches of the slowest step take the host
+WAIT = 40_000_000  # cycles: longer than the host needs to launch the slowest step
 BETWEEN = 3  # steps of decodes alone before each prompt
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """The entry's own arguments."""
+    """Add the command-line arguments."""
     group = parser.add_argument_group("measurement")
     group.add_argument(
         "--rows", type=int, default=190, metavar="N", help="sequences that decode (default: %(default)s)"
     )
-    group.add_argument("--context", type=int, default=400, metavar="N", help="tokens of each (default: %(default)s)")
+    group.add_argument(
+        "--context", type=int, default=400, metavar="N", help="tokens of each sequence (default: %(default)s)"
+    )
     group.add_argument("--prompt", type=int, nargs="+", default=[200], metavar="N",
-                       help="tokens of the prompt that comes (default: 200)")  # fmt: skip
-    group.add_argument("--steps", type=int, default=20, metavar="N", help="of each kind (default: %(default)s)")
+                       help="tokens of the prompt (default: 200)")  # fmt: skip
+    group.add_argument("--steps", type=int, default=20, metavar="N", help="steps of each kind (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A result for each length of prompts, and one for decodes alone."""
+    """Return a result for each length of prompts, and one for decodes alone."""
     import torch
 
     if not torch.cuda.is_available():
@@ -129,7 +131,7 @@ class Timed:
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """A line a kind of step."""
+    """Format the results, a line a kind of step."""
     head = ("rows", "context", "prompt", "host ms, eager", "replayed", "device ms, eager", "replayed")
     names = ("rows", "context", "prompt", "eager_host_ms", "replayed_host_ms", "eager_device_ms", "replayed_device_ms")
     return table(head, [[r[name] if i < 3 else short(r.get(name)) for i, name in enumerate(names)] for r in results])

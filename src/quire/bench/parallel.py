@@ -39,17 +39,17 @@ PROMPT = "The old lighthouse keeper"
 
 class Place(NamedTuple):
     """Where to measure: `link`, 10^9 bytes a second of copies between the slowest pair of GPUs (None: no GPUs), the
-    numbers of ranks, and the time to end (time.monotonic)."""
+    numbers of ranks, and the deadline (time.monotonic)."""
 
     device: str
     link: float | None
-    held: bool  # the goals are of such GPUs
+    held: bool  # the goals are for such GPUs
     ranks: tuple[int, ...]
     end: float
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Return the seconds until the deadline."""
         return self.end - time.monotonic()
 
     @property
@@ -57,11 +57,11 @@ class Place(NamedTuple):
         return tuple(count for count in self.ranks if count > 1)
 
     def beside(self, goal: float | None, peer: float | None = None) -> dict[str, float | None]:
-        """What is asked, and what vLLM was measured at, where both say something of these GPUs."""
+        """Return the goal and vLLM's measurement, if both exist for these GPUs."""
         return {"goal": goal if self.held else None, "peer": peer if self.held else None}
 
     def model(self, which: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Flags and workloads of the small or the large model."""
+        """Return the flags and workloads of the small or the large model."""
         if self.device == "cpu":
             return ("--device", "cpu"), CPU_WORKLOADS
         return (SMALL_FLAGS, SMALL_WORKLOADS) if which == "small" else (LARGE_FLAGS, tuple(goals.LARGE))
@@ -90,7 +90,7 @@ def _exchange(place: Place) -> Found:
 
 
 def _tokens(place: Place) -> Found:
-    """Compare the bundled model's fp32 tokens with each number of ranks with those of one rank."""
+    """Compare the bundled model's fp32 tokens on each number of ranks with those of one rank."""
     said = {}
     for ranks in (1, *place.several):
         flags = ("--dtype", "float32", "--temperature", "0", "--max-tokens", "48", "--device", place.device)
@@ -101,7 +101,7 @@ def _tokens(place: Place) -> Found:
 
 
 def _models(which: str, counts: Callable[[Place], tuple[int, ...]]) -> Callable[[Place], Found]:
-    """A model's workloads, on each number of ranks."""
+    """Measure a model's workloads on each number of ranks."""
 
     def measure(place: Place) -> Found:
         flags, workloads = place.model(which)
@@ -126,7 +126,7 @@ def _models(which: str, counts: Callable[[Place], tuple[int, ...]]) -> Callable[
 
 
 def _profile(place: Place) -> Found:
-    """Where the steps of the small model spend their time, by rank: how long no kernel runs."""
+    """Profile the steps of the small model by rank, with the time in which no kernel runs."""
     flags, _ = place.model("small")
     if place.device == "cpu":
         yield {"left_out": "it takes GPUs"}
@@ -143,7 +143,7 @@ def _profile(place: Place) -> Found:
 
 
 def _start(place: Place) -> Found:
-    """Seconds to the first token, with an empty folder of compiled kernels and with what that left."""
+    """Measure the seconds to the first token, with an empty folder of compiled kernels and with a filled one."""
     flags, _ = place.model("large")
     for ranks in place.several:
         with tempfile.TemporaryDirectory() as folder:
@@ -157,7 +157,7 @@ def _start(place: Place) -> Found:
 
 
 def _deterministic(place: Place) -> Found:
-    """How many times as long a workload takes with --deterministic."""
+    """Measure the slowdown of a workload by --deterministic."""
     flags, workloads = place.model("small")
     for ranks in place.several[:1]:
         runs = [_bench((*flags, *more), workloads[:2], ranks, place) for more in ((), ("--deterministic",))]
@@ -182,7 +182,7 @@ def _failure(place: Place) -> Found:
 
 
 def _served(place: Place) -> Found:
-    """The large model under a load, of which a rank is killed and started anew."""
+    """Kill and restart a rank of the large model under a load."""
     flags, _ = place.model("large")
     workload, rate, after = ("sharegpt@1000", 20.0, 15.0) if place.device == "cuda" else ("fixed:32:96@40", 4.0, 3.0)
     for ranks in place.several[:1]:
@@ -216,11 +216,11 @@ PARTS = {
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """The entry's own arguments."""
-    parser.add_argument("--minutes", type=float, default=25.0, metavar="M", help="end by then (default: %(default)s)")
-    parser.add_argument("--part", action="append", choices=tuple(PARTS), help="only this; may be given repeatedly")
+    """Add the command-line arguments."""
+    parser.add_argument("--minutes", type=float, default=25.0, metavar="M", help="time limit (default: %(default)s)")
+    parser.add_argument("--part", action="append", choices=tuple(PARTS), help="measure only this part; may be repeated")
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N",
-                        help="numbers of ranks (default: 1, 2, 4, 8, as far as there are GPUs; else 1, 2)")  # fmt: skip
+                        help="numbers of ranks (default: 1, 2, 4, 8 up to the GPUs; on a CPU 1, 2)")  # fmt: skip
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
@@ -309,7 +309,7 @@ def _ran(args: Sequence[str], place: Place, **more: str) -> subprocess.Completed
 
 
 def _value(result: dict[str, Any]) -> tuple[float, str]:
-    """Return a workload's main number: for one request the time between tokens, for long outputs output tokens, else
+    """Return a workload's main number: the time between tokens for one request, output tokens for long outputs, else
     all tokens."""
     median, workload = result["median"], result["workload"]
     if workload.endswith("@1"):
@@ -326,7 +326,7 @@ def _line(one: dict[str, Any]) -> str:
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """How things are linked, a line a measurement, and what was left out."""
+    """Format the links, a line a measurement, and what was left out."""
     links, *rest = results
     gpus = links["gpus"]
     lines = [f"{len(gpus)} GPUs: {', '.join(gpus)}" if gpus else "no GPU: ranks on a CPU, the bundled model"]

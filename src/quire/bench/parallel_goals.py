@@ -1,12 +1,12 @@
 """Goals for ranks on GPUs, and the measurements of vLLM 0.26. All are of H200s with NVLink; for GPUs with slower links
-they are rescaled, and the result says so.
+they are rescaled, and the result reports it.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-KIND, LINK = "H200", 391.0  # the GPUs that goals are of, and 10^9 bytes a second of their copies one way
+KIND, LINK = "H200", 391.0  # the GPUs of the goals, and 10^9 bytes a second of their copies in one direction
 EXCHANGE_US = {2: (5.5, 8.0, 14.0, 35.0), 4: (6.0, 10.0, 22.0, 55.0)}  # at exchange.ROWS rows of 16 KB
 ROW = 16_384  # bytes
 
@@ -29,13 +29,13 @@ LARGE = {  # Llama-3-70B, by workload
     "fixed:8191:1@8": Goal({2: 9000, 4: 17_000}),
 }
 SMALL = {"fixed:128:128@1": Goal({1: 3.93, 2: 2.5, 4: 1.65}, low=True)}  # Llama-3-8B
-GAINS = {2: 1.8, 4: 3.05}  # times one GPU's tokens a second, of Llama-3-8B at fixed:1024:128@512
-EXCHANGES = {"small": (65, 8192), "large": (161, ROW)}  # a step's, and bytes of a row
+GAINS = {2: 1.8, 4: 3.05}  # speedup in tokens a second over one GPU, of Llama-3-8B at fixed:1024:128@512
+EXCHANGES = {"small": (65, 8192), "large": (161, ROW)}  # exchanges of a step, and bytes of a row
 START = {"nothing cached": 45.0, "warm": 20.0}  # seconds to the first token
 PEER_START = {2: 154.0, 4: 156.0}
-HIDDEN = 60.0  # % of a sum that computation hides, in prompts
-IDLE = 1.0  # % of a step in which a rank runs no kernel, at most
-DETERMINISTIC = 1.05  # times as long, at most
+HIDDEN = 60.0  # % of a sum that overlaps with computation, in prompts
+IDLE = 1.0  # maximum % of a step in which a rank runs no kernel
+DETERMINISTIC = 1.05  # maximum slowdown
 
 
 def seconds_more(ranks: int, nbytes: float, link: float | None) -> float:
@@ -47,7 +47,7 @@ def seconds_more(ranks: int, nbytes: float, link: float | None) -> float:
 
 
 def rescaled(goal: Goal, ranks: int, which: str, link: float | None) -> float | None:
-    """The goal of a model's workload, over that link."""
+    """Return the goal of a model's workload, rescaled to the given link."""
     value = goal.value.get(ranks)
     if value is None:
         return None
@@ -57,6 +57,6 @@ def rescaled(goal: Goal, ranks: int, which: str, link: float | None) -> float | 
 
 
 def exchange_goal(ranks: int, index: int, rows: int, link: float | None) -> float | None:
-    """Microseconds for so many rows, the index-th of exchange.ROWS."""
+    """Return the microseconds for the index-th number of rows in exchange.ROWS."""
     given = EXCHANGE_US.get(ranks)
     return None if given is None else given[index] + 1e6 * seconds_more(ranks, rows * ROW, link)

@@ -18,13 +18,13 @@ from quire.protocol.image_tiling import ImageTiling
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.model_spec import ModelSpec
 
-BLOCK = 28  # pixels a side that have one colour in a PNG file, so that it is no larger than a drawing's
-PLACE = EDGE  # the token that a picture's rows stand in the place of; nobody reads it
+BLOCK = 28  # pixels a side of one colour in a PNG file, which keeps it as small as a drawing
+PLACE = EDGE  # placeholder token for an image's embeddings; its value is never read
 
 
 class Eyes(NamedTuple):
-    """How a model of this config.json takes images: split into tiles, with one token per embedding (`in_places`) or one
-    token per image."""
+    """The image format of a model by its config.json: split into tiles, with one token per embedding (`in_places`) or
+    one token per image."""
 
     config: dict[str, Any]
     tiling: ImageTiling
@@ -32,7 +32,7 @@ class Eyes(NamedTuple):
 
     @classmethod
     def of(cls, config: dict[str, Any], spec: ModelSpec) -> Eyes | None:
-        """A model's; None, if it sees none."""
+        """Return the `Eyes` of a model; None if it has no vision."""
         if spec.vision is None:
             return None
         settings = VisionSettings.from_config(config, config.get(PREPROCESSOR_KEY))

@@ -13,7 +13,7 @@ from quire.kernels.forward_batch import LayerCache
 
 
 class Placed(NamedTuple):
-    """Sequences in pages: `caches` of several layers, each a cache of its own for reading, and device tensors."""
+    """Sequences in pages: `caches` of several layers, each of which is read in turn, and device tensors."""
 
     caches: list[LayerCache]
     tables: Tensor
@@ -33,8 +33,8 @@ def placed(
     contiguous: bool = False,
     on: str = "cuda",
 ) -> Placed:
-    """`batch` sequences of `context` random tokens in all layers, for `heads` query heads: in pages in random order, or
-    each in one run of tokens, a head's tokens one after another."""
+    """Return `batch` sequences of `context` random tokens in all layers, for `heads` query heads: in pages in random
+    order, or each contiguous, with the tokens of a head one after another."""
     device = torch.device(on)
     page = context if contiguous else page
     count = -(-context // page)
@@ -55,7 +55,7 @@ def random_tensor(*shape: int) -> Tensor:
 
 
 def decode_calls(where: Placed) -> list[Call]:
-    """A decode step's attention in each layer."""
+    """Return a decode step's attention in each layer."""
     from quire.kernels.triton.decode import choose_splits, decode, decode_scratch, multiprocessors
 
     batch, cache, heads = len(where.slots), where.caches[0], where.caches[0].heads

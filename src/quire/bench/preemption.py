@@ -1,5 +1,5 @@
 """Measure preemption by swapping, by recomputation, and by the cheaper of both as a calibration predicts for each
-victim (PagedAttention §4.5), end to end on workloads that favour different ways.
+victim (PagedAttention §4.5), end to end on workloads that favour different policies.
 
 Policies take turns, so that disturbances affect all of them; they are compared by measured time alone.
 """
@@ -30,8 +30,8 @@ from quire.errors import StartupError
 POLICIES = ("swap", "recompute", "auto")
 LIMIT = 1.05  # auto's time / the better fixed policy's
 REPEATS = 3
-# Pages of one token and one layer, as small as they come, so that neither way is always the cheaper one: each page
-# costs a copy, and attention makes long contexts costly to compute again.
+# Pages of one token and one layer are the smallest possible. So neither policy is always cheaper: each page costs a
+# copy, and attention makes long contexts expensive to recompute.
 SHAPE = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16,
     "intermediate_size": 32, "vocab_size": 512, "max_position_embeddings": 8192,
@@ -49,24 +49,24 @@ class Scene(NamedTuple):
     kv_tokens: int
 
     def jobs(self, vocab_size: int, seed: int) -> list[Job]:
-        """The jobs of all workloads in one random order."""
+        """Return the jobs of all workloads in one random order."""
         jobs = [job for name in self.workloads for job in parse(name).jobs(vocab_size, seed)]
         return [jobs[i] for i in np.random.default_rng(seed).permutation(len(jobs))]
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """The entry's own arguments."""
+    """Add the command-line arguments."""
     group = parser.add_argument_group("measurement")
     group.add_argument("--compare", action="store_true", help="run workloads under swap, recompute and auto")
     group.add_argument("--load", action="append", metavar="NAME",
-                       help="WORKLOAD[+WORKLOAD...]/KV_TOKENS, to compare with; may be given repeatedly "
+                       help="load to compare: WORKLOAD[+WORKLOAD...]/KV_TOKENS; may be given repeatedly "
                             f"(default: {' '.join(LOADS)})")  # fmt: skip
     group.add_argument("--repeat", type=int, default=REPEATS, metavar="N",
                        help="runs of each policy (default: %(default)s)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The calibration, then with --compare one result a load."""
+    """Return the calibration, then with --compare one result a load."""
     if args.repeat < 1:
         raise StartupError(f"--repeat is {args.repeat}", "It must be at least 1")
     scenes = [_scene(name) for name in args.load or LOADS] if args.compare else []
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         config, shape = replace(config, **SMALL), SHAPE
     if config.kv_tokens is None and config.kv_gib is None:
         config = replace(config, kv_tokens=CALIBRATED_TOKENS)
-    # Without a prefix cache each recomputation computes, and each swap copies, all that it is said to.
+    # Without a prefix cache each policy recomputes, or swaps, all tokens of a victim.
     config = replace(config, enable_prefix_caching=False)
     others = Others()
     with built(config, shape) as made:
@@ -113,8 +113,8 @@ def compare(engine: Engine, scene: Scene, jobs: Sequence[Job], costs: Preemption
     cpu: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     facts: dict[str, dict[str, Any]] = {}
     others = Others()
-    for turn in range(-1, repeats):  # the first turn warms up
-        for policy in POLICIES[turn % 3 :] + POLICIES[: turn % 3]:  # nobody always follows the same one
+    for turn in range(-1, repeats):  # the first round warms up
+        for policy in POLICIES[turn % 3 :] + POLICIES[: turn % 3]:  # so that no policy always follows the same one
             scheduler.preemption = policy
             began = time.process_time()
             traces, facts[policy] = drive(engine, jobs, Load((0.0,) * len(jobs)), Decoding())
@@ -151,12 +151,12 @@ def _over(seconds: dict[str, list[float]], better: str) -> float:
 
 
 def costs_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What `--calibration` reads."""
+    """Return the costs in the format that `--calibration` reads."""
     return {"costs": results[0]["costs"]}
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """The calibration, and the comparisons as a table."""
+    """Format the calibration, and the comparisons as a table."""
     first, *rest = results
     lines = [
         table(("coefficient", "seconds"), [(name, f"{value:.4g}") for name, value in first["costs"].items()]),

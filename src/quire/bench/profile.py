@@ -28,7 +28,7 @@ TIMED, PROFILED, WARM = 60, 20, 12
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """The entry's own arguments."""
+    """Add the command-line arguments."""
     group = parser.add_argument_group("measurement")
     group.add_argument("--rows", type=int, nargs="+", default=list(ROWS), metavar="N", help="sequences in the batch")
     group.add_argument("--prompts", type=int, default=8, metavar="N", help="prompts computed at once (0: none)")
@@ -36,7 +36,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A result for each batch."""
+    """Return a result for each batch."""
     import torch
 
     if not torch.cuda.is_available():
@@ -114,7 +114,7 @@ def _kernels(engine: Engine, work: Callable[[], object], steps: int, step: float
 
 
 def _of_step(told: dict[str, Any], steps: int, step: float) -> dict[str, Any]:
-    """What a rank's profiler tells of so many steps, by the step."""
+    """Return the totals of a rank's profiler over `steps` steps, divided by their number."""
     busy = told["busy_ms"] / steps
     return {
         "busy_ms": busy,
@@ -128,7 +128,7 @@ def _of_step(told: dict[str, Any], steps: int, step: float) -> dict[str, Any]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """A line a batch, of several ranks one for each, then the kernels of each batch."""
+    """Format a line a batch, or with several ranks a line a rank, then the kernels of each batch."""
     head = ("step of", "context", "rank", "step ms", "busy ms", "idle", "idle while profiled", "prompt tokens/s")
     lines = [
         table(head, [

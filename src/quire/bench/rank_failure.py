@@ -1,5 +1,6 @@
-"""Kill or stop a rank of a server while clients read their streams: report when and how each stream ended, the answers
-of `/health`, and what is left. Or kill a rank under a load, with restart: report the outcome of all requests.
+"""Kill or stop a rank of a server while clients read their streams: report when and how each stream ended, the
+responses of `/health`, and the resources left. Or kill a rank under a load, with restart: report the outcome of all
+requests.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import psutil
 from quire.errors import QuireError
 
 CLIENTS = 32
-STREAMING = 2.0  # seconds that all stream before the fault
-GONE = 60.0  # seconds for a server to end
+STREAMING = 2.0  # seconds in which all clients stream before the fault
+GONE = 60.0  # seconds within which a server must end
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
@@ -108,13 +109,13 @@ def _until(true: Callable[[], bool], end: float, else_: str) -> None:
 
 
 def _metric(port: int, name: str) -> float:
-    """The sum of a gauge's samples."""
+    """Return the sum of a gauge's samples."""
     found = re.findall(rf"^\w*:?{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", _page(port, "/metrics")[1], re.M)
     return sum(map(float, found))
 
 
 def ranks_of(server: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """A server's ranks. QuireError if it has none."""
+    """Return a server's ranks. Raise QuireError if it has none."""
     every = psutil.Process(server.pid).children(recursive=True)
     ranks = [one for one in every if "quire.startup.rank_program" in one.cmdline()]
     if not ranks:
@@ -124,7 +125,7 @@ def ranks_of(server: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 @contextmanager
 def serving(flags: Sequence[str], seconds: float) -> Iterator[tuple[subprocess.Popen[bytes], int, Path]]:
-    """A server on a free port, which ends here if it hasn't."""
+    """Run a server on a free port; on exit it is killed if it still runs."""
     with tempfile.TemporaryDirectory() as folder:
         said, log = Path(folder) / "out", Path(folder) / "err"
         command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
@@ -143,7 +144,8 @@ def serving(flags: Sequence[str], seconds: float) -> Iterator[tuple[subprocess.P
 
 
 class Stream:
-    """A client that reads one completion, on a thread of its own. It asks for token ids, as there may be no text."""
+    """A client that reads one completion, on a thread of its own. It requests token ids, as the model may have no
+    tokenizer."""
 
     def __init__(self, port: int, max_tokens: int) -> None:
         self.chunks, self.ended, self.error = 0, 0.0, ""
@@ -176,7 +178,7 @@ def _headers() -> dict[str, str]:
 
 
 def _health(port: int) -> str:
-    """What /health says now: its status, or that nobody is there."""
+    """Return the status of /health, or that the server is unreachable."""
     try:
         status, text = _page(port, "/health")
     except (OSError, http.client.HTTPException) as error:
@@ -185,7 +187,7 @@ def _health(port: int) -> str:
 
 
 def _page(port: int, path: str) -> tuple[int, str]:
-    """The status and text of a page of the server's."""
+    """Return the status and text of a page of the server."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", path, headers=_headers())

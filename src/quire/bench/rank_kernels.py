@@ -18,13 +18,13 @@ from quire.models import read_spec
 from quire.models.named_configs import named_config
 from quire.protocol.parallel_layout import MOST_RANKS, Shard
 
-LAYERS, PAGE = 8, 16  # those whose caches or weights take turns, at most; tokens
+LAYERS, PAGE = 8, 16  # maximum number of caches or weights in turn; tokens
 DECODES = ((1, 1024), (1, 8192), (1, 65536), (8, 4096), (32, 1024), (32, 4096), (128, 1024), (256, 1024))
 KIND = "LlamaForCausalLM"
 
 
 class Shape(NamedTuple):
-    """What one rank has of a dense model: `hidden` is the model's. `label` begins the names of its cases."""
+    """The part of a dense model on one rank: `hidden` is the model's. `label` begins the names of its cases."""
 
     hidden: int
     heads: int
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns of each weight."""
+        """Return the rows and columns of each weight."""
         own = self.heads * self.dim
         return {
             "qkv": (own + 2 * self.kv_heads * self.dim, self.hidden), "o": (self.hidden, own),
@@ -67,7 +67,7 @@ def shape_of(name: str, ranks: int) -> Shape:
 
 
 def decodes(shape: Shape) -> Iterator[Case]:
-    """Decode attention over scattered pages, and its contiguous twin."""
+    """Yield decode attention over scattered pages, and over contiguous tokens."""
     from quire.bench.placed_kv import decode_calls, placed
 
     heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.dim
@@ -80,7 +80,7 @@ def decodes(shape: Shape) -> Iterator[Case]:
 
 
 def products(shape: Shape) -> Iterator[Case]:
-    """Linear layers: cuBLAS, and ours for few rows; then all of a step's, in a step's order."""
+    """Yield linear layers: cuBLAS, and our kernels for few rows; then all products of a step, in order."""
     from quire.kernels.triton.linear import gated_linear, linear, supports
 
     matrices = shape.matrices

@@ -1,5 +1,5 @@
-"""Time kernels by replaying a CUDA graph of many calls, so that the host does not matter. Inputs take turns, so that
-none is in the cache. The ceilings that results are compared with are measured in the same run.
+"""Time kernels by replaying a CUDA graph of many calls, so that the host's time is excluded. Inputs are used in turn,
+so that none is in the cache. The ceilings of the results are measured in the same run.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from quire.errors import StartupError
 
 REPLAYS = 7
-BEYOND_CACHE = 2**28  # bytes: several times what the L2 cache of any GPU holds
+BEYOND_CACHE = 2**28  # bytes: several times the L2 cache of any GPU
 MOST_INPUTS = 64
 
 Call = Callable[[], object]
 
 
 class Case(NamedTuple):
-    """One point of a kernel's grid: `calls` do the same on inputs of their own. `amount` is in bytes read and written,
-    or in operations if `bound` is "compute". `bound` "link" is by PCIe; those calls are timed one by one."""
+    """One point of a kernel's grid: each of `calls` does the same on its own inputs. `amount` is in bytes read and
+    written, or in operations if `bound` is "compute". `bound` "link" means PCIe; those calls are timed one by one."""
 
     kernel: str
     case: str
@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 class Ceilings(NamedTuple):
-    """What this device reached now: bytes/s of a device copy (read and written), operations/s of a bf16 product of
+    """Measured rates of this device: bytes/s of a device copy (read and written), operations/s of a bf16 product of
     8192^3, and bytes/s out to pinned host memory and in."""
 
     memory: float
@@ -41,14 +41,14 @@ class Ceilings(NamedTuple):
     link_in: float
 
     def of(self, case: Case) -> float:
-        """The one that bounds the case."""
+        """Return the ceiling that limits the case."""
         if case.bound == "link":
             return self.link_out if "out" in case.kernel else self.link_in
         return self.compute if case.bound == "compute" else self.memory
 
 
 def need_gpu(what: str) -> None:
-    """StartupError without one."""
+    """Raise StartupError without a GPU."""
     if not torch.cuda.is_available():
         raise StartupError(f"{what} measures a GPU, and torch finds none", "Run it beside a GPU")
 
@@ -94,11 +94,11 @@ def timed(case: Case) -> float:
 
 
 def ceilings() -> Ceilings:
-    """Measured first, in this run. Takes 6 GiB for a moment."""
+    """Measure the ceilings of this device. Needs 6 GiB for a moment."""
     device = torch.device("cuda")
     source = torch.randint(0, 255, (2**31,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    memory = 2 * len(source) / _median(partial(target.copy_, source), REPLAYS)  # in a graph, a slower engine copies
+    memory = 2 * len(source) / _median(partial(target.copy_, source), REPLAYS)  # a graph uses a slower copy engine
     pinned = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
     part = target[: len(pinned)]
     out = len(pinned) / _median(partial(pinned.copy_, part, non_blocking=True), REPLAYS)
@@ -111,7 +111,7 @@ def ceilings() -> Ceilings:
 
 
 def result(case: Case, seconds: float, ceiling: float) -> dict[str, Any]:
-    """One point as the document has it: microseconds, TB/s or TFLOP/s, and the share of the ceiling."""
+    """Return one point for the document: microseconds, TB/s or TFLOP/s, and the share of the ceiling."""
     rate = case.amount / seconds
     unit = "TFLOP/s" if case.bound == "compute" else "TB/s"
     return {

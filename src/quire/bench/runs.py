@@ -43,19 +43,19 @@ class Target(NamedTuple):
     seen: Callable[[Sequence[Sketch], Sequence[Job]], list[Job]] | None = None
 
     def jobs(self, workload: Workload, seed: int) -> list[Job]:
-        """A workload's requests."""
+        """Return a workload's requests."""
         jobs, sketches = workload.jobs(self.vocab_size, seed), workload.sketches(seed)
         pictured = any(sketch.pictures for sketch in sketches)
         return self.seen(sketches, jobs) if self.seen is not None and pictured else jobs
 
 
 def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All requests at once."""
+    """Measure with all requests at once."""
     return measure(args, lambda workload, seed: Load((0.0,) * workload.requests))
 
 
 def latency(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One request at a time."""
+    """Measure with one request at a time."""
     return measure(args, lambda workload, seed: Load(concurrency=1))
 
 
@@ -154,7 +154,7 @@ def _server(
     url: str, args: argparse.Namespace, config: EngineConfig, workloads: Sequence[Workload]
 ) -> Iterator[Target]:
     """Return the server as a target. For a workload with images and a model with vision, prompts are texts: a server
-    does not take images beside token ids."""
+    does not accept images with token ids."""
     pictured = any(sketch.pictures for workload in workloads for sketch in workload.sketches(config.seed)[:1])
     sees = pictured and read_checkpoint(config, weights=False).spec.vision is not None
     tokenizer = tokenizer_of(config) if sees or args.prompts == "text" else None
@@ -191,7 +191,7 @@ def _run(
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """The median runs as a table; those against a server as one each."""
+    """Format the median runs as a table; with a server, a paragraph each."""
     if results and "url" in results[0]:
         return served.show(results)
     head = ("workload", "s", "output tok/s", "total tok/s", "TTFT p50 ms", "p99", "inter-token ms", "p99",

@@ -1,6 +1,6 @@
 """Read a server's /metrics before and after a run, and report the differences.
 
-Names are those of quire, under its own prefix or vLLM's, so that vLLM's server can be read too.
+Names are quire's, under its own prefix or vLLM's, so that vLLM's server can be read too.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ LATENCIES = {
 
 
 class Scrape(NamedTuple):
-    """Samples by name: their labels, and values."""
+    """Samples by name: their labels and values."""
 
     samples: dict[str, list[tuple[dict[str, str], float]]]
 
     @classmethod
     def of(cls, text: str) -> Scrape | None:
-        """The samples in Prometheus's text format; None if it is something else."""
+        """Return the samples of Prometheus's text format; None for other text."""
         samples = defaultdict(list)
         try:
             for family in text_string_to_metric_families(text):
@@ -38,11 +38,11 @@ class Scrape(NamedTuple):
         return cls(dict(samples))
 
     def find(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """The samples of `name` under the prefix that the server uses."""
+        """Return the samples of `name` under the prefix that the server uses."""
         return next((self.samples[prefix + name] for prefix in PREFIXES if prefix + name in self.samples), [])
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """Sums by the values of one label; those without it are under ""."""
+        """Return sums by the values of one label; samples without it are under ""."""
         sums: dict[str, float] = defaultdict(float)
         for labels, value in self.find(name):
             sums[labels.get(label, "")] += value
@@ -112,7 +112,7 @@ class Watch:
         return {name: value for name, value in facts.items() if value != {}}
 
     def _means(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
-        """Each of its samples, by its labels; what a scrape lacks counts as 0."""
+        """Yield the mean of each sample of a metric, with its labels; a sample that a scrape lacks counts as 0."""
         sums: dict[tuple[tuple[str, str], ...], float] = defaultdict(float)
         for scrape in self._seen:
             for labels, value in scrape.find(name):
@@ -121,7 +121,7 @@ class Watch:
 
 
 def difference(before: Scrape, after: Scrape, name: str, label: str) -> dict[str, float]:
-    """How much a counter grew, by the values of a label. A process that was started again counts from 0."""
+    """Return the growth of a counter by the values of a label. A restarted process counts from 0."""
     old = before.by(name, label)
     return {
         key: value - old.get(key, 0.0) if value >= old.get(key, 0.0) else value

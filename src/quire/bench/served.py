@@ -1,5 +1,5 @@
-"""The results of a run against a server: latencies as a user has them and as vLLM's client defines them, refused and
-failed requests, and whether the client was the bottleneck.
+"""The results of a run against a server: latencies as a user observes them and as vLLM's client defines them, refused
+and failed requests, and whether the client was the bottleneck.
 
 Times between tokens are derived from times between chunks. With one token a chunk they are the same; otherwise a
 chunk's tokens share the time since the chunk before, and `inter_token_from` reports how their number is known.
@@ -19,15 +19,15 @@ from quire.bench.fleet import Sent
 from quire.bench.latency import spread
 from quire.bench.workloads import Job
 
-BUSIEST = 0.9  # of a core, in a client's busiest half second
+BUSIEST = 0.9  # CPU use of a core, in a client's busiest half second
 LAG = 0.01  # seconds, 99th percentile of an event loop's lag
-LATE = 0.1  # seconds after its time that the 99th percentile of requests was sent
+LATE = 0.1  # seconds by which the 99th percentile of requests was sent late
 
 Times = npt.NDArray[np.float64]
 
 
 class Timed:
-    """One complete response: when its chunks came, and the tokens in each. Chunks beyond the number of tokens have
+    """One complete response: the times of its chunks, and the tokens in each. Chunks beyond the number of tokens have
     none, such as one with only a finish reason."""
 
     def __init__(self, sent: Sent) -> None:
@@ -42,25 +42,25 @@ class Timed:
             self.brought = counts
         else:
             self.known = False
-            gaps = len(self.gaps)  # all tokens but the first, spread over the gaps as evenly as whole numbers are
+            gaps = len(self.gaps)  # all tokens but the first, distributed evenly over the gaps as whole numbers
             self.brought = np.diff(np.arange(gaps + 1) * (self.tokens - 1) // max(gaps, 1))
 
     @property
     def between(self) -> Times:
-        """Seconds between tokens: a gap is shared evenly by the tokens that it brought."""
+        """Return the seconds between tokens: a gap is divided evenly among the tokens of its chunk."""
         return np.repeat(self.gaps / self.brought, self.brought)
 
     def first(self, since: float) -> float:
-        """To the first chunk."""
+        """Return the seconds to the first chunk."""
         return float(self.times[0]) - since
 
     def whole(self, since: float) -> float:
-        """To the last chunk that brought tokens."""
+        """Return the seconds to the last chunk with tokens."""
         return float(self.times[-1]) - since
 
     @property
     def each(self) -> float | None:
-        """Mean seconds per token after the first; None for a single one."""
+        """Return the mean seconds per token after the first; None for a single token."""
         return float(self.times[-1] - self.times[0]) / (self.tokens - 1) if self.tokens > 1 else None
 
 
@@ -122,7 +122,7 @@ def _joined(arrays: Iterable[Times]) -> list[float]:
 
 
 def _source(whole: Sequence[Timed]) -> str:
-    """What the times between tokens rest on."""
+    """Return the source of the times between tokens."""
     if all(one.plain for one in whole):
         return "one token a chunk"
     return "usage of every chunk" if all(one.known for one in whole) else "mean tokens a chunk"
@@ -181,7 +181,7 @@ def as_vllm(whole: Sequence[Timed], failed: int) -> dict[str, Any]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """The median runs: for each workload its latencies, the client's beside the engine's, and what else matters."""
+    """Format the median runs: for each workload its latencies, the client's and the engine's, and its other results."""
     return "\n\n".join(_shown(result) for result in results)
 
 
@@ -245,7 +245,7 @@ def _sides(run: dict[str, Any]) -> Iterable[str]:
 
 
 def _held(memory: dict[str, Any]) -> Iterable[str]:
-    """A line of requests, and one of each layer type."""
+    """Format a line of requests, and a line for each layer type."""
     asked = ", ".join(f"{short(memory[name])} {name}" for name in ("running", "waiting") if name in memory)
     yield f"its memory, the mean of {memory['samples']} looks: {asked or 'no requests told'}"
     for kind, sizes in [("all", memory.get("bytes", {})), *memory.get("layers", {}).items()]:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def built(config: EngineConfig, shape: Mapping[str, Any] | None = None) -> Iterator[BuiltEngine]:
-    """An engine of `config`; with `shape` (what differs from llama-125m) of that shape, with dummy weights."""
+    """Return an engine for `config`; with `shape` (the differences from llama-125m) a model of that shape with dummy
+    weights."""
     if shape is None:
         made = build(config)
     else:

@@ -1,8 +1,8 @@
-"""Measure the cost of images: encoding one, and decoding with one in the prompt, against the same text alone.
+"""Measure the cost of images: encoding one, and decoding with one in the prompt, compared with the same text alone.
 
 Images have random colours and are preprocessed as a user's are; each request has its own. Steps are timed back to back,
-so the times are those that a client sees. With --neighbours, also the times between tokens of decoding sequences while
-images come, and while prompts come that fill a step.
+so the times are those that a client observes. With --neighbours, also the times between tokens of decoding sequences
+while images arrive, and while prompts arrive that fill a step.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ if TYPE_CHECKING:
 
 ROUNDS = 5
 TEXT_FIRST = 8
-"""Tokens in front of the picture."""
+"""Tokens before the image."""
 OTHER = 11  # a token
 
 Sight = tuple[
     "ImagePreprocessor", bool, int
-]  # how pictures are prepared, whether layers cross to them, the token they take
+]  # how images are preprocessed, whether layers attend to them, their placeholder token
 Asked = tuple[list[int], tuple[ImageItem, ...], tuple[ImagePixels, ...]]
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """The entry's own arguments."""
+    """Add the command-line arguments."""
     group = parser.add_argument_group("measurement")
-    group.add_argument("--rows", type=int, nargs="+", default=[1], metavar="N", help="requests at once (default: 1)")
-    group.add_argument("--text", type=int, default=43, metavar="N", help="tokens of each (default: %(default)s)")
+    group.add_argument("--rows", type=int, nargs="+", default=[1], metavar="N", help="concurrent requests (default: 1)")
+    group.add_argument(
+        "--text", type=int, default=43, metavar="N", help="text tokens of each request (default: %(default)s)"
+    )
     group.add_argument(
         "--picture", type=int, nargs=2, default=[1120, 1120], metavar=("HEIGHT", "WIDTH"),
-        help="its pixels (default: 1120 1120)",
+        help="pixels of the image (default: 1120 1120)",
     )  # fmt: skip
     group.add_argument(
         "--parts", type=int, default=MAX_IMAGE_PARTS, metavar="N",
-        help="parts (tiles) that the encoder alone is timed with, all in one launch; those of the picture again and "
-        "again, if it has fewer (default: %(default)s, as many as a step's launch takes)",
+        help="image parts (tiles) in one launch of the encoder alone; the image's parts are repeated if it has fewer "
+        "(default: %(default)s, the most of a step's launch)",
     )  # fmt: skip
-    group.add_argument("--steps", type=int, default=100, metavar="N", help="that decode (default: %(default)s)")
+    group.add_argument("--steps", type=int, default=100, metavar="N", help="decode steps (default: %(default)s)")
     group.add_argument(
-        "--neighbours", type=int, default=0, metavar="N", help="that decode while others' pictures and prompts come"
+        "--neighbours", type=int, default=0, metavar="N", help="sequences that decode while images and prompts arrive"
     )
-    group.add_argument(
-        "--against", metavar="NAME|FILE", help="a calibration: how much longer than its operations an encoder's take"
-    )
+    group.add_argument("--against", metavar="NAME|FILE", help="calibration for which to fit the encoder's coefficient")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A result for each number of rows: with text alone, and with pictures."""
+    """Return a result for each number of rows: with text alone, and with images."""
     from quire.text.images.preprocessor import read_image_preprocessor
 
     if min(*args.rows, *args.picture, args.parts, args.steps) < 1 or args.text <= TEXT_FIRST:
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     how = read_image_preprocessor(said, vision.tiling, vision.normalization.mean)
     with built(config) as made:
         results = []
-        for rows in (1, *args.rows):  # the first isn't told: kernels of the encoder are compiled
+        for rows in (1, *args.rows):  # the first is not reported: kernels of the encoder are compiled
             found: dict[str, Any] = {"model": made.name, "rows": rows, "text": args.text}
             found |= {f"text_{name}": value for name, value in _served(made.engine, rows, args, None).items()}
             sight = how, vision.uses_cross_attention, vision.image_token_id or 1
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _served(engine: Engine, rows: int, args: argparse.Namespace, sight: Sight | None) -> dict[str, Any]:
-    """Seconds to each request's first token, of all requests together, and of a decoding step."""
+    """Return the seconds to each request's first token, of all requests together, and of a decoding step."""
     params = SamplingParams(temperature=0, max_tokens=args.steps + 2, ignore_eos=True, detokenize=False)
     count = 0
     prompts: list[tuple[str, Asked]] = []
@@ -113,7 +113,7 @@ def _served(engine: Engine, rows: int, args: argparse.Namespace, sight: Sight | 
             request = _shown(tokens, args.picture, i, *sight)
             count = request[1][0].num_embeds
         prompts.append((f"{i}", request))
-    salt = f"{time.perf_counter_ns()}"  # nothing is found again
+    salt = f"{time.perf_counter_ns()}"  # nothing is cached
     began, times, first, seen = time.perf_counter(), list[float](), 0.0, 0
     for id, (tokens, media, pixels) in prompts:
         engine.add(id, tokens, params, salt=salt, images=media, pixels=pixels)
@@ -127,14 +127,14 @@ def _served(engine: Engine, rows: int, args: argparse.Namespace, sight: Sight | 
     return {"rows": count, "first_s": first, "step_ms": 1e3 * median(gaps) if gaps else None}
 
 
-COMERS = 16  # requests that come while others decode, one after another
+COMERS = 16  # requests that arrive while others decode, one after another
 APART = 8  # steps between two of them
-STAY = (COMERS + 4) * APART  # tokens that the others generate, if nobody stops them
+STAY = (COMERS + 4) * APART  # tokens that the other sequences generate, unless they are aborted
 
 
 def _neighbours(engine: Engine, args: argparse.Namespace, sight: Sight) -> dict[str, Any]:
-    """Return the milliseconds between tokens of decoding sequences: alone; while requests with an image come; and while
-    text prompts come, each as long as a step permits beside them."""
+    """Return the milliseconds between tokens of decoding sequences: alone; while requests with an image arrive; and
+    while text prompts arrive, each as long as a step permits besides the decodes."""
     rows = args.neighbours
     full = min(engine.scheduler.token_budget - rows, engine.limits.max_len - 2)
     pictures = [_shown([OTHER] * args.text, args.picture, i, *sight) for i in range(COMERS + 1)]
@@ -145,7 +145,7 @@ def _neighbours(engine: Engine, args: argparse.Namespace, sight: Sight) -> dict[
 
 
 def _gaps(engine: Engine, rows: int, comers: Sequence[Asked]) -> dict[str, float]:
-    """Return percentiles of the time between tokens while `comers` come and are computed."""
+    """Return percentiles of the time between tokens while `comers` arrive and are computed."""
     salt = f"{time.perf_counter_ns()}"
     long, once = (
         SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False) for count in (STAY, 1)
@@ -171,7 +171,7 @@ def _gaps(engine: Engine, rows: int, comers: Sequence[Asked]) -> dict[str, float
 
 
 def _longer(engine: Engine, cost: CostModel, args: argparse.Namespace, sight: Sight) -> float:
-    """The coefficient `encoder` of this model over a calibration's others."""
+    """Return the coefficient `encoder` of this model, given the others of a calibration."""
     runner = engine.runner
     requests = [_shown([OTHER] * args.text, args.picture, i, *sight) for i in range(1 + ROUNDS)]
     jobs = [Job(tokens, 1, images, pixels) for tokens, images, pixels in requests]
@@ -194,7 +194,7 @@ def _encoded(engine: Engine, args: argparse.Namespace, sight: Sight) -> dict[str
         parts = eyes.preprocess(data.to(device), grid)
         if not eyes.encodes_whole_image:
             parts = parts[torch.arange(args.parts, device=device) % len(parts)]
-        for _ in range(ROUNDS + 1):  # the first isn't told
+        for _ in range(ROUNDS + 1):  # the first is not reported
             began = time.perf_counter()
             eyes.encode(parts, grid)
             if device.type == "cuda":
@@ -206,7 +206,7 @@ def _encoded(engine: Engine, args: argparse.Namespace, sight: Sight) -> dict[str
 def _shown(
     tokens: list[int], size: Sequence[int], number: int, how: ImagePreprocessor, cross: bool, token: int
 ) -> Asked:
-    """A prompt with a picture of its own in it."""
+    """Return a prompt with an image of its own."""
     import numpy as np
     from PIL import Image
 
@@ -221,7 +221,7 @@ def _shown(
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """A line a number of rows."""
+    """Format the results, a line a number of rows."""
     head = ("requests", "text", "rows of a picture", "parts", "ms to encode them", "ms a step, text", "picture",
             "s to all first tokens", "picture")  # fmt: skip
     names = ("rows", "text", "picture_rows", "encoded_parts", "encode_ms", "text_step_ms", "picture_step_ms",

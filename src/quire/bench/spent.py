@@ -28,7 +28,7 @@ KINDS: dict[type, str] = {
     RMSNorm: "norms and sums", LayerNorm: "norms and sums", GatedMLP: "activation", MLP: "activation",
     Embedding: "embedding",
 }  # fmt: skip
-# What of the runner is timed as what: the operation, where the call is, its name. What a version lacks is passed over.
+# The calls of the runner that are timed: operation, place of the call, name. Those that a version lacks are skipped.
 RUNNERS = (
     (RUNNER, "", "submit"),
     (RUNNER, "", "collect"),
@@ -71,7 +71,7 @@ class Spent:
         self.bytes: dict[str, float] = defaultdict(float)
 
     def take(self) -> dict[str, Work]:
-        """What was spent since the last time."""
+        """Return the seconds spent since the last call."""
         found = {
             name: Work(seconds, self.calls[name], self.bytes[name], self.operations[name])
             for name, seconds in self.seconds.items()
@@ -80,7 +80,7 @@ class Spent:
         return found
 
     def timed(self, operation: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, timed as `operation`."""
+        """Return `call`, timed as `operation`."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             now = self.clock()
@@ -114,7 +114,7 @@ class Spent:
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[Spent]:
-    """Clocks around all that a step of the engine calls, as long as this lasts."""
+    """Time all that a step of the engine calls while this context is open."""
     spent = Spent(clock_of(engine.runner))
     runner: Any = engine.runner
     with ExitStack() as patches:

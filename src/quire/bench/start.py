@@ -1,6 +1,6 @@
-"""How long a start takes: from the start of the process until the engine is ready, and until the first tokens come.
+"""Measure a start: from the start of the process until the engine is ready, and until the first tokens are generated.
 
-Compiled kernels are kept on disk by Triton; whether any were there is part of the result.
+Triton keeps compiled kernels on disk; the result reports whether any existed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROMPT = 128
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One result: seconds since the process began."""
+    """Return one result: seconds since the process started."""
     kernels = _cached_kernels()
     with built(config_from(args)) as made:
         ready = seconds_alive()
@@ -44,13 +44,13 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _cached_kernels() -> int:
-    """Compiled kernels that Triton finds on disk."""
+    """Return the compiled kernels that Triton finds on disk."""
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     return sum(1 for _ in folder.glob("*/*.cubin")) if folder.is_dir() else 0
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """One line."""
+    """Format the result as one line."""
     head = ("model", "kernels on disk", "ready s", "first token s", "second", "third")
     rows = [(r["model"], r["kernels_on_disk"], short(r["ready_s"]), *map(short, r["token_s"])) for r in results]
     return table(head, rows)

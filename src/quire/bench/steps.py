@@ -24,14 +24,14 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256)
 CONTEXTS = (16, 64, 256, 512, 1024, 1900, 4096)
 PROMPTS = (1, 2, 8, 32)
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 4096, 8192)
-DECODERS = (4, 16, 32)  # rows beside a prompt
-CHUNKS = 16  # of a long prompt, that are sampled
+DECODERS = (4, 16, 32)  # rows that decode while a prompt is computed
+CHUNKS = 16  # chunks of a long prompt that are sampled
 STEPS, WARM, REPEATS = 9, 2, 3
 SWAPS = (64, 256, 1024, 4096)
 COPIED = 64  # pages
-MOST_TOKENS = 2**16  # of all contexts of one step
-DECODED = 64  # tokens of the sequences that decode beside prompts
-MOST_ENCODER, HALVINGS = 64.0, 30  # of the coefficient, and of where it is looked for
+MOST_TOKENS = 2**16  # tokens of all contexts of one step
+DECODED = 64  # tokens of the sequences that decode while prompts are computed
+MOST_ENCODER, HALVINGS = 64.0, 30  # upper limit of the coefficient, and steps of its bisection
 NOTHING = Coefficients(*(0.0,) * 10)
 
 
@@ -45,9 +45,9 @@ class Sample(NamedTuple):
 
 
 class Timed:
-    """A runner that records what each step did and how long the device took. On a GPU the times come from events: while
-    a step is launched kernel by kernel the previous one still runs, and the host's clock would add the launches to that
-    one."""
+    """A runner that records what each step did and how long the device took. On a GPU the times are those of events:
+    while a step is launched kernel by kernel the previous one still runs, and the host's clock would add the launches
+    to that one."""
 
     def __init__(self, engine: Engine, shape: ModelShape) -> None:
         self.engine, self.runner, self.shape = engine, engine.runner, shape
@@ -55,13 +55,13 @@ class Timed:
         geometry = engine.scheduler.memory.kv_config
         self.page_bytes = tuple(group.page_bytes for group in geometry.groups)
         self.began: list[float] = []
-        self.marks: list[tuple[Any, Any]] = []  # before and behind each step in flight, on the GPU's stream
+        self.marks: list[tuple[Any, Any]] = []  # before and after each step in flight, on the GPU's stream
         self.free = self.inside = 0.0
         self.samples: list[Sample] = []
         self.media: dict[int, tuple[ImageItem, ...]] = {}  # of a slot's latest sequence
         self.what = ""
         self.clock = clock_of(engine.runner)
-        engine.runner = cast(Runner, self)  # it lacks `bind`, which only a start calls
+        engine.runner = cast(Runner, self)  # without `bind`, which only the engine's start calls
 
     def submit(self, plan: StepPlan) -> tuple[StepPlan, Any]:
         began = self.clock()
@@ -70,7 +70,7 @@ class Timed:
         before = mark(self.runner)
         ticket = self.runner.submit(plan)
         self.marks.append((before, mark(self.runner)))
-        if self.depth == 1:  # the host waits for what it submitted; else it does that while the device works
+        if self.depth == 1:  # the host waits for what it submitted; otherwise it does so while the device works
             self.inside += self.clock() - began
         return plan, ticket
 
@@ -102,7 +102,7 @@ class Timed:
         self.runner.close()
 
     def step(self) -> Sample:
-        """One step of the engine, and what it took."""
+        """Run one step of the engine and return its sample."""
         began, before = self.clock(), self.inside
         self.engine.step()
         host = max(self.clock() - began - (self.inside - before), 1e-9)
@@ -145,9 +145,9 @@ def decode_step(timed: Timed, rows: int, context: int) -> Sample:
 
 
 def prompt_step(timed: Timed, count: int, length: int, rows: int = 0) -> Sample:
-    """Return the fastest of several steps that compute `count` prompts beside `rows` decoding sequences. If steps
-    overlap, at least one sequence decodes: in service, too, a step is launched while another one runs. Launches that
-    delay the device are part of its time, so they are not counted as the host's."""
+    """Return the fastest of several steps that compute `count` prompts while `rows` sequences decode. If steps overlap,
+    at least one sequence decodes: in service, too, a step is launched while another one runs. Launches that delay the
+    device are part of its time, so they are not counted as the host's."""
     timed.what = "prompts and decode" if rows else "prompts"
     beside = _beside(timed)
     if rows or beside:
@@ -187,7 +187,7 @@ def long_prompt(timed: Timed) -> list[Sample]:
 
 
 def picture_steps(timed: Timed, jobs: Sequence[Job]) -> list[Sample]:
-    """Return the steps that encode the images of requests that come one after another, without the first, which
+    """Return the steps that encode the images of requests that arrive one after another, without the first, which
     compiles."""
     timed.what, beside, first = "pictures", _beside(timed), 0
     if beside:
@@ -217,7 +217,7 @@ def _encoder(cost: CostModel, sample: Sample) -> float:
 
 
 def _beside(timed: Timed) -> int:
-    """Sequences that decode beside any prompt."""
+    """Return the number of sequences that decode during every prompt step: 0 or 1."""
     return int(timed.depth > 1)
 
 
@@ -242,7 +242,7 @@ def _params(tokens: int) -> SamplingParams:
 
 
 def _fastest(steps: Sequence[Sample]) -> Sample:
-    """Whatever disturbs a step makes it slower."""
+    """Return the fastest sample: disturbances only make a step slower."""
     return min(steps, key=lambda sample: sample.seconds)._replace(host=min(sample.host for sample in steps))
 
 
@@ -267,7 +267,7 @@ def moves(engine: Engine) -> Coefficients:
 
 
 def bandwidth_of(device: Any) -> float:
-    """Bytes a second that a copy reads and writes there."""
+    """Return the bytes a second that a copy reads and writes on the device."""
     import torch
 
     source = torch.zeros(2**31 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
@@ -291,7 +291,7 @@ def clock_of(runner: Any) -> Callable[[], float]:
 
 
 def mark(runner: Any) -> Any:
-    """An event on a GPU's stream, here and now; None on a CPU."""
+    """Record an event on a GPU's stream; return None on a CPU."""
     import torch
 
     if runner.device.type != "cuda":

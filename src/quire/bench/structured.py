@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 SENTENCES: dict[str, Any] = {"type": "array", "minItems": 400, "items": {"type": "string"}}
-"""Free text within some form: as good as nothing of it is forced."""
+"""Free text in an unconstrained form: almost no token is forced."""
 BOUNDED = {"type": "array", "minItems": 400, "items": {"type": "string", "minLength": 20, "maxLength": 60}}
-"""The same with counted characters, which are many more states of a lexer."""
+"""The same with counted characters, which need many more lexer states."""
 KEYS = [f"the_measured_value_of_the_{name}_sensor" for name in ("first", "second", "third", "fourth", "fifth", "sixth")]
 RECORD = {
     "type": "object",
@@ -42,23 +42,23 @@ RECORD = {
 """Long keys, which are forced, and one digit each."""
 WALKED = {"text": SENTENCES, "record": {"type": "array", "items": RECORD}, "counted": BOUNDED}
 PROMPT = 32  # tokens
-MARKED = 12  # one in so many made-up words has a mark in it, every fifth of these a quote: 2 % of tokens can't
-# stand anywhere in a string (of SmolLM2's vocabulary 0.7 %), and those are what a mask within one takes time for
+MARKED = 12  # one in MARKED synthetic words has a punctuation mark, every fifth of these a quote. So 2 % of tokens are
+# invalid within a string (0.7 % of SmolLM2's vocabulary); they take most of the time of a mask within one
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """The entry's own arguments."""
+    """Add the command-line arguments."""
     add_engine_flags(parser)
     group = parser.add_argument_group("measurement")
-    group.add_argument("--rows", type=int, default=64, metavar="N", help="of a schema (default: %(default)s)")
-    group.add_argument("--tokens", type=int, default=128, metavar="N", help="of each (default: %(default)s)")
+    group.add_argument("--rows", type=int, default=64, metavar="N", help="rows with a schema (default: %(default)s)")
+    group.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens of each row (default: %(default)s)")
     group.add_argument("--repeat", type=int, default=5, metavar="N", help="runs of each kind (default: %(default)s)")
     group.add_argument("--vocabulary", type=int, default=128_256, metavar="N",
-                       help="tokens of the made-up vocabulary of masks alone (default: %(default)s)")  # fmt: skip
+                       help="tokens of the synthetic vocabulary for masks alone (default: %(default)s)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A result for each of the four."""
+    """Return a result for each of the four."""
     if min(args.rows, args.tokens, args.repeat) < 1 or not 1000 <= args.vocabulary <= 2**20:
         raise StartupError("--rows, --tokens, --repeat and --vocabulary", "Give positive numbers, 1000 to 2**20 tokens")
     with built(config_from(args)) as made:
@@ -89,7 +89,7 @@ def _rows(engine: Engine, grammars: GrammarCompiler, args: argparse.Namespace, h
 
 
 def _forced(engine: Engine, grammars: GrammarCompiler, args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of a schema with long keys: forced runs appended at once, and drawn one by one."""
+    """Measure tokens a second of a schema with long keys: forced tokens appended at once, and sampled one by one."""
     grammar = grammars.get(form(RECORD, compact=True))
     speeds: dict[bool, list[float]] = {False: [], True: []}
     for i in range(args.repeat + 1):
@@ -132,7 +132,7 @@ def _speed(engine: Engine, rows: int, tokens: int, grammar: CompiledGrammar, hel
 
 
 def form(schema: dict[str, Any], compact: bool = False) -> Structured:
-    """A schema as what is asked for."""
+    """Return a schema as a response format."""
     return StructuredOutputsParams(json=schema, disable_any_whitespace=compact).structured()
 
 
@@ -140,7 +140,7 @@ def _masks(vocabulary: int, rows: int, steps: int = 100) -> dict[str, Any]:
     """Measure random walks through schemas, on one thread: the time of a row's mask, and of accepting a token."""
     began = time.perf_counter()
     grammars = GrammarCompiler(made_up(vocabulary), vocabulary, (0,))
-    grammars.get(form({"type": "null"})).backend.is_serial = False  # masks are timed apart from going on
+    grammars.get(form({"type": "null"})).backend.is_serial = False  # masks are timed separately from accepting tokens
     loaded = time.perf_counter() - began
     found: dict[str, Any] = {"vocabulary": vocabulary, "first_grammar_s": loaded}
     for name, schema in WALKED.items():
@@ -154,7 +154,7 @@ def _masks(vocabulary: int, rows: int, steps: int = 100) -> dict[str, Any]:
 
 
 def _walked(grammar: CompiledGrammar, rows: int, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each mask, and of each token."""
+    """Return the seconds of each mask, and of each token."""
     rng, places = random.Random(0), [grammar.new_matcher() for _ in range(rows)]
     masking, going = [], []
     for _ in range(steps):
@@ -176,7 +176,7 @@ def _spread(seconds: list[float]) -> dict[str, float]:
 
 
 def made_up(size: int, end: int = 0) -> Tokenizer:
-    """A byte-level vocabulary of so many tokens: an end token, all bytes, and words of syllables."""
+    """Return a byte-level vocabulary of `size` tokens: an end token, all bytes, and words of syllables."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -202,7 +202,7 @@ def made_up(size: int, end: int = 0) -> Tokenizer:
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """A line for each."""
+    """Format the results, one a line."""
     lines = []
     for one in results:
         if "lost" in one:

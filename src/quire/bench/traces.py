@@ -1,7 +1,7 @@
-"""Traces: requests from a user's file, refused where they are wrong, with the line and the limit.
+"""Read traces: requests from a user's file. Errors name the line and the limit.
 
-Either JSONL, one request a line, or ShareGPT's JSON, of which each conversation's first turn is taken (PagedAttention
-§6.1 samples it so). Only lengths are used: the tokens are random ids, as those of every workload.
+A file is either JSONL, one request a line, or ShareGPT's JSON, of which the first turn of each conversation is used (as
+in PagedAttention §6.1). Only lengths are used: the tokens are random ids, as in every workload.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 KEYS = frozenset({"arrival", "prompt_len", "output_len", "prefix_id", "prefix_len"})
-LATEST = 1e9  # seconds: 31 years, so that times of day in seconds since 1970 are noticed
+LATEST = 1e9  # seconds: 31 years, which rejects Unix times
 MAX_ID = 200  # characters of a prefix's name
 LEAST, MOST_PROMPT, MOST_TOTAL = 4, 1024, 2048  # tokens: the usual filters of ShareGPT's first turns
 SPACE = re.compile(r"[ \t\r\n]*")
@@ -38,7 +38,8 @@ Count = Callable[[str], int]
 
 
 class Limits(NamedTuple):
-    """How large a file may be, a line of JSONL, and a conversation of ShareGPT's format; and how many of either."""
+    """Maximum size of a file, of a line of JSONL, and of a conversation of ShareGPT's format, and maximum number of
+    either."""
 
     file_bytes: int = 2**30
     line_bytes: int = 2**14
@@ -50,7 +51,7 @@ LIMITS = Limits()
 
 
 class Place(NamedTuple):
-    """Where in which file something is."""
+    """A position in a file, for error messages."""
 
     file: str
     line: int = 0
@@ -73,7 +74,7 @@ class Traced(Workload):
 
     @property
     def arrivals(self) -> tuple[float, ...] | None:  # type: ignore[override]  # likewise
-        """When requests come; ShareGPT's format doesn't say."""
+        """Return the arrival times; None for ShareGPT's format, which has none."""
         times = tuple(entry.arrival for entry in self.entries if entry.arrival is not None)
         return times if len(times) == len(self.entries) else None
 
@@ -85,7 +86,7 @@ def load_trace(
     path: str | Path, max_len: int = MAX_LENGTH, first: int | None = None, count: Count | None = None,
     limits: Limits = LIMITS,
 ) -> list[Sketch]:  # fmt: skip
-    """The requests of a file, for a model whose sequences may have `max_len` tokens.
+    """Return the requests of a file, for a model whose sequences may have `max_len` tokens.
 
     JSONL: {"arrival": seconds, "prompt_len": n, "output_len": n}, optionally with "prefix_id" and "prefix_len": then
     the prompt starts with that many tokens of the text of that name. Empty lines are skipped.
@@ -93,7 +94,7 @@ def load_trace(
     output, their tokens counted by `count`; kept if both have at least LEAST tokens, the prompt at most MOST_PROMPT,
     and both together at most MOST_TOTAL and `max_len`.
 
-    Only the `first` requests are read, all by default. StartupError for a file that isn't as described."""
+    Only the `first` requests are read, all by default. Raise StartupError for other files."""
     place = Place(str(path))
     if first is not None and not 1 <= first <= limits.requests:
         place.refuse(f"its first {first} requests are asked for", f"From 1 to {limits.requests:,} can be")
@@ -115,7 +116,7 @@ def load_trace(
 
 
 def _open(path: str | Path, place: Place, limits: Limits) -> BinaryIO:
-    """The file, if it is a plain one of permitted size. Opening doesn't wait for a pipe's other end."""
+    """Open a regular file of permitted size. Opening doesn't wait for the other end of a pipe."""
     try:
         opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except (OSError, ValueError) as error:
@@ -130,7 +131,7 @@ def _open(path: str | Path, place: Place, limits: Limits) -> BinaryIO:
 
 
 def _requests(file: BinaryIO, place: Place, max_len: int, limits: Limits) -> Iterator[Sketch]:
-    """One request a line, none before the one above it."""
+    """Yield one request a line. Arrivals must not decrease."""
     now = 0.0
     while line := file.readline(limits.line_bytes + 1):
         place = place._replace(line=place.line + 1)
@@ -153,7 +154,7 @@ def _value(line: bytes, place: Place) -> dict[str, Any]:
         value = json.loads(line.decode(), parse_constant=_no_constant, object_pairs_hook=_unique)
     except RecursionError:
         place.refuse("it is nested too deeply")
-    except ValueError as error:  # of JSON, of UTF-8, of a number with too many digits
+    except ValueError as error:  # invalid JSON, invalid UTF-8, or a number with too many digits
         place.refuse(f"it is not JSON: {str(error)[:200]}")
     if not isinstance(value, dict):
         place.refuse('expected an object: {"arrival": 0.5, "prompt_len": 100, "output_len": 20}')
@@ -204,7 +205,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _first_turns(file: BinaryIO, place: Place, most_total: int, count: Count, limits: Limits) -> Iterator[Sketch]:
-    """The first turn of each conversation that passes the filters."""
+    """Yield the first turn of each conversation that passes the filters."""
     for line, item in _Items(file, place, limits.item_chars):
         here = place._replace(line=line)
         conversation = item.get("conversations")
@@ -228,7 +229,7 @@ def _text(message: object, place: Place) -> str:
 
 
 class _Items:
-    """The objects of one JSON list, each with the line it starts in; read piece by piece, none beyond `most` chars."""
+    """The objects of one JSON list, each with its first line; read in pieces, none of more than `most` characters."""
 
     def __init__(self, file: BinaryIO, place: Place, most: int) -> None:
         self._file, self._place, self._most = file, place, most
@@ -251,7 +252,7 @@ class _Items:
             self._refuse("something follows the list")
 
     def _more(self) -> bool:
-        """Read on; what was consumed is forgotten."""
+        """Read more text, and drop what was parsed."""
         chunk = self._file.read(CHUNK)
         try:
             text = self._utf8.decode(chunk, final=not chunk)
@@ -265,7 +266,7 @@ class _Items:
         self._at = end
 
     def _peek(self) -> str:
-        """The next character that is no space; "" at the end."""
+        """Return the next character other than white space; "" at the end."""
         while True:
             space = SPACE.match(self._buffer, self._at)
             assert space is not None, "it matches anything"
@@ -285,7 +286,7 @@ class _Items:
         while True:
             try:
                 value, end = self._json.raw_decode(self._buffer, self._at)
-            except json.JSONDecodeError as error:  # perhaps only its end isn't read yet
+            except json.JSONDecodeError as error:  # its end may not be read yet
                 where = error.pos - self._at
                 large = len(self._buffer) - self._at > self._most
                 if large or not self._more():
@@ -307,7 +308,8 @@ class _Items:
 
 
 def given(args: argparse.Namespace) -> list[Workload]:
-    """The traces of --trace. They are checked against the model's lengths before it is loaded; with --url, not."""
+    """Return the traces of --trace. They are checked against the model's lengths before it is loaded, but not with
+    --url."""
     if not args.trace:
         return []
     from quire.cli.flags import config_from
@@ -325,7 +327,8 @@ def given(args: argparse.Namespace) -> list[Workload]:
 
 
 def counter(config: EngineConfig) -> Count:
-    """How many tokens a text has for --tokenizer or the model's own, which is loaded at the first text."""
+    """Return a function that counts a text's tokens with --tokenizer or the model's own tokenizer, loaded at the first
+    call."""
 
     @cache
     def tokenizer() -> Tokenizer:
@@ -335,7 +338,7 @@ def counter(config: EngineConfig) -> Count:
 
 
 def tokenizer_of(config: EngineConfig) -> Tokenizer:
-    """The tokenizer of --tokenizer, or the model's own."""
+    """Return the tokenizer of --tokenizer, or the model's own."""
     from quire.startup.checkpoint import read_checkpoint, read_tokenizer
 
     found = read_tokenizer(config, None if config.tokenizer is not None else read_checkpoint(config, weights=False))

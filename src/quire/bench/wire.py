@@ -1,6 +1,6 @@
-"""Measure the wire format of plans and results: bytes, and microseconds to encode and decode, beside JSON's.
+"""Measure the wire format of plans and results: bytes, and microseconds to encode and decode, compared with JSON.
 
-The best and the median of many repeats are reported; on a busy machine the best shows the cost of the code. The garbage
+The best and the median of the repeats are reported; on a busy machine the best shows the cost of the code. The garbage
 collector is off meanwhile, as it nearly is in service (ipc.garbage_collection).
 
 With --ranks N also the time of a step to N ranks without a model and back: encoded, published, read by each, and the
@@ -42,14 +42,14 @@ from quire.protocol.step_plan import (
 from quire.protocol.wire import KEY_BYTES, Message, decode_frame, encode_frame
 
 REPEATS = 200
-PAUSE = 5e-4  # seconds in which ranks that were sent a step need nothing else
-AT_ONCE = 1e-3  # seconds that a repeat takes, about
+PAUSE = 5e-4  # seconds before each step, in which ranks become idle
+AT_ONCE = 1e-3  # approximate seconds of a repeat
 ECHO = program_arguments("quire.bench.echo_rank")
 ROWS = (1, 32, 256, 1024)
 
 
 def cases() -> dict[str, Message]:
-    """Steps as they come: decoding rows (every 16th gets a page), a prompt among them, a fork, results."""
+    """Return steps of typical content: decoding rows (every 16th gets a page), a prompt among them, a fork, results."""
     found: dict[str, Message] = {}
     for rows in ROWS:
         pages = tuple(TableWrite(slot, 0, 100, (5000 + slot,)) for slot in range(1, rows, 16))
@@ -69,14 +69,14 @@ def _decoding(rows: int) -> tuple[SeqSlice, ...]:
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    """The entry's own arguments."""
+    """Add the command-line arguments."""
     parser.add_argument("--repeat", type=int, default=REPEATS, metavar="N", help="repeats (default: %(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[], metavar="N", help="send steps to N ranks and back")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A result for each kind of message."""
+    """Return a result for each kind of message."""
     if args.repeat < 1:
         raise StartupError(f"--repeat is {args.repeat}", "Give 1 or more")
     if not all(1 <= ranks <= MAX_RANKS for ranks in args.ranks):
@@ -141,14 +141,14 @@ def _there(runner: RemoteRunner, plan: StepPlan | None) -> float:
 
 
 def measured(name: str, message: Message, repeats: int) -> dict[str, Any]:
-    """Sizes and times of one message."""
+    """Return the sizes and times of one message."""
     frame, text, others = encode_frame(message), json.dumps(message), Others()
     assert decode_frame(frame) == message, f"{name} isn't read as it was written"
     times = {
         "encode_us": _spent(lambda: encode_frame(message), repeats),
         "decode_us": _spent(lambda: decode_frame(frame), repeats),
         "json_encode_us": _spent(lambda: json.dumps(message), repeats),
-        "json_decode_us": _spent(lambda: json.loads(text), repeats),  # lists only: no message is made of them
+        "json_decode_us": _spent(lambda: json.loads(text), repeats),  # lists only: the message classes are not built
     }
     sizes = {"bytes": len(frame), "json_bytes": len(text)}
     return {"message": name, **sizes, **times, "repeats": repeats, "cores_used_by_others": others.load()}
@@ -162,7 +162,7 @@ def _spent(call: Callable[[], object], repeats: int) -> dict[str, float]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """A line a message: the best times, and how many times those JSON takes; and a line a way to ranks."""
+    """Format a line a message: the best times, and their ratio to JSON's; and a line a way to ranks."""
     head = ("message", "bytes", "encode us", "decode us", "JSON's bytes", "encode x", "decode x", "others' cores")
     rows = []
     for r in results:

@@ -1,7 +1,7 @@
-"""Workloads: seeded requests that know nothing of an engine, so that two engines can run the same work.
+"""Seeded workloads that are independent of the engine, so that two engines can run the same work.
 
-Lengths are those of PagedAttention (Figure 11, §6.4, §6.5) and Jenga (§7, Figures 15 and 17). The data sets themselves
-aren't used: at each workload a comment says which numbers are the paper's, and the rest is assumed.
+Lengths are those of PagedAttention (Figure 11, §6.4, §6.5) and Jenga (§7, Figures 15 and 17). The data sets are not
+used: a comment at each workload says which numbers are the paper's; the rest is assumed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Lengths = npt.NDArray[np.int64]
 MAX_REQUESTS = 100_000
 MAX_LENGTH = 2**21
 MAX_PROMPT_TOKENS = 10**8
-EDGE = 10  # token ids this near to either end of a vocabulary are not drawn: special tokens are there
+EDGE = 10  # token ids this close to either end of a vocabulary are not used: they are special tokens
 
 
 class Job(NamedTuple):
@@ -76,17 +76,17 @@ class LogNormal(NamedTuple):
     high: int
 
     def draw(self, rng: np.random.Generator, count: int) -> Lengths:
-        """`count` whole lengths, not clipped."""
+        """Return `count` whole lengths, not clipped."""
         mu = np.log(self.mean) - self.sigma**2 / 2
         return rng.lognormal(mu, self.sigma, count).astype(np.int64)
 
     def clip(self, lengths: Lengths) -> Lengths:
-        """Every length brought into [low, high]."""
+        """Clip every length to [low, high]."""
         return np.clip(lengths, self.low, self.high)
 
 
 class Uniform(NamedTuple):
-    """Lengths from `low` to `high`, both included."""
+    """Lengths from `low` to `high`, inclusive."""
 
     low: int
     high: int
@@ -99,7 +99,7 @@ class Uniform(NamedTuple):
 
 
 class After(NamedTuple):
-    """`start` tokens, and `rest` after them."""
+    """Lengths of `start` tokens plus `rest`."""
 
     start: int
     rest: LogNormal
@@ -118,7 +118,7 @@ DRAWN: dict[str, tuple[Length, Length]] = {
     # PagedAttention, Figure 11: the means. Assumed: log-normal, the sigmas, the limits.
     "sharegpt": (LogNormal(161, 1.3, 4, 1024), LogNormal(338, 1.0, 4, 1024)),
     "alpaca": (LogNormal(19, 0.6, 4, 128), LogNormal(58, 0.9, 2, 512)),
-    # Jenga, Figure 15: all of it but "uniform".
+    # Jenga, Figure 15: all but "uniform".
     "longdoc": (Uniform(55_000, 110_000), Uniform(50, 100)),
     # Jenga, §4.4: ShareGPT's requests have 1085.04 tokens on average. Assumed: prompt and output together, in the
     # proportion of sharegpt above, after clipping; its sigmas.
@@ -127,10 +127,10 @@ DRAWN: dict[str, tuple[Length, Length]] = {
     # questions after a few worked examples, answered step by step.
     "mmlu-pro": (LogNormal(1400, 0.3, 400, 2564), LogNormal(220, 0.6, 16, 512)),
     # Jenga, §3.2: MMMU-pro has 6193 image and 43 text tokens on average. Assumed: the same image tokens in each request
-    # (ordinary tokens, of a model that sees none), the spread of the text, outputs as above.
+    # (ordinary tokens, for a model without vision), the spread of the text, outputs as above.
     "mmmu-pro": (After(6193, LogNormal(43.5, 0.5, 8, 256)), LogNormal(220, 0.6, 16, 512)),
 }
-# What a model that sees gets in place of the 6193: a picture of its own for each request. Assumed: their sizes, of
+# For a model with vision each request has its own image in place of the 6193 tokens. Assumed: image sizes, of
 # which Llama 3.2 Vision makes four tiles of 1601 rows, or three; a share WIDER of the latter, so that 6193 is the mean.
 PICTURED = {"mmmu-pro": 6193}
 SQUARE, WIDE, WIDER = (1120, 1120), (1680, 560), (4 * 1601 - 6193) / 1601
@@ -182,14 +182,14 @@ class Workload(ABC):
 
     @abstractmethod
     def sketches(self, seed: int = 0) -> Sequence[Sketch]:
-        """Every request, without its tokens."""
+        """Return every request, without its tokens."""
 
     def lengths(self, seed: int = 0) -> list[tuple[int, int]]:
-        """(prompt, output) lengths of every request."""
+        """Return the (prompt, output) lengths of every request."""
         return [(sketch.prompt_len, sketch.output_len) for sketch in self.sketches(seed)]
 
     def jobs(self, vocab_size: int, seed: int = 0) -> list[Job]:
-        """The requests, for a model of `vocab_size` tokens. `seed` gives the lengths, `seed` + 1 the tokens."""
+        """Return the requests, for a model of `vocab_size` tokens. `seed` gives the lengths, `seed` + 1 the tokens."""
         low, high = EDGE, vocab_size - EDGE
         if high <= low:
             raise StartupError(f"{self.name} needs a vocabulary of more than {2 * EDGE} tokens, this has {vocab_size}")
@@ -221,7 +221,7 @@ class Named(Workload):
     ratio: float = 0.0
 
     def sketches(self, seed: int = 0) -> list[Sketch]:
-        """Every request, without its tokens: the same for the same seed."""
+        """Return every request, without its tokens; the same for the same seed."""
         rng = np.random.default_rng(seed)
         if self.kind in DRAWN:
             drawn = list(_drawn(rng, *DRAWN[self.kind], self.requests))
@@ -252,7 +252,7 @@ class Named(Workload):
 
 
 def around(mean: int, ratio: float) -> Uniform:
-    """Lengths within `ratio` of `mean`: the bounds that vLLM's random data set takes."""
+    """Return lengths within `ratio` of `mean`: the limits of vLLM's random data set."""
     return Uniform(max(1, math.floor(mean * (1 - ratio))), math.ceil(mean * (1 + ratio)))
 
 
@@ -262,7 +262,7 @@ def _drawn(rng: np.random.Generator, prompt: Length, output: Length, count: int)
 
 
 def _pictured(sketches: list[Sketch], tokens: int, seed: int) -> list[Sketch]:
-    """Each with a picture. The wider ones are spread evenly."""
+    """Return the requests with an image each. The wider images are spread evenly."""
     sizes = [WIDE if int((i + 1) * WIDER) > int(i * WIDER) else SQUARE for i in range(len(sketches))]
     return [
         one._replace(pictures=(Sketched(f"picture {i}, seed {seed}", *size, tokens),))
@@ -271,7 +271,7 @@ def _pictured(sketches: list[Sketch], tokens: int, seed: int) -> list[Sketch]:
 
 
 def _chat(rng: np.random.Generator, count: int) -> list[Sketch]:
-    """Each request is some round of a conversation of its own: no KV outlives a round, so which one doesn't matter."""
+    """Return random rounds of conversations, each of its own: no KV outlives a round, so the round is irrelevant."""
     query, answer = DRAWN["sharegpt"]
     rounds = rng.integers(1, ROUNDS + 1, count)
     queries, answers = (kind.clip(kind.draw(rng, count * ROUNDS)).reshape(count, ROUNDS) for kind in (query, answer))
@@ -284,7 +284,7 @@ def _chat(rng: np.random.Generator, count: int) -> list[Sketch]:
 
 
 def _questions(rng: np.random.Generator, documents: int, length: Uniform, count: int) -> list[Sketch]:
-    """`count` questions, spread evenly over `documents`, in a random order: a document, then the question."""
+    """Return `count` questions, spread evenly over `documents`, in random order: a document, then the question."""
     lengths = length.draw(rng, documents).tolist()
     which = rng.permutation(np.arange(count) % documents).tolist()
     asked = _drawn(rng, QUESTION, ANSWER, count)
@@ -295,16 +295,17 @@ def _questions(rng: np.random.Generator, documents: int, length: Uniform, count:
 
 
 def _ramp(rng: np.random.Generator, first: int, last: int, count: int) -> list[Sketch]:
-    """`count` requests whose mean length goes evenly from `first` to `last`."""
+    """Return `count` requests whose mean length changes evenly from `first` to `last`."""
     means = np.linspace(first, last, count)
     prompts = np.maximum(1, means * rng.uniform(1 - RAMPED, 1 + RAMPED, count)).astype(np.int64)
     return list(map(Sketch, prompts.tolist(), ANSWER.draw(rng, count).tolist()))
 
 
 def parse(name: str | Workload) -> Workload:
-    """The workload of a name such as "sharegpt@1000"; one that is a workload already stays as it is.
+    """Return the workload of a name such as "sharegpt@1000", or a workload unchanged.
 
-    StartupError says what was expected."""
+    Raise StartupError, with the expected form, if it is invalid.
+    """
     if isinstance(name, Workload):
         return name
     what, at, count = name.partition("@")

@@ -159,8 +159,8 @@ class Engine:
         tokens = self.limits.check_prompt(prompt, () if kv_config.sight else images)
         if images and params.prompt_logprobs is not None and max(tokens) >= self.limits.vocab_size:
             raise InputError(
-                f"prompt_logprobs is {params.prompt_logprobs}, and token {max(tokens)}, which stands for a picture, is "
-                f"none of the {self.limits.vocab_size} that have log-probabilities",
+                f"prompt_logprobs is {params.prompt_logprobs}, and token {max(tokens)}, which stands for an image, has "
+                f"no log-probability: only tokens below {self.limits.vocab_size} have one",
                 "prompt_logprobs",
             )
         method = make_checked_method(params, self.limits.vocab_size, may_wait)

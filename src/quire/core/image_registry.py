@@ -27,7 +27,7 @@ class ImageRegistry:
         by_key = {one.key: one for one in reversed(pixels)} | self.runner_pixels
         for i, image in ((i, image) for images in prompts for i, image in enumerate(images)):
             if image.key not in by_key:
-                raise InputError("the pixels of a picture are missing", "media")
+                raise InputError(f"the pixels of image {i} are missing", "media")
             if self.tiling is not None:
                 check_pixels(i, image, by_key[image.key], self.tiling, is_joined)
 

@@ -16,8 +16,8 @@ from quire.protocol.step_plan import TopLogprobs
 class BranchOutput(NamedTuple):
     """The output of a step for one branch of a request. `finish_reason` is None while the branch goes on; `done`: the
     whole request has ended. Every output has `cached_tokens`, the first one of branch 0 `prompt_logprobs`, and the last
-    one of a request with pooling `pooled` [hidden]: the hidden state of the last token, or the mean of all. `text` is
-    empty until the client detokenizes the tokens."""
+    one of a request with pooling `pooled` [hidden]: the hidden state of the last token, or the mean of all. The
+    client sets `text`, and on a stop string also `finish_reason`, `stop_reason` and `done`."""
 
     request_id: str
     branch: int

@@ -133,17 +133,22 @@ class EngineLimits(NamedTuple):
 def check_images(images: Sequence[ImageItem], tokens: Sequence[int], kv_config: KVCacheConfig) -> None:
     """Raise InputError if the model takes no images, or if they overlap or are out of order in the prompt."""
     if images and not kv_config.has_images:
-        raise InputError(f"there are {len(images)} pictures, and the model or its memory has no place for any", "media")
+        raise InputError(f"the prompt has {len(images)} images, and this model or its memory takes none", "media")
     end = 0
     for i, image in enumerate(images):
         if not end <= image.start < image.end <= len(tokens) or min(image.num_embeds, image.num_parts) < 1:
             raise InputError(
-                f"picture {i} stands at tokens {image.start} to {image.end} with {image.num_embeds} rows of "
-                f"{image.num_parts} parts, in a prompt of {len(tokens)} tokens, behind token {end}",
+                f"image {i} has tokens {image.start} to {image.end} of the prompt, {image.num_embeds} embeddings and "
+                f"{image.num_parts} parts; it must have at least one of each, start at token {end} or later, and end "
+                f"within the prompt's {len(tokens)} tokens",
                 "media",
             )
         if kv_config.sight and image.num_embeds != image.num_tokens:
-            raise InputError(f"picture {i} has {image.num_embeds} rows for {image.num_tokens} tokens", "media")
+            raise InputError(
+                f"image {i} has {image.num_embeds} embeddings for {image.num_tokens} tokens; this model needs "
+                "one for each token",
+                "media",
+            )
         end = image.end
 
 
@@ -155,21 +160,20 @@ def check_pixels(i: int, image: ImageItem, pixels: ImagePixels, tiling: ImageTil
     grids = [TileGrid(*numbers[at : at + size]) for at in range(0, len(numbers) - size + 1, size)]
     known = 1 <= len(grids) == len(numbers) / size and (is_joined or len(grids) == 1)
     if not known or not all(_is_valid_grid(grid, tiling) for grid in grids):
-        raise InputError(f"picture {i} is cut as {short_repr(numbers)}, which the model doesn't do", "media")
+        raise InputError(f"image {i} has the tile grid {short_repr(numbers)}, which this model doesn't use", "media")
     shape = sum(map(tiling.num_tiles, grids)), tiling.tile_size, tiling.tile_size, 3
     if pixels.shape != shape or len(pixels.data) != math.prod(shape):
         raise InputError(
-            f"picture {i} has {len(pixels.data)} bytes of shape {short_repr(pixels.shape)}; cut as it is, it has "
-            f"{shape}",
+            f"image {i} has {len(pixels.data)} bytes of shape {short_repr(pixels.shape)}; with its tile grid the shape "
+            f"must be {shape}",
             "media",
         )
     rows, parts = sum(map(tiling.num_embeds, grids)), sum(map(tiling.num_parts, grids))
     takes = len(grids) if is_joined else rows, rows, parts
     if (image.num_tokens, image.num_embeds, image.num_parts) != takes:
         raise InputError(
-            f"picture {i} has {image.num_tokens} tokens, {image.num_embeds} rows and {image.num_parts} parts; cut as "
-            f"it is, it "
-            f"has {takes[0]}, {rows} and {parts}",
+            f"image {i} has {image.num_tokens} tokens, {image.num_embeds} embeddings and {image.num_parts} parts; with "
+            f"its tile grid it must have {takes[0]}, {rows} and {parts}",
             "media",
         )
 

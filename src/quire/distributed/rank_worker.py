@@ -74,16 +74,16 @@ class EngineGone(Exception):
 
 
 def plan_digest(step: int, frame: memoryview, applied: int) -> int:
-    """Return 8 bytes that are equal on ranks that were given the same plan for this step. `applied` is such a digest of
-    the page operations so far."""
+    """Return a 64-bit integer that is equal on ranks that were given the same plan for this step. `applied` is such a
+    digest of the page operations so far."""
     digest = hashlib.blake2b(DIGEST_HEAD.pack(step, applied & MASK), digest_size=8)
     digest.update(frame)
     return int.from_bytes(digest.digest(), "little")
 
 
 def samples_digest(result: StepResult) -> int:
-    """Return 8 bytes that are equal on ranks that sampled the same tokens. Hashes of tuples of integers are the same in
-    every process."""
+    """Return a 64-bit integer that is equal on ranks that sampled the same tokens. Hashes of tuples of integers are the
+    same in every process."""
     return hash(next(zip(*result.slice_results), ())) & MASK
 
 

@@ -283,7 +283,7 @@ class EngineLoop:
         pixels_by_key = {one.key: one for one in message.pixels}
         used = [key for keys in image_keys.values() for key in keys]
         if not pixels_by_key.keys() >= set(used):
-            raise InputError("the pixels of a picture are missing")
+            raise InputError("the pixels of an image are missing")
         pixels = self.pixels.incref([pixels_by_key[key] for key in used])
         try:
             images = [request.media for request in message.requests]

@@ -54,7 +54,7 @@ class ClientConnection:
 
     def __init__(self, client_index: int, connection: socket.socket) -> None:
         self.client_index, self.connection = client_index, connection
-        self.channel = Channel(connection, f"front {client_index}", self._flush_output_buffer)
+        self.channel = Channel(connection, f"the engine's client {client_index}", self._flush_output_buffer)
         self.frames = FrameCodec()
         self._send_lock, self._output_buffer = threading.Lock(), OutputBuffer()
         self._unread_frames: list[Frame] = []
@@ -91,7 +91,12 @@ class ClientConnection:
             pass
         except Exception as error:
             known = isinstance(error, OSError | WireError)
-            log.error("front %d is left: %s", self.client_index, error, exc_info=None if known else error)
+            log.error(
+                "the engine's client %d is disconnected: %s",
+                self.client_index,
+                error,
+                exc_info=None if known else error,
+            )
         finally:
             self.channel.close(0)
             queue.close()
@@ -105,14 +110,14 @@ class ClientConnection:
 
     def _handle_ping(self, host: EngineLoop) -> None:
         if self._silence_logged:
-            log.warning("front %d is heard of again", self.client_index)
+            log.warning("the engine's client %d is heard of again", self.client_index)
         self._has_pinged, self._silence_logged = True, False
         self.channel.send(PONG, write_heartbeat(host.health(), time.monotonic()))
 
     def _log_silence(self) -> None:
         if self._has_pinged and not self._silence_logged:
             self._silence_logged = True
-            log.error("front %d has not been heard of for %g s", self.client_index, SILENCE_SECONDS)
+            log.error("the engine's client %d has not been heard of for %g s", self.client_index, SILENCE_SECONDS)
 
     def send(self, message: EngineMessage) -> None:
         """Send a message, or merge it with the outputs that a slow client has yet to get. A message that is too large,
@@ -121,12 +126,18 @@ class ClientConnection:
             rest: EngineMessage | None = message
             if isinstance(message, StepOutputs) and (self._output_buffer or self.channel.queued_bytes > LAG_BYTES):
                 if not self._output_buffer:
-                    log.warning("front %d lags: %d bytes wait for it; its outputs are merged until it catches up",
-                    self.client_index,
-                                self.channel.queued_bytes)  # fmt: skip
+                    log.warning(
+                        "the engine's client %d lags: %d bytes wait for it; its outputs are merged until it catches up",
+                        self.client_index,
+                        self.channel.queued_bytes,
+                    )
                 rest = self._output_buffer.add(message)
                 if self._output_buffer.held_bytes > MAX_QUEUED_BYTES:
-                    log.error("front %d is left: more than %d bytes wait for it", self.client_index, MAX_QUEUED_BYTES)
+                    log.error(
+                        "the engine's client %d is disconnected: more than %d bytes wait for it",
+                        self.client_index,
+                        MAX_QUEUED_BYTES,
+                    )
                     self.channel.close(0)
                     self._output_buffer = OutputBuffer()
             elif isinstance(message, EngineExited):
@@ -144,7 +155,9 @@ class ClientConnection:
             for message in messages:
                 self.channel.send(*write_engine_message(message))
         except WireError as error:
-            log.error("front %d is left: its message can't be encoded: %s", self.client_index, error)
+            log.error(
+                "the engine's client %d is disconnected: a message to it can't be encoded: %s", self.client_index, error
+            )
             self.channel.close(0)
 
 
@@ -192,7 +205,7 @@ def serve_clients(build: EngineBuilder, connections: list[socket.socket]) -> int
     readers = []
     for client in clients:
         client.channel.send(READY, write_ready(ready))
-        name = f"quire-front-{client.client_index}"
+        name = f"quire-client-{client.client_index}"
         readers.append(
             threading.Thread(target=client.serve, args=(engine_loop, grammar_compiler), name=name, daemon=True)
         )

@@ -19,9 +19,9 @@ ImageItems = tuple[ImageItem, ...]
 
 def write_images(media: Sequence[ImageItems], pixels: Sequence[ImagePixels]) -> Iterator[bytes]:
     """Yield the images of several requests, then all their `pixels`. Raise WireError if they can't be encoded."""
-    yield write_ints(list(map(len, media)), "numbers of pictures")
+    yield write_ints(list(map(len, media)), "numbers of images")
     for image in chain.from_iterable(media):
-        yield pack_struct(IMAGE_ITEM, "picture", *image)
+        yield pack_struct(IMAGE_ITEM, "image", *image)
     yield COUNT.pack(len(pixels))
     for image_pixels in pixels:
         yield from write_pixels(image_pixels)
@@ -42,26 +42,24 @@ def read_images(
 ) -> tuple[list[ImageItems], tuple[ImagePixels, ...]]:
     """Read what `write_images` wrote, for requests with these prompts. Raise WireError for images that overlap or lie
     outside of their prompt, for pixels of no image, and for a number of bytes that does not match the shape."""
-    lengths = reader.read_lengths(len(prompts), "numbers of pictures")
+    lengths = reader.read_lengths(len(prompts), "numbers of images")
     if sum(lengths) * IMAGE_ITEM.size > reader.end - reader.offset:
-        raise reader.error("pictures", f"{sum(lengths)} are announced, {reader.end - reader.offset} bytes remain")
-    all_images = tuple([ImageItem(*reader.unpack(IMAGE_ITEM, "picture")) for _ in range(sum(lengths))])
+        raise reader.error("images", f"{sum(lengths)} are announced, {reader.end - reader.offset} bytes remain")
+    all_images = tuple([ImageItem(*reader.unpack(IMAGE_ITEM, "image")) for _ in range(sum(lengths))])
     media = split_runs(all_images, lengths)
     for prompt, images in zip(prompts, media):
         end = 0
         for image in images:
             if image.start < end or not image.num_tokens or not image.num_parts or image.end > len(prompt):
-                raise reader.error(
-                    "picture", f"{image[1:]} can't be in a prompt of {len(prompt)} tokens, from {end} on"
-                )
+                raise reader.error("image", f"{image[1:]} can't be in a prompt of {len(prompt)} tokens, from {end} on")
             end = image.end
     keys = {image.key for image in all_images}
     (count,) = reader.unpack(COUNT, "number of pixels")
     if count > len(keys):
-        raise reader.error("pixels", f"those of {count} pictures are announced, and there are {len(keys)}")
+        raise reader.error("pixels", f"those of {count} images are announced, and the requests have {len(keys)}")
     pixels = tuple([read_pixels(reader) for _ in range(count)])
     if len({image.key for image in pixels} & keys) < count:
-        raise reader.error("pixels", "some are of no picture, or of one twice")
+        raise reader.error("pixels", "some belong to no image of the requests, or two belong to the same image")
     return media, pixels
 
 
@@ -71,7 +69,7 @@ def read_pixels(reader: FrameReader) -> ImagePixels:
     shape = tuple(sides)
     if size != math.prod(shape) or not 0 < size <= MAX_PIXEL_BYTES or shape[3] != 3 or numbers > MAX_GRID_NUMBERS:
         raise reader.error(
-            "pixels", f"{size} bytes are no picture of the shape {shape}; at most {MAX_PIXEL_BYTES} are read"
+            "pixels", f"{size} bytes are no image of the shape {shape}; at most {MAX_PIXEL_BYTES} are read"
         )
     grid = reader.read_ints(numbers, "grid")
     at = reader.skip(size, "pixels")

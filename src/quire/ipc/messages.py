@@ -57,7 +57,8 @@ class AbortRequests(NamedTuple):
 
 
 class StopBranch(NamedTuple):
-    """End a branch, because its text has a stop string. The client gets no more output of it."""
+    """End a branch, because its text has a stop string. Once the engine has handled it, it sends no more output of
+    the branch; the client drops what is still on its way."""
 
     number: int
     branch: int
@@ -128,7 +129,8 @@ class Reply(NamedTuple):
 
 
 class RequestProgress(NamedTuple):
-    """The progress of a request, sent with its first output and with its last. Times are seconds of CLOCK_MONOTONIC."""
+    """The progress of a request, sent with its first output and with its last, unless the client ended it by
+    StopBranch. Times are seconds of CLOCK_MONOTONIC."""
 
     number: int
     max_tokens: int

@@ -17,7 +17,7 @@ BRANCH_BYTES = 600  # approximate bytes of a branch without its tokens
 LOGPROB_BYTES = 400  # approximate bytes of a token's log-probabilities
 
 
-class MergedOutput:
+class MergedBranchOutput:
     """The merged outputs of one branch: tokens are appended, all else is the last output's."""
 
     __slots__ = ("_last_output", "_prompt_tops", "_tokens", "_tops")
@@ -45,7 +45,7 @@ class OutputBuffer:
 
     def __init__(self) -> None:
         self.held_bytes = 0
-        self._by_request: dict[int, dict[int, MergedOutput]] = {}  # by request number and branch
+        self._by_request: dict[int, dict[int, MergedBranchOutput]] = {}  # by request number and branch
         self._now, self._last_queue_sizes = 0.0, QueueSizes()
 
     def __bool__(self) -> bool:
@@ -67,7 +67,7 @@ class OutputBuffer:
         branches = self._by_request.setdefault(number, {})
         merged = branches.pop(output.branch, None)
         if merged is None:
-            merged = MergedOutput()
+            merged = MergedBranchOutput()
             self.held_bytes += BRANCH_BYTES
         branches[output.branch] = merged  # moved to the end: the output that ends a request is sent last
         merged.add(output)

@@ -29,8 +29,8 @@ class PixelStore:
         size = sum(len(image.data) for image in new.values())
         if self.total_bytes + size > self.max_bytes:
             raise Overloaded(
-                f"the pictures of requests under way have {self.total_bytes} bytes; with the {size} of this one they "
-                f"are more than {self.max_bytes}"
+                f"the images of requests under way have {self.total_bytes} bytes; with the {size} of this request they "
+                f"exceed {self.max_bytes}"
             )
         self._by_key |= new
         self.total_bytes += size

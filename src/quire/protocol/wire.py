@@ -142,8 +142,11 @@ def _write_result(result: StepResult) -> Iterator[bytes]:
 
 def _write_slot_init(slot_init: SlotInit) -> Iterator[bytes]:
     slot, seq_id, parent, sampling, seed, prompt_len, history, num_logprobs, images = slot_init
-    lengths = len(history), sampling is not None, len(images)
-    yield pack_struct(SLOT_INIT, "slot init", slot, seq_id, parent, seed, prompt_len, num_logprobs, *lengths)
+    has_sampling = sampling is not None
+    yield pack_struct(
+        SLOT_INIT, "slot init", slot, seq_id, parent, seed, prompt_len, num_logprobs, len(history), has_sampling,
+        len(images),
+    )  # fmt: skip
     if sampling is not None:
         yield from _write_sampling(sampling)
     if history:
@@ -212,7 +215,7 @@ def _read_plan(reader: FrameReader) -> StepPlan:
         raise reader.error("slot inits", f"{num_inits} are announced, {reader.end - reader.offset} bytes remain")
     new_slots = tuple([_read_slot_init(reader) for _ in range(num_inits)])
     page_ops = _read_page_ops(reader, num_ops) if num_ops else ()
-    slices = read_slices(reader, num_slices) if reader.check_count(num_slices, "rows") else ()
+    slices = read_slices(reader, num_slices) if reader.check_count(num_slices, "slices") else ()
     overlapped = _read_page_ops(reader, num_overlapped) if num_overlapped else ()
     return StepPlan(new_slots, page_ops, slices, overlapped, _read_masks(reader, num_masks) if num_masks else ())
 
@@ -289,7 +292,7 @@ def _read_page_ops(reader: FrameReader, count: int) -> PageOps:
     at = reader.skip(count, "page op kinds")
     codes = bytes(reader.frame[at : at + count])
     if max(codes) >= len(PAGE_OP_FORMATS):
-        raise WireError("page op kinds", f"{max(codes)} is no kind of entry", at)
+        raise WireError("page op kinds", f"{max(codes)} is no kind of page operation", at)
     [count_numbers] = reader.unpack(COUNT, "page ops")
     numbers = reader.read_ints(count_numbers, "page op numbers")
     page_ops: list[Any] = []
@@ -304,10 +307,10 @@ def _read_page_ops(reader: FrameReader, count: int) -> PageOps:
             end = end + 1 + length if length >= 0 else count_numbers + 1
         if end > count_numbers:
             raise reader.error(
-                "page op numbers", f"entry {len(page_ops)} goes beyond the {count_numbers} that there are"
+                "page op numbers", f"page operation {len(page_ops)} goes beyond the {count_numbers} that there are"
             )
         page_ops.append(tuple_new(op_type, fields))
         start = end
     if start != count_numbers:
-        raise reader.error("page op numbers", f"{count_numbers - start} belong to no entry")
+        raise reader.error("page op numbers", f"{count_numbers - start} belong to no page operation")
     return tuple(page_ops)

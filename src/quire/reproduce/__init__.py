@@ -1,8 +1,8 @@
-"""`quire reproduce NAME`: a figure, a table or a claim of the papers, with their number beside ours, as JSON and a
-picture.
+"""Run `quire reproduce NAME`: reproduce a figure, a table or a claim of the papers, and write the paper's numbers and
+ours as JSON and a picture.
 
-An entry of ENTRIES is a function without arguments and a line of text; it reports whether the claim holds. Without
-matplotlib, --no-pictures writes the documents alone, and --draw makes their pictures elsewhere.
+An entry of ENTRIES is a function without arguments and a line of text; its result says whether the claim holds. Without
+matplotlib, --no-pictures writes the documents alone; --draw makes their pictures on another machine.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def main(args: list[str]) -> int:
     if (given.out and names and not given.no_pictures) or given.draw:
         from quire.reproduce.plots import figure
 
-        figure(1, 1)  # without matplotlib refused now, not behind the first entry
+        figure(1, 1)  # without matplotlib, fail now, not after the first entry
     out = Path(given.out) if given.out else None
     done = [reproduce(name, args, out, given.full, pictures=not given.no_pictures) for name in names]
     if given.draw:
@@ -297,7 +297,7 @@ def _all(simulated: bool) -> list[str]:
 
 
 def draw(folder: Path) -> None:
-    """Make the pictures of the documents in `folder` whose data their entries can draw."""
+    """Draw the pictures of the documents in `folder` whose entries have a `draw` function."""
     from quire.reproduce.plots import save
 
     for path in sorted(folder.glob("*.json")):

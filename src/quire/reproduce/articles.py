@@ -1,5 +1,5 @@
-"""Jenga Figure 17: prefix caching by the number of articles that questions are about: hit rate and throughput for each
-retention policy of tokens beyond a window. By simulation.
+"""Reproduce Jenga Figure 17 by simulation: the hit rate and throughput of prefix caching by the number of articles in
+the questions, for each retention policy of tokens outside a window.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ARTICLES = (1, 2, 3, 4, 5, 6, 8, 10)
-ASKED, LENGTH = 6, 92_000  # questions about each, and tokens of an article give or take a quarter: assumed
+ASKED, LENGTH = 6, 92_000  # questions about each article, and its tokens, +-25 %: assumed
 EQUAL = 3  # articles up to which both systems cache all
 HITS, SPEED = 1.60, 1.77  # times vLLM's, at most
 TOLERANCE, SAME = 0.2, 0.05
@@ -34,7 +34,7 @@ OURS = "boundary"
 
 
 class Found(NamedTuple):
-    """A run: the share of prompt tokens found in the prefix cache, and requests a second."""
+    """The result of a run: the share of prompt tokens found in the prefix cache, and requests a second."""
 
     articles: int
     way: str
@@ -43,12 +43,12 @@ class Found(NamedTuple):
 
 
 def case(articles: int, length: int = LENGTH) -> Case:
-    """Questions about so many articles, in random order."""
+    """Return a trace of questions about `articles` articles, in random order."""
     return Case("ministral-8b", H100, f"docqa:{articles}:{length}@{ASKED * articles}", caching=True)
 
 
 def run(articles: int, way: str) -> Found:
-    """Serve one question after another."""
+    """Serve the questions one after another."""
     rule, more = WAYS[way]
     asked = case(articles)
     engine = asked.plant(rule, **more).simulation().engine
@@ -57,7 +57,7 @@ def run(articles: int, way: str) -> Found:
 
 
 def figure_17() -> Reproduction:
-    """Every way for every number of articles."""
+    """Run every policy for every number of articles."""
     jobs = [(articles, way) for articles in reversed(ARTICLES) for way in WAYS]
     found: list[Found] = sorted(in_parallel(run, jobs))
     results = [result._replace(real_or_simulated="simulated") for result in judged(found)]
@@ -66,14 +66,14 @@ def figure_17() -> Reproduction:
 
 
 def over(found: Sequence[Found], way: str, name: str) -> dict[int, float]:
-    """Articles -> so many times the uniform pages' number."""
+    """Return, by number of articles, the ratio of a number to that of uniform pages."""
     of = {(one.articles, one.way): getattr(one, name) for one in found}
     numbers = sorted({one.articles for one in found})
     return {n: of[n, way] / of[n, "uniform"] if of[n, "uniform"] else float(of[n, way] > 0) for n in numbers}
 
 
 def judged(found: Sequence[Found]) -> list[Result]:
-    """Up to EQUAL articles nothing differs; beyond, the most."""
+    """Judge the figure: no difference up to EQUAL articles, and the largest ratio above it."""
     results = []
     for way in (one for one in WAYS if one != "uniform"):
         hits, speed = over(found, way, "hit_rate"), over(found, way, "requests_per_s")
@@ -114,7 +114,7 @@ def text(found: Sequence[Found], note: str) -> str:
 
 
 def draw(data: Sequence[Mapping[str, Any]]) -> Figure:
-    """Hit rate and throughput by articles, a line a way."""
+    """Draw hit rate and throughput by the number of articles, with a line for each policy."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(11, 4)

@@ -1,5 +1,6 @@
-"""vAttention Figure 9b: the attention of a decode step alone, 16K tokens a sequence, of three models: over pages, and
-by contiguous kernels over virtual memory, ours and torch's own. A sum over all layers, on a GPU.
+"""Reproduce vAttention Figure 9b on a GPU: the attention of a decode step alone, for three models at 16K tokens a
+sequence. Our kernel runs over pages; ours and torch's contiguous kernels run over virtual memory. Times are sums over
+all layers.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ MODELS = {"yi-6b": (1, 8, 32), "llama3-8b": (1, 8, 32), "yi-34b": (1, 8, 16)}  #
 ALL = {"yi-6b": (1, 2, 4, 8, 16, 32), "llama3-8b": (1, 2, 4, 8, 16, 32), "yi-34b": (1, 2, 4, 8, 16)}
 PAPER = {"yi-6b": 2.85, "llama3-8b": 1.45, "yi-34b": 2.62}  # vLLM's kernel / FlashAttention's, at most
 PAGES = {False: (16,), True: (16, 128)}  # with --full
-LAYOUTS = {"layer": 1.0, "sliced": 0.97}  # of the paged kernel's speed, at least: what was asked of ours
+LAYOUTS = {"layer": 1.0, "sliced": 0.97}  # of the paged kernel's speed, at least: our own goal
 ON, KIB = "cuda", 2048
 
 Points = Sequence[dict[str, Any]]
 
 
 def figure_9b(full: bool = False) -> Reproduction:
-    """Milliseconds a step. StartupError on a CPU."""
+    """Measure milliseconds a step. Raise StartupError on a CPU."""
     from quire.bench.replay import need_gpu
 
     need_gpu("quire reproduce vattention-fig9b")
@@ -46,7 +47,7 @@ def figure_9b(full: bool = False) -> Reproduction:
 
 
 def measured_of(model: str, full: bool, missing: dict[str, str]) -> list[dict[str, Any]]:
-    """Points of one model, each way's memory in turn."""
+    """Measure the points of one model, with one memory at a time."""
     import torch
 
     from quire.bench.mapped import on_mapped
@@ -75,8 +76,8 @@ def measured_of(model: str, full: bool, missing: dict[str, str]) -> list[dict[st
 def _points(
     where: Placed, batches: Sequence[int], way: str, missing: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Measure our kernel for the first sequences, and torch's own kernels if `missing` is given; it gets the reasons
-    for those that can't run."""
+    """Measure our kernel for the first sequences and, if `missing` is given, torch's own kernels. The reasons for
+    kernels that can't run are added to `missing`."""
     from quire.bench.placed_kv import decode_calls
     from quire.bench.replay import replayed
 
@@ -94,7 +95,7 @@ def _points(
 
 
 def _torch_calls(where: Placed) -> list[Call]:
-    """A decode step's attention in each layer by torch's own fused kernels, over the sequences as they lie."""
+    """Return a decode step's attention in each layer by torch's own fused kernels, over the sequences in place."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
@@ -102,7 +103,7 @@ def _torch_calls(where: Placed) -> list[Call]:
     cache, batch = where.caches[0], len(where.slots)
     q = torch.randn(batch, cache.heads, 1, cache.head_dim, dtype=cache.dtype, device=cache.device)
 
-    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]  # else gigabytes of scores may be written
+    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]  # other backends may write gigabytes of scores
     if cache.device.type == "cpu":
         fused.append(SDPBackend.MATH)
 

@@ -1,5 +1,5 @@
-"""PagedAttention Figure 18: the cost of paging in the attention kernel (a), and the effect of the page size on requests
-(b).
+"""Reproduce PagedAttention Figure 18: the cost of paging in the attention kernel (a), and the effect of the page size
+on requests (b).
 
 (a) One kernel source, with page tables and without. The paper compared its kernel with FasterTransformer's, on an A100.
 (b) Fixed request rates, and a KV memory as small as the paper's, so that pages too large for their sequences waste it.
@@ -37,10 +37,10 @@ SIZES = {False: (1, 8, 16, 32, 128, 256), True: (1, 2, 4, 8, 16, 32, 64, 128, 25
 TRACES = ("sharegpt", "alpaca")
 # requests of each trace, with --full
 REQUESTS = {"cpu": {"sharegpt": (8, 64), "alpaca": (24, 256)}, "cuda": {"sharegpt": (64, 400), "alpaca": (600, 2000)}}
-RUNS = {"cpu": {"sharegpt": 3, "alpaca": 3}, "cuda": {"sharegpt": 1, "alpaca": 3}}  # requests at other times in each
+RUNS = {"cpu": {"sharegpt": 3, "alpaca": 3}, "cuda": {"sharegpt": 1, "alpaca": 3}}  # each with other arrival times
 KV_TOKENS = {"cpu": 2304, "cuda": 15_700}  # Table 1: OPT-13B has 12 GB for 15.7K tokens
-LOAD = 0.9  # of the requests a second that pages of 16 tokens serve when all come at once, until few are left
-MANY = 0.8  # of the requests: so many are done before few are left
+LOAD = 0.9  # of the requests a second that pages of 16 tokens serve when all come at once, without the tail
+MANY = 0.8  # of the requests; those finished later are the tail
 CLOSE = 1.1  # latency / the best one's, to count as good
 WORSE = 1.2  # latency / that of pages of 16 tokens, to count as much worse
 
@@ -57,12 +57,12 @@ class Kernel(NamedTuple):
 
     @property
     def overhead(self) -> float:
-        """What paging adds, as a share."""
+        """Return the overhead of paging, as a share."""
         return self.paged / self.contiguous - 1
 
 
 def figure_18a() -> Reproduction:
-    """Latency of the kernel over scattered pages beside the same kernel over contiguous ones. StartupError on a CPU."""
+    """Measure the kernel's latency over scattered pages and over contiguous ones. Raise StartupError on a CPU."""
     from quire.bench.replay import need_gpu
 
     need_gpu("quire reproduce fig18a")
@@ -112,8 +112,8 @@ def _kernel(model: str, batch: int, context: int) -> Kernel:
 
 class Served(NamedTuple):
     """A trace at `rate` requests a second over pages of `page` tokens, in several runs. `normalised` is the paper's
-    latency of the median run: seconds a token, a mean over requests. `apart`: the slowest run's latency over the
-    fastest's. `mean_batch` is a mean over runs; `preemptions` are those of all runs."""
+    latency, of the median run: seconds a token, a mean over requests. `apart` is the ratio of the slowest run's latency
+    to the fastest's. `mean_batch` is a mean over runs; `preemptions` is the sum."""
 
     trace: str
     page: int
@@ -125,7 +125,7 @@ class Served(NamedTuple):
 
 
 def figure_18b(full: bool = False) -> Reproduction:
-    """Normalised latency by page size. On a GPU an OPT-13B with dummy weights, on a CPU the bundled model."""
+    """Measure normalised latency by page size: OPT-13B with dummy weights on a GPU, the bundled model on a CPU."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -170,13 +170,13 @@ def _jobs(made: BuiltEngine, device: str, trace: str, full: bool) -> list[Job]:
 
 
 def _capacity(engine: Engine, jobs: list[Job]) -> float:
-    """Requests a second when all come at once; the second time."""
+    """Return requests a second when all come at once, measured in a second run."""
     burst = [_serve(engine, jobs, [0.0] * len(jobs)) for _ in range(2)]
     return float(burst[1]["capacity"])
 
 
 def _config(device: str, page: int) -> EngineConfig:
-    """Room for the same tokens whatever the page."""
+    """Return a configuration whose KV memory has the same number of tokens for any page size."""
     largest = max(SIZES[True])
     tokens = -(-KV_TOKENS[device] // largest) * largest
     config = EngineConfig(
@@ -190,7 +190,7 @@ def _config(device: str, page: int) -> EngineConfig:
 
 def _serve(engine: Engine, jobs: list[Job], times: list[float]) -> dict[str, Any]:
     """Serve the jobs. Return the facts with `normalised`, seconds a token, and `capacity`, requests a second until a
-    share of MANY is done."""
+    share of MANY is finished."""
     traces, facts = drive(engine, jobs, Load(times), Decoding())
     normalised = latencies(traces)["normalised_s"]
     assert normalised is not None, "no requests"
@@ -200,7 +200,7 @@ def _serve(engine: Engine, jobs: list[Job], times: list[float]) -> dict[str, Any
 
 
 def _verdicts(points: list[Served]) -> list[Result]:
-    """What the figure says, with our ratio beside it."""
+    """Judge the figure's statements, with our ratio beside each."""
     by = {(p.trace, p.page): p.normalised for p in points}
     best = {trace: min(p.normalised for p in points if p.trace == trace) for trace in TRACES}
 

@@ -1,8 +1,9 @@
-"""PagedAttention Figure 12: normalised latency by request rate, by simulation; and the abstract's claim made of it.
+"""Reproduce PagedAttention Figure 12 by simulation: normalised latency by request rate, and the abstract's claim
+derived from it.
 
-OPT-13B, 66B and 175B (a to c: ShareGPT-like requests, d to f: Alpaca-like ones) on the A100s of Table 1, by vLLM's
-memory, Orca's three and FasterTransformer's. A rate is sustained if mean normalised latency keeps to LIMIT. Ratios of
-rates are means of several seeds; curves, and what is read off them, are the first seed's.
+OPT-13B, 66B and 175B (a to c: ShareGPT-like requests, d to f: Alpaca-like ones) on the A100s of Table 1, with vLLM's
+memory, Orca's three and FasterTransformer's. A rate is sustained if mean normalised latency is at most LIMIT. Ratios of
+rates are means of several seeds; curves, and numbers read from them, are the first seed's.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Panel(NamedTuple):
-    """One panel of the figure, and the seconds of its traces: here, and with --full the paper's."""
+    """A panel of the figure. The seconds of its traces are shorter without --full; with it they are the paper's."""
 
     title: str
     load: Load
@@ -59,13 +60,13 @@ PANELS = {
     "f": Panel("OPT-175B, Alpaca", Load("a100-175b", "alpaca"), here=300.0, paper=900.0),
 }
 SLACK = 0.1  # a number is in one of the paper's ranges if it is no further outside than this share
-NEAR = 0.2  # and agrees with a single number of the paper if it is so close
+NEAR = 0.2  # a number agrees with one of the paper's if it differs by this share at most
 # The paper's ranges of vLLM's rate / another system's: of the ShareGPT panels (§6.2), and of (d) (§6.3).
 SHAREGPT = {"orca-oracle": (1.7, 2.7), "orca-max": (2.7, 8.0)}
 ALPACA_13B = 1.3
 MOST_FT = 22.0  # of the ShareGPT panels
 ABSTRACT = (2.0, 4.0)
-JUDGED = ("orca-oracle", "orca-pow2", "orca-max")  # against the abstract, which doesn't say which it means
+JUDGED = ("orca-oracle", "orca-pow2", "orca-max")  # the abstract doesn't name one
 
 REASONS = """
 Memory decides how many requests run at once, the device what that is worth. Our A100s add matrix operations and the
@@ -77,12 +78,12 @@ of vLLM's steps is charged to FasterTransformer's too, which has no such schedul
 
 
 def figure_12(full: bool = False) -> Reproduction:
-    """All panels, and what the paper says of them together."""
+    """Run all panels, and judge the paper's statements about them together."""
     return panels(tuple(PANELS), full)
 
 
 def panels(names: tuple[str, ...], full: bool = False) -> Reproduction:
-    """Some panels. What the paper says of several at once is judged when all are there."""
+    """Run some panels. The paper's statements about several panels are judged only if all of them are run."""
     chosen = [PANELS[name] for name in names]
     loads, seconds = [panel.load for panel in chosen], [panel.seconds(full) for panel in chosen]
     found = curves(loads, tuple(SYSTEMS), seconds)
@@ -95,13 +96,13 @@ def panels(names: tuple[str, ...], full: bool = False) -> Reproduction:
 
 
 def ratio_at(found: dict[str, Curve], system: str, limit: float) -> float:
-    """Return the ratio of the paged system's highest rate to another system's at another limit, by the first seed's
+    """Return the ratio of the paged system's highest rate to another system's at `limit`, by the first seed's
     curves."""
     return found["paged"].at(limit) / found[system].at(limit)
 
 
 def within(row: str, what: str, ours: Spread, low: float, high: float) -> Result:
-    """Holds if the mean is in the paper's range, by SLACK."""
+    """Return a result that holds if the mean is in the paper's range, extended by SLACK."""
     holds = low * (1 - SLACK) <= ours.mean <= high * (1 + SLACK)
     return Result(
         row, f"{what} (by {SLACK:.0%})", f"{low:g} - {high:g}", round(ours.mean, 2), ours.unit(),
@@ -110,7 +111,7 @@ def within(row: str, what: str, ours: Spread, low: float, high: float) -> Result
 
 
 def close(row: str, what: str, ours: Spread, paper: float) -> Result:
-    """Holds if the mean is the paper's number, by NEAR."""
+    """Return a result that holds if the mean is within NEAR of the paper's number."""
     result = near(row, f"{what} (by {NEAR:.0%})", paper, round(ours.mean, 2), ours.unit(), NEAR)
     return result._replace(real_or_simulated="simulated")
 
@@ -132,7 +133,8 @@ def _of_panel(name: str, by_seed: Rates) -> list[Result]:
 
 
 def _of_all(by_seed: dict[str, Rates], stricter: float) -> list[Result]:
-    """What is said of all panels: `stricter` is the most of (a) to (c) over FasterTransformer at half the latency."""
+    """Judge the statements about all panels. `stricter` is the largest ratio to FasterTransformer in (a) to (c) at half
+    the latency."""
     most = Spread.of([max(of) for of in zip(*(ratios(by_seed[name], "ft") for name in "abc"))])
     oracle = {name: Spread.of(ratios(panel, "orca-oracle")).mean for name, panel in by_seed.items()}
     order = all(
@@ -151,7 +153,7 @@ def _of_all(by_seed: dict[str, Rates], stricter: float) -> list[Result]:
 
 
 def _of_abstract(by_seed: dict[str, Rates], system: str) -> Result:
-    """The abstract's claim, of one system."""
+    """Judge the abstract's claim for one system."""
     medians = [float(np.median(of)) for of in zip(*(ratios(panel, system) for panel in by_seed.values()))]
     what = f"vLLM / {SYSTEMS[system]}, median of all panels; the paper doesn't say which Orca"
     return within("P-X3", what, Spread.of(medians), *ABSTRACT)

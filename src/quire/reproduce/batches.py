@@ -1,7 +1,7 @@
-"""PagedAttention Figure 13: how many requests run at once by each system, by simulation.
+"""Reproduce PagedAttention Figure 13 by simulation: the number of requests that each system runs at once.
 
 OPT-13B in 12 GiB, ShareGPT-like requests at 2 a second (a), Alpaca-like ones at 30 (b). The A100's host times were
-derived from the paged system's two batches here: claims are those of the Orcas only.
+derived from the paged system's two batches here, so only Orca's batches are claims.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _input(what: str, paper: float, ours: float, unit: str) -> Result:
 
 
 def mean_running(load: Load, system: str, rate: float, seconds: float) -> float:
-    """Requests in memory, averaged over time."""
+    """Return the number of requests in memory, averaged over time."""
     trace = load.trace(rate, seconds)
     outcome = load.serve(system, trace, until=trace[-1].arrival)
     return float(np.mean([moment.running for moment in outcome.timeline if moment.time >= WARM * trace[-1].arrival]))

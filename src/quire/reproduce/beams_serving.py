@@ -1,7 +1,7 @@
-"""PagedAttention Figure 14 (§6.3): parallel sampling and beam search served by each system, by simulation.
+"""Reproduce PagedAttention Figure 14 (§6.3) by simulation: parallel sampling and beam search in each system.
 
-OPT-13B in 12 GiB, Alpaca-like requests. Beams part as they did in real searches of the bundled model (sim/histories).
-Orca's memories keep the KV of every sequence apart and copy it where a beam goes on twice (§4.4).
+OPT-13B in 12 GiB, Alpaca-like requests. Beams fork as in real searches of the bundled model (sim/histories). Orca's
+memories hold the KV of every sequence separately and copy it where a beam forks (§4.4).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 WORKLOAD = Load("a100-13b", "alpaca")
 SHOWN = ("paged", "orca-oracle", "orca-pow2", "orca-max")
 WIDTHS = (2, 4, 6)
-SHORT = 100.0  # seconds of a trace; with --full as many as other figures have
+SHORT = 100.0  # seconds of a trace; with --full as in other figures
 HEIGHT = 2 * LIMIT  # of the picture's panels
 GAPS = {("basic", 1): 1.3, ("beam", 6): 2.3}  # the paper's: the paged system's rate / Orca (Oracle)'s
 PROMPTS = 12.0  # per cent of the KV of parallel sampling (§3)
@@ -56,18 +56,18 @@ Case = tuple[str, int]
 
 
 class Decoded(NamedTuple):
-    """A load whose requests are decoded in one way; quire.reproduce.serving measures it as it does the load itself."""
+    """A load whose requests are decoded in one way. quire.reproduce.serving measures it as it does a plain Load."""
 
     load: Load
     way: str
     width: int
 
     def trace(self, rate: float, seconds: float) -> list[TraceRequest]:
-        """As Load.trace."""
+        """Return a trace, as Load.trace does."""
         return self._decoded(self.load.trace(rate, seconds))
 
     def _decoded(self, requests: Sequence[TraceRequest]) -> list[TraceRequest]:
-        """Requests with seeds of their own: these say which history a request has."""
+        """Return the requests, each with its own seed, which chooses its history."""
         seeds = np.random.default_rng(SEED).integers(0, 2**31, len(requests)).tolist()
         found = []
         for one, seed in zip(requests, seeds):
@@ -82,7 +82,7 @@ class Decoded(NamedTuple):
     def serve(
         self, system: str, trace: Sequence[TraceRequest], limit: float = math.inf, until: float = math.inf
     ) -> SimulationResult:
-        """As Load.serve."""
+        """Simulate a system, as Load.serve does."""
         plant = self.load.plant(system)
         draw = (
             BeamReplay(load_histories(self.load.workload), frozenset(plant.spec.eos_ids))
@@ -93,7 +93,7 @@ class Decoded(NamedTuple):
         return plant.simulation(draw).run(trace, goals, until)
 
     def capacity(self, system: str) -> float:
-        """About as Load.capacity: where the search begins."""
+        """Return roughly what Load.capacity does, as the start of the search."""
         mean = np.mean([one.prompt_len + one.output_len for one in self.load.sketches(1000)])
         count = CROWD * math.ceil(self.load.plant(system).kv_tokens / float(mean) / self.width)
         outcome = self.serve(system, self._decoded(self.load.arriving([0.0] * count)))
@@ -102,7 +102,7 @@ class Decoded(NamedTuple):
         return (last - first) / (ends[last] - ends[first])
 
     def saved(self, rate: float, seconds: float) -> float:
-        """Pages that the paged memory saves by sharing, of those needed without, while requests come: a mean."""
+        """Return the mean share of pages that sharing saves in paged memory while requests come."""
         trace = self.trace(rate, seconds)
         return self.serve("paged", trace, until=trace[-1].arrival).totals.sharing_saved
 
@@ -111,7 +111,7 @@ Curves = dict[Case, dict[str, Curve]]
 
 
 def figure_14(full: bool = False) -> Reproduction:
-    """The rates that every system sustains, for each way and width, and basic sampling beside them."""
+    """Find each system's sustained rates, for each way of decoding and width, and for basic sampling."""
     seconds = SECONDS if full else SHORT
     cases: list[Case] = [*((way, width) for way in ("beam", "parallel") for width in reversed(WIDTHS)), ("basic", 1)]
     jobs = [(Decoded(WORKLOAD, *case), system, seconds) for case in cases for system in SHOWN]
@@ -130,7 +130,7 @@ def figure_14(full: bool = False) -> Reproduction:
 
 
 def gap(curves: dict[str, Curve], system: str = "orca-oracle") -> float:
-    """The paged system's highest rate by another's."""
+    """Return the ratio of the paged system's highest rate to another's."""
     return curves["paged"].highest / curves[system].highest
 
 
@@ -146,8 +146,8 @@ def _gaps(found: Curves) -> list[Result]:
 
 
 def _claims(found: Curves) -> list[Result]:
-    """Judge the figure as a whole within the error of searches: a rate, and so a ratio of two rates, is exact to
-    TOLERANCE, a ratio of two gaps to ERROR."""
+    """Judge the figure as a whole within the error of searches. A rate, and so a ratio of two rates, is exact to
+    TOLERANCE; a ratio of two gaps to ERROR."""
     basic = gap(found["basic", 1])
     results = []
     for way in ("parallel", "beam"):
@@ -171,7 +171,7 @@ def _claim(what: str, holds: bool) -> Result:
 
 
 def _shares(shares: dict[Case, float]) -> list[Result]:
-    """Savings as Figure 15 has them, in per cent. Of n samples that share a prompt, n - 1 save it."""
+    """Return savings by Figure 15's measure, in per cent. Of n samples that share a prompt, n - 1 save it."""
     results = [
         near("P-F15", f"{_title(case)}: pages saved while serving (within 30%)", SAVED[case], round(share, 1), "%", 0.3)
         for case, share in sorted(shares.items(), key=_order)

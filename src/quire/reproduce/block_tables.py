@@ -1,7 +1,8 @@
-"""PagedAttention Figures 6 and 7: where the blocks of one and of two requests are, step by step.
+"""Reproduce PagedAttention Figures 6 and 7: the block tables of one and of two requests, step by step.
 
-The real memory and scheduler run the paper's words. The list of free blocks is given, in the order in which the figures
-use them. Physical block p of the paper is page p + 1 here, since page 0 is scratch; below, blocks are the paper's.
+The real memory and scheduler run the paper's words. The list of free blocks is set to the order in which the figures
+use them. Physical block p of the paper is page p + 1 here, since page 0 is scratch; block numbers below are the
+paper's.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ B = ["It", "was", "the", "best", "of", "times", "it", "was"]
 
 
 class Scripted(NamedTuple):
-    """A request whose output is known: it comes before step `arrives`, with the first `prompt` of its `words`."""
+    """A request with a given output, which arrives before step `arrives`; its prompt is `words[:prompt]`."""
 
     name: str
     words: list[str]
@@ -40,7 +41,7 @@ class Scripted(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A line of a block table: the physical block of a logical one, and how many of its positions are filled."""
+    """A line of a block table: the physical block of a logical one, and the number of filled positions."""
 
     physical: int
     filled: int
@@ -51,7 +52,7 @@ Tables = dict[str, tuple[Entry, ...]]  # a block table for each request
 
 
 def replay(requests: list[Scripted], free: list[int], steps: int) -> list[Tables]:
-    """The block tables after each of `steps` steps. `free` holds the free physical blocks, the next one first."""
+    """Return the block tables after each of `steps` steps. `free`: the free physical blocks, the next one first."""
     spec = ModelSpec("words", (LayerSpec(1, 1),), 64, 32, 1, 1, 1, 1)
     config = EngineConfig(page_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=BUDGET)
     geometry = build_kv_config(config, spec, MemorySize(BLOCKS * BLOCK, spec.max_len, 2))
@@ -81,7 +82,7 @@ def replay(requests: list[Scripted], free: list[int], steps: int) -> list[Tables
 
 
 def block_table(memory: PagedMemory, seq: Sequence) -> tuple[Entry, ...]:
-    """As the paper draws it: physical block and number of filled positions for each logical block."""
+    """Return the physical block and the number of filled positions of each logical block, as in the paper."""
     pages = memory.get_placement(seq).tables[0]
     return tuple(Entry(page - 1, min(seq.computed - i * BLOCK, BLOCK)) for i, page in enumerate(pages))
 
@@ -100,7 +101,7 @@ TABLES_7: Tables = {"A": (Entry(7, 4), Entry(1, 4), Entry(3, 1)), "B": (Entry(5,
 
 
 def figure_6() -> Reproduction:
-    """One request of 7 prompt tokens: blocks 7 and 1, then 3."""
+    """Run one request of 7 prompt tokens: blocks 7 and 1, then 3."""
     history = replay(FIGURE_6, FREE_6, len(STEPS_6))
     results = [
         equal("P-F6", f"block table after the {what}: (physical block, filled)", _plain(paper), _plain(tables["A"]))
@@ -110,7 +111,7 @@ def figure_6() -> Reproduction:
 
 
 def figure_7() -> Reproduction:
-    """Two requests at the same time: A in blocks 7, 1, 3 and B in 5, 2."""
+    """Run two requests at the same time: A in blocks 7, 1, 3 and B in 5, 2."""
     history = replay(FIGURE_7, FREE_7, 3)
     results: list[Result] = [
         equal("P-F7", f"block table of request {name}: (physical block, filled)", _plain(TABLES_7[name]), _plain(ours))
@@ -140,7 +141,7 @@ def _words(requests: list[Scripted], name: str, logical: int, entry: Entry) -> l
 
 
 def draw(tables: Tables, requests: list[Scripted], title: str) -> Figure:
-    """Logical blocks on the left, physical ones in the middle or on the right, and arrows between them."""
+    """Draw logical blocks on the left, physical ones in the middle or on the right, and arrows between them."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(11, 4.6)
@@ -169,7 +170,7 @@ def draw(tables: Tables, requests: list[Scripted], title: str) -> Figure:
 
 
 def _grid(axes: Axes, left: float, count: int, labels: list[str], top: int = 0) -> None:
-    """`count` blocks of empty cells, numbered on the left."""
+    """Draw `count` blocks of empty cells, numbered on the left."""
     for i in range(count):
         y = -top - i
         for j in range(BLOCK + 1):

@@ -1,7 +1,7 @@
-"""PagedAttention Figure 17 by simulation: a chatbot.
+"""Reproduce PagedAttention Figure 17 by simulation: a chatbot.
 
 OPT-13B; prompts are the last 1,024 tokens of history and query, and no KV is kept between rounds (§6.5). The buddy
-allocator rounds 1,024 tokens and any output up to 2,048, so that what Orca knows of outputs has no say.
+allocator rounds 1,024 tokens and any output up to 2,048, so that Orca's knowledge of output lengths has no effect.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 LOAD = Load("a100-13b", "chat")
 COMPARED = ("paged", "orca-oracle", "orca-pow2", "orca-max")
 PAPER = 2.0
-SLACK = 0.2  # of it
-ALIKE = 0.1  # the Orcas' rates lie so close together: (highest - lowest) / lowest
+SLACK = 0.2  # share of PAPER
+ALIKE = 0.1  # (highest - lowest) / lowest of the Orcas' rates, at most
 
 
 def figure_17(full: bool = False) -> Reproduction:
-    """Sustained rates of vLLM and of the three Orcas."""
+    """Find the sustained rates of vLLM and of the three Orcas."""
     seconds = HOUR if full else SECONDS
     [found] = curves([LOAD], COMPARED, [seconds])
     [by_seed] = rates([LOAD], [seconds], [found])

@@ -1,5 +1,5 @@
-"""Attention of a chunk of a prompt by every kernel that a memory allows: ours, and torch's own, which know contiguous
-keys and values only and run over virtual memory as they are.
+"""Run the attention of a prompt chunk by every kernel that a memory allows: ours, and torch's own, which need
+contiguous keys and values and run unchanged over virtual memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from quire.bench.placed_kv import Placed
 
-APART = 0.05  # of the largest result: what another may be from one in fp32, at most
+APART = 0.05  # of the largest result: the largest difference from fp32
 
 
 def chunk_calls(where: Placed, start: int, missing: dict[str, str]) -> dict[str, partial[Tensor]]:
@@ -62,7 +62,7 @@ def check(where: Placed, start: int, missing: dict[str, str]) -> list[str]:
 
 
 def plain(q: Tensor, where: Placed, start: int) -> Tensor:
-    """The attention of q [n, heads, dim], tokens from `start` on, in fp32."""
+    """Return the attention of q [n, heads, dim], tokens from `start` on, in fp32."""
     import torch
 
     cache, end = where.caches[0], int(where.lengths[0])

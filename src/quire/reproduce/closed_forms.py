@@ -1,6 +1,6 @@
-"""PagedAttention Table 1 and the arithmetic of §3: bytes of weights and of KV, from the models' shapes alone.
+"""Reproduce PagedAttention Table 1 and the arithmetic of §3: bytes of weights and of KV, from the models' shapes alone.
 
-The paper writes KB and GB for both powers of ten and of two; each result says which of them reproduces its number.
+The paper writes KB and GB for powers of ten and for powers of two; each result names the one that it uses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def spec_of(name: str) -> ModelSpec:
 
 
 def table_1() -> Reproduction:
-    """Parameters in 10^9 bytes; slots in a KV cache of so many 2^30 bytes."""
+    """Compute parameters in 10^9 bytes, and the slots of a KV cache whose size is given in 2^30 bytes."""
     results = []
     for name, (parameters, cache, slots) in TABLE_1.items():
         spec = spec_of(name)
@@ -40,7 +40,7 @@ def table_1() -> Reproduction:
 
 
 def kv_of_a_request() -> Reproduction:
-    """§3: 800 KB a token and 1.6 GB a request of OPT-13B."""
+    """Compute §3's numbers: 800 KB a token and 1.6 GB a request of OPT-13B."""
     spec = spec_of("opt-13b")
     token = spec.token_bytes(FP16)
     request = token * spec.max_len
@@ -54,7 +54,7 @@ def kv_of_a_request() -> Reproduction:
 
 
 def bars(results: list[Result], title: str) -> Figure:
-    """The paper's number and ours side by side, a panel each, since units differ."""
+    """Draw the paper's number and ours side by side, with a panel for each, since units differ."""
     from quire.reproduce.plots import COLOURS, figure
 
     columns = min(2, len(results))

@@ -1,6 +1,6 @@
-"""PagedAttention §5: the size of the system, "8.5K lines of Python and 2K lines of C++/CUDA code", and of this one.
+"""Compare the size of this system with PagedAttention §5: "8.5K lines of Python and 2K lines of C++/CUDA code".
 
-Lines are counted from the package's own files: those that hold code, not blank ones, comments or docstrings.
+Lines of the package's own files are counted if they hold code; blank lines, comments and docstrings are not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAYOUT = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
 
 
 class Size(NamedTuple):
-    """A part of the package: its files, all their lines, and the lines that hold code."""
+    """A part of the package: the number of its files, of all their lines, and of lines that hold code."""
 
     part: str
     files: int
@@ -42,14 +42,14 @@ class Size(NamedTuple):
 
 
 def part_of(path: Path) -> str:
-    """The part of a file, given its path below the package."""
+    """Return the part of a file, given its path below the package."""
     named = {name: part for part, names in PARTS.items() for name in names}
     above = (path.with_suffix(""), *path.parents)
     return next((named[str(folder)] for folder in above if str(folder) in named), OTHER)
 
 
 def code_lines(path: Path) -> int:
-    """Lines with any token of code. A string that is a whole statement is documentation."""
+    """Count the lines with any token of code. A string that is a whole statement is documentation."""
     with tokenize.open(path) as file:
         tokens = [token for token in tokenize.generate_tokens(file.readline) if token.type not in SILENT]
     held: set[int] = set()
@@ -66,7 +66,7 @@ def _alone(tokens: list[tokenize.TokenInfo], i: int) -> bool:
 
 
 def sizes(root: Path = ROOT) -> Iterator[Size]:
-    """Every part, in the order of the planes."""
+    """Yield the size of every part, in the order of PARTS; measuring code is last."""
     files: dict[str, list[Path]] = {part: [] for part in (*PARTS, OTHER)}
     for path in sorted(root.rglob("*.py")):
         files[part_of(path.relative_to(root))].append(path)
@@ -76,7 +76,8 @@ def sizes(root: Path = ROOT) -> Iterator[Size]:
 
 
 def code_size() -> Reproduction:
-    """The serving system beside the paper's; what measures it is counted apart. Neither number is a claim of merit."""
+    """Compare the serving system with the paper's; measuring code is counted apart. Neither number is a claim of
+    merit."""
     counted = list(sizes())
     serving = [size for size in counted if size.part != MEASURING]
     kernels = sum(size.code for size in serving if size.part == KERNELS)

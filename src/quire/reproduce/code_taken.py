@@ -1,5 +1,5 @@
-"""Jenga §7: its size, "about 4000 lines of Python code on top of vLLM", no CUDA kernel changed; beside the lines of
-this package's files that exist because layers keep different kinds of memory.
+"""Compare with Jenga §7: "about 4000 lines of Python code on top of vLLM", and no CUDA kernel changed. Counted here are
+the lines of this package's files that exist because layers keep different kinds of memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAPER = 4000
-PARTS = {  # files below the package, by what they are there for
+PARTS = {  # files below the package, by purpose
     "large pages, and pages in them": (
         "memory/jenga/two_level_pool.py", "memory/jenga/partial_pages.py", "memory/jenga/page_sizes.py",
         "memory/page_layout.py",
@@ -35,7 +35,7 @@ CUDA = {".cu", ".cuh"}
 
 
 def sizes(root: Path = ROOT) -> list[Size]:
-    """Each part's files that are there."""
+    """Return the sizes of the existing files of each part."""
     found = []
     for part, names in PARTS.items():
         files = [root / name for name in names if (root / name).exists()]
@@ -45,13 +45,13 @@ def sizes(root: Path = ROOT) -> list[Size]:
 
 
 def foreign(root: Path = ROOT) -> int:
-    """Lines of CUDA in the package. Its C++ is for CPUs alone (docs/cpu.md)."""
+    """Count the lines of CUDA in the package. Its C++ is for CPUs alone (docs/cpu.md)."""
     files = (path for path in root.rglob("*") if path.suffix in CUDA)
     return sum(len(path.read_text(errors="replace").splitlines()) for path in files)
 
 
 def code_taken() -> Reproduction:
-    """Lines that hold code, by the counter of x4. How many they are is no claim; that none are CUDA's is."""
+    """Count lines that hold code, by the counter of x4. The number of lines is no claim; that none are CUDA's is."""
     counted = sizes()
     total = sum(size.code for size in counted)
     results = [

@@ -1,5 +1,5 @@
-"""vAttention's arithmetic: its models (Table 5), tokens of a page and what a request wastes (Table 8), bytes of a token
-(§4) and addresses of a memory (§5.1.1), from the models' shapes and the cut of contiguous memory alone.
+"""Reproduce vAttention's arithmetic: its models (Table 5), tokens of a page and waste of a request (Table 8), bytes of
+a token (§4) and addresses of a memory (§5.1.1), from the models' shapes and the layout of contiguous memory alone.
 
 The paper writes KB and MB for powers of two, and its GB and TB are 1,000 and 10^6 of these MB.
 """
@@ -31,7 +31,7 @@ TOKEN_KB = {"yi-6b": 64, "llama3-8b": 128, "yi-34b": 240}
 
 
 class Row(NamedTuple):
-    """A line of Table 8: for each of PAGES how many tokens one holds, and the MB that a request wastes at most."""
+    """A line of Table 8: for each of PAGES, the number of tokens in one, and the MB that a request wastes at most."""
 
     tokens: Sequence[float]
     waste: Sequence[float]
@@ -48,7 +48,7 @@ TABLE_8 = {  # (model, tensor-parallel workers)
 
 
 def on_workers(name: str, tensor: int, page: int, layout: str) -> list[BufferLayout]:
-    """The buffers of each of `tensor` workers."""
+    """Return the buffers of each of `tensor` workers."""
     spec = spec_of(name)
     layer = spec.layers[0]
     return [
@@ -61,7 +61,7 @@ def on_workers(name: str, tensor: int, page: int, layout: str) -> list[BufferLay
 
 
 def table_5() -> Reproduction:
-    """The models, as the named configs have them."""
+    """Compare the models with the named configs."""
     results, rows = [], []
     for name, (heads, kv_heads, layers) in TABLE_5.items():
         spec = spec_of(name)
@@ -84,7 +84,7 @@ def table_5() -> Reproduction:
 
 
 def _draw_heads() -> Figure:
-    """Which query heads share keys and values."""
+    """Draw which query heads share keys and values."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(9, 4.2)
@@ -109,7 +109,7 @@ def _draw_heads() -> Figure:
 
 
 def table_8() -> Reproduction:
-    """All 48 numbers by the paper's layout, a buffer a layer, and the same by layouts with several layers a buffer."""
+    """Compute all 48 numbers by the paper's layout, a buffer a layer, and by layouts with several layers a buffer."""
     results: list[Result] = []
     for (name, tensor), paper in TABLE_8.items():
         ours = row_of(name, tensor, "layer")
@@ -184,7 +184,7 @@ def _text_8() -> str:
 
 
 def _draw_8() -> Figure:
-    """Most waste of a request, with the tokens of a page on each bar."""
+    """Draw the largest waste of a request, with the tokens of a page on each bar."""
     from quire.reproduce.plots import COLOURS, figure
 
     ways = [(f"layer, {size}", "layer", i) for i, size in enumerate(PAGES)]
@@ -214,7 +214,7 @@ def _draw_8() -> Figure:
 
 
 def token_and_addresses() -> Reproduction:
-    """KV of a token; and the buffers of Yi-34B on two workers, for 500 requests of 200K tokens."""
+    """Compute the KV of a token, and the buffers of Yi-34B on two workers for 500 requests of 200K tokens."""
     results = [
         equal("V-X1", f"{name}: KV cache of a token", size, spec_of(name).token_bytes(HALF) // KIB, "KB")
         for name, size in TOKEN_KB.items()

@@ -1,5 +1,5 @@
-"""Jenga Figure 15, and what §7.2 says of the longest request: how many requests decode at once where 20 with long
-documents have come, by every allocation rule; and the longest request that a small device serves. By simulation.
+"""Reproduce Jenga Figure 15 and §7.2 by simulation: the decode batch for 20 requests with long documents under every
+allocation rule, and the longest request that a small device serves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RATIO = 1.95  # of ours to vLLM's, SGLang's and TGI's, as the paper has it
 PAPER = {"jenga": (5.39, 300), "uniform": (2.63, 600)}  # mean decode batch, and steps ("within", "around")
 TOLERANCE = 0.2
 CASE = Case("ministral-8b", H100, "longdoc@20")  # D4
-# The paper doesn't say how large its KV memory was. In this one uniform pages have its batch, or nearly so.
+# The paper doesn't give its KV memory's size. In this one uniform pages have nearly the paper's batch.
 MATCHED = CASE._replace(kv_gib=42.0)
 
 
@@ -53,7 +53,7 @@ class Decoded(NamedTuple):
 
 
 def decoding(steps: Sequence[Step]) -> list[int]:
-    """The batches of steps that decode."""
+    """Return the batch sizes of steps that decode."""
     return [step.decoding for step in steps if step.decoding]
 
 
@@ -61,7 +61,7 @@ Runs = Mapping[str, Decoded]
 
 
 def figure_15() -> Reproduction:
-    """Every rule in the budget of the paper's device, and in the one that gives uniform pages the paper's batch."""
+    """Run every rule in the budget of the paper's device, and in the one that gives uniform pages the paper's batch."""
     runs = {rule: Decoded.of(simulated(CASE, rule, sampled=0.5)) for rule in RULES}
     matched = {rule: Decoded.of(simulated(MATCHED, rule, sampled=0.5)) for rule in RULES}
     results = [result._replace(real_or_simulated="simulated") for result in judged(runs, matched)]
@@ -73,7 +73,7 @@ def figure_15() -> Reproduction:
 
 
 def judged(runs: Runs, matched: Runs) -> list[Result]:
-    """The paper's numbers, in the paper's budget; the ratio in the other one too."""
+    """Judge the paper's numbers in the paper's budget, and the ratio in both budgets."""
     found: list[Result] = []
     for rule, (batch, steps) in PAPER.items():
         what = f"{LABELS[rule]}, {CASE.budget:.1f} GiB: "
@@ -116,7 +116,7 @@ def _text(runs: Runs, matched: Runs) -> str:
 
 
 def draw(data: Mapping[str, Any]) -> Figure:
-    """Decode batches over steps, a panel a budget."""
+    """Draw decode batches over steps, with a panel for each budget."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(11, 4)
@@ -163,7 +163,7 @@ def longest_request() -> Reproduction:
 
 
 def _one(rule: str, length: int) -> int:
-    """A request of this length in all is served; its output tokens."""
+    """Serve a request of `length` tokens in all. Return the number of its output tokens."""
     engine = SMALL.plant(rule).simulation().engine
     trace = [TraceRequest(0.0, [OWN] * (length - 50), exactly(50))]
     return sum(step.decoding for step in serve(engine, trace, SMALL.spec).steps) + 1

@@ -1,6 +1,6 @@
-"""vAttention Figures 6 and 9a: decode steps through the engine. Figure 6: tokens a second, latency, and bytes of new KV
-cache a second, by batch, at 1K tokens a sequence. Figure 9a: tokens a second at 16K tokens, over pages and over virtual
-memory. Three models with dummy weights, on a GPU.
+"""Reproduce vAttention Figures 6 and 9a on a GPU: decode steps through the engine, for three models with dummy weights.
+Figure 6: tokens a second, latency, and bytes of new KV cache a second, by batch, at 1K tokens a sequence. Figure 9a:
+tokens a second at 16K tokens, over pages and over virtual memory.
 
 The paper ran Llama-3-8B and Yi-34B on two A100s, Yi-6B on one; here each runs on one GPU.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CONTEXT_6, BATCHES_6 = 1024, {"yi-6b": (1, 40, 80, 160, 320), "llama3-8b": (1, 40, 80, 160, 320),
-                              "yi-34b": (1, 24, 48, 96, 192)}  # no more fit beside its weights  # fmt: skip
+                              "yi-34b": (1, 24, 48, 96, 192)}  # larger batches don't fit  # fmt: skip
 STEPS = 30
 PLATEAU = 1.25  # tokens a second of the largest batch / of half of it, at most
 DEMAND = 600  # MB of new KV a second, the most in the paper
@@ -30,7 +30,7 @@ CONTEXT_9 = 16384
 BATCHES_9 = {"yi-6b": (1, 8, 32), "llama3-8b": (1, 8, 32), "yi-34b": (1, 8, 16)}
 ALL_9 = {"yi-6b": (1, 2, 4, 8, 16, 32), "llama3-8b": (1, 2, 4, 8, 16, 32), "yi-34b": (1, 2, 4, 8, 16)}
 GAIN = {"yi-6b": 1.97, "llama3-8b": 1.3, "yi-34b": 1.6}  # tokens a second of vAttention / of vLLM, at most
-CLOSE = 0.97  # of the tokens a second over pages, at least: what was asked of ours
+CLOSE = 0.97  # of the tokens a second over pages, at least: our own goal
 MIB = 2**20
 
 Points = Sequence[dict[str, Any]]
@@ -67,7 +67,7 @@ def decoded(
 
 
 def figure_6() -> Reproduction:
-    """StartupError on a CPU."""
+    """Measure decode steps by batch size. Raise StartupError on a CPU."""
     from quire.bench.replay import need_gpu
 
     need_gpu("quire reproduce vattention-fig6")
@@ -85,7 +85,7 @@ def figure_6() -> Reproduction:
 
 
 def judged_6(points: Points) -> list[Result]:
-    """Tokens a second level off; the demand for memory is the paper's, or more."""
+    """Judge that tokens a second level off, and that the demand for memory is at least the paper's."""
     results = []
     for model in dict.fromkeys(p["model"] for p in points):
         by = {p["batch"]: p for p in points if p["model"] == model}
@@ -117,7 +117,7 @@ def draw_6(data: Points) -> Figure:
 
 
 def figure_9a(full: bool = False) -> Reproduction:
-    """StartupError on a CPU."""
+    """Measure tokens a second over pages and over virtual memory. Raise StartupError on a CPU."""
     from quire.bench.replay import need_gpu
 
     need_gpu("quire reproduce vattention-fig9a")
@@ -135,7 +135,7 @@ def figure_9a(full: bool = False) -> Reproduction:
 
 
 def judged_9a(points: Points) -> list[Result]:
-    """At the largest batch: as fast as over pages, and what is left of the paper's gain over them."""
+    """Judge the largest batch: as fast as over pages, and the share of the paper's gain."""
     results = []
     for model, gain in GAIN.items():
         mine = [p for p in points if p["model"] == model]

@@ -1,5 +1,4 @@
-"""Engines of vAttention's three models with dummy weights, over any memory: shared by the entries that run whole
-steps."""
+"""Open engines of vAttention's three models with dummy weights, over any memory, for entries that run whole steps."""
 
 from __future__ import annotations
 
@@ -35,12 +34,12 @@ def dummy(
 
 
 def virtual(layout: str, ahead: bool = True) -> dict[str, Any]:
-    """The settings of virtual memory."""
+    """Return the settings of virtual memory."""
     return {"memory": "virtual", "virtual_layout": layout, "map_ahead": "inline" if ahead else "off"}
 
 
 def release() -> None:
-    """Release the device memory of engines that are gone, for the next one."""
+    """Release the device memory of closed engines, for the next one."""
     import torch
 
     gc.collect()

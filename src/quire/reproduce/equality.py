@@ -1,8 +1,8 @@
 """Check that every configuration generates the same greedy tokens: memories, page sizes, batches, chunks, preemption by
 swapping and by recomputation.
 
-PagedAttention §4.5 and §4.6 and the other papers presuppose it: a memory decides where keys and values are, never what
-they are. The bundled model in float32 on a CPU, beside transformers if installed.
+PagedAttention §4.5 and §4.6 and the other papers presuppose it: a memory decides where keys and values are, never their
+values. The bundled model runs in float32 on a CPU, and in transformers if installed.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ BATCHES = (1, 3, 8)
 PLENTY, LITTLE = 4096, 240  # tokens of KV: LITTLE holds the longest request, and not all at once
 CHUNKS = (16, 512)
 MOST_LEN = 240
-TIE = 1e-5  # log-probabilities so close are the same, and rounding chooses
+TIE = 1e-5  # closer log-probabilities are equal up to rounding
 
 
-# Of Ministral's kinds of layers: one that sees all, three with a window that prompts and answers leave behind. Weights
-# are dummies, the same for every way.
+# Ministral's kinds of layers: one of full attention, three with a window shorter than prompts and answers. Weights are
+# dummies, the same for every way.
 WINDOWED = {
     **named_config("ministral-8b"), "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "vocab_size": 4096, "sliding_window": 24,
     "layer_types": ["full_attention", *["sliding_attention"] * 3], "max_position_embeddings": 1024,
 }  # fmt: skip
-CUTS = ("lcm", "max", "gcd", "own")  # of pages of unlike layers
+CUTS = ("lcm", "max", "gcd", "own")  # page layouts of unlike layers
 
 
 class Way(NamedTuple):
     """A configuration of the engine; `depth` is the number of steps in flight. Virtual memory has pages of 4, 16 and 64
-    KiB where others have 1, 16 and 64 tokens; with little memory it chooses its own. `windows`: the model WINDOWED,
-    whose pages have such layouts."""
+    KiB where others have 1, 16 and 64 tokens; with little memory it chooses the page size. With `windows`, the model is
+    WINDOWED, and `windows` is the layout of its pages."""
 
     memory: str = "paged"
     page: int = 16
@@ -74,7 +74,7 @@ class Way(NamedTuple):
         )  # fmt: skip
 
     def build(self) -> AbstractContextManager[BuiltEngine]:
-        """The engine, closed behind it."""
+        """Open the engine; the context manager closes it."""
         return built(self.config(), WINDOWED if self.windows else None)
 
     @property
@@ -87,7 +87,7 @@ class Way(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Greedy tokens, and by how much each one's log-probability was above the next best token's."""
+    """Greedy tokens, and for each the margin of its log-probability over the second best token's."""
 
     tokens: list[int]
     margins: list[float]
@@ -111,7 +111,7 @@ class Compared(NamedTuple):
 
 
 def same_tokens() -> Reproduction:
-    """Every way of `ways`, compared with one request at a time in paged memory."""
+    """Compare every way of `ways` with one request at a time in paged memory."""
     prompts = _prompts()
     reference = run(Way(), prompts)[0]
     windowed = run(Way(windows="lcm"), prompts)[0]
@@ -137,7 +137,7 @@ def ways() -> Iterator[Way]:
     for preemption in PREEMPTIONS:
         for memory in MEMORIES:
             if memory in RESERVED_MEMORIES:
-                continue  # nobody is ever preempted there
+                continue  # these never preempt
             for page in SHORT_PAGES:
                 for depth in (1, 2):
                     yield Way(memory, page, BATCHES[-1], CHUNKS[0], LITTLE, preemption, depth)
@@ -155,7 +155,7 @@ def windowed_ways() -> Iterator[Way]:
     for preemption in PREEMPTIONS:
         for memory, cut in kinds:
             if memory == "virtual":
-                continue  # LITTLE is enough for it: its pages hold more tokens of so small a model
+                continue  # with LITTLE it never preempts: its pages hold many tokens of a small model
             for page in SHORT_PAGES:
                 yield Way(memory, page, BATCHES[-1], CHUNKS[0], LITTLE, preemption, 2, cut)
 
@@ -167,7 +167,7 @@ def run(way: Way, prompts: Sequence[list[int]]) -> tuple[list[Answer], dict[str,
 
 
 def answers_of(engine: Engine, prompts: Sequence[list[int]]) -> tuple[list[Answer], dict[str, int]]:
-    """The same, of an engine."""
+    """Return the same as `run`, for a given engine."""
     params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=2)
     for i, prompt in enumerate(prompts):
         engine.add(str(i), prompt, params)
@@ -187,7 +187,7 @@ def compare(
     oracle: Sequence[list[int]] | None,
     preempted: dict[str, int],
 ) -> Compared:
-    """Token by token, with the reference and with transformers' (`oracle`)."""
+    """Compare token by token with the reference and with transformers' (`oracle`)."""
     tokens = equal = ties = 0
     for answer, expected in zip(answers, reference):
         compared, same = _along(answer.tokens, expected.tokens, expected.margins)
@@ -204,14 +204,15 @@ def compare(
 def _along(ours: Sequence[int], theirs: Sequence[int], margins: Sequence[float]) -> tuple[int, int]:
     """Return how many tokens of one sequence are compared, and how many of them are equal. The comparison ends where
     the sequences diverge at a tie; after any other divergence no token is equal. A tie excuses this sequence only.
-    `margins` are those of either."""
+    `margins` are those of either sequence."""
     same = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
     tied = same < min(len(ours), len(theirs)) and margins[same] <= TIE
     return (same if tied else len(theirs)), same
 
 
 def _prompts() -> list[list[int]]:
-    """Text that the model wrote, cut to LENGTHS: its choices are clearer there than after random tokens."""
+    """Return prompts of LENGTHS, cut from the model's own text: its choices have larger margins there than after random
+    tokens."""
     params = SamplingParams(
         temperature=1.0, n=len(LENGTHS), max_tokens=max(LENGTHS), ignore_eos=True, detokenize=False, seed=0
     )
@@ -226,7 +227,7 @@ def _prompts() -> list[list[int]]:
 
 
 def _transformers(prompts: Sequence[list[int]]) -> list[list[int]]:
-    """The greedy tokens of the same checkpoint in transformers, in float32, one prompt at a time."""
+    """Return the greedy tokens of the same checkpoint in transformers, in float32, one prompt at a time."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -236,7 +237,7 @@ def _transformers(prompts: Sequence[list[int]]) -> list[list[int]]:
         for prompt in prompts:
             tokens, new, cache = list[int](), prompt, DynamicCache()
             while len(tokens) < NEW:
-                out = model(torch.tensor([new]), None, None, cache, use_cache=True)  # by place: its name has changed
+                out = model(torch.tensor([new]), None, None, cache, use_cache=True)  # positional: the name has changed
                 new = [int(out.logits[0, -1].argmax())]
                 tokens += new
             answers.append(tokens)
@@ -317,7 +318,7 @@ def _text(compared: Sequence[Compared]) -> str:
 
 
 def _draw(compared: Sequence[Compared]) -> Figure:
-    """A bar a group: the share of equal tokens, and how often somebody was preempted."""
+    """Draw a bar for each group: the share of equal tokens, and the number of preemptions."""
     from quire.reproduce.plots import COLOURS, figure
 
     found = list(groups(compared))

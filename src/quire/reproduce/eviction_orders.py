@@ -1,5 +1,5 @@
-"""Jenga Figure 4: how much of cached prefixes survives if eviction is balanced between layer types and aligned, and if
-not. The real memory evicts; settings of its page pool turn each order off.
+"""Reproduce Jenga Figure 4: the number of prefix tokens that stay cached if eviction is balanced between layer types
+and aligned, and if not. The real memory evicts; settings of its page pool turn each order off.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ORDERS: dict[str, dict[str, Any]] = {
     "not aligned": {"aligned_pages": 0},
 }
 LENGTH = 24  # tokens of a text, pages of one token
-# Gemma-2: its layer types have pages of one size, so that every page is anybody's and only the order decides.
+# Gemma-2: its layer types have pages of one size, so that any layer can use any page and only the order decides.
 CASE = Case("gemma-2-9b", H100, "docqa:24:6000@144", kv_gib=24.0, caching=True)
 
 
 def memory_of(pages: int, window: int, **orders: Any) -> PagedMemory:
-    """One layer of self attention, and one with a window, over `pages` pages of one token."""
+    """Return a memory of one layer of self attention and one with a window, over `pages` pages of one token."""
     ids = range(1, pages + 1)
     groups = tuple(
         KVCacheGroup((i,), 16, 16, 64, ids, run_tokens=1, window=size, kind="full" if size is None else "window")
@@ -39,7 +39,7 @@ def memory_of(pages: int, window: int, **orders: Any) -> PagedMemory:
 
 
 def ask(memory: PagedMemory, name: int, tokens: list[int], stays: bool = False) -> None:
-    """Compute a prompt, in chunks; it ends then, or `stays`."""
+    """Compute a prompt in chunks, and end the request unless `stays`."""
     seq = Seq(name, tokens)
     found = memory.admit([seq], memory.max_step_tokens)
     assert isinstance(found, list), "there is room for a prompt"
@@ -59,12 +59,12 @@ def words(first: int, count: int = LENGTH) -> list[int]:
 
 
 def left(memory: PagedMemory, first: int) -> int:
-    """Tokens of a text that another request would find."""
+    """Return the number of a text's tokens that another request would find in the cache."""
     return memory.prefix_cache.find_cached(Seq(99, [*words(first), 7])).tokens
 
 
 def balance() -> dict[str, list[int]]:
-    """Return (a): two texts are read, then a third: how many tokens of the first two stay cached."""
+    """Run example (a): two texts are read, then a third. Return how many tokens of the first two stay cached."""
     found = {}
     for name in ("balanced, aligned", "not balanced"):
         memory = memory_of(78, 4, **ORDERS[name])
@@ -75,7 +75,7 @@ def balance() -> dict[str, list[int]]:
 
 
 def alignment() -> dict[str, int]:
-    """Return (b): how many tokens of one text stay cached when its last tokens must be evicted."""
+    """Run example (b): a second request evicts part of a cached text. Return how many of its tokens stay cached."""
     found = {}
     for name in ("balanced, aligned", "not aligned"):
         memory = memory_of(60, 64, **({"aligned_pages": 1} | ORDERS[name]))
@@ -95,7 +95,7 @@ class Rate(NamedTuple):
 
 
 def rates() -> list[Rate]:
-    """A trace of questions about documents, more of them than fit."""
+    """Simulate questions about more documents than fit."""
     found = []
     for retention in ("paper", "boundary"):
         for name, orders in ORDERS.items():
@@ -109,14 +109,14 @@ def rates() -> list[Rate]:
 
 
 def figure_4() -> Reproduction:
-    """Both examples, and hit rates."""
+    """Run both examples, and simulate hit rates."""
     found = balance(), alignment(), rates()
     data: Any = {"balance": found[0], "alignment": found[1], "rates": [one._asdict() for one in found[2]]}
     return Reproduction(judged(*found), text(*found), lambda: draw(data), data)
 
 
 def judged(balanced: Mapping[str, list[int]], aligned: Mapping[str, int], found: Sequence[Rate]) -> list[Result]:
-    """The figure has no numbers: what it says is that either order keeps more."""
+    """Judge that either order keeps more; the figure has no numbers."""
     best, other = balanced["balanced, aligned"], balanced["not balanced"]
     results = [
         equal("J-F4", "(a) balanced: of two texts the later one is left whole", [0, LENGTH], best, "tokens"),
@@ -152,7 +152,7 @@ def text(balanced: Mapping[str, list[int]], aligned: Mapping[str, int], found: S
 
 
 def draw(data: Mapping[str, Any]) -> Figure:
-    """Tokens left in the examples on the left, hit rates on the right."""
+    """Draw the tokens left in the examples on the left, hit rates on the right."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(11, 3.6)

@@ -1,5 +1,6 @@
-"""vAttention Figure 12: the lines of a program that change when its attention kernel is replaced, over memory that is
-contiguous in addresses: the same attention by several of torch's functions, written below, and their differences.
+"""Reproduce vAttention Figure 12: the lines of a program that change when its attention kernel is replaced. The ways
+below compute the same attention by several of torch's functions over memory with contiguous addresses; their
+differences are counted.
 
 Over paged memory a kernel has to be written or changed first; its cost in this engine is counted beside it.
 """
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 
 MOST = 10  # lines
 FIRST = "sdpa"
-ADAPTERS = {  # what makes a kernel one of --attention, below the package
+ADAPTERS = {  # files below the package that adapt kernels to --attention
     "torch's attention over contiguous memory": "kernels/contiguous.py",
     "torch's attention over paged memory": "kernels/sdpa.py",
     "our kernels over both, without the kernels": "kernels/triton/backend.py",
 }
 
 
-# Each gets queries [T, heads, D] of a request, and its keys and values [L, KV heads, D], views of virtual tensors. All
-# of its tokens ask, or the last one.
+# Arguments: a request's queries [T, heads, D], of all its tokens or of the last one, and its keys and values
+# [L, KV heads, D], views of virtual tensors.
 
 
 def sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -95,14 +96,14 @@ class Change(NamedTuple):
 
 
 def change(before: str, after: str) -> Change:
-    """The difference of two ways, without their names."""
+    """Return the difference of two ways, without their names."""
     old, new = ([line for line in inspect.getsource(WAYS[name]).splitlines()[1:] if line] for name in (before, after))
     found = difflib.unified_diff(old, new, lineterm="", n=0)
     return Change(before, after, [line for line in found if line[:3] not in ("---", "+++") and line[0] in "+-"])
 
 
 def figure_12() -> Reproduction:
-    """Every switch from one call to another, counted; the calls that run here, compared over virtual tensors."""
+    """Count every switch from one call to another, and compare the calls that run here over virtual tensors."""
     changes = [change(before, after) for before in WAYS for after in WAYS if before != after]
     worst = max(changes, key=lambda one: len(one.lines))
     results: list[Result] = [

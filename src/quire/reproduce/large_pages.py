@@ -1,5 +1,5 @@
-"""Jenga Figures 6 and 8: the large pages that contain a request's small pages, and those freed when it ends, from the
-real page pool. Its large page 0 is scratch: below, large pages are numbered from the one after it.
+"""Reproduce Jenga Figures 6 and 8 with the real page pool: the large pages that contain a request's small pages, and
+those freed when it ends. The pool's large page 0 is scratch; numbers below begin at the one after it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PER_LARGE, TOKENS = 4, 8  # of Figure 8: small pages of a large one, and of each
 
 
 class Taken(NamedTuple):
-    """A small page: the token that it is for, its id within its group, and the large page that contains it."""
+    """A small page: its token, its id within its group, and the large page that contains it."""
 
     token: str
     kind: int
@@ -32,7 +32,7 @@ class Taken(NamedTuple):
 
 
 def reserved(pages: TwoLevelPagePool, group: int, count: int, owner: int) -> list[int]:
-    """So many pages of a group; there must be room."""
+    """Allocate `count` pages of a group; there must be room."""
     needs = [0] * len(pages.small_pages_per_large)
     needs[group] = count
     assert pages.reserve(needs), f"there is no room for {count} pages of group {group}"
@@ -40,8 +40,8 @@ def reserved(pages: TwoLevelPagePool, group: int, count: int, owner: int) -> lis
 
 
 def walk() -> tuple[int, list[Taken], list[int]]:
-    """Return Figure 6: the bytes of a large page, the request's pages in the order of use, and the numbers of free
-    large pages at the beginning, then, and at the end."""
+    """Run Figure 6's example. Return the bytes of a large page, the request's pages in the order of use, and the
+    numbers of free large pages before the request, during it, and after it."""
     plan = plan_pages([LayerType("image", IMAGE), LayerType("text", TEXT)])
     pages = TwoLevelPagePool(plan.small_pages_per_large, 3, "paper")
     free, found = [len(pages.free_large)], list[Taken]()
@@ -59,7 +59,7 @@ def walk() -> tuple[int, list[Taken], list[int]]:
 
 
 def figure_6() -> Reproduction:
-    """The example of §4.1."""
+    """Reproduce the example of §4.1."""
     large, found, free = walk()
     of = [[one for one in found if one.kind == kind] for kind in range(2)]
     results = [
@@ -105,9 +105,9 @@ def _draw_6(found: Sequence[Taken]) -> Figure:
 
 
 class Ended(NamedTuple):
-    """The result after two requests took pages in the way `how`. `before` and `owners`: for each large page the request
-    of each of its small pages ("" if empty), before and after A ended. `back`: the large pages that are free again, of
-    at most `bound`."""
+    """The result after two requests took pages in the way `how`. `before` and `owners`: for each large page, the
+    request of each of its small pages ("" if empty), before and after A ended. `back`: the number of large pages that
+    are free again, of at most `bound`."""
 
     association: str
     how: str
@@ -139,7 +139,7 @@ def _owners(pages: TwoLevelPagePool, held: dict[int, list[int]]) -> tuple[tuple[
 
 
 def figure_8() -> Reproduction:
-    """(a) and (b) by "none" and "paper"; and "bulk", which is ours."""
+    """Reproduce (a) and (b) with the associations "none" and "paper", and with our "bulk"."""
     found = [ended(association, how) for how in ("one by one", "at once") for association in ASSOCIATIONS]
     of = {(one.association, one.how): one for one in found}
     naive, aware = of["none", "one by one"], of["paper", "one by one"]

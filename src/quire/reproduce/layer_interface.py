@@ -1,5 +1,5 @@
-"""Jenga Figures 9, 10 and 11: the paper's interface for layer types by its names, its sliding window as written there,
-the times and prefix lengths that it leaves, and the prefixes that it finds valid. Called.
+"""Reproduce Jenga Figures 9, 10 and 11: the paper's interface for layer types under its own names, its sliding window
+as written there, the access times and prefix lengths that it sets, and the prefixes that it finds valid.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ TIMES = {  # Figure 10b: of each token's page, in self attention and in the wind
 
 
 class SlidingWindowLayer:
-    """Figure 9b: a token sees itself and those before it, `sliding` in all; a prefix needs its last `sliding` tokens.
-    Where a request begins it has fewer."""
+    """Figure 9b: a token attends to `sliding` tokens, itself included; a prefix needs its last `sliding` tokens. Near
+    its start a request has fewer."""
 
     def __init__(self, sliding: int) -> None:
         self.sliding, self.evictor = sliding, Evictor()
@@ -54,12 +54,12 @@ class SlidingWindowLayer:
 
 
 def self_attention() -> SlidingWindowLayer:
-    """The same with a window that is never left."""
+    """Return the same layer with an unlimited window."""
     return SlidingWindowLayer(2**20)
 
 
 def figure_9() -> Reproduction:
-    """The three methods, and the paper's class as a policy of the memory."""
+    """Check the three methods, and the paper's class as a policy of the memory."""
     results = [equal("J-F9", f"{name}: arguments", arguments, _arguments(name)) for name, arguments in METHODS.items()]
     lines = len(inspect.getsource(SlidingWindowLayer).splitlines())
     ours, theirs = (_served(policies) for policies in (POLICIES, _policies()))
@@ -90,7 +90,8 @@ def _policies() -> dict[str, Any]:
 
 
 def _served(policies: Any) -> list[list[int]]:
-    """Two prompts, of which the second begins with the first: tokens found, and pages held of either type."""
+    """Run two prompts, of which the second begins with the first. Return the tokens found in the cache, and the pages
+    of either type."""
     ids = range(1, 200)
     groups = tuple(
         KVCacheGroup((i,), 64, 16, 64, ids, run_tokens=4, window=size, kind="full" if size is None else "window")
@@ -139,12 +140,12 @@ def _draw_9(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> F
 
 
 def _pages(letters: str) -> list[int]:
-    """A token's page is its letter's number; there is none before the first."""
+    """Return a page table: page 0, which is none, then the code of each token's letter."""
     return [0, *map(ord, letters)]
 
 
 def walk() -> list[SlidingWindowLayer]:
-    """Figure 10's two requests, step by step."""
+    """Run Figure 10's two requests, step by step."""
     layers = [self_attention(), SlidingWindowLayer(WINDOW)]
     access(layers, [_pages("ABCDEF")] * 2, 0, 4, time=1)
     access(layers, [_pages("ABCDEF")] * 2, 5, 5, time=2)
@@ -157,7 +158,7 @@ def _times(layer: SlidingWindowLayer) -> dict[str, int]:
 
 
 def figure_10() -> Reproduction:
-    """Last access, and the order of eviction that follows."""
+    """Check last access times, and the order of eviction that follows."""
     layers = walk()
     of = [_times(layer) for layer in layers]
     orders = ["".join(map(chr, layer.evictor.order())) for layer in layers]
@@ -199,7 +200,7 @@ def _draw_10(of: Sequence[dict[str, int]]) -> Figure:
 
 
 def figure_11() -> Reproduction:
-    """Valid prefixes, and the longest one that is valid for both."""
+    """Check valid prefixes, and the longest one that is valid for both."""
     layers = [self_attention(), SlidingWindowLayer(WINDOW)]
     hits = [[letter in cached for letter in TEXT] for cached in CACHED]
     found = [[TEXT[:p] for p in sorted(layer.get_possible_prefix(hit))] for layer, hit in zip(layers, hits)]

@@ -1,5 +1,5 @@
-"""The layers of Jenga's models by kind: how many there are, what a unit of theirs (a token, an image token, a state)
-takes, and how many units a request needs. Models that aren't built here are here by their published shapes.
+"""Describe the layers of Jenga's models by kind: their number, the bytes of a unit (a token, an image token, a state),
+and the number of units that a request needs. Models that quire does not implement have their published shapes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Kind(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of a unit, all layers together."""
+        """Return the bytes of a unit in all layers together."""
         return self.layers * self.unit_bytes
 
     def needed(self, tokens: int) -> int:
-        """Units that a request of `tokens` tokens needs for the next one."""
+        """Return the units that a request of `tokens` tokens needs for the next one."""
         return tokens if self.most is None else min(tokens, self.most)
 
 
 def kinds_of(spec: ModelSpec, itemsize: int = BF16) -> list[Kind]:
-    """The kinds of a model's layers; those that share keep nothing and are of none."""
+    """Return the kinds of a model's layers. Layers that share another's KV keep nothing and are omitted."""
     own = [layer for layer in spec.layers if layer.kv_source_layer is None]
     found = []
     for kept in dict.fromkeys(layer.group_key for layer in own):
@@ -48,37 +48,37 @@ def kinds_of(spec: ModelSpec, itemsize: int = BF16) -> list[Kind]:
 
 
 def drafted(target: Sequence[Kind], draft: Sequence[Kind]) -> list[Kind]:
-    """A model with a smaller one that drafts for it."""
+    """Return the kinds of a model together with those of its draft model."""
     return [*target, *(kind._replace(name=f"draft's {kind.name}") for kind in draft)]
 
 
 def named(name: str) -> list[Kind]:
-    """Those of a config that quire knows by name."""
+    """Return the kinds of a named config."""
     return kinds_of(spec_of(name))
 
 
 def attention(name: str, layers: int, kv_heads: int, head_dim: int, most: int | None = None) -> Kind:
-    """Layers that keep keys and values in bfloat16."""
+    """Return the kind of attention layers with keys and values in bfloat16."""
     return Kind(name, layers, 2 * kv_heads * head_dim * BF16, most)
 
 
 # Llama 3.2 11B Vision: 40 layers, every fifth of cross attention to image tokens (transformers' MllamaConfig).
 MLLAMA = [attention("self", 32, 8, 128), attention("cross", 8, 8, 128)._replace(unit="image token")]
-# Embeddings of image tokens as the vision encoder leaves them: the hidden size in bfloat16.
+# Embeddings of image tokens as the vision encoder returns them: the hidden size in bfloat16.
 EMBEDDED = Kind("embedding", 1, 4096 * BF16, unit="image token")
 # Jamba 1.5 mini, 52B (transformers' JambaConfig): 32 layers, every eighth of attention; a state is convolution's last 3
-# of 4 inputs and 16 numbers for each of 8,192 channels. How many bytes a number of the state has is a choice.
+# of 4 inputs and 16 numbers for each of 8,192 channels. The bytes of a state's number are a choice.
 JAMBA_ATTENTION = attention("full", 4, 8, 128)
 CHANNELS, STATES, CONVOLVED = 8192, 16, 3
 
 
 def jamba(state_bytes: int) -> list[Kind]:
-    """Jamba with states in numbers of so many bytes, and convolution's inputs in bfloat16."""
+    """Return Jamba's kinds, with states in numbers of `state_bytes` bytes, and convolution inputs in bfloat16."""
     state = CHANNELS * (CONVOLVED * BF16 + STATES * state_bytes)
     return [JAMBA_ATTENTION, Kind("state", 28, state, 1, "state")]
 
 
-# "Ministral 1B" is the paper's own, "following the model configuration of Llama 3.2 1B" (§7.4).
+# "Ministral 1B" is defined by the paper, "following the model configuration of Llama 3.2 1B" (§7.4).
 LLAMA_1B = [attention("full", 16, 8, 64)]
 GEMMA2_2B = [attention("full", 13, 4, 256), attention("window 4,096", 13, 4, 256, 4096)]
 GEMMA2_9B = [attention("full", 21, 8, 256), attention("window 4,096", 21, 8, 256, 4096)]

@@ -1,4 +1,5 @@
-"""PagedAttention Figure 11: how long prompts and outputs are, for our generators of ShareGPT-like and Alpaca-like work.
+"""Reproduce PagedAttention Figure 11: the lengths of prompts and outputs, for our generators of ShareGPT-like and
+Alpaca-like work.
 
 The data sets themselves aren't used: log-normal lengths have the paper's means, then they are clipped for serving.
 """
@@ -26,14 +27,15 @@ was measured on the same clipped lengths here, so they stay."""
 
 
 def draws(name: str, count: int = COUNT) -> tuple[Lengths, Lengths]:
-    """Prompt and output lengths of a workload, not clipped, from the same seed as the workload's own."""
+    """Return the prompt and output lengths of a workload, not clipped, from the workload's own seed."""
     rng = np.random.default_rng(0)
     prompts, outputs = DRAWN[name]
     return prompts.draw(rng, count), outputs.draw(rng, count)
 
 
 def figure_11() -> Reproduction:
-    """Means before clipping are the paper's; those after it, which everything here serves, may be smaller."""
+    """Compare the means before clipping with the paper's. Clipped lengths, which all entries serve, may have smaller
+    means."""
     results, rows = [], []
     for name, means in MEANS.items():
         for what, kind, lengths, paper in zip(("prompt", "output"), DRAWN[name], draws(name), means):

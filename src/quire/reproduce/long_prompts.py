@@ -1,9 +1,9 @@
-"""vAttention Figure 8 and Table 6: prompts of up to 192K tokens in chunks of 2,048, of Yi-6B and Llama-3-8B, on a GPU.
-For Figure 8 the attention alone is measured, by each kernel over pages and over virtual memory; for Table 6 the seconds
-to the first token, through the engine.
+"""Reproduce vAttention Figure 8 and Table 6 on a GPU: prompts of up to 192K tokens in chunks of 2,048, of Yi-6B and
+Llama-3-8B. Figure 8 measures the attention alone, by each kernel over pages and over virtual memory; Table 6 the
+seconds to the first token, through the engine.
 
-A chunk's attention takes time in proportion to the tokens before it, so that some chunks are timed and those between
-are interpolated.
+The time of a chunk's attention is linear in the tokens before it, so only some chunks are timed; the others are
+interpolated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Points = Sequence[dict[str, Any]]
 
 
 def figure_8() -> Reproduction:
-    """StartupError on a CPU."""
+    """Measure the attention of long prompts. Raise StartupError on a CPU."""
     from quire.bench.replay import need_gpu
 
     need_gpu("quire reproduce vattention-fig8")
@@ -67,7 +67,7 @@ def figure_8() -> Reproduction:
 
 
 def attention_of(model: str, missing: dict[str, str]) -> list[dict[str, Any]]:
-    """Points of one model, each memory in turn."""
+    """Measure the points of one model, with one memory at a time."""
     import torch
 
     from quire.bench.mapped import on_mapped
@@ -111,7 +111,7 @@ def _lengths(where: Placed, memory: str, layers: int, missing: dict[str, str]) -
 
 
 def whole(times: dict[tuple[int, int], float], length: int) -> float:
-    """Seconds of a prompt's chunks, from those of some of them: {(start, tokens): seconds}."""
+    """Return the seconds of all of a prompt's chunks, given those of some: {(start, tokens): seconds}."""
     if length < CHUNK:
         return times[0, length]
     known = sorted((start, seconds) for (start, count), seconds in times.items() if count == CHUNK)
@@ -125,7 +125,7 @@ def _between(known: Sequence[tuple[int, float]], start: int) -> float:
 
 
 def judged_8(points: Points) -> list[Result]:
-    """The best kernel over virtual memory beside the best over pages."""
+    """Compare the best kernel over virtual memory with the best over pages."""
     results = []
     for model in dict.fromkeys(p["model"] for p in points):
         for length in dict.fromkeys(p["length"] for p in points):
@@ -153,7 +153,7 @@ def draw_8(data: Points) -> Figure:
 
 
 def table_6(full: bool = False) -> Reproduction:
-    """StartupError on a CPU."""
+    """Measure the seconds to the first token. Raise StartupError on a CPU."""
     from quire.bench.replay import need_gpu
 
     need_gpu("quire reproduce vattention-table6")
@@ -191,8 +191,8 @@ def table_6(full: bool = False) -> Reproduction:
 
 
 def first_tokens(model: str, settings: dict[str, Any], thousands: Sequence[int]) -> list[float]:
-    """Return the seconds to the first token of a prompt of each length, after one of that length that is not timed:
-    cuDNN plans for about 40 ms for each new pair of lengths."""
+    """Return the seconds to the first token of a prompt of each length. An untimed prompt of the same length goes
+    first, since cuDNN plans for about 40 ms for each new pair of lengths."""
     from quire.bench.contexts import TOKEN, stop
     from quire.protocol.sampling_params import SamplingParams
 
@@ -216,7 +216,8 @@ def first_tokens(model: str, settings: dict[str, Any], thousands: Sequence[int])
 
 
 def judged_6(points: Points) -> list[Result]:
-    """Over virtual memory at least as soon as over pages; the paper's ratio to FlashInfer's paged kernel beside it."""
+    """Judge that virtual memory is at least as fast as pages, with the paper's ratio to FlashInfer's paged kernel
+    beside it."""
     results = []
     by = {(p["model"], p["k"], p["way"]): p["s"] for p in points}
     for model, k, way in by:

@@ -1,5 +1,6 @@
-"""vAttention §5.2 on a CPU: torch's own attention over tensors under which pages were mapped, in pages scattered on
-purpose, beside the same call over ordinary memory. Both take turns in one process."""
+"""Check vAttention §5.2 on a CPU: torch's own attention over tensors in mapped pages, scattered on purpose, and the
+same call over ordinary memory. The two alternate in one process.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ TURNS = 40
 
 
 def views() -> Reproduction:
-    """On a CPU, whatever else there is."""
+    """Measure on the CPU, even if there is a GPU."""
     points = list(_points())
     rows = [(p["dtype"], p["kib"], p["context"], p["queries"], *(f"{p[name]:.1f}" for name in ("plain", "mapped")),
              f"{p['plain'] / p['mapped']:.3f}") for p in points]  # fmt: skip
@@ -46,7 +47,8 @@ def _points() -> Iterator[dict[str, Any]]:
 
 
 def _over(dtype: torch.dtype, kib: int) -> list[dict[str, Any]]:
-    """All shapes over one memory. Its requests grow in turns, a page each, so that no page lies beside its next."""
+    """Measure all shapes over one memory. Its requests grow in turn, a page each, so that no page is adjacent to its
+    successor."""
     import torch
 
     longest, page = max(CONTEXTS), kib * 1024
@@ -77,7 +79,7 @@ def _over(dtype: torch.dtype, kib: int) -> list[dict[str, Any]]:
 
 
 def _timed(ordinary: list[Tensor], mapped: list[Tensor], context: int, queries: int) -> dict[str, float]:
-    """Medians in microseconds of both, in turns; the results are the same bits."""
+    """Return the medians of both in microseconds, measured alternately. Their results must be equal bit by bit."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention as attention
 
@@ -101,7 +103,7 @@ def _timed(ordinary: list[Tensor], mapped: list[Tensor], context: int, queries: 
 
 
 def judged(points: Sequence[dict[str, Any]]) -> list[Result]:
-    """The median of all shapes, for each type of numbers and size of pages."""
+    """Judge the median of all shapes, for each dtype and page size."""
     results = []
     for dtype, kib in dict.fromkeys((p["dtype"], p["kib"]) for p in points):
         speed = median(p["plain"] / p["mapped"] for p in points if (p["dtype"], p["kib"]) == (dtype, kib))
@@ -112,7 +114,7 @@ def judged(points: Sequence[dict[str, Any]]) -> list[Result]:
 
 
 def draw(data: Sequence[dict[str, Any]]) -> Figure:
-    """The speed of each shape."""
+    """Draw the speed of each shape."""
     from quire.reproduce.plots import lines
 
     points = [

@@ -1,6 +1,6 @@
-"""vAttention Tables 3 and 7: the time of each virtual-memory call, and the rate at which memory can be mapped while the
-device is idle and while it computes; on this machine's GPU, if any, and over memfd. By one worker, and by two processes
-at once.
+"""Reproduce vAttention Tables 3 and 7: the time of each virtual-memory call, and the rate at which memory can be mapped
+while the device is idle and while it computes. They are measured on this machine's GPU, if any, and over memfd, with
+one worker and with two processes at once.
 
 The paper's pages below 2 MB need a patched driver; here such pages are the CPU's.
 """
@@ -31,15 +31,15 @@ RUNS = (1, 16)
 NATIVE = 2048 * KIB
 SLOWER = 2.0  # times the paper's microseconds, at most
 NEEDED = 0.6  # GB/s: the most that decodes needed in the paper, Figure 6c
-MARGIN = 10  # times that is to be mapped: "more than an order of magnitude"
-AT_ONCE = 2.0  # seconds that two workers map beside each other
+MARGIN = 10  # times NEEDED is to be mapped: "more than an order of magnitude"
+AT_ONCE = 2.0  # seconds that two workers map at the same time
 ALONE = 0.5
 
 Points = Sequence[dict[str, Any]]
 
 
 def sizes(device: str) -> tuple[int, ...]:
-    """The paper's pages that a device maps."""
+    """Return the paper's page sizes that a device can map."""
     return (NATIVE,) if device.startswith("cuda") else latencies.PAGE_SIZES
 
 
@@ -50,7 +50,7 @@ def devices() -> list[str]:
 
 
 def measured_rows(device: str, page: int) -> list[CallLatency]:
-    """All calls over pages of this size, idle and under load."""
+    """Measure all calls over pages of this size, idle and under load."""
     from quire.worker.virtual import open_driver
 
     if device.startswith("cuda"):
@@ -78,7 +78,7 @@ def _products(device: str) -> Callable[[], None]:
 
 @contextmanager
 def _busy() -> Iterator[None]:
-    """Another thread of this process multiplies meanwhile."""
+    """Multiply matrices in another thread of this process meanwhile."""
     import torch
 
     over = threading.Event()
@@ -101,7 +101,7 @@ def _busy() -> Iterator[None]:
 
 
 def table_3() -> Reproduction:
-    """Latency of every call, in microseconds a page."""
+    """Measure the latency of every call, in microseconds a page."""
     points = [
         {"device": device, **row._asdict()}
         for device in devices()
@@ -112,7 +112,7 @@ def table_3() -> Reproduction:
 
 
 def judged_3(points: Points) -> list[Result]:
-    """CUDA's own calls at most twice as slow as the paper's; the others are of another system."""
+    """Judge that CUDA's calls take at most SLOWER times the paper's; other systems' calls have no claim."""
     results = []
     for kind, call in CALL_INFOS.items():
         for point in points:
@@ -144,7 +144,7 @@ def _text_3(points: Points) -> str:
 
 
 def draw_3(data: Points) -> Figure:
-    """Map, access and unmap, by page size; the paper's beside."""
+    """Draw map, access and unmap by page size, with the paper's numbers beside ours."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(11, 4)
@@ -169,7 +169,7 @@ def draw_3(data: Points) -> Figure:
 
 
 def table_7() -> Reproduction:
-    """GB/s that become accessible, page by page."""
+    """Measure the GB/s that become accessible, page by page."""
     import torch
 
     points: list[dict[str, Any]] = []
@@ -190,7 +190,8 @@ def table_7() -> Reproduction:
 
 
 def judged_7(points: Points) -> list[Result]:
-    """On a GPU as fast as the paper's; and anywhere an order of magnitude more than its decodes needed."""
+    """Judge that a GPU is as fast as the paper's, and that any device maps MARGIN times what the paper's decodes
+    needed."""
     results = []
     for p in points:
         paper = round(p["workers"] * PAPER_BANDWIDTH[latencies.PAGE_SIZES.index(p["page"])], 2)
@@ -245,7 +246,7 @@ def at_once(pair: Sequence[str], page: int, seconds: float = AT_ONCE) -> list[fl
 
 
 def work(device: str, page: int, seconds: float) -> None:
-    """One of the processes: says that it is ready, waits for a line, and prints the median of its GB/s."""
+    """Run one of the processes: report that it is ready, wait for a line, and print the median of its GB/s."""
     from quire.worker.virtual import open_driver
 
     latencies.measure_latencies(open_driver(device, page), 16, (1,))

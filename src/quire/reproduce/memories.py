@@ -1,8 +1,8 @@
-"""One trace through every memory: what each wastes, how many requests it batches, how long they take.
+"""Run one trace through every memory: its waste, its batch sizes, and its latencies.
 
 PagedAttention Figures 2, 12 and 13 in one table (and vAttention Figure 1, which illustrates the same): OPT-13B on the
-paper's A100 and a model with windows, simulated, and the bundled model on this machine's CPU. What config.MEMORIES
-names has a row.
+paper's A100 and a model with windows, simulated, and the bundled model on this machine's CPU. Each memory in
+config.MEMORIES has a row.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from quire.startup.build import build
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ORDER = ("paged", "orca-oracle", "orca-pow2", "orca-max", "ft")  # as the paper finds them, best first
+ORDER = ("paged", "orca-oracle", "orca-pow2", "orca-max", "ft")  # the paper's order, best first
 MOST_LEN = 2048  # of a sequence, in both runs
 KINDS = ("used", "reserved", "internal", "external")
 
 
 class Case(NamedTuple):
-    """A trace: so many requests with a workload's lengths, Poisson arrivals at `rate` a second."""
+    """A trace: a number of requests with a workload's lengths, and Poisson arrivals at `rate` a second."""
 
     by: str
     device: str
@@ -45,10 +45,10 @@ class Case(NamedTuple):
 
 
 SIMULATED = Case("simulated", "OPT-13B on an A100 with 12 GiB of KV", "sharegpt", 1200, 2.0)
-# A rate at which requests always wait, for every memory: the batch is what memory allows, not what came.
+# At this rate requests always wait in every memory, so that memory limits the batch, not arrivals.
 REAL = Case("real", "the bundled model, 8,192 tokens of KV, seconds of one thread's CPU time", "sharegpt", 48, 64.0)
 REAL_TOKENS = 8192
-# A model of unlike layers: what its windows have left is no token's, whatever the memory takes it for.
+# A model of unlike layers: KV outside its windows counts as waste in every memory.
 WINDOWED = unlike_serving.Case("ministral-8b", unlike_serving.H100, "longdoc@20")
 WINDOWS = "simulated, windows"
 
@@ -73,13 +73,13 @@ class Ran(NamedTuple):
 
 
 def every_memory() -> Reproduction:
-    """The comparison, simulated and real."""
+    """Compare all memories, simulated and real."""
     runs = [*simulated(SIMULATED), *windowed(WINDOWED), *real(REAL)]
     return Reproduction(_verdicts(runs), _text(runs), partial(_draw, runs))
 
 
 def simulated(case: Case) -> list[Ran]:
-    """The case through every memory at the costs of the paper's A100."""
+    """Simulate the case in every memory at the costs of the paper's A100."""
     load, runs = serving.Load("a100-13b", case.workload), []
     for memory in MEMORIES:
         print(f"c1: {memory}, simulated", file=sys.stderr)
@@ -128,8 +128,8 @@ def real(case: Case) -> list[Ran]:
 
 
 def windowed(case: unlike_serving.Case) -> list[Ran]:
-    """Requests that come at once, through every memory. Used is what tokens in flight and to come read, and internal
-    all else that is taken."""
+    """Run requests that come at once through every memory. Memory that running or later tokens read is used; the rest
+    of the allocated memory is internal waste."""
     runs = []
     for memory in MEMORIES:
         print(f"c1: {memory}, windows, simulated", file=sys.stderr)
@@ -143,7 +143,7 @@ def windowed(case: unlike_serving.Case) -> list[Ran]:
 
 
 def _windowed_verdicts(of: Mapping[str, Ran]) -> list[Result]:
-    """Memory by layer type holds more than any other that keeps a token in every layer."""
+    """Judge that memory by layer type holds more than any other that keeps a token in every layer."""
     paged, uniform = of["paged"], of["uniform"]
     share = paged.share("used") > uniform.share("used")
     return [
@@ -154,7 +154,7 @@ def _windowed_verdicts(of: Mapping[str, Ran]) -> list[Result]:
 
 
 def _verdicts(runs: Sequence[Ran]) -> list[Result]:
-    """What the papers say of the systems' order, then each memory's numbers, for which they have none."""
+    """Judge the papers' order of the systems; then list each memory's numbers, for which the papers have none."""
     results = []
     for by in dict.fromkeys(run.by for run in runs):
         of = {run.memory: run for run in runs if run.by == by}
@@ -213,7 +213,8 @@ def _text(runs: Sequence[Ran]) -> str:
 
 
 def _draw(runs: Sequence[Ran]) -> Figure:
-    """Stacked shares of the memory on the left, batches in the middle, latencies on the right; a line a way to run."""
+    """Draw stacked shares of the memory on the left, batches in the middle and latencies on the right, with a line for
+    each case."""
     from quire.reproduce.plots import COLOURS, figure
 
     ways = list(dict.fromkeys(run.by for run in runs))

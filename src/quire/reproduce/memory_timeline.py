@@ -1,5 +1,5 @@
-"""Jenga Figure 16: what the memory of a device holds over time, in the paper's five categories, for requests whose
-lengths stay the same on average and for lengths that grow. By simulation.
+"""Reproduce Jenga Figure 16 by simulation: the contents of a device's memory over time, in the paper's five categories,
+for requests whose mean length is constant and for lengths that grow.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ EDGE = 0.1  # of the time at either end, while the memory fills and empties
 
 
 class Timeline(NamedTuple):
-    """A run: the memory over time."""
+    """The memory of a run over time."""
 
     trace: str
     rule: str
     moments: list[Memory]
 
     def inner(self) -> list[Memory]:
-        """Without the ends."""
+        """Return the samples without both ends."""
         last = self.moments[-1].time
         return [one for one in self.moments if EDGE * last <= one.time <= (1 - EDGE) * last]
 
     def wasted(self) -> float:
-        """Per cent of what is allocated, a mean over the time."""
+        """Return the wasted per cent of allocated memory, a mean over time."""
         found = self.inner()
         return 100 * sum(one.wasted for one in found) / sum(one.allocated for one in found)
 
     def shares(self) -> list[float]:
-        """Per cent of self attention in what tokens need, each of SMOOTH seconds."""
+        """Return the per cent of self attention in the memory that tokens need, each averaged over SMOOTH seconds."""
         found, shares = self.inner(), []
         for one in found:
             near_it = [other for other in found if abs(other.time - one.time) <= SMOOTH / 2]
@@ -54,7 +54,7 @@ class Timeline(NamedTuple):
 
 
 def figure_16() -> Reproduction:
-    """Both traces by both rules."""
+    """Run both traces under both rules."""
     found = [
         Timeline(trace, rule, simulated(case, rule, sampled=SAMPLED).memory)
         for trace, case in TRACES.items()
@@ -70,7 +70,7 @@ def thinned(moments: Sequence[Memory], most: int = 300) -> list[Memory]:
 
 
 def judged(found: Sequence[Timeline]) -> list[Result]:
-    """Waste, a mean of both traces, and the range of self attention's share."""
+    """Judge the waste, a mean of both traces, and the range of self attention's share."""
     results = []
     for rule in COMPARED:
         mine = [one for one in found if one.rule == rule]
@@ -112,7 +112,7 @@ def _text(found: Sequence[Timeline]) -> str:
 
 
 def draw(data: Sequence[Mapping[str, Any]]) -> Figure:
-    """Stacked over time, a panel a trace and a rule, as in the figure."""
+    """Draw stacked categories over time, with a panel for each trace and rule, as in the figure."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(12, 6)

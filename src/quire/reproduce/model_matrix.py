@@ -1,5 +1,5 @@
-"""Jenga Table 1: models, data sets and devices. Each model, with vision encoder and states, is planned into each
-device's budget: the memory left for KV, and whether the longest request of its data set fits, or the shortfall.
+"""Reproduce Jenga Table 1: models, data sets and devices. Each model, with vision encoder and states, is planned into
+each device's budget: the memory left for KV, and whether the longest request of its data set fits, or the shortfall.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def weights(case: Case) -> int:
 
 
 def cell(model: str, case: Case, paper: str) -> Cell:
-    """Plan it."""
+    """Plan a model into a device's budget."""
     taken = weights(case)
     left = int(SHARE * case.device.memory - taken - BESIDE)
     one = Cell(model, case.device.name, paper, case.label, case.workload, taken, left)
@@ -89,7 +89,7 @@ def _length(asked: TraceRequest) -> int:
 
 
 def table_1() -> Reproduction:
-    """Every model on both devices."""
+    """Plan every model on both devices."""
     found = []
     for model, (_, *sizes) in PAPER.items():
         cases = CASES[model] if model != "Jamba" else (*CASES[model], JAMBA_L4)
@@ -99,7 +99,7 @@ def table_1() -> Reproduction:
 
 
 def judged(found: Sequence[Cell]) -> list[Result]:
-    """Where the paper has a size the model plans; where it has OOM it doesn't."""
+    """Judge that a model fits where the paper has a size, and doesn't where it has OOM."""
     results = []
     for one in found:
         what = f"{one.label}, {one.workload.partition('@')[0]} (Table 1: {one.paper})"
@@ -129,7 +129,7 @@ def text(found: Sequence[Cell]) -> str:
 
 
 def draw(data: Sequence[dict[str, Any]]) -> Figure:
-    """A bar a cell: weights, and what is left for KV, of the device."""
+    """Draw a bar for each cell: the device's memory for weights, and the rest for KV."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(8, 5)

@@ -1,5 +1,5 @@
-"""Two overheads that PagedAttention names without a figure: one page table a layer instead of one for all (footnote 1),
-and what the control plane costs a step.
+"""Measure two overheads that PagedAttention gives no figure for: one page table per layer instead of one for all layers
+(footnote 1), and the host time of a step.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ OUTPUT = 32
 
 
 def table_scope() -> Reproduction:
-    """A small LLaMA shape with dummy weights, in float32: the same tokens, and the median ratio of time."""
+    """Compare one page table per layer with one for all, on a small LLaMA shape with dummy weights in float32.
+
+    The tokens must be equal. The time is the median ratio."""
     engines = {scope: _engine(scope) for scope in SCOPES}
     tokens: dict[str, list[list[int]]] = {}
     seconds: dict[str, list[float]] = {scope: [] for scope in SCOPES}
-    for _ in range(REPEATS):  # in turn, so that both meet the same disturbances
+    for _ in range(REPEATS):  # in turn, so that noise on the machine affects both alike
         for scope, engine in engines.items():
             began = time.perf_counter()
             tokens[scope] = _generate(engine)
@@ -89,7 +91,7 @@ def _generate(engine: Engine) -> list[list[int]]:
 
 
 def step_overhead() -> Reproduction:
-    """Median microseconds of planning, memory and taking in the result, for decode steps at short and 32K contexts."""
+    """Measure the median microseconds of planning, memory and output processing, at short and 32K contexts."""
     loads = [(count, context) for context in (128, 32768) for count in LIMITS_US if count * context < MOST_TOKENS]
     costs = [control.step_cost(count, context, STEPS) for count, context in loads]
     results = [

@@ -1,8 +1,8 @@
-"""Page sizes from 1 to 256 tokens: what each wastes, how many requests it batches, the rate that it sustains.
+"""Simulate page sizes from 1 to 256 tokens: the waste, the batch and the sustained rate of each.
 
-PagedAttention §7.2 says what sizes to choose and why large ones lose; a review asked for more than its Figure 18b. By
-simulation: only fragmentation differs here, since every size has the same costs. What a kernel makes of small pages is
-Figure 18's question (attention_blocks.py).
+PagedAttention §7.2 recommends sizes and explains why large ones lose. This adds waste, batches and rates to its Figure
+18b. Only fragmentation differs here, since every size has the same step costs. The kernel's cost of small pages is
+Figure 18a (attention_blocks.py).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CALIBRATION = "a100-13b"
 DEFAULT = 16
-WARM = 0.1  # of a trace: memory fills, and nothing is averaged; nor is it when no more requests come
-GOOD = 0.9  # of the best rate: such sizes are the best ones
-ERROR = 1 + TOLERANCE  # of a ratio of two rates: what was found is too low, by at most TOLERANCE
+WARM = 0.1  # of a trace: excluded from averages, as memory fills then; so is the time after the last arrival
+GOOD = 0.9  # of the best rate: sizes above this share count as best
+ERROR = 1 + TOLERANCE  # of a ratio of two rates: a search may be too low by this share
 
 
 class Trace(NamedTuple):
-    """A workload: the rate at which its waste is looked at, the paper's of Figure 13; seconds of its traces; the sizes
-    that Figure 18b found best, which §7.2 explains."""
+    """A workload: the rate at which waste is measured (Figure 13), the seconds of its traces, and the best sizes of
+    Figure 18b."""
 
     rate: float
     seconds: float
@@ -45,9 +45,11 @@ TRACES = {"sharegpt": Trace(2.0, 300.0, (16, 32, 64, 128)), "alpaca": Trace(30.0
 
 
 class Point(NamedTuple):
-    """A page size: the share of used memory that is the unfilled rest of pages, and the number of running requests,
-    both means over time while requests come; the preemptions until the last one came; all at the trace's rate. Then the
-    highest rate in requests a second that keeps LIMIT."""
+    """The results of one page size, at the trace's rate.
+
+    `internal` is the unfilled share of used memory and `running` the running requests, both means over time until the
+    last arrival; `preemptions` are counted until then. `highest` is the highest rate in requests a second that keeps
+    LIMIT."""
 
     workload: str
     page: int
@@ -58,14 +60,14 @@ class Point(NamedTuple):
 
 
 def page_sizes() -> Reproduction:
-    """The sweep of both workloads, for OPT-13B on the paper's A100 with 12 GiB of KV."""
+    """Sweep the sizes for both workloads: OPT-13B on the paper's A100 with 12 GiB of KV."""
     points = sweep(SIZES)
     return Reproduction(_verdicts(points), _text(points), partial(_draw, points), [one._asdict() for one in points])
 
 
 def sweep(sizes: Sequence[int]) -> list[Point]:
-    """A point for each workload and size, by as many processes as there are cores. Searches for a rate begin at the
-    capacity that pages of DEFAULT tokens have."""
+    """Return a point for each workload and size, computed on all cores. Rate searches begin at the capacity of DEFAULT
+    pages."""
     starts = {workload: Load(CALIBRATION, workload).capacity("paged") for workload in TRACES}
     jobs = [(workload, trace, page, starts[workload]) for workload, trace in TRACES.items() for page in sizes]
     found: list[Point] = in_parallel(point, jobs)
@@ -73,7 +75,7 @@ def sweep(sizes: Sequence[int]) -> list[Point]:
 
 
 def point(workload: str, trace: Trace, page: int, start: float) -> Point:
-    """One size. StartupError if traces are too short to find a rate."""
+    """Return the point of one size. StartupError if the traces are too short to find a rate."""
     load = Load(CALIBRATION, workload)
     plant = load.plant("paged")
     plant = plant._replace(config=replace(plant.config, page_size=page))
@@ -98,7 +100,7 @@ def point(workload: str, trace: Trace, page: int, start: float) -> Point:
 
 
 def _verdicts(points: Sequence[Point]) -> list[Result]:
-    """What §7.2 says as far as fragmentation goes, then the numbers, for which there are no claims."""
+    """Return the claims of §7.2 about fragmentation, then the measured numbers."""
     results = []
     for workload, trace in TRACES.items():
         of = {point.page: point for point in points if point.workload == workload}
@@ -112,9 +114,11 @@ def _verdicts(points: Sequence[Point]) -> list[Result]:
 
 
 def _claims(workload: str, trace: Trace, of: dict[int, Point]) -> list[Result]:
-    """The paper: ShareGPT is served best by pages of 16 to 128 tokens; for Alpaca 16 and 32 work well, larger ones
-    "significantly degrade the performance". Whether they do at all, and whether by as much as makes a size bad here,
-    are told apart."""
+    """Judge the claims of §7.2.
+
+    The paper: pages of 16 to 128 tokens are best for ShareGPT; for Alpaca 16 and 32 work well, and larger ones
+    "significantly degrade the performance". The degradation, and whether it is large enough to reject a size, are
+    separate results."""
     rates = {page: point.highest for page, point in of.items()}
     least = GOOD * max(rates.values())
     best = [rates[page] for page in trace.best if page in of]
@@ -160,7 +164,7 @@ def _text(points: Sequence[Point]) -> str:
 
 
 def _draw(points: Sequence[Point]) -> Figure:
-    """Waste, batches and rates by page size, a line a workload; the last two as shares of the best."""
+    """Draw waste, batches and rates by page size, a line for each workload; the last two as shares of the best."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(12, 3.8)

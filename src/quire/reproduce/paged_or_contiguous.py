@@ -1,8 +1,8 @@
-"""vAttention Figures 3, 4 and 5: one kernel source over pages and over contiguous keys and values, for decodes and for
-prompts, and over pages of several sizes. Yi-6B's heads, one layer, on a GPU.
+"""Compare one kernel source over pages and over contiguous keys and values (vAttention Figures 3, 4 and 5).
 
-The paper compared FlashAttention's (3), FlashInfer's (4) and vLLM's (5) kernels, on an A100. Here both sides of a pair
-are ours; torch's own kernels for contiguous memory are beside them.
+Decodes, prompts, and pages of several sizes; Yi-6B's heads, one layer, on a GPU. The paper compared the kernels of
+FlashAttention (3), FlashInfer (4) and vLLM (5) on an A100. Here both kernels of a pair are quire's; torch's own kernels
+for contiguous memory are shown for reference.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BATCHES, CONTEXTS = (1, 4, 8, 16, 32), (2048, 4096, 8192, 16384, 32768)
 MOST_DECODE = 12  # % that paging adds to a decode, in the paper; MOST_PROMPT: to a prompt
 MOST_PROMPT = 14
 PAGES, LONG, MANY = (16, 32, 64, 128), 16384, (1, 2, 4, 8, 16)  # Figure 5
-SLOWER = {32: (1.0, 1.16), 64: (1.91, 3.31), 128: (1.91, 3.31)}  # than pages of 16: which of two isn't told
-PROMPTS = (1, 2, 4, 8, 16)  # at once, Figure 4
+SLOWER = {32: (1.0, 1.16), 64: (1.91, 3.31), 128: (1.91, 3.31)}  # than pages of 16
+PROMPTS = (1, 2, 4, 8, 16)  # of a batch: Figure 4
 MOST_TOKENS = 2**17  # of a point of Figure 4, unless --full
 ON = "cuda"
 
@@ -41,7 +41,7 @@ Points = Sequence[dict[str, Any]]
 
 
 def decode_us(batch: int, context: int, page: int, contiguous: bool = False) -> float:
-    """Microseconds of one layer's decode attention."""
+    """Return the microseconds of one layer's decode attention."""
     import torch
 
     from quire.bench.placed_kv import decode_calls, placed
@@ -53,7 +53,7 @@ def decode_us(batch: int, context: int, page: int, contiguous: bool = False) -> 
 
 
 def figure_3() -> Reproduction:
-    """Decodes over pages of 16 tokens beside contiguous ones. StartupError on a CPU."""
+    """Compare decodes over pages of 16 tokens with contiguous ones. StartupError on a CPU."""
     from quire.bench.replay import need_gpu
 
     need_gpu("quire reproduce vattention-fig3")
@@ -72,7 +72,7 @@ def figure_3() -> Reproduction:
 
 
 def judged_3(points: Points) -> list[Result]:
-    """Up to 12 %, whatever the batch; and less where the KV cache is large."""
+    """Judge Figure 3: at most 12 % at any batch, and less where the KV cache is large."""
     most = {batch: max(p["overhead"] for p in points if p["batch"] == batch) for batch in BATCHES}
     results = [
         Result("V-F3", f"batch {batch}: paging adds to a decode's attention, at most of all contexts",
@@ -96,7 +96,7 @@ def draw_3(data: Points) -> Figure:
 
 
 def figure_5() -> Reproduction:
-    """Decodes of 16K tokens by page size. StartupError on a CPU."""
+    """Compare decodes of 16K tokens by page size. StartupError on a CPU."""
     from quire.bench.replay import need_gpu
 
     need_gpu("quire reproduce vattention-fig5")
@@ -110,7 +110,8 @@ def figure_5() -> Reproduction:
 
 
 def judged_5(points: Points) -> list[Result]:
-    """That large pages are slow, as vLLM's kernel had it: that ours differs says that it lacks the fault."""
+    """Judge Figure 5: large pages are slow in vLLM's kernel. A kernel here without that slowdown is a difference, not
+    an error."""
     by = {(p["batch"], p["page"]): p["us"] for p in points}
     results = []
     for page, (low, high) in SLOWER.items():
@@ -134,7 +135,7 @@ def draw_5(data: Points) -> Figure:
 
 
 def figure_4(full: bool = False) -> Reproduction:
-    """Whole prompts by every kernel that there is, over pages of 16 tokens and contiguous. StartupError on a CPU."""
+    """Run whole prompts with every available kernel, over pages of 16 tokens and contiguous. StartupError on a CPU."""
     from quire.bench.replay import need_gpu
 
     need_gpu("quire reproduce vattention-fig4")
@@ -171,8 +172,10 @@ def _prompt_points(batch: int, context: int, missing: dict[str, str]) -> Iterato
 def prompt_calls(
     where: Placed, missing: dict[str, str], start: int = 0, q: Tensor | None = None
 ) -> dict[str, partial[Tensor]]:
-    """Return the prompt kernels of ours that run over this memory, for the tokens of each sequence from `start` on,
-    with queries q [tokens of all, heads, dim]. `missing` gets the reasons for the others."""
+    """Return the quire prompt kernels that run over this memory.
+
+    They compute the tokens of each sequence from `start` on, with queries q [total tokens, heads, dim]. `missing`
+    receives the reasons for the others."""
     import numpy as np
     import torch
 
@@ -210,7 +213,7 @@ def prompt_calls(
 
 
 def torch_calls(where: Placed) -> dict[str, Call]:
-    """The same by torch's own kernels, which know nothing of pages, over the same memory."""
+    """Return torch's own kernels over the same memory, which is contiguous for them."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
@@ -229,7 +232,7 @@ def torch_calls(where: Placed) -> dict[str, Call]:
 
 
 def judged_4(points: Points) -> list[Result]:
-    """Each kernel beside its twin; then the best paged one beside the best that there is over contiguous memory."""
+    """Compare each kernel with its pair, then the best paged kernel with the best contiguous one."""
     by = {(p["batch"], p["context"], p["way"]): p["us"] for p in points}
     sizes = list(dict.fromkeys((p["batch"], p["context"]) for p in points))
     results = []
@@ -249,7 +252,7 @@ def judged_4(points: Points) -> list[Result]:
 
 
 def draw_4(data: Points) -> Figure:
-    """TFLOP/s of each kernel: half of all pairs of tokens, two products of each."""
+    """Draw the TFLOP/s of each kernel: half of all token pairs, two products each."""
     from quire.reproduce.plots import lines
 
     points = [

@@ -1,7 +1,7 @@
-"""vAttention Tables 1 and 2: what it says of other systems, as cited, with the entry here that measures each; systems
-side by side, with this one.
+"""List vAttention's Tables 1 and 2: the issues it cites in other systems, each with the entry that measures it here,
+and the systems compared with this one.
 
-Nothing is measured here but lines of code.
+Only lines of code are measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Issue(NamedTuple):
-    """An issue of Table 1: `number` is the paper's, `percent` the same as an overhead, `here` the entries that measure
+    """An issue of Table 1. `number` is the paper's, `percent` the same as an overhead, `here` the entries that measure
     it."""
 
     system: str
@@ -53,14 +53,14 @@ PROPERTIES = (
     "memory management in user code", "KV-cache fragmentation", "KV-cache allocation", "portable wrt GPU code",
     "programming effort, GPU", "programming effort, CPU",
 )  # fmt: skip
-SYSTEMS = {  # Table 2, and what there is here
+SYSTEMS = {  # Table 2, with this system's values
     "vLLM": ("block tables", "low", "fast", "no", "high", "high"),
     "FlashInfer": ("compressed block tables", "low", "fast", "no", "high", "high"),
     "vAttention": ("none", "low", "slow", "yes", "none", "low"),
     "quire, paged": ("a ledger, page tables", "low", "fast", "no", "kernels of its own", "the ledger"),
     "quire, virtual": ("the same ledger", "low", "slow", "yes", "none", "the ledger, a driver"),
 }
-CHANGED = {  # lines that paging took, as §7 (implementation effort) tells
+CHANGED = {  # lines that paging took, as reported in §7 (implementation effort)
     "FlashInfer's decode kernel into vLLM, over 15 files, more than": 600,
     "paging in FlashAttention's kernel, about": 280,
 }
@@ -71,7 +71,7 @@ KEPT = {  # files below the package
 
 
 def table_1() -> Reproduction:
-    """Each issue with where it is told of here. What the paper's own numbers say of its claims is in the text."""
+    """List each issue with the entry that measures it. The text compares the paper's numbers with its claims."""
     before, after = TENSORRT
     paged, vanilla = TABLE_6
     results = [cited("V-T1", f"{one.system}: {one.what}", one.number, one.here, one.unit) for one in ISSUES]
@@ -107,7 +107,7 @@ def _draw_issues() -> Figure:
 
 
 def table_2() -> Reproduction:
-    """The systems, and the lines that memory takes here beside those that the paper counts elsewhere."""
+    """List the systems, with the lines of memory code here and those that the paper counts in others."""
     counted = lines_here()
     results: list[Result] = [cited("V-T2", what, lines, "vattention-fig12", "lines") for what, lines in CHANGED.items()]
     results += [measured("V-T2", what, lines, "lines of code") for what, lines in counted.items()]
@@ -123,7 +123,7 @@ def table_2() -> Reproduction:
 
 
 def lines_here(root: Path = ROOT) -> dict[str, int]:
-    """Lines of code of what KEPT names, as far as it is there."""
+    """Return the lines of code of the files in KEPT that exist."""
     return {
         what: sum(code_lines(path) for path in (root / folder).rglob("*.py"))
         for what, folder in KEPT.items()

@@ -1,8 +1,8 @@
-"""Jenga Figure 14: latency of Llama 3.2 Vision by request rate, over two-level pages and over uniform ones: end to end,
-to the first token, and of each later token. By simulation, and for real on one GPU.
+"""Measure the latency of Llama 3.2 Vision by request rate, over two-level and uniform pages (Jenga Figure 14).
 
-Another device than the paper's serves other rates, so rates are shares of the capacity with uniform pages, and of the
-capacity with two-level pages, by simulation.
+End-to-end latency, time to the first token and time per output token; by simulation, and on one GPU. Other devices than
+the paper's serve other rates, so rates are shares of the simulated capacity with uniform pages, and with two-level
+pages.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ if TYPE_CHECKING:
 
 RULES = ("uniform", "jenga")
 MEASURES = {"e2e": "end to end", "ttft": "first token", "tpot": "each token after it"}
-CROWD, REQUESTS = 1200, 600  # some five times what two-level pages hold at once, for capacities; and of each run
+CROWD, REQUESTS = 1200, 600  # requests for capacities (about five times what two-level pages hold), and of a run
 CASE = CASES["Llama Vision"][0]._replace(workload=f"mmmu-pro@{CROWD}", caching=False)
-WITHIN = (0.25, 0.5, 0.7)  # of what uniform pages serve at most
-BETWEEN, BEYOND = (0.5,), (0.95, 1.2)  # the way from that to what two-level pages serve; and shares of the latter
-ALIKE = 0.026  # by which latencies differ within both capacities, on average
+WITHIN = (0.25, 0.5, 0.7)  # of uniform pages' capacity
+BETWEEN, BEYOND = (0.5,), (0.95, 1.2)  # of the way from uniform to two-level pages' capacity; and shares of the latter
+ALIKE = 0.026  # mean difference of latencies within both capacities
 SOONER = {"e2e": 2.24, "ttft": 29.43}  # times, at most
 MOST_OFF = 0.15  # the simulation's error, as a share
-# The real runs: a rate as a share of uniform pages' capacity and one of two-level pages', with how many requests each;
-# and the seconds that a run takes at most.
+# GPU runs: one rate as a share of uniform pages' capacity and one of two-level pages', with the requests of each;
+# and the time limit of a run in seconds.
 REAL_WITHIN, REAL_BEYOND, MOST_SECONDS = (0.5, 60), (0.95, 180), 21.0
 
 
 class Latencies(NamedTuple):
-    """Means over all requests that came at a `rate` a second, in seconds; `share` is of uniform pages' capacity."""
+    """Mean latencies in seconds over all requests at `rate` requests a second. `share` is of uniform pages'
+    capacity."""
 
     rule: str
     by: str
@@ -54,28 +55,29 @@ class Latencies(NamedTuple):
 
 
 def timed(asked: Sequence[TraceRequest], rate: float) -> list[TraceRequest]:
-    """Poisson arrivals: the same ones at any rate, stretched."""
+    """Return Poisson arrivals; every rate uses the same sequence, scaled."""
     return [one._replace(arrival=at / rate) for one, at in zip(asked, poisson(len(asked), 1.0, SEED))]
 
 
 def latencies(
     rule: str, by: str, rate: float, capacity: float, served: Sequence[ServedRequest], end: float
 ) -> Latencies:
-    """Return the mean latencies; a request that is not done counts with its lower bound at `end`."""
+    """Return the mean latencies; an unfinished request counts with its lower bound at `end`."""
     e2e, ttft, tpot = (mean(one.lower_bound(measure, end) for one in served) for measure in MEASURES)
     return Latencies(rule, by, rate, rate / capacity, e2e, ttft, tpot, sum(not one.done for one in served))
 
 
 def run(case: Case, rule: str, rate: float, capacity: float, count: int) -> Latencies:
-    """A simulated one, to the end."""
+    """Run a simulation to its end."""
     made = case.plant(rule).simulation()
     outcome = made.run(timed(burst(case.sketches()[:count], case.eyes), rate))
     return latencies(rule, "simulated", rate, capacity, outcome.requests, outcome.totals.seconds)
 
 
 def capacity(case: Case, rule: str) -> float:
-    """Return the requests a second that a rule serves when all come at once, measured over the middle ones: memory
-    fills at the beginning and empties at the end."""
+    """Return the requests a second of a rule when all come at once.
+
+    It is measured over the middle requests: memory fills at the beginning and empties at the end."""
     outcome = case.plant(rule).simulation().run(burst(case.sketches(), case.eyes))
     ends = sorted(one.token_times[-1][0] for one in outcome.requests)
     first, last = len(ends) // 5, len(ends) - len(ends) // 5 - 1
@@ -83,13 +85,13 @@ def capacity(case: Case, rule: str) -> float:
 
 
 def rates(less: float, more: float) -> list[float]:
-    """From within both capacities to beyond both."""
+    """Return rates from within both capacities to above both."""
     between = [less + share * (more - less) for share in BETWEEN]
     return [*(share * less for share in WITHIN), *between, *(share * more for share in BEYOND)]
 
 
 def figure_14() -> Reproduction:
-    """Every rate, both rules."""
+    """Simulate every rate with both rules."""
     less, more = in_parallel(capacity, [(CASE, rule) for rule in RULES])
     jobs = [(CASE, rule, rate, less, REQUESTS) for rate in reversed(rates(less, more)) for rule in RULES]
     found: list[Latencies] = sorted(in_parallel(run, jobs), key=lambda one: (one.rate, one.rule != RULES[0]))
@@ -101,7 +103,8 @@ def figure_14() -> Reproduction:
 
 
 def judged(found: Sequence[Latencies]) -> list[Result]:
-    """Within uniform pages' capacity latencies are alike; beyond it they are shorter, and a token takes longer."""
+    """Judge the claims: equal latencies within uniform pages' capacity; above it shorter ones, with more time per
+    token."""
     of = {(one.rate, one.rule): one for one in found}
     within = sorted({one.rate for one in found if one.share < 1})
     beyond = sorted({one.rate for one in found if one.share > 1})
@@ -135,7 +138,7 @@ def text(case: Case, found: Sequence[Latencies]) -> str:
 
 
 def draw(data: Sequence[Mapping[str, Any]]) -> Figure:
-    """A panel a measure: seconds by rate, lines simulated and dots real."""
+    """Draw a panel for each measure: seconds by rate, lines simulated and dots measured."""
     from quire.reproduce.plots import COLOURS, figure
 
     found = [Latencies(**one) for one in data]
@@ -156,11 +159,11 @@ def draw(data: Sequence[Mapping[str, Any]]) -> Figure:
     return fig
 
 
-# For real
+# GPU runs
 
 
 def figure_14_gpu() -> Reproduction:
-    """One rate within uniform pages' capacity, and one beyond it. StartupError without a GPU."""
+    """Run one rate within uniform pages' capacity and one above it. StartupError without a GPU."""
     from quire.bench.replay import need_gpu
 
     need_gpu("quire reproduce jenga-fig14-gpu")
@@ -168,7 +171,7 @@ def figure_14_gpu() -> Reproduction:
 
 
 def real(case: Case, within: tuple[float, int] = REAL_WITHIN, beyond: tuple[float, int] = REAL_BEYOND) -> Reproduction:
-    """The case as it is, for real and simulated."""
+    """Run a case at one rate within capacity and one above it, on the device and simulated."""
     from quire.reproduce.dummy_engines import release
     from quire.reproduce.unlike_gpu import built, warm
 
@@ -180,7 +183,7 @@ def real(case: Case, within: tuple[float, int] = REAL_WITHIN, beyond: tuple[floa
     for rule in RULES:
         with built(case, rule) as made:
             warm(made, case)
-            serve(made.engine, sleep_until, next(iter(traces.values())), span)  # what its steps need is compiled
+            serve(made.engine, sleep_until, next(iter(traces.values())), span)  # compiles what its steps need
             for rate, asked in traces.items():
                 found.append(_served(partial(serve, made.engine, sleep_until, asked, span), rule, "real", rate, less))
                 print(json.dumps(found[-1]._asdict()), file=sys.stderr, flush=True)
@@ -205,7 +208,7 @@ def _served(go: Any, rule: str, by: str, rate: float, less: float) -> Latencies:
 
 
 def off(found: Sequence[Latencies]) -> list[Result]:
-    """How far the simulation's end-to-end latency is off."""
+    """Return the error of the simulated end-to-end latency."""
     of = {(one.rate, one.rule, one.by): one for one in found}
     return [
         at_most("J-F14", f"{one.rule} at {one.rate:.2f}/s: simulated end to end, off by", MOST_OFF,

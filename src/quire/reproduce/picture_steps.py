@@ -1,6 +1,7 @@
-"""Jenga Figure 12: the memory of a request [t0 i0 i1 i2 i3 t1] after each of its steps, in chunks of 3 tokens: with
-embeddings of its image in pages of their own (a), and in the pages of later keys and values (b). Counted over the real
-scheduler and memory.
+"""Count the memory of a request [t0 i0 i1 i2 i3 t1] after each step, in chunks of 3 tokens (Jenga Figure 12).
+
+The embeddings of its image are in pages of their own (a), or in the pages of later keys and values (b). The scheduler
+and the memory are the real ones.
 """
 
 from __future__ import annotations
@@ -18,35 +19,35 @@ if TYPE_CHECKING:
 TEXT, PICTURE, CHUNK = (1, 1), 4, 3
 WAYS = {"pages": "(a) embeddings in pages of their own", "inside": "(b) in pages of keys and values to come",
         "off": "kept nowhere"}  # fmt: skip
-# What the paper's timelines show, a step each: tokens computed, those with keys and values behind it, places for more
-# of these, embeddings while it runs and behind it. (a) is §6.2's list, steps (1) and (2) in one; of (b) it says that
-# all places are allocated at the first chunk, and that embeddings take none beside these.
+# The paper's timelines, one tuple per step: tokens computed, tokens with keys and values after it, slots allocated
+# for more, embeddings during the step and after it. (a) is the list of §6.2 with steps (1) and (2) merged; for (b) the
+# paper says that all slots are allocated at the first chunk, and that embeddings take none in addition.
 PAPER = {
     "pages": [(3, 3, 0, 4, 2), (3, 6, 0, 2, 0), (1, 7, 0, 0, 0)],
     "inside": [(3, 3, 3, 0, 0), (3, 6, 0, 0, 0), (1, 7, 0, 0, 0)],
 }
-RUNS = {"pages": 1, "inside": 1, "off": 2}  # of the encoder; off: one for each chunk that needs it
+RUNS = {"pages": 1, "inside": 1, "off": 2}  # encoder runs; off: one for each chunk that needs the image
 
 
 def seen(step: StepUsage) -> tuple[int, int, int, int, int]:
-    """As PAPER has it."""
+    """Return the step in the form of PAPER."""
     return step.tokens, step.kv, step.free_places, step.embeddings, step.leftover_embeddings
 
 
 def peak(steps: Sequence[StepUsage]) -> int:
-    """Return the most that is held after a step: keys and values and embeddings, each in tokens."""
+    """Return the maximum held after a step: keys, values and embeddings, in tokens."""
     return max(step.kv + step.free_places + step.leftover_embeddings for step in steps)
 
 
 def timelines() -> Reproduction:
-    """Both of the figure's, and the same without a cache."""
+    """Run both of the figure's modes, and the mode without a cache."""
     found = {way: figure_12(way, TEXT, PICTURE, CHUNK) for way in WAYS}
     data: Any = {way: [_document(step) for step in steps] for way, steps in found.items()}
     return Reproduction(judged(found), text(found), lambda: draw(data), data)
 
 
 def _document(step: StepUsage) -> dict[str, Any]:
-    """Return a step by the names that documents have."""
+    """Return a step with the field names of the JSON document."""
     return {
         "tokens": step.tokens, "encodes": step.encodes, "kv": step.kv, "places": step.free_places,
         "embeddings": step.embeddings, "behind": step.leftover_embeddings,
@@ -54,7 +55,7 @@ def _document(step: StepUsage) -> dict[str, Any]:
 
 
 def judged(found: Mapping[str, Sequence[StepUsage]]) -> list[Result]:
-    """Each step beside the paper's, the encoder's runs, and the peaks: no more than a chunk above all tokens."""
+    """Compare each step with the paper's, then encoder runs and peaks: at most a chunk above all tokens."""
     results = []
     for way, steps in PAPER.items():
         for i, step in enumerate(steps):
@@ -94,7 +95,7 @@ def text(found: Mapping[str, Sequence[StepUsage]]) -> str:
 
 
 def draw(data: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
-    """A panel a way; a bar a step, and beside it what is left of embeddings."""
+    """Draw a panel for each mode, with a bar for each step and a second one for the remaining embeddings."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(4 * len(data), 3.4)

@@ -1,5 +1,6 @@
-"""Jenga §4.4: the compatible page of each of the paper's models, as the planner derives it from shapes alone, exactly
-and with padding; beside the alternatives, MAX and GCD pages.
+"""Compute the compatible page of each of the paper's models, exact and with padding, from shapes alone (Jenga §4.4).
+
+MAX and GCD pages are shown as the alternatives.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ PAPER_RATIO, PAPER_TOKENS = 84, 1344  # of Jamba: its large page in small ones, 
 
 
 def models() -> dict[str, list[Kind]]:
-    """Those of §7.1: the models of Table 1, those with vision embeddings, and targets with their drafts (§7.4)."""
+    """Return the models of §7.1: those of Table 1, those with vision embeddings, and targets with their drafts
+    (§7.4)."""
     ministral, llama = named("ministral-8b"), named("llama3-8b")
     return {
         "Llama 3.2 11B Vision": MLLAMA,
@@ -77,17 +79,17 @@ class Planned(NamedTuple):
 
     @property
     def ratio(self) -> int:
-        """Small pages of the smallest kind in an exact large page."""
+        """Return the small pages of the smallest kind in an exact large page."""
         return max(self.exact.small_pages_per_large)
 
     @property
     def padded(self) -> float:
-        """The most padding of a kind, in per cent of its page."""
+        """Return the largest padding of a kind, in per cent of its page."""
         return max(100 * pad / kind.page_bytes for pad, kind in zip(self.chosen.padding, self.chosen.types))
 
     @property
     def max_tokens(self) -> float:
-        """Tokens of a MAX page for the layers that keep the least of a token; then none of it is padding."""
+        """Return the tokens of a MAX page without padding, for the layers with the fewest bytes per token."""
         return self.largest / min(kind.bytes for kind in self.kinds if kind.unit != "state")
 
 
@@ -98,7 +100,7 @@ def planned(kinds: Sequence[Kind]) -> Planned:
 
 
 def planner_table() -> Reproduction:
-    """The table, and what §4.4 says of Jamba."""
+    """Compute the table, and the numbers of §4.4 for Jamba."""
     found = {name: planned(kinds) for name, kinds in models().items()}
     jambas = [name for name in found if name.startswith("Jamba")]
     largest = max(found, key=lambda name: found[name].ratio)
@@ -136,8 +138,7 @@ def planner_table() -> Reproduction:
 
 
 def eight_bit_state() -> Kind:
-    """Return the state that gives the paper's numbers: for each channel 16 numbers of 16 bits and 4 inputs of 32
-    bits."""
+    """Return the state that gives the paper's numbers: per channel 16 numbers of 16 bits and 4 inputs of 32 bits."""
     return Kind("state", 28, 8192 * (4 * 4 + 16 * 2), 1, "state")
 
 
@@ -167,7 +168,7 @@ def _text(found: dict[str, Planned]) -> str:
 
 
 def _draw(found: dict[str, Planned]) -> Figure:
-    """Large pages in small ones, exact and as planned."""
+    """Draw large pages in small ones, exact and as planned."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(9, 7)

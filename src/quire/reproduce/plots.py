@@ -1,4 +1,4 @@
-"""Pictures: matplotlib, loaded only when one is drawn, and without a display or global state."""
+"""Plots. Matplotlib is loaded only when one is drawn, and used without a display or global state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLOURS = ("#1f6fb4", "#d1662b", "#3a8f4d", "#8052a3", "#6b6b6b")
 
 
 def figure(width: float, height: float) -> Figure:
-    """An empty figure, sizes in inches. StartupError if matplotlib isn't installed."""
+    """Return an empty figure; sizes are in inches. StartupError if matplotlib isn't installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -33,8 +33,9 @@ def lines(
     labels: tuple[str, str],
     logarithmic: bool = True,
 ) -> Figure:
-    """`y` of points by `x`, whose axis has powers of two, a line for each value of their `line`, a panel for each of
-    `panel`. `labels` are the axes'."""
+    """Draw `y` by `x` on an axis of powers of two: a line for each value of `line`, a panel for each value of `panel`.
+
+    `labels` are the axes'."""
     values = list(dict.fromkeys(point[panel] for point in points))
     names = list(dict.fromkeys(point[line] for point in points))
     fig = figure(4.2 * len(values) + 3, 4)

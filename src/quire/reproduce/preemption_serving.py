@@ -1,7 +1,7 @@
-"""PagedAttention Figure 19b (§7.3): preemption by swapping and by recomputation, by page size, served in simulation.
+"""Simulate preemption by swapping and by recomputation, by page size (PagedAttention Figure 19b, §7.3).
 
-OPT-13B in 12 GiB, ShareGPT-like requests, all runs at one rate. Ours moves whole pages; the paper's system moved keys
-and values of each layer of a page on their own, which costs small pages most: both are simulated.
+OPT-13B in 12 GiB, ShareGPT-like requests, all runs at one rate. This system moves whole pages. The paper's moved keys
+and values of each layer of a page separately, which costs most with small pages. Both are simulated.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 LOAD = Load("a100-13b", "sharegpt")
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # tokens of a page
 MEDIUM = (16, 32, 64)
-RATE = 2.5  # requests a second: about what 16-token pages sustain, and more than memory has room for at times
+RATE = 2.5  # requests a second: about what 16-token pages sustain, and at times more than fits in memory
 SECONDS = 300.0
-SWAP_GIB = 24.0  # enough for everybody
+SWAP_GIB = 24.0  # enough for all requests
 WAYS = ("recompute", "swap", "swap by pieces")
 PIECE = 5.2e-6
 """Seconds that a copy of one layer's keys or values of a page costs beside its bytes: on an H200, 20,480 of them out
@@ -34,11 +34,11 @@ ROUGH = f"""By pieces: each adds {PIECE * 1e6:.1f} us to its bytes' time, from t
 256 tokens on an H200. The sizes in between, of which there is only the picture there, aren't on that line: about 111,
 51 and 16.5 ms for 256 tokens in pages of 4, 8 and 16, where it says 61, 35 and 21.5. So what is by pieces is measured,
 not judged: pages of 4 and 8 would be slower, of 16 faster."""
-COMPARABLE = 1.2  # times the other's latency, at most: the paper's word is "comparable", its number for 19a is 20 %
+COMPARABLE = 1.2  # times the other's latency, at most: the paper says "comparable", and 20 % for 19a
 
 
 class Point(NamedTuple):
-    """A run: seconds a token (mean normalised latency), requests preempted, bytes moved to the host and back."""
+    """A run: seconds a token (mean normalised latency), preempted requests, bytes swapped out and in."""
 
     latency: float
     preemptions: int
@@ -50,14 +50,14 @@ Points = dict[tuple[str, int], Point]
 
 
 def figure_19b() -> Reproduction:
-    """Latency of each way by page size."""
+    """Simulate the latency of each way by page size."""
     runs = [(way, page) for page in SIZES for way in WAYS]
     points: Points = dict(zip(runs, in_parallel(measure, [(LOAD, *run, RATE, SECONDS) for run in runs])))
     return Reproduction(_verdicts(points), _text(points), partial(_draw, points), _data(points))
 
 
 def measure(load: Load, way: str, page: int, rate: float, seconds: float) -> Point:
-    """One run in pages of `page` tokens."""
+    """Simulate one run with pages of `page` tokens."""
     preemption = way.partition(" ")[0]
     config = EngineConfig(
         page_size=page, preemption=preemption, swap_gib=SWAP_GIB, enable_prefix_caching=False, seed=SEED,

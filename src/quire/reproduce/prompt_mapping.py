@@ -1,8 +1,8 @@
-"""vAttention Figure 11: a prompt of 16K tokens whose pages are mapped first, and one whose pages are mapped already.
-Three models with dummy weights on a GPU, in pages of 2 MB; on a CPU a small shape, in page sizes that a GPU lacks.
+"""Measure a prompt of 16K tokens with its pages mapped on demand, and with pages already mapped (vAttention Figure 11).
 
-Prompts come one after another. If pages are mapped first, each prompt gets a slot without pages: those of the one
-before are unmapped. With all optimizations it gets the slot of the one before, with its pages.
+Three models with dummy weights on a GPU, in pages of 2 MB; a small shape on a CPU, in page sizes that a GPU lacks.
+Prompts run one after another. With mapping on demand each prompt gets a slot without pages, since those of the previous
+prompt are unmapped. With all optimizations it gets the previous slot with its pages.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 LENGTH = {"cuda": 16384, "cpu": 2048}
 REPEATS = 3
-PAPER = {64: 1.15, 128: 1.07, 256: 1.03, 2048: 1.03}  # KB of a page -> times what it takes without mapping, at most
-NOTHING = 1.03  # of what a prompt takes over pages, at most, to count as 1.00
+PAPER = {64: 1.15, 128: 1.07, 256: 1.03, 2048: 1.03}  # KB of a page -> limit on the time, relative to no mapping
+NOTHING = 1.03  # of the time over pages, at most, to count as 1.00
 CPU_PAGES = (64, 128, 256, 2048)
 LAYOUTS = ("layer", "sliced")
 CPU_TOKENS = 2**15  # of the memory
@@ -41,7 +41,7 @@ Points = Sequence[dict[str, Any]]
 
 
 def figure_11() -> Reproduction:
-    """On a GPU the paper's models, on a CPU a small one."""
+    """Measure the paper's models on a GPU, or a small one on a CPU."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,7 +68,7 @@ def figure_11() -> Reproduction:
 
 
 def ways(device: str) -> dict[str, dict[str, Any]]:
-    """Settings by name: over pages; pages mapped first, by their size; and everything on."""
+    """Return settings by name: paged; mapped on demand, by page size; and all optimizations."""
     found: dict[str, dict[str, Any]] = {"paged": PAGED}
     if device == "cuda":
         found |= {f"2048 KB, {layout}, sync": virtual(layout, False) for layout in LAYOUTS}
@@ -78,11 +78,11 @@ def ways(device: str) -> dict[str, dict[str, Any]]:
 
 
 def _run(model: str, way: str, settings: Mapping[str, Any], device: str) -> list[dict[str, Any]]:
-    """Medians of some prompts."""
+    """Return the medians over several prompts."""
     from quire.bench import contexts
 
     length = LENGTH[device]
-    budget = length + 2 * (REPEATS + 1)  # a whole prompt a step, beside those that decode
+    budget = length + 2 * (REPEATS + 1)  # a whole prompt in a step, with the decoding sequences
     small = {"threads": 1, "device": "cpu", "kv_tokens": CPU_TOKENS}
     more = {"max_num_batched_tokens": budget, **settings, **(small if device == "cpu" else {})}
     seen = []
@@ -96,7 +96,7 @@ def _run(model: str, way: str, settings: Mapping[str, Any], device: str) -> list
                 _unmap_free_slots(engine)
         del engine
     del made
-    seconds, maps, stalled = zip(*seen[1:])  # kernels are compiled in the first one
+    seconds, maps, stalled = zip(*seen[1:])  # the first one compiles kernels
     return [{"model": model, "way": way, "ms": 1000 * median(seconds), "maps": median(maps),
              "stalled_ms": 1000 * median(stalled)}]  # fmt: skip
 
@@ -111,7 +111,7 @@ def _unmap_free_slots(engine: Engine) -> None:
 
 
 def _prompt(engine: Engine, name: str, length: int) -> tuple[float, int, float]:
-    """Return the seconds until a prompt's first token, the pages mapped on its critical path, and the seconds of
+    """Return the seconds to a prompt's first token, the pages mapped on its critical path, and the seconds of
     mapping."""
     from quire.bench.contexts import TOKEN
     from quire.bench.shapes import local_runner
@@ -135,15 +135,17 @@ def _prompt(engine: Engine, name: str, length: int) -> tuple[float, int, float]:
 
 
 def compared(points: Points) -> list[dict[str, Any]]:
-    """Return the points with `ratio`: of pages mapped first to all optimizations, in the same layout, where kernels and
-    addresses are equal; and of the latter to paged memory."""
+    """Return the points with `ratio`.
+
+    For mapping on demand it is to all optimizations in the same layout, where kernels and addresses are equal; for all
+    optimizations it is to paged memory."""
     ms = {(p["model"], p["way"]): p["ms"] for p in points}
     found = []
     for p in points:
         layout = p["way"].split(", ")[1] if p["way"].endswith("sync") else ""
         on = (way for model, way in ms if model == p["model"] and way.endswith(f"{layout}, all on"))
         base = next(on, "paged") if layout else "paged"
-        if p["model"] == "small" and layout:  # a small shape's times vary more than the maps take
+        if p["model"] == "small" and layout:  # a small shape's times vary by more than the maps take
             found.append({**p, "ratio": p["ms"] / (p["ms"] - p["stalled_ms"]), "base": "without its maps"})
         elif (p["model"], base) in ms:
             found.append({**p, "ratio": p["ms"] / ms[p["model"], base], "base": base})
@@ -151,7 +153,7 @@ def compared(points: Points) -> list[dict[str, Any]]:
 
 
 def judged(points: Points) -> list[Result]:
-    """Pages of 2 MB on a GPU as in the paper, and everything on as if nothing were mapped; a CPU's are measured."""
+    """Judge 2 MB pages on a GPU against the paper, and all optimizations against no mapping; a CPU is only measured."""
     results = []
     for p in compared(points):
         if p["way"] == "paged":

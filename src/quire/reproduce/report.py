@@ -1,7 +1,7 @@
-"""Write docs/reproduction.md from the documents of `quire reproduce --out`: every entry, its numbers beside the paper's
-with verdicts, the machine, the command and the picture.
+"""Write docs/reproduction.md from the documents of `quire reproduce --out`.
 
-A document belongs to the entry that it names; NAME.json is the entry's own, others are runs on other machines.
+For every entry it lists the numbers beside the paper's with verdicts, the machine, the command and the picture. A
+document belongs to the entry that it names; NAME.json is the entry's own, others are runs on other machines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.errors import StartupError
 from quire.reproduce.result import DIFFERS, HOLDS, MEASURED
 
 HEAD = ("row", "what", "paper", "ours", "unit", "verdict", "by")
-FIGURES = 4  # of a number
+FIGURES = 4  # significant figures of a number
 INTRODUCTION = """# The papers' results, reproduced
 
 Made by `quire reproduce --report FILE --from DIR` from the documents in that folder; not to be edited. An entry runs by
@@ -27,16 +27,16 @@ the rest. Where numbers differ, [rows.md](rows.md) and the entries say why."""
 
 
 class Described(Protocol):
-    """An entry, as far as the report knows it."""
+    """The metadata of an entry that the report uses."""
 
     @property
     def about(self) -> str:
-        """One line."""
+        """Return a one-line description."""
         ...
 
     @property
     def part_of(self) -> str | None:
-        """The entry that runs this one too."""
+        """Return the entry that includes this one."""
         ...
 
 
@@ -56,7 +56,8 @@ class Found(NamedTuple):
 
 
 def report(entries: Mapping[str, Described], folder: Path, path: Path) -> str:
-    """The text, for a file at `path`, which pictures are linked from. StartupError if `folder` has no documents."""
+    """Return the text for a file at `path`, from which pictures are linked. StartupError if `folder` has no
+    documents."""
     found = _documents(folder)
     of = {name: [one for one in found if one.content["name"] == name] for name in entries}
     missing = [name for name, entry in entries.items() if not of[name] and entry.part_of is None]
@@ -72,7 +73,7 @@ def report(entries: Mapping[str, Described], folder: Path, path: Path) -> str:
 
 
 def write_report(entries: Mapping[str, Described], folder: Path, path: Path) -> None:
-    """Write the report to `path`. StartupError if it can't be."""
+    """Write the report to `path`. StartupError if it can't be written."""
     text = report(entries, folder, path)
     try:
         path.write_text(text)
@@ -81,7 +82,7 @@ def write_report(entries: Mapping[str, Described], folder: Path, path: Path) -> 
 
 
 def _documents(folder: Path) -> list[Found]:
-    """Those of `quire reproduce`, an entry's own before the others."""
+    """Return the documents of `quire reproduce`, an entry's own before the others."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -112,7 +113,7 @@ def _overview(entries: Mapping[str, Described], of: Mapping[str, Sequence[Found]
 
 
 def _run(one: Found, path: Path) -> str:
-    """One document: its results, text, machine, command and picture."""
+    """Return the section of one document: results, text, machine, command and picture."""
     content = one.content
     rows = [
         (
@@ -131,7 +132,7 @@ def _run(one: Found, path: Path) -> str:
 
 
 def _machine(content: Mapping[str, Any]) -> str:
-    """What a reader must know of it."""
+    """Return a description of the machine."""
     machine = content["machine"]
     parts = [machine["gpu"], f"{machine['cpu']}, {machine['logical_cores']} logical cores"]
     if machine["threads"]:
@@ -141,13 +142,13 @@ def _machine(content: Mapping[str, Any]) -> str:
 
 
 def _said(content: Mapping[str, Any]) -> list[str]:
-    """What the entry says beside its numbers, as it printed it; older documents don't have it."""
+    """Return the text that the entry printed beside its numbers; older documents have none."""
     text = content.get("text")
     return ["```text", *str(text).strip("\n").splitlines(), "```", ""] if text else []
 
 
 def shown(value: object) -> str:
-    """A value in a cell: numbers in at most FIGURES figures, whole ones in all."""
+    """Format a value for a cell: at most FIGURES significant figures, integers in full."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -162,6 +163,6 @@ def shown(value: object) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    """Lines of Markdown."""
+    """Return a Markdown table."""
     for row in (head, ["---"] * len(head), *rows):
         yield "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) + " |"

@@ -1,5 +1,7 @@
-"""vAttention Figure 7 and Table 4: the pages under each reqId as requests come, grow and end; and calls of the
-interface for serving frameworks. Counted by the library itself.
+"""Show the pages of each reqId as requests come, grow and end, and calls of the serving interface (vAttention Figure 7
+and Table 4).
+
+The library itself counts.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from quire.worker.virtual import FakeDriver
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-REQIDS, PLACES, TOKENS = 2, 3, 16  # of Figure 7; pages that a reqId may have, tokens of a page
-PAPER = {  # of Figure 7: pages under reqIds 0 and 1
+REQIDS, PLACES, TOKENS = 2, 3, 16  # of Figure 7; most pages of a reqId, and tokens of a page
+PAPER = {  # of Figure 7: pages of reqIds 0 and 1
     "(a) no physical memory": [0, 0],
     "(b) R1 comes": [1, 0],
     "(c) R1 grows, R2 comes": [2, 1],
@@ -27,7 +29,7 @@ PAPER = {  # of Figure 7: pages under reqIds 0 and 1
 
 
 class Moment(NamedTuple):
-    """The request of each reqId ("" if none), and the pages mapped under it in the K-cache, in the order of tokens."""
+    """The request of each reqId ("" if none), and its mapped pages in the K-cache, in token order."""
 
     what: str
     owners: tuple[str, ...]
@@ -35,13 +37,13 @@ class Moment(NamedTuple):
 
 
 def small(pages: int, reqids: int = REQIDS) -> VAttention:
-    """A layer's two tensors, on the driver that checks."""
+    """Return a layer's two tensors, on the checking driver."""
     page = 64 * TOKENS
     return init(1, reqids, PLACES * TOKENS, 1, 32, 2, page, pages=pages, driver=FakeDriver(page))
 
 
 def walk() -> list[Moment]:
-    """Figure 7 by the paper's calls. Pages are read from the driver."""
+    """Run Figure 7 with the paper's calls. Pages are read from the driver."""
     cache = small(4)
     moments: list[Moment] = []
 
@@ -67,7 +69,7 @@ def walk() -> list[Moment]:
 
 
 def pages_of(cache: VAttention) -> tuple[tuple[int, ...], ...]:
-    """Pages of the first buffer, from 0, under each reqId, as the driver has mapped them."""
+    """Return the first buffer's pages of each reqId, numbered from 0, as the driver has mapped them."""
     driver, size = cache.driver, cache.buffers.slot_bytes(cache.max_len)
     assert isinstance(driver, FakeDriver)
     found = []
@@ -80,7 +82,7 @@ def pages_of(cache: VAttention) -> tuple[tuple[int, ...], ...]:
 
 
 def figure_7() -> Reproduction:
-    """The walk, (a) to (e)."""
+    """Compare (a) to (e) with the paper."""
     moments = walk()
     results = [
         equal("V-F7", f"{what}: pages under reqIds 0 and 1", paper, [len(pages) for pages in moment.pages])
@@ -130,7 +132,7 @@ def _draw_walk(moments: list[Moment]) -> Figure:
 
 # Table 4
 
-SIGNATURES = {  # what the paper gives for each; N', H' without their marks. A reqId and lengths it doesn't name
+SIGNATURES = {  # the paper's arguments of each; N' and H' without their marks. It does not name a reqId and lengths
     "init": ["N", "B", "L", "H", "D", "P", "page_size"],
     "alloc_reqid": [],
     "free_reqid": ["reqid"],
@@ -139,7 +141,7 @@ SIGNATURES = {  # what the paper gives for each; N', H' without their marks. A r
 
 
 def table_4() -> Reproduction:
-    """The four calls' arguments and answers; and what §6.2 promises of them, in pages."""
+    """Compare the arguments and results of the four calls, and the pages that §6.2 promises."""
     results = [
         equal("V-T4", f"{name}: arguments that it needs", paper, _needed(name)) for name, paper in SIGNATURES.items()
     ]
@@ -156,7 +158,7 @@ def table_4() -> Reproduction:
 
 
 def _needed(name: str) -> list[str]:
-    """Arguments without a default that may be given by position."""
+    """Return the positional arguments without a default."""
     of = getattr(vattention, name, None) or getattr(VAttention, name)
     parameters = inspect.signature(of).parameters.values()
     return [one.name for one in parameters
@@ -164,7 +166,7 @@ def _needed(name: str) -> list[str]:
 
 
 def _tensors() -> list[Result]:
-    """What init returns, over real pages."""
+    """Return the tensors of init, over real pages."""
     layers, shape = 3, (2, 256, 4, 32)
     reqids, length, heads, dim = shape
     cache = init(layers, reqids, length, heads, dim, 2, 4096, pages=8)
@@ -202,7 +204,7 @@ def _answers() -> list[Result]:
 
 
 def _optimisations() -> list[Result]:
-    """Pages that steps wait for, by what §6.2 does about it."""
+    """Return the pages that steps wait for, by optimization of §6.2."""
     cache = small(20, reqids=4)
     cache.alloc_reqid()
     for length in range(1, 2 * TOKENS + 1):
@@ -232,7 +234,7 @@ def _optimisations() -> list[Result]:
 
 
 def _draw_session() -> Figure:
-    """Pages under each reqId, call by call."""
+    """Draw the pages of each reqId, call by call."""
     from quire.reproduce.plots import COLOURS, figure
 
     cache, labels, heights = small(8, reqids=3), list[str](), list[list[int]]()

@@ -1,4 +1,4 @@
-"""What a reproduction yields: the paper's number beside ours, a verdict, and a picture."""
+"""Define the result of a reproduction: the paper's number, the measured one, a verdict, and a picture."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HOLDS, DIFFERS = "holds", "differs"
-MEASURED = "measured"  # a number that nobody claimed anything of
-CITED = "cited"  # a number of the paper's that isn't judged here
+MEASURED = "measured"  # a measured number without a claim
+CITED = "cited"  # the paper's number, not judged here
 
 
 class Result(NamedTuple):
@@ -29,7 +29,8 @@ class Result(NamedTuple):
 
 
 class Reproduction(NamedTuple):
-    """Results, the text to print and report beside them (tables, assumptions, limits), and a function that draws them.
+    """Results, the text printed and reported beside them (tables, assumptions, limits), and a function that draws them.
+
     `data` is the picture's content, for the document."""
 
     results: list[Result]
@@ -39,22 +40,22 @@ class Reproduction(NamedTuple):
 
 
 def equal(row: str, what: str, paper: Any, ours: Any, unit: str = "") -> Result:
-    """Holds if the two are equal."""
+    """Return a result that holds if the two are equal."""
     return Result(row, what, paper, ours, unit, HOLDS if paper == ours else DIFFERS)
 
 
 def near(row: str, what: str, paper: float, ours: float, unit: str, tolerance: float) -> Result:
-    """Holds if ours is within `tolerance` (a share, such as 0.05) of the paper's number."""
+    """Return a result that holds within `tolerance` (a share, such as 0.05) of the paper's number."""
     return Result(row, what, paper, ours, unit, HOLDS if abs(ours - paper) <= tolerance * abs(paper) else DIFFERS)
 
 
 def at_most(row: str, what: str, limit: float, ours: float, unit: str) -> Result:
-    """Holds if ours is at most `limit`, which is this project's own: the paper gives no number."""
+    """Return a result that holds if the number is at most `limit`, the project's own; the paper gives no number."""
     return Result(row, f"{what} (limit: {limit:g})", None, ours, unit, HOLDS if ours <= limit else DIFFERS)
 
 
 def measured(row: str, what: str, ours: Any, unit: str, real_or_simulated: str = "real") -> Result:
-    """A number to be shown beside the claims."""
+    """Return a result for a number without a claim."""
     return Result(row, what, None, ours, unit, MEASURED, real_or_simulated)
 
 
@@ -74,5 +75,5 @@ def by_way(points: Sequence[dict[str, Any]], at: tuple[str, str], value: str, di
 
 
 def left_out(missing: dict[str, str]) -> str:
-    """Lines for what an entry didn't measure, and why."""
+    """Return lines for what an entry did not measure, with reasons."""
     return "".join(f"\nleft out: {name}: {why}" for name, why in missing.items())

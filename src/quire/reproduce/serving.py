@@ -1,8 +1,8 @@
-"""Serving compared by simulation (PagedAttention §6.1): its systems under one load, and the request rates they sustain.
+"""Compare systems by simulation under one load, and find the request rates they sustain (PagedAttention §6.1).
 
-The requests of a load are one endless sequence, and their times are stretched to the rate: systems differ in their
-memory and in nothing else, rates in how many requests a trace has and how fast they come. Simulations share the cores.
-Curves are those of one seed; the rates that systems sustain, and their ratios, are those of several.
+The requests of a load are one endless sequence, and arrival times are scaled to the rate. Systems differ only in their
+memory; rates differ in the number of requests and their speed. Simulations run on all cores. Curves use one seed;
+sustained rates and their ratios use several.
 """
 
 from __future__ import annotations
@@ -34,24 +34,26 @@ SYSTEMS = {
 }  # fmt: skip
 SECONDS = 600.0  # of a trace; with --full the paper's HOUR
 HOUR = 3600.0
-SEEDS = (0, 1, 2)  # of requests and of their times, for rates
+SEEDS = (0, 1, 2)  # of requests and of arrival times, for rates
 SEED = SEEDS[0]  # of curves
 APART = 1000  # blocks of requests between two seeds, more than any trace has
 MANY = 4096  # requests whose lengths are averaged
-LIMIT = 0.2  # seconds a token: mean normalised latency that a sustained rate keeps to, for every system
-SHOWN = 5 * LIMIT  # and up to which curves are drawn; the paper's axes end there
+LIMIT = 0.2  # seconds a token: limit on the mean normalised latency at a sustained rate, for every system
+SHOWN = 5 * LIMIT  # limit of the curves; the paper's axes end there
 TOLERANCE = 0.02  # of a sustained rate
 STEP, GROWTH = 1.1, 2.0  # of the search for it, see highest_rate
-NEXT = 1.12  # step of the search for a further seed's rate, which begins at the first seed's
+NEXT = 1.12  # step of the search for another seed's rate, which begins at the first seed's
 BELOW = (0.3, 0.6, 0.85)  # of the sustained rate: further points of a curve
-CROWD = 4  # a burst has so many times the requests that fill the memory
-SHARED, OWN = EDGE + 1, EDGE + 2  # token ids of prefixes and of everything else; what they are has no say
+CROWD = 4  # a burst has this many times the requests that fill the memory
+SHARED, OWN = EDGE + 1, EDGE + 2  # token ids of prefixes and of everything else; their values have no effect
 
 
 class Load(NamedTuple):
-    """A load on a device: a calibration's, with its model and KV memory unless `model` and `kv_gib` are given. The
-    first `prefix` tokens of all prompts are the same, and registered in the paged memory. Lengths are the workload's
-    times `stretch`, except those of a prefix that it names. `seed` determines the requests and their times."""
+    """A load on a device.
+
+    The model and the KV memory are the calibration's unless `model` and `kv_gib` are given. All prompts share their
+    first `prefix` tokens, which are registered in the paged memory. Lengths are the workload's times `stretch`, except
+    those of a prefix that it names. `seed` determines the requests and their times."""
 
     calibration: str
     workload: str
@@ -70,7 +72,7 @@ class Load(NamedTuple):
         return read_deployment(config, self.calibration)
 
     def sketches(self, count: int) -> list[Sketch]:
-        """The first `count` requests."""
+        """Return the first `count` requests."""
         drawn = Endless(self.workload, count).sketches(APART * self.seed)
         if self.stretch == 1:
             return drawn
@@ -83,7 +85,7 @@ class Load(NamedTuple):
         ]
 
     def arriving(self, times: Sequence[float]) -> list[TraceRequest]:
-        """The first requests, at these times."""
+        """Return the first requests, at these times."""
         found = []
         for time, sketch in zip(times, self.sketches(len(times))):
             prompt = [SHARED] * self.prefix + [OWN] * (sketch.prompt_len - self.prefix)
@@ -92,7 +94,7 @@ class Load(NamedTuple):
         return found
 
     def trace(self, rate: float, seconds: float) -> list[TraceRequest]:
-        """Poisson arrivals of `rate` requests a second for about `seconds`."""
+        """Return Poisson arrivals of `rate` requests a second for about `seconds`."""
         times = np.array(poisson(max(1, math.ceil(rate * seconds)), 1.0, self.seed)) / rate
         return self.arriving(times.tolist())
 
@@ -106,8 +108,9 @@ class Load(NamedTuple):
         return simulation.run(trace, [Objective("mean", "normalised", limit)] if limit < math.inf else (), until)
 
     def capacity(self, system: str) -> float:
-        """Return the requests a second that a system serves when all come at once, measured over the middle ones:
-        memory fills at the beginning and empties at the end."""
+        """Return the requests a second of a system when all come at once.
+
+        It is measured over the middle requests: memory fills at the beginning and empties at the end."""
         mean = np.mean([one.prompt_len - self.prefix + one.output_len for one in self.sketches(MANY)])
         count = CROWD * math.ceil(self.plant(system).kv_tokens / float(mean))
         outcome = self.serve(system, self.arriving([0.0] * count))
@@ -131,14 +134,14 @@ class Point(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A system's latency by rate, ascending, and the highest rate that it sustains: at LIMIT."""
+    """A system's latency by rate, ascending, and the highest rate that it sustains at LIMIT."""
 
     system: str
     highest: float
     points: tuple[Point, ...]
 
     def at(self, limit: float) -> float:
-        """The highest rate at another limit, by interpolation between the points; NaN outside of them."""
+        """Return the highest rate at another limit, interpolated between the points; NaN outside them."""
         known = [point for point in self.points if point.latency is not None]
         over = next((i for i, point in enumerate(known) if not point.keeps(limit)), 0)
         if not over:
@@ -151,7 +154,7 @@ class Curve(NamedTuple):
 
     @property
     def knee(self) -> Point:
-        """The run at the highest rate."""
+        """Return the run at the highest rate."""
         return next(point for point in self.points if point.rate == self.highest)
 
 
@@ -164,7 +167,7 @@ def measure(load: Load, system: str, rate: float, seconds: float, limit: float =
 
 
 def curve(load: Load, system: str, seconds: float, limit: float = LIMIT) -> Curve:
-    """A system's latency around the highest rate that it sustains, found from its capacity, and below that."""
+    """Return a system's latency around and below the highest rate that it sustains, searched from its capacity."""
     points: dict[float, Point] = {}
 
     def sustains(rate: float) -> bool:
@@ -179,7 +182,7 @@ def curve(load: Load, system: str, seconds: float, limit: float = LIMIT) -> Curv
 
 
 def _check(found: float, system: str, seconds: float) -> None:
-    """StartupError if a search ended at no rate, or at any."""
+    """Raise StartupError if a search found no rate, or no upper bound."""
     if found == 0:
         raise StartupError(
             f"{SYSTEMS[system]} keeps the limit of latency at no rate, however low", "Allow more latency, or serve less"
@@ -189,9 +192,10 @@ def _check(found: float, system: str, seconds: float) -> None:
 
 
 def further_rate(load: Load, system: str, seconds: float, first: float, limit: float = LIMIT) -> float:
-    """Return the highest rate of a load with another seed, searched from the `first` seed's: steps of NEXT up or down
-    until one rate keeps the limit and the next doesn't, then interpolation as in Curve.at. No run is aborted, since
-    both latencies count."""
+    """Return the highest rate of a load with another seed, searched from the `first` seed's.
+
+    It goes in steps of NEXT up or down until one rate keeps the limit and the next doesn't, then interpolates as in
+    Curve.at. No run is aborted, since both latencies count."""
     points: dict[float, Point] = {}
 
     def sustains(rate: float) -> bool:
@@ -208,7 +212,7 @@ Rates = dict[str, tuple[float, ...]]
 
 
 class Spread(NamedTuple):
-    """A number of several seeds: their mean, the lowest and the highest."""
+    """A number over several seeds: the mean, the lowest and the highest."""
 
     mean: float
     lowest: float
@@ -219,18 +223,19 @@ class Spread(NamedTuple):
         return cls(float(np.mean(values)), min(values), max(values))
 
     def unit(self, name: str = "ratio", digits: int = 2) -> str:
-        """A result's unit that says how far seeds differ."""
+        """Return the unit of a result, with the range over seeds."""
         return f"{name} ({self.lowest:.{digits}f}-{self.highest:.{digits}f})"
 
 
 def ratios(rates: Rates, other: str, ours: str = "paged") -> tuple[float, ...]:
-    """How many times the rate of another system one system sustains, seed by seed: both got the same requests."""
+    """Return the ratio of two sustained rates, seed by seed: both systems got the same requests."""
     return tuple(mine / theirs for mine, theirs in zip(rates[ours], rates[other]))
 
 
 def in_parallel(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], most: int = 8) -> list[Any]:
-    """Call `function` with each job's arguments in as many processes as there are cores, at most `most`. Return the
-    results in the order of jobs. The function must be importable by name. Put the longest jobs first."""
+    """Call `function` with each job's arguments, in one process per core, at most `most`. Return results in job order.
+
+    The function must be importable by name. Put the longest jobs first."""
     workers = min(len(jobs), len(os.sched_getaffinity(0)), most)
     if workers < 2:
         return [function(*job) for job in jobs]
@@ -241,7 +246,7 @@ def in_parallel(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], m
 def curves(
     loads: Sequence[Load], systems: Sequence[str], seconds: Sequence[float], limit: float = LIMIT
 ) -> list[dict[str, Curve]]:
-    """The curves of each load, whose traces have so many seconds, by system."""
+    """Return the curves of each load by system; traces take the given seconds."""
     jobs = [(load, system, length) for load, length in zip(loads, seconds) for system in systems]
     done: list[Curve] = in_parallel(partial(curve, limit=limit), jobs)
     return [
@@ -250,7 +255,7 @@ def curves(
 
 
 def rates(loads: Sequence[Load], seconds: Sequence[float], found: Sequence[dict[str, Curve]]) -> list[Rates]:
-    """Of each load the rates of all seeds: the first one's as its curves say, and the others', beginning there."""
+    """Return the rates of each load for all seeds: the first seed's from its curves, the others searched from there."""
     cases = [
         (load, system, length, curve)
         for load, length, curves in zip(loads, seconds, found)
@@ -261,7 +266,7 @@ def rates(loads: Sequence[Load], seconds: Sequence[float], found: Sequence[dict[
 
 
 def rates_of(cases: Sequence[tuple[Load, str, float, Curve]]) -> list[tuple[float, ...]]:
-    """The rates of all seeds for each load, system, trace's seconds and the first seed's curve."""
+    """Return the rates of all seeds for each load, system, trace duration and first seed's curve."""
     jobs = [
         (load._replace(seed=seed), system, seconds, curve.highest)
         for load, system, seconds, curve in cases
@@ -272,7 +277,7 @@ def rates_of(cases: Sequence[tuple[Load, str, float, Curve]]) -> list[tuple[floa
 
 
 def draw_curves(axes: Axes, found: dict[str, Curve], title: str, labels: dict[str, str] | None = None) -> None:
-    """Latency by rate, a line a system, as in Figure 12."""
+    """Draw latency by rate, a line for each system, as in Figure 12."""
     from quire.reproduce.plots import COLOURS
 
     for (system, curve), colour in zip(found.items(), COLOURS):
@@ -287,7 +292,7 @@ def draw_curves(axes: Axes, found: dict[str, Curve], title: str, labels: dict[st
 
 
 def why(found: dict[str, Curve], other: str) -> str:
-    """How vLLM's advantage over another system comes about, at what each sustains."""
+    """Explain vLLM's advantage over another system, at the sustained rate of each."""
     ours, theirs = found["paged"].knee, found[other].knee
     return (
         f"vLLM runs {ours.running / theirs.running:.2f} times as many requests at once as {SYSTEMS[other]}, in steps "
@@ -296,7 +301,7 @@ def why(found: dict[str, Curve], other: str) -> str:
 
 
 def as_data(found: dict[str, Curve], rates: Mapping[str, Sequence[float]] | None = None) -> dict[str, Any]:
-    """Curves as JSON, with the rates of all seeds if there are."""
+    """Return curves as JSON, with the rates of all seeds if given."""
     return {
         system: {
             "highest": curve.highest,

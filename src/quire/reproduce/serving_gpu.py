@@ -1,9 +1,9 @@
-"""PagedAttention Figures 13a and 12a on a real GPU: OPT-13B's shape with dummy weights and the 12 GiB of KV of Table 1,
-served by five systems; beside the simulation of the same traces. Token values do not affect the cost of steps.
+"""Run PagedAttention Figures 13a and 12a on a GPU, beside the simulation of the same traces.
 
-A GPU faster than the paper's A100 would not fill its memory at the paper's rates, so rates are scaled to equal
-saturation: the same share of the paged system's simulated capacity on either device. What can be compared with the
-paper are batches, and ratios between systems. The calibration was made before, from steps of its own.
+Five systems serve OPT-13B's shape with dummy weights and the 12 GiB of KV of Table 1. Token values do not affect the
+cost of steps. A GPU faster than the paper's A100 would not fill its memory at the paper's rates, so rates are scaled to
+equal saturation: the same share of the paged system's simulated capacity on either device. Batches and ratios between
+systems can be compared with the paper. The calibration comes from a separate run.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ if TYPE_CHECKING:
 
 PAPER_DEVICE, PAPER_RATE = "a100-13b", 2.0  # of Figure 13a
 BATCHES = {"paged": 30.42, "orca-oracle": 13.62, "orca-pow2": 9.81, "orca-max": 7.00}  # Figure 13a
-RANGES = {"orca-oracle": (1.7, 2.7), "orca-max": (2.7, 8.0)}  # §6.2: paged sustains so many times
-MOST_FT = 22.0  # and up to so many times FasterTransformer's rate: judged as `near` as the simulated Figure 12 is
+RANGES = {"orca-oracle": (1.7, 2.7), "orca-max": (2.7, 8.0)}  # §6.2: paged sustains this many times their rate
+MOST_FT = 22.0  # most of paged / FasterTransformer: judged as `near`, as in the simulated Figure 12
 TOLERANCE = 0.2  # of the paper's batches, and their ratios, and of MOST_FT
 MOST_OFF = 0.15  # the simulation's error, as a share
-WITHIN, BEYOND = 0.8, 1.3  # of a system's capacity: the rates of Figure 12 that are run for real
-SHOWN = (0.5, WITHIN, 1.0, 1.15, BEYOND)  # and those that are simulated
+WITHIN, BEYOND = 0.8, 1.3  # of a system's capacity: the rates of Figure 12 that are run
+SHOWN = (0.5, WITHIN, 1.0, 1.15, BEYOND)  # the rates that are simulated
 
 
 class Setting(NamedTuple):
-    """A load, a device, and durations. A run of Figure 13 takes `seconds`. One of Figure 12 takes as long as `requests`
-    need to come, the same ones for all systems, within `least` and `most`, and `drain` more if the rate is within the
-    system's capacity. The first `ramp` seconds are not measured."""
+    """A load, a device, and durations.
+
+    A run of Figure 13 takes `seconds`. One of Figure 12 takes until `requests` have come, the same ones for all
+    systems, within `least` and `most`, and `drain` more if the rate is within the system's capacity. The first `ramp`
+    seconds are not measured."""
 
     place: Place
     ramp: float = 8.0
@@ -48,16 +50,16 @@ class Setting(NamedTuple):
     drain: float = 6.0
 
     def longer(self) -> Setting:
-        """That of --full."""
+        """Return the setting of --full."""
         return self._replace(seconds=180.0, requests=600, least=60.0, most=240.0)
 
     def rate(self) -> float:
-        """Figure 13's, scaled."""
+        """Return the scaled rate of Figure 13."""
         share = PAPER_RATE / self.place._replace(calibration=PAPER_DEVICE).capacity("paged")
         return share * self.place.capacity("paged")
 
     def plans(self, system: str, shares: Sequence[float]) -> list[Plan]:
-        """Those of Figure 12, at shares of the system's capacity."""
+        """Return the plans of Figure 12, at shares of the system's capacity."""
         capacity = self.place.capacity(system)
         found = []
         for share in shares:
@@ -77,13 +79,13 @@ GPU = Setting(Place(
 
 
 def figure_13_gpu(full: bool = False) -> Reproduction:
-    """Requests in a batch, at one rate for all. StartupError without a GPU."""
+    """Measure the batches of all systems at one rate. StartupError without a GPU."""
     _need_gpu("fig13-gpu")
     return batches(GPU.longer() if full else GPU)
 
 
 def figure_12a_gpu(full: bool = False) -> Reproduction:
-    """Latency within each system's capacity, throughput beyond it. StartupError without a GPU."""
+    """Measure latency within each system's capacity and throughput above it. StartupError without a GPU."""
     _need_gpu("fig12a-gpu")
     return rates(GPU.longer() if full else GPU)
 
@@ -95,7 +97,7 @@ def _need_gpu(name: str) -> None:
 
 
 def _served(made: BuiltEngine, place: Place, plans: Sequence[Plan]) -> list[Run]:
-    """Plans for real, one after another."""
+    """Run the plans one after another."""
     warm_up(made, place)
     freeze_loaded_objects()
     done = []
@@ -109,7 +111,7 @@ def _served(made: BuiltEngine, place: Place, plans: Sequence[Plan]) -> list[Run]
 
 
 def batches(setting: Setting) -> Reproduction:
-    """Figure 13a on the setting's device."""
+    """Measure Figure 13a on the setting's device."""
     rate = setting.rate()
     span = Span(setting.ramp, setting.seconds, setting.seconds)
     plans = [Plan(system, rate, span) for system in SYSTEMS]
@@ -140,8 +142,10 @@ def batches(setting: Setting) -> Reproduction:
 
 
 def _errors(row: str, label: str, one: Run, other: Run, within: bool) -> list[Result]:
-    """How far the simulation is off. Beyond capacity that is judged by throughput; `within` it what is offered is
-    served whatever a step costs, and latency is judged."""
+    """Return the errors of the simulation.
+
+    Above capacity the error is of throughput. `within` capacity throughput equals the offered rate whatever a step
+    costs, so there it is of latency."""
 
     def off(name: str) -> float:
         return round(float(getattr(other, name) / getattr(one, name)) - 1, 3)
@@ -163,7 +167,8 @@ def _errors(row: str, label: str, one: Run, other: Run, within: bool) -> list[Re
 
 
 def rates(setting: Setting) -> Reproduction:
-    """Figure 12a on the setting's device: each system within its capacity and beyond it; in between, simulated."""
+    """Measure Figure 12a on the setting's device: each system within its capacity and above it; rates between are
+    simulated."""
     plans = {system: setting.plans(system, SHOWN) for system in SYSTEMS}
     chosen = [SHOWN.index(WITHIN), SHOWN.index(BEYOND)]
     with built(setting.place.config) as made:
@@ -190,7 +195,7 @@ def rates(setting: Setting) -> Reproduction:
 
 
 def _ratios(system: str, ratio: float, beside: dict[str, list[Run]]) -> list[Result]:
-    """What the paged system serves at most / what this one does; and the same simulated."""
+    """Return the paged system's highest throughput / this one's, measured and simulated."""
     what = f"rate of vLLM (paged) / {SYSTEMS[system]}"
     simulated = beside["paged"][-1].tokens_per_s / beside[system][-1].tokens_per_s
     shown = measured("P-F12", what, round(simulated, 2), "times", "simulated")
@@ -206,7 +211,7 @@ def _ratios(system: str, ratio: float, beside: dict[str, list[Run]]) -> list[Res
     return [judged, shown]
 
 
-# What is shown
+# Text and plots
 
 
 def _text(runs: Sequence[Run]) -> str:

@@ -1,6 +1,6 @@
-"""PagedAttention Figure 16 by simulation: translation, where all prompts begin with the same examples.
+"""Simulate translation where all prompts begin with the same examples (PagedAttention Figure 16).
 
-LLaMA-13B in the memory of OPT-13B. vLLM's memory has the prefix registered: computed in advance, and held once (§4.4,
+LLaMA-13B in the memory of OPT-13B. In vLLM's memory the prefix is registered: computed in advance, and held once (§4.4,
 Figure 10). Orca holds and computes it for every request.
 """
 
@@ -37,7 +37,7 @@ MODEL, KV_GIB = "llama-13b", 12.0
 PANELS = {"wmt1shot": ("one example", 1.67), "wmt5shot": ("five examples", 3.58)}  # the paper's vLLM / Orca (Oracle)
 SHARE = 0.2  # of the usual trace: requests take seconds here, not half a minute
 SLACK = 0.2  # of the paper's numbers
-LONGER = 1.5  # the lengths of sentences are assumed: what if they were so many times as long?
+LONGER = 1.5  # sentence lengths are assumed; this factor tests longer ones
 LABELS = {
     "paged": "vLLM (paged), prefix registered", "alone": "vLLM (paged), each with its own prefix",
     "orca-oracle": "Orca (Oracle)",
@@ -45,7 +45,8 @@ LABELS = {
 
 
 def figure_16(full: bool = False) -> Reproduction:
-    """Sustained rates with a prefix of 80 and of 341 tokens; also of pages that share nothing, to tell them apart."""
+    """Compare sustained rates with prefixes of 80 and 341 tokens, and with pages that share nothing to separate the
+    effects."""
     seconds = SHARE * (HOUR if full else SECONDS)
     jobs = [(_load(name, way), "orca-oracle" if way == "orca-oracle" else "paged", seconds)
             for name in PANELS for way in LABELS]  # fmt: skip
@@ -73,7 +74,7 @@ def _load(name: str, way: str) -> Load:
 
 
 def _of_longer_sentences() -> list[Result]:
-    """Ratios of what is served when all requests come at once, with the workload's sentences and with longer ones."""
+    """Return throughput ratios when all requests come at once, with the workload's sentences and with longer ones."""
     results = []
     for stretch in (1.0, LONGER):
         for name in PANELS:
@@ -85,7 +86,7 @@ def _of_longer_sentences() -> list[Result]:
 
 
 def judged(what: str, paper: float, ours: Spread) -> Result:
-    """Holds if the mean is within SLACK of the paper's."""
+    """Return a result that holds if the mean is within SLACK of the paper's."""
     holds = abs(ours.mean - paper) <= SLACK * paper
     what = f"{what} (within {SLACK:.0%})"
     return Result("P-F16", what, paper, round(ours.mean, 2), ours.unit(), HOLDS if holds else DIFFERS, "simulated")

@@ -1,7 +1,7 @@
-"""PagedAttention Figure 15: the memory that sharing saves, in parallel sampling and in beam search.
+"""Measure the memory saved by sharing in parallel sampling and in beam search (PagedAttention Figure 15).
 
-The bundled model decodes for real, page by page of 16 tokens; what is shared, and for how long, is up to how its beams
-part. Prompts are stories that the model wrote, cut to lengths drawn like those of the paper's data sets.
+The bundled model decodes with pages of 16 tokens; how much is shared depends on where its beams diverge. Prompts are
+stories that the model wrote, cut to lengths sampled like those of the paper's data sets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTHS = (2, 4, 6)
-TOLERANCE = 0.3  # of the paper's number: another model's beams part elsewhere
+TOLERANCE = 0.3  # of the paper's number: another model's beams diverge elsewhere
 # (workload, requests, with --full), way -> the paper's per cent for WIDTHS; ShareGPT's are ranges, least to most
 WORKLOADS = {"alpaca": (60, 120), "sharegpt": (2, 10)}
 PAPER = {
@@ -47,7 +47,7 @@ class Point(NamedTuple):
 
 
 def figure_15(full: bool = False) -> Reproduction:
-    """Pages saved / pages without sharing, over all steps of a run, for each workload, way and width."""
+    """Measure pages saved / pages without sharing, over all steps of a run, for each workload, way and width."""
     engine = build(
         EngineConfig(threads=1, enable_prefix_caching=False, kv_tokens=2**17, max_num_seqs=64, seed=SEED)
     ).engine
@@ -72,7 +72,7 @@ def _saved(engine: Engine, jobs: list[Job], way: str, width: int) -> float:
 
 
 def _verdicts(points: list[Point]) -> list[Result]:
-    """Each number beside the paper's, then what the figure says as a whole."""
+    """Compare each number with the paper's, then judge the figure's claims."""
     results = [_judge(p) for p in points if p.paper is not None]
     ours = {(p.workload, p.way, p.width): p.ours for p in points}
     for name, way in PAPER:

@@ -1,7 +1,7 @@
-"""The same trace served by an engine on this device, and simulated: the systems of PagedAttention §6.1 side by side.
+"""Run a trace on this device and in simulation, for the systems of PagedAttention §6.1.
 
-`serve` is driven by the wall clock or by a virtual one, so both are measured in the same way. One model and one runner
-serve all systems in turn: these differ in their memory and in nothing else.
+`serve` takes the wall clock or a virtual one, so both are measured in the same way. One model and one runner serve all
+systems in turn, so these differ only in their memory.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from quire.startup.build import BuiltEngine
 from quire.startup.dtypes import ITEMSIZE
 
 LOOK = 0.25  # seconds between samples of the memory
-CROWD = 1024  # requests that come at once where a capacity is measured, by simulation,
-FILLING, SATURATED = 1000, 4000  # in so many steps while the memory is being filled, and after them
-EACH = 128  # tokens of the KV memory for each request of the warm-up
-WARM = 3.0  # seconds of it
+CROWD = 1024  # simultaneous requests where a capacity is simulated,
+FILLING, SATURATED = 1000, 4000  # steps while the memory fills, and steps after that
+EACH = 128  # tokens of KV memory for each request of the warm-up
+WARM = 3.0  # seconds of the warm-up
 
 Wait = Callable[[float], None]
 
 
 class Span(NamedTuple):
-    """Seconds of a run: it is measured from `start` to `end`, when the last request came, and given up at `until`."""
+    """Seconds of a run: it is measured from `start` to `end`, when the last request comes, and aborted at `until`."""
 
     start: float
     end: float
@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A run to be made: a system at a rate, in requests a second."""
+    """A planned run: a system at a rate, in requests a second."""
 
     system: str
     rate: float
@@ -54,9 +54,11 @@ class Plan(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A plan as it went. `batch` is rows a step, `running` requests in memory, `tokens_per_s` of outputs: means over
-    `steps`, those of the measured part. `latency` is the mean normalised latency (s a token) of all requests; for the
-    `unfinished` ones what it was at the end. `shares` is the memory by category."""
+    """The results of a plan.
+
+    `batch` is rows a step, `running` requests in memory, `tokens_per_s` of outputs: means over the measured `steps`.
+    `latency` is the mean normalised latency (s a token) of all requests; `unfinished` ones count with their latency so
+    far. `shares` is the memory by category."""
 
     system: str
     rate: float
@@ -74,8 +76,7 @@ class Run(NamedTuple):
 
 
 class Step(NamedTuple):
-    """When a step was taken in; the steps and their rows that were planned meanwhile; the requests that ran, the tokens
-    that came."""
+    """A finished step: its time, the steps and rows planned during it, the running requests, new tokens."""
 
     at: float
     planned: int
@@ -85,24 +86,26 @@ class Step(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What is served where: an engine of `config`, for real and by `calibration`; requests are those of `workload`, the
-    same ones in the same order at any rate."""
+    """A device and workload: an engine of `config`, and its simulation by `calibration`.
+
+    Requests of `workload` are the same, in the same order, at any rate."""
 
     config: EngineConfig
     calibration: str
     workload: str
 
     def trace(self, rate: float, seconds: float) -> list[TraceRequest]:
-        """Poisson arrivals."""
+        """Return Poisson arrivals."""
         return Load(self.calibration, self.workload).trace(rate, seconds)
 
     def mean_output(self) -> float:
-        """Tokens that a request brings."""
+        """Return the mean output tokens of a request."""
         return float(np.mean([one.output_len for one in Load(self.calibration, self.workload).sketches(MANY)]))
 
     def simulation(self, system: str, kv_tokens: int | None = None, padded: bool = False) -> Simulation:
-        """The system by the calibration. This engine doesn't compute what FasterTransformer computes for nothing, so
-        a simulation beside it does so only if `padded`."""
+        """Return the system's simulation by the calibration.
+
+        The engine skips the padding that FasterTransformer computes, so the simulation includes it only if `padded`."""
         plant = read_deployment(replace(self.config, memory=system), self.calibration)
         plant = plant if kv_tokens is None else plant._replace(kv_tokens=kv_tokens, kv_bytes=0)
         made = plant.simulation()
@@ -111,13 +114,13 @@ class Place(NamedTuple):
         return made
 
     def simulate(self, plan: Plan, kv_tokens: int | None = None, padded: bool = False) -> Run:
-        """A plan on the virtual clock."""
+        """Run a plan on the virtual clock."""
         made = self.simulation(plan.system, kv_tokens, padded)
         by = "simulated, padded" if padded else "simulated"
         return run(made.engine, made.clock.advance_to, self.trace(plan.rate, plan.span.end), plan, by)
 
     def capacity(self, system: str) -> float:
-        """Requests a second that a system serves, by simulation, while more of them wait than it can take."""
+        """Return the simulated requests a second of a system with a full queue."""
         made = self.simulation(system)
         for i, one in enumerate(self.trace(CROWD, 1.0)):
             made.engine.add(str(i), one.prompt, one.params)
@@ -128,18 +131,19 @@ class Place(NamedTuple):
 
 
 def _tokens(engine: Engine, steps: int) -> int:
-    """Tokens that so many steps bring."""
+    """Return the tokens of this many steps."""
     return sum(len(output.tokens) for _ in range(steps) if engine.has_unfinished_requests for output in engine.step())
 
 
-# A run
+# Runs
 
 
 def serve(
     engine: Engine, wait: Wait, trace: Sequence[TraceRequest], span: Span
 ) -> tuple[list[ServedRequest], list[Step], list[Usage]]:
-    """Requests come at their times by the engine's clock; `wait` lets time pass until a moment of it. What is
-    unfinished at the end is aborted, so that the engine is idle again."""
+    """Submit requests at their times by the engine's clock; `wait` waits until a time on it.
+
+    Unfinished requests are aborted at the end, so that the engine is idle again."""
     clock = engine.clock
     began, look = clock(), span.start
     served: list[ServedRequest] = []
@@ -167,7 +171,7 @@ def serve(
 
 
 def _step(engine: Engine, served: Sequence[ServedRequest], began: float) -> Step:
-    """One step of the engine. Requests that it ended were running in it."""
+    """Run one step of the engine. Requests that finish in it count as running."""
     planned, rows = engine.stats.steps, engine.stats.rows
     outputs = engine.step()
     now = engine.clock() - began
@@ -184,7 +188,7 @@ def _step(engine: Engine, served: Sequence[ServedRequest], began: float) -> Step
 
 
 def run(engine: Engine, wait: Wait, trace: Sequence[TraceRequest], plan: Plan, by: str) -> Run:
-    """Serve a trace, which is the plan's. What is real goes to stderr at once, so that no later error loses it."""
+    """Serve the plan's trace. Measured results go to stderr at once, so that a later error does not lose them."""
     start, end, _ = plan.span
     before = engine.scheduler.num_preemptions
     served, steps, usages = serve(engine, wait, trace, plan.span)
@@ -205,12 +209,14 @@ def run(engine: Engine, wait: Wait, trace: Sequence[TraceRequest], plan: Plan, b
     return done
 
 
-# For real
+# On the device
 
 
 def engine_of(made: BuiltEngine, config: EngineConfig, system: str) -> Engine:
-    """Another engine over the runner of `made`, idle since, with a system's memory: the pages and page tables are as
-    large whatever the memory, so what `made` has captured and compiled serves on."""
+    """Return another engine over the runner of `made`, now idle, with a system's memory.
+
+    Pages and page tables have the same sizes in every memory, so the captured graphs and compiled kernels of `made` are
+    reused."""
     runner: Any = made.engine.runner
     config = replace(config, memory=system).with_device_defaults(made.memory_plan.device)
     size = MemorySize(
@@ -227,13 +233,14 @@ def engine_of(made: BuiltEngine, config: EngineConfig, system: str) -> Engine:
 
 
 def sleep_until(moment: float) -> None:
-    """Let the wall clock reach a moment of time.monotonic."""
+    """Sleep until a time of time.monotonic."""
     time.sleep(max(0.0, moment - time.monotonic()))
 
 
 def warm_up(made: BuiltEngine, place: Place) -> None:
-    """A burst that isn't measured, so that the first run finds the device as the others do. Kernels and graphs are
-    there since the start."""
+    """Run an unmeasured burst, so that the first run finds the device in the same state as the others.
+
+    Kernels and graphs exist since startup."""
     engine = engine_of(made, place.config, "paged")
     rows = min(engine.scheduler.max_seqs, made.memory_plan.kv_tokens // EACH)
     serve(engine, sleep_until, place.trace(2 * rows / WARM, WARM), Span(0.0, WARM, WARM))

@@ -1,8 +1,8 @@
-"""vAttention Figure 10: decode steps of four sequences of 32K tokens with pages mapped while steps compute, and with
-pages mapped when they are needed. Llama-3-8B with dummy weights, on a GPU.
+"""Measure decode steps of four sequences of 32K tokens, with pages mapped during compute and on demand (vAttention
+Figure 10).
 
-Each sequence begins shortly before the end of a page of 1,024 tokens of a layer, one after another, so that a window of
-few steps has every spike that the paper's 3,500 steps have, and more of them for each step.
+Llama-3-8B with dummy weights, on a GPU. Each sequence begins shortly before the end of a page of 1,024 tokens of a
+layer, one after another. So a short window has every spike of the paper's 3,500 steps, more densely.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 MODEL, CONTEXT = "llama3-8b", 32768
 PAGE = 1024  # tokens of a page of 2 MB of one layer's keys
-STEPS = {False: 200, True: 3500}  # with --full as many as the paper
+STEPS = {False: 200, True: 3500}  # with --full the paper's number
 ENDS = (30, 70, 110, 150)  # steps until each sequence's page is full
-DEPTHS = (2, 1)  # steps in flight: ours, and as the paper's engine had it
+DEPTHS = (2, 1)  # steps in flight: quire's, and the paper's engine's
 LAYOUTS = ("layer", "sliced")
 MOST = 1.1  # p99 / median with map-ahead
-SPIKE = 1.2  # of the median: a spike
+SPIKE = 1.2  # of the median: a step above it is a spike
 PAPER = 41 / 25  # of a step that maps pages / of others
 
 Runs = Sequence[dict[str, Any]]
 
 
 def figure_10(full: bool = False) -> Reproduction:
-    """Each layout with map-ahead and without, at both depths. StartupError on a CPU."""
+    """Run each layout with map-ahead and without, at both depths. StartupError on a CPU."""
     from quire.bench.replay import need_gpu
 
     need_gpu("quire reproduce vattention-fig10")
@@ -48,7 +48,7 @@ def figure_10(full: bool = False) -> Reproduction:
             print(f"{layout}, map-ahead {'on' if ahead else 'off'}", file=sys.stderr)
             with dummy(MODEL, length, len(ENDS), **virtual(layout, ahead)) as made:
                 for i, depth in enumerate(DEPTHS):
-                    # Further on each time: where the last run was pages are mapped already.
+                    # Each run uses later addresses: the last run's pages are mapped already.
                     end = CONTEXT + i * (PAGE + steps // PAGE * PAGE)
                     found = timed(made.engine, depth, [end - at for at in ENDS], steps)
                     runs.append({"layout": layout, "ahead": ahead, "depth": depth, **found})
@@ -72,7 +72,7 @@ def figure_10(full: bool = False) -> Reproduction:
 
 
 def timed(engine: Engine, depth: int, lengths: Sequence[int], steps: int) -> dict[str, Any]:
-    """`ms` of each step, and the pages that were mapped in its way."""
+    """Return the `ms` of each step, and the pages mapped on its critical path."""
     from quire.bench import contexts
     from quire.bench.shapes import local_runner
 
@@ -92,7 +92,7 @@ def timed(engine: Engine, depth: int, lengths: Sequence[int], steps: int) -> dic
 
 
 def _facts(ms: Sequence[float]) -> tuple[float, float, float, int]:
-    """Median, 99th percentile, the most, and how many are spikes."""
+    """Return the median, the 99th percentile, the maximum, and the number of spikes."""
     middle, ordered = median(ms), sorted(ms)
     return middle, ordered[len(ms) * 99 // 100], ordered[-1], sum(one > SPIKE * middle for one in ms)
 
@@ -119,7 +119,7 @@ def judged(runs: Runs) -> list[Result]:
 
 
 def draw(data: Runs) -> Figure:
-    """Latencies of consecutive steps, a panel each."""
+    """Draw latencies of consecutive steps, a panel for each run."""
     from quire.reproduce.plots import COLOURS, figure
 
     panels = list(dict.fromkeys((run["layout"], run["depth"]) for run in data))

@@ -1,8 +1,8 @@
-"""PagedAttention Figure 19a: milliseconds to swap so many tokens out and in, and to compute them again, by page size.
+"""Measure the milliseconds to swap tokens out and in, and to recompute them, by page size (PagedAttention Figure 19a).
 
-Real moves between the engine's buffers and real prompts: on a GPU of an OPT-13B, as in the paper (on an A100), on a
-CPU of a small LLaMA. The paper's system copied each layer's keys and values of a page on their own; ours moves whole
-pages, and all pages of a sequence at once. Both are shown for a GPU.
+Swaps between the engine's buffers and prompts are real: OPT-13B on a GPU, as in the paper (on an A100), a small LLaMA
+on a CPU. The paper's system copied each layer's keys and values of a page separately; quire moves whole pages, and all
+pages of a sequence at once. Both are shown for a GPU.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # tokens of a page
 TOKENS = 256
 REPEATS = 9
-FLAT = 1.2  # the slowest recomputation / the fastest, over all page sizes, if it doesn't depend on them
+FLAT = 1.2  # the slowest recomputation / the fastest, over all page sizes, to count as independent of them
 MOST = 1.2  # recomputing / swapping: "never higher than 20% of swapping's latency"
-# A step of the model reads few weights, so that both ways can be seen in one picture.
+# A step of the model reads few weights, so that both ways fit one plot.
 SHAPE = {
     "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4,
     "intermediate_size": 704, "vocab_size": 512,
@@ -37,8 +37,9 @@ GPU_MODEL = "opt-13b"
 
 
 class Point(NamedTuple):
-    """Milliseconds for TOKENS tokens in pages of `page` tokens. `pieces`: out and in by one copy for each layer's keys
-    and for its values, in each page; None where that wasn't measured."""
+    """Milliseconds for TOKENS tokens in pages of `page` tokens.
+
+    `pieces` is out and in with a separate copy of each layer's keys and values in each page; None if not measured."""
 
     page: int
     out: float
@@ -48,12 +49,12 @@ class Point(NamedTuple):
 
     @property
     def both(self) -> float:
-        """Out and in."""
+        """Return the time of out and in."""
         return self.out + self.back
 
 
 def figure_19a() -> Reproduction:
-    """The figure's shape: recomputation doesn't depend on the page, swapping does."""
+    """Measure the figure's shape: recomputation doesn't depend on the page size, swapping does."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -71,7 +72,7 @@ def figure_19a() -> Reproduction:
         _claim(f"recomputation is flat (slowest/fastest at most {FLAT})", None, round(spread, 2), spread <= FLAT),
         _claim("swapping is slowest with the smallest page", True, swapped[0] == max(swapped)),
         _claim(f"swapping in pages of 1 token / at best (more than {FLAT})", None, round(worst, 2), worst > FLAT),
-        # A CPU swaps by copying memory, and computes far more slowly than a GPU: don't expect this one to hold on it.
+        # A CPU swaps by copying memory and computes far more slowly than a GPU, so this claim may not hold on it.
         _claim("recomputing is cheaper than swapping in pages of 1 token", True, _ratio(points[0]) < 1),
     ]
     if gpu:
@@ -83,7 +84,7 @@ def figure_19a() -> Reproduction:
 
 
 def _claims_of_pieces(points: list[Point]) -> list[Result]:
-    """The paper's claims for swaps as its system made them."""
+    """Judge the paper's claims on swaps in separate copies, as in its system."""
     pieces = [p.pieces for p in points if p.pieces is not None]
     most = max(p.recompute / p.pieces for p in points if p.pieces is not None)
     return [
@@ -94,7 +95,7 @@ def _claims_of_pieces(points: list[Point]) -> list[Result]:
 
 
 def _ratio(point: Point) -> float:
-    """How many times as long recomputing takes as swapping."""
+    """Return recomputing time / swapping time."""
     return point.recompute / point.both
 
 
@@ -117,7 +118,8 @@ def _measure(page: int, gpu: bool) -> Point:
 
 
 def _pieces(page: int, layers: int, size: int) -> float:
-    """Seconds to copy `size` bytes of pages out and in, each layer's keys and each layer's values on their own."""
+    """Return the seconds to copy `size` bytes of pages out and in, with separate copies of each layer's keys and
+    values."""
     import torch
 
     count = TOKENS // page * layers * 2

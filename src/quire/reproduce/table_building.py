@@ -1,6 +1,8 @@
-"""vAttention §3.3.2: what building page tables takes of a decode step: whole tables, padded to the longest, in each
-step, as vLLM built them, first from lists and later from arrays; only what changed, as ours are; and none. The host's
-time is measured here; that of a step is what `quire bench profile` measured on an H200, for Llama-3-8B.
+"""Measure the share of a decode step that building page tables takes (vAttention §3.3.2).
+
+The ways: whole tables in each step, padded to the longest, as in vLLM, first from lists and later from arrays; only the
+changes, as in quire; and none. Host time is measured here. Step time is what `quire bench profile` measured on an H200
+for Llama-3-8B.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ LOADS = {
 WAYS = ("padded lists", "padded arrays", "deltas", "none")
 REPEATS = 40
 ONCE, FIXED = 30, 10  # % of a decode step in vLLM, before and after a change
-LEAST = 10  # % of the worst load, from which on padded tables cost what the paper said
-MOST = 1.0  # % that deltas may take
+LEAST = 10  # % of a step at the worst load: the least that confirms the paper's cost of padded tables
+MOST = 1.0  # % for deltas, at most
 
 Points = Sequence[dict[str, Any]]
 
 
 class Rows(NamedTuple):
-    """Sequences in memory: their page tables as lists, and a store that has them."""
+    """Sequences in memory: their page tables as lists, and a store with the same tables."""
 
     tables: list[list[int]]
     store: Store
@@ -62,7 +64,7 @@ class Rows(NamedTuple):
         return torch.from_numpy(whole).to(self.store.device)
 
     def deltas(self) -> None:
-        """A page more for as many sequences as fill one in a step."""
+        """Write one more page for each sequence that fills one in this step."""
         some = range(0, len(self.tables), PAGE)
         self.store.apply_page_ops(
             tuple(TableWrite(i + 1, 0, len(self.tables[i]) - 1, (self.tables[i][-1],)) for i in some)
@@ -70,7 +72,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(lengths: Sequence[int]) -> Rows:
-    """Pages of next to no bytes: only their numbers matter."""
+    """Return rows with pages of almost no bytes: only page numbers matter."""
     import torch
 
     from quire.memory.page_layout import MemorySize, build_kv_config
@@ -90,7 +92,7 @@ def rows_of(lengths: Sequence[int]) -> Rows:
 
 
 def _us(build: Callable[[], object]) -> float:
-    """Microseconds of the host, median."""
+    """Return the median host time in microseconds."""
     import torch
 
     wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
@@ -104,7 +106,7 @@ def _us(build: Callable[[], object]) -> float:
 
 
 def table_building() -> Reproduction:
-    """Shares of a step, by how tables are built."""
+    """Measure the share of a step for each way of building tables."""
     points: list[dict[str, Any]] = []
     for load, lengths in LOADS.items():
         rows = rows_of(lengths)
@@ -124,7 +126,7 @@ def table_building() -> Reproduction:
 
 
 def judged(points: Points) -> list[Result]:
-    """The worst load of each way."""
+    """Judge the worst load of each way."""
     most = {way: max((p["share"], p["load"]) for p in points if p["way"] == way) for way in WAYS}
     paper = {"padded lists": f"up to {ONCE}", "padded arrays": f"up to {FIXED}", "deltas": None, "none": None}
     results = []

@@ -1,9 +1,9 @@
-"""Jenga Figures 13, 15, 17 and 18 for real: engines with dummy weights of the models' shapes on one GPU, over two-level
-and uniform pages, in the KV memory that the paper's devices would have left over, or with and without a cache of
-pictures' embeddings; beside the simulation of the same.
+"""Run Jenga Figures 13, 15, 17 and 18 on one GPU, beside the simulation of the same.
 
-What a token is has no say in what a step costs. Loads are shorter than the simulated entries', so that a run takes a
-minute; each rule has an engine of its own, warmed up before its requests come.
+Engines have dummy weights of the models' shapes and the KV memory left over on the paper's devices. They use two-level
+or uniform pages, or run with and without a vision embedding cache. Token values do not affect the cost of steps. Loads
+are shorter than the simulated entries', so that a run takes a minute. Each way has its own engine, warmed up before its
+requests come.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ if TYPE_CHECKING:
 RULES = ("uniform", "jenga")
 ON = "cuda"
 MOST_OFF = 0.15  # the simulation's error, as a share
-WARM = (64, 700, 2100, 64)  # tokens of prompts that warm up
+WARM = (64, 700, 2100, 64)  # prompt lengths of the warm-up
 
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     **{rule: (rule, {}) for rule in RULES}, **{mode: ("jenga", {"vision_cache": mode}) for mode in ("off", "pages")},
 }  # fmt: skip
-LABELS = {"jenga": "LCM pages"}  # of ways; others are called by their names
+LABELS = {"jenga": "LCM pages"}  # of ways; others use their names
 
 
 class Load(NamedTuple):
-    """A case and how its requests come: all at once, or at most `concurrency` at a time. `ways`, of WAYS, are compared:
-    the second with the first one. Weights of one byte have two here, or one with `fp8`."""
+    """A case and its arrivals: all at once, or at most `concurrency` at a time.
+
+    The second of `ways` (keys of WAYS) is compared with the first. Weights of one byte take two here, or one with
+    `fp8`."""
 
     case: Case
     concurrency: int | None = None
@@ -52,7 +54,7 @@ class Load(NamedTuple):
     fp8: bool = False
 
     def here(self) -> Case:
-        """The same KV memory on this device."""
+        """Return the case with the same KV memory on this device."""
         return self.case._replace(device=H200, kv_gib=self.case.budget, halved=self.fp8)
 
 
@@ -82,7 +84,7 @@ ARTICLES = Load(Case("ministral-8b", H200, "docqa:5:64000@20", kv_gib=32.0, cach
 
 
 class Both(NamedTuple):
-    """A way's run: real, and simulated."""
+    """A way's run, measured and simulated."""
 
     rule: str
     real: Ran
@@ -90,7 +92,7 @@ class Both(NamedTuple):
 
 
 def built(case: Case, rule: str, **more: Any) -> AbstractContextManager[BuiltEngine]:
-    """An engine with dummy weights, warmed up at its start; in FP8, if they are halved."""
+    """Return an engine with dummy weights, warmed up at startup; in FP8 if the weights are halved."""
     from quire.bench import shapes
 
     config = case.config(rule, dummy_weights=True, skip_tokenizer_init=True, device=ON, **more)
@@ -101,8 +103,9 @@ def built(case: Case, rule: str, **more: Any) -> AbstractContextManager[BuiltEng
 
 
 def warm(made: BuiltEngine, case: Case) -> None:
-    """Prompts of several lengths, and a picture if the model sees any: not those that will be measured. None is longer
-    than a step, where one step must compute it."""
+    """Run prompts of several lengths, and an image if the model takes images; none of them is measured later.
+
+    None is longer than a step if a step must compute a whole prompt."""
     whole = case.chunk is not None and case.spec.vision is not None and case.spec.vision.bidirectional_prompt
     lengths = [length for length in WARM if not whole or length <= (case.chunk or 0)]
     asked = [TraceRequest(0.0, [OWN] * length, exactly(8)) for length in lengths]
@@ -111,7 +114,7 @@ def warm(made: BuiltEngine, case: Case) -> None:
 
 
 def run(load: Load) -> list[Both]:
-    """Both ways for real, one after another, and simulated."""
+    """Run both ways on the device, one after another, and simulate them."""
     from quire.reproduce.dummy_engines import release
 
     here, found = load.here(), list[Both]()
@@ -143,7 +146,7 @@ What = Callable[[Ran], float]
 
 
 def compared(row: str, what: str, unit: str, of: What, found: Sequence[Both], paper: str | None) -> list[Result]:
-    """A number by either way, its ratio, for real and simulated; more is better."""
+    """Compare a number of both ways and its ratio, measured and simulated; more is better."""
     by = {both.rule: both for both in found}
     less, more = (LABELS.get(way, way) for way in by)
     results = [
@@ -164,7 +167,7 @@ def _ratio(of: What, pair: Sequence[Ran]) -> float:
 
 
 def off(row: str, found: Sequence[Both]) -> list[Result]:
-    """How far the simulation's time is off."""
+    """Return the error of the simulated time."""
     return [
         at_most(row, f"{both.rule}: simulated time, off by", MOST_OFF,
                 round(abs(both.simulated.seconds / both.real.seconds - 1), 3), "share")
@@ -173,7 +176,7 @@ def off(row: str, found: Sequence[Both]) -> list[Result]:
 
 
 def judged_speed(found: Sequence[Both], equal: bool = False) -> list[Result]:
-    """Figure 13. `equal`: of layers that are alike; then the two differ by no more than 3 %."""
+    """Judge Figure 13. `equal`: the layers are alike, so the two differ by at most 3 %."""
     results = compared("J-F13", "throughput", "requests/s", lambda ran: ran.requests_per_s, found, None)
     if equal:
         ratio = results.pop().ours
@@ -183,7 +186,7 @@ def judged_speed(found: Sequence[Both], equal: bool = False) -> list[Result]:
 
 
 def judged_batches(found: Sequence[Both]) -> list[Result]:
-    """Figure 15."""
+    """Judge Figure 15."""
     paper = f"{RATIO} (another load)"
     results = compared("J-F15", "mean decode batch", "requests", lambda ran: ran.batch, found, paper)
     steps = [measured("J-F15", f"{both.rule}: steps that decode", both.real.decode_steps, "steps") for both in found]
@@ -191,14 +194,14 @@ def judged_batches(found: Sequence[Both]) -> list[Result]:
 
 
 def judged_articles(found: Sequence[Both]) -> list[Result]:
-    """Figure 17."""
+    """Judge Figure 17."""
     results = compared("J-F17", "hit rate", "of prompts", lambda ran: ran.hit_rate, found, f"up to {HITS}")
     speed = compared("J-F17", "throughput", "requests/s", lambda ran: ran.requests_per_s, found, f"up to {SPEED}")
     return [*results, *speed, *off("J-F17", found)]
 
 
 def judged_pictures(found: Sequence[Both], alike: bool = False) -> list[Result]:
-    """Figure 18. `alike`: of a model whose prompts are computed in one step; then both take as long, within 3 %."""
+    """Judge Figure 18. `alike`: prompts are computed in one step, so both take the same time, within 3 %."""
     results = []
     for what, unit, of, paper in (
         ("throughput", "requests/s", lambda ran: ran.requests_per_s, THROUGHPUT),
@@ -259,12 +262,12 @@ pictures_phi3, pictures_paligemma = partial(_pictures, "phi3"), partial(_picture
 
 
 def decode_batches() -> Reproduction:
-    """Figure 15."""
+    """Run Figure 15."""
     return _entry("jenga-fig15-gpu", BATCHES, judged_batches, "Jenga Figure 15: decode batches")
 
 
 def articles() -> Reproduction:
-    """Figure 17, one number of articles."""
+    """Run Figure 17 with one number of articles."""
     return _entry("jenga-fig17-gpu", ARTICLES, judged_articles, "Jenga Figure 17: 5 articles of 64,000 tokens")
 
 
@@ -286,7 +289,8 @@ def text(load: Load, found: Sequence[Both]) -> str:
 
 
 def draw(data: Mapping[str, Any]) -> Figure:
-    """Throughput, decode batch and hit rate by rule, real and simulated; by vision cache, latency and encoder runs."""
+    """Draw throughput, decode batch and hit rate by rule, measured and simulated; latency and encoder runs by vision
+    cache."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(10, 3.4)

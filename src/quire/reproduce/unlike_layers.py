@@ -1,5 +1,7 @@
-"""Jenga Figures 3 and 7 and the arithmetic of §2: what uniform pages waste where layers need different tokens, and
-where each layer's pages are in the two layouts. Counted from shapes; Figure 7's addresses from the runner's own views.
+"""Compute Jenga Figures 3 and 7 and the arithmetic of §2, from shapes.
+
+Figure 3 is the waste of uniform pages where layers need different tokens; Figure 7 is the addresses of each layer's
+pages in two layouts, compared with the runner's own views.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from quire.reproduce.result import DIFFERS, HOLDS, Reproduction, Result, equal, 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TEXT, IMAGE = 43, 6193  # tokens of a request of MMMU-pro, on average (§3.2)
+TEXT, IMAGE = 43, 6193  # mean tokens of a request of MMMU-pro (§3.2)
 ARTICLE = 92_408  # of arXiv-QA (§7.2)
-LONGEST = {"Gemma-2": 8192, "Ministral": 131_072}  # tokens of a request at most
+LONGEST = {"Gemma-2": 8192, "Ministral": 131_072}  # most tokens of a request
 
 
 class Need(NamedTuple):
-    """A kind of layers and the units that a request needs of it, where uniform pages hold `held` of them."""
+    """A kind of layers, the units of it that a request needs, and those that uniform pages hold."""
 
     kind: Kind
     needed: int
@@ -32,23 +34,24 @@ class Need(NamedTuple):
 
 
 def waste(needs: Sequence[Need]) -> float:
-    """Per cent of what uniform pages take for a request that no layer needs; all layers keep as much of a token."""
+    """Return the unneeded share of a request's uniform pages, in per cent. All layers must have equal bytes per
+    token."""
     assert len({need.kind.unit_bytes for need in needs}) == 1, "layers keep different bytes of a token"
     return float(100 * wasted_fraction(needs[0].held, [(need.kind.layers, need.needed) for need in needs]))
 
 
 def of_length(kinds: Sequence[Kind], tokens: int) -> list[Need]:
-    """A request of `tokens` tokens, which uniform pages hold in every layer."""
+    """Return the needs of a request of `tokens` tokens, which uniform pages hold in every layer."""
     return [Need(kind, kind.needed(tokens), tokens) for kind in kinds]
 
 
 def of_images(kinds: Sequence[Kind], text: int, image: int) -> list[Need]:
-    """A request with image tokens, which only layers of cross attention need, and these no others."""
+    """Return the needs of a request with images: cross-attention layers need image tokens, all others text tokens."""
     return [Need(kind, image if kind.unit == "image token" else text, text + image) for kind in kinds]
 
 
 def cases() -> dict[str, tuple[str, float | None, list[Need]]]:
-    """Label -> model, the paper's per cent if it has one, the request."""
+    """Return label -> model, the paper's per cent if given, the request."""
     ministral = named("ministral-8b")
     return {
         f"Llama 3.2 11B Vision, {TEXT} text and {IMAGE:,} image tokens": (
@@ -70,7 +73,7 @@ def cases() -> dict[str, tuple[str, float | None, list[Need]]]:
 
 
 def figure_3() -> Reproduction:
-    """The waste of §3.2, and of the figure's five layers; ours at the mean length of the paper's data set too."""
+    """Compare the waste of §3.2 and of the figure's five layers; also at the mean length of the paper's data set."""
     found = cases()
     results = [
         measured("J-F3", f"{what}: wasted", round(waste(needs), 2), "%")
@@ -95,12 +98,12 @@ def figure_3() -> Reproduction:
 
 
 def _digits(number: float) -> int:
-    """Digits behind the point."""
+    """Return the digits after the decimal point."""
     return len(f"{number:g}".partition(".")[2])
 
 
 def _draw_3(found: dict[str, tuple[str, float | None, list[Need]]]) -> Figure:
-    """A bar a case: what each kind needs, and what is wasted."""
+    """Draw a bar for each case: the need of each kind, and the waste."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(9, 4)
@@ -122,7 +125,7 @@ def _draw_3(found: dict[str, tuple[str, float | None, list[Need]]]) -> Figure:
 
 
 def kv_of_llama() -> Reproduction:
-    """§2: 10,000 tokens of Llama 3.1 8B take about 1.2 GB."""
+    """Check §2: 10,000 tokens of Llama 3.1 8B take about 1.2 GB."""
     size = 10_000 * spec_of("llama3.1-8b").token_bytes(2)
     what = "llama3.1-8b: KV cache of 10,000 tokens"
     ours = round(size / 2**30, 2)
@@ -135,14 +138,14 @@ def kv_of_llama() -> Reproduction:
 
 # Figure 7
 
-SELF, CROSS, LAYER = 3, 2, 128  # layers of the example of §4.1, and what a token takes in each, in bytes
+SELF, CROSS, LAYER = 3, 2, 128  # layers of the example of §4.1, and the bytes per token of each
 LARGE = 768
-PAGES = 3  # large ones
+PAGES = 3  # large pages
 NAMES = [*(f"self.{i}" for i in range(1, SELF + 1)), *(f"cross.{i}" for i in range(1, CROSS + 1))]
 
 
 class Place(NamedTuple):
-    """What a kernel is given of a layer's pages: where its first one begins, and how far apart they are, in bytes."""
+    """The address parameters of a layer's pages that a kernel receives: the first page and the stride, in bytes."""
 
     start: int
     page: int
@@ -152,17 +155,17 @@ class Place(NamedTuple):
 
 
 def layer_page(layer: int, pages: int) -> Place:
-    """(a): memory is cut into layers, each layer into pages."""
+    """Return layout (a): memory is divided into layers, each layer into pages."""
     return Place(layer * pages * LAYER, LAYER)
 
 
 def page_layer(layer: int, layers: int) -> Place:
-    """(b): memory is cut into pages, each page into layers."""
+    """Return layout (b): memory is divided into pages, each page into layers."""
     return Place(layer * LAYER, layers * LAYER)
 
 
 def views() -> dict[str, Place]:
-    """(c): the same from the tensors that kernels are given here."""
+    """Return layout (c): the same from the tensors that kernels receive here."""
     import torch
 
     from quire.worker.cache_views import layer_caches
@@ -184,7 +187,7 @@ def views() -> dict[str, Place]:
 
 
 def figure_7() -> Reproduction:
-    """Addresses by (a) and (b), and that (c) says those of (b) with a start, a size and an id."""
+    """Compare the addresses of (a) and (b), and check that (c) gives those of (b) from a start, a size and an id."""
     ours = views()
     results: list[Result] = []
     for i, name in enumerate(NAMES):
@@ -214,7 +217,7 @@ def figure_7() -> Reproduction:
 
 
 def _consecutive(ours: dict[str, Place]) -> bool:
-    """Page p of each kind begins where p - 1 of the same kind ends, with its layers in order."""
+    """Return True if page p of each kind begins where p - 1 ends, with its layers in order."""
     kinds = NAMES[:SELF], NAMES[SELF:]
     return all(
         [ours[name].address(p) for p in range(3) for name in names] == list(range(0, 3 * len(names) * LAYER, LAYER))
@@ -223,12 +226,12 @@ def _consecutive(ours: dict[str, Place]) -> bool:
 
 
 def _large(ours: dict[str, Place]) -> list[int]:
-    """Bytes of as many small pages as a large one has of each kind."""
+    """Return the bytes of a large page, from each kind's small pages."""
     return [ours[name].address(LARGE // ours[name].page) - ours[name].start for name in ("self.1", "cross.1")]
 
 
 def _draw_7(ours: dict[str, Place]) -> Figure:
-    """Memory from left to right, a block a page of a layer: (a), and (b) with large page 1 for text."""
+    """Draw memory from left to right, a block for each page of a layer: (a), and (b) with large page 1 for text."""
     from quire.reproduce.plots import COLOURS, figure
 
     fig = figure(11, 3.4)

@@ -1,8 +1,8 @@
-"""Models of unlike layers served by simulation, over one allocation rule or another (Jenga §7): the paper's devices and
-budgets, and what is counted of a run. The engine, the scheduler and the memory are those that serve.
+"""Simulate serving models of unlike layers with different allocation rules, on the paper's devices and budgets (Jenga
+§7).
 
-Steps cost what a calibration says, scaled by what a device moves and computes in a second; so throughputs of other
-devices are extrapolations, and what is compared are rules on one device.
+The engine, the scheduler and the memory are the real ones. Steps cost what a calibration says, scaled by a device's
+bandwidth and compute. So throughputs of other devices are extrapolations, and only rules on one device are compared.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from quire.sim.simulation import TraceRequest
 WINDOWED, OTHER = "h200-ministral-8b", "h200-llama3-8b"
 CALIBRATION = WINDOWED if WINDOWED in calibration_names() else OTHER
 SEED = 0
-OWN = 11  # the token of prompts whose content has no say
-DOCUMENT = 64  # documents have tokens of their own from here on, and questions behind them
+OWN = 11  # the token of prompts whose content has no effect
+DOCUMENT = 64  # first token id of documents; those of questions come after them
 GB = 1e9
 BESIDE = 1.5 * GB  # of a device, for activations and kernels
-SHARE = 0.95  # of a device, for everything
+SHARE = 0.95  # usable share of a device
 
 RULES: dict[str, dict[str, Any]] = {
     "jenga": {},
@@ -56,7 +56,8 @@ LABELS = {
 
 
 class Device(NamedTuple):
-    """`memory` in bytes; bytes moved and operations of a product in bfloat16 a second, as its vendor has them."""
+    """A device: `memory` in bytes, bandwidth in bytes a second, bfloat16 operations a second, from the vendor's
+    data."""
 
     name: str
     memory: float
@@ -70,9 +71,11 @@ L4 = Device("L4", 24 * GB, 0.3e12, 121e12)
 
 
 class Case(NamedTuple):
-    """A model on a device with so many requests of a workload, all at once. `halved`: weights take one byte (FP8 in the
-    paper's Table 1). `kv_gib` instead of what the device has left over; `longest` instead of the model's context, and
-    `chunk` tokens and `seqs` sequences a step instead of the defaults. `changes` are to its config.json."""
+    """A model on a device and the requests of a workload, all at once.
+
+    `halved`: weights take one byte (FP8 in the paper's Table 1). `kv_gib` replaces the memory left over on the device,
+    `longest` the model's context, `chunk` and `seqs` the default tokens and sequences a step. `changes` are to its
+    config.json."""
 
     model: str
     device: Device
@@ -87,7 +90,7 @@ class Case(NamedTuple):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The model's config.json, with `changes`."""
+        """Return the model's config.json, with `changes`."""
         return {**named_config(self.model), **dict(self.changes)}
 
     @property
@@ -96,7 +99,7 @@ class Case(NamedTuple):
 
     @property
     def budget(self) -> float:
-        """GiB for KV: SHARE of the device less the weights (those of eyes have two bytes) and BESIDE."""
+        """Return GiB for KV: SHARE of the device less BESIDE and the weights (two bytes each in the vision encoder)."""
         if self.kv_gib is not None:
             return self.kv_gib
         eyes = self.spec.vision.parameters if self.spec.vision is not None else 0
@@ -105,7 +108,7 @@ class Case(NamedTuple):
 
     @property
     def eyes(self) -> Eyes | None:
-        """How it takes pictures, if it sees any."""
+        """Return the image settings, if the model takes images."""
         return Eyes.of(self.shape, self.spec)
 
     @property
@@ -113,7 +116,7 @@ class Case(NamedTuple):
         return f"{self.model}{'*' if self.halved else ''}, {self.device.name}"
 
     def config(self, rule: str, **more: Any) -> EngineConfig:
-        """The engine by a rule of RULES."""
+        """Return the engine config of a rule of RULES."""
         return EngineConfig(**{
             "model_config": self.model, "kv_gib": self.budget, "max_model_len": self.longest, "swap_gib": 0.0,
             "preemption": "recompute", "enable_prefix_caching": self.caching, "seed": SEED,
@@ -121,7 +124,7 @@ class Case(NamedTuple):
         })  # fmt: skip
 
     def plant(self, rule: str, **more: Any) -> SimulatedDeployment:
-        """The same as a simulation. Weights of one byte are read twice as fast, and computed with as before."""
+        """Return the same as a simulation. Weights of one byte are read twice as fast; compute costs the same."""
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(self.shape))
             made = read_deployment(self.config(rule, model_config=None, model=folder, **more), CALIBRATION)
@@ -134,7 +137,7 @@ class Case(NamedTuple):
         return made._replace(cost=made.cost._replace(coefficients=scaled))
 
     def sketches(self) -> list[Sketch]:
-        """The requests, cut to the model's context: of a prompt that is too long its document's end is left out."""
+        """Return the requests, cut to the model's context: a prompt that is too long loses its document's end."""
         most, eyes = min(self.spec.max_len, self.longest or self.spec.max_len), self.eyes
         found = []
         for one in parse(self.workload).sketches(SEED):
@@ -146,7 +149,7 @@ class Case(NamedTuple):
 
 
 def prompts(sketches: Sequence[Sketch]) -> list[list[int]]:
-    """Prompts whose first tokens tell their documents apart, and whose last ones the questions."""
+    """Return prompts whose first tokens identify their documents, and whose last ones the questions."""
     documents = {name: DOCUMENT + i for i, name in enumerate(dict.fromkeys(one.prefix_id for one in sketches))}
     behind = DOCUMENT + len(documents)
     found = []
@@ -161,7 +164,9 @@ def exactly(tokens: int) -> SamplingParams:
 
 
 def burst(sketches: Sequence[Sketch], eyes: Eyes | None = None, pixels: bool = False) -> list[TraceRequest]:
-    """All requests at once. `eyes` see pictures where other models have tokens; with `pixels` for a real runner."""
+    """Return all requests at time 0. `eyes` place images where other models have tokens.
+
+    `pixels`: include them, for a real runner."""
     found = []
     for prompt, one in zip(prompts(sketches), sketches):
         asked = TraceRequest(0.0, prompt, exactly(one.output_len))
@@ -174,14 +179,14 @@ def burst(sketches: Sequence[Sketch], eyes: Eyes | None = None, pixels: bool = F
 
 
 class Step(NamedTuple):
-    """One step that was planned: rows that decode, and tokens of prompts."""
+    """A planned step: its decode rows and its prompt tokens."""
 
     decoding: int
     prompt: int
 
 
 class Counted:
-    """A runner that counts the rows and tokens of the steps it gets. It replaces the engine's own."""
+    """A runner that counts the rows and tokens of its steps. It replaces the engine's own."""
 
     def __init__(self, engine: Engine) -> None:
         self.runner, self.depth = engine.runner, engine.depth
@@ -207,8 +212,10 @@ class Counted:
 
 
 class Memory(NamedTuple):
-    """Bytes of the KV memory at a time: read by later tokens, in full-attention layers and in others; allocated but not
-    read; not allocated; and the number of running requests."""
+    """Bytes of the KV memory at a time, and the number of running requests.
+
+    `full` and `window` bytes are read by later tokens, in full-attention layers and in others; `wasted` ones are
+    allocated but not read."""
 
     time: float
     full: int
@@ -223,9 +230,11 @@ class Memory(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A run. `decode_steps`: steps with a decoding row; `batch`: their mean number of rows. `hit_rate`: share of prompt
-    tokens. `normalised`: mean of latency / output length, in seconds a token; `latency`: mean latency. `encoder_runs`:
-    whole images encoded, with `encoder_parts` parts. `steps` and `memory`: samples."""
+    """The results of a run.
+
+    `decode_steps` are steps with a decode row, `batch` their mean number of such rows. `hit_rate` is a share of prompt
+    tokens. `normalised` is the mean of latency / output length, in seconds a token; `latency` is the mean latency.
+    `encoder_runs` counts whole images encoded, `encoder_parts` their parts. `steps` and `memory` are samples."""
 
     seconds: float
     requests: int
@@ -248,17 +257,19 @@ class Ran(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """Of prompts and outputs."""
+        """Return the throughput of prompts and outputs."""
         return self.tokens / self.seconds
 
     def facts(self) -> dict[str, Any]:
-        """As JSON, without what was seen on the way."""
+        """Return the results as JSON, without the samples."""
         return {name: value for name, value in self._asdict().items() if name not in ("steps", "memory")}
 
 
 def needed(engine: Engine, spec: ModelSpec, itemsize: int, now: float) -> Memory:
-    """The memory now. What a layer needs of a sequence is what its tokens in flight and to come read, whatever the
-    memory keeps; each sequence counts alone. Rows of pictures aren't counted as needed."""
+    """Return the current memory use.
+
+    A layer needs the units of a sequence that its tokens in flight and later ones read, whatever the memory keeps. Each
+    sequence counts alone. Image embeddings do not count as needed."""
     scheduler = engine.scheduler
     full = window = 0
     kinds = by_reach(spec, itemsize)
@@ -278,7 +289,7 @@ def needed(engine: Engine, spec: ModelSpec, itemsize: int, now: float) -> Memory
 
 
 def by_reach(spec: ModelSpec, itemsize: int) -> list[tuple[Any, int]]:
-    """For each kind of layers its policy, in pages of a token, and the bytes of a token in all of them."""
+    """Return, for each kind of layers, its policy with pages of one token, and its total bytes per token."""
     found: dict[tuple[int | None, ...], list[LayerSpec]] = {}
     for layer in spec.layers:
         if layer.kv_source_layer is None and not layer.state_tensors and not layer.is_cross_attention:
@@ -297,14 +308,15 @@ def serve(
     engine: Engine, trace: Sequence[TraceRequest], spec: ModelSpec, sampled: float | None = None, itemsize: int = 2,
     concurrency: int | None = None, each: Callable[[Engine], None] = lambda engine: None,
 ) -> Ran:  # fmt: skip
-    """Serve all requests of a trace, which are there from the start, at most `concurrency` at a time. Times are by the
-    engine's clock. The memory is sampled every `sampled` seconds; `each` is called after each step."""
+    """Serve all requests of a trace, at most `concurrency` at a time; all are available from the start.
+
+    Times are by the engine's clock. The memory is sampled every `sampled` seconds; `each` is called after each step."""
     counted, clock = Counted(engine), engine.clock
     before = _counts(engine)
     began, look = clock(), clock()
     memory: list[Memory] = []
     came: list[float] = []
-    latencies: list[tuple[float, int]] = []  # of those that ended, and their output lengths
+    latencies: list[tuple[float, int]] = []  # of finished requests, with their output lengths
     while len(latencies) < len(trace):
         while len(came) < len(trace) and (concurrency is None or len(came) - len(latencies) < concurrency):
             one = trace[len(came)]
@@ -353,13 +365,13 @@ def _ran(
 
 
 def simulated(case: Case, rule: str, sampled: float | None = None, **more: Any) -> Ran:
-    """A case's requests, all at once, by a rule."""
+    """Simulate a case's requests, all at once, by a rule."""
     made = case.plant(rule, **more).simulation()
     return serve(made.engine, burst(case.sketches(), case.eyes), case.spec, sampled)
 
 
 def assumed() -> str:
-    """What simulations rest on."""
+    """Return the assumptions of the simulations."""
     found = load_calibration(CALIBRATION)
     error = "" if found.error is None else f", median error on steps that weren't fitted {found.error['median']:.1%}"
     far = "" if CALIBRATION == WINDOWED else ", a model without windows: theirs are extrapolated"

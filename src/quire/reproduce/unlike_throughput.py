@@ -1,5 +1,5 @@
-"""Jenga Figure 13: throughput of models of unlike layers over two-level pages and over uniform ones, in what two
-devices have left over for KV. By simulation.
+"""Simulate the throughput of models of unlike layers over two-level and uniform pages, on two devices (Jenga Figure
+13).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ARTICLES, QUESTIONS, PICTURES = "arxiv-qa@40", "mmlu-pro@400", "mmmu-pro@400"  # D3, D1, D2
-CHUNK = 2048  # tokens a step on the smaller device, whose windows else hold as much as its requests have
-# What PyramidKV keeps of a prompt in a layer, on average: an eighth of what MMLU-pro's longest request has. The paper
-# doesn't say.
+CHUNK = 2048  # tokens a step on the smaller device; with more, windows would take as much memory as whole requests
+# The mean tokens of a prompt that PyramidKV keeps in a layer: an eighth of MMLU-pro's longest request. The paper
+# gives no number.
 KEPT = (("pyramid_kv", {"average": 384}),)
 CASES: dict[str, tuple[Case, ...]] = {
     "Llama Vision": (
@@ -49,14 +49,15 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
 }  # Table 1
 RULES = ("uniform", "jenga")
-UNSHARED = "uniform, unshared"  # where layers share: pages as of a system that doesn't know it
+UNSHARED = "uniform, unshared"  # where layers share KV: the pages of a system without support for it
 MEAN, MOST = {"H100": 1.80, "L4": 1.69}, {"H100": 4.92, "L4": 3.29}
 TOLERANCE, EQUAL = 0.2, 0.03
 
 
 class Speed(NamedTuple):
-    """A model on a device by a rule: requests a second, the mean decode batch, the hit rate; `left_out` requests are
-    longer than uniform pages can hold at all."""
+    """The results of a model on a device by a rule: requests a second, the mean decode batch, the hit rate.
+
+    `left_out` counts requests too long for uniform pages."""
 
     model: str
     device: str
@@ -72,7 +73,7 @@ class Speed(NamedTuple):
 
 
 def speed(model: str, case: Case, rule: str) -> Speed:
-    """A case's requests, those that either rule can serve."""
+    """Simulate a case's requests that fit under either rule."""
     named = rule
     most = min(case.plant(one).max_len for one in RULES)
     if rule == UNSHARED:
@@ -89,7 +90,7 @@ def speed(model: str, case: Case, rule: str) -> Speed:
 
 
 def figure_13() -> Reproduction:
-    """All models of Table 1, on both devices; Jamba on the one that holds it."""
+    """Simulate all models of Table 1 on both devices; Jamba only on the one that holds it."""
     jobs = [(model, case, rule) for model, cases in CASES.items() for case in cases for rule in RULES]
     jobs += [("character.ai", case, UNSHARED) for case in CASES["character.ai"]]
     found: list[Speed] = in_parallel(speed, jobs)
@@ -99,14 +100,14 @@ def figure_13() -> Reproduction:
 
 
 def ratios(found: Sequence[Speed], other: str = "uniform") -> dict[tuple[str, str], float]:
-    """(model, device) -> the throughput of two-level pages / that of other ones."""
+    """Return (model, device) -> the throughput of two-level pages / that of the others."""
     of = {(one.model, one.device, one.rule): one.requests_per_s for one in found}
     pairs = dict.fromkeys((one.model, one.device) for one in found if one.rule == other)
     return {(model, device): of[model, device, "jenga"] / of[model, device, other] for model, device in pairs}
 
 
 def judged(found: Sequence[Speed]) -> list[Result]:
-    """Each ratio; Llama's is 1, no model's is less, and the mean and the most beside the paper's."""
+    """Judge each ratio: Llama's is 1, none is less, and the mean and the maximum against the paper's."""
     results = []
     by = ratios(found)
     for (model, device), ratio in by.items():
@@ -150,7 +151,7 @@ def text(found: Sequence[Speed], note: str) -> str:
 
 
 def draw(data: Sequence[Mapping[str, Any]]) -> Figure:
-    """Throughput as a share of the better one, pairs of bars, a panel a device."""
+    """Draw throughput as a share of the better rule: pairs of bars, a panel for each device."""
     from quire.reproduce.plots import COLOURS, figure
 
     found = [Speed(**one) for one in data]

@@ -1,6 +1,7 @@
-"""Jenga Figure 18: prompts with pictures in chunks of 1,024 tokens, by where their embeddings lie until they are used:
-in pages of their own, in those of keys and values to come, or nowhere, as in engines without a cache of them, which
-encode again for every chunk. By simulation; encoder runs and memory are counts.
+"""Simulate prompts with images in chunks of 1,024 tokens, by the storage of their embeddings (Jenga Figure 18).
+
+They are stored in pages of their own, in those of later keys and values, or nowhere: an engine without a cache encodes
+again for every chunk. Encoder runs and memory are counts.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ MODELS = {
     "LLaVA-OneVision 7B": "llava-onevision-7b", "InternVL2 8B": "internvl2-8b", "Phi-3-Vision 4B": "phi-3-vision-4b",
     "PaliGemma2 10B": "paligemma2-10b",
 }  # fmt: skip
-CROWD, ALONE = 200, 20  # requests that come at once, and those that come one after another
-THROUGHPUT, LATENCY = 1.88, 1.60  # times that without a cache: the paper's, of all its models it seems
+CROWD, ALONE = 200, 20  # requests that come at once, and requests that come one after another
+THROUGHPUT, LATENCY = 1.88, 1.60  # ratios to a run without a cache, from the paper (apparently over all its models)
 
 
 class Cached(NamedTuple):
-    """A model's runs by a mode. Of requests that came at once: how many a second, their mean end-to-end latency in
-    seconds, encoder runs. Of those one after another: latency, encoder runs, as many as there were chunks with a part
-    of a picture in them (`chunks`), and bytes of the KV memory that were allocated: the `most`, and the most `beyond`
-    what keys and values of the tokens that were computed take."""
+    """The results of a model in a mode.
+
+    Of simultaneous requests: requests a second, mean end-to-end latency in seconds, encoder runs. Of requests one after
+    another: latency, encoder runs, the `chunks` that contain a part of an image, and bytes of allocated KV memory:
+    `most`, the maximum, and `beyond`, the most beyond the keys and values of computed tokens."""
 
     model: str
     mode: str
@@ -47,8 +49,7 @@ class Cached(NamedTuple):
 
 
 class Watched:
-    """Bytes of an engine's KV memory that were allocated after a step: the most, and the most beyond what the tokens
-    that were computed fill."""
+    """Bytes of allocated KV memory after a step: the maximum, and the maximum beyond the pages of computed tokens."""
 
     def __init__(self) -> None:
         self.most = self.beyond = 0
@@ -67,7 +68,7 @@ def chunked(model: str, requests: int) -> Case:
 
 
 def cached(model: str, mode: str, crowd: int = CROWD, alone: int = ALONE) -> Cached:
-    """Both runs."""
+    """Simulate both runs."""
     many, few = chunked(model, crowd), chunked(model, alone)
     all_at_once, one_by_one = burst(many.sketches(), many.eyes), burst(few.sketches(), few.eyes)
     run = serve(many.plant("jenga", vision_cache=mode).simulation().engine, all_at_once, many.spec)
@@ -80,12 +81,12 @@ def cached(model: str, mode: str, crowd: int = CROWD, alone: int = ALONE) -> Cac
 
 
 def _chunks(start: int, end: int) -> int:
-    """Chunks of a prompt that have some of the tokens start .. end - 1."""
+    """Return the number of prompt chunks that contain any of the tokens start .. end - 1."""
     return (end - 1) // CHUNK - start // CHUNK + 1
 
 
 def figure_18() -> Reproduction:
-    """Every model, every mode."""
+    """Simulate every model in every mode."""
     found: list[Cached] = in_parallel(cached, [(model, mode) for model in MODELS for mode in MODES])
     results = [result._replace(real_or_simulated="simulated") for result in judged(found)]
     data: Any = [one._asdict() for one in found]
@@ -93,7 +94,7 @@ def figure_18() -> Reproduction:
 
 
 def gains(found: Sequence[Cached], mode: str = "pages") -> dict[str, tuple[float, float]]:
-    """Model -> how many times the throughput, and how many times shorter the latency, of a run without a cache."""
+    """Return model -> the factors of throughput and latency over a run without a cache."""
     of = {(one.model, one.mode): one for one in found}
     models = dict.fromkeys(one.model for one in found)
     return {
@@ -104,7 +105,8 @@ def gains(found: Sequence[Cached], mode: str = "pages") -> dict[str, tuple[float
 
 
 def judged(found: Sequence[Cached]) -> list[Result]:
-    """Gains: none is a loss, and those of the mean beside the paper's. Runs: one a request, or one a chunk."""
+    """Judge the gains: none is a loss, and the means against the paper's. Judge encoder runs: one a request, or one a
+    chunk."""
     results = []
     by = gains(found)
     for model, (faster, sooner) in by.items():
@@ -153,7 +155,7 @@ def text(found: Sequence[Cached]) -> str:
 
 
 def draw(data: Sequence[Mapping[str, Any]]) -> Figure:
-    """Throughput, latency and encoder runs by model and mode."""
+    """Draw throughput, latency and encoder runs by model and mode."""
     from quire.reproduce.plots import COLOURS, figure
 
     found = [Cached(**one) for one in data]

@@ -1,8 +1,8 @@
-"""PagedAttention Figures 1 and 2 by simulation: where the memory of an A100 goes, and how much of the KV memory holds
-tokens.
+"""Simulate the use of an A100's memory, and the share of the KV memory that holds tokens (PagedAttention Figures 1 and
+2).
 
-OPT-13B in 40 GB, 12 GiB of them for KV. Figure 2: ShareGPT-like requests at 2 a second. Figure 1: all come at once, to
-systems that run at most so many at a time.
+OPT-13B in 40 GB, 12 GiB of them for KV. Figure 2: ShareGPT-like requests at 2 a second. Figure 1: all requests come at
+once, to systems with a limited batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LOAD, RATE = Load("a100-13b", "sharegpt"), 2.0
 COMPARED = ("orca-max", "orca-pow2", "orca-oracle", "paged")
-WARM = 0.1  # of the trace: memory fills
+WARM = 0.1  # of the trace, excluded: memory fills
 KINDS = {
     "used": "token states", "reserved": "reserved", "internal": "internal fragmentation", "external": "external",
 }  # fmt: skip
@@ -35,14 +35,14 @@ PAPER_MEAN = 499  # tokens of a request of ShareGPT, prompt and output: Figure 1
 WEIGHTS, CACHE = 65, 30  # Figure 1: per cent of the memory
 NEAR = 0.05
 BATCHES = {"orca-max": (1, 2, 4, 6, 8), "paged": (1, 2, 4, 8, 12, 16, 24, 32, 40, 48)}
-BURST, MIDDLE = 12, (0.2, 0.8)  # requests for each that runs; averages are taken while these shares of them end
+BURST, MIDDLE = 12, (0.2, 0.8)  # requests for each running one; averages are taken while these shares of them finish
 
 Shares = dict[str, dict[str, float]]
 """System -> kind -> per cent of the memory that isn't free."""
 
 
 def figure_2(full: bool = False) -> Reproduction:
-    """Averages over time while requests come. What is free for anybody who may come isn't counted."""
+    """Average over time while requests come. Free memory is not counted."""
     seconds = HOUR if full else SECONDS
     done = in_parallel(shares, [(LOAD, system, RATE, seconds) for system in COMPARED])
     found = dict(zip(COMPARED, done))
@@ -68,7 +68,7 @@ def figure_2(full: bool = False) -> Reproduction:
 
 
 def shares(load: Load, system: str, rate: float, seconds: float) -> dict[str, float]:
-    """Per cent of the taken memory by kind."""
+    """Return per cent of the used memory by kind."""
     trace = load.trace(rate, seconds)
     outcome = load.serve(system, trace, until=trace[-1].arrival)
     usage = mean_usage([moment for moment in outcome.timeline if moment.time >= WARM * trace[-1].arrival])
@@ -107,7 +107,7 @@ def _draw_waste(found: Shares) -> Figure:
 
 
 class Batch(NamedTuple):
-    """Requests that run at once, the KV memory taken from everybody else in GB, and tokens generated a second."""
+    """Mean running requests, their allocated KV memory in GB, and tokens generated a second."""
 
     running: float
     memory: float
@@ -115,7 +115,8 @@ class Batch(NamedTuple):
 
 
 def figure_1() -> Reproduction:
-    """Left: weights, KV memory and the rest, in per cent of 40 * 10^9 bytes. Right: memory and throughput by batch."""
+    """Compute, left, the per cent of 40 * 10^9 bytes for weights, KV memory and the rest; right, memory and throughput
+    by batch."""
     plant = LOAD.plant("paged")
     whole, weights = calibration(LOAD.calibration).memory_bytes, plant.cost.shape.weight_bytes
     kv = plant.kv_tokens * plant.spec.token_bytes(plant.cost.shape.itemsize)
@@ -143,12 +144,12 @@ def figure_1() -> Reproduction:
 
 
 def _ratio(what: str, ours: float) -> Result:
-    """The paper draws how the two differ, and gives no number."""
+    """Return a measured ratio: the paper draws the difference, but gives no number."""
     return measured("P-F1", what, round(ours, 2), "ratio", "simulated")
 
 
 def batch(load: Load, system: str, most: int) -> Batch:
-    """A system that runs at most so many requests at a time, while many wait."""
+    """Simulate a system that runs at most `most` requests at a time, with a full queue."""
     plant = load.plant(system)
     trace = load.arriving([0.0] * max(BURST * most, 60))
     outcome = plant.with_max_num_seqs(most).simulate(trace)

@@ -99,12 +99,12 @@ class ControlChannel:
         except (asyncio.IncompleteReadError, OSError):
             pass
         except WireError as error:
-            log.error("another front sent an invalid frame: %s", error)
+            log.error("another frontend sent an invalid frame: %s", error)
         finally:
             self._writer.close()
             for answer in self._pending.values():
                 if not answer.done():
-                    answer.set_exception(ConnectionResetError("the other front is gone"))
+                    answer.set_exception(ConnectionResetError("the other frontend is gone"))
             self._pending.clear()
 
     def notify(self, kind: str, value: Any = None) -> None:
@@ -124,7 +124,7 @@ class ControlChannel:
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._writer.is_closing():
-            raise ConnectionResetError("the other front is gone")
+            raise ConnectionResetError("the other frontend is gone")
         if self._writer.transport.get_write_buffer_size() < MAX_UNSENT_BYTES:
             self._writer.write(_frame(message))
 
@@ -146,7 +146,7 @@ class ControlChannel:
         try:
             value = await handler(value)
         except Exception as error:  # the other side's request has a timeout
-            log.error("a request of another front failed", exc_info=error)
+            log.error("a request of another frontend failed", exc_info=error)
             return
         if key is not None:
             with suppress(ConnectionError):

@@ -44,7 +44,7 @@ class WorkerHandle:
     """A worker frontend: its process, and its state as last reported."""
 
     def __init__(self, number: int, process: ChildProcess) -> None:
-        self.name, self.process = f"front {number}", process
+        self.name, self.process = f"frontend {number}", process
         self.connection = process.connections[0]
         self.channel: ControlChannel
         self.counters: ServerCounters | None = None
@@ -99,7 +99,7 @@ class FrontendManager(ServerGroup):
         try:
             for number, connection in enumerate(connections, 1):
                 inherited = (self._listener.fileno(), connection.fileno(), slots_fd)
-                worker = WorkerHandle(number, ChildProcess(1, WORKER_PROGRAM, f"front {number}", inherited))
+                worker = WorkerHandle(number, ChildProcess(1, WORKER_PROGRAM, f"frontend {number}", inherited))
                 self.workers.append(worker)
                 with suppress(OSError):  # it has ended: wait_ready reports it
                     send_blocking(worker.connection, "settings", {**self._settings, "number": number})
@@ -245,7 +245,7 @@ class FrontendManager(ServerGroup):
         if self.llm.error is None:
             log.error("%s: the server ends", reason)
             self._broadcast("died", reason)
-            assert isinstance(self.llm.engine_client, ProcessEngineClient), "fronts share an engine's process"
+            assert isinstance(self.llm.engine_client, ProcessEngineClient), "frontends share an engine's process"
             self.llm.engine_client.give_up(APIServerDead(reason))
 
     async def _send_beats(self) -> None:

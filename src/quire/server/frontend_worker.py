@@ -62,7 +62,7 @@ class FrontendWorker(ServerGroup):
     def problem(self) -> str:
         """Return why the server is unhealthy, as the main frontend reports it, or that its heartbeats are missing."""
         return (
-            "the first front has not been heard of"
+            "the first frontend has not been heard of"
             if self._missed_beats >= MAX_MISSED_BEATS
             else self._reported_problem
         )
@@ -93,14 +93,14 @@ class FrontendWorker(ServerGroup):
         try:
             return await self._channel.request(kind, None, 3 * GATHER_SECONDS)
         except (TimeoutError, ConnectionError) as error:
-            log.warning("the first front doesn't answer (%s)", kind)
-            raise Overloaded("the first front of this server doesn't answer", 1) from error
+            log.warning("the first frontend doesn't answer (%s)", kind)
+            raise Overloaded("the first frontend of this server doesn't answer", 1) from error
 
     async def _watch_manager(self) -> None:
         await self._channel.serve()
         if self.llm.error is None:
-            log.error("the first front is gone: the server ends")
-            await self._on_died("the first front is gone")
+            log.error("the first frontend is gone: the server ends")
+            await self._on_died("the first frontend is gone")
 
     async def _count_missed_beats(self) -> None:
         """Count missed heartbeats. The count is of turns of this loop, not of time: time would also pass while this
@@ -132,7 +132,7 @@ class FrontendWorker(ServerGroup):
 
     async def _on_died(self, why: str) -> None:
         if self.llm.error is None:
-            assert isinstance(self.llm.engine_client, ProcessEngineClient), "fronts share an engine's process"
+            assert isinstance(self.llm.engine_client, ProcessEngineClient), "frontends share an engine's process"
             self.llm.engine_client.give_up(APIServerDead(why))
 
 
@@ -151,7 +151,7 @@ def run(channel: socket.socket, listener: socket.socket, connection: socket.sock
     except (EOFError, OSError, WireError):
         return 1
     options = options_from_json(settings["options"])
-    configure_logging(options, f"front {settings['number']}")
+    configure_logging(options, f"frontend {settings['number']}")
     sys.set_int_max_str_digits(MAX_INT_DIGITS)
     slots = AcceptSlots(slots_fd, settings["count"], settings["number"], options.max_connections)
     worker = FrontendWorker(settings["count"], settings["started"], channel, slots)
@@ -206,7 +206,7 @@ def _wait_for_engine(engine: socket.socket, control: socket.socket) -> None:
     poll.register(engine, select.POLLIN)
     poll.register(control, select.POLLHUP | getattr(select, "POLLRDHUP", 0))
     if all(number == control.fileno() for number, _ in poll.poll()):
-        raise StartupError("the first front is gone")
+        raise StartupError("the first frontend is gone")
 
 
 async def _serve(

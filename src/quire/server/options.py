@@ -66,16 +66,18 @@ def check_options(options: ServeOptions) -> None:
         raise StartupError(f"--fronts is {options.fronts}", f"It must be between 1 and {MAX_FRONTENDS}")
     if options.fronts > 1 and options.on_engine_death == "restart":
         cause = f"--fronts is {options.fronts}, and --on-engine-death is restart"
-        raise StartupError(cause, "Only an engine with one front is started again")
+        raise StartupError(cause, "Only an engine with one frontend can be started again")
     if options.fronts > 1 and options.engine_process == "off":
         cause = f"--fronts is {options.fronts}, and --engine-process is off"
-        raise StartupError(cause, "Fronts share an engine that has a process of its own")
+        raise StartupError(cause, "Several frontends need an engine in a process of its own")
     if not 0 <= options.store_responses <= MAX_STORED_RESPONSES:
         cause = f"--store-responses is {options.store_responses}"
         raise StartupError(cause, f"It must be between 0, for none, and {MAX_STORED_RESPONSES}")
     if options.fronts > 1 and options.store_responses:
         cause = f"--fronts is {options.fronts}, and --store-responses is {options.store_responses}"
-        raise StartupError(cause, "A front finds only the responses that it gave: store them with one front")
+        raise StartupError(
+            cause, "A frontend finds only the responses that it stored itself: use one frontend, or store none"
+        )
     check_certificate(options.ssl_keyfile, options.ssl_certfile)
     raise_descriptor_limit()
     most = options.max_connections

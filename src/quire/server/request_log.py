@@ -23,6 +23,6 @@ def log_request(id: str, prompts: Sequence[Prompt], params: SamplingParams, scop
     values = [(field, getattr(params, field.name)) for field in fields(params) if field.repr]
     shown = ", ".join(f"{field.name}={short(value)}" for field, value in values if value != field.default)
     tokens, images = sum(len(prompt.ids) for prompt in prompts), sum(len(prompt.images) for prompt in prompts)
-    sizes = f"{len(prompts)} prompts, {tokens} tokens" + f", {images} pictures" * bool(images)
+    sizes = f"{len(prompts)} prompts, {tokens} tokens" + f", {images} images" * bool(images)
     text = "request %s (X-Request-Id %s): %s; %s"
     log.info(text, id, scope.get(REQUEST_ID, "-"), sizes, shown[:MAX_PARAM_CHARS] or "no parameters")

@@ -60,9 +60,9 @@ class EchoImages:
         image, key = self.media[entry.slot][entry.image_index], (entry.slot, entry.image_index)
         done = self.encoded_parts.get(key, 0) if entry.first_part else 0
         assert done == entry.first_part, (
-            f"slot {entry.slot} has {done} parts of picture {entry.image_index}, not {entry.first_part}"
+            f"slot {entry.slot} has {done} parts of image {entry.image_index}, not {entry.first_part}"
         )
-        assert 0 < entry.num_parts <= image.num_parts - done, f"picture {entry.image_index} has {image.num_parts} parts"
+        assert 0 < entry.num_parts <= image.num_parts - done, f"image {entry.image_index} has {image.num_parts} parts"
         self.encoded_parts[key] = done + entry.num_parts
         if self.encoded_parts[key] < image.num_parts:
             return

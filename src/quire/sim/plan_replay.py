@@ -66,26 +66,25 @@ class PlanReplayer:
     def step(self, plan: StepPlan, result: StepResult | None) -> None:
         """Replay and check a step."""
         for i, init in enumerate(plan.new_slots):
-            self._check_slot(init.slot, f"births[{i}]")
+            self._check_slot(init.slot, f"new_slots[{i}]")
             if init.parent_slot not in self.echo.slots and (init.parent_slot >= 0 or init.sampling is None):
                 raise ReplayError(
-                    f"births[{i}]: slot {init.slot} inherits from slot {init.parent_slot}, which was never initialized"
+                    f"new_slots[{i}]: slot {init.slot} inherits from slot {init.parent_slot}, "
+                    "which was never initialized"
                 )
             self.echo.init_slot(init)
             self.images[init.slot] = init.images
-        self._replay(plan.page_ops, "journal")
-        for i, row in enumerate(plan.slices):
-            self._check_slice(row, f"rows[{i}]")
-        self._replay(plan.overlapped_page_ops, "ahead")
-        self._compare_tables(
-            {entry.slot for entry in (*plan.page_ops, *plan.overlapped_page_ops) if type(entry) is TableWrite}
-        )
+        self._replay(plan.page_ops, "page_ops")
+        for i, seq_slice in enumerate(plan.slices):
+            self._check_slice(seq_slice, f"slices[{i}]")
+        self._replay(plan.overlapped_page_ops, "overlapped_page_ops")
+        self._compare_tables({op.slot for op in (*plan.page_ops, *plan.overlapped_page_ops) if type(op) is TableWrite})
         if result is not None:
             self._check_result(plan, result)
         self.counts.update(
-            steps=1, rows=len(plan.slices), births=len(plan.new_slots),
-            forks=sum(b.parent_slot >= 0 for b in plan.new_slots),
-            tokens=sum(len(row.tokens) for row in plan.slices), collected=result is not None,
+            steps=1, slices=len(plan.slices), new_slots=len(plan.new_slots),
+            forks=sum(init.parent_slot >= 0 for init in plan.new_slots),
+            tokens=sum(len(seq_slice.tokens) for seq_slice in plan.slices), collected=result is not None,
         )  # fmt: skip
 
     def _check_slot(self, slot: int, where: str) -> None:
@@ -93,12 +92,12 @@ class PlanReplayer:
             raise ReplayError(f"{where}: slot {slot} is none of the {self.kv_config.slots}, or the scratch one")
 
     def _replay(self, page_ops: tuple[PageOp, ...], name: str) -> None:
-        for i, entry in enumerate(page_ops):
-            self._check_op(entry, f"{name}[{i}]")
-            if not isinstance(entry, ImageEncoding):
-                self.echo.apply(entry)
-        self.store.apply_page_ops(tuple(entry for entry in page_ops if not isinstance(entry, ImageEncoding)))
-        self.op_counts.update(type(entry).__name__ for entry in page_ops)
+        for i, op in enumerate(page_ops):
+            self._check_op(op, f"{name}[{i}]")
+            if not isinstance(op, ImageEncoding):
+                self.echo.apply(op)
+        self.store.apply_page_ops(tuple(op for op in page_ops if not isinstance(op, ImageEncoding)))
+        self.op_counts.update(type(op).__name__ for op in page_ops)
 
     def _check_op(self, op: PageOp, where: str) -> None:
         """Check that the slots, table entries and pages of an operation exist in the geometry."""
@@ -135,7 +134,7 @@ class PlanReplayer:
         self._check_slot(op.slot, where)
         media = self.images.get(op.slot, ())
         if not 0 <= op.image_index < len(media):
-            raise ReplayError(f"{where}: slot {op.slot} has {len(media)} pictures, and not picture {op.image_index}")
+            raise ReplayError(f"{where}: slot {op.slot} has {len(media)} images, and not image {op.image_index}")
         if not 0 <= op.first_part < op.first_part + op.num_parts <= media[op.image_index].num_parts:
             raise ReplayError(
                 f"{where}: {op.num_parts} parts from part {op.first_part} on, of {media[op.image_index].num_parts}"
@@ -184,10 +183,12 @@ class PlanReplayer:
 
     def _check_result(self, plan: StepPlan, result: StepResult) -> None:
         if len(result.slice_results) != len(plan.slices):
-            raise ReplayError(f"{len(result.slice_results)} samples for {len(plan.slices)} rows")
-        for i, (row, sampled) in enumerate(zip(plan.slices, result.slice_results)):
-            if not row.draft_tokens and len(sampled.tokens) != row.num_samples:
-                raise ReplayError(f"samples[{i}]: {len(sampled.tokens)} tokens, and {row.num_samples} were to be drawn")
+            raise ReplayError(f"{len(result.slice_results)} samples for {len(plan.slices)} slices")
+        for i, (seq_slice, sampled) in enumerate(zip(plan.slices, result.slice_results)):
+            if not seq_slice.draft_tokens and len(sampled.tokens) != seq_slice.num_samples:
+                raise ReplayError(
+                    f"samples[{i}]: {len(sampled.tokens)} tokens, and {seq_slice.num_samples} were to be drawn"
+                )
 
     def digest(self) -> str:
         """Return a digest of all tables. Raise ReplayError if those of both implementations differ."""
@@ -256,13 +257,13 @@ def summarize(log: PlanLog, replayer: PlanReplayer) -> list[str]:
     open_steps = counts["steps"] - counts["collected"]
     kinds = ", ".join(f"{kind.__name__} {replayer.op_counts[kind.__name__]:,}" for kind in PAGE_OPS_SHOWN)
     return [
-        f"memory   {kv_config.bytes:,} bytes, {kv_config.slots} slots, {len(kv_config.groups)} groups of layers; "
+        f"memory     {kv_config.bytes:,} bytes, {kv_config.slots} slots, {len(kv_config.groups)} groups of layers; "
         f"vocabulary {log.vocab_size:,}",
-        f"steps    {counts['steps']:,}" + (f", {open_steps} of them without a result" if open_steps else ""),
-        f"rows     {counts['rows']:,}, of {counts['tokens']:,} tokens",
-        f"births   {counts['births']:,}, {counts['forks']:,} of them inherit",
-        f"journal  {kinds}",
-        f"tables   sha256 {replayer.digest()}, found by two replayers",
+        f"steps      {counts['steps']:,}" + (f", {open_steps} of them without a result" if open_steps else ""),
+        f"slices     {counts['slices']:,}, of {counts['tokens']:,} tokens",
+        f"new slots  {counts['new_slots']:,}, {counts['forks']:,} of them inherit",
+        f"page ops   {kinds}",
+        f"tables     sha256 {replayer.digest()}, found by two replayers",
     ]
 
 

@@ -262,7 +262,7 @@ def describe_pages(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: M
         if group.kind == "state":
             holds = "a sequence's state" if group.table_width == 1 else f"the state after {holds}"
         if group.kind in ("cross", "vision"):
-            holds = f"{group.run_tokens} rows of a picture"
+            holds = f"{group.run_tokens} embeddings of an image"
         if group.run_pages > 1:
             holds = f"{group.run_tokens / group.run_pages:.2f} tokens"
         parts = [f"{len(group.layers)} layers", kind, f"{group.page_bytes:,} bytes for {holds}"]

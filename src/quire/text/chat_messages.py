@@ -141,9 +141,9 @@ def _part(at: str, part: Any, role: str, processor: ImageProcessor | None) -> st
 
 def _read_image(at: str, given: Any, role: str, processor: ImageProcessor | None) -> ImageSource:
     if processor is None:
-        raise InputError(f"{at} is a picture, and this model reads only text", at)
+        raise InputError(f"{at} is an image, and this model reads only text", at)
     if role != "user":
-        raise InputError(f"{at} is in a message of the role {role!r}; only those of 'user' may have pictures", at)
+        raise InputError(f"{at} is in a message of the role {role!r}; only those of 'user' may have images", at)
     if isinstance(given, Mapping):
         if given.get("detail") not in IMAGE_DETAILS:
             raise InputError(f"{at}.detail is {short_repr(given['detail'])}; it may be auto, low or high", at)
@@ -185,7 +185,7 @@ def append_mark(messages: Sequence[Message], mark: str) -> str:
         messages[-1]["content"] = content + mark
         return content
     if "text" not in content[-1]:
-        raise InputError("the last message ends with a picture, so it can't be continued", "continue_final_message")
+        raise InputError("the last message ends with an image, so it can't be continued", "continue_final_message")
     text = str(content[-1]["text"])
     content[-1]["text"] = text + mark
     return text

@@ -61,7 +61,7 @@ class PromptTruncation(NamedTuple):
         if len(prompt.ids) <= self.max_tokens:
             return prompt
         if prompt.images:
-            raise InputError("a prompt with pictures can't be cut", "truncate_prompt_tokens")
+            raise InputError("a prompt with images can't be truncated", "truncate_prompt_tokens")
         return Prompt(None, prompt.ids[: self.max_tokens] if self.keep_first else prompt.ids[-self.max_tokens :])
 
 
@@ -165,7 +165,7 @@ class InputProcessor:
             with input_error_at(field_name, several):
                 self._check_length(item, truncation)
         if images and len(given) > 1:
-            raise InputError(f"pictures go with one prompt, and there are {len(given)}", "multi_modal_data")
+            raise InputError(f"images go with one prompt, and there are {len(given)} prompts", "multi_modal_data")
         pixels = await self._load_images(images, salt)
 
         def encode() -> list[Prompt]:
@@ -191,7 +191,7 @@ class InputProcessor:
 
     def _require_image_loader(self, images: Sequence[ImageSource]) -> ImageLoader:
         if self.image_loader is None:
-            raise InputError(f"{images[0].param} is a picture, and this model reads only text", images[0].param)
+            raise InputError(f"{images[0].param} is an image, and this model reads only text", images[0].param)
         return self.image_loader
 
     async def process_chat_async(
@@ -364,7 +364,7 @@ class InputProcessor:
             )
         prompt = self.process_prompt(given)
         if prompt.images:
-            raise InputError("a registered prefix can't have pictures", "prefix")
+            raise InputError("a registered prefix can't have images", "prefix")
         return prompt.ids
 
     def replace_chat_template(self, template: ChatTemplate) -> None:

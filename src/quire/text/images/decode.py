@@ -52,14 +52,13 @@ def read_data_uri(uri: str, limits: ImageLimits, at: str) -> bytes:
     match = DATA_URI.match(uri[:URI_HEAD_CHARS])
     if match is None:
         raise InputError(
-            f"{at} must be data:TYPE;base64,DATA with a picture; nothing is ever fetched: got "
-            f"{uri[:MAX_SHOWN_CHARS]!r}",
+            f"{at} must be data:TYPE;base64,DATA with an image; nothing is ever fetched: got {uri[:MAX_SHOWN_CHARS]!r}",
             at,
         )
     text = "".join(uri[match.end() :].split())
     if len(text) > 4 * -(-limits.bytes // 3):
         raise InputError(
-            f"{at} has {len(text)} characters of base64; pictures may have {limits.bytes} bytes (--max-image-bytes)", at
+            f"{at} has {len(text)} characters of base64; images may have {limits.bytes} bytes (--max-image-bytes)", at
         )
     return _base64(text, at)
 
@@ -86,7 +85,7 @@ def read_checked_header(data: bytes, limits: ImageLimits, at: str) -> ImageHeade
     with image_errors_to_input_error(at):
         header = read_header(data)
         if header.is_animated:
-            raise BadImage("it is animated; only still pictures are supported")
+            raise BadImage("it is animated; only still images are supported")
     check_size(header.width, header.height, limits, at)
     return header
 
@@ -95,7 +94,7 @@ def check_size(width: int, height: int, limits: ImageLimits, at: str) -> None:
     """Raise InputError for an image without pixels, or with too many."""
     if not (0 < width <= MAX_IMAGE_SIDE and 0 < height <= MAX_IMAGE_SIDE and width * height <= limits.pixels):
         raise InputError(
-            f"{at} is a picture of {width} x {height} pixels; it must have 1 to {limits.pixels} (--max-image-pixels), "
+            f"{at} is an image of {width} x {height} pixels; it must have 1 to {limits.pixels} (--max-image-pixels), "
             f"and at most {MAX_IMAGE_SIDE} a side",
             at,
         )
@@ -182,6 +181,6 @@ def image_errors_to_input_error(at: str, why: str = "can't be read: its data is 
     except BadImage as error:
         raise InputError(f"{at} can't be read: {error}", at) from error
     except MemoryError as error:
-        raise Overloaded("there is no memory to decode a picture in now") from error
+        raise Overloaded("there is no memory to decode an image now") from error
     except Exception as error:
         raise InputError(f"{at} {why}", at) from error

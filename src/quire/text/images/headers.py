@@ -164,13 +164,13 @@ def _gif(data: bytes) -> ImageHeader:
         elif block == 0x2C:  # an image
             left, top, wide, high, flags = struct.unpack_from("<4HB", data, at)
             if left + wide > width or top + high > height:
-                raise BadImage("its picture is larger than its header says")
+                raise BadImage("its image is larger than its header says")
             frames += 1
             at += 10 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
             inside = True
         elif block == 0x3B:  # the end
             if not frames:
-                raise BadImage("there is no picture in it")
+                raise BadImage("there is no image in it")
             return ImageHeader("GIF", width, height, b"".join([*parts, data[start:at]]), is_animated=frames > 1)
         else:
             raise BadImage("a block of it is broken")

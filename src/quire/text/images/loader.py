@@ -56,7 +56,8 @@ class ImageLoader:
         from concurrent.futures import ThreadPoolExecutor
 
         if len(self._pending) >= MAX_WAITING:
-            raise Overloaded(f"the pictures of {len(self._pending)} requests wait to be decoded")
+            cause = f"the images of {len(self._pending)} requests wait to be decoded; the limit is {MAX_WAITING}"
+            raise Overloaded(cause)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(DECODE_THREADS, thread_name_prefix="quire-pictures")
         todo = [work]  # emptied by the thread, or on cancellation; the pool's queue would keep a reference
@@ -80,7 +81,7 @@ class ImageLoader:
             loaded.append(self._prepare(image, at, salt, len(given) == 1))
             size += len(loaded[-1].data)
             if size > MAX_PIXEL_BYTES:
-                cause = f"with {at} the request's pictures have {size} bytes, prepared; the limit is {MAX_PIXEL_BYTES}"
+                cause = f"with {at} the request's images have {size} bytes, prepared; the limit is {MAX_PIXEL_BYTES}"
                 raise InputError(cause, at)
         return loaded
 
@@ -88,9 +89,7 @@ class ImageLoader:
         """Raise InputError for more images than a request may have."""
         if len(given) > self.limits.count:
             at = given[self.limits.count].param
-            raise InputError(
-                f"{at} is one of {len(given)} pictures; the limit is {self.limits.count} (--max-images)", at
-            )
+            raise InputError(f"{at} is one of {len(given)} images; the limit is {self.limits.count} (--max-images)", at)
 
     def _read_sources(self, given: Sequence[ImageSource]) -> list[tuple[str, ImageHeader | Image]]:
         """Return the header or image of each source, with its parameter, after checking all sizes."""
@@ -103,7 +102,7 @@ class ImageLoader:
             data = read_data_uri(source, self.limits, at) if isinstance(source, str) else bytes(source)
             size += len(data)
             if size > most >= len(data):
-                cause = f"with {at} the request's pictures have {size} bytes; the limit is {most} (--max-image-bytes)"
+                cause = f"with {at} the request's images have {size} bytes; the limit is {most} (--max-image-bytes)"
                 raise InputError(cause, at)
             images.append((at, read_checked_header(data, self.limits, at)))
         return images
@@ -132,7 +131,7 @@ class ImageLoader:
         except InputError as error:
             raise InputError(f"{at}: {error}", at) from error
         except MemoryError as error:
-            raise Overloaded("there is no memory to prepare a picture in now") from error
+            raise Overloaded("there is no memory to prepare an image now") from error
         return prepared._replace(key=image_key(image, f"{self.processor.cache_settings} {prepared.grid}", salt))
 
     def expand_placeholders(
@@ -149,15 +148,15 @@ class ImageLoader:
         if places != len(pixels):
             missing = given[places].param if places < len(given) else ""
             raise InputError(
-                f"the prompt has {places} places for pictures (token {processor.image_token_id}, written "
+                f"the prompt has {places} image placeholders (token {processor.image_token_id}, written "
                 f"{processor.placeholder_text(1)!r}), and "
-                f"{len(pixels)} pictures are given{missing and f': {missing} has none'}",
+                f"{len(pixels)} images are given{missing and f': {missing} has none'}",
                 missing or "prompt",
             )
         reserved_ids, image_id = processor.reserved_ids, processor.image_token_id
         if not reserved_ids.isdisjoint(ids) and (reserved := reserved_ids - {image_id} & set(ids)):
             raise InputError(
-                f"prompt token {min(reserved)} stands for a part of a picture: prompts can't have it", "prompt"
+                f"prompt token {min(reserved)} stands for a part of an image: prompts can't have it", "prompt"
             )
         if not pixels:
             return list(ids), ()
@@ -170,7 +169,7 @@ class ImageLoader:
             over = next((one.param for one, tokens in zip(given, taken) if tokens >= room), "") if room > 0 else ""
             raise PromptTooLong(
                 f"{over and f'with {over} '}the prompt has {len(placed)} tokens, {taken[-1]} of them for "
-                f"{len(spans)} pictures, but {limits.held_by} holds {limits.max_len} with at least one token of output",
+                f"{len(spans)} images, but {limits.held_by} holds {limits.max_len} with at least one token of output",
                 over or "prompt",
             )
         return placed, tuple(

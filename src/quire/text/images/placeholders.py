@@ -105,7 +105,7 @@ def expand_text(
 ) -> tuple[list[int], list[int]]:
     """Join the ids of the text around the images with the images' placeholders. Return the prompt, and the position of
     each image's first row."""
-    assert len(pieces) == len(image_rows) + 1, f"{len(pieces)} pieces of text around {len(image_rows)} pictures"
+    assert len(pieces) == len(image_rows) + 1, f"{len(pieces)} pieces of text around {len(image_rows)} images"
     ids, places = list(pieces[0]), []
     for rows, piece in zip(image_rows, pieces[1:], strict=True):
         places.append(len(ids) + placeholder.row_offset)
@@ -117,7 +117,7 @@ def expand_text(
 def _placeholder_id(find: TokenLookup, text: str, token: int | None = None) -> int:
     id = find(text)
     if id is None and token is None:
-        raise StartupError(f"the tokenizer has no {text}, which stands for pictures", "Use the model's own tokenizer")
+        raise StartupError(f"the tokenizer has no {text}, which stands for images", "Use the model's own tokenizer")
     if id is not None and token is not None and id != token:
         cause = f"{text} is token {id} of the tokenizer, and config.json says {token}"
         raise StartupError(cause, "Both must be of one model")
