@@ -15,8 +15,8 @@ function colour(cell) {
 
 export function paint() {
   palette = Array.from({ length: 256 }, (_, cell) => colour(cell));
-  $("legend").replaceChildren(...[["free", FREE], ["found by prefixes", CACHED], ["shared", SHARED],
-    ["registered prefix", PINNED], ["one request's, a colour each", FIRST]].flatMap(([name, cell]) => {
+  $("legend").replaceChildren(...[["free", FREE], ["cached", CACHED], ["shared", SHARED],
+    ["registered prefix", PINNED], ["used by one request, a colour each", FIRST]].flatMap(([name, cell]) => {
     const swatch = make("span", undefined, { class: "swatch" });
     swatch.style.background = palette[cell];
     return [swatch, name];

@@ -34,13 +34,13 @@ function latency(now, kind) {
 }
 
 function numbers(now) {
-  const rates = { "tokens/s": 0, "ms a step": 0, "rows a step": 0 };
+  const rates = { "tokens/s": 0, "ms per step": 0, "slices per step": 0 };
   if (before && now.at > before.at) {
     const steps = now.steps - before.steps;
     rates["tokens/s"] = (now.computed - before.computed) / (now.at - before.at) * 1000;
     if (steps > 0) {
-      rates["ms a step"] = (now.step_seconds - before.step_seconds) / steps * 1000;
-      rates["rows a step"] = (now.rows - before.rows) / steps;
+      rates["ms per step"] = (now.step_seconds - before.step_seconds) / steps * 1000;
+      rates["slices per step"] = (now.rows - before.rows) / steps;
     }
   }
   const all = Object.values(now.bytes).reduce((a, b) => a + b, 0);
@@ -48,7 +48,7 @@ function numbers(now) {
   const shown = {
     running: now.running, waiting: now.waiting, swapped: now.swapped, ...rates, "memory in use, %": held,
     "host pages": now.sharing.host_pages_used, preempted: Object.values(now.preempted).reduce((a, b) => a + b, 0),
-    "found of prompts, %": 100 * now.sharing.hits / Math.max(now.sharing.queries, 1), steps: now.steps,
+    "prefix hits, %": 100 * now.sharing.hits / Math.max(now.sharing.queries, 1), steps: now.steps,
     "saved by sharing, %": 100 * now.sharing.saved / Math.max(now.sharing.tables, 1),
   };
   const lines = { ...shown, "ms to the first token": latency(now, "first"), "ms between tokens": latency(now, "between") };
@@ -74,7 +74,7 @@ function map(name, kind, of, told) {
 
 function drawGroup(group, i) {
   const { host } = group, kind = group.window ? `window-${group.window}` : group.kind;
-  const free = group.pages - group.used - group.cached, shared = `${group.shared} shared, which saves ${group.saved}`;
+  const free = group.pages - group.used - group.cached, shared = `${group.shared} shared, saving ${group.saved}`;
   const canvas = map(`group ${i}`, kind, group, `${kind}, ${group.layers} layers: ${group.pages} pages of ` +
     `${group.page_tokens} tokens, ${group.used} used (${shared}), ${group.cached} cached, ` +
     `${free} ${group.common ? "free or another group's" : "free"}`);
