@@ -10,7 +10,7 @@ import peer_ranks
 import reduce_ranks
 import torch
 
-from quire.bench import exchange_rank
+from bench import exchange_rank
 from quire.distributed import device_exchange
 from quire.distributed.rank_messages import InitMessage
 from quire.distributed.rank_queries import RANK_QUERIES

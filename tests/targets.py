@@ -13,7 +13,7 @@ from __future__ import annotations
 GATE_CASES = {
     # Measuring, reproducing, comparing.
     "tests/bench/": 0,
-    "tests/reproduce/": 0,
+    "tests/papers/": 0,
     "tests/clients/": 0,
     "tests/test_compare_": 0,
     "tests/test_transcripts.py": 0,

@@ -221,13 +221,24 @@ def test_a_named_shape_is_planned_without_weights(capsys: pytest.CaptureFixture[
 
 
 def test_bench_and_reproduce_are_delegated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in ("bench", "reproduce"):
+    for command, module in (("bench", "quire.bench"), ("simulate", "quire.bench.simulate"), ("reproduce", "papers")):
         seen: list[str] = []
-        stand_in = types.ModuleType(f"quire.{command}")
+        stand_in = types.ModuleType(module)
         stand_in.main = lambda args, seen=seen: seen.extend(args) or 3  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, f"quire.{command}", stand_in)
+        monkeypatch.setitem(sys.modules, module, stand_in)
         assert run(command, "name", "--any-flag", "1")[0] == 3
         assert seen == ["name", "--any-flag", "1"]
+
+
+def test_papers_need_a_checkout(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("quire.cli.checkout.CHECKOUT", tmp_path)
+    status, out, err = run("reproduce", "--list")
+    assert (status, out) == (2, "")
+    assert "Clone the repository" in err
+    status, out, _ = run("bench", "list")
+    assert status == 0
+    assert "throughput" in out
+    assert "allocator" not in out
 
 
 def test_env_shows_no_secrets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import quire
-from quire.cli.simulate import read_deployment
+from quire.bench.simulate import read_deployment
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.protocol.sampling_params import SamplingParams

@@ -11,14 +11,16 @@ import pytest
 import quire
 
 ROOT = Path(quire.__file__).parent
+CHECKOUT = Path(__file__).parents[1]
 FILES = sorted(ROOT.rglob("*.py"))
+BESIDE = sorted(path for folder in ("bench", "papers", "tools") for path in (CHECKOUT / folder).rglob("*.py"))
 
 ORDER = (  # a part imports only from those before it, and from itself
     "old_names", "errors", "config", "files", "client", "protocol", "memory", "core", "text", "kernels", "layers",
     "models", "weights", "worker", "ipc", "distributed", "sim", "startup", "jenga", "vattention", "pool", "llm",
-    "async_llm", "server", "cli", "__main__",
+    "async_llm", "server", "cli", "bench", "__main__",
 )  # fmt: skip
-MEASURING = {"bench", "reproduce"}  # commands: they take their options from cli, which starts them
+ORDER_BESIDE = ("quire", "bench", "papers", "tools")  # of the package and of the folders beside it
 NOT_EVEN = {  # what a part must not import though it comes before
     "client": set(ORDER),  # the standard library: it is started as a program, many times
     "worker": {"core", "memory"},
@@ -32,10 +34,8 @@ UNSANDBOXED = {"jinja2.Environment", "jinja2.Template"}  # may be named in annot
 def allowed(importer: str, imported_name: str) -> bool:
     """Whether one module may import another, given their names below the package."""
     mine, other = importer.partition(".")[0], imported_name.partition(".")[0]
-    if mine == other or mine in MEASURING:
+    if mine == other:
         return True
-    if other in MEASURING:
-        return mine == "cli"
     return ORDER.index(other) < ORDER.index(mine) and other not in NOT_EVEN.get(mine, ())
 
 
@@ -65,13 +65,26 @@ def test_imports_go_one_way(path: Path) -> None:
     tree, name = ast.parse(path.read_text()), ".".join(path.relative_to(ROOT).with_suffix("").parts)
     if name == "__init__":
         return  # the public names, loaded lazily
-    assert name.partition(".")[0] in {*ORDER, *MEASURING}, f"quire.{name} has no place in the import order"
+    assert name.partition(".")[0] in ORDER, f"quire.{name} has no place in the import order"
     for other in imported(tree):
         if other.startswith("quire.") and other != "quire.__version__":
             assert allowed(name, other.removeprefix("quire.")), f"quire.{name} must not import {other}"
 
 
+@pytest.mark.parametrize("path", BESIDE, ids=lambda path: str(path.relative_to(CHECKOUT)))
+def test_folders_beside_the_package_import_one_way(path: Path) -> None:
+    later = ORDER_BESIDE[ORDER_BESIDE.index(path.relative_to(CHECKOUT).parts[0]) + 1 :]
+    for other in imported(ast.parse(path.read_text())):
+        assert other.partition(".")[0] not in later, f"{path.name} must not import {other}"
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_in_the_package_imports_what_is_not_installed(path: Path) -> None:
+    for other in imported(ast.parse(path.read_text())):
+        assert other.partition(".")[0] not in ORDER_BESIDE[1:], f"{path.name} must not import {other}"
+
+
+@pytest.mark.parametrize("path", [*FILES, *BESIDE], ids=lambda path: str(path.relative_to(path.parents[1])))
 def test_nothing_runs_code_from_files(path: Path) -> None:
     assert list(breaches(ast.parse(path.read_text()))) == []
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from papers.contiguous_sizes import TABLE_8
 from quire.cli import main, parse_arguments
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
@@ -23,7 +24,6 @@ from quire.models.quantization import FP8_ON_LOAD
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.parallel_layout import Shard
-from quire.reproduce.contiguous_sizes import TABLE_8
 from quire.startup import memory_plan
 from quire.startup.build import describe_memory_plan
 from quire.startup.memory_plan import GIB, MemoryPlan, plan_memory

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[str, ...]] = {
 PROGRAM = """
 import json, sys, time
 from types import SimpleNamespace
-from quire.bench import control
+from bench import control
 control.time = SimpleNamespace(perf_counter=time.process_time)
 found = {}
 for name, (count, context, *more) in json.loads(sys.argv[1]).items():

@@ -28,7 +28,7 @@ sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
 import compare_models  # noqa: E402
 from compare_worker import Workload  # noqa: E402
 
-from quire.bench.document import document, short, table, write  # noqa: E402
+from quire.bench.document import short, table  # noqa: E402
 
 WORKLOADS = {
     "W1": Workload(32, 0, 128, 128), "W2": Workload(1, 0, 128, 128), "W3": Workload(1, 0, 2048, 1),
@@ -137,7 +137,7 @@ def number_of(name: str, run: dict[str, Any]) -> float:
     if name == "W1":
         return workload.requests * workload.output / float(run["seconds"])
     if name in ("W2", "L1"):
-        return 1e3 * (run["seconds"] - run["first_s"]) / (workload.output - 1)
+        return 1e3 * float(run["seconds"] - run["first_s"]) / (workload.output - 1)
     return float(run["seconds"]) * (1e3 / workload.output if name[0] == "S" else 1)
 
 
@@ -203,7 +203,7 @@ def _cell(one: dict[str, Any], name: str) -> str:
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     """A panel a workload: the medians as bars, the rounds as dots."""
-    from quire.reproduce.plots import COLOURS, figure, save
+    from quire.bench.plots import COLOURS, figure, save
 
     good = [one for one in results if "medians" in one]
     names = [name for name in WORKLOADS if any(name in one["medians"] for one in good)]
@@ -237,15 +237,6 @@ def measure(args: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], Non
     return results
 
 
-def keep(args: argparse.Namespace, given: Sequence[str], results: list[dict[str, Any]]) -> None:
-    """Write the document, if --out asks for it. The folder's own name is left out."""
-    if args.out:
-        said = ["FOLDER" if Path(one).resolve() == args.folder else one for one in given]
-        content = document("compare_cpu", "python tools/compare_cpu.py", said, results)
-        facts = {"threads": args.threads, "model": args.model, "busy": args.busy, "ratios": ratios(results)}
-        write(args.out, {**content, **facts})
-
-
 def main(given: list[str]) -> int:
     args = arguments().parse_args(given)
     if args.draw:
@@ -257,7 +248,9 @@ def main(given: list[str]) -> int:
         args.folder.mkdir(parents=True, exist_ok=True)
         for peer in dict.fromkeys([*args.peers, "llama"]):  # llama.cpp's also writes the models
             compare_models.environment(args.folder, peer)
-        results = measure(args, lambda results: keep(args, given, results))
+        results = measure(args, lambda results: compare_models.keep(
+            args, "compare_cpu", given, results, threads=args.threads, model=args.model, busy=args.busy,
+            ratios=ratios(results)))  # fmt: skip
     print(show(results))
     if args.picture:
         draw(results, args.picture)

@@ -12,6 +12,7 @@ import json
 import re
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -162,4 +163,5 @@ def save(path: Path, found: dict[str, np.ndarray]) -> None:
 if __name__ == "__main__":
     command, *rest = sys.argv[1:]
     paths = [Path(path) for path in rest[:2]]
-    {"write": write, "quantize": quantize, "read": read}[command](*paths, *rest[2:])
+    commands: dict[str, Callable[..., None]] = {"write": write, "quantize": quantize, "read": read}
+    commands[command](*paths, *rest[2:])

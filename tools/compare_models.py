@@ -10,7 +10,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 if (source := str(HERE.parent / "src")) not in sys.path:
     sys.path.insert(0, source)
 
+from quire.bench.document import document, write  # noqa: E402
 from quire.kernels.cpu.variants import cpu_features  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -72,7 +76,7 @@ def environment(root: Path, name: str) -> Path:
     print(f"installing {', '.join(peer.requirements)}", file=sys.stderr)
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", root / name], check=True)
-    pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    pip: list[str | Path] = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     own = ["--no-cache-dir"] if peer.variables else []  # another build of it may be in the cache
     subprocess.run([*pip, "install", *own, *peer.requirements], check=True,
                    env={**os.environ, **dict(peer.variables)})  # fmt: skip
@@ -87,7 +91,7 @@ def folder(root: Path, shape: str) -> Path:
     made = root / f"{shape}-bf16"
     if not (made / "model.safetensors").exists():
         if shape == SMOLLM2:
-            _gguf_tool(root, "read", published(root), made)
+            gguf_tool(root, "read", published(root), made)
         else:
             _random(made, SHAPES[shape])
     return made
@@ -102,9 +106,9 @@ def gguf(root: Path, shape: str, kind: str) -> Path:
     if not made.exists():
         part = made.with_suffix(".part")
         if kind == "bf16":
-            _gguf_tool(root, "write", folder(root, shape), part)
+            gguf_tool(root, "write", folder(root, shape), part)
         else:
-            _gguf_tool(root, "quantize", gguf(root, shape, "bf16"), part, kind)
+            gguf_tool(root, "quantize", gguf(root, shape, "bf16"), part, kind)
         part.rename(made)
     return made
 
@@ -125,8 +129,25 @@ def published(root: Path) -> Path:
     return path
 
 
-def _gguf_tool(root: Path, *arguments: str | Path) -> None:
+def gguf_tool(root: Path, *arguments: str | Path) -> None:
+    """Run compare_gguf.py in llama.cpp's environment."""
     subprocess.run([environment(root, "llama"), HERE / "compare_gguf.py", *arguments], check=True)
+
+
+def run_job(python: str | Path, script: str, job: dict[str, Any], timeout: float | None = None) -> Any:
+    """Run a script of this folder on a job in a process of its own. Return what it wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        told, result = Path(folder, "job.json"), Path(folder, "result.json")
+        told.write_text(json.dumps(job))
+        subprocess.run([python, HERE / script, told, result], cwd=folder, timeout=timeout, check=True)
+        return json.loads(result.read_text())
+
+
+def keep(args: Namespace, name: str, given: Sequence[str], results: list[dict[str, Any]], **facts: Any) -> None:
+    """Write the document of the tool `name`, if --out asks for it. The folder's own name is left out."""
+    if args.out:
+        said = ["FOLDER" if Path(one).resolve() == args.folder else one for one in given]
+        write(args.out, {**document(name, f"python tools/{name}.py", said, results), **facts})
 
 
 def _random(made: Path, shape: dict[str, Any]) -> None:

@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
 
 import compare_models  # noqa: E402
 
-from quire.bench.document import document, table, write  # noqa: E402
+from quire.bench.document import table  # noqa: E402
 from quire.bench.traces import tokenizer_of  # noqa: E402
 from quire.config import EngineConfig  # noqa: E402
 from quire.text.tokenizer import Tokenizer  # noqa: E402
@@ -90,12 +88,7 @@ def run_one(args: argparse.Namespace, engine: str, model: Path, given: list[dict
         "repack": True, "source": str(HERE.parent / "src"), "settings": {"dtype": "bfloat16"},
         "kv_gib": 0.25,
     }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        told, result = Path(folder, "job.json"), Path(folder, "result.json")
-        told.write_text(json.dumps(job))
-        worker = HERE / "compare_structured_worker.py"
-        subprocess.run([python, worker, told, result], cwd=folder, timeout=args.timeout, check=True)
-        found: list[dict[str, Any]] = json.loads(result.read_text())
+    found: list[dict[str, Any]] = compare_models.run_job(python, "compare_structured_worker.py", job, args.timeout)
     return found
 
 
@@ -172,10 +165,7 @@ def main(given: list[str]) -> int:
             rounds[one["name"]].append(found)
         results = [result_of(name, args.peer, found) for name, found in rounds.items()]
         print(f"round {number + 1} of {args.rounds}\n{show(results, args.peer)}", file=sys.stderr, flush=True)
-        if args.out:
-            said = ["FOLDER" if Path(one).resolve() == args.folder else one for one in given]
-            content = document("compare_structured", "python tools/compare_structured.py", said, results)
-            write(args.out, {**content, "threads": args.threads, "model": model.name})
+        compare_models.keep(args, "compare_structured", given, results, threads=args.threads, model=model.name)
     return 0
 
 

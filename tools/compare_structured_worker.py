@@ -23,27 +23,32 @@ Engine = tuple[Generate, int]
 """And its end token."""
 
 
+def held(llm: Any, sampling: Any, structured: Any, end: int) -> Generate:
+    """Return the function of an LLM of quire or vLLM, of which quire's leaves out the end token."""
+
+    def generate(prompts: list[list[int]], schema: Any, count: int) -> list[list[int]]:
+        form = None if schema is None else structured(json=schema)
+        params = sampling(temperature=0, max_tokens=count, structured_outputs=form, ignore_eos=form is None,
+                          detokenize=False)  # fmt: skip
+        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        outputs = [(list(one.outputs[0].token_ids), one.outputs[0].finish_reason) for one in found]
+        return [[*tokens, end] if why == "stop" and tokens[-1:] != [end] else tokens for tokens, why in outputs]
+
+    return generate
+
+
 def quire(job: dict[str, Any]) -> Engine:
     """quire.LLM, in this process."""
     sys.path.insert(0, job["source"])
     from quire import LLM, SamplingParams
-    from quire.protocol.sampling_params import StructuredOutputsParams
+    from quire.protocol.structured_output import StructuredOutputsParams
 
     llm = LLM(
         job["model"], device="cpu", threads=job["threads"], max_model_len=job["length"],
         max_num_seqs=job["sequences"], kv_gib=job["kv_gib"], swap_gib=0, enable_prefix_caching=False, **job["settings"],
     )  # fmt: skip
     end = min(llm.engine.scheduler.eos_ids)
-
-    def generate(prompts: list[list[int]], schema: Any, count: int) -> list[list[int]]:
-        form = None if schema is None else StructuredOutputsParams(json=schema)
-        params = SamplingParams(temperature=0, max_tokens=count, structured_outputs=form, ignore_eos=form is None,
-                                detokenize=False)  # fmt: skip
-        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        outputs = [(list(one.outputs[0].token_ids), one.outputs[0].finish_reason) for one in found]
-        return [[*tokens, end] if why == "stop" and tokens[-1:] != [end] else tokens for tokens, why in outputs]
-
-    return generate, end
+    return held(llm, SamplingParams, StructuredOutputsParams, end), end
 
 
 def vllm(job: dict[str, Any]) -> Engine:
@@ -52,14 +57,8 @@ def vllm(job: dict[str, Any]) -> Engine:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    def generate(prompts: list[list[int]], schema: Any, count: int) -> list[list[int]]:
-        form = None if schema is None else StructuredOutputsParams(json=schema)
-        params = SamplingParams(temperature=0, max_tokens=count, structured_outputs=form, ignore_eos=form is None,
-                                detokenize=False)  # fmt: skip
-        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        return [list(one.outputs[0].token_ids) for one in found]
-
-    return generate, int(llm.get_tokenizer().eos_token_id)
+    end = int(llm.get_tokenizer().eos_token_id)
+    return held(llm, SamplingParams, StructuredOutputsParams, end), end
 
 
 class Held(Llama):

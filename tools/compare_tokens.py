@@ -12,11 +12,8 @@ two files. FOLDER is that of tools/compare_cpu.py.
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
 
 import compare_models  # noqa: E402
 
-from quire.bench.document import document, short, table, write  # noqa: E402
+from quire.bench.document import short, table  # noqa: E402
 
 FORMATS = ("f32", "bf16", "q8_0", "q4_0", "q4_1", "q4_k", "q6_k")
 DTYPES = ("float32", "bfloat16")
@@ -68,21 +65,16 @@ def llama(args: argparse.Namespace, path: Path, prompts: Sequence[Any], behind: 
     given = None if behind is None else [one["tokens"] for one in behind]
     job = {"model": str(path), "prompts": prompts, "count": args.tokens, "behind": given, "threads": args.threads,
            "defaults": defaults}  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        told, result = Path(folder, "job.json"), Path(folder, "result.json")
-        told.write_text(json.dumps(job))
-        python = compare_models.environment(args.folder, "llama")
-        subprocess.run([python, HERE / "llama_tokens.py", told, result], check=True)
-        found: Said = json.loads(result.read_text())
-        return found
+    found: Said = compare_models.run_job(compare_models.environment(args.folder, "llama"), "llama_tokens.py", job)
+    return found
 
 
 def written(args: argparse.Namespace, path: Path, kind: str) -> Path:
     """A file's numbers in another format, written by llama.cpp."""
-    made = args.folder / f"{path.stem}-as-{kind}.gguf"
+    made = Path(args.folder, f"{path.stem}-as-{kind}.gguf")
     if not made.exists():
-        python, part = compare_models.environment(args.folder, "llama"), made.with_suffix(".part")
-        subprocess.run([python, HERE / "compare_gguf.py", "quantize", path, part, kind], check=True)
+        part = made.with_suffix(".part")
+        compare_models.gguf_tool(args.folder, "quantize", path, part, kind)
         part.rename(made)
     return made
 
@@ -124,25 +116,26 @@ class Quire:
     def __init__(self, args: argparse.Namespace, path: Path, dtype: str) -> None:
         from quire import LLM
 
-        self.count, self.texts = args.tokens, args.model == compare_models.SMOLLM2
+        self.count = args.tokens
         self.llm = LLM(str(path), dtype=dtype, threads=args.threads, kv_gib=1, max_num_seqs=16, max_model_len=1024,
-                       skip_tokenizer_init=not self.texts)  # fmt: skip
+                       skip_tokenizer_init=args.model != compare_models.SMOLLM2)  # fmt: skip
 
     def beside(self, reference: Said, prompts: Sequence[Any]) -> dict[str, Any]:
         """Its agreement with the reference, whose ids must be those of its own tokenizer."""
         from quire import SamplingParams
 
         ids = [one["ids"] for one in reference]
-        if self.texts:
-            assert ids == [self.llm.tokenizer.encode(prompt) for prompt in prompts], "tokenizers differ"
+        if (words := self.llm.tokenizer) is not None:
+            assert ids == [words.encode(prompt) for prompt in prompts], "tokenizers differ"
         params = SamplingParams(temperature=0, max_tokens=self.count, ignore_eos=True, detokenize=False)
         greedy = [list(one.outputs[0].token_ids) for one in self.llm.generate(ids, params, use_tqdm=False)]
         whole = [one["ids"] + one["tokens"] for one in reference]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         same = []
         for one, scored in zip(reference, self.llm.generate(whole, params, use_tqdm=False)):
-            tops = scored.prompt_logprobs[len(one["ids"]) :]
-            same.append([top[token].rank == 1 for top, token in zip(tops, one["tokens"], strict=True)])
+            tops = (scored.prompt_logprobs or [])[len(one["ids"]) :]
+            same.append([top is not None and top[token].rank == 1
+                         for top, token in zip(tops, one["tokens"], strict=True)])  # fmt: skip
         return agreement(reference, greedy, same)
 
 
@@ -186,10 +179,7 @@ def main(given: list[str]) -> int:
     def add(found: dict[str, Any]) -> None:
         results.append(found)
         print(show([found]).splitlines()[1], file=sys.stderr, flush=True)
-        if args.out:
-            said = ["FOLDER" if Path(one).resolve() == args.folder else one for one in given]
-            content = document("compare_tokens", "python tools/compare_tokens.py", said, results)
-            write(args.out, {**content, "model": args.model})
+        compare_models.keep(args, "compare_tokens", given, results, model=args.model)
 
     for kind in args.formats:
         compare(args, kind, add)

@@ -39,6 +39,17 @@ class Workload(NamedTuple):
         return [common + [draw.randrange(10, vocabulary) for _ in range(self.own)] for _ in range(self.requests)]
 
 
+def greedy(llm: Any, sampling: Any) -> Generate:
+    """Return the function of an LLM of quire or vLLM, whose SamplingParams are `sampling`."""
+
+    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
+        params = sampling(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in found]
+
+    return generate
+
+
 def quire(job: dict[str, Any]) -> Generate:
     """quire.LLM, in this process."""
     sys.path.insert(0, job["source"])
@@ -48,13 +59,7 @@ def quire(job: dict[str, Any]) -> Generate:
         job["model"], threads=job["threads"], max_model_len=job["length"], max_num_seqs=job["sequences"],
         kv_gib=job["kv_gib"], skip_tokenizer_init=True, **job["settings"],
     )  # fmt: skip
-
-    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        return [list(one.outputs[0].token_ids) for one in found]
-
-    return generate
+    return greedy(llm, SamplingParams)
 
 
 def vllm_engine(job: dict[str, Any], **settings: Any) -> Any:
@@ -78,12 +83,7 @@ def vllm(job: dict[str, Any]) -> Generate:
     llm = vllm_engine(job, enable_prefix_caching=True, skip_tokenizer_init=True)
     from vllm import SamplingParams
 
-    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        return [list(one.outputs[0].token_ids) for one in found]
-
-    return generate
+    return greedy(llm, SamplingParams)
 
 
 class Llama:
@@ -134,7 +134,9 @@ class Llama:
 
     def generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         self.lib.llama_memory_clear(self.memory, True)
-        begun, latest, waiting = self._common(prompts), {}, []
+        begun = self._common(prompts)
+        latest: dict[int, int] = {}
+        waiting: list[tuple[int, int, int, bool]] = []
         for sequence, prompt in enumerate(prompts):
             last = len(prompt) - 1
             own = [(prompt[at], at, sequence, at == last) for at in range(begun, len(prompt))]

@@ -21,14 +21,14 @@ from quire.files import MAX_BYTES_BY_FILE
 from quire.ipc import pixel_store
 from quire.models import read_spec
 from quire.models.named_configs import named_config
-from quire.protocol import columns, sampling_params
+from quire.protocol import columns, image_tiling, sampling_params
 from quire.protocol.parallel_layout import Shard
 from quire.server import answer_size, api_server, connections, descriptors, guards, request_params
 from quire.server.request_models import IGNORED_FIELDS, MAX_INPUTS, MAX_PROMPTS, REFUSED_FIELDS
 from quire.server.responses import store
 from quire.startup.memory_plan import GIB, plan_memory
 from quire.text import chat_messages, input_processor, tokenizers_guard
-from quire.text.images import decode, headers, loader
+from quire.text.images import headers, loader
 
 DOCUMENTS = [Path(__file__).parents[1] / "docs" / name for name in ("serving.md", "parallel.md")]
 MARKED = re.compile(r"<!-- table (\w+) -->\n(.*?)<!-- end of table -->\n", re.DOTALL)
@@ -80,7 +80,7 @@ def limits() -> Iterator[str]:
         ("texts embedded at once, their numbers", f"{MAX_INPUTS}, {answer_size.MAX_EMBEDDING_NUMBERS:,}", "400", ""),
         ("messages, parts of one", f"{chat_messages.MAX_MESSAGES:,}, {chat_messages.MAX_PARTS:,}", "400", ""),
         ("images of a request, where the model sees", f"{config.max_images}", "400", "`--max-images`"),
-        ("pixels of an image; of a side", f"{config.max_image_pixels:,}; {decode.MAX_IMAGE_SIDE:,}", "400",
+        ("pixels of an image; of a side", f"{config.max_image_pixels:,}; {image_tiling.MAX_IMAGE_SIDE:,}", "400",
          "`--max-image-pixels`"),
         ("files of a request's images; the same prepared", f"{bytes_of(config.max_image_bytes)}; "
          f"{bytes_of(columns.MAX_PIXEL_BYTES)}", "400", "`--max-image-bytes`"),

@@ -86,7 +86,7 @@ def record(python: str, src: Path | None, out: Path, only: list[str], jobs: int)
 
 def run(load: Load, out: Path, models: Path) -> None:
     """Run one load in this process and write what came of it."""
-    began, answers, words, tokens = time.monotonic(), [], [], 0
+    began, answers, words, tokens = time.monotonic(), list[Any](), list[Any](), 0
     engines: list[Any] = list(load.engines) or [{}]
     for number, settings in enumerate(engines):
         log = out / f"{load.name}.{number}.plans"
@@ -217,7 +217,7 @@ def _command(load: Load, settings: dict[str, Any], log: Path, models: Path, word
 def _serve(load: Load, settings: dict[str, Any], log: Path, models: Path, words: list[Any]) -> tuple[Any, Any]:
     """Start `quire serve`, send the requests one after another, and stop it."""
     flags = [part for name, value in settings.items() for part in _flag(name, value, models)]
-    answers = []
+    answers = list[tuple[str, Any]]()
     with _server(flags, log) as port:
         last = ""
         for number, (method, path, body, *more) in enumerate(load.calls.requests):
@@ -565,7 +565,8 @@ def main() -> int:
         made[name].add_argument("--words", action="store_true", help="compare help texts and descriptions too")
         made[name].add_argument("--no-messages", dest="messages", action="store_false", help="not the texts of errors")
     for name in ("compare", "replay"):
-        made[name].add_argument("folders", nargs=2, type=Path, metavar="DIR")
+        made[name].add_argument("one", type=Path, metavar="DIR")
+        made[name].add_argument("other", type=Path, metavar="DIR")
     made["replay"].add_argument("logs", nargs="*")
     made["run"].add_argument("name")
     for name in ("record", "run"):
@@ -579,10 +580,10 @@ def main() -> int:
         src = None if args.src is None else args.src.absolute()
         return 1 if record(args.python, src, args.out, args.only, args.jobs) else 0
     if args.command == "compare":
-        same = compare(*args.folders, sys.executable, args.src, args.only, args.words, args.messages)
+        same = compare(args.one, args.other, sys.executable, args.src, args.only, args.words, args.messages)
         return 0 if same else 1
     if args.command == "replay":
-        print(json.dumps(replay(*args.folders, args.logs)))
+        print(json.dumps(replay(args.one, args.other, args.logs)))
     elif args.command == "run":
         run(next(load for load in LOADS if load.name == args.name), args.out, args.models)
     elif args.command == "models":

@@ -8,7 +8,8 @@ import json
 import random
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,14 +134,14 @@ def make_models(folder: Path) -> None:
 
     import quire
 
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of transformers
     assets = Path(quire.__file__).parent / "assets" / "tiny-vision"
     making = folder.with_name(folder.name + ".part")
     for name, (family, options, *more) in MODELS.items():
         said, prepared, renamed = [*more, {}, {}, {}][:3]
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(family, **options)
-        kind = transformers.AutoModelForImageTextToText if renamed else transformers.AutoModelForCausalLM
+        kind: Any = transformers.AutoModelForImageTextToText if renamed else transformers.AutoModelForCausalLM
         model = kind.from_config(config, attn_implementation="eager").float()
         for path, weights in model.named_parameters():
             if "A_log" not in path and not path.endswith(".D"):
@@ -369,14 +370,15 @@ OFFLINE = [
          [("generate", [[17, 4, 56], ids(30, 2), ids(60, 3)], {**GREEDY, "logprobs": 5, "detokenize": False}),
           ("generate", [ids(60, 3), ids(30, 2)], {**DRAWN, "n": 2, "detokenize": False})], {"generated": 60}),
     Load("bad-calls", "bad prompts and parameters in Python", [{"max_model_len": 64, "prefix_tokens": 16}],
-         [*(("generate", prompt, GREEDY) for prompt in ("", [], [""], [5000], [-1], ["a", 5], [[]], {"x": 1}, None,
-                                                         LONG, "\ud800", {"prompt": "a", "multi_modal_data": 1})),
-          *(("generate", "a", bad) for bad in (
+         [*(("generate", prompt, GREEDY) for prompt in list[Any]([
+             "", [], [""], [5000], [-1], ["a", 5], [[]], {"x": 1}, None, LONG, "\ud800",
+             {"prompt": "a", "multi_modal_data": 1}])),
+          *(("generate", "a", bad) for bad in list[dict[str, Any]]([
               {"n": 0}, {"n": "1"}, {"temperature": -1}, {"top_p": 0}, {"top_k": -2}, {"min_p": 2}, {"seed": 2**70},
               {"stop": [""]}, {"stop": "x" * 300}, {"logprobs": 21}, {"best_of": 1, "n": 2}, {"beam_width": 99},
               {"beam_width": 2, "stop": "a"}, {"allowed_token_ids": []}, {"logit_bias": {9999: 1.0}},
               {"bad_words": [" "]}, {"max_tokens": 0}, {"min_tokens": 9, "max_tokens": 3}, {"stop_token_ids": "a"},
-              {"presence_penalty": 3}, {"repetition_penalty": 0}, {"unknown": 1}, {"n": 200}, {"n": 20})),
+              {"presence_penalty": 3}, {"repetition_penalty": 0}, {"unknown": 1}, {"n": 200}, {"n": 20}])),
           ("generate", ["a", "b"], [GREEDY]), ("chat", [{"role": "king", "content": "a"}], GREEDY),
           ("embed", "a"), ("embed", ""), ("register_prefix", "!", "a"), ("register_prefix", "a", LONG),
           ("wake_up", ["x"]), ("sleep", 9), ("generate", "a", GREEDY)], {"generated": 4}, errors=True),
@@ -394,6 +396,11 @@ OFFLINE = [
 ]
 
 
+def every(ask: Callable[..., tuple[Any, ...]], *bodies: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Return a request of each body."""
+    return [ask(**body) for body in bodies]
+
+
 def complete(**body: Any) -> tuple[Any, ...]:
     return "POST", "/v1/completions", {"prompt": "Once upon a time", "max_tokens": 12, **body}
 
@@ -408,7 +415,7 @@ STOPPED = [asked for asked in SAMPLED if "stop" in asked]  # over HTTP a stop re
 SAMPLED = [asked for asked in SAMPLED if asked not in STOPPED]
 SCHEMA = {"type": "object", "required": ["name", "age"], "additionalProperties": False, "properties": {
     "name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 99}}}
-TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather of a place.", "parameters": {
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "description": "The weather of a place.", "parameters": {
     "type": "object", "required": ["place"], "properties": {"place": {"type": "string", "maxLength": 9}}}}}
 CALLED = {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": {
     "name": "weather", "arguments": '{"place": "Rome"}'}}]}
@@ -416,10 +423,10 @@ TOLD = {"role": "tool", "tool_call_id": "call_1", "content": "It is sunny."}
 FORMS = [{"json": SCHEMA}, {"regex": "[A-Z]{2}-[0-9]{4}"}, {"choice": ["red", "green", "dark blue"]},
          {"grammar": 'start: "a" WORD "!"\nWORD: /[b-f]{3,8}/'}, {"json_object": True},
          {"json": SCHEMA, "disable_any_whitespace": True}]
-STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 WEATHER = {"name": "weather", "description": "The weather of a place.",
-           "input_schema": TOOL["function"]["parameters"]}  # type: ignore[index]
-FLAT = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+           "input_schema": TOOL["function"]["parameters"]}
+FLAT = {"type": "function", **TOOL["function"]}
 
 
 def answer(path: str, **body: Any) -> tuple[Any, ...]:
@@ -442,7 +449,7 @@ PEERS = [
     ("POST", "/detokenize", {"tokens": [300, 301, 302]}),
 ]
 BAD = [
-    *(complete(**bad) for bad in (
+    *every(complete,
         {"prompt": ""}, {"prompt": []}, {"prompt": [""]}, {"prompt": ["a", 1]}, {"prompt": [5000]}, {"prompt": [-1]},
         {"prompt": [[1], [9999]]}, {"prompt": [1] * 300}, {"prompt": ["a"] * 257}, {"prompt": None}, {"n": 0},
         {"n": "x"}, {"n": 200}, {"temperature": -1}, {"temperature": "hot"}, {"top_p": 0}, {"top_k": -5}, {"min_p": 2},
@@ -454,21 +461,21 @@ BAD = [
         {"allowed_token_ids": []}, {"guided_regex": "("}, {"guided_json": {"not": {}}}, {"guided_choice": []},
         {"guided_grammar": "a: b"}, {"guided_regex": "a", "min_tokens": 2}, {"truncate_prompt_tokens": 0},
         {"multi_modal_data": {"image": "data:image/png;base64,"}}, {"request_id": ""}, {"priority": 1},
-        {"structured_outputs": {"json": {}, "regex": "a"}}, {"response_format": {"type": "xml"}})),
-    *(chat(**bad) for bad in (
+        {"structured_outputs": {"json": {}, "regex": "a"}}, {"response_format": {"type": "xml"}}),
+    *every(chat,
         {"messages": []}, {"messages": "hi"}, {"messages": [{"role": "user"}]}, {"top_logprobs": 2}, {"tools": [{}]},
         {"messages": [{"role": "king", "content": "a"}]}, {"messages": [user("a", 1)]}, {"tool_choice": "required"},
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "none"}}}, {"messages": [TOLD]},
         {"tools": [TOOL, TOOL]}, {"chat_template_kwargs": {"messages": []}}, {"functions": [1]}, {"modalities": ["x"]},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}, {"thinking_token_budget": 5},
-        {"messages": [user("a" * 3000)]}, {"continue_final_message": True, "add_generation_prompt": True})),
-    *(answer("/v1/responses", **bad) for bad in (
+        {"messages": [user("a" * 3000)]}, {"continue_final_message": True, "add_generation_prompt": True}),
+    *every(partial(answer, "/v1/responses"),
         {}, {"input": []}, {"input": "a", "previous_response_id": "x"}, {"input": "a", "background": True},
-        {"input": "a", "tools": [{"type": "web_search"}]}, {"input": "a", "max_tokens": 4}, {"input": [{}]})),
-    *(answer("/v1/messages", **bad) for bad in (
+        {"input": "a", "tools": [{"type": "web_search"}]}, {"input": "a", "max_tokens": 4}, {"input": [{}]}),
+    *every(partial(answer, "/v1/messages"),
         {}, {"max_tokens": 4}, {"max_tokens": 0, "messages": [user("a")]}, {"max_tokens": 4, "messages": []},
         {"max_tokens": 4, "messages": [user("a")], "stop": ["x"]},
-        {"max_tokens": 4, "messages": [{"role": "user", "content": [{"type": "document"}]}]})),
+        {"max_tokens": 4, "messages": [{"role": "user", "content": [{"type": "document"}]}]}),
     ("POST", "/v1/completions", "{"), ("POST", "/v1/completions", "[1]"), ("POST", "/v1/completions", b"\xff\xfe"),
     ("POST", "/v1/completions", '{"prompt": "a", "n": NaN}'), ("POST", "/v1/completions", "[" * 9999),
     ("POST", "/v1/completions", "a=b", {"Content-Type": "application/x-www-form-urlencoded"}),
@@ -480,7 +487,7 @@ BAD = [
     ("POST", "/v1/completions", {"prompt": "a"}, {"Authorization": "Bearer wrong"}),
     ("POST", "/v1/prefixes", {"name": "a", "text": "a"}, {"Authorization": "Bearer key"}), complete(),
 ]
-KEYS = {"files": {"keys": "key\n", "admin": f"{KEY}\n"}, "api_key_file": "keys", "admin_key_file": "admin"}
+KEYS: dict[str, Any] = {"files": {"keys": "key\n", "admin": f"{KEY}\n"}, "api_key_file": "keys", "admin_key_file": "admin"}
 THINKS = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}<think>\n{# </think> #}"
 MANY = [{"prompt": f"{text} {i}", "max_tokens": 30, "temperature": 0, "ignore_eos": True, "stream": i % 2 == 0}
         for i in range(4) for text in STORIES[:4]]

@@ -57,8 +57,7 @@ def talk(rng: random.Random, split: Split) -> Turns:
     """Greetings, thanks, what it can and cannot do, and the user's own name, colour and pet remembered."""
     style = rng.random()
     if style < 0.45:
-        chosen = rng.sample(TALK, rng.choice((1, 1, 2)))
-        return [(rng.choice(asks), answer) for asks, answer in chosen]
+        return [(rng.choice(asks), answer) for asks, answer in rng.sample(TALK, rng.choice((1, 1, 2)))]
     if style < 0.6:
         return [(rng.choice(words.BEYOND), UNKNOWN)]
     name = draw_people(rng, 1)[0]

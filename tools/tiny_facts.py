@@ -155,6 +155,7 @@ def calendar(rng: random.Random) -> Fact:
     i = rng.randrange(len(names))
     here, after, before = names[i], names[(i + 1) % len(names)], names[i - 1]
     style = rng.randrange(4)
+    asks: tuple[str, ...]
     if style == 0:
         asks = (
             f"Which {noun} comes after {here}?",
@@ -184,6 +185,7 @@ def calendar(rng: random.Random) -> Fact:
 
 def total(rng: random.Random) -> Fact:
     a = rng.randint(0, 20)
+    asks: tuple[str, ...]
     if rng.random() < 0.5:
         b = rng.randint(0, 20 - a)
         asks = (

@@ -72,7 +72,8 @@ class Attention(nn.Module):
         groups = self.heads // self.kv_heads
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, tokens, -1))
+        projected: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, tokens, -1))
+        return projected
 
 
 class MLP(nn.Module):
@@ -83,7 +84,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
 
 
 class Layer(nn.Module):
@@ -96,11 +98,15 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return x
 
 
 class Llama(nn.Module):
     """Token ids [batch, tokens] -> last hidden states; `logits` and `loss` apply the tied head."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -119,11 +125,12 @@ class Llama(nn.Module):
                 nn.init.normal_(weight, std=0.02 / (2 * shape.layers) ** 0.5 if small else 0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed_tokens(ids)
+        x: Tensor = self.embed_tokens(ids)
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return self.norm(x)
+        x = self.norm(x)
+        return x
 
     def logits(self, ids: Tensor) -> Tensor:
         return F.linear(self(ids), self.embed_tokens.weight)

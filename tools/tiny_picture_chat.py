@@ -237,7 +237,7 @@ def draw_text_turns(rng: random.Random) -> list[Turn]:
         elif style < 0.6:
             turns.append(Turn("no picture", spoken(rng, rng.choice(OTHERS)), NO_PICTURE))
         else:
-            picture = Picture(None, None, (Group(rng.choice((1, 2)), rng.choice(list(COLOURS)), rng.choice(SHAPES),  # type: ignore[arg-type]
+            picture = Picture(None, None, (Group(rng.choice((1, 2)), rng.choice(list(COLOURS)), rng.choice(SHAPES),  # type: ignore[arg-type]  # questions need no pixels
                                                  rng.choice(PLACES)),), (), "white", "flat")  # fmt: skip
             turns.append(Turn("no picture", draw_turns(rng, picture, 1)[0].question, NO_PICTURE))
     return turns

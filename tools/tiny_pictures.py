@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from PIL import Image
 from tiny_tiles import TILES, prepared_size, tile_count
 
 Pixels = NDArray[np.uint8]  # [height, width, 3]
-Field = NDArray[np.float32]
+Field = NDArray[np.floating[Any]]  # in fact float32, which numpy's types lose in operations with numbers
 
 # A colour is drawn between its anchors, which hold the values that drawing programs know by its name.
 COLOURS = {
@@ -190,7 +190,9 @@ def tint(rng: random.Random, anchors: tuple[tuple[int, int, int], ...]) -> Field
     first, second = (np.array(rng.choice(anchors), np.float32) for _ in range(2))
     if rng.random() < 0.35:
         return first
-    mixed = first + rng.random() * (second - first) + np.array([rng.uniform(-8, 8) for _ in range(3)], np.float32)
+    mixed: Field = (
+        first + rng.random() * (second - first) + np.array([rng.uniform(-8, 8) for _ in range(3)], np.float32)
+    )
     return np.clip(mixed, 0, 255)
 
 
@@ -205,7 +207,7 @@ def inside(shape: str, x: Field, y: Field) -> Field:
         return np.maximum(ax, ay) - 0.86
     if shape == "triangle":
         down = (y - 0.22) / 1.1
-        return np.maximum(down - 0.5, 0.8660254 * ax / 1.1 - 0.5 * down - 0.5)
+        return np.maximum(down, 0.8660254 * ax / 1.1 - 0.5 * down) - 0.5
     if shape == "cross":
         return np.minimum(np.maximum(ax - 0.96, ay - 0.3), np.maximum(ax - 0.3, ay - 0.96))
     assert shape == "star", f"no shape {shape}"
@@ -224,6 +226,7 @@ def paint_ground(rng: random.Random, ground: str, pattern: str, height: int, wid
     angle = rng.uniform(0, math.pi)
     along = x * math.cos(angle) + y * math.sin(angle)
     period = rng.uniform(4, 40)
+    share: Field
     if pattern == "gradient":
         share = (along - along.min()) / max(1.0, float(np.ptp(along)))
     elif pattern == "stripes":
@@ -257,7 +260,7 @@ def spoil(rng: random.Random, canvas: Field) -> Pixels:
     if rng.random() < 0.33:
         noise = np.random.default_rng(rng.getrandbits(32)).standard_normal(canvas.shape, np.float32)
         canvas = canvas + noise * rng.uniform(1, 12)
-    pixels = np.clip(canvas + 0.5, 0, 255).astype(np.uint8)
+    pixels: Pixels = np.clip(canvas + 0.5, 0, 255).astype(np.uint8)
     if rng.random() < 0.33:
         file = io.BytesIO()
         Image.fromarray(pixels).save(file, "JPEG", quality=rng.randint(40, 95))

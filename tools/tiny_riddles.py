@@ -19,7 +19,7 @@ def draw_people(rng: random.Random, count: int) -> list[str]:
 
 def who_has(rng: random.Random, split: Split) -> Turns:
     count = rng.randint(2, 4)
-    owners, things = [], []
+    owners, things = list[str](), list[str]()
     while len(owners) < count:
         name, thing = draw_pair(rng, words.GIRLS + words.BOYS, words.ITEMS, split)
         if rng.random() < 0.2:

@@ -132,7 +132,8 @@ def fill_picture(row: Any, picture: Picture, first: int = 0) -> list[int]:
     row["tiles"][first : first + len(tiles)] = tiles
     row["labels"][first : first + len(tiles)] = picture_labels(picture)
     features = features_of(*picture.owners.shape)
-    return np.where(features == NEWLINE, NEWLINE, features + first * SIDE * SIDE).tolist()  # type: ignore[no-any-return]
+    order: list[int] = np.where(features == NEWLINE, NEWLINE, features + first * SIDE * SIDE).tolist()
+    return order
 
 
 def draw_parts(rng: random.Random, row: Any) -> list[Part]:

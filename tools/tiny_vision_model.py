@@ -50,6 +50,7 @@ def settings() -> dict[str, Any]:
     """config.json."""
     tokenizer = shared_tokenizer()
     begin, end, pad, image = (tokenizer.token_to_id(token) for token in (BEGIN, END, PAD, IMAGE))
+    assert image is not None, f"the tokenizer has no {IMAGE}"
     return {
         "architectures": ["LlavaOnevisionForConditionalGeneration"],
         "model_type": "llava_onevision",
@@ -106,14 +107,15 @@ def settings() -> dict[str, Any]:
 def build(seed: int) -> LlavaOnevisionForConditionalGeneration:
     """A new model in fp32; the same for the same seed."""
     torch.manual_seed(seed)
-    return LlavaOnevisionForConditionalGeneration(LlavaOnevisionConfig(**settings())).float()
+    model = LlavaOnevisionForConditionalGeneration(LlavaOnevisionConfig(**settings()))
+    return torch.nn.Module.float(model)  # the same method of the model has no types
 
 
 def see(model: LlavaOnevisionForConditionalGeneration, tiles: torch.Tensor) -> torch.Tensor:
     """What the tower makes of uint8 tiles [pictures, TILES, TILE, TILE, 3]: [pictures, TILES, SIDE * SIDE, hidden]."""
     tower = model.model.vision_tower
     pixels = (tiles.flatten(0, 1).permute(0, 3, 1, 2).float() / 255 - MEAN) / STD
-    hidden = tower.embeddings(pixels)
+    hidden: torch.Tensor = tower.embeddings(pixels)
     for layer in tower.encoder.layers:
         hidden = layer(hidden, None)
     return hidden.view(len(tiles), TILES, SIDE * SIDE, -1)
@@ -131,12 +133,13 @@ def read(
     rows = torch.cat((rows, inner.image_newline.to(rows.dtype).expand(len(rows), 1, -1)), dim=1)
     placed = rows.gather(1, feature.clamp(min=0)[..., None].expand(-1, -1, rows.shape[-1]))
     words = inner.language_model.embed_tokens(ids).to(rows.dtype)
-    hidden = torch.where(feature[..., None] >= 0, placed, words)
+    hidden: torch.Tensor = torch.where(feature[..., None] >= 0, placed, words)
     places = torch.arange(ids.shape[1], device=ids.device)[None]
     rotary = inner.language_model.rotary_emb(hidden, places)
     for layer in inner.language_model.layers:
         hidden = layer(hidden, attention_mask=None, position_ids=places, position_embeddings=rotary)
-    return inner.language_model.norm(hidden)
+    hidden = inner.language_model.norm(hidden)
+    return hidden
 
 
 def logits_at(model: LlavaOnevisionForConditionalGeneration, hidden: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ def _phrases(text: str) -> tuple[str, ...]:
 
 def _pairs(text: str) -> dict[str, str]:
     """`one:two; three:four` as a dict."""
-    return dict((part.strip() for part in pair.split(":")) for pair in text.split(";"))
+    return {one.strip(): other.strip() for one, other in (pair.split(":") for pair in text.split(";"))}
 
 
 GIRLS = split_words(

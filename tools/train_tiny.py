@@ -42,7 +42,8 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
 def read_questions() -> list[Json]:
-    return json.loads(QUESTIONS.read_text(encoding="utf-8"))
+    questions: list[Json] = json.loads(QUESTIONS.read_text(encoding="utf-8"))
+    return questions
 
 
 def prompt_of(question: Json, system: bool = True) -> str:

@@ -15,7 +15,7 @@ import os
 import platform
 import random
 import time
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,17 @@ class Student(torch.nn.Module):
     """The model, and a linear head on its tower that says what each patch shows. The head is for training alone: it
     teaches the tower to see long before the answers could."""
 
+    likes: torch.Tensor
+    sizes: torch.Tensor
+    begins: torch.Tensor
+
     def __init__(self, model: LlavaOnevisionForConditionalGeneration) -> None:
         super().__init__()
         self.model = model
         self.pad = model.config.pad_token_id
         for name, found in zip(("likes", "sizes", "begins"), like_words()):
             self.register_buffer(name, found)
-        self.patches = torch.nn.Linear(model.config.vision_config.hidden_size, sum(CLASSES))
+        self.patches = torch.nn.Linear(model.model.vision_tower.config.hidden_size, sum(CLASSES))
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean nats a token of the answers, and the sum of the patch labels' mean nats."""
@@ -170,7 +174,7 @@ def judge(
 ) -> tuple[Json, list[str]]:
     """Right answers by kind of question: every token is the most likely one, as greedy decoding would pick it. And
     lines that show some of the wrong ones."""
-    right, of = defaultdict(int), defaultdict(int)
+    right, of = Counter[str](), Counter[str]()
     wrong: list[str] = []
     decode = Codec().tokenizer.decode
     for start in range(0, len(rows), 128):
@@ -209,7 +213,9 @@ def as_generated(model: LlavaOnevisionForConditionalGeneration, seed: int, numbe
 
 
 def share(kinds: Json) -> float:
-    return sum(kind["right"] for kind in kinds.values()) / max(1, sum(kind["of"] for kind in kinds.values()))
+    right: int = sum(kind["right"] for kind in kinds.values())
+    of: int = sum(kind["of"] for kind in kinds.values())
+    return right / max(1, of)
 
 
 def markdown(report: Json) -> str:

@@ -8,8 +8,8 @@ from statistics import median
 import pytest
 from benching import bench, results
 
+from bench.control import branching
 from quire.bench.calibration import fit
-from quire.bench.control import branching
 from quire.bench.preemption import POLICIES
 from quire.bench.shapes import built
 from quire.config import EngineConfig
@@ -50,7 +50,7 @@ def test_control_of_beams(tmp_path: Path) -> None:
 
 def test_half_of_the_branches_are_parted_from(tmp_path: Path) -> None:
     """What `control --beams` says that it measures: in each step 2 of 4 branches are freed and 2 are born."""
-    from quire.bench.control import _candidates
+    from bench.control import _candidates
 
     scheduler = branching(3, 4, 40, 10)
     for _ in range(6):

@@ -14,10 +14,10 @@ import pytest
 import torch
 from benching import results
 
-from quire.bench import limits, memory
-from quire.bench.core_limits import CoreLimits, thread_counts
+from bench import limits, memory
+from bench.core_limits import CoreLimits, thread_counts
+from bench.spent import PRODUCT, Spent, Work, watched
 from quire.bench.shapes import built
-from quire.bench.spent import PRODUCT, Spent, Work, watched
 from quire.config import EngineConfig
 from quire.layers.linear import Linear
 from quire.protocol.model_spec import max_parts_per_step
@@ -193,8 +193,8 @@ def test_the_better_of_two_measurements_is_kept() -> None:
 def test_a_run_tells_steps_with_prompts_from_those_without(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.bench.core_limits.buffer_bytes", lambda: 2**20)
-    monkeypatch.setattr("quire.bench.core_limits.SIDE", 64)
+    monkeypatch.setattr("bench.core_limits.buffer_bytes", lambda: 2**20)
+    monkeypatch.setattr("bench.core_limits.SIDE", 64)
     threads = torch.get_num_threads()
     *cores, prompts, decode = results(tmp_path, "limits", *SMALL, "--workload", "fixed:16:4@2")
     assert torch.get_num_threads() == threads

@@ -14,10 +14,10 @@ import torch
 from benching import results
 from torch import Tensor
 
-from quire.bench import exchange, exchange_rank, parallel
-from quire.bench import parallel_goals as goals
-from quire.bench.exchange_rank import Timed
-from quire.bench.parallel_goals import Goal
+from bench import exchange, exchange_rank, parallel
+from bench import parallel_goals as goals
+from bench.exchange_rank import Timed
+from bench.parallel_goals import Goal
 from quire.distributed import device_exchange
 from quire.errors import QuireError
 from quire.kernels.triton import all_reduce as reduce

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from benching import bench, results
 
-from quire.bench import allocator
-from quire.bench.histories import LONGEST, cut, parted
-from quire.bench.mixed import Timed, show
+from bench import allocator
+from bench.histories import LONGEST, cut, parted
+from bench.mixed import Timed, show
+from bench.wire import ROWS
 from quire.bench.structured import made_up
-from quire.bench.wire import ROWS
 from quire.core import grammar_masks
 from quire.distributed.kernel_profiler import covered_time, kernel_kind
 from quire.memory.jenga.two_level_pool import TwoLevelPagePool
@@ -95,7 +95,7 @@ def test_steps_are_told_apart_by_their_prompts_and_ways() -> None:
 def test_a_recording_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("quire.bench.histories.STORY", 200)
+    monkeypatch.setattr("bench.histories.STORY", 200)
     flags = ("--threads", "1", "--prompts", "3", "--steps", "9", "--beam-width", "2", "--beam-width", "3")
     bench(tmp_path, "histories", "tiny", *flags)
     found = load_histories("sharegpt", tmp_path / "benched/result.json")

@@ -12,9 +12,9 @@ import pytest
 from benching import results
 from mllama_models import Saved
 
+from bench.sights import ROUNDS
 from quire.bench import main
 from quire.bench.pictured import PLACE, Eyes, png, posted
-from quire.bench.sights import ROUNDS
 from quire.bench.steps import Sample, encoder
 from quire.bench.workloads import Sketch, Sketched, parse
 from quire.cli import simulate

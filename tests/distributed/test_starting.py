@@ -15,7 +15,7 @@ from echo_ranks import FaultyEcho, threaded
 from waiting import IDLE, wait_until
 from wired import drain, open_engine
 
-from quire.cli.simulate import read_deployment
+from quire.bench.simulate import read_deployment
 from quire.config import EngineConfig
 from quire.distributed import rank_handle, rank_startup, remote_runner
 from quire.distributed.rank_messages import STEP_RESULT

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from quire.reproduce.reqids import pages_of
+from papers.reqids import pages_of
 from quire.vattention import VAttention, init
 from quire.worker.virtual import FakeDriver
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.bench import exchange_rank
-from quire.bench.exchange_rank import Timed, _unlike
+from bench import exchange_rank
+from bench.exchange_rank import Timed, _unlike
 from quire.distributed.rank_queries import RANK_QUERIES
 from quire.startup import rank_program
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.reproduce.kernel_switch import WAYS, compared
+from papers.kernel_switch import WAYS, compared
 
 pytestmark = pytest.mark.gpu
 EXAMPLE = Path(__file__).parents[2] / "examples" / "virtual_memory.py"

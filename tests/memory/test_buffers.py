@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 
+from papers.contiguous_sizes import KIB, MIB, on_workers
 from quire.errors import StartupError
 from quire.memory.virtual.buffers import WorkerShape, max_waste_bytes, plan_buffers, split_workers
-from quire.reproduce.contiguous_sizes import KIB, MIB, on_workers
 
 HEAD = 128 * 2  # bytes: numbers of 16 bits
 LAYOUTS = ("layer", "sliced:4", "sliced:8", "sliced")

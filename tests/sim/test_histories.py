@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import quire
+from bench.histories import record
 from quire.bench.drive import Decoding, Load, drive
-from quire.bench.histories import record
 from quire.bench.workloads import Job
 from quire.config import EngineConfig
 from quire.core.decoding import BeamSearch

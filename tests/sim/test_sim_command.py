@@ -11,7 +11,7 @@ import pytest
 
 import quire
 from quire.cli import main
-from quire.cli.simulate import _generate_trace, read_deployment
+from quire.bench.simulate import _generate_trace, read_deployment
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.sim.cost_model import FOLDER
@@ -171,7 +171,7 @@ def test_a_trace_of_texts_is_counted_by_a_tokenizer(tmp_path: Path) -> None:
 
 def test_the_document_is_written_before_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "s.json"
-    monkeypatch.setattr("quire.cli.simulate.format_results", lambda results, plant: 1 / 0)
+    monkeypatch.setattr("quire.bench.simulate.format_results", lambda results, plant: 1 / 0)
     assert main([*A100, "--workload", "alpaca@2", "--rate", "5", "--out", str(out)]) == 2
     assert len(json.loads(out.read_text())["results"]) == 1
 

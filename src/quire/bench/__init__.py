@@ -1,39 +1,22 @@
 """`quire bench NAME`: measurements of this engine, or of a server, on workloads that any engine can run.
 
-A measurement is one entry of ENTRIES. Nothing here is loaded by the engine itself.
+A measurement is one entry of ENTRIES. A checkout has further ones, of parts of the engine, in its folder bench/. The
+engine itself loads nothing of this.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.bench import (
-    allocator,
-    arrivals,
-    beams,
-    calibrate,
-    control,
-    events,
-    histories,
-    memory,
-    mixed,
-    parallel,
-    preemption,
-    profile,
-    runs,
-    sights,
-    start,
-    structured,
-    traces,
-    wire,
-)
+from quire.bench import arrivals, calibrate, preemption, runs, structured, traces
 from quire.bench.document import document, table, write
 from quire.bench.drive import Load
 from quire.bench.fleet import EACH
 from quire.bench.workloads import EXPECTED
+from quire.cli.checkout import import_from_checkout
 from quire.cli.flags import add_engine_flags
 from quire.cli.parser import Parser
 from quire.errors import StartupError
@@ -43,23 +26,25 @@ Run = Callable[[argparse.Namespace], list[dict[str, Any]]]
 
 class Entry(NamedTuple):
     """The functions of a measurement: `run` measures, `show` formats the results as a table, `flags` adds command-line
-    arguments. `more` returns further fields of the document."""
+    arguments, after those of the engine if `engine_flags`. `more` returns further fields of the document."""
 
     about: str
     run: Run
     show: Callable[[Sequence[dict[str, Any]]], str]
-    flags: Callable[[argparse.ArgumentParser], None]
+    flags: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    engine_flags: bool = False
     more: Callable[[Sequence[dict[str, Any]]], dict[str, Any]] = lambda results: {}
 
 
 def main(args: list[str]) -> int:
     """Run one measurement: print a table to stdout and progress to stderr, write JSON to --out."""
-    given = _parser().parse_args(args)
+    entries = all_entries()
+    given = _parser(entries).parse_args(args)
     given.said = args
     if given.entry in (None, "list"):
-        print(table(("name", "what"), [(name, entry.about) for name, entry in ENTRIES.items()]))
+        print(table(("name", "what"), [(name, entry.about) for name, entry in entries.items()]))
         return 0
-    entry = ENTRIES[given.entry]
+    entry = entries[given.entry]
     results = entry.run(given)
     print(entry.show(results))
     if given.out:
@@ -67,12 +52,20 @@ def main(args: list[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def all_entries() -> dict[str, Entry]:
+    """Return ENTRIES and, in a checkout, those of its folder bench/."""
+    further = import_from_checkout("bench")
+    return ENTRIES if further is None else {**ENTRIES, **further.ENTRIES}
+
+
+def _parser(entries: Mapping[str, Entry]) -> Parser:
     parser = Parser(prog="quire bench", description="Measure this engine or a server.", allow_abbrev=False)
-    entries = parser.add_subparsers(dest="entry", metavar="NAME", parser_class=Parser)
-    entries.add_parser("list", help="list the measurements")
-    for name, entry in ENTRIES.items():
-        sub = entries.add_parser(name, help=entry.about, description=entry.about, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="entry", metavar="NAME", parser_class=Parser)
+    commands.add_parser("list", help="list the measurements")
+    for name, entry in entries.items():
+        sub = commands.add_parser(name, help=entry.about, description=entry.about, allow_abbrev=False)
+        if entry.engine_flags:
+            add_engine_flags(sub)
         entry.flags(sub)
         sub.add_argument("--out", metavar="FILE", help="write the results as JSON")
     return parser
@@ -80,7 +73,6 @@ def _parser() -> Parser:
 
 def _workload_flags(default: str) -> Callable[[argparse.ArgumentParser], None]:
     def add(parser: argparse.ArgumentParser) -> None:
-        add_engine_flags(parser)
         group = parser.add_argument_group("measurement")
         group.add_argument("--workload", action="append", metavar="NAME",
                            help=f"{EXPECTED}; may be given repeatedly (default: {default})")  # fmt: skip
@@ -157,41 +149,6 @@ def _serve(args: argparse.Namespace) -> list[dict[str, Any]]:
     return runs.measure(args, lambda workload, seed: Load(workload.arrivals))
 
 
-def _preemption_flags(parser: argparse.ArgumentParser) -> None:
-    add_engine_flags(parser)
-    preemption.flags(parser)
-
-
-def _profile_flags(parser: argparse.ArgumentParser) -> None:
-    add_engine_flags(parser)
-    profile.flags(parser)
-
-
-def _mixed_flags(parser: argparse.ArgumentParser) -> None:
-    add_engine_flags(parser)
-    mixed.flags(parser)
-
-
-def _sights_flags(parser: argparse.ArgumentParser) -> None:
-    add_engine_flags(parser)
-    sights.flags(parser)
-
-
-def _calibrate_flags(parser: argparse.ArgumentParser) -> None:
-    add_engine_flags(parser)
-    calibrate.flags(parser)
-
-
-def _beams_flags(parser: argparse.ArgumentParser) -> None:
-    add_engine_flags(parser)
-    beams.flags(parser)
-
-
-def _histories_flags(parser: argparse.ArgumentParser) -> None:
-    add_engine_flags(parser)
-    histories.flags(parser)
-
-
 def _kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
     from quire.bench import cpu_kernels, kernels  # both import torch, which the other entries don't need
 
@@ -216,81 +173,27 @@ def _kernels_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
-def _limits(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from quire.bench import limits  # imports torch
-
-    return limits.run(args)
-
-
-def _show_limits(results: Sequence[dict[str, Any]]) -> str:
-    from quire.bench import limits
-
-    return limits.show(results)
-
-
-def _limits_flags(parser: argparse.ArgumentParser) -> None:
-    add_engine_flags(parser)
-    group = parser.add_argument_group("measurement")
-    group.add_argument("--workload", action="append", metavar="NAME",
-                       help=f"{EXPECTED}; may be given repeatedly (default: W1 to W4 of benchmarks.md)")  # fmt: skip
-    group.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each kind (default: %(default)s)")
-
-
-def _control_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sequences", type=int, nargs="+", metavar="N",
-                        help="running sequences (default: 1 256 1000)")  # fmt: skip
-    parser.add_argument("--contexts", type=int, nargs="+", metavar="N",
-                        help="tokens of each sequence (default: 128 32768)")  # fmt: skip
-    parser.add_argument("--beams", type=int, default=0, metavar="WIDTH",
-                        help="instead of sequences: requests of WIDTH beams, half of them re-parented at each step "
-                             "(default then: 64 requests of 512 tokens)")  # fmt: skip
-    parser.add_argument("--groups", type=int, default=1, metavar="N",
-                        help="groups of layers, all but the first with windows (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--unlike", action="store_true",
-                        help="group i has i times as many layers as the first, so that page sizes differ")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=control.STEPS, metavar="N", help="steps (default: %(default)s)")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-
-
 ENTRIES: dict[str, Entry] = {
-    "throughput": Entry("all requests at once", _traced(runs.throughput), runs.show, _workload_flags("sharegpt@64")),
-    "latency": Entry("one request at a time", _traced(runs.latency), runs.show, _workload_flags("fixed:128:128@4")),
+    "throughput": Entry(
+        "all requests at once", _traced(runs.throughput), runs.show, _workload_flags("sharegpt@64"), engine_flags=True
+    ),
+    "latency": Entry(
+        "one request at a time", _traced(runs.latency), runs.show, _workload_flags("fixed:128:128@4"), engine_flags=True
+    ),
     "serve": Entry(
-        "requests that arrive over time, at a local engine or a server", _traced(_serve), runs.show, _serve_flags
+        "requests that arrive over time, at a local engine or a server", _traced(_serve), runs.show, _serve_flags,
+        engine_flags=True,
     ),
-    "events": Entry("the cost of rare events in the control plane", events.run, events.show, events.flags),
-    "control": Entry("the cost of scheduling and memory, without a model", control.run, control.show, _control_flags),
-    "allocator": Entry("the cost of allocating and freeing a page", allocator.run, allocator.show, allocator.flags),
-    "wire": Entry("the size of plans and results, and the time to encode them", wire.run, wire.show, wire.flags),
-    "parallel": Entry(
-        "tensor parallelism: links, exchange, models, starts, failures", parallel.run, parallel.show, parallel.flags
-    ),
-    "profile": Entry("the time of steps on a GPU, by kernel", profile.run, profile.show, _profile_flags),
-    "mixed": Entry("steps with a prompt on a GPU, launched and replayed", mixed.run, mixed.show, _mixed_flags),
-    "limits": Entry("the limits of a CPU, and the time of each operation", _limits, _show_limits, _limits_flags),
     "kernels": Entry("every kernel, compared with the device's ceilings", _kernels, _show_kernels, _kernels_flags),
-    "sights": Entry("the cost of images, to encode and to decode with", sights.run, sights.show, _sights_flags),
     "structured": Entry(
         "the cost of grammars, and the gain of forced tokens", structured.run, structured.show, structured.flags
     ),
-    "start": Entry("the time of a start, to the first token", start.run, start.show, add_engine_flags),
-    "memory": Entry("the peak use of memory, compared with the plan", memory.run, memory.show, add_engine_flags),
     "preemption": Entry(
-        "the cost of swapping and recomputation, for --calibration; --compare: their gain",
-        preemption.run,
-        preemption.show,
-        _preemption_flags,
-        preemption.costs_of,
+        "the cost of swapping and recomputation, for --calibration; --compare: their gain", preemption.run,
+        preemption.show, preemption.flags, engine_flags=True, more=preemption.costs_of,
     ),
     "calibrate": Entry(
-        "the cost of steps, for quire simulate --calibration",
-        calibrate.run,
-        calibrate.show,
-        _calibrate_flags,
-        calibrate.calibration_of,
+        "the cost of steps, for quire simulate --calibration", calibrate.run, calibrate.show, calibrate.flags,
+        engine_flags=True, more=calibrate.calibration_of,
     ),
-    "beams": Entry("beam search with copy-on-write pages, and with eager copies", beams.run, beams.show, _beams_flags),
-    "histories": Entry(
-        "histories of beams, for simulations of beam search", histories.run, histories.show, _histories_flags
-    ),
-}
+}  # fmt: skip

@@ -11,8 +11,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher, get_close_matches
+from importlib import import_module
 from typing import NoReturn
 
+from quire.cli.checkout import import_from_checkout
 from quire.cli.flags import add_batch_flags, add_engine_flags, add_sampling_flags, add_serve_flags
 from quire.cli.parser import USAGE_ERROR, Parser, fail
 from quire.cli.vllm_flags import no_effect_notices, unsupported_reason
@@ -22,6 +24,8 @@ INTERRUPTED = 130
 CONFIG_HELP = "a YAML file of settings: names of flags without dashes; the command line overrides them"
 # Similarity of an unknown flag to a known one, above which that is suggested, or taken for what was meant.
 SUGGEST_RATIO, MISSPELT_RATIO = 0.8, 0.9
+MEASURING_COMMANDS = {"bench": "quire.bench", "simulate": "quire.bench.simulate"}
+"""Commands whose modules use this package's flags."""
 COMMANDS = {
     "generate": "continue prompts",
     "chat": "talk to a model in the terminal",
@@ -163,13 +167,17 @@ def run_guarded(command: Callable[[], int], *, debug: bool) -> int:
 
 
 def _delegate(command: str, rest: list[str]) -> int:
-    if command == "bench":
-        from quire.bench import main as run
-    elif command == "simulate":
-        from quire.cli.simulate import main as run
-    else:
-        from quire.reproduce import main as run
-    return run(rest)
+    """Run a command that parses its own arguments."""
+    if command != "reproduce":
+        run: Callable[[list[str]], int] = import_module(MEASURING_COMMANDS[command]).main
+        return run(rest)
+    papers = import_from_checkout("papers")
+    if papers is None:
+        raise StartupError(
+            "quire reproduce needs the repository, and this installation is not part of a checkout",
+            "Clone the repository and run `pip install -e .` in it",
+        )
+    return int(papers.main(rest))
 
 
 def _run(args: argparse.Namespace) -> int:

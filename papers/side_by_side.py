@@ -1,0 +1,246 @@
+"""Run a trace on this device and in simulation, for the systems of PagedAttention §6.1.
+
+`serve` takes the wall clock or a virtual one, so both are measured in the same way. One model and one runner serve all
+systems in turn, so these differ only in their memory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from papers.serving import MANY, Load
+from quire.bench.simulate import read_deployment
+from quire.config import EngineConfig
+from quire.core.assembly import assemble
+from quire.core.engine import Engine
+from quire.errors import QuireError
+from quire.memory.answers import Usage
+from quire.memory.build import build_memory
+from quire.memory.page_layout import MemorySize
+from quire.sim.simulation import ServedRequest, Simulation, TraceRequest
+from quire.startup.build import BuiltEngine
+from quire.startup.dtypes import ITEMSIZE
+
+LOOK = 0.25  # seconds between samples of the memory
+CROWD = 1024  # simultaneous requests where a capacity is simulated,
+FILLING, SATURATED = 1000, 4000  # steps while the memory fills, and steps after that
+EACH = 128  # tokens of KV memory for each request of the warm-up
+WARM = 3.0  # seconds of the warm-up
+
+Wait = Callable[[float], None]
+
+
+class Span(NamedTuple):
+    """Seconds of a run: it is measured from `start` to `end`, when the last request comes, and aborted at `until`."""
+
+    start: float
+    end: float
+    until: float
+
+
+class Plan(NamedTuple):
+    """A planned run: a system at a rate, in requests a second."""
+
+    system: str
+    rate: float
+    span: Span
+
+
+class Run(NamedTuple):
+    """The results of a plan.
+
+    `batch` is rows a step, `running` requests in memory, `tokens_per_s` of outputs: means over the measured `steps`.
+    `latency` is the mean normalised latency (s a token) of all requests; `unfinished` ones count with their latency so
+    far. `shares` is the memory by category."""
+
+    system: str
+    rate: float
+    by: str
+    seconds: float
+    steps: int
+    batch: float
+    running: float
+    tokens_per_s: float
+    latency: float
+    requests: int
+    unfinished: int
+    preemptions: int
+    shares: dict[str, float]
+
+
+class Step(NamedTuple):
+    """A finished step: its time, the steps and rows planned during it, the running requests, new tokens."""
+
+    at: float
+    planned: int
+    rows: int
+    running: int
+    tokens: int
+
+
+class Place(NamedTuple):
+    """A device and workload: an engine of `config`, and its simulation by `calibration`.
+
+    Requests of `workload` are the same, in the same order, at any rate."""
+
+    config: EngineConfig
+    calibration: str
+    workload: str
+
+    def trace(self, rate: float, seconds: float) -> list[TraceRequest]:
+        """Return Poisson arrivals."""
+        return Load(self.calibration, self.workload).trace(rate, seconds)
+
+    def mean_output(self) -> float:
+        """Return the mean output tokens of a request."""
+        return float(np.mean([one.output_len for one in Load(self.calibration, self.workload).sketches(MANY)]))
+
+    def simulation(self, system: str, kv_tokens: int | None = None, padded: bool = False) -> Simulation:
+        """Return the system's simulation by the calibration.
+
+        The engine skips the padding that FasterTransformer computes, so the simulation includes it only if `padded`."""
+        plant = read_deployment(replace(self.config, memory=system), self.calibration)
+        plant = plant if kv_tokens is None else plant._replace(kv_tokens=kv_tokens, kv_bytes=0)
+        made = plant.simulation()
+        if not padded:
+            made.runner.set_padding(None)
+        return made
+
+    def simulate(self, plan: Plan, kv_tokens: int | None = None, padded: bool = False) -> Run:
+        """Run a plan on the virtual clock."""
+        made = self.simulation(plan.system, kv_tokens, padded)
+        by = "simulated, padded" if padded else "simulated"
+        return run(made.engine, made.clock.advance_to, self.trace(plan.rate, plan.span.end), plan, by)
+
+    def capacity(self, system: str) -> float:
+        """Return the simulated requests a second of a system with a full queue."""
+        made = self.simulation(system)
+        for i, one in enumerate(self.trace(CROWD, 1.0)):
+            made.engine.add(str(i), one.prompt, one.params)
+        _tokens(made.engine, FILLING)
+        began = made.clock()
+        tokens = _tokens(made.engine, SATURATED)
+        return tokens / (made.clock() - began) / self.mean_output()
+
+
+def _tokens(engine: Engine, steps: int) -> int:
+    """Return the tokens of this many steps."""
+    return sum(len(output.tokens) for _ in range(steps) if engine.has_unfinished_requests for output in engine.step())
+
+
+# Runs
+
+
+def serve(
+    engine: Engine, wait: Wait, trace: Sequence[TraceRequest], span: Span
+) -> tuple[list[ServedRequest], list[Step], list[Usage]]:
+    """Submit requests at their times by the engine's clock; `wait` waits until a time on it.
+
+    Unfinished requests are aborted at the end, so that the engine is idle again."""
+    clock = engine.clock
+    began, look = clock(), span.start
+    served: list[ServedRequest] = []
+    steps: list[Step] = []
+    usages: list[Usage] = []
+    while (now := clock() - began) < span.until and (len(served) < len(trace) or engine.has_unfinished_requests):
+        while len(served) < len(trace) and trace[len(served)].arrival <= now:
+            asked = trace[len(served)]
+            at, prompt, params = asked[:3]
+            assert params.max_tokens is not None, "a request of a trace has a length"
+            engine.add(str(len(served)), prompt, params, images=asked.media, pixels=asked.encoder_pixels)
+            served.append(ServedRequest(at, len(prompt), params.max_tokens))
+        if engine.has_unfinished_requests:
+            steps.append(_step(engine, served, began))
+        else:
+            wait(began + min(trace[len(served)].arrival, span.until))
+        if look <= clock() - began <= span.end:
+            usages.append(engine.scheduler.memory.account().usage)
+            look = clock() - began + LOOK
+    for name in list(engine.requests):
+        engine.abort(name)
+    while engine.has_unfinished_requests:
+        engine.step()
+    return served, steps, usages
+
+
+def _step(engine: Engine, served: Sequence[ServedRequest], began: float) -> Step:
+    """Run one step of the engine. Requests that finish in it count as running."""
+    planned, rows = engine.stats.steps, engine.stats.rows
+    outputs = engine.step()
+    now = engine.clock() - began
+    tokens, running = 0, len(engine.scheduler.running)
+    for output in outputs:
+        if output.finish_reason == "error":
+            raise QuireError(f"request {output.request_id} failed: {output.stop_reason}")
+        one = served[int(output.request_id)]
+        one.token_times.append((now, len(output.tokens)))
+        one.done = output.done
+        tokens += len(output.tokens)
+        running += output.done
+    return Step(now, engine.stats.steps - planned, engine.stats.rows - rows, running, tokens)
+
+
+def run(engine: Engine, wait: Wait, trace: Sequence[TraceRequest], plan: Plan, by: str) -> Run:
+    """Serve the plan's trace. Measured results go to stderr at once, so that a later error does not lose them."""
+    start, end, _ = plan.span
+    before = engine.scheduler.num_preemptions
+    served, steps, usages = serve(engine, wait, trace, plan.span)
+    now = steps[-1].at
+    part = [step for step in steps if start < step.at <= end]
+    planned = sum(step.planned for step in part)
+    sizes = np.mean(usages, axis=0)
+    done = Run(
+        plan.system, plan.rate, by, end - start, planned,
+        sum(step.rows for step in part) / max(planned, 1), sum(step.running for step in part) / max(len(part), 1),
+        sum(step.tokens for step in part) / (end - start),
+        float(np.mean([one.lower_bound("normalised", now) for one in served])),
+        len(served), sum(not one.done for one in served), engine.scheduler.num_preemptions - before,
+        dict(zip(Usage._fields, (sizes / sizes.sum()).tolist())),
+    )  # fmt: skip
+    if by == "real":
+        print(json.dumps(done._asdict()), file=sys.stderr, flush=True)
+    return done
+
+
+# On the device
+
+
+def engine_of(made: BuiltEngine, config: EngineConfig, system: str) -> Engine:
+    """Return another engine over the runner of `made`, now idle, with a system's memory.
+
+    Pages and page tables have the same sizes in every memory, so the captured graphs and compiled kernels of `made` are
+    reused."""
+    runner: Any = made.engine.runner
+    config = replace(config, memory=system).with_device_defaults(made.memory_plan.device)
+    size = MemorySize(
+        made.memory_plan.kv_tokens,
+        made.memory_plan.max_len,
+        ITEMSIZE[made.memory_plan.dtype],
+        made.memory_plan.kv_bytes,
+    )
+    memory = build_memory(config, made.spec, size, made.name)
+    assert memory.kv_config == runner.store.kv_config, "the memories have other tables"
+    limits = made.engine.limits._replace(max_queued=sys.maxsize)
+    config = replace(config, preemption="recompute")
+    return assemble(config, memory, runner, limits, clock=time.monotonic, depth=made.engine.depth)
+
+
+def sleep_until(moment: float) -> None:
+    """Sleep until a time of time.monotonic."""
+    time.sleep(max(0.0, moment - time.monotonic()))
+
+
+def warm_up(made: BuiltEngine, place: Place) -> None:
+    """Run an unmeasured burst, so that the first run finds the device in the same state as the others.
+
+    Kernels and graphs exist since startup."""
+    engine = engine_of(made, place.config, "paged")
+    rows = min(engine.scheduler.max_seqs, made.memory_plan.kv_tokens // EACH)
+    serve(engine, sleep_until, place.trace(2 * rows / WARM, WARM), Span(0.0, WARM, WARM))
