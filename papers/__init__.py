@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from papers import entry, pagedattention
 from papers.result import DIFFERS, Reproduction
 from quire.bench.document import document, table, write
 from quire.cli.parser import Parser
@@ -60,7 +61,7 @@ UNLIKE = {
 PICTURED = {
     "llava": "LLaVA-OneVision 7B", "internvl": "InternVL2 8B", "phi3": "Phi-3-Vision 4B", "paligemma": "PaliGemma2 10B",
 }  # fmt: skip
-ENTRIES = {
+ENTRIES: dict[str, Entry | entry.Entry] = {
     "fig1": Entry("waste:figure_1", "PagedAttention Figure 1: memory of a 13B model, and its growth"),
     "fig2": Entry("waste:figure_2", "PagedAttention Figure 2: what the KV memory of each system holds", samples=True),
     "fig6": Entry("block_tables:figure_6", "PagedAttention Figure 6: the block table of one request"),
@@ -69,7 +70,7 @@ ENTRIES = {
     "fig12": Entry("basic_sampling:figure_12", "PagedAttention Figure 12: latency by request rate", samples=True),
     **{f"fig12{panel}": Entry(f"basic_sampling:figure_12{panel}", f"PagedAttention Figure 12{panel}: {title}",
                               samples=True, part_of="fig12") for panel, title in PANELS.items()},
-    "fig13": Entry("batches:figure_13", "PagedAttention Figure 13: requests that run at once", samples=True),
+    "fig13": pagedattention.ENTRIES["fig13"],
     "fig12a-gpu": Entry(
         "serving_gpu:figure_12a_gpu",
         "PagedAttention Figure 12a on a GPU, every system",
@@ -303,13 +304,16 @@ def draw(folder: Path) -> None:
     for path in sorted(folder.glob("*.json")):
         try:
             content = json.loads(path.read_text())
-            entry = ENTRIES.get(content["name"])
+            known = ENTRIES.get(content["name"])
         except (ValueError, KeyError, TypeError) as error:
             raise StartupError(
                 f"{path} is not a document of quire reproduce: {error}", "Give another --draw"
             ) from error
-        if entry is not None and entry.draw and content.get("data") is not None:
-            save(_named(entry.draw)(content["data"]), path.with_suffix(".png"))
+        if known is None or content.get("data") is None:
+            continue
+        drawer = known.draw if isinstance(known, entry.Entry) else known.draw and _named(known.draw)
+        if drawer:
+            save(drawer(content["data"]), path.with_suffix(".png"))
             print(f"drew {path.with_suffix('.png')}", file=sys.stderr)
 
 

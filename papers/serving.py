@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from quire.bench.endless import Endless
-from quire.bench.workloads import EDGE, Sketch, poisson
 from quire.bench.simulate import SimulatedDeployment, read_deployment
+from quire.bench.workloads import EDGE, Sketch, poisson
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.protocol.sampling_params import SamplingParams
@@ -179,6 +179,24 @@ def curve(load: Load, system: str, seconds: float, limit: float = LIMIT) -> Curv
     for share in BELOW:
         sustains(share * found)
     return Curve(system, found, tuple(points[rate] for rate in sorted(points)))
+
+
+def batches(loads: Mapping[str, tuple[Load, float]], systems: Sequence[str], seconds: float) -> list[dict[str, Any]]:
+    """Return the mean number of running requests of each system on each named trace, given by its load and rate."""
+    cases = [(trace, system) for trace in loads for system in systems]
+    done = in_parallel(mean_running, [(loads[trace][0], system, loads[trace][1], seconds) for trace, system in cases])
+    return [
+        {"trace": trace, "system": system, "label": SYSTEMS[system], "running": running}
+        for (trace, system), running in zip(cases, done)
+    ]
+
+
+def mean_running(load: Load, system: str, rate: float, seconds: float) -> float:
+    """Return the number of requests in memory, averaged over time after the first tenth of the trace."""
+    trace = load.trace(rate, seconds)
+    last = trace[-1].arrival
+    outcome = load.serve(system, trace, until=last)
+    return float(np.mean([moment.running for moment in outcome.timeline if moment.time >= last / 10]))
 
 
 def _check(found: float, system: str, seconds: float) -> None:

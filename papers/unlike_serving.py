@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from quire.bench.pictured import Eyes
-from quire.bench.workloads import Sketch, parse
 from quire.bench.simulate import SimulatedDeployment, read_deployment
+from quire.bench.workloads import Sketch, parse
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.core.runner import Runner
