@@ -415,8 +415,9 @@ STOPPED = [asked for asked in SAMPLED if "stop" in asked]  # over HTTP a stop re
 SAMPLED = [asked for asked in SAMPLED if asked not in STOPPED]
 SCHEMA = {"type": "object", "required": ["name", "age"], "additionalProperties": False, "properties": {
     "name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 99}}}
-TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "description": "The weather of a place.", "parameters": {
-    "type": "object", "required": ["place"], "properties": {"place": {"type": "string", "maxLength": 9}}}}}
+TOOL: dict[str, Any] = {"type": "function", "function": {
+    "name": "weather", "description": "The weather of a place.", "parameters": {
+        "type": "object", "required": ["place"], "properties": {"place": {"type": "string", "maxLength": 9}}}}}
 CALLED = {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": {
     "name": "weather", "arguments": '{"place": "Rome"}'}}]}
 TOLD = {"role": "tool", "tool_call_id": "call_1", "content": "It is sunny."}
@@ -487,7 +488,8 @@ BAD = [
     ("POST", "/v1/completions", {"prompt": "a"}, {"Authorization": "Bearer wrong"}),
     ("POST", "/v1/prefixes", {"name": "a", "text": "a"}, {"Authorization": "Bearer key"}), complete(),
 ]
-KEYS: dict[str, Any] = {"files": {"keys": "key\n", "admin": f"{KEY}\n"}, "api_key_file": "keys", "admin_key_file": "admin"}
+KEYS: dict[str, Any] = {"files": {"keys": "key\n", "admin": f"{KEY}\n"}, "api_key_file": "keys",
+                        "admin_key_file": "admin"}
 THINKS = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}<think>\n{# </think> #}"
 MANY = [{"prompt": f"{text} {i}", "max_tokens": 30, "temperature": 0, "ignore_eos": True, "stream": i % 2 == 0}
         for i in range(4) for text in STORIES[:4]]

@@ -98,8 +98,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        return x
+        added: Tensor = self.mlp(self.post_attention_layernorm(x))
+        return x + added
 
 
 class Llama(nn.Module):
@@ -125,12 +125,12 @@ class Llama(nn.Module):
                 nn.init.normal_(weight, std=0.02 / (2 * shape.layers) ** 0.5 if small else 0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x: Tensor = self.embed_tokens(ids)
+        x = self.embed_tokens(ids)
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for layer in self.layers:
             x = layer(x, cos, sin)
-        x = self.norm(x)
-        return x
+        normed: Tensor = self.norm(x)
+        return normed
 
     def logits(self, ids: Tensor) -> Tensor:
         return F.linear(self(ids), self.embed_tokens.weight)

@@ -190,9 +190,8 @@ def tint(rng: random.Random, anchors: tuple[tuple[int, int, int], ...]) -> Field
     first, second = (np.array(rng.choice(anchors), np.float32) for _ in range(2))
     if rng.random() < 0.35:
         return first
-    mixed: Field = (
-        first + rng.random() * (second - first) + np.array([rng.uniform(-8, 8) for _ in range(3)], np.float32)
-    )
+    mixed = first + rng.random() * (second - first)
+    mixed += np.array([rng.uniform(-8, 8) for _ in range(3)], np.float32)
     return np.clip(mixed, 0, 255)
 
 
@@ -207,7 +206,8 @@ def inside(shape: str, x: Field, y: Field) -> Field:
         return np.maximum(ax, ay) - 0.86
     if shape == "triangle":
         down = (y - 0.22) / 1.1
-        return np.maximum(down, 0.8660254 * ax / 1.1 - 0.5 * down) - 0.5
+        edge: Field = np.maximum(down, 0.8660254 * ax / 1.1 - 0.5 * down) - 0.5
+        return edge
     if shape == "cross":
         return np.minimum(np.maximum(ax - 0.96, ay - 0.3), np.maximum(ax - 0.3, ay - 0.96))
     assert shape == "star", f"no shape {shape}"

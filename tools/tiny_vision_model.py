@@ -133,13 +133,13 @@ def read(
     rows = torch.cat((rows, inner.image_newline.to(rows.dtype).expand(len(rows), 1, -1)), dim=1)
     placed = rows.gather(1, feature.clamp(min=0)[..., None].expand(-1, -1, rows.shape[-1]))
     words = inner.language_model.embed_tokens(ids).to(rows.dtype)
-    hidden: torch.Tensor = torch.where(feature[..., None] >= 0, placed, words)
+    hidden = torch.where(feature[..., None] >= 0, placed, words)
     places = torch.arange(ids.shape[1], device=ids.device)[None]
     rotary = inner.language_model.rotary_emb(hidden, places)
     for layer in inner.language_model.layers:
         hidden = layer(hidden, attention_mask=None, position_ids=places, position_embeddings=rotary)
-    hidden = inner.language_model.norm(hidden)
-    return hidden
+    normed: torch.Tensor = inner.language_model.norm(hidden)
+    return normed
 
 
 def logits_at(model: LlavaOnevisionForConditionalGeneration, hidden: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,8 @@ def compile_layers(student: Student, batch: Batch, device: str) -> None:
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=False)
         with torch.autocast(device, torch.bfloat16):
-            sum(student.losses(batch)).backward()  # type: ignore[union-attr]
+            words, patches = student.losses(batch)
+            (words + patches).backward()
         print(f"compiled in {time.perf_counter() - begun:.0f}s", flush=True)
     except Exception as error:  # any failure to compile costs speed, never the run
         print(f"torch.compile failed, training without it: {type(error).__name__}: {error}"[:500], flush=True)
