@@ -41,8 +41,9 @@ print(json.dumps(found))
 def measured(source: Path, steps: int) -> dict[str, float]:
     """Median microseconds of CPU a step, by case, in a process of its own."""
     command = [sys.executable, "-c", PROGRAM, json.dumps(CASES), str(steps)]
-    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    environment = {**os.environ, "PYTHONPATH": str(source.resolve()), "OMP_NUM_THREADS": "1"}
+    folder = source.resolve().parent  # whose bench/ is imported
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=True)
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
