@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ ASSETS = Path(quire.__file__).parent / "assets"
 NAMES = ("tiny", "tiny-draft")
 sys.path.insert(0, str(ROOT / "tools"))  # the training tools are scripts, not a part of the package
 
+import chat_score  # noqa: E402
 import tiny_model  # noqa: E402
 import tiny_story  # noqa: E402
 import tiny_text  # noqa: E402
@@ -86,6 +88,23 @@ def test_the_readme_s_chat_is_answered_well():
             params = [llm.prompts.make_params(seed=seed, max_tokens=20) for seed in range(20)]
             given = llm.chat(said, params, use_tqdm=False)
             assert {one.outputs[0].text for one in given} == {answer}
+
+
+def test_every_text_survives_a_round_trip():
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
+    text = "".join(map(chr, (*range(1, 0x800), 0x20AC, 0xFFFD, 0x1F600, 0x10FFFF)))
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+    assert tokenizer("a").input_ids[0] == tokenizer.bos_token_id
+
+
+def test_the_documents_tables_are_those_of_the_reports():
+    text = (ROOT / "docs" / "tiny-model.md").read_text(encoding="utf-8")
+    assert train_tiny.markdown(json.loads(REPORT.read_text(encoding="utf-8"))) in text
+    printed = chat_score.markdown(json.loads(SCORES.read_text(encoding="utf-8"))).replace("**", "")
+    shown = re.findall(r"^(\| (?:greedy|temperature)(?:[^|\n]*\|){5})", text.replace("**", ""), re.MULTILINE)
+    assert len(shown) > 10
+    for cells in shown:  # columns behind these are left out of the document in part
+        assert cells in printed
 
 
 @pytest.mark.parametrize("question", QUESTIONS[:3] + QUESTIONS[26:30])

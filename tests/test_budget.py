@@ -61,6 +61,12 @@ def test_a_gpu_gives_what_others_and_the_model_leave_of_its_share() -> None:
     assert planned("cuda", max_num_seqs=2).kv_tokens == 2 * 2048
 
 
+def test_batches_of_a_gpu_are_larger_unless_given() -> None:
+    made = [EngineConfig(**given).with_device_defaults(device) for device, given in
+            (("cuda", {}), ("cpu", {}), ("cuda", {"max_num_seqs": 3, "max_num_batched_tokens": 64}))]  # fmt: skip
+    assert [(one.max_num_seqs, one.max_num_batched_tokens) for one in made] == [(1024, 8192), (256, 2048), (3, 64)]
+
+
 def test_sequences_are_cut_to_the_memory_and_it_is_said() -> None:
     plan = planned(kv_tokens=1000, page_size=16)
     assert plan.max_len == 1008

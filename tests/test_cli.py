@@ -30,6 +30,7 @@ from quire.cli.flags import ENGINE_FLAGS, config_from, sampling_from
 from quire.cli.serve import options_from
 from quire.config import EngineConfig
 from quire.core.preemption_costs import PreemptionCosts
+from quire.kernels.cpu.library_loader import library, missing_reason
 from quire.protocol.sampling_params import SamplingParams
 from quire.sim.echo_runner import expected_beams
 
@@ -251,6 +252,12 @@ def test_env_shows_no_secrets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
     assert "HF_HOME" in out
     assert "secret" not in out
     assert "/private" not in out
+
+
+def test_env_says_which_kernels_compute(run: Run) -> None:
+    [line] = [line for line in run("env")[1].splitlines() if line.startswith("quire cpu kernels")]
+    found = library()
+    assert (found.path.stem if found is not None else missing_reason()) in line
 
 
 def test_version(run: Run) -> None:

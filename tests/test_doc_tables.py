@@ -122,3 +122,21 @@ def test_one_that_is_not_is_found() -> None:
     assert missing(rows) == ["nowhere.py", "tests/test_nowhere.py", "cpu_nowhere_X.json"]
     assert not missing("| `memory/jenga/two_level_pool.py`, `page_sizes.py`, `retention.py` | `cpu_memory_X.json` |")
     assert missing("| `page_sizes.py` |") == ["page_sizes.py"]
+
+
+def test_every_promise_names_a_test_that_exists() -> None:
+    rows = [line.split("\t") for line in (ROOT / "docs" / "promises.tsv").read_text(encoding="utf-8").splitlines()[1:]]
+    assert len(rows) > 900
+    sources: dict[str, str] = {}
+    lost = []
+    for _, promise, test in rows:
+        path, _, name = test.partition("::")
+        if path not in sources:
+            file = ROOT / path
+            sources[path] = "".join(one.read_text() for one in file.rglob("*.py")) if file.is_dir() else (
+                file.read_text() if file.is_file() else ""
+            )  # fmt: skip
+        function = name.partition("[")[0].rpartition("::")[2]
+        if not sources[path] or (function and not re.search(rf"^ *(async )?def {function}\(", sources[path], re.M)):
+            lost.append(f"{promise}: {test}")
+    assert lost == []

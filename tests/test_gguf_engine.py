@@ -14,6 +14,8 @@ from quire import LLM, SamplingParams
 from quire.cli import main
 from quire.config import EngineConfig
 from quire.errors import StartupError
+from quire.models.quantization import GGUF_BLOCKS_KEY
+from quire.startup import dtypes
 from quire.startup.checkpoint import read_checkpoint, read_tokenizer
 
 TINY = Path(__file__).parents[1] / "src" / "quire" / "assets" / "tiny"
@@ -105,3 +107,15 @@ def test_a_path_that_is_there_goes_before_a_name(tiny: Path, tmp_path: Path, mon
     assert read_checkpoint(EngineConfig(model="smollm2")).default_sampling == {"temperature": 0.5}, "not the package's"
     with LLM("smollm2", **SETTINGS) as llm:
         assert any(notice.startswith(f"smollm2 is {tmp_path / 'smollm2'}") for notice in llm.built.notices)
+
+
+def test_the_dtype_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 on a CPU where the model is narrow or kernels for blocks are missing; --dtype and a GPU come first."""
+
+    def chosen(hidden: int, kernels: bool = True, device: str = "cpu", dtype: str = "auto") -> str:
+        monkeypatch.setattr(dtypes, "_has_low_bit_kernels", lambda *_: kernels)
+        config = {"hidden_size": hidden, "dtype": "bfloat16", GGUF_BLOCKS_KEY: True}
+        return dtypes.choose_dtype(EngineConfig(dtype=dtype), config, device)
+
+    assert [chosen(1023), chosen(1024), chosen(4096, kernels=False)] == ["float32", "bfloat16", "float32"]
+    assert [chosen(576, device="cuda"), chosen(576, dtype="bfloat16")] == ["bfloat16"] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,25 @@ def test_folders_beside_the_package_import_one_way(path: Path) -> None:
     later = ORDER_BESIDE[ORDER_BESIDE.index(path.relative_to(CHECKOUT).parts[0]) + 1 :]
     for other in imported(ast.parse(path.read_text())):
         assert other.partition(".")[0] not in later, f"{path.name} must not import {other}"
+
+
+def circle(sources: dict[str, str]) -> list[str]:
+    """Return modules that import each other in a circle, given their sources; imports for types count."""
+    graph = {
+        name: {other if other in sources else other.rpartition(".")[0] for other in imported(ast.parse(text))} - {name}
+        for name, text in sources.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other() -> None:
+    names = {path: ".".join(("quire", *path.relative_to(ROOT).with_suffix("").parts)) for path in FILES}
+    assert circle({name.removesuffix(".__init__"): path.read_text() for path, name in names.items()}) == []
+    assert circle({"a.b": "from a.c import X", "a.c": "if TYPE_CHECKING:\n    from a import b"})
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -217,6 +217,8 @@ def test_chat(llm: LLM) -> None:
     assert single.outputs[0].token_ids == wanted(tokenizer().encode(prompt))
     several = llm.chat([talk, talk], PARAMS, use_tqdm=False, add_generation_prompt=False)
     assert [result.prompt for result in several] == [prompt.removesuffix("<|im_start|>assistant\n")] * 2
+    tool = {"type": "function", "function": {"name": "weather"}}
+    assert '"name": "weather"' in llm.chat(talk, PARAMS, use_tqdm=False, tools=[tool])[0].prompt
     with pytest.raises(InputError, match="1 to"):
         llm.chat([], PARAMS)
 

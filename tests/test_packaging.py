@@ -90,6 +90,22 @@ def test_every_import_is_declared() -> None:
                 assert top in declared or top == "quire" or top in sys.stdlib_module_names, (path.name, module)
 
 
+def test_the_document_names_every_dependency() -> None:
+    """Each has a row in docs/dependencies.md, with the bound where one is told; `make` installs a pinned version."""
+    said = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    text = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    rows = [
+        row.partition(" >= ") for row in re.findall(r"^\| ([a-z0-9].*?) \|", text, re.MULTILINE) if row != "package"
+    ]
+    assert {name for name, _, _ in rows} == {re.split("[<>=]", requirement)[0] for requirement in said}
+    for name, _, bound in rows:
+        assert not bound or any(re.match(rf"{name}>={re.escape(bound)}(,|$)", one) for one in said), (name, bound)
+    assert len(rows) == 17
+    assert "Seventeen direct ones" in text
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    assert {name for name, _, _ in rows} <= pinned
+
+
 def test_every_rule_names_tests_that_exist() -> None:
     for prefix in GATE_CASES:
         file, _, function = prefix.partition("::")

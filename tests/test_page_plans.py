@@ -112,6 +112,26 @@ def test_what_a_plan_says() -> None:
     assert "66.7% padding" in padded[0]
 
 
+@pytest.mark.parametrize(
+    ("way", "together", "longest"),
+    [
+        ({"page_sizes": "lcm"}, 4, 131_072),
+        ({"page_sizes": "gcd"}, 4, 131_072),
+        ({"page_sizes": "max"}, 2, 69_712),
+        ({"page_sizes": "own"}, 2, 89_552),
+        ({"memory": "uniform"}, 2, 89_552),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else None,
+)
+def test_what_fits_by_page_sizes(way: dict[str, str], together: int, longest: int) -> None:
+    """Requests of 131,072 tokens at once in 40 GiB, and the longest sequence in 12.3 GiB."""
+    config, plan = settings(kv_gib=40, **way).with_device_defaults("cuda"), planned(kv_gib=40, **way)
+    memory = build_memory(config, MINISTRAL, MemorySize(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes))
+    assert memory.fits([131_072] * together)
+    assert not memory.fits([131_072] * (together + 1))
+    assert planned(kv_gib=12.3, **way).max_len == longest
+
+
 def test_sets_of_layers_of_one_size() -> None:
     sheets = plan_page_layout(settings(page_sizes="gcd"), MINISTRAL, 2)
     assert [(len(sheet.layers), sheet.page_bytes) for sheet in sheets.specs] == [(9, PAGES[0])] * 4

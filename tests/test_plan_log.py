@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -333,3 +335,15 @@ def test_logs_of_an_earlier_revision_are_read(capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert "fcde46c6802a286a83b49ca3c635ab766566bb27c502fa2d136f0e69e212bd71" in printed
     assert printed.splitlines()[1:3] == ["steps      40", "slices     236, of 242 tokens"]
+
+
+def test_a_log_that_takes_no_more_ends_the_engine(tmp_path: Path) -> None:
+    """A plan is written before it is submitted: what the file can't take isn't computed."""
+    runner = EchoRunner()
+    logged = LoggingRunner(runner, tmp_path / "log", 512)
+    logged.bind(SMALL)
+    logged.file.close()
+    logged.file = Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        logged.submit(StepPlan((), (), ()))
+    assert runner.submitted == 0

@@ -218,3 +218,18 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
         opened(folder, prefix_tokens=16)
     with pytest.raises(StartupError, match="--memory is virtual"):
         opened(folder, memory="virtual")
+
+
+def test_branches_need_room_for_a_whole_prompt_each(folder: Path) -> None:
+    """They may come back by recomputation, which computes the prompt for each of them."""
+    with opened(folder, kv_tokens=256, max_model_len=200) as llm:
+        with pytest.raises(InputError, match="don't fit"):
+            llm.engine.add("a", [5] * 100, params(n=3))
+        llm.engine.add("b", [5] * 100, params(n=2))
+
+
+def test_no_prefix_is_found(folder: Path, roomy: list[list[int]]) -> None:
+    with opened(folder, enable_prefix_caching=True) as llm:
+        for _ in range(2):
+            assert [result.outputs[0].token_ids for result in served(llm, prompts(), params())] == roomy
+        assert llm.engine.scheduler.memory.account().sharing.hits == 0

@@ -67,6 +67,18 @@ def test_outputs_are_of_their_form(llm: LLM, more: dict[str, Any]) -> None:
             assert len(one.logprobs) == len(one.token_ids)
 
 
+def test_forced_tokens_are_appended_at_once(llm: LLM) -> None:
+    """Unless log-probabilities are wanted: then they are drawn, and the output is the same."""
+    found = []
+    for more in ({}, {"logprobs": 0}):
+        before = llm.engine.stats.steps
+        params = SamplingParams(temperature=0, max_tokens=160, structured_outputs=FORM, **more)
+        [output] = llm.generate(PROMPTS[:1], params)
+        found.append((output.outputs[0].token_ids, llm.engine.stats.steps - before))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] < found[1][1] - 10
+
+
 def test_refusals(llm: LLM) -> None:
     def refused(match: str, **more: Any) -> None:
         with pytest.raises(InputError, match=match):

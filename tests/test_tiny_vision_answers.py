@@ -4,6 +4,8 @@ another one shows as a wrong word."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from quire.memory import encoder_cache
 from quire.models.vision.llava import LlavaOneVision
 from quire.worker.image_inputs import ImageInputs
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 FOLDER = Path(quire.__file__).parent / "assets" / "tiny-vision"
 Patch = pytest.MonkeyPatch
 SETTINGS: dict[str, Any] = {"model": "tiny-vision", "dtype": "float32", "threads": 1, "kv_tokens": 2048, "swap_gib": 0}
@@ -172,9 +175,9 @@ def counts(http: httpx.Client) -> dict[str, float]:
     return found
 
 
-def test_streamed_over_http_and_not_encoded_again() -> None:
+def test_streamed_over_http_and_not_encoded_again(tmp_path: Path) -> None:
     """Five tiles once. Of the same question again all but 12 tokens are found, the picture's last two among these; with
-    another text before it nothing is, but the picture. Another picture is encoded."""
+    another text before it nothing is, but the picture. Another picture is encoded. The example says the same."""
     with (
         echo_service.serving(EngineConfig(**SETTINGS)) as running,
         httpx.Client(base_url=running.url, timeout=60) as http,
@@ -201,3 +204,9 @@ def test_streamed_over_http_and_not_encoded_again() -> None:
         red, blue = "This is a red circle.", "This is a blue square."
         assert told == [(red, 1, 0), (red, 1, 1), (red, 1, 2), (blue, 2, 2)]
         assert counts(http)["quire_prefix_cache_hits_total"] > 0
+        script = tmp_path / "picture.py"
+        script.write_text((EXAMPLES / "picture.py").read_text().replace('"tiny-vision"', '"echo"'))
+        command = [sys.executable, script, "--url", running.url, "--picture", EXAMPLES / "circle.png"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.stdout.count(f"{red}\n") == 2, done.stderr
+        assert "quire_encoder_runs_total" in done.stdout

@@ -67,3 +67,10 @@ def test_output_is_written_below_its_command(tmp_path: Path) -> None:
     assert transcripts.main([str(path), "--check", "--quick"]) == 0
     with pytest.raises(SystemExit, match="exit 3 ended with 3"):
         transcripts.main([str(path), "--check"])
+
+
+@pytest.mark.timeout(300)
+def test_the_bundled_models_story_is_what_comes_out(capfd: pytest.CaptureFixture[str]) -> None:
+    """The others that are slow are plans, and those have a test of their own."""
+    status = transcripts.main([str(ROOT / "docs" / "tiny-model.md"), "--check"])
+    assert status == 0, "run `python tools/transcripts.py`\n" + capfd.readouterr().out

@@ -31,7 +31,7 @@ from quire.ipc.engine_loop import EngineLoop
 from quire.ipc.messages import EngineExited
 from quire.kernels.cpu.library_loader import library
 from quire.memory.page_layout import MemorySize
-from quire.memory.virtual.virtual_memory import VirtualMemory, virtual_capacity_tokens
+from quire.memory.virtual.virtual_memory import VirtualMemory, choose_virtual_layout, virtual_capacity_tokens
 from quire.models import read_spec
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.startup.memory_plan import plan_memory
@@ -135,6 +135,20 @@ def test_a_small_memory_gets_small_pages(oracle) -> None:  # noqa: F811
     assert memory.fits([114])
     assert memory.kv_config.groups[0].page_bytes // memory.kv_config.groups[0].parts < 2**16
     assert emptied(engine)
+
+
+def test_buffers_where_nothing_is_said() -> None:
+    """On a GPU pages of 2 MiB over all layers. On a CPU 48 slots, and the first layout and page size with room for two
+    of the longest sequences and at most 32,000 mappings: 49 slots, 16 buffers, 65 pages of 64 KiB are too many."""
+    gpu, cpu = (EngineConfig(memory="virtual").with_device_defaults(device) for device in ("cuda", "cpu"))
+    assert (gpu.virtual_layout, gpu.virtual_page_kib) == ("sliced", 2048)
+    assert cpu.max_num_seqs == 48
+    spec = ModelSpec("eight", (LayerSpec(2, 64),) * 8, 100, 4096, 64, 2, 64, 1000)
+    for tokens, longest, wanted in (
+        (4096, 96, ("layer", 64)), (2048, 96, ("sliced:4", 64)), (600, 96, ("sliced", 64)), (192, 96, ("sliced", 32)),
+        (20_000, 8192, ("layer", 128)),
+    ):  # fmt: skip
+        assert choose_virtual_layout(cpu, spec, MemorySize(tokens, longest, 4)) == wanted
 
 
 @pytest.mark.parametrize(

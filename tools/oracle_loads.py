@@ -625,7 +625,7 @@ SIMULATED = [
     for name, load in (("jamba-52b", "shared:6000:900:200@40"), ("llama3.2-vision-11b", "mmmu-pro@30"),
                        ("internvl2-8b", "mmmu-pro@30"), ("gemma-2-9b", "sharegpt@80"), ("pyramidkv-8b", "sharegpt@80"))
 ]
-FLAGS, NUMBERS, NOTHING = r"^ {2,8}(-[^ ].*?)(?:  |$)", r"\d[\d.,]*", r"\Z."
+FLAGS, NUMBERS, NOTHING = r"^ {2,8}(-[\w-]+(?:, -[\w-]+)*)", r"\d[\d.,]*", r"\Z."
 LINES = [
     Load("help", "help of every command", [{"quire": [*name.split(), "--help"], "keeps": FLAGS} for name in COMMANDS]
          + [{"quire": line, "keeps": FLAGS} for line in (["--help"], ["bench", "list"], ["reproduce", "--list"])],

@@ -29,12 +29,14 @@ class Paced:
         self.every, self.metrics, self.looks = every, metrics, 0
         self.requests = self.under_way = self.most = self.connections = 0
         self.asked: list[dict[str, Any]] = []
+        self.keys = set[bytes]()  # of the requests of all paths; empty: none
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 path = head.split()[1]
+                self.keys.add(head.partition(b"Authorization: ")[2].partition(b"\r\n")[0])
                 if path == b"/v1/models":
                     writer.write(answer(b"200 OK", b'{"data": [{"id": "paced"}]}'))
                 elif path in (b"/v1/completions", b"/v1/chat/completions"):

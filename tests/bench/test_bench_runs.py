@@ -155,6 +155,15 @@ def test_bodies_ask_for_exactly_the_jobs() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("key", "sent"), [("secret", b"Bearer secret"), ("", b"")])
+def test_the_key_is_sent_if_there_is_one(key: str, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", key)
+    paced = Paced()
+    with serving(paced) as url, Client(url) as client:
+        client.run(parse("fixed:5:4@2").jobs(100), Load(concurrency=1))
+    assert paced.keys == {sent}
+
+
 @pytest.mark.parametrize(("model", "sees"), [("tiny-vision", True), ("tiny", False)])
 def test_a_server_whose_model_sees_gets_pictures(tmp_path: Path, model: str, sees: bool) -> None:
     paced = Paced()

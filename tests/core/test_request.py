@@ -103,6 +103,9 @@ def test_what_does_not_go_together() -> None:
     assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
     with pytest.raises(InputError, match="detokenize"):
         SamplingParams(stop=["x"], detokenize=False)
+    with pytest.raises(InputError, match="stop") as caught:
+        SamplingParams(stop=["x"], beam_width=2)
+    assert caught.value.param == "stop"
 
 
 def test_values_are_normalised() -> None:

@@ -306,3 +306,14 @@ def test_auto_takes_the_cheaper_way_for_each_victim() -> None:
         trace.scheduler._preempt(next(iter(trace.scheduler.running)))
         assert trace.scheduler.preemption_counts[way] == 1
         trace.finish()
+
+
+@pytest.mark.parametrize(("host", "ways"), [(100, {"swap"}), (4, {"recompute"}), (0, {"recompute"})])
+@pytest.mark.parametrize("policy", ["swap", "auto"])
+def test_who_does_not_fit_into_host_memory_is_recomputed(policy: str, host: int, ways: set[str]) -> None:
+    """Also where swapping is asked for, or predicted to cost less."""
+    trace = opened(tokens=40, host=host, preemption=policy)
+    for id in ("a", "b"):
+        ask(trace, id, 12, max_tokens=20)
+    trace.finish()
+    assert {way for way, count in trace.scheduler.preemption_counts.items() if count} == ways

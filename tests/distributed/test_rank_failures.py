@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from echo_ranks import FaultyEcho, processes, threaded
 from memories import MEMORIES, Build
@@ -107,6 +108,28 @@ def test_a_rank_that_goes_at_its_end_leaves_nothing(how: str, monkeypatch: pytes
     used_once(rank1={"how": how, "place": "close"})
     assert not ranks_left()
     assert descriptors() <= before
+
+
+def test_a_ranks_traceback_is_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EngineDead, match=RAISED):
+        used_once(rank1={"how": "raise", "place": "collect", "step": 3})
+    said = capfd.readouterr().err
+    assert said.count("Traceback (most recent call last)") == 1
+    assert "in collect" in said
+    assert "RuntimeError: the device is gone" in said
+
+
+def test_ranks_open_no_port_and_nothing_of_theirs_has_a_name() -> None:
+    """Memory, sockets and pipes: no file is left whatever ends."""
+    with closing(processes(2)) as runner:
+        used(runner)
+        for pid in (side.child.process.pid for side in runner.ranks):
+            process = psutil.Process(pid)
+            assert not [one for one in process.net_connections("all") if one.laddr]
+            maps = {mapped.path for mapped in process.memory_maps()}
+            assert any("memfd:" in path for path in maps), "the ring is mapped"
+            links = {os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir() if os.path.lexists(one)}
+            assert not [path for path in maps | links if path.startswith("/dev/shm/")]
 
 
 def test_a_rank_that_hangs_is_given_up_after_the_limit() -> None:

@@ -48,6 +48,19 @@ def test_ranks_end_with_a_server_that_is_killed(flags: tuple[str, ...], tmp_path
         assert gone(processes)
 
 
+def test_a_script_with_ranks_needs_no_main_guard(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from quire import LLM, SamplingParams\n"
+        "print('it runs')\n"
+        "with LLM('tiny', tp=2, device='cpu', dtype='float32', kv_tokens=512, threads=2) as llm:\n"
+        "    params = SamplingParams(temperature=0, max_tokens=12)\n"
+        "    print(llm.generate('Once upon a time', params, use_tqdm=False)[0].outputs[0].text)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, f"it runs\n{TEXT}\n"), done.stderr
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_idle_processes_use_less_than_a_hundredth_of_a_core(ranks: int, tmp_path: Path) -> None:

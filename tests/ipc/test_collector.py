@@ -6,6 +6,7 @@ import gc
 
 import pytest
 
+from quire import LLM, SamplingParams
 from quire.ipc.garbage_collection import gc_paused
 
 
@@ -36,6 +37,14 @@ def test_what_was_made_in_a_pause_is_old() -> None:
         assert 0.99 * frozen < gc.get_freeze_count() <= frozen  # other tests' threads may let go of some
     finally:
         gc.unfreeze()
+
+
+def test_a_programs_own_collector_stays() -> None:
+    """One that uses quire as a library keeps its settings."""
+    before = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
+    with LLM("tiny", device="cpu", kv_tokens=256, swap_gib=0) as llm:
+        llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+        assert (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()) == before
 
 
 def failing() -> None:

@@ -207,6 +207,52 @@ def test_where_tokens_attend_both_ways_a_prompt_is_computed_in_one_step() -> Non
         served.add("scored", prompt(8), prompt_logprobs=1)
 
 
+@pytest.mark.parametrize(("window", "found"), [(None, (20, 0, 20)), (6, (0, 0, 0))])
+def test_where_tokens_attend_both_ways_only_the_very_same_prompt_is_found(
+    window: int | None, found: tuple[int, ...]
+) -> None:
+    """With the same images; and none at all where layers have windows."""
+    layers = (SELF, replace(SELF, window=window))
+    made = memory(spec(*layers, vision=replace(EYES, bidirectional_prompt=True)), budget=32)
+    served, hits = Served(made, budget=32), list[int]()
+    served.add("first", prompt(23), picture(0, 2))
+    served.drain()
+    for number in (0, 1, 0):
+        before = made.account().sharing.hits
+        served.add(str(len(hits)), prompt(23), picture(number, 2))
+        served.drain()
+        hits.append(made.account().sharing.hits - before)
+    assert tuple(hits) == found
+
+
+@pytest.mark.parametrize("model", [spec(), spec(SELF, CROSS)], ids=["rows", "cross"])
+def test_pages_of_pictures_are_not_swapped(model: ModelSpec) -> None:
+    """They are found again, or encoded again."""
+    served = Served(memory(model, swap_gib=0.001))
+    served.engine.scheduler.preemption = "swap"
+    served.add("a", prompt(12), picture(0, 2, 8 if model.images_replace_tokens else 1, rows=8), max_tokens=9)
+    for _ in range(3):
+        served.step()
+    served.engine.scheduler._preempt(next(iter(served.engine.scheduler.running)))
+    served.drain()
+    moved = {
+        type(entry): entry.group for plan in served.plans for entry in plan.page_ops if hasattr(entry, "host_page")
+    }
+    assert len(moved) == 2
+    kinds = [group.kind for group in served.memory.kv_config.groups]
+    assert {kinds[group] for group in moved.values()} == {"full"}
+
+
+def test_without_caching_no_picture_is_kept_and_one_at_a_time_is_shared() -> None:
+    served = Served(memory(enable_prefix_caching=False), budget=48)
+    for turn in range(2):
+        for i in range(3):
+            served.add(f"{turn}-{i}", [i + 1] * 12, picture(0, 2, parts=3))
+        served.drain()
+        assert served.memory.account().sharing.encoder_runs == turn + 1
+    assert served.memory.account().usage.cached == 0
+
+
 def test_what_has_no_place_is_refused() -> None:
     blind = Served(memory(ModelSpec("echo", (SELF,), 64, 256, 8, 1, 8, 1)))
     with pytest.raises(InputError, match="1 images, and this model"):

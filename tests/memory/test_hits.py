@@ -13,6 +13,7 @@ from test_invariants import compute, sequence, serve
 from unlike import UNLIKE, Kind, unlike
 
 from quire.protocol.sequence import Sequence
+from quire.protocol.step_plan import SwapIn
 
 RUNS, SIGHTS = st.sampled_from([1, 2, 3, 4, 8, 16]), st.integers(1, 40)
 KINDS = st.one_of(
@@ -113,3 +114,18 @@ def test_twins_that_were_swapped_out_come_back_to_one_page(name: str) -> None:
         memory.free(seq)
     memory.check()
     assert memory.account().usage.used == 0
+
+
+def test_who_comes_back_shares_what_is_still_cached() -> None:
+    """Full pages that nobody took meanwhile are named again; only what has no name is copied back."""
+    memory = MEMORIES["paged-4"](Build(tokens=64, max_seqs=8, host=1000))
+    seq = sequence(1, 14)
+    assert serve(memory, seq) == 0
+    before = memory.get_placement(seq).tables[0][:3]
+    assert memory.swap_out([seq])
+    memory.take_page_ops()
+    assert memory.swap_in([seq])
+    back = [entry for entry in sum(memory.take_page_ops(), ()) if isinstance(entry, SwapIn)]
+    assert memory.get_placement(seq).tables[0][:3] == before
+    assert len(back) == 1
+    memory.check()

@@ -157,6 +157,28 @@ def test_every_memory_counts_its_pins(name: str) -> None:
     assert sum(memory.page_pool.used) == 0
 
 
+@pytest.mark.parametrize("name", ["paged-4", "mixed"])
+def test_no_load_evicts_a_registered_prefix(name: str) -> None:
+    """Others take all pages that are left, again and again; nobody gets its pages."""
+    memory = MEMORIES[name](Build(tokens=128, prefix_tokens=40))
+    prefix = list(range(10))
+    registered(memory, "kept", prefix)
+    for id in range(2, 12):
+        seqs, begin = list[Sequence](), 1000 * id
+        while admit_one(memory, seq := Sequence(100 * id + len(seqs), list(range(begin, begin + 24))), 64) is not None:
+            assert memory.grow(seq, 24)
+            seq.planned = seq.computed = 24
+            memory.commit(seq)
+            seqs.append(seq)
+            begin += 24
+        assert seqs
+        for seq in seqs:
+            memory.free(seq)
+    assert memory.page_pool.evictions > 0
+    assert admit_one(memory, Sequence(9999, [*prefix, 1]), 64) == 10
+    memory.check()
+
+
 def test_the_check_sees_a_lost_pin_and_a_lost_name() -> None:
     memory = MEMORIES["paged-4"](Build(prefix_tokens=40))
     registered(memory, "a", list(range(10)))

@@ -107,6 +107,7 @@ def test_nothing_but_states() -> None:
         ({"page_sizes": "gcd"}, "--page-sizes is gcd, and a state is no number of tokens"),
         ({"state_tokens": 100}, "--state-tokens is 100, and pages hold 16 tokens"),
         ({"state_tokens": 0}, "--state-tokens is 0"),
+        ({"state_tokens": 65_552}, "--state-tokens is 65552"),
     ],
 )
 def test_settings_that_are_none_for_states_are_refused(given: dict[str, Any], words: str) -> None:

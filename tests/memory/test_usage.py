@@ -90,3 +90,19 @@ def test_what_full_attention_had_is_counted_beside_what_was_found() -> None:
     assert serve(memory, Sequence(2, list(range(30)))) == 12
     sharing = memory.account().sharing
     assert (sharing.hits, sharing.full_hits) == (12, 28)
+
+
+def test_uniform_memory_keeps_every_token_of_every_layer() -> None:
+    """Nothing leaves behind a window, and of a cached prefix every page must be there: also the second of eight."""
+    held, found = {}, {}
+    for name in ("paged", "uniform"):
+        config = EngineConfig(memory=name, page_size=4, max_num_seqs=8, max_num_batched_tokens=16, retention="paper")
+        memory = build_memory(config, spec((None, 6), 48), MemorySize(256, 48, 2))
+        assert isinstance(memory, PagedMemory)
+        seq = resident(memory, 1, 30)
+        held[name] = [sum(map(bool, table)) for table in memory.get_placement(seq).tables]
+        memory.free(seq)
+        memory.page_pool.evict(len(held[name]) - 1, list(memory.page_pool.index[-1].values())[1])
+        found[name] = serve(memory, Sequence(2, list(range(100, 130))))
+    assert held == {"paged": [8, 2], "uniform": [8]}
+    assert found == {"paged": 28, "uniform": 4}

@@ -153,10 +153,13 @@ def test_settings_that_are_not_supported(said: dict[str, Any], message: str, tmp
 
 def test_end_tokens_and_sampling(tmp_path: Path) -> None:
     said = {"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 7,
-            "general.sampling.temp": 0.25, "general.sampling.top_k": 9}  # fmt: skip
+            "general.sampling.temp": 0.25, "general.sampling.top_k": 9, "general.sampling.top_p": 0.5,
+            "general.sampling.min_p": 0.125, "general.sampling.penalty_repeat": 1.5}  # fmt: skip
     file = read_gguf(gguf_files.write(tmp_path / "a.gguf", said, {}))
-    assert to_hf_generation_config(file) == {"temperature": 0.25, "top_k": 9, "eos_token_id": [3, 7]}
-    odd = {**said, "general.sampling.temp": [1, 2], "general.sampling.top_k": "x"}
+    more = {"top_p": 0.5, "min_p": 0.125, "repetition_penalty": 1.5}
+    assert to_hf_generation_config(file) == {"temperature": 0.25, "top_k": 9, "eos_token_id": [3, 7], **more}
+    odd = dict.fromkeys((name for name in said if "sampling" in name), "x") | {"general.sampling.temp": [1, 2]}
+    odd = {**said, **odd}
     assert to_hf_generation_config(read_gguf(gguf_files.write(tmp_path / "b.gguf", odd, {}))) == {
         "eos_token_id": [3, 7]
     }

@@ -58,6 +58,8 @@ def test_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             assert answer["error"] is None
             assert answer["response"]["status_code"] == 200
             assert answer["response"]["body"]["choices"][0]["text"] == alone.outputs[0].text
+    source.write_text("\n".join(lines[:3]))
+    assert main(["run-batch", "-i", str(source), "-o", str(tmp_path / "well.jsonl"), *CPU]) == 0
     assert found["chat"]["response"]["body"]["choices"][0]["message"]["content"].startswith("Hello")
     assert found["bad"]["response"]["status_code"] == 400
     assert "max_tokens must be between 1 and" in found["bad"]["error"]["message"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,26 @@ def test_watchers_are_bounded_and_nobody_looks_for_nobody(running: Running, monk
     assert httpx.post(f"{running.url}/v1/completions", json=body, headers=KEY).status_code == 200
     assert scenes(running.url, 1)[0]["steps"] > steps  # who comes then is told nothing of before
     assert MAX_WATCHERS > 1
+
+
+def test_a_stream_ends_after_its_time(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert consoles.MAX_STREAM_SECONDS == 600
+    monkeypatch.setattr(consoles, "MAX_STREAM_SECONDS", 0.1)
+    assert httpx.get(f"{running.url}/console/events", headers=KEY, timeout=30).text.endswith("\n\n")
+
+
+def test_requests_are_told_without_their_text(loose_brake: Path) -> None:
+    """Their names and lengths."""
+    loose_brake.touch()
+    runner = echo_service.Echo(brake=str(loose_brake))
+    with echo_service.serving(echo_service.built(runner)) as found, ThreadPoolExecutor(1) as pool:
+        body = {"prompt": "once upon a time", "request_id": "mine", "max_tokens": 200, "ignore_eos": True}
+        asked = pool.submit(httpx.post, f"{found.url}/v1/completions", json=body)
+        scene = wait_until(lambda: next((one for one in scenes(found.url, 1) if one["requests"]), None), "it is told")
+        loose_brake.unlink()
+        assert asked.result().status_code == 200
+    assert "mine" in json.dumps(scene["requests"])
+    assert "upon" not in json.dumps(scene)
 
 
 def test_without_a_console() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
+import echo_service
 import httpx
 import pytest
 from asking import TALK, events, ids_of, refusal, tokens_of
@@ -100,7 +102,58 @@ def test_logprobs_of_named_tokens(http: httpx.Client) -> None:
         assert error["param"] == "logprob_token_ids"
 
 
+def test_what_ended_an_output_is_told(http: httpx.Client) -> None:
+    """A stop string, of which nothing is shown unless that is asked for, or a token; whichever comes first."""
+    asked = {"prompt": [5, 6], "seed": 3, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+
+    def choices(**more: Any) -> list[dict[str, Any]]:
+        return http.post("/v1/completions", json=asked | more).json()["choices"]
+
+    [plain] = choices()
+    stop = plain["text"][6:9]
+    at = plain["text"].index(stop)
+    for included in (False, True):
+        [found] = choices(stop=["never", stop], include_stop_str_in_output=included)
+        assert found["text"] == plain["text"][: at + included * len(stop)]
+        assert (found["finish_reason"], found["stop_reason"]) == ("stop", stop)
+    drawn = tokens_of([5, 6], 3, 0, 12)
+    [found] = choices(stop_token_ids=[drawn[5]])
+    assert found["token_ids"] == drawn[: drawn.index(drawn[5]) + 1]
+    assert (found["finish_reason"], found["stop_reason"]) == ("stop", drawn[5])
+    best = choices(n=2, best_of=6)
+    stop = best[0]["text"][-2:]
+    stopped = choices(n=2, best_of=6, stop=[stop])
+    assert [one["text"] for one in stopped] == [one["text"].split(stop)[0] for one in best], "samples are whole"
+    assert (stopped[0]["finish_reason"], stopped[0]["stop_reason"]) == ("stop", stop)
+
+
+def test_seeds_are_drawn_from_the_servers() -> None:
+    said = []
+    for seed in (7, 7, 8):
+        with echo_service.serving(echo_service.built(seed=seed), placement="thread") as running:
+            body = {"prompt": [5, 6], "max_tokens": 9, "ignore_eos": True}
+            said.append([httpx.post(f"{running.url}/v1/completions", json=body).json()["choices"] for _ in range(2)])
+    assert said[0] == said[1] != said[2]
+    assert said[0][0] != said[0][1]
+
+
+def test_what_is_not_given_is_the_models_own(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "quire.server")
+    model = echo_service.built()._replace(default_sampling={"temperature": 0.5, "top_k": 7})
+    with echo_service.serving(model, log_requests=True, placement="thread") as running:
+        for path, body in (("completions", {"prompt": [5]}), ("chat/completions", {"messages": TALK})):
+            httpx.post(f"{running.url}/v1/{path}", json={**body, "max_tokens": 1, "top_k": 9})
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
+    assert len(lines) == 2
+    assert all("temperature=0.5" in line and "top_k=9" in line for line in lines)
+
+
 # Chat
+
+
+def test_max_completion_tokens_wins(http: httpx.Client) -> None:
+    asked = {"messages": TALK, "ignore_eos": True, "max_tokens": 9, "max_completion_tokens": 3}
+    assert http.post("/v1/chat/completions", json=asked).json()["usage"]["completion_tokens"] == 3
 
 
 def test_prompt_logprobs_of_a_chat(http: httpx.Client) -> None:

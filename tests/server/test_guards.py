@@ -62,6 +62,8 @@ def test_why_it_is_ill_is_told_to_who_has_a_key(locked: Running, monkeypatch: py
     answer = httpx.get(f"{locked.url}/health", headers={"x-api-key": KEY})
     assert answer.status_code == 503
     assert "shutting down" in answer.json()["error"]["message"]
+    for method in ("GET", "POST"):
+        assert httpx.request(method, f"{locked.url}/ping", headers=bearer(KEY)).status_code == 503
 
 
 def test_wrong_keys_and_paths_like_health(locked: Running) -> None:
@@ -200,6 +202,27 @@ async def status(bound: BodyLimitMiddleware, *parts: bytes) -> int:
     await bound({"type": "http", "path": "/", "headers": []}, receive, send)
     [only] = statuses
     return only
+
+
+def test_a_body_that_does_not_come_is_a_408() -> None:
+    async def receive() -> Message:
+        await asyncio.sleep(60)
+        raise AssertionError("it is waited for")
+
+    async def ask(path: str) -> list[Message]:
+        sent = list[Message]()
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        bound = BodyLimitMiddleware(accept, seconds=0.05)
+        await bound({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
+        return sent
+
+    for path, name in (("/v1/completions", "RequestTimeoutError"), ("/v1/messages", "timeout_error")):
+        start, body = asyncio.run(ask(path))
+        assert start["status"] == 408
+        assert json.loads(body["body"])["error"]["type"] == name
 
 
 async def accept(scope: Scope, receive: Receive, send: Send) -> None:

@@ -116,6 +116,29 @@ def test_how_messages_end(served: Server) -> None:
     assert served.ask()["content"] == joined(served.events())["content"] == [{"type": "text", "text": ""}]
 
 
+def test_what_a_client_may_leave_out_and_send(served: Server) -> None:
+    served.say("a")
+    usage = served.ask(model=None)["usage"]
+    assert usage["cache_creation_input_tokens"] == 0
+    headers = {"anthropic-version": "none", "anthropic-beta": "x"}
+    assert served.http.post("/v1/messages", json=ASKED, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_a_format_is_held(served: Server, field: str) -> None:
+    served.say("no JSON")
+    form = {"type": "json_schema", "schema": {"const": {"city": "Oslo"}}}
+    [block] = served.ask(**{field: {"format": form} if field == "output_config" else form})["content"]
+    assert json.loads(block["text"]) == {"city": "Oslo"}
+
+
+def test_a_prompt_that_is_too_long_is_not_counted(served: Server) -> None:
+    long = {"messages": [{"role": "user", "content": "once " * 1100}]}
+    answer = served.http.post("/v1/messages/count_tokens", json=long)
+    assert answer.status_code == 400
+    assert "1024" in MessageError.model_validate(answer.json()).error.message
+
+
 def test_tools(served: Server) -> None:
     served.say(SAID)
     whole = served.ask(tools=[TOOL])
@@ -279,6 +302,8 @@ def test_errors_around_the_route(served: Server) -> None:
         (served.http.get(url), 405, "invalid_request_error"),
     ):  # fmt: skip
         assert (answer.status_code, MessageError.model_validate(answer.json()).error.type) == (status, name)
+    early = httpx.post(url, json=ASKED, headers={f"x-{i}": "y" for i in range(101)})  # no path is known yet
+    assert (early.status_code, early.json()["error"]["type"]) == (431, "HeadersTooLargeError")
     assert "message" in httpx.post(f"{served.url}/v1/completions").json()["error"]  # OpenAI's, elsewhere
 
 
@@ -338,6 +363,7 @@ def test_thoughts_pictures_and_failures(monkeypatch: pytest.MonkeyPatch) -> None
         assert [(block["type"], block.get("thinking")) for block in whole["content"]] == [
             ("thinking", "once upon"), ("text", None),
         ]  # fmt: skip
+        assert whole["content"][0]["signature"] == ""
         assert 0 < whole["usage"]["output_tokens_details"]["thinking_tokens"] < whole["usage"]["output_tokens"]
         events = server.events()
         assert bare(joined(events)) == bare(whole)

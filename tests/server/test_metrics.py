@@ -19,6 +19,7 @@ from waiting import INTERVAL, wait_until
 
 from quire.config import EngineConfig
 from quire.protocol.sampling_params import SamplingParams
+from quire.server import status
 from quire.server.http_counters import CountHttpMiddleware, HttpCounters
 from quire.server.metrics import LABELS, Metrics, engine_gauges
 from quire.server.status import status_line
@@ -138,6 +139,26 @@ def test_a_request_is_counted_once_and_before_its_last_part_leaves(fails: bool) 
         asyncio.run(CountHttpMiddleware(answer, counts)({"type": "http", "method": "GET"}, None, send))  # type: ignore[arg-type]
     assert seen == ([0, 0] if fails else [0, 0, 1])
     assert counts.requests == {("none", "GET", "2xx"): 1}
+
+
+def test_a_status_line_comes_while_anything_happens(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert status.STATUS_SECONDS == 10
+    monkeypatch.setattr(status, "STATUS_SECONDS", 0.02)
+    caplog.set_level("INFO", "quire.server")
+
+    async def work() -> None:
+        with linked(echo_service.built(Echo(pause=0.01)), "thread") as llm:
+            lines = asyncio.create_task(status.log_status(llm))
+            await asyncio.sleep(0.2)
+            assert not caplog.records, "it is idle"
+            async for _ in await llm.submit([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True)):
+                pass
+            lines.cancel()
+
+    asyncio.run(work())
+    assert "running 1, waiting 0, prompt " in caplog.text
 
 
 def test_cache_info() -> None:

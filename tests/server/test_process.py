@@ -332,3 +332,12 @@ def test_settings_from_a_file_reach_the_server(tmp_path: Path) -> None:
     assert f"request {answer.json()['id']} (X-Request-Id mine)" in error
     assert "Started server process" in error, "uvicorn's own lines"
     assert "secret words" not in error
+
+
+def test_a_server_that_all_can_reach_says_so(tmp_path: Path) -> None:
+    """Unless it asks for a key."""
+    (tmp_path / "keys").write_text("secret\n")
+    for flags, warned in (((), True), (("--api-key-file", str(tmp_path / "keys")), False)):
+        with process("--host", "0.0.0.0", *flags, pause=0) as server:
+            found = "anyone who reaches 0.0.0.0 can use this server: set QUIRE_API_KEY" in "".join(server.lines)
+            assert found == warned

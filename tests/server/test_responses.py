@@ -292,6 +292,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
     ({"response_format": {"type": "json_object"}}, "response_format", "text"),
     ({"metadata": {"a": 5}}, "metadata", "'a'"),
+    ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "at most 16 entries, got 17"),
     ({"previous_response_id": "resp_0"}, "previous_response_id", "resp_0"),
 ]  # fmt: skip
 

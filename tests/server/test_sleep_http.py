@@ -13,9 +13,9 @@ import echo_service
 import httpx
 import pytest
 from asking import ADMIN, KEY, bearer, cached
-from echo_service import Placement, Running, Servers
+from echo_service import Echo, Placement, Running, Servers
 
-from quire.errors import InputError, NotIdle
+from quire.errors import InputError, NotIdle, StartupError
 from quire.protocol.sampling_params import SamplingParams
 from quire.server.response_models import SleepStatus
 
@@ -139,6 +139,29 @@ def test_with_requests_under_way(shop: Running, http: httpx.Client, loose_brake:
         assert http.post("/wake_up").json() == AWAKE
         loose_brake.unlink()
         assert (waiting.result().status_code, running.result().status_code) == (409, 200)
+
+
+def test_a_wake_up_that_fails_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Echo, tags: Any) -> None:
+        raise StartupError("a secret of the checkpoint")
+
+    with (
+        echo_service.serving(echo_service.built(), admin_keys=[ADMIN], placement="thread") as running,
+        httpx.Client(base_url=running.url, headers=HEADERS) as http,
+    ):
+        wanted = cached(http, PROMPT)
+        status = slept(http)
+        with monkeypatch.context() as patched:
+            patched.setattr(Echo, "wake", fail)
+            answer = http.post("/wake_up")
+        assert answer.status_code == 503, answer.text
+        assert "secret" not in answer.text
+        assert "a secret of the checkpoint" in caplog.text
+        assert http.get("/is_sleeping").json() == status
+        assert http.post("/wake_up").json() == AWAKE
+        assert cached(http, PROMPT) == wanted
 
 
 @pytest.mark.parametrize(

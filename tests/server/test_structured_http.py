@@ -139,6 +139,13 @@ def test_not_enforced_keywords_can_be_let_pass(http: httpx.Client) -> None:
     assert len(json.loads(text_of(ask(http, prompt="a", response_format=form, seed=2)))) <= 3
 
 
+def test_strict_objects_have_no_other_members(http: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    for seed in range(4):
+        assert json.loads(text_of(ask(http, prompt="a", response_format=form, seed=seed))) == {"a": 1}
+
+
 def test_what_explodes_disturbs_nobody(placement: Placement) -> None:
     """While grammars that can't be had are refused, others' tokens come on, and the same ones."""
     bad = [

@@ -16,6 +16,7 @@ from openai import OpenAI
 
 from quire.text.chat_messages import read_messages
 from quire.text.chat_template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
 from quire.text.tools import MAX_TOOLS, read_tools
 
 pytestmark = pytest.mark.xdist_group(name="tools_http")
@@ -126,6 +127,33 @@ def test_templates_get_tools_and_calls(said: Any) -> None:
     head, _, rest = text.partition("<tool_call>")
     assert json.loads(head) == TOOLS
     assert rest == "user:Weather?;assistant:Paris;tool:rain;"
+    ids = httpx.post(f"{running.url}/tokenize", json={"messages": HISTORY}).json()["tokens"]
+    without = httpx.post(f"{running.url}/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert without == rest, "it goes on without tools"
+
+
+def test_markers_that_are_special_tokens_are_read() -> None:
+    """Those of calls and of thoughts; but not where special tokens are left out of the text."""
+    backend = type(echo_service.tokenizer()._backend).from_str(echo_service.tokenizer()._backend.to_str())
+    backend.add_special_tokens(["[TOOL_CALLS]", "[THINK]", "[/THINK]"])
+    words = Tokenizer(backend, {"eos_token": "<|end|>"})
+    runner = echo_service.Saying(words)
+    runner.say('[THINK]once[/THINK][TOOL_CALLS][{"name": "time", "arguments": {}}]')
+    template = ChatTemplate(
+        "[THINK][/THINK][TOOL_CALLS]{{ tools }}{% for m in messages %}{{ m.content }};{% endfor %}", {}
+    )
+    model = echo_service.built(runner, kv_tokens=4096, max_len=1024)
+    with (
+        echo_service.serving(model._replace(chat_template=template, tokenizer=words)) as running,
+        openai_of(running) as client,
+    ):
+        asked: Any = {"model": "echo", "messages": TALK, "tools": TOOLS}
+        message = client.chat.completions.create(**asked).choices[0].message
+        assert (message.reasoning_content, message.tool_calls[0].function.name) == ("once", "time")
+        alone = client.chat.completions.create(model="echo", messages=TALK).choices[0].message
+        assert alone.reasoning_content == "once"
+        bare = client.chat.completions.create(**asked, extra_body={"skip_special_tokens": True}).choices[0].message
+        assert (bare.content, bare.tool_calls) == ('once[{"name": "time", "arguments": {}}]', None)
 
 
 def test_templates_without_tools_are_told_of_them() -> None:
@@ -310,6 +338,7 @@ BOMB = {"allOf": [{"type": "integer", "multipleOf": number} for number in (5, 7,
         ({"properties": {"n": FIVE, "x": {"type": "string", "minLength": 1.0}}, "required": None}, None),
         ({"type": "object", "required": ["x"], "properties": {"x": {"$ref": "#"}}}, "{}"),
         ({"properties": {"x": BOMB}}, "any parameters, as json: it is too complex"),
+        ({"properties": {f"x{i}": {"not": {}} for i in range(9)}}, "any parameters, as json: Unimplemented keys"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "a"}}])

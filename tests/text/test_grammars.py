@@ -169,6 +169,31 @@ def test_keywords_that_are_enforced(grammars: GrammarCompiler, schema: Any, good
         assert all(place.accept(token) == "" for token in tokens) == fulfils, text
 
 
+def accepted(grammars: GrammarCompiler, asked: Structured, text: str) -> bool:
+    place = grammars.get(asked).new_matcher()
+    tokens = [*echo_service.tokenizer().encode(text, add_special_tokens=False), END]
+    return all(place.accept(token) == "" for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("white", "allowed_"),
+    [("", True), (" ", True), ("\n", True), ("\r\n", True), ("\n" + "\t " * 10, True),
+     ("  ", False), ("\t", False), ("\n\n", False), ("\n" + " " * 21, False)],
+)  # fmt: skip
+def test_white_space_is_bounded(grammars: GrammarCompiler, white: str, allowed_: bool) -> None:
+    schema = {"type": "array", "items": {"type": "null"}}
+    assert accepted(grammars, form(json=schema), f"[{white}null]") == allowed_
+    assert accepted(grammars, form(json=schema, disable_any_whitespace=True), f"[{white}null]") == (not white)
+
+
+def test_members_come_in_the_order_of_properties(grammars: GrammarCompiler) -> None:
+    """Those that aren't named behind them."""
+    asked = form(json={"type": "object", "properties": {"a": {}, "b": {}}})
+    for text, fine in (('{"a":1,"b":2,"c":3}', True), ('{"b":2,"c":3}', True),
+                       ('{"b":2,"a":1}', False), ('{"c":3,"a":1}', False)):  # fmt: skip
+        assert accepted(grammars, asked, text) == fine, text
+
+
 def refused(grammars: GrammarCompiler, **asked: Any) -> str:
     with pytest.raises(InputError) as error:
         grammars.get(form(**asked))

@@ -121,7 +121,8 @@ def publish(folder: Path, said: dict[str, Any], kind: str, quantise: Callable[[s
         stored[name] = (weight / every).to(E4M3)
         meant[name] = stored[name].float() * every
         stored[name + ("_scale_inv" if said["quant_method"] == "fp8" else "_scale")] = scale
-        stored[name.removesuffix("weight") + "input_scale"] = torch.ones(())
+        for unread in ("input_scale", "k_scale", "v_scale"):  # of activations, of keys and values
+            stored[name.removesuffix("weight") + unread] = torch.ones(())
     path.unlink()
     save_file(stored, path, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": said}))

@@ -155,6 +155,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         header(keys=1, rest=key("a", struct.pack("<IIQQ", 9, 8, 1, (1 << 25) + 1) + bytes((1 << 25) + 1))),
         "texts in its arrays have 33554433 bytes",
     ),
+    "many texts": (
+        header(keys=1, rest=key("a", struct.pack("<IIQ", 9, 8, (1 << 20) + 1) + bytes(8 * ((1 << 20) + 1)))),
+        "has 1048577 texts in arrays. At most 1,048,576",
+    ),
     "twice": (header(keys=2, rest=key("a", struct.pack("<IB", 0, 1)) * 2), "key 'a' twice"),
     "alignment": (
         header(keys=1, rest=key("general.alignment", struct.pack("<II", 4, 33))), "alignment is 33",

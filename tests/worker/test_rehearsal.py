@@ -12,7 +12,9 @@ from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.models.vision import VisionSettings, build_encoder
 from quire.protocol.step_plan import StepPlan
+from quire.startup import loader
 from quire.startup.build import build
+from quire.startup.checkpoint import read_checkpoint
 from quire.worker import warmup
 from quire.worker.image_inputs import ImageInputs
 from quire.worker.model_runner import ModelRunner
@@ -89,6 +91,13 @@ def test_a_kernel_that_a_small_gpu_cannot_run_is_explained(monkeypatch: pytest.M
     monkeypatch.setattr(warmup, "_compile_tasks", lambda runner: [too_large])
     with pytest.raises(StartupError, match=r"more than this GPU has: .*104448.*101376.*--attention sdpa"):
         warmup._compile_kernels(SimpleNamespace(device=torch.device("cpu"), exchange=None))  # type: ignore[arg-type]
+
+
+def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "find_spec", lambda name: None)
+    spec = read_checkpoint(EngineConfig()).spec
+    with pytest.raises(StartupError, match=r"--device is cuda, but there is no Triton.*pip install triton"):
+        loader.choose_attention(EngineConfig(), spec, torch.device("cuda"), torch.bfloat16)
 
 
 @pytest.mark.parametrize(

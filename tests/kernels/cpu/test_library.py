@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -204,6 +206,23 @@ print(library.threads, counts.sum().item())
     environment = os.environ | {"PYTHONPATH": str(Path(quire.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout) == (0, "the system has no 1000 threads to give\n2 16\n"), done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says what a thread blocks")
+def test_its_threads_take_no_signals(opened: Opened) -> None:
+    """Signals go to the program's threads: this one must be able to take them."""
+
+    def blocked() -> dict[str, int]:
+        tasks = Path("/proc/self/task").iterdir()
+        return {task.name: int((task / "status").read_text().split("SigBlk:")[1].split()[0], 16) for task in tasks}
+
+    before = blocked()
+    opened(4)
+    new = [mask for task, mask in blocked().items() if task not in before]
+    terminal = sum(1 << (number - 1) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD))
+    assert len(new) == 3
+    assert all(mask & terminal == terminal for mask in new)
+    assert not before[str(threading.get_native_id())] & terminal
 
 
 def test_errors_are_named(built: Path) -> None:
