@@ -1,5 +1,4 @@
-"""What an earlier revision's README, docs and examples use is still there: imports, flags,
-settings, metrics, routes.
+"""What an earlier revision's README, docs and examples use is still there: imports, flags, settings, metrics, routes.
 
 golden/public_names.json was written with that revision."""
 
@@ -49,13 +48,13 @@ def test_flags(command: str) -> None:
 
 def test_settings_and_their_defaults() -> None:
     assert EngineConfig().flat() == NAMES["settings"]
-    assert engine_config(None, NAMES["settings"]) == EngineConfig()
+    assert EngineConfig.of(**NAMES["settings"]) == EngineConfig()
     given = engine_config("x", {"retention": "slack", "experiment": Experiment(page_sizes="max"), "kv_tokens": 8})
     assert given.experiment == Experiment(retention="slack", page_sizes="max")
     assert EngineConfig.of(**given.flat()) == given
     with pytest.raises(TypeError, match="retentions"):
         engine_config("x", {"retentions": "slack"})
-    with pytest.raises(StartupError, match="--retention is 'no'. Choose one of: paper, slack, boundary"):
+    with pytest.raises(StartupError, match=r"--retention is 'no'. Choose one of: paper, slack, boundary"):
         engine_config("x", {"retention": "no"})
 
 
