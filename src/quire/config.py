@@ -46,6 +46,11 @@ def setting(default: Any, help: str, choices: tuple[str, ...] = (), **more: Any)
     return field(default=default, metadata={"setting": Setting(help, choices, **more)})
 
 
+def advanced(default: Any, help: str, choices: tuple[str, ...] = (), **more: Any) -> Any:
+    """Return the field of a setting whose flag only --help-all shows."""
+    return setting(default, help, choices, advanced=True, **more)
+
+
 def _check_settings(config: EngineConfig | Experiment) -> None:
     """Raise StartupError for a value that its setting does not allow."""
     for one in fields(config):
@@ -77,40 +82,40 @@ class Experiment:
     `virtual_page_kib` and `virtual_layout` they are 2048 and "sliced" on a GPU, and chosen by the memory on a CPU.
     PagedAttention: `table_scope` is footnote 1."""
 
-    virtual_page_kib: int | None = setting(
+    virtual_page_kib: int | None = advanced(
         None, "page size of --memory virtual in KiB (default: 2048 on a GPU, from 64 on a CPU)", bounds=(4, 2**20)
     )
-    virtual_layout: str | None = setting(
+    virtual_layout: str | None = advanced(
         None, "buffers of --memory virtual: layer (one per layer), sliced (one for all), or sliced:N", metavar="LAYOUT"
     )
-    map_ahead: str = setting(
+    map_ahead: str = advanced(
         "inline",
         "when --memory virtual maps the pages of the next step: inline or in a thread while a step computes, or "
         "off: between steps",
         ("inline", "thread", "off"),
     )
-    table_scope: str = setting("model", "one page table for all layers, or one per layer", ("model", "layer"))
-    page_sizes: str = setting(
+    table_scope: str = advanced("model", "one page table for all layers, or one per layer", ("model", "layer"))
+    page_sizes: str = advanced(
         "lcm",
         "pages of different layer types: lcm: parts of large pages; max: padded to one size; gcd: one size for "
         "fewer layers each; own: a fixed share of the memory for each size",
         ("lcm", "max", "gcd", "own"),
     )
-    association: str = setting(
+    association: str = advanced(
         "bulk",
         "sequences that share a large page: paper: none; bulk: only for what does not fill a large page; none: any",
         ASSOCIATIONS,
     )
-    vision_cache: str = setting(
+    vision_cache: str = advanced(
         "pages",
         "image embeddings until they are used: pages: in pages of their own, cached for other requests; inside: "
         "in pages of KV that is not computed yet; off: each chunk of a prompt encodes its images again",
         VISION_CACHES,
     )
-    state_tokens: int = setting(
+    state_tokens: int = advanced(
         512, "interval in tokens at which recurrent states are cached (Mamba)", bounds=(1, 65536)
     )
-    retention: str = setting(
+    retention: str = advanced(
         "boundary",
         "cached pages that left a window, and recurrent states: paper: keep all; slack: the latest; boundary: "
         "also those where a prompt ends or prompts diverge",
@@ -145,28 +150,24 @@ class EngineConfig:
 
     model: str = ""
     kv_gib: float | None = setting(None, "size of the KV memory in GiB (default: fitted to the device)", metavar="GIB")
-    kv_tokens: int | None = setting(None, "size of the KV memory in tokens", bounds=(1, 2**40), advanced=True)
-    page_size: int = setting(16, "tokens of a page", bounds=(1, 1024), aliases=("--block-size",), advanced=True)
+    kv_tokens: int | None = advanced(None, "size of the KV memory in tokens", bounds=(1, 2**40))
+    page_size: int = advanced(16, "tokens of a page", bounds=(1, 1024), aliases=("--block-size",))
     memory: str = setting(
         "paged",
         "KV memory: paged, or virtual: contiguous addresses with mapped pages",
         MEMORIES,
         metavar="{paged,virtual}",
     )
-    attention: str = setting(
+    attention: str = advanced(
         "auto",
         "the attention backend",
         ("auto", "reference", "sdpa", "native", "contiguous", "triton", *VENDOR_ATTENTIONS),
-        advanced=True,
     )
     dtype: str = setting(
         "auto", "number format of weights and KV", ("auto", "float32", "bfloat16", "float16", *DTYPE_ALIASES)
     )
-    state_dtype: str = setting(
-        "auto",
-        "number format of recurrent states (Mamba); auto: float32",
-        ("auto", "float32", "bfloat16"),
-        advanced=True,
+    state_dtype: str = advanced(
+        "auto", "number format of recurrent states (Mamba); auto: float32", ("auto", "float32", "bfloat16")
     )
     quantization: str | None = setting(
         None,
@@ -184,10 +185,10 @@ class EngineConfig:
     threads: int | None = setting(
         None, "CPU threads (default: one per core, within the limit of a container)", bounds=(1, 4096)
     )
-    model_config: str | None = setting(
-        None, "a built-in configuration instead of a model, with --dummy-weights", metavar="NAME", advanced=True
+    model_config: str | None = advanced(
+        None, "a built-in configuration instead of a model, with --dummy-weights", metavar="NAME"
     )
-    dummy_weights: bool = setting(False, "random weights, for benchmarks", advanced=True)
+    dummy_weights: bool = advanced(False, "random weights, for benchmarks")
     max_model_len: int | None = setting(None, "longest sequence, in tokens", bounds=(1, 2**31 - 1))
     max_num_seqs: int | None = setting(
         None, "most sequences in memory at once (default: 256; on a GPU 1024)", bounds=(1, MAX_SEQS)
@@ -195,58 +196,42 @@ class EngineConfig:
     max_num_batched_tokens: int | None = setting(
         None, "most tokens computed in one step (default: 2048; on a GPU 8192)", bounds=(1, 2**20)
     )
-    max_num_queued_reqs: int = setting(
-        1024, "most waiting requests; further ones are refused", bounds=(1, 2**20), advanced=True
-    )
-    max_images: int = setting(8, "most images of a request, with a vision model", bounds=(1, 64), advanced=True)
-    max_image_pixels: int = setting(
-        2**24, "most pixels of an image, width times height", bounds=(1, 2**28), advanced=True
-    )
-    max_image_bytes: int = setting(
-        2**24, "most bytes of a request's image files together", bounds=(1, 2**26), advanced=True
-    )
+    max_num_queued_reqs: int = advanced(1024, "most waiting requests; further ones are refused", bounds=(1, 2**20))
+    max_images: int = advanced(8, "most images of a request, with a vision model", bounds=(1, 64))
+    max_image_pixels: int = advanced(2**24, "most pixels of an image, width times height", bounds=(1, 2**28))
+    max_image_bytes: int = advanced(2**24, "most bytes of a request's image files together", bounds=(1, 2**26))
     gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", bounds=(0.05, 1))
     enable_prefix_caching: bool = setting(True, "reuse the KV of common prefixes")
-    prefix_tokens: int = setting(
-        0, "tokens of the KV memory reserved for registered prefixes", bounds=(0, 2**40), advanced=True
+    prefix_tokens: int = advanced(0, "tokens of the KV memory reserved for registered prefixes", bounds=(0, 2**40))
+    preemption: str = advanced(
+        "auto", "how to preempt a request when memory is short; auto: the cheaper way", PREEMPTIONS
     )
-    preemption: str = setting(
-        "auto", "how to preempt a request when memory is short; auto: the cheaper way", PREEMPTIONS, advanced=True
+    swap_gib: float = advanced(
+        4.0, "host memory for swapped requests, in GiB", bounds=(0, 2**20), metavar="GIB", aliases=("--swap-space",)
     )
-    swap_gib: float = setting(
-        4.0,
-        "host memory for swapped requests, in GiB",
-        bounds=(0, 2**20),
-        metavar="GIB",
-        aliases=("--swap-space",),
-        advanced=True,
-    )
-    calibration: str | None = setting(
-        None, "measured costs of preemption: a file of `quire bench preemption`", metavar="FILE", advanced=True
+    calibration: str | None = advanced(
+        None, "measured costs of preemption: a file of `quire bench preemption`", metavar="FILE"
     )
     seed: int = setting(0, "seed of requests that have none")
     tokenizer: str | None = setting(None, "folder or hub id of another tokenizer", metavar="PATH")
-    skip_tokenizer_init: bool = setting(False, "use token ids only, without a tokenizer", advanced=True)
-    generation_config: str | bool = setting(
+    skip_tokenizer_init: bool = advanced(False, "use token ids only, without a tokenizer")
+    generation_config: str | bool = advanced(
         "auto",
         "source of sampling defaults: auto (the model's generation_config.json), vllm (none) or a folder with "
         "such a file",
         metavar="VALUE",
-        advanced=True,
     )
-    override_generation_config: Mapping[str, object] | None = setting(
-        None, "sampling defaults that override these, as JSON", metavar="JSON", advanced=True
+    override_generation_config: Mapping[str, object] | None = advanced(
+        None, "sampling defaults that override these, as JSON", metavar="JSON"
     )
-    depth: int | None = setting(None, "steps in flight at once", bounds=(1, 64), advanced=True)
+    depth: int | None = advanced(None, "steps in flight at once", bounds=(1, 64))
     deterministic: bool = setting(
         False, "outputs don't depend on the other requests of a batch; on a CPU, for dense models"
     )
-    cuda_graphs: bool = setting(
-        True, "replay steps of up to 1,024 tokens as CUDA graphs; on a CPU, recorded decode steps", advanced=True
+    cuda_graphs: bool = advanced(
+        True, "replay steps of up to 1,024 tokens as CUDA graphs; on a CPU, recorded decode steps"
     )
-    warm_up: bool = setting(
-        True, "on a GPU, compile kernels and capture graphs at start, not at first use", advanced=True
-    )
+    warm_up: bool = advanced(True, "on a GPU, compile kernels and capture graphs at start, not at first use")
     tp: int = setting(
         1,
         "tensor parallelism: ranks that share each layer, each a process",
@@ -259,42 +244,32 @@ class EngineConfig:
         bounds=(1, MAX_RANKS),
         aliases=("-pp", "--pipeline-parallel-size"),
     )
-    executor: str = setting(
+    executor: str = advanced(
         "auto",
         "where the model runs: inline: in the engine's process; process: a process per rank; ray: processes "
         "placed by Ray; auto: inline with one rank, else process",
         ("auto", "inline", "process", "ray"),
-        advanced=True,
     )
-    ray_address: str = setting(
+    ray_address: str = advanced(
         "",
-        "the Ray cluster for --executor ray (default: that of RAY_ADDRESS, if it is your own on this host, else a"
-        " new one for the ranks)",
+        "the Ray cluster for --executor ray (default: that of RAY_ADDRESS, if it is your own on this host, else "
+        "a new one for the ranks)",
         metavar="HOST:PORT",
-        advanced=True,
     )
-    rank_timeout: float = setting(
-        300.0,
-        "seconds that a rank may take for a step; five times as many to start",
-        bounds=(0.1, 86400),
-        metavar="S",
-        advanced=True,
+    rank_timeout: float = advanced(
+        300.0, "seconds that a rank may take for a step; five times as many to start", bounds=(0.1, 86400), metavar="S"
     )
-    on_rank_failure: str = setting(
-        "exit",
-        "after a rank fails: exit, or restart the ranks and recompute all requests",
-        ("exit", "restart"),
-        advanced=True,
+    on_rank_failure: str = advanced(
+        "exit", "after a rank fails: exit, or restart the ranks and recompute all requests", ("exit", "restart")
     )
-    pooling: str = setting(
+    pooling: str = advanced(
         "auto",
         "embeddings from the hidden states of all tokens of a text (mean), or of the last one; auto: as in the "
         "checkpoint, else last",
         ("auto", "mean", "last"),
-        advanced=True,
     )
-    log_plans: str | None = setting(
-        None, "write every step's plan and result to a file, for `quire replay`", metavar="FILE", advanced=True
+    log_plans: str | None = advanced(
+        None, "write every step's plan and result to a file, for `quire replay`", metavar="FILE"
     )
     debug: bool = setting(False, "check invariants, and show tracebacks")
     experiment: Experiment = Experiment()

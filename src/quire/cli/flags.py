@@ -70,11 +70,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     experiments = parser.add_argument_group("experiments", Advanced(EXPERIMENTS))
     for field in fields(EngineConfig):
         if field.metadata:
-            _add_setting(group, field, field.metadata["setting"].advanced)
+            _add_setting(group, field)
     group.add_argument("--no-generation-config", dest="generation_config", action="store_const", const="vllm",
                        default=argparse.SUPPRESS, help=Advanced("--generation-config vllm"))  # fmt: skip
     for field in fields(Experiment):
-        _add_setting(experiments, field, advanced=True)
+        _add_setting(experiments, field)
     add_vllm_flags(parser)
 
 
@@ -82,8 +82,8 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of sampling. Defaults come from the model."""
     group = parser.add_argument_group("sampling")
     for name, (kind, help) in SAMPLING_FLAGS.items():
-        _add(group, name, kind, help)
-    _add(group, "early_stopping", str, "when beam search ends", choices=tuple(EARLY_STOPPING))
+        _add(group, name, kind, Setting(help))
+    _add(group, "early_stopping", str, Setting("when beam search ends", tuple(EARLY_STOPPING)))
     group.add_argument("--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS,
                        help="stop before this text; may be repeated")  # fmt: skip
 
@@ -169,30 +169,24 @@ def _add_log_flags(group: Any) -> None:
     group.add_argument("--no-console", dest="console", action="store_false", help=Advanced("no page at /console"))
 
 
-def _add_setting(group: Any, field: Field[Any], advanced: bool) -> None:
+def _add_setting(group: Any, field: Field[Any]) -> None:
     """Add the flag of a field of EngineConfig or Experiment."""
-    setting: Setting = field.metadata["setting"]
-    default = "" if field.default in (None, "", False, True) else f" (default: {field.default})"
-    help = setting.help + default
-    _add(
-        group, field.name, KINDS.get(str(field.type).split()[0], json_object), Advanced(help) if advanced else help,
-        *setting.aliases, negatable=field.default is True, choices=setting.choices, metavar=setting.metavar,
-    )  # fmt: skip
+    kind = KINDS.get(str(field.type).split()[0], json_object)
+    _add(group, field.name, kind, field.metadata["setting"], field.default)
 
 
-def _add(
-    group: Any, name: str, kind: Callable[[str], Any], help: str, *aliases: str, negatable: bool = False,
-    choices: tuple[str, ...] = (), metavar: str | None = None,
-) -> None:  # fmt: skip
-    """Add --name, which sets nothing unless given. It takes no value if `kind` is bool; if `negatable`, there is
-    --no-name too."""
-    options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help}
+def _add(group: Any, name: str, kind: Callable[[str], Any], setting: Setting, default: object = None) -> None:
+    """Add --name, which sets nothing unless given. If `kind` is bool it takes no value; if True is the default, there
+    is --no-name too."""
+    help = setting.help if default in (None, "", False, True) else f"{setting.help} (default: {default})"
+    options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
+    options["help"] = Advanced(help) if setting.advanced else help
     if kind is bool:
-        options["action"] = argparse.BooleanOptionalAction if negatable else "store_true"
+        options["action"] = argparse.BooleanOptionalAction if default is True else "store_true"
     else:
-        metavar = metavar or ("N" if kind is int else "X" if kind is float else None)
-        options |= {"type": kind, "metavar": metavar, "choices": choices or None}
-    group.add_argument(f"--{name.replace('_', '-')}", *aliases, **options)
+        metavar = setting.metavar or ("N" if kind is int else "X" if kind is float else None)
+        options |= {"type": kind, "metavar": metavar, "choices": setting.choices or None}
+    group.add_argument(f"--{name.replace('_', '-')}", *setting.aliases, **options)
 
 
 def config_from(args: argparse.Namespace) -> EngineConfig:
