@@ -26,7 +26,7 @@ def dummy(
     is too small."""
     shape = {**(SHAPES[model] if isinstance(model, str) else model), "max_position_embeddings": length}
     slack = LAYER_SLACK if settings.get("virtual_layout") == "layer" else SLACK
-    return built(EngineConfig(**{
+    return built(EngineConfig.of(**{
         "device": ON, "max_model_len": length, "max_num_seqs": seqs, "kv_tokens": seqs * (length + slack),
         "swap_gib": 0.0, "enable_prefix_caching": False, "preemption": "recompute", "warm_up": False,
         "gpu_memory_utilization": 0.98, **settings,

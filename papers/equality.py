@@ -19,7 +19,7 @@ import quire
 from papers.result import DIFFERS, HOLDS, Reproduction, Result
 from quire.bench.document import table
 from quire.bench.shapes import built
-from quire.config import MEMORIES, PREEMPTIONS, RESERVED_MEMORIES, EngineConfig
+from quire.config import MEMORIES, PREEMPTIONS, RESERVED_MEMORIES, EngineConfig, Experiment
 from quire.core.engine import Engine
 from quire.models.named_configs import named_config
 from quire.protocol.sampling_params import SamplingParams
@@ -66,11 +66,12 @@ class Way(NamedTuple):
     def config(self) -> EngineConfig:
         plenty = self.memory == "virtual" and self.tokens == PLENTY
         return EngineConfig(
-            virtual_page_kib=max(self.page, 4) if plenty else None,
             memory=self.memory, page_size=self.page, max_num_seqs=self.batch, max_num_batched_tokens=self.chunk,
             kv_tokens=self.tokens, max_model_len=MOST_LEN, preemption=self.preemption, depth=self.depth,
             swap_gib=0.1, dtype="float32", device="cpu", threads=1, enable_prefix_caching=False,
-            page_sizes=self.windows or "lcm",
+            experiment=Experiment(
+                virtual_page_kib=max(self.page, 4) if plenty else None, page_sizes=self.windows or "lcm"
+            ),
         )  # fmt: skip
 
     def build(self) -> AbstractContextManager[BuiltEngine]:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from quire.bench.placed_kv import Placed
-from quire.config import EngineConfig
+from quire.config import EngineConfig, Experiment
 from quire.memory.page_layout import MemorySize
 from quire.memory.virtual.virtual_memory import build_virtual_kv_config
 from quire.protocol.model_spec import ModelSpec
@@ -31,7 +31,8 @@ def on_mapped(
     contiguous in addresses. `layout`: which layers share a buffer. `kib`: the KiB of a device page. `work` must not
     keep any of these tensors, or closing their memory raises DriverError."""
     config = EngineConfig(
-        memory="virtual", virtual_layout=layout, virtual_page_kib=kib, max_num_seqs=batch, swap_gib=0.0
+        memory="virtual", max_num_seqs=batch, swap_gib=0.0,
+        experiment=Experiment(virtual_layout=layout, virtual_page_kib=kib),
     )  # fmt: skip
     one = build_virtual_kv_config(config, spec, MemorySize(2**16 + 2 * context, context, dtype.itemsize)).groups[0]
     tokens = one.table_width * one.run_tokens // one.run_pages + one.run_tokens  # tokens of a sequence, in whole pages

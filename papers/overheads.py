@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bench import control
 from papers.result import Reproduction, at_most, equal, near
 from quire.bench.document import table
-from quire.config import EngineConfig
+from quire.config import EngineConfig, Experiment
 from quire.core.engine import Engine
 from quire.models.named_configs import named_config
 from quire.protocol.sampling_params import SamplingParams
@@ -74,8 +74,8 @@ def _engine(scope: str) -> Engine:
 
 def _config(folder: str, scope: str) -> EngineConfig:
     return EngineConfig(
-        model=folder, dummy_weights=True, skip_tokenizer_init=True, dtype="float32", threads=1, table_scope=scope,
-        kv_tokens=4096, enable_prefix_caching=False,
+        model=folder, dummy_weights=True, skip_tokenizer_init=True, dtype="float32", threads=1,
+        kv_tokens=4096, enable_prefix_caching=False, experiment=Experiment(table_scope=scope),
     )  # fmt: skip
 
 

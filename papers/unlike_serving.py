@@ -117,7 +117,7 @@ class Case(NamedTuple):
 
     def config(self, rule: str, **more: Any) -> EngineConfig:
         """Return the engine config of a rule of RULES."""
-        return EngineConfig(**{
+        return EngineConfig.of(**{
             "model_config": self.model, "kv_gib": self.budget, "max_model_len": self.longest, "swap_gib": 0.0,
             "preemption": "recompute", "enable_prefix_caching": self.caching, "seed": SEED,
             "max_num_batched_tokens": self.chunk, "max_num_seqs": self.seqs, **RULES[rule], **more,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import json
 import logging
@@ -181,7 +180,7 @@ def linked(model: EchoBuilt | EngineConfig, stall_after: float = 60.0, placement
     """Return an AsyncLLM over `model`, an echo or a real model's config. Its engine has a process of its own, as a
     server's has by default, or a thread of this process. A model without a recipe can only have a thread."""
     if isinstance(model, EngineConfig):
-        return AsyncLLM(engine_process=placement == "process", **dataclasses.asdict(model))
+        return AsyncLLM(engine_process=placement == "process", **model.flat())
     recipe = getattr(model, "recipe", None)
     if placement == "thread" or recipe is None:
         return AsyncLLM.of(model, stall_after=stall_after)  # type: ignore[arg-type]

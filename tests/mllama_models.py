@@ -176,7 +176,7 @@ def engine_of(model: Saved, **settings: Any) -> Engine:
         "kv_tokens": 4096, "max_num_seqs": 8, "threads": 1, "debug": True, "dtype": "float32", "device": "cpu",
         **settings,
     }  # fmt: skip
-    return build(EngineConfig(model=str(model.folder), skip_tokenizer_init=True, **config)).engine
+    return build(EngineConfig.of(model=str(model.folder), skip_tokenizer_init=True, **config)).engine
 
 
 def run(

@@ -24,11 +24,11 @@ import echo_service
 import pytest
 
 import quire
-from quire.cli import chat, main, parse_arguments
+from quire.cli import build_parsers, chat, main, parse_arguments
 from quire.cli.config_file import MAX_BYTES
-from quire.cli.flags import ENGINE_FLAGS, config_from, sampling_from
+from quire.cli.flags import config_from, sampling_from
 from quire.cli.serve import options_from
-from quire.config import EngineConfig
+from quire.config import EngineConfig, Experiment
 from quire.core.preemption_costs import PreemptionCosts
 from quire.kernels.cpu.library_loader import library, missing_reason
 from quire.protocol.sampling_params import SamplingParams
@@ -70,7 +70,33 @@ def test_help_is_immediate() -> None:
 
 
 def test_every_setting_has_a_flag() -> None:
-    assert {flag.name for flag in ENGINE_FLAGS} | {"model"} == set(EngineConfig.names())
+    dests = {action.dest for action in build_parsers()[1]["plan"]._actions}
+    assert EngineConfig().flat().keys() <= dests
+
+
+HELPS = ("serve", "generate", "chat", "run-batch", "plan", "simulate", "bench throughput")
+
+
+@pytest.mark.parametrize("command", HELPS)
+def test_help_is_short_and_help_all_has_every_option(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit, match="0"):
+            main([*command.split(), flag])
+        shown.append(capsys.readouterr().out)
+    short, whole = shown
+    assert len(short.splitlines()) <= 100, "two screens"
+    assert "--help-all" in short
+    assert "--memory {paged,virtual}" in short
+    assert "experiments:" not in short
+    assert whole.index("\nexperiments:\n") < whole.index("--page-sizes") < whole.index("\nvLLM's names")
+    for name in EngineConfig().flat():
+        flag = f"--{name.replace('_', '-')} "
+        assert flag in whole.replace(",", " ").replace("\n", " "), flag
+        assert flag not in short or name not in {field.name for field in fields(Experiment)}, flag
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "plan"])
@@ -82,8 +108,8 @@ def test_flags_become_settings(command: str) -> None:
              "map_ahead": "off", "preemption": "swap", "quantization": "fp8", "kv_cache_dtype": "int8",
              "vision_cache": "inside", "executor": "process", "pooling": "mean",
              "on_rank_failure": "restart"}  # fmt: skip
-    for field in fields(EngineConfig):
-        if field.name in ("model", "kv_gib", "override_generation_config"):
+    for field in (*fields(EngineConfig), *fields(Experiment)):
+        if field.name in ("model", "kv_gib", "override_generation_config", "experiment"):
             continue
         flag = "--" + field.name.replace("_", "-")
         if field.type == "bool":
@@ -95,7 +121,7 @@ def test_flags_become_settings(command: str) -> None:
         else:
             value = 0.5 if "float" in str(field.type) else 1 if field.name == "pp" else 7
             given = [flag, str(value)]
-        assert getattr(config_from(parse_arguments([command, *given])), field.name) == value, flag
+        assert config_from(parse_arguments([command, *given])).flat()[field.name] == value, flag
     assert config_from(parse_arguments([command, "--kv-gib", "1.5"])).kv_gib == 1.5
     override = ["--override-generation-config", '{"temperature": 0.5, "top_k": 3}']
     assert config_from(parse_arguments([command, *override])).override_generation_config == {

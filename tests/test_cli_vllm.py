@@ -216,9 +216,16 @@ def test_server_flags_that_cannot_be(flag: str, value: str, words: str) -> None:
 
 def test_help_has_groups_and_no_flag_without_words(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_arguments(["serve", "--help"])
+        parse_arguments(["serve", "--help-all"])
     text = capsys.readouterr().out
-    for group in ("engine:", "vLLM's names for settings of the engine:", "server:", "requests:", "logs and metrics:"):
+    for group in (
+        "engine:",
+        "experiments:",
+        "vLLM's names for settings of the engine:",
+        "server:",
+        "requests:",
+        "logs and metrics:",
+    ):
         assert f"\n{group}\n" in text
     assert "-tp N, --tensor-parallel-size N" in text
     assert "--data-parallel-size" not in text

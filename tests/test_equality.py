@@ -123,7 +123,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory):
 def engine_of(oracle: Any, **settings: object) -> Engine:
     options = {"kv_tokens": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8, "debug": True, "threads": 1}
     built = build(
-        EngineConfig(model=str(oracle.folder), skip_tokenizer_init=True, dtype="float32", **(options | settings))
+        EngineConfig.of(model=str(oracle.folder), skip_tokenizer_init=True, dtype="float32", **(options | settings))
     )
     return built.engine
 

@@ -30,7 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(**given: Any) -> EngineConfig:
-    return EngineConfig(**{"max_num_batched_tokens": 8192, "swap_gib": 0, **given})
+    return EngineConfig.of(**{"max_num_batched_tokens": 8192, "swap_gib": 0, **given})
 
 
 def planned(spec: ModelSpec = MINISTRAL, **given: Any) -> MemoryPlan:
@@ -82,7 +82,7 @@ def test_bytes_as_tokens_where_they_are_simulated() -> None:
     config = settings().with_device_defaults("cuda")
     assert tokens_for_bytes(config, MINISTRAL, 2, 40 * GIB) == planned(kv_gib=40).kv_tokens
     assert tokens_for_bytes(replace(config, memory="uniform"), MINISTRAL, 2, 40 * GIB) == 40 * GIB // (36 * 4096)
-    padded = tokens_for_bytes(replace(config, page_sizes="max"), MINISTRAL, 2, 40 * GIB)
+    padded = tokens_for_bytes(EngineConfig.of(**config.flat() | {"page_sizes": "max"}), MINISTRAL, 2, 40 * GIB)
     assert padded == 40 * GIB // (2 * LARGE) * 16
 
 
@@ -108,7 +108,9 @@ def test_what_a_plan_says() -> None:
     (group, _) = describe_pages(config, many(MINISTRAL, (LayerSpec(8, 128),) * 4), 2, plan)
     assert group.startswith("pages")
     assert describe_pages(replace(config, memory="orca-max"), MINISTRAL, 2, plan) == []
-    padded = describe_pages(replace(config, page_sizes="max"), MINISTRAL, 2, planned(kv_gib=40, page_sizes="max"))
+    padded = describe_pages(
+        EngineConfig.of(**config.flat() | {"page_sizes": "max"}), MINISTRAL, 2, planned(kv_gib=40, page_sizes="max")
+    )
     assert "66.7% padding" in padded[0]
 
 

@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 def config(folder: str, **settings: Any) -> EngineConfig:
     settings = {"dtype": "float32", "seed": 3, "threads": 1, "max_num_seqs": 16, **settings}
-    return EngineConfig(model=folder, dummy_weights=True, skip_tokenizer_init=True, **settings)
+    return EngineConfig.of(model=folder, dummy_weights=True, skip_tokenizer_init=True, **settings)
 
 
 @contextmanager

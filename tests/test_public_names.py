@@ -1,4 +1,4 @@
-"""What an earlier revision's README, docs and examples use is still there: imports, flags, metrics, routes.
+"""What an earlier revision's README, docs and examples use is still there: imports, flags, settings, metrics, routes.
 
 golden/public_names.json was written with that revision."""
 
@@ -14,8 +14,11 @@ import httpx
 import pytest
 
 from quire.cli import build_parsers
+from quire.config import EngineConfig, Experiment
+from quire.errors import StartupError
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sequence import Sequence
+from quire.text.input_processor import engine_config
 
 NAMES = json.loads((Path(__file__).parent / "golden" / "public_names.json").read_text())
 
@@ -41,6 +44,18 @@ def test_flags(command: str) -> None:
     parser = build_parsers()[1][command]
     flags = {flag for action in parser._actions for flag in action.option_strings}
     assert set(NAMES["flags"][command]) <= flags
+
+
+def test_settings_and_their_defaults() -> None:
+    assert EngineConfig().flat() == NAMES["settings"]
+    assert EngineConfig.of(**NAMES["settings"]) == EngineConfig()
+    given = engine_config("x", {"retention": "slack", "experiment": Experiment(page_sizes="max"), "kv_tokens": 8})
+    assert given.experiment == Experiment(retention="slack", page_sizes="max")
+    assert EngineConfig.of(**given.flat()) == given
+    with pytest.raises(TypeError, match="retentions"):
+        engine_config("x", {"retentions": "slack"})
+    with pytest.raises(StartupError, match=r"--retention is 'no'. Choose one of: paper, slack, boundary"):
+        engine_config("x", {"retention": "no"})
 
 
 def test_metrics_and_routes() -> None:

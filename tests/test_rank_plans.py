@@ -39,7 +39,7 @@ def spec_of(name: str, ranks: int = 1) -> ModelSpec:
 
 def planned(name: str, device_gib: float | None = None, **settings: Any) -> MemoryPlan:
     """As a rank plans, in numbers of two bytes."""
-    config = EngineConfig(model_config=name, **settings)
+    config = EngineConfig.of(model_config=name, **settings)
     bytes_ = None if device_gib is None else int(device_gib * GIB)
     return plan_memory(config.per_rank(), spec_of(name, config.tp), name, "float16", 2, "cuda", 0, bytes_)
 
@@ -90,7 +90,7 @@ def mapped(name: str, ranks: int, kib: int, layout: str = "layer") -> tuple[Memo
     settings: dict[str, Any] = {"virtual_layout": layout, "virtual_page_kib": kib, "max_num_seqs": 8, "tp": ranks}
     settings["memory"] = "virtual"
     plan = planned(name, 80, kv_gib=64 if ranks > 1 else 4, max_num_batched_tokens=512, **settings)
-    config = EngineConfig(**settings, swap_gib=0).with_device_defaults("cuda").per_rank()
+    config = EngineConfig.of(**settings, swap_gib=0).with_device_defaults("cuda").per_rank()
     size = MemorySize(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes)
     return plan, build_memory(config, spec_of(name, ranks), size).kv_config
 
@@ -169,7 +169,7 @@ def test_who_exchanges_through_peers_memory(settings: dict[str, Any], line: bool
 
 def said(name: str, device_gib: float | None, **settings: Any) -> dict[str, str]:
     """The lines of a plan, by what they begin with."""
-    lines = describe_memory_plan(EngineConfig(model_config=name, **settings), device_gib)
+    lines = describe_memory_plan(EngineConfig.of(model_config=name, **settings), device_gib)
     return {line[:12].strip(): line[13:] for line in lines}
 
 

@@ -56,7 +56,7 @@ def sampled(**params: Any) -> SamplingParams:
 
 
 def engine_of(model: Model, **settings: Any) -> Engine:
-    config = EngineConfig(
+    config = EngineConfig.of(
         model=str(model.folder), skip_tokenizer_init=True, dtype="float32", **{**SETTINGS, **settings}
     )
     return build(config).engine

@@ -64,7 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def engine_of(folder: Path, **settings: Any) -> Engine:
-    return build(EngineConfig(model=str(folder), **{**SETTINGS, **settings})).engine
+    return build(EngineConfig.of(model=str(folder), **{**SETTINGS, **settings})).engine
 
 
 def answers(engine: Engine, rounds: int) -> Iterator[Any]:

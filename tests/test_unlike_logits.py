@@ -84,7 +84,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def engine_of(model: Saved, **settings: Any) -> Engine:
     config = {"max_num_seqs": 8, "threads": 1, "debug": True, **model.settings, **settings}
-    return build(EngineConfig(model=str(model.folder), skip_tokenizer_init=True, dtype="float32", **config)).engine
+    return build(EngineConfig.of(model=str(model.folder), skip_tokenizer_init=True, dtype="float32", **config)).engine
 
 
 def preempting(engine: Engine, steps: set[int]) -> None:

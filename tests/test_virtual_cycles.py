@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux'
 
 def cycle() -> int:
     """Open an engine, serve a few requests, close it: the addresses that it reserved."""
-    config = EngineConfig(
+    config = EngineConfig.of(
         model="tiny", memory="virtual", virtual_page_kib=4, kv_tokens=1024, max_num_batched_tokens=64, max_num_seqs=8,
         max_model_len=256, threads=1,
     )  # fmt: skip

@@ -90,7 +90,7 @@ def test_kernels_that_read_page_tables_run_over_it_too(oracle, layout: str, atte
 @cache
 def least_tokens(model: Oracle, layout: str) -> int:
     """Room for the largest request alone, and a page."""
-    config = EngineConfig(
+    config = EngineConfig.of(
         memory="virtual", virtual_page_kib=4, virtual_layout=layout, max_num_batched_tokens=16, max_num_seqs=32
     )
     spec = read_spec(model.model.config.to_dict())
@@ -192,7 +192,7 @@ def test_an_engine_that_dies_says_why_and_gives_its_pages_back(oracle, monkeypat
 def test_the_plan_says_how_many_tokens_fit(layout: str) -> None:
     """Five layers don't fill two buffers of three."""
     spec = ModelSpec("five", (LayerSpec(2, 64),) * 5, 100, 4096, 64, 2, 64, 1000)
-    config = EngineConfig(
+    config = EngineConfig.of(
         memory="virtual", virtual_layout=layout, virtual_page_kib=4, max_num_seqs=8, max_num_batched_tokens=64
     )
     memory = VirtualMemory.build(config, spec, MemorySize(10_000, 100, 4))

@@ -47,14 +47,16 @@ def bytes_of(number: int) -> str:
     return f"{number >> 20} MiB" if number % (1 << 20) == 0 else f"{number >> 10} KiB"
 
 
-def flags() -> Iterator[str]:
-    """Every flag of `quire serve`, by its groups."""
+def flags(experiments: bool = False) -> Iterator[str]:
+    """The flags of `quire serve`, by their groups: those of a server, or those of experiments."""
     _, named = build_parsers()
     yield "| flag | what |\n|---|---|\n"
     for group in named["serve"]._action_groups:
         options = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
         options = [action for action in options if action.option_strings and action.dest != "help"]
-        if options and group.title != "options":
+        if not options or experiments != (group.title == "experiments"):
+            continue
+        if group.title not in ("options", "experiments"):
             yield f"| **{group.title}** | |\n"
         for action in options:
             names = ", ".join(f"`{name}`" for name in action.option_strings)
@@ -164,9 +166,8 @@ def layouts() -> Iterator[str]:
             yield f"| {' | '.join(row)} | {plan.kv_bytes / GIB:.1f} GiB | {plan.kv_tokens:,} |\n"
 
 
-TABLES = {"flags": flags, "limits": limits, "ignored": lambda: fields(IGNORED_FIELDS),
-"refused": lambda: fields(REFUSED_FIELDS),
-          "layouts": layouts}  # fmt: skip
+TABLES = {"flags": flags, "experiments": lambda: flags(experiments=True), "limits": limits, "layouts": layouts,
+          "ignored": lambda: fields(IGNORED_FIELDS), "refused": lambda: fields(REFUSED_FIELDS)}  # fmt: skip
 
 
 def written(text: str) -> str:

@@ -54,7 +54,7 @@ PREFIX_PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
 
 class AsyncLLM(RequestTracker):
-    """A model for asyncio callers. `settings` are EngineConfig's fields; `observer` is notified of every step.
+    """A model for asyncio callers. `settings` are those of EngineConfig.of; `observer` is notified of every step.
     `engine_process` runs the engine in a process of its own.
 
     The engine counts as stalled if one iteration of its loop takes longer than `stall_after` seconds.

@@ -1,10 +1,12 @@
-"""The settings of an engine and their defaults. They are inputs only: derived numbers are in KVCacheConfig and
-MemoryPlan."""
+"""The settings of an engine and their defaults: EngineConfig has those of the product, Experiment those that only an
+experiment changes. A field declares its help, choices and bounds, from which its flag and the docs are made. Settings
+are inputs only: derived numbers are in KVCacheConfig and MemoryPlan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 from quire.errors import StartupError
 
@@ -13,26 +15,11 @@ PAGE_TABLE_MEMORIES = ("paged", "uniform")  # a page table for each group: state
 MEMORIES = (*PAGE_TABLE_MEMORIES, "virtual", *RESERVED_MEMORIES)
 PREEMPTIONS = ("recompute", "swap", "auto")
 VENDOR_ATTENTIONS = ("flash", "cudnn", "varlen")  # kernels of torch that read no page tables
-ATTENTIONS = ("auto", "reference", "sdpa", "native", "contiguous", "triton", *VENDOR_ATTENTIONS)
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("fp8", "int8", "int4")
-KV_DTYPES = ("auto", "int8")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-STATE_DTYPES = ("auto", "float32", "bfloat16")
-DEVICES = ("auto", "cpu", "cuda")
-TABLE_SCOPES = ("model", "layer")
-PAGE_SIZES = ("lcm", "max", "gcd", "own")
 ASSOCIATIONS = ("paper", "bulk", "none")
-RETENTIONS = ("paper", "slack", "boundary")
 VISION_CACHES = ("pages", "inside", "off")
-MAP_AHEAD_MODES = ("inline", "thread", "off")
-EXECUTORS = ("auto", "inline", "process", "ray")
-ON_RANK_FAILURE = ("exit", "restart")
-POOLINGS = ("auto", "mean", "last")
 GENERATION_PARAMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The parameters of generation_config.json that become the defaults of requests."""
-MAX_PAGE_SIZE = 1024
-MAX_STATE_TOKENS = 65536
 MAX_RANKS = 63
 MAX_SEQS = 65535  # the most blocks in a dimension of a CUDA grid
 DEFAULT_BATCH_LIMITS = {"cpu": (256, 2048), "cuda": (1024, 8192)}
@@ -42,178 +29,272 @@ VIRTUAL_CPU_SEQS = 48
 needs some."""
 
 
+class Setting(NamedTuple):
+    """The declaration of a setting: the help of its flag, the values that it may have (one of `choices`, or a number
+    within `bounds`), and the flag's `metavar` and `aliases`. --help leaves out an `advanced` flag."""
+
+    help: str
+    choices: tuple[str, ...] = ()
+    bounds: tuple[float, float] | None = None
+    metavar: str | None = None
+    aliases: tuple[str, ...] = ()
+    advanced: bool = False
+
+
+def setting(default: Any, help: str, choices: tuple[str, ...] = (), **more: Any) -> Any:
+    """Return the field of a setting. `more` are further fields of its Setting."""
+    return field(default=default, metadata={"setting": Setting(help, choices, **more)})
+
+
+def advanced(default: Any, help: str, choices: tuple[str, ...] = (), **more: Any) -> Any:
+    """Return the field of a setting whose flag only --help-all shows."""
+    return setting(default, help, choices, advanced=True, **more)
+
+
+def _check_settings(config: EngineConfig | Experiment) -> None:
+    """Raise StartupError for a value that its setting does not allow."""
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if not one.metadata or (value is None and one.default is None):
+            continue
+        flag, (_, choices, bounds, *_) = f"--{one.name.replace('_', '-')}", one.metadata["setting"]
+        if choices and value not in choices:
+            raise StartupError(f"{flag} is {str(value)[:80]!r}", f"Choose one of: {', '.join(choices)}")
+        if bounds is None:
+            continue
+        low, high = bounds
+        integer = str(one.type).startswith("int")
+        number = not isinstance(value, bool) and hasattr(value, "__index__" if integer else "__float__")
+        if not number or not low <= value <= high:
+            whole = "a whole number " if integer and not number else ""
+            shown = str(value) if number else repr(value)
+            raise StartupError(f"{flag} is {shown[:80]}", f"It must be {whole}between {low} and {high}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """The settings that only an experiment changes: what the papers compare, and what they leave open. The defaults are
+    the product.
+
+    Jenga: `page_sizes` "lcm" is §4, `association` §4.3, `retention` §5 (quire.memory.jenga.retention), `vision_cache`
+    §6.2. For layers with a running state, states are kept after every `state_tokens` tokens, a multiple of `page_size`,
+    where prefixes can be hit (§5.3). vAttention: the settings of `memory` "virtual" (quire.memory.virtual); without
+    `virtual_page_kib` and `virtual_layout` they are 2048 and "sliced" on a GPU, and chosen by the memory on a CPU.
+    PagedAttention: `table_scope` is footnote 1."""
+
+    virtual_page_kib: int | None = advanced(
+        None, "page size of --memory virtual in KiB (default: 2048 on a GPU, from 64 on a CPU)", bounds=(4, 2**20)
+    )
+    virtual_layout: str | None = advanced(
+        None, "buffers of --memory virtual: layer (one per layer), sliced (one for all), or sliced:N", metavar="LAYOUT"
+    )
+    map_ahead: str = advanced(
+        "inline",
+        "when --memory virtual maps the pages of the next step: inline or in a thread while a step computes, or "
+        "off: between steps",
+        ("inline", "thread", "off"),
+    )
+    table_scope: str = advanced("model", "one page table for all layers, or one per layer", ("model", "layer"))
+    page_sizes: str = advanced(
+        "lcm",
+        "pages of different layer types: lcm: parts of large pages; max: padded to one size; gcd: one size for "
+        "fewer layers each; own: a fixed share of the memory for each size",
+        ("lcm", "max", "gcd", "own"),
+    )
+    association: str = advanced(
+        "bulk",
+        "sequences that share a large page: paper: none; bulk: only for what does not fill a large page; none: any",
+        ASSOCIATIONS,
+    )
+    vision_cache: str = advanced(
+        "pages",
+        "image embeddings until they are used: pages: in pages of their own, cached for other requests; inside: "
+        "in pages of KV that is not computed yet; off: each chunk of a prompt encodes its images again",
+        VISION_CACHES,
+    )
+    state_tokens: int = advanced(
+        512, "interval in tokens at which recurrent states are cached (Mamba)", bounds=(1, 65536)
+    )
+    retention: str = advanced(
+        "boundary",
+        "cached pages that left a window, and recurrent states: paper: keep all; slack: the latest; boundary: "
+        "also those where a prompt ends or prompts diverge",
+        ("paper", "slack", "boundary"),
+    )
+
+    def __post_init__(self) -> None:
+        _check_settings(self)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The settings of an engine.
+    """The settings of an engine. `EngineConfig.of` also takes the settings of its `experiment`, by their own names.
 
-    Model: `revision` is that of a model on the hub. `quantization` "fp8" rounds the weights of linear layers to FP8
-    while they are loaded (quire.weights.fp8; no effect on a checkpoint in FP8), "int8" and "int4" to 8 or 4 bits in
-    groups (quire.weights.low_bit). The defaults of requests (GENERATION_PARAMS) come from the model's
-    generation_config.json with `generation_config` "auto" (or True), from nowhere with "vllm" (or False), else from
-    that file in the folder it names; `override_generation_config` takes precedence. `pooling`: embeddings are the mean
-    of all hidden states or the last one; "auto": as in the checkpoint's 1_Pooling/config.json, else the last one.
+    Model: `quantization` "fp8" is quire.weights.fp8 (no effect on a checkpoint in FP8), "int8" and "int4" are
+    quire.weights.low_bit. `generation_config` and `override_generation_config` give the defaults of requests
+    (GENERATION_PARAMS); True is "auto", False "vllm".
 
-    KV memory: its size is `kv_tokens`, or `kv_gib`, or what fits on the device. `kv_cache_dtype` "int8" keeps keys and
-    values in 8 bits with a scale for each head and token; "auto" has the model's dtype. `memory` is "paged"; "uniform":
-    pages in which every layer keeps every token, whatever it attends to (PagedAttention as in vLLM 0.6.3); "virtual":
-    contiguous in virtual addresses, to which pages are mapped (vAttention); or a baseline of PagedAttention §6.1
-    (RESERVED_MEMORIES). The baselines share nothing and preempt nothing, so they ignore the settings of prefix caching
-    and preemption. For "virtual", `virtual_page_kib` is the page size of the device and `virtual_layout` says which
-    layers share a buffer (quire.memory.virtual); None: 2048 and "sliced" on a GPU, chosen by the memory on a CPU.
-    `map_ahead`: whether the pages of the next step are mapped while a step computes, by the thread that launched it
-    ("inline") or by another ("thread").
+    KV memory: its size is `kv_tokens`, or `kv_gib`, or what fits on the device. `memory` "paged" and "virtual"
+    (vAttention) are the product's. Experiments also compare "uniform": pages in which every layer keeps every token,
+    whatever it attends to (PagedAttention as in vLLM 0.6.3), and the baselines of PagedAttention §6.1
+    (RESERVED_MEMORIES), which share nothing and preempt nothing, so they ignore the settings of prefix caching and
+    preemption.
 
-    Pages: `page_size` tokens. `table_scope` "model" gives all layers one page table, "layer" one each (PagedAttention,
-    footnote 1). `page_sizes`: "lcm" divides large pages, which any layer type may use, into pages of each type's own
-    size (Jenga §4); "max" pads all pages to one size; "gcd" gives fewer layers a table, so that all pages are equal;
-    "own" gives each size a fixed part of the memory. `association` says which sequences' pages may share a large page
-    (§4.3): only those of one sequence ("paper"); whole large pages are of one, and the remaining pages share ("bulk");
-    or any ("none"). For layers with a running state, states are kept after every `state_tokens` tokens, a multiple of
-    `page_size`, where prefixes can be hit (Jenga §5.3); the part that accumulates is in `state_dtype`, "auto" being
-    float32. `prefix_tokens` tokens of the memory are reserved for registered prefixes. `retention` says what stays
-    cached after it has left a window, and which states (quire.memory.jenga.retention).
-
-    Images: a request may have `max_images` images of `max_image_pixels` pixels, whose files have `max_image_bytes` in
-    all. If their embeddings replace those of tokens, `vision_cache` says where they are kept until they are used, and
-    whether they stay: in pages of their own ("pages"), in pages of keys and values that aren't written yet ("inside"),
-    or nowhere ("off"): each chunk of a prompt then encodes its images again (Jenga §6.2).
-
-    Scheduling: `max_num_batched_tokens` is the most tokens of a step, chunks of prompts included; it and `max_num_seqs`
-    depend on the device if None (DEFAULT_BATCH_LIMITS, `with_device_defaults`). `depth` is the most steps in flight
-    (None: the runner's default). `preemption` swaps to `swap_gib` GiB of host memory, recomputes, or does what is
-    cheaper according to `calibration`, a file of `quire bench preemption`.
-
-    Execution: `deterministic` makes a GPU compute each sequence the same way whatever else is in its batches.
-    `cuda_graphs` lets it replay steps (on a CPU, recorded steps). `warm_up` compiles kernels and captures graphs at
-    start instead of on first use. `log_plans` is a file for all plans and results (quire.protocol.plan_log), for
-    debugging.
+    Scheduling: `max_num_batched_tokens` includes chunks of prompts; it and `max_num_seqs` depend on the device if None
+    (DEFAULT_BATCH_LIMITS, `with_device_defaults`). `depth` None is the runner's default.
 
     Ranks: `tp` ranks divide each layer, `pp` stages of as many ranks each divide the layers (quire.distributed);
-    `kv_gib` and `swap_gib` are sums over all ranks. `executor` "process" gives a single rank a process of its own too,
-    "inline" computes in the engine's process, and "ray" has Ray place the ranks, in the cluster at `ray_address` ("":
-    RAY_ADDRESS, else a new one). A rank has `rank_timeout` seconds for a step, and five times as many to start. If a
-    rank fails, `on_rank_failure` "exit" ends the engine and "restart" restarts the ranks (quire.core.recovery).
+    `kv_gib` and `swap_gib` are sums over all ranks. A `ray_address` of "" is RAY_ADDRESS, else a new cluster. After a
+    failure, quire.core.recovery restarts ranks. `log_plans` is a file of quire.protocol.plan_log.
     """
 
     model: str = ""
-    revision: str | None = None
-    model_config: str | None = None
-    dummy_weights: bool = False
-    tokenizer: str | None = None
-    skip_tokenizer_init: bool = False
-    dtype: str = "auto"
-    state_dtype: str = "auto"
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    memory: str = "paged"
-    attention: str = "auto"
-    page_size: int = 16
-    state_tokens: int = 512
-    table_scope: str = "model"
-    page_sizes: str = "lcm"
-    association: str = "bulk"
-    virtual_page_kib: int | None = None
-    virtual_layout: str | None = None
-    map_ahead: str = "inline"
-    kv_tokens: int | None = None
-    kv_gib: float | None = None
-    gpu_memory_utilization: float = 0.9
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_num_queued_reqs: int = 1024
-    max_images: int = 8
-    vision_cache: str = "pages"
-    max_image_pixels: int = 2**24
-    max_image_bytes: int = 2**24
-    enable_prefix_caching: bool = True
-    preemption: str = "auto"
-    swap_gib: float = 4.0
-    prefix_tokens: int = 0
-    retention: str = "boundary"
-    calibration: str | None = None
-    generation_config: str | bool = "auto"
-    override_generation_config: Mapping[str, object] | None = None
-    depth: int | None = None
-    seed: int = 0
-    debug: bool = False
-    deterministic: bool = False
-    cuda_graphs: bool = True
-    warm_up: bool = True
-    log_plans: str | None = None
-    tp: int = 1
-    pp: int = 1
-    executor: str = "auto"
-    ray_address: str = ""
-    pooling: str = "auto"
-    rank_timeout: float = 300.0
-    on_rank_failure: str = "exit"
+    kv_gib: float | None = setting(None, "size of the KV memory in GiB (default: fitted to the device)", metavar="GIB")
+    kv_tokens: int | None = advanced(None, "size of the KV memory in tokens", bounds=(1, 2**40))
+    page_size: int = advanced(16, "tokens of a page", bounds=(1, 1024), aliases=("--block-size",))
+    memory: str = setting(
+        "paged",
+        "KV memory: paged, or virtual: contiguous addresses with mapped pages",
+        MEMORIES,
+        metavar="{paged,virtual}",
+    )
+    attention: str = advanced(
+        "auto",
+        "the attention backend",
+        ("auto", "reference", "sdpa", "native", "contiguous", "triton", *VENDOR_ATTENTIONS),
+    )
+    dtype: str = setting(
+        "auto", "number format of weights and KV", ("auto", "float32", "bfloat16", "float16", *DTYPE_ALIASES)
+    )
+    state_dtype: str = advanced(
+        "auto", "number format of recurrent states (Mamba); auto: float32", ("auto", "float32", "bfloat16")
+    )
+    quantization: str | None = setting(
+        None,
+        "quantize the weights of linear layers to this format while loading",
+        ("fp8", "int8", "int4"),
+        aliases=("-q",),
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "number format of KV; auto: that of the model; int8: on a CPU, with a scale per token and head",
+        ("auto", "int8"),
+    )
+    device: str = setting("auto", "device to compute on", ("auto", "cpu", "cuda"))
+    revision: str | None = setting(None, "branch, tag or commit of a model on the hub", metavar="REV")
+    threads: int | None = setting(
+        None, "CPU threads (default: one per core, within the limit of a container)", bounds=(1, 4096)
+    )
+    model_config: str | None = advanced(
+        None, "a built-in configuration instead of a model, with --dummy-weights", metavar="NAME"
+    )
+    dummy_weights: bool = advanced(False, "random weights, for benchmarks")
+    max_model_len: int | None = setting(None, "longest sequence, in tokens", bounds=(1, 2**31 - 1))
+    max_num_seqs: int | None = setting(
+        None, "most sequences in memory at once (default: 256; on a GPU 1024)", bounds=(1, MAX_SEQS)
+    )
+    max_num_batched_tokens: int | None = setting(
+        None, "most tokens computed in one step (default: 2048; on a GPU 8192)", bounds=(1, 2**20)
+    )
+    max_num_queued_reqs: int = advanced(1024, "most waiting requests; further ones are refused", bounds=(1, 2**20))
+    max_images: int = advanced(8, "most images of a request, with a vision model", bounds=(1, 64))
+    max_image_pixels: int = advanced(2**24, "most pixels of an image, width times height", bounds=(1, 2**28))
+    max_image_bytes: int = advanced(2**24, "most bytes of a request's image files together", bounds=(1, 2**26))
+    gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", bounds=(0.05, 1))
+    enable_prefix_caching: bool = setting(True, "reuse the KV of common prefixes")
+    prefix_tokens: int = advanced(0, "tokens of the KV memory reserved for registered prefixes", bounds=(0, 2**40))
+    preemption: str = advanced(
+        "auto", "how to preempt a request when memory is short; auto: the cheaper way", PREEMPTIONS
+    )
+    swap_gib: float = advanced(
+        4.0, "host memory for swapped requests, in GiB", bounds=(0, 2**20), metavar="GIB", aliases=("--swap-space",)
+    )
+    calibration: str | None = advanced(
+        None, "measured costs of preemption: a file of `quire bench preemption`", metavar="FILE"
+    )
+    seed: int = setting(0, "seed of requests that have none")
+    tokenizer: str | None = setting(None, "folder or hub id of another tokenizer", metavar="PATH")
+    skip_tokenizer_init: bool = advanced(False, "use token ids only, without a tokenizer")
+    generation_config: str | bool = advanced(
+        "auto",
+        "source of sampling defaults: auto (the model's generation_config.json), vllm (none) or a folder with "
+        "such a file",
+        metavar="VALUE",
+    )
+    override_generation_config: Mapping[str, object] | None = advanced(
+        None, "sampling defaults that override these, as JSON", metavar="JSON"
+    )
+    depth: int | None = advanced(None, "steps in flight at once", bounds=(1, 64))
+    deterministic: bool = setting(
+        False, "outputs don't depend on the other requests of a batch; on a CPU, for dense models"
+    )
+    cuda_graphs: bool = advanced(
+        True, "replay steps of up to 1,024 tokens as CUDA graphs; on a CPU, recorded decode steps"
+    )
+    warm_up: bool = advanced(True, "on a GPU, compile kernels and capture graphs at start, not at first use")
+    tp: int = setting(
+        1,
+        "tensor parallelism: ranks that share each layer, each a process",
+        bounds=(1, MAX_RANKS),
+        aliases=("-tp", "--tensor-parallel-size"),
+    )
+    pp: int = setting(
+        1,
+        "pipeline parallelism: stages of layers, with --tp ranks each",
+        bounds=(1, MAX_RANKS),
+        aliases=("-pp", "--pipeline-parallel-size"),
+    )
+    executor: str = advanced(
+        "auto",
+        "where the model runs: inline: in the engine's process; process: a process per rank; ray: processes "
+        "placed by Ray; auto: inline with one rank, else process",
+        ("auto", "inline", "process", "ray"),
+    )
+    ray_address: str = advanced(
+        "",
+        "the Ray cluster for --executor ray (default: that of RAY_ADDRESS, if it is your own on this host, else "
+        "a new one for the ranks)",
+        metavar="HOST:PORT",
+    )
+    rank_timeout: float = advanced(
+        300.0, "seconds that a rank may take for a step; five times as many to start", bounds=(0.1, 86400), metavar="S"
+    )
+    on_rank_failure: str = advanced(
+        "exit", "after a rank fails: exit, or restart the ranks and recompute all requests", ("exit", "restart")
+    )
+    pooling: str = advanced(
+        "auto",
+        "embeddings from the hidden states of all tokens of a text (mean), or of the last one; auto: as in the "
+        "checkpoint, else last",
+        ("auto", "mean", "last"),
+    )
+    log_plans: str | None = advanced(
+        None, "write every step's plan and result to a file, for `quire replay`", metavar="FILE"
+    )
+    debug: bool = setting(False, "check invariants, and show tracebacks")
+    experiment: Experiment = Experiment()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))  # the dataclass is frozen
         if isinstance(self.generation_config, bool):
             object.__setattr__(self, "generation_config", "auto" if self.generation_config else "vllm")
-        for name, allowed in (
-            ("memory", MEMORIES),
-            ("attention", ATTENTIONS),
-            ("dtype", DTYPES),
-            ("state_dtype", STATE_DTYPES),
-            ("quantization", (None, *QUANTIZATIONS)),
-            ("kv_cache_dtype", KV_DTYPES),
-            ("device", DEVICES),
-            ("table_scope", TABLE_SCOPES),
-            ("page_sizes", PAGE_SIZES),
-            ("association", ASSOCIATIONS),
-            ("map_ahead", MAP_AHEAD_MODES),
-            ("preemption", PREEMPTIONS),
-            ("retention", RETENTIONS),
-            ("vision_cache", VISION_CACHES),
-            ("executor", EXECUTORS),
-            ("on_rank_failure", ON_RANK_FAILURE),
-            ("pooling", POOLINGS),
-        ):
-            if getattr(self, name) not in allowed:
-                known = ", ".join(filter(None, allowed))
-                raise StartupError(
-                    f"{_flag_name(name)} is {str(getattr(self, name))[:80]!r}", f"Choose one of: {known}"
-                )
-        for name, low, high in (
-            ("page_size", 1, MAX_PAGE_SIZE),
-            ("state_tokens", 1, MAX_STATE_TOKENS),
-            ("virtual_page_kib", 4, 2**20),
-            ("kv_tokens", 1, 2**40),
-            ("max_model_len", 1, 2**31 - 1),
-            ("max_num_seqs", 1, MAX_SEQS),
-            ("max_num_batched_tokens", 1, 2**20),
-            ("max_num_queued_reqs", 1, 2**20),
-            ("max_images", 1, 64),
-            ("max_image_pixels", 1, 2**28),
-            ("max_image_bytes", 1, 2**26),
-            ("threads", 1, 4096),
-            ("depth", 1, 64),
-            ("prefix_tokens", 0, 2**40),
-            ("tp", 1, MAX_RANKS),
-            ("pp", 1, MAX_RANKS),
-            ("rank_timeout", 0.1, 86400),
-        ):
-            value = getattr(self, name)
-            kind = "__index__" if isinstance(low, int) else "__float__"
-            if value is None:
-                continue
-            number = not isinstance(value, bool) and hasattr(value, kind)
-            if not number or not low <= value <= high:
-                whole = "a whole number " if isinstance(low, int) and not number else ""
-                shown = str(value) if number else repr(value)
-                raise StartupError(f"{_flag_name(name)} is {shown[:80]}", f"It must be {whole}between {low} and {high}")
+        _check_settings(self)
         self._check_combinations()
         self._check_ranks()
 
+    @classmethod
+    def of(cls, **settings: Any) -> EngineConfig:
+        """Return the config of `settings`, the names of which are fields of EngineConfig or of Experiment."""
+        experiment = {one.name: settings.pop(one.name) for one in fields(Experiment) if one.name in settings}
+        return cls(**settings | {"experiment": replace(settings.get("experiment", Experiment()), **experiment)})
+
+    def flat(self) -> dict[str, Any]:
+        """Return all settings as `of` takes them. In this form they are sent to other processes and recorded."""
+        settings = asdict(self)
+        experiment: dict[str, Any] = settings.pop("experiment")
+        return settings | experiment
+
     def _check_ranks(self) -> None:
-        for name in ("tp", "pp"):
-            if type(getattr(self, name)) is not int:
-                raise StartupError(f"--{name} is {str(getattr(self, name))[:80]}", "It must be a whole number")
         if self.world_size > MAX_RANKS:
             raise StartupError(f"--tp is {self.tp} and --pp {self.pp}: {self.world_size} ranks", f"At most {MAX_RANKS}")
         if self.world_size > 1 and self.executor == "inline":
@@ -221,7 +302,6 @@ class EngineConfig:
             raise StartupError(
                 f"--executor is inline, and --{name} is {value}: each rank is a process", "Use --executor process"
             )
-
         if self.on_rank_failure == "restart" and self.log_plans:
             raise StartupError("--on-rank-failure is restart, and --log-plans is given: a log is of one start of ranks",
                                "Leave one out")  # fmt: skip
@@ -231,31 +311,25 @@ class EngineConfig:
             raise StartupError(f"--kv-gib is {self.kv_gib}", "It must be above 0")
         if self.kv_gib is not None and self.kv_tokens is not None:
             raise StartupError("--kv-gib and --kv-tokens are both given", "Give the size of the KV memory once")
-        if not 0 <= self.swap_gib < 2**20:
-            raise StartupError(f"--swap-gib is {self.swap_gib}", "It must be 0 or more")
         if self.memory in RESERVED_MEMORIES and self.prefix_tokens:
             raise StartupError(
                 f"--prefix-tokens is given, and --memory is {self.memory}, which shares no prefixes",
                 "Use --memory paged",
             )
-        if self.memory != "paged" and self.page_sizes not in ("lcm", "max"):
+        if self.memory != "paged" and self.experiment.page_sizes not in ("lcm", "max"):
             whose = "each buffer's" if self.memory == "virtual" else "one size for all"
             raise StartupError(
-                f"--page-sizes is {self.page_sizes}, and --memory is {self.memory}, whose pages are {whose}",
+                f"--page-sizes is {self.experiment.page_sizes}, and --memory is {self.memory}, whose pages are {whose}",
                 "Use --memory paged",
             )
-        if self.memory in ("virtual", "uniform") and self.table_scope != "model":
+        if self.memory in ("virtual", "uniform") and self.experiment.table_scope != "model":
             remedy = "Leave --table-scope out"
             if self.memory == "virtual":
                 remedy += "; --virtual-layout layer gives each layer buffers of its own"
             raise StartupError(
-                f"--table-scope is {self.table_scope}, and --memory is {self.memory}, whose layers share a sequence's "
-                "place",
+                f"--table-scope is {self.experiment.table_scope}, and --memory is {self.memory}, whose layers share a "
+                "sequence's place",
                 remedy,
-            )
-        if not 0.05 <= self.gpu_memory_utilization <= 1:
-            raise StartupError(
-                f"--gpu-memory-utilization is {self.gpu_memory_utilization}", "It must be between 0.05 and 1"
             )
         if self.revision is not None and self.model_config is not None:
             raise StartupError("--revision and --model-config are both given", "A named shape has no revisions")
@@ -271,13 +345,18 @@ class EngineConfig:
         seqs, tokens = DEFAULT_BATCH_LIMITS[device]
         if self.memory == "virtual" and device == "cpu":
             seqs = VIRTUAL_CPU_SEQS
-        virtual = (2048, "sliced") if device == "cuda" else (None, None)
+        experiment = self.experiment
+        if device == "cuda":
+            experiment = replace(
+                experiment,
+                virtual_page_kib=experiment.virtual_page_kib or 2048,
+                virtual_layout="sliced" if experiment.virtual_layout is None else experiment.virtual_layout,
+            )
         return replace(
             self,
             max_num_seqs=seqs if self.max_num_seqs is None else self.max_num_seqs,
             max_num_batched_tokens=tokens if self.max_num_batched_tokens is None else self.max_num_batched_tokens,
-            virtual_page_kib=virtual[0] if self.virtual_page_kib is None else self.virtual_page_kib,
-            virtual_layout=virtual[1] if self.virtual_layout is None else self.virtual_layout,
+            experiment=experiment,
         )
 
     def per_rank(self) -> EngineConfig:
@@ -294,12 +373,3 @@ class EngineConfig:
     def has_rank_processes(self) -> bool:
         """True if ranks have processes of their own."""
         return self.world_size > 1 or self.executor in ("process", "ray")
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Return the names of all settings."""
-        return tuple(field.name for field in fields(cls))
-
-
-def _flag_name(name: str) -> str:
-    return "--" + name.replace("_", "-")

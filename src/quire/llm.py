@@ -72,7 +72,7 @@ class OfflineRequest(NamedTuple):
 
 
 class LLM:
-    """A model that is ready to generate. `settings` are EngineConfig's fields (memory, dtype, kv_tokens, ...).
+    """A model that is ready to generate. `settings` are those of EngineConfig.of (dtype, kv_tokens, ...).
 
     `model` is a folder, a hub id, or None for the bundled model. StartupError says what is wrong and what to change.
     Not thread-safe, and one call at a time. After a failed or interrupted call nothing of it remains, and the LLM stays

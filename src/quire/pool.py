@@ -65,7 +65,7 @@ class Pool:
         models = [(config, source.spec, size) for config, source, size in zip(sized, sources, sizes)]
         self.kv_configs = build_joint_kv_configs(models, int(kv_gib * GIB))
         joint = replace(self.kv_configs[0], groups=tuple(g for one in self.kv_configs for g in one.groups))
-        page_pool = build_page_pool(joint, [group.ids for group in joint.groups], sized[0].association)
+        page_pool = build_page_pool(joint, [group.ids for group in joint.groups], sized[0].experiment.association)
         shared_pool = SharedPool(page_pool, self.kv_configs, [config.prefix_tokens for config in sized])
         self.bytes = joint.bytes
         self.members = [self._member(*parts) for parts in zip(sized, sources, plans, shared_pool.views)]
@@ -137,13 +137,13 @@ def _check_compatible(configs: Sequence[EngineConfig], dtypes: Sequence[str]) ->
                 f"a pool has a model of --tp {config.tp}, --pp {config.pp} and --executor {config.executor}",
                 "Models that share a memory have one rank each, in the engine's process",
             )
-        if config.memory != "paged" or config.page_sizes not in ("lcm", "max"):
+        if config.memory != "paged" or config.experiment.page_sizes not in ("lcm", "max"):
             raise StartupError(
-                f"a pool has a model of --memory {config.memory} and --page-sizes {config.page_sizes}",
+                f"a pool has a model of --memory {config.memory} and --page-sizes {config.experiment.page_sizes}",
                 "Models share a memory with --memory paged and --page-sizes lcm or max",
             )
     for name in MUST_MATCH:
-        if len(values := {str(getattr(config, name)) for config in configs}) > 1:
+        if len(values := {str(config.flat()[name]) for config in configs}) > 1:
             raise StartupError(f"models of a pool have {name} {', '.join(sorted(values))}", "Give all the same")
     if len(set(dtypes)) > 1:  # as another format, the bits may not be a finite number
         raise StartupError(f"models of a pool have the formats {', '.join(dtypes)}", "Give all the same dtype")

@@ -56,9 +56,9 @@ def served(tmp_path: Path, workload: str, *args: str) -> dict[str, Any]:
 def test_throughput_adds_up(model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = parse("alpaca@12").lengths()
     workloads = ("--workload", "alpaca@12", "--workload", "shared:64:8:4@5")
-    alpaca, shared = bench(tmp_path, "throughput", *model, *workloads, "--repeat", "2")
+    alpaca, shared = bench(tmp_path, "throughput", *model, *workloads, "--repeat", "2", "--retention", "slack")
     assert "alpaca@12, run 2 of 2" in capsys.readouterr().err
-    assert alpaca["config"]["kv_tokens"] == 4096
+    assert (alpaca["config"]["kv_tokens"], alpaca["config"]["retention"]) == (4096, "slack")
     assert alpaca["peak_rss_bytes"] > 10 * 2**20
     assert 0 < alpaca["start_up_s"] < 24 * 3600
     assert len(alpaca["runs"]) == 2

@@ -50,7 +50,7 @@ def spec(kinds: tuple[Layer, ...], max_len: int, size: int = 4) -> ModelSpec:
 
 def paged(windows: tuple[Layer, ...] = (None, None), **settings: Any) -> Callable[[Build], PagedMemory]:
     def make(build: Build) -> PagedMemory:
-        config = EngineConfig(
+        config = EngineConfig.of(
             max_num_seqs=build.max_seqs,
             max_num_batched_tokens=build.chunk,
             prefix_tokens=build.prefix_tokens,
@@ -86,7 +86,7 @@ def reserved(
     rule: str, windows: tuple[int | None, ...] = (None, None), **settings: Any
 ) -> Callable[[Build], ReservedMemory]:
     def make(build: Build) -> ReservedMemory:
-        config = EngineConfig(
+        config = EngineConfig.of(
             memory=rule, max_num_seqs=build.max_seqs, max_num_batched_tokens=build.chunk, **settings
         )  # fmt: skip
         return ReservedMemory.build(config, spec(windows, build.max_len), MemorySize(build.tokens, build.max_len, 2))

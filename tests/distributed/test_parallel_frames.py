@@ -17,7 +17,8 @@ from quire.protocol.columns import WireError
 from quire.protocol.images import ImagePixels
 from quire.protocol.parallel_layout import MOST_RANKS, Shard
 
-HELLO = InitMessage(EngineConfig(model="x", device="cpu", dtype="float32"), Shard(1, 4), (0, 2), 128, 60.0, (7, 8, 9))
+CONFIG = EngineConfig.of(model="x", device="cpu", dtype="float32", page_sizes="max", state_tokens=64)
+HELLO = InitMessage(CONFIG, Shard(1, 4), (0, 2), 128, 60.0, (7, 8, 9))
 GEOMETRY = one_size(((0, 1), None), ((2,), 9), pages=20, page_bytes=256, slots=5, width=8, tokens=4, host=3)
 PIXELS = ImagePixels(b"k" * 32, (1, 2, 2, 3), bytes(12), (1, 2))
 FAILURE = RankFailure("RuntimeError: gone", "Use another", True)

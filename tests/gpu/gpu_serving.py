@@ -19,7 +19,7 @@ def engine_of(**settings: Any) -> Engine:
     defaults: dict[str, Any] = {"dummy_weights": True, "dtype": "bfloat16", "device": "cuda"}
     if "model" in settings:
         defaults["skip_tokenizer_init"] = True
-    return build(EngineConfig(**{**defaults, **settings})).engine
+    return build(EngineConfig.of(**{**defaults, **settings})).engine
 
 
 def prompt(seed: int, length: int, vocab: int = 30000) -> list[int]:

@@ -259,7 +259,7 @@ def test_kinds_that_no_engine_sends_are_refused(kind: int) -> None:
 
 
 def test_the_first_frames() -> None:
-    config = EngineConfig(model="x", kv_tokens=64, override_generation_config={"top_k": 3})
+    config = EngineConfig.of(model="x", kv_tokens=64, override_generation_config={"top_k": 3}, retention="slack")
     hello = EngineInitMessage(config, (1, 2), 60.0, True, 20)
     assert read_engine_init(memoryview(write_engine_init(hello))) == hello
     ready = EngineReady(EngineLimits(5, 6, 7, "the KV memory"), ("a", "b"), ("c",), {"block_size": "16"}, some_facts())

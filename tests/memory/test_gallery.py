@@ -34,7 +34,7 @@ def spec(*layers: LayerSpec, vision: VisionSpec = EYES) -> ModelSpec:
 
 
 def memory(model: ModelSpec | None = None, tokens: int = 128, budget: int = 16, **settings: Any) -> PagedMemory:
-    config = EngineConfig(
+    config = EngineConfig.of(
         **{"page_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": budget, "swap_gib": 0, **settings}
     )
     made = build_memory(config, model or spec(), MemorySize(tokens, 128, 2))

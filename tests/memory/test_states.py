@@ -35,7 +35,7 @@ def jamba() -> ModelSpec:
 
 
 def settings(**given: Any) -> EngineConfig:
-    return EngineConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 2048, "swap_gib": 0, **given})
+    return EngineConfig.of(**{"max_num_seqs": 8, "max_num_batched_tokens": 2048, "swap_gib": 0, **given})
 
 
 def geometry(spec: ModelSpec, tokens: int = 8192, **given: Any) -> KVCacheConfig:

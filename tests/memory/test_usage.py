@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from memories import MEMORIES, Build, reset, spec
 from test_invariants import serve
 from unlike import Kind, unlike
@@ -46,7 +44,7 @@ def test_geometry() -> None:
     assert (group.ids, one.slots, group.table_width, group.page_bytes) == (range(1, 17), 9, 12, 4 * 2 * 2 * 4 * 2)
     assert (one.bytes, group.token_bytes) == (17 * group.page_bytes, 2 * 2 * 4 * 2)
     each = build_memory(
-        EngineConfig(page_size=4, max_num_seqs=8, table_scope="layer"), spec((None, None), 48), MemorySize(64, 48, 2)
+        EngineConfig.of(page_size=4, max_num_seqs=8, table_scope="layer"), spec((None, None), 48), MemorySize(64, 48, 2)
     ).kv_config
     assert [group.layers for group in each.groups] == [(0,), (1,)]
     assert {(group.ids, group.page_bytes) for group in each.groups} == {(range(1, 33), 4 * 2 * 4 * 2)}
@@ -55,7 +53,9 @@ def test_geometry() -> None:
     assert [(group.layers, group.window) for group in mixed.groups] == [((0, 2), None), ((1,), 6)]
     assert [(group.page_bytes, group.ids) for group in mixed.groups] == [(128, range(1, 25)), (64, range(2, 50))]
     assert (mixed.large_bytes, mixed.bytes) == (128, 25 * 128)  # 16 pages of each: 16 and 8 large ones
-    mixed = build_memory(replace(config, page_sizes="max"), spec((None, 6, None), 48), MemorySize(64, 48, 2)).kv_config
+    mixed = build_memory(
+        EngineConfig.of(**config.flat() | {"page_sizes": "max"}), spec((None, 6, None), 48), MemorySize(64, 48, 2)
+    ).kv_config
     assert {(group.page_bytes, group.ids) for group in mixed.groups} == {(128, range(1, 33))}
 
 

@@ -20,7 +20,8 @@ PROMPT = list(range(100, 140))
 
 
 SETTINGS: dict[str, Any] = {
-    "model": {"echo": {"pause": 0.002}, "prefix_tokens": 40}, "config": EngineConfig(model="tiny", page_size=4),
+    "model": {"echo": {"pause": 0.002}, "prefix_tokens": 40},
+    "config": EngineConfig.of(model="tiny", page_size=4, retention="slack"),
     "keys": [KEY], "admin_keys": [ADMIN], "server_info": True, "tokenizer_info": True,
 }  # fmt: skip
 
@@ -45,7 +46,8 @@ def test_a_reset_forgets_what_nobody_uses(servers: Servers, placement: Placement
 def test_what_a_server_tells_of_itself(shop: Running) -> None:
     found = httpx.get(f"{shop.url}/server_info", headers=HEADERS).json()
     ServerInfo.model_validate(found, strict=True)
-    assert (found["config"]["model"], found["config"]["page_size"]) == ("tiny", 4)
+    assert found["config"] == SETTINGS["config"].flat()
+    assert (found["config"]["page_size"], found["config"]["retention"]) == (4, "slack")
     assert found["notices"] == ["an echo"]
     told = httpx.get(f"{shop.url}/tokenizer_info", headers=bearer(KEY)).json()
     TokenizerInfo.model_validate(told, strict=True)

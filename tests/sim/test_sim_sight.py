@@ -89,7 +89,7 @@ def test_weights_in_fp8_are_read_as_such_for_pictures_too() -> None:
 
 @pytest.mark.parametrize(("mode", "runs"), [("pages", 1), ("inside", 1), ("off", 3)])
 def test_requests_with_pictures_are_served_and_take_longer_where_each_chunk_encodes(mode: str, runs: int) -> None:
-    config = EngineConfig(
+    config = EngineConfig.of(
         page_size=4, max_num_seqs=2, max_num_batched_tokens=8, swap_gib=0, vision_cache=mode,
         enable_prefix_caching=False,
     )  # fmt: skip

@@ -23,6 +23,7 @@ from quire.bench.machine import Others
 from quire.bench.shapes import built
 from quire.bench.workloads import Job, parse
 from quire.cli.flags import config_from
+from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.core.preemption_costs import PreemptionCosts
 from quire.errors import StartupError
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     scenes = [_scene(name) for name in args.load or LOADS] if args.compare else []
     config, shape = config_from(args), None
     if not config.model and config.model_config is None:
-        config, shape = replace(config, **SMALL), SHAPE
+        config, shape = EngineConfig.of(**config.flat() | SMALL), SHAPE
     if config.kv_tokens is None and config.kv_gib is None:
         config = replace(config, kv_tokens=CALIBRATED_TOKENS)
     # Without a prefix cache each policy recomputes, or swaps, all tokens of a victim.

@@ -9,7 +9,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,8 +131,8 @@ def _engine(config: EngineConfig, decoding: Decoding) -> Iterator[Target]:
         return {**totals(traces, end), **latencies(traces), **facts}
 
     def facts() -> dict[str, Any]:
-        defaults = {field.name: field.default for field in fields(EngineConfig)}
-        chosen = {name: getattr(config, name) for name in defaults if getattr(config, name) != defaults[name]}
+        defaults = EngineConfig().flat()
+        chosen = {name: value for name, value in config.flat().items() if value != defaults[name]}
         return {
             "model": built.name,
             "dtype": built.memory_plan.dtype,

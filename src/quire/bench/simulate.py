@@ -120,7 +120,7 @@ def main(args: list[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="quire simulate", usage="quire simulate [MODEL] [FLAGS]", allow_abbrev=False, conflict_handler="resolve",
+        prog="quire simulate", allow_abbrev=False, conflict_handler="resolve",
         description="Simulate serving: the engine over a calibration in place of a device.",
     )  # fmt: skip
     add_engine_flags(parser)

@@ -50,7 +50,6 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
         command = commands.add_parser(name, help=help, description=help[:1].upper() + help[1:], allow_abbrev=False)
         named[name] = command
         if name in ("generate", "chat", "serve", "run-batch", "plan"):
-            command.usage = f"quire {name} [MODEL] [FLAGS]"  # argparse's default lists every flag, on twenty lines
             command.add_argument("--config", metavar="FILE", help=CONFIG_HELP)
             add_engine_flags(command)
         if name in ("generate", "chat"):

@@ -1,6 +1,7 @@
-"""The flags of all commands: fields of EngineConfig, sampling parameters, and options of serving.
+"""The flags of all commands: settings of the engine, sampling parameters, and options of serving.
 
-The defaults are EngineConfig's: a flag that is not given is not passed on.
+The flags of the engine are made from the fields of EngineConfig and Experiment: a flag that is not given is not passed
+on.
 """
 
 from __future__ import annotations
@@ -8,46 +9,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any, NamedTuple
+from dataclasses import Field, fields
+from typing import Any
 
+from quire.cli.parser import Advanced, HelpAll
 from quire.cli.vllm_flags import add_vllm_flags, no_effect_notices, vllm_settings
-from quire.config import (
-    ASSOCIATIONS,
-    ATTENTIONS,
-    DEVICES,
-    DTYPE_ALIASES,
-    DTYPES,
-    EXECUTORS,
-    KV_DTYPES,
-    MAP_AHEAD_MODES,
-    MEMORIES,
-    ON_RANK_FAILURE,
-    PAGE_SIZES,
-    POOLINGS,
-    PREEMPTIONS,
-    QUANTIZATIONS,
-    RETENTIONS,
-    STATE_DTYPES,
-    TABLE_SCOPES,
-    VISION_CACHES,
-    EngineConfig,
-)
+from quire.config import RESERVED_MEMORIES, EngineConfig, Experiment, Setting
 from quire.errors import InputError
 from quire.protocol.sampling_params import MAX_LOGPROBS
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")  # trace would log the contents of requests
-
-
-class Flag(NamedTuple):
-    """A setting on the command line. `kind` bool makes --name, and also --no-name if the default is True."""
-
-    name: str
-    kind: Callable[[str], Any]
-    help: str
-    choices: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
-    metavar: str | None = None
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -61,122 +32,58 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "bool": bool}
+"""What parses a flag, by the first type in its field's annotation; others are JSON."""
+EXPERIMENTS = (
+    "Settings that only experiments change. --memory has more values for them: uniform (pages in which every layer "
+    f"keeps every token), and baselines that reserve memory ({', '.join(RESERVED_MEMORIES)})."
+)
 BEAMS = {"length_penalty", "early_stopping"}
 EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 
-ENGINE_FLAGS = (
-    Flag("kv_gib", float, "size of the KV memory in GiB (default: fitted to the device)", metavar="GIB"),
-    Flag("kv_tokens", int, "size of the KV memory in tokens", metavar="N"),
-    Flag("page_size", int, "tokens of a page", aliases=("--block-size",), metavar="N"),
-    Flag("memory", str, "KV memory: paged; uniform: every layer keeps every token; virtual: contiguous addresses with "
-         "mapped pages; the others: baselines that reserve memory", MEMORIES),
-    Flag("virtual_page_kib", int, "page size of --memory virtual in KiB (default: 2048 on a GPU, from 64 on a CPU)",
-         metavar="N"),
-    Flag("virtual_layout", str, "buffers of --memory virtual: layer (one per layer), sliced (one for all), or sliced:N",
-         metavar="LAYOUT"),
-    Flag("map_ahead", str, "when --memory virtual maps the pages of the next step: inline or in a thread while a step "
-         "computes, or off: between steps", MAP_AHEAD_MODES),
-    Flag("table_scope", str, "one page table for all layers, or one per layer", TABLE_SCOPES),
-    Flag("page_sizes", str, "pages of different layer types: lcm: parts of large pages; max: padded to one size; gcd: "
-         "one size for fewer layers each; own: a fixed share of the memory for each size", PAGE_SIZES),
-    Flag("association", str, "sequences that share a large page: paper: none; bulk: only for what does not fill a "
-         "large page; none: any", ASSOCIATIONS),
-    Flag("attention", str, "the attention backend", ATTENTIONS),
-    Flag("dtype", str, "number format of weights and KV", (*DTYPES, *DTYPE_ALIASES)),
-    Flag("state_dtype", str, "number format of recurrent states (Mamba); auto: float32", STATE_DTYPES),
-    Flag("quantization", str, "quantize the weights of linear layers to this format while loading", QUANTIZATIONS,
-         ("-q",)),
-    Flag("kv_cache_dtype", str, "number format of KV; auto: that of the model; int8: on a CPU, with a scale per token "
-         "and head", KV_DTYPES),
-    Flag("device", str, "device to compute on", DEVICES),
-    Flag("revision", str, "branch, tag or commit of a model on the hub", metavar="REV"),
-    Flag("threads", int, "CPU threads (default: one per core, within the limit of a container)", metavar="N"),
-    Flag("model_config", str, "a built-in configuration instead of a model, with --dummy-weights", metavar="NAME"),
-    Flag("dummy_weights", bool, "random weights, for benchmarks"),
-    Flag("max_model_len", int, "longest sequence, in tokens", metavar="N"),
-    Flag("max_num_seqs", int, "most sequences in memory at once (default: 256; on a GPU 1024)", metavar="N"),
-    Flag("max_num_batched_tokens", int, "most tokens computed in one step (default: 2048; on a GPU 8192)", metavar="N"),
-    Flag("max_num_queued_reqs", int, "most waiting requests; further ones are refused", metavar="N"),
-    Flag("max_images", int, "most images of a request, with a vision model", metavar="N"),
-    Flag("vision_cache", str, "image embeddings until they are used: pages: in pages of their own, cached for other "
-         "requests; inside: in pages of KV that is not computed yet; off: each chunk of a prompt encodes its images "
-         "again", VISION_CACHES),
-    Flag("max_image_pixels", int, "most pixels of an image, width times height", metavar="N"),
-    Flag("max_image_bytes", int, "most bytes of a request's image files together", metavar="N"),
-    Flag("gpu_memory_utilization", float, "share of the GPU's memory to use", metavar="X"),
-    Flag("enable_prefix_caching", bool, "reuse the KV of common prefixes"),
-    Flag("prefix_tokens", int, "tokens of the KV memory reserved for registered prefixes", metavar="N"),
-    Flag("state_tokens", int, "interval in tokens at which recurrent states are cached (Mamba)", metavar="N"),
-    Flag("retention", str, "cached pages that left a window, and recurrent states: paper: keep all; slack: the latest; "
-         "boundary: also those where a prompt ends or prompts diverge", RETENTIONS),
-    Flag("preemption", str, "how to preempt a request when memory is short; auto: the cheaper way", PREEMPTIONS),
-    Flag("swap_gib", float, "host memory for swapped requests, in GiB", aliases=("--swap-space",), metavar="GIB"),
-    Flag("calibration", str, "measured costs of preemption: a file of `quire bench preemption`", metavar="FILE"),
-    Flag("seed", int, "seed of requests that have none", metavar="N"),
-    Flag("tokenizer", str, "folder or hub id of another tokenizer", metavar="PATH"),
-    Flag("skip_tokenizer_init", bool, "use token ids only, without a tokenizer"),
-    Flag("generation_config", str, "source of sampling defaults: auto (the model's generation_config.json), vllm "
-         "(none) or a folder with such a file", metavar="VALUE"),
-    Flag("override_generation_config", json_object, "sampling defaults that override these, as JSON", metavar="JSON"),
-    Flag("depth", int, "steps in flight at once", metavar="N"),
-    Flag("deterministic", bool, "outputs don't depend on the other requests of a batch; on a CPU, for dense models"),
-    Flag("cuda_graphs", bool, "replay steps of up to 1,024 tokens as CUDA graphs; on a CPU, recorded decode steps"),
-    Flag("warm_up", bool, "on a GPU, compile kernels and capture graphs at start, not at first use"),
-    Flag("tp", int, "tensor parallelism: ranks that share each layer, each a process", metavar="N",
-         aliases=("-tp", "--tensor-parallel-size")),
-    Flag("pp", int, "pipeline parallelism: stages of layers, with --tp ranks each", metavar="N",
-         aliases=("-pp", "--pipeline-parallel-size")),
-    Flag("executor", str, "where the model runs: inline: in the engine's process; process: a process per rank; ray: "
-         "processes placed by Ray; auto: inline with one rank, else process", EXECUTORS),
-    Flag("ray_address", str, "the Ray cluster for --executor ray (default: that of RAY_ADDRESS, if it is your own on "
-         "this host, else a new one for the ranks)", metavar="HOST:PORT"),
-    Flag("rank_timeout", float, "seconds that a rank may take for a step; five times as many to start",
-         metavar="S"),
-    Flag("on_rank_failure", str, "after a rank fails: exit, or restart the ranks and recompute all requests",
-         ON_RANK_FAILURE),
-    Flag("pooling", str, "embeddings from the hidden states of all tokens of a text (mean), or of the last one; auto: "
-         "as in the checkpoint, else last", POOLINGS),
-    Flag("log_plans", str, "write every step's plan and result to a file, for `quire replay`", metavar="FILE"),
-    Flag("debug", bool, "check invariants, and show tracebacks"),
-)  # fmt: skip
-
-SAMPLING_FLAGS = (
-    Flag("max_tokens", int, "tokens to generate", metavar="N"),
-    Flag("temperature", float, "0 is greedy", metavar="X"),
-    Flag("top_p", float, "keep the most likely tokens up to this probability", metavar="X"),
-    Flag("top_k", int, "keep this many tokens", metavar="N"),
-    Flag("min_p", float, "drop tokens below this share of the best one's probability", metavar="X"),
-    Flag("presence_penalty", float, "from -2 to 2", metavar="X"),
-    Flag("frequency_penalty", float, "from -2 to 2", metavar="X"),
-    Flag("repetition_penalty", float, "above 1 discourages repetition", metavar="X"),
-    Flag("n", int, "continuations of each prompt", metavar="N"),
-    Flag("best_of", int, "generate this many continuations, and return the n most likely", metavar="N"),
-    Flag("beam_width", int, "beam search with this many beams; the best n are returned", metavar="N"),
-    Flag("length_penalty", float, "of beam search: above 0 favours long outputs, below 0 short ones", metavar="X"),
-    Flag("early_stopping", str, "when beam search ends", tuple(EARLY_STOPPING)),
-    Flag("ignore_eos", bool, "continue after end tokens"),
-)
+SAMPLING_FLAGS = {
+    "max_tokens": (int, "tokens to generate"),
+    "temperature": (float, "0 is greedy"),
+    "top_p": (float, "keep the most likely tokens up to this probability"),
+    "top_k": (int, "keep this many tokens"),
+    "min_p": (float, "drop tokens below this share of the best one's probability"),
+    "presence_penalty": (float, "from -2 to 2"),
+    "frequency_penalty": (float, "from -2 to 2"),
+    "repetition_penalty": (float, "above 1 discourages repetition"),
+    "n": (int, "continuations of each prompt"),
+    "best_of": (int, "generate this many continuations, and return the n most likely"),
+    "beam_width": (int, "beam search with this many beams; the best n are returned"),
+    "length_penalty": (float, "of beam search: above 0 favours long outputs, below 0 short ones"),
+    "ignore_eos": (bool, "continue after end tokens"),
+}
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL and a flag for every field of EngineConfig."""
+    """Add MODEL, --help-all, and a flag for every field of EngineConfig and of its Experiment."""
     parser.add_argument("model", nargs="?", default="", metavar="MODEL",
                         help="a folder or hub id, in the Hugging Face format, or a GGUF file (default: the bundled "
                         "model)")  # fmt: skip
+    parser.usage = f"{parser.prog} [MODEL] [FLAGS]"  # argparse's default lists every flag
+    parser.add_argument("--help-all", action=HelpAll, nargs=0, dest="help", default=argparse.SUPPRESS,
+                        help="show the options for tuning and experiments too, and exit")  # fmt: skip
     group = parser.add_argument_group("engine")
-    defaults = {field.name: field.default for field in fields(EngineConfig)}
-    for flag in ENGINE_FLAGS:
-        _add(group, flag, defaults[flag.name])
+    experiments = parser.add_argument_group("experiments", Advanced(EXPERIMENTS))
+    for field in fields(EngineConfig):
+        if field.metadata:
+            _add_setting(group, field)
     group.add_argument("--no-generation-config", dest="generation_config", action="store_const", const="vllm",
-                       default=argparse.SUPPRESS, help="--generation-config vllm")  # fmt: skip
+                       default=argparse.SUPPRESS, help=Advanced("--generation-config vllm"))  # fmt: skip
+    for field in fields(Experiment):
+        _add_setting(experiments, field)
     add_vllm_flags(parser)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of sampling. Defaults come from the model."""
     group = parser.add_argument_group("sampling")
-    for flag in SAMPLING_FLAGS:
-        _add(group, flag, None)
+    for name, (kind, help) in SAMPLING_FLAGS.items():
+        _add(group, name, kind, Setting(help))
+    _add(group, "early_stopping", str, Setting("when beam search ends", tuple(EARLY_STOPPING)))
     group.add_argument("--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS,
                        help="stop before this text; may be repeated")  # fmt: skip
 
@@ -189,15 +96,19 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--root-path", default="", metavar="PATH",
                        help="path prefix of a proxy, which may remove it or leave it")  # fmt: skip
     group.add_argument("--max-connections", type=int, metavar="N",
-                       help="most open connections (default: as many as the limit of open files allows)")  # fmt: skip
+                       help=Advanced("most open connections (default: as many as the limit of open files "
+                                     "allows)"))  # fmt: skip
     group.add_argument("--engine-process", choices=("on", "off"), default="on",
-                       help="run the engine in its own process, or in a thread (default: %(default)s)")  # fmt: skip
+                       help=Advanced("run the engine in its own process, or in a thread (default: "
+                                     "%(default)s)"))  # fmt: skip
     group.add_argument("--on-engine-death", choices=("exit", "restart"), default="exit",
-                       help="if the engine's process dies: exit, or restart it (default: %(default)s)")  # fmt: skip
+                       help=Advanced("if the engine's process dies: exit, or restart it (default: "
+                                     "%(default)s)"))  # fmt: skip
     group.add_argument("--fronts", "--api-server-count", type=int, default=1, metavar="N",
-                       help="processes that serve HTTP, if one is too slow (default: %(default)s)")  # fmt: skip
+                       help=Advanced("processes that serve HTTP, if one is too slow (default: "
+                                     "%(default)s)"))  # fmt: skip
     group.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="S",
-                       help="seconds for requests to end after SIGTERM (default: %(default)s)")  # fmt: skip
+                       help=Advanced("seconds for requests to end after SIGTERM (default: %(default)s)"))  # fmt: skip
     group.add_argument("--ssl-keyfile", metavar="FILE", help="serve TLS with this private key, in PEM format")
     group.add_argument("--ssl-certfile", metavar="FILE", help="the certificate for it, with its chain, in PEM format")
     _add_request_flags(parser.add_argument_group("requests"))
@@ -219,13 +130,14 @@ def _add_request_flags(group: Any) -> None:
     group.add_argument("--allowed-origins", nargs="+", default=(), metavar="ORIGIN", help="origins of web pages that "
                        "may send requests: https://HOST or *, several, or a JSON list (default: none)")  # fmt: skip
     group.add_argument("--max-logprobs", type=int, default=MAX_LOGPROBS, metavar="N",
-                       help="most log-probabilities that a request may ask for (default: %(default)s)")  # fmt: skip
-    group.add_argument("--strict", action="store_true", help="refuse requests that have unknown fields")
+                       help=Advanced("most log-probabilities that a request may ask for (default: "
+                                     "%(default)s)"))  # fmt: skip
+    group.add_argument("--strict", action="store_true", help=Advanced("refuse requests that have unknown fields"))
     group.add_argument("--store-responses", type=int, default=0, metavar="N",
-                       help="keep the last N responses of /v1/responses in memory, for previous_response_id "
-                       "(default: %(default)s)")  # fmt: skip
-    group.add_argument("--prefixes", metavar="FILE", help="prefixes to register at start, as JSON: "
-                       '{"NAME": {"text": "..."} or {"token_ids": [...]}}; see --prefix-tokens')  # fmt: skip
+                       help=Advanced("keep the last N responses of /v1/responses in memory, for previous_response_id "
+                       "(default: %(default)s)"))  # fmt: skip
+    group.add_argument("--prefixes", metavar="FILE", help=Advanced("prefixes to register at start, as JSON: "
+                       '{"NAME": {"text": "..."} or {"token_ids": [...]}}; see --prefix-tokens'))  # fmt: skip
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
@@ -243,40 +155,51 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_log_flags(group: Any) -> None:
     group.add_argument("--access-log", action="store_true", help="log every HTTP request")
-    group.add_argument("--enable-log-requests", action="store_true",
+    group.add_argument("--enable-log-requests", dest="log_requests", action="store_true",
                        help="log every request that is queued: its sizes and parameters, not its text")  # fmt: skip
     group.add_argument("--uvicorn-log-level", choices=LOG_LEVELS, default="warning",
-                       help="log level of the HTTP library (default: %(default)s)")  # fmt: skip
+                       help=Advanced("log level of the HTTP library (default: %(default)s)"))  # fmt: skip
     group.add_argument("--metrics-prefix", choices=("quire", "vllm"), default="quire",
-                       help="prefix of metrics: quire_..., or vllm:... for vLLM's dashboards")  # fmt: skip
-    group.add_argument("--enable-server-info", action="store_true",
+                       help=Advanced("prefix of metrics: quire_..., or vllm:... for vLLM's dashboards"))  # fmt: skip
+    group.add_argument("--enable-server-info", dest="server_info", action="store_true",
                        help="enable GET /server_info: the settings and the memory plan, for admins")  # fmt: skip
-    group.add_argument("--enable-tokenizer-info-endpoint", action="store_true",
-                       help="enable GET /tokenizer_info: the tokenizer's settings and the chat template")  # fmt: skip
-    group.add_argument("--no-console", dest="console", action="store_false", help="no page at /console")
+    group.add_argument("--enable-tokenizer-info-endpoint", dest="tokenizer_info", action="store_true",
+                       help=Advanced("enable GET /tokenizer_info: the tokenizer's settings and the chat "
+                                     "template"))  # fmt: skip
+    group.add_argument("--no-console", dest="console", action="store_false", help=Advanced("no page at /console"))
 
 
-def _add(group: Any, flag: Flag, default: object) -> None:
-    name = "--" + flag.name.replace("_", "-")
-    shown = "" if default in (None, "", False, True) else f" (default: {default})"
-    options: dict[str, Any] = {"dest": flag.name, "default": argparse.SUPPRESS, "help": flag.help + shown}
-    if flag.kind is bool:
+def _add_setting(group: Any, field: Field[Any]) -> None:
+    """Add the flag of a field of EngineConfig or Experiment."""
+    kind = KINDS.get(str(field.type).split()[0], json_object)
+    _add(group, field.name, kind, field.metadata["setting"], field.default)
+
+
+def _add(group: Any, name: str, kind: Callable[[str], Any], setting: Setting, default: object = None) -> None:
+    """Add --name, which sets nothing unless given. If `kind` is bool it takes no value; if True is the default, there
+    is --no-name too."""
+    help = setting.help if default in (None, "", False, True) else f"{setting.help} (default: {default})"
+    options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
+    options["help"] = Advanced(help) if setting.advanced else help
+    if kind is bool:
         options["action"] = argparse.BooleanOptionalAction if default is True else "store_true"
     else:
-        options |= {"type": flag.kind, "metavar": flag.metavar, "choices": flag.choices or None}
-    group.add_argument(name, *flag.aliases, **options)
+        metavar = setting.metavar or ("N" if kind is int else "X" if kind is float else None)
+        options |= {"type": kind, "metavar": metavar, "choices": setting.choices or None}
+    group.add_argument(f"--{name.replace('_', '-')}", *setting.aliases, **options)
 
 
 def config_from(args: argparse.Namespace) -> EngineConfig:
     """Return the EngineConfig of the flags. Raise StartupError for a value out of range."""
-    given = {flag.name: getattr(args, flag.name) for flag in ENGINE_FLAGS if hasattr(args, flag.name)}
+    names = [field.name for field in (*fields(EngineConfig), *fields(Experiment))]
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     no_effect_notices(args)
-    return EngineConfig(**{"model": args.model, **given, **vllm_settings(args)})
+    return EngineConfig.of(**given | vllm_settings(args))
 
 
 def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling parameters that were given. --seed is both the engine's and the request's."""
-    names = (*(flag.name for flag in SAMPLING_FLAGS), "stop", "seed")
+    names = (*SAMPLING_FLAGS, "early_stopping", "stop", "seed")
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     if "early_stopping" in given:
         given["early_stopping"] = EARLY_STOPPING[given["early_stopping"]]

@@ -4,16 +4,47 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 USAGE_ERROR = 2
 
 
+class Advanced(str):
+    """The help of an option, or the description of a group, that --help leaves out and --help-all shows."""
+
+
+class ShortHelp(argparse.HelpFormatter):
+    """Formats what --help prints: all but what is Advanced."""
+
+    def add_text(self, text: str | None) -> None:
+        """Add the description of a group."""
+        if not isinstance(text, Advanced):
+            super().add_text(text)
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Add an option."""
+        if not isinstance(action.help, Advanced):
+            super().add_argument(action)
+
+
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
+    """An ArgumentParser with a short help, whose errors are one line."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, formatter_class=ShortHelp)
 
     def error(self, message: str) -> NoReturn:
         fail(message[:1].upper() + message[1:], f"See {self.prog} --help")
+
+
+class HelpAll(argparse.Action):
+    """--help-all: print the help with all options, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print the help and exit."""
+        parser.formatter_class = argparse.HelpFormatter
+        parser.print_help()
+        parser.exit()
 
 
 def fail(cause: str, remedy: str = "") -> NoReturn:

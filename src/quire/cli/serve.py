@@ -44,36 +44,15 @@ def options_from(args: argparse.Namespace) -> ServeOptions:
         raise StartupError(f"--max-logprobs is {args.max_logprobs}", f"It must be between 0 and {MAX_LOGPROBS}{more}")
     if args.max_connections is not None and not 1 <= args.max_connections <= 2**20:
         raise StartupError(f"--max-connections is {args.max_connections}", f"It must be between 1 and {2**20}")
-    return ServeOptions(
-        host=args.host,
-        port=args.port,
-        api_key_file=args.api_key_file,
-        admin_key_file=args.admin_key_file,
-        prefixes=args.prefixes,
-        served_model_name=tuple(args.served_model_name),
-        chat_template=args.chat_template,
-        tool_call_parser=None if args.tool_call_parser is None else tool_format_named(args.tool_call_parser),
-        reasoning_parser=None if args.reasoning_parser is None else reasoning_format_named(args.reasoning_parser),
-        root_path=args.root_path.rstrip("/"),
-        shutdown_timeout=args.shutdown_timeout,
-        access_log=args.access_log,
-        allowed_origins=parse_origins(args.allowed_origins),
-        metrics_prefix=args.metrics_prefix,
-        console=args.console,
-        store_responses=args.store_responses,
-        server_info=args.enable_server_info,
-        tokenizer_info=args.enable_tokenizer_info_endpoint,
-        strict=args.strict,
-        max_logprobs=args.max_logprobs,
-        log_requests=args.enable_log_requests,
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_certfile=args.ssl_certfile,
-        max_connections=args.max_connections,
-        engine_process=args.engine_process,
-        on_engine_death=args.on_engine_death,
-        fronts=args.fronts,
-        uvicorn_log_level=args.uvicorn_log_level,
-    )
+    given = {name: value for name, value in vars(args).items() if name in ServeOptions._fields}
+    tools, reasoning = args.tool_call_parser, args.reasoning_parser
+    return ServeOptions(**given | {
+        "served_model_name": tuple(args.served_model_name),
+        "tool_call_parser": None if tools is None else tool_format_named(tools),
+        "reasoning_parser": None if reasoning is None else reasoning_format_named(reasoning),
+        "root_path": args.root_path.rstrip("/"),
+        "allowed_origins": parse_origins(args.allowed_origins),
+    })  # fmt: skip
 
 
 def parse_origins(given: Sequence[str]) -> tuple[str, ...]:

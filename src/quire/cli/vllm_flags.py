@@ -7,6 +7,7 @@ import argparse
 import re
 from typing import Any
 
+from quire.cli.parser import Advanced
 from quire.errors import StartupError
 
 ATTENTION_BACKENDS = ("auto", "reference", "sdpa", "native", "triton")
@@ -93,19 +94,25 @@ def parse_size(text: str) -> int:
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags with an effect, and those without one, which --help does not show."""
+    """Add the flags with an effect, and those without one, which not even --help-all shows."""
     group = parser.add_argument_group("vLLM's names for settings of the engine")
     suppress = argparse.SUPPRESS
-    group.add_argument("--model", dest="vllm_model", metavar="MODEL", help="the argument MODEL", default=suppress)
     group.add_argument(
-        "--kv-cache-memory-bytes", type=parse_size, metavar="N", help="--kv-gib in bytes; 2G: 2 GiB", default=suppress
+        "--model", dest="vllm_model", metavar="MODEL", help=Advanced("the argument MODEL"), default=suppress
     )
-    group.add_argument("--attention-backend", metavar="NAME", help="--attention, or TRITON_ATTN, TORCH_SDPA",
+    group.add_argument(
+        "--kv-cache-memory-bytes",
+        type=parse_size,
+        metavar="N",
+        help=Advanced("--kv-gib in bytes; 2G: 2 GiB"),
+        default=suppress,
+    )
+    group.add_argument("--attention-backend", metavar="NAME", help=Advanced("--attention, or TRITON_ATTN, TORCH_SDPA"),
                        default=suppress)  # fmt: skip
     group.add_argument("--distributed-executor-backend", metavar="NAME",
-                       help="--executor; mp: process, uni: inline, ray: ray", default=suppress)  # fmt: skip
-    group.add_argument("--load-format", choices=LOAD_FORMATS, help="dummy: --dummy-weights", default=suppress)
-    group.add_argument("--enforce-eager", action="store_true", help="--no-cuda-graphs", default=suppress)
+                       help=Advanced("--executor; mp: process, uni: inline, ray: ray"), default=suppress)  # fmt: skip
+    group.add_argument("--load-format", choices=LOAD_FORMATS, help=Advanced("dummy: --dummy-weights"), default=suppress)
+    group.add_argument("--enforce-eager", action="store_true", help=Advanced("--no-cuda-graphs"), default=suppress)
     for flag in NO_EFFECT_FLAGS:
         parser.add_argument(flag, dest="needless", action="append_const", const=flag, help=suppress, default=suppress)
     for flag, values in SINGLE_VALUE_FLAGS.items():

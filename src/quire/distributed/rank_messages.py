@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
@@ -72,7 +71,7 @@ class RankFailure(NamedTuple):
 
 def write_init(hello: InitMessage) -> bytes:
     """Return the body of an INIT or OPEN_DEVICE, the first frames on a rank's socket."""
-    return write_json({**hello._asdict(), "config": asdict(hello.config), "part": list(hello.part)})
+    return write_json({**hello._asdict(), "config": hello.config.flat(), "part": list(hello.part)})
 
 
 def read_init(body: memoryview) -> InitMessage:
@@ -86,7 +85,7 @@ def read_init(body: memoryview) -> InitMessage:
     if len(meeting) > 2 + 4 * MOST_RANKS or not all(type(one) is int and one >= 0 for one in meeting):
         raise WireError("meeting", "not a list of descriptors")
     try:
-        config = EngineConfig(**read_field(data, "config", dict))
+        config = EngineConfig.of(**read_field(data, "config", dict))
     except TypeError as error:
         raise WireError("config", str(error)[:200]) from error
     return InitMessage(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
@@ -33,7 +32,7 @@ class EngineInitMessage(NamedTuple):
 
 def write_engine_init(hello: EngineInitMessage) -> bytes:
     """Return the body of an INIT frame."""
-    return write_json({**hello._asdict(), "config": asdict(hello.config)})
+    return write_json({**hello._asdict(), "config": hello.config.flat()})
 
 
 def read_engine_init(body: memoryview) -> EngineInitMessage:
@@ -43,7 +42,7 @@ def read_engine_init(body: memoryview) -> EngineInitMessage:
     if len(named) > MAX_EOS_IDS or not all(type(token) is int for token in named):
         raise WireError("named", f"not a list of at most {MAX_EOS_IDS} token ids")
     try:
-        config = EngineConfig(**read_field(data, "config", dict))
+        config = EngineConfig.of(**read_field(data, "config", dict))
     except TypeError as error:
         raise WireError("config", str(error)[:200]) from error
     after = read_field(data, "stall_after", float)

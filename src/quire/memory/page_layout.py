@@ -118,7 +118,7 @@ def as_uniform(spec: ModelSpec) -> ModelSpec:
 
 
 def plan_page_layout(config: EngineConfig, spec: ModelSpec, itemsize: int, pool_bytes: int = 0) -> PageLayout:
-    """Return the layout of a memory of `pool_bytes` bytes, by `config.page_sizes`. StartupError if there is none, or
+    """Return the layout of a memory of `pool_bytes` bytes, by `config`'s page sizes. StartupError if there is none, or
     its large pages would be too large for the pool."""
     [page_layout] = plan_joint_layouts([(config, spec, itemsize)], pool_bytes)
     return page_layout
@@ -140,9 +140,9 @@ def plan_joint_layouts(models: Sequence[tuple[EngineConfig, ModelSpec, int]], po
             for model, sets, model_types in zip(models, layer_sets, types)
             for size in _uniform_page_bytes(model[1], sets, model_types)
         ]
-    elif config.page_sizes == "max" or config.memory not in PAGE_TABLE_MEMORIES:
+    elif config.experiment.page_sizes == "max" or config.memory not in PAGE_TABLE_MEMORIES:
         sizes = [max_page(all_types)] * len(all_types)
-    elif config.page_sizes == "lcm" and len(set(sizes)) > 1:
+    elif config.experiment.page_sizes == "lcm" and len(set(sizes)) > 1:
         sizes, large = _plan_large_pages(all_types, max_large_bytes(pool_bytes))
     remaining_sizes = iter(sizes)
     return [
@@ -187,11 +187,11 @@ def group_layers(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[t
         of = {i: (bool(spec.layers[i].state_tensors), spec.layers[i].is_cross_attention) for i in owners}
         kinds = [tuple(i for i in owners if of[i] == kind) for kind in ((False, False), (False, True), (True, False))]
         return [layers for layers in kinds if layers] + embed_groups
-    if config.table_scope == "layer":
+    if config.experiment.table_scope == "layer":
         return [(i,) for i in owners] + embed_groups
     group_keys = {i: spec.layers[i].group_key for i in owners}
     sets = [tuple(i for i in owners if group_keys[i] == kind) for kind in dict.fromkeys(group_keys.values())]
-    if config.page_sizes == "gcd" and len(sets) > 1:
+    if config.experiment.page_sizes == "gcd" and len(sets) > 1:
         sizes = [(len(layers), spec.layers[layers[0]].token_bytes(itemsize)) for layers in sets]
         counts = split_into_equal_sets(sizes)
         if counts is None:
@@ -205,7 +205,7 @@ def group_layers(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[t
 
 def has_embed_pages(config: EngineConfig, spec: ModelSpec) -> bool:
     """Return True if embeddings that replace an image's tokens have pages of their own."""
-    return spec.images_replace_tokens and config.vision_cache == "pages"
+    return spec.images_replace_tokens and config.experiment.vision_cache == "pages"
 
 
 def _is_state(spec: ModelSpec, layers: Sequence[int]) -> bool:
@@ -250,7 +250,7 @@ def _page_spec(
 def state_interval(config: EngineConfig, spec: ModelSpec) -> int:
     """Return the tokens between two stored states. Without reuse of prefixes a sequence has only one state."""
     if config.memory != "uniform" and (config.enable_prefix_caching or config.prefix_tokens):
-        return config.state_tokens
+        return config.experiment.state_tokens
     return -(-(config.max_model_len or spec.max_len) // config.page_size) * config.page_size
 
 
@@ -309,7 +309,7 @@ def _with_images(kv_config: KVCacheConfig, config: EngineConfig, spec: ModelSpec
     """Return `kv_config` with what images need: tables with room for as many images as a request may have."""
     row_bytes = vision.embed_dim * kv_config.itemsize
     kv_config = replace(
-        kv_config, sight=config.vision_cache if spec.images_replace_tokens else "",
+        kv_config, sight=config.experiment.vision_cache if spec.images_replace_tokens else "",
         row_bytes=row_bytes if spec.images_replace_tokens else 0,
         part_tokens=vision.part_tokens, part_rows=vision.part_embeds, most_rows=vision.max_embeds,
         both_ways=vision.bidirectional_prompt,

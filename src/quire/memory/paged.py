@@ -110,7 +110,7 @@ class PagedMemory(PageTables):
 
     @classmethod
     def build(cls, config: EngineConfig, spec: ModelSpec, size: MemorySize, model_id: str = "") -> PagedMemory:
-        """Make a memory of `size` for the layers of `spec`, grouped as `config.table_scope` says."""
+        """Make a memory of `size` for the layers of `spec`, grouped as `table_scope` says."""
         return cls.from_kv_config(build_kv_config(config, spec, size), config, model_id)
 
     @classmethod
@@ -127,9 +127,9 @@ class PagedMemory(PageTables):
             debug=config.debug,
             prefix_tokens=config.prefix_tokens,
             policies=policies_for(group.kind for group in kv_config.groups),
-            association=config.association,
+            association=config.experiment.association,
             view=view,
-            retention=config.retention,
+            retention=config.experiment.retention,
         )
 
     # Admission

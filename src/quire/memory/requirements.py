@@ -30,14 +30,14 @@ def check_states(config: EngineConfig, spec: ModelSpec) -> None:
             "sequence: none can be stored for a registered prefix",
             "Use --memory paged",
         )
-    if config.page_sizes == "gcd" and len(spec.state_layers) < len(spec.kv_layers):
+    if config.experiment.page_sizes == "gcd" and len(spec.state_layers) < len(spec.kv_layers):
         raise StartupError(
             "--page-sizes is gcd, and a state is no number of tokens: its pages have a size of their own",
             "Use --page-sizes lcm, max or own",
         )
-    if config.state_tokens % config.page_size:
+    if (interval := config.experiment.state_tokens) % config.page_size:
         raise StartupError(
-            f"--state-tokens is {config.state_tokens}, and pages hold {config.page_size} tokens (--page-size)",
+            f"--state-tokens is {interval}, and pages hold {config.page_size} tokens (--page-size)",
             "Use a multiple of that: a prefix ends where a page of every layer does",
         )
 
@@ -74,7 +74,7 @@ def check_vision(config: EngineConfig, spec: ModelSpec, itemsize: int) -> None:
             "the model takes images, and its layers prune the prompt, which is not supported together",
             "Use another model",
         )
-    if config.page_sizes == "gcd":
+    if config.experiment.page_sizes == "gcd":
         raise StartupError(
             "--page-sizes is gcd, and image embeddings have pages of another size",
             "Use --page-sizes lcm, max or own",
@@ -89,7 +89,7 @@ def check_vision(config: EngineConfig, spec: ModelSpec, itemsize: int) -> None:
         (sum(spec.layers[i].token_bytes(itemsize) for i in one) for one in _full_attention_layer_sets(config, spec)),
         default=0,
     )
-    if spec.images_replace_tokens and config.vision_cache == "inside" and row > most:
+    if spec.images_replace_tokens and config.experiment.vision_cache == "inside" and row > most:
         raise StartupError(
             f"--vision-cache is inside, and an image embedding has {row:,} bytes: more than the {most:,} that layers "
             "with full attention store for a token",
@@ -104,7 +104,7 @@ def _full_attention_layer_sets(config: EngineConfig, spec: ModelSpec) -> list[li
             [i for i in spec.kv_layers if not spec.layers[i].is_cross_attention and not spec.layers[i].state_tensors]
         ]
     full = [i for i in spec.kv_layers if spec.layers[i].kind == "full"]
-    if config.table_scope == "layer":
+    if config.experiment.table_scope == "layer":
         return [[i] for i in full]
     kinds = dict.fromkeys(spec.layers[i].group_key for i in full)
     return [[i for i in full if spec.layers[i].group_key == kind] for kind in kinds]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +58,7 @@ class AdminRoutes:
             "python": platform.python_version(),
             "platform": platform.platform(),
             "packages": {name: _version(name) for name in PACKAGES},
-            "config": None if self.config is None else asdict(self.config),
+            "config": None if self.config is None else self.config.flat(),
             "plan": list(ready.lines),
             "notices": list(ready.notices),
             "cache": dict(ready.cache),

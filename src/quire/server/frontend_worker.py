@@ -185,7 +185,7 @@ def _load_app(
     from quire.async_llm import AsyncLLM
 
     import_libraries()
-    config = EngineConfig(**settings["config"])
+    config = EngineConfig.of(**settings["config"])
     engine_client, prompts, checkpoint = join_engine_process(
         config, connection, lambda _: _wait_for_engine(connection, control)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, Experiment
 from quire.core.engine import Engine
 from quire.core.scheduler import Scheduler
 from quire.core.validation import EngineLimits
@@ -39,8 +39,8 @@ def figure_12(vision_cache: str, text: tuple[int, int] = (1, 1), picture: int = 
     layers = (LayerSpec(1, 8),)
     spec = ModelSpec("echo", layers, VOCAB, 64, 8, 1, 8, 1, vision=VisionSpec(8, 16, 1, part_tokens=1))
     config = EngineConfig(
-        page_size=1, max_num_seqs=2, max_num_batched_tokens=chunk, swap_gib=0, vision_cache=vision_cache,
-        enable_prefix_caching=False,
+        page_size=1, max_num_seqs=2, max_num_batched_tokens=chunk, swap_gib=0, enable_prefix_caching=False,
+        experiment=Experiment(vision_cache=vision_cache),
     )  # fmt: skip
     memory = build_memory(config, spec, MemorySize(64, 32, 2))
     assert isinstance(memory, PagedMemory), "image embeddings are in pages"

@@ -109,7 +109,8 @@ def build_runner(
     return kind(
         model, checkpoint.spec, dtype, device, attention, eos_ids,
         use_graphs=(pipes is None or device.type == "cuda") and config.cuda_graphs and attention in recorded,
-        deterministic=config.deterministic, debug=config.debug, map_in_background=config.map_ahead == "thread",
+        deterministic=config.deterministic, debug=config.debug,
+        map_in_background=config.experiment.map_ahead == "thread",
         shared_buffer=get_shared_buffer() if get_shared_buffer is not None else None,
         state_dtype=torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32,
         make_model=make, notices=notices,

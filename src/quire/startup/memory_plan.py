@@ -169,11 +169,12 @@ def plan_memory(
                 f"Use --max-model-len {max_len} or less, or a larger --kv-gib",
             )
         limit_note = f" (the model allows {wanted_len:,}; a larger --kv-gib would too)"
+    interval = state_interval(config, spec)
     return MemoryPlan(
         name, spec.parameters, dtype, device, total, free, weights, activations, kv.bytes, kv.tokens,
         kv.token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, limit_note, config.max_num_seqs,
-        spec.state_bytes, config.state_tokens if state_interval(config, spec) == config.state_tokens else 0,
-        quantization_savings, config.world_size, config.pp, peers,
+        spec.state_bytes, interval if interval == config.experiment.state_tokens else 0, quantization_savings,
+        config.world_size, config.pp, peers,
     )  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def engine_config(model: str | None, settings: Mapping[str, Any]) -> EngineConfi
         raise StartupError(
             "a setting is given by two names", f"Give one of {', '.join(map(': '.join, CONFIG_ALIASES.items()))}"
         )
-    return EngineConfig(model=model or "", **named)
+    return EngineConfig.of(model=model or "", **named)
 
 
 class InputProcessor:

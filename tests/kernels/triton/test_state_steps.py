@@ -49,7 +49,7 @@ def a_model(name: str) -> tuple[Any, Any]:
 
 def a_runner(model: Any, spec: Any, attention: str, debug: bool = False) -> tuple[ModelRunner, KVCacheConfig]:
     """Over poisoned pages, of which each group has its own."""
-    config = EngineConfig(
+    config = EngineConfig.of(
         page_size=4, state_tokens=RUN, max_num_seqs=SLOTS - 1, max_num_batched_tokens=64, page_sizes="own", swap_gib=0
     )
     geometry = build_memory(config, spec, MemorySize(SLOTS * LENGTH, LENGTH, 4)).kv_config

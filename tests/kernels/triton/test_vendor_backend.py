@@ -58,7 +58,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[VirtualStore]:
     layer = LayerSpec(KV_HEADS, DIM)
     spec = ModelSpec("test", (layer,) * 3, 10, 4096, 16, HEADS, 16, 0)
     kib = 2048 if CUDA else 4
-    config = EngineConfig(
+    config = EngineConfig.of(
         memory="virtual", virtual_layout=request.param, virtual_page_kib=kib, max_num_seqs=6, swap_gib=0.0
     )
     geometry = build_virtual_kv_config(config, spec, MemorySize(2**18 if CUDA else 6 * 256, MOST, DTYPE.itemsize))
@@ -180,7 +180,7 @@ def test_an_engine_with_chunks_and_a_shared_prefix(tmp_path: Path, monkeypatch: 
     answers = []
     for attention in ("contiguous", "cudnn"):
         monkeypatch.setattr(loader, "choose_attention", lambda config, spec, device, dtype, chosen=attention: chosen)
-        config = EngineConfig(
+        config = EngineConfig.of(
             model=str(tmp_path), dummy_weights=True, skip_tokenizer_init=True, dtype="float32", device="cpu",
             memory="virtual", virtual_page_kib=4, virtual_layout="sliced", kv_tokens=1024, max_num_seqs=6,
             max_num_batched_tokens=20, swap_gib=0.0, cuda_graphs=False,

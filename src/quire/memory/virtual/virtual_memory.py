@@ -91,14 +91,14 @@ class VirtualMemory(PagedMemory):
         assert config.max_num_batched_tokens is not None, "a memory is built for a known number of tokens in a step"
         return cls(
             build_virtual_kv_config(config, spec, size),
-            ahead=config.map_ahead != "off",
+            ahead=config.experiment.map_ahead != "off",
             max_step_tokens=config.max_num_batched_tokens,
             caching=config.enable_prefix_caching,
             model_id=model_id,
             debug=config.debug,
             prefix_tokens=config.prefix_tokens,
             policies=policies_for(layer.kind for layer in spec.layers),
-            retention=config.retention,
+            retention=config.experiment.retention,
         )
 
     # Choice of slots and pages
@@ -293,8 +293,9 @@ def choose_virtual_layout(config: EngineConfig, spec: ModelSpec, size: MemorySiz
 
     The choice prefers buffers of few layers, whose tokens are close together, and small pages, as long as the mappings
     suffice; and smaller pages if there would be too few."""
-    layouts = LAYOUT_CHOICES if config.virtual_layout is None else (config.virtual_layout,)
-    pages = PAGE_KIB_CHOICES if config.virtual_page_kib is None else (config.virtual_page_kib,)
+    given = config.experiment
+    layouts = LAYOUT_CHOICES if given.virtual_layout is None else (given.virtual_layout,)
+    pages = PAGE_KIB_CHOICES if given.virtual_page_kib is None else (given.virtual_page_kib,)
     tried = [VirtualLayout(layout, kib) for layout in layouts for kib in pages]
     small = [VirtualLayout(layout, kib) for kib in SMALL_PAGE_KIB_CHOICES if len(pages) > 1 for layout in layouts]
     for cuts, sequences, fewest in ((tried, 2, MIN_PAGES), (small, 1, MIN_PAGES // 2), (tried + small, 1, 1)):
