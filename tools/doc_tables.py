@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from quire.cli import build_parsers
@@ -166,8 +167,10 @@ def layouts() -> Iterator[str]:
             yield f"| {' | '.join(row)} | {plan.kv_bytes / GIB:.1f} GiB | {plan.kv_tokens:,} |\n"
 
 
-TABLES = {"flags": flags, "experiments": lambda: flags(experiments=True), "limits": limits, "layouts": layouts,
-          "ignored": lambda: fields(IGNORED_FIELDS), "refused": lambda: fields(REFUSED_FIELDS)}  # fmt: skip
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "flags": flags, "experiments": partial(flags, experiments=True), "limits": limits, "layouts": layouts,
+    "ignored": partial(fields, IGNORED_FIELDS), "refused": partial(fields, REFUSED_FIELDS),
+}  # fmt: skip
 
 
 def written(text: str) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import quire
-from quire.cli import main
 from quire.bench.simulate import _generate_trace, read_deployment
+from quire.cli import main
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.sim.cost_model import FOLDER
