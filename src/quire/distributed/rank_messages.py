@@ -122,8 +122,7 @@ def read_add_image(body: memoryview) -> ImagePixels:
     """Read the body of an ADD_IMAGE. Raise WireError if it is malformed."""
     reader = FrameReader(body)
     pixels = read_pixels(reader)
-    if reader.offset != reader.end:
-        raise reader.error("frame", f"{reader.end - reader.offset} bytes follow its end")
+    reader.check_at_end()
     return pixels
 
 

@@ -58,7 +58,6 @@ from quire.protocol.columns import (
     MAX_FRAME_BYTES,
     FrameReader,
     WireError,
-    read_text,
     read_top_logprobs,
     read_vectors,
     tuple_new,
@@ -163,7 +162,7 @@ def write_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def read_json(body: memoryview) -> dict[str, Any]:
+def read_json(body: bytes | memoryview) -> dict[str, Any]:
     """Return the object in a body of JSON. Raise WireError for anything else."""
     if len(body) > MAX_JSON_BYTES:
         raise WireError("JSON", f"{len(body)} bytes, at most {MAX_JSON_BYTES} are allowed")
@@ -237,8 +236,7 @@ def _split(body: memoryview) -> tuple[dict[str, Any], FrameReader]:
     """Return the JSON at the start of a body, and a reader for the rest."""
     reader = FrameReader(body)
     (size,) = reader.unpack(COUNT, "size")
-    at = reader.skip(size, "head")
-    return read_json(body[at : at + size]), reader
+    return read_json(reader.read_bytes(size, "head")), reader
 
 
 def _read_add(body: memoryview) -> AddRequests:
@@ -252,7 +250,7 @@ def _read_add(body: memoryview) -> AddRequests:
         raise WireError("numbers", f"one is not an integer from 0 to {MAX_NUMBER}")
     prompts = list(reader.read_runs(len(ids), "prompts"))
     media, pixels = read_images(reader, prompts) if reader.offset < reader.end else ([()] * len(ids), ())
-    _check_at_end(reader)
+    reader.check_at_end()
     new_requests = tuple(map(NewRequest, numbers, ids, prompts, media))
     if len(client := read_field(head, "client", str)) > MAX_CLIENT_CHARS:
         raise WireError("client", f"{len(client)} characters, at most {MAX_CLIENT_CHARS} are allowed")
@@ -269,25 +267,22 @@ def _read_abort(body: memoryview) -> AbortRequests:
     reader = FrameReader(body)
     (count,) = reader.unpack(COUNT, "count")
     numbers = None if count == 0xFFFFFFFF else reader.read_ints(count, "numbers")
-    _check_at_end(reader)
+    reader.check_at_end()
     return AbortRequests(numbers)
 
 
 def _read_stop(body: memoryview) -> StopBranch:
     reader = FrameReader(body)
     request, branch, size = reader.unpack(STOP_HEAD, "stop")
-    at = reader.skip(size, "reason")
-    _check_at_end(reader)
-    try:
-        return StopBranch(request, branch, bytes(body[at : at + size]).decode("utf-8", "surrogatepass"))
-    except UnicodeDecodeError as error:
-        raise WireError("reason", f"not UTF-8: {error.reason}") from error
+    stop = StopBranch(request, branch, reader.read_text(size, "reason"))
+    reader.check_at_end()
+    return stop
 
 
 def _read_register_prefix(body: memoryview) -> RegisterPrefix:
     head, reader = _split(body)
     [tokens] = reader.read_runs(1, "tokens")
-    _check_at_end(reader)
+    reader.check_at_end()
     return RegisterPrefix(read_uint32(head, "key"), read_uint32(head, "number"), read_field(head, "name", str), tokens)
 
 
@@ -313,11 +308,6 @@ def _read_admin_request(body: memoryview) -> AdminRequest:
     if mode not in SLEEP_MODES or len(tags) > MAX_TAGS or not all(type(tag) is str for tag in tags):
         raise WireError("mode", "unknown mode, or tags that are not strings")
     return AdminRequest(read_uint32(data, "key"), what, read_uint32(data, "level"), mode, tuple(tags))
-
-
-def _check_at_end(reader: FrameReader) -> None:
-    if reader.offset != reader.end:
-        raise reader.error("frame", f"{reader.end - reader.offset} bytes follow its end")
 
 
 READERS: dict[int, Callable[[memoryview], ClientMessage]] = {
@@ -425,7 +415,7 @@ def error_from_json(data: dict[str, Any]) -> Exception:
 
 def write_step_outputs(message: StepOutputs) -> bytes:
     """Return the body of a STEP_OUTPUTS frame."""
-    facts = b"" if message.facts is None else json.dumps(metrics_to_json(message.facts), separators=(",", ":")).encode()
+    facts = b"" if message.facts is None else write_json(metrics_to_json(message.facts))
     outputs = [output for _, output in message.outputs]
     detailed = [at for at, output in enumerate(outputs) if _has_details(output)]
     counts = len(message.progress), len(outputs), len(detailed), len(facts)
@@ -450,10 +440,8 @@ def _has_details(output: BranchOutput) -> bool:
 
 def _write_progress(progress: RequestProgress) -> bytes:
     number, most, scheduled, first, cached, preemptions = progress
-    none = math.nan
-    return PROGRESS.pack(
-        number, most, none if scheduled is None else scheduled, none if first is None else first, cached, preemptions
-    )
+    times = (math.nan if time is None else time for time in (scheduled, first))
+    return PROGRESS.pack(number, most, *times, cached, preemptions)
 
 
 def _write_details(outputs: Sequence[BranchOutput]) -> Iterator[bytes]:
@@ -476,9 +464,7 @@ def read_step_outputs(body: memoryview) -> StepOutputs:
     """Read the body of a STEP_OUTPUTS frame. Raise WireError with the field and the offset where it is malformed."""
     reader = FrameReader(body)
     now, *queued, computed, progressed, count, num_detailed, size = reader.unpack(STEP_HEAD, "head")
-    if progressed * PROGRESS.size > reader.end - reader.offset:
-        raise reader.error("progress", f"{progressed} are announced, {reader.end - reader.offset} bytes remain")
-    progress = [_read_progress(reader) for _ in range(progressed)]
+    progress = [_progress(*fields) for fields in reader.unpack_each(PROGRESS, progressed, "progress")]
     numbers: Sequence[int] = ()
     outputs: list[BranchOutput] = []
     if reader.check_count(count, "outputs"):
@@ -494,18 +480,14 @@ def read_step_outputs(body: memoryview) -> StepOutputs:
         outputs = list(map(tuple_new, repeat(BranchOutput), columns))
     if num_detailed:
         _read_details(reader, num_detailed, outputs)
-    at = reader.skip(size, "facts")
-    facts = metrics_from_json(_load(bytes(body[at : at + size]))) if size else None
-    _check_at_end(reader)
+    facts = metrics_from_json(read_json(reader.read_bytes(size, "facts"))) if size else None
+    reader.check_at_end()
     return StepOutputs(now, QueueSizes(*queued), computed, progress, list(zip(numbers, outputs)), facts)
 
 
-def _read_progress(reader: FrameReader) -> RequestProgress:
-    number, most, scheduled, first, cached, preemptions = reader.unpack(PROGRESS, "progress")
-    return RequestProgress(
-        number, most, None if math.isnan(scheduled) else scheduled, None if math.isnan(first) else first, cached,
-        preemptions,
-    )  # fmt: skip
+def _progress(number: int, most: int, scheduled: float, first: float, cached: int, preemptions: int) -> RequestProgress:
+    started, answered = (None if math.isnan(time) else time for time in (scheduled, first))
+    return RequestProgress(number, most, started, answered, cached, preemptions)
 
 
 def _read_details(reader: FrameReader, count: int, outputs: list[BranchOutput]) -> None:
@@ -516,10 +498,9 @@ def _read_details(reader: FrameReader, count: int, outputs: list[BranchOutput]) 
     if not all(0 <= at < len(outputs) for at in places):
         raise reader.error("places", f"one is not from 0 to {len(outputs) - 1}")
     ends = [_read_end(reader) for _ in range(count)]
-    at = reader.skip(count, "flags")
-    flags = bytes(reader.frame[at : at + count])
+    flags = reader.read_bytes(count, "flags")
     if max(flags) > 3:
-        raise WireError("flags", f"{max(flags)} is not from 0 to 3", at)
+        raise reader.error("flags", f"{max(flags)} is not from 0 to 3")
     tops, prompt_tops = (list(read_top_logprobs(reader, count)) for _ in range(2))
     num_pooled = sum(flag >> 1 for flag in flags)
     pooled = iter(read_vectors(reader, num_pooled, "pooled") if num_pooled else ())
@@ -535,18 +516,8 @@ def _read_end(reader: FrameReader) -> tuple[str | None, bool, int | str | None]:
     finish, done, kind, value, size = reader.unpack(DETAILS, "end")
     if finish >= len(FINISH_REASONS) or done > 1 or kind > TEXT:
         raise reader.error("end", f"{finish}, {done} and {kind} are not reason, flag and kind")
-    text = read_text(reader, size)
+    text = reader.read_text(size, "reason")
     return FINISH_REASONS[finish], bool(done), {NO_REASON: None, NUMBER: value, TEXT: text}[kind]
-
-
-def _load(body: bytes) -> dict[str, Any]:
-    try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise WireError("facts", str(error)[:200]) from error
-    if not isinstance(data, dict):
-        raise WireError("facts", f"a {type(data).__name__}, not an object")
-    return data
 
 
 def metrics_to_json(facts: EngineMetrics) -> dict[str, Any]:

@@ -84,8 +84,7 @@ def read_heartbeat(body: memoryview, now: float) -> Health:
     """Read the body of a PONG frame."""
     reader = FrameReader(body)
     stalled, lasted, size = reader.unpack(HEARTBEAT, "pulse")
-    at = reader.skip(size, "why")
-    return Health(True, bool(stalled), now - lasted, bytes(body[at:]).decode("utf-8", "replace"))
+    return Health(True, bool(stalled), now - lasted, reader.read_bytes(size, "why").decode("utf-8", "replace"))
 
 
 def read_start_failure(frame: Frame) -> StartupError:
