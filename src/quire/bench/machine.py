@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ QUIET = 0.1  # cores in use by other processes from which a timing is unreliable
 
 def machine() -> dict[str, Any]:
     """Return the facts needed to compare numbers of machines. torch is queried only if it is already loaded."""
-    model, flags = _cpu()
+    model, flags = cpu(FLAGS)
     torch = sys.modules.get("torch")
     return {
         "cpu": model,
@@ -42,8 +43,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _cpu() -> tuple[str, list[str]]:
-    """Return the name and vector extensions of the CPU, as Linux reports them."""
+def cpu(features: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the name of the CPU, and those of `features` that it has, as Linux reports them."""
     facts: dict[str, str] = {}
     path = Path("/proc/cpuinfo")
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -51,7 +52,7 @@ def _cpu() -> tuple[str, list[str]]:
         facts.setdefault(key.strip(), value.strip())
     there = set(facts.get("flags", facts.get("Features", "")).split())
     name = facts.get("model name") or platform.processor() or platform.machine()
-    return name, [flag for flag in FLAGS if flag in there]
+    return name, [feature for feature in features if feature in there]
 
 
 def _version(package: str) -> str | None:

@@ -8,9 +8,9 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from quire import __version__
+from quire.bench.machine import cpu
 
 PACKAGES = (
     "torch", "numpy", "safetensors", "tokenizers", "huggingface-hub", "jinja2", "transformers", "triton", "pydantic",
@@ -38,7 +38,7 @@ def facts() -> list[tuple[str, str]]:
 
     rows = [("quire", __version__), ("python", sys.version.split()[0]), ("platform", platform.platform())]
     rows += [(package, _version(package)) for package in PACKAGES]
-    model, features = _cpu()
+    model, features = cpu(CPU_FEATURES)
     cores = f"{psutil.cpu_count(logical=False)} cores, {psutil.cpu_count()} threads"
     rows += [("cpu", f"{model} ({cores})"), ("cpu features", " ".join(features) or "-")]
     rows += [
@@ -70,16 +70,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _cpu() -> tuple[str, list[str]]:
-    """Return the CPU's name, and its features among CPU_FEATURES."""
-    info: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            info.setdefault(name.strip(), value.strip())
-    except OSError:
-        return platform.processor() or platform.machine(), []
-    flags = set(info.get("flags", info.get("Features", "")).split())
-    return info.get("model name", platform.machine()), [name for name in CPU_FEATURES if name in flags]

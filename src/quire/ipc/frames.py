@@ -536,11 +536,12 @@ def metrics_to_json(facts: EngineMetrics) -> dict[str, Any]:
 def metrics_from_json(data: dict[str, Any]) -> EngineMetrics:
     """Read what `metrics_to_json` wrote. Raise WireError if it is malformed."""
     try:
-        stats = EngineStats()
-        for name in COUNTERS:
-            setattr(stats, name, _check_count(data["counted"][name]))
-        stats.step_seconds, stats.idle_seconds = float(data["step_seconds"]), float(data["idle_seconds"])
-        stats.finished = {str(why): _check_count(many) for why, many in data["finished"].items()}
+        counted = {name: _check_count(data["counted"][name]) for name in COUNTERS}
+        finished = {str(why): _check_count(many) for why, many in data["finished"].items()}
+        stats = EngineStats(
+            **counted, step_seconds=float(data["step_seconds"]), idle_seconds=float(data["idle_seconds"]),
+            finished=finished,
+        )  # fmt: skip
         usage, sharing = Usage(*map(_check_count, data["usage"])), Sharing(*map(_check_count, data["sharing"]))
         types = tuple(TypeUsage(str(name), *map(_check_count, sizes)) for name, *sizes in data["types"])
         preempted = {str(way): _check_count(many) for way, many in data["preempted"].items()}
