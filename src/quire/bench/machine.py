@@ -11,7 +11,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import psutil
 
 import quire
+from quire.cli.env import cpu
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "neon", "asimd", "sve")
 QUIET = 0.1  # cores in use by other processes from which a timing is unreliable
@@ -41,18 +41,6 @@ def machine() -> dict[str, Any]:
         "quire": quire.__version__,
         "revision": _revision(),
     }
-
-
-def cpu(features: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the name of the CPU, and those of `features` that it has, as Linux reports them."""
-    facts: dict[str, str] = {}
-    path = Path("/proc/cpuinfo")
-    for line in path.read_text().splitlines() if path.exists() else ():
-        key, _, value = line.partition(":")
-        facts.setdefault(key.strip(), value.strip())
-    there = set(facts.get("flags", facts.get("Features", "")).split())
-    name = facts.get("model name") or platform.processor() or platform.machine()
-    return name, [feature for feature in features if feature in there]
 
 
 def _version(package: str) -> str | None:

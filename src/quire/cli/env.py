@@ -7,10 +7,11 @@ import argparse
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from quire import __version__
-from quire.bench.machine import cpu
 
 PACKAGES = (
     "torch", "numpy", "safetensors", "tokenizers", "huggingface-hub", "jinja2", "transformers", "triton", "pydantic",
@@ -70,3 +71,17 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def cpu(features: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the name of the CPU, and those of `features` that it has, as Linux reports them."""
+    info: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            info.setdefault(name.strip(), value.strip())
+    except OSError:
+        return platform.processor() or platform.machine(), []
+    flags = set(info.get("flags", info.get("Features", "")).split())
+    name = info.get("model name") or platform.processor() or platform.machine()
+    return name, [feature for feature in features if feature in flags]
