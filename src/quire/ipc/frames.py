@@ -55,6 +55,7 @@ from quire.ipc.messages import (
 )
 from quire.memory.answers import Account, Sharing, TypeUsage, Usage
 from quire.protocol.columns import (
+    COUNT,
     MAX_FRAME_BYTES,
     FrameReader,
     WireError,
@@ -77,11 +78,13 @@ HEAD = struct.Struct("<BBHII")  # version, kind, 0, number, bytes of the body
 MAX_JSON_BYTES = 1 << 24
 MAX_ERROR_CHARS = 1 << 16  # characters of an error's text
 MAX_CLIENT_CHARS = 64  # characters of a client's name
-COUNT = struct.Struct("<I")
 KINDS = (
     INIT, ADD, ABORT, STOP, REGISTER_PREFIX, RELEASE_PREFIX, LIST_PREFIXES, PING, READY, START_FAILED, REPLY,
     STEP_OUTPUTS, ENGINE_EXITED, PONG, SNAPSHOT, ADMIN,
 ) = range(1, 17)  # fmt: skip
+JSON_KINDS: dict[type[ClientMessage], int] = {
+    ReleasePrefix: RELEASE_PREFIX, ListPrefixes: LIST_PREFIXES, SnapshotRequest: SNAPSHOT, AdminRequest: ADMIN,
+}  # fmt: skip
 INPUT_ERRORS: dict[str, type[InputError]] = {
     kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix, NotIdle)
 }
@@ -214,14 +217,8 @@ def write_client_message(message: ClientMessage) -> tuple[int, bytes]:
         case RegisterPrefix(key, number, name, tokens):
             head = write_json({"key": key, "number": number, "name": name})
             return REGISTER_PREFIX, b"".join((COUNT.pack(len(head)), head, *write_runs([tokens], "tokens")))
-        case ReleasePrefix(key, name):
-            return RELEASE_PREFIX, write_json({"key": key, "name": name})
-        case ListPrefixes(key):
-            return LIST_PREFIXES, write_json({"key": key})
-        case SnapshotRequest(key):
-            return SNAPSHOT, write_json({"key": key})
-        case AdminRequest():
-            return ADMIN, write_json(message._asdict())
+        case ReleasePrefix() | ListPrefixes() | SnapshotRequest() | AdminRequest():
+            return JSON_KINDS[type(message)], write_json(message._asdict())
 
 
 def read_client_message(frame: Frame) -> ClientMessage:
@@ -291,14 +288,6 @@ def _read_release_prefix(body: memoryview) -> ReleasePrefix:
     return ReleasePrefix(read_uint32(data, "key"), read_field(data, "name", str))
 
 
-def _read_list_prefixes(body: memoryview) -> ListPrefixes:
-    return ListPrefixes(read_uint32(read_json(body), "key"))
-
-
-def _read_snapshot_request(body: memoryview) -> SnapshotRequest:
-    return SnapshotRequest(read_uint32(read_json(body), "key"))
-
-
 def _read_admin_request(body: memoryview) -> AdminRequest:
     data = read_json(body)
     what = read_field(data, "what", str)
@@ -312,8 +301,9 @@ def _read_admin_request(body: memoryview) -> AdminRequest:
 
 READERS: dict[int, Callable[[memoryview], ClientMessage]] = {
     ADD: _read_add, ABORT: _read_abort, STOP: _read_stop, REGISTER_PREFIX: _read_register_prefix,
-    RELEASE_PREFIX: _read_release_prefix, LIST_PREFIXES: _read_list_prefixes, SNAPSHOT: _read_snapshot_request,
-    ADMIN: _read_admin_request,
+    RELEASE_PREFIX: _read_release_prefix, ADMIN: _read_admin_request,
+    LIST_PREFIXES: lambda body: ListPrefixes(read_uint32(read_json(body), "key")),
+    SNAPSHOT: lambda body: SnapshotRequest(read_uint32(read_json(body), "key")),
 }  # fmt: skip
 
 
