@@ -50,8 +50,8 @@ FIGURE_13 = Entry(
     tables=[Pivot(("label",), "trace", "running", ".2f")],
     note="OPT-13B, simulated: averages over time after the first tenth of the trace. The A100's host times were\n"
          "derived from vLLM's own two batches, so its rows, and ratios to them, say only that lengths agree. Our\n"
-         "outputs of ShareGPT are cut at 1,024 tokens, a mean of about 300 (see fig11): where a system isn't overloaded,\n"
-         "as vLLM here, fewer requests run at once in the same proportion.",
+         "outputs of ShareGPT are cut at 1,024 tokens, a mean of about 300 (see fig11): where a system isn't\n"
+         "overloaded, as vLLM here, fewer requests run at once in the same proportion.",
     plot=bars("Figure 13: requests that run at once (OPT-13B, simulated)", "label", "running", panel="trace",
               label="requests that run at once"),
 )  # fmt: skip

@@ -443,10 +443,10 @@ def test_only_regular_files_of_a_size(tmp_path: Path, capsys: pytest.CaptureFixt
     large.write_text("#" * (MAX_BYTES + 1))
     os.mkfifo(pipe)
     for path, words in (
-        (large, f"is larger than {MAX_BYTES} bytes"),
-        (pipe, "is no regular file"),
-        (Path("/dev/zero"), "is no regular file"),
-        (tmp_path, "is no regular file"),
+        (large, f"has more than {MAX_BYTES} bytes"),
+        (pipe, "is not a regular file"),
+        (Path("/dev/zero"), "is not a regular file"),
+        (tmp_path, "Is a directory"),
         (tmp_path / "none", "can't be read"),
         (Path("a\0b"), "can't be read"),
     ):

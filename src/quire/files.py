@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from quire.errors import StartupError, short_repr
 
@@ -70,6 +72,21 @@ def _is_hub_blob(real: Path) -> bool:
     return real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
 
 
+@contextmanager
+def open_regular(path: str | Path, display_name: str, remedy: str, follow: bool = True) -> Iterator[BinaryIO]:
+    """Open a regular file. Raise StartupError, which names `display_name`, for another kind of file, and for errors of
+    the system, also of those that the caller's block raises. `follow`: see `read_bounded`."""
+    try:
+        # Non-blocking, so that opening a FIFO does not wait for a writer.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+        with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise StartupError(f"{display_name} can't be read: it is not a regular file", remedy)
+            yield file
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+        raise StartupError(f"{display_name} can't be read: {_error_text(error)}", remedy) from error
+
+
 def read_bounded(
     path: str | Path, max_bytes: int, display_name: str = "", remedy: str = DOWNLOAD_AGAIN, follow: bool = True
 ) -> bytes:
@@ -78,17 +95,9 @@ def read_bounded(
     system. Without `follow` the file must not be a link: for paths of `find_checkpoint_file`, which were none."""
     display_name = display_name or str(path)
     data = bytearray()
-    try:
-        # Non-blocking, so that opening a FIFO does not wait for a writer.
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
-        descriptor = os.open(path, flags)
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise StartupError(f"{display_name} can't be read: it is not a regular file", remedy)
-            while len(data) <= max_bytes and (chunk := file.read(min(READ_CHUNK, max_bytes + 1 - len(data)))):
-                data += chunk
-    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
-        raise StartupError(f"{display_name} can't be read: {_error_text(error)}", remedy) from error
+    with open_regular(path, display_name, remedy, follow) as file:
+        while len(data) <= max_bytes and (chunk := file.read(min(READ_CHUNK, max_bytes + 1 - len(data)))):
+            data += chunk
     if len(data) > max_bytes:
         raise StartupError(f"{display_name} can't be read: it has more than {max_bytes} bytes", remedy)
     return bytes(data)

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 import quire
+from quire.cli.env import cpu
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "neon", "asimd", "sve")
 QUIET = 0.1  # cores in use by other processes from which a timing is unreliable
@@ -25,7 +26,7 @@ QUIET = 0.1  # cores in use by other processes from which a timing is unreliable
 
 def machine() -> dict[str, Any]:
     """Return the facts needed to compare numbers of machines. torch is queried only if it is already loaded."""
-    model, flags = _cpu()
+    model, flags = cpu(FLAGS)
     torch = sys.modules.get("torch")
     return {
         "cpu": model,
@@ -40,18 +41,6 @@ def machine() -> dict[str, Any]:
         "quire": quire.__version__,
         "revision": _revision(),
     }
-
-
-def _cpu() -> tuple[str, list[str]]:
-    """Return the name and vector extensions of the CPU, as Linux reports them."""
-    facts: dict[str, str] = {}
-    path = Path("/proc/cpuinfo")
-    for line in path.read_text().splitlines() if path.exists() else ():
-        key, _, value = line.partition(":")
-        facts.setdefault(key.strip(), value.strip())
-    there = set(facts.get("flags", facts.get("Features", "")).split())
-    name = facts.get("model name") or platform.processor() or platform.machine()
-    return name, [flag for flag in FLAGS if flag in there]
 
 
 def _version(package: str) -> str | None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import stat
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 from quire.errors import StartupError
+from quire.files import read_bounded
 
 MAX_BYTES = 1 << 20
 # Groups of arguments, by their names in argparse, that set the same: one on the command line overrides the others in a
@@ -29,15 +28,7 @@ def read_settings(file: str) -> dict[str, Any]:
     import yaml
 
     shown = f"--config {file[:200]!r}"
-    try:
-        if not stat.S_ISREG(Path(file).stat().st_mode):
-            raise StartupError(f"{shown} is no regular file", "Give a YAML file")
-        with Path(file).open("rb") as opened:
-            content = opened.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise StartupError(f"{shown} can't be read", "Give a YAML file") from error
-    if len(content) > MAX_BYTES:
-        raise StartupError(f"{shown} is larger than {MAX_BYTES} bytes", "Give a smaller file")
+    content = read_bounded(file, MAX_BYTES, shown, "Give a YAML file")
     try:
         settings = yaml.safe_load(content)
     except (yaml.YAMLError, ValueError, RecursionError) as error:

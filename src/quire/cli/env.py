@@ -7,6 +7,7 @@ import argparse
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def facts() -> list[tuple[str, str]]:
 
     rows = [("quire", __version__), ("python", sys.version.split()[0]), ("platform", platform.platform())]
     rows += [(package, _version(package)) for package in PACKAGES]
-    model, features = _cpu()
+    model, features = cpu(CPU_FEATURES)
     cores = f"{psutil.cpu_count(logical=False)} cores, {psutil.cpu_count()} threads"
     rows += [("cpu", f"{model} ({cores})"), ("cpu features", " ".join(features) or "-")]
     rows += [
@@ -72,8 +73,8 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _cpu() -> tuple[str, list[str]]:
-    """Return the CPU's name, and its features among CPU_FEATURES."""
+def cpu(features: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the name of the CPU, and those of `features` that it has, as Linux reports them."""
     info: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -82,4 +83,5 @@ def _cpu() -> tuple[str, list[str]]:
     except OSError:
         return platform.processor() or platform.machine(), []
     flags = set(info.get("flags", info.get("Features", "")).split())
-    return info.get("model name", platform.machine()), [name for name in CPU_FEATURES if name in flags]
+    name = info.get("model name") or platform.processor() or platform.machine()
+    return name, [feature for feature in features if feature in flags]

@@ -6,6 +6,7 @@ Outputs have tokens only: clients make text of them and check stop strings (quir
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from quire.core.request import Request, RequestStatus, SeqEvent
@@ -33,29 +34,23 @@ class BranchOutput(NamedTuple):
     pooled: tuple[float, ...] = ()
 
 
+@dataclass(slots=True)
 class EngineStats:
     """Counters since the start, which a server exports as metrics."""
 
-    __slots__ = (
-        "computed_tokens", "finished", "generated_tokens", "idle_seconds", "prompt_tokens", "restarts", "rows",
-        "step_seconds", "steps",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.steps = self.rows = self.prompt_tokens = self.generated_tokens = 0
-        self.restarts = 0  # of the runner, failed ones included
-        self.computed_tokens = 0  # of prompts and outputs, in collected steps
-        self.step_seconds = 0.0
-        self.idle_seconds = 0.0  # the device waited for the host between two steps
-        self.finished: dict[str, int] = {}
+    steps: int = 0
+    rows: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    restarts: int = 0  # of the runner, failed ones included
+    computed_tokens: int = 0  # of prompts and outputs, in collected steps
+    step_seconds: float = 0.0
+    idle_seconds: float = 0.0  # the device waited for the host between two steps
+    finished: dict[str, int] = field(default_factory=dict)
 
     def copy(self) -> EngineStats:
         """Return a copy of the counters."""
-        other = EngineStats()
-        for name in self.__slots__:
-            setattr(other, name, getattr(self, name))
-        other.finished = dict(self.finished)
-        return other
+        return replace(self, finished=dict(self.finished))
 
 
 class OutputBuilder:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
 from quire.ipc.frames import Frame, read_field, read_json, read_uint32, write_json
+from quire.ipc.handshake import read_config, read_eos_ids
 from quire.ipc.image_frames import read_pixels, write_pixels
 from quire.protocol.columns import FrameReader, WireError
 from quire.protocol.images import ImagePixels
@@ -41,7 +42,6 @@ KINDS = range(1, 18)
 ) = KINDS
 WARM_UP_BODY = struct.Struct("<II")  # maximum tokens of a step, and of a sequence
 STEP_RESULT_HEAD = struct.Struct("<QQQ")  # the step, from 1; digests of what was applied, and of the samples
-MAX_EOS_IDS = 1 << 16  # end tokens
 MAX_FAILURE_CHARS = 1 << 12  # characters of a failure's text
 
 
@@ -77,20 +77,15 @@ def write_init(hello: InitMessage) -> bytes:
 def read_init(body: memoryview) -> InitMessage:
     """Read the body of an INIT. Raise WireError if it is malformed, StartupError for invalid settings."""
     data = read_json(body)
-    part, eos_ids, meeting = (read_field(data, name, list) for name in ("part", "eos_ids", "meeting"))
+    part, meeting = read_field(data, "part", list), read_field(data, "meeting", list)
     if len(part) != 4 or not all(type(one) is int for one in part) or not is_valid_shard(*part):
         raise WireError("part", f"{str(part)[:80]} is not a rank and number of ranks, stage and number of stages")
-    if len(eos_ids) > MAX_EOS_IDS or not all(type(token) is int for token in eos_ids):
-        raise WireError("eos_ids", f"not a list of at most {MAX_EOS_IDS} token ids")
     if len(meeting) > 2 + 4 * MOST_RANKS or not all(type(one) is int and one >= 0 for one in meeting):
         raise WireError("meeting", "not a list of descriptors")
-    try:
-        config = EngineConfig.of(**read_field(data, "config", dict))
-    except TypeError as error:
-        raise WireError("config", str(error)[:200]) from error
     return InitMessage(
-        config, Shard(*part), tuple(eos_ids), read_uint32(data, "max_len"), read_field(data, "seconds", float),
-        tuple(meeting), read_field(data, "progress", bool), read_uint32(data, "log_level"),
+        read_config(data), Shard(*part), read_eos_ids(data, "eos_ids"), read_uint32(data, "max_len"),
+        read_field(data, "seconds", float), tuple(meeting), read_field(data, "progress", bool),
+        read_uint32(data, "log_level"),
     )  # fmt: skip
 
 
@@ -121,8 +116,7 @@ def read_add_image(body: memoryview) -> ImagePixels:
     """Read the body of an ADD_IMAGE. Raise WireError if it is malformed."""
     reader = FrameReader(body)
     pixels = read_pixels(reader)
-    if reader.offset != reader.end:
-        raise reader.error("frame", f"{reader.end - reader.offset} bytes follow its end")
+    reader.check_at_end()
     return pixels
 
 

@@ -55,10 +55,10 @@ from quire.ipc.messages import (
 )
 from quire.memory.answers import Account, Sharing, TypeUsage, Usage
 from quire.protocol.columns import (
+    COUNT,
     MAX_FRAME_BYTES,
     FrameReader,
     WireError,
-    read_text,
     read_top_logprobs,
     read_vectors,
     tuple_new,
@@ -78,11 +78,13 @@ HEAD = struct.Struct("<BBHII")  # version, kind, 0, number, bytes of the body
 MAX_JSON_BYTES = 1 << 24
 MAX_ERROR_CHARS = 1 << 16  # characters of an error's text
 MAX_CLIENT_CHARS = 64  # characters of a client's name
-COUNT = struct.Struct("<I")
 KINDS = (
     INIT, ADD, ABORT, STOP, REGISTER_PREFIX, RELEASE_PREFIX, LIST_PREFIXES, PING, READY, START_FAILED, REPLY,
     STEP_OUTPUTS, ENGINE_EXITED, PONG, SNAPSHOT, ADMIN,
 ) = range(1, 17)  # fmt: skip
+JSON_KINDS: dict[type[ClientMessage], int] = {
+    ReleasePrefix: RELEASE_PREFIX, ListPrefixes: LIST_PREFIXES, SnapshotRequest: SNAPSHOT, AdminRequest: ADMIN,
+}  # fmt: skip
 INPUT_ERRORS: dict[str, type[InputError]] = {
     kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix, NotIdle)
 }
@@ -163,7 +165,7 @@ def write_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def read_json(body: memoryview) -> dict[str, Any]:
+def read_json(body: bytes | memoryview) -> dict[str, Any]:
     """Return the object in a body of JSON. Raise WireError for anything else."""
     if len(body) > MAX_JSON_BYTES:
         raise WireError("JSON", f"{len(body)} bytes, at most {MAX_JSON_BYTES} are allowed")
@@ -215,14 +217,8 @@ def write_client_message(message: ClientMessage) -> tuple[int, bytes]:
         case RegisterPrefix(key, number, name, tokens):
             head = write_json({"key": key, "number": number, "name": name})
             return REGISTER_PREFIX, b"".join((COUNT.pack(len(head)), head, *write_runs([tokens], "tokens")))
-        case ReleasePrefix(key, name):
-            return RELEASE_PREFIX, write_json({"key": key, "name": name})
-        case ListPrefixes(key):
-            return LIST_PREFIXES, write_json({"key": key})
-        case SnapshotRequest(key):
-            return SNAPSHOT, write_json({"key": key})
-        case AdminRequest():
-            return ADMIN, write_json(message._asdict())
+        case ReleasePrefix() | ListPrefixes() | SnapshotRequest() | AdminRequest():
+            return JSON_KINDS[type(message)], write_json(message._asdict())
 
 
 def read_client_message(frame: Frame) -> ClientMessage:
@@ -237,8 +233,7 @@ def _split(body: memoryview) -> tuple[dict[str, Any], FrameReader]:
     """Return the JSON at the start of a body, and a reader for the rest."""
     reader = FrameReader(body)
     (size,) = reader.unpack(COUNT, "size")
-    at = reader.skip(size, "head")
-    return read_json(body[at : at + size]), reader
+    return read_json(reader.read_bytes(size, "head")), reader
 
 
 def _read_add(body: memoryview) -> AddRequests:
@@ -252,7 +247,7 @@ def _read_add(body: memoryview) -> AddRequests:
         raise WireError("numbers", f"one is not an integer from 0 to {MAX_NUMBER}")
     prompts = list(reader.read_runs(len(ids), "prompts"))
     media, pixels = read_images(reader, prompts) if reader.offset < reader.end else ([()] * len(ids), ())
-    _check_at_end(reader)
+    reader.check_at_end()
     new_requests = tuple(map(NewRequest, numbers, ids, prompts, media))
     if len(client := read_field(head, "client", str)) > MAX_CLIENT_CHARS:
         raise WireError("client", f"{len(client)} characters, at most {MAX_CLIENT_CHARS} are allowed")
@@ -269,39 +264,28 @@ def _read_abort(body: memoryview) -> AbortRequests:
     reader = FrameReader(body)
     (count,) = reader.unpack(COUNT, "count")
     numbers = None if count == 0xFFFFFFFF else reader.read_ints(count, "numbers")
-    _check_at_end(reader)
+    reader.check_at_end()
     return AbortRequests(numbers)
 
 
 def _read_stop(body: memoryview) -> StopBranch:
     reader = FrameReader(body)
     request, branch, size = reader.unpack(STOP_HEAD, "stop")
-    at = reader.skip(size, "reason")
-    _check_at_end(reader)
-    try:
-        return StopBranch(request, branch, bytes(body[at : at + size]).decode("utf-8", "surrogatepass"))
-    except UnicodeDecodeError as error:
-        raise WireError("reason", f"not UTF-8: {error.reason}") from error
+    stop = StopBranch(request, branch, reader.read_text(size, "reason"))
+    reader.check_at_end()
+    return stop
 
 
 def _read_register_prefix(body: memoryview) -> RegisterPrefix:
     head, reader = _split(body)
     [tokens] = reader.read_runs(1, "tokens")
-    _check_at_end(reader)
+    reader.check_at_end()
     return RegisterPrefix(read_uint32(head, "key"), read_uint32(head, "number"), read_field(head, "name", str), tokens)
 
 
 def _read_release_prefix(body: memoryview) -> ReleasePrefix:
     data = read_json(body)
     return ReleasePrefix(read_uint32(data, "key"), read_field(data, "name", str))
-
-
-def _read_list_prefixes(body: memoryview) -> ListPrefixes:
-    return ListPrefixes(read_uint32(read_json(body), "key"))
-
-
-def _read_snapshot_request(body: memoryview) -> SnapshotRequest:
-    return SnapshotRequest(read_uint32(read_json(body), "key"))
 
 
 def _read_admin_request(body: memoryview) -> AdminRequest:
@@ -315,15 +299,11 @@ def _read_admin_request(body: memoryview) -> AdminRequest:
     return AdminRequest(read_uint32(data, "key"), what, read_uint32(data, "level"), mode, tuple(tags))
 
 
-def _check_at_end(reader: FrameReader) -> None:
-    if reader.offset != reader.end:
-        raise reader.error("frame", f"{reader.end - reader.offset} bytes follow its end")
-
-
 READERS: dict[int, Callable[[memoryview], ClientMessage]] = {
     ADD: _read_add, ABORT: _read_abort, STOP: _read_stop, REGISTER_PREFIX: _read_register_prefix,
-    RELEASE_PREFIX: _read_release_prefix, LIST_PREFIXES: _read_list_prefixes, SNAPSHOT: _read_snapshot_request,
-    ADMIN: _read_admin_request,
+    RELEASE_PREFIX: _read_release_prefix, ADMIN: _read_admin_request,
+    LIST_PREFIXES: lambda body: ListPrefixes(read_uint32(read_json(body), "key")),
+    SNAPSHOT: lambda body: SnapshotRequest(read_uint32(read_json(body), "key")),
 }  # fmt: skip
 
 
@@ -425,7 +405,7 @@ def error_from_json(data: dict[str, Any]) -> Exception:
 
 def write_step_outputs(message: StepOutputs) -> bytes:
     """Return the body of a STEP_OUTPUTS frame."""
-    facts = b"" if message.facts is None else json.dumps(metrics_to_json(message.facts), separators=(",", ":")).encode()
+    facts = b"" if message.facts is None else write_json(metrics_to_json(message.facts))
     outputs = [output for _, output in message.outputs]
     detailed = [at for at, output in enumerate(outputs) if _has_details(output)]
     counts = len(message.progress), len(outputs), len(detailed), len(facts)
@@ -450,10 +430,8 @@ def _has_details(output: BranchOutput) -> bool:
 
 def _write_progress(progress: RequestProgress) -> bytes:
     number, most, scheduled, first, cached, preemptions = progress
-    none = math.nan
-    return PROGRESS.pack(
-        number, most, none if scheduled is None else scheduled, none if first is None else first, cached, preemptions
-    )
+    times = (math.nan if time is None else time for time in (scheduled, first))
+    return PROGRESS.pack(number, most, *times, cached, preemptions)
 
 
 def _write_details(outputs: Sequence[BranchOutput]) -> Iterator[bytes]:
@@ -476,9 +454,7 @@ def read_step_outputs(body: memoryview) -> StepOutputs:
     """Read the body of a STEP_OUTPUTS frame. Raise WireError with the field and the offset where it is malformed."""
     reader = FrameReader(body)
     now, *queued, computed, progressed, count, num_detailed, size = reader.unpack(STEP_HEAD, "head")
-    if progressed * PROGRESS.size > reader.end - reader.offset:
-        raise reader.error("progress", f"{progressed} are announced, {reader.end - reader.offset} bytes remain")
-    progress = [_read_progress(reader) for _ in range(progressed)]
+    progress = [_progress(*fields) for fields in reader.unpack_each(PROGRESS, progressed, "progress")]
     numbers: Sequence[int] = ()
     outputs: list[BranchOutput] = []
     if reader.check_count(count, "outputs"):
@@ -494,18 +470,14 @@ def read_step_outputs(body: memoryview) -> StepOutputs:
         outputs = list(map(tuple_new, repeat(BranchOutput), columns))
     if num_detailed:
         _read_details(reader, num_detailed, outputs)
-    at = reader.skip(size, "facts")
-    facts = metrics_from_json(_load(bytes(body[at : at + size]))) if size else None
-    _check_at_end(reader)
+    facts = metrics_from_json(read_json(reader.read_bytes(size, "facts"))) if size else None
+    reader.check_at_end()
     return StepOutputs(now, QueueSizes(*queued), computed, progress, list(zip(numbers, outputs)), facts)
 
 
-def _read_progress(reader: FrameReader) -> RequestProgress:
-    number, most, scheduled, first, cached, preemptions = reader.unpack(PROGRESS, "progress")
-    return RequestProgress(
-        number, most, None if math.isnan(scheduled) else scheduled, None if math.isnan(first) else first, cached,
-        preemptions,
-    )  # fmt: skip
+def _progress(number: int, most: int, scheduled: float, first: float, cached: int, preemptions: int) -> RequestProgress:
+    started, answered = (None if math.isnan(time) else time for time in (scheduled, first))
+    return RequestProgress(number, most, started, answered, cached, preemptions)
 
 
 def _read_details(reader: FrameReader, count: int, outputs: list[BranchOutput]) -> None:
@@ -516,10 +488,9 @@ def _read_details(reader: FrameReader, count: int, outputs: list[BranchOutput]) 
     if not all(0 <= at < len(outputs) for at in places):
         raise reader.error("places", f"one is not from 0 to {len(outputs) - 1}")
     ends = [_read_end(reader) for _ in range(count)]
-    at = reader.skip(count, "flags")
-    flags = bytes(reader.frame[at : at + count])
+    flags = reader.read_bytes(count, "flags")
     if max(flags) > 3:
-        raise WireError("flags", f"{max(flags)} is not from 0 to 3", at)
+        raise reader.error("flags", f"{max(flags)} is not from 0 to 3")
     tops, prompt_tops = (list(read_top_logprobs(reader, count)) for _ in range(2))
     num_pooled = sum(flag >> 1 for flag in flags)
     pooled = iter(read_vectors(reader, num_pooled, "pooled") if num_pooled else ())
@@ -535,18 +506,8 @@ def _read_end(reader: FrameReader) -> tuple[str | None, bool, int | str | None]:
     finish, done, kind, value, size = reader.unpack(DETAILS, "end")
     if finish >= len(FINISH_REASONS) or done > 1 or kind > TEXT:
         raise reader.error("end", f"{finish}, {done} and {kind} are not reason, flag and kind")
-    text = read_text(reader, size)
+    text = reader.read_text(size, "reason")
     return FINISH_REASONS[finish], bool(done), {NO_REASON: None, NUMBER: value, TEXT: text}[kind]
-
-
-def _load(body: bytes) -> dict[str, Any]:
-    try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise WireError("facts", str(error)[:200]) from error
-    if not isinstance(data, dict):
-        raise WireError("facts", f"a {type(data).__name__}, not an object")
-    return data
 
 
 def metrics_to_json(facts: EngineMetrics) -> dict[str, Any]:
@@ -565,11 +526,12 @@ def metrics_to_json(facts: EngineMetrics) -> dict[str, Any]:
 def metrics_from_json(data: dict[str, Any]) -> EngineMetrics:
     """Read what `metrics_to_json` wrote. Raise WireError if it is malformed."""
     try:
-        stats = EngineStats()
-        for name in COUNTERS:
-            setattr(stats, name, _check_count(data["counted"][name]))
-        stats.step_seconds, stats.idle_seconds = float(data["step_seconds"]), float(data["idle_seconds"])
-        stats.finished = {str(why): _check_count(many) for why, many in data["finished"].items()}
+        counted = {name: _check_count(data["counted"][name]) for name in COUNTERS}
+        finished = {str(why): _check_count(many) for why, many in data["finished"].items()}
+        stats = EngineStats(
+            **counted, step_seconds=float(data["step_seconds"]), idle_seconds=float(data["idle_seconds"]),
+            finished=finished,
+        )  # fmt: skip
         usage, sharing = Usage(*map(_check_count, data["usage"])), Sharing(*map(_check_count, data["sharing"]))
         types = tuple(TypeUsage(str(name), *map(_check_count, sizes)) for name, *sizes in data["types"])
         preempted = {str(way): _check_count(many) for way, many in data["preempted"].items()}

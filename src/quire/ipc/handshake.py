@@ -38,17 +38,26 @@ def write_engine_init(hello: EngineInitMessage) -> bytes:
 def read_engine_init(body: memoryview) -> EngineInitMessage:
     """Read the body of an INIT frame. Raise WireError if it is malformed, StartupError for invalid settings."""
     data = read_json(body)
-    named = read_field(data, "named", list)
-    if len(named) > MAX_EOS_IDS or not all(type(token) is int for token in named):
-        raise WireError("named", f"not a list of at most {MAX_EOS_IDS} token ids")
+    return EngineInitMessage(
+        read_config(data), read_eos_ids(data, "named"), read_field(data, "stall_after", float),
+        read_field(data, "progress", bool), read_uint32(data, "log_level"),
+    )  # fmt: skip
+
+
+def read_config(data: Mapping[str, Any]) -> EngineConfig:
+    """Return the field `config`. Raise WireError if it is malformed, StartupError for invalid settings."""
     try:
-        config = EngineConfig.of(**read_field(data, "config", dict))
+        return EngineConfig.of(**read_field(data, "config", dict))
     except TypeError as error:
         raise WireError("config", str(error)[:200]) from error
-    after = read_field(data, "stall_after", float)
-    return EngineInitMessage(
-        config, tuple(named), after, read_field(data, "progress", bool), read_uint32(data, "log_level")
-    )
+
+
+def read_eos_ids(data: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Return a field of end tokens. Raise WireError if it is malformed."""
+    tokens = read_field(data, name, list)
+    if len(tokens) > MAX_EOS_IDS or not all(type(token) is int for token in tokens):
+        raise WireError(name, f"not a list of at most {MAX_EOS_IDS} token ids")
+    return tuple(tokens)
 
 
 def write_ready(ready: EngineReady) -> bytes:
@@ -83,8 +92,7 @@ def read_heartbeat(body: memoryview, now: float) -> Health:
     """Read the body of a PONG frame."""
     reader = FrameReader(body)
     stalled, lasted, size = reader.unpack(HEARTBEAT, "pulse")
-    at = reader.skip(size, "why")
-    return Health(True, bool(stalled), now - lasted, bytes(body[at:]).decode("utf-8", "replace"))
+    return Health(True, bool(stalled), now - lasted, reader.read_bytes(size, "why").decode("utf-8", "replace"))
 
 
 def read_start_failure(frame: Frame) -> StartupError:

@@ -9,7 +9,7 @@ from itertools import chain
 
 from quire.protocol.columns import COUNT, MAX_PIXEL_BYTES, FrameReader, WireError, pack_struct, split_runs, write_ints
 from quire.protocol.images import ImageItem, ImagePixels
-from quire.protocol.wire import IMAGE_ITEM, KEY_BYTES
+from quire.protocol.wire import KEY_BYTES, read_image_items, write_image_items
 
 PIXELS_HEAD = struct.Struct("<32s4IIH")  # key, shape, bytes, numbers of the grid
 MAX_GRID_NUMBERS = 4096  # numbers; the grids of images that are encoded together follow each other
@@ -20,8 +20,7 @@ ImageItems = tuple[ImageItem, ...]
 def write_images(media: Sequence[ImageItems], pixels: Sequence[ImagePixels]) -> Iterator[bytes]:
     """Yield the images of several requests, then all their `pixels`. Raise WireError if they can't be encoded."""
     yield write_ints(list(map(len, media)), "numbers of images")
-    for image in chain.from_iterable(media):
-        yield pack_struct(IMAGE_ITEM, "image", *image)
+    yield from write_image_items(chain.from_iterable(media))
     yield COUNT.pack(len(pixels))
     for image_pixels in pixels:
         yield from write_pixels(image_pixels)
@@ -43,9 +42,7 @@ def read_images(
     """Read what `write_images` wrote, for requests with these prompts. Raise WireError for images that overlap or lie
     outside of their prompt, for pixels of no image, and for a number of bytes that does not match the shape."""
     lengths = reader.read_lengths(len(prompts), "numbers of images")
-    if sum(lengths) * IMAGE_ITEM.size > reader.end - reader.offset:
-        raise reader.error("images", f"{sum(lengths)} are announced, {reader.end - reader.offset} bytes remain")
-    all_images = tuple([ImageItem(*reader.unpack(IMAGE_ITEM, "image")) for _ in range(sum(lengths))])
+    all_images = read_image_items(reader, sum(lengths))
     media = split_runs(all_images, lengths)
     for prompt, images in zip(prompts, media):
         end = 0
@@ -72,5 +69,4 @@ def read_pixels(reader: FrameReader) -> ImagePixels:
             "pixels", f"{size} bytes are no image of the shape {shape}; at most {MAX_PIXEL_BYTES} are read"
         )
     grid = reader.read_ints(numbers, "grid")
-    at = reader.skip(size, "pixels")
-    return ImagePixels(key, shape, bytes(reader.frame[at : at + size]), grid)
+    return ImagePixels(key, shape, reader.read_bytes(size, "pixels"), grid)

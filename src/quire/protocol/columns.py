@@ -124,8 +124,27 @@ class FrameReader:
         self.offset = at + size
         return at
 
+    def read_bytes(self, size: int, field: str) -> bytes:
+        at = self.skip(size, field)
+        return bytes(self.frame[at : at + size])
+
+    def read_text(self, size: int, field: str) -> str:
+        at = self.offset
+        try:
+            return self.read_bytes(size, field).decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise WireError(field, f"no UTF-8: {error.reason}", at + error.start) from error
+
     def unpack(self, form: struct.Struct, field: str) -> tuple[Any, ...]:
         return form.unpack_from(self.frame, self.skip(form.size, field))
+
+    def unpack_each(self, form: struct.Struct, count: int, field: str) -> Iterator[tuple[Any, ...]]:
+        """Read `count` structs."""
+        return form.iter_unpack(self.read_bytes(form.size * count, field))
+
+    def check_at_end(self) -> None:
+        if self.offset != self.end:
+            raise self.error("frame", f"{self.end - self.offset} bytes follow its end")
 
     def read_ints(self, count: int, field: str) -> tuple[int, ...]:
         """Read a column of `count` integers."""
@@ -167,14 +186,6 @@ class FrameReader:
 
 def split_runs(values: tuple[Any, ...], lengths: Iterable[int]) -> list[tuple[Any, ...]]:
     return [values[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
-
-
-def read_text(reader: FrameReader, length: int) -> str:
-    at = reader.skip(length, "error")
-    try:
-        return bytes(reader.frame[at : at + length]).decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError as error:
-        raise WireError("error", f"no UTF-8: {error.reason}", at + error.start) from error
 
 
 def read_vectors(reader: FrameReader, count: int, field: str) -> list[tuple[float, ...]]:

@@ -91,11 +91,6 @@ class Sequence:
         """True if no step in flight uses this sequence; only then may it be freed, forked or swapped."""
         return self.planned == self.computed
 
-    @property
-    def num_outputs(self) -> int:
-        """Generated tokens, with samples that the host does not have yet."""
-        return len(self.tokens) + self.pending_samples - self.prompt_len
-
     def fork(self, id: int, branch_index: int, seed: int) -> Sequence:
         """Return a child with the same tokens and computed state. The sequence must not be in flight."""
         assert self.not_in_flight, f"sequence {self.id} is forked while in flight"

@@ -8,7 +8,7 @@ numbers, up to a hundred times the frame. No pickle."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from quire.protocol.columns import (
     FrameReader,
     WireError,
     pack_struct,
-    read_text,
     read_top_logprobs,
     read_vectors,
     split_runs,
@@ -151,6 +150,11 @@ def _write_slot_init(slot_init: SlotInit) -> Iterator[bytes]:
         yield from _write_sampling(sampling)
     if history:
         yield write_ints(history, "slot init history")
+    if images:
+        yield from write_image_items(images)
+
+
+def write_image_items(images: Iterable[ImageItem]) -> Iterator[bytes]:
     for image in images:
         if len(image.key) != KEY_BYTES:
             raise WireError("image", f"its key has {len(image.key)} bytes, not {KEY_BYTES}")
@@ -204,8 +208,7 @@ def decode_frame(frame: bytes | bytearray | memoryview) -> Message:
     if kind not in (PLAN, RESULT):
         raise WireError("kind", f"{kind} is neither a plan nor a result", 1)
     message = _read_plan(reader) if kind == PLAN else _read_result(reader)
-    if reader.offset != reader.end:
-        raise reader.error("frame", f"{reader.end - reader.offset} bytes follow its end")
+    reader.check_at_end()
     return message
 
 
@@ -224,9 +227,7 @@ def _read_masks(reader: FrameReader, count: int) -> tuple[TokenBitmask, ...]:
     reader.check_count(count, "masks")
     [words] = reader.unpack(COUNT, "masks")
     slots = reader.read_ints(count, "mask slots")
-    starts = [reader.skip(4 * words, "masks") for _ in slots]
-    masks = (bytes(reader.frame[start : start + 4 * words]) for start in starts)
-    return tuple(map(TokenBitmask, slots, masks))
+    return tuple([TokenBitmask(slot, reader.read_bytes(4 * words, "masks")) for slot in slots])
 
 
 def _read_result(reader: FrameReader) -> StepResult:
@@ -234,7 +235,7 @@ def _read_result(reader: FrameReader) -> StepResult:
     if not reader.check_count(count, "samples"):
         return StepResult((), seconds, idle)
     lengths = reader.read_lengths(count, "error lengths")
-    errors = [read_text(reader, length) for length in lengths] if any(lengths) else repeat("", count)
+    errors = [reader.read_text(length, "error") for length in lengths] if any(lengths) else repeat("", count)
     tokens = reader.read_runs(count, "sampled tokens")
     tops = read_top_logprobs(reader, count)
     prompt_tops = read_top_logprobs(reader, count)
@@ -253,10 +254,12 @@ def _read_slot_init(reader: FrameReader) -> SlotInit:
         )
     sampling = _read_sampling(reader) if has_sampling else None
     history = reader.read_ints(history_len, "slot init history") if history_len else ()
-    if num_images * IMAGE_ITEM.size > reader.end - reader.offset:
-        raise reader.error("images", f"{num_images} are announced, {reader.end - reader.offset} bytes remain")
-    images = tuple([ImageItem(*reader.unpack(IMAGE_ITEM, "image")) for _ in range(num_images)])
+    images = read_image_items(reader, num_images) if num_images else ()
     return SlotInit(slot, seq_id, parent, sampling, seed, prompt_len, history, num_logprobs, images)
+
+
+def read_image_items(reader: FrameReader, count: int) -> tuple[ImageItem, ...]:
+    return tuple([ImageItem(*fields) for fields in reader.unpack_each(IMAGE_ITEM, count, "images")])
 
 
 def _read_sampling(reader: FrameReader) -> DeviceSamplingParams:
@@ -289,8 +292,7 @@ def _read_sampling(reader: FrameReader) -> DeviceSamplingParams:
 
 
 def _read_page_ops(reader: FrameReader, count: int) -> PageOps:
-    at = reader.skip(count, "page op kinds")
-    codes = bytes(reader.frame[at : at + count])
+    at, codes = reader.offset, reader.read_bytes(count, "page op kinds")
     if max(codes) >= len(PAGE_OP_FORMATS):
         raise WireError("page op kinds", f"{max(codes)} is no kind of page operation", at)
     [count_numbers] = reader.unpack(COUNT, "page ops")

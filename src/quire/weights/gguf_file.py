@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import stat
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn, overload
 import numpy as np
 
 from quire.errors import StartupError, short_repr
-from quire.files import DOWNLOAD_AGAIN
+from quire.files import DOWNLOAD_AGAIN, open_regular
 from quire.weights.gguf_blocks import BLOCK_FORMATS, GGUFTensor, row_bytes
 
 MAGIC = b"GGUF"
@@ -121,17 +120,10 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def _map_file(path: Path) -> mmap.mmap:
-    try:
-        # Not blocking, so that opening a FIFO doesn't wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise StartupError(f"{path} is not a regular file", "Give a GGUF file")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except ValueError as error:
-        raise StartupError(f"{path} is empty", DOWNLOAD_AGAIN) from error
-    except OSError as error:
-        raise StartupError(f"{path} can't be read: {error.strerror or error}", "Give a GGUF file") from error
+    with open_regular(path, str(path), "Give a GGUF file") as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise StartupError(f"{path} is empty", DOWNLOAD_AGAIN)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class _TensorInfo(NamedTuple):
