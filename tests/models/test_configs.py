@@ -11,8 +11,7 @@ import torch
 import transformers
 
 from quire.errors import StartupError
-from quire.models import ARCHITECTURES, read_spec, resolve_model_class
-from quire.models.gemma_settings import GemmaSettings
+from quire.models import ARCHITECTURES, read_model_config, read_spec, resolve_model_class
 from quire.models.named_configs import CONFIGS, VISION_LANGUAGE_CONFIGS, named_config
 
 # Counted from the published checkpoints (tied weights once).
@@ -286,14 +285,13 @@ def test_ropes_of_two_types_in_older_configs_and_in_newer_ones() -> None:
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    ropes = GemmaSettings.from_config(old).ropes
-    assert ropes == GemmaSettings.from_config(new).ropes
-    assert [(rope.kind, rope.theta, rope.factor) for rope in ropes[4:6]] == [("default", 1e4, 1), ("linear", 1e6, 8)]
+    layers = read_model_config(old).layers
+    assert layers == read_model_config(new).layers
+    ropes = [layer.rope for layer in layers[4:6]]
+    assert [(rope.kind, rope.theta, rope.factor) for rope in ropes if rope] == [("default", 1e4, 1), ("linear", 1e6, 8)]
     bare = {key: value for key, value in new.items() if key != "rope_parameters"}
     theirs = transformers.Gemma3TextConfig().rope_parameters
-    assert {rope.theta for rope in GemmaSettings.from_config(bare).ropes} == {
-        rope["rope_theta"] for rope in theirs.values()
-    }
+    assert {rope.theta for rope in read_model_config(bare).ropes} == {rope["rope_theta"] for rope in theirs.values()}
 
 
 def test_layers_of_jamba() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.models.named_configs import named_config
-from quire.models.vision_language_settings import PREPROCESSOR_KEY
+from quire.models.vision.settings import PREPROCESSOR_KEY
 from quire.reproduce import (
     articles,
     decode_batches,

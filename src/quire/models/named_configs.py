@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.errors import StartupError
 from quire.models.vision.named_configs import PREPROCESSOR_CONFIGS, VISION_CONFIGS
-from quire.models.vision_language_settings import PREPROCESSOR_KEY
+from quire.models.vision.settings import PREPROCESSOR_KEY
 
 
 def _llama(

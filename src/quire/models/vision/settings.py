@@ -22,6 +22,8 @@ from quire.protocol.image_tiling import (
 )
 from quire.protocol.model_spec import VisionSpec
 
+PREPROCESSOR_KEY = "preprocessor_config"
+"""The key under which a config.json that was read has preprocessor_config.json (see quire.weights.checkpoint_files)."""
 PROJECTOR_ROWS = 4096  # rows that a connector with two products computes at a time
 MAX_TILES = 64
 MAX_SIZES = 256
