@@ -18,7 +18,7 @@ TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_mod
 
 
 class VisionLanguageModel(Decoder):
-    """See Decoder. The caller runs `vision_encoder`, an Encoder (quire.models.vision), before."""
+    """See Decoder. The caller runs `vision_encoder`, before."""
 
     def __init__(
         self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED
