@@ -21,6 +21,7 @@ LLAMA = {
     "intermediate_size": 48, "vocab_size": 97, "max_position_embeddings": 64, "tie_word_embeddings": False,
 }  # fmt: skip
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+SMOLLM3_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "no_rope_layers": [1, 0, 1]}
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 OPT = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 97,
@@ -74,6 +75,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, windows by layer_types": ("Qwen2", {**LLAMA, **QWEN_WINDOW, "layer_types": TYPES}),
     "qwen3": ("Qwen3", {**LLAMA, "head_dim": 16}),
     "qwen3, tied and biased": ("Qwen3", {**LLAMA, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", {**LLAMA, "num_hidden_layers": 5, "pad_token_id": None}),
+    "smollm3, listed, windows, biased": (
+        "SmolLM3",
+        {**LLAMA, **SMOLLM3_WINDOW, "pad_token_id": None, "attention_bias": True, "mlp_bias": True},
+    ),
+    "smollm3, windows by layer_types": (
+        "SmolLM3",
+        {**LLAMA, **SMOLLM3_WINDOW, "pad_token_id": None, "layer_types": TYPES, "tie_word_embeddings": True},
+    ),
+    "olmo2": ("Olmo2", {**LLAMA, "pad_token_id": None}),
+    "olmo2, tied, biased, rope": (
+        "Olmo2",
+        {**rope(**YARN), "pad_token_id": None, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "phi3": ("Phi3", {**LLAMA, "pad_token_id": None}),
     "phi3, window, tied": ("Phi3", {**LLAMA, "pad_token_id": None, "sliding_window": 5, "tie_word_embeddings": True}),
     "phi3, longrope": (

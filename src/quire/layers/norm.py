@@ -55,6 +55,20 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
+    def normalize_(self, x: Tensor) -> None:
+        """Replace x [T, size], which may be some columns of a tensor, by its norm."""
+        if self.kernel is not None:
+            self.kernel(x, self.weight, self.eps, out=x, pdl=self.pdl)
+        else:
+            x.copy_(self(x))
+
+    def add_to(self, x: Tensor, delta: Tensor) -> None:
+        """Add the norm of delta [T, size] to x, in place."""
+        if self.kernel is not None:  # it also returns the norm of the sum, which is not needed
+            self.kernel(x, self.weight, self.eps, delta=delta, post_norm_weight=self.weight, pdl=self.pdl)
+        else:
+            x.add_(self(delta))
+
     def prepare(self) -> None:
         """Choose the kernel that computes sum and norm at once. Call once, after loading."""
         if self.offset:
@@ -83,7 +97,10 @@ class ResidualSum(nn.Module):
             return x
         if self.exchange is not None:
             delta = self.exchange.all_reduce(delta)
-        return x.add_(delta if self.post_norm is None else self.post_norm(delta))
+        if self.post_norm is None:
+            return x.add_(delta)
+        self.post_norm.add_to(x, delta)
+        return x
 
 
 class LayerNorm(nn.Module):

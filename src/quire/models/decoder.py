@@ -57,9 +57,8 @@ class Attention(nn.Module):
         """Return the heads' outputs [T, heads * head_dim], before `out`."""
         qkv = self.qkv(x)
         if self.projection_norms is not None:
-            q, k, v = qkv.split(self.qkv.output_sizes, dim=1)
-            q_norm, k_norm = self.projection_norms
-            qkv = torch.cat((q_norm(q), k_norm(k), v), dim=1)
+            for norm, part in zip(self.projection_norms, qkv.split(self.qkv.output_sizes, dim=1)):
+                norm.normalize_(part)
         qkv = qkv.view(len(x), -1, self.head_dim)
         return ctx.attend(self.layer, qkv, self.rotary, self.head_norms, last).flatten(1)
 
