@@ -43,15 +43,9 @@ class GatedMLP(nn.Module):
     __call__: Callable[..., Tensor]
 
     def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        act: str,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, hidden: int, intermediate: int, act: str, bias: bool, dtype: torch.dtype, device: torch.device,
         shard: Shard = UNSHARDED,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.act, self.act_name, self.dtype, self.device = get_activation(act), act, dtype, device
         inner = shard_columns(shard, intermediate)
@@ -94,15 +88,9 @@ class MLP(nn.Module):
     __call__: Callable[..., Tensor]
 
     def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        act: str,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, hidden: int, intermediate: int, act: str, bias: bool, dtype: torch.dtype, device: torch.device,
         shard: Shard = UNSHARDED,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.act, self.act_name, self.dtype, self.device = get_activation(act), act, dtype, device
         inner = shard_columns(shard, intermediate)

@@ -70,7 +70,7 @@ def read_vision_language(fields: ConfigReader) -> DecoderConfig:
         )
     read_text, defaults = TEXT_MODELS[kind]
     given = {name: value for name, value in section.items() if value is not None}
-    if config.get("tie_word_embeddings"):  # transformers reads it from either object
+    if not phi3 and config.get("tie_word_embeddings"):  # transformers reads it from either object
         given["tie_word_embeddings"] = True
     if kind == "gemma2":  # prompts attend in both directions, by the VisionSpec
         given.pop("use_bidirectional_attention", None)
