@@ -13,6 +13,7 @@ import transformers
 from quire.errors import StartupError
 from quire.models import ARCHITECTURES, read_model_config, read_spec, resolve_model_class
 from quire.models.named_configs import CONFIGS, VISION_LANGUAGE_CONFIGS, named_config
+from quire.protocol.parallel_layout import Shard
 
 # Counted from the published checkpoints (tied weights once).
 PUBLISHED = {
@@ -39,6 +40,26 @@ def test_parameters_are_those_of_the_built_module_and_of_transformers(name: str)
         theirs = transformers.AutoModelForCausalLM.from_config(config)
     unread = sharers * 2 * theirs.model.layers[0].self_attn.k_proj.weight.numel() if sharers else 0
     assert parameters == sum(parameter.numel() for parameter in theirs.parameters()) - unread
+
+
+OLMO2 = "Olmo2ForCausalLM"  # which ranks do not divide
+TEXT = [name for name, one in ARCHITECTURES.items() if one.model.partition(":")[0] not in ("vision_language", "mllama")]
+SHAPES = {"FalconMambaForCausalLM": "mamba-2.8b", "Gemma3ForConditionalGeneration": "gemma-3-4b"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("architecture", "ranks"), [(name, ranks) for name in TEXT for ranks in (1, 2) if (name, ranks) != (OLMO2, 2)]
+)
+def test_declared_parameters_are_those_of_the_tensors(architecture: str, ranks: int, tied: bool) -> None:
+    """With all biases, whole and divided."""
+    named = next((name for name, config in CONFIGS.items() if config["architectures"] == [architecture]), "llama-125m")
+    config = {**named_config(SHAPES.get(architecture, named)), "architectures": [architecture]}
+    config |= dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "use_bias"), True)
+    config |= {"tie_word_embeddings": tied, "text_config": dict(config)}
+    shard = Shard(ranks - 1, ranks)
+    model = resolve_model_class(config)(config, torch.bfloat16, torch.device("meta"), shard)
+    assert read_spec(config, shard).parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", VISION_LANGUAGE_CONFIGS)

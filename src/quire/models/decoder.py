@@ -142,8 +142,12 @@ class Decoder(nn.Module):
     def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """Run the model up to the last layer's mixer: return x [T, hidden] and the mixer's output. That of a Mamba
         mixer is of all tokens, since all of them advance its state."""
+        return self.run_layers(self.embed_inputs(tokens, ctx), ctx)
+
+    def embed_inputs(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return the first layer's input [T, hidden], a new tensor."""
         assert self.embed_tokens is not None, "only the first stage embeds"
-        return self.run_layers(self.embed_tokens(tokens), ctx)
+        return self.embed_tokens(tokens)
 
     def run_layers(self, x: Tensor, ctx: ForwardContext, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `embed`, from embeddings `x`, or from the previous stage's x and delta. x is overwritten."""

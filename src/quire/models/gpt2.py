@@ -11,8 +11,7 @@ from quire.models.forward_context import ForwardContext
 class GPT2(Decoder):
     """See Decoder."""
 
-    def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+    def embed_inputs(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
         """See Decoder."""
-        assert self.embed_tokens is not None, "only the first stage embeds"
         assert self.positions is not None, "only the first stage embeds"
-        return self.run_layers(self.positions(ctx.positions, add_to=self.embed_tokens(tokens)), ctx)
+        return self.positions(ctx.positions, add_to=super().embed_inputs(tokens, ctx))

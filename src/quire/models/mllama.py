@@ -91,9 +91,9 @@ class Mllama(VisionLanguageModel):
         layers = self.config.layers
         return any(layers[layer].mixer == "cross" for layer in shard.layer_range(len(layers)))
 
-    def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+    def embed_inputs(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
         """See Decoder: images are no part of the sequence."""
-        return Decoder.embed(self, tokens, ctx)
+        return Decoder.embed_inputs(self, tokens, ctx)
 
     def run_layers(self, x: Tensor, ctx: ForwardContext, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See Decoder. Cross-attention layers are skipped if no token attends to an image."""

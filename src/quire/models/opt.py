@@ -45,14 +45,12 @@ class OPT(Decoder):
         """See Decoder."""
         return (DecoderLayer if self.config.pre_norms else PostNormLayer)(self.config, layer, *args)
 
-    def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+    def embed_inputs(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
         """See Decoder."""
-        assert self.embed_tokens is not None, "only the first stage embeds"
         assert self.positions is not None, "only the first stage embeds"
-        x = self.embed_tokens(tokens)
-        if self.project_in is not None:
-            x = self.project_in(x)
-        return self.run_layers(self.positions(ctx.positions, add_to=x, offset=OPT_POSITION_OFFSET), ctx)
+        x = super().embed_inputs(tokens, ctx)
+        x = x if self.project_in is None else self.project_in(x)
+        return self.positions(ctx.positions, add_to=x, offset=OPT_POSITION_OFFSET)
 
     def logits(self, hidden: Tensor, local: bool = False) -> Tensor:
         """See Decoder."""

@@ -33,10 +33,9 @@ class VisionLanguageModel(Decoder):
         """Return True if the layers of the shard's stage need images."""
         return shard.is_first_stage
 
-    def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+    def embed_inputs(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
         """See Decoder."""
-        assert self.embed_tokens is not None, "only the first stage embeds"
-        return self.run_layers(ctx.merge_image_embeddings(self.embed_tokens(tokens)), ctx)
+        return ctx.merge_image_embeddings(super().embed_inputs(tokens, ctx))
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:
