@@ -4,7 +4,6 @@ config.json (quire.models.families) make it; and what follows from it. No torch:
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
@@ -140,21 +139,18 @@ class DecoderConfig:
 
     def for_shard(self, shard: Shard) -> Self:
         """Return one rank's part. Raise StartupError if the model can't be divided among that many ranks."""
-        ranks, columns = shard.tp_size, {self.intermediate_key: self.intermediate}
-        channels = 0 if self.mamba is None else self.mamba.d_inner
+        ranks, mamba, columns = shard.tp_size, self.mamba, {self.intermediate_key: self.intermediate}
+        if mamba is not None:
+            columns["mamba_expand times hidden_size"] = mamba.d_inner
         if self.heads:
-            check_tp_division(
-                ranks, self.heads, self.kv_heads, **columns,
-                **({"mamba_expand times hidden_size": channels} if channels else {}),
-            )  # fmt: skip
-        elif channels % ranks:
+            check_tp_division(ranks, self.heads, self.kv_heads, **columns)
+        elif mamba is not None and mamba.d_inner % ranks:
             raise StartupError(
-                f"--tp is {ranks}, which doesn't divide the model: it has {channels} channels",
+                f"--tp is {ranks}, which doesn't divide the model: it has {mamba.d_inner} channels",
                 "Use a number that divides them",
             )
-        if ranks > self.kv_heads and any(
-            layer.budget for layer in self.layers
-        ):  # a key head selects tokens by all its query heads
+        if ranks > self.kv_heads and any(layer.budget for layer in self.layers):
+            # A key head selects tokens by all its query heads.
             raise StartupError(
                 f"--tp is {ranks}, and pyramid_kv of config.json needs whole key heads: there are {self.kv_heads}",
                 f"Use a --tp of at most {self.kv_heads}",
@@ -169,44 +165,45 @@ class DecoderConfig:
             heads=self.heads // ranks,
             kv_heads=-(-self.kv_heads // ranks),
             intermediate=self.intermediate // ranks,
-            mamba=None if self.mamba is None else replace(self.mamba, d_inner=channels // ranks),
+            mamba=None if mamba is None else replace(mamba, d_inner=mamba.d_inner // ranks),
             shard=shard,
         )
 
     @property
     def parameters(self) -> int:
         """Number of parameters of the text model, all experts included; tied ones count once."""
-        rows, norm = self.shard.padded_vocab_rows, self.hidden * (1 + self.layer_norm)
+        rows = self.shard.padded_vocab_rows
         total = rows(self.vocab_size + self.extra_tokens) * self.embed_dim + self.positions * self.hidden
         total += 0 if self.tied else rows(self.vocab_size) * self.embed_dim
         total += 2 * self.hidden * self.embed_dim if self.embed_dim != self.hidden else 0  # projections in and out
-        layers = Counter((layer.mixer, layer.kv_sharing_layer is None, layer.feed_forward) for layer in self.layers)
-        return total + self.final_norm * norm + sum(self._layer_parameters(*kind) * n for kind, n in layers.items())
+        return total + sum(map(self._layer_parameters, self.layers)) + self.final_norm * self._norm_parameters
 
-    def _layer_parameters(self, mixer: str, has_kv: bool, feed_forward: str) -> int:
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        rows = queries + has_kv * 2 * keys
-        total = (
-            (1 + (feed_forward != "none")) * (self.pre_norms + self.post_norms) * self.hidden * (1 + self.layer_norm)
-        )
-        if mixer == "mamba":
-            assert self.mamba is not None, "a model with Mamba layers declares them"
-            total += self.mamba.parameters
+    @property
+    def _norm_parameters(self) -> int:
+        return self.hidden * (2 if self.layer_norm else 1)
+
+    def _layer_parameters(self, layer: LayerConfig) -> int:
+        h, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        blocks = 1 if layer.feed_forward == "none" else 2
+        total = blocks * (self.pre_norms + self.post_norms) * self._norm_parameters
+        if layer.mixer == "mamba":
+            total += 0 if self.mamba is None else self.mamba.parameters
         else:
-            total += self.hidden * (rows + queries) + self.qkv_bias * rows + self.out_bias * self.hidden
+            rows = queries if layer.kv_sharing_layer is not None else queries + 2 * keys
+            total += h * (rows + queries) + self.qkv_bias * rows + self.out_bias * h
             total += {"": 0, "head": 2 * self.head_dim, "projection": queries + keys}[self.qk_norm]
-        if mixer == "cross":  # norms of a head, and gates
-            total += 2 * self.head_dim + 2
-        products, size = 2 + self.gated, self.intermediate
-        block = products * self.hidden * size
-        biases = self.mlp_bias * ((products - 1) * size + self.hidden)
-        return total + {"none": 0, "mlp": block + biases, "experts": self.experts * (block + self.hidden)}[feed_forward]
+            total += 2 * self.head_dim + 2 if layer.mixer == "cross" else 0  # norms of a head, and gates
+        inner = (2 if self.gated else 1) * self.intermediate
+        products, biases = h * (inner + self.intermediate), self.mlp_bias * (inner + h)
+        return (
+            total + {"none": 0, "mlp": products + biases, "experts": self.experts * (products + h)}[layer.feed_forward]
+        )
 
     def spec(self) -> ModelSpec:
         """Return the ModelSpec. `parameters` are the text model's; those of a vision encoder are in `vision`."""
         sparse = sum(layer.feed_forward == "experts" for layer in self.layers)
-        inner = max(self.experts_per_token, 1) * self.intermediate
-        mixers, mamba = Counter(layer.mixer for layer in self.layers), self.mamba
+        states = sum(layer.mixer == "mamba" for layer in self.layers)
+        inner, mamba = max(self.experts_per_token, 1) * self.intermediate, self.mamba
         return ModelSpec(
             family=self.family,
             layers=tuple(map(self._layer_spec, self.layers)),
@@ -223,7 +220,7 @@ class DecoderConfig:
             experts=self.experts,
             active_experts=self.experts_per_token,
             expert_parameters=sparse * self.experts * 3 * self.hidden * self.intermediate,
-            fp32_parameters=0 if mamba is None else mixers["mamba"] * mamba.fp32_parameters,
+            fp32_parameters=0 if mamba is None else states * mamba.fp32_parameters,
         )
 
     def _layer_spec(self, layer: LayerConfig) -> LayerSpec:
