@@ -196,6 +196,13 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
     ("gpt2", {"n_head": 7}, "not a multiple of n_head 7"),
     ("opt-125m", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
+    ("llama-125m", {"architectures": [OLMO2], "clip_qkv": 8.0}, "clip_qkv=8.0"),
+    (
+        "llama-125m",
+        {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1] * 11},
+        "0 or 1 for each of 12 layers",
+    ),
+    ("llama-125m", {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [2] * 12}, r"no_rope_layers is \[2, 2"),
 ]
 
 

@@ -39,7 +39,7 @@ MORE = {
     "attention_chunk_size": 4,
     "quantization_config": None, "eos_token_id": [1], "head_dim": 64, "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 64, "final_logit_softcapping": 30.0, "use_bidirectional_attention": False,
-    "hidden_activation": "gelu",
+    "hidden_activation": "gelu", "no_rope_layers": [1, 0] * 40, "no_rope_layer_interval": 2,
 }  # fmt: skip
 
 

@@ -136,17 +136,22 @@ def declare_windowed(
     return declare_gated(fields, layers, max_len, **declared)
 
 
+def read_biases(fields: ConfigReader) -> dict[str, bool]:
+    """Return whether all products of the attention have biases."""
+    bias = fields.get_bool("attention_bias", False)
+    return {"qkv_bias": bias, "out_bias": bias}
+
+
 def read_llama(fields: ConfigReader) -> DecoderConfig:
     """LLaMA (Touvron et al., 2023) with grouped-query attention."""
     rope, max_len = read_rope(fields)
-    layers, bias = read_llama_layers(fields, rope), fields.get_bool("attention_bias", False)
+    layers = read_llama_layers(fields, rope)
     sharing = [number for number, layer in enumerate(layers) if layer.kv_sharing_layer is not None]
     return declare_gated(
         fields,
         layers,
         max_len,
-        qkv_bias=bias,
-        out_bias=bias,
+        **read_biases(fields),
         mlp_bias=fields.get_bool("mlp_bias", False),
         weight_names={**LLAMA_NAMES, **{f"layers.{i}.attention.qkv": f"layers.{i}.self_attn.q_proj" for i in sharing}},
         ignored_weights=tuple(rf"layers\.{i}\.self_attn\.[kv]_proj\..*" for i in sharing),
@@ -165,8 +170,7 @@ def read_qwen2(fields: ConfigReader) -> DecoderConfig:
 
 def read_qwen3(fields: ConfigReader) -> DecoderConfig:
     """Qwen3 (Yang et al., 2025): queries and keys are normalised per head."""
-    bias = fields.get_bool("attention_bias", False)
-    return declare_windowed(fields, read_qwen_windows, head_dim=128, qk_norm="head", qkv_bias=bias, out_bias=bias)
+    return declare_windowed(fields, read_qwen_windows, head_dim=128, qk_norm="head", **read_biases(fields))
 
 
 def read_internlm2(fields: ConfigReader) -> DecoderConfig:
@@ -188,6 +192,7 @@ def read_phi3(fields: ConfigReader) -> DecoderConfig:
 def read_smollm3(fields: ConfigReader) -> DecoderConfig:
     """SmolLM3 (Bakouche et al., 2025): some layers, every fourth by default, have no rotary embedding (NoPE), and a
     window if there is one. `no_rope_layers` has 1 for each layer that has a rotary embedding, and 0 for others."""
+    fields.require_value("kv_sharing", None)
     rope, max_len = read_rope(fields, theta=2e6)
     count, interval = read_layer_count(fields), fields.get_int("no_rope_layer_interval", 4)
     rotated = fields.config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(count)]
@@ -197,22 +202,14 @@ def read_smollm3(fields: ConfigReader) -> DecoderConfig:
         )
     window = fields.get_int("sliding_window", None) if fields.get_bool("use_sliding_window", False) else None
     types = read_layer_types(fields) or tuple(FULL if x or window is None else LOCAL for x in rotated[:count])
-    windows, bias = windows_for_types(types, window), fields.get_bool("attention_bias", False)
-    return declare_gated(
-        fields,
-        (LayerConfig(window, rope=rope if x else None) for window, x in zip(windows, rotated)),
-        max_len,
-        tied=True,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=fields.get_bool("mlp_bias", False),
-    )
+    windows, mlp_bias = windows_for_types(types, window), fields.get_bool("mlp_bias", False)
+    layers = (LayerConfig(window, rope=rope if x else None) for window, x in zip(windows, rotated))
+    return declare_gated(fields, layers, max_len, tied=True, mlp_bias=mlp_bias, **read_biases(fields))
 
 
 def read_olmo2(fields: ConfigReader) -> DecoderConfig:
     """OLMo 2 (Walsh et al., 2025): x += norm(f(x)); queries and keys are normalised over all heads together."""
     fields.require_value("clip_qkv", None)
-    bias = fields.get_bool("attention_bias", False)
     return declare_windowed(
         fields,
         read_no_windows,
@@ -220,8 +217,7 @@ def read_olmo2(fields: ConfigReader) -> DecoderConfig:
         pre_norms=False,
         post_norms=True,
         qk_norm="projection",
-        qkv_bias=bias,
-        out_bias=bias,
+        **read_biases(fields),
         weight_names=post_norm_names(read_layer_count(fields)),
     )
 
@@ -264,7 +260,7 @@ def _declare_gemma(
     after scaling."""
     fields.require_value("use_bidirectional_attention", False)
     fields.require_value("pyramid_kv", None)
-    count, bias = read_layer_count(fields), fields.get_bool("attention_bias", False)
+    count = read_layer_count(fields)
     types = read_layer_types(fields) or tuple(LOCAL if layer % period else FULL for layer in range(1, count + 1))
     windows = windows_for_types(types, read_window(fields))
     return declare_gated(
@@ -278,8 +274,7 @@ def _declare_gemma(
         activation=fields.get_str("hidden_activation", "gelu_pytorch_tanh"),
         norm_offset=True,
         post_norms=True,
-        qkv_bias=bias,
-        out_bias=bias,
+        **read_biases(fields),
         scale=fields.get_float("query_pre_attn_scalar", 256.0) ** -0.5,
         final_softcap=_read_softcap(fields, "final_logit_softcapping", final_softcap),
         embed_scale=fields.get_int("hidden_size") ** 0.5,
