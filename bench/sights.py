@@ -24,8 +24,7 @@ from quire.cli.flags import config_from
 from quire.core.engine import Engine
 from quire.errors import StartupError
 from quire.kernels.limits import MAX_IMAGE_PARTS
-from quire.models.vision.settings import VisionSettings
-from quire.models.vision_language_settings import PREPROCESSOR_KEY
+from quire.models.vision.settings import PREPROCESSOR_KEY, VisionSettings
 from quire.protocol.image_tiling import TileGrid
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.sampling_params import SamplingParams

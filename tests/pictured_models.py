@@ -17,7 +17,8 @@ from internlm2_files import INTERNLM2
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from quire.models.vision_language_settings import VisionLanguageSettings
+from quire.models import read_model_config
+from quire.models.vision import VisionSettings
 from quire.protocol.image_tiling import TileGrid
 from quire.protocol.images import ImageItem, ImagePixels
 
@@ -87,9 +88,9 @@ def randomised(model: nn.Module) -> nn.Module:
 
 
 class Model:
-    """One of transformers', its folder, and our settings of it."""
+    """One of transformers', its folder, and our settings of its encoder."""
 
-    settings: VisionLanguageSettings
+    vision: VisionSettings
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
@@ -112,11 +113,13 @@ class Model:
     def finish(self, config: dict[str, Any], preprocessor: dict[str, Any]) -> None:
         (self.folder / "config.json").write_text(json.dumps(config))
         (self.folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
-        self.settings = VisionLanguageSettings.from_config({**config, "preprocessor_config": preprocessor})
+        vision = read_model_config({**config, "preprocessor_config": preprocessor}).vision
+        assert vision is not None
+        self.vision = vision
 
     def shown(self, height: int, width: int, seed: int = 0, alone: bool = True) -> Shown:
         """A picture of that size, of noise."""
-        tiling = self.settings.vision.tiling
+        tiling = self.vision.tiling
         grid = tiling.choose_grid(height, width, alone)
         shape = self.tiles(grid), SIDE, SIDE, 3
         data = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8).tobytes()
@@ -124,7 +127,7 @@ class Model:
         return Shown(ImagePixels(key, shape, data, tuple(grid)), grid, tiling.num_embeds(grid), tiling.num_parts(grid))
 
     def tiles(self, grid: TileGrid) -> int:
-        return self.settings.vision.tiling.num_parts(grid)
+        return self.vision.tiling.num_parts(grid)
 
     def prompt(self, *pieces: list[int] | Shown) -> Prompt:
         tokens, media, pictures = list[int](), list[ImageItem](), list[Shown]()
@@ -138,7 +141,7 @@ class Model:
         return Prompt(tokens, tuple(media), tuple(pictures))
 
     def normalised(self, tiles: Tensor) -> Tensor:
-        normal = self.settings.vision.normalization
+        normal = self.vision.normalization
         mean, std = torch.tensor(normal.mean), torch.tensor(normal.std)
         return ((tiles * normal.scale - mean) / std).permute(0, 3, 1, 2)
 

@@ -51,6 +51,12 @@ FAMILIES = {
 }  # fmt: skip
 UNLIKE = ["ministral", "gemma2", "gemma3"]  # layers with a window beside layers without
 MORE = {"qwen2": lambda: transformers.Qwen2Config(**SIZES)}
+FRAMED: dict[str, Any] = {  # families that differ from the others in their declaration alone
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **{**SIZES, "num_hidden_layers": 3}, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=9
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**SIZES),
+}
 LENGTHS = (1, 5, 16, 23, 37, 40)
 NEW = 20
 TIE = 1e-5
@@ -77,7 +83,7 @@ class Oracle:
 
     def __init__(self, family: str, folder: Path, compared: Compared) -> None:
         self.compared = compared
-        self.model = random_model((FAMILIES | MORE)[family]())
+        self.model = random_model((FAMILIES | MORE | FRAMED)[family]())
         if family in ("gemma2", "gemma3"):  # so that they depend less on the scaled embedding of the last token
             self.model.model.embed_tokens.weight.data.mul_(0.1)
         self.folder = folder
@@ -166,6 +172,14 @@ def test_chunk_sizes_do_not_change_tokens(oracle, family: str, budget: int) -> N
 def test_page_sizes_do_not_change_tokens(oracle, family: str, page_size: int) -> None:
     model = oracle(family)
     assert_equal(model, engine_of(model, page_size=page_size), model.prompts)
+
+
+@pytest.mark.parametrize("family", FRAMED)
+@pytest.mark.parametrize("settings", [{"max_num_batched_tokens": 7, "page_size": 4}, {"kv_tokens": 64}], ids=str)
+def test_declared_families(oracle, family: str, settings: dict[str, int]) -> None:
+    """Over chunks, and with preemption."""
+    model = oracle(family)
+    assert_equal(model, engine_of(model, **settings), model.prompts)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -163,19 +163,18 @@ def test_tokens_that_stand_for_pictures_are_not_scored(model: Saved) -> None:
 
 def test_published_names(model: Saved, tmp_path: Path) -> None:
     """Those of the first checkpoints, and those of transformers 5: the same weights."""
-    tensors = load_file(model.folder / "model.safetensors")
+    tensors, config = load_file(model.folder / "model.safetensors"), read_config(model.folder)
+    loaded = [Mllama(config, torch.float32, torch.device("cpu")) for _ in range(2)]
     for i, (language, rest) in enumerate((("language_model.model.", ""), ("model.language_model.", "model."))):
         named = {}
         for name, tensor in tensors.items():
-            bare = name.removeprefix(next((x for x in Mllama.weight_prefixes if name.startswith(x)), ""))
+            bare = name.removeprefix(next((x for x in loaded[0].weight_prefixes if name.startswith(x)), ""))
             head = "language_model." if not i else ""
             inner = rest if "vision_model" in name or "projector" in name else language
             inner += "vision_model." * ("vision_model" in name)
             named[(head if bare.startswith("lm_head") else inner) + bare] = tensor
         (tmp_path / str(i)).mkdir()
         save_file(named, tmp_path / str(i) / "model.safetensors")
-    config = read_config(model.folder)
-    loaded = [Mllama(config, torch.float32, torch.device("cpu")) for _ in range(2)]
     for i, one in enumerate(loaded):
         load_weights(one, tmp_path / str(i))
     for one, other in zip(*(each.parameters() for each in loaded), strict=True):

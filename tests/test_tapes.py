@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import test_equality
 import torch
-from test_equality import FAMILIES, MORE, Oracle, assert_equal
+from test_equality import FAMILIES, FRAMED, MORE, Oracle, assert_equal
 
 from quire.config import EngineConfig
 from quire.core.engine import Engine
@@ -22,7 +22,7 @@ from quire.startup.build import build
 from quire.worker.recorded_steps import RecordedDecodeSteps
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there are no kernels for this CPU (no compiler?)")
-ALL = [*FAMILIES, *MORE]
+ALL = [*FAMILIES, *MORE, *FRAMED]
 Answers = dict[tuple[str, int], list[Any]]
 oracle = test_equality.oracle
 

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from quire.errors import StartupError
-from quire.models import ARCHITECTURES, read_spec, resolve_model_class
-from quire.models.gemma_settings import GemmaSettings
+from quire.models import ARCHITECTURES, read_model_config, read_spec, resolve_model_class
 from quire.models.named_configs import CONFIGS, VISION_LANGUAGE_CONFIGS, named_config
+from quire.protocol.parallel_layout import Shard
 
 # Counted from the published checkpoints (tied weights once).
 PUBLISHED = {
@@ -40,6 +40,26 @@ def test_parameters_are_those_of_the_built_module_and_of_transformers(name: str)
         theirs = transformers.AutoModelForCausalLM.from_config(config)
     unread = sharers * 2 * theirs.model.layers[0].self_attn.k_proj.weight.numel() if sharers else 0
     assert parameters == sum(parameter.numel() for parameter in theirs.parameters()) - unread
+
+
+OLMO2 = "Olmo2ForCausalLM"  # which ranks do not divide
+TEXT = [name for name, one in ARCHITECTURES.items() if one.model.partition(":")[0] not in ("vision_language", "mllama")]
+SHAPES = {"FalconMambaForCausalLM": "mamba-2.8b", "Gemma3ForConditionalGeneration": "gemma-3-4b"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("architecture", "ranks"), [(name, ranks) for name in TEXT for ranks in (1, 2) if (name, ranks) != (OLMO2, 2)]
+)
+def test_declared_parameters_are_those_of_the_tensors(architecture: str, ranks: int, tied: bool) -> None:
+    """With all biases, whole and divided."""
+    named = next((name for name, config in CONFIGS.items() if config["architectures"] == [architecture]), "llama-125m")
+    config = {**named_config(SHAPES.get(architecture, named)), "architectures": [architecture]}
+    config |= dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "use_bias"), True)
+    config |= {"tie_word_embeddings": tied, "text_config": dict(config)}
+    shard = Shard(ranks - 1, ranks)
+    model = resolve_model_class(config)(config, torch.bfloat16, torch.device("meta"), shard)
+    assert read_spec(config, shard).parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", VISION_LANGUAGE_CONFIGS)
@@ -176,6 +196,13 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
     ("gpt2", {"n_head": 7}, "not a multiple of n_head 7"),
     ("opt-125m", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
+    ("llama-125m", {"architectures": [OLMO2], "clip_qkv": 8.0}, "clip_qkv=8.0"),
+    (
+        "llama-125m",
+        {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1] * 11},
+        "0 or 1 for each of 12 layers",
+    ),
+    ("llama-125m", {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [2] * 12}, r"no_rope_layers is \[2, 2"),
 ]
 
 
@@ -286,14 +313,13 @@ def test_ropes_of_two_types_in_older_configs_and_in_newer_ones() -> None:
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    ropes = GemmaSettings.from_config(old).ropes
-    assert ropes == GemmaSettings.from_config(new).ropes
-    assert [(rope.kind, rope.theta, rope.factor) for rope in ropes[4:6]] == [("default", 1e4, 1), ("linear", 1e6, 8)]
+    layers = read_model_config(old).layers
+    assert layers == read_model_config(new).layers
+    ropes = [layer.rope for layer in layers[4:6]]
+    assert [(rope.kind, rope.theta, rope.factor) for rope in ropes if rope] == [("default", 1e4, 1), ("linear", 1e6, 8)]
     bare = {key: value for key, value in new.items() if key != "rope_parameters"}
     theirs = transformers.Gemma3TextConfig().rope_parameters
-    assert {rope.theta for rope in GemmaSettings.from_config(bare).ropes} == {
-        rope["rope_theta"] for rope in theirs.values()
-    }
+    assert {rope.theta for rope in read_model_config(bare).ropes} == {rope["rope_theta"] for rope in theirs.values()}
 
 
 def test_layers_of_jamba() -> None:

@@ -18,7 +18,7 @@ from quire.models.named_configs import CONFIGS, named_config
 from quire.models.pyramid_kv import linear_budgets
 from quire.models.quantization import FP8_ON_LOAD, FP8Scheme, resolve_fp8_scheme
 from quire.models.vision.named_configs import SIGLIP_SO400M
-from quire.models.vision_language_settings import PREPROCESSOR_KEY, VisionLanguageSettings
+from quire.models.vision.settings import PREPROCESSOR_KEY
 from quire.protocol.model_spec import ModelSpec, SnapKVSelection
 from quire.startup.memory_plan import plan_memory
 
@@ -39,7 +39,7 @@ MORE = {
     "attention_chunk_size": 4,
     "quantization_config": None, "eos_token_id": [1], "head_dim": 64, "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 64, "final_logit_softcapping": 30.0, "use_bidirectional_attention": False,
-    "hidden_activation": "gelu",
+    "hidden_activation": "gelu", "no_rope_layers": [1, 0] * 40, "no_rope_layer_interval": 2,
 }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def every_value(config: dict[str, Any]) -> None:
     assert max(map(len, said)) < 800
 
 
-SEEING = [name for name, (settings, _) in ARCHITECTURES.items() if settings is VisionLanguageSettings]
+SEEING = [name for name, one in ARCHITECTURES.items() if one.model.startswith("vision_language:")]
 
 
 @pytest.mark.share(8)

@@ -88,7 +88,7 @@ def test_norms_of_gemma_equal_transformers(dtype: torch.dtype) -> None:
     theirs, ours = [], []
     for i in range(2):
         theirs.append(transformers.models.gemma2.modeling_gemma2.Gemma2RMSNorm(48, 1e-3).to(dtype))
-        ours.append(RMSNorm(48, 1e-3, dtype, CPU, offset=True))
+        ours.append(RMSNorm(48, 1e-3, dtype, CPU, offset=True, post_norm=ours[0] if i else None))
         ours[i].weight.copy_(torch.cat((torch.randn(24) * 0.01, torch.randn(24) * 0.001 - 1)))
         theirs[i].weight.data.copy_(ours[i].weight)
         with pytest.raises(AssertionError, match="prepare"):
@@ -97,8 +97,8 @@ def test_norms_of_gemma_equal_transformers(dtype: torch.dtype) -> None:
         assert torch.equal(ours[i].weight - 1, theirs[i].weight.detach().float() + 1 - 1), "nothing more is lost"
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(ours[0](x), theirs[0](x).detach(), atol=1e-6, rtol=step)
-    total = x + theirs[1](delta).detach()
-    torch.testing.assert_close(ours[0](x, delta, ours[1]), theirs[0](total).detach(), atol=1e-6, rtol=2 * step)
+    total = x + theirs[0](delta).detach()
+    torch.testing.assert_close(ours[1](x, delta), theirs[1](total).detach(), atol=1e-6, rtol=2 * step)
     torch.testing.assert_close(x, total, atol=1e-6, rtol=step)
 
 

@@ -28,6 +28,7 @@ WIDE = {**LLAMA, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_hea
 DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: CASES[name] for name in (
         "llama, one kv head a query head", "llama, tied", "llama, biases", "mistral", "qwen2", "qwen3", "phi3",
+        "smollm3, listed, windows, biased",
         "gemma2", "gemma2, untied, biased", "gemma3", "opt", "opt, norm after, projected", "opt, no final norm", "gpt2",
         "gpt2, n_inner",
     )},
@@ -168,6 +169,13 @@ def test_what_does_not_divide_is_named(name: str, ranks: int, words: str) -> Non
         resolve_model_class(named_config(name))(
             named_config(name), torch.float32, torch.device("meta"), Shard(0, ranks)
         )
+
+
+def test_norms_over_all_heads_are_not_divided() -> None:
+    config = {**named_config("llama-125m"), "architectures": ["Olmo2ForCausalLM"]}
+    with pytest.raises(StartupError, match="--tp is 2, and the model normalises the queries of all heads together"):
+        read_spec(config, Shard(0, 2))
+    assert read_spec(config, Shard(0, 1, 1, 2)).parameters == read_spec(config).parameters
 
 
 def test_what_key_heads_keep_of_a_prompt_needs_all_of_their_query_heads() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quire.models.vision_language_settings import PREPROCESSOR_KEY
 
-from papers import (  # fmt: skip
+from papers import (
     articles,
     decode_batches,
     memory_timeline,
@@ -29,7 +30,7 @@ from papers.unlike_serving import H100, L4, RULES, Case, Memory, Ran, burst, ser
 from papers.unlike_throughput import Speed
 from papers.vision_cache import MODELS, MODES, Cached
 from quire.models.named_configs import named_config
-from quire.models.vision_language_settings import PREPROCESSOR_KEY
+from quire.models.vision.settings import PREPROCESSOR_KEY
 from quire.sim.simulation import ServedRequest
 
 

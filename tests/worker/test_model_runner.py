@@ -10,7 +10,7 @@ from geometries import one_size
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.models import resolve_model_class
+from quire.models import read_spec, resolve_model_class
 from quire.models.named_configs import named_config
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import (
@@ -45,7 +45,7 @@ def runner() -> ModelRunner:
     for parameter in model.parameters():
         parameter.mul_(8)
     model.prepare(64)
-    spec = kind.spec(CONFIG)
+    spec = read_spec(CONFIG)
     made = ModelRunner(model, spec, torch.float32, DEVICE)
     page_bytes = PAGE * spec.token_bytes(4)
     made.bind(one_size(((0, 1), None), pages=13, page_bytes=page_bytes, slots=SLOTS, width=WIDTH, tokens=PAGE, host=3))

@@ -25,7 +25,7 @@ from quire.bench.workloads import Job, parse
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.models import ARCHITECTURES, architecture_of
+from quire.models import read_model_config
 from quire.sim.cost_model import MAX_DEPTH, Coefficients, CostModel, ModelShape, StepWork
 from quire.sim.simulation import Simulation, TraceRequest
 from quire.startup.build import build
@@ -53,9 +53,7 @@ class Errors(NamedTuple):
 
 def shape_of(source: Checkpoint, itemsize: int, saved: int = 0) -> ModelShape:
     """Return a model's shape for the cost model. `saved` is that of `ModelShape.from_spec`."""
-    settings: Any = ARCHITECTURES[architecture_of(source.config)][0].from_config(source.config)
-    tied: bool = getattr(settings, "text", settings).tied  # the text model's, if the model has vision
-    return ModelShape.from_spec(source.spec, itemsize, tied, saved)
+    return ModelShape.from_spec(source.spec, itemsize, read_model_config(source.config).tied, saved)
 
 
 # The fit

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quire.bench.workloads import EDGE, Job, Sketch, Sketched
-from quire.models.vision.settings import VisionSettings
-from quire.models.vision_language_settings import PREPROCESSOR_KEY
+from quire.models.vision.settings import PREPROCESSOR_KEY, VisionSettings
 from quire.protocol.image_tiling import ImageTiling
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.model_spec import ModelSpec

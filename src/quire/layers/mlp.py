@@ -14,7 +14,8 @@ from quire.kernels.cpu import activation as cpu
 from quire.kernels.cpu import dispatch
 from quire.kernels.cpu.linear import ACTIVATIONS as CPU_ACTIVATIONS
 from quire.layers.linear import Linear
-from quire.layers.sharding import ShardRange
+from quire.layers.sharding import shard_columns
+from quire.protocol.parallel_layout import UNSHARDED, Shard
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -37,23 +38,19 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)); gate and up are one product."""
+    """down(act(gate(x)) * up(x)); gate and up are one product. Ranks divide the `intermediate` columns."""
 
     __call__: Callable[..., Tensor]
 
     def __init__(
-        self,
-        hidden: int,
-        intermediate: int | ShardRange,
-        act: str,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+        self, hidden: int, intermediate: int, act: str, bias: bool, dtype: torch.dtype, device: torch.device,
+        shard: Shard = UNSHARDED,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.act, self.act_name, self.dtype, self.device = get_activation(act), act, dtype, device
-        self.gate_up = Linear(hidden, (intermediate, intermediate), bias, dtype, device)
-        self.down = Linear(intermediate, hidden, bias, dtype, device)
+        inner = shard_columns(shard, intermediate)
+        self.gate_up = Linear(hidden, (inner, inner), bias, dtype, device)
+        self.down = Linear(inner, hidden, bias, dtype, device)
         self.gate_kernel: Callable[..., Tensor] | None = None  # act(gate) * up in one launch
         self.gated_kernel: Callable[..., Tensor] | None = None  # act(gate(x)) * up(x) in one launch, for few rows
         self.packed_kernel: Callable[[Tensor], Tensor] | None = None  # the same on a CPU, for any number of rows
@@ -86,23 +83,19 @@ class GatedMLP(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(act(up(x)))."""
+    """down(act(up(x))). Ranks divide the `intermediate` columns."""
 
     __call__: Callable[..., Tensor]
 
     def __init__(
-        self,
-        hidden: int,
-        intermediate: int | ShardRange,
-        act: str,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+        self, hidden: int, intermediate: int, act: str, bias: bool, dtype: torch.dtype, device: torch.device,
+        shard: Shard = UNSHARDED,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.act, self.act_name, self.dtype, self.device = get_activation(act), act, dtype, device
-        self.up = Linear(hidden, intermediate, bias, dtype, device)
-        self.down = Linear(intermediate, hidden, bias, dtype, device)
+        inner = shard_columns(shard, intermediate)
+        self.up = Linear(hidden, inner, bias, dtype, device)
+        self.down = Linear(inner, hidden, bias, dtype, device)
         self.act_in_place: Callable[..., Tensor] | None = None
         self.packed_kernel: Callable[[Tensor], Tensor] | None = None  # act(up(x)) in one operation
 

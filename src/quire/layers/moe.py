@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from quire.layers.linear import Linear
 from quire.layers.mlp import get_activation
-from quire.layers.sharding import ParameterShards, ShardRange, as_shard_range
+from quire.layers.sharding import ParameterShards, as_shard_range, shard_columns
+from quire.protocol.parallel_layout import UNSHARDED, Shard
 
 
 class SparseMLP(nn.Module):
@@ -29,14 +30,14 @@ class SparseMLP(nn.Module):
     __call__: Callable[..., Tensor]
 
     def __init__(
-        self, hidden: int, intermediate: int | ShardRange, experts: int, top: int, act: str, normalised: bool,
-        dtype: torch.dtype, device: torch.device,
+        self, hidden: int, intermediate: int, experts: int, top: int, act: str, normalised: bool,
+        dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED,
     ) -> None:  # fmt: skip
         super().__init__()
         assert 1 <= top <= experts, f"{top} of {experts} experts"
         self.hidden, self.experts, self.top_k, self.renormalize = hidden, experts, top, normalised
         self.act, self.act_name = get_activation(act), act
-        columns = as_shard_range(intermediate)
+        columns = shard_columns(shard, intermediate)
         self.param_shards = {
             "gate_up": ParameterShards((columns,) * 2 * experts, None),
             "down": ParameterShards((as_shard_range(hidden),) * experts, columns),

@@ -15,8 +15,8 @@ from quire.layers.exchange import Exchange
 
 
 class RMSNorm(nn.Module):
-    """x [..., size] -> x / sqrt(mean(x^2) + eps) * weight. With `delta`, first x += delta, in place; with `post_norm`,
-    a norm of the same eps, x += post_norm(delta).
+    """x [..., size] -> x / sqrt(mean(x^2) + eps) * weight. With `delta`, first x += delta, in place; if the norm has a
+    `post_norm`, a norm of the same eps, x += post_norm(delta).
 
     With `offset` a checkpoint has weight - 1 (Gemma). The weight is then computed and stored in fp32, since a shorter
     dtype would lose small differences from one.
@@ -25,17 +25,20 @@ class RMSNorm(nn.Module):
     __call__: Callable[..., Tensor]
 
     def __init__(
-        self, size: int, eps: float, dtype: torch.dtype, device: torch.device, *, offset: bool = False
-    ) -> None:
+        self, size: int, eps: float, dtype: torch.dtype, device: torch.device, *, offset: bool = False,
+        post_norm: RMSNorm | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.shape, self.eps, self.dtype, self.offset = (size,), eps, dtype, offset
         self.exchange: Exchange | None = None
         self.all_reduce_norm: Callable[..., Tensor | None] | None = None  # all-reduce, residual sum and norm in one
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+        self.post_norm = post_norm
         self.kernel: Callable[..., Tensor] | None = None
         self.pdl = False
 
-    def forward(self, x: Tensor, delta: Tensor | None = None, post_norm: RMSNorm | None = None) -> Tensor:
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        post_norm = self.post_norm
         post_weight = None if post_norm is None else post_norm.weight
         if self.exchange is not None and delta is not None:
             if self.all_reduce_norm is not None:
@@ -52,6 +55,20 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
+    def normalize_(self, x: Tensor) -> None:
+        """Replace x [T, size], which may be some columns of a tensor, by its norm."""
+        if self.kernel is not None:
+            self.kernel(x, self.weight, self.eps, out=x, pdl=self.pdl)
+        else:
+            x.copy_(self(x))
+
+    def add_to(self, x: Tensor, delta: Tensor) -> None:
+        """Add the norm of delta [T, size] to x, in place."""
+        if self.kernel is not None:  # it also returns the norm of the sum, which is not needed
+            self.kernel(x, self.weight, self.eps, delta=delta, post_norm_weight=self.weight, pdl=self.pdl)
+        else:
+            x.add_(self(delta))
+
     def prepare(self) -> None:
         """Choose the kernel that computes sum and norm at once. Call once, after loading."""
         if self.offset:
@@ -63,6 +80,27 @@ class RMSNorm(nn.Module):
             from quire.kernels.triton.norm import rms_norm
 
             self.kernel, self.pdl = rms_norm, supports_pdl(self.weight.device)
+
+
+class ResidualSum(nn.Module):
+    """x -> x, after x += delta, or x += post_norm(delta), in place: where other models have a norm."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(self, post_norm: RMSNorm | None = None) -> None:
+        super().__init__()
+        self.post_norm = post_norm
+        self.exchange: Exchange | None = None
+
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        if delta is None:
+            return x
+        if self.exchange is not None:
+            delta = self.exchange.all_reduce(delta)
+        if self.post_norm is None:
+            return x.add_(delta)
+        self.post_norm.add_to(x, delta)
+        return x
 
 
 class LayerNorm(nn.Module):

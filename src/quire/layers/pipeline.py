@@ -18,22 +18,13 @@ Layer = TypeVar("Layer", bound=nn.Module)
 class PPMissingLayer(nn.Module):
     """The placeholder for a layer of another stage: returns x and delta, the pending residual, unchanged."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.post_mlp_norm: nn.Module | None = None  # the norm applied to delta before it is added, if the model has it
-
-    def forward(self, x: Tensor, delta: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor | None]:
-        return x, delta
-
-    def attend(self, x: Tensor, delta: Tensor | None, *rest: Any, last: bool = False) -> Tensor | None:
+    def mix(self, x: Tensor, delta: Tensor | None, *rest: Any, last: bool = False) -> Tensor | None:
         """As the last layer: return the delta that the next stage adds."""
         return delta
 
-    mix = attend
-
-    def feed_forward(self, x: Tensor, delta: Tensor | None) -> Tensor | None:
-        """The part of the layer after `attend`."""
-        return delta
+    def feed_forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The part of the layer after `mix`."""
+        return x, delta
 
 
 def make_layers(shard: Shard, count: int, make: Callable[[int], Layer]) -> Sequence[Layer]:

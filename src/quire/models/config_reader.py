@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from quire.errors import StartupError, short_repr
@@ -12,80 +13,69 @@ MAX_LIST_LENGTH = 1024
 REQUIRED: Any = object()
 
 
+def is_number(value: Any) -> bool:
+    """Return True for a number above 0, up to MAX_NUMBER."""
+    return type(value) in (int, float) and 0 < value <= MAX_NUMBER
+
+
 class ConfigReader:
     """A config object, and its name in errors. A null counts as absent if there is a default."""
 
     def __init__(self, config: dict[str, Any], where: str = "config.json") -> None:
         self.config, self.source = config, where
 
-    def _get(self, name: str, default: Any, kind: str) -> Any:
+    def _get(self, name: str, default: Any, kind: str, is_valid: Callable[[Any], bool]) -> Any:
         value = self.config.get(name)
-        if value is None and default is REQUIRED:
-            raise StartupError(f"{self.source} has no {name}", f"It must be {kind}")
-        return default if value is None else value
-
-    def _error(self, name: str, value: Any, kind: str) -> StartupError:
-        return StartupError(f"{name} in {self.source} must be {kind}, got {short_repr(value)}")
+        if value is None:
+            if default is REQUIRED:
+                raise StartupError(f"{self.source} has no {name}", f"It must be {kind}")
+            return default
+        if not is_valid(value):
+            raise StartupError(f"{name} in {self.source} must be {kind}, got {short_repr(value)}")
+        return value
 
     def get_int(self, name: str, default: Any = REQUIRED, maximum: int = MAX_SIZE, minimum: int = 1) -> Any:
         """Return an integer from `minimum` to `maximum`."""
         kind = f"an integer from {minimum} to {maximum}"
-        value = self._get(name, default, kind)
-        if value is default:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            raise self._error(name, value, kind)
-        return value
+        return self._get(name, default, kind, lambda value: type(value) is int and minimum <= value <= maximum)
 
     def get_float(self, name: str, default: Any = REQUIRED) -> Any:
         """Return a number above 0, up to MAX_NUMBER."""
-        kind = f"a number above 0, up to {MAX_NUMBER:g}"
-        value = self._get(name, default, kind)
-        if value is default:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
-            raise self._error(name, value, kind)
-        return float(value)
+        value = self._get(name, default, f"a number above 0, up to {MAX_NUMBER:g}", is_number)
+        return float(value) if type(value) is int else value
 
     def get_floats(self, name: str) -> tuple[float, ...]:
         """Return a list of 1 to MAX_LIST_LENGTH numbers above 0, up to MAX_NUMBER."""
+
+        def is_valid(value: Any) -> bool:
+            return isinstance(value, list) and 1 <= len(value) <= MAX_LIST_LENGTH and all(map(is_number, value))
+
         kind = f"a list of 1 to {MAX_LIST_LENGTH} numbers above 0, up to {MAX_NUMBER:g}"
-        values = self._get(name, REQUIRED, kind)
-        if not isinstance(values, list) or not 1 <= len(values) <= MAX_LIST_LENGTH:
-            raise self._error(name, values, kind)
-        if not all(type(value) in (int, float) and 0 < value <= MAX_NUMBER for value in values):
-            raise self._error(name, values, kind)
-        return tuple(map(float, values))
+        return tuple(map(float, self._get(name, REQUIRED, kind, is_valid)))
 
     def get_bool(self, name: str, default: bool) -> bool:
-        value = self._get(name, default, "true or false")
-        if not isinstance(value, bool):
-            raise self._error(name, value, "true or false")
+        """Return true or false."""
+        value: bool = self._get(name, default, "true or false", lambda value: isinstance(value, bool))
         return value
 
     def get_str(self, name: str, default: str) -> str:
-        value = self._get(name, default, "a string")
-        if not isinstance(value, str):
-            raise self._error(name, value, "a string")
+        """Return a string."""
+        value: str = self._get(name, default, "a string", lambda value: isinstance(value, str))
         return value
 
     def get_object(self, name: str) -> dict[str, Any]:
         """Return an object, empty if it is absent."""
-        value = self._get(name, {}, "an object")
-        if not isinstance(value, dict):
-            raise self._error(name, value, "an object")
+        value: dict[str, Any] = self._get(name, {}, "an object", lambda value: isinstance(value, dict))
         return value
 
     def get_token_ids(self, name: str) -> tuple[int, ...]:
         """Return the ids of a token id or a list of them; none if it is absent."""
-        value = self._get(name, (), "")
-        items = [value] if isinstance(value, int) else value
-        if not isinstance(items, list | tuple):
-            raise self._error(name, value, "a token id or a list of them")
-        for item in items:
-            if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-                raise self._error(name, value, "a token id or a list of them")
-        return tuple(items)
+
+        def is_valid(value: Any) -> bool:
+            return all(type(item) is int and item >= 0 for item in (value if isinstance(value, list) else [value]))
+
+        value = self._get(name, [], "a token id or a list of them", is_valid)
+        return tuple(value) if isinstance(value, list) else (value,)
 
     def require_value(self, name: str, allowed: Any) -> None:
         """Raise StartupError unless the option is absent or has the `allowed` value, its default and the only one that

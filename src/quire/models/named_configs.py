@@ -9,47 +9,30 @@ from typing import Any
 
 from quire.errors import StartupError
 from quire.models.vision.named_configs import PREPROCESSOR_CONFIGS, VISION_CONFIGS
-from quire.models.vision_language_settings import PREPROCESSOR_KEY
+from quire.models.vision.settings import PREPROCESSOR_KEY
 
+# fmt: off
 
 def _llama(
     hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, length: int, **more: Any
 ) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": ffn,
-        "vocab_size": vocab,
-        "max_position_embeddings": length,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "dtype": "bfloat16",
-        **more,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn, "vocab_size": vocab, "max_position_embeddings": length, "hidden_act": "silu",
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "bos_token_id": 1,
+        "eos_token_id": 2, "dtype": "bfloat16", **more,
     }
 
 
 _LLAMA3 = {"rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001}
 _LLAMA31_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
 _PYRAMID = {**_LLAMA3, "rope_scaling": _LLAMA31_ROPE, "pyramid_kv": {"average": 2048}}
 _LLAMA32_1B = {
-    **_LLAMA3,
-    "rope_scaling": {**_LLAMA31_ROPE, "factor": 32.0},
-    "head_dim": 64,
-    "tie_word_embeddings": True,
+    **_LLAMA3, "rope_scaling": {**_LLAMA31_ROPE, "factor": 32.0}, "head_dim": 64, "tie_word_embeddings": True,
 }
 
 
@@ -71,13 +54,8 @@ _YI = {"rope_theta": 5000000.0}
 _YI_200K = {"rope_theta": 10000000.0}
 _MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
 _MINISTRAL = {
-    **_MISTRAL,
-    "architectures": ["MinistralForCausalLM"],
-    "model_type": "ministral",
-    "sliding_window": 32768,
-    "layer_types": ["full_attention", *["sliding_attention"] * 3] * 9,
-    "rope_theta": 1e8,
-    "head_dim": 128,
+    **_MISTRAL, "architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": 32768,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3] * 9, "rope_theta": 1e8, "head_dim": 128,
 }
 # A draft model for Ministral 8B that was never published: Llama-3.2-1B's shape (Jenga's evaluation gives no more), with
 # the tokens of Ministral 8B.
@@ -85,48 +63,24 @@ _MINISTRAL_1B = {**_LLAMA32_1B, "bos_token_id": 1, "eos_token_id": 2}
 _QWEN = {"rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "bos_token_id": 151643, "use_sliding_window": False}
 _QWEN2 = {**_QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "eos_token_id": 151643}
 _QWEN3 = {
-    **_QWEN,
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "eos_token_id": 151645,
-    "head_dim": 128,
+    **_QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "eos_token_id": 151645, "head_dim": 128,
 }
 
 
 def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "hidden_size": hidden,
-        "word_embed_proj_dim": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "ffn_dim": 4 * hidden,
-        "vocab_size": 50272,
-        "max_position_embeddings": 2048,
-        "activation_function": "relu",
-        "do_layer_norm_before": True,
-        "tie_word_embeddings": True,
-        "bos_token_id": 2,
-        "eos_token_id": 2,
-        "dtype": "float16",
+        "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": hidden, "word_embed_proj_dim": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "ffn_dim": 4 * hidden, "vocab_size": 50272,
+        "max_position_embeddings": 2048, "activation_function": "relu", "do_layer_norm_before": True,
+        "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 2, "dtype": "float16",
     }
 
 
 def _gpt2(hidden: int, layers: int, heads: int, length: int, dtype: str = "float32") -> dict[str, Any]:
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": hidden,
-        "n_layer": layers,
-        "n_head": heads,
-        "n_positions": length,
-        "vocab_size": 50257,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        "bos_token_id": 50256,
-        "eos_token_id": 50256,
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": hidden, "n_layer": layers,
+        "n_head": heads, "n_positions": length, "vocab_size": 50257, "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256,
         "dtype": dtype,
     }
 
@@ -134,27 +88,12 @@ def _gpt2(hidden: int, layers: int, heads: int, length: int, dtype: str = "float
 def _gemma2(hidden: int, layers: int, heads: int, ffn: int, head_dim: int, scalar: int) -> dict[str, Any]:
     """Gemma-2: half as many key heads as query heads, and a window in every second layer."""
     return {
-        "architectures": ["Gemma2ForCausalLM"],
-        "model_type": "gemma2",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "intermediate_size": ffn,
-        "head_dim": head_dim,
-        "query_pre_attn_scalar": scalar,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "sliding_window": 4096,
-        "vocab_size": 256000,
-        "max_position_embeddings": 8192,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        "dtype": "bfloat16",
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads // 2,
+        "intermediate_size": ffn, "head_dim": head_dim, "query_pre_attn_scalar": scalar,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096, "vocab_size": 256000,
+        "max_position_embeddings": 8192, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "dtype": "bfloat16",
     }
 
 
@@ -162,142 +101,65 @@ def _gemma2(hidden: int, layers: int, heads: int, ffn: int, head_dim: int, scala
 # pattern and the ropes are those of published conversions.
 _GEMMA3_4B = {
     **_gemma2(2560, 34, 8, 10240, 256, 256),
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "sliding_window": 1024,
-    "sliding_window_pattern": 6,
-    "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 10000.0,
-    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    "eos_token_id": [1, 106],
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attn_logit_softcapping": None,
+    "final_logit_softcapping": None, "sliding_window": 1024, "sliding_window_pattern": 6, "vocab_size": 262208,
+    "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "eos_token_id": [1, 106],
 }
 # Jamba-v0.1; its config.json has transformers' defaults.
 _JAMBA = {
-    "architectures": ["JambaForCausalLM"],
-    "model_type": "jamba",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 65536,
-    "max_position_embeddings": 262144,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "attn_layer_period": 8,
-    "attn_layer_offset": 4,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
-    "num_experts": 16,
-    "num_experts_per_tok": 2,
-    "mamba_d_state": 16,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_dt_rank": 256,
-    "mamba_conv_bias": True,
-    "mamba_proj_bias": False,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "dtype": "bfloat16",
+    "architectures": ["JambaForCausalLM"], "model_type": "jamba", "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 65536,
+    "max_position_embeddings": 262144, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attn_layer_period": 8,
+    "attn_layer_offset": 4, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 16,
+    "num_experts_per_tok": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 256,
+    "mamba_conv_bias": True, "mamba_proj_bias": False, "tie_word_embeddings": False, "bos_token_id": 1,
+    "eos_token_id": 2, "dtype": "bfloat16",
 }
 
 
 def _mamba(hidden: int, layers: int) -> dict[str, Any]:
     return {
-        "architectures": ["MambaForCausalLM"],
-        "model_type": "mamba",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "vocab_size": 50280,
-        "state_size": 16,
-        "conv_kernel": 4,
-        "expand": 2,
-        "time_step_rank": hidden // 16,
-        "use_conv_bias": True,
-        "use_bias": False,
-        "hidden_act": "silu",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
+        "architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_size": hidden,
+        "num_hidden_layers": layers, "vocab_size": 50280, "state_size": 16, "conv_kernel": 4, "expand": 2,
+        "time_step_rank": hidden // 16, "use_conv_bias": True, "use_bias": False, "hidden_act": "silu",
+        "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0,
         "dtype": "float32",
     }
 
 
 _QWEN2_TEXT = {
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152128,
-    "max_position_embeddings": 32768,
-    "rope_theta": 1000000.0,
-    "use_sliding_window": False,
-    "eos_token_id": 151645,
+    "model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152128, "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0, "use_sliding_window": False, "eos_token_id": 151645,
 }
 _INTERNLM2 = {
-    "model_type": "internlm2",
-    "architectures": ["InternLM2ForCausalLM"],
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 92553,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000.0,
-    "rope_scaling": {"type": "dynamic", "factor": 2.0},
-    "bias": False,
-    "eos_token_id": 2,
+    "model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 92553,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "dynamic", "factor": 2.0}, "bias": False, "eos_token_id": 2,
 }
 _GEMMA2 = {
-    "model_type": "gemma2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 42,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "sliding_window": 4096,
-    "vocab_size": 257216,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "eos_token_id": [1, 107],
+    "model_type": "gemma2", "hidden_size": 3584, "num_hidden_layers": 42, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "head_dim": 256, "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096, "vocab_size": 257216,
+    "hidden_activation": "gelu_pytorch_tanh", "eos_token_id": [1, 107],
 }
 _SHORT = [
     1.05, 1.05, 1.05, 1.1, 1.1, 1.1, 1.25, 1.25, 1.4, 1.45, 1.55, 1.85, 1.9, *[2.0] * 19, 2.1, 2.1, 2.2, *[2.35] * 4,
     2.4, 2.4, 2.65, 2.7, 2.9, 2.95, 3.05, 3.05, 3.05,
-]  # fmt: skip
+]
 
 _LONG = [
     1.03, 1.05, 1.05, 1.08, 1.23, 1.23, 1.3, 1.45, 1.6, 1.65, 1.9, 2.86, 3.69, 5.42, 5.49, 5.49, 9.09, 11.58, 15.66,
     15.77, 15.79, 18.36, 21.99, 23.08, 30.01, 32.35, 32.59, 35.56, 39.95, 53.84, 56.2, 57.95, 59.29, 59.77, 59.92,
     61.19, 61.96, 62.5, 63.37, 63.48, 63.48, 63.66, 63.85, 64.08, 64.76, 64.8, 64.81, 64.81,
-]  # fmt: skip
+]
 _PHI3 = {
-    "model_type": "phi3_v",
-    "hidden_size": 3072,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "intermediate_size": 8192,
-    "vocab_size": 32064,
-    "max_position_embeddings": 131072,
-    "original_max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "rope_scaling": {"type": "su", "short_factor": _SHORT, "long_factor": _LONG},
-    "sliding_window": 131072,
+    "model_type": "phi3_v", "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "intermediate_size": 8192, "vocab_size": 32064, "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "rope_scaling": {"type": "su", "short_factor": _SHORT, "long_factor": _LONG}, "sliding_window": 131072,
     "eos_token_id": 2,
 }
 
@@ -305,30 +167,17 @@ _PHI3 = {
 def _llama_vision(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Any]:
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     return {
-        "model_type": "mllama_text_model",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "cross_attention_layers": list(range(3, layers, 5)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
+        "model_type": "mllama_text_model", "hidden_size": hidden, "num_hidden_layers": layers,
+        "cross_attention_layers": list(range(3, layers, 5)), "num_attention_heads": heads, "num_key_value_heads": 8,
         "intermediate_size": intermediate,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": {**rope, "original_max_position_embeddings": 8192},
-        "eos_token_id": [128001, 128008, 128009],
+        "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "rope_scaling": {**rope, "original_max_position_embeddings": 8192}, "eos_token_id": [128001, 128008, 128009],
     }
 
 
 def _vision_language(encoder: str, **text: Any) -> dict[str, Any]:
-    return {
-        **VISION_CONFIGS[encoder],
-        **text,
-        PREPROCESSOR_KEY: PREPROCESSOR_CONFIGS[encoder],
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
+    more = {PREPROCESSOR_KEY: PREPROCESSOR_CONFIGS[encoder], "tie_word_embeddings": False, "dtype": "bfloat16"}
+    return {**VISION_CONFIGS[encoder], **text, **more}
 
 
 VISION_LANGUAGE_CONFIGS: dict[str, dict[str, Any]] = {
@@ -380,6 +229,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
     **VISION_LANGUAGE_CONFIGS,
 }
+# fmt: on
 
 
 def named_config(name: str) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from quire.layers.rope_config import ROPE_KINDS, RopeConfig
 from quire.models.config_reader import ConfigReader
 
 
-def read_rope(fields: ConfigReader, max_position: int, partial: bool = False) -> tuple[RopeConfig, int]:
-    """Read the rotary embedding of all layers, and the length that it reaches; `partial`: see `read_rope_section`.
+def read_rope(fields: ConfigReader, partial: bool = False, theta: float = 10000.0) -> tuple[RopeConfig, int]:
+    """Read the rotary embedding of all layers, and the length that it reaches; `theta` is the default, `partial`: see
+    `read_rope_section`.
 
     Newer configs have everything in `rope_parameters`; older ones have `rope_theta` and perhaps `rope_scaling`. If both
     are given `rope_scaling` is used, as in transformers.
@@ -23,7 +24,8 @@ def read_rope(fields: ConfigReader, max_position: int, partial: bool = False) ->
             f"{where} must be one flat object, got {short_repr(section)}", "One rope a model is supported"
         )
     rope = ConfigReader(section, f"{where} of config.json")
-    return read_rope_section(fields, rope, max_position, fields.get_float("rope_theta", 10000.0), partial)
+    max_position = fields.get_int("max_position_embeddings")
+    return read_rope_section(fields, rope, max_position, fields.get_float("rope_theta", theta), partial)
 
 
 def read_rope_section(

@@ -1,12 +1,17 @@
-"""Weight names: the checkpoint's tensors for each parameter."""
+"""Weight names: the checkpoint's tensors for each parameter. No torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
+
+WeightNames = Mapping[str, str | tuple[str, ...]]
+"""A parameter -> the tensors that it consists of, or a module -> the modules of which its weight and bias consist. In
+the names of both, * stands for the layer's number."""
 
 
 class WeightSource(NamedTuple):
@@ -21,67 +26,56 @@ class WeightSource(NamedTuple):
     row_order: tuple[int, ...] = ()
 
 
-def expand_weight_names(
-    model: nn.Module, table: Mapping[str, str | tuple[str, ...]], transposed: str = ""
-) -> dict[str, WeightSource]:
-    """Return each parameter's WeightSource, from a `table` of patterns in which * is the layer's number.
-
-    `transposed` is a regular expression for the names of parameters that a checkpoint has as [in, out]. A parameter
-    that the table lacks is a KeyError: a mistake in the table.
-    """
+def expand_weight_names(model: nn.Module, table: WeightNames, transposed: str = "") -> dict[str, WeightSource]:
+    """Return each parameter's WeightSource. `transposed` is a regular expression for the names of parameters that a
+    checkpoint has as [in, out]. A child with `weight_sources` of its own has these. A parameter that the table lacks is
+    a KeyError: a mistake in the table."""
     sources = {}
+    children: dict[str, Any] = {name: one for name, one in model.named_children() if hasattr(one, "weight_sources")}
     for name, parameter in model.named_parameters():
-        layer = re.search(r"\d+", name)
-        entry = table[re.sub(r"\d+", "*", name, count=1)]
-        tensors = (entry,) if isinstance(entry, str) else entry
-        if layer:
-            tensors = tuple(tensor.replace("*", layer.group()) for tensor in tensors)
-        module = model.get_submodule(name.rpartition(".")[0])
-        rows = getattr(module, "output_sizes", ())
+        if name.partition(".")[0] in children:
+            continue
+        tensors, rows = _lookup(table, name), getattr(model.get_submodule(name.rpartition(".")[0]), "output_sizes", ())
         if not isinstance(rows, tuple) or len(rows) != len(tensors):  # equal parts
             rows = (len(parameter) // len(tensors),) * len(tensors)
         flip = bool(transposed) and parameter.dim() == 2 and re.search(transposed, name) is not None
         sources[name] = WeightSource(tensors, rows, flip)
+    for child_name, child in children.items():
+        sources |= {f"{child_name}.{name}": source for name, source in child.weight_sources().items()}
     return sources
 
 
-INTERNLM2_WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
-    "embed_tokens.weight": "tok_embeddings.weight",
-    "layers.*.attention_norm.weight": "layers.*.attention_norm.weight",
-    "layers.*.attention.qkv.weight": "layers.*.attention.wqkv.weight",
-    "layers.*.attention.out.weight": "layers.*.attention.wo.weight",
-    "layers.*.mlp_norm.weight": "layers.*.ffn_norm.weight",
-    "layers.*.mlp.gate_up.weight": ("layers.*.feed_forward.w1.weight", "layers.*.feed_forward.w3.weight"),
-    "layers.*.mlp.down.weight": "layers.*.feed_forward.w2.weight",
-    "head.weight": "output.weight",
-}
-"""InternLM2's names that differ from LLaMA's. Its `wqkv` has, for each key head, its query heads, the key head, and the
-value head."""
-PHI3_WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
-    "layers.*.attention.qkv.weight": "layers.*.self_attn.qkv_proj.weight",
-    "layers.*.mlp.gate_up.weight": "layers.*.mlp.gate_up_proj.weight",
-}
-"""Phi-3's names that differ from LLaMA's."""
+def _lookup(table: WeightNames, name: str) -> tuple[str, ...]:
+    """Return the tensors of a parameter: an entry for its layer's number comes before one for all layers."""
+    number, (module, _, kind) = re.search(r"\d+", name), name.rpartition(".")
+    for ours, suffix in ((name, ""), (module, f".{kind}")):
+        entry = table.get(ours) or table.get(re.sub(r"\d+", "*", ours, count=1))
+        if entry is not None:
+            theirs = (entry,) if isinstance(entry, str) else entry
+            return tuple((one + suffix).replace("*", number.group() if number else "*") for one in theirs)
+    raise KeyError(name)
 
 
-def mixer_weight_names(ours: str, theirs: str) -> dict[str, str | tuple[str, ...]]:
-    """Return the name table of a Mamba layer's mixer (quire.layers.mamba)."""
-    names = {
-        "in_proj": "in_proj", "conv_weight": "conv1d.weight", "conv_bias": "conv1d.bias",
-        "x_proj.weight": "x_proj.weight",
-        "dt_proj.weight": "dt_proj.weight", "dt_bias": "dt_proj.bias", "A_log": "A_log", "D": "D", "out": "out_proj",
-        **{f"norms.{i}.weight": f"{x}_layernorm.weight" for i, x in enumerate(("dt", "b", "c"))},
-    }  # fmt: skip
-    for linear in ("in_proj", "out"):
-        name = names.pop(linear)
-        names |= {f"{linear}.{kind}": f"{name}.{kind}" for kind in ("weight", "bias")}
-    return {f"{ours}.{parameter}": f"{theirs}.{tensor}" for parameter, tensor in names.items()}
+def prefixed(ours: str, theirs: str, table: WeightNames) -> WeightNames:
+    """Return a part's table with the part's names before its own."""
+    return {
+        f"{ours}.{name}": f"{theirs}{entry}" if isinstance(entry, str) else tuple(theirs + one for one in entry)
+        for name, entry in table.items()
+    }
 
 
-def expert_weight_names(ours: str, theirs: str, experts: int) -> dict[str, str | tuple[str, ...]]:
-    """Return the name table of a layer's experts (quire.layers.moe), which are separate tensors in a checkpoint."""
+MAMBA_NAMES: WeightNames = {
+    "conv_weight": "conv1d.weight", "conv_bias": "conv1d.bias", "dt_bias": "dt_proj.bias", "A_log": "A_log", "D": "D",
+    **{name: name for name in ("in_proj", "x_proj", "dt_proj")}, "out": "out_proj",
+    **{f"norms.{i}": f"{x}_layernorm" for i, x in enumerate(("dt", "b", "c"))},
+}  # fmt: skip
+"""The names of a Mamba layer's mixer (quire.layers.mamba)."""
+
+
+def expert_names(theirs: str, experts: int) -> WeightNames:
+    """Return the names of a layer's experts (quire.layers.moe), which are separate tensors in a checkpoint."""
     names = [f"{theirs}.{expert}" for expert in range(experts)]
     return {
-        f"{ours}.gate_up": tuple(f"{name}.{x}_proj.weight" for name in names for x in ("gate", "up")),
-        f"{ours}.down": tuple(f"{name}.down_proj.weight" for name in names),
+        "gate_up": tuple(f"{name}.{x}_proj.weight" for name in names for x in ("gate", "up")),
+        "down": tuple(f"{name}.down_proj.weight" for name in names),
     }

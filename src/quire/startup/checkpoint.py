@@ -12,7 +12,7 @@ from quire.errors import InputError, StartupError
 from quire.files import DOWNLOAD_AGAIN, read_json_config
 from quire.models import read_spec
 from quire.models.named_configs import CONFIGS
-from quire.models.vision_language_settings import PREPROCESSOR_KEY
+from quire.models.vision.settings import PREPROCESSOR_KEY
 from quire.protocol.image_tiling import ImageTiling
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.parallel_layout import Shard

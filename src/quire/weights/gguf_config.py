@@ -13,8 +13,8 @@ import numpy as np
 from quire.errors import StartupError, short_repr
 from quire.files import DOWNLOAD_AGAIN
 from quire.models.config_reader import MAX_LIST_LENGTH, ConfigReader
+from quire.models.decoder_config import MAX_LAYERS
 from quire.models.quantization import GGUF_BLOCKS_KEY
-from quire.models.settings import MAX_LAYERS
 from quire.weights.gguf_blocks import GGUFTensor
 from quire.weights.gguf_file import GGUFFile
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.kernels.forward_batch import to_device
 from quire.kernels.limits import MAX_IMAGE_PARTS
-from quire.models.vision import Encoder
+from quire.models.vision.encoder import VisionEncoder
 from quire.protocol.image_tiling import TileGrid
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.step_plan import ImageEncoding, SeqSlice, SlotInit
@@ -48,7 +48,7 @@ class ImageInputs:
     """Images, encoded by `vision_encoder`, and their embeddings in the pages of `store`. Pixels are not copied; they
     are uploaded when their first part is encoded."""
 
-    def __init__(self, vision_encoder: Encoder, store: Store, embed_dim: int) -> None:
+    def __init__(self, vision_encoder: VisionEncoder, store: Store, embed_dim: int) -> None:
         self.vision_encoder, self.store = vision_encoder, store
         kv_config = store.kv_config
         self.embed_location, self.embed_group = kv_config.sight, -1

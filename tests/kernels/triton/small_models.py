@@ -9,7 +9,7 @@ import torch
 from geometries import one_size
 from grids import DEVICE
 
-from quire.models import resolve_model_class
+from quire.models import read_spec, resolve_model_class
 from quire.models.named_configs import named_config
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.step_plan import TableWrite
@@ -41,7 +41,7 @@ def built(config: dict[str, Any], grows: Callable[[str, torch.Tensor], bool]) ->
         if grows(name, parameter):
             parameter.mul_(8)
     model.prepare(64)
-    return model, kind.spec(config)
+    return model, read_spec(config)
 
 
 def a_model(name: str) -> tuple[Any, Any]:

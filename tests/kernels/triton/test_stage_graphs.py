@@ -14,7 +14,7 @@ from test_mixed_steps import Again
 from torch import Tensor
 
 from quire.kernels.triton import backend
-from quire.models import resolve_model_class
+from quire.models import read_spec, resolve_model_class
 from quire.models.named_configs import named_config
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 from quire.protocol.pipeline_stages import largest_stage_spec
@@ -52,7 +52,7 @@ def made(name: str, part: Shard, attention: str, pipes: Any = None, replays: boo
     for parameter in model.parameters():
         parameter.mul_(8)  # logits that differ
     model.prepare(64)
-    spec = kind.spec(config)
+    spec = read_spec(config)
     given = (model, spec, torch.float32, DEVICE, attention)
     runner = ModelRunner(*given) if pipes is None else StageRunner(*given, shard=part, pipes=pipes, use_graphs=replays)
     bind(runner, largest_stage_spec(spec, part.pp_size), SLOTS)

@@ -1,5 +1,5 @@
 """The building blocks of vision encoders: the patch embedding, layers of bidirectional attention and MLP, the
-projector, and the base class of encoders.
+projector.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP, get_activation
 from quire.layers.norm import LayerNorm, RMSNorm
-from quire.layers.prepare import prepare_layers
 from quire.models.vision.settings import PROJECTOR_ROWS, VisionSettings
 from quire.models.vision.tower_settings import INTERN, MLLAMA, TowerSettings
-from quire.protocol.image_tiling import TileGrid
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -133,30 +131,3 @@ def merge_patches(features: Tensor, merge: int) -> Tensor:
     side = round(patches**0.5)
     squares = features.view(tiles, side // merge, merge, side // merge, merge, size).transpose(2, 3)
     return squares.reshape(tiles, side // merge, side // merge, merge * merge * size)
-
-
-class VisionEncoder(nn.Module):
-    """The base class of encoders: normalisation of pixels, and `prepare`."""
-
-    encodes_whole_image = False
-
-    def __init__(self, settings: VisionSettings, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.settings, self.tiling, self.dtype = settings, settings.tiling, dtype
-
-    def preprocess(self, pixels: Tensor, grid: TileGrid) -> Tensor:
-        """Normalise pixels [tiles, side, side, 3] uint8: return [tiles, 3, side, side]."""
-        assert pixels.dtype == torch.uint8, "pixels are bytes"
-        assert pixels.shape[1:] == (self.tiling.tile_size, self.tiling.tile_size, 3), (
-            f"tiles of shape {list(pixels.shape)}"
-        )
-        return self.normalize(pixels).to(self.dtype)
-
-    def normalize(self, pixels: Tensor) -> Tensor:
-        normal = self.settings.normalization
-        mean, std = (torch.tensor(x, device=pixels.device) for x in (normal.mean, normal.std))
-        return pixels.float().mul_(normal.scale).sub_(mean).div_(std).permute(0, 3, 1, 2)
-
-    def prepare(self, deterministic: bool = False) -> None:
-        """Choose kernels and pack weights. Call once, after loading."""
-        prepare_layers(self, deterministic)

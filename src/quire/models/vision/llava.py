@@ -8,26 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.models.vision.blocks import Projector, VisionEncoder, empty_parameter
-from quire.models.vision.clip import unused_weights
+from quire.models.vision.blocks import Projector, empty_parameter
+from quire.models.vision.encoder import VisionEncoder
 from quire.models.vision.settings import VisionSettings
-from quire.models.vision.siglip import WEIGHT_NAMES, SigLIPTower
-from quire.models.weight_names import WeightSource, expand_weight_names
+from quire.models.weight_names import WeightNames
 from quire.protocol.image_tiling import AnyResTiling, TileGrid
 
-ENCODER_WEIGHT_NAMES = {
-    **{f"tower.{ours}": theirs for ours, theirs in WEIGHT_NAMES.items()},
-    **{f"projector.up.{x}": f"multi_modal_projector.linear_1.{x}" for x in ("weight", "bias")},
-    **{f"projector.down.{x}": f"multi_modal_projector.linear_2.{x}" for x in ("weight", "bias")},
+WEIGHT_PREFIXES = (
+    "model.vision_tower.vision_model.", "vision_tower.vision_model.", "model.vision_tower.", "vision_tower.", "model.",
+)  # fmt: skip
+CONNECTOR_NAMES: WeightNames = {
+    "projector.up": "multi_modal_projector.linear_1",
+    "projector.down": "multi_modal_projector.linear_2",
     "newline": "image_newline",
 }
-WEIGHT_PREFIXES = (
-    "model.vision_tower.vision_model.",
-    "vision_tower.vision_model.",
-    "model.vision_tower.",
-    "vision_tower.",
-    "model.",
-)
 
 
 class LlavaOneVision(VisionEncoder):
@@ -37,17 +31,12 @@ class LlavaOneVision(VisionEncoder):
     tiling: AnyResTiling
 
     def __init__(self, settings: VisionSettings, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(settings, dtype)
-        self.tower = SigLIPTower(settings.tower, dtype, device)
+        super().__init__(settings, CONNECTOR_NAMES, dtype, device)
         self.projector = Projector(settings, dtype, device)
         self.newline = empty_parameter(settings.hidden, dtype=dtype, device=device)
 
-    def encode(self, pixels: Tensor, grid: TileGrid | None = None) -> Tensor:
-        """[n, 3, side, side] -> [n, patches, hidden]."""
-        return self.tower(pixels)
-
     def assemble(self, features: Tensor, grid: TileGrid) -> Tensor:
-        """features [parts, patches, hidden] -> rows [rows, width]."""
+        """See VisionEncoder."""
         whole = self.projector(features[0])
         if not grid.rows:
             return torch.cat((whole, self.newline[None]))
@@ -65,12 +54,3 @@ class LlavaOneVision(VisionEncoder):
         canvas = features.view(grid.rows, grid.columns, side, side, -1).transpose(1, 2).reshape(lines, length, -1)
         canvas = canvas[above : lines - above, left : length - left]
         return self.projector(canvas.flatten(0, 1)).view(*canvas.shape[:2], self.settings.hidden)
-
-    def weight_sources(self) -> dict[str, WeightSource]:
-        """Map parameter names to the checkpoint's tensors, without prefix."""
-        return expand_weight_names(self, ENCODER_WEIGHT_NAMES)
-
-    @property
-    def ignored_weights(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may hold and that are not loaded."""
-        return unused_weights(self.settings.tower)

@@ -11,49 +11,14 @@ from torch import Tensor, nn
 from quire.layers.linear import Linear
 from quire.layers.module_list import module_list
 from quire.layers.norm import LayerNorm
-from quire.models.vision.blocks import PatchEmbedding, VisionEncoder, VisionEncoderLayer, empty_parameter
+from quire.models.vision.blocks import PatchEmbedding, VisionEncoderLayer, empty_parameter
+from quire.models.vision.encoder import VisionEncoder
 from quire.models.vision.settings import VisionSettings
 from quire.models.vision.tower_settings import TowerSettings
-from quire.models.weight_names import WeightSource, expand_weight_names
+from quire.models.weight_names import WeightNames
 from quire.protocol.image_tiling import FittedCanvasTiling, TileGrid
 
-BOTH = ("weight", "bias")
 EPS = 1e-5  # of the norms before and after the local layers; it is in no config
-
-
-def _layer_weight_names(ours: str, theirs: str) -> dict[str, str | tuple[str, ...]]:
-    layer = f"{theirs}.layers.*."
-    return {
-        f"{ours}.*.attention.qkv.weight": tuple(f"{layer}self_attn.{x}_proj.weight" for x in "qkv"),
-        f"{ours}.*.attention.out.weight": f"{layer}self_attn.o_proj.weight",
-        f"{ours}.*.attention_scale": f"{layer}gate_attn",
-        f"{ours}.*.mlp_scale": f"{layer}gate_ffn",
-        **{f"{ours}.*.attention_norm.{x}": f"{layer}input_layernorm.{x}" for x in BOTH},
-        **{f"{ours}.*.mlp_norm.{x}": f"{layer}post_attention_layernorm.{x}" for x in BOTH},
-        **{f"{ours}.*.mlp.up.{x}": f"{layer}mlp.fc1.{x}" for x in BOTH},
-        **{f"{ours}.*.mlp.down.{x}": f"{layer}mlp.fc2.{x}" for x in BOTH},
-    }
-
-
-WEIGHT_NAMES: dict[str, str | tuple[str, ...]] = {
-    "patches.weight": "patch_embedding.weight",
-    "class_token": "class_embedding",
-    "positions": "gated_positional_embedding.embedding",
-    "positions_gate": "gated_positional_embedding.gate",
-    "tile_positions": "gated_positional_embedding.tile_embedding.weight",
-    "pre_tile_positions": "pre_tile_positional_embedding.embedding.weight",
-    "pre_tile_positions_gate": "pre_tile_positional_embedding.gate",
-    "post_tile_positions": "post_tile_positional_embedding.embedding.weight",
-    "post_tile_positions_gate": "post_tile_positional_embedding.gate",
-    **{f"norm_pre.{x}": f"layernorm_pre.{x}" for x in BOTH},
-    **{f"norm_post.{x}": f"layernorm_post.{x}" for x in BOTH},
-    **_layer_weight_names("local_layers", "transformer"),
-    **_layer_weight_names("global_layers", "global_transformer"),
-}
-ENCODER_WEIGHT_NAMES = {
-    **{f"tower.{ours}": theirs for ours, theirs in WEIGHT_NAMES.items()},
-    **{f"projector.{x}": f"multi_modal_projector.{x}" for x in BOTH},
-}
 
 
 class MllamaTower(nn.Module):
@@ -124,6 +89,9 @@ class MllamaTower(nn.Module):
         return torch.cat((index[:tiles, :count].flatten(), index[:tiles, count:].flatten(), index[tiles:].flatten()))
 
 
+CONNECTOR_NAMES: WeightNames = {"projector": "multi_modal_projector"}
+
+
 class MllamaVision(VisionEncoder):
     """The rows, of real tiles only, tile by tile, are for the text model's cross-attention layers."""
 
@@ -132,29 +100,24 @@ class MllamaVision(VisionEncoder):
     tiling: FittedCanvasTiling
 
     def __init__(self, settings: VisionSettings, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(settings, dtype)
-        self.tower = MllamaTower(settings.tower, dtype, device)
+        super().__init__(settings, CONNECTOR_NAMES, dtype, device)
         self.projector = Linear(settings.connector_in, settings.hidden, True, dtype, device)
 
+    def make_tower(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        """See VisionEncoder."""
+        return MllamaTower(self.settings.tower, dtype, device)
+
     def preprocess(self, pixels: Tensor, grid: TileGrid) -> Tensor:
-        """pixels [tiles, side, side, 3] uint8 -> [1, tiles, 3, side, side]: one part."""
+        """See VisionEncoder."""
         assert len(pixels) == grid.rows * grid.columns, f"{len(pixels)} tiles in a grid of {grid.rows} x {grid.columns}"
         return super().preprocess(pixels, grid)[None]
 
     def encode(self, pixels: Tensor, grid: TileGrid | None = None) -> Tensor:
-        """Return features [1, tiles * (patches + 1), out] of one image [1, tiles, 3, side, side]."""
+        """See VisionEncoder: [1, tiles, 3, side, side] -> [1, tiles * (patches + 1), width]."""
         assert grid is not None, "the tower encodes a whole image"
-        return self.tower(pixels[0], self.tiling.aspect_ratio_id(grid)).flatten(0, 1)[None]
+        features: Tensor = self.tower(pixels[0], self.tiling.aspect_ratio_id(grid))
+        return features.flatten(0, 1)[None]
 
     def assemble(self, features: Tensor, grid: TileGrid) -> Tensor:
-        """features [1, rows, out] -> [rows, width]."""
+        """See VisionEncoder."""
         return self.projector(features[0])
-
-    def weight_sources(self) -> dict[str, WeightSource]:
-        """Map parameter names to the checkpoint's tensors, without prefix."""
-        return expand_weight_names(self, ENCODER_WEIGHT_NAMES)
-
-    @property
-    def ignored_weights(self) -> tuple[str, ...]:
-        """Regular expressions of tensors that a checkpoint may hold and that are not loaded."""
-        return ()

@@ -22,27 +22,21 @@ from quire.protocol.image_tiling import (
 )
 from quire.protocol.model_spec import VisionSpec
 
+PREPROCESSOR_KEY = "preprocessor_config"
+"""The key under which a config.json that was read has preprocessor_config.json (see quire.weights.checkpoint_files)."""
 PROJECTOR_ROWS = 4096  # rows that a connector with two products computes at a time
 MAX_TILES = 64
 MAX_SIZES = 256
 ENCODER_COST_FACTOR = 2  # time per operation of a tower, relative to a prompt's: on an H200 1.1 to 2.3
 LLAVA_TOWER = {
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "patch_size": 14,
-    "image_size": 384,
-    "num_hidden_layers": 26,
+    "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 14, "image_size": 384, "num_hidden_layers": 26,
     "num_attention_heads": 16,
-}
+}  # fmt: skip
 PALIGEMMA_TOWER = {**LLAVA_TOWER, "image_size": 224, "num_hidden_layers": 27, "intermediate_size": 4096}
 CLIP_LARGE = {
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "patch_size": 14,
-    "image_size": 336,
-    "num_hidden_layers": 24,
+    "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14, "image_size": 336, "num_hidden_layers": 24,
     "num_attention_heads": 16,
-}
+}  # fmt: skip
 PHI3_IMAGE_TOKEN = 32_044
 """<|image|> in Phi-3-Vision's vocabulary."""
 
@@ -92,8 +86,7 @@ class VisionSettings:
                 f"the architecture {short_repr(name)} has no vision encoder",
                 f"Architectures with one: {', '.join(SETTINGS_READERS)}",
             )
-        fields = ConfigReader(config)
-        preprocessor_fields = ConfigReader(preprocessor or {}, "preprocessor_config.json")
+        fields, preprocessor_fields = ConfigReader(config), ConfigReader(preprocessor or {}, "preprocessor_config.json")
         settings = cls(**SETTINGS_READERS[name](fields, preprocessor_fields))
         tile = preprocessor_tile(preprocessor_fields)
         if tile is not None and tile != settings.tiling.tile_size:
@@ -199,18 +192,11 @@ def _internvl(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any
     tower = read_tower(_section(fields, "vision_config"), INTERN, _feature_layer(fields, "vision_feature_layer", -1))
     if fields.get_str("vision_feature_select_strategy", "default") != "default":
         raise StartupError('vision_feature_select_strategy must be "default": the class token stands for no row')
-    merge = _merge(fields, tower.patches_per_side)
-    least, most = preprocessor.get_int("min_patches", 1), preprocessor.get_int("max_patches", 12, maximum=MAX_TILES)
+    limits = preprocessor.get_int("min_patches", 1), preprocessor.get_int("max_patches", 12, maximum=MAX_TILES)
     return {
-        "kind": "internvl",
-        "tower": tower,
+        **_shuffled_tiles(fields, preprocessor, tower, *limits),
         "hidden": _text_section(fields).get_int("hidden_size"),
-        "tiling": ClosestAspectTiling(
-            tower.image_size, tower.patches_per_side, merge, _check_tile_range(least, most), most
-        ),
-        "normalization": read_normalization(preprocessor, IMAGENET_NORMAL),
         "activation": _activation(fields, "projector_hidden_act"),
-        "merge": merge,
         "image_token_id": fields.get_int("image_token_id", 151_667),
     }
 
@@ -223,28 +209,36 @@ def _internvl_published(fields: ConfigReader, preprocessor: ConfigReader) -> dic
         raise StartupError(f"force_image_size is {tile}, the tower has {tower.image_size}", "They must be the same")
     if fields.get_str("ps_version", "v1") != "v2":
         raise StartupError("ps_version in config.json is not v2", "Only InternVL 1.5 and later ones are supported")
-    merge = _merge(fields, tower.patches_per_side)
-    least, most = fields.get_int("min_dynamic_patch", 1), fields.get_int("max_dynamic_patch", 12, maximum=MAX_TILES)
+    limits = fields.get_int("min_dynamic_patch", 1), fields.get_int("max_dynamic_patch", 12, maximum=MAX_TILES)
     if not fields.get_bool("dynamic_image_size", True):
-        least = most = 1
-    text = ConfigReader(
-        fields.get_object("llm_config") or fields.get_object("text_config"), "llm_config of config.json"
-    )
+        limits = 1, 1
+    text = fields.get_object("llm_config") or fields.get_object("text_config")
+    thumbnail = fields.get_bool("use_thumbnail", True)
+    return {
+        **_shuffled_tiles(fields, preprocessor, tower, *limits, thumbnail),
+        "hidden": ConfigReader(text, "llm_config of config.json").get_int("hidden_size"),
+        "published_names": True,
+    }
+
+
+def _shuffled_tiles(
+    fields: ConfigReader,
+    preprocessor: ConfigReader,
+    tower: TowerSettings,
+    least: int,
+    most: int,
+    thumbnail: bool = True,
+) -> dict[str, Any]:
+    """Return what both forms of InternVL's config share: `least` to `most` tiles, whose patches are merged."""
+    side, merge = tower.patches_per_side, _merge(fields, tower.patches_per_side)
+    if least > most:
+        raise StartupError(f"the minimum of an image's tiles, {least}, is above the maximum, {most}")
     return {
         "kind": "internvl",
         "tower": tower,
-        "hidden": text.get_int("hidden_size"),
-        "tiling": ClosestAspectTiling(
-            tile,
-            tower.patches_per_side,
-            merge,
-            _check_tile_range(least, most),
-            most,
-            fields.get_bool("use_thumbnail", True),
-        ),
+        "tiling": ClosestAspectTiling(tower.image_size, side, merge, least, most, thumbnail),
         "normalization": read_normalization(preprocessor, IMAGENET_NORMAL),
         "merge": merge,
-        "published_names": True,
     }
 
 
@@ -381,12 +375,6 @@ def _activation(fields: ConfigReader, name: str) -> str:
     if act not in ACTIVATIONS:
         raise StartupError(f"{name} in {fields.source} is {short_repr(act)}", f"Supported: {', '.join(ACTIVATIONS)}")
     return act
-
-
-def _check_tile_range(least: int, most: int) -> int:
-    if least > most:
-        raise StartupError(f"the minimum of an image's tiles, {least}, is above the maximum, {most}")
-    return least
 
 
 def _merge(fields: ConfigReader, side: int) -> int:

@@ -1,0 +1,70 @@
+"""The table of supported architectures, and the reading of a config.json by it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from quire.errors import StartupError, short_repr
+from quire.models import families, mamba_families, vision_language_families
+from quire.models.config_reader import ConfigReader
+from quire.models.decoder_config import DecoderConfig
+from quire.protocol.model_spec import ModelSpec
+from quire.protocol.parallel_layout import UNSHARDED, Shard
+
+
+class Architecture(NamedTuple):
+    """The function that reads a config.json, and the class of the model as "module:name"."""
+
+    read: Callable[[ConfigReader], DecoderConfig]
+    model: str = "decoder:Decoder"
+
+
+VISION_LANGUAGE = Architecture(vision_language_families.read_vision_language, "vision_language:VisionLanguageModel")
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(families.read_llama),
+    "MistralForCausalLM": Architecture(families.read_mistral),
+    "MinistralForCausalLM": Architecture(families.read_mistral),
+    "Qwen2ForCausalLM": Architecture(families.read_qwen2),
+    "Qwen3ForCausalLM": Architecture(families.read_qwen3),
+    "InternLM2ForCausalLM": Architecture(families.read_internlm2),
+    "Phi3ForCausalLM": Architecture(families.read_phi3),
+    "SmolLM3ForCausalLM": Architecture(families.read_smollm3),
+    "Olmo2ForCausalLM": Architecture(families.read_olmo2),
+    "Gemma2ForCausalLM": Architecture(families.read_gemma2),
+    "Gemma3ForCausalLM": Architecture(families.read_gemma3),
+    "Gemma3ForConditionalGeneration": Architecture(families.read_gemma3_with_vision),  # its text
+    "OPTForCausalLM": Architecture(families.read_opt, "opt:OPT"),
+    "GPT2LMHeadModel": Architecture(families.read_gpt2, "gpt2:GPT2"),
+    "JambaForCausalLM": Architecture(mamba_families.read_jamba, "jamba:Jamba"),
+    "MambaForCausalLM": Architecture(mamba_families.read_mamba, "mamba:Mamba"),
+    "FalconMambaForCausalLM": Architecture(mamba_families.read_falcon_mamba, "mamba:Mamba"),
+    "MllamaForConditionalGeneration": Architecture(vision_language_families.read_mllama, "mllama:Mllama"),
+    "LlavaOnevisionForConditionalGeneration": VISION_LANGUAGE,
+    "InternVLForConditionalGeneration": VISION_LANGUAGE,
+    "InternVLChatModel": VISION_LANGUAGE,
+    "Phi3VForCausalLM": VISION_LANGUAGE,
+    "PaliGemmaForConditionalGeneration": VISION_LANGUAGE,
+}
+
+
+def architecture_of(config: dict[str, Any]) -> Architecture:
+    """Return the architecture that `config` names. Raise StartupError if there is none or it is not supported."""
+    names: object = config.get("architectures")
+    remedy = f"Supported architectures: {', '.join(ARCHITECTURES)}"
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise StartupError("config.json names no architecture", remedy)
+    if names[0] not in ARCHITECTURES:
+        raise StartupError(f"the architecture {short_repr(names[0])} is not supported", remedy)
+    return ARCHITECTURES[names[0]]
+
+
+def read_model_config(config: dict[str, Any]) -> DecoderConfig:
+    """Return the declaration of the model of a config.json. Raise StartupError if it is not supported."""
+    return architecture_of(config).read(ConfigReader(config))
+
+
+def read_spec(config: dict[str, Any], shard: Shard = UNSHARDED) -> ModelSpec:
+    """Return the ModelSpec of a config.json, or that of one rank's shard, with the whole model's `vocab_size` and
+    `hidden`. Raise StartupError if it is not supported, or can't be divided so."""
+    return read_model_config(config).for_shard(shard).spec()

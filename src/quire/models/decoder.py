@@ -1,0 +1,215 @@
+"""The decoder: a frame for the models of all families, whose parts a DecoderConfig declares.
+
+A model works on tokens and a ForwardContext; batching, the cache and sampling are outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.layers.embedding import Embedding
+from quire.layers.exchange import Exchange, gather_logits
+from quire.layers.linear import Linear
+from quire.layers.mlp import MLP, GatedMLP
+from quire.layers.module_list import module_list
+from quire.layers.norm import LayerNorm, ResidualSum, RMSNorm
+from quire.layers.pipeline import make_layers
+from quire.layers.prepare import MappedWeights, prepare_layers
+from quire.layers.rotary import RotaryEmbedding
+from quire.layers.sharding import shard_heads, shard_vocab
+from quire.layers.softcap import Softcap
+from quire.models.architectures import read_model_config
+from quire.models.decoder_config import DecoderConfig
+from quire.models.forward_context import ForwardContext
+from quire.models.weight_names import WeightSource, expand_weight_names
+from quire.protocol.parallel_layout import UNSHARDED, Shard
+
+
+class Attention(nn.Module):
+    """Queries, keys and values from one product, or queries alone if the layer shares another's keys and values; their
+    norms and rotation, if any; attention through the context; the output projection. Ranks divide the heads."""
+
+    __call__: Callable[..., Tensor]
+
+    def __init__(
+        self, s: DecoderConfig, layer: int, rotary: RotaryEmbedding | None, dtype: torch.dtype, device: torch.device,
+        shard: Shard = UNSHARDED,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.layer, self.head_dim, self.rotary = layer, s.head_dim, rotary
+        queries, keys = shard_heads(shard, s.heads, s.kv_heads, s.head_dim)
+        shares_kv = s.layers[layer].kv_sharing_layer is not None
+        self.qkv = Linear(s.hidden, (queries,) if shares_kv else (queries, keys, keys), s.qkv_bias, dtype, device)
+        self.out = Linear(queries, s.hidden, s.out_bias, dtype, device)
+        self.head_norms = self.projection_norms = None
+        if s.qk_norm:
+            sizes = (s.head_dim, s.head_dim) if s.qk_norm == "head" else (queries.padded, keys.padded)
+            self.q_norm, self.k_norm = (RMSNorm(n, s.norm_eps, dtype, device, offset=s.norm_offset) for n in sizes)
+            norms = (self.q_norm, self.k_norm)
+            self.head_norms, self.projection_norms = (norms, None) if s.qk_norm == "head" else (None, norms)
+
+    def forward(self, x: Tensor, ctx: ForwardContext, last: bool = False) -> Tensor:
+        """Return the heads' outputs [T, heads * head_dim], before `out`."""
+        qkv = self.qkv(x)
+        if self.projection_norms is not None:
+            for norm, part in zip(self.projection_norms, qkv.split(self.qkv.output_sizes, dim=1)):
+                norm.normalize_(part)
+        qkv = qkv.view(len(x), -1, self.head_dim)
+        return ctx.attend(self.layer, qkv, self.rotary, self.head_norms, last).flatten(1)
+
+
+class DecoderLayer(nn.Module):
+    """x += attention(norm(x)); returns x and the next residual, mlp(norm(x)). Each sum, with its post norm if there is
+    one, is left to the norm that follows, which reads all of x anyway."""
+
+    def __init__(
+        self, s: DecoderConfig, layer: int, rotary: RotaryEmbedding | None, dtype: torch.dtype, device: torch.device,
+        shard: Shard = UNSHARDED,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.attention_norm = make_norm(s, dtype, device, first=layer == 0)
+        self.attention = Attention(s, layer, rotary, dtype, device, shard)
+        self.mlp_norm = make_norm(s, dtype, device)
+        mlp = GatedMLP if s.gated else MLP
+        self.mlp = mlp(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device, shard)
+
+    def mix(self, x: Tensor, delta: Tensor | None, ctx: ForwardContext, last: bool = False) -> Tensor:
+        """Run the layer up to the attention: return its output, before `out`."""
+        return self.attention(self.attention_norm(x, delta), ctx, last)
+
+    def feed_forward(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Run the rest of the layer: return x and the next residual."""
+        return x, self.mlp(self.mlp_norm(x, self.attention.out(mixed)))
+
+
+def make_norm(
+    s: DecoderConfig, dtype: torch.dtype, device: torch.device, *, first: bool = False, final: bool = False
+) -> RMSNorm | LayerNorm | ResidualSum:
+    """Return the norm of a block's input, or the `final` one. It adds the output of the block before, through that
+    one's post norm, unless it is the `first`."""
+    if s.layer_norm:
+        return LayerNorm(s.hidden, s.norm_eps, dtype, device) if s.final_norm or not final else ResidualSum()
+    norm = partial(RMSNorm, s.hidden, s.norm_eps, dtype, device, offset=s.norm_offset)
+    post_norm = norm() if s.post_norms and not first else None
+    return norm(post_norm=post_norm) if s.pre_norms or final else ResidualSum(post_norm)
+
+
+class Decoder(nn.Module):
+    """The model, with uninitialised weights: load them (quire.weights), call `prepare`, then `forward`."""
+
+    def __init__(
+        self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED
+    ) -> None:
+        super().__init__()
+        self.config = s = read_model_config(config)
+        s.for_shard(shard)  # raises StartupError if the model can't be divided so
+        self.weight_prefixes = s.weight_prefixes
+        self.exchange: Exchange | None = None
+        self.vocab_shard = shard_vocab(shard, s.vocab_size)
+        rows = shard_vocab(shard, s.vocab_size + s.extra_tokens)
+        embeds = shard.has_embedding(s.tied)
+        self.embed_tokens = Embedding(rows, s.embed_dim, dtype, device, s.embed_scale) if embeds else None
+        self.positions = None
+        if s.positions and shard.is_first_stage:
+            self.positions = Embedding(s.positions, s.hidden, dtype, device)
+        self.rotary = module_list(RotaryEmbedding(rope, s.head_dim, s.max_len) for rope in s.ropes)
+        rotary = dict(zip(s.ropes, self.rotary))
+
+        def make(layer: int) -> nn.Module:
+            rope = s.layers[layer].rope
+            return self.make_layer(layer, None if rope is None else rotary[rope], dtype, device, shard)
+
+        self.layers: Sequence[Any] = make_layers(shard, len(s.layers), make)
+        self.norm = make_norm(s, dtype, device, final=True)
+        tied = self.embed_tokens.weight if s.tied and self.embed_tokens is not None else None
+        has_head = shard.has_lm_head(s.tied)
+        self.head = Linear(s.embed_dim, self.vocab_shard, False, dtype, device, tied) if has_head else None
+        self.softcap = None if s.final_softcap is None else Softcap(s.final_softcap, dtype, device)
+
+    def make_layer(self, layer: int, *args: Any) -> nn.Module:
+        """Return the layer of that number; `args` are those of DecoderLayer after it."""
+        return DecoderLayer(self.config, layer, *args)
+
+    def forward(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
+        """Run tokens [T] int64: return hidden states [R, hidden] of those that `ctx` selects, after the final norm."""
+        return self.finish(*self.embed(tokens, ctx), ctx)
+
+    def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Run the model up to the last layer's mixer: return x [T, hidden] and the mixer's output. That of a Mamba
+        mixer is of all tokens, since all of them advance its state."""
+        return self.run_layers(self.embed_inputs(tokens, ctx), ctx)
+
+    def embed_inputs(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return the first layer's input [T, hidden], a new tensor."""
+        assert self.embed_tokens is not None, "only the first stage embeds"
+        return self.embed_tokens(tokens)
+
+    def run_layers(self, x: Tensor, ctx: ForwardContext, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As `embed`, from embeddings `x`, or from the previous stage's x and delta. x is overwritten."""
+        *layers, last = self.layers
+        for layer in layers:
+            x, delta = layer.feed_forward(x, layer.mix(x, delta, ctx))
+        return x, last.mix(x, delta, ctx, last=True)
+
+    def finish(self, x: Tensor, mixed: Tensor, ctx: ForwardContext) -> Tensor:
+        """Call `finish_selected` for the tokens that `ctx` selects."""
+        if self.config.layers[-1].mixer == "mamba":
+            mixed = ctx.select_logits_rows(mixed)
+        return self.finish_selected(ctx.select_logits_rows(x), mixed)
+
+    def finish_selected(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Run what follows the last mixer, for the selected tokens: return hidden states [R, hidden]."""
+        return self.norm(*self.layers[-1].feed_forward(x, mixed))
+
+    def logits(self, hidden: Tensor, local: bool = False) -> Tensor:
+        """Return the logits [R, vocab_size] of hidden [R, hidden], in the model's dtype; if `local`, this rank's
+        columns, padding included."""
+        assert self.head is not None, "only the last stage has logits"
+        logits = self.head(hidden)
+        if self.softcap is not None:
+            logits = self.softcap(logits)
+        return gather_logits(logits, self.vocab_shard, None if local else self.exchange)
+
+    def weight_sources(self) -> dict[str, WeightSource]:
+        """Map parameter names to the checkpoint's tensors, without prefix. Call before `prepare`."""
+        s = self.config
+        sources = expand_weight_names(self, s.weight_names, s.transposed_weights)
+        for name, source in sources.items():
+            if not (name.startswith("layers.") and name.endswith(".attention.qkv.weight")):
+                continue
+            if s.grouped_qkv:
+                sizes = s.heads // s.kv_heads * s.head_dim, s.head_dim, s.head_dim
+                sources[name] = source._replace(group_rows=sizes)
+            if any(rope.partial_rotary_factor < 1 for rope in s.ropes):
+                sources[name] = source._replace(row_order=self._qkv_row_order(name))
+        return sources
+
+    def _qkv_row_order(self, name: str) -> tuple[int, ...]:
+        """Return the row order of a qkv weight: queries and keys as rotation needs them, values unchanged."""
+        qkv, [rope] = self.get_submodule(name.rpartition(".")[0]), self.config.ropes
+        assert isinstance(qkv, Linear), f"{name} is no weight of a linear layer"
+        *rotated, values = qkv.output_sizes
+        dim, end = self.config.head_dim, sum(rotated)
+        heads = [head + row for head in range(0, end, dim) for row in rope.rotary_order(dim)]
+        return (*heads, *range(end, end + values))
+
+    @property
+    def ignored_weights(self) -> tuple[str, ...]:
+        """Regular expressions of tensors that a checkpoint may hold and that are not loaded."""
+        s, frequencies = self.config, (r"(.*\.)?rotary_emb\.inv_freq",)
+        return (*s.ignored_weights, *(frequencies if s.ropes else ()), *((r"lm_head\.weight",) if s.tied else ()))
+
+    def prepare(
+        self, max_len: int | None = None, deterministic: bool = False, mapped_files: Sequence[MappedWeights] = ()
+    ) -> None:
+        """Choose kernels, pack weights, build the rotary tables for positions below `max_len`. Call once, after
+        loading. `deterministic`, `mapped_files`: see quire.layers.prepare."""
+        for rotary in self.rotary:
+            assert isinstance(self.norm, RMSNorm), "models with rotary embeddings have RMS norms"
+            rotary.prepare(self.norm.weight.device, max_len)
+        prepare_layers(self, deterministic, mapped_files)

@@ -1,0 +1,149 @@
+"""The families of models with Mamba layers, as quire.models.families has those without. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.errors import StartupError
+from quire.models.config_reader import ConfigReader
+from quire.models.decoder_config import MAX_LAYERS, DecoderConfig, LayerConfig, MambaConfig
+from quire.models.families import declare, read_heads
+from quire.models.layer_types import read_layer_count
+from quire.models.weight_names import MAMBA_NAMES, WeightNames, expert_names, prefixed
+
+MAX_D_STATE = 256
+"""Limit of the size of a channel's state."""
+MIN_D_CONV, MAX_D_CONV = 2, 16
+"""Limits of the convolution's width in tokens; all but the last are part of the state."""
+MAX_EXPAND = 16
+MAX_D_INNER = 2**20
+MAX_DT_RANK = 2**16
+MAX_EXPERTS = 1024
+MAMBA_MAX_LEN = 2**20
+"""quire's limit of a sequence's length: the architecture has none."""
+ITEMSIZES = {"bfloat16": 2, "float16": 2}
+
+MAMBA_MODEL_NAMES: WeightNames = {
+    "embed_tokens": "embeddings",
+    "layers.*.norm": "layers.*.norm",
+    **prefixed("layers.*.mixer", "layers.*.mixer.", MAMBA_NAMES),
+    "norm": "norm_f",
+    "head": "lm_head",
+}
+JAMBA_NAMES: WeightNames = {
+    "embed_tokens": "embed_tokens",
+    "layers.*.mixer_norm": "layers.*.input_layernorm",
+    "layers.*.attention.qkv": tuple(f"layers.*.self_attn.{x}_proj" for x in "qkv"),
+    "layers.*.attention.out": "layers.*.self_attn.o_proj",
+    **prefixed("layers.*.mamba", "layers.*.mamba.", MAMBA_NAMES),
+    "layers.*.mlp_norm": "layers.*.pre_ff_layernorm",
+    "layers.*.mlp.gate_up": tuple(f"layers.*.feed_forward.{x}_proj" for x in ("gate", "up")),
+    "layers.*.mlp.down": "layers.*.feed_forward.down_proj",
+    "layers.*.experts.router": "layers.*.feed_forward.router",
+    "norm": "final_layernorm",
+    "head": "lm_head",
+}
+
+
+def read_mamba(fields: ConfigReader) -> DecoderConfig:
+    """Mamba (Gu and Dao, 2023)."""
+    return _declare_mamba(fields, "none", 1e-6)
+
+
+def read_falcon_mamba(fields: ConfigReader) -> DecoderConfig:
+    """FalconMamba (Zuo et al., 2024), which normalises dt, B and C."""
+    return _declare_mamba(fields, "plain", fields.get_float("mixer_rms_eps", 1e-6))
+
+
+def _declare_mamba(fields: ConfigReader, norms: str, eps: float) -> DecoderConfig:
+    hidden = fields.get_int("hidden_size")
+    keys = ("state_size", "conv_kernel", "expand", "time_step_rank", "use_conv_bias", "use_bias")
+    return declare(
+        fields,
+        family="mamba",
+        hidden=hidden,
+        layers=(LayerConfig(mixer="mamba", feed_forward="none"),) * read_layer_count(fields),
+        mamba=_read_mixer(fields, hidden, keys, norms, eps),
+        norm_eps=fields.get_float("layer_norm_epsilon", 1e-5),
+        tied=fields.get_bool("tie_word_embeddings", True),
+        max_len=MAMBA_MAX_LEN,
+        weight_names=MAMBA_MODEL_NAMES,
+        weight_prefixes=("backbone.",),
+    )
+
+
+def read_jamba(fields: ConfigReader) -> DecoderConfig:
+    """Jamba (Lieber et al., 2024): Mamba layers with some attention layers between them, which have no rotary
+    embedding; in some layers experts."""
+    fields.require_value("mamba_inner_layernorms", True)
+    fields.require_value("sliding_window", None)
+    hidden, heads = fields.get_int("hidden_size"), fields.get_int("num_attention_heads")
+    kv_heads, head_dim = read_heads(fields, heads, 8, hidden // heads)
+    if not head_dim:
+        raise StartupError(f"num_attention_heads {heads} is more than the hidden size {hidden}")
+    count, eps = read_layer_count(fields), fields.get_float("rms_norm_eps", 1e-6)
+    experts = fields.get_int("num_experts", 16, MAX_EXPERTS)
+    attends, sparse = _periodic_layers(fields, "attn_layer", 8, 4), _periodic_layers(fields, "expert_layer", 2, 1)
+    sparse = sparse if experts > 1 else range(0)
+    per_token = fields.get_int("num_experts_per_tok", 2, experts) if experts > 1 else 1
+    keys = ("mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_dt_rank", "mamba_conv_bias", "mamba_proj_bias")
+    return declare(
+        fields,
+        family="jamba",
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=fields.get_int("intermediate_size"),
+        norm_eps=eps,
+        layers=tuple(
+            LayerConfig(
+                mixer="attention" if layer in attends else "mamba", feed_forward="experts" if layer in sparse else "mlp"
+            )
+            for layer in range(count)
+        ),
+        mamba=_read_mixer(fields, hidden, keys, "learned", eps),
+        experts=experts if sparse else 0,
+        experts_per_token=per_token if sparse else 0,
+        tied=fields.get_bool("tie_word_embeddings", False),
+        max_len=fields.get_int("max_position_embeddings", 262_144),
+        weight_names={
+            **JAMBA_NAMES,
+            **prefixed("layers.*.experts", "layers.*.feed_forward.", expert_names("experts", experts)),
+        },
+    )
+
+
+def _read_mixer(fields: ConfigReader, hidden: int, keys: tuple[str, ...], norms: str, norm_eps: float) -> MambaConfig:
+    """Read a mixer. `keys` are those of d_state, d_conv, the factor from hidden to d_inner, dt_rank, and two biases."""
+    fields.require_value("hidden_act", "silu")
+    state, conv, expand, rank, conv_bias, bias = keys
+    inner = fields.get_int(expand, 2, MAX_EXPAND) * hidden
+    if inner > MAX_D_INNER:
+        raise StartupError(
+            f"{expand} times hidden_size in {fields.source} is {inner}", f"At most {MAX_D_INNER} channels"
+        )
+    dtype: Any = fields.config.get("dtype") or fields.config.get("torch_dtype")
+    return MambaConfig(
+        hidden=hidden,
+        d_inner=inner,
+        d_state=fields.get_int(state, 16, MAX_D_STATE),
+        d_conv=fields.get_int(conv, 4, MAX_D_CONV, MIN_D_CONV),
+        dt_rank=-(-hidden // 16)
+        if fields.config.get(rank) in (None, "auto")
+        else fields.get_int(rank, maximum=MAX_DT_RANK),
+        conv_bias=fields.get_bool(conv_bias, True),
+        bias=fields.get_bool(bias, False),
+        norms=norms,
+        norm_eps=norm_eps,
+        itemsize=ITEMSIZES.get(dtype, 4) if isinstance(dtype, str) else 4,
+    )
+
+
+def _periodic_layers(fields: ConfigReader, name: str, period: int, offset: int) -> range:
+    """Return the layers that `name`_period and `name`_offset select."""
+    period = fields.get_int(f"{name}_period", period, MAX_LAYERS)
+    offset = fields.get_int(f"{name}_offset", offset, period - 1, 0)
+    if offset >= period:
+        raise StartupError(f"{name}_offset {offset} in {fields.source} is not below {name}_period {period}")
+    return range(offset, read_layer_count(fields), period)
