@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.models.vision_language_settings import PREPROCESSOR_KEY
 
 from papers import (
     articles,
