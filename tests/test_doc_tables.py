@@ -35,7 +35,7 @@ def test_tables_are_the_codes() -> None:
         [sys.executable, ROOT / "tools" / "doc_tables.py", "--check"], capture_output=True, text=True
     )
     assert found.returncode == 0, found.stderr
-    assert TEXT.count("<!-- table ") == TEXT.count("<!-- end of table -->") == 4
+    assert TEXT.count("<!-- table ") == TEXT.count("<!-- end of table -->") == 5
     assert "| `--port` PORT | port to listen on (default: 8000) |" in TEXT
     assert "| log-probabilities in an answer | 524,288:" in TEXT
 

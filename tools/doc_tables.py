@@ -149,6 +149,17 @@ def fields(names: frozenset[str]) -> Iterator[str]:
     yield line.rstrip(", ") + ".\n"
 
 
+def sampling() -> Iterator[str]:
+    """The sampling parameters that all APIs take as they are declared."""
+    yield "| parameter | default | range | meaning |\n|---|---|---|---|\n"
+    for name, kind, _, default, param in sampling_params.PARAMS:
+        if param.shared:
+            ends = [f"{bound:g}" if abs(bound) < 1000 else "" for bound in (param.low, param.high) if bound is not None]
+            span = " to ".join(ends) if all(ends) else f"from {ends[0]}" if ends[0] else "a 64-bit integer"
+            shown = "none" if default is None else str(default).lower() if kind is bool else f"{default:g}"
+            yield f"| `{name}` | {shown} | {span} | {param.doc} |\n"
+
+
 def layouts() -> Iterator[str]:
     """What models take on so many GPUs, in 16 bits, planned with the settings that are the default."""
     yield "| model | GPUs | weights of a rank | KV of a rank | tokens in memory |\n|---|---|---|---|---|\n"
@@ -166,7 +177,7 @@ def layouts() -> Iterator[str]:
 
 TABLES = {"flags": flags, "limits": limits, "ignored": lambda: fields(IGNORED_FIELDS),
 "refused": lambda: fields(REFUSED_FIELDS),
-          "layouts": layouts}  # fmt: skip
+          "layouts": layouts, "sampling": sampling}  # fmt: skip
 
 
 def written(text: str) -> str:

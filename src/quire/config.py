@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from quire.errors import StartupError
+from quire.protocol.device_params import DEVICE_NUMBERS
+from quire.protocol.kv_cache_config import VISION_CACHES
+from quire.protocol.parallel_layout import MAX_RANKS
 
 RESERVED_MEMORIES = ("orca-oracle", "orca-pow2", "orca-max", "ft")
 PAGE_TABLE_MEMORIES = ("paged", "uniform")  # a page table for each group: states, images and --page-sizes need them
@@ -24,16 +27,14 @@ TABLE_SCOPES = ("model", "layer")
 PAGE_SIZES = ("lcm", "max", "gcd", "own")
 ASSOCIATIONS = ("paper", "bulk", "none")
 RETENTIONS = ("paper", "slack", "boundary")
-VISION_CACHES = ("pages", "inside", "off")
 MAP_AHEAD_MODES = ("inline", "thread", "off")
 EXECUTORS = ("auto", "inline", "process", "ray")
 ON_RANK_FAILURE = ("exit", "restart")
 POOLINGS = ("auto", "mean", "last")
-GENERATION_PARAMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GENERATION_PARAMS = tuple(declared.name for declared in DEVICE_NUMBERS if declared.param.model_default)
 """The parameters of generation_config.json that become the defaults of requests."""
 MAX_PAGE_SIZE = 1024
 MAX_STATE_TOKENS = 65536
-MAX_RANKS = 63
 MAX_SEQS = 65535  # the most blocks in a dimension of a CUDA grid
 DEFAULT_BATCH_LIMITS = {"cpu": (256, 2048), "cuda": (1024, 8192)}
 """The defaults of max_num_seqs and max_num_batched_tokens: a GPU needs many of both to be busy."""

@@ -15,7 +15,7 @@ from quire.errors import StartupError
 from quire.ipc.frames import Frame, FrameCodec
 from quire.protocol.columns import WireError
 from quire.protocol.images import ImagePixels
-from quire.protocol.parallel_layout import MOST_RANKS, Shard
+from quire.protocol.parallel_layout import MAX_RANKS, Shard
 
 HELLO = InitMessage(EngineConfig(model="x", device="cpu", dtype="float32"), Shard(1, 4), (0, 2), 128, 60.0, (7, 8, 9))
 GEOMETRY = one_size(((0, 1), None), ((2,), 9), pages=20, page_bytes=256, slots=5, width=8, tokens=4, host=3)
@@ -43,7 +43,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize(
-    "part", [(4, 4, 0, 1), (0, 1, 2, 2), (-1, 4, 0, 1), (0, 1, -1, 2), (0, MOST_RANKS, 0, 2)], ids=str
+    "part", [(4, 4, 0, 1), (0, 1, 2, 2), (-1, 4, 0, 1), (0, 1, -1, 2), (0, MAX_RANKS, 0, 2)], ids=str
 )
 def test_parts_that_there_can_not_be_are_refused(part: tuple[int, int, int, int]) -> None:
     with pytest.raises(WireError, match="is not a rank and number of ranks, stage and number of stages"):

@@ -30,11 +30,12 @@ from quire.config import (
     RETENTIONS,
     STATE_DTYPES,
     TABLE_SCOPES,
-    VISION_CACHES,
     EngineConfig,
 )
 from quire.errors import InputError
-from quire.protocol.sampling_params import MAX_LOGPROBS
+from quire.protocol.device_params import Param
+from quire.protocol.kv_cache_config import VISION_CACHES
+from quire.protocol.sampling_params import MAX_LOGPROBS, PARAMS
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")  # trace would log the contents of requests
 
@@ -140,21 +141,15 @@ ENGINE_FLAGS = (
     Flag("debug", bool, "check invariants, and show tracebacks"),
 )  # fmt: skip
 
+
+def _param_flag(name: str, kind: type, optional: bool, default: Any, param: Param) -> Flag:
+    bounds = f" ({param.low:g} to {param.high:g})" if kind is float else ""
+    return Flag(name, kind, param.doc + bounds, metavar="X" if kind is float else "N")
+
+
 SAMPLING_FLAGS = (
-    Flag("max_tokens", int, "tokens to generate", metavar="N"),
-    Flag("temperature", float, "0 is greedy", metavar="X"),
-    Flag("top_p", float, "keep the most likely tokens up to this probability", metavar="X"),
-    Flag("top_k", int, "keep this many tokens", metavar="N"),
-    Flag("min_p", float, "drop tokens below this share of the best one's probability", metavar="X"),
-    Flag("presence_penalty", float, "from -2 to 2", metavar="X"),
-    Flag("frequency_penalty", float, "from -2 to 2", metavar="X"),
-    Flag("repetition_penalty", float, "above 1 discourages repetition", metavar="X"),
-    Flag("n", int, "continuations of each prompt", metavar="N"),
-    Flag("best_of", int, "generate this many continuations, and return the n most likely", metavar="N"),
-    Flag("beam_width", int, "beam search with this many beams; the best n are returned", metavar="N"),
-    Flag("length_penalty", float, "of beam search: above 0 favours long outputs, below 0 short ones", metavar="X"),
+    *(_param_flag(*declared) for declared in PARAMS if declared.param.flag),
     Flag("early_stopping", str, "when beam search ends", tuple(EARLY_STOPPING)),
-    Flag("ignore_eos", bool, "continue after end tokens"),
 )
 
 

@@ -7,19 +7,16 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter, WithJsonSchema
+from pydantic import TypeAdapter
 
 from quire.errors import InputError
 from quire.server.request_models import (
     EMPTY_VALUES,
-    LOGIT_BIAS_SCHEMA,
     REFUSED_FIELDS,
     ChatRequest,
-    Ids,
-    RequestFields,
-    Strings,
+    SharedFields,
     ranged_field,
 )
 
@@ -40,28 +37,9 @@ def parse_partial_arguments(text: str) -> Json:
     return arguments
 
 
-class SharedChatFields(RequestFields):
+class SharedChatFields(SharedFields):
     """Fields that mean the same as in a chat request."""
 
-    model: str | None = None
-    stream: bool | None = None
-    temperature: float | None = ranged_field(0, 100)
-    top_p: float | None = ranged_field(0, 1)
-    top_k: int | None = ranged_field(-1)
-    min_p: float | None = ranged_field(0, 1)
-    presence_penalty: float | None = ranged_field(-2, 2)
-    frequency_penalty: float | None = ranged_field(-2, 2)
-    repetition_penalty: float | None = ranged_field(0.01, 100)
-    seed: int | None = ranged_field(-(2**63), 2**63 - 1)
-    stop_token_ids: Ids | None = None
-    bad_words: Strings | None = None
-    allowed_token_ids: Ids | None = ranged_field(minItems=1)
-    logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(LOGIT_BIAS_SCHEMA)] = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = ranged_field(0)
-    skip_special_tokens: bool | None = None
-    cache_salt: str | None = ranged_field(minLength=1)
-    structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: int | None = ranged_field(0, 2**31 - 1)
     include_reasoning: bool | None = None

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
 from quire.errors import InputError
-from quire.protocol.sampling_params import MAX_BEAM_WIDTH, MAX_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARS, MAX_STOPS
+from quire.protocol.device_params import MAX_TOKENS
+from quire.protocol.sampling_params import MAX_BIASES, MAX_STOP_CHARS, MAX_STOPS, PARAMS
 from quire.text.chat_messages import unknown_message_fields
 from quire.text.tools import MAX_CALLS, MAX_TOOLS
 
@@ -214,49 +215,57 @@ class TruncationFields(RequestFields):
     truncation_side: Literal["left", "right"] | None = None
 
 
-class SamplingFields(TruncationFields):
-    """Fields of completions and chats. None means the model's default, else OpenAI's.
+def param_field(name: str) -> Any:
+    """Return a field with default None whose range is that of a sampling parameter."""
+    [param] = [declared.param for declared in PARAMS if declared.name == name]
+    return ranged_field(param.low, None if param.high == MAX_TOKENS else param.high)
+
+
+class SharedFields(RequestFields):
+    """Fields that have the same name and meaning in all APIs. None means the model's default, else OpenAI's. The
+    sampling parameters that are declared as `shared` are fields too."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stop_token_ids: Ids | None = None
+    bad_words: Strings | None = None
+    allowed_token_ids: Ids | None = ranged_field(minItems=1)
+    logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(LOGIT_BIAS_SCHEMA)] = None
+    cache_salt: str | None = ranged_field(minLength=1)
+    structured_outputs: dict[str, Any] | None = None
+    skip_special_tokens: bool | None = None
+
+    __annotations__ |= {
+        declared.name: Annotated[declared.kind | None, param_field(declared.name)]
+        for declared in PARAMS
+        if declared.param.shared
+    }
+
+
+class SamplingFields(SharedFields, TruncationFields):
+    """Fields of completions and chats.
 
     Beam search takes vLLM's fields, see `request_params._branch_params`. It searches for the most likely text, so
     temperature, top_p, top_k, min_p and seed are ignored; penalties, biases and bans apply.
     """
 
-    model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: str | None = ranged_field(pattern="^[!-~]{1,128}$")
-    n: int | None = ranged_field(1, MAX_N)
-    temperature: float | None = ranged_field(0, 100)
-    top_p: float | None = ranged_field(0, 1)
-    top_k: int | None = ranged_field(-1)
-    min_p: float | None = ranged_field(0, 1)
-    presence_penalty: float | None = ranged_field(-2, 2)
-    frequency_penalty: float | None = ranged_field(-2, 2)
-    repetition_penalty: float | None = ranged_field(0.01, 100)
-    seed: int | None = ranged_field(-(2**63), 2**63 - 1)
+    n: int | None = param_field("n")
     stop: str | Strings | None = ranged_field(minLength=1, maxLength=MAX_STOP_CHARS, maxItems=MAX_STOPS)
-    stop_token_ids: Ids | None = None
-    bad_words: Strings | None = None
-    allowed_token_ids: Ids | None = ranged_field(minItems=1)
-    logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(LOGIT_BIAS_SCHEMA)] = None
-    ignore_eos: bool | None = None
     max_tokens: int | None = ranged_field(0)
-    min_tokens: int | None = ranged_field(0)
-    prompt_logprobs: int | None = ranged_field(0, MAX_LOGPROBS)
+    prompt_logprobs: int | None = param_field("prompt_logprobs")
     logprob_token_ids: Ids | None = None
-    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    cache_salt: str | None = ranged_field(minLength=1)
-    best_of: int | None = ranged_field(1, MAX_N)
+    best_of: int | None = param_field("best_of")
     use_beam_search: bool | None = None
-    beam_width: int | None = ranged_field(1, MAX_BEAM_WIDTH)
-    length_penalty: float | None = ranged_field(-10, 10)
+    beam_width: int | None = param_field("beam_width")
+    length_penalty: float | None = param_field("length_penalty")
     early_stopping: bool | Literal["never"] | None = None
     response_format: Annotated[dict[str, Any] | None, WithJsonSchema(RESPONSE_FORMAT_SCHEMA)] = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: Annotated[dict[str, Any] | str | None, WithJsonSchema(JSON_TEXT)] = None
     guided_regex: str | None = None
     guided_choice: Strings | None = None
@@ -272,7 +281,7 @@ class CompletionRequest(SamplingFields):
     prompt: PromptField
     multi_modal_data: Annotated[dict[str, Any] | None, WithJsonSchema(MULTI_MODAL)] = None
     echo: bool | None = None
-    logprobs: int | None = ranged_field(0, MAX_LOGPROBS)
+    logprobs: int | None = param_field("logprobs")
     add_special_tokens: bool = True
     tools: RefusedField = None
     thinking_token_budget: RefusedField = None
@@ -301,7 +310,7 @@ class ChatRequest(SamplingFields, ChatTemplateFields):
     thinking_token_budget: int | None = ranged_field(0, 2**31 - 1)
     include_reasoning: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = ranged_field(0, MAX_LOGPROBS)
+    top_logprobs: int | None = param_field("logprobs")
     echo: bool | None = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from quire.errors import InputError
@@ -68,11 +69,12 @@ def _check_request(request: SamplingFields, rules: RequestRules) -> None:
         raise InputError("request_id must have 1 to 128 visible ASCII characters", "request_id")
 
 
-_PASSED_FIELDS = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "ignore_eos", "max_tokens",
-    "min_tokens", "prompt_logprobs", "logprob_token_ids", "skip_special_tokens", "include_stop_str_in_output",
-)  # fmt: skip
+_BRANCH_FIELDS = ("best_of", "beam_width", "length_penalty", "early_stopping")
+_PASSED_FIELDS = [
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in SamplingFields.model_fields and field.name not in (*_BRANCH_FIELDS, "structured_outputs")
+]
 
 
 def _given_params(request: SamplingFields, rules: RequestRules) -> dict[str, Any]:
