@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
 from quire.errors import InputError
+from quire.server.generation import Generation
 from quire.server.request_models import (
     EMPTY_VALUES,
     REFUSED_FIELDS,
@@ -104,12 +105,12 @@ class ClientNames(NamedTuple):
             error.args, error.param = (text,), name or None
             raise
 
-    def rename_warnings(self, warnings: Sequence[str]) -> list[str]:
-        """Return warnings about tools with the client's names."""
-        texts = list(warnings)
+    def rename_warnings(self, generation: Generation) -> Generation:
+        """Return the request with the client's names in its warnings, which are about tools."""
+        texts = list(generation.warnings)
         for old, new in self.message_replacements.get("tools", ()):
             texts = [text.replace(old, new) for text in texts]
-        return texts
+        return generation._replace(warnings=texts)
 
     def _client_path(self, conversation: Conversation, at: str) -> str:
         """Return the client's path of the part of the conversation that the chat calls `at`."""

@@ -12,14 +12,15 @@ from starlette.types import ASGIApp
 import quire
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
-from quire.protocol.sampling_params import MAX_LOGPROBS
 from quire.server.admin import AdminRoutes
 from quire.server.anthropic.routes import MessageRoutes
 from quire.server.console import FILES, OPEN_PATHS, PAGE, Console
 from quire.server.embeddings import EmbeddingRoutes
 from quire.server.errors import add_handlers
+from quire.server.generation import RequestResolver
 from quire.server.guards import MAX_BODY, ApiKeyMiddleware, BodyLimitMiddleware, require_admin
 from quire.server.metrics import Metrics
+from quire.server.options import ServeOptions
 from quire.server.outer_middleware import wrap_app
 from quire.server.plain_route import PlainRoute
 from quire.server.request_params import RequestRules
@@ -54,54 +55,41 @@ class App(FastAPI):
 def create_app(
     llm: AsyncLLM,
     model_names: Sequence[str],
+    options: ServeOptions | None = None,
     *,
     keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
     max_body: int = MAX_BODY,
-    root_path: str = "",
-    allowed_origins: Sequence[str] = (),
-    metrics_prefix: str = "quire",
     config: EngineConfig | None = None,
-    strict: bool = False,
-    max_logprobs: int = MAX_LOGPROBS,
-    log_requests: bool = False,
     server_group: ServerGroup | None = None,
-    tool_format: str | None = None,
-    reasoning_format: str | None = None,
-    console: bool = True,
-    store_responses: int = 0,
-    server_info: bool = False,
-    tokenizer_info: bool = False,
 ) -> FastAPI:
     """Return the ASGI application for `llm`. The caller closes `llm`.
 
     `keys`: the API keys; without any the server is open. `admin_keys` open the admin routes; without any these are
-    closed. `root_path`: a prefix that paths may have. `allowed_origins`: origins whose web pages may send requests from
-    a browser. `metrics_prefix`, `config`: see Metrics. `strict` refuses unknown fields. `max_logprobs` is the most
-    log-probabilities that a request may ask for. `log_requests` logs each request. `server_group`: the frontends of the
-    server that this one belongs to. `tool_format` and `reasoning_format`: how the model writes tool calls and
-    reasoning; None: detected from the chat template. `console`, `server_info`, `tokenizer_info` enable these routes.
-    `store_responses`: the most responses of /v1/responses that are stored.
+    closed. `config`: see Metrics. `server_group`: the frontends of the server that this one belongs to.
     """
-    metrics = Metrics(llm, model_names[0], metrics_prefix, config)
-    rules = RequestRules(llm.prompts.defaults, llm.prompts.tokenizer is not None, max_logprobs, strict)
-    service = Service(llm, model_names, metrics, rules, log_requests, server_group, tool_format, reasoning_format)
-    wrap = partial(wrap_app, counters=metrics.http, root_path=root_path, allowed_origins=tuple(allowed_origins))
+    options, server_group, prompts = options or ServeOptions(), server_group or ServerGroup(), llm.prompts
+    metrics = Metrics(llm, model_names[0], options.metrics_prefix, config)
+    rules = RequestRules(prompts.defaults, prompts.tokenizer is not None, options.max_logprobs, options.strict)
+    resolver = RequestResolver(prompts, model_names, rules, options.tool_call_parser, options.reasoning_parser)
+    service = Service(llm, resolver, metrics, options.log_requests, server_group)
+    wrap = partial(
+        wrap_app, counters=metrics.http, root_path=options.root_path, allowed_origins=options.allowed_origins
+    )
     app = App(wrap, bool(keys), title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
-    add_routes(app, service, store_responses)
-    add_admin_routes(app, AdminRoutes(llm, config), server_info, tokenizer_info)
-    if console:
-        add_console(app, Console(llm, metrics, service.server_group.num_frontends))
+    add_routes(app, service, options.store_responses)
+    add_admin_routes(app, AdminRoutes(llm, config), options.server_info, options.tokenizer_info)
+    if options.console:
+        add_console(app, Console(llm, metrics, server_group.num_frontends))
     add_handlers(app, metrics)
-    loader, max_len = llm.prompts.image_loader, llm.prompts.max_len
-    image_chars, num_frontends = (
-        loader.limits.max_body_chars if loader is not None else 0,
-        service.server_group.num_frontends,
-    )
     app.add_middleware(
-        BodyLimitMiddleware, max_body=max_body, max_len=max_len, num_frontends=num_frontends, image_chars=image_chars
+        BodyLimitMiddleware,
+        max_body=max_body,
+        max_len=prompts.max_len,
+        num_frontends=server_group.num_frontends,
+        image_chars=prompts.image_loader.limits.max_body_chars if prompts.image_loader is not None else 0,
     )
-    open_paths = OPEN_PATHS if console else ()  # the middleware that is added last is the outer one
+    open_paths = OPEN_PATHS if options.console else ()  # the middleware that is added last is the outer one
     app.add_middleware(ApiKeyMiddleware, keys=keys, admin_keys=admin_keys, open_paths=open_paths)
     return app
 

@@ -14,10 +14,7 @@ from quire.server.request_models import (
     REQUEST_ID,
     ChatRequest,
     CompletionRequest,
-    RequestFields,
     SamplingFields,
-    check_supported,
-    unknown_fields,
 )
 from quire.server.structured import read_structured
 
@@ -34,15 +31,7 @@ class RequestRules(NamedTuple):
     strict: bool = False
 
 
-def check_known(request: RequestFields, strict: bool) -> None:
-    """Raise InputError for a field that is not supported or, with `strict`, not known."""
-    check_supported(request)
-    if strict and (names := unknown_fields(request)):
-        raise InputError(f"there is no field {names[0][:60]!r} (this server was started with --strict)", names[0])
-
-
-def _check_request(request: SamplingFields, rules: RequestRules) -> None:
-    check_known(request, rules.strict)
+def _check_request(request: SamplingFields) -> None:
     if isinstance(request, CompletionRequest):
         for name, nothing in (
             ("tools", EMPTY_VALUES), ("tool_choice", (None, "none", "auto")), ("thinking_token_budget", EMPTY_VALUES),
@@ -70,7 +59,7 @@ def _check_request(request: SamplingFields, rules: RequestRules) -> None:
 
 
 _BRANCH_FIELDS = ("best_of", "beam_width", "length_penalty", "early_stopping")
-_PASSED_FIELDS = [
+PASSED_FIELDS = [
     field.name
     for field in fields(SamplingParams)
     if field.name in SamplingFields.model_fields and field.name not in (*_BRANCH_FIELDS, "structured_outputs")
@@ -78,8 +67,8 @@ _PASSED_FIELDS = [
 
 
 def _given_params(request: SamplingFields, rules: RequestRules) -> dict[str, Any]:
-    _check_request(request, rules)
-    given = {name: getattr(request, name) for name in _PASSED_FIELDS if getattr(request, name) is not None}
+    _check_request(request)
+    given = {name: getattr(request, name) for name in PASSED_FIELDS if getattr(request, name) is not None}
     if request.prompt_logprobs is not None:
         _check_logprobs("prompt_logprobs", request.prompt_logprobs, rules)
     return {
@@ -178,3 +167,13 @@ def split_prompts(prompt: Any, name: str = "prompt", max_prompts: int = MAX_PROM
     if not 1 <= len(prompts) <= max_prompts:
         raise InputError(f"{name} must have 1 to {max_prompts} entries, got {len(prompts)}", name)
     return list(prompts)
+
+
+def last_assistant_text(request: ChatRequest) -> str:
+    """Return the text of the last message if its role is assistant, else "". The messages must have been rendered by
+    the template before, which checks them."""
+    last = request.messages[-1]
+    content = last.get("content")
+    if last.get("role") != "assistant":
+        return ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())

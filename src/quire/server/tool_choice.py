@@ -93,6 +93,9 @@ class ToolChoice(NamedTuple):
         return [f"not enforced in tool calls: {', '.join(places)}"] if places else []
 
 
+NO_TOOLS = ToolChoice()
+
+
 def _parameters_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments. It is an object even if the tool does not say so. Keywords that are
     null, which some libraries write for absent ones, are left out."""

@@ -6,7 +6,7 @@ Nothing here reaches the engine. The ChatRequest is checked and answered like an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
@@ -15,6 +15,7 @@ from quire.errors import InputError, short_repr
 from quire.protocol.sampling_params import MAX_STOPS
 from quire.server.adapter import ClientNames, Conversation, Json, SharedChatFields
 from quire.server.errors import ThreadsUnsupported
+from quire.server.generation import RequestResolver
 from quire.server.request_models import OBJECT, ChatRequest, Objects, Strings, ranged_field
 from quire.text.chat_messages import MAX_MESSAGES
 
@@ -87,10 +88,9 @@ class MessageRequest(CountTokensRequest):
 
 
 class TranslatedMessages:
-    """A request translated to a chat request. `variables` are those of the model's chat template. `has_reasoning`: the
-    model's reasoning format is known."""
+    """A request translated to a chat request. `resolver` knows the model's chat template and its reasoning format."""
 
-    def __init__(self, body: CountTokensRequest, variables: Collection[str], has_reasoning: bool) -> None:
+    def __init__(self, body: CountTokensRequest, resolver: RequestResolver) -> None:
         extra = body.model_extra or {}
         if extra.get("thread") is not None:
             raise ThreadsUnsupported("thread is not supported: send all messages", "thread")
@@ -100,12 +100,7 @@ class TranslatedMessages:
         unknown = NAMES.check_fields(extra, type(body).model_fields, UNSUPPORTED_FIELDS)
         if body.cache_control is not None:
             self._ignored["cache_control"] = True
-        given = (
-            body.chat_fields()
-            | self._output_fields()
-            | self._thinking_fields(variables, has_reasoning)
-            | self._tool_fields()
-        )
+        given = body.chat_fields() | self._output_fields() | self._thinking_fields(resolver) | self._tool_fields()
         if isinstance(body, MessageRequest):
             given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
         else:
@@ -136,7 +131,7 @@ class TranslatedMessages:
         schema = {name: form[name] for name in ("schema",) if form.get(name) is not None}
         return {"type": "json_schema", "json_schema": {**schema, "strict": True}}
 
-    def _thinking_fields(self, variables: Collection[str], has_reasoning: bool) -> Json:
+    def _thinking_fields(self, resolver: RequestResolver) -> Json:
         """Return the chat's fields for `thinking`: the template's variables, a budget, and whether reasoning is
         returned."""
         given, body = self._body.thinking, self._body
@@ -147,7 +142,8 @@ class TranslatedMessages:
             raise InputError(
                 f"thinking.type must be one of {', '.join(THINKING_TYPES)}, got {short_repr(kind)}", "thinking"
             )
-        switches = {name: kind != "disabled" for name in THINKING_VARIABLES if kind != "adaptive" and name in variables}
+        names = [name for name in THINKING_VARIABLES if kind != "adaptive" and name in resolver.template_variables]
+        switches = dict.fromkeys(names, kind != "disabled")
         chat_fields: Json = {"chat_template_kwargs": {**switches, **(body.chat_template_kwargs or {})}}
         if kind == "disabled" or given.get("display") == "omitted":
             chat_fields["include_reasoning"] = False
@@ -157,7 +153,7 @@ class TranslatedMessages:
             if type(budget) is not int or not 1 <= budget <= most:
                 limit = f"a number from 1 to {most}, less than max_tokens" if most < 2**31 - 1 else "a number from 1 on"
                 raise InputError(f"thinking.budget_tokens must be {limit}, got {short_repr(budget)}", "thinking")
-            if has_reasoning:
+            if resolver.reasoning.format is not None:
                 chat_fields["thinking_token_budget"] = budget
             else:  # clients send budgets to any model; without reasoning there is nothing to limit
                 self._ignored["thinking"] = True

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from quire.errors import InputError
 from quire.server.errors import UnknownResponse
-from quire.server.events import TypedEventStream, collect_answer
 from quire.server.responses.input import NAMES, ResponseRequest, input_items, items_to_conversation, to_chat_request
 from quire.server.responses.render import ResponseRenderer
 from quire.server.responses.store import ResponseStore, owner_of
-from quire.server.streaming import respond
-
-if TYPE_CHECKING:
-    from quire.server.service import Service
+from quire.server.service import Service
 
 Json = dict[str, Any]
 
@@ -35,21 +31,13 @@ class ResponseRoutes:
         items, previous = input_items(body), self._previous_items(body, owner)
         conversation = items_to_conversation(body.instructions, previous, items)
         chat = to_chat_request(body, conversation)
-        is_stored = bool(self.store.capacity) and body.store is not False
-        stored_items = self.store.dump_items([*previous, *items]) if is_stored else b""
+        on_complete = None
+        if self.store.capacity and body.store is not False:
+            on_complete = partial(self.store.put, owner, self.store.dump_items([*previous, *items]))
         with NAMES.rename_errors(conversation):
-            prepared = await service.prepare_chat("resp", chat)
-            call, id = prepared.call, prepared.call.id.replace("-", "_")
-            on_complete = partial(self._store_response, owner, stored_items) if is_stored else None
-            renderer = ResponseRenderer(
-                id, service.model_names[0], body, chat, prepared, service.token_strings, service.writer_turns,
-                on_complete,
-            )  # fmt: skip
-            warnings = NAMES.rename_warnings(prepared.warnings)
-            headers = await service.submit(call, renderer, chat, [prepared.prompt], prepared.params, http, warnings)
-        if body.stream:
-            return TypedEventStream(call, renderer, headers)
-        return await respond(call, collect_answer(call, renderer), headers, http.receive)
+            generation = NAMES.rename_warnings(await service.resolver.chat("resp", chat))
+            renderer = partial(ResponseRenderer, body=body, on_complete=on_complete)
+            return await service.answer(generation, renderer, http)
 
     async def get(self, name: str, http: Request) -> Response:
         """Return a stored response. It cannot be streamed, since its events are not stored."""
@@ -61,9 +49,6 @@ class ResponseRoutes:
         """Delete a stored response."""
         self.store.drop(name, owner_of(http))
         return JSONResponse({"id": name, "object": "response", "deleted": True})
-
-    def _store_response(self, owner: bytes, before: bytes, response: Json) -> None:
-        self.store.put(response["id"], owner, response, before)
 
     def _previous_items(self, body: ResponseRequest, owner: bytes) -> list[Json]:
         """Return the items of the conversation that the request continues."""

@@ -60,12 +60,13 @@ class ResponseStore:
             )
         return data
 
-    def put(self, id: str, owner: bytes, response: Json, previous_items: bytes) -> None:
-        """Store a response. `previous_items` is the JSON of the items that it answers, a list that is not empty."""
+    def put(self, owner: bytes, previous_items: bytes, response: Json) -> None:
+        """Store a response of `owner`. `previous_items` is the JSON of the items that it answers, a list that is not
+        empty."""
         output = [json.dumps(item, separators=(",", ":")) for item in response["output"]]
         items = b",".join([previous_items[:-1], *(item.encode() for item in output)]) + b"]"
         stored = StoredResponse(owner, json.dumps(response, separators=(",", ":")).encode(), items)
-        self._responses[id] = stored
+        self._responses[response["id"]] = stored
         self.bytes += stored.size
         while len(self._responses) > self.capacity or self.bytes > MAX_STORED_BYTES:
             _, dropped = self._responses.popitem(last=False)
