@@ -26,8 +26,8 @@ from waiting import wait_until
 
 from quire.errors import StartupError
 from quire.server.connections import BoundedParser
-from quire.server.descriptors import RESERVED_DESCRIPTORS, connection_capacity
 from quire.server.errors import Failure
+from quire.server.options import RESERVED_DESCRIPTORS, connection_capacity
 
 pytestmark = pytest.mark.xdist_group(name="connection_bounds")
 

@@ -223,7 +223,7 @@ def test_a_request_id_is_the_answers(http: httpx.Client) -> None:
 
 def test_every_field_does_something() -> None:
     """A field in a model that nothing reads would be silent."""
-    names = ("service", "generation", "render", "reasoning", "request_params", "structured", "tool_choice")
+    names = ("service", "generation", "render", "reasoning", "request_params", "tool_choice")
     source = "".join((Path(request_models.__file__).parent / f"{name}.py").read_text() for name in names)
     kinds = ("Completion", "Chat", "Tokenize", "Detokenize", "Prefix")
     for model in (getattr(request_models, f"{kind}Request") for kind in kinds):

@@ -19,9 +19,9 @@ from waiting import INTERVAL, wait_until
 
 from quire.config import EngineConfig
 from quire.protocol.sampling_params import SamplingParams
-from quire.server.http_counters import CountHttpMiddleware, HttpCounters
+from quire.server.counters import CountHttpMiddleware, HttpCounters
 from quire.server.metrics import LABELS, Metrics, engine_gauges
-from quire.server.status import status_line
+from quire.server.shutdown import status_line
 
 
 def samples(url: str) -> dict[str, float]:

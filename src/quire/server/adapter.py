@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from quire.errors import InputError
+from quire.errors import InputError, short_repr
 from quire.server.generation import Generation
 from quire.server.request_models import (
     EMPTY_VALUES,
@@ -36,6 +36,30 @@ def parse_partial_arguments(text: str) -> Json:
     except ValueError:
         return {}
     return arguments
+
+
+def read_string(given: Mapping[str, Any], name: str, at: str, param: str) -> str:
+    """Return the string `name` of the object at the path `at`. Raise InputError about the field `param` if there is
+    none."""
+    value = given.get(name)
+    if not isinstance(value, str):
+        raise InputError(f"{at}.{name} must be a string, got {short_repr(value)}", param)
+    return value
+
+
+def check_choice(value: Any, choices: Collection[str], at: str, param: str) -> None:
+    """Raise InputError about the field `param` if the value at the path `at` is not one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise InputError(f"{at} must be one of {', '.join(choices)}, got {short_repr(value)}", param)
+
+
+def check_kind(given: Any, known: Collection[str], at: str, param: str, where: str = "") -> str:
+    """Return the type of a part or item at the path `at`. Raise InputError about the field `param` if it is not one of
+    the `known` ones."""
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if not isinstance(kind, str) or kind not in known:
+        raise InputError(f"{at}.type is {short_repr(kind)}; {', '.join(known)} are supported{where}", param)
+    return kind
 
 
 class SharedChatFields(SharedFields):

@@ -19,8 +19,14 @@ from quire.errors import APIServerDead, EngineDead, StartupError
 from quire.ipc.child_process import InterruptGuard
 from quire.ipc.garbage_collection import freeze_loaded_objects
 from quire.ipc.thread_stacks import format_thread_stacks
-from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
-from quire.server.options import ServeOptions, check_options, read_chat_template, set_chat_template
+from quire.server.options import (
+    ADMIN_KEY_VARIABLE,
+    ServeOptions,
+    check_options,
+    read_chat_template,
+    read_keys,
+    set_chat_template,
+)
 from quire.server.prefixes import Prefix, read_prefixes, register_prefixes
 
 if TYPE_CHECKING:
@@ -184,8 +190,7 @@ async def _serve(
     print_line: Callable[[str], None],
 ) -> int:
     """Serve `app` until a signal arrives or the engine dies. Return the exit status."""
-    from quire.server.shutdown import LoopErrorLogger, arm_exit_timer, log_stalls
-    from quire.server.status import log_status
+    from quire.server.shutdown import LoopErrorLogger, arm_exit_timer, log_stalls, log_status
     from quire.server.web_server import WebServer
 
     loop = asyncio.get_running_loop()

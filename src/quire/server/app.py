@@ -78,7 +78,7 @@ def create_app(
     )
     app = App(wrap, bool(keys), title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
     add_routes(app, service, options.store_responses)
-    add_admin_routes(app, AdminRoutes(llm, config), options.server_info, options.tokenizer_info)
+    add_admin_routes(app, service, AdminRoutes(llm, config), options)
     if options.console:
         add_console(app, Console(llm, metrics, server_group.num_frontends))
     add_handlers(app, metrics)
@@ -121,40 +121,34 @@ def add_routes(app: FastAPI, service: Service, store_responses: int = 0) -> None
         ("GET", "/load", service.load),
         ("GET", "/metrics", service.scrape),
     ):
-        app.add_api_route(path, route, methods=[method], response_model=None, responses=route_responses(method, path))
+        _add_route(app, method, path, route)
         if method == "GET" and path in HEAD_PATHS:
             app.add_api_route(path, route, methods=["HEAD"], response_model=None, include_in_schema=False)
         for other in ALIAS_PATHS.get(path, ()):
             app.add_api_route(other, route, methods=[method], response_model=None, include_in_schema=False)
-    _add_admin_route(app, "GET", "/v1/prefixes", service.prefixes)
-    _add_admin_route(app, "POST", "/v1/prefixes", service.add_prefix)
-    _add_admin_route(app, "DELETE", "/v1/prefixes/{name}", service.release_prefix)
 
 
-def _add_admin_route(app: FastAPI, method: str, path: str, route: Callable[..., Any]) -> None:
-    """Add a route that needs an admin key."""
-    app.add_api_route(
-        path,
-        route,
-        methods=[method],
-        response_model=None,
-        responses=route_responses(method, path),
-        dependencies=[Depends(require_admin)],
-        openapi_extra=query_parameters(method, path),
-    )
+def add_admin_routes(app: FastAPI, service: Service, admin: AdminRoutes, options: ServeOptions) -> None:
+    """Add the routes of operators, which need an admin key, and /tokenizer_info, which does not."""
+    for method, path, route in (
+        ("GET", "/v1/prefixes", service.prefixes),
+        ("POST", "/v1/prefixes", service.add_prefix),
+        ("DELETE", "/v1/prefixes/{name}", service.release_prefix),
+        ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
+        ("POST", "/sleep", admin.sleep),
+        ("POST", "/wake_up", admin.wake_up),
+        ("GET", "/is_sleeping", admin.is_sleeping),
+        *((("GET", "/server_info", admin.server_info),) if options.server_info else ()),
+    ):
+        more = {"dependencies": [Depends(require_admin)], "openapi_extra": query_parameters(method, path)}
+        _add_route(app, method, path, route, **more)
+    if options.tokenizer_info:
+        _add_route(app, "GET", "/tokenizer_info", admin.tokenizer_info)
 
 
-def add_admin_routes(app: FastAPI, admin: AdminRoutes, server_info: bool, tokenizer_info: bool) -> None:
-    """Add the routes of operators."""
-    _add_admin_route(app, "POST", "/reset_prefix_cache", admin.reset_prefix_cache)
-    _add_admin_route(app, "POST", "/sleep", admin.sleep)
-    _add_admin_route(app, "POST", "/wake_up", admin.wake_up)
-    _add_admin_route(app, "GET", "/is_sleeping", admin.is_sleeping)
-    if server_info:
-        _add_admin_route(app, "GET", "/server_info", admin.server_info)
-    if tokenizer_info:
-        path = "/tokenizer_info"
-        app.add_api_route(path, admin.tokenizer_info, methods=["GET"], responses=route_responses("GET", path))
+def _add_route(app: FastAPI, method: str, path: str, route: Callable[..., Any], **more: Any) -> None:
+    responses = route_responses(method, path)
+    app.add_api_route(path, route, methods=[method], response_model=None, responses=responses, **more)
 
 
 def add_console(app: FastAPI, console: Console) -> None:

@@ -29,8 +29,7 @@ from quire.server.api_server import (
 )
 from quire.server.control_channel import ControlChannel, receive_blocking, send_blocking
 from quire.server.frontend_manager import BEAT_SECONDS, EXTRA_SECONDS, GATHER_SECONDS, MAX_MISSED_BEATS
-from quire.server.logs import MAX_INT_DIGITS, configure_logging
-from quire.server.options import ServeOptions, set_chat_template
+from quire.server.options import MAX_INT_DIGITS, ServeOptions, configure_logging, set_chat_template
 from quire.server.server_group import ServerGroup
 from quire.startup.engine_process import join_engine_process
 

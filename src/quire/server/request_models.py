@@ -32,134 +32,93 @@ class HashableFailFast(FailFast):
 
 
 # Schemas for the OpenAPI document, of values that are checked elsewhere.
+
+
+def _object(required: str = "", **properties: Any) -> dict[str, Any]:
+    """Return the schema of an object. `required` names its required properties."""
+    required_names = {"required": required.split()} if required else {}
+    return {"type": "object", **required_names, **({"properties": properties} if properties else {})}
+
+
+def _array(items: Any, **limits: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, **limits}
+
+
+def _any_of(*schemas: Any) -> dict[str, Any]:
+    return {"anyOf": [*schemas]}
+
+
+def _only(value: object) -> dict[str, Any]:
+    return {"const": value}
+
+
+def _or_null(kind: str) -> dict[str, Any]:
+    return {"type": [kind, "null"]}
+
+
+NULL, STRING, OBJECT = {"type": "null"}, {"type": "string"}, _object()
 TOKEN = {"type": "integer", "minimum": 0}
-TEXT_PART_SCHEMA = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-}
 DATA_URI = {"type": "string", "pattern": "^data:[^,]*;base64,"}
-IMAGE_URL_SCHEMA = {
-    "type": "object",
-    "required": ["url"],
-    "properties": {"url": DATA_URI, "detail": {"enum": [None, "auto", "low", "high"]}},
-}
-IMAGE_PART_SCHEMA = {
-    "type": "object",
-    "required": ["type", "image_url"],
-    "properties": {"type": {"const": "image_url"}, "image_url": {"anyOf": [DATA_URI, IMAGE_URL_SCHEMA]}},
-}
-PART_SCHEMA = {"anyOf": [TEXT_PART_SCHEMA, IMAGE_PART_SCHEMA]}
-IMAGES_SCHEMA = {"anyOf": [DATA_URI, {"type": "array", "items": DATA_URI}]}
-MULTI_MODAL = {
-    "anyOf": [
-        {"type": "object", "properties": {"image": IMAGES_SCHEMA}, "additionalProperties": False},
-        {"type": "null"},
-    ]
-}
 NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
-FUNCTION = {
-    "type": "object",
-    "required": ["name"],
-    "properties": {
-        "name": NAME,
-        "description": {"type": ["string", "null"]},
-        "parameters": {"type": ["object", "null"]},
-        "strict": {"type": ["boolean", "null"]},
-    },
-}
-TOOL = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {"type": {"const": "function"}, "function": FUNCTION},
-}
-TOOLS = {"anyOf": [{"type": "array", "items": TOOL, "maxItems": MAX_TOOLS}, {"type": "null"}]}
-NAMED_TOOL = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {"type": {"const": "function"}, "function": {"type": "object", "required": ["name"],
-                                                              "properties": {"name": NAME}}},
-}  # fmt: skip
-TOOL_CHOICE = {"anyOf": [{"enum": [None, "none", "auto", "required"]}, NAMED_TOOL]}
-CALL = {
-    "type": "object",
-    "required": ["function"],
-    "properties": {
-        "id": {"type": ["string", "null"]},
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {"name": NAME, "arguments": {"type": ["string", "object", "null"]}},
-        },
-    },
-}
-CONTENT = [{"type": "string"}, {"type": "array", "items": PART_SCHEMA, "minItems": 1, "maxItems": 1024}]
+IMAGE_URL = _any_of(DATA_URI, _object("url", url=DATA_URI, detail={"enum": [None, "auto", "low", "high"]}))
+PART = _any_of(
+    _object("type text", type=_only("text"), text=STRING),
+    _object("type image_url", type=_only("image_url"), image_url=IMAGE_URL),
+)
+MULTI_MODAL = _any_of({**_object(image=_any_of(DATA_URI, _array(DATA_URI))), "additionalProperties": False}, NULL)
+FUNCTION = _object(
+    "name", name=NAME, description=_or_null("string"), parameters=_or_null("object"), strict=_or_null("boolean")
+)
+TOOLS = _any_of(_array(_object("type function", type=_only("function"), function=FUNCTION), maxItems=MAX_TOOLS), NULL)
+NAMED_TOOL = _object("type function", type=_only("function"), function=_object("name", name=NAME))
+TOOL_CHOICE = _any_of({"enum": [None, "none", "auto", "required"]}, NAMED_TOOL)
+CALLED_FUNCTION = _object("name", name=NAME, arguments={"type": ["string", "object", "null"]})
+CALL = _object("function", id=_or_null("string"), type=_only("function"), function=CALLED_FUNCTION)
+CONTENT = (STRING, _array(PART, minItems=1, maxItems=1024))
 OPTIONAL_MESSAGE_FIELDS = {
-    name: {"type": ["string", "null"]} for name in ("name", "reasoning", "reasoning_content", "tool_call_id")
+    name: _or_null("string") for name in ("name", "reasoning", "reasoning_content", "tool_call_id")
 }
-TEXT_MESSAGE_SCHEMA = {
-    "type": "object",
-    "required": ["role", "content"],
-    "additionalProperties": False,
-    "properties": {
-        "role": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
-        "content": {"anyOf": CONTENT},
-        "tool_calls": {"enum": [None, []]},
-        **OPTIONAL_MESSAGE_FIELDS,
+TEXT_MESSAGE = _object(
+    "role content",
+    role={"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+    content=_any_of(*CONTENT),
+    tool_calls={"enum": [None, []]},
+    **OPTIONAL_MESSAGE_FIELDS,
+)
+CALL_MESSAGE = _object(
+    "role tool_calls",
+    role=_only("assistant"),
+    content=_any_of(*CONTENT, NULL),
+    tool_calls=_array(CALL, minItems=1, maxItems=MAX_CALLS),
+    **OPTIONAL_MESSAGE_FIELDS,
+)
+MESSAGE = _any_of(*({**message, "additionalProperties": False} for message in (TEXT_MESSAGE, CALL_MESSAGE)))
+RESPONSE_FORMAT = _any_of(
+    _object("type", type={"enum": ["text", "json_object"]}),
+    _object(
+        "type json_schema",
+        type=_only("json_schema"),
+        json_schema=_object("schema", schema=OBJECT, strict=_or_null("boolean")),
+    ),
+    _object(
+        "type structures triggers",
+        type=_only("structural_tag"),
+        structures=_array(OBJECT),
+        triggers=_array(STRING),
+    ),
+    NULL,
+)
+JSON_TEXT = _any_of(OBJECT, STRING, NULL)
+TEXT_MODALITY = _any_of(_only(["text"]), NULL)
+LOGIT_BIAS = _any_of(
+    {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,12}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        "maxProperties": MAX_BIASES,
     },
-}
-CALL_MESSAGE_SCHEMA = {
-    "type": "object",
-    "required": ["role", "tool_calls"],
-    "additionalProperties": False,
-    "properties": {
-        "role": {"const": "assistant"},
-        "content": {"anyOf": [*CONTENT, {"type": "null"}]},
-        "tool_calls": {"type": "array", "items": CALL, "minItems": 1, "maxItems": MAX_CALLS},
-        **OPTIONAL_MESSAGE_FIELDS,
-    },
-}
-MESSAGE = {"anyOf": [TEXT_MESSAGE_SCHEMA, CALL_MESSAGE_SCHEMA]}
-OBJECT = {"type": "object"}
-JSON_SCHEMA_FIELD = {
-    "type": "object",
-    "required": ["schema"],
-    "properties": {"schema": OBJECT, "strict": {"type": ["boolean", "null"]}},
-}
-STRUCTURAL_TAG_FIELDS = {
-    "structures": {"type": "array", "items": OBJECT},
-    "triggers": {"type": "array", "items": {"type": "string"}},
-}
-RESPONSE_FORMAT_SCHEMA = {
-    "anyOf": [
-        {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
-        {
-            "type": "object",
-            "required": ["type", "json_schema"],
-            "properties": {"type": {"const": "json_schema"}, "json_schema": JSON_SCHEMA_FIELD},
-        },
-        {
-            "type": "object",
-            "required": ["type", *STRUCTURAL_TAG_FIELDS],
-            "properties": {"type": {"const": "structural_tag"}, **STRUCTURAL_TAG_FIELDS},
-        },
-        {"type": "null"},
-    ]
-}
-JSON_TEXT = {"anyOf": [OBJECT, {"type": "string"}, {"type": "null"}]}
-TEXT_MODALITY = {"anyOf": [{"const": ["text"]}, {"type": "null"}]}
-LOGIT_BIAS_SCHEMA = {
-    "anyOf": [
-        {
-            "type": "object",
-            "propertyNames": {"pattern": "^[0-9]{1,12}$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "maxProperties": MAX_BIASES,
-        },
-        {"type": "null"},
-    ]
-}
+    NULL,
+)
 
 Strings = Annotated[list[str], HashableFailFast()]
 Ids = Annotated[list[Annotated[int, WithJsonSchema(TOKEN)]], HashableFailFast()]
@@ -167,11 +126,11 @@ Objects = Annotated[list[dict[str, Any]], HashableFailFast()]
 Messages = Annotated[
     list[dict[str, Any]],
     HashableFailFast(),
-    WithJsonSchema({"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 1024}),
+    WithJsonSchema(_array(MESSAGE, minItems=1, maxItems=1024)),
 ]
 InputField = str | Ids | Strings | Annotated[list[Ids], HashableFailFast(), Field(max_length=MAX_INPUTS)]
 PromptField = str | Ids | Strings | Annotated[list[Ids], HashableFailFast(), Field(max_length=MAX_PROMPTS)]
-RefusedField = Annotated[Any, WithJsonSchema({"type": "null"})]
+RefusedField = Annotated[Any, WithJsonSchema(NULL)]
 
 # Fields that do not change the output: ignored without a warning.
 IGNORED_FIELDS = frozenset({
@@ -230,7 +189,7 @@ class SharedFields(RequestFields):
     stop_token_ids: Ids | None = None
     bad_words: Strings | None = None
     allowed_token_ids: Ids | None = ranged_field(minItems=1)
-    logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(LOGIT_BIAS_SCHEMA)] = None
+    logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(LOGIT_BIAS)] = None
     cache_salt: str | None = ranged_field(minLength=1)
     structured_outputs: dict[str, Any] | None = None
     skip_special_tokens: bool | None = None
@@ -265,7 +224,7 @@ class SamplingFields(SharedFields, TruncationFields):
     beam_width: int | None = param_field("beam_width")
     length_penalty: float | None = param_field("length_penalty")
     early_stopping: bool | Literal["never"] | None = None
-    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(RESPONSE_FORMAT_SCHEMA)] = None
+    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(RESPONSE_FORMAT)] = None
     guided_json: Annotated[dict[str, Any] | str | None, WithJsonSchema(JSON_TEXT)] = None
     guided_regex: str | None = None
     guided_choice: Strings | None = None

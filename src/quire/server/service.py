@@ -6,12 +6,16 @@ A request to generate text goes one way: the route parses its body (plain_route.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from reprlib import repr as short
 from typing import Any
 
 from fastapi import Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import Scope
 
 import quire
 from quire.async_llm import AsyncLLM
@@ -24,8 +28,8 @@ from quire.server.generation import Generation, RequestResolver
 from quire.server.guards import TRUSTED, client_of
 from quire.server.json_pieces import WritePace, ids_json, texts_json
 from quire.server.metrics import Metrics
+from quire.server.outer_middleware import REQUEST_ID
 from quire.server.render import ChatRenderer, CompletionRenderer, Renderer, RenderSettings
-from quire.server.request_log import log_request
 from quire.server.request_models import (
     ChatRequest,
     CompletionRequest,
@@ -34,11 +38,14 @@ from quire.server.request_models import (
     TokenizeRequest,
     warning_header,
 )
+from quire.server.request_params import structured_field
 from quire.server.server_group import ServerGroup
 from quire.server.streaming import EngineCall, EventStream, JsonPiecesResponse, respond
-from quire.server.structured import structured_field
 from quire.text.input_processor import Prompt
 from quire.text.tools import read_tools
+
+MAX_PARAM_CHARS = 500  # characters of parameters
+log = logging.getLogger("quire.server")
 
 
 class Service:
@@ -209,3 +216,14 @@ class Service:
     async def scrape(self) -> Response:
         """Return the metrics in Prometheus' text format."""
         return PlainTextResponse(await self.server_group.scrape(), media_type=CONTENT_TYPE_LATEST)
+
+
+def log_request(id: str, prompts: Sequence[Prompt], params: SamplingParams, scope: Scope) -> None:
+    """Log a request that was queued. Values from the client are logged as their repr, which is shortened, so that they
+    cannot forge a log line."""
+    values = [(field, getattr(params, field.name)) for field in fields(params) if field.repr]
+    shown = ", ".join(f"{field.name}={short(value)}" for field, value in values if value != field.default)
+    tokens, images = sum(len(prompt.ids) for prompt in prompts), sum(len(prompt.images) for prompt in prompts)
+    sizes = f"{len(prompts)} prompts, {tokens} tokens" + f", {images} images" * bool(images)
+    text = "request %s (X-Request-Id %s): %s; %s"
+    log.info(text, id, scope.get(REQUEST_ID, "-"), sizes, shown[:MAX_PARAM_CHARS] or "no parameters")

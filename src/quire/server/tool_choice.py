@@ -13,7 +13,7 @@ from quire.errors import InputError, short_repr
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_output import MAX_SOURCE_CHARS, Structured, close_objects, without_whitespace
 from quire.server.request_models import ChatRequest
-from quire.server.structured import given_structured_field
+from quire.server.request_params import given_structured_field
 from quire.text.grammars.schema_cycles import find_endless_reference
 from quire.text.tool_parsers.base import ToolCallParser
 from quire.text.tool_parsers.formats import SPECIAL_TOKEN_PARSERS, TOOL_PARSERS, RequiredToolParser

@@ -13,7 +13,15 @@ from pydantic import WithJsonSchema
 
 from quire.errors import InputError, short_repr
 from quire.protocol.sampling_params import MAX_STOPS
-from quire.server.adapter import ClientNames, Conversation, Json, SharedChatFields
+from quire.server.adapter import (
+    ClientNames,
+    Conversation,
+    Json,
+    SharedChatFields,
+    check_choice,
+    check_kind,
+    read_string,
+)
 from quire.server.errors import ThreadsUnsupported
 from quire.server.generation import RequestResolver
 from quire.server.request_models import OBJECT, ChatRequest, Objects, Strings, ranged_field
@@ -138,10 +146,7 @@ class TranslatedMessages:
         if given is None:
             return {}
         kind = given.get("type")
-        if kind not in THINKING_TYPES:
-            raise InputError(
-                f"thinking.type must be one of {', '.join(THINKING_TYPES)}, got {short_repr(kind)}", "thinking"
-            )
+        check_choice(kind, THINKING_TYPES, "thinking.type", "thinking")
         names = [name for name in THINKING_VARIABLES if kind != "adaptive" and name in resolver.template_variables]
         switches = dict.fromkeys(names, kind != "disabled")
         chat_fields: Json = {"chat_template_kwargs": {**switches, **(body.chat_template_kwargs or {})}}
@@ -176,11 +181,8 @@ class TranslatedMessages:
             )
         chat_choice: Any = TOOL_CHOICES.get(kind or "")
         if kind == "tool":
-            if not isinstance(choice.get("name"), str):
-                raise InputError(
-                    f"tool_choice.name must be a string, got {short_repr(choice.get('name'))}", "tool_choice"
-                )
-            chat_choice = {"type": "function", "function": {"name": choice["name"]}}
+            name = read_string(choice, "name", "tool_choice", "tool_choice")
+            chat_choice = {"type": "function", "function": {"name": name}}
         return {
             "tools": None
             if tools is None
@@ -218,8 +220,7 @@ class MessageReader:
             self._add_turn("system", "system", system, "system")
         for i, message in enumerate(messages):
             at, role = f"messages[{i}]", message.get("role")
-            if role not in ROLES:
-                raise InputError(f"{at}.role must be one of {', '.join(ROLES)}, got {short_repr(role)}", "messages")
+            check_choice(role, ROLES, f"{at}.role", "messages")
             self._ignore("message", message, ("role", "content"))
             self._add_turn(at, role, message.get("content"), f"{at}.content")
         for message in self.conversation.messages:
@@ -249,10 +250,7 @@ class MessageReader:
         blocks = []
         for i, block in enumerate(content):
             place = f"{at}[{i}]"
-            kind = block.get("type") if isinstance(block, Mapping) else None
-            if not isinstance(kind, str) or kind not in BLOCK_TYPES[owner]:
-                known = ", ".join(BLOCK_TYPES[owner])
-                raise InputError(f"{place}.type is {short_repr(kind)}; {known} are supported for {owner}", param)
+            kind = check_kind(block, BLOCK_TYPES[owner], place, param, f" for {owner}")
             self._ignore(kind, block, ("type", *BLOCK_FIELDS[kind]))
             for name in BLOCK_FIELDS[kind]:
                 expected = Mapping if name in ("source", "input") else str
@@ -315,10 +313,8 @@ class MessageReader:
                 f"{at}.source.type is {short_repr(source.get('type'))}; only 'base64' is supported, no URL is fetched",
                 "messages",
             )
-        for name in ("media_type", "data"):
-            if not isinstance(source.get(name), str):
-                raise InputError(f"{at}.source.{name} must be a string, got {short_repr(source.get(name))}", "messages")
-        return {"type": "image_url", "image_url": {"url": f"data:{source['media_type']};base64,{source['data']}"}}
+        media_type, data = (read_string(source, name, f"{at}.source", "messages") for name in ("media_type", "data"))
+        return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{data}"}}
 
     def _add_assistant(self, at: str, blocks: list[tuple[str, Json]]) -> None:
         """Add an assistant's blocks. redacted_thinking, which cannot be read here, is left out."""
