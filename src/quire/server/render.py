@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
@@ -61,31 +62,20 @@ class UsageCounter:
 
     def choice_json(self, at: int, choice: int) -> str:
         """Return the usage of one choice so far as JSON."""
-        prompt, completion = self.prompt_lengths[at], self.completion_tokens.get(choice, 0)
-        return (
-            f'{{"prompt_tokens":{prompt},"completion_tokens":{completion},"total_tokens":{prompt + completion},'
-            f'"prompt_tokens_details":{{"cached_tokens":{self.cached_tokens.get(at, 0)}}}{self._details(choice)}}}'
-        )
-
-    def _details(self, *choices: int) -> str:
-        tokens = sum(self.reasoning_tokens.get(choice, 0) for choice in choices)
-        return f',"completion_tokens_details":{{"reasoning_tokens":{tokens}}}' if self.reasoning_tokens else ""
+        completion, cached = self.completion_tokens.get(choice, 0), self.cached_tokens.get(at, 0)
+        return self._to_json(self.prompt_lengths[at], completion, cached, self.reasoning_tokens.get(choice, 0))
 
     def total_json(self) -> str:
         """Return OpenAI's usage object as JSON."""
-        prompt, completion = sum(self.prompt_lengths), sum(self.completion_tokens.values())
-        cached, details = sum(self.cached_tokens.values()), self._details(*self.reasoning_tokens)
+        completion, cached = sum(self.completion_tokens.values()), sum(self.cached_tokens.values())
+        return self._to_json(sum(self.prompt_lengths), completion, cached, sum(self.reasoning_tokens.values()))
+
+    def _to_json(self, prompt: int, completion: int, cached: int, reasoning: int) -> str:
+        details = f',"completion_tokens_details":{{"reasoning_tokens":{reasoning}}}' if self.reasoning_tokens else ""
         return (
             f'{{"prompt_tokens":{prompt},"completion_tokens":{completion},"total_tokens":{prompt + completion},'
             f'"prompt_tokens_details":{{"cached_tokens":{cached}}}{details}}}'
         )
-
-
-class ScoredToken(NamedTuple):
-    """A token and its log-probabilities; `top` is None for the first token of a prompt, which has no probability."""
-
-    token: int
-    top: TopLogprobs | None
 
 
 class ChoicePieces(NamedTuple):
@@ -96,36 +86,21 @@ class ChoicePieces(NamedTuple):
     pieces: JsonPieces
 
 
-def _top_logprobs(top: TopLogprobs, k: int) -> dict[int, float]:
-    """Return the log-probabilities of the sampled token and of the k most likely ones, by token id."""
-    return {top.token: top.logprob, **dict(zip(top.ids[:k], top.logprobs[:k]))}
-
-
 class LogprobLists(NamedTuple):
-    """The four parallel lists of a completion's log-probabilities, in slices. `next_offset` is where the text of the
-    next token begins."""
+    """The parallel lists of a completion's log-probabilities: `tokens`, `token_logprobs`, `top_logprobs` and
+    `text_offset`, each in slices. `next_offset` is where the text of the next token begins."""
 
-    tokens: JsonPieces
-    token_logprobs: JsonPieces
-    top_logprobs: JsonPieces
-    text_offsets: JsonPieces
+    columns: tuple[JsonPieces, ...]
     next_offset: int
 
     def concat(self, other: LogprobLists) -> LogprobLists:
         """Return the lists with those of `other` appended."""
-        return LogprobLists(
-            self.tokens + other.tokens,
-            self.token_logprobs + other.token_logprobs,
-            self.top_logprobs + other.top_logprobs,
-            self.text_offsets + other.text_offsets,
-            other.next_offset,
-        )
+        return LogprobLists(tuple(mine + more for mine, more in zip(self.columns, other.columns)), other.next_offset)
 
     def to_json(self) -> JsonPieces:
         """Return the object of the legacy format."""
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         pieces: JsonPieces = []
-        for name, slices in zip(names, self[:4]):
+        for name, slices in zip(("tokens", "token_logprobs", "top_logprobs", "text_offset"), self.columns):
             pieces += [f'{"," if pieces else "{"}"{name}":', *json_array(slices)]
         return [*pieces, "}"]
 
@@ -230,6 +205,13 @@ class Renderer:
 
     async def choice(self, at: int, output: BranchOutput, whole: bool) -> ChoicePieces | None:
         """Return the JSON that `output` adds to its choice, or None if it adds nothing."""
+        if not self.is_text_only or whole:
+            return await self.full_choice(at, output, whole)
+        await self.pace(output.text)
+        return self.choice_nowait(at, output)
+
+    async def full_choice(self, at: int, output: BranchOutput, whole: bool) -> ChoicePieces | None:
+        """Do what `choice` does for a whole answer or one with more than text."""
         raise NotImplementedError
 
     def opening_choices(self) -> list[ChoicePieces]:
@@ -291,10 +273,7 @@ class CompletionRenderer(Renderer):
         self._echoed: dict[int, tuple[str, LogprobLists]] = {}
         self._prompt_scores: dict[int, JsonPieces] = {}
 
-    async def choice(self, at: int, output: BranchOutput, whole: bool) -> ChoicePieces | None:
-        if self.is_text_only and not whole:
-            await self.pace(output.text)
-            return self.choice_nowait(at, output)
+    async def full_choice(self, at: int, output: BranchOutput, whole: bool) -> ChoicePieces | None:
         index = at * self.n + output.branch
         first = index not in self._offsets
         if output.prompt_logprobs is not None:
@@ -306,26 +285,18 @@ class CompletionRenderer(Renderer):
         offset = self._offsets.setdefault(index, 0)
         if not (self._adds_something(output) or echoed):
             return None
-        text, lists = quoted(output.text), LogprobLists([], [], [], [], offset)
+        text, lists = quoted(output.text), LogprobLists(([], [], [], []), offset)
         if echoed:
             before, lists = await self._echo(at)
             text = before[:-1] + text[1:]
         if scored:
-            pairs = list(map(ScoredToken, output.tokens, output.top_logprobs))
-            more = await self._logprob_lists(
-                pairs, self.num_logprob_ids or self.request.logprobs or 0, lists.next_offset
-            )
-            lists = lists.concat(more)
+            scores, k = list(zip(output.tokens, output.top_logprobs)), self.num_logprob_ids or self.request.logprobs
+            lists = lists.concat(await self._logprob_lists(scores, k or 0, lists.next_offset))
             self._offsets[index] = lists.next_offset
         await self.pace(text)
         before, after = self.text_wrapper
-        pieces = [
-            f'{{"index":{index},{before}',
-            text,
-            after,
-            *(lists.to_json() if scored else ["null"]),
-            finish_json(output),
-        ]
+        logprobs = lists.to_json() if scored else ["null"]
+        pieces = [f'{{"index":{index},{before}', text, after, *logprobs, finish_json(output)]
         if whole or self.returns_ids:
             pieces += await self._ids_member("token_ids", output.tokens)
             if whole or first:
@@ -337,7 +308,7 @@ class CompletionRenderer(Renderer):
     async def _echo(self, at: int) -> tuple[str, LogprobLists]:
         """Return a prompt's text as JSON, and its lists of log-probabilities."""
         if at in self._echoed:
-            for slices in self._echoed[at][1][:4]:
+            for slices in self._echoed[at][1].columns:
                 self.pace.count(*slices)
             return self._echoed[at]
         prompt, tokenizer = self.prompts[at], self.input_processor.tokenizer
@@ -345,12 +316,9 @@ class CompletionRenderer(Renderer):
         if text is None:
             decode = partial(tokenizer.decode, prompt.ids, skip_special_tokens=False) if tokenizer is not None else str
             text = await self.input_processor.offload(len(prompt.ids), decode)
-        scored: list[ScoredToken] = []
-        if self.has_logprobs:
-            scored = [
-                ScoredToken(prompt.ids[0], None),
-                *map(ScoredToken, prompt.ids[1:], self._prompt_tops.get(at, ())),
-            ]
+        scored: list[tuple[int, TopLogprobs | None]] = []
+        if self.has_logprobs:  # the first token of a prompt has no probability
+            scored = [(prompt.ids[0], None), *zip(prompt.ids[1:], self._prompt_tops.get(at, ()))]
         self._echoed[at] = json.dumps(text), await self._logprob_lists(scored, self.request.logprobs or 0, 0)
         return self._echoed[at]
 
@@ -361,31 +329,31 @@ class CompletionRenderer(Renderer):
             self._prompt_scores[at] = await self._prompt_logprobs_json(self._prompt_tops.get(at, ()))
         return self._prompt_scores[at]
 
-    async def _logprob_lists(self, scored: list[ScoredToken], k: int, offset: int) -> LogprobLists:
-        """Return the lists of the legacy format, with up to `k` alternatives per token."""
-        lists = LogprobLists([], [], [], [], offset)
+    async def _logprob_lists(
+        self, scored: Sequence[tuple[int, TopLogprobs | None]], k: int, offset: int
+    ) -> LogprobLists:
+        """Return the lists of tokens with their log-probabilities, and up to `k` alternatives for each."""
+        columns: tuple[JsonPieces, ...] = ([], [], [], [])
         for start in range(0, len(scored), SLICE_ENTRIES):
             part = scored[start : start + SLICE_ENTRIES]
-            offsets = []
-            for item in part:
-                offsets.append(offset)
-                offset += self.token_strings.length(item.token)
-            lists.tokens.append(",".join(self.token_strings.logprob_name(item.token) for item in part))
-            lists.token_logprobs.append(
-                ",".join("null" if item.top is None else logprob_json(item.top.logprob) for item in part)
+            ends = list(accumulate((self.token_strings.length(token) for token, _ in part), initial=offset))
+            offset = ends.pop()
+            entries = (
+                (self.token_strings.logprob_name(token) for token, _ in part),
+                ("null" if top is None else logprob_json(top.logprob) for _, top in part),
+                ("null" if top is None else self._alternatives(top, k) for _, top in part),
+                map(str, ends),
             )
-            lists.top_logprobs.append(",".join(self._alternatives(item, k) for item in part))
-            lists.text_offsets.append(",".join(map(str, offsets)))
-            await self.pace(lists.tokens[-1], lists.token_logprobs[-1], lists.top_logprobs[-1], lists.text_offsets[-1])
-        return lists._replace(next_offset=offset)
+            for column, texts in zip(columns, entries):
+                column.append(",".join(texts))
+            await self.pace(*(column[-1] for column in columns))
+        return LogprobLists(columns, offset)
 
-    def _alternatives(self, scored: ScoredToken, k: int) -> str:
+    def _alternatives(self, top: TopLogprobs, k: int) -> str:
         """Return the sampled token and the `k` most likely ones, with their log-probabilities, by name. If tokens have
         the same name, the first one gets it and the others are called "token_id:N", so that none is lost."""
-        if scored.top is None:
-            return "null"
         named: dict[str, str] = {}
-        for id, value in _top_logprobs(scored.top, k).items():
+        for id, value in {top.token: top.logprob, **dict(zip(top.ids[:k], top.logprobs[:k]))}.items():
             name = self.token_strings.logprob_name(id)
             named[f'"token_id:{id}"' if name in named else name] = logprob_json(value)
         return "{" + ",".join(f"{name}:{value}" for name, value in named.items()) + "}"
@@ -437,10 +405,7 @@ class ChatRenderer(Renderer):
             self.usage.reasoning_tokens[output.branch] = parser.reasoning_tokens
         return parts, output._replace(finish_reason=parser.finish_reason(output.finish_reason))
 
-    async def choice(self, at: int, output: BranchOutput, whole: bool) -> ChoicePieces | None:
-        if self.is_text_only and not whole:
-            await self.pace(output.text)
-            return self.choice_nowait(at, output)
+    async def full_choice(self, at: int, output: BranchOutput, whole: bool) -> ChoicePieces | None:
         index = output.branch
         self._prompt_tops = output.prompt_logprobs or self._prompt_tops
         self.usage.add(at, index, len(output.tokens), output.cached_tokens)
