@@ -7,7 +7,7 @@ from itertools import groupby
 from json.encoder import encode_basestring_ascii as quoted
 from typing import NamedTuple
 
-from quire.server.reasoning import RequestReasoning
+from quire.server.reasoning import ReasoningTokenCounter, RequestReasoning
 from quire.server.tool_choice import ToolChoice
 from quire.text.tool_parsers.base import ParsedEvent
 
@@ -68,7 +68,7 @@ class ChoiceParser:
         self._tool_choice, self._reasoning = tool_choice, reasoning
         self._tool_parser = tool_choice.new_parser()
         self._reasoning_parser = None if reasoning is None else reasoning.new_parser()
-        self._counter = None if reasoning is None else reasoning.new_counter()
+        self._counter = None if reasoning is None else ReasoningTokenCounter(reasoning)
         self.has_call = False
 
     @property

@@ -41,10 +41,6 @@ class RequestReasoning(NamedTuple):
         """Return a parser for one output."""
         return ReasoningParser(self.format, self.start)
 
-    def new_counter(self) -> ReasoningTokenCounter:
-        """Return a counter for the tokens of one output."""
-        return ReasoningTokenCounter(self)
-
 
 class ReasoningTokenCounter:
     """Counts reasoning tokens without markers. It parses the text of each token by itself, so the count does not depend

@@ -180,17 +180,22 @@ def param_field(name: str) -> Any:
     return ranged_field(param.low, None if param.high == MAX_TOKENS else param.high)
 
 
-class SharedFields(RequestFields):
+class ModelFields(RequestFields):
+    """The model, and a salt: requests share cached prefixes only with those of the same one."""
+
+    model: str | None = None
+    cache_salt: str | None = ranged_field(minLength=1)
+
+
+class SharedFields(ModelFields):
     """Fields that have the same name and meaning in all APIs. None means the model's default, else OpenAI's. The
     sampling parameters that are declared as `shared` are fields too."""
 
-    model: str | None = None
     stream: bool | None = None
     stop_token_ids: Ids | None = None
     bad_words: Strings | None = None
     allowed_token_ids: Ids | None = ranged_field(minItems=1)
     logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(LOGIT_BIAS)] = None
-    cache_salt: str | None = ranged_field(minLength=1)
     structured_outputs: dict[str, Any] | None = None
     skip_special_tokens: bool | None = None
 
@@ -273,12 +278,11 @@ class ChatRequest(SamplingFields, ChatTemplateFields):
     echo: bool | None = None
 
 
-class EmbeddingRequest(TruncationFields, ChatTemplateFields):
+class EmbeddingRequest(ModelFields, TruncationFields, ChatTemplateFields):
     """The body of /v1/embeddings: texts, or a conversation. `dimensions` truncates each vector to its first numbers,
     scaled to length 1 again. `normalize` and `use_activation` mean the same. `embed_dtype` and `endianness` are for
     base64."""
 
-    model: str | None = None
     input: InputField | None = None
     messages: Messages | None = None
     add_generation_prompt: bool | None = False
@@ -288,27 +292,22 @@ class EmbeddingRequest(TruncationFields, ChatTemplateFields):
     normalize: bool | None = None
     use_activation: bool | None = None
     dimensions: int | None = ranged_field(1)
-    cache_salt: str | None = ranged_field(minLength=1)
 
 
-class ScoreRequest(TruncationFields):
+class ScoreRequest(ModelFields, TruncationFields):
     """The body of /score: one text with each of several, or pairs."""
 
-    model: str | None = None
     text_1: str | Strings
     text_2: str | Strings
-    cache_salt: str | None = ranged_field(minLength=1)
 
 
-class RerankRequest(TruncationFields):
+class RerankRequest(ModelFields, TruncationFields):
     """The body of /rerank. Returns the `top_n` documents nearest to the query, nearest first."""
 
-    model: str | None = None
     query: str
     documents: Strings
     top_n: int | None = ranged_field(1)
     return_documents: bool | None = None
-    cache_salt: str | None = ranged_field(minLength=1)
 
 
 class PrefixRequest(RequestFields):

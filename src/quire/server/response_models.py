@@ -78,23 +78,29 @@ class CompletionLogprobs(StrictModel):
     text_offset: list[int]
 
 
-class CompletionChoice(StrictModel):
+class Generated(StrictModel):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: None
+
+
+class Choice(StrictModel):
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | None
     prompt_logprobs: PromptLogprobs
 
 
-class Completion(StrictModel):
-    id: str
+class Completion(Generated):
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: None
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -132,21 +138,13 @@ class Message(StrictModel):
     tool_calls: list[ToolCall] = Field(default=[])
 
 
-class ChatChoice(StrictModel):
-    index: int
+class ChatChoice(Choice):
     message: Message
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    token_ids: list[int] | None
 
 
-class ChatCompletion(StrictModel):
-    id: str
+class ChatCompletion(Generated):
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: None
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None
     prompt_logprobs: PromptLogprobs
@@ -186,14 +184,10 @@ class ChunkChoice(StrictModel):
     prompt_token_ids: list[int] | None = None
 
 
-class Chunk(StrictModel):
+class Chunk(Generated):
     """The data of one server-sent event. The last event of a stream is [DONE], unless it fails."""
 
-    id: str
     object: Literal["text_completion", "chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: None
     choices: list[ChunkChoice]
     prompt_token_ids: list[int] | None = None
     usage: Usage | None = None

@@ -91,29 +91,22 @@ class EngineCall:
         self.streams = []
 
 
-async def _wait_disconnect(receive: Receive) -> None:
-    """Wait until the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of `work`. If the client leaves first, cancel it and return None."""
-    task = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_wait_disconnect(receive))
+
+    async def wait_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(wait_disconnect())
     try:
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        await _cancel(task, disconnect)
-
-
-async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        if not task.done():
-            task.cancel()
+        for unfinished in (one for one in (task, disconnect) if not one.done()):
+            unfinished.cancel()
             with suppress(asyncio.CancelledError, Exception):
-                await task
+                await unfinished
 
 
 class EventStream(Response):

@@ -145,26 +145,22 @@ def rebase_refs(schema: Any, pointer: str) -> Any:
 
 def read_tool_choice(request: ChatRequest, format: str) -> ToolChoice:
     """Return the tools of a request. Raise InputError for invalid tools or an invalid choice."""
-    tools = tuple(read_tools(request.tools or []))
-    choice, named = _read_mode(request.tool_choice, tools)
-    return ToolChoice(tools, choice, named, request.parallel_tool_calls is not False, format)
-
-
-def _read_mode(given: Any, tools: tuple[Tool, ...]) -> tuple[str, str]:
-    if given is None or given == "auto":
-        return ("auto" if tools else "none"), ""
+    tools, given = tuple(read_tools(request.tools or [])), request.tool_choice
+    choice = ToolChoice(tools, "none", "", request.parallel_tool_calls is not False, format)
     if given == "none":
-        return "none", ""
+        return choice
+    if given is None or given == "auto":
+        return choice._replace(mode="auto" if tools else "none")
     if given == "required" or isinstance(given, Mapping):
         if not tools:
             raise InputError("tool_choice needs tools", "tool_choice")
         if given == "required":
-            return given, ""
+            return choice._replace(mode="required")
         function = given.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
         if given.get("type", "function") == "function" and isinstance(name, str):
             if name not in {tool.name for tool in tools}:
                 raise InputError(f"tool_choice names {name[:64]!r}, and there is no such tool", "tool_choice")
-            return "named", name
+            return choice._replace(mode="named", named_tool=name)
     form = '{"type": "function", "function": {"name": ...}}'
     raise InputError(f"tool_choice is none, auto, required or {form}, got {short_repr(given)}", "tool_choice")
