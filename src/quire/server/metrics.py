@@ -22,7 +22,10 @@ from quire.text.output_stream import RequestRecord
 PREFIXES = {"quire": "quire_", "vllm": "vllm:"}  # by --metrics-prefix
 LABELS = ("model_name", "engine")
 ENGINE_LABEL = "0"  # there is one engine
-PARTIAL_COMMENT = b"# The first frontend doesn't answer: counters of frontends (requests, latencies, HTTP, processor time) are left out\n"
+PARTIAL_COMMENT = (
+    b"# The first frontend doesn't answer: counters of frontends "
+    b"(requests, latencies, HTTP, processor time) are left out\n"
+)
 
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by sleep level
 CATEGORIES = TypeUsage._fields[1:]
