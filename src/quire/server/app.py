@@ -7,11 +7,13 @@ from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI
+from pydantic import BaseModel
 from starlette.types import ASGIApp
 
 import quire
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
+from quire.server import response_models as models
 from quire.server.admin import AdminRoutes
 from quire.server.anthropic.routes import MessageRoutes
 from quire.server.console import FILES, OPEN_PATHS, PAGE, Console
@@ -99,29 +101,29 @@ def add_routes(app: FastAPI, service: Service, store_responses: int = 0) -> None
     paths of a route are not in the OpenAPI document."""
     embeddings, messages = EmbeddingRoutes(service), MessageRoutes(service)
     responses = ResponseRoutes(service, store_responses)
-    for method, path, route in (
-        ("POST", "/v1/completions", service.completions),
-        ("POST", "/v1/chat/completions", service.chat),
-        ("POST", "/v1/responses", responses.create),
-        ("GET", "/v1/responses/{name}", responses.get),
-        ("DELETE", "/v1/responses/{name}", responses.delete),
-        ("POST", "/v1/messages", messages.create),
-        ("POST", "/v1/messages/count_tokens", messages.count),
-        ("POST", "/v1/embeddings", embeddings.embeddings),
-        ("POST", "/score", embeddings.score),
-        ("POST", "/rerank", embeddings.rerank),
-        ("GET", "/v1/models", service.models),
-        ("GET", "/v1/models/{name:path}", service.model),
-        ("POST", "/tokenize", service.tokenize),
-        ("POST", "/detokenize", service.detokenize),
-        ("GET", "/health", service.health),
-        ("GET", "/ping", service.health),
-        ("POST", "/ping", service.health),
-        ("GET", "/version", service.version),
-        ("GET", "/load", service.load),
-        ("GET", "/metrics", service.scrape),
+    for method, path, route, model in (
+        ("POST", "/v1/completions", service.completions, models.Completion),
+        ("POST", "/v1/chat/completions", service.chat, models.ChatCompletion),
+        ("POST", "/v1/responses", responses.create, models.ResponsesResponse),
+        ("GET", "/v1/responses/{name}", responses.get, models.ResponsesResponse),
+        ("DELETE", "/v1/responses/{name}", responses.delete, models.DeletedResponse),
+        ("POST", "/v1/messages", messages.create, models.MessagesResponse),
+        ("POST", "/v1/messages/count_tokens", messages.count, models.CountTokensResponse),
+        ("POST", "/v1/embeddings", embeddings.embeddings, models.EmbeddingResponse),
+        ("POST", "/score", embeddings.score, models.ScoreResponse),
+        ("POST", "/rerank", embeddings.rerank, models.RerankResponse),
+        ("GET", "/v1/models", service.models, models.ModelList),
+        ("GET", "/v1/models/{name:path}", service.model, models.ModelCard),
+        ("POST", "/tokenize", service.tokenize, models.TokenizeResponse),
+        ("POST", "/detokenize", service.detokenize, models.DetokenizeResponse),
+        ("GET", "/health", service.health, None),
+        ("GET", "/ping", service.health, None),
+        ("POST", "/ping", service.health, None),
+        ("GET", "/version", service.version, models.VersionResponse),
+        ("GET", "/load", service.load, models.ServerLoad),
+        ("GET", "/metrics", service.scrape, None),
     ):
-        _add_route(app, method, path, route)
+        _add_route(app, method, path, route, model)
         if method == "GET" and path in HEAD_PATHS:
             app.add_api_route(path, route, methods=["HEAD"], response_model=None, include_in_schema=False)
         for other in ALIAS_PATHS.get(path, ()):
@@ -130,24 +132,26 @@ def add_routes(app: FastAPI, service: Service, store_responses: int = 0) -> None
 
 def add_admin_routes(app: FastAPI, service: Service, admin: AdminRoutes, options: ServeOptions) -> None:
     """Add the routes of operators, which need an admin key, and /tokenizer_info, which does not."""
-    for method, path, route in (
-        ("GET", "/v1/prefixes", service.prefixes),
-        ("POST", "/v1/prefixes", service.add_prefix),
-        ("DELETE", "/v1/prefixes/{name}", service.release_prefix),
-        ("POST", "/reset_prefix_cache", admin.reset_prefix_cache),
-        ("POST", "/sleep", admin.sleep),
-        ("POST", "/wake_up", admin.wake_up),
-        ("GET", "/is_sleeping", admin.is_sleeping),
-        *((("GET", "/server_info", admin.server_info),) if options.server_info else ()),
+    for method, path, route, model in (
+        ("GET", "/v1/prefixes", service.prefixes, models.PrefixList),
+        ("POST", "/v1/prefixes", service.add_prefix, models.RegisteredPrefix),
+        ("DELETE", "/v1/prefixes/{name}", service.release_prefix, models.DeletedPrefix),
+        ("POST", "/reset_prefix_cache", admin.reset_prefix_cache, models.CacheReset),
+        ("POST", "/sleep", admin.sleep, models.SleepStatus),
+        ("POST", "/wake_up", admin.wake_up, models.SleepStatus),
+        ("GET", "/is_sleeping", admin.is_sleeping, models.SleepStatus),
+        *((("GET", "/server_info", admin.server_info, models.ServerInfo),) if options.server_info else ()),
     ):
         more = {"dependencies": [Depends(require_admin)], "openapi_extra": query_parameters(method, path)}
-        _add_route(app, method, path, route, **more)
+        _add_route(app, method, path, route, model, **more)
     if options.tokenizer_info:
-        _add_route(app, "GET", "/tokenizer_info", admin.tokenizer_info)
+        _add_route(app, "GET", "/tokenizer_info", admin.tokenizer_info, models.TokenizerInfo)
 
 
-def _add_route(app: FastAPI, method: str, path: str, route: Callable[..., Any], **more: Any) -> None:
-    responses = route_responses(method, path)
+def _add_route(
+    app: FastAPI, method: str, path: str, route: Callable[..., Any], model: type[BaseModel] | None, **more: Any
+) -> None:
+    responses = route_responses(method, path, model)
     app.add_api_route(path, route, methods=[method], response_model=None, responses=responses, **more)
 
 
