@@ -15,13 +15,14 @@ from quire.server.answer_size import AnswerSize, EchoedPrompt, limit_answer
 from quire.server.errors import UnknownModel
 from quire.server.reasoning import ModelReasoning, RequestReasoning
 from quire.server.request_models import (
+    EMPTY_VALUES,
+    REFUSED_FIELDS,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     RequestFields,
     TokenizeRequest,
     TruncationFields,
-    check_supported,
     unknown_fields,
     warning_header,
 )
@@ -129,7 +130,11 @@ class RequestResolver:
         """Raise UnknownModel if the request names a model that is not served, InputError for a field that is not
         supported or, if the server is strict, not known."""
         self.check_model(getattr(body, "model", None))
-        check_supported(body)
+        for name, value in (body.model_extra or {}).items():
+            if name in REFUSED_FIELDS and value not in EMPTY_VALUES:
+                raise InputError(f"{name} is not supported", name)
+        if getattr(body, "chat_template", None) is not None:
+            raise InputError("chat_template can't be set by a request: start with --chat-template", "chat_template")
         if self.rules.strict and (names := unknown_fields(body)):
             raise InputError(f"there is no field {names[0][:60]!r} (this server was started with --strict)", names[0])
 

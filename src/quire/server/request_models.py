@@ -355,15 +355,6 @@ def warning_header(request: RequestFields, ignored: Sequence[str] = (), texts: S
     return {"Warning": ", ".join(quoted)} if quoted else {}
 
 
-def check_supported(request: RequestFields) -> None:
-    """Raise InputError for a field that asks for something unsupported."""
-    for name, value in (request.model_extra or {}).items():
-        if name in REFUSED_FIELDS and value not in EMPTY_VALUES:
-            raise InputError(f"{name} is not supported", name)
-    if getattr(request, "chat_template", None) is not None:
-        raise InputError("chat_template can't be set by a request: start with --chat-template", "chat_template")
-
-
 UNION_TYPES = {
     "prompt": f"a string, token ids, or a list of at most {MAX_PROMPTS} of either",
     "input": f"a string, token ids, or a list of at most {MAX_INPUTS} of either",

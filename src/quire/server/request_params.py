@@ -29,10 +29,17 @@ from quire.server.request_models import (
 
 MAX_ALLOWED_TOKEN_IDS = 1 << 15  # the event loop reads these in some milliseconds
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-FIELDS = ("response_format", "structured_outputs", *GUIDED)
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 OPTIONS = ("disable_any_whitespace",)
 IGNORED_OPTIONS = ("disable_fallback",)  # of vLLM's backends; quire has only one
+
+
+_BRANCH_FIELDS = ("best_of", "beam_width", "length_penalty", "early_stopping")
+PASSED_FIELDS = [
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in SamplingFields.model_fields and field.name not in (*_BRANCH_FIELDS, "structured_outputs")
+]
 
 
 class RequestRules(NamedTuple):
@@ -45,7 +52,9 @@ class RequestRules(NamedTuple):
     strict: bool = False
 
 
-def _check_request(request: SamplingFields) -> None:
+def _given_params(request: SamplingFields, rules: RequestRules) -> dict[str, Any]:
+    """Return the parameters that completions and chats have by the same names. Raise InputError for an invalid
+    field."""
     if isinstance(request, CompletionRequest):
         for name, nothing in (
             ("tools", EMPTY_VALUES), ("tool_choice", (None, "none", "auto")), ("thinking_token_budget", EMPTY_VALUES),
@@ -71,23 +80,12 @@ def _check_request(request: SamplingFields) -> None:
     if request.request_id is not None and not REQUEST_ID.fullmatch(request.request_id):
         raise InputError("request_id must have 1 to 128 visible ASCII characters", "request_id")
 
-
-_BRANCH_FIELDS = ("best_of", "beam_width", "length_penalty", "early_stopping")
-PASSED_FIELDS = [
-    field.name
-    for field in fields(SamplingParams)
-    if field.name in SamplingFields.model_fields and field.name not in (*_BRANCH_FIELDS, "structured_outputs")
-]
-
-
-def _given_params(request: SamplingFields, rules: RequestRules) -> dict[str, Any]:
-    _check_request(request)
-    given = {name: getattr(request, name) for name in PASSED_FIELDS if getattr(request, name) is not None}
     if request.prompt_logprobs is not None:
         _check_logprobs("prompt_logprobs", request.prompt_logprobs, rules)
+    given = {name: getattr(request, name) for name in PASSED_FIELDS if getattr(request, name) is not None}
     return {
         **rules.defaults, "detokenize": rules.has_tokenizer, **given, **_branch_params(request),
-        "structured": read_structured(request)
+        "structured": read_structured(request),
     }  # fmt: skip
 
 
@@ -121,24 +119,9 @@ def _branch_params(request: SamplingFields) -> dict[str, Any]:
     return params
 
 
-def _check_logprobs(name: str, value: int, rules: RequestRules) -> int:
+def _check_logprobs(name: str, value: int, rules: RequestRules) -> None:
     if not 0 <= value <= rules.max_logprobs:
         raise InputError(f"{name} must be between 0 and {rules.max_logprobs}, got {str(value)[:30]}", name)
-    return value
-
-
-def _make_params(given: dict[str, Any], names: Mapping[str, str]) -> SamplingParams:
-    """Return the SamplingParams. Errors name the client's parameters: `names` maps SamplingParams' names to the
-    client's. With logprob_token_ids the number of logprobs is ignored, as in vLLM."""
-    if given.get("logprob_token_ids"):
-        given.pop("logprobs", None)
-    try:
-        return SamplingParams(**given)
-    except InputError as error:
-        name = names.get(error.param or "")
-        if name is None or error.param is None:
-            raise
-        raise InputError(str(error).replace(error.param, name, 1), name) from None
 
 
 def completion_params(request: CompletionRequest, rules: RequestRules) -> SamplingParams:
@@ -150,10 +133,12 @@ def completion_params(request: CompletionRequest, rules: RequestRules) -> Sampli
             raise InputError("logprob_token_ids are of generated tokens, and max_tokens is 0", "logprob_token_ids")
         given |= {"max_tokens": 1, "min_tokens": 0}
     if request.logprobs is not None:
-        given["logprobs"] = _check_logprobs("logprobs", request.logprobs, rules)
+        _check_logprobs("logprobs", request.logprobs, rules)
+        if not request.logprob_token_ids:
+            given["logprobs"] = request.logprobs
     if request.echo and (request.logprobs is not None or request.logprob_token_ids):
         given["prompt_logprobs"] = max(request.logprobs or 0, given.get("prompt_logprobs", 0))
-    return _make_params(given, {})
+    return SamplingParams(**given)
 
 
 def chat_params(request: ChatRequest, rules: RequestRules) -> SamplingParams:
@@ -165,12 +150,17 @@ def chat_params(request: ChatRequest, rules: RequestRules) -> SamplingParams:
         _check_logprobs("top_logprobs", request.top_logprobs, rules)
         if not request.logprobs and request.top_logprobs:
             raise InputError("top_logprobs needs logprobs to be true", "top_logprobs")
-    if request.logprobs:
+    if request.logprobs and not request.logprob_token_ids:
         given["logprobs"] = request.top_logprobs or 0
     names = {"logprobs": "top_logprobs"}
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    return _make_params(given, names)
+    try:
+        return SamplingParams(**given)
+    except InputError as error:
+        if (param := error.param) is None or param not in names:
+            raise
+        raise InputError(str(error).replace(param, names[param], 1), names[param]) from None
 
 
 def split_prompts(prompt: Any, name: str = "prompt", max_prompts: int = MAX_PROMPTS) -> list[str | list[int]]:
@@ -195,25 +185,32 @@ def last_assistant_text(request: ChatRequest) -> str:
 
 def structured_field(request: SamplingFields) -> str:
     """Return the name of the request's field for structured output. It is tool_choice if that requires a call."""
-    other = given_structured_field(request)
+    other = next(iter(given_structured_fields(request)), "")
     must_call = request.tool_choice not in (None, "none", "auto")
     return "tool_choice" if must_call and other in ("", "response_format") else other or PARAM_NAME
 
 
-def given_structured_field(request: SamplingFields) -> str:
-    """Return the name of the field that asks for structured output, or ""."""
-    return next((name for name in FIELDS if _is_given(request, name)), "")
+def given_structured_fields(request: SamplingFields) -> list[str]:
+    """Return the names of the fields that ask for structured output."""
+    form, options = request.response_format, request.structured_outputs
+    is_given = {
+        "response_format": form is not None and form.get("type") != "text",
+        # clients send all members of structured_outputs, most of them null
+        PARAM_NAME: options is not None and any(value not in (None, False) for value in options.values()),
+        **{name: getattr(request, name) is not None for name in GUIDED},
+    }
+    return [name for name, given in is_given.items() if given]
 
 
 def read_structured(request: SamplingFields) -> Structured | None:
     """Return the structured output that the request asks for, or None. Raise InputError for an invalid field, or for
     two."""
-    given = [name for name in FIELDS if _is_given(request, name)]
+    given = given_structured_fields(request)
     if len(given) > 1:
         raise InputError(f"{given[0]} and {given[1]} both set the form of the output: give one", given[1])
     if not given:
         return None
-    name = given[0]
+    [name] = given
     value = getattr(request, name)
     try:
         if name == "response_format":
@@ -224,15 +221,6 @@ def read_structured(request: SamplingFields) -> Structured | None:
     except InputError as error:
         error.param = name
         raise
-
-
-def _is_given(request: SamplingFields, name: str) -> bool:
-    value = getattr(request, name)
-    if name == "response_format":
-        return value is not None and value.get("type") != "text"
-    if name == PARAM_NAME:  # clients send all of its fields, most of them null
-        return value is not None and any(one not in (None, False) for one in value.values())
-    return value is not None
 
 
 def _from_structured_outputs(value: Mapping[str, Any]) -> Structured:

@@ -13,7 +13,7 @@ from quire.errors import InputError, short_repr
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_output import MAX_SOURCE_CHARS, Structured, close_objects, without_whitespace
 from quire.server.request_models import ChatRequest
-from quire.server.request_params import given_structured_field
+from quire.server.request_params import given_structured_fields
 from quire.text.grammars.schema_cycles import find_endless_reference
 from quire.text.tool_parsers.base import ToolCallParser
 from quire.text.tool_parsers.formats import SPECIAL_TOKEN_PARSERS, TOOL_PARSERS, RequiredToolParser
@@ -55,8 +55,11 @@ class ToolChoice(NamedTuple):
         text. Formats with special tokens as markers keep them in the text. `any_arguments`: arguments may be any
         object."""
         if self.mode in ("required", "named"):
-            if (other := given_structured_field(request)) not in ("", "response_format"):
-                raise InputError(f"tool_choice and {other} both set the form of the output: give one", "tool_choice")
+            others = [name for name in given_structured_fields(request) if name != "response_format"]
+            if others:
+                raise InputError(
+                    f"tool_choice and {others[0]} both set the form of the output: give one", "tool_choice"
+                )
             return replace(params, structured=self._structured(any_arguments))
         special = self.mode == "auto" and issubclass(TOOL_PARSERS[self.format], SPECIAL_TOKEN_PARSERS)
         if special and request.skip_special_tokens is None and params.structured is None:
