@@ -32,8 +32,6 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 OPTIONS = ("disable_any_whitespace",)
 IGNORED_OPTIONS = ("disable_fallback",)  # of vLLM's backends; quire has only one
-
-
 _BRANCH_FIELDS = ("best_of", "beam_width", "length_penalty", "early_stopping")
 PASSED_FIELDS = [
     field.name

@@ -55,11 +55,10 @@ class ToolChoice(NamedTuple):
         text. Formats with special tokens as markers keep them in the text. `any_arguments`: arguments may be any
         object."""
         if self.mode in ("required", "named"):
-            others = [name for name in given_structured_fields(request) if name != "response_format"]
-            if others:
-                raise InputError(
-                    f"tool_choice and {others[0]} both set the form of the output: give one", "tool_choice"
-                )
+            for other in given_structured_fields(request):
+                if other != "response_format":
+                    what = f"tool_choice and {other} both set the form of the output: give one"
+                    raise InputError(what, "tool_choice")
             return replace(params, structured=self._structured(any_arguments))
         special = self.mode == "auto" and issubclass(TOOL_PARSERS[self.format], SPECIAL_TOKEN_PARSERS)
         if special and request.skip_special_tokens is None and params.structured is None:
