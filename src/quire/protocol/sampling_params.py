@@ -164,7 +164,7 @@ class SamplingParams(DeviceNumbers):
     ] = None
     logprob_token_ids: tuple[int, ...] | list[int] | None = None
     prompt_logprobs: Annotated[
-        int | None, Param("the same for the prompt", 0, MAX_LOGPROBS, "engine", flag=False, shared=False)
+        int | None, Param("the same for the prompt", 0, MAX_LOGPROBS, "device", flag=False, shared=False)
     ] = None
     skip_special_tokens: Annotated[
         bool, Param("leave special tokens out of the text", owner="text", flag=False, shared=False)
