@@ -87,6 +87,12 @@ class Conversation:
         self.client_paths[f"messages[{len(self.messages)}]"] = at
         self.messages.append(message)
 
+    def add_call(self, at: str, id: str, name: str, arguments: Any) -> None:
+        """Append a tool call, which is at the path `at`, to the last message."""
+        calls = self.last().setdefault("tool_calls", [])
+        self.client_paths[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = at
+        calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
+
     def last(self) -> Json:
         """Return the last message, or {} if there is none."""
         return self.messages[-1] if self.messages else {}

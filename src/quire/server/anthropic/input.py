@@ -321,14 +321,10 @@ class MessageReader:
         if self.conversation.last().get("role") != "assistant":
             self.conversation.append(at, {"role": "assistant", "content": []})
         message = self.conversation.last()
-        number = len(self.conversation.messages) - 1
         for place, block in blocks:
             if block["type"] == "thinking" and block["thinking"]:
                 message.setdefault("reasoning_content", []).append(block["thinking"])
             elif block["type"] == "text":
                 self._add_parts([(place, self._to_chat_part(place, block))])
             elif block["type"] == "tool_use":
-                calls = message.setdefault("tool_calls", [])
-                self.conversation.client_paths[f"messages[{number}].tool_calls[{len(calls)}]"] = place
-                function = {"name": block["name"], "arguments": block["input"]}
-                calls.append({"id": block["id"], "type": "function", "function": function})
+                self.conversation.add_call(place, block["id"], block["name"], block["input"])

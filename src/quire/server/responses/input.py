@@ -255,16 +255,10 @@ class _ItemReader:
         id, name, given = (read_string(item, field, at, "input") for field in ("call_id", "name", "arguments"))
         # The arguments of an incomplete call may end early, which is not the client's fault: keep what can be parsed.
         arguments = parse_partial_arguments(given) if item.get("status") == INCOMPLETE else given
-        call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         last = self._conversation.last()
         if last.get("role") != "assistant" or self._reasoning_texts:
-            last = {"role": "assistant", "content": None}
-            self._add_message(at, last)
-        calls = last.setdefault("tool_calls", [])
-        self._conversation.client_paths[
-            f"messages[{len(self._conversation.messages) - 1}].tool_calls[{len(calls)}]"
-        ] = at
-        calls.append(call)
+            self._add_message(at, {"role": "assistant", "content": None})
+        self._conversation.add_call(at, id, name, arguments)
 
     def _add_result(self, at: str, item: Json) -> None:
         id = read_string(item, "call_id", at, "input")
