@@ -23,9 +23,9 @@ from bench import exchange, links, rank_failure
 from bench import parallel_goals as goals
 from bench.parallel_goals import Goal
 from quire.bench.document import document, short, table, write
-from quire.config import MAX_RANKS
 from quire.distributed.rank_devices import SHARE_GPU_VARIABLE, may_share_gpus
 from quire.errors import QuireError, StartupError
+from quire.protocol.parallel_layout import MAX_RANKS
 
 LARGE_FLAGS = ("--model-config", "llama3-70b", "--dummy-weights", "--dtype", "bfloat16")
 SMALL_FLAGS = ("--model-config", "llama3-8b", "--dummy-weights", "--dtype", "bfloat16")

@@ -23,13 +23,13 @@ from typing import Any
 from bench.echo_rank import ARRIVED
 from quire.bench.document import short, table
 from quire.bench.machine import Others
-from quire.config import MAX_RANKS, EngineConfig
+from quire.config import EngineConfig
 from quire.distributed.rank_handle import launch_rank_process
 from quire.distributed.rank_messages import InitMessage
 from quire.distributed.remote_runner import RemoteRunner
 from quire.errors import StartupError
 from quire.ipc.child_process import program_arguments
-from quire.protocol.parallel_layout import ParallelLayout
+from quire.protocol.parallel_layout import MAX_RANKS, ParallelLayout
 from quire.protocol.step_plan import (
     LAST_SAMPLED,
     SeqSlice,

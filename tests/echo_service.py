@@ -259,13 +259,11 @@ def serving(
     model: Any = None,
     *,
     stall_after: float = 60.0,
-    root_path: str = "",
-    serve: dict[str, Any] | None = None,
     bounds: dict[str, float] | None = None,
     placement: Placement = "process",
     **options: Any,
 ) -> Iterator[Running]:
-    """Serve `model` (an EchoBuilt or an EngineConfig) from a thread. `options` are create_app's, `serve` are fields of
+    """Serve `model` (an EchoBuilt or an EngineConfig) from a thread. `options` are create_app's and fields of
     ServeOptions, and `bounds` those of connections; `placement` is the engine's, as `linked` has it."""
     from quire.server.api_server import bind
     from quire.server.app import create_app
@@ -273,10 +271,12 @@ def serving(
     from quire.server.web_server import WebServer
 
     llm = linked(model or built(), stall_after, placement)
-    app = create_app(llm, ["echo", "parrot"], root_path=root_path, **options)
+    named = {name: options.pop(name) for name in [*options] if name in ServeOptions._fields}
+    serve_options = ServeOptions(**named)
+    app = create_app(llm, ["echo", "parrot"], serve_options, **options)
     listener = bind("127.0.0.1", 0)
     ready = threading.Event()
-    server = WebServer(app, ServeOptions(**serve or {}), ready.set, limits=bounds)
+    server = WebServer(app, serve_options, ready.set, limits=bounds)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:

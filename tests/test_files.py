@@ -16,7 +16,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.errors import StartupError, short_repr
 from quire.files import MAX_BYTES_BY_FILE, find_checkpoint_file, read_bounded, read_json_object
-from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
+from quire.server.options import ADMIN_KEY_VARIABLE, read_keys
 from quire.server.prefixes import read_prefixes
 from quire.startup.build import _read_costs, build
 from quire.startup.checkpoint import read_checkpoint
@@ -209,7 +209,7 @@ def test_special_tokens_are_bounded() -> None:
 
 def test_keys_leave_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
-        "import os, pathlib, subprocess, sys; from quire.server.keys import read_keys\n"
+        "import os, pathlib, subprocess, sys; from quire.server.options import read_keys\n"
         "assert read_keys(None) == ('secret-one',)\n"
         "assert read_keys(None, '--admin-key-file', 'QUIRE_ADMIN_KEY') == ('secret-two',)\n"
         "assert not [name for name in os.environ if name.startswith('QUIRE_')]\n"

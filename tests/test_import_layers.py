@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 BESIDE = sorted(path for folder in ("bench", "papers", "tools") for path in (CHECKOUT / folder).rglob("*.py"))
 
 ORDER = (  # a part imports only from those before it, and from itself
-    "old_names", "errors", "config", "files", "client", "protocol", "memory", "core", "text", "kernels", "layers",
+    "old_names", "errors", "protocol", "config", "files", "client", "memory", "core", "text", "kernels", "layers",
     "models", "weights", "worker", "ipc", "distributed", "sim", "startup", "jenga", "vattention", "pool", "llm",
     "async_llm", "server", "cli", "bench", "__main__",
 )  # fmt: skip

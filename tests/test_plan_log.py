@@ -19,9 +19,9 @@ from quire import SamplingParams
 from quire.cli import main
 from quire.core.runner import DeferredMaskRunner
 from quire.errors import LogError, StartupError
+from quire.protocol.device_params import DeviceSamplingParams
 from quire.protocol.plan_log import LENGTH, MAGIC, MAX_IN_FLIGHT, LoggingRunner, PlanLog, with_plan_log
 from quire.protocol.step_plan import (
-    DeviceSamplingParams,
     PageCopy,
     Poison,
     SeqSlice,

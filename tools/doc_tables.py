@@ -24,9 +24,10 @@ from quire.models import read_spec
 from quire.models.named_configs import named_config
 from quire.protocol import columns, image_tiling, sampling_params
 from quire.protocol.parallel_layout import Shard
-from quire.server import answer_size, api_server, connections, descriptors, guards, request_params
+from quire.server import answer_size, api_server, connections, guards, request_params
+from quire.server import options as serve_options
 from quire.server.request_models import IGNORED_FIELDS, MAX_INPUTS, MAX_PROMPTS, REFUSED_FIELDS
-from quire.server.responses import store
+from quire.server.responses import routes
 from quire.startup.memory_plan import GIB, plan_memory
 from quire.text import chat_messages, input_processor, tokenizers_guard
 from quire.text.images import headers, loader
@@ -108,8 +109,8 @@ def limits() -> Iterator[str]:
         ("bytes of an answer that isn't streamed", f"{answer_size.MAX_BYTES:,}", "400", ""),
         ("bytes of all answers that wait for their clients", f"{answer_size.MAX_HELD_BYTES:,}", "503", ""),
         ("responses kept for previous_response_id", f"none, or N of --store-responses, in "
-         f"{bytes_of(store.MAX_STORED_BYTES)}; the conversation of one: "
-         f"{bytes_of(store.MAX_CONVERSATION)}", "the oldest go; 400", "`--store-responses`"),
+         f"{bytes_of(routes.MAX_STORED_BYTES)}; the conversation of one: "
+         f"{bytes_of(routes.MAX_CONVERSATION)}", "the oldest go; 400", "`--store-responses`"),
         ("conversations that wait for the chat template", f"{input_processor.MAX_WAITING}", "503", ""),
         ("log-probabilities in all answers under way", f"{answer_size.MAX_HELD_LOGPROBS:,}", "503", ""),
         ("a request's body", f"{bytes_of(guards.MAX_BODY)}, and what images may take in base64, "
@@ -123,8 +124,8 @@ def limits() -> Iterator[str]:
         ("time for complete headers", f"{bounds.head:g} s", "408", ""),
         ("an idle connection", f"{bounds.idle:g} s", "closed", ""),
         ("a client that reads nothing", f"{bounds.write:g} s", "closed", ""),
-        ("connections", f"the descriptors that are left less {descriptors.RESERVED_DESCRIPTORS}, at most "
-         f"{descriptors.MAX_CONNECTIONS:,}", "503 at once", "`--max-connections`"),
+        ("connections", f"the descriptors that are left less {serve_options.RESERVED_DESCRIPTORS}, at most "
+         f"{serve_options.MAX_CONNECTIONS:,}", "503 at once", "`--max-connections`"),
         ("HTTP requests waiting; their prompts: 16 times as many", f"{config.max_num_queued_reqs:,}", "503",
          "`--max-num-queued-reqs`"),
         ("a chat template's run", "1 s, on Linux 224 MiB more than its process starts with; a prompt of 1 MiB", "400",
@@ -152,6 +153,17 @@ def fields(names: frozenset[str]) -> Iterator[str]:
     yield line.rstrip(", ") + ".\n"
 
 
+def sampling() -> Iterator[str]:
+    """The sampling parameters that all APIs take as they are declared."""
+    yield "| parameter | default | range | meaning |\n|---|---|---|---|\n"
+    for name, kind, _, default, param in sampling_params.PARAMS:
+        if param.shared:
+            ends = [f"{bound:g}" if abs(bound) < 1000 else "" for bound in (param.low, param.high) if bound is not None]
+            span = " to ".join(ends) if all(ends) else f"from {ends[0]}" if ends[0] else "a 64-bit integer"
+            shown = "none" if default is None else str(default).lower() if kind is bool else f"{default:g}"
+            yield f"| `{name}` | {shown} | {span} | {param.doc} |\n"
+
+
 def layouts() -> Iterator[str]:
     """What models take on so many GPUs, in 16 bits, planned with the settings that are the default."""
     yield "| model | GPUs | weights of a rank | KV of a rank | tokens in memory |\n|---|---|---|---|---|\n"
@@ -169,7 +181,7 @@ def layouts() -> Iterator[str]:
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "flags": flags, "experiments": partial(flags, experiments=True), "limits": limits, "layouts": layouts,
-    "ignored": partial(fields, IGNORED_FIELDS), "refused": partial(fields, REFUSED_FIELDS),
+    "sampling": sampling, "ignored": partial(fields, IGNORED_FIELDS), "refused": partial(fields, REFUSED_FIELDS),
 }  # fmt: skip
 
 

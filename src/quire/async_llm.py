@@ -154,7 +154,7 @@ class AsyncLLM(RequestTracker):
         distinct = tuple({one.key: one for one in pixels}.values())
         if (bytes := sum(len(one.data) for one in distinct)) > MAX_PIXEL_BYTES:
             raise InputError(
-                f"the pictures have {bytes} bytes, prepared; {MAX_PIXEL_BYTES} may be sent", "multi_modal_data"
+                f"the images have {bytes} bytes, prepared; {MAX_PIXEL_BYTES} may be sent", "multi_modal_data"
             )
         await self._send_and_wait(
             answer, lambda key: AddRequests(key, requests, resolved, salt, distinct, client), streams

@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from quire.errors import StartupError
+from quire.protocol.device_params import DEVICE_NUMBERS
+from quire.protocol.kv_cache_config import VISION_CACHES
+from quire.protocol.parallel_layout import MAX_RANKS
 
 RESERVED_MEMORIES = ("orca-oracle", "orca-pow2", "orca-max", "ft")
 PAGE_TABLE_MEMORIES = ("paged", "uniform")  # a page table for each group: states, images and --page-sizes need them
@@ -17,10 +20,8 @@ PREEMPTIONS = ("recompute", "swap", "auto")
 VENDOR_ATTENTIONS = ("flash", "cudnn", "varlen")  # kernels of torch that read no page tables
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 ASSOCIATIONS = ("paper", "bulk", "none")
-VISION_CACHES = ("pages", "inside", "off")
-GENERATION_PARAMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GENERATION_PARAMS = tuple(declared.name for declared in DEVICE_NUMBERS if declared.param.model_default)
 """The parameters of generation_config.json that become the defaults of requests."""
-MAX_RANKS = 63
 MAX_SEQS = 65535  # the most blocks in a dimension of a CUDA grid
 DEFAULT_BATCH_LIMITS = {"cpu": (256, 2048), "cuda": (1024, 8192)}
 """The defaults of max_num_seqs and max_num_batched_tokens: a GPU needs many of both to be busy."""

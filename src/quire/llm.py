@@ -229,7 +229,7 @@ class LLM:
         self.prompts.limits.check_embedding(dimensions)
         prompts = [self.prompts.process_prompt(text) for text in ([texts] if single else texts)]
         if any(prompt.images for prompt in prompts):
-            raise InputError("pictures have no embeddings here", "prompt")
+            raise InputError("images have no embeddings here", "prompt")
         jobs = self._add_requests(prompts, [EMBEDDING_PARAMS] * len(prompts))
         finished: dict[str, BranchOutput] = {}
         try:

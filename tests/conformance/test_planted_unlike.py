@@ -34,9 +34,9 @@ from quire.memory.policies import BudgetPolicy, ChunkedPolicy, FullPolicy, State
 from quire.memory.prefix_cache import PrefixCache
 from quire.memory.seq_pages import SeqPages
 from quire.protocol import wire
+from quire.protocol.device_params import DeviceSamplingParams
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import (
-    DeviceSamplingParams,
     PageCopy,
     SeqSlice,
     SliceResult,

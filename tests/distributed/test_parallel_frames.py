@@ -15,7 +15,7 @@ from quire.errors import StartupError
 from quire.ipc.frames import Frame, FrameCodec
 from quire.protocol.columns import WireError
 from quire.protocol.images import ImagePixels
-from quire.protocol.parallel_layout import MOST_RANKS, Shard
+from quire.protocol.parallel_layout import MAX_RANKS, Shard
 
 CONFIG = EngineConfig.of(model="x", device="cpu", dtype="float32", page_sizes="max", state_tokens=64)
 HELLO = InitMessage(CONFIG, Shard(1, 4), (0, 2), 128, 60.0, (7, 8, 9))
@@ -44,7 +44,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize(
-    "part", [(4, 4, 0, 1), (0, 1, 2, 2), (-1, 4, 0, 1), (0, 1, -1, 2), (0, MOST_RANKS, 0, 2)], ids=str
+    "part", [(4, 4, 0, 1), (0, 1, 2, 2), (-1, 4, 0, 1), (0, 1, -1, 2), (0, MAX_RANKS, 0, 2)], ids=str
 )
 def test_parts_that_there_can_not_be_are_refused(part: tuple[int, int, int, int]) -> None:
     with pytest.raises(WireError, match="is not a rank and number of ranks, stage and number of stages"):

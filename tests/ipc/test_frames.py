@@ -196,7 +196,7 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.1, "top_p": 1 / 3, "top_k": 7, "min_p": 1e-5, "seed": -(2**63)}, {"max_tokens": None},
     {"stop_token_ids": [4, 5], "allowed_token_ids": (1, 2), "logit_bias": {3: -1.5, 9: 100}},
     {"bad_word_ids": ((1, 2), (3,))}, {"logprobs": 4, "prompt_logprobs": 0}, {"logprob_token_ids": [7, 8]},
-    {"detokenize": False, "skip_special_tokens": False, "ignore_eos": True, "min_tokens": 2},
+    {"ignore_eos": True, "min_tokens": 2},
     {"presence_penalty": -0.1, "frequency_penalty": 2, "repetition_penalty": 1.1},
     {"structured": Structured("regex", "a+", (5, 6))}, {"structured": Structured(ANY_OUTPUT, "", (5,), (4,), 0)},
 ]  # fmt: skip
@@ -212,7 +212,7 @@ def test_parameters(given: dict[str, Any]) -> None:
 
 def test_every_parameter_is_sent_but_the_fronts_own() -> None:
     assert set(frames.DEFAULTS) | set(frames.NOT_SENT_PARAMS) == {field.name for field in fields(SamplingParams)}
-    words = SamplingParams(stop=["a"], bad_words=["b"], bad_word_ids=((1,),))
+    words = SamplingParams(stop=["a"], bad_words=["b"], bad_word_ids=((1,),), skip_special_tokens=False)
     assert frames.params_to_json(words) == {"bad_word_ids": ((1,),)}
 
 

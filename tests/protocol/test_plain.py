@@ -8,8 +8,9 @@ import pytest
 from memories import MEMORIES, Build
 from traces import Trace
 
+from quire.protocol.device_params import DeviceSamplingParams
 from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.step_plan import DeviceSamplingParams, StepPlan
+from quire.protocol.step_plan import StepPlan
 
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.1}
 
@@ -38,8 +39,10 @@ def test_what_the_device_must_know_of_parameters() -> None:
         prompt_logprobs=0, stop=["x"],
     )  # fmt: skip
     assert params.to_device_params() == DeviceSamplingParams(
-        0.5, 0.9, 0, 0.1, 0.1, 0.3, 1.2, 2, (7, 8), (3, 1), ((4, 2.0),), ((1,), (2, 3)), True, 0
-    )
+        **PENALTIES, temperature=0.5, top_p=0.9, min_p=0.1, min_tokens=2, stop_token_ids=(7, 8),
+        allowed_token_ids=(3, 1), logit_bias=((4, 2.0),), bad_word_ids=((1,), (2, 3)), candidates_only=True,
+        prompt_logprobs=0,
+    )  # fmt: skip
     assert SamplingParams(logprob_token_ids=[9, 1, 9]).to_device_params() == DeviceSamplingParams(
         logprob_token_ids=(9, 1)
     )

@@ -8,6 +8,7 @@ import struct
 import time
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,11 @@ from hypothesis import strategies as st
 
 from quire.protocol import wire
 from quire.protocol.columns import MAX_FRAME_BYTES, WireError
+from quire.protocol.device_params import DEVICE_NUMBERS, DeviceSamplingParams
 from quire.protocol.images import ImageItem
 from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import (  # fmt: skip
     LAST_SAMPLED,
-    DeviceSamplingParams,
     ImageEncoding,
     PageCopy,
     Poison,
@@ -44,9 +45,11 @@ runs = st.one_of(st.just(()), st.lists(numbers, max_size=5).map(tuple))
 floats = st.floats(allow_nan=True, allow_infinity=True)
 texts = st.one_of(st.just(""), st.text(st.characters(), max_size=5))  # halves of surrogate pairs too
 samplings = st.builds(
-    DeviceSamplingParams, floats, floats, small, floats, floats, floats, floats, small, runs, st.none() | runs,
-    st.lists(st.tuples(numbers, floats), max_size=3).map(tuple), st.lists(runs, max_size=3).map(tuple), st.booleans(),
-    small, runs, st.sampled_from(("", "mean", "last")),
+    DeviceSamplingParams, temperature=floats, top_p=floats, top_k=small, min_p=floats, presence_penalty=floats,
+    frequency_penalty=floats, repetition_penalty=floats, min_tokens=small, stop_token_ids=runs,
+    allowed_token_ids=st.none() | runs, logit_bias=st.lists(st.tuples(numbers, floats), max_size=3).map(tuple),
+    bad_word_ids=st.lists(runs, max_size=3).map(tuple), candidates_only=st.booleans(), prompt_logprobs=small,
+    logprob_token_ids=runs, pooling=st.sampled_from(("", "mean", "last")),
 )  # fmt: skip
 counts = st.integers(0, 2**32 - 1)
 media = st.builds(ImageItem, st.binary(min_size=32, max_size=32), counts, counts, counts, counts)
@@ -88,6 +91,8 @@ results = st.builds(StepResult, some(samples) | some(drawn), floats)
 def same(a: object, b: object) -> bool:
     """Equal in value and type, NaNs too; rows that were read are made."""
     a, b = (each.as_tuple if isinstance(each, SeqSlices) else each for each in (a, b))
+    if isinstance(a, DeviceSamplingParams) and isinstance(b, DeviceSamplingParams):
+        a, b = astuple(a), astuple(b)
     if isinstance(a, tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))  # type: ignore[arg-type]
     if isinstance(a, float) and isinstance(b, float) and math.isnan(a):
@@ -98,8 +103,10 @@ def same(a: object, b: object) -> bool:
 def a_plan(count: int = 12) -> StepPlan:
     """A step with a bit of everything."""
     sampling = DeviceSamplingParams(
-        0.7, 0.9, 40, 0.1, 0.5, -0.5, 1.1, 3, (2, 7), (5, 6, 7), ((9, -100.0),), ((1,), (2, 3)), False, 2, (6, 5, 96)
-    )
+        temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, presence_penalty=0.5, frequency_penalty=-0.5,
+        repetition_penalty=1.1, min_tokens=3, stop_token_ids=(2, 7), allowed_token_ids=(5, 6, 7),
+        logit_bias=((9, -100.0),), bad_word_ids=((1,), (2, 3)), prompt_logprobs=2, logprob_token_ids=(6, 5, 96),
+    )  # fmt: skip
     return StepPlan(
         (
             SlotInit(
@@ -337,3 +344,19 @@ def test_broken_frames_are_refused_or_read() -> None:
 @pytest.mark.timeout(1200)
 def test_many_broken_frames() -> None:
     print(attack(100_000, seed=3))
+
+
+def test_a_number_that_was_added_is_sent_where_it_is_not_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [
+        StepPlan((SlotInit(1, 7, -1, DeviceSamplingParams(min_p=share, top_k=3), 3, 4),), (), ())
+        for share in (0.0, 0.25)
+    ]
+    before = [encode_frame(plan) for plan in plans]
+    monkeypatch.setattr(wire, "ADDED_NUMBERS", DEVICE_NUMBERS[2:4])  # as if these two were new
+    after = [encode_frame(plan) for plan in plans]
+    assert after[0] == before[0]
+    assert len(after[1]) == len(before[1]) + 16
+    assert [decode_frame(frame) for frame in (*before, *after)] == plans * 2
+    monkeypatch.setattr(wire, "ADDED_NUMBERS", ())
+    with pytest.raises(WireError, match=r"sampling.*its flags are 16"):
+        decode_frame(after[1])

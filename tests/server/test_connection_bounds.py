@@ -26,8 +26,8 @@ from waiting import wait_until
 
 from quire.errors import StartupError
 from quire.server.connections import BoundedParser
-from quire.server.descriptors import RESERVED_DESCRIPTORS, connection_capacity
 from quire.server.errors import Failure
+from quire.server.options import RESERVED_DESCRIPTORS, connection_capacity
 
 pytestmark = pytest.mark.xdist_group(name="connection_bounds")
 
@@ -69,7 +69,7 @@ def recovers(running: Running) -> None:
 
 
 def test_those_beyond_the_cap_get_a_503_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    with echo_service.serving(serve={"max_connections": 3}) as running, httpx.Client(base_url=running.url) as known:
+    with echo_service.serving(max_connections=3) as running, httpx.Client(base_url=running.url) as known:
         assert known.get("/health").status_code == 200
         with connect(running), connect(running):
             start = time.monotonic()
@@ -266,7 +266,7 @@ def test_a_response_that_nobody_reads(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_queries_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "uvicorn.access")
-    with echo_service.serving(serve={"access_log": True}) as running:
+    with echo_service.serving(access_log=True) as running:
         httpx.get(f"{running.url}/health?api_key={KEY}")
         httpx.get(f"{running.url}/nothing%3Fkey={KEY}")
     text = "\n".join(record.getMessage() for record in caplog.records)

@@ -244,7 +244,7 @@ def test_without_the_first_front_others_tell_of_the_engine(server: Server) -> No
     assert FRONTS - 1 <= len(answers) < len(many)
     assert {answer.status_code for answer in answers} == {200}
     for text in [answer.text for answer in answers]:
-        assert text.startswith("# The first front doesn't answer: counters of fronts ")
+        assert text.startswith("# The first frontend doesn't answer: counters of frontends ")
         families = {family.name: family.samples for family in text_string_to_metric_families(text)}
         [generated] = families["quire_generation_tokens"]
         assert generated.value == whole[TOKENS]

@@ -20,7 +20,7 @@ from quire.errors import StartupError
 from quire.server import guards
 from quire.server.console import OPEN_PATHS as CONSOLE
 from quire.server.guards import MAX_BACKSLASHES, MAX_COLONS_AND_BRACKETS, MAX_COMMAS, BodyLimitMiddleware
-from quire.server.keys import read_keys
+from quire.server.options import read_keys
 
 pytestmark = pytest.mark.xdist_group(name="guards")
 

@@ -19,10 +19,10 @@ from waiting import INTERVAL, wait_until
 
 from quire.config import EngineConfig
 from quire.protocol.sampling_params import SamplingParams
-from quire.server import status
-from quire.server.http_counters import CountHttpMiddleware, HttpCounters
+from quire.server import shutdown
+from quire.server.counters import CountHttpMiddleware, HttpCounters
 from quire.server.metrics import LABELS, Metrics, engine_gauges
-from quire.server.status import status_line
+from quire.server.shutdown import status_line
 
 
 def samples(url: str) -> dict[str, float]:
@@ -144,13 +144,13 @@ def test_a_request_is_counted_once_and_before_its_last_part_leaves(fails: bool) 
 def test_a_status_line_comes_while_anything_happens(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert status.STATUS_SECONDS == 10
-    monkeypatch.setattr(status, "STATUS_SECONDS", 0.02)
+    assert shutdown.STATUS_SECONDS == 10
+    monkeypatch.setattr(shutdown, "STATUS_SECONDS", 0.02)
     caplog.set_level("INFO", "quire.server")
 
     async def work() -> None:
         with linked(echo_service.built(Echo(pause=0.01)), "thread") as llm:
-            lines = asyncio.create_task(status.log_status(llm))
+            lines = asyncio.create_task(shutdown.log_status(llm))
             await asyncio.sleep(0.2)
             assert not caplog.records, "it is idle"
             async for _ in await llm.submit([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True)):

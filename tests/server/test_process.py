@@ -22,7 +22,7 @@ import pytest
 from waiting import wait_until
 
 from quire.errors import StartupError
-from quire.server.tls import check_certificate
+from quire.server.options import check_certificate
 
 TESTS = Path(__file__).parent.parent
 PROGRAM = """

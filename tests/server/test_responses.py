@@ -19,9 +19,9 @@ from quire.errors import InputError, StartupError
 from quire.server.errors import UnknownResponse
 from quire.server.options import ServeOptions, check_options
 from quire.server.response_models import ResponsesResponse
-from quire.server.responses import store as response_store
+from quire.server.responses import routes
 from quire.server.responses.render import ResponseItems
-from quire.server.responses.store import ResponseStore
+from quire.server.responses.routes import ResponseStore
 
 pytestmark = pytest.mark.xdist_group(name="responses")
 
@@ -233,18 +233,18 @@ def test_a_key_finds_only_its_own(served: Any) -> None:
 def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ResponseStore(2)
     for id in "abc":
-        store.put(id, b"me", {"output": [{"say": id}]}, b'[{"ask":1}]')
+        store.put(b"me", b'[{"ask":1}]', {"id": id, "output": [{"say": id}]})
     assert len(store) == 2
     with pytest.raises(UnknownResponse):
         store.get("a", b"me")
     assert json.loads(store.get("c", b"me").items) == [{"ask": 1}, {"say": "c"}]
     assert store.bytes == sum(store.get(id, b"me").size for id in "bc")
-    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", store.bytes)
-    store.put("d", b"me", {"output": [{"say": "d" * 9}]}, b'[{"ask":1}]')
+    monkeypatch.setattr(routes, "MAX_STORED_BYTES", store.bytes)
+    store.put(b"me", b'[{"ask":1}]', {"id": "d", "output": [{"say": "d" * 9}]})
     assert len(store) == 1  # both older ones had to go
-    store.put("e", b"me", {"output": [{"say": "e" * 999}]}, b'[{"ask":1}]')
+    store.put(b"me", b'[{"ask":1}]', {"id": "e", "output": [{"say": "e" * 999}]})
     assert (len(store), store.bytes) == (0, 0)
-    monkeypatch.setattr(response_store, "MAX_CONVERSATION", 10)
+    monkeypatch.setattr(routes, "MAX_CONVERSATION", 10)
     with pytest.raises(InputError, match=r"has 22 bytes.* may have 10"):
         store.dump_items([{"ask": "a" * 10}])
 

@@ -19,8 +19,9 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import TopLogprobs
 from quire.server.answer_size import AnswerBudget, AnswerSize
 from quire.server.direct_writer import DIRECT_EXTENSION
-from quire.server.json_pieces import SHORT_CHARS, TokenStrings, WriterTurns
-from quire.server.render import ChatRenderer, CompletionRenderer
+from quire.server.generation import Generation
+from quire.server.json_pieces import SHORT_CHARS
+from quire.server.render import ChatRenderer, CompletionRenderer, RenderSettings
 from quire.server.request_models import ChatRequest, CompletionRequest
 from quire.server.streaming import EngineCall, EventStream
 from quire.text.input_processor import InputProcessor, Prompt
@@ -91,15 +92,12 @@ def answer_to(body: dict[str, Any], prompts: int, engine: Any) -> tuple[EventStr
     accepted.set_result(None)
     call = EngineCall(engine, "cmpl-x", AnswerBudget(), AnswerSize(0, 0))
     call.streams = [new_stream(f"cmpl-x-{at}", accepted) for at in range(prompts)]
-    text, given = prompts_of_echo(), [Prompt("once", [5, 6 + at]) for at in range(prompts)]
-    words, renderer = TokenStrings(text), None
-    if "messages" in body:
-        renderer = ChatRenderer("cmpl-x", "echo", ChatRequest(**body), given, words, WriterTurns())
-    else:
-        renderer = CompletionRenderer("cmpl-x", "echo", CompletionRequest(**body), given, words, WriterTurns(), text)
-    options = renderer.request.stream_options
-    usage = options is not None and bool(options.include_usage)
-    return EventStream(call, renderer, {}, usage, usage and bool(options.continuous_usage_stats)), call.streams
+    given = [Prompt("once", [5, 6 + at]) for at in range(prompts)]
+    is_chat = "messages" in body
+    request = ChatRequest(**body) if is_chat else CompletionRequest(**body)
+    generation = Generation("cmpl-x", request, given, SamplingParams(), AnswerSize(0, 0))
+    renderer = (ChatRenderer if is_chat else CompletionRenderer)(generation, RenderSettings("echo", prompts_of_echo()))
+    return EventStream(call, renderer, {}), call.streams
 
 
 async def turns(count: int = 12) -> None:

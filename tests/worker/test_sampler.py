@@ -22,9 +22,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from quire.protocol.device_params import DeviceSamplingParams
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
-from quire.protocol.step_plan import DeviceSamplingParams, SeqSlice, SliceResult, SlotInit, TokenBitmask
+from quire.protocol.step_plan import SeqSlice, SliceResult, SlotInit, TokenBitmask
 from quire.worker import penalties
 from quire.worker.inverse_cdf import WEIGHT_SCALE, draw, token_weights, uniform_noise
 from quire.worker.sampler import LogitRules, PendingSamples, Sampler

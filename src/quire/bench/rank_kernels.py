@@ -16,7 +16,7 @@ from quire.bench.replay import Call, Case, inputs
 from quire.errors import StartupError
 from quire.models import read_spec
 from quire.models.named_configs import named_config
-from quire.protocol.parallel_layout import MOST_RANKS, Shard
+from quire.protocol.parallel_layout import MAX_RANKS, Shard
 
 LAYERS, PAGE = 8, 16  # maximum number of caches or weights in turn; tokens
 DECODES = ((1, 1024), (1, 8192), (1, 65536), (8, 4096), (32, 1024), (32, 4096), (128, 1024), (256, 1024))
@@ -51,8 +51,8 @@ LLAMA_8B = Shape(4096, 32, 8, 128, 14336, 128256, 32)
 def shape_of(name: str, ranks: int) -> Shape:
     """Return the shape of the first of `ranks` ranks of the config `name`. Raise StartupError for a model that is not a
     Llama or cannot be sharded so."""
-    if not 1 <= ranks <= MOST_RANKS:
-        raise StartupError(f"--tp is {ranks}", f"Give a number between 1 and {MOST_RANKS}")
+    if not 1 <= ranks <= MAX_RANKS:
+        raise StartupError(f"--tp is {ranks}", f"Give a number between 1 and {MAX_RANKS}")
     config, part = named_config(name), Shard(0, ranks)
     if config["architectures"] != [KIND]:
         raise StartupError(f"--model-config is {name}, whose products aren't those of a {KIND}", "Use llama3-70b")

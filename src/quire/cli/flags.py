@@ -16,7 +16,8 @@ from quire.cli.parser import Advanced, HelpAll
 from quire.cli.vllm_flags import add_vllm_flags, no_effect_notices, vllm_settings
 from quire.config import RESERVED_MEMORIES, EngineConfig, Experiment, Setting
 from quire.errors import InputError
-from quire.protocol.sampling_params import MAX_LOGPROBS
+from quire.protocol.device_params import Param
+from quire.protocol.sampling_params import MAX_LOGPROBS, PARAMS
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")  # trace would log the contents of requests
 
@@ -41,21 +42,12 @@ EXPERIMENTS = (
 BEAMS = {"length_penalty", "early_stopping"}
 EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 
-SAMPLING_FLAGS = {
-    "max_tokens": (int, "tokens to generate"),
-    "temperature": (float, "0 is greedy"),
-    "top_p": (float, "keep the most likely tokens up to this probability"),
-    "top_k": (int, "keep this many tokens"),
-    "min_p": (float, "drop tokens below this share of the best one's probability"),
-    "presence_penalty": (float, "from -2 to 2"),
-    "frequency_penalty": (float, "from -2 to 2"),
-    "repetition_penalty": (float, "above 1 discourages repetition"),
-    "n": (int, "continuations of each prompt"),
-    "best_of": (int, "generate this many continuations, and return the n most likely"),
-    "beam_width": (int, "beam search with this many beams; the best n are returned"),
-    "length_penalty": (float, "of beam search: above 0 favours long outputs, below 0 short ones"),
-    "ignore_eos": (bool, "continue after end tokens"),
-}
+
+def _help(param: Param, kind: type) -> str:
+    return param.doc + (f" ({param.low:g} to {param.high:g})" if kind is float else "")
+
+
+SAMPLING_FLAGS = {one.name: (one.kind, _help(one.param, one.kind)) for one in PARAMS if one.param.flag}
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,7 @@ from quire.cli.flags import config_from
 from quire.errors import StartupError
 from quire.protocol.sampling_params import MAX_LOGPROBS
 from quire.server.api_server import serve as run
-from quire.server.logs import MAX_INT_DIGITS, configure_logging
-from quire.server.options import ServeOptions
+from quire.server.options import MAX_INT_DIGITS, ServeOptions, configure_logging
 from quire.text.reasoning_parser import reasoning_format_named
 from quire.text.tool_parsers.formats import tool_format_named
 

@@ -17,7 +17,7 @@ from quire.ipc.image_frames import read_pixels, write_pixels
 from quire.protocol.columns import FrameReader, WireError
 from quire.protocol.images import ImagePixels
 from quire.protocol.kv_cache_config import KVCacheConfig, kv_cache_config_from_json, kv_cache_config_to_json
-from quire.protocol.parallel_layout import MOST_RANKS, Shard
+from quire.protocol.parallel_layout import MAX_RANKS, Shard
 from quire.protocol.wire import KEY_BYTES
 
 KINDS = range(1, 18)
@@ -80,7 +80,7 @@ def read_init(body: memoryview) -> InitMessage:
     part, meeting = read_field(data, "part", list), read_field(data, "meeting", list)
     if len(part) != 4 or not all(type(one) is int for one in part) or not is_valid_shard(*part):
         raise WireError("part", f"{str(part)[:80]} is not a rank and number of ranks, stage and number of stages")
-    if len(meeting) > 2 + 4 * MOST_RANKS or not all(type(one) is int and one >= 0 for one in meeting):
+    if len(meeting) > 2 + 4 * MAX_RANKS or not all(type(one) is int and one >= 0 for one in meeting):
         raise WireError("meeting", "not a list of descriptors")
     return InitMessage(
         read_config(data), Shard(*part), read_eos_ids(data, "eos_ids"), read_uint32(data, "max_len"),
@@ -91,7 +91,7 @@ def read_init(body: memoryview) -> InitMessage:
 
 def is_valid_shard(rank: int, ranks: int, stage: int, stages: int) -> bool:
     """Return True if these are the fields of a valid Shard."""
-    return 0 <= rank < ranks and 0 <= stage < stages and ranks * stages <= MOST_RANKS
+    return 0 <= rank < ranks and 0 <= stage < stages and ranks * stages <= MAX_RANKS
 
 
 def write_bind(geometry: KVCacheConfig) -> bytes:

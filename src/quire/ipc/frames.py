@@ -69,7 +69,7 @@ from quire.protocol.columns import (
     write_top_logprobs,
     write_vectors,
 )
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sampling_params import PARAMS, SamplingParams
 from quire.protocol.step_plan import MappingStats, RankUsage
 from quire.protocol.structured_output import Structured
 
@@ -89,7 +89,10 @@ INPUT_ERRORS: dict[str, type[InputError]] = {
     kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix, NotIdle)
 }
 # Parameters that only the client needs. Structured output is sent as its source, and compiled in the engine's process.
-NOT_SENT_PARAMS = ("stop", "bad_words", "method", "stop_automaton", "structured_outputs", "grammar")
+NOT_SENT_PARAMS = (
+    "stop", "bad_words", "method", "stop_automaton", "structured_outputs", "grammar",
+    *(declared.name for declared in PARAMS if declared.param.owner == "text"),
+)  # fmt: skip
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if field.name not in NOT_SENT_PARAMS}
 STOP_HEAD = struct.Struct("<III")  # request number, branch, bytes of the reason
 # now; the five queue sizes; computed; numbers of progress, of outputs, of outputs with details; bytes of the metrics

@@ -8,8 +8,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any
 
-from quire.config import VISION_CACHES
-
+VISION_CACHES = ("pages", "inside", "off")
 MAX_TABLE_ENTRIES = 2**27  # of all page tables of a log; also the most tokens of its host memory
 
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.config import MAX_RANKS
 from quire.errors import StartupError
 
-MOST_RANKS = MAX_RANKS
+MAX_RANKS = 63
 VOCAB_ROWS_MULTIPLE = 64
 """A rank's rows of the vocabulary are padded to a multiple of this, so that the rows of a product stay aligned."""
 
@@ -130,7 +129,7 @@ def check_tp_division(ranks: int, queries: int, keys: int, **columns: int) -> No
     if can_divide(ranks, queries, keys, tuple(columns.values())):
         return
     possible = [
-        n for n in range(1, min(queries, MOST_RANKS) + 1) if can_divide(n, queries, keys, tuple(columns.values()))
+        n for n in range(1, min(queries, MAX_RANKS) + 1) if can_divide(n, queries, keys, tuple(columns.values()))
     ]
     has = ", ".join([f"{queries} heads", f"{keys} heads of keys", *(f"{name} {n}" for name, n in columns.items())])
     *others, last = map(str, possible)

@@ -1,16 +1,27 @@
 """Sampling parameters of a request: how tokens are chosen and when to stop. Every value is checked; errors name the
-value and the limit."""
+value and the limit.
+
+A number or truth is declared once, by the annotation of its field (`Param`). Its check, its place in step plans and on
+the wire, the field of HTTP requests, the flag and the row of docs/serving.md follow from that.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from quire.errors import InputError
+from quire.protocol.device_params import (
+    DEVICE_NUMBERS,
+    MAX_TOKENS,
+    DeviceNumbers,
+    DeviceSamplingParams,
+    Param,
+    declared_params,
+)
 from quire.protocol.method import Method
-from quire.protocol.step_plan import DeviceSamplingParams
 from quire.protocol.structured_output import Grammar, Structured, StructuredOutputsParams
 
 MAX_N = 128
@@ -22,7 +33,6 @@ MAX_LOGPROB_IDS = 128
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_IDS = 1024  # of all bad words together
-MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_IDS = 2**20
 MAX_STOP_IDS = 1024
 POOLINGS = ("auto", "mean", "last")
@@ -51,7 +61,7 @@ def _check_float(name: str, value: Any, low: float, high: float) -> float:
     return float(value)
 
 
-def _check_bool(name: str, value: Any) -> bool:
+def _check_bool(name: str, value: Any, *_: None) -> bool:
     if not isinstance(value, bool):
         raise InputError(f"{name} must be true or false, got {type(value).__name__}", name)
     return value
@@ -95,8 +105,21 @@ def _check_token_ids(name: str, value: Any, most: int = MAX_TOKEN_IDS) -> tuple[
     return tuple(dict.fromkeys(ids))
 
 
+def _check_logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise InputError(f"logit_bias must map token ids to numbers, got {type(value).__name__}", "logit_bias")
+    if len(value) > MAX_BIASES:
+        raise InputError(f"logit_bias may have at most {MAX_BIASES} entries, got {len(value)}", "logit_bias")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        token = int(key) if isinstance(key, str) and len(key) <= 12 and key.isascii() and key.isdigit() else key
+        _check_int(f"logit_bias key {_short_repr(key)}", token, 0, MAX_TOKENS)
+        biases[token] = _check_float(f"logit_bias[{token}]", bias, -100.0, 100.0)
+    return biases
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(DeviceNumbers):
     """How to choose tokens and when to stop, with vLLM's names. Raises InputError, which names the limit, for invalid
     values.
 
@@ -110,35 +133,46 @@ class SamplingParams:
     and `stop_automaton` from `bad_words` and `stop`, and `grammar` is compiled from `structured`.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    beam_width: int | None = None
-    length_penalty: float = 1.0
+    n: Annotated[int, Param("continuations of each prompt", 1, MAX_N, "engine", shared=False)] = 1
+    best_of: Annotated[
+        int | None,
+        Param("generate this many continuations, and return the n most likely", 1, MAX_N, "engine", shared=False),
+    ] = None
+    beam_width: Annotated[
+        int | None,
+        Param("beam search with this many beams; the best n are returned", 1, MAX_BEAM_WIDTH, "engine", shared=False),
+    ] = None
+    length_penalty: Annotated[
+        float,
+        Param("of beam search: above 0 favours long outputs, below 0 short ones", -10.0, 10.0, "engine", shared=False),
+    ] = 1.0
     early_stopping: bool | str = False
     method: Callable[[], Method] | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
+    seed: Annotated[int | None, Param("without one, drawn from --seed", -(2**63), 2**63 - 1, "engine", flag=False)] = (
+        None
+    )
     stop: tuple[str, ...] | list[str] | str | None = ()
     stop_token_ids: tuple[int, ...] | list[int] | None = ()
     bad_words: tuple[str, ...] | list[str] | None = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     logit_bias: Mapping[int, float] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
+    ignore_eos: Annotated[bool, Param("continue after end tokens", owner="engine")] = False
+    max_tokens: Annotated[int | None, Param("tokens to generate", 1, MAX_TOKENS, "engine", shared=False)] = 16
+    logprobs: Annotated[
+        int | None, Param("most likely tokens to return", 0, MAX_LOGPROBS, "engine", flag=False, shared=False)
+    ] = None
     logprob_token_ids: tuple[int, ...] | list[int] | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    detokenize: bool = True
+    prompt_logprobs: Annotated[
+        int | None, Param("the same for the prompt", 0, MAX_LOGPROBS, "device", flag=False, shared=False)
+    ] = None
+    skip_special_tokens: Annotated[
+        bool, Param("leave special tokens out of the text", owner="text", flag=False, shared=False)
+    ] = True
+    include_stop_str_in_output: Annotated[
+        bool, Param("keep the stop string in the text", owner="text", flag=False, shared=False)
+    ] = False
+    detokenize: Annotated[bool, Param("make the text", owner="text", flag=False, shared=False)] = True
     pooling: str | None = None
     structured: Structured | None = None
     structured_outputs: StructuredOutputsParams | None = None
@@ -149,26 +183,17 @@ class SamplingParams:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)  # the dataclass is frozen
 
-        _check_int("n", self.n, 1, MAX_N)
-        self._check_branches()
-        put("temperature", _check_float("temperature", self.temperature, 0.0, 100.0))
-        put("top_p", _check_float("top_p", self.top_p, 0.0, 1.0))
+        for name, kind, optional, _, param in PARAMS:
+            value = getattr(self, name)
+            if value is not None or not optional:
+                put(name, CHECKS[kind](name, value, param.low, param.high))
         if self.top_p == 0.0:
             raise InputError("top_p must be above 0 and at most 1, got 0", "top_p")
-        put("top_k", max(_check_int("top_k", self.top_k, -1, MAX_TOKENS), 0))
-        put("min_p", _check_float("min_p", self.min_p, 0.0, 1.0))
-        put("presence_penalty", _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0))
-        put("frequency_penalty", _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
-        put("repetition_penalty", _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0))
-        if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        put("top_k", max(self.top_k, 0))
+        self._check_branches()
         put("stop", _check_strings("stop", self.stop, MAX_STOPS, MAX_STOP_CHARS))
-        put(
-            "stop_token_ids",
-            _check_token_ids(
-                "stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, MAX_STOP_IDS
-            ),
-        )
+        stop_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        put("stop_token_ids", _check_token_ids("stop_token_ids", stop_ids, MAX_STOP_IDS))
         put("bad_words", _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_CHARS))
         if (total := sum(map(len, self.bad_word_ids))) > MAX_BAD_WORD_IDS:
             raise InputError(
@@ -179,17 +204,12 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise InputError("allowed_token_ids must not be empty", "allowed_token_ids")
         if self.logit_bias is not None:
-            put("logit_bias", self._check_logit_bias(self.logit_bias))
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        _check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+            put("logit_bias", _check_logit_bias(self.logit_bias))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", "min_tokens"
             )
-        self._check_logprobs()
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
-            _check_bool(name, getattr(self, name))
+        self._check_logprob_ids()
         if self.stop and not self.detokenize:
             raise InputError("stop strings need detokenize=True", "stop")
         put("structured", self._resolve_structured())
@@ -227,11 +247,8 @@ class SamplingParams:
         return structured
 
     def _check_branches(self) -> None:
-        if self.best_of is not None:
-            _check_int("best_of", self.best_of, 1, MAX_N)
-            if self.best_of < self.n:
-                raise InputError(f"best_of must be at least n ({self.n}), got {self.best_of}", "best_of")
-        object.__setattr__(self, "length_penalty", _check_float("length_penalty", self.length_penalty, -10.0, 10.0))
+        if self.best_of is not None and self.best_of < self.n:
+            raise InputError(f"best_of must be at least n ({self.n}), got {self.best_of}", "best_of")
         if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
             raise InputError(
                 f'early_stopping must be true, false or "never", got {_short_repr(self.early_stopping)}',
@@ -239,7 +256,6 @@ class SamplingParams:
             )
         if self.beam_width is None:
             return
-        _check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         if self.n > self.beam_width:
             raise InputError(f"n must be at most beam_width ({self.beam_width}), got {self.n}", "n")
         for name, clash in (
@@ -251,10 +267,7 @@ class SamplingParams:
                 hint = "; stop_token_ids works" if name == "stop" else ""
                 raise InputError(f"{name} can't be combined with beam search{hint}", name)
 
-    def _check_logprobs(self) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+    def _check_logprob_ids(self) -> None:
         if self.logprob_token_ids is None:
             return
         ids = _check_token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_IDS) or None
@@ -267,19 +280,6 @@ class SamplingParams:
         for name, what in (("beam_width", "beam search"), ("method", "a method")):
             if getattr(self, name) is not None:
                 raise InputError(f"logprob_token_ids can't be combined with {what}", "logprob_token_ids")
-
-    @staticmethod
-    def _check_logit_bias(value: Any) -> dict[int, float]:
-        if not isinstance(value, Mapping):
-            raise InputError(f"logit_bias must map token ids to numbers, got {type(value).__name__}", "logit_bias")
-        if len(value) > MAX_BIASES:
-            raise InputError(f"logit_bias may have at most {MAX_BIASES} entries, got {len(value)}", "logit_bias")
-        biases: dict[int, float] = {}
-        for key, bias in value.items():
-            token = int(key) if isinstance(key, str) and len(key) <= 12 and key.isascii() and key.isdigit() else key
-            _check_int(f"logit_bias key {_short_repr(key)}", token, 0, MAX_TOKENS)
-            biases[token] = _check_float(f"logit_bias[{token}]", bias, -100.0, 100.0)
-        return biases
 
     @property
     def width(self) -> int:
@@ -307,14 +307,7 @@ class SamplingParams:
     def to_device_params(self) -> DeviceSamplingParams:
         """Return the part of the parameters that the runner needs to sample tokens."""
         return DeviceSamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            min_tokens=self.min_tokens,
+            **{declared.name: getattr(self, declared.name) for declared in DEVICE_NUMBERS},
             stop_token_ids=tuple(self.stop_token_ids or ()),
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             logit_bias=tuple((self.logit_bias or {}).items()),
@@ -337,3 +330,7 @@ class SamplingParams:
             for token in ids:
                 if token >= vocab_size:
                     raise InputError(f"{name} holds token {token}, but the vocabulary has {vocab_size}", name)
+
+
+PARAMS = declared_params(SamplingParams)
+CHECKS: dict[type, Callable[..., Any]] = {int: _check_int, float: _check_float, bool: _check_bool}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from quire.protocol.device_params import MAX_TOKENS
 from quire.protocol.images import ImageItem
-from quire.protocol.sampling_params import MAX_TOKENS
 from quire.protocol.step_plan import TopLogprobs
 from quire.protocol.structured_output import GrammarMatcher
 

@@ -9,47 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from quire.protocol.device_params import DeviceSamplingParams
 from quire.protocol.images import ImageItem
 
 LAST_SAMPLED = -1
 """In `SeqSlice.tokens`: the slot's most recent sample, which only the device has."""
-
-
-class DeviceSamplingParams(NamedTuple):
-    """How tokens are sampled: the part of SamplingParams that the runner needs, as numbers and token ids. Methods, stop
-    strings and the like stay with the engine and its clients."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()  # masked, with the end tokens, below min_tokens
-    allowed_token_ids: tuple[int, ...] | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids and the numbers to add to their logits
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    candidates_only: bool = False  # a method chooses among the likeliest tokens: none is sampled
-    prompt_logprobs: int = -1  # likeliest tokens to return with each scored token; -1: no scoring
-    logprob_token_ids: tuple[int, ...] = ()  # to return with each sample instead of the likeliest ones
-    pooling: str = ""  # "mean" or "last": nothing is sampled, hidden states are returned (SliceResult.pooled)
-
-    @property
-    def greedy(self) -> bool:
-        """True if the most likely token is chosen, without noise."""
-        return self.candidates_only or self.temperature < 1e-5
-
-    @property
-    def needs_history(self) -> bool:
-        """True if the sampler must know the tokens so far: for penalties and bad words of several tokens."""
-        return (
-            self.presence_penalty != 0
-            or self.frequency_penalty != 0
-            or self.repetition_penalty != 1
-            or any(len(word) > 1 for word in self.bad_word_ids)
-        )
 
 
 class SlotInit(NamedTuple):

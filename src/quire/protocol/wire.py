@@ -29,10 +29,10 @@ from quire.protocol.columns import (
     write_top_logprobs,
     write_vectors,
 )
+from quire.protocol.device_params import DEVICE_NUMBERS, DeviceSamplingParams
 from quire.protocol.images import ImageItem
 from quire.protocol.seq_slices import read_slices, write_slices
 from quire.protocol.step_plan import (  # fmt: skip
-    DeviceSamplingParams,
     ImageEncoding,
     PageCopy,
     PageOp,
@@ -80,11 +80,14 @@ RESULT_HEAD = struct.Struct("<I?dd")  # slice results, whether some are pooled, 
 SLOT_INIT = struct.Struct("<iqiqiiIBI")
 IMAGE_ITEM = struct.Struct("<32s4I")  # the fields of ImageItem
 KEY_BYTES = 32
-# temperature, top_p, min_p, penalties; top_k, min_tokens, prompt_logprobs; counts of stop tokens, allowed tokens,
-# biases, bad words, logprob_token_ids; flags
+# the first eight of DEVICE_NUMBERS, prompt_logprobs; counts of stop tokens, allowed tokens, biases, bad words,
+# logprob_token_ids; flags
 SAMPLING = struct.Struct("<6d3i5IB")
+NUMBERS = [declared.name for declared in DEVICE_NUMBERS[:8]]
+ADDED_NUMBERS = DEVICE_NUMBERS[8:]
 CANDIDATES_ONLY, HAS_ALLOWED_TOKENS = 1, 2  # flags: candidates_only; allowed_token_ids is not None
 POOLING_FLAGS = {"": 0, "mean": 4, "last": 8}  # and one of these flags
+HAS_ADDED = 16  # flag: the values of ADDED_NUMBERS follow as floats, since one of them is not its default
 POOLING_BY_FLAG = {flag: pooling for pooling, flag in POOLING_FLAGS.items()}
 
 
@@ -163,14 +166,16 @@ def write_image_items(images: Iterable[ImageItem]) -> Iterator[bytes]:
 
 def _write_sampling(sampling: DeviceSamplingParams) -> Iterator[bytes]:
     allowed, bias, words = sampling.allowed_token_ids, sampling.logit_bias, sampling.bad_word_ids
+    added = [getattr(sampling, declared.name) for declared in ADDED_NUMBERS]
+    has_added = added != [declared.default for declared in ADDED_NUMBERS]
     yield pack_struct(
-        SAMPLING, "sampling", sampling.temperature, sampling.top_p, sampling.min_p, sampling.presence_penalty,
-        sampling.frequency_penalty, sampling.repetition_penalty, sampling.top_k, sampling.min_tokens,
-        sampling.prompt_logprobs,
+        SAMPLING, "sampling", *(getattr(sampling, name) for name in NUMBERS), sampling.prompt_logprobs,
         len(sampling.stop_token_ids), len(allowed or ()), len(bias), len(words), len(sampling.logprob_token_ids),
         CANDIDATES_ONLY * sampling.candidates_only | HAS_ALLOWED_TOKENS * (allowed is not None)
-        | POOLING_FLAGS[sampling.pooling],
+        | POOLING_FLAGS[sampling.pooling] | HAS_ADDED * has_added,
     )  # fmt: skip
+    if has_added:
+        yield write_floats(added, "added numbers")
     yield write_ints(sampling.stop_token_ids, "stop tokens")
     yield write_ints(allowed or (), "allowed tokens")
     yield write_ints([token for token, _ in bias], "biased tokens")
@@ -263,31 +268,26 @@ def read_image_items(reader: FrameReader, count: int) -> tuple[ImageItem, ...]:
 
 
 def _read_sampling(reader: FrameReader) -> DeviceSamplingParams:
-    (
-        *floats,
-        top_k,
-        min_tokens,
-        prompt_logprobs,
-        num_stop,
-        num_allowed,
-        num_biases,
-        num_bad_words,
-        num_logprob_ids,
-        flags,
-    ) = reader.unpack(SAMPLING, "sampling")
-    temperature, top_p, min_p, presence, frequency, repetition = floats
-    pooling = POOLING_BY_FLAG.get(flags & ~(CANDIDATES_ONLY | HAS_ALLOWED_TOKENS))
-    if pooling is None or (num_allowed and not flags & HAS_ALLOWED_TOKENS):
+    *numbers, prompt_logprobs, num_stop, num_allowed, num_biases, num_bad_words, num_logprob_ids, flags = reader.unpack(
+        SAMPLING, "sampling"
+    )
+    pooling = POOLING_BY_FLAG.get(flags & ~(CANDIDATES_ONLY | HAS_ALLOWED_TOKENS | HAS_ADDED))
+    if pooling is None or (num_allowed and not flags & HAS_ALLOWED_TOKENS) or (flags & HAS_ADDED and not ADDED_NUMBERS):
         raise reader.error("sampling", f"its flags are {flags}")
+    by_name: dict[str, Any] = dict(zip(NUMBERS, numbers))
+    if flags & HAS_ADDED:
+        added = zip(ADDED_NUMBERS, reader.read_floats(len(ADDED_NUMBERS), "added numbers"))
+        by_name |= {declared.name: declared.kind(value) for declared, value in added}
     stop = reader.read_ints(num_stop, "stop tokens")
     allowed = reader.read_ints(num_allowed, "allowed tokens")
     bias = tuple(zip(reader.read_ints(num_biases, "biased tokens"), reader.read_floats(num_biases, "biases")))
     lengths = reader.read_lengths(num_bad_words, "bad word lengths")
     words = tuple(split_runs(reader.read_ints(sum(lengths), "bad words"), lengths))
     return DeviceSamplingParams(
-        temperature, top_p, top_k, min_p, presence, frequency, repetition, min_tokens, stop,
-        allowed if flags & HAS_ALLOWED_TOKENS else None, bias, words, bool(flags & CANDIDATES_ONLY), prompt_logprobs,
-        reader.read_ints(num_logprob_ids, "named tokens"), pooling,
+        **by_name, stop_token_ids=stop, allowed_token_ids=allowed if flags & HAS_ALLOWED_TOKENS else None,
+        logit_bias=bias, bad_word_ids=words, candidates_only=bool(flags & CANDIDATES_ONLY),
+        prompt_logprobs=prompt_logprobs, logprob_token_ids=reader.read_ints(num_logprob_ids, "named tokens"),
+        pooling=pooling,
     )  # fmt: skip
 
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter, WithJsonSchema
+from pydantic import TypeAdapter
 
-from quire.errors import InputError
+from quire.errors import InputError, short_repr
+from quire.server.generation import Generation
 from quire.server.request_models import (
     EMPTY_VALUES,
-    LOGIT_BIAS_SCHEMA,
     REFUSED_FIELDS,
     ChatRequest,
-    Ids,
-    RequestFields,
-    Strings,
+    SharedFields,
     ranged_field,
 )
 
@@ -40,28 +38,33 @@ def parse_partial_arguments(text: str) -> Json:
     return arguments
 
 
-class SharedChatFields(RequestFields):
+def read_string(given: Mapping[str, Any], name: str, at: str, param: str) -> str:
+    """Return the string `name` of the object at the path `at`. Raise InputError about the field `param` if there is
+    none."""
+    value = given.get(name)
+    if not isinstance(value, str):
+        raise InputError(f"{at}.{name} must be a string, got {short_repr(value)}", param)
+    return value
+
+
+def check_choice(value: Any, choices: Collection[str], at: str, param: str) -> None:
+    """Raise InputError about the field `param` if the value at the path `at` is not one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise InputError(f"{at} must be one of {', '.join(choices)}, got {short_repr(value)}", param)
+
+
+def check_kind(given: Any, known: Collection[str], at: str, param: str, where: str = "") -> str:
+    """Return the type of a part or item at the path `at`. Raise InputError about the field `param` if it is not one of
+    the `known` ones."""
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if not isinstance(kind, str) or kind not in known:
+        raise InputError(f"{at}.type is {short_repr(kind)}; {', '.join(known)} are supported{where}", param)
+    return kind
+
+
+class SharedChatFields(SharedFields):
     """Fields that mean the same as in a chat request."""
 
-    model: str | None = None
-    stream: bool | None = None
-    temperature: float | None = ranged_field(0, 100)
-    top_p: float | None = ranged_field(0, 1)
-    top_k: int | None = ranged_field(-1)
-    min_p: float | None = ranged_field(0, 1)
-    presence_penalty: float | None = ranged_field(-2, 2)
-    frequency_penalty: float | None = ranged_field(-2, 2)
-    repetition_penalty: float | None = ranged_field(0.01, 100)
-    seed: int | None = ranged_field(-(2**63), 2**63 - 1)
-    stop_token_ids: Ids | None = None
-    bad_words: Strings | None = None
-    allowed_token_ids: Ids | None = ranged_field(minItems=1)
-    logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(LOGIT_BIAS_SCHEMA)] = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = ranged_field(0)
-    skip_special_tokens: bool | None = None
-    cache_salt: str | None = ranged_field(minLength=1)
-    structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: int | None = ranged_field(0, 2**31 - 1)
     include_reasoning: bool | None = None
@@ -83,6 +86,12 @@ class Conversation:
         """Append a message that is at the path `at` of the client's request."""
         self.client_paths[f"messages[{len(self.messages)}]"] = at
         self.messages.append(message)
+
+    def add_call(self, at: str, id: str, name: str, arguments: Any) -> None:
+        """Append a tool call, which is at the path `at`, to the last message."""
+        calls = self.last().setdefault("tool_calls", [])
+        self.client_paths[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = at
+        calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
     def last(self) -> Json:
         """Return the last message, or {} if there is none."""
@@ -126,12 +135,12 @@ class ClientNames(NamedTuple):
             error.args, error.param = (text,), name or None
             raise
 
-    def rename_warnings(self, warnings: Sequence[str]) -> list[str]:
-        """Return warnings about tools with the client's names."""
-        texts = list(warnings)
+    def rename_warnings(self, generation: Generation) -> Generation:
+        """Return the request with the client's names in its warnings, which are about tools."""
+        texts = list(generation.warnings)
         for old, new in self.message_replacements.get("tools", ()):
             texts = [text.replace(old, new) for text in texts]
-        return texts
+        return generation._replace(warnings=texts)
 
     def _client_path(self, conversation: Conversation, at: str) -> str:
         """Return the client's path of the part of the conversation that the chat calls `at`."""

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,14 +19,19 @@ from quire.errors import APIServerDead, EngineDead, StartupError
 from quire.ipc.child_process import InterruptGuard
 from quire.ipc.garbage_collection import freeze_loaded_objects
 from quire.ipc.thread_stacks import format_thread_stacks
-from quire.server.keys import ADMIN_KEY_VARIABLE, read_keys
-from quire.server.options import ServeOptions, check_options, read_chat_template, set_chat_template
+from quire.server.options import (
+    ADMIN_KEY_VARIABLE,
+    ServeOptions,
+    check_options,
+    read_chat_template,
+    read_keys,
+    set_chat_template,
+)
 from quire.server.prefixes import Prefix, read_prefixes, register_prefixes
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.server.frontend_manager import FrontendManager
-    from quire.server.server_group import ServerGroup
 
 DEATH_NOTICE_SECONDS = 1.0  # after the engine's death the server still answers, so that clients get the reason
 SHUTDOWN_MARGIN_SECONDS = 20.0  # limit of a shutdown, in addition to draining; then the process is ended
@@ -48,6 +53,8 @@ def serve(config: EngineConfig, options: ServeOptions, print_line: Callable[[str
     frontends = FrontendManager(options.fronts, listener, settings, options.max_connections)
     with InterruptGuard() as interrupts:
         llm, name = _load_model(config, options, frontends)
+    from quire.server.app import create_app
+
     try:
         interrupts.raise_if_interrupted()
         if template is not None:
@@ -56,12 +63,14 @@ def serve(config: EngineConfig, options: ServeOptions, print_line: Callable[[str
             print_line(line)
         if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
             print_line(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to require a key")
-        app = make_app(llm, name, config, options, keys, admin_keys, frontends)
+        model_names = options.served_model_name or (name,)
+        app = create_app(
+            llm, model_names, options, keys=keys, admin_keys=admin_keys, config=config, server_group=frontends
+        )
         url = server_url(options.host, listener.getsockname()[1], tls=options.ssl_certfile is not None)
-        model_name = [*options.served_model_name, name][0]
 
         def ready() -> None:
-            print_line(f"quire serves {model_name} at {url} (ready in {time.perf_counter() - start:.1f} s)")
+            print_line(f"quire serves {model_names[0]} at {url} (ready in {time.perf_counter() - start:.1f} s)")
             print_line(curl_line(url + options.root_path, chat=llm.prompts.chat_template is not None, key=bool(keys)))
 
         status = run_loop(_serve(app, listener, llm, options, frontends, prefixes, ready, print_line))
@@ -70,29 +79,6 @@ def serve(config: EngineConfig, options: ServeOptions, print_line: Callable[[str
         frontends.close()
         listener.close()
     return status if ended else 1
-
-
-def make_app(
-    llm: AsyncLLM,
-    name: str,
-    config: EngineConfig,
-    options: ServeOptions,
-    keys: Sequence[str],
-    admin_keys: Sequence[str],
-    server_group: ServerGroup,
-) -> Any:
-    """Return a frontend's ASGI application. `name` is the model's name, used if the options give none."""
-    from quire.server.app import create_app
-
-    return create_app(
-        llm, options.served_model_name or (name,), keys=keys, admin_keys=admin_keys, root_path=options.root_path,
-        config=config, allowed_origins=options.allowed_origins, metrics_prefix=options.metrics_prefix,
-        strict=options.strict, max_logprobs=options.max_logprobs, log_requests=options.log_requests,
-        server_group=server_group,
-        tool_format=options.tool_call_parser, reasoning_format=options.reasoning_parser, console=options.console,
-        server_info=options.server_info, tokenizer_info=options.tokenizer_info,
-        store_responses=options.store_responses,
-    )  # fmt: skip
 
 
 def _load_model(config: EngineConfig, options: ServeOptions, frontends: FrontendManager) -> tuple[AsyncLLM, str]:
@@ -204,8 +190,7 @@ async def _serve(
     print_line: Callable[[str], None],
 ) -> int:
     """Serve `app` until a signal arrives or the engine dies. Return the exit status."""
-    from quire.server.shutdown import LoopErrorLogger, arm_exit_timer, log_stalls
-    from quire.server.status import log_status
+    from quire.server.shutdown import LoopErrorLogger, arm_exit_timer, log_stalls, log_status
     from quire.server.web_server import WebServer
 
     loop = asyncio.get_running_loop()

@@ -7,19 +7,22 @@ from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI
+from pydantic import BaseModel
 from starlette.types import ASGIApp
 
 import quire
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
-from quire.protocol.sampling_params import MAX_LOGPROBS
+from quire.server import response_models as models
 from quire.server.admin import AdminRoutes
 from quire.server.anthropic.routes import MessageRoutes
 from quire.server.console import FILES, OPEN_PATHS, PAGE, Console
 from quire.server.embeddings import EmbeddingRoutes
 from quire.server.errors import add_handlers
+from quire.server.generation import RequestResolver
 from quire.server.guards import MAX_BODY, ApiKeyMiddleware, BodyLimitMiddleware, require_admin
 from quire.server.metrics import Metrics
+from quire.server.options import ServeOptions
 from quire.server.outer_middleware import wrap_app
 from quire.server.plain_route import PlainRoute
 from quire.server.request_params import RequestRules
@@ -54,54 +57,41 @@ class App(FastAPI):
 def create_app(
     llm: AsyncLLM,
     model_names: Sequence[str],
+    options: ServeOptions | None = None,
     *,
     keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
     max_body: int = MAX_BODY,
-    root_path: str = "",
-    allowed_origins: Sequence[str] = (),
-    metrics_prefix: str = "quire",
     config: EngineConfig | None = None,
-    strict: bool = False,
-    max_logprobs: int = MAX_LOGPROBS,
-    log_requests: bool = False,
     server_group: ServerGroup | None = None,
-    tool_format: str | None = None,
-    reasoning_format: str | None = None,
-    console: bool = True,
-    store_responses: int = 0,
-    server_info: bool = False,
-    tokenizer_info: bool = False,
 ) -> FastAPI:
     """Return the ASGI application for `llm`. The caller closes `llm`.
 
     `keys`: the API keys; without any the server is open. `admin_keys` open the admin routes; without any these are
-    closed. `root_path`: a prefix that paths may have. `allowed_origins`: origins whose web pages may send requests from
-    a browser. `metrics_prefix`, `config`: see Metrics. `strict` refuses unknown fields. `max_logprobs` is the most
-    log-probabilities that a request may ask for. `log_requests` logs each request. `server_group`: the frontends of the
-    server that this one belongs to. `tool_format` and `reasoning_format`: how the model writes tool calls and
-    reasoning; None: detected from the chat template. `console`, `server_info`, `tokenizer_info` enable these routes.
-    `store_responses`: the most responses of /v1/responses that are stored.
+    closed. `config`: see Metrics. `server_group`: the frontends of the server that this one belongs to.
     """
-    metrics = Metrics(llm, model_names[0], metrics_prefix, config)
-    rules = RequestRules(llm.prompts.defaults, llm.prompts.tokenizer is not None, max_logprobs, strict)
-    service = Service(llm, model_names, metrics, rules, log_requests, server_group, tool_format, reasoning_format)
-    wrap = partial(wrap_app, counters=metrics.http, root_path=root_path, allowed_origins=tuple(allowed_origins))
+    options, server_group, prompts = options or ServeOptions(), server_group or ServerGroup(), llm.prompts
+    metrics = Metrics(llm, model_names[0], options.metrics_prefix, config)
+    rules = RequestRules(prompts.defaults, prompts.tokenizer is not None, options.max_logprobs, options.strict)
+    resolver = RequestResolver(prompts, model_names, rules, options.tool_call_parser, options.reasoning_parser)
+    service = Service(llm, resolver, metrics, options.log_requests, server_group)
+    wrap = partial(
+        wrap_app, counters=metrics.http, root_path=options.root_path, allowed_origins=options.allowed_origins
+    )
     app = App(wrap, bool(keys), title="quire", version=quire.__version__, docs_url=None, redoc_url=None)
-    add_routes(app, service, store_responses)
-    add_admin_routes(app, AdminRoutes(llm, config), server_info, tokenizer_info)
-    if console:
-        add_console(app, Console(llm, metrics, service.server_group.num_frontends))
+    add_routes(app, service, options.store_responses)
+    add_admin_routes(app, service, AdminRoutes(llm, config), options)
+    if options.console:
+        add_console(app, Console(llm, metrics, server_group.num_frontends))
     add_handlers(app, metrics)
-    loader, max_len = llm.prompts.image_loader, llm.prompts.max_len
-    image_chars, num_frontends = (
-        loader.limits.max_body_chars if loader is not None else 0,
-        service.server_group.num_frontends,
-    )
     app.add_middleware(
-        BodyLimitMiddleware, max_body=max_body, max_len=max_len, num_frontends=num_frontends, image_chars=image_chars
+        BodyLimitMiddleware,
+        max_body=max_body,
+        max_len=prompts.max_len,
+        num_frontends=server_group.num_frontends,
+        image_chars=prompts.image_loader.limits.max_body_chars if prompts.image_loader is not None else 0,
     )
-    open_paths = OPEN_PATHS if console else ()  # the middleware that is added last is the outer one
+    open_paths = OPEN_PATHS if options.console else ()  # the middleware that is added last is the outer one
     app.add_middleware(ApiKeyMiddleware, keys=keys, admin_keys=admin_keys, open_paths=open_paths)
     return app
 
@@ -111,62 +101,58 @@ def add_routes(app: FastAPI, service: Service, store_responses: int = 0) -> None
     paths of a route are not in the OpenAPI document."""
     embeddings, messages = EmbeddingRoutes(service), MessageRoutes(service)
     responses = ResponseRoutes(service, store_responses)
-    for method, path, route in (
-        ("POST", "/v1/completions", service.completions),
-        ("POST", "/v1/chat/completions", service.chat),
-        ("POST", "/v1/responses", responses.create),
-        ("GET", "/v1/responses/{name}", responses.get),
-        ("DELETE", "/v1/responses/{name}", responses.delete),
-        ("POST", "/v1/messages", messages.create),
-        ("POST", "/v1/messages/count_tokens", messages.count),
-        ("POST", "/v1/embeddings", embeddings.embeddings),
-        ("POST", "/score", embeddings.score),
-        ("POST", "/rerank", embeddings.rerank),
-        ("GET", "/v1/models", service.models),
-        ("GET", "/v1/models/{name:path}", service.model),
-        ("POST", "/tokenize", service.tokenize),
-        ("POST", "/detokenize", service.detokenize),
-        ("GET", "/health", service.health),
-        ("GET", "/ping", service.health),
-        ("POST", "/ping", service.health),
-        ("GET", "/version", service.version),
-        ("GET", "/load", service.load),
-        ("GET", "/metrics", service.scrape),
+    for method, path, route, model in (
+        ("POST", "/v1/completions", service.completions, models.Completion),
+        ("POST", "/v1/chat/completions", service.chat, models.ChatCompletion),
+        ("POST", "/v1/responses", responses.create, models.ResponsesResponse),
+        ("GET", "/v1/responses/{name}", responses.get, models.ResponsesResponse),
+        ("DELETE", "/v1/responses/{name}", responses.delete, models.DeletedResponse),
+        ("POST", "/v1/messages", messages.create, models.MessagesResponse),
+        ("POST", "/v1/messages/count_tokens", messages.count, models.CountTokensResponse),
+        ("POST", "/v1/embeddings", embeddings.embeddings, models.EmbeddingResponse),
+        ("POST", "/score", embeddings.score, models.ScoreResponse),
+        ("POST", "/rerank", embeddings.rerank, models.RerankResponse),
+        ("GET", "/v1/models", service.models, models.ModelList),
+        ("GET", "/v1/models/{name:path}", service.model, models.ModelCard),
+        ("POST", "/tokenize", service.tokenize, models.TokenizeResponse),
+        ("POST", "/detokenize", service.detokenize, models.DetokenizeResponse),
+        ("GET", "/health", service.health, None),
+        ("GET", "/ping", service.health, None),
+        ("POST", "/ping", service.health, None),
+        ("GET", "/version", service.version, models.VersionResponse),
+        ("GET", "/load", service.load, models.ServerLoad),
+        ("GET", "/metrics", service.scrape, None),
     ):
-        app.add_api_route(path, route, methods=[method], response_model=None, responses=route_responses(method, path))
+        _add_route(app, method, path, route, model)
         if method == "GET" and path in HEAD_PATHS:
             app.add_api_route(path, route, methods=["HEAD"], response_model=None, include_in_schema=False)
         for other in ALIAS_PATHS.get(path, ()):
             app.add_api_route(other, route, methods=[method], response_model=None, include_in_schema=False)
-    _add_admin_route(app, "GET", "/v1/prefixes", service.prefixes)
-    _add_admin_route(app, "POST", "/v1/prefixes", service.add_prefix)
-    _add_admin_route(app, "DELETE", "/v1/prefixes/{name}", service.release_prefix)
 
 
-def _add_admin_route(app: FastAPI, method: str, path: str, route: Callable[..., Any]) -> None:
-    """Add a route that needs an admin key."""
-    app.add_api_route(
-        path,
-        route,
-        methods=[method],
-        response_model=None,
-        responses=route_responses(method, path),
-        dependencies=[Depends(require_admin)],
-        openapi_extra=query_parameters(method, path),
-    )
+def add_admin_routes(app: FastAPI, service: Service, admin: AdminRoutes, options: ServeOptions) -> None:
+    """Add the routes of operators, which need an admin key, and /tokenizer_info, which does not."""
+    for method, path, route, model in (
+        ("GET", "/v1/prefixes", service.prefixes, models.PrefixList),
+        ("POST", "/v1/prefixes", service.add_prefix, models.RegisteredPrefix),
+        ("DELETE", "/v1/prefixes/{name}", service.release_prefix, models.DeletedPrefix),
+        ("POST", "/reset_prefix_cache", admin.reset_prefix_cache, models.CacheReset),
+        ("POST", "/sleep", admin.sleep, models.SleepStatus),
+        ("POST", "/wake_up", admin.wake_up, models.SleepStatus),
+        ("GET", "/is_sleeping", admin.is_sleeping, models.SleepStatus),
+        *((("GET", "/server_info", admin.server_info, models.ServerInfo),) if options.server_info else ()),
+    ):
+        more = {"dependencies": [Depends(require_admin)], "openapi_extra": query_parameters(method, path)}
+        _add_route(app, method, path, route, model, **more)
+    if options.tokenizer_info:
+        _add_route(app, "GET", "/tokenizer_info", admin.tokenizer_info, models.TokenizerInfo)
 
 
-def add_admin_routes(app: FastAPI, admin: AdminRoutes, server_info: bool, tokenizer_info: bool) -> None:
-    """Add the routes of operators."""
-    _add_admin_route(app, "POST", "/reset_prefix_cache", admin.reset_prefix_cache)
-    _add_admin_route(app, "POST", "/sleep", admin.sleep)
-    _add_admin_route(app, "POST", "/wake_up", admin.wake_up)
-    _add_admin_route(app, "GET", "/is_sleeping", admin.is_sleeping)
-    if server_info:
-        _add_admin_route(app, "GET", "/server_info", admin.server_info)
-    if tokenizer_info:
-        path = "/tokenizer_info"
-        app.add_api_route(path, admin.tokenizer_info, methods=["GET"], responses=route_responses("GET", path))
+def _add_route(
+    app: FastAPI, method: str, path: str, route: Callable[..., Any], model: type[BaseModel] | None, **more: Any
+) -> None:
+    responses = route_responses(method, path, model)
+    app.add_api_route(path, route, methods=[method], response_model=None, responses=responses, **more)
 
 
 def add_console(app: FastAPI, console: Console) -> None:

@@ -17,12 +17,10 @@ from starlette.responses import Response
 from quire.errors import InputError
 from quire.server.answer_size import embeddings_size
 from quire.server.errors import rename_param
-from quire.server.guards import client_of
 from quire.server.json_pieces import JsonPieces
-from quire.server.request_log import log_request
 from quire.server.request_models import MAX_INPUTS, EmbeddingRequest, RerankRequest, ScoreRequest
-from quire.server.request_params import check_known, split_prompts
-from quire.server.streaming import EngineCall, respond
+from quire.server.request_params import split_prompts
+from quire.server.streaming import respond
 from quire.text.embedding import EMBEDDING_PARAMS, cosine, embedding_vector
 from quire.text.tools import read_tools
 
@@ -118,7 +116,7 @@ class EmbeddingRoutes:
 
     @property
     def _model_json(self) -> str:
-        return json.dumps(self.service.model_names[0])
+        return json.dumps(self.service.render_settings.model)
 
     async def _respond(
         self, kind: str, body: Body, name: str, given: Sequence[Any], field_paths: Sequence[str], http: Request,
@@ -126,9 +124,8 @@ class EmbeddingRoutes:
     ) -> Response:  # fmt: skip
         """Embed `given` and return the response that `write_answer` makes of the embeddings and the usage. Errors call
         the field `name` and its entries `field_paths`."""
-        service, limits = self.service, self.service.llm.limits
-        service.check_model(body.model)
-        check_known(body, service.request_rules.strict)
+        service, resolver, limits = self.service, self.service.resolver, self.service.llm.limits
+        resolver.check(body)
         if body.cache_salt == "":
             raise InputError("cache_salt must not be empty", "cache_salt")
         options = body if isinstance(body, EmbeddingRequest) else EmbeddingRequest()
@@ -137,27 +134,21 @@ class EmbeddingRoutes:
             place = field_paths[given.index("")]
             raise InputError(f"{place} is empty: a text must have at least one character", place.partition("[")[0])
         with rename_param("prompt", name):
+            truncation = resolver.truncation(body)
             if options.messages is not None:
-                prompts = [
-                    await service.render_chat(options, service.truncation(body, 1), read_tools(options.tools or []))
-                ]
+                prompts = [await resolver.render_chat(options, truncation, read_tools(options.tools or []))]
                 if prompts[0].images:
                     raise InputError("images can't be embedded: send text parts only", "messages")
             else:
                 special = options.add_special_tokens is not False
                 prompts = await service.input_processor.process_prompts(
-                    given, special, service.truncation(body, 1), field_names=field_paths
+                    given, special, truncation, field_names=field_paths
                 )
-            held = embeddings_size(len(given), limits.hidden, name)
-            call = EngineCall(service.llm, f"{kind}-{uuid.uuid4().hex}", service.answer_budget, held)
-            await call.submit(
-                prompts, EMBEDDING_PARAMS, salt=body.cache_salt or "", final_only=True, client=client_of(http)
-            )
-        if service.log_requests:
-            log_request(call.id, prompts, EMBEDDING_PARAMS, http.scope)
+            size, id = embeddings_size(len(given), limits.hidden, name), f"{kind}-{uuid.uuid4().hex}"
+            call = await service.submit(id, prompts, EMBEDDING_PARAMS, size, body, http)
 
         async def whole() -> JsonPieces:
-            outputs = await call.collect()
+            outputs = await call.outputs().collect()
 
             def write() -> JsonPieces:
                 normalize = False not in (options.normalize, options.use_activation)
@@ -167,7 +158,7 @@ class EmbeddingRoutes:
 
             return await service.input_processor.offload(limits.hidden * len(outputs), write)
 
-        return await respond(call, whole(), service.warning_headers(body, prompts), http.receive)
+        return await respond(call, whole(), resolver.warning_headers(body, prompts), http.receive)
 
 
 def _check_num_texts(name: str, number: int) -> None:

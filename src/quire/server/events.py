@@ -6,67 +6,52 @@ The same code writes a stream and a whole answer. For a whole answer it writes n
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from quire.core.outputs import BranchOutput
 from quire.errors import InputError, Overloaded, QuireError
-from quire.server.direct_writer import DirectWriter
-from quire.server.json_pieces import JsonPieces, TokenStrings, WriterTurns
+from quire.server.generation import Generation
+from quire.server.json_pieces import JsonPieces
 from quire.server.message_parser import ChoiceParser, MessageParts, ParsedCall
-from quire.server.output_queue import IndexedOutputs as IndexedOutputs
-from quire.server.render import ChatRenderer, ChoicePieces
-from quire.server.request_models import ChatRequest
-from quire.server.streaming import EngineCall as EngineCall
-from quire.server.streaming import EventStream
-
-if TYPE_CHECKING:
-    from quire.server.service import PreparedChat
+from quire.server.output_queue import IndexedOutputs, OutputQueue
+from quire.server.render import ChatRenderer, ChoicePieces, RenderSettings
 
 Json = dict[str, Any]
+NO_CALL = ParsedCall(0)
+EmitEvent = Callable[..., None]  # called with an event's type and its members
 
 
-class EmitEvent(Protocol):
-    """Writes an event of type `kind`."""
-
-    def __call__(self, kind: str, **members: Any) -> None: ...
-
-
-class OutputItem(Protocol):
-    """An item of an answer that grows: reasoning, a text or a tool call. `item` is its JSON in a whole answer."""
+class OutputItem:
+    """An item of an answer that grows: reasoning, a text or, if `call` has an id, a tool call. `item` is its JSON in a
+    whole answer. It writes its events with `emit`."""
 
     item: Json
 
+    def __init__(self, index: int, emit: EmitEvent, call: ParsedCall) -> None:
+        self._index, self._emit, self._call, self._texts = index, emit, call, list[str]()
+
     def add(self, text: str) -> None:
         """Append text."""
+        raise NotImplementedError
 
     def end(self, status: str) -> None:
         """End the item."""
-
-
-class TextItemFactory(Protocol):
-    """Makes an item of text or of reasoning."""
-
-    def __call__(self, index: int, emit: EmitEvent) -> OutputItem: ...
-
-
-class CallItemFactory(Protocol):
-    """Makes an item of a tool call."""
-
-    def __call__(self, index: int, emit: EmitEvent, call: ParsedCall) -> OutputItem: ...
+        raise NotImplementedError
 
 
 class OutputItems:
     """The items of an output, in order. The last one is open. `emits_events` is False for a whole answer."""
 
-    text_item: ClassVar[TextItemFactory]
-    reasoning_item: ClassVar[TextItemFactory]
-    call_item: ClassVar[CallItemFactory]
+    text_item: ClassVar[type[OutputItem]]
+    reasoning_item: ClassVar[type[OutputItem]]
+    call_item: ClassVar[type[OutputItem]]
 
     def __init__(self, emits_events: bool) -> None:
         self.emits_events = emits_events
         self._events: JsonPieces = []
         self._items: list[OutputItem] = []
-        self._open_kind: TextItemFactory | CallItemFactory | None = None  # of the open item
+        self._is_open = False
 
     def emit(self, kind: str, **members: Any) -> None:
         """Write an event."""
@@ -81,22 +66,18 @@ class OutputItems:
 
     def add(self, parts: MessageParts) -> None:
         """Add a part of the output: reasoning, text and tool calls."""
-        if parts.reasoning:
-            self._text_item(type(self).reasoning_item).add(parts.reasoning)
-        if parts.content:
-            self._text_item(type(self).text_item).add(parts.content)
+        for kind, text in ((self.reasoning_item, parts.reasoning), (self.text_item, parts.content)):
+            if text:
+                self._open(kind).add(text)
         for call in parts.calls:
-            if call.id:
-                self.close_item("completed")
-                kind = type(self).call_item
-                self._open_item(kind, kind(len(self._items), self.emit, call))
+            item = self._open(self.call_item, call) if call.id else self._items[-1]
             if call.arguments:
-                self._items[-1].add(call.arguments)
+                item.add(call.arguments)
 
     def finish(self, status: str) -> None:
         """End the output. An empty output becomes one empty text."""
         if not self._items:
-            self._text_item(type(self).text_item)
+            self._open(self.text_item)
         self.close_item(status)
 
     def items(self) -> list[Json]:
@@ -105,39 +86,29 @@ class OutputItems:
 
     def close_item(self, status: str) -> None:
         """End the last item, if it is open."""
-        if self._open_kind is not None:
-            self._open_kind = None
+        if self._is_open:
+            self._is_open = False
             self._items[-1].end(status)
 
-    def _text_item(self, kind: TextItemFactory) -> OutputItem:
-        if self._open_kind is not kind:
+    def _open(self, kind: type[OutputItem], call: ParsedCall = NO_CALL) -> OutputItem:
+        """Return the open item of that kind, or a new one. Every call is a new one."""
+        if call.id or not self._is_open or type(self._items[-1]) is not kind:
             self.close_item("completed")
-            self._open_item(kind, kind(len(self._items), self.emit))
+            self._items.append(kind(len(self._items), self.emit, call))
+            self._is_open = True
         return self._items[-1]
 
-    def _open_item(self, kind: TextItemFactory | CallItemFactory, entry: OutputItem) -> None:
-        self._items.append(entry)
-        self._open_kind = kind
 
-
-class EventRenderer(ChatRenderer):
-    """Renders an output as items. `body` is the whole answer after `_finish`."""
+class ItemRenderer(ChatRenderer):
+    """Renders an output as items. `body` is the whole answer after `_finish`. The last event of a stream says how it
+    ended; there is no [DONE]."""
 
     body: Json
 
-    def __init__(
-        self,
-        id: str,
-        model: str,
-        chat: ChatRequest,
-        prepared: PreparedChat,
-        token_strings: TokenStrings,
-        writer_turns: WriterTurns,
-        items: OutputItems,
-    ) -> None:
-        prompt, tool_choice, reasoning = prepared.prompt, prepared.tool_choice, prepared.reasoning
-        super().__init__(id, model, chat, [prompt], token_strings, writer_turns, tool_choice, reasoning)
-        self._parser, self._items = ChoiceParser(tool_choice, reasoning), items
+    def __init__(self, generation: Generation, settings: RenderSettings, items: OutputItems) -> None:
+        super().__init__(generation, settings)
+        self.id = generation.id.replace("-", "_")
+        self._parser, self._items = ChoiceParser(generation.tool_choice, generation.reasoning), items
 
     def choice_nowait(self, at: int, output: BranchOutput) -> ChoicePieces | None:
         """Return the events of an output, or None if it has none."""
@@ -156,33 +127,36 @@ class EventRenderer(ChatRenderer):
         await self.pace(*(choice.pieces if choice is not None else ()))
         return choice
 
-    def failure_events(self, error: BaseException) -> JsonPieces:
-        """Return the last events of a stream that failed."""
+    async def whole(self, outputs: OutputQueue) -> JsonPieces:
+        for at, output in await outputs.collect():
+            await self.choice(at, output, whole=True)
+        return [json.dumps(self.body, separators=(",", ":"))]
+
+    def can_write_now(self, outputs: IndexedOutputs) -> bool:
+        """Return True if the events of `outputs` are short. The last events of a stream may repeat all the text."""
+        return super().can_write_now(outputs) and all(output.finish_reason is None for _, output in outputs)
+
+    async def opening_events(self) -> list[JsonPieces]:
+        return []
+
+    def event(self, choice: ChoicePieces, tail: Any = ()) -> JsonPieces:
+        return choice.pieces
+
+    def closing_events(self) -> JsonPieces:
+        return []
+
+    def final_event(self, error: BaseException | None) -> bytes:
+        if error is not None:
+            self._fail(error)
+        return "".join(self._items.take_events()).encode()
+
+    def _fail(self, error: BaseException) -> None:
+        """Write the last events of a stream that failed."""
         raise NotImplementedError
 
     def _finish(self, output: BranchOutput) -> None:
         """Set `body` and write the last events, at the end of the output."""
         raise NotImplementedError
-
-
-class TypedEventStream(EventStream):
-    """A response that streams typed events. The last event says how the stream ended; there is no [DONE]."""
-
-    _renderer: EventRenderer
-
-    def __init__(self, call: EngineCall, renderer: EventRenderer, headers: dict[str, str]) -> None:
-        super().__init__(call, renderer, headers, usage=False, continuous=False)
-
-    def _try_write(self, direct: DirectWriter, outputs: IndexedOutputs) -> bool:
-        if any(output.finish_reason is not None for _, output in outputs):  # the last events may repeat all the text
-            return False
-        return super()._try_write(direct, outputs)
-
-    def _chunk(self, choice: ChoicePieces, tail: Any = ()) -> JsonPieces:
-        return choice.pieces
-
-    def _final_event(self, error: BaseException | None) -> bytes:
-        return b"" if error is None else "".join(self._renderer.failure_events(error)).encode()
 
 
 def unfinished_error(output: BranchOutput) -> QuireError:
@@ -191,10 +165,3 @@ def unfinished_error(output: BranchOutput) -> QuireError:
     if output.finish_reason == "error":
         return InputError(f"the output can't go on: {output.stop_reason}")
     return Overloaded("the request was aborted before its output was complete", retry_after=10)
-
-
-async def collect_answer(call: EngineCall, renderer: EventRenderer) -> JsonPieces:
-    """Return the answer of a call, once it is complete."""
-    for at, output in await call.collect():
-        await renderer.choice(at, output, whole=True)
-    return [json.dumps(renderer.body, separators=(",", ":"))]

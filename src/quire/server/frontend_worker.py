@@ -25,13 +25,11 @@ from quire.server.api_server import (
     SHUTDOWN_MARGIN_SECONDS,
     close_engine,
     import_libraries,
-    make_app,
     run_loop,
 )
 from quire.server.control_channel import ControlChannel, receive_blocking, send_blocking
 from quire.server.frontend_manager import BEAT_SECONDS, EXTRA_SECONDS, GATHER_SECONDS, MAX_MISSED_BEATS
-from quire.server.logs import MAX_INT_DIGITS, configure_logging
-from quire.server.options import ServeOptions, set_chat_template
+from quire.server.options import MAX_INT_DIGITS, ServeOptions, configure_logging, set_chat_template
 from quire.server.server_group import ServerGroup
 from quire.startup.engine_process import join_engine_process
 
@@ -194,8 +192,17 @@ def _load_app(
         from quire.text.chat_template import ChatTemplate
 
         set_chat_template(prompts, ChatTemplate(settings["template"], {}))
-    keys, admin_keys = settings["keys"], settings["admin_keys"]
-    app = make_app(llm, checkpoint.name, config, options, keys, admin_keys, server_group)
+    from quire.server.app import create_app
+
+    app = create_app(
+        llm,
+        options.served_model_name or (checkpoint.name,),
+        options,
+        keys=settings["keys"],
+        admin_keys=settings["admin_keys"],
+        config=config,
+        server_group=server_group,
+    )
     freeze_loaded_objects()
     return llm, app
 

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from quire.errors import InputError
@@ -143,17 +143,17 @@ def json_array(slices: Iterable[str]) -> JsonPieces:
 
 async def ids_json(ids: Iterable[int], pace: WritePace) -> JsonPieces:
     """Return token ids as a JSON list."""
-    slices, rest = [], iter(ids)
-    while part := ",".join(map(str, islice(rest, 64 * SLICE_ENTRIES))):
-        slices.append(part)
-        await pace(part)
-    return json_array(slices)
+    return await _list_json(map(str, ids), 64 * SLICE_ENTRIES, pace)
 
 
 async def texts_json(texts: Iterable[str], pace: WritePace) -> JsonPieces:
     """Return texts as a JSON list."""
-    slices, rest = [], iter(texts)
-    while part := ",".join(map(json.dumps, islice(rest, 8 * SLICE_ENTRIES))):
+    return await _list_json(map(json.dumps, texts), 8 * SLICE_ENTRIES, pace)
+
+
+async def _list_json(entries: Iterator[str], slice_entries: int, pace: WritePace) -> JsonPieces:
+    slices = []
+    while part := ",".join(islice(entries, slice_entries)):
         slices.append(part)
         await pace(part)
     return json_array(slices)

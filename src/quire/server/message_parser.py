@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from json.encoder import encode_basestring_ascii as quoted
 from typing import NamedTuple
 
-from quire.server.reasoning import RequestReasoning
+from quire.server.reasoning import ReasoningTokenCounter, RequestReasoning
 from quire.server.tool_choice import ToolChoice
 from quire.text.tool_parsers.base import ParsedEvent
 
@@ -68,7 +68,7 @@ class ChoiceParser:
         self._tool_choice, self._reasoning = tool_choice, reasoning
         self._tool_parser = tool_choice.new_parser()
         self._reasoning_parser = None if reasoning is None else reasoning.new_parser()
-        self._counter = None if reasoning is None else reasoning.new_counter()
+        self._counter = None if reasoning is None else ReasoningTokenCounter(reasoning)
         self.has_call = False
 
     @property
@@ -79,91 +79,52 @@ class ChoiceParser:
     def push(self, text: str, last: bool, tokens: Sequence[int] = ()) -> MessageParts:
         """Return what `text` adds to the message. `text` is the text of `tokens`, or arrives a little later. `last`:
         the output has ended."""
-        thought, text, due = self._split_reasoning(text, last, tokens)
-        parts = self._parse_answer(text, last) if due else MessageParts()
-        return parts._replace(reasoning=thought) if thought else parts
+        reasoning, events = self._parse(text, last, tokens)
+        return self._collect(events, reasoning)
 
     def push_runs(self, text: str, last: bool, tokens: Sequence[int] = ()) -> list[MessageParts]:
         """Like `push`, but return one entry for each run of reasoning, of text and of each call, in order."""
-        reasoning, text, due = self._split_reasoning(text, last, tokens)
-        runs = [MessageParts(reasoning=reasoning)]
-        if due and (self._tool_choice.mode == "named" or self._tool_parser is None):
-            runs.append(self._parse_answer(text, last))
-        elif due:
-            runs += [self._collect(run) for _, run in groupby(self._parse_events(text, last), _run_key)]
-        return runs
-
-    def _split_reasoning(self, text: str, last: bool, tokens: Sequence[int]) -> tuple[str, str, bool]:
-        """Return the reasoning to show, the answer's text, and whether the answer is to be parsed."""
-        if self._reasoning_parser is None or self._reasoning is None or self._counter is None:
-            return "", text, True
-        thought, text = self._reasoning_parser.push(text, last)
-        self._counter.add(tokens)
-        over = last and self._reasoning_parser.phase in ("after", "over")
-        return (thought if self._reasoning.is_returned else ""), text, bool(text) or over
-
-    def _parse_answer(self, text: str, last: bool) -> MessageParts:
-        if self._tool_choice.mode == "named":
-            return self._named_call(text)
-        if self._tool_parser is None:
-            return MessageParts(text)
-        return self._collect(self._parse_events(text, last))
-
-    def _parse_events(self, text: str, last: bool) -> list[ParsedEvent]:
-        assert self._tool_parser is not None, "called without a tool parser"
-        events = self._tool_parser.feed(text)
-        return events + self._tool_parser.finish() if last else events
+        reasoning, events = self._parse(text, last, tokens)
+        return [MessageParts(reasoning=reasoning), *(self._collect(run) for _, run in groupby(events, _run_key))]
 
     def finish_reason(self, reason: str | None) -> str | None:
         """Return the finish reason in OpenAI's format: "tool_calls" instead of "stop" if there is a call."""
         return "tool_calls" if self.has_call and reason == "stop" else reason
 
-    def _named_call(self, text: str) -> MessageParts:
-        """Return a call of the named tool: all of the text is its arguments."""
-        if self.has_call:
-            return MessageParts(calls=(ParsedCall(0, arguments=text),) if text else ())
-        self.has_call = True
-        return MessageParts(calls=(ParsedCall(0, self._tool_choice.new_call_id(), self._tool_choice.named_tool, text),))
+    def _parse(self, text: str, last: bool, tokens: Sequence[int]) -> tuple[str, list[ParsedEvent]]:
+        """Return the reasoning to show, and the events of the answer's text."""
+        reasoning = ""
+        if self._reasoning_parser is not None and self._reasoning is not None and self._counter is not None:
+            thought, text = self._reasoning_parser.push(text, last)
+            self._counter.add(tokens)
+            reasoning = thought if self._reasoning.is_returned else ""
+            if not text and not (last and self._reasoning_parser.phase in ("after", "over")):
+                return reasoning, []
+        if self._tool_choice.mode == "named":  # all of the text is the arguments of one call
+            head = [] if self.has_call else [ParsedEvent("call", self._tool_choice.named_tool)]
+            return reasoning, [*head, *([ParsedEvent("arguments", text)] if text else [])]
+        if self._tool_parser is None:
+            return reasoning, [ParsedEvent("content", text)]
+        events = self._tool_parser.feed(text)
+        return reasoning, events + self._tool_parser.finish() if last else events
 
-    def _collect(self, events: Iterable[ParsedEvent]) -> MessageParts:
-        collector = MessageCollector(self._tool_choice.new_call_id)
+    def _collect(self, events: Iterable[ParsedEvent], reasoning: str = "") -> MessageParts:
+        """Return the parts of the message in `events`. The pieces of a call are joined."""
+        texts: list[str] = []
+        calls: dict[int, ParsedCall] = {}
         for event in events:
-            if event.kind in ("call", "arguments"):
-                if event.index and not self._tool_choice.parallel:
-                    continue
+            if event.kind == "content":
+                texts.append(event.text)
+            elif self._tool_choice.parallel or not event.index:
                 self.has_call = True
-            collector.add(event)
-        return collector.to_parts()
+                call = calls.get(event.index, ParsedCall(event.index))
+                if event.kind == "call":
+                    call = ParsedCall(event.index, self._tool_choice.new_call_id(), event.text)
+                else:
+                    call = call._replace(arguments=call.arguments + event.text)
+                calls[event.index] = call
+        return MessageParts("".join(texts), reasoning, tuple(calls.values()))
 
 
 def _run_key(event: ParsedEvent) -> tuple[str, int]:
     return ("call" if event.kind == "arguments" else event.kind), event.index
-
-
-class MessageCollector:
-    """Collects parser events into one MessageParts. The pieces of a call are joined."""
-
-    def __init__(self, new_id: Callable[[], str]) -> None:
-        self._new_id = new_id
-        self._texts: dict[str, list[str]] = {"content": [], "reasoning": []}
-        self._heads: dict[int, tuple[str, str]] = {}
-        self._arguments: dict[int, list[str]] = {}
-
-    def add(self, event: ParsedEvent) -> None:
-        """Add an event."""
-        if event.kind == "call":
-            self._heads[event.index] = self._new_id(), event.text
-            self._arguments[event.index] = []
-        elif event.kind == "arguments":
-            self._arguments.setdefault(event.index, []).append(event.text)
-        else:
-            self._texts[event.kind].append(event.text)
-
-    def to_parts(self) -> MessageParts:
-        """Return the collected parts."""
-        calls = [
-            ParsedCall(index, *self._heads.get(index, ("", "")), "".join(texts))
-            for index, texts in self._arguments.items()
-        ]
-        content, reasoning = ("".join(self._texts[kind]) for kind in ("content", "reasoning"))
-        return MessageParts(content, reasoning, tuple(calls))

@@ -23,7 +23,8 @@ PREFIXES = {"quire": "quire_", "vllm": "vllm:"}  # by --metrics-prefix
 LABELS = ("model_name", "engine")
 ENGINE_LABEL = "0"  # there is one engine
 PARTIAL_COMMENT = (
-    b"# The first front doesn't answer: counters of fronts (requests, latencies, HTTP, processor time) are left out\n"
+    b"# The first frontend doesn't answer: counters of frontends "
+    b"(requests, latencies, HTTP, processor time) are left out\n"
 )
 
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by sleep level
@@ -96,7 +97,10 @@ class Metrics(ServerCounters):
             if tokens:
                 seen = request.branch_progress.get(output.branch)
                 if seen is None:
-                    self._on_first_token(request, output.branch)
+                    if output.branch == 0 and request.first_token_time is not None:
+                        first = request.first_token_time - request.arrival_time
+                        self._observe("time_to_first_token_seconds", first)
+                    self._count_prompt(request)
                     request.branch_progress[output.branch] = [now, tokens]
                 else:
                     gap = now - seen[0]
@@ -107,12 +111,6 @@ class Metrics(ServerCounters):
         for gap, times in gaps.items():
             self._observe("inter_token_latency_seconds", gap, times)
         self._observe("front_lag_seconds", time.monotonic() - now)
-
-    def _on_first_token(self, request: RequestRecord, branch: int) -> None:
-        """Count the first token of a branch."""
-        if branch == 0 and request.first_token_time is not None:
-            self._observe("time_to_first_token_seconds", request.first_token_time - request.arrival_time)
-        self._count_prompt(request)
 
     def _count_prompt(self, request: RequestRecord) -> None:
         """Count the tokens of a prompt as computed or cached: at the request's first token, or at its end if it had

@@ -8,7 +8,7 @@ import uuid
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.http_counters import CountHttpMiddleware, HttpCounters
+from quire.server.counters import CountHttpMiddleware, HttpCounters
 
 REQUEST_ID = "quire.request_id"  # in a request's scope
 REQUEST_ID_HEADER = b"x-request-id"

@@ -13,6 +13,7 @@ from functools import partial
 from quire.core.outputs import BranchOutput
 from quire.text.output_stream import MergedOutput, OutputStream
 
+MANY_TOKENS = 256  # tokens of an output, above which the event loop gets a turn
 IndexedOutputs = list[tuple[int, BranchOutput]]  # (prompt index, output)
 TryWrite = Callable[[IndexedOutputs], bool]
 
@@ -52,6 +53,15 @@ class OutputQueue:
                 self._reader_waits = False
         key = next(iter(self._pending))
         return key[0], _to_output(self._pending.pop(key))
+
+    async def collect(self) -> list[tuple[int, BranchOutput]]:
+        """Return all outputs, one per prompt and branch, in order. For final-only streams."""
+        outputs: list[tuple[int, BranchOutput]] = []
+        async for at, output in self:
+            outputs.append((at, output))
+            if len(output.tokens) > MANY_TOKENS:
+                await asyncio.sleep(0)
+        return sorted(outputs, key=lambda item: (item[0], item[1].branch))
 
     def _put(self, at: int, output: BranchOutput) -> None:
         """Add an output of prompt `at`."""

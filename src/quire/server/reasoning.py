@@ -10,7 +10,7 @@ from quire.errors import InputError
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_output import ANY_OUTPUT, PARAM_NAME, Structured
 from quire.server.request_models import ChatRequest
-from quire.server.structured import structured_field
+from quire.server.request_params import structured_field
 from quire.text.input_processor import Prompt
 from quire.text.reasoning_parser import (
     OFF,
@@ -40,10 +40,6 @@ class RequestReasoning(NamedTuple):
     def new_parser(self) -> ReasoningParser:
         """Return a parser for one output."""
         return ReasoningParser(self.format, self.start)
-
-    def new_counter(self) -> ReasoningTokenCounter:
-        """Return a counter for the tokens of one output."""
-        return ReasoningTokenCounter(self)
 
 
 class ReasoningTokenCounter:

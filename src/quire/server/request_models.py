@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
 from quire.errors import InputError
-from quire.protocol.sampling_params import MAX_BEAM_WIDTH, MAX_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOP_CHARS, MAX_STOPS
+from quire.protocol.device_params import MAX_TOKENS
+from quire.protocol.sampling_params import MAX_BIASES, MAX_STOP_CHARS, MAX_STOPS, PARAMS
 from quire.text.chat_messages import unknown_message_fields
 from quire.text.tools import MAX_CALLS, MAX_TOOLS
 
@@ -31,134 +32,93 @@ class HashableFailFast(FailFast):
 
 
 # Schemas for the OpenAPI document, of values that are checked elsewhere.
+
+
+def _object(required: str = "", **properties: Any) -> dict[str, Any]:
+    """Return the schema of an object. `required` names its required properties."""
+    required_names = {"required": required.split()} if required else {}
+    return {"type": "object", **required_names, **({"properties": properties} if properties else {})}
+
+
+def _array(items: Any, **limits: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, **limits}
+
+
+def _any_of(*schemas: Any) -> dict[str, Any]:
+    return {"anyOf": [*schemas]}
+
+
+def _only(value: object) -> dict[str, Any]:
+    return {"const": value}
+
+
+def _or_null(kind: str) -> dict[str, Any]:
+    return {"type": [kind, "null"]}
+
+
+NULL, STRING, OBJECT = {"type": "null"}, {"type": "string"}, _object()
 TOKEN = {"type": "integer", "minimum": 0}
-TEXT_PART_SCHEMA = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-}
 DATA_URI = {"type": "string", "pattern": "^data:[^,]*;base64,"}
-IMAGE_URL_SCHEMA = {
-    "type": "object",
-    "required": ["url"],
-    "properties": {"url": DATA_URI, "detail": {"enum": [None, "auto", "low", "high"]}},
-}
-IMAGE_PART_SCHEMA = {
-    "type": "object",
-    "required": ["type", "image_url"],
-    "properties": {"type": {"const": "image_url"}, "image_url": {"anyOf": [DATA_URI, IMAGE_URL_SCHEMA]}},
-}
-PART_SCHEMA = {"anyOf": [TEXT_PART_SCHEMA, IMAGE_PART_SCHEMA]}
-IMAGES_SCHEMA = {"anyOf": [DATA_URI, {"type": "array", "items": DATA_URI}]}
-MULTI_MODAL = {
-    "anyOf": [
-        {"type": "object", "properties": {"image": IMAGES_SCHEMA}, "additionalProperties": False},
-        {"type": "null"},
-    ]
-}
 NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
-FUNCTION = {
-    "type": "object",
-    "required": ["name"],
-    "properties": {
-        "name": NAME,
-        "description": {"type": ["string", "null"]},
-        "parameters": {"type": ["object", "null"]},
-        "strict": {"type": ["boolean", "null"]},
-    },
-}
-TOOL = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {"type": {"const": "function"}, "function": FUNCTION},
-}
-TOOLS = {"anyOf": [{"type": "array", "items": TOOL, "maxItems": MAX_TOOLS}, {"type": "null"}]}
-NAMED_TOOL = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {"type": {"const": "function"}, "function": {"type": "object", "required": ["name"],
-                                                              "properties": {"name": NAME}}},
-}  # fmt: skip
-TOOL_CHOICE = {"anyOf": [{"enum": [None, "none", "auto", "required"]}, NAMED_TOOL]}
-CALL = {
-    "type": "object",
-    "required": ["function"],
-    "properties": {
-        "id": {"type": ["string", "null"]},
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {"name": NAME, "arguments": {"type": ["string", "object", "null"]}},
-        },
-    },
-}
-CONTENT = [{"type": "string"}, {"type": "array", "items": PART_SCHEMA, "minItems": 1, "maxItems": 1024}]
+IMAGE_URL = _any_of(DATA_URI, _object("url", url=DATA_URI, detail={"enum": [None, "auto", "low", "high"]}))
+PART = _any_of(
+    _object("type text", type=_only("text"), text=STRING),
+    _object("type image_url", type=_only("image_url"), image_url=IMAGE_URL),
+)
+MULTI_MODAL = _any_of({**_object(image=_any_of(DATA_URI, _array(DATA_URI))), "additionalProperties": False}, NULL)
+FUNCTION = _object(
+    "name", name=NAME, description=_or_null("string"), parameters=_or_null("object"), strict=_or_null("boolean")
+)
+TOOLS = _any_of(_array(_object("type function", type=_only("function"), function=FUNCTION), maxItems=MAX_TOOLS), NULL)
+NAMED_TOOL = _object("type function", type=_only("function"), function=_object("name", name=NAME))
+TOOL_CHOICE = _any_of({"enum": [None, "none", "auto", "required"]}, NAMED_TOOL)
+CALLED_FUNCTION = _object("name", name=NAME, arguments={"type": ["string", "object", "null"]})
+CALL = _object("function", id=_or_null("string"), type=_only("function"), function=CALLED_FUNCTION)
+CONTENT = (STRING, _array(PART, minItems=1, maxItems=1024))
 OPTIONAL_MESSAGE_FIELDS = {
-    name: {"type": ["string", "null"]} for name in ("name", "reasoning", "reasoning_content", "tool_call_id")
+    name: _or_null("string") for name in ("name", "reasoning", "reasoning_content", "tool_call_id")
 }
-TEXT_MESSAGE_SCHEMA = {
-    "type": "object",
-    "required": ["role", "content"],
-    "additionalProperties": False,
-    "properties": {
-        "role": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
-        "content": {"anyOf": CONTENT},
-        "tool_calls": {"enum": [None, []]},
-        **OPTIONAL_MESSAGE_FIELDS,
+TEXT_MESSAGE = _object(
+    "role content",
+    role={"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+    content=_any_of(*CONTENT),
+    tool_calls={"enum": [None, []]},
+    **OPTIONAL_MESSAGE_FIELDS,
+)
+CALL_MESSAGE = _object(
+    "role tool_calls",
+    role=_only("assistant"),
+    content=_any_of(*CONTENT, NULL),
+    tool_calls=_array(CALL, minItems=1, maxItems=MAX_CALLS),
+    **OPTIONAL_MESSAGE_FIELDS,
+)
+MESSAGE = _any_of(*({**message, "additionalProperties": False} for message in (TEXT_MESSAGE, CALL_MESSAGE)))
+RESPONSE_FORMAT = _any_of(
+    _object("type", type={"enum": ["text", "json_object"]}),
+    _object(
+        "type json_schema",
+        type=_only("json_schema"),
+        json_schema=_object("schema", schema=OBJECT, strict=_or_null("boolean")),
+    ),
+    _object(
+        "type structures triggers",
+        type=_only("structural_tag"),
+        structures=_array(OBJECT),
+        triggers=_array(STRING),
+    ),
+    NULL,
+)
+JSON_TEXT = _any_of(OBJECT, STRING, NULL)
+TEXT_MODALITY = _any_of(_only(["text"]), NULL)
+LOGIT_BIAS = _any_of(
+    {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,12}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        "maxProperties": MAX_BIASES,
     },
-}
-CALL_MESSAGE_SCHEMA = {
-    "type": "object",
-    "required": ["role", "tool_calls"],
-    "additionalProperties": False,
-    "properties": {
-        "role": {"const": "assistant"},
-        "content": {"anyOf": [*CONTENT, {"type": "null"}]},
-        "tool_calls": {"type": "array", "items": CALL, "minItems": 1, "maxItems": MAX_CALLS},
-        **OPTIONAL_MESSAGE_FIELDS,
-    },
-}
-MESSAGE = {"anyOf": [TEXT_MESSAGE_SCHEMA, CALL_MESSAGE_SCHEMA]}
-OBJECT = {"type": "object"}
-JSON_SCHEMA_FIELD = {
-    "type": "object",
-    "required": ["schema"],
-    "properties": {"schema": OBJECT, "strict": {"type": ["boolean", "null"]}},
-}
-STRUCTURAL_TAG_FIELDS = {
-    "structures": {"type": "array", "items": OBJECT},
-    "triggers": {"type": "array", "items": {"type": "string"}},
-}
-RESPONSE_FORMAT_SCHEMA = {
-    "anyOf": [
-        {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
-        {
-            "type": "object",
-            "required": ["type", "json_schema"],
-            "properties": {"type": {"const": "json_schema"}, "json_schema": JSON_SCHEMA_FIELD},
-        },
-        {
-            "type": "object",
-            "required": ["type", *STRUCTURAL_TAG_FIELDS],
-            "properties": {"type": {"const": "structural_tag"}, **STRUCTURAL_TAG_FIELDS},
-        },
-        {"type": "null"},
-    ]
-}
-JSON_TEXT = {"anyOf": [OBJECT, {"type": "string"}, {"type": "null"}]}
-TEXT_MODALITY = {"anyOf": [{"const": ["text"]}, {"type": "null"}]}
-LOGIT_BIAS_SCHEMA = {
-    "anyOf": [
-        {
-            "type": "object",
-            "propertyNames": {"pattern": "^[0-9]{1,12}$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-            "maxProperties": MAX_BIASES,
-        },
-        {"type": "null"},
-    ]
-}
+    NULL,
+)
 
 Strings = Annotated[list[str], HashableFailFast()]
 Ids = Annotated[list[Annotated[int, WithJsonSchema(TOKEN)]], HashableFailFast()]
@@ -166,11 +126,11 @@ Objects = Annotated[list[dict[str, Any]], HashableFailFast()]
 Messages = Annotated[
     list[dict[str, Any]],
     HashableFailFast(),
-    WithJsonSchema({"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 1024}),
+    WithJsonSchema(_array(MESSAGE, minItems=1, maxItems=1024)),
 ]
 InputField = str | Ids | Strings | Annotated[list[Ids], HashableFailFast(), Field(max_length=MAX_INPUTS)]
 PromptField = str | Ids | Strings | Annotated[list[Ids], HashableFailFast(), Field(max_length=MAX_PROMPTS)]
-RefusedField = Annotated[Any, WithJsonSchema({"type": "null"})]
+RefusedField = Annotated[Any, WithJsonSchema(NULL)]
 
 # Fields that do not change the output: ignored without a warning.
 IGNORED_FIELDS = frozenset({
@@ -214,49 +174,62 @@ class TruncationFields(RequestFields):
     truncation_side: Literal["left", "right"] | None = None
 
 
-class SamplingFields(TruncationFields):
-    """Fields of completions and chats. None means the model's default, else OpenAI's.
+def param_field(name: str) -> Any:
+    """Return a field with default None whose range is that of a sampling parameter."""
+    [param] = [declared.param for declared in PARAMS if declared.name == name]
+    return ranged_field(param.low, None if param.high == MAX_TOKENS else param.high)
+
+
+class ModelFields(RequestFields):
+    """The model, and a salt: requests share cached prefixes only with those of the same one."""
+
+    model: str | None = None
+    cache_salt: str | None = ranged_field(minLength=1)
+
+
+class SharedFields(ModelFields):
+    """Fields that have the same name and meaning in all APIs. None means the model's default, else OpenAI's. The
+    sampling parameters that are declared as `shared` are fields too."""
+
+    stream: bool | None = None
+    stop_token_ids: Ids | None = None
+    bad_words: Strings | None = None
+    allowed_token_ids: Ids | None = ranged_field(minItems=1)
+    logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(LOGIT_BIAS)] = None
+    structured_outputs: dict[str, Any] | None = None
+    skip_special_tokens: bool | None = None
+
+    __annotations__ |= {
+        declared.name: Annotated[declared.kind | None, param_field(declared.name)]
+        for declared in PARAMS
+        if declared.param.shared
+    }
+
+
+class SamplingFields(SharedFields, TruncationFields):
+    """Fields of completions and chats.
 
     Beam search takes vLLM's fields, see `request_params._branch_params`. It searches for the most likely text, so
     temperature, top_p, top_k, min_p and seed are ignored; penalties, biases and bans apply.
     """
 
-    model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: str | None = ranged_field(pattern="^[!-~]{1,128}$")
-    n: int | None = ranged_field(1, MAX_N)
-    temperature: float | None = ranged_field(0, 100)
-    top_p: float | None = ranged_field(0, 1)
-    top_k: int | None = ranged_field(-1)
-    min_p: float | None = ranged_field(0, 1)
-    presence_penalty: float | None = ranged_field(-2, 2)
-    frequency_penalty: float | None = ranged_field(-2, 2)
-    repetition_penalty: float | None = ranged_field(0.01, 100)
-    seed: int | None = ranged_field(-(2**63), 2**63 - 1)
+    n: int | None = param_field("n")
     stop: str | Strings | None = ranged_field(minLength=1, maxLength=MAX_STOP_CHARS, maxItems=MAX_STOPS)
-    stop_token_ids: Ids | None = None
-    bad_words: Strings | None = None
-    allowed_token_ids: Ids | None = ranged_field(minItems=1)
-    logit_bias: Annotated[dict[str, Any] | None, WithJsonSchema(LOGIT_BIAS_SCHEMA)] = None
-    ignore_eos: bool | None = None
     max_tokens: int | None = ranged_field(0)
-    min_tokens: int | None = ranged_field(0)
-    prompt_logprobs: int | None = ranged_field(0, MAX_LOGPROBS)
+    prompt_logprobs: int | None = param_field("prompt_logprobs")
     logprob_token_ids: Ids | None = None
-    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    cache_salt: str | None = ranged_field(minLength=1)
-    best_of: int | None = ranged_field(1, MAX_N)
+    best_of: int | None = param_field("best_of")
     use_beam_search: bool | None = None
-    beam_width: int | None = ranged_field(1, MAX_BEAM_WIDTH)
-    length_penalty: float | None = ranged_field(-10, 10)
+    beam_width: int | None = param_field("beam_width")
+    length_penalty: float | None = param_field("length_penalty")
     early_stopping: bool | Literal["never"] | None = None
-    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(RESPONSE_FORMAT_SCHEMA)] = None
-    structured_outputs: dict[str, Any] | None = None
+    response_format: Annotated[dict[str, Any] | None, WithJsonSchema(RESPONSE_FORMAT)] = None
     guided_json: Annotated[dict[str, Any] | str | None, WithJsonSchema(JSON_TEXT)] = None
     guided_regex: str | None = None
     guided_choice: Strings | None = None
@@ -272,7 +245,7 @@ class CompletionRequest(SamplingFields):
     prompt: PromptField
     multi_modal_data: Annotated[dict[str, Any] | None, WithJsonSchema(MULTI_MODAL)] = None
     echo: bool | None = None
-    logprobs: int | None = ranged_field(0, MAX_LOGPROBS)
+    logprobs: int | None = param_field("logprobs")
     add_special_tokens: bool = True
     tools: RefusedField = None
     thinking_token_budget: RefusedField = None
@@ -301,16 +274,15 @@ class ChatRequest(SamplingFields, ChatTemplateFields):
     thinking_token_budget: int | None = ranged_field(0, 2**31 - 1)
     include_reasoning: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = ranged_field(0, MAX_LOGPROBS)
+    top_logprobs: int | None = param_field("logprobs")
     echo: bool | None = None
 
 
-class EmbeddingRequest(TruncationFields, ChatTemplateFields):
+class EmbeddingRequest(ModelFields, TruncationFields, ChatTemplateFields):
     """The body of /v1/embeddings: texts, or a conversation. `dimensions` truncates each vector to its first numbers,
     scaled to length 1 again. `normalize` and `use_activation` mean the same. `embed_dtype` and `endianness` are for
     base64."""
 
-    model: str | None = None
     input: InputField | None = None
     messages: Messages | None = None
     add_generation_prompt: bool | None = False
@@ -320,27 +292,22 @@ class EmbeddingRequest(TruncationFields, ChatTemplateFields):
     normalize: bool | None = None
     use_activation: bool | None = None
     dimensions: int | None = ranged_field(1)
-    cache_salt: str | None = ranged_field(minLength=1)
 
 
-class ScoreRequest(TruncationFields):
+class ScoreRequest(ModelFields, TruncationFields):
     """The body of /score: one text with each of several, or pairs."""
 
-    model: str | None = None
     text_1: str | Strings
     text_2: str | Strings
-    cache_salt: str | None = ranged_field(minLength=1)
 
 
-class RerankRequest(TruncationFields):
+class RerankRequest(ModelFields, TruncationFields):
     """The body of /rerank. Returns the `top_n` documents nearest to the query, nearest first."""
 
-    model: str | None = None
     query: str
     documents: Strings
     top_n: int | None = ranged_field(1)
     return_documents: bool | None = None
-    cache_salt: str | None = ranged_field(minLength=1)
 
 
 class PrefixRequest(RequestFields):
@@ -386,15 +353,6 @@ def warning_header(request: RequestFields, ignored: Sequence[str] = (), texts: S
     cut = [text if len(text) <= MAX_WARNING_CHARS else f"{text[:MAX_WARNING_CHARS]} ..." for text in texts]
     quoted = ['299 quire "{}"'.format(re.sub(r"[^ !#-\[\]-~]", "?", text)) for text in cut]
     return {"Warning": ", ".join(quoted)} if quoted else {}
-
-
-def check_supported(request: RequestFields) -> None:
-    """Raise InputError for a field that asks for something unsupported."""
-    for name, value in (request.model_extra or {}).items():
-        if name in REFUSED_FIELDS and value not in EMPTY_VALUES:
-            raise InputError(f"{name} is not supported", name)
-    if getattr(request, "chat_template", None) is not None:
-        raise InputError("chat_template can't be set by a request: start with --chat-template", "chat_template")
 
 
 UNION_TYPES = {

@@ -1,26 +1,43 @@
-"""Convert a request's fields to the engine's SamplingParams: defaults, conflicts, and the client's names in errors."""
+"""Convert a request's fields to the engine's SamplingParams: defaults, conflicts, the form of the output, and
+the client's names in errors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from quire.errors import InputError
 from quire.protocol.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, SamplingParams
+from quire.protocol.structured_output import (
+    PARAM_NAME,
+    STRUCTURED_KINDS,
+    Structured,
+    StructuredOutputsParams,
+    close_objects,
+    to_source,
+    with_lenient,
+)
 from quire.server.request_models import (
     EMPTY_VALUES,
     MAX_PROMPTS,
     REQUEST_ID,
     ChatRequest,
     CompletionRequest,
-    RequestFields,
     SamplingFields,
-    check_supported,
-    unknown_fields,
 )
-from quire.server.structured import read_structured
 
 MAX_ALLOWED_TOKEN_IDS = 1 << 15  # the event loop reads these in some milliseconds
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+OPTIONS = ("disable_any_whitespace",)
+IGNORED_OPTIONS = ("disable_fallback",)  # of vLLM's backends; quire has only one
+_BRANCH_FIELDS = ("best_of", "beam_width", "length_penalty", "early_stopping")
+PASSED_FIELDS = [
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in SamplingFields.model_fields and field.name not in (*_BRANCH_FIELDS, "structured_outputs")
+]
 
 
 class RequestRules(NamedTuple):
@@ -33,15 +50,9 @@ class RequestRules(NamedTuple):
     strict: bool = False
 
 
-def check_known(request: RequestFields, strict: bool) -> None:
-    """Raise InputError for a field that is not supported or, with `strict`, not known."""
-    check_supported(request)
-    if strict and (names := unknown_fields(request)):
-        raise InputError(f"there is no field {names[0][:60]!r} (this server was started with --strict)", names[0])
-
-
-def _check_request(request: SamplingFields, rules: RequestRules) -> None:
-    check_known(request, rules.strict)
+def _given_params(request: SamplingFields, rules: RequestRules) -> dict[str, Any]:
+    """Return the parameters that completions and chats have by the same names. Raise InputError for an invalid
+    field."""
     if isinstance(request, CompletionRequest):
         for name, nothing in (
             ("tools", EMPTY_VALUES), ("tool_choice", (None, "none", "auto")), ("thinking_token_budget", EMPTY_VALUES),
@@ -67,22 +78,12 @@ def _check_request(request: SamplingFields, rules: RequestRules) -> None:
     if request.request_id is not None and not REQUEST_ID.fullmatch(request.request_id):
         raise InputError("request_id must have 1 to 128 visible ASCII characters", "request_id")
 
-
-_PASSED_FIELDS = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "ignore_eos", "max_tokens",
-    "min_tokens", "prompt_logprobs", "logprob_token_ids", "skip_special_tokens", "include_stop_str_in_output",
-)  # fmt: skip
-
-
-def _given_params(request: SamplingFields, rules: RequestRules) -> dict[str, Any]:
-    _check_request(request, rules)
-    given = {name: getattr(request, name) for name in _PASSED_FIELDS if getattr(request, name) is not None}
     if request.prompt_logprobs is not None:
         _check_logprobs("prompt_logprobs", request.prompt_logprobs, rules)
+    given = {name: getattr(request, name) for name in PASSED_FIELDS if getattr(request, name) is not None}
     return {
         **rules.defaults, "detokenize": rules.has_tokenizer, **given, **_branch_params(request),
-        "structured": read_structured(request)
+        "structured": read_structured(request),
     }  # fmt: skip
 
 
@@ -116,24 +117,9 @@ def _branch_params(request: SamplingFields) -> dict[str, Any]:
     return params
 
 
-def _check_logprobs(name: str, value: int, rules: RequestRules) -> int:
+def _check_logprobs(name: str, value: int, rules: RequestRules) -> None:
     if not 0 <= value <= rules.max_logprobs:
         raise InputError(f"{name} must be between 0 and {rules.max_logprobs}, got {str(value)[:30]}", name)
-    return value
-
-
-def _make_params(given: dict[str, Any], names: Mapping[str, str]) -> SamplingParams:
-    """Return the SamplingParams. Errors name the client's parameters: `names` maps SamplingParams' names to the
-    client's. With logprob_token_ids the number of logprobs is ignored, as in vLLM."""
-    if given.get("logprob_token_ids"):
-        given.pop("logprobs", None)
-    try:
-        return SamplingParams(**given)
-    except InputError as error:
-        name = names.get(error.param or "")
-        if name is None or error.param is None:
-            raise
-        raise InputError(str(error).replace(error.param, name, 1), name) from None
 
 
 def completion_params(request: CompletionRequest, rules: RequestRules) -> SamplingParams:
@@ -145,10 +131,12 @@ def completion_params(request: CompletionRequest, rules: RequestRules) -> Sampli
             raise InputError("logprob_token_ids are of generated tokens, and max_tokens is 0", "logprob_token_ids")
         given |= {"max_tokens": 1, "min_tokens": 0}
     if request.logprobs is not None:
-        given["logprobs"] = _check_logprobs("logprobs", request.logprobs, rules)
+        _check_logprobs("logprobs", request.logprobs, rules)
+        if not request.logprob_token_ids:
+            given["logprobs"] = request.logprobs
     if request.echo and (request.logprobs is not None or request.logprob_token_ids):
         given["prompt_logprobs"] = max(request.logprobs or 0, given.get("prompt_logprobs", 0))
-    return _make_params(given, {})
+    return SamplingParams(**given)
 
 
 def chat_params(request: ChatRequest, rules: RequestRules) -> SamplingParams:
@@ -160,12 +148,17 @@ def chat_params(request: ChatRequest, rules: RequestRules) -> SamplingParams:
         _check_logprobs("top_logprobs", request.top_logprobs, rules)
         if not request.logprobs and request.top_logprobs:
             raise InputError("top_logprobs needs logprobs to be true", "top_logprobs")
-    if request.logprobs:
+    if request.logprobs and not request.logprob_token_ids:
         given["logprobs"] = request.top_logprobs or 0
     names = {"logprobs": "top_logprobs"}
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    return _make_params(given, names)
+    try:
+        return SamplingParams(**given)
+    except InputError as error:
+        if (param := error.param) is None or param not in names:
+            raise
+        raise InputError(str(error).replace(param, names[param], 1), names[param]) from None
 
 
 def split_prompts(prompt: Any, name: str = "prompt", max_prompts: int = MAX_PROMPTS) -> list[str | list[int]]:
@@ -176,3 +169,92 @@ def split_prompts(prompt: Any, name: str = "prompt", max_prompts: int = MAX_PROM
     if not 1 <= len(prompts) <= max_prompts:
         raise InputError(f"{name} must have 1 to {max_prompts} entries, got {len(prompts)}", name)
     return list(prompts)
+
+
+def last_assistant_text(request: ChatRequest) -> str:
+    """Return the text of the last message if its role is assistant, else "". The messages must have been rendered by
+    the template before, which checks them."""
+    last = request.messages[-1]
+    content = last.get("content")
+    if last.get("role") != "assistant":
+        return ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
+
+
+def structured_field(request: SamplingFields) -> str:
+    """Return the name of the request's field for structured output. It is tool_choice if that requires a call."""
+    other = next(iter(given_structured_fields(request)), "")
+    must_call = request.tool_choice not in (None, "none", "auto")
+    return "tool_choice" if must_call and other in ("", "response_format") else other or PARAM_NAME
+
+
+def given_structured_fields(request: SamplingFields) -> list[str]:
+    """Return the names of the fields that ask for structured output."""
+    form, options = request.response_format, request.structured_outputs
+    is_given = {
+        "response_format": form is not None and form.get("type") != "text",
+        # clients send all members of structured_outputs, most of them null
+        PARAM_NAME: options is not None and any(value not in (None, False) for value in options.values()),
+        **{name: getattr(request, name) is not None for name in GUIDED},
+    }
+    return [name for name, given in is_given.items() if given]
+
+
+def read_structured(request: SamplingFields) -> Structured | None:
+    """Return the structured output that the request asks for, or None. Raise InputError for an invalid field, or for
+    two."""
+    given = given_structured_fields(request)
+    if len(given) > 1:
+        raise InputError(f"{given[0]} and {given[1]} both set the form of the output: give one", given[1])
+    if not given:
+        return None
+    [name] = given
+    value = getattr(request, name)
+    try:
+        if name == "response_format":
+            return _from_response_format(value)
+        if name == PARAM_NAME:
+            return _from_structured_outputs(value)
+        return StructuredOutputsParams(**{GUIDED[name]: value}).structured()
+    except InputError as error:
+        error.param = name
+        raise
+
+
+def _from_structured_outputs(value: Mapping[str, Any]) -> Structured:
+    if unknown := next(
+        (key for key, one in value.items() if key not in (*STRUCTURED_KINDS, *OPTIONS, *IGNORED_OPTIONS) and one), None
+    ):
+        raise InputError(
+            f"{PARAM_NAME} has no {unknown[:60]!r}: it is one of {', '.join(STRUCTURED_KINDS)}", PARAM_NAME
+        )
+    known = {
+        key: one for key, one in value.items() if key in (*STRUCTURED_KINDS, *OPTIONS) and one not in (None, False)
+    }
+    return StructuredOutputsParams(**known).structured()
+
+
+def _from_response_format(value: Mapping[str, Any]) -> Structured:
+    kind, name = value.get("type"), "response_format"
+    if kind not in RESPONSE_FORMATS:
+        raise InputError(f"{name}.type must be one of {', '.join(RESPONSE_FORMATS)}, got {str(kind)[:40]!r}", name)
+    if kind == "structural_tag":
+        return Structured("structural_tag", to_source("structural_tag", dict(value), name))
+    if kind == "json_object":
+        schema = value.get("schema")
+        return Structured("json_object", "") if schema is None else _from_schema(schema, f"{name}.schema")
+    about = value.get("json_schema")
+    if not isinstance(about, Mapping) or "schema" not in about:
+        raise InputError(f"{name}.json_schema must be an object that has a schema", name)
+    if about.get("strict") not in (None, True, False):
+        raise InputError(f"{name}.json_schema.strict must be true or false, got {str(about['strict'])[:40]!r}", name)
+    strict = about.get("strict")
+    schema = close_objects(about["schema"]) if strict else about["schema"]
+    structured = _from_schema(schema, f"{name}.json_schema.schema")
+    return with_lenient(structured) if strict is False else structured
+
+
+def _from_schema(value: Any, place: str) -> Structured:
+    if not isinstance(value, Mapping | bool):
+        raise InputError(f"{place} must be an object, got {type(value).__name__}", "response_format")
+    return Structured("json", to_source("json", value, "response_format"))

@@ -78,23 +78,29 @@ class CompletionLogprobs(StrictModel):
     text_offset: list[int]
 
 
-class CompletionChoice(StrictModel):
+class Generated(StrictModel):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: None
+
+
+class Choice(StrictModel):
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
     token_ids: list[int] | None
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | None
     prompt_logprobs: PromptLogprobs
 
 
-class Completion(StrictModel):
-    id: str
+class Completion(Generated):
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: None
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -132,21 +138,13 @@ class Message(StrictModel):
     tool_calls: list[ToolCall] = Field(default=[])
 
 
-class ChatChoice(StrictModel):
-    index: int
+class ChatChoice(Choice):
     message: Message
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    token_ids: list[int] | None
 
 
-class ChatCompletion(StrictModel):
-    id: str
+class ChatCompletion(Generated):
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: None
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None
     prompt_logprobs: PromptLogprobs
@@ -186,14 +184,10 @@ class ChunkChoice(StrictModel):
     prompt_token_ids: list[int] | None = None
 
 
-class Chunk(StrictModel):
+class Chunk(Generated):
     """The data of one server-sent event. The last event of a stream is [DONE], unless it fails."""
 
-    id: str
     object: Literal["text_completion", "chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: None
     choices: list[ChunkChoice]
     prompt_token_ids: list[int] | None = None
     usage: Usage | None = None
@@ -521,37 +515,6 @@ class TokenizerInfo(BaseModel):
 
 # The OpenAPI document
 
-RESPONSE_MODELS: dict[str, type[BaseModel] | None] = {
-    "POST /v1/completions": Completion,
-    "POST /v1/chat/completions": ChatCompletion,
-    "POST /v1/responses": ResponsesResponse,
-    "GET /v1/responses/{name}": ResponsesResponse,
-    "DELETE /v1/responses/{name}": DeletedResponse,
-    "POST /v1/messages": MessagesResponse,
-    "POST /v1/messages/count_tokens": CountTokensResponse,
-    "POST /v1/embeddings": EmbeddingResponse,
-    "POST /score": ScoreResponse,
-    "POST /rerank": RerankResponse,
-    "GET /v1/models": ModelList,
-    "GET /v1/models/{name:path}": ModelCard,
-    "POST /tokenize": TokenizeResponse,
-    "POST /detokenize": DetokenizeResponse,
-    "GET /health": None,
-    "GET /ping": None,
-    "POST /ping": None,
-    "GET /version": VersionResponse,
-    "GET /load": ServerLoad,
-    "GET /metrics": None,
-    "GET /v1/prefixes": PrefixList,
-    "POST /v1/prefixes": RegisteredPrefix,
-    "DELETE /v1/prefixes/{name}": DeletedPrefix,
-    "POST /reset_prefix_cache": CacheReset,
-    "POST /sleep": SleepStatus,
-    "POST /wake_up": SleepStatus,
-    "GET /is_sleeping": SleepStatus,
-    "GET /server_info": ServerInfo,
-    "GET /tokenizer_info": TokenizerInfo,
-}
 STREAM_MODELS: dict[str, type[BaseModel]] = {
     "/v1/completions": Chunk,
     "/v1/chat/completions": Chunk,
@@ -581,8 +544,8 @@ STATUS_DESCRIPTIONS = {
 SECURITY_SCHEME = "KeyOfTheServer"
 
 
-def route_responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
-    """Return the responses of a route in the OpenAPI document, by status."""
+def route_responses(method: str, path: str, model: type[BaseModel] | None) -> dict[int | str, dict[str, Any]]:
+    """Return the responses of a route in the OpenAPI document, by status. `model` is that of its answer."""
     error: type[BaseModel] = MessageError if path.startswith(MESSAGES_PATH) else Error
     codes = {401: error, 500: error, 503: error}
     if method == "POST" and path != "/ping":
@@ -602,7 +565,6 @@ def route_responses(method: str, path: str) -> dict[int | str, dict[str, Any]]:
     responses: dict[int | str, dict[str, Any]] = {
         code: {"model": model, "description": STATUS_DESCRIPTIONS[code]} for code, model in sorted(codes.items())
     }
-    model = RESPONSE_MODELS[f"{method} {path}"]
     responses[200] = {"description": "The answer"} if model is None else {"model": model, "description": "The answer"}
     if path in ("/health", "/ping"):
         responses[503]["description"] = "The engine's loop hangs, or requests are not accepted; without a key no body"

@@ -1,4 +1,5 @@
-"""The end of a server's process, even if something hangs: log stacks, and exit after a time limit."""
+"""What a server's process logs of its state, and its end, even if something hangs: log stacks, and exit after a time
+limit."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import asyncio
 import faulthandler
 import logging
 import sys
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from quire.ipc.thread_stacks import format_thread_stacks
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 LAST_RESPONSES_SECONDS = 5  # to send responses that are complete
 STALL_CHECK_SECONDS = 0.5  # between two checks of the engine's heartbeat
 log = logging.getLogger("quire.server")
+STATUS_SECONDS = 10.0
 
 
 async def log_stalls(llm: AsyncLLM) -> None:
@@ -64,3 +68,43 @@ class LoopErrorLogger:
         self._quiet_until = now + 1
         self._suppressed.flush()
         log.error("%s", context["message"], exc_info=error)
+
+
+async def log_status(llm: AsyncLLM) -> None:
+    """Log a status line every 10 s, unless the server is idle."""
+    before, at = _token_counts(llm), time.monotonic()
+    with suppress(asyncio.CancelledError):
+        while True:
+            await asyncio.sleep(STATUS_SECONDS)
+            now, tokens = time.monotonic(), _token_counts(llm)
+            if tokens != before or llm.active or llm.running or llm.queued:
+                rates = [(new - old) / (now - at) for new, old in zip(tokens, before)]
+                log.info("%s", status_line(llm, *rates))
+            before, at = tokens, now
+
+
+def _token_counts(llm: AsyncLLM) -> tuple[int, int]:
+    """Return the number of prompt tokens and of output tokens since the start."""
+    stats = llm.metrics.stats
+    return stats.prompt_tokens, stats.generated_tokens
+
+
+def status_line(llm: AsyncLLM, prompt_rate: float, output_rate: float) -> str:
+    """Return the status line. The rates are in tokens per second."""
+    usage, sharing, _ = llm.account
+    preemptions = sum(llm.metrics.preempted.values())
+    held = 100 * (usage.total - usage.free - usage.cached) / max(usage.total, 1)
+    cached = 100 * usage.cached / max(usage.total, 1)
+    line = (
+        f"running {llm.running}, waiting {llm.queued}, prompt {prompt_rate:.0f} tok/s, output {output_rate:.0f} tok/s, "
+        f"KV {held:.1f}% used and {cached:.1f}% cached"
+    )
+    if sharing.saved:
+        line += f", {100 * sharing.saved / sharing.tables:.1f}% saved by sharing"
+    if llm.swapped or sharing.host_pages_used:
+        line += f", swapped {llm.swapped} in {sharing.host_pages_used} of {sharing.host_pages} host pages"
+    if preemptions:
+        line += f", preempted {preemptions} so far"
+    if sharing.prefixes:
+        line += f", {sharing.prefixes} prefixes of {sharing.prefix_tokens} tokens"
+    return line

@@ -13,7 +13,7 @@ from quire.errors import InputError, short_repr
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_output import MAX_SOURCE_CHARS, Structured, close_objects, without_whitespace
 from quire.server.request_models import ChatRequest
-from quire.server.structured import given_structured_field
+from quire.server.request_params import given_structured_fields
 from quire.text.grammars.schema_cycles import find_endless_reference
 from quire.text.tool_parsers.base import ToolCallParser
 from quire.text.tool_parsers.formats import SPECIAL_TOKEN_PARSERS, TOOL_PARSERS, RequiredToolParser
@@ -55,8 +55,10 @@ class ToolChoice(NamedTuple):
         text. Formats with special tokens as markers keep them in the text. `any_arguments`: arguments may be any
         object."""
         if self.mode in ("required", "named"):
-            if (other := given_structured_field(request)) not in ("", "response_format"):
-                raise InputError(f"tool_choice and {other} both set the form of the output: give one", "tool_choice")
+            for other in given_structured_fields(request):
+                if other != "response_format":
+                    what = f"tool_choice and {other} both set the form of the output: give one"
+                    raise InputError(what, "tool_choice")
             return replace(params, structured=self._structured(any_arguments))
         special = self.mode == "auto" and issubclass(TOOL_PARSERS[self.format], SPECIAL_TOKEN_PARSERS)
         if special and request.skip_special_tokens is None and params.structured is None:
@@ -91,6 +93,9 @@ class ToolChoice(NamedTuple):
             else:
                 places.append(CALL_ARGUMENTS.sub(lambda match: f"tools[{match[1]}].function.parameters#", place))
         return [f"not enforced in tool calls: {', '.join(places)}"] if places else []
+
+
+NO_TOOLS = ToolChoice()
 
 
 def _parameters_schema(tool: Tool) -> dict[str, Any]:
@@ -142,26 +147,22 @@ def rebase_refs(schema: Any, pointer: str) -> Any:
 
 def read_tool_choice(request: ChatRequest, format: str) -> ToolChoice:
     """Return the tools of a request. Raise InputError for invalid tools or an invalid choice."""
-    tools = tuple(read_tools(request.tools or []))
-    choice, named = _read_mode(request.tool_choice, tools)
-    return ToolChoice(tools, choice, named, request.parallel_tool_calls is not False, format)
-
-
-def _read_mode(given: Any, tools: tuple[Tool, ...]) -> tuple[str, str]:
-    if given is None or given == "auto":
-        return ("auto" if tools else "none"), ""
+    tools, given = tuple(read_tools(request.tools or [])), request.tool_choice
+    choice = ToolChoice(tools, "none", "", request.parallel_tool_calls is not False, format)
     if given == "none":
-        return "none", ""
+        return choice
+    if given is None or given == "auto":
+        return choice._replace(mode="auto" if tools else "none")
     if given == "required" or isinstance(given, Mapping):
         if not tools:
             raise InputError("tool_choice needs tools", "tool_choice")
         if given == "required":
-            return given, ""
+            return choice._replace(mode="required")
         function = given.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
         if given.get("type", "function") == "function" and isinstance(name, str):
             if name not in {tool.name for tool in tools}:
                 raise InputError(f"tool_choice names {name[:64]!r}, and there is no such tool", "tool_choice")
-            return "named", name
+            return choice._replace(mode="named", named_tool=name)
     form = '{"type": "function", "function": {"name": ...}}'
     raise InputError(f"tool_choice is none, auto, required or {form}, got {short_repr(given)}", "tool_choice")

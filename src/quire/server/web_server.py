@@ -14,8 +14,8 @@ from starlette.types import ASGIApp
 
 from quire.server.accept_slots import AcceptSlots
 from quire.server.connections import BoundedProtocol, ConnectionAcceptor, ConnectionLimits
-from quire.server.descriptors import connection_capacity
 from quire.server.errors import CatchAllMiddleware
+from quire.server.options import connection_capacity
 from quire.server.shutdown import LAST_RESPONSES_SECONDS
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.core.decoding import new_method
+from quire.protocol.device_params import DeviceSamplingParams
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup
 from quire.protocol.method import Branch, Context
@@ -25,7 +26,6 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
 from quire.protocol.step_plan import (  # fmt: skip
     LAST_SAMPLED,
-    DeviceSamplingParams,
     ImageEncoding,
     PageCopy,
     PageOp,

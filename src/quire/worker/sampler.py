@@ -17,10 +17,11 @@ from torch import Tensor
 
 from quire.kernels.cpu.dispatch import has_kernels
 from quire.kernels.forward_batch import to_device
+from quire.protocol.device_params import DeviceSamplingParams
 from quire.protocol.sampling_params import MAX_LOGPROBS
 from quire.protocol.seeds import branch_seed
 from quire.protocol.seq_slices import SeqSlices
-from quire.protocol.step_plan import DeviceSamplingParams, SeqSlice, SliceResult, SlotInit, TokenBitmask, TopLogprobs
+from quire.protocol.step_plan import SeqSlice, SliceResult, SlotInit, TokenBitmask, TopLogprobs
 from quire.worker.inverse_cdf import MAX_VOCAB, draw, token_weights, uniform_noise
 from quire.worker.logprobs import LogprobLayout, log_normalizer, logprob_details, to_top_logprobs
 from quire.worker.penalties import PhraseTable, TokenHistory

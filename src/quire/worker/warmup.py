@@ -18,7 +18,8 @@ import torch
 
 from quire.errors import StartupError
 from quire.kernels.limits import MAX_SCORED_POSITIONS
-from quire.protocol.step_plan import DeviceSamplingParams, SeqSlice, SlotInit, StepPlan
+from quire.protocol.device_params import DeviceSamplingParams
+from quire.protocol.step_plan import SeqSlice, SlotInit, StepPlan
 from quire.worker.image_inputs import ImageInputs
 from quire.worker.prompt_lengths import PromptLengths
 from quire.worker.sampler import Sampler

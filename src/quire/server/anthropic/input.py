@@ -6,15 +6,24 @@ Nothing here reaches the engine. The ChatRequest is checked and answered like an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
 from quire.errors import InputError, short_repr
 from quire.protocol.sampling_params import MAX_STOPS
-from quire.server.adapter import ClientNames, Conversation, Json, SharedChatFields
+from quire.server.adapter import (
+    ClientNames,
+    Conversation,
+    Json,
+    SharedChatFields,
+    check_choice,
+    check_kind,
+    read_string,
+)
 from quire.server.errors import ThreadsUnsupported
+from quire.server.generation import RequestResolver
 from quire.server.request_models import OBJECT, ChatRequest, Objects, Strings, ranged_field
 from quire.text.chat_messages import MAX_MESSAGES
 
@@ -87,10 +96,9 @@ class MessageRequest(CountTokensRequest):
 
 
 class TranslatedMessages:
-    """A request translated to a chat request. `variables` are those of the model's chat template. `has_reasoning`: the
-    model's reasoning format is known."""
+    """A request translated to a chat request. `resolver` knows the model's chat template and its reasoning format."""
 
-    def __init__(self, body: CountTokensRequest, variables: Collection[str], has_reasoning: bool) -> None:
+    def __init__(self, body: CountTokensRequest, resolver: RequestResolver) -> None:
         extra = body.model_extra or {}
         if extra.get("thread") is not None:
             raise ThreadsUnsupported("thread is not supported: send all messages", "thread")
@@ -100,12 +108,7 @@ class TranslatedMessages:
         unknown = NAMES.check_fields(extra, type(body).model_fields, UNSUPPORTED_FIELDS)
         if body.cache_control is not None:
             self._ignored["cache_control"] = True
-        given = (
-            body.chat_fields()
-            | self._output_fields()
-            | self._thinking_fields(variables, has_reasoning)
-            | self._tool_fields()
-        )
+        given = body.chat_fields() | self._output_fields() | self._thinking_fields(resolver) | self._tool_fields()
         if isinstance(body, MessageRequest):
             given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
         else:
@@ -136,18 +139,16 @@ class TranslatedMessages:
         schema = {name: form[name] for name in ("schema",) if form.get(name) is not None}
         return {"type": "json_schema", "json_schema": {**schema, "strict": True}}
 
-    def _thinking_fields(self, variables: Collection[str], has_reasoning: bool) -> Json:
+    def _thinking_fields(self, resolver: RequestResolver) -> Json:
         """Return the chat's fields for `thinking`: the template's variables, a budget, and whether reasoning is
         returned."""
         given, body = self._body.thinking, self._body
         if given is None:
             return {}
         kind = given.get("type")
-        if kind not in THINKING_TYPES:
-            raise InputError(
-                f"thinking.type must be one of {', '.join(THINKING_TYPES)}, got {short_repr(kind)}", "thinking"
-            )
-        switches = {name: kind != "disabled" for name in THINKING_VARIABLES if kind != "adaptive" and name in variables}
+        check_choice(kind, THINKING_TYPES, "thinking.type", "thinking")
+        names = [name for name in THINKING_VARIABLES if kind != "adaptive" and name in resolver.template_variables]
+        switches = dict.fromkeys(names, kind != "disabled")
         chat_fields: Json = {"chat_template_kwargs": {**switches, **(body.chat_template_kwargs or {})}}
         if kind == "disabled" or given.get("display") == "omitted":
             chat_fields["include_reasoning"] = False
@@ -157,7 +158,7 @@ class TranslatedMessages:
             if type(budget) is not int or not 1 <= budget <= most:
                 limit = f"a number from 1 to {most}, less than max_tokens" if most < 2**31 - 1 else "a number from 1 on"
                 raise InputError(f"thinking.budget_tokens must be {limit}, got {short_repr(budget)}", "thinking")
-            if has_reasoning:
+            if resolver.reasoning.format is not None:
                 chat_fields["thinking_token_budget"] = budget
             else:  # clients send budgets to any model; without reasoning there is nothing to limit
                 self._ignored["thinking"] = True
@@ -180,11 +181,8 @@ class TranslatedMessages:
             )
         chat_choice: Any = TOOL_CHOICES.get(kind or "")
         if kind == "tool":
-            if not isinstance(choice.get("name"), str):
-                raise InputError(
-                    f"tool_choice.name must be a string, got {short_repr(choice.get('name'))}", "tool_choice"
-                )
-            chat_choice = {"type": "function", "function": {"name": choice["name"]}}
+            name = read_string(choice, "name", "tool_choice", "tool_choice")
+            chat_choice = {"type": "function", "function": {"name": name}}
         return {
             "tools": None
             if tools is None
@@ -222,8 +220,7 @@ class MessageReader:
             self._add_turn("system", "system", system, "system")
         for i, message in enumerate(messages):
             at, role = f"messages[{i}]", message.get("role")
-            if role not in ROLES:
-                raise InputError(f"{at}.role must be one of {', '.join(ROLES)}, got {short_repr(role)}", "messages")
+            check_choice(role, ROLES, f"{at}.role", "messages")
             self._ignore("message", message, ("role", "content"))
             self._add_turn(at, role, message.get("content"), f"{at}.content")
         for message in self.conversation.messages:
@@ -253,10 +250,7 @@ class MessageReader:
         blocks = []
         for i, block in enumerate(content):
             place = f"{at}[{i}]"
-            kind = block.get("type") if isinstance(block, Mapping) else None
-            if not isinstance(kind, str) or kind not in BLOCK_TYPES[owner]:
-                known = ", ".join(BLOCK_TYPES[owner])
-                raise InputError(f"{place}.type is {short_repr(kind)}; {known} are supported for {owner}", param)
+            kind = check_kind(block, BLOCK_TYPES[owner], place, param, f" for {owner}")
             self._ignore(kind, block, ("type", *BLOCK_FIELDS[kind]))
             for name in BLOCK_FIELDS[kind]:
                 expected = Mapping if name in ("source", "input") else str
@@ -319,24 +313,18 @@ class MessageReader:
                 f"{at}.source.type is {short_repr(source.get('type'))}; only 'base64' is supported, no URL is fetched",
                 "messages",
             )
-        for name in ("media_type", "data"):
-            if not isinstance(source.get(name), str):
-                raise InputError(f"{at}.source.{name} must be a string, got {short_repr(source.get(name))}", "messages")
-        return {"type": "image_url", "image_url": {"url": f"data:{source['media_type']};base64,{source['data']}"}}
+        media_type, data = (read_string(source, name, f"{at}.source", "messages") for name in ("media_type", "data"))
+        return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{data}"}}
 
     def _add_assistant(self, at: str, blocks: list[tuple[str, Json]]) -> None:
         """Add an assistant's blocks. redacted_thinking, which cannot be read here, is left out."""
         if self.conversation.last().get("role") != "assistant":
             self.conversation.append(at, {"role": "assistant", "content": []})
         message = self.conversation.last()
-        number = len(self.conversation.messages) - 1
         for place, block in blocks:
             if block["type"] == "thinking" and block["thinking"]:
                 message.setdefault("reasoning_content", []).append(block["thinking"])
             elif block["type"] == "text":
                 self._add_parts([(place, self._to_chat_part(place, block))])
             elif block["type"] == "tool_use":
-                calls = message.setdefault("tool_calls", [])
-                self.conversation.client_paths[f"messages[{number}].tool_calls[{len(calls)}]"] = place
-                function = {"name": block["name"], "arguments": block["input"]}
-                calls.append({"id": block["id"], "type": "function", "function": function})
+                self.conversation.add_call(place, block["id"], block["name"], block["input"])

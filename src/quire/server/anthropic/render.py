@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.core.outputs import BranchOutput
 from quire.server.adapter import parse_partial_arguments
 from quire.server.errors import to_failure
-from quire.server.events import EmitEvent, EventRenderer, OutputItems, unfinished_error
-from quire.server.json_pieces import JsonPieces, TokenStrings, WriterTurns
+from quire.server.events import EmitEvent, ItemRenderer, OutputItem, OutputItems, unfinished_error
+from quire.server.generation import Generation
 from quire.server.message_parser import ParsedCall
-from quire.server.render import ChoicePieces
-from quire.server.request_models import ChatRequest
-
-if TYPE_CHECKING:
-    from quire.server.service import PreparedChat
+from quire.server.render import ChoicePieces, RenderSettings
 
 Json = dict[str, Any]
 
 
-class TextBlock:
+class TextBlock(OutputItem):
     """A block of text, and its events."""
 
     kind = "text"
 
-    def __init__(self, index: int, emit: EmitEvent) -> None:
-        self._emit, self._index, self._texts = emit, index, list[str]()
+    def __init__(self, index: int, emit: EmitEvent, call: ParsedCall) -> None:
+        super().__init__(index, emit, call)
         self.item: Json = self.new_block()
         emit("content_block_start", index=index, content_block=self.item)
 
@@ -34,12 +30,10 @@ class TextBlock:
         return {"type": "text", "text": ""}
 
     def add(self, text: str) -> None:
-        """Append text."""
         self._texts.append(text)
         self._delta(f"{self.kind}_delta", **{self.kind: text})
 
     def end(self, status: str) -> None:
-        """End the block."""
         self.item[self.kind] = "".join(self._texts)
         self._emit("content_block_stop", index=self._index)
 
@@ -63,10 +57,6 @@ class ThinkingBlock(TextBlock):
 class ToolBlock(TextBlock):
     """A tool call. Its arguments are JSON text in events, and an object in a whole message."""
 
-    def __init__(self, index: int, emit: EmitEvent, call: ParsedCall) -> None:
-        self._call = call
-        super().__init__(index, emit)
-
     def new_block(self) -> Json:
         return {"type": "tool_use", "id": self._call.id, "name": self._call.name, "input": {}}
 
@@ -87,25 +77,16 @@ class MessageBlocks(OutputItems):
     text_item, reasoning_item, call_item = TextBlock, ThinkingBlock, ToolBlock
 
 
-class MessageRenderer(EventRenderer):
-    """Renders /v1/messages. The first event waits for the first output, which has the number of cached tokens."""
+class MessageRenderer(ItemRenderer):
+    """Renders /v1/messages. The first event waits for the first output, which has the number of cached tokens.
+    `max_tokens` is the request's. The model's context may leave room for fewer."""
 
-    def __init__(
-        self,
-        id: str,
-        model: str,
-        chat: ChatRequest,
-        prepared: PreparedChat,
-        token_strings: TokenStrings,
-        writer_turns: WriterTurns,
-        max_tokens: int,
-    ) -> None:
-        """`max_tokens` is the request's. The model's context may leave room for fewer."""
-        super().__init__(id, model, chat, prepared, token_strings, writer_turns, MessageBlocks(bool(chat.stream)))
+    def __init__(self, generation: Generation, settings: RenderSettings, max_tokens: int) -> None:
+        super().__init__(generation, settings, MessageBlocks(bool(generation.request.stream)))
         self._max_tokens, self._has_started = max_tokens, False
         self.body = {
-            "id": id, "type": "message", "role": "assistant", "model": model, "content": [], "stop_reason": None,
-            "stop_sequence": None, "usage": {},
+            "id": self.id, "type": "message", "role": "assistant", "model": settings.model, "content": [],
+            "stop_reason": None, "stop_sequence": None, "usage": {},
         }  # fmt: skip
 
     def choice_nowait(self, at: int, output: BranchOutput) -> ChoicePieces | None:
@@ -116,13 +97,8 @@ class MessageRenderer(EventRenderer):
             self._items.emit("ping")
         return super().choice_nowait(at, output)
 
-    async def opening_choices(self) -> list[ChoicePieces]:
-        return []
-
-    def failure_events(self, error: BaseException) -> JsonPieces:
-        """Return the error event at the end of a stream that failed."""
+    def _fail(self, error: BaseException) -> None:
         self._items.emit("error", error=to_failure(error).anthropic_body()["error"])
-        return self._items.take_events()
 
     def _finish(self, output: BranchOutput) -> None:
         if output.finish_reason not in ("stop", "length"):

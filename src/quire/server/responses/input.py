@@ -12,7 +12,15 @@ from pydantic import WithJsonSchema
 
 from quire.errors import InputError, short_repr
 from quire.protocol.sampling_params import MAX_STOP_CHARS, MAX_STOPS
-from quire.server.adapter import ClientNames, Conversation, SharedChatFields, parse_partial_arguments
+from quire.server.adapter import (
+    ClientNames,
+    Conversation,
+    SharedChatFields,
+    check_choice,
+    check_kind,
+    parse_partial_arguments,
+    read_string,
+)
 from quire.server.request_models import OBJECT, ChatRequest, Objects, StreamOptions, Strings, ranged_field
 from quire.text.chat_messages import MAX_MESSAGES
 
@@ -21,7 +29,6 @@ INPUT_SCHEMA = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": OBJECT, "minItems": 1, "maxItems": MAX_MESSAGES}]
 }
 TOOL_CHOICE_SCHEMA = {"anyOf": [{"enum": [None, "none", "auto", "required"]}, OBJECT]}
-ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 ROLES = ("user", "assistant", "system", "developer")
 INCOMPLETE = "incomplete"  # the status of an item
 PARTS = ("input_text", "output_text", "refusal", "input_image")
@@ -190,15 +197,11 @@ class _ItemReader:
 
     def add(self, at: str, item: Json) -> None:
         """Add the next item. `at` is its path in errors."""
-        kind = item.get("type", "message" if "role" in item else None)
-        if not isinstance(kind, str) or kind not in ITEMS:
-            raise InputError(f"{at}.type is {short_repr(kind)}; {', '.join(ITEMS)} are supported", "input")
         adds: dict[str, Callable[[str, Json], None]] = {
             "message": self._add_message_item, "function_call": self._add_call,
-            "function_call_output": self._add_result,
-            "reasoning": self._add_reasoning,
+            "function_call_output": self._add_result, "reasoning": self._add_reasoning,
         }  # fmt: skip
-        adds[kind](at, item)
+        adds[check_kind({"type": "message"} | item if "role" in item else item, adds, at, "input")](at, item)
 
     def finish(self) -> None:
         """Add what is left after the last item."""
@@ -233,8 +236,7 @@ class _ItemReader:
 
     def _add_message_item(self, at: str, item: Json) -> None:
         role = item.get("role")
-        if role not in ROLES:
-            raise InputError(f"{at}.role must be one of {', '.join(ROLES)}, got {short_repr(role)}", "input")
+        check_choice(role, ROLES, f"{at}.role", "input")
         content = item.get("content")
         if role == "assistant" and content == []:
             content = ""
@@ -250,30 +252,16 @@ class _ItemReader:
             self._add_message(at, {"role": role, "content": content})
 
     def _add_call(self, at: str, item: Json) -> None:
-        for name in ("call_id", "name", "arguments"):
-            if not isinstance(item.get(name), str):
-                raise InputError(f"{at}.{name} must be a string, got {short_repr(item.get(name))}", "input")
-        given = item["arguments"]
+        id, name, given = (read_string(item, field, at, "input") for field in ("call_id", "name", "arguments"))
         # The arguments of an incomplete call may end early, which is not the client's fault: keep what can be parsed.
-        function = {
-            "name": item["name"],
-            "arguments": parse_partial_arguments(given) if item.get("status") == INCOMPLETE else given,
-        }
-        call = {"id": item["call_id"], "type": "function", "function": function}
+        arguments = parse_partial_arguments(given) if item.get("status") == INCOMPLETE else given
         last = self._conversation.last()
         if last.get("role") != "assistant" or self._reasoning_texts:
-            last = {"role": "assistant", "content": None}
-            self._add_message(at, last)
-        calls = last.setdefault("tool_calls", [])
-        self._conversation.client_paths[
-            f"messages[{len(self._conversation.messages) - 1}].tool_calls[{len(calls)}]"
-        ] = at
-        calls.append(call)
+            self._add_message(at, {"role": "assistant", "content": None})
+        self._conversation.add_call(at, id, name, arguments)
 
     def _add_result(self, at: str, item: Json) -> None:
-        id = item.get("call_id")
-        if not isinstance(id, str):
-            raise InputError(f"{at}.call_id must be a string, got {short_repr(id)}", "input")
+        id = read_string(item, "call_id", at, "input")
         output: Any = _content(f"{at}.output", item.get("output"))
         if isinstance(output, list):
             parts = [(f"{at}.output[{i}]", part) for i, part in enumerate(output)]
@@ -307,14 +295,9 @@ def _as_parts(content: str | list[Json] | None) -> list[Json]:
 
 
 def _part(at: str, part: Any) -> Json:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(kind, str) or kind not in PARTS:
-        raise InputError(f"{at}.type is {short_repr(kind)}; {', '.join(PARTS)} are supported", "input")
+    kind = check_kind(part, PARTS, at, "input")
     if kind == "input_image":
         if part.get("file_id") is not None:
             raise InputError(f"{at}.file_id is not supported: give the image as a data: URI in image_url", "input")
         return {"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": part.get("detail")}}
-    name = "refusal" if kind == "refusal" else "text"
-    if not isinstance(part.get(name), str):
-        raise InputError(f"{at}.{name} must be a string, got {short_repr(part.get(name))}", "input")
-    return {"type": "text", "text": part[name]}
+    return {"type": "text", "text": read_string(part, "refusal" if kind == "refusal" else "text", at, "input")}

@@ -6,21 +6,16 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from quire.core.outputs import BranchOutput
-from quire.protocol.sampling_params import SamplingParams
 from quire.server.errors import to_failure
-from quire.server.events import EmitEvent, EventRenderer, OutputItems, unfinished_error
-from quire.server.json_pieces import JsonPieces, TokenStrings, WriterTurns
+from quire.server.events import EmitEvent, ItemRenderer, OutputItem, OutputItems, unfinished_error
+from quire.server.generation import Generation
+from quire.server.json_pieces import JsonPieces
 from quire.server.message_parser import ParsedCall
-from quire.server.render import ChoicePieces
-from quire.server.request_models import ChatRequest
+from quire.server.render import RenderSettings
 from quire.server.responses.input import ResponseRequest
-from quire.server.tool_choice import ToolChoice
-
-if TYPE_CHECKING:
-    from quire.server.service import PreparedChat
 
 Json = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -31,16 +26,15 @@ def new_id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-class TextItem:
+class TextItem(OutputItem):
     """A message with one text part, and its events."""
 
     kind, id_prefix = "output_text", "msg"
 
-    def __init__(self, index: int, emit: EmitEvent) -> None:
-        self._emit, self._texts = emit, list[str]()
+    def __init__(self, index: int, emit: EmitEvent, call: ParsedCall) -> None:
+        super().__init__(index, emit, call)
         self.item = self.new_item(new_id(self.id_prefix))
-        self._item_location: Json = {"item_id": self.item["id"], "output_index": index}
-        self._part_location = {**self._item_location, "content_index": 0}
+        self._part_location: Json = {"item_id": self.item["id"], "output_index": index, "content_index": 0}
         emit("response.output_item.added", output_index=index, item=self.item)
         emit("response.content_part.added", **self._part_location, part=self.content_part(""))
 
@@ -53,19 +47,17 @@ class TextItem:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def add(self, text: str) -> None:
-        """Append text."""
         self._texts.append(text)
         more: Json = {"logprobs": []} if self.kind == "output_text" else {}
         self._emit(f"response.{self.kind}.delta", **self._part_location, delta=text, **more)
 
     def end(self, status: str) -> None:
-        """End the item."""
         text = "".join(self._texts)
         more: Json = {"logprobs": []} if self.kind == "output_text" else {}
         self._emit(f"response.{self.kind}.done", **self._part_location, text=text, **more)
         self._emit("response.content_part.done", **self._part_location, part=self.content_part(text))
         self.item |= {"status": status, "content": [self.content_part(text)]}
-        self._emit("response.output_item.done", output_index=self._item_location["output_index"], item=self.item)
+        self._emit("response.output_item.done", output_index=self._index, item=self.item)
 
 
 class ReasoningItem(TextItem):
@@ -80,11 +72,11 @@ class ReasoningItem(TextItem):
         return {"type": "reasoning_text", "text": text}
 
 
-class CallItem:
+class CallItem(OutputItem):
     """A function call, and its events."""
 
     def __init__(self, index: int, emit: EmitEvent, call: ParsedCall) -> None:
-        self._emit, self._texts, self._index = emit, list[str](), index
+        super().__init__(index, emit, call)
         self.item = {
             "id": new_id("fc"), "type": "function_call", "status": "in_progress", "call_id": call.id,
             "name": call.name, "arguments": "",
@@ -92,13 +84,11 @@ class CallItem:
         emit("response.output_item.added", output_index=index, item=self.item)
 
     def add(self, text: str) -> None:
-        """Append to the arguments."""
         self._texts.append(text)
         place = {"item_id": self.item["id"], "output_index": self._index}
         self._emit("response.function_call_arguments.delta", **place, delta=text)
 
     def end(self, status: str) -> None:
-        """End the item."""
         arguments = "".join(self._texts)
         place = {"item_id": self.item["id"], "output_index": self._index}
         named = {"name": self.item["name"], "arguments": arguments}
@@ -121,39 +111,35 @@ class ResponseItems(OutputItems):
         self._number += 1
 
 
-class ResponseRenderer(EventRenderer):
-    """Renders /v1/responses. `on_complete` is called with a response that is complete or was cut off at a length limit,
-    but not with a failed one."""
+class ResponseRenderer(ItemRenderer):
+    """Renders /v1/responses for the request `body`. `on_complete` is called with a response that is complete or was cut
+    off at a length limit, but not with a failed one."""
 
     def __init__(
-        self, id: str, model: str, body: ResponseRequest, chat: ChatRequest, prepared: PreparedChat,
-        token_strings: TokenStrings, writer_turns: WriterTurns, on_complete: Callable[[Json], None] | None,
-    ) -> None:  # fmt: skip
-        items = ResponseItems(bool(body.stream))
-        super().__init__(id, model, chat, prepared, token_strings, writer_turns, items)
+        self,
+        generation: Generation,
+        settings: RenderSettings,
+        body: ResponseRequest,
+        on_complete: Callable[[Json], None] | None,
+    ) -> None:
+        super().__init__(generation, settings, ResponseItems(bool(body.stream)))
         self._on_complete = on_complete
-        self.body = initial_body(body, prepared.tool_choice, prepared.params) | {
-            "id": id,
-            "model": model,
-            "store": on_complete is not None,
-        }
+        named = {"id": self.id, "model": settings.model, "store": on_complete is not None}
+        self.body = initial_body(body, generation) | named
 
     def response(self, status: Status, **more: Any) -> Json:
         """Return the current state of the response."""
         return self.body | {"status": status, "output": self._items.items(), **more}
 
-    async def opening_choices(self) -> list[ChoicePieces]:
-        """Return the events that come before any output."""
+    async def opening_events(self) -> list[JsonPieces]:
         for kind in ("response.created", "response.in_progress"):
             self._items.emit(kind, response=self.response("in_progress"))
-        return [ChoicePieces(0, 0, self._items.take_events())]
+        return [self._items.take_events()]
 
-    def failure_events(self, error: BaseException) -> JsonPieces:
-        """Return the last event of a stream that failed."""
+    def _fail(self, error: BaseException) -> None:
         failure = {"code": "server_error", "message": to_failure(error).body()["error"]["message"]}
         self._items.close_item("incomplete")
         self._items.emit("response.failed", response=self.response("failed", error=failure, usage=self.usage_json()))
-        return self._items.take_events()
 
     def _finish(self, output: BranchOutput) -> None:
         ends: dict[str | None, Status] = {"stop": "completed", "length": "incomplete"}
@@ -183,8 +169,9 @@ class ResponseRenderer(EventRenderer):
         }
 
 
-def initial_body(body: ResponseRequest, tool_choice: ToolChoice, params: SamplingParams) -> Json:
+def initial_body(body: ResponseRequest, generation: Generation) -> Json:
     """Return the members of a response that repeat its request, and the initial values of those set at its end."""
+    params, tool_choice = generation.params, generation.tool_choice
     return {
         "object": "response",
         "created_at": int(time.time()),
