@@ -94,6 +94,8 @@ def across(
             )
         if log:
             axes.set_xscale("log")
+            axes.set_xlim(1)
+            axes.xaxis.set_minor_formatter("")
         axes.margins(x=0.15)
         axes.invert_yaxis()
         axes.tick_params(labelsize=7)
@@ -114,7 +116,8 @@ def beside(results: Sequence[Result], title: str) -> Figure:
     columns = min(2, max(1, len(numbers)))
     rows = max(1, -(-len(numbers) // columns))
     fig = figure(9, 1.0 + 1.2 * rows)
-    for axes, result in zip(fig.subplots(rows, columns, squeeze=False).flat, numbers):
+    for i, result in enumerate(numbers, 1):
+        axes = fig.add_subplot(rows, columns, i)
         shown = {"ours": result.ours, **({"paper": result.paper} if _is_number(result.paper) else {})}
         drawn = axes.barh(list(shown), list(shown.values()), color=COLOURS[: len(shown)], height=0.6)
         axes.bar_label(drawn, padding=4, fmt="%g")
@@ -129,10 +132,11 @@ def _panels(
     draw: Callable[[Axes, Points], None], title: str, panel: str | None, points: Points, height: float = HEIGHT
 ) -> Figure:
     values = _values(points, panel)
-    columns = min(3, len(values))
+    columns = 2 if len(values) == 4 else min(3, len(values))
     rows = -(-len(values) // columns)
     fig = figure(WIDTH * columns + (2 if columns == 1 else 0), height * rows)
-    for axes, which in zip(fig.subplots(rows, columns, squeeze=False).flat, values):
+    for i, which in enumerate(values, 1):
+        axes = fig.add_subplot(rows, columns, i)
         draw(axes, _having(points, panel, which))
         if which is not None:
             axes.set_title(str(which), fontsize=10)
