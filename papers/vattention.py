@@ -654,7 +654,7 @@ ENTRIES["vattention-fig6"] = Entry(
         Each("V-F6a", "{model}: tokens/s at batch {batch} / at {base[batch]} (a plateau: at most 1.25)", "ratio",
              "times", "plateaus", at_most(1.25), derive=_largest("tokens_s", 160, 96)),
         Each("V-F6b", "{model}: a step at batch {base[batch]} and {batch}",
-             lambda point: [round(one["ms"], 2) for one in (point["base"], point)], "ms", derive=_largest("ms", 1)),
+             lambda point: [round(p["ms"], 2) for p in (point["base"], point)], "ms", derive=_largest("ms", 1)),
         Each("V-F6c", "{model}: new KV cache, the most of all batches", lambda point: round(point["mb_s"]), "MB/s",
              "at most 600", at_most(600), derive=lambda points: highest(points, "mb_s", "model")),
     ],
