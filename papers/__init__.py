@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from papers import entry, pagedattention
+from papers import entry, pagedattention, vattention
 from papers.result import DIFFERS, Reproduction
 from quire.bench.document import document, table, write
 from quire.cli.parser import Parser
@@ -113,72 +113,7 @@ ENTRIES: dict[str, Entry | entry.Entry] = {
     ),
     "x4": Entry("code_size:code_size", "PagedAttention §5: size of the code"),
     "r1": Entry("page_sizes:page_sizes", "A review of PagedAttention: page sizes from 1 to 256, by simulation"),
-    "vattention-table1": Entry("paging_issues:table_1", "vAttention Table 1: issues that paging brings, as cited"),
-    "vattention-table2": Entry("paging_issues:table_2", "vAttention Table 2: systems, and what managing memory takes"),
-    "vattention-table5": Entry("contiguous_sizes:table_5", "vAttention Table 5: the models"),
-    "vattention-table8": Entry("contiguous_sizes:table_8", "vAttention Table 8: tokens of a page, waste of a request"),
-    "vattention-fig7": Entry("reqids:figure_7", "vAttention Figure 7: pages of two requests, (a) to (e)"),
-    "vattention-fig12": Entry("kernel_switch:figure_12", "vAttention Figure 12: lines that replacing a kernel takes"),
-    "vattention-table4": Entry("reqids:table_4", "vAttention Table 4: the interface to a serving framework"),
-    "vattention-x1": Entry(
-        "contiguous_sizes:token_and_addresses", "vAttention §4, §5.1.1: KV of a token, addresses of a memory"
-    ),
-    "vattention-fig3": Entry(
-        "paged_or_contiguous:figure_3", "vAttention Figure 3: what paging adds to decode attention", gpu=True,
-        timed=True, draw="paged_or_contiguous:draw_3",
-    ),
-    "vattention-fig4": Entry(
-        "paged_or_contiguous:figure_4", "vAttention Figure 4: what paging adds to prompt attention", samples=True,
-        gpu=True, timed=True, draw="paged_or_contiguous:draw_4",
-    ),
-    "vattention-fig5": Entry(
-        "paged_or_contiguous:figure_5", "vAttention Figure 5: decode attention by page size", gpu=True, timed=True,
-        draw="paged_or_contiguous:draw_5",
-    ),
-    "vattention-fig9b": Entry(
-        "attention_alone:figure_9b", "vAttention Figure 9b: attention of decode steps of 16K tokens",
-        samples=True, gpu=True, timed=True, draw="attention_alone:draw",
-    ),
-    "vattention-fig10": Entry(
-        "step_spikes:figure_10", "vAttention Figure 10: decode steps that map pages, ahead and synchronously",
-        samples=True, gpu=True, timed=True, draw="step_spikes:draw",
-    ),
-    "vattention-table3": Entry(
-        "mapping_costs:table_3", "vAttention Table 3: latency of the calls that manage virtual memory", timed=True,
-        draw="mapping_costs:draw_3",
-    ),
-    "vattention-table7": Entry(
-        "mapping_costs:table_7", "vAttention Table 7: bytes a second that can be mapped", timed=True,
-        draw="mapping_costs:draw_7",
-    ),
-    "vattention-fig6": Entry(
-        "decode_rates:figure_6", "vAttention Figure 6: decodes of 1K tokens by batch, and the memory they ask for",
-        gpu=True, timed=True, draw="decode_rates:draw_6",
-    ),
-    "vattention-fig9a": Entry(
-        "decode_rates:figure_9a", "vAttention Figure 9a: decodes of 16K tokens over pages and virtual memory",
-        samples=True, gpu=True, timed=True, draw="decode_rates:draw_9a",
-    ),
-    "vattention-fig11": Entry(
-        "prompt_mapping:figure_11", "vAttention Figure 11: a prompt whose pages are mapped first, by page size",
-        timed=True, draw="prompt_mapping:draw",
-    ),
-    "vattention-fig8": Entry(
-        "long_prompts:figure_8", "vAttention Figure 8: attention of prompts of up to 192K tokens, in chunks", gpu=True,
-        timed=True, draw="long_prompts:draw_8",
-    ),
-    "vattention-table6": Entry(
-        "long_prompts:table_6", "vAttention Table 6: seconds to the first token of long prompts", samples=True,
-        gpu=True, timed=True, draw="long_prompts:draw_6",
-    ),
-    "vattention-x2": Entry(
-        "table_building:table_building", "vAttention §3.3.2: building page tables, as a share of a decode step",
-        timed=True, draw="table_building:draw",
-    ),
-    "vattention-views": Entry(
-        "mapped_views:views", "vAttention §5.2: torch's attention over mapped pages, on a CPU", timed=True,
-        draw="mapped_views:draw",
-    ),
+    **vattention.ENTRIES,
     "jenga-fig3": Entry("unlike_layers:figure_3", "Jenga Figure 3, §3.2: what uniform pages waste"),
     "jenga-fig4": Entry("eviction_orders:figure_4", "Jenga Figure 4: balanced and aligned eviction, and without"),
     "jenga-fig6": Entry("large_pages:figure_6", "Jenga Figure 6: small pages of two kinds in large pages"),

@@ -26,6 +26,8 @@ Read = str | Callable[[Point], Any]
 """How to read a value of a point: the name of a field, or a function of the point."""
 Rule = Callable[[Any, Any], str]
 """From the paper's value and ours to a verdict."""
+Derive = Callable[[Points], Points]
+"""Points computed from others, such as their ratios to some."""
 ALL: Point = MappingProxyType({})
 """As `where`: all points."""
 
@@ -64,17 +66,28 @@ def at_least(limit: float) -> Rule:
     return lambda paper, ours: _verdict(ours >= limit)
 
 
+def at_most_times(factor: float) -> Rule:
+    """Hold if ours is at most `factor` times the paper's number."""
+    return lambda paper, ours: _verdict(ours <= factor * paper)
+
+
+def at_least_times(factor: float) -> Rule:
+    """Hold if ours is at least `factor` times the paper's number."""
+    return lambda paper, ours: _verdict(ours >= factor * paper)
+
+
 def between(low: float, high: float, slack: float = 0.0) -> Rule:
     """Hold from `low` to `high`, extended by the share `slack` on both sides."""
     return lambda paper, ours: _verdict(low * (1 - slack) <= ours <= high * (1 + slack))
 
 
 class Each(NamedTuple):
-    """A claim about each point that has the values `where` (or for which it is true).
+    """A claim about each point that has the values `where` (or for which it is true), of those that `derive` makes of
+    the runner's.
 
-    `what` is a format string over the point's fields. `paper` is a value, a function of the point, or a mapping from
-    the value of the point's field `key`; points that the mapping lacks are measured only. Ours is rounded to `digits`
-    after the point. `by` is "real" or "simulated"."""
+    `what` and `unit` are format strings over the point's fields. `paper` is a value, a function of the point, or a
+    mapping from the value of the point's field `key`; points that the mapping lacks are measured only. Ours is rounded
+    to `digits` after the point. `by` is "real" or "simulated"."""
 
     row: str
     what: str
@@ -86,9 +99,10 @@ class Each(NamedTuple):
     key: str = ""
     digits: int = 2
     by: str = "real"
+    derive: Derive | None = None
 
     def results(self, points: Points) -> Iterable[Result]:
-        for point in chosen(points, self.where):
+        for point in chosen(points if self.derive is None else self.derive(points), self.where):
             paper, rule = self.paper, self.rule
             if self.key:
                 paper = self.paper.get(point[self.key])
@@ -96,7 +110,8 @@ class Each(NamedTuple):
             elif callable(paper):
                 paper = paper(point)
             ours = _rounded(value(point, self.ours), self.digits)
-            yield Result(self.row, self.what.format_map(point), paper, ours, self.unit, rule(paper, ours), self.by)
+            what, unit = self.what.format_map(point), self.unit.format_map(point)
+            yield Result(self.row, what, paper, ours, unit, rule(paper, ours), self.by)
 
 
 class Whole(NamedTuple):
@@ -126,17 +141,19 @@ class Column(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A table with a line for each point that has the values `where`."""
+    """A table with a line for each point that has the values `where`, of those that `derive` makes. A column may be the
+    name of a field."""
 
-    columns: Sequence[Column]
+    columns: Sequence[Column | str]
     where: Point | Callable[[Point], bool] = ALL
+    derive: Derive | None = None
+    title: str = ""
 
     def text(self, points: Points) -> str:
-        rows = [
-            [_cell(value(point, column.read), column.form) for column in self.columns]
-            for point in chosen(points, self.where)
-        ]
-        return table([column.head for column in self.columns], rows)
+        columns = [Column(one, one) if isinstance(one, str) else one for one in self.columns]
+        points = chosen(points if self.derive is None else self.derive(points), self.where)
+        rows = [[_cell(value(point, column.read), column.form) for column in columns] for point in points]
+        return _titled(self.title, table([column.head for column in columns], rows))
 
 
 class Pivot(NamedTuple):
@@ -148,9 +165,11 @@ class Pivot(NamedTuple):
     form: str = ""
     unit: str = ""
     where: Point | Callable[[Point], bool] = ALL
+    derive: Derive | None = None
+    title: str = ""
 
     def text(self, points: Points) -> str:
-        points = chosen(points, self.where)
+        points = chosen(points if self.derive is None else self.derive(points), self.where)
         heads = list(dict.fromkeys(point[self.across] for point in points))
         cells = {
             (*(point[name] for name in self.down), point[self.across]): _cell(value(point, self.read), self.form)
@@ -158,7 +177,7 @@ class Pivot(NamedTuple):
         }
         lines = dict.fromkeys(tuple(point[name] for name in self.down) for point in points)
         rows = [(*line, *(cells.get((*line, head), "-") for head in heads)) for line in lines]
-        return table((*self.down, *(f"{head}{self.unit}" for head in heads)), rows)
+        return _titled(self.title, table((*self.down, *(f"{head}{self.unit}" for head in heads)), rows))
 
 
 class Entry(NamedTuple):
@@ -198,15 +217,18 @@ class Entry(NamedTuple):
 
     def judge(self, points: Points) -> Reproduction:
         """Return the results, the text and the picture of points, measured here or read from a document."""
-        results = [result for claim in self.claims for result in claim.results(points)]
-        note = self.note if isinstance(self.note, str) else self.note(points)
-        text = "\n".join([*(one.text(points) for one in self.tables), *([note] if note else [])])
+        shown = [point for point in points if "left_out" not in point]
+        results = [result for claim in self.claims for result in claim.results(shown)]
+        note = self.note if isinstance(self.note, str) else self.note(shown)
+        missing = [f"left out: {point['left_out']}: {point['why']}" for point in points if "left_out" in point]
+        text = "\n".join([*(one.text(shown) for one in self.tables), *missing, *([note] if note else [])])
         return Reproduction(results, text, lambda: self.draw(points), points)
 
     def draw(self, points: Points) -> Figure:
         """Draw the points, or the results beside the paper's values if the entry has no plot."""
         from papers.plots import beside
 
+        points = [point for point in points if "left_out" not in point]
         if self.plot is not None:
             return self.plot(points)
         return beside([result for claim in self.claims for result in claim.results(points)], self.about)
@@ -236,6 +258,41 @@ def ratio(points: Points, field: str, more: Point, less: Point) -> float:
     return float(one(points, **more)[field] / one(points, **less)[field])
 
 
+def grouped(points: Points, *same: str) -> list[list[Point]]:
+    """Return the sets of points that agree in the fields `same`."""
+    groups: dict[tuple[Any, ...], list[Point]] = {}
+    for point in points:
+        groups.setdefault(tuple(point[name] for name in same), []).append(point)
+    return list(groups.values())
+
+
+def lowest(points: Points, field: str, *same: str) -> list[Point]:
+    """Return the point with the lowest value of a field, of each set of points that agree in the fields `same`."""
+    return [min(group, key=lambda point: point[field]) for group in grouped(points, *same)]
+
+
+def highest(points: Points, field: str, *same: str) -> list[Point]:
+    """Return the point with the highest value of a field, of each set of points that agree in the fields `same`."""
+    return [max(group, key=lambda point: point[field]) for group in grouped(points, *same)]
+
+
+def against(points: Points, field: str, same: Sequence[str], base: Point | Callable[[Point], bool]) -> list[Point]:
+    """Return the points without the values `base`, each with `base`, the point with these values and the lowest `field`
+    of those that agree in the fields `same`, and `ratio`, of its own field to that. Points without such a one are left
+    out."""
+    found: list[Point] = []
+    for group in grouped(points, *same):
+        bases = chosen(group, base)
+        for low in lowest(bases, field):
+            found += [{**p, "base": low, "ratio": p[field] / low[field]} for p in group if p not in bases]
+    return found
+
+
+def left_out(missing: Mapping[str, str]) -> list[Point]:
+    """Return points for what a runner did not measure, by name with the reason; only the text shows them."""
+    return [{"left_out": name, "why": why} for name, why in missing.items()]
+
+
 def descending(points: Points, field: str) -> bool:
     """Return True if a field falls from each point to the next."""
     values = [point[field] for point in points]
@@ -244,6 +301,10 @@ def descending(points: Points, field: str) -> bool:
 
 def _rounded(number: Any, digits: int) -> Any:
     return round(number, digits) if isinstance(number, float) else number
+
+
+def _titled(title: str, lines: str) -> str:
+    return f"{title}\n\n{lines}\n" if title else lines
 
 
 def _cell(content: Any, form: str) -> str:

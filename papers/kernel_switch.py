@@ -1,8 +1,5 @@
-"""Reproduce vAttention Figure 12: the lines of a program that change when its attention kernel is replaced. The ways
-below compute the same attention by several of torch's functions over memory with contiguous addresses; their
-differences are counted.
-
-Over paged memory a kernel has to be written or changed first; its cost in this engine is counted beside it.
+"""Count the lines that change when an attention kernel is replaced: the functions below compute the same attention by
+several of torch's functions over memory with contiguous addresses.
 """
 
 from __future__ import annotations
@@ -10,27 +7,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from papers.code_size import ROOT, code_lines
-from papers.paging_issues import CHANGED
-from papers.result import Reproduction, Result, at_most, cited, equal, measured
-from quire.bench.document import table
+from papers.entry import Point
 from quire.vattention import init
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from torch import Tensor
-
-MOST = 10  # lines
-FIRST = "sdpa"
-ADAPTERS = {  # files below the package that adapt kernels to --attention
-    "torch's attention over contiguous memory": "kernels/contiguous.py",
-    "torch's attention over paged memory": "kernels/sdpa.py",
-    "our kernels over both, without the kernels": "kernels/triton/backend.py",
-}
 
 
 # Arguments: a request's queries [T, heads, D], of all its tokens or of the last one, and its keys and values
@@ -87,50 +73,31 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 ON_A_CPU = ("sdpa", "sdpa_flash")
 
 
-class Change(NamedTuple):
-    """The change from one way to another: the removed and added lines, with their marks."""
+def switches(files: Mapping[str, str]) -> list[Point]:
+    """Return the `diff` and its `lines` for each switch from one call to another (`before`, `after`); for each `call`
+    that runs here whether its results over virtual tensors are `equal`; and the `lines` of code of each `what`, a file
+    or folder of the package."""
+    changes: list[Point] = [
+        {"before": before, "after": after, "lines": len(lines), "diff": lines}
+        for before, after in itertools.permutations(WAYS, 2)
+        for lines in [change(before, after)]
+    ]
+    return [*changes, *({"call": call, "equal": same} for call, same in compared().items()), *lines_of(files)]
 
-    before: str
-    after: str
-    lines: list[str]
 
-
-def change(before: str, after: str) -> Change:
-    """Return the difference of two ways, without their names."""
+def change(before: str, after: str) -> list[str]:
+    """Return the lines that two ways do not share, without their names, marked - and +."""
     old, new = ([line for line in inspect.getsource(WAYS[name]).splitlines()[1:] if line] for name in (before, after))
     found = difflib.unified_diff(old, new, lineterm="", n=0)
-    return Change(before, after, [line for line in found if line[:3] not in ("---", "+++") and line[0] in "+-"])
+    return [line for line in found if line[:3] not in ("---", "+++") and line[0] in "+-"]
 
 
-def figure_12() -> Reproduction:
-    """Count every switch from one call to another, and compare the calls that run here over virtual tensors."""
-    changes = [change(before, after) for before in WAYS for after in WAYS if before != after]
-    worst = max(changes, key=lambda one: len(one.lines))
-    results: list[Result] = [
-        at_most("V-F12", f"lines changed from {one.before} to {one.after}", MOST, len(one.lines), "lines")
-        for one in changes
-        if one.before == FIRST
-    ]
-    results.append(
-        at_most("V-F12", f"the most of any switch, {worst.before} to {worst.after}", MOST, len(worst.lines), "lines")
-    )
-    results += [
-        equal("V-F12", f"{name}: over virtual tensors to the bit what it gives over ordinary ones", True, same)
-        for name, same in compared().items()
-    ]
-    results += [cited("V-F12", what, lines, "see below", "lines") for what, lines in CHANGED.items()]
-    adapters = {what: code_lines(ROOT / path) for what, path in ADAPTERS.items()}
-    results += [measured("V-F12", f"--attention: {what}", lines, "lines of code") for what, lines in adapters.items()]
-    listing = "\n".join(change(FIRST, "varlen_attn").lines)
-    rows = [(one.before, one.after, len(one.lines)) for one in changes]
-    text = (
-        f"Lines that go and lines that come, each counted, imports too:\n\n{table(('from', 'to', 'lines'), rows)}\n\n"
-        f"From {FIRST} to varlen_attn:\n\n{listing}\n\n"
-        "That is a request at a time, as in the paper's figure. An engine also says which requests and tokens a step\n"
-        "has: the adapters' lines are that, and the paged one's gather pages besides. A value of --attention is an\n"
-        "adapter, its name in the config, and a line where the runner makes it; memory and scheduler know of none."
-    )
-    return Reproduction(results, text, lambda: _draw(changes, adapters))
+def lines_of(files: Mapping[str, str]) -> list[Point]:
+    """Return the `lines` of code of each `what`, a file or folder of the package."""
+    paths = {
+        what: [ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py") for what, path in files.items()
+    }
+    return [{"what": what, "lines": sum(map(code_lines, found))} for what, found in paths.items()]
 
 
 def compared() -> dict[str, bool]:
@@ -162,27 +129,3 @@ def compared() -> dict[str, bool]:
         del virtual, place
         cache.close()
     return same
-
-
-def _draw(changes: list[Change], adapters: dict[str, int]) -> Figure:
-    from quire.bench.plots import COLOURS, figure
-
-    counted = {f"{one.before} to {one.after}": len(one.lines) for one in changes if one.before == FIRST}
-    bars = [
-        (COLOURS[4], CHANGED),
-        (COLOURS[2], counted),
-        (COLOURS[0], {f"--attention: {k}": v for k, v in adapters.items()}),
-    ]
-    fig = figure(9, 3.4)
-    axes = fig.add_subplot()
-    for colour, lengths in bars:
-        drawn = axes.barh([*lengths], [*lengths.values()], color=colour, height=0.6)
-        axes.bar_label(drawn, padding=4)
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlim(1, 2000)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set_xlabel("lines; grey: for paging (paper); green: of a switch; blue: adapters")
-    axes.spines[["top", "right"]].set_visible(False)
-    fig.suptitle("vAttention Figure 12: what replacing a kernel takes")
-    return fig

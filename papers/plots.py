@@ -21,6 +21,7 @@ WIDTH, HEIGHT = 4.6, 3.6  # inches of a panel
 def lines(
     title: str, x: str, y: str, *, line: str | None = None, panel: str | None = None, labels: tuple[str, str],
     log_x: bool = False, log_y: bool = False, limit: float | None = None, bottom: float | None = 0.0,
+    markers: bool = True,
 ) -> Plot:  # fmt: skip
     """Plot the field `y` by `x`: a line for each value of `line`, a panel for each value of `panel`. `limit` is drawn
     as a dotted horizontal line."""
@@ -29,7 +30,7 @@ def lines(
         for i, name in enumerate(_values(points, line)):
             mine = sorted((p[x], p[y]) for p in _having(points, line, name) if p.get(y) is not None)
             if mine:
-                style = ("o-", "s--", "^:")[i // len(COLOURS) % 3]
+                style = ("o-", "s--", "^:")[i // len(COLOURS) % 3][0 if markers else 1 :]
                 axes.plot(*zip(*mine), style, color=COLOURS[i % len(COLOURS)], label=_label(name), markersize=4)
         if log_x:
             ticks = sorted({p[x] for p in points})
@@ -49,7 +50,7 @@ def lines(
 
 def bars(
     title: str, x: str, y: str, *, bar: str | None = None, panel: str | None = None, label: str, stacked: bool = False,
-    form: str = "%.3g", limit: float | None = None,
+    form: str = "%.3g", limit: float | None = None, log: bool = False,
 ) -> Plot:  # fmt: skip
     """Plot bars of the field `y` at each value of `x`, side by side or stacked: one for each value of `bar`."""
 
@@ -69,9 +70,42 @@ def bars(
         axes.set_xticks(range(len(at)), [str(place).replace(", ", "\n") for place in at], fontsize=8)
         if limit is not None:
             axes.axhline(limit, color="black", linewidth=0.6, linestyle=":")
+        if log:
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter("{x:g}")
         axes.set_ylabel(label)
 
     return partial(_panels, draw, title, panel)
+
+
+def across(
+    title: str, name: str, x: str, *, bar: str | None = None, panel: str | None = None, label: str,
+    form: str = "%.3g", log: bool = False,
+) -> Plot:  # fmt: skip
+    """Plot a horizontal bar of the field `x` for each point, named by the field `name`; a colour for each value of
+    `bar`."""
+
+    def draw(axes: Axes, points: Points) -> None:
+        for colour, value in zip(COLOURS, _values(points, bar)):
+            mine = _having(points, bar, value)
+            names, lengths = [p[name] for p in mine], [p[x] for p in mine]
+            axes.bar_label(
+                axes.barh(names, lengths, 0.7, color=colour, label=_label(value)), fmt=form, padding=3, fontsize=7
+            )
+        if log:
+            axes.set_xscale("log")
+            axes.set_xlim(1)
+            axes.xaxis.set_minor_formatter("")
+        axes.margins(x=0.15)
+        axes.invert_yaxis()
+        axes.tick_params(labelsize=7)
+        axes.set_xlabel(label, fontsize=8)
+
+    def plot(points: Points) -> Figure:
+        rows = max(len(_having(points, panel, value)) for value in _values(points, panel))
+        return _panels(draw, title, panel, points, height=1.2 + 0.22 * rows)
+
+    return plot
 
 
 def beside(results: Sequence[Result], title: str) -> Figure:
@@ -82,7 +116,8 @@ def beside(results: Sequence[Result], title: str) -> Figure:
     columns = min(2, max(1, len(numbers)))
     rows = max(1, -(-len(numbers) // columns))
     fig = figure(9, 1.0 + 1.2 * rows)
-    for axes, result in zip(fig.subplots(rows, columns, squeeze=False).flat, numbers):
+    for i, result in enumerate(numbers, 1):
+        axes = fig.add_subplot(rows, columns, i)
         shown = {"ours": result.ours, **({"paper": result.paper} if _is_number(result.paper) else {})}
         drawn = axes.barh(list(shown), list(shown.values()), color=COLOURS[: len(shown)], height=0.6)
         axes.bar_label(drawn, padding=4, fmt="%g")
@@ -93,12 +128,15 @@ def beside(results: Sequence[Result], title: str) -> Figure:
     return fig
 
 
-def _panels(draw: Callable[[Axes, Points], None], title: str, panel: str | None, points: Points) -> Figure:
+def _panels(
+    draw: Callable[[Axes, Points], None], title: str, panel: str | None, points: Points, height: float = HEIGHT
+) -> Figure:
     values = _values(points, panel)
-    columns = min(3, len(values))
+    columns = 2 if len(values) == 4 else min(3, len(values))
     rows = -(-len(values) // columns)
-    fig = figure(WIDTH * columns + (2 if columns == 1 else 0), HEIGHT * rows)
-    for axes, which in zip(fig.subplots(rows, columns, squeeze=False).flat, values):
+    fig = figure(WIDTH * columns + (2 if columns == 1 else 0), height * rows)
+    for i, which in enumerate(values, 1):
+        axes = fig.add_subplot(rows, columns, i)
         draw(axes, _having(points, panel, which))
         if which is not None:
             axes.set_title(str(which), fontsize=10)

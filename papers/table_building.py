@@ -1,46 +1,42 @@
-"""Measure the share of a decode step that building page tables takes (vAttention §3.3.2).
-
-The ways: whole tables in each step, padded to the longest, as in vLLM, first from lists and later from arrays; only the
-changes, as in quire; and none. Host time is measured here. Step time is what `quire bench profile` measured on an H200
-for Llama-3-8B.
+"""Time the ways of building a step's page tables: whole tables, padded to the longest, from lists or from arrays, and
+only the changes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from papers.closed_forms import spec_of
-from papers.result import DIFFERS, HOLDS, Reproduction, Result
-from quire.bench.document import table
+from papers.entry import Point
 from quire.config import EngineConfig
 from quire.protocol.model_spec import LayerSpec
 from quire.protocol.step_plan import TableWrite
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from quire.worker.store import Store
 
 PAGE = 16
-STEP_MS, TOKEN_MS = 3.93, 4.7e-5  # a step of one row, and for each token of KV: 5.48 and 15.7 ms at 32 and 256 x 1,000
-LOADS = {
-    "32 x 1,000": [1000] * 32, "256 x 1,000": [1000] * 256, "16 x 16K": [16384] * 16,
-    "4 x 32K beside 124 x 512": [32768] * 4 + [512] * 124,
-}  # fmt: skip
-WAYS = ("padded lists", "padded arrays", "deltas", "none")
-REPEATS = 40
-ONCE, FIXED = 30, 10  # % of a decode step in vLLM, before and after a change
-LEAST = 10  # % of a step at the worst load: the least that confirms the paper's cost of padded tables
-MOST = 1.0  # % for deltas, at most
 
-Points = Sequence[dict[str, Any]]
+
+def tables(
+    loads: Mapping[str, Sequence[int]], step_ms: float, token_ms: float, repeats: int = 40
+) -> list[Point]:  # fmt: skip
+    """Return the median `us` of host time of each way to build the tables of sequences of these lengths, and its
+    `share` of a decode step in percent. A step takes `step_ms` and `token_ms` for each token of KV without it."""
+    points: list[Point] = []
+    for load, lengths in loads.items():
+        rows = rows_of(lengths)
+        step = 1000 * (step_ms + token_ms * sum(lengths))
+        ways = {"padded lists": rows.padded_lists, "padded arrays": rows.padded_arrays, "deltas": rows.deltas}
+        for way, us in [*((way, _us(build, repeats)) for way, build in ways.items()), ("none", 0.0)]:
+            points.append({"load": load, "way": way, "us": us, "step_us": step, "share": 100 * us / (us + step)})
+    return points
 
 
 class Rows(NamedTuple):
@@ -91,67 +87,15 @@ def rows_of(lengths: Sequence[int]) -> Rows:
     return Rows(tables, store)
 
 
-def _us(build: Callable[[], object]) -> float:
+def _us(build: Callable[[], object], repeats: int) -> float:
     """Return the median host time in microseconds."""
     import torch
 
     wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     seconds = []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         wait()
         began = time.perf_counter()
         build()
         seconds.append(time.perf_counter() - began)
     return 1e6 * median(seconds[1:])
-
-
-def table_building() -> Reproduction:
-    """Measure the share of a step for each way of building tables."""
-    points: list[dict[str, Any]] = []
-    for load, lengths in LOADS.items():
-        rows = rows_of(lengths)
-        step = 1000 * (STEP_MS + TOKEN_MS * sum(lengths))
-        builders = (rows.padded_lists, rows.padded_arrays, rows.deltas, None)
-        for way, build in zip(WAYS, builders):
-            us = 0.0 if build is None else _us(build)
-            points.append({"load": load, "way": way, "us": us, "step_us": step, "share": 100 * us / (us + step)})
-    by = {(p["load"], p["way"]): p for p in points}
-    cells = [
-        (load, f"{by[load, 'none']['step_us'] / 1000:.1f}",
-         *(f"{by[load, way]['us']:.0f} ({by[load, way]['share']:.2f} %)" for way in WAYS))
-        for load in LOADS
-    ]  # fmt: skip
-    text = table(("rows x tokens", "step ms", *(f"{way}, us" for way in WAYS)), cells)
-    return Reproduction(judged(points), text, partial(draw, points), points)
-
-
-def judged(points: Points) -> list[Result]:
-    """Judge the worst load of each way."""
-    most = {way: max((p["share"], p["load"]) for p in points if p["way"] == way) for way in WAYS}
-    paper = {"padded lists": f"up to {ONCE}", "padded arrays": f"up to {FIXED}", "deltas": None, "none": None}
-    results = []
-    for way, (share, load) in most.items():
-        good = share >= LEAST if way == "padded lists" else share <= (FIXED if way == "padded arrays" else MOST)
-        rule = (
-            f"at least {LEAST}" if way == "padded lists" else f"at most {FIXED if way == 'padded arrays' else MOST:g}"
-        )
-        what = f"tables as {way}: the most of a decode step ({load}; {rule})"
-        results.append(Result("V-X2", what, paper[way], round(share, 2), "%", HOLDS if good else DIFFERS))
-    return results
-
-
-def draw(data: Points) -> Figure:
-    from quire.bench.plots import COLOURS, figure
-
-    fig = figure(9, 4)
-    axes = fig.add_subplot()
-    loads = list(dict.fromkeys(p["load"] for p in data))
-    for i, (way, colour) in enumerate(zip(WAYS, COLOURS)):
-        shares = [p["share"] for p in data if p["way"] == way]
-        bars = axes.bar([x + 0.2 * (i - 1.5) for x in range(len(loads))], shares, 0.19, color=colour, label=way)
-        axes.bar_label(bars, fmt="%.2g", fontsize=7)
-    axes.set_xticks(range(len(loads)), loads)
-    axes.set_ylabel("% of a decode step")
-    axes.legend()
-    fig.suptitle("vAttention 3.3.2: building page tables, of a decode step")
-    return fig

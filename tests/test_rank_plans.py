@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from papers.contiguous_sizes import TABLE_8
+from papers.vattention import WASTE
 from quire.cli import main, parse_arguments
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
@@ -95,11 +95,11 @@ def mapped(name: str, ranks: int, kib: int, layout: str = "layer") -> tuple[Memo
     return plan, build_memory(config, spec_of(name, ranks), size).kv_config
 
 
-@pytest.mark.parametrize(("name", "ranks"), [*TABLE_8, ("yi-6b", 4), ("llama3-8b", 4), ("yi-34b", 4)])
+@pytest.mark.parametrize(("name", "ranks"), [*WASTE, ("yi-6b", 4), ("llama3-8b", 4), ("yi-34b", 4)])
 def test_table_8_by_rank(name: str, ranks: int) -> None:
     """On one, two and (by the same rule) four workers."""
     times = max(ranks // 2, 1)
-    for kib, tokens, waste in zip((64, 128, 256, 2048), *TABLE_8[name, min(ranks, 2)], strict=True):
+    for kib, tokens, waste in zip((64, 128, 256, 2048), *WASTE[name, min(ranks, 2)], strict=True):
         _, geometry = mapped(name, ranks, kib)
         (group,) = geometry.groups
         assert (group.run_tokens, group.run_pages) == (times * tokens, 1)

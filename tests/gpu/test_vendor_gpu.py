@@ -11,7 +11,7 @@ from gpu_serving import engine_of
 from test_virtual_gpu import serve
 from torch import Tensor
 
-from papers.mapped import on_mapped
+from papers.attention_times import on_mapped
 from quire.bench.placed_kv import Placed
 from quire.config import VENDOR_ATTENTIONS
 from quire.errors import StartupError

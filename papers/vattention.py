@@ -1,0 +1,898 @@
+"""The entries of "vAttention: Dynamic Memory Management for Serving LLMs without PagedAttention" (ASPLOS 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from papers.dummy_engines import PAGED, virtual
+from papers.entry import (
+    Column,
+    Each,
+    Entry,
+    Pivot,
+    Point,
+    Points,
+    Rows,
+    Whole,
+    against,
+    at_least,
+    at_least_times,
+    at_most,
+    at_most_times,
+    between,
+    cited,
+    equal,
+    grouped,
+    highest,
+    lowest,
+    measured,
+    one,
+)  # fmt: skip
+from papers.plots import across, bars, lines
+from quire.bench.document import table
+from quire.worker.virtual.latencies import CALL_INFOS, KIB, PAGE_SIZES, PAPER_BANDWIDTH
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MODELS = ("yi-6b", "llama3-8b", "yi-34b")
+DECODES = {"yi-6b": (1, 8, 32), "llama3-8b": (1, 8, 32), "yi-34b": (1, 8, 16)}  # batch sizes, of Figure 9
+ALL_DECODES = {"yi-6b": (1, 2, 4, 8, 16, 32), "llama3-8b": (1, 2, 4, 8, 16, 32), "yi-34b": (1, 2, 4, 8, 16)}
+CLOSE = 0.97  # of the speed over pages, at least: our own goal
+ENTRIES: dict[str, Entry] = {}
+
+
+# Table 1: issues, with the paper's number, the same as an overhead in percent, and the entry that measures it here
+_ISSUES: list[tuple[str, str, float | None, str, float | None, str, str]] = [
+    ("vLLM", "decode kernel slower than FlashAttention's, up to", 2.85, "times", 185, "Figure 9b", "vattention-fig9"),
+    ("vLLM", "effect of the block size on its kernel's time, up to", 3, "times", 200, "Figure 5", "vattention-fig5"),
+    ("FlashAttention", "paged kernel slower than the vanilla one, up to", 12, "%", 12, "Figure 3", "vattention-fig3"),
+    ("FlashAttention", "first attempts to add paging failed unit tests", None, "", None, "its [15]",
+     "pytest tests/kernels"),
+    ("TensorRT-LLM", "throughput lost in a Python front-end, more than", 10, "%", 10, "its [13]",
+     "vattention-x2, step-overhead"),
+    ("TensorRT-LLM", "latency with paging even in C++, up to", 5, "%", 5, "Table 1", "nothing"),
+    ("FlashInfer", "paged prefill raises the time to the first token, up to", 45, "%", 45, "Table 6",
+     "vattention-table6"),
+]  # fmt: skip
+
+
+def issues() -> list[Point]:
+    """Return the issues of Table 1, as the paper cites them."""
+    fields = ("system", "what", "number", "unit", "percent", "source", "here")
+    return [{**dict(zip(fields, issue)), "name": f"{issue[0]}: {issue[1]}"} for issue in _ISSUES]
+
+
+ENTRIES["vattention-table1"] = Entry(
+    "vAttention Table 1: issues that paging brings, as cited",
+    "vattention:issues",
+    claims=[
+        Each("V-T1", "{name}", "here", "{unit}", lambda point: point["number"], cited),
+        Whole("V-X3", "TensorRT-LLM: throughput lost, 412 to 365 tokens/s", lambda points: "nothing", "%", 11, cited),
+    ],
+    tables=[Rows([
+        "system", Column("issue", "what"), Column("paper", "number", "g"), "unit",
+        Column("its source", "source"), "here",
+    ])],
+    note="By the paper's own numbers Figure 5's largest label is 3.31; Table 6 has 59.91 s against 41.35, 44.9 %.\n"
+         "Of TensorRT-LLM (§3.3.2): throughput fell from 412 to 365 tokens/s, 11.4 %. \"This issue was attributed to\n"
+         "the Python runtime of TensorRT-LLM and moving to a C++ runtime can mitigate the CPU overhead.\" This engine\n"
+         "plans in Python while the device computes, so its time shows only where a step is shorter than a plan.",
+    plot=lambda points: across("vAttention Table 1: issues that paging brings, as cited", "name", "percent",
+                               label="overhead as cited, %")([p for p in points if p["percent"] is not None]),
+)  # fmt: skip
+
+
+# Table 2: the first three columns are the paper's
+SYSTEMS = {
+    "": ("memory management in user code", "KV-cache fragmentation", "KV-cache allocation", "portable wrt GPU code",
+         "programming effort, GPU", "programming effort, CPU"),
+    "vLLM": ("block tables", "low", "fast", "no", "high", "high"),
+    "FlashInfer": ("compressed block tables", "low", "fast", "no", "high", "high"),
+    "vAttention": ("none", "low", "slow", "yes", "none", "low"),
+    "quire, paged": ("a ledger, page tables", "low", "fast", "no", "kernels of its own", "the ledger"),
+    "quire, virtual": ("the same ledger", "low", "slow", "yes", "none", "the ledger, a driver"),
+}  # fmt: skip
+CHANGED = {  # lines that paging took, as reported in §7 (implementation effort)
+    "FlashInfer's decode kernel into vLLM, over 15 files, more than": 600,
+    "paging in FlashAttention's kernel, about": 280,
+}
+
+
+def _changed(row: str, where: str) -> list[Whole]:
+    return [Whole(row, what, lambda points: where, "lines", count, cited) for what, count in CHANGED.items()]
+
+
+def _lines_of_code(title: str, points: Points) -> Figure:
+    paper = [{"name": what, "lines": count, "by": "paging, in the paper"} for what, count in CHANGED.items()]
+    switches = [{"name": f"{p['before']} to {p['after']}", "lines": p["lines"], "by": "a switch of kernels"}
+                for p in points if p.get("before") == "sdpa"]  # fmt: skip
+    ours = [{"name": p["what"], "lines": p["lines"], "by": "code here"} for p in points if "what" in p]
+    return across(title, "name", "lines", bar="by", label="lines", form="{:,.0f}", log=True)([*paper, *switches, *ours])
+
+
+ENTRIES["vattention-table2"] = Entry(
+    "vAttention Table 2: systems, and what managing memory takes",
+    "kernel_switch:lines_of",
+    {"files": {"memory in user code: all memories' ledgers and policies": "memory",
+               "drivers of virtual memory": "worker/virtual"}},
+    claims=[*_changed("V-T2", "vattention-fig12"), Each("V-T2", "{what}", "lines", "lines of code")],
+    note=table([*SYSTEMS], [*zip(*SYSTEMS.values())]) + "\n\n"
+         "The first three as the paper has them; TensorRT-LLM, LightLLM and FlashAttention page like vLLM, it says.\n"
+         "quire's columns are its own judgement. One ledger counts pages for both memories, so prefixes, forks,\n"
+         "preemption and swapping work over virtual memory too: it is not gone from user code, but no kernel reads\n"
+         "its tables. Fragmentation: vattention-table8, c1; allocation: vattention-table3; portability:\n"
+         "vattention-fig12.",
+    plot=lambda points: _lines_of_code("vAttention Table 2, §7: what managing memory takes", points),
+)  # fmt: skip
+
+
+# Table 5: query heads, KV heads, layers
+SHAPES = {"yi-6b": (32, 4, 32), "llama3-8b": (32, 8, 32), "yi-34b": (56, 8, 60)}
+
+ENTRIES["vattention-table5"] = Entry(
+    "vAttention Table 5: the models",
+    "contiguous_sizes:models",
+    {"names": MODELS},
+    claims=[
+        Each("V-T5", f"{{model}}: {what}", field, "", {name: shape[i] for name, shape in SHAPES.items()}, equal,
+             key="model")
+        for i, (field, what) in enumerate((("heads", "query heads"), ("kv_heads", "KV heads"), ("layers", "layers")))
+    ],
+    tables=[Rows(["model", Column("query heads a KV head", "group"), "head_dim", "parameters",
+                  Column("GB of weights", "weights_gb", ".1f"), Column("KB a token", "token_kb")])],
+    note="The paper's hardware: Yi-6B on one A100 of 80 GB, Llama-3-8B and Yi-34B on two (TP-2).\n"
+         "One H200 keeps each of them. Weights and KV in numbers of two bytes.",
+)  # fmt: skip
+
+
+# Table 8: for each page size, the tokens of a page, and the MB that a request wastes at most
+KB_OF_PAGES = {"64 KB": 64, "128 KB": 128, "256 KB": 256, "2 MB": 2048}
+WASTE = {  # (model, tensor-parallel workers)
+    ("yi-6b", 1): ([64, 128, 256, 2048], [4, 8, 16, 128]),
+    ("yi-6b", 2): ([128, 256, 512, 4096], [8, 16, 32, 256]),
+    ("llama3-8b", 1): ([32, 64, 128, 1024], [4, 8, 16, 128]),
+    ("llama3-8b", 2): ([64, 128, 256, 2048], [8, 16, 32, 256]),
+    ("yi-34b", 1): ([32, 64, 128, 1024], [7.5, 15, 30, 240]),
+    ("yi-34b", 2): ([64, 128, 256, 2048], [15, 30, 60, 480]),
+}
+OF_A_PAGE = (("tokens", f"tokens of a page of {', '.join(KB_OF_PAGES)}", ""), ("mb", "most waste of a request", "MB"))
+
+
+def _by_page(points: Points) -> Points:
+    """Return a point for each layout of a model, with lists over page sizes."""
+    return [
+        {**group[0], "tokens": [p["tokens"] for p in group], "mb": [p["mb"] for p in group]}
+        for group in grouped(points, "model", "tensor", "layout")
+    ]
+
+
+def _draw_waste(points: Points) -> Figure:
+    shown = [{**p, "workers": f"TP-{p['tensor']}", "way": f"{p['layout']}, {p['page']}"} for p in points
+             if p["layout"] == "layer" or (p["layout"] == "sliced" and p["page"] == "2 MB")]  # fmt: skip
+    return bars("vAttention Table 8: waste of a request by page size, and sliced", "workers", "mb",
+                bar="way", panel="model", label="MB that a request wastes at most", log=True)(shown)  # fmt: skip
+
+
+ENTRIES["vattention-table8"] = Entry(
+    "vAttention Table 8: tokens of a page, waste of a request",
+    "contiguous_sizes:buffers",
+    {"models": tuple(WASTE), "layouts": ("layer", "sliced:4", "sliced:8", "sliced"), "pages": KB_OF_PAGES,
+     "requests": 200, "length": 200 * 1024},
+    claims=[
+        *(Each("V-T8", f"{{model}}, TP-{{tensor}}: {what}", field, unit,
+               lambda point, i=i: WASTE[point["model"], point["tensor"]][i], equal, {"layout": "layer"},
+               derive=_by_page)
+          for i, (field, what, unit) in enumerate(OF_A_PAGE)),
+        *(Each("V-T8", f"{{model}}, TP-{{tensor}}, {{layout}}: {what}", field, unit, where={"layout": layout},
+               derive=_by_page)
+          for layout in ("sliced:8", "sliced") for field, what, unit in OF_A_PAGE),
+    ],
+    tables=[
+        Rows([
+            "model", Column("workers", "tensor"), "layout",
+            "tokens", Column("MB wasted", "mb"), Column("pages mapped at once", "buffers"),
+            Column("empty %", lambda point: 100 * point["empty"], ".2f"),
+            Column("GB by 200 requests", lambda point: 200 * point["mb"] / 1024, ".2f"),
+        ], {"page": "2 MB"}, title="Pages of 2 MB, by how many layers share a buffer (waste of all workers together; "
+                                   "pages mapped on each):"),
+        Pivot(("model", "tensor"), "page", lambda point: 200 * point["mb"] / 1024, ".1f", where={"layout": "layer"},
+              title="GB that 200 requests waste at most with a buffer a layer, the paper's layout:"),
+    ],
+    note='The paper (§7.4): "even at such large batch sizes" (about 200) "the maximum theoretical memory waste is\n'
+         'at most a few GBs". Where tokens of a page are not whole, a token may lie in two pages that are neighbours\n'
+         "in addresses. Where layers don't fill the last buffer, part of each page stays empty.",
+    plot=_draw_waste,
+)  # fmt: skip
+
+
+# Figure 7 and Table 4: the library
+PAGES_UNDER_REQIDS = {
+    "(a) no physical memory": [0, 0], "(b) R1 comes": [1, 0], "(c) R1 grows, R2 comes": [2, 1],
+    "(d) R1 has completed": [2, 1], "(e) R3 comes": [2, 1],
+}  # fmt: skip
+
+
+def _by_reqid(points: Points) -> list[Point]:
+    """Return a point for each reqId and moment."""
+    return [
+        {"what": p["what"], "reqid": f"reqId {i}", "count": len(pages),
+         "pages": f"{owner or '-'}: {', '.join(map(str, pages)) or '-'}"}
+        for p in points for i, (owner, pages) in enumerate(zip(p["owners"], p["pages"]))
+    ]  # fmt: skip
+
+
+ENTRIES["vattention-fig7"] = Entry(
+    "vAttention Figure 7: pages of two requests, (a) to (e)",
+    "reqids:walk",
+    claims=[
+        Each("V-F7", "{what}: pages under reqIds 0 and 1", lambda point: [len(pages) for pages in point["pages"]], "",
+             PAGES_UNDER_REQIDS, equal, key="what"),
+        Whole("V-F7", "(e): R3 has R1's reqId, and in it R1's pages",
+              lambda points: points[4]["pages"][0] == points[2]["pages"][0], "", True, equal),
+    ],
+    tables=[Pivot(("what",), "reqid", "pages", derive=_by_reqid,
+                  title="Pages of 16 tokens in a K-cache for 2 requests of at most 48 tokens:")],
+    note="The figure shows demand alone. With `map_ahead` after each step (§6.2) a page more would lie under reqId 1\n"
+         "in (b), for the next request, and under a request whose pages are full.",
+    plot=lambda points: across("vAttention Figure 7: pages of two requests", "what", "count", panel="reqid",
+                               label="pages")(_by_reqid(points)),
+)  # fmt: skip
+
+
+def _note_of_switches(points: Points) -> str:
+    diff = "\n".join(one(points, before="sdpa", after="varlen_attn")["diff"])
+    return (
+        f"From sdpa to varlen_attn:\n\n{diff}\n\n"
+        "That is a request at a time, as in the paper's figure. An engine also says which requests and tokens a step\n"
+        "has: the adapters' lines are that, and the paged one's gather pages besides. A value of --attention is an\n"
+        "adapter, its name in the config, and a line where the runner makes it; memory and scheduler know of none."
+    )
+
+
+ENTRIES["vattention-fig12"] = Entry(
+    "vAttention Figure 12: lines that replacing a kernel takes",
+    "kernel_switch:switches",
+    {"files": {
+        "torch's attention over contiguous memory": "kernels/contiguous.py",
+        "torch's attention over paged memory": "kernels/sdpa.py",
+        "our kernels over both, without the kernels": "kernels/triton/backend.py",
+    }},
+    claims=[
+        Each("V-F12", "lines changed from {before} to {after} (limit: 10)", "lines", "lines", None,
+             at_most(10), {"before": "sdpa"}),
+        Each("V-F12", "the most of any switch, {before} to {after} (limit: 10)", "lines", "lines", None,
+             at_most(10), derive=lambda points: highest([p for p in points if "before" in p], "lines")),
+        Each("V-F12", "{call}: over virtual tensors to the bit what it gives over ordinary ones", "equal", "", True,
+             equal, lambda point: "call" in point),
+        *_changed("V-F12", "see below"),
+        Each("V-F12", "--attention: {what}", "lines", "lines of code", where=lambda point: "what" in point),
+    ],
+    tables=[Pivot(("before",), "after", "lines", where=lambda point: "before" in point,
+                  title="Lines that go and lines that come, each counted, imports too:")],
+    note=_note_of_switches,
+    plot=lambda points: _lines_of_code("vAttention Figure 12: what replacing a kernel takes", points),
+)  # fmt: skip
+
+
+# Row, what, field, the paper's value (None: measured only), unit. The paper writes N and H with marks and names neither
+# a reqId nor lengths.
+_CALLS: list[tuple[str, str, str, Any, str]] = [
+    ("V-T4", "init: arguments that it needs", "init needs", ["N", "B", "L", "H", "D", "P", "page_size"], ""),
+    ("V-T4", "alloc_reqid: arguments that it needs", "alloc_reqid needs", [], ""),
+    ("V-T4", "free_reqid: arguments that it needs", "free_reqid needs", ["reqid"], ""),
+    ("V-T4", "step: arguments that it needs", "step needs", ["seq_lens"], ""),
+    ("V-M5", "init: tensors of 3 layers", "tensors", 6, ""),
+    ("V-M5", "init: shape of each, B x L x H x D", "shapes", [[2, 256, 4, 32]], ""),
+    ("V-M5", "init: pages mapped into them", "mapped", 0, ""),
+    ("V-M6", "alloc_reqid: an integer from 0 to B - 1, of B = 2", "reqids", [0, 1], ""),
+    ("V-M6", "alloc_reqid: with all active", "third", None, ""),
+    ("V-M6", "free_reqid: the id is inactive, and given out again", "freed", 0, ""),
+    ("V-M7", "step: success, with a page for each", "enough", 0, ""),
+    ("V-M7", "step: failure, of 5 pages with 4 there", "short", -1, ""),
+    ("V-M7", "step: failure has changed nothing", "unchanged", None, ""),
+    ("V-M7", "step: success, when a request has been preempted", "after", 0, ""),
+    ("V-M10", "pages that decoding waits for, mapped ahead", "decoding", 0, ""),
+    ("V-M11", "pages mapped for a request no longer than the one before", "deferred", 0, ""),
+    ("V-M12", "pages that a mean prompt waits for, mapped eagerly", "eager", 0, ""),
+    ("V-M13", "cached pages are reclaimed when less is free than", "low", 10, "%"),
+    ("V-T4", "init: arguments of our own", "extra", None, ""),
+]
+
+ENTRIES["vattention-table4"] = Entry(
+    "vAttention Table 4: the interface to a serving framework",
+    "reqids:interface",
+    claims=[
+        Each(row, what, field, unit, paper, measured if paper is None else equal, lambda point: "tensors" in point)
+        for row, what, field, paper, unit in _CALLS
+    ],
+    tables=[Pivot(("call",), "reqid", "count", where=lambda point: "call" in point,
+                  title="A session of three reqIds, with 8 pages of 16 tokens:")],
+    note="`pages` are those made at start, of each buffer. Beside the four: `map_ahead`, for a caller that has\n"
+         "launched an iteration and wants no thread; `counts`; `close`. What the paper leaves open: with all reqIds\n"
+         "active alloc_reqid returns -1; wrong ids and lengths are InputErrors; a refused call changes nothing.",
+    plot=lambda points: across("vAttention Table 4: a session through the interface, 8 pages of 16 tokens", "call",
+                               "count", panel="reqid", label="pages")([p for p in points if "call" in p]),
+)  # fmt: skip
+
+
+# Sections 4 and 5.1.1
+TOKEN_KB = {"yi-6b": 64, "llama3-8b": 128, "yi-34b": 240}
+_OF = {"model": "yi-34b", "layout": "layer"}
+
+ENTRIES["vattention-x1"] = Entry(
+    "vAttention §4, §5.1.1: KV of a token, addresses of a memory",
+    "contiguous_sizes:buffers",
+    {"models": (("yi-6b", 1), ("llama3-8b", 1), ("yi-34b", 2)), "layouts": ("layer", "sliced"),
+     "pages": {"2 MB": 2048}, "requests": 500, "length": 200 * 1024},
+    claims=[
+        Each("V-X1", "{model}: KV cache of a token", "token_kb", "KB", TOKEN_KB, equal, {"layout": "layer"}, "model"),
+        Each("V-M2", "{model}, TP-{tensor}: a token in a buffer", "stride", "bytes", 4 * 128 * 2, equal, _OF),
+        Each("V-M2", "{model}, TP-{tensor}: a request of 200K tokens in a buffer", "request_mb", "MB", 200, equal, _OF),
+        Each("V-M2", "{model}, TP-{tensor}: of a worker", "buffers", "buffers", 120, equal, _OF),
+        Each("V-M2", "{model}, TP-{tensor}: a buffer for 500 requests", lambda point: point["buffer_mb"] / 1000,
+             "GB (1,000 MB)", 100, equal, _OF),
+        Each("V-M2", "{model}, TP-{tensor}: addresses of a worker", lambda point: point["addresses_mb"] / 1e6,
+             "TB (10^6 MB)", 12, equal, _OF),
+    ],
+    tables=[Rows([
+        "model", Column("workers", "tensor"), "layout",
+        "buffers", Column("bytes of a token", "stride"), Column("MB of a request", "request_mb"),
+        Column("TiB of addresses", lambda point: point["addresses_mb"] / 2**20, ".2f"),
+    ])],
+    note="A request's place is whole pages here: 200,000 tokens take 196 MB of 2 MB pages instead of 195.3. A process\n"
+         "has 128 TiB of addresses.",
+)  # fmt: skip
+
+
+# Figures 3, 4, 5: one kernel source over pages and over contiguous keys and values. The paper compared the kernels of
+# FlashAttention (3), FlashInfer (4) and vLLM (5) on an A100.
+CONTEXTS = (2048, 4096, 8192, 16384, 32768)
+
+
+def _paging_adds(points: Points, *same: str) -> list[Point]:
+    """Return the points over pages with the `percent` that they take longer than contiguous ones."""
+    found = against(points, "us", same, {"memory": "contiguous"})
+    return [{**point, "percent": 100 * (point["ratio"] - 1)} for point in found]
+
+
+def _by_context(points: Points) -> list[Point]:
+    return [{**p, "line": f"batch {p['batch']}"} for p in _paging_adds(points, "batch", "context")]
+
+
+def _less_where_large(points: Points) -> float:
+    found = _by_context(points)
+    return float(found[0]["percent"] - found[-1]["percent"])
+
+
+ENTRIES["vattention-fig3"] = Entry(
+    "vAttention Figure 3: what paging adds to decode attention",
+    "attention_times:decodes",
+    {"models": {"yi-6b": (1, 4, 8, 16, 32)}, "contexts": CONTEXTS, "memories": ("paged, 16", "contiguous")},
+    claims=[
+        Each("V-F3", "batch {batch}: paging adds to a decode's attention, at most of all contexts", "percent", "%",
+             "up to 12", at_most(12),
+             derive=lambda points: highest(_by_context(points), "percent", "batch")),
+        Whole("V-F3", "paging adds less to the most and longest contexts than to one of 2K, by", _less_where_large,
+              "points of %", "more than 0", at_least(0)),
+    ],
+    tables=[
+        Pivot(("batch", "context"), "memory", "us", ".1f", ", us"),
+        Pivot(("batch",), "context", "percent", "+.1f", derive=_by_context, title="What paging adds, in %:"),
+    ],
+    plot=lambda points: lines(
+        "vAttention Figure 3: what paging adds to decodes, Yi-6B", "context", "percent",
+        line="line", labels=("context, tokens", "% over contiguous memory"), log_x=True, bottom=None,
+    )(_by_context(points)),
+    gpu=True, timed=True,
+)  # fmt: skip
+
+
+def _best_of_prompts(points: Points) -> list[Point]:
+    best = lowest(points, "us", "batch", "context", "memory")
+    return highest(_paging_adds(best, "batch", "context"), "percent")
+
+
+def _tflops(points: Points) -> list[Point]:
+    """Return points with the rate of half of all token pairs, two products each, of 32 heads of 128."""
+    return [{**p, "rate": 2 * 32 * 128 * p["batch"] * p["context"] ** 2 / p["us"] / 1e6,
+             "panel": f"batch {p['batch']}"} for p in points]  # fmt: skip
+
+
+ENTRIES["vattention-fig4"] = Entry(
+    "vAttention Figure 4: what paging adds to prompt attention",
+    "attention_times:prompts",
+    {"model": "yi-6b", "batches": (1, 2, 4, 8, 16), "contexts": CONTEXTS, "memories": ("paged, 16", "contiguous"),
+     "most": 2**17},
+    {"most": 2**30},
+    claims=[
+        Each("V-F4", "{kernel}: paging adds to a prompt's attention, at most of all prompts", "percent", "%",
+             "up to 14", at_most(14),
+             derive=lambda points: highest(_paging_adds(points, "batch", "context", "kernel"), "percent", "kernel")),
+        Each("V-F4", "the best paged kernel takes longer than the best contiguous one, at most of all prompts",
+             "percent", "%", "up to 14", between(0, 14), derive=_best_of_prompts),
+    ],
+    tables=[Pivot(("batch", "context"), "way", "us", ".0f", ", us")],
+    note="FlashInfer's kernels are not run.",
+    plot=lambda points: lines(
+        "vAttention Figure 4: attention of prompts, Yi-6B", "context", "rate", line="way", panel="panel",
+        labels=("tokens of a prompt", "TFLOP/s"), log_x=True,
+    )(_tflops(points)),
+    gpu=True, timed=True,
+)  # fmt: skip
+
+
+def _page_sizes(points: Points) -> list[Point]:
+    return highest(against(points, "us", ("batch",), {"memory": "paged, 16"}), "ratio", "memory")
+
+
+ENTRIES["vattention-fig5"] = Entry(
+    "vAttention Figure 5: decode attention by page size",
+    "attention_times:decodes",
+    {"models": {"yi-6b": (1, 2, 4, 8, 16)}, "contexts": (16384,),
+     "memories": tuple(f"paged, {page}" for page in (16, 32, 64, 128))},
+    claims=[  # that large pages are slow in vLLM's kernel; a kernel without that is a difference, not an error
+        Each("V-F5", f"pages of {page} tokens / pages of 16, the most of all batches", "ratio", "times", paper, rule,
+             {"memory": f"paged, {page}"}, derive=_page_sizes)
+        for page, paper, rule in (
+            (32, "1-1.16", at_most(1.16)), (64, "1.91-3.31", at_least(1.91)), (128, "1.91-3.31", at_least(1.91)),
+        )
+    ],
+    tables=[Pivot(("batch",), "memory", "us", ".1f", ", us")],
+    plot=lines("vAttention Figure 5: decodes by page size, Yi-6B, 16K tokens", "batch", "us",
+               line="memory", labels=("batch", "us"), log_x=True, log_y=True),
+    gpu=True, timed=True,
+)  # fmt: skip
+
+
+GAIN_9B = {"yi-6b": 2.85, "llama3-8b": 1.45, "yi-34b": 2.62}  # vLLM's kernel / FlashAttention's, at most
+
+
+def _largest_batches(points: Points) -> list[Point]:
+    most = {point["model"]: point["batch"] for point in highest(points, "batch", "model")}
+    return [point for point in points if point["batch"] == most[point["model"]]]
+
+
+def _beside_best_pages(points: Points) -> list[Point]:
+    return against(_largest_batches(points), "ms", ("model",), lambda point: point["way"].startswith("paged"))
+
+
+def _fastest_contiguous(points: Points) -> list[Point]:
+    found = against(_largest_batches(points), "ms", ("model",), {"way": "paged, 16"})
+    return lowest([point for point in found if "virtual" in point["way"]], "ms", "model")
+
+
+def _speed(point: Point) -> float:
+    return 1 / float(point["ratio"])
+
+
+ENTRIES["vattention-fig9b"] = Entry(
+    "vAttention Figure 9b: attention of decode steps of 16K tokens",
+    "attention_times:decodes",
+    {"models": DECODES, "contexts": (16384,), "whole": True,
+     "memories": ("paged, 16", "virtual, layer", "virtual, sliced")},
+    {"models": ALL_DECODES, "memories": ("paged, 16", "paged, 128", "virtual, layer", "virtual, sliced")},
+    claims=[
+        *(Each("V-F9b", f"{{model}}, batch {{batch}}, {layout}: speed / the best paged kernel's (at least {least:g})",
+               _speed, "times", "about 1", at_least(least), {"way": f"virtual, {layout}"}, digits=3,
+               derive=_beside_best_pages)
+          for layout, least in (("layer", 1.0), ("sliced", CLOSE))),
+        *(Each("V-F9b", f"{{model}}, batch {{batch}}, {layout}: torch's own kernel's speed / the best paged kernel's",
+               _speed, "times", where={"way": f"torch, virtual, {layout}"}, digits=3, derive=_beside_best_pages)
+          for layout in ("layer", "sliced")),
+        *(Each("V-F9b", "{model}, batch {batch}: paged kernel, pages of 16 / the fastest contiguous one", _speed,
+               "times", f"up to {gain:g}", at_least(gain), {"model": model}, derive=_fastest_contiguous)
+          for model, gain in GAIN_9B.items()),
+    ],
+    tables=[Pivot(("model", "batch"), "way", "ms", ".3f", ", ms")],
+    plot=lines("vAttention Figure 9b: attention of a decode step, 16K tokens a sequence", "batch", "ms", line="way",
+               panel="model", labels=("batch", "ms, all layers"), log_x=True, log_y=True),
+    gpu=True, timed=True,
+)  # fmt: skip
+
+
+# Figure 10: each sequence begins shortly before the end of a page of 1,024 tokens of a layer, one after another, so a
+# short window has every spike of the paper's 3,500 steps.
+SPIKE = 1.2  # of the median: a step above it is a spike
+
+
+def _facts(points: Points) -> list[Point]:
+    """Return runs with their `median`, `p99` and `most` ms, the steps that are `spikes`, and those that map."""
+    found: list[Point] = []
+    for run in points:
+        ordered, middle = sorted(run["ms"]), median(run["ms"])
+        found.append({
+            **run, "median": middle, "p99": ordered[len(ordered) * 99 // 100], "most": ordered[-1],
+            "spikes": sum(ms > SPIKE * middle for ms in ordered), "mapping": sum(map(bool, run["maps"])),
+            "pages": sum(run["maps"]), "way": "map-ahead" if run["ahead"] else "synchronous",
+        })  # fmt: skip
+    return found
+
+
+def _each_step(points: Points) -> list[Point]:
+    return [
+        {"panel": f"{p['layout']}, {p['depth']} in flight", "way": p["way"], "step": i, "ms": ms}
+        for p in _facts(points)
+        for i, ms in enumerate(p["ms"])
+    ]
+
+
+_WHERE = "{layout}, {depth} in flight, {way}"
+
+ENTRIES["vattention-fig10"] = Entry(
+    "vAttention Figure 10: decode steps that map pages, ahead and synchronously",
+    "dummy_engines:step_times",
+    {"model": "llama3-8b", "context": 32768, "page": 1024, "ends": (30, 70, 110, 150), "steps": 200,
+     "layouts": ("layer", "sliced"), "depths": (2, 1)},
+    {"steps": 3500},
+    claims=[
+        Each("V-F10", f"{_WHERE}: the slowest step / median (a spike is {SPIKE})",
+             lambda point: point["most"] / point["median"], "times", round(41 / 25, 2), at_least(SPIKE),
+             {"ahead": False, "layout": "layer"}, digits=3, derive=_facts),
+        Each("V-F10", f"{_WHERE}: spikes, of 4 full pages", "spikes", where={"ahead": False, "layout": "layer"},
+             derive=_facts),
+        Each("V-F10", f"{_WHERE}: p99 / median", lambda point: point["p99"] / point["median"], "times",
+             where={"ahead": False, "layout": "sliced"}, digits=3, derive=_facts),
+        Each("V-F10", f"{_WHERE}: p99 of a step / median (at most 1.1)",
+             lambda point: point["p99"] / point["median"], "times", "no spikes", at_most(1.1), {"ahead": True},
+             digits=3, derive=_facts),
+    ],
+    tables=[Rows([
+        "layout", Column("pages are mapped", "way"), Column("in flight", "depth"),
+        Column("median ms", "median", ".2f"), Column("p99 ms", "p99", ".2f"), Column("most ms", "most", ".2f"),
+        "spikes", Column("steps with maps in their way", "mapping"), "pages",
+    ], derive=_facts)],
+    plot=lambda points: lines(
+        "vAttention Figure 10: decode steps, 4 sequences of 32K tokens, Llama-3-8B", "step", "ms", line="way",
+        panel="panel", labels=("step", "ms"), markers=False,
+    )(_each_step(points)),
+    gpu=True, timed=True,
+)  # fmt: skip
+
+
+# Tables 3 and 7: the paper's pages below 2 MB need a patched driver; here such pages are the CPU's
+GB_S = {page // KIB: rate for page, rate in zip(PAGE_SIZES, PAPER_BANDWIDTH)}
+
+
+def _named(points: Points) -> list[Point]:
+    """Return the idle calls for single pages, with the name of the `call` and the `paper`'s microseconds."""
+    found: list[Point] = []
+    for p in points:
+        if p["run"] == 1 and not p["loaded"]:
+            info, cuda = CALL_INFOS[p["kind"]], p["device"] != "cpu"
+            paper = info.paper[PAGE_SIZES.index(p["page"])]
+            beside = "" if cuda or not info.vmem else f" (the paper: {info.vmem})"
+            found.append({**p, "call": info.cuda if cuda else info.memfd, "about": info.description + beside,
+                          "paper": paper, "judged": cuda and paper is not None})  # fmt: skip
+    return found
+
+
+def _draw_calls(points: Points) -> Figure:
+    paper = [{"kind": kind, "kib": page // KIB, "p50": us, "line": "paper"} for kind, info in CALL_INFOS.items()
+             for page, us in zip(PAGE_SIZES, info.paper) if us is not None]  # fmt: skip
+    ours = [{**p, "line": f"{p['device']}, {p['load']}"} for p in points if p["run"] == 1]
+    four = [p for kind in ("create", "map", "access", "unmap") for p in (*paper, *ours) if p["kind"] == kind]
+    return lines("vAttention Table 3: latency of calls, median", "kib", "p50", line="line", panel="kind",
+                 labels=("KB a page", "us a page"), log_x=True, log_y=True)(four)  # fmt: skip
+
+
+ENTRIES["vattention-table3"] = Entry(
+    "vAttention Table 3: latency of the calls that manage virtual memory",
+    "mapping_costs:calls",
+    {"pages": 256, "runs": (1, 16)},
+    claims=[
+        Each("V-T3", "{call}, {about}, pages of {kib:,} KB", "p50", "us", lambda point: point["paper"], rule,
+             {"judged": judged}, derive=_named)
+        for judged, rule in ((True, at_most_times(2)), (False, measured))
+    ],
+    tables=[Pivot(("device", "kib", "run", "load"), "kind", "p50", ".2f",
+                  title="Medians, in microseconds a page (reserve and free: a call):")],
+    plot=_draw_calls,
+    timed=True,
+)  # fmt: skip
+
+
+def _papers_rate(point: Point) -> Any:
+    return round(point["workers"] * GB_S[point["kib"]], 2)
+
+
+def _judged_rate(point: Point) -> bool:
+    return bool(point["device"] != "cpu" and point["load"] == "idle")
+
+
+def _draw_rates(points: Points) -> Figure:
+    paper = [{"kib": kib, "gb_s": workers * rate, "line": f"paper, TP-{workers}"} for workers in (1, 2)
+             for kib, rate in GB_S.items()]  # fmt: skip
+    ours = [{**p, "line": f"{p['device']}, {p['workers']} workers, {p['load']}"} for p in points]
+    return lines("vAttention Table 7: bytes mapped", "kib", "gb_s", line="line", labels=("KB a page", "GB/s"),
+                 log_x=True, log_y=True)([*paper, *ours])  # fmt: skip
+
+
+_MAPPED = "{device}, pages of {kib:,} KB, {workers} workers, {load}: mapped"
+
+ENTRIES["vattention-table7"] = Entry(
+    "vAttention Table 7: bytes a second that can be mapped",
+    "mapping_costs:bandwidths",
+    {"pages": 256, "alone": 0.5, "together": 2.0},
+    claims=[
+        Each("V-T7", _MAPPED, "gb_s", "GB/s", _papers_rate, at_least_times(1), _judged_rate),
+        Each("V-T7", _MAPPED, "gb_s", "GB/s", _papers_rate, where=lambda point: not _judged_rate(point)),
+        # "more than an order of magnitude" above the most that decodes needed, Figure 6c
+        Each("V-T7", "{device}: the least of these by one worker / 0.6 GB/s, the paper's most demand of decodes",
+             lambda point: point["gb_s"] / 0.6, "times", "more than 10", at_least(10), digits=1,
+             derive=lambda points: lowest([p for p in points if p["workers"] == 1], "gb_s", "device")),
+    ],
+    tables=[Pivot(("device", "kib", "workers"), "load", "gb_s", ".2f", ", GB/s")],
+    plot=_draw_rates,
+    timed=True,
+)  # fmt: skip
+
+
+# Figure 6: decodes at 1K tokens. The paper ran Llama-3-8B and Yi-34B on two A100s; larger batches don't fit one GPU.
+BATCHES_6 = {"yi-6b": (1, 40, 80, 160, 320), "llama3-8b": (1, 40, 80, 160, 320), "yi-34b": (1, 24, 48, 96, 192)}
+
+
+def _largest(field: str, *base: int) -> Any:
+    """Return a function to each model's largest batch, with one of the batch sizes `base` of this model as `base`."""
+    return lambda points: highest(
+        against(points, field, ("model",), lambda point: point["batch"] in base), "batch", "model"
+    )
+
+
+def _three_panels(points: Points) -> list[Point]:
+    names = {"tokens_s": "(a) tokens/s", "ms": "(b) ms a step", "mb_s": "(c) MB/s of new KV"}
+    return [{**p, "value": p[field], "panel": panel} for field, panel in names.items() for p in points]
+
+
+ENTRIES["vattention-fig6"] = Entry(
+    "vAttention Figure 6: decodes of 1K tokens by batch, and the memory they ask for",
+    "dummy_engines:decodes",
+    {"models": BATCHES_6, "ways": {"paged": PAGED}, "context": 1024, "steps": 30},
+    claims=[
+        Each("V-F6a", "{model}: tokens/s at batch {batch} / at {base[batch]} (a plateau: at most 1.25)", "ratio",
+             "times", "plateaus", at_most(1.25), derive=_largest("tokens_s", 160, 96)),
+        Each("V-F6b", "{model}: a step at batch {base[batch]} and {batch}",
+             lambda point: [round(p["ms"], 2) for p in (point["base"], point)], "ms", derive=_largest("ms", 1)),
+        Each("V-F6c", "{model}: new KV cache, the most of all batches", lambda point: round(point["mb_s"]), "MB/s",
+             "at most 600", at_most(600), derive=lambda points: highest(points, "mb_s", "model")),
+    ],
+    tables=[Rows([
+        "model", "batch", Column("tokens/s", "tokens_s", ".1f"),
+        Column("ms a step", "ms", ".1f"), Column("MB/s of new KV", "mb_s", ".1f"),
+    ])],
+    plot=lambda points: lines("vAttention Figure 6: decodes at 1K tokens a sequence", "batch", "value", line="model",
+                              panel="panel", labels=("batch", ""), log_x=True)(_three_panels(points)),
+    gpu=True, timed=True,
+)  # fmt: skip
+
+
+# Figure 9a
+GAIN_9A = {"yi-6b": 1.97, "llama3-8b": 1.3, "yi-34b": 1.6}  # tokens a second of vAttention / of vLLM, at most
+
+
+def _over_pages(points: Points) -> list[Point]:
+    """Return the largest batch that both have of each model, with the ratio of its tokens a second to that of pages."""
+    return highest(against(points, "tokens_s", ("model", "batch"), {"way": "paged"}), "batch", "model", "way")
+
+
+ENTRIES["vattention-fig9a"] = Entry(
+    "vAttention Figure 9a: decodes of 16K tokens over pages and virtual memory",
+    "dummy_engines:decodes",
+    {"models": DECODES, "ways": {"paged": PAGED, "virtual, sliced": virtual("sliced")}, "context": 16384,
+     "steps": 30},
+    {"models": ALL_DECODES,
+     "ways": {"paged": PAGED, "virtual, sliced": virtual("sliced"), "virtual, layer": virtual("layer")}},
+    claims=[
+        Each("V-F9a", f"{{model}}, batch {{batch}}: tokens/s, {{way}} / paged (at least {CLOSE})", "ratio", "times",
+             "about 1, best pages", at_least(CLOSE), digits=3, derive=_over_pages),
+        *(Each("V-F9a", "{model}, batch {batch}: the paper's gain over vLLM's kernel, beside ours over our pages",
+               "ratio", "times", f"up to {gain}", at_least(gain), {"model": model}, digits=3,
+               derive=lambda points: highest(_over_pages(points), "ratio", "model"))
+          for model, gain in GAIN_9A.items()),
+    ],
+    tables=[Pivot(("model", "batch"), "way", "tokens_s", ".1f", ", tokens/s")],
+    plot=lines("vAttention Figure 9a: decodes of 16K tokens a sequence", "batch", "tokens_s", line="way",
+               panel="model", labels=("batch", "tokens/s"), log_x=True),
+    gpu=True, timed=True,
+)  # fmt: skip
+
+
+# Figure 11: a prompt with its pages mapped on demand ("sync"), and with pages already mapped ("all on")
+LIMITS = {64: 1.15, 128: 1.07, 256: 1.03, 2048: 1.03}  # KB of a page -> the most, relative to no mapping
+ON_GPU = {
+    "models": MODELS, "lengths": (16384,), "repeats": 3, "depth": 1, "seqs": 4,
+    "ways": {"paged": PAGED,
+             **{f"2048 KB, {layout}, sync": virtual(layout, False) for layout in ("layer", "sliced")},
+             **{f"2048 KB, {layout}, all on": virtual(layout) for layout in ("layer", "sliced")}},
+}  # fmt: skip
+ON_CPU = {  # a small shape, in page sizes that a GPU lacks
+    "models": ("small",), "lengths": (2048,), "repeats": 3, "depth": 1, "seqs": 4, "threads": 1, "device": "cpu",
+    "kv_tokens": 2**15,
+    "ways": {"paged": PAGED,
+             **{f"{kib} KB, layer, sync": {**virtual("layer", False), "virtual_page_kib": kib} for kib in LIMITS},
+             "64 KB, layer, all on": {**virtual("layer"), "virtual_page_kib": 64}},
+}  # fmt: skip
+
+
+def _compared(points: Points) -> list[Point]:
+    """Return the points with `ratio`, what it is `to`, and the paper's.
+
+    For mapping on demand it is to all optimizations in the same layout, where kernels and addresses are equal; for
+    these it is to paged memory. The small shape's times vary by more than the maps take, so its maps are subtracted."""
+    ms = {(p["model"], p["way"]): p["ms"] for p in points}
+    found: list[Point] = []
+    for p in points:
+        sync, small, base = p["way"].endswith("sync"), p["model"] == "small", p["way"].replace("sync", "all on")
+        to = base if sync and (p["model"], base) in ms else "paged"
+        less = {"to": "without its maps", "base": p["ms"] - p["stalled_ms"]}
+        known = less if small and sync else {"to": to, "base": ms.get((p["model"], to))}
+        if known["base"] is not None:
+            paper = f"up to {LIMITS[int(p['way'].split()[0])]}" if sync else 1.0
+            claim = "" if p["way"] == "paged" else "small" if small else "judged"
+            found.append({**p, **known, "ratio": p["ms"] / known["base"], "paper": paper, "claim": claim})
+    return found
+
+
+ENTRIES["vattention-fig11"] = Entry(
+    "vAttention Figure 11: a prompt whose pages are mapped first, by page size",
+    "dummy_engines:first_tokens_here",
+    {"on_gpu": ON_GPU, "on_cpu": ON_CPU},
+    claims=[  # 1.03 is the paper's limit for pages of 2 MB, a GPU's, and ours for 1.00
+        Each("V-F11", "{model}, {way}: a prompt / {to}", "ratio", "times", lambda point: point["paper"], rule,
+             {"claim": claim}, digits=3, derive=_compared)
+        for claim, rule in (("judged", at_most(1.03)), ("small", measured))
+    ],
+    tables=[Rows([
+        "model", "way", Column("prompt ms", "ms", ".1f"),
+        Column("ratio", "ratio", ".3f"), "to", Column("pages mapped first", "maps"),
+        Column("ms for that", "stalled_ms", ".2f"),
+    ], derive=_compared)],
+    note="Prompts of 16,384 tokens; the small shape has 8 layers and prompts of 2,048.",
+    plot=across("vAttention Figure 11: a prompt, with pages mapped first and not", "way", "ms", panel="model",
+                label="ms until the first token", form="{:,.0f}"),
+    timed=True,
+)  # fmt: skip
+
+
+# Figure 8 and Table 6: long prompts in chunks of 2,048
+SECONDS = {  # model -> thousands of tokens -> FlashAttention paged, vAttention; FlashInfer paged, vAttention
+    "yi-6b": {16: (2.44, 1.38, 1.51, 1.34), 32: (8.07, 3.50, 3.97, 3.4), 64: (30.46, 9.98, 11.85, 9.66),
+              128: (119, 32.10, 39.17, 30.9), 192: (266, 67.81, 81.87, 65.03)},
+    "llama3-8b": {16: (1.62, 1.0, 1.17, 0.97), 32: (5.19, 2.59, 3.06, 2.37), 64: (18.65, 6.84, 8.94, 6.50),
+                  128: (71.16, 20.78, 28.98, 20.29), 192: (157.33, 42.31, 59.91, 41.35)},
+}  # fmt: skip
+KERNELS = ("paper, FlashAttention paged", "paper, FlashAttention vAttention", "paper, FlashInfer paged",
+           "paper, FlashInfer vAttention")  # fmt: skip
+
+
+def _best_of_chunks(points: Points) -> list[Point]:
+    kinds = [{**p, "paged": p["memory"].startswith("paged"), "k": p["length"] // 1024} for p in points]
+    best = lowest(kinds, "seconds", "model", "length", "paged")
+    return against(best, "seconds", ("model", "length"), {"paged": False})
+
+
+ENTRIES["vattention-fig8"] = Entry(
+    "vAttention Figure 8: attention of prompts of up to 192K tokens, in chunks",
+    "attention_times:chunked_prompts",
+    {"models": MODELS[:2], "lengths": tuple(1024 * k for k in (1, 2, 4, 8, 16, 32, 64, 128, 192)), "chunk": 2048,
+     "timed": (0, 1, 3, 7, 15, 31, 63, 95), "memories": ("paged, 16", "virtual, sliced", "virtual, layer")},
+    claims=[
+        Each("V-F8", "{model}, {k}K tokens: attention, {way} / {base[way]}", "ratio", "times",
+             "1.03-1.45 (whole prompts)", at_least(1.03), digits=3, derive=_best_of_chunks),
+    ],
+    tables=[Pivot(("model", "length"), "way", lambda point: 1000 * point["seconds"], ".2f",
+                  title="Attention of whole prompts, all layers, in ms:")],
+    plot=lambda points: lines(
+        "vAttention Figure 8: attention of prompts in chunks of 2,048", "length", "rate", line="way", panel="model",
+        labels=("tokens of a prompt", "tokens/s, attention alone"), log_x=True, log_y=True,
+    )([{**p, "rate": p["length"] / p["seconds"]} for p in points]),
+    gpu=True, timed=True,
+)  # fmt: skip
+
+
+def _beside_pages(points: Points) -> list[Point]:
+    thousands = [{**point, "k": point["length"] // 1024} for point in points]
+    return against(thousands, "ms", ("model", "length"), {"way": "paged"})
+
+
+def _with_papers_seconds(points: Points) -> list[Point]:
+    paper = [
+        {"model": model, "length": 1024 * k, "way": way, "s": s}
+        for model in dict.fromkeys(point["model"] for point in points)
+        for k, seconds in SECONDS[model].items()
+        for way, s in zip(KERNELS, seconds)
+    ]
+    return [*({**point, "s": point["ms"] / 1000} for point in points), *paper]
+
+
+def _papers_ratio(point: Point) -> float:
+    _, _, paged, contiguous = SECONDS[point["model"]][point["k"]]
+    return float(round(paged / contiguous, 2))
+
+
+ENTRIES["vattention-table6"] = Entry(
+    "vAttention Table 6: seconds to the first token of long prompts",
+    "dummy_engines:first_tokens",
+    {"models": MODELS[:2], "lengths": tuple(1024 * k for k in (16, 32, 64)), "repeats": 1, "chunk": 2048,
+     "ways": {"paged": PAGED, "virtual": virtual("sliced"),
+              "virtual, cudnn": {**virtual("sliced"), "attention": "cudnn"}}},
+    {"lengths": tuple(1024 * k for k in (16, 32, 64, 128, 192))},
+    claims=[
+        Each("V-T6", "{model}, {k}K tokens: first token, {way}", lambda point: point["ms"] / 1000, "s", digits=3,
+             derive=_beside_pages),
+        Each("V-T6", "{model}, {k}K tokens: first token, paged / {way} (at least 1)", _speed, "times", _papers_ratio,
+             at_least(1), digits=3, derive=_beside_pages),
+    ],
+    tables=[Pivot(("model", "length"), "way", "s", ".3f", derive=_with_papers_seconds,
+                  title="Seconds to the first token:")],
+    plot=lambda points: lines(
+        "vAttention Table 6: seconds to the first token", "length", "s", line="way", panel="model",
+        labels=("tokens of a prompt", "s"), log_x=True, log_y=True,
+    )([p for p in _with_papers_seconds(points) if p["way"] not in KERNELS[:2]]),
+    gpu=True, timed=True,
+)  # fmt: skip
+
+
+# Section 3.3.2: whole tables in each step, padded to the longest, as in vLLM: from lists, later from arrays. Times of
+# steps are those of `quire bench profile` on an H200, Llama-3-8B: 5.48 and 15.7 ms at 32 and 256 x 1,000 tokens.
+TABLES = {  # way -> the paper's %, our rule and its words
+    "padded lists": ("up to 30", at_least(10), "at least 10"),
+    "padded arrays": ("up to 10", at_most(10), "at most 10"),
+    "deltas": (None, at_most(1), "at most 1"),
+    "none": (None, at_most(1), "at most 1"),
+}
+
+ENTRIES["vattention-x2"] = Entry(
+    "vAttention §3.3.2: building page tables, as a share of a decode step",
+    "table_building:tables",
+    {"loads": {"32 x 1,000": [1000] * 32, "256 x 1,000": [1000] * 256, "16 x 16K": [16384] * 16,
+               "4 x 32K beside 124 x 512": [32768] * 4 + [512] * 124},
+     "step_ms": 3.93, "token_ms": 4.7e-5},
+    claims=[
+        Each("V-X2", f"tables as {{way}}: the most of a decode step ({{load}}; {words})", "share", "%", paper, rule,
+             {"way": way}, derive=lambda points: highest(points, "share", "way"))
+        for way, (paper, rule, words) in TABLES.items()
+    ],
+    tables=[
+        Pivot(("load", "step_us"), "way", "us", ".0f", ", us"),
+        Pivot(("load",), "way", "share", ".2f", ", %", title="Of a decode step:"),
+    ],
+    plot=bars("vAttention 3.3.2: building page tables, of a decode step", "load", "share", bar="way",
+              label="% of a decode step", form="%.2g"),
+    timed=True,
+)  # fmt: skip
+
+
+def _speeds(points: Points) -> list[Point]:
+    found = against(points, "us", ("dtype", "kib", "context", "queries"), {"way": "mapped"})
+    return [{**p, "line": f"{p['dtype']}, {p['kib']} KiB", "panel": f"{p['queries']} queries"} for p in found]
+
+
+def _median_speeds(points: Points) -> list[Point]:
+    groups: Sequence[list[Point]] = grouped(_speeds(points), "dtype", "kib")
+    return [{**group[0], "ratio": median(point["ratio"] for point in group)} for group in groups]
+
+
+ENTRIES["vattention-views"] = Entry(
+    "vAttention §5.2: torch's attention over mapped pages, on a CPU",
+    "attention_times:mapped_views",
+    {"dtypes": ("float32", "bfloat16"), "kib": (64, 256), "contexts": (1024, 4096), "queries": (1, 256)},
+    claims=[
+        Each("V-M15", "{dtype}, pages of {kib} KiB: torch's attention over mapped pages / ordinary memory "
+             "(at least 0.97)", "ratio", "times the speed", "about 1", at_least(0.97), digits=3,
+             derive=_median_speeds),
+    ],
+    tables=[Rows([
+        Column("numbers", "dtype"), Column("KiB a page", "kib"), "context",
+        "queries", Column("ordinary us", "us", ".1f"),
+        Column("mapped us", lambda point: point["base"]["us"], ".1f"), Column("speed", "ratio", ".3f"),
+    ], derive=_speeds)],
+    note="4 sequences, 8 heads of 64, a buffer a layer, one thread a core.",
+    plot=lambda points: lines(
+        "vAttention §5.2: torch's attention over mapped pages on a CPU", "context", "ratio", line="line",
+        panel="panel", labels=("tokens", "times ordinary memory's speed"), log_x=True, bottom=None,
+    )(_speeds(points)),
+    timed=True,
+)  # fmt: skip
