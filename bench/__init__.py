@@ -26,7 +26,7 @@ def _show_limits(results: Sequence[dict[str, Any]]) -> str:
 def _limits_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("measurement")
     group.add_argument("--workload", action="append", metavar="NAME",
-                       help=f"{EXPECTED}; may be given repeatedly (default: W1 to W4 of benchmarks.md)")  # fmt: skip
+                       help=f"{EXPECTED}; may be given repeatedly (default: W1 to W4 of performance.md)")  # fmt: skip
     group.add_argument("--repeat", type=int, default=3, metavar="N", help="runs of each kind (default: %(default)s)")
 
 

@@ -4,6 +4,11 @@ which the cores read and multiply in the same run, and the time of each operatio
 Steps are timed twice: without clocks in them, and with a clock around each operation (bench.spent). Disturbances
 only make a step slower, so the fastest of all runs counts, for each step. Steps with prompts and steps of decodes alone
 are reported separately. With one thread the clock is the process's CPU time.
+
+The first results are the rates of each number of threads, in bytes and operations a second: `read` of a `buffer` beyond
+all caches, `read_weights` of as many bytes as the weights, products in `bf16`, `fp32` and `int8`. Then one for each
+workload and kind of step, with each operation's `ms`, `calls`, `bytes` (of weights, keys and values), `operations` and
+`limit_ms`: the longer of reading the bytes and computing the operations.
 """
 
 from __future__ import annotations

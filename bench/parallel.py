@@ -4,6 +4,10 @@ out.
 
 Models run in quire's own commands, each a process with --tp. Without GPUs the same measurements run on CPU ranks, with
 the bundled model and short requests: this shows that it works, not how fast ranks are.
+
+A result has `part`, `ranks`, `what`, `value`, `unit`, `goal` (for H200s; null elsewhere), `low` (less is better) and
+`peer` (vLLM 0.26), or `left_out` and the reason. The exchange has `us` (the slowest rank's median), `by_rank_us`,
+`same_bits` (on all ranks) and `exact` (equal to sums in rank order).
 """
 
 from __future__ import annotations

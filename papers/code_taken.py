@@ -45,7 +45,7 @@ def sizes(root: Path = ROOT) -> list[Size]:
 
 
 def foreign(root: Path = ROOT) -> int:
-    """Count the lines of CUDA in the package. Its C++ is for CPUs alone (docs/cpu.md)."""
+    """Count the lines of CUDA in the package. Its C++ is for CPUs alone."""
     files = (path for path in root.rglob("*") if path.suffix in CUDA)
     return sum(len(path.read_text(errors="replace").splitlines()) for path in files)
 

@@ -185,7 +185,11 @@ def test_what_a_plan_for_ranks_says() -> None:
 
 
 def test_what_a_plan_of_mapped_pages_says() -> None:
-    """Where a token is in two of them: others are in the documents."""
+    """A token may be in two of them, and has fewer bytes on a rank (vAttention, Table 8)."""
+    layers = said("yi-6b", 79, memory="virtual", virtual_layout="layer", virtual_page_kib=64, kv_gib=8, tp=2)
+    assert layers["pages"] == (
+        "32 layers, full, 4,194,304 bytes for 128 tokens, 65,536 in each of 64 buffers, 8,388,608 on all ranks"
+    )
     sliced = said("yi-34b", 80, memory="virtual", virtual_layout="sliced", virtual_page_kib=2048, kv_gib=4, tp=2)
     assert "4,194,304 bytes for 34.13 tokens, 2,097,152 in each of 2 buffers" in sliced["pages"]
 
@@ -194,7 +198,7 @@ def test_plans_in_the_documents() -> None:
     """Each is what comes out."""
     text = (Path(__file__).parents[1] / "docs" / "parallel.md").read_text(encoding="utf-8")
     found = re.findall(r"^    \$ quire (plan .*)\n((?:    .*\n)+)", text, re.MULTILINE)
-    assert len(found) >= 4
+    assert found
     for command, shown in found:
         args = parse_arguments(command.split())
         assert "".join(f"    {line}\n" for line in describe_memory_plan(config_from(args), args.device_gib)) == shown

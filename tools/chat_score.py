@@ -201,7 +201,7 @@ def spread(counted: Json) -> str:
 
 
 def markdown(report: Json) -> str:
-    """The tables of docs/tiny-model.md."""
+    """Return the tables of a report as Markdown."""
     parts = []
     for name, measured in report["models"].items():
         parts += [f"{name}:", "", HEAD, *map(line, measured["grid"]), ""]

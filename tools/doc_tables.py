@@ -1,20 +1,27 @@
-"""Makes the tables of docs/ that say what the code says: flags, limits, lists of fields, and what models take.
+"""Makes docs/reference.md, and the tables of other pages that say what the code says.
 
 python tools/doc_tables.py           # rewrites them
 python tools/doc_tables.py --check   # says whether they are stale
 
-A table stands between `<!-- table NAME -->` and `<!-- end of table -->`.
+In other pages a table stands between `<!-- table NAME -->` and `<!-- end of table -->`. The reference is made of what
+the code declares: the parser of `quire serve`, the constants that bound requests, the models of request bodies, and the
+routes and metrics of an application with the bundled model. Only the meanings of request fields are written here.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+from fastapi.routing import APIRoute
+
+from quire.async_llm import AsyncLLM
 from quire.cli import build_parsers
 from quire.config import EngineConfig
 from quire.errors import StartupError
@@ -24,24 +31,183 @@ from quire.models import read_spec
 from quire.models.named_configs import named_config
 from quire.protocol import columns, image_tiling, sampling_params
 from quire.protocol.parallel_layout import Shard
-from quire.server import answer_size, api_server, connections, guards, request_params
-from quire.server import options as serve_options
-from quire.server.request_models import IGNORED_FIELDS, MAX_INPUTS, MAX_PROMPTS, REFUSED_FIELDS
-from quire.server.responses import routes
+from quire.protocol.sampling_params import SamplingParams
+from quire.server import (
+    answer_size,
+    api_server,
+    connections,
+    console,
+    guards,
+    options,
+    request_models,
+    request_params,
+)
+from quire.server.adapter import SharedChatFields
+from quire.server.anthropic import input as messages_input
+from quire.server.app import create_app
+from quire.server.errors import ANTHROPIC_TYPES, OPENAI_TYPES
+from quire.server.metrics import LABELS, Metrics
+from quire.server.options import ServeOptions
+from quire.server.request_models import MAX_INPUTS, MAX_PROMPTS, ChatRequest, CompletionRequest, RequestFields
+from quire.server.responses import input as responses_input
+from quire.server.responses import routes as responses_routes
 from quire.startup.memory_plan import GIB, plan_memory
 from quire.text import chat_messages, input_processor, tokenizers_guard
 from quire.text.images import headers, loader
 
-DOCUMENTS = [Path(__file__).parents[1] / "docs" / name for name in ("serving.md", "parallel.md")]
+DOCS = Path(__file__).parents[1] / "docs"
+REFERENCE = DOCS / "reference.md"
+PAGES = (DOCS / "parallel.md",)
+"""Pages with tables in them."""
 MARKED = re.compile(r"<!-- table (\w+) -->\n(.*?)<!-- end of table -->\n", re.DOTALL)
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
          "model.safetensors.index.json", "chat template", "keys", "prefixes", "calibration")  # fmt: skip
-
 LAYOUTS = (
-    ("llama3-8b", 23.6, (1, 2)), ("yi-34b", 79, (1, 2)), ("llama3-70b", 79, (2, 4, 8)),
-    ("llama3-70b", 139.8, (1, 2, 4)), ("opt-66b", 79, (2, 4)), ("opt-175b", 79, (8,)), ("opt-175b", 139.8, (4, 8)),
+    ("llama3-8b", 23.6, (1, 2)), ("llama3-70b", 79, (2, 4, 8)),
+    ("llama3-70b", 139.8, (1, 2, 4)), ("opt-175b", 79, (8,)),
 )  # fmt: skip
 """Model, GiB of a GPU, and how many of them."""
+
+FILLED_PARAMS = ("bad_word_ids", "stop_automaton", "grammar")
+"""Parameters that quire fills from others."""
+SAMPLING = {
+    "n": "outputs for each prompt; output 0 is drawn with `seed`, output i with a seed mixed from `seed` and i",
+    "best_of": "samples, of which the `n` with the highest probability are returned, best first; unset: `n`. Streamed "
+    "only if it is `n`",
+    "beam_width": "beam search with this many beams; the best `n` are returned, best first",
+    "length_penalty": "of beam search: above 0 favours long outputs, below 0 short ones",
+    "early_stopping": 'when beam search ends: true, false or "never", as in transformers',
+    "method": "a factory of a decoding method of your own: [memories.md](memories.md#a-decoding-method-of-your-own)",
+    "temperature": "0 is greedy",
+    "top_p": "keep the most likely tokens up to this probability; above 0",
+    "top_k": "keep this many tokens; 0 or -1: all",
+    "min_p": "drop tokens below this share of the best one's probability",
+    "presence_penalty": "subtracted from the logits of tokens that the output has",
+    "frequency_penalty": "the same for each time that the output has them",
+    "repetition_penalty": "above 1 discourages tokens of the prompt and the output",
+    "seed": "makes the output a function of the seed and the prompt; unset: drawn from the server's `--seed`",
+    "stop": "strings that end the output; with `best_of` once all samples are drawn",
+    "stop_token_ids": "tokens that end the output",
+    "bad_words": "texts that are never generated: at the start, after a space, or inside a text",
+    "allowed_token_ids": "the only tokens that may be generated",
+    "logit_bias": "token ids and what is added to their logits",
+    "ignore_eos": "continue after end tokens",
+    "max_tokens": "most tokens of an output; more than fits is cut. In chats unset: as many as fit. 0 in a completion "
+    "with `echo`: score the prompt",
+    "min_tokens": "no end token, and no stop string, before this many tokens",
+    "logprobs": "log-probabilities of each token and of this many most likely ones; in chats true, with `top_logprobs`",
+    "logprob_token_ids": "log-probabilities of these tokens, before penalties and temperature, in place of the most "
+    "likely ones",
+    "prompt_logprobs": "the same for the prompt; not streamed",
+    "skip_special_tokens": "leave special tokens out of the text",
+    "include_stop_str_in_output": "keep the stop string in the text",
+    "detokenize": "make the text",
+    "pooling": 'return hidden states in place of tokens: "last", "mean" or "auto"',
+    "structured": "a form of the output, as `structured_outputs`",
+    "structured_outputs": "a form of the output: one of `json`, `regex`, `choice`, `grammar`, `json_object`, "
+    "`structural_tag`, and `disable_any_whitespace`",
+}
+GENERATION = {
+    "prompt": "one prompt, or several",
+    "messages": "the conversation: `role` and `content`, a text or parts (texts; images of users)",
+    "multi_modal_data": '`{"image": "data:..."}` or a list of these, of a single prompt',
+    "model": "a name that is served; may be left out",
+    "max_completion_tokens": "chats' newer name of `max_tokens`, which it overrides",
+    "top_logprobs": "most likely tokens of each place; needs `logprobs`",
+    "use_beam_search": "vLLM's way to ask for beams: `beam_width`, else `best_of`, else `n` of them",
+    "truncate_prompt_tokens": "keep this many tokens of the prompt; -1 leaves room for the output",
+    "truncation_side": "left: keep the last ones (default); right: the first ones",
+    "echo": "completions: put the prompt before the output; with `logprobs` it is scored. Chats: put the last message "
+    "before it, if it is the assistant's",
+    "stream": "answer with server-sent events",
+    "stream_options": "`include_usage`: a last chunk has the usage; `continuous_usage_stats`: each chunk has it",
+    "request_id": "the end of the answer's `id`; not one that is in progress",
+    "return_token_ids": "add `token_ids` to each choice or chunk, and `prompt_token_ids`",
+    "return_tokens_as_token_ids": "name tokens `token_id:N` in log-probabilities",
+    "cache_salt": "share cached prefixes only with requests of the same salt; at most 1,024 characters",
+    "add_special_tokens": "the tokenizer adds its own special tokens, such as BOS; in chats false, as the template "
+    "writes them",
+    "add_generation_prompt": "the template opens the assistant's turn; true unless given",
+    "continue_final_message": "the output continues the last message",
+    "documents": "given to a template that reads them, else refused",
+    "reasoning_effort": "given to a template that reads it, else named as ignored",
+    "chat_template_kwargs": 'variables that the template reads, such as `{"enable_thinking": false}`',
+    "thinking_token_budget": "most tokens of reasoning",
+    "include_reasoning": "false: leave reasoning out of the answer",
+    "tools": "functions that the model may call",
+    "tool_choice": 'auto, none, required, or a function: `{"type": "function", "function": {"name": ...}}`',
+    "parallel_tool_calls": "false: keep only the first call of an output",
+    "response_format": '`{"type": ...}`: text, json_object, json_schema or structural_tag',
+    "guided_json": "`json` of `structured_outputs`",
+    "guided_regex": "`regex` of `structured_outputs`",
+    "guided_choice": "`choice` of `structured_outputs`",
+    "guided_grammar": "`grammar` of `structured_outputs`",
+    "modalities": "only text",
+    "spaces_between_special_tokens": "only true",
+}
+RESPONSES = {
+    "input": "a text, or items: messages, calls, results and reasoning",
+    "instructions": "the system message",
+    "previous_response_id": "continue the conversation of a stored response",
+    "store": "false: don't store this response, on a server with `--store-responses`",
+    "metadata": "at most 16 strings, which the response repeats",
+    "tools": '`{"type": "function", "name": ..., "parameters": ...}`',
+    "tool_choice": 'none, auto, required, or `{"type": "function", "name": ...}`',
+    "parallel_tool_calls": "false: keep only the first call of an output",
+    "text": '`{"format": ...}`: text, json_object or json_schema',
+    "reasoning": '`{"effort": ...}`, for templates that read it',
+    "include": "only `reasoning.encrypted_content`, of which there is none",
+    "truncation": "only disabled: a prompt that is too long is refused",
+    "stream_options": "no option has an effect",
+    "max_output_tokens": "most tokens of the output; unset: as many as fit",
+    "stop": "strings that end the output",
+}
+MESSAGES = {
+    "messages": "roles user, assistant and system; a text or blocks",
+    "max_tokens": "most tokens of the output; more than fits is cut. Not for `count_tokens`",
+    "system": "the system message",
+    "tools": "`name`, `description`, `input_schema`",
+    "tool_choice": '`{"type": ...}`: auto, any, none, or tool with `name`; `disable_parallel_tool_use`',
+    "thinking": '`{"type": ...}`: enabled with `budget_tokens`, adaptive or disabled; `display`',
+    "output_config": "`format`: json_schema with `schema`; `effort`, for templates that read it",
+    "output_format": "the older name of `format` in `output_config`",
+    "cache_control": "no effect: prefixes are cached without it",
+    "stop_sequences": "strings that end the output",
+    "metadata": "no effect",
+}
+OTHERS: dict[str, tuple[type[RequestFields], dict[str, str]]] = {
+    "/v1/embeddings": (request_models.EmbeddingRequest, {
+        "input": "what to embed: one text or several, unless there are `messages`",
+        "encoding_format": "how vectors are written",
+        "embed_dtype": "number format of base64",
+        "endianness": "byte order of base64",
+        "normalize": "false: vectors are not scaled to length 1",
+        "use_activation": "the same as `normalize`",
+        "dimensions": "keep this many numbers of each vector, scaled to length 1 again",
+    }),
+    "/score": (request_models.ScoreRequest, {
+        "text_1": "one text, or as many as `text_2` has",
+        "text_2": "one text or several",
+    }),
+    "/rerank": (request_models.RerankRequest, {
+        "query": "the text that documents are compared with",
+        "documents": "the documents",
+        "top_n": "return only the nearest ones",
+        "return_documents": "false: leave their texts out of the answer",
+    }),
+    "/tokenize": (request_models.TokenizeRequest, {
+        "prompt": "a text, unless there are `messages`",
+        "return_token_strs": "return the tokens as texts too",
+    }),
+    "/detokenize": (request_models.DetokenizeRequest, {"tokens": "token ids"}),
+    "/v1/prefixes": (request_models.PrefixRequest, {
+        "name": "letters, digits, `.`, `_` or `-`, at most 64",
+        "text": "the prefix as a text, or",
+        "token_ids": "as token ids",
+    }),
+}  # fmt: skip
+"""Bodies that generate nothing, and their own fields."""
+PLURALS = {"string": "texts", "integer": "integers", "object": "objects"}
 
 
 def bytes_of(number: int) -> str:
@@ -49,27 +215,43 @@ def bytes_of(number: int) -> str:
     return f"{number >> 20} MiB" if number % (1 << 20) == 0 else f"{number >> 10} KiB"
 
 
-def flags(experiments: bool = False) -> Iterator[str]:
-    """The flags of `quire serve`, by their groups: those of a server, or those of experiments."""
-    _, named = build_parsers()
-    yield "| flag | what |\n|---|---|\n"
-    for group in named["serve"]._action_groups:
-        options = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
-        options = [action for action in options if action.option_strings and action.dest != "help"]
-        if not options or experiments != (group.title == "experiments"):
-            continue
-        if group.title not in ("options", "experiments"):
-            yield f"| **{group.title}** | |\n"
-        for action in options:
-            names = ", ".join(f"`{name}`" for name in action.option_strings)
-            if isinstance(action.metavar, str):
-                names += f" {action.metavar}"
-            elif action.choices:
-                names += " " + " \\| ".join(map(str, action.choices))
-            elif action.nargs != 0:
-                names += f" {action.dest.upper()}"
-            shown = (action.help or "").replace("%(default)s", str(action.default)).replace("|", "\\|")
-            yield f"| {names} | {shown} |\n"
+def table(columns: str, rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """A table with these columns."""
+    names = columns.split(", ")
+    yield f"| {' | '.join(names)} |\n|{'---|' * len(names)}\n"
+    for row in rows:
+        yield f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in row)} |\n"
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Names as code."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def flag_groups(command: str) -> Iterator[tuple[str, str, list[argparse.Action]]]:
+    """The titles, descriptions and flags of a command's groups."""
+    for group in build_parsers()[1][command]._action_groups:
+        actions = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+        actions = [action for action in actions if action.option_strings and action.dest != "help"]
+        if actions:
+            yield group.title or "", group.description or "", actions
+
+
+def flags(actions: Iterable[argparse.Action]) -> Iterator[str]:
+    """The names, values and meanings of flags."""
+    yield from table("flag, values, meaning", map(flag_row, actions))
+
+
+def flag_row(action: argparse.Action) -> Iterator[str]:
+    """Names, value and help of a flag."""
+    yield quoted(action.option_strings)
+    if isinstance(action.metavar, str):
+        yield action.metavar.strip("{}").replace(",", ", ")
+    elif action.choices:
+        yield ", ".join(map(str, action.choices))
+    else:
+        yield "" if action.nargs == 0 else action.dest.upper()
+    yield str(action.help or "").replace("%(default)s", str(action.default))
 
 
 def limits() -> Iterator[str]:
@@ -109,8 +291,8 @@ def limits() -> Iterator[str]:
         ("bytes of an answer that isn't streamed", f"{answer_size.MAX_BYTES:,}", "400", ""),
         ("bytes of all answers that wait for their clients", f"{answer_size.MAX_HELD_BYTES:,}", "503", ""),
         ("responses kept for previous_response_id", f"none, or N of --store-responses, in "
-         f"{bytes_of(routes.MAX_STORED_BYTES)}; the conversation of one: "
-         f"{bytes_of(routes.MAX_CONVERSATION)}", "the oldest go; 400", "`--store-responses`"),
+         f"{bytes_of(responses_routes.MAX_STORED_BYTES)}; the conversation of one: "
+         f"{bytes_of(responses_routes.MAX_CONVERSATION)}", "the oldest go; 400", "`--store-responses`"),
         ("conversations that wait for the chat template", f"{input_processor.MAX_WAITING}", "503", ""),
         ("log-probabilities in all answers under way", f"{answer_size.MAX_HELD_LOGPROBS:,}", "503", ""),
         ("a request's body", f"{bytes_of(guards.MAX_BODY)}, and what images may take in base64, "
@@ -124,8 +306,8 @@ def limits() -> Iterator[str]:
         ("time for complete headers", f"{bounds.head:g} s", "408", ""),
         ("an idle connection", f"{bounds.idle:g} s", "closed", ""),
         ("a client that reads nothing", f"{bounds.write:g} s", "closed", ""),
-        ("connections", f"the descriptors that are left less {serve_options.RESERVED_DESCRIPTORS}, at most "
-         f"{serve_options.MAX_CONNECTIONS:,}", "503 at once", "`--max-connections`"),
+        ("connections", f"the descriptors that are left less {options.RESERVED_DESCRIPTORS}, at most "
+         f"{options.MAX_CONNECTIONS:,}", "503 at once", "`--max-connections`"),
         ("HTTP requests waiting; their prompts: 16 times as many", f"{config.max_num_queued_reqs:,}", "503",
          "`--max-num-queued-reqs`"),
         ("a chat template's run", "1 s, on Linux 224 MiB more than its process starts with; a prompt of 1 MiB", "400",
@@ -141,27 +323,189 @@ def limits() -> Iterator[str]:
         yield "| " + " | ".join(row) + " |\n"
 
 
-def fields(names: frozenset[str]) -> Iterator[str]:
-    """Names, a line of at most 120 characters each."""
-    line = ""
-    for name in sorted(names):
-        item = f"`{name}`, "
-        if len(line) + len(item) > 120:
-            yield line.rstrip() + "\n"
-            line = ""
-        line += item
-    yield line.rstrip(", ") + ".\n"
+def value_of(schema: Mapping[str, Any]) -> str:
+    """The values that a JSON schema allows, as people write it."""
+    options = [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
+    *kinds, last = dict.fromkeys(kind for one in options for kind in kinds_of(one))
+    bounds = {name: value for one in (*options, schema) for name, value in one.items()}
+    text = f"{', '.join(kinds)} or {last}" if kinds else last
+    low, high = bounds.get("minimum"), bounds.get("maximum")
+    if low == -(2**63):
+        text += " of 64 bits"
+    elif low is not None:
+        text += f" from {low:g}" if high in (None, sampling_params.MAX_TOKENS) else f" from {low:g} to {high:g}"
+    if "maxLength" in bounds:
+        text += f" of {bounds['minLength']} to {bounds['maxLength']} characters"
+    if "maxItems" in bounds:
+        text += f", at most {bounds['maxItems']:,}"
+    return text
+
+
+def kinds_of(schema: Mapping[str, Any]) -> Iterator[str]:
+    """The types, or the values, of one alternative of a schema."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else ())
+    for value in values:
+        if value is not None:
+            yield value if isinstance(value, str) else json.dumps(value)
+    if not values and schema.get("type") == "array":
+        item = schema["items"]
+        yield PLURALS.get(item.get("type", "object")) or f"lists of {PLURALS[item['items']['type']]}"
+    elif not values:
+        kind = schema.get("type", "object")
+        yield {"string": "text", "boolean": "true or false"}.get(kind, kind)
+
+
+def body_fields(model: type[RequestFields]) -> dict[str, str]:
+    """The fields of a body with their values, without those that are refused."""
+    schema = model.model_json_schema()
+    return {
+        name: value_of(one) + (", required" if name in schema.get("required", ()) else "")
+        for name, one in schema["properties"].items()
+        if one.get("type") != "null"
+    }
+
+
+def apis_of(name: str) -> str:
+    """The APIs that have a field of chats or completions."""
+    if name in SharedChatFields.model_fields:
+        return "all"
+    in_chat, in_completions = name in body_fields(ChatRequest), name in body_fields(CompletionRequest)
+    return ", ".join(["chat"] * in_chat + ["completions"] * in_completions) or "Python"
+
+
+def explained(values: Mapping[str, str], meanings: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Names, values and meanings of fields. Raises ValueError unless exactly these fields have meanings."""
+    if values.keys() != meanings.keys():
+        raise ValueError(f"tools/doc_tables.py explains other fields than there are: {values.keys() ^ meanings.keys()}")
+    return ((name, values[name], meaning) for name, meaning in meanings.items())
 
 
 def sampling() -> Iterator[str]:
-    """The sampling parameters that all APIs take as they are declared."""
-    yield "| parameter | default | range | meaning |\n|---|---|---|---|\n"
-    for name, kind, _, default, param in sampling_params.PARAMS:
-        if param.shared:
-            ends = [f"{bound:g}" if abs(bound) < 1000 else "" for bound in (param.low, param.high) if bound is not None]
-            span = " to ".join(ends) if all(ends) else f"from {ends[0]}" if ends[0] else "a 64-bit integer"
-            shown = "none" if default is None else str(default).lower() if kind is bool else f"{default:g}"
-            yield f"| `{name}` | {shown} | {span} | {param.doc} |\n"
+    """The parameters of SamplingParams."""
+    fields_of = body_fields(ChatRequest) | body_fields(CompletionRequest)
+    defaults = {one.name: one.default for one in fields(SamplingParams) if one.name not in FILLED_PARAMS}
+    shown = {name: "" if one in (None, ()) else json.dumps(one) for name, one in defaults.items()}
+    rows = explained({name: fields_of.get(name, "") for name in defaults}, SAMPLING)
+    yield from table(
+        "parameter, default, values, APIs, meaning",
+        ((f"`{name}`", shown[name], value, apis_of(name), meaning) for name, value, meaning in rows),
+    )
+
+
+def generation() -> Iterator[str]:
+    """The other fields of completions and chats."""
+    fields_of = body_fields(ChatRequest) | body_fields(CompletionRequest)
+    rows = explained({name: value for name, value in fields_of.items() if name not in SAMPLING}, GENERATION)
+    yield from table(
+        "field, values, APIs, meaning",
+        ((f"`{name}`", value, apis_of(name), meaning) for name, value, meaning in rows),
+    )
+
+
+def own_fields(model: type[RequestFields], meanings: Mapping[str, str]) -> Iterator[str]:
+    """The fields of a body that not all APIs have."""
+    values = {name: one for name, one in body_fields(model).items() if name not in SharedChatFields.model_fields}
+    rows = explained(values, meanings)
+    yield from table("field, values, meaning", ((f"`{name}`", value, meaning) for name, value, meaning in rows))
+
+
+def other_fields() -> Iterator[str]:
+    """The fields of bodies that generate nothing."""
+    rows = []
+    for path, (model, meanings) in OTHERS.items():
+        values = body_fields(model)
+        chat_names = [name for name in values if name not in meanings and name in GENERATION]
+        own = {name: value for name, value in values.items() if name not in chat_names}
+        rows += [(path, f"`{name}`", value, meaning) for name, value, meaning in explained(own, meanings)]
+        if chat_names:
+            rows.append((path, quoted(chat_names), "", "as in chats"))
+    yield from table("route, field, values, meaning", rows)
+
+
+def refusals() -> Iterator[str]:
+    """The fields without effect, and those that are refused."""
+    rows = list[tuple[str, str, str]]()
+    bodies: dict[str, tuple[type[RequestFields], Iterable[str]]] = {
+        "completions": (CompletionRequest, request_models.REFUSED_FIELDS),
+        "chat": (ChatRequest, request_models.REFUSED_FIELDS),
+        "responses": (responses_input.ResponseRequest, responses_input.UNSUPPORTED_FIELDS),
+        "messages": (messages_input.MessageRequest, messages_input.UNSUPPORTED_FIELDS),
+    }
+    for api, (model, refused) in bodies.items():
+        null = model.model_fields.keys() - body_fields(model)
+        more = ", and what completions or chats have and this API has not" if api in ("responses", "messages") else ""
+        ignored = request_models.IGNORED_FIELDS - model.model_fields.keys()
+        rows.append((api, quoted(sorted(ignored)), quoted(sorted({*refused, *null})) + more))
+    yield from table("API, no effect, refused", rows)
+
+
+def errors() -> Iterator[str]:
+    """The types of errors by status."""
+    default = {False: "invalid_request_error", True: "api_error"}
+    rows = ((str(code), kind, ANTHROPIC_TYPES.get(code, default[code >= 500])) for code, kind in OPENAI_TYPES.items())
+    yield from table("status, type, type below /v1/messages", ((code, f"`{a}`", f"`{b}`") for code, a, b in rows))
+
+
+def routes(llm: AsyncLLM) -> Iterator[str]:
+    """The routes of a server. Those with one function and one key are a row."""
+    app = create_app(llm, ["tiny"], ServeOptions(server_info=True, tokenizer_info=True))
+    rows: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
+    for route in app.routes:
+        if isinstance(route, APIRoute) and not route.path.startswith("/console/"):
+            path = re.sub(r"{name(:path)?}", "NAME", route.path)
+            no_key = path in (*guards.OPEN_PATHS, *console.OPEN_PATHS)
+            key = "admin" if route.dependencies else "none" if no_key else "API"
+            paths, methods = rows.setdefault((key, route.endpoint.__doc__ or ""), ([], []))
+            methods += sorted({*(route.methods or ())} - {*methods})
+            paths += [] if path in paths else [path]
+    yield from table(
+        "route, methods, key, what it does",
+        (
+            (quoted(paths), ", ".join(methods), key, doc.partition("\n\n")[0].partition(". ")[0].rstrip(".") + ".")
+            for (key, doc), (paths, methods) in rows.items()
+        ),
+    )
+
+
+def metrics(llm: AsyncLLM) -> Iterator[str]:
+    """The metrics, without the labels that all have."""
+    yield from table(
+        "metric, type, labels, meaning",
+        (
+            (f"`{one.name}{'_total' * (one.type == 'counter')}`", one.type,
+             quoted(vars(one)["_labelnames"][len(LABELS) :]), one.documentation)
+            for one in Metrics(llm, "tiny", config=EngineConfig())._all_families(())
+        ),
+    )  # fmt: skip
+
+
+def reference(llm: AsyncLLM) -> Iterator[str]:
+    """The parts of the reference."""
+    yield "# Reference\n\nThis page lists the flags, limits, routes, fields and metrics of a server. "
+    yield "`tools/doc_tables.py` makes it;\n[serving.md](serving.md) explains them.\n\n## Flags of `quire serve`\n\n"
+    yield "`generate`, `chat`, `plan` and `run-batch` take the flags of the engine too.\n"
+    for title, description, actions in flag_groups("serve"):
+        yield f"\n### {'General' if title == 'options' else title[:1].upper() + title[1:]}\n\n"
+        yield f"{description}\n\n" if description else ""
+        yield from flags(actions)
+    batch_flags = (actions for title, _, actions in flag_groups("run-batch") if title == "batch")
+    for heading, text, rows in (
+        ("Flags of `quire run-batch`", "", flags(next(batch_flags))),
+        ("Limits", "", limits()),
+        ("Routes", "An admin key opens the routes of an API key too.", routes(llm)),
+        ("Sampling parameters", "Defaults are of requests and of `SamplingParams`; the model may have others. "
+         "*All*: completions, chat,\nresponses and messages.", sampling()),
+        ("Fields of completions and chats", "", generation()),
+        ("Fields of responses", "Beside the fields of all APIs.",
+         own_fields(responses_input.ResponseRequest, RESPONSES)),
+        ("Fields of messages", "Beside the fields of all APIs.", own_fields(messages_input.MessageRequest, MESSAGES)),
+        ("Fields of other routes", "", other_fields()),
+        ("Refused fields", "A field is refused unless it is null, false, 0 or empty.", refusals()),
+        ("Errors", "", errors()),
+        ("Metrics", f"All series have the labels {quoted(LABELS)} too.", metrics(llm)),
+    ):  # fmt: skip
+        yield f"\n## {heading}\n\n" + (f"{text}\n\n" if text else "")
+        yield from rows
 
 
 def layouts() -> Iterator[str]:
@@ -179,33 +523,39 @@ def layouts() -> Iterator[str]:
             yield f"| {' | '.join(row)} | {plan.kv_bytes / GIB:.1f} GiB | {plan.kv_tokens:,} |\n"
 
 
-TABLES: dict[str, Callable[[], Iterator[str]]] = {
-    "flags": flags, "experiments": partial(flags, experiments=True), "limits": limits, "layouts": layouts,
-    "sampling": sampling, "ignored": partial(fields, IGNORED_FIELDS), "refused": partial(fields, REFUSED_FIELDS),
-}  # fmt: skip
+TABLES = {"layouts": layouts}
 
 
 def written(text: str) -> str:
-    """The document with every table as the code says."""
+    """The page with every table as the code says."""
 
-    def table(found: re.Match[str]) -> str:
+    def made(found: re.Match[str]) -> str:
         return f"<!-- table {found[1]} -->\n{''.join(TABLES[found[1]]())}<!-- end of table -->\n"
 
-    return MARKED.sub(table, text)
+    return MARKED.sub(made, text)
+
+
+def made_pages() -> Iterator[tuple[Path, str]]:
+    """Each page with its text as the code says."""
+    llm = AsyncLLM(device="cpu", kv_tokens=1024, warm_up=False)
+    try:
+        yield REFERENCE, "".join(reference(llm))
+    finally:
+        llm.close()
+    for page in PAGES:
+        yield page, written(page.read_text(encoding="utf-8"))
 
 
 def main() -> int:
-    """0, or with --check 1 if a document is stale."""
-    parser = argparse.ArgumentParser(description="make the tables of docs/")
+    """0, or with --check 1 if a page is stale."""
+    parser = argparse.ArgumentParser(description="make docs/reference.md and the tables of other pages")
     parser.add_argument("--check", action="store_true")
     check, stale = parser.parse_args().check, 0
-    for document in DOCUMENTS:
-        text = document.read_text(encoding="utf-8")
-        fresh = written(text)
+    for page, text in made_pages():
         if not check:
-            document.write_text(fresh, encoding="utf-8")
-        elif fresh != text:
-            print(f"docs/{document.name} is stale: run tools/doc_tables.py", file=sys.stderr)
+            page.write_text(text, encoding="utf-8")
+        elif not page.is_file() or page.read_text(encoding="utf-8") != text:
+            print(f"docs/{page.name} is stale: run tools/doc_tables.py", file=sys.stderr)
             stale = 1
     return stale
 

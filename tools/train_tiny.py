@@ -256,7 +256,7 @@ def plot(report: Json, path: Path) -> None:
 
 
 def markdown(report: Json) -> str:
-    """The tables of docs/tiny-model.md."""
+    """Return the tables of a report as Markdown."""
     models = report["models"]
     lines = [
         "| model | parameters | layers | hidden | steps | tokens seen | seconds |",

@@ -220,7 +220,7 @@ def share(kinds: Json) -> float:
 
 
 def markdown(report: Json) -> str:
-    """The tables of docs/tiny-model.md."""
+    """Return the tables of a report as Markdown."""
     facts, judged = report["training"], report["judged"]
     lines = [
         "| parameters | steps | pictures drawn | pictures seen | seconds | held out | fresh |",

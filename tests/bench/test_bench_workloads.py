@@ -94,7 +94,7 @@ def test_bounds() -> None:
 
 
 # name, mean prompt and output, how far off as a share, and the longest request there may be. Where the paper states a
-# mean, the share is small; the others pin what docs/benchmarks.md says.
+# mean, the share is small; the others pin what is assumed.
 MEANS = [
     ("sharegpt@20000", 145, 300, 0.03, 2048),
     ("alpaca@20000", 18.5, 57, 0.03, 640),

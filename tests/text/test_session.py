@@ -137,11 +137,3 @@ def test_the_example_runs(example: Any, capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     assert "diverse beams" in shown
     assert "best-first search" in shown
-
-
-def test_the_docs_show_the_example() -> None:
-    source, docs = EXAMPLE.read_text(), (EXAMPLE.parent.parent / "docs" / "decoding.md").read_text()
-    blocks = [block.split("```")[0].strip() for block in docs.split("```python\n")[1:]]
-    shown = [block for block in blocks if block.startswith(("class ", "def "))]
-    assert len(shown) == 2
-    assert all(block in source for block in shown)

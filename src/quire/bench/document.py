@@ -1,6 +1,7 @@
 """The document of a measurement: one JSON schema for `quire bench` and `quire reproduce`, and its table.
 
-{"name", "command", "machine", "date", "real", "results": [...]}; docs/benchmarks.md describes the results.
+{"name", "command", "machine", "date", "real", "results": [...]}; docs/performance.md describes those of throughput,
+latency and serve.
 """
 
 from __future__ import annotations

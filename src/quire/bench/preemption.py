@@ -2,6 +2,11 @@
 victim (PagedAttention §4.5), end to end on workloads that favour different policies.
 
 Policies take turns, so that disturbances affect all of them; they are compared by measured time alone.
+
+The document has `costs`, which `--calibration` reads. The first result is the calibration: its samples, and the worst
+and median error of both fits as shares. With --compare one result a load follows: `seconds` of every run by policy,
+`better` of the two fixed ones, `auto_over_better` (at most `limit`) and `worse_over_better`. The prefix cache is off,
+because a recomputation could find its pages there.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def load_trace(
     if len(entries) > limits.requests:
         place.refuse(f"it has more than {limits.requests:,} requests", FIRST)
     if not entries:
-        place.refuse("it has no requests that can be used", "See docs/benchmarks.md for what a trace is")
+        place.refuse("it has no requests that can be used", "See docs/performance.md for what a trace is")
     return entries
 
 

@@ -53,7 +53,7 @@ UNSUPPORTED_FLAGS = (
     ("reasoning-parser-plugin", "no code is loaded by name; see --reasoning-parser"),
     ("enable-reasoning enable-in-reasoning reasoning-config", "reasoning is detected from the chat template; see "
      "--reasoning-parser"),
-    ("guided-decoding structured-outputs", "llguidance makes all grammars; see docs/structured.md"),
+    ("guided-decoding structured-outputs", "llguidance makes all grammars; see docs/serving.md"),
     ("limit-mm", "see --max-images, --max-image-pixels and --max-image-bytes"),
     ("allowed-local-media allowed-media media-io", "images come within requests: nothing is fetched"),
     ("mm- interleave-mm skip-mm disable-mm enable-mm video- language-model-only",

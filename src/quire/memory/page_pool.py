@@ -17,6 +17,8 @@ from typing import NamedTuple, Protocol
 
 SCRATCH = 0  # page 0 is never allocated; in a table it stands where a page was dropped
 WATERMARK_DIVISOR = 100  # 1 / 100 of a size class stays free when a sequence is admitted beside others
+# Jenga's aligned eviction takes the end of a window first, and a window is all or nothing, so it can cost hits under
+# heavy overload: 54.6 % instead of 59.9 % of prompts in a simulation. It is the default as in the paper.
 ALIGNED_PAGES = 16  # pages of each group that are released at a time
 
 

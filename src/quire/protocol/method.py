@@ -59,22 +59,31 @@ class Context(NamedTuple):
 
 
 class Method(Protocol):
-    """The decoding method of one request. At most `width` branches are live. `width`, `top` and `keep` are read once,
-    when the request is added. If a method breaks its contract, its request ends with an error (see
-    docs/decoding.md)."""
+    """The decoding method of one request. At most `width` branches are live, 1 to --max-num-seqs. `width`, `top` and
+    `keep` are read once, when the request is added.
+
+    Numbers are Python's own: int(array[0]), float(tensor). A method that breaks a rule below or raises ends its request
+    with finish_reason "error" and the rule as stop_reason; no other request is affected. Stop strings are searched for
+    in what all branches have in common, and one that is found there ends the request. One in a result alone cuts its
+    text, once all branches have ended."""
 
     width: int
 
     def top(self, context: Context) -> int:
-        """Return how many of the most likely tokens of each branch `advance` needs."""
+        """Return how many of the most likely tokens of each branch `advance` needs, 0 or more. Masked tokens are left
+        out, so a branch may have fewer."""
         ...
 
     def advance(self, branches: Seq[Branch], context: Context) -> Advance | None:
         """Return how the live branches continue. Called once a step, with the branches in the order of the last
-        choices. They must end before they have more than context.max_tokens outputs. Only a method of a session may
-        return None; then the caller changes the branches."""
+        choices; their `tokens` are read-only.
+
+        At most `width` choices. A `token` is any id of the vocabulary, among the candidates or not; log-probabilities
+        and scores are finite. Branches must end before they have more than context.max_tokens outputs; whether they end
+        at context.eos_ids is up to the method. Only a method of a session may return None; then the caller changes the
+        branches."""
         ...
 
     def keep(self) -> int:
-        """Return how many ended branches to keep: those with the best scores."""
+        """Return how many ended branches to keep, at least 1: those with the best scores."""
         ...

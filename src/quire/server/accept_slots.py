@@ -2,6 +2,10 @@
 
 Each frontend writes the number of its open connections into shared memory and reads those of the others. The frontend
 with the fewest accepts first. There are no locks: a number that is read late only makes the shares less even.
+
+SO_REUSEPORT, a socket for each frontend, is not used: a stopped frontend would leave its share of the clients hanging,
+and any program of the same user could listen on the port. Without turns, a burst of 200 connections was divided among
+four frontends as unevenly as 7 to 118.
 """
 
 from __future__ import annotations

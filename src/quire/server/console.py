@@ -62,7 +62,8 @@ class Console:
         self._files = {name: (folder / name).read_bytes() for name in FILES}
 
     async def page(self, request: Request) -> Response:
-        """Return the page. It names its files relative to PAGE/, so other paths are redirected there."""
+        """Return the page that shows the engine. It names its files relative to PAGE/, so other paths are redirected
+        there."""
         if not request.url.path.endswith(f"{PAGE}/"):
             return RedirectResponse(f"{PAGE[1:]}/")
         return Response(self._page, media_type="text/html", headers=HEADERS)

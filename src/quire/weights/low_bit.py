@@ -44,6 +44,7 @@ UNQUANTIZED_MODULES = re.compile(
 )
 """Modules that are not rounded to few bits; a file may have them so (see quire.weights.fp8)."""
 HEAD_MODULE = re.compile(r"(^|\.)head$")
+"""The head is rounded to 8 bits even with int4, because no later layer corrects its errors."""
 PIECE_NUMBERS = 1 << 18  # numbers quantized at once: they stay in a core's cache
 MakeWeight = Callable[[], LowBitWeight]
 WeightFormats = dict[str, tuple[LowBitFormat, ...]]

@@ -65,7 +65,8 @@ def test_published_ones(name: str, millions: int, most_rows: int, parts: int) ->
     [("llava-onevision-7b", 69), ("internvl2-8b", 72), ("phi-3-vision-4b", 52), ("llama3.2-vision-11b", 2322)],
 )
 def test_a_part_counts_as_about_the_tokens_that_take_as_long(name: str, expected: int) -> None:
-    """As measured on an H200: a tile of 1.32 ms where a token of 8,192 takes 19.2 us, and so on (docs/encoders.md)."""
+    """As measured on an H200 (docs/measurements/h200_sights_*.json): a tile of 1.32 ms where a token of 8,192 takes
+    19.2 us, and so on."""
     vision = read_spec(named_config(name)).vision
     assert vision is not None
     assert 0.8 < vision.part_tokens / expected < 1.9
