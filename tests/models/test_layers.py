@@ -12,7 +12,7 @@ import transformers
 from quire.errors import StartupError
 from quire.layers.linear import Linear, pack_onednn
 from quire.layers.mamba import MambaDims, MambaMixer
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import ResidualSum, RMSNorm
 
 CPU = torch.device("cpu")
 
@@ -100,6 +100,22 @@ def test_norms_of_gemma_equal_transformers(dtype: torch.dtype) -> None:
     total = x + theirs[0](delta).detach()
     torch.testing.assert_close(ours[1](x, delta), theirs[1](total).detach(), atol=1e-6, rtol=2 * step)
     torch.testing.assert_close(x, total, atol=1e-6, rtol=step)
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["kernel", "torch"])
+def test_norms_in_place_and_added(prepared: bool) -> None:
+    norm, rows, delta = RMSNorm(48, 1e-5, torch.float32, CPU), torch.randn(5, 96), torch.randn(5, 48)
+    norm.weight.normal_()
+    if prepared:
+        norm.prepare()
+    some, rest = rows.clone().split(48, dim=1)
+    norm.normalize_(rows[:, :48])
+    expected = torch.nn.functional.rms_norm(some, (48,), norm.weight, 1e-5)
+    torch.testing.assert_close(rows, torch.cat((expected, rest), dim=1))
+    total = some + torch.nn.functional.rms_norm(delta, (48,), norm.weight, 1e-5)
+    assert ResidualSum(norm)(some, delta) is some
+    torch.testing.assert_close(some, total)
+    assert ResidualSum()(some) is some
 
 
 WIDTHS = MambaDims(hidden=24, d_inner=48, dt_rank=6, d_state=5, d_conv=4)
