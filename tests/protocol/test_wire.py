@@ -355,8 +355,12 @@ def test_a_number_that_was_added_is_sent_where_it_is_not_its_default(monkeypatch
     monkeypatch.setattr(wire, "ADDED_NUMBERS", DEVICE_NUMBERS[2:4])  # as if these two were new
     after = [encode_frame(plan) for plan in plans]
     assert after[0] == before[0]
-    assert len(after[1]) == len(before[1]) + 16
+    assert len(after[1]) == len(before[1]) + 20
+    monkeypatch.setattr(wire, "ADDED_NUMBERS", DEVICE_NUMBERS[2:5])  # and one more later
     assert [decode_frame(frame) for frame in (*before, *after)] == plans * 2
-    monkeypatch.setattr(wire, "ADDED_NUMBERS", ())
-    with pytest.raises(WireError, match=r"sampling.*its flags are 16"):
+    monkeypatch.setattr(wire, "ADDED_NUMBERS", DEVICE_NUMBERS[2:3])
+    with pytest.raises(WireError, match=r"added numbers.*there are 2, and 1 are known"):
+        decode_frame(after[1])
+    monkeypatch.setattr(wire, "ADDED_NUMBERS", DEVICE_NUMBERS[6:8])
+    with pytest.raises(WireError, match=r"added numbers.*top_k is 0\.25, not an integer"):
         decode_frame(after[1])

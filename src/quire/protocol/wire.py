@@ -87,7 +87,7 @@ NUMBERS = [declared.name for declared in DEVICE_NUMBERS[:8]]
 ADDED_NUMBERS = DEVICE_NUMBERS[8:]
 CANDIDATES_ONLY, HAS_ALLOWED_TOKENS = 1, 2  # flags: candidates_only; allowed_token_ids is not None
 POOLING_FLAGS = {"": 0, "mean": 4, "last": 8}  # and one of these flags
-HAS_ADDED = 16  # flag: the values of ADDED_NUMBERS follow as floats, since one of them is not its default
+HAS_ADDED = 16  # flag: the count of ADDED_NUMBERS and their values as floats follow, since one is not its default
 POOLING_BY_FLAG = {flag: pooling for pooling, flag in POOLING_FLAGS.items()}
 
 
@@ -175,7 +175,7 @@ def _write_sampling(sampling: DeviceSamplingParams) -> Iterator[bytes]:
         | POOLING_FLAGS[sampling.pooling] | HAS_ADDED * has_added,
     )  # fmt: skip
     if has_added:
-        yield write_floats(added, "added numbers")
+        yield COUNT.pack(len(added)) + write_floats(added, "added numbers")
     yield write_ints(sampling.stop_token_ids, "stop tokens")
     yield write_ints(allowed or (), "allowed tokens")
     yield write_ints([token for token, _ in bias], "biased tokens")
@@ -272,12 +272,17 @@ def _read_sampling(reader: FrameReader) -> DeviceSamplingParams:
         SAMPLING, "sampling"
     )
     pooling = POOLING_BY_FLAG.get(flags & ~(CANDIDATES_ONLY | HAS_ALLOWED_TOKENS | HAS_ADDED))
-    if pooling is None or (num_allowed and not flags & HAS_ALLOWED_TOKENS) or (flags & HAS_ADDED and not ADDED_NUMBERS):
+    if pooling is None or (num_allowed and not flags & HAS_ALLOWED_TOKENS):
         raise reader.error("sampling", f"its flags are {flags}")
     by_name: dict[str, Any] = dict(zip(NUMBERS, numbers))
     if flags & HAS_ADDED:
-        added = zip(ADDED_NUMBERS, reader.read_floats(len(ADDED_NUMBERS), "added numbers"))
-        by_name |= {declared.name: declared.kind(value) for declared, value in added}
+        [count] = reader.unpack(COUNT, "added numbers")
+        if count > len(ADDED_NUMBERS):
+            raise reader.error("added numbers", f"there are {count}, and {len(ADDED_NUMBERS)} are known")
+        for declared, value in zip(ADDED_NUMBERS, reader.read_floats(count, "added numbers")):
+            if declared.kind is int and not value.is_integer():
+                raise reader.error("added numbers", f"{declared.name} is {value}, not an integer")
+            by_name[declared.name] = declared.kind(value)
     stop = reader.read_ints(num_stop, "stop tokens")
     allowed = reader.read_ints(num_allowed, "allowed tokens")
     bias = tuple(zip(reader.read_ints(num_biases, "biased tokens"), reader.read_floats(num_biases, "biases")))
