@@ -42,9 +42,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     """Call main with an echo engine in place of a model, and `stdin` as a pipe."""
 
     def go(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        stand_in = types.ModuleType("quire.startup.build")
-        stand_in.build = lambda config, progress=False: echo_service.built()  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "quire.startup.build", stand_in)
+        monkeypatch.setattr("quire.startup.build.build", lambda config, progress=False: echo_service.built())
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         try:
             status = main(arguments)
@@ -262,8 +260,8 @@ def test_papers_need_a_checkout(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_p
     status, out, err = run("reproduce", "--list")
     assert (status, out) == (2, "")
     assert "Clone the repository" in err
-    status, out, _ = run("bench", "list")
-    assert status == 0
+    status, out, err = run("bench", "list")
+    assert status == 0, err
     assert "throughput" in out
     assert "allocator" not in out
 

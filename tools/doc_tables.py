@@ -30,8 +30,9 @@ from quire.ipc import pixel_store
 from quire.models import read_spec
 from quire.models.named_configs import named_config
 from quire.protocol import columns, image_tiling, sampling_params
+from quire.protocol.device_params import MAX_TOKENS
 from quire.protocol.parallel_layout import Shard
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sampling_params import PARAMS, SamplingParams
 from quire.server import (
     answer_size,
     api_server,
@@ -75,26 +76,16 @@ SAMPLING = {
     "best_of": "samples, of which the `n` with the highest probability are returned, best first; unset: `n`. Streamed "
     "only if it is `n`",
     "beam_width": "beam search with this many beams; the best `n` are returned, best first",
-    "length_penalty": "of beam search: above 0 favours long outputs, below 0 short ones",
     "early_stopping": 'when beam search ends: true, false or "never", as in transformers',
     "method": "a factory of a decoding method of your own: [memories.md](memories.md#a-decoding-method-of-your-own)",
-    "temperature": "0 is greedy",
-    "top_p": "keep the most likely tokens up to this probability; above 0",
-    "top_k": "keep this many tokens; 0 or -1: all",
-    "min_p": "drop tokens below this share of the best one's probability",
-    "presence_penalty": "subtracted from the logits of tokens that the output has",
-    "frequency_penalty": "the same for each time that the output has them",
-    "repetition_penalty": "above 1 discourages tokens of the prompt and the output",
     "seed": "makes the output a function of the seed and the prompt; unset: drawn from the server's `--seed`",
     "stop": "strings that end the output; with `best_of` once all samples are drawn",
     "stop_token_ids": "tokens that end the output",
     "bad_words": "texts that are never generated: at the start, after a space, or inside a text",
     "allowed_token_ids": "the only tokens that may be generated",
     "logit_bias": "token ids and what is added to their logits",
-    "ignore_eos": "continue after end tokens",
     "max_tokens": "most tokens of an output; more than fits is cut. In chats unset: as many as fit. 0 in a completion "
     "with `echo`: score the prompt",
-    "min_tokens": "no end token, and no stop string, before this many tokens",
     "logprobs": "log-probabilities of each token and of this many most likely ones; in chats true, with `top_logprobs`",
     "logprob_token_ids": "log-probabilities of these tokens, before penalties and temperature, in place of the most "
     "likely ones",
@@ -333,7 +324,7 @@ def value_of(schema: Mapping[str, Any]) -> str:
     if low == -(2**63):
         text += " of 64 bits"
     elif low is not None:
-        text += f" from {low:g}" if high in (None, sampling_params.MAX_TOKENS) else f" from {low:g} to {high:g}"
+        text += f" from {low:g}" if high in (None, MAX_TOKENS) else f" from {low:g} to {high:g}"
     if "maxLength" in bounds:
         text += f" of {bounds['minLength']} to {bounds['maxLength']} characters"
     if "maxItems" in bounds:
@@ -385,7 +376,8 @@ def sampling() -> Iterator[str]:
     fields_of = body_fields(ChatRequest) | body_fields(CompletionRequest)
     defaults = {one.name: one.default for one in fields(SamplingParams) if one.name not in FILLED_PARAMS}
     shown = {name: "" if one in (None, ()) else json.dumps(one) for name, one in defaults.items()}
-    rows = explained({name: fields_of.get(name, "") for name in defaults}, SAMPLING)
+    declared = {one.name: one.param.doc for one in PARAMS} | SAMPLING
+    rows = explained({name: fields_of.get(name, "") for name in defaults}, {name: declared[name] for name in defaults})
     yield from table(
         "parameter, default, values, APIs, meaning",
         ((f"`{name}`", shown[name], value, apis_of(name), meaning) for name, value, meaning in rows),
@@ -395,7 +387,10 @@ def sampling() -> Iterator[str]:
 def generation() -> Iterator[str]:
     """The other fields of completions and chats."""
     fields_of = body_fields(ChatRequest) | body_fields(CompletionRequest)
-    rows = explained({name: value for name, value in fields_of.items() if name not in SAMPLING}, GENERATION)
+    rows = explained(
+        {name: value for name, value in fields_of.items() if name not in SamplingParams.__dataclass_fields__},
+        GENERATION,
+    )
     yield from table(
         "field, values, APIs, meaning",
         ((f"`{name}`", value, apis_of(name), meaning) for name, value, meaning in rows),

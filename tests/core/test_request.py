@@ -14,7 +14,7 @@ from memories import MAX_LEN, MEMORIES, VOCAB, Build
 from traces import Asked, Trace
 
 from quire.errors import InputError, Overloaded, PromptTooLong, QuireError
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.sampling_params import PARAMS, SamplingParams
 from quire.protocol.seeds import branch_seed, splitmix64
 
 NAN, INF = math.nan, math.inf
@@ -55,6 +55,11 @@ def refused(field: str, value: Any) -> str:
     assert caught.value.param.startswith(field)
     assert len(str(caught.value)) < 300
     return str(caught.value)
+
+
+def test_every_declared_parameter_is_listed_above() -> None:
+    apart = {"length_penalty", "best_of", "beam_width"}  # their bounds depend on other parameters
+    assert {one.name for one in PARAMS} == {*NUMBERS, *INTEGERS, *FLAGS} | apart
 
 
 @pytest.mark.parametrize("field", NUMBERS)

@@ -1,4 +1,4 @@
-"""Bugs planted in src/quire/data: how a model's config and weights are read."""
+"""Bugs planted in src/quire/models and src/quire/weights: how a model's config and weights are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs planted in src/quire/link and src/quire/parallel: between fronts and the engine's process, and among ranks."""
+"""Bugs planted in src/quire/ipc and src/quire/distributed: between frontends and the engine, and among ranks."""
 
 from __future__ import annotations
 

@@ -45,9 +45,9 @@ runs = st.one_of(st.just(()), st.lists(numbers, max_size=5).map(tuple))
 floats = st.floats(allow_nan=True, allow_infinity=True)
 texts = st.one_of(st.just(""), st.text(st.characters(), max_size=5))  # halves of surrogate pairs too
 samplings = st.builds(
-    DeviceSamplingParams, temperature=floats, top_p=floats, top_k=small, min_p=floats, presence_penalty=floats,
-    frequency_penalty=floats, repetition_penalty=floats, min_tokens=small, stop_token_ids=runs,
-    allowed_token_ids=st.none() | runs, logit_bias=st.lists(st.tuples(numbers, floats), max_size=3).map(tuple),
+    DeviceSamplingParams, **{one.name: floats if one.kind is float else small for one in DEVICE_NUMBERS},
+    stop_token_ids=runs, allowed_token_ids=st.none() | runs,
+    logit_bias=st.lists(st.tuples(numbers, floats), max_size=3).map(tuple),
     bad_word_ids=st.lists(runs, max_size=3).map(tuple), candidates_only=st.booleans(), prompt_logprobs=small,
     logprob_token_ids=runs, pooling=st.sampled_from(("", "mean", "last")),
 )  # fmt: skip

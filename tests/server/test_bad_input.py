@@ -8,13 +8,10 @@ import json
 import httpx
 import pytest
 
+from quire.protocol.sampling_params import PARAMS
 from quire.server.errors import Failure
 
-NUMERIC = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "best_of",
-    "beam_width", "length_penalty",
-)  # fmt: skip
+NUMERIC = tuple(one.name for one in PARAMS if one.kind is not bool)
 VALUES = ("null", '""', '"1"', "true", "-1", "0", "1e309", "NaN", "Infinity", "-Infinity", "2147483648",
           "9223372036854775808", "1e-320")  # fmt: skip
 # Which of the values a field may take, if it is more than null; everything else is an error.

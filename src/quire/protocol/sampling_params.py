@@ -2,7 +2,7 @@
 value and the limit.
 
 A number or truth is declared once, by the annotation of its field (`Param`). Its check, its place in step plans and on
-the wire, the field of HTTP requests, the flag and the row of docs/serving.md follow from that.
+the wire, the field of HTTP requests, the flag and the row of docs/reference.md follow from that.
 """
 
 from __future__ import annotations
