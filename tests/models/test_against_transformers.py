@@ -13,6 +13,7 @@ from dense_context import DenseContext
 from safetensors.torch import load_file, save_file
 
 from quire.models import read_model_config, read_spec, resolve_model_class
+from quire.models.architectures import ARCHITECTURES, Architecture
 from quire.weights.checkpoint_files import read_config
 from quire.weights.loader import load_weights
 
@@ -141,6 +142,12 @@ def built(folder: Path, prepare: bool = True) -> Any:
 def run(model: Any, context: DenseContext, tokens: torch.Tensor, start: int = 0) -> torch.Tensor:
     positions = torch.arange(start, start + len(tokens))
     return model.logits(model.forward(tokens, context.step(positions, torch.zeros_like(positions))))
+
+
+def test_every_declared_family_has_a_case() -> None:
+    declared = {name for name, one in ARCHITECTURES.items() if one == Architecture(one.read)}
+    elsewhere = {"InternLM2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"}
+    assert declared == {f"{name}ForCausalLM" for name, _ in CASES.values()} & declared | elsewhere
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -193,7 +193,7 @@ class RecordedDecodeSteps:
         try:
             ops, logits, allocated = record_step(self.library, lambda: self._compute_logits(size))
         except UnsupportedOp as operation:
-            log.debug("decode steps run eagerly: the model needs %s", operation)
+            log.info("decode steps run eagerly, which is slower: the model needs %s", operation)
             self.is_unsupported = True
             return False
         self.model_ops[size] = ops, self.arena.place_tensors(ops, allocated, logits, -(-self.max_rows // size))
