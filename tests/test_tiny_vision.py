@@ -42,9 +42,8 @@ def test_transformers_reads_it():
     assert len(tokenizer) <= model.config.text_config.vocab_size
 
 
-def test_its_report_is_what_the_docs_say():
+def test_its_report_is_what_the_training_reached():
     report = json.loads(REPORT.read_text(encoding="utf-8"))
-    assert train_tiny_vision.markdown(report) in (ROOT / "docs" / "tiny-model.md").read_text(encoding="utf-8")
     judged = report["judged"]
     assert train_tiny_vision.share(judged["held out"]) >= 0.95
     assert train_tiny_vision.share(judged["fresh"]) >= 0.99

@@ -141,7 +141,7 @@ def test_buffers_where_nothing_is_said() -> None:
     """On a GPU pages of 2 MiB over all layers. On a CPU 48 slots, and the first layout and page size with room for two
     of the longest sequences and at most 32,000 mappings: 49 slots, 16 buffers, 65 pages of 64 KiB are too many."""
     gpu, cpu = (EngineConfig(memory="virtual").with_device_defaults(device) for device in ("cuda", "cpu"))
-    assert (gpu.virtual_layout, gpu.virtual_page_kib) == ("sliced", 2048)
+    assert (gpu.experiment.virtual_layout, gpu.experiment.virtual_page_kib) == ("sliced", 2048)
     assert cpu.max_num_seqs == 48
     spec = ModelSpec("eight", (LayerSpec(2, 64),) * 8, 100, 4096, 64, 2, 64, 1000)
     for tokens, longest, wanted in (

@@ -96,7 +96,7 @@ def test_uniform_memory_keeps_every_token_of_every_layer() -> None:
     """Nothing leaves behind a window, and of a cached prefix every page must be there: also the second of eight."""
     held, found = {}, {}
     for name in ("paged", "uniform"):
-        config = EngineConfig(memory=name, page_size=4, max_num_seqs=8, max_num_batched_tokens=16, retention="paper")
+        config = EngineConfig.of(memory=name, page_size=4, max_num_seqs=8, max_num_batched_tokens=16, retention="paper")
         memory = build_memory(config, spec((None, 6), 48), MemorySize(256, 48, 2))
         assert isinstance(memory, PagedMemory)
         seq = resident(memory, 1, 30)
