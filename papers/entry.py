@@ -30,6 +30,18 @@ ALL: Point = MappingProxyType({})
 """As `where`: all points."""
 
 
+class Spread(NamedTuple):
+    """A number over several seeds: the mean, which claims judge, the lowest and the highest, shown with the unit."""
+
+    mean: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(sum(values) / len(values), min(values), max(values))
+
+
 def _verdict(holds: bool) -> str:
     return HOLDS if holds else DIFFERS
 
@@ -74,7 +86,7 @@ class Each(NamedTuple):
 
     `what` is a format string over the point's fields. `paper` is a value, a function of the point, or a mapping from
     the value of the point's field `key`; points that the mapping lacks are measured only. Ours is rounded to `digits`
-    after the point. `by` is "real" or "simulated"."""
+    after the point. `by` is "real" or "simulated", the entry's if empty."""
 
     row: str
     what: str
@@ -85,9 +97,9 @@ class Each(NamedTuple):
     where: Point | Callable[[Point], bool] = ALL
     key: str = ""
     digits: int = 2
-    by: str = "real"
+    by: str = ""
 
-    def results(self, points: Points) -> Iterable[Result]:
+    def results(self, points: Points, by: str) -> Iterable[Result]:
         for point in chosen(points, self.where):
             paper, rule = self.paper, self.rule
             if self.key:
@@ -95,8 +107,8 @@ class Each(NamedTuple):
                 rule = measured if paper is None else rule
             elif callable(paper):
                 paper = paper(point)
-            ours = _rounded(value(point, self.ours), self.digits)
-            yield Result(self.row, self.what.format_map(point), paper, ours, self.unit, rule(paper, ours), self.by)
+            what = self.what.format_map(point)
+            yield _result(self, what, paper, value(point, self.ours), rule, by)
 
 
 class Whole(NamedTuple):
@@ -109,12 +121,26 @@ class Whole(NamedTuple):
     paper: Any = None
     rule: Rule = measured
     digits: int = 2
-    by: str = "real"
+    by: str = ""
 
-    def results(self, points: Points) -> Iterable[Result]:
-        ours = _rounded(self.ours(points), self.digits)
+    def results(self, points: Points, by: str) -> Iterable[Result]:
+        ours = self.ours(points)
         if ours is not None:
-            yield Result(self.row, self.what, self.paper, ours, self.unit, self.rule(self.paper, ours), self.by)
+            yield _result(self, self.what, self.paper, ours, self.rule, by)
+
+
+def truth(row: str, what: str, holds: Callable[[Points], bool | None], by: str = "") -> Whole:
+    """Return a claim that is true or false."""
+    return Whole(row, what, holds, "", True, equal, by=by)
+
+
+def _result(claim: Each | Whole, what: str, paper: Any, ours: Any, rule: Rule, by: str) -> Result:
+    unit, digits = claim.unit, claim.digits
+    if isinstance(ours, Spread):
+        unit = f"{unit} ({ours.lowest:.{digits}f}-{ours.highest:.{digits}f})"
+        ours = ours.mean
+    ours = round(ours, digits) if isinstance(ours, float) else ours
+    return Result(claim.row, what, paper, ours, unit, rule(paper, ours), claim.by or by)
 
 
 class Column(NamedTuple):
@@ -126,17 +152,15 @@ class Column(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A table with a line for each point that has the values `where`."""
+    """A table with a line for each point that has the values `where`. A column may be the name of a field."""
 
-    columns: Sequence[Column]
+    columns: Sequence[Column | str]
     where: Point | Callable[[Point], bool] = ALL
 
     def text(self, points: Points) -> str:
-        rows = [
-            [_cell(value(point, column.read), column.form) for column in self.columns]
-            for point in chosen(points, self.where)
-        ]
-        return table([column.head for column in self.columns], rows)
+        columns = [Column(one, one) if isinstance(one, str) else one for one in self.columns]
+        rows = [[_cell(value(p, column.read), column.form) for column in columns] for p in chosen(points, self.where)]
+        return table([column.head for column in columns], rows)
 
 
 class Pivot(NamedTuple):
@@ -161,13 +185,28 @@ class Pivot(NamedTuple):
         return table((*self.down, *(f"{head}{self.unit}" for head in heads)), rows)
 
 
+class Run(NamedTuple):
+    """A runner, "module:function" below papers, which is called with `params`, in which `full` replaces values with
+    --full."""
+
+    runner: str
+    params: Mapping[str, Any] = MappingProxyType({})
+    full: Mapping[str, Any] = MappingProxyType({})
+
+    def points(self, full: bool) -> Points:
+        """Import and call the runner."""
+        module, _, name = self.runner.partition(":")
+        function: Callable[..., Points] = getattr(import_module(f"papers.{module}"), name)
+        return function(**{**self.params, **(self.full if full else {})})
+
+
 class Entry(NamedTuple):
     """A figure, table or claim of a paper.
 
-    `runner` is "module:function" below papers, imported when it runs and called with `params`, in which `full`
-    replaces values with --full. `claims`, `tables` and `note` (or a function of the points) make the results and the
-    text; `plot` draws the points. `gpu`: it needs a GPU. `timed`: its numbers are times of this machine; others are the
-    same on any machine. `part_of`: --all runs that entry instead."""
+    `runner`, `params` and `full` are those of a Run; the points of further runs, `also`, follow its points. `claims`,
+    `tables` and `note` (or a function of the points) make the results and the text; `plot` draws the points. `gpu`: it
+    needs a GPU. `timed`: its numbers are times of this machine; others are the same on any machine. `part_of`: --all
+    runs that entry instead. `by`: its numbers are "real" or "simulated", if a claim says no other."""
 
     about: str
     runner: str
@@ -180,11 +219,18 @@ class Entry(NamedTuple):
     gpu: bool = False
     timed: bool = False
     part_of: str | None = None
+    also: Sequence[Run] = ()
+    by: str = "real"
+
+    @property
+    def runs(self) -> list[Run]:
+        """Return all runs."""
+        return [Run(self.runner, self.params, self.full), *self.also]
 
     @property
     def samples(self) -> bool:
         """True if --full changes the run."""
-        return bool(self.full)
+        return any(run.full for run in self.runs)
 
     def run(self, full: bool = False) -> Reproduction:
         """Run the runner and judge its points."""
@@ -192,16 +238,17 @@ class Entry(NamedTuple):
             from quire.bench.replay import need_gpu
 
             need_gpu(f"quire reproduce: {self.about}")
-        module, _, name = self.runner.partition(":")
-        function: Callable[..., Points] = getattr(import_module(f"papers.{module}"), name)
-        return self.judge(function(**{**self.params, **(self.full if full else {})}))
+        return self.judge([point for one in self.runs for point in one.points(full)])
+
+    def results(self, points: Points) -> list[Result]:
+        """Judge the claims."""
+        return [result for claim in self.claims for result in claim.results(points, self.by)]
 
     def judge(self, points: Points) -> Reproduction:
         """Return the results, the text and the picture of points, measured here or read from a document."""
-        results = [result for claim in self.claims for result in claim.results(points)]
         note = self.note if isinstance(self.note, str) else self.note(points)
         text = "\n".join([*(one.text(points) for one in self.tables), *([note] if note else [])])
-        return Reproduction(results, text, lambda: self.draw(points), points)
+        return Reproduction(self.results(points), text, lambda: self.draw(points), points)
 
     def draw(self, points: Points) -> Figure:
         """Draw the points, or the results beside the paper's values if the entry has no plot."""
@@ -209,7 +256,7 @@ class Entry(NamedTuple):
 
         if self.plot is not None:
             return self.plot(points)
-        return beside([result for claim in self.claims for result in claim.results(points)], self.about)
+        return beside(self.results(points), self.about)
 
 
 def value(point: Point, read: Read) -> Any:
@@ -231,6 +278,40 @@ def one(points: Points, **where: Any) -> Point:
     return found[0]
 
 
+def having(field: str) -> Callable[[Point], bool]:
+    """Return a filter of the points that have a field."""
+    return lambda point: field in point
+
+
+def over(field: str, more: Point, less: Point) -> Callable[[Points], Any]:
+    """Return a function that divides a field of the only point with the values `more` that has it by that of the one
+    with `less`. Fields that are lists over seeds are divided seed by seed, into a Spread."""
+
+    return lambda points: _over(_only(points, field, more), _only(points, field, less))
+
+
+def falls(field: str, places: Sequence[Point], factor: float = 1.0) -> Callable[[Points], bool]:
+    """Return a function that tells whether a field falls from each of the points with these values to the next, by more
+    than `factor`; of lists over seeds, in the mean."""
+
+    def holds(points: Points) -> bool:
+        values = [_only(points, field, where) for where in places]
+        if isinstance(values[0], list):
+            return all(_over(a, b).mean > factor for a, b in pairwise(values))
+        return all(a > b * factor for a, b in pairwise(values))
+
+    return holds
+
+
+def _only(points: Points, field: str, where: Point) -> Any:
+    [found] = [point[field] for point in chosen(points, where) if field in point]
+    return found
+
+
+def _over(a: Any, b: Any) -> Any:
+    return Spread.of([x / y for x, y in zip(a, b)]) if isinstance(a, list) else float(a / b)
+
+
 def ratio(points: Points, field: str, more: Point, less: Point) -> float:
     """Return the ratio of a field in the only point with the values `more` to that in the one with `less`."""
     return float(one(points, **more)[field] / one(points, **less)[field])
@@ -240,10 +321,6 @@ def descending(points: Points, field: str) -> bool:
     """Return True if a field falls from each point to the next."""
     values = [point[field] for point in points]
     return all(before > after for before, after in pairwise(values))
-
-
-def _rounded(number: Any, digits: int) -> Any:
-    return round(number, digits) if isinstance(number, float) else number
 
 
 def _cell(content: Any, form: str) -> str:

@@ -1,10 +1,11 @@
-"""The kinds of picture that entries use: lines, bars (grouped or stacked), and the paper's values beside ours."""
+"""The kinds of picture that entries use: lines, bars (grouped or stacked), several of these in one figure, and the
+paper's values beside ours."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from papers.result import Result
 from quire.bench.plots import COLOURS, figure
@@ -15,22 +16,87 @@ if TYPE_CHECKING:
 
 Points = Sequence[Mapping[str, Any]]
 Plot = Callable[[Points], "Figure"]
+Choose = Callable[[Points], Points]
+"""From all points to those that a plot draws."""
 WIDTH, HEIGHT = 4.6, 3.6  # inches of a panel
+
+
+class Part(NamedTuple):
+    """A part of a picture: it draws some points on axes, with a panel for each value of the field `panel`."""
+
+    draw: Callable[[Axes, Points], None]
+    title: str
+    panel: str | None
+    of: Choose
+
+    def panels(self, points: Points) -> list[tuple[str, Points]]:
+        """Return the title and the points of each panel."""
+        points = self.of(points)
+        values = _values(points, self.panel)
+        return [(self.title if v is None else str(v), _having(points, self.panel, v)) for v in values]
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A picture in panels of `height` inches."""
+
+    title: str
+    parts: Sequence[Part]
+    height: float = HEIGHT
+    columns: int = 3
+
+    def __call__(self, points: Points) -> Figure:
+        panels = [(part.draw, *panel) for part in self.parts for panel in part.panels(points)]
+        columns = min(self.columns, len(panels))
+        rows = -(-len(panels) // columns)
+        fig = figure(WIDTH * columns + (2 if columns == 1 else 0), self.height * rows)
+        grid = fig.subplots(rows, columns, squeeze=False).flat
+        for axes in grid[len(panels) :]:
+            axes.set_axis_off()
+        for axes, (draw, title, mine) in zip(grid, panels):
+            draw(axes, mine)
+            if len(panels) > 1:
+                axes.set_title(title, fontsize=10)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=7, ncols=2 if len(axes.get_legend_handles_labels()[0]) > 3 else 1)
+        fig.suptitle(self.title)
+        return fig
+
+
+def row(title: str, *plots: Panels, columns: int = 3) -> Panels:
+    """Plot several plots in one figure, with the titles of their panels."""
+    return Panels(title, [part for plot in plots for part in plot.parts], max(plot.height for plot in plots), columns)
+
+
+def tall(fields: Mapping[str, str], line: str = "line", value: str = "value") -> Choose:
+    """Return a function that makes points with one `value` each out of points with several fields, for plots with a
+    line or a bar for each field. `fields` are names and labels, which are format strings over the point."""
+
+    def choose(points: Points) -> Points:
+        return [
+            {**point, line: label.format_map(point), value: point[field]}
+            for field, label in fields.items()
+            for point in points
+            if point.get(field) is not None
+        ]
+
+    return choose
 
 
 def lines(
     title: str, x: str, y: str, *, line: str | None = None, panel: str | None = None, labels: tuple[str, str],
     log_x: bool = False, log_y: bool = False, limit: float | None = None, bottom: float | None = 0.0,
-) -> Plot:  # fmt: skip
+    top: float | None = None, of: Choose = list,
+) -> Panels:  # fmt: skip
     """Plot the field `y` by `x`: a line for each value of `line`, a panel for each value of `panel`. `limit` is drawn
     as a dotted horizontal line."""
 
     def draw(axes: Axes, points: Points) -> None:
+        points = [p for p in points if p.get(y) is not None]
         for i, name in enumerate(_values(points, line)):
-            mine = sorted((p[x], p[y]) for p in _having(points, line, name) if p.get(y) is not None)
-            if mine:
-                style = ("o-", "s--", "^:")[i // len(COLOURS) % 3]
-                axes.plot(*zip(*mine), style, color=COLOURS[i % len(COLOURS)], label=_label(name), markersize=4)
+            mine = sorted((p[x], p[y]) for p in _having(points, line, name))
+            style = ("o-", "s--", "^:")[i // len(COLOURS) % 3]
+            axes.plot(*zip(*mine), style, color=COLOURS[i % len(COLOURS)], label=_label(name), markersize=4)
         if log_x:
             ticks = sorted({p[x] for p in points})
             axes.set_xscale("log", base=2)
@@ -38,40 +104,64 @@ def lines(
         if log_y:
             axes.set_yscale("log")
         elif bottom is not None:
-            axes.set_ylim(bottom)
+            axes.set_ylim(bottom, top)
         if limit is not None:
             axes.axhline(limit, color="black", linewidth=0.6, linestyle=":")
         axes.set_xlabel(labels[0])
         axes.set_ylabel(labels[1])
 
-    return partial(_panels, draw, title, panel)
+    return Panels(title, [Part(draw, title, panel, of)])
 
 
 def bars(
     title: str, x: str, y: str, *, bar: str | None = None, panel: str | None = None, label: str, stacked: bool = False,
-    form: str = "%.3g", limit: float | None = None,
-) -> Plot:  # fmt: skip
-    """Plot bars of the field `y` at each value of `x`, side by side or stacked: one for each value of `bar`."""
+    form: str = "%.3g", limit: float | None = None, horizontal: bool = False, log: bool = False,
+    paper: Callable[[Mapping[str, Any]], float | None] | None = None, height: float = HEIGHT, of: Choose = list,
+) -> Panels:  # fmt: skip
+    """Plot bars of the field `y` at each value of `x`, side by side or stacked: one for each value of `bar`. A black
+    line marks the value that `paper` gives for a bar's point."""
 
     def draw(axes: Axes, points: Points) -> None:
+        points = [p for p in points if p.get(y) is not None]
         at = _values(points, x)
         names = _values(points, bar)
-        width = 0.7 if stacked else 0.8 / len(names)
+        width = 0.7 if stacked else 0.8 / max(len(names), 1)
         below = [0.0] * len(at)
+        put = axes.barh if horizontal else axes.bar
         for i, name in enumerate(names):
-            mine = {p[x]: p[y] for p in _having(points, bar, name)}
-            heights = [mine.get(place) or 0.0 for place in at]
+            mine = {p[x]: p for p in _having(points, bar, name)}
+            heights = [mine[place][y] if place in mine else 0.0 for place in at]
             places = [k + (0.0 if stacked else width * (i - (len(names) - 1) / 2)) for k in range(len(at))]
-            drawn = axes.bar(places, heights, 0.95 * width, below, color=COLOURS[i % len(COLOURS)], label=_label(name))
-            axes.bar_label(drawn, fmt=form, fontsize=7, label_type="center" if stacked else "edge")
+            drawn = put(places, heights, 0.95 * width, below, color=COLOURS[i % len(COLOURS)], label=_label(name))
+            shown = [form % h if h and (not stacked or h > 0.03 * _most(points, y)) else "" for h in heights]
+            inside = stacked or paper is not None
+            axes.bar_label(
+                drawn, shown, fontsize=7, label_type="center" if inside else "edge",
+                color="white" if inside else "black",
+            )  # fmt: skip
             if stacked:
                 below = [low + more for low, more in zip(below, heights)]
-        axes.set_xticks(range(len(at)), [str(place).replace(", ", "\n") for place in at], fontsize=8)
+            if paper is not None:
+                there = [(k, paper(mine[place])) for k, place in zip(places, at) if place in mine]
+                marks = [mark for mark in there if mark[1] is not None]
+                axes.plot(*zip(*marks), "k_", markersize=18, label=None if i else "the paper's") if marks else None
+        labels = [str(place).replace(", ", "\n").replace(" (", "\n(") for place in at]
+        if horizontal:
+            axes.set_yticks(range(len(at)), list(map(str, at)), fontsize=8)
+            axes.invert_yaxis()
+        else:
+            axes.set_xticks(range(len(at)), labels, fontsize=8)
+        if log:
+            (axes.set_xscale if horizontal else axes.set_yscale)("log")
+        if stacked:
+            (axes.set_xlim if horizontal else axes.set_ylim)(0, 1.4 * max(below))
+        else:
+            (axes.set_xmargin if horizontal else axes.set_ymargin)(0.15)
         if limit is not None:
             axes.axhline(limit, color="black", linewidth=0.6, linestyle=":")
-        axes.set_ylabel(label)
+        (axes.set_xlabel if horizontal else axes.set_ylabel)(label)
 
-    return partial(_panels, draw, title, panel)
+    return Panels(title, [Part(draw, title, panel, of)], height)
 
 
 def beside(results: Sequence[Result], title: str) -> Figure:
@@ -93,27 +183,16 @@ def beside(results: Sequence[Result], title: str) -> Figure:
     return fig
 
 
-def _panels(draw: Callable[[Axes, Points], None], title: str, panel: str | None, points: Points) -> Figure:
-    values = _values(points, panel)
-    columns = min(3, len(values))
-    rows = -(-len(values) // columns)
-    fig = figure(WIDTH * columns + (2 if columns == 1 else 0), HEIGHT * rows)
-    for axes, which in zip(fig.subplots(rows, columns, squeeze=False).flat, values):
-        draw(axes, _having(points, panel, which))
-        if which is not None:
-            axes.set_title(str(which), fontsize=10)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=7)
-    fig.suptitle(title)
-    return fig
-
-
 def _values(points: Points, field: str | None) -> list[Any]:
     return [None] if field is None else list(dict.fromkeys(p[field] for p in points if field in p))
 
 
 def _having(points: Points, field: str | None, wanted: Any) -> Points:
     return points if field is None else [p for p in points if p.get(field) == wanted]
+
+
+def _most(points: Points, field: str) -> float:
+    return float(max(point[field] for point in points))
 
 
 def _label(name: Any) -> str | None:
