@@ -48,10 +48,6 @@ def _named(function: str) -> Callable[..., Any]:
     return found
 
 
-PANELS = {
-    "a": "OPT-13B, ShareGPT", "b": "OPT-66B, ShareGPT", "c": "OPT-175B, ShareGPT",
-    "d": "OPT-13B, Alpaca", "e": "OPT-66B, Alpaca", "f": "OPT-175B, Alpaca",
-}  # fmt: skip
 UNLIKE = {
     "ministral": "Ministral 8B in an H100's KV memory", "ministral-l4": "Ministral 8B in an L4's",
     "gemma-27b": "Gemma-2 27B in an H100's", "gemma-9b": "Gemma-2 9B in an L4's",
@@ -62,57 +58,7 @@ PICTURED = {
     "llava": "LLaVA-OneVision 7B", "internvl": "InternVL2 8B", "phi3": "Phi-3-Vision 4B", "paligemma": "PaliGemma2 10B",
 }  # fmt: skip
 ENTRIES: dict[str, Entry | entry.Entry] = {
-    "fig1": Entry("waste:figure_1", "PagedAttention Figure 1: memory of a 13B model, and its growth"),
-    "fig2": Entry("waste:figure_2", "PagedAttention Figure 2: what the KV memory of each system holds", samples=True),
-    "fig6": Entry("block_tables:figure_6", "PagedAttention Figure 6: the block table of one request"),
-    "fig7": Entry("block_tables:figure_7", "PagedAttention Figure 7: the block tables of two requests"),
-    "fig11": Entry("lengths:figure_11", "PagedAttention Figure 11: length distributions"),
-    "fig12": Entry("basic_sampling:figure_12", "PagedAttention Figure 12: latency by request rate", samples=True),
-    **{f"fig12{panel}": Entry(f"basic_sampling:figure_12{panel}", f"PagedAttention Figure 12{panel}: {title}",
-                              samples=True, part_of="fig12") for panel, title in PANELS.items()},
-    "fig13": pagedattention.ENTRIES["fig13"],
-    "fig12a-gpu": Entry(
-        "serving_gpu:figure_12a_gpu",
-        "PagedAttention Figure 12a on a GPU, every system",
-        samples=True,
-        gpu=True,
-        timed=True,
-    ),
-    "fig13-gpu": Entry(
-        "serving_gpu:figure_13_gpu",
-        "PagedAttention Figure 13a on a GPU, every system",
-        samples=True,
-        gpu=True,
-        timed=True,
-    ),
-    "fig14": Entry(
-        "beams_serving:figure_14", "PagedAttention Figure 14: parallel sampling and beam search", samples=True
-    ),
-    "fig15": Entry("sharing:figure_15", "PagedAttention Figure 15: memory saved by sharing", samples=True),
-    "fig16": Entry("shared_prefix:figure_16", "PagedAttention Figure 16: translation, a prefix shared", samples=True),
-    "fig17": Entry("chat:figure_17", "PagedAttention Figure 17: chatbot", samples=True),
-    "fig18a": Entry(
-        "attention_blocks:figure_18a", "PagedAttention Figure 18a: what paging costs attention", gpu=True, timed=True
-    ),
-    "fig18b": Entry(
-        "attention_blocks:figure_18b", "PagedAttention Figure 18b: latency by page size", samples=True, timed=True
-    ),
-    "fig19a": Entry(
-        "swap_or_recompute:figure_19a", "PagedAttention Figure 19a: swapping and recomputing by page size", timed=True
-    ),
-    "fig19b": Entry(
-        "preemption_serving:figure_19b", "PagedAttention Figure 19b: serving with swaps and with recomputation"
-    ),
-    "table1": Entry("closed_forms:table_1", "PagedAttention Table 1: model sizes and KV slots"),
-    "x1": Entry("closed_forms:kv_of_a_request", "PagedAttention §3: KV bytes of a token and of a request"),
-    "table-scope": Entry(
-        "overheads:table_scope", "PagedAttention footnote 1: one page table, or one a layer", timed=True
-    ),
-    "step-overhead": Entry(
-        "overheads:step_overhead", "PagedAttention: what the control plane costs a step", timed=True
-    ),
-    "x4": Entry("code_size:code_size", "PagedAttention §5: size of the code"),
-    "r1": Entry("page_sizes:page_sizes", "A review of PagedAttention: page sizes from 1 to 256, by simulation"),
+    **{name: one for name, one in pagedattention.ENTRIES.items() if name not in ("c1", "c5")},
     **vattention.ENTRIES,
     "jenga-fig3": Entry("unlike_layers:figure_3", "Jenga Figure 3, §3.2: what uniform pages waste"),
     "jenga-fig4": Entry("eviction_orders:figure_4", "Jenga Figure 4: balanced and aligned eviction, and without"),
@@ -171,8 +117,8 @@ ENTRIES: dict[str, Entry | entry.Entry] = {
     "jenga-x5": Entry("decode_batches:longest_request", "Jenga §7.2: the longest request on an L4"),
     "jenga-x1": Entry("planned_pages:planner_table", "Jenga §4.4: compatible pages of the paper's models"),
     "jenga-x2": Entry("unlike_layers:kv_of_llama", "Jenga §2: KV of 10,000 tokens of Llama 3.1 8B"),
-    "c1": Entry("memories:every_memory", "One trace through every memory: waste, batches, latency", timed=True),
-    "c5": Entry("equality:same_tokens", "The same greedy tokens by every memory, page size, batch and preemption"),
+    "c1": pagedattention.ENTRIES["c1"],
+    "c5": pagedattention.ENTRIES["c5"],
 }  # fmt: skip
 
 

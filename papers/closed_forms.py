@@ -1,70 +1,56 @@
-"""Reproduce PagedAttention Table 1 and the arithmetic of §3: bytes of weights and of KV, from the models' shapes alone.
-
-The paper writes KB and GB for powers of ten and for powers of two; each result names the one that it uses.
-"""
+"""Compute sizes of weights and of KV from models' shapes, and the lengths that our workloads draw."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
-from papers.result import Reproduction, Result, equal, near
+import numpy as np
+
+from papers.plots import beside
+from quire.bench.workloads import DRAWN
 from quire.models import read_spec
 from quire.models.named_configs import named_config
 from quire.protocol.model_spec import ModelSpec
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 FP16 = 2
 GIB = 2**30
-TOLERANCE = 0.02
-
-# name -> GB of parameters, GB for KV cache, thousands of KV slots, as Table 1 gives them
-TABLE_1 = {"opt-13b": (26, 12, 15.7), "opt-66b": (132, 21, 9.7), "opt-175b": (346, 264, 60.1)}
+bars = beside
 
 
 def spec_of(name: str) -> ModelSpec:
     return read_spec(named_config(name))
 
 
-def table_1() -> Reproduction:
-    """Compute parameters in 10^9 bytes, and the slots of a KV cache whose size is given in 2^30 bytes."""
-    results = []
-    for name, (parameters, cache, slots) in TABLE_1.items():
+def model_sizes(kv_gib: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return, for models and the sizes of their KV memory, the 10^9 bytes of parameters, thousands of KV slots, the
+    1,024 bytes of KV of a token, and the 1,000 * 2^20 bytes of a request of the greatest length."""
+    points = []
+    for name, gib in kv_gib.items():
         spec = spec_of(name)
-        ours = round(spec.parameters * FP16 / 1e9, 1)
-        results.append(near("P-T1", f"{name}: parameters", parameters, ours, "GB (10^9 bytes)", TOLERANCE))
-        thousands = round(cache * GIB / spec.token_bytes(FP16) / 1000, 1)
-        results.append(near("P-T1", f"{name}: KV slots in {cache} GiB", slots, thousands, "thousands", TOLERANCE))
-    return Reproduction(results, "", lambda: bars(results, "Table 1: parameters and KV slots of OPT"))
+        token = spec.token_bytes(FP16)
+        points.append({
+            "model": name, "parameters": spec.parameters * FP16 / 1e9, "kv_gib": gib,
+            "slots": gib * GIB / token / 1000, "token": token // 1024, "request": token * spec.max_len / 2**20 / 1000,
+        })  # fmt: skip
+    return points
 
 
-def kv_of_a_request() -> Reproduction:
-    """Compute §3's numbers: 800 KB a token and 1.6 GB a request of OPT-13B."""
-    spec = spec_of("opt-13b")
-    token = spec.token_bytes(FP16)
-    request = token * spec.max_len
-    results = [
-        equal("P-X1", "opt-13b: KV cache of a token", 800, token // 1024, "KB (1,024 bytes)"),
-        equal("P-X1", "opt-13b: KV cache of 2,048 tokens", 1.6, request / 2**20 / 1000, "GB (1,000 MiB)"),
-    ]
-    return Reproduction(
-        results, f"{token:,} bytes a token, {request:,} a request", lambda: bars(results, "KV cache of OPT-13B")
-    )
-
-
-def bars(results: list[Result], title: str) -> Figure:
-    """Draw the paper's number and ours side by side, with a panel for each, since units differ."""
-    from quire.bench.plots import COLOURS, figure
-
-    columns = min(2, len(results))
-    lines = -(-len(results) // columns)
-    fig = figure(9, 1.0 + 1.3 * lines)
-    for axes, result in zip(fig.subplots(lines, columns, squeeze=False).flat, results):
-        bars = axes.barh(["ours", "paper"], [result.ours, result.paper], color=COLOURS[:2], height=0.6)
-        axes.bar_label(bars, padding=4, fmt="%g")
-        axes.set_xlim(0, 1.2 * max(result.ours, result.paper))
-        axes.set_title(f"{result.what}, {result.unit}", fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-    fig.suptitle(title)
-    return fig
+def lengths(longest: Mapping[str, int], count: int, bins: int) -> list[dict[str, Any]]:
+    """Return the mean lengths of prompts and outputs of workloads before clipping (`drawn`) and as served, and the per
+    cent that are clipped; then the densities before clipping, up to the longest length of each workload."""
+    means, densities = [], []
+    for name, most in longest.items():
+        rng = np.random.default_rng(0)
+        for length, kind in zip(("prompt", "output"), DRAWN[name]):
+            drawn = kind.draw(rng, count)
+            of = {"workload": name, "length": length}
+            clipped = kind.clip(drawn)
+            means.append({
+                **of, "drawn": float(drawn.mean()), "served": float(clipped.mean()),
+                "clipped": 100 * float((clipped != drawn).mean()),
+            })  # fmt: skip
+            density, edges = np.histogram(drawn, np.linspace(0, most, bins + 1), density=True)
+            middles = (edges[:-1] + edges[1:]) / 2
+            densities += [{**of, "tokens": x, "density": y} for x, y in zip(middles.tolist(), density.tolist())]
+    return [*means, *densities]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +23,17 @@ from papers.entry import (
     at_most,
     at_most_times,
     between,
+    chosen,
     cited,
     equal,
     grouped,
+    having,
     highest,
     lowest,
     measured,
     one,
 )  # fmt: skip
-from papers.plots import across, bars, lines
+from papers.plots import bars, lines, tall
 from quire.bench.document import table
 from quire.worker.virtual.latencies import CALL_INFOS, KIB, PAGE_SIZES, PAPER_BANDWIDTH
 
@@ -80,8 +83,8 @@ ENTRIES["vattention-table1"] = Entry(
          "Of TensorRT-LLM (§3.3.2): throughput fell from 412 to 365 tokens/s, 11.4 %. \"This issue was attributed to\n"
          "the Python runtime of TensorRT-LLM and moving to a C++ runtime can mitigate the CPU overhead.\" This engine\n"
          "plans in Python while the device computes, so its time shows only where a step is shorter than a plan.",
-    plot=lambda points: across("vAttention Table 1: issues that paging brings, as cited", "name", "percent",
-                               label="overhead as cited, %")([p for p in points if p["percent"] is not None]),
+    plot=bars("vAttention Table 1: issues that paging brings, as cited", "name", "percent", horizontal=True,
+              label="overhead as cited, %", of=lambda points: [p for p in points if p["percent"] is not None]),
 )  # fmt: skip
 
 
@@ -110,7 +113,9 @@ def _lines_of_code(title: str, points: Points) -> Figure:
     switches = [{"name": f"{p['before']} to {p['after']}", "lines": p["lines"], "by": "a switch of kernels"}
                 for p in points if p.get("before") == "sdpa"]  # fmt: skip
     ours = [{"name": p["what"], "lines": p["lines"], "by": "code here"} for p in points if "what" in p]
-    return across(title, "name", "lines", bar="by", label="lines", form="{:,.0f}", log=True)([*paper, *switches, *ours])
+    return bars(title, "name", "lines", horizontal=True, bar="by", label="lines", form="%.0f", log=True)(
+        [*paper, *switches, *ours]
+    )
 
 
 ENTRIES["vattention-table2"] = Entry(
@@ -237,8 +242,8 @@ ENTRIES["vattention-fig7"] = Entry(
                   title="Pages of 16 tokens in a K-cache for 2 requests of at most 48 tokens:")],
     note="The figure shows demand alone. With `map_ahead` after each step (§6.2) a page more would lie under reqId 1\n"
          "in (b), for the next request, and under a request whose pages are full.",
-    plot=lambda points: across("vAttention Figure 7: pages of two requests", "what", "count", panel="reqid",
-                               label="pages")(_by_reqid(points)),
+    plot=bars("vAttention Figure 7: pages of two requests", "what", "count", horizontal=True, panel="reqid",
+              label="pages", of=_by_reqid),
 )  # fmt: skip
 
 
@@ -266,11 +271,11 @@ ENTRIES["vattention-fig12"] = Entry(
         Each("V-F12", "the most of any switch, {before} to {after} (limit: 10)", "lines", "lines", None,
              at_most(10), derive=lambda points: highest([p for p in points if "before" in p], "lines")),
         Each("V-F12", "{call}: over virtual tensors to the bit what it gives over ordinary ones", "equal", "", True,
-             equal, lambda point: "call" in point),
+             equal, having("call")),
         *_changed("V-F12", "see below"),
-        Each("V-F12", "--attention: {what}", "lines", "lines of code", where=lambda point: "what" in point),
+        Each("V-F12", "--attention: {what}", "lines", "lines of code", where=having("what")),
     ],
-    tables=[Pivot(("before",), "after", "lines", where=lambda point: "before" in point,
+    tables=[Pivot(("before",), "after", "lines", where=having("before"),
                   title="Lines that go and lines that come, each counted, imports too:")],
     note=_note_of_switches,
     plot=lambda points: _lines_of_code("vAttention Figure 12: what replacing a kernel takes", points),
@@ -305,16 +310,16 @@ ENTRIES["vattention-table4"] = Entry(
     "vAttention Table 4: the interface to a serving framework",
     "reqids:interface",
     claims=[
-        Each(row, what, field, unit, paper, measured if paper is None else equal, lambda point: "tensors" in point)
+        Each(row, what, field, unit, paper, measured if paper is None else equal, having("tensors"))
         for row, what, field, paper, unit in _CALLS
     ],
-    tables=[Pivot(("call",), "reqid", "count", where=lambda point: "call" in point,
+    tables=[Pivot(("call",), "reqid", "count", where=having("call"),
                   title="A session of three reqIds, with 8 pages of 16 tokens:")],
     note="`pages` are those made at start, of each buffer. Beside the four: `map_ahead`, for a caller that has\n"
          "launched an iteration and wants no thread; `counts`; `close`. What the paper leaves open: with all reqIds\n"
          "active alloc_reqid returns -1; wrong ids and lengths are InputErrors; a refused call changes nothing.",
-    plot=lambda points: across("vAttention Table 4: a session through the interface, 8 pages of 16 tokens", "call",
-                               "count", panel="reqid", label="pages")([p for p in points if "call" in p]),
+    plot=bars("vAttention Table 4: a session through the interface, 8 pages of 16 tokens", "call", "count",
+              horizontal=True, panel="reqid", label="pages", of=partial(chosen, where=having("call"))),
 )  # fmt: skip
 
 
@@ -382,10 +387,8 @@ ENTRIES["vattention-fig3"] = Entry(
         Pivot(("batch", "context"), "memory", "us", ".1f", ", us"),
         Pivot(("batch",), "context", "percent", "+.1f", derive=_by_context, title="What paging adds, in %:"),
     ],
-    plot=lambda points: lines(
-        "vAttention Figure 3: what paging adds to decodes, Yi-6B", "context", "percent",
-        line="line", labels=("context, tokens", "% over contiguous memory"), log_x=True, bottom=None,
-    )(_by_context(points)),
+    plot=lines("vAttention Figure 3: what paging adds to decodes, Yi-6B", "context", "percent", line="line",
+               labels=("context, tokens", "% over contiguous memory"), log_x=True, bottom=None, of=_by_context),
     gpu=True, timed=True,
 )  # fmt: skip
 
@@ -416,10 +419,8 @@ ENTRIES["vattention-fig4"] = Entry(
     ],
     tables=[Pivot(("batch", "context"), "way", "us", ".0f", ", us")],
     note="FlashInfer's kernels are not run.",
-    plot=lambda points: lines(
-        "vAttention Figure 4: attention of prompts, Yi-6B", "context", "rate", line="way", panel="panel",
-        labels=("tokens of a prompt", "TFLOP/s"), log_x=True,
-    )(_tflops(points)),
+    plot=lines("vAttention Figure 4: attention of prompts, Yi-6B", "context", "rate", line="way", panel="panel",
+               labels=("tokens of a prompt", "TFLOP/s"), log_x=True, of=_tflops),
     gpu=True, timed=True,
 )  # fmt: skip
 
@@ -544,10 +545,8 @@ ENTRIES["vattention-fig10"] = Entry(
         Column("median ms", "median", ".2f"), Column("p99 ms", "p99", ".2f"), Column("most ms", "most", ".2f"),
         "spikes", Column("steps with maps in their way", "mapping"), "pages",
     ], derive=_facts)],
-    plot=lambda points: lines(
-        "vAttention Figure 10: decode steps, 4 sequences of 32K tokens, Llama-3-8B", "step", "ms", line="way",
-        panel="panel", labels=("step", "ms"), markers=False,
-    )(_each_step(points)),
+    plot=lines("vAttention Figure 10: decode steps, 4 sequences of 32K tokens, Llama-3-8B", "step", "ms", line="way",
+               panel="panel", labels=("step", "ms"), markers=False, of=_each_step),
     gpu=True, timed=True,
 )  # fmt: skip
 
@@ -641,11 +640,6 @@ def _largest(field: str, *base: int) -> Any:
     )
 
 
-def _three_panels(points: Points) -> list[Point]:
-    names = {"tokens_s": "(a) tokens/s", "ms": "(b) ms a step", "mb_s": "(c) MB/s of new KV"}
-    return [{**p, "value": p[field], "panel": panel} for field, panel in names.items() for p in points]
-
-
 ENTRIES["vattention-fig6"] = Entry(
     "vAttention Figure 6: decodes of 1K tokens by batch, and the memory they ask for",
     "dummy_engines:decodes",
@@ -662,8 +656,9 @@ ENTRIES["vattention-fig6"] = Entry(
         "model", "batch", Column("tokens/s", "tokens_s", ".1f"),
         Column("ms a step", "ms", ".1f"), Column("MB/s of new KV", "mb_s", ".1f"),
     ])],
-    plot=lambda points: lines("vAttention Figure 6: decodes at 1K tokens a sequence", "batch", "value", line="model",
-                              panel="panel", labels=("batch", ""), log_x=True)(_three_panels(points)),
+    plot=lines("vAttention Figure 6: decodes at 1K tokens a sequence", "batch", "value", line="model", panel="panel",
+               labels=("batch", ""), log_x=True,
+               of=tall({"tokens_s": "(a) tokens/s", "ms": "(b) ms a step", "mb_s": "(c) MB/s of new KV"}, "panel")),
     gpu=True, timed=True,
 )  # fmt: skip
 
@@ -750,8 +745,8 @@ ENTRIES["vattention-fig11"] = Entry(
         Column("ms for that", "stalled_ms", ".2f"),
     ], derive=_compared)],
     note="Prompts of 16,384 tokens; the small shape has 8 layers and prompts of 2,048.",
-    plot=across("vAttention Figure 11: a prompt, with pages mapped first and not", "way", "ms", panel="model",
-                label="ms until the first token", form="{:,.0f}"),
+    plot=bars("vAttention Figure 11: a prompt, with pages mapped first and not", "way", "ms", horizontal=True,
+              panel="model", label="ms until the first token", form="%.0f"),
     timed=True,
 )  # fmt: skip
 
@@ -784,10 +779,9 @@ ENTRIES["vattention-fig8"] = Entry(
     ],
     tables=[Pivot(("model", "length"), "way", lambda point: 1000 * point["seconds"], ".2f",
                   title="Attention of whole prompts, all layers, in ms:")],
-    plot=lambda points: lines(
-        "vAttention Figure 8: attention of prompts in chunks of 2,048", "length", "rate", line="way", panel="model",
-        labels=("tokens of a prompt", "tokens/s, attention alone"), log_x=True, log_y=True,
-    )([{**p, "rate": p["length"] / p["seconds"]} for p in points]),
+    plot=lines("vAttention Figure 8: attention of prompts in chunks of 2,048", "length", "rate", line="way",
+               panel="model", labels=("tokens of a prompt", "tokens/s, attention alone"), log_x=True, log_y=True,
+               of=lambda points: [{**p, "rate": p["length"] / p["seconds"]} for p in points]),
     gpu=True, timed=True,
 )  # fmt: skip
 
@@ -827,10 +821,9 @@ ENTRIES["vattention-table6"] = Entry(
     ],
     tables=[Pivot(("model", "length"), "way", "s", ".3f", derive=_with_papers_seconds,
                   title="Seconds to the first token:")],
-    plot=lambda points: lines(
-        "vAttention Table 6: seconds to the first token", "length", "s", line="way", panel="model",
-        labels=("tokens of a prompt", "s"), log_x=True, log_y=True,
-    )([p for p in _with_papers_seconds(points) if p["way"] not in KERNELS[:2]]),
+    plot=lines("vAttention Table 6: seconds to the first token", "length", "s", line="way", panel="model",
+               labels=("tokens of a prompt", "s"), log_x=True, log_y=True,
+               of=lambda points: [p for p in _with_papers_seconds(points) if p["way"] not in KERNELS[:2]]),
     gpu=True, timed=True,
 )  # fmt: skip
 
@@ -890,9 +883,7 @@ ENTRIES["vattention-views"] = Entry(
         Column("mapped us", lambda point: point["base"]["us"], ".1f"), Column("speed", "ratio", ".3f"),
     ], derive=_speeds)],
     note="4 sequences, 8 heads of 64, a buffer a layer, one thread a core.",
-    plot=lambda points: lines(
-        "vAttention §5.2: torch's attention over mapped pages on a CPU", "context", "ratio", line="line",
-        panel="panel", labels=("tokens", "times ordinary memory's speed"), log_x=True, bottom=None,
-    )(_speeds(points)),
+    plot=lines("vAttention §5.2: torch's attention over mapped pages on a CPU", "context", "ratio", line="line",
+               panel="panel", labels=("tokens", "times ordinary memory's speed"), log_x=True, bottom=None, of=_speeds),
     timed=True,
 )  # fmt: skip

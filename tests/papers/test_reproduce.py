@@ -12,11 +12,7 @@ import pytest
 
 from papers import ENTRIES, main
 from papers.result import CITED, DIFFERS, HOLDS, MEASURED, at_most, equal, near
-from quire.bench.drive import Decoding, Load, drive
-from quire.bench.workloads import Job
-from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.startup.build import build
 
 RESULT = {"row", "what", "paper", "ours", "unit", "verdict", "real_or_simulated"}
 MIXED = {  # of whose numbers some are claimed by nobody
@@ -63,56 +59,7 @@ def test_lengths_are_judged_as_drawn_and_as_served(tmp_path: Path) -> None:
     assert {verdict for what, verdict in verdicts.items() if "before clipping" in what} == {HOLDS}
     served = {what: verdict for what, verdict in verdicts.items() if "as served" in what}
     assert list(served.values()) == [DIFFERS, DIFFERS, HOLDS, HOLDS], "ShareGPT's tails are cut"
-    assert "Every reproduction serves lengths that are clipped" in content["text"]
-
-
-def test_table_scope_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("papers.overheads.REPEATS", 1)
-    tokens, ratio = reproduced("table-scope", tmp_path)["results"]
-    assert (tokens["ours"], tokens["verdict"]) == (8, HOLDS)
-    assert ratio["ours"] > 0
-
-
-def test_step_overhead_has_a_number_for_each_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("papers.overheads.STEPS", 20)
-    monkeypatch.setattr("papers.overheads.MOST_TOKENS", 2**18)
-    results = reproduced("step-overhead", tmp_path)["results"]
-    assert len(results) == 4
-    assert all(result["ours"] > 0 and result["paper"] is None for result in results)
-
-
-def test_sharing_saves_what_sequences_have_in_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("papers.sharing.WORKLOADS", {"alpaca": (3, 3), "sharegpt": (1, 1)})
-    monkeypatch.setattr("papers.sharing.WIDTHS", (2, 4))
-    monkeypatch.setattr("bench.histories.STORY", 200)
-    results = reproduced("fig15", tmp_path)["results"]
-    saved = [result for result in results if result["unit"] == "%"]
-    assert [result["paper"] for result in saved] == [6.1, 8.5, 37.6, 53.1, 16.2, 44.3]
-    assert all(0 < result["ours"] < 75 for result in saved)  # of four sequences, three at most are saved
-    said = {result["what"]: result["ours"] for result in results if result["unit"] == ""}
-    assert said["alpaca: beam search saves more than parallel sampling"]
-
-
-def test_sharing_is_of_whole_prompts() -> None:
-    """Parallel samples of a prompt of whole pages that part at once share it and nothing else: 4 of 8 pages, twice."""
-    engine = build(EngineConfig(threads=1, enable_prefix_caching=False, kv_tokens=1024)).engine
-    jobs = [Job(list(range(10, 74)), 16)]
-    _, facts = drive(engine, jobs, Load((0.0,)), Decoding(temperature=1.0, n=2))
-    engine.close()
-    # After the first step the two share 4 pages of 8; for the 15 steps that compute a token, 4 of 10 (the last one ends
-    # both, and nothing is left to sample).
-    assert facts["sharing_saved"] == pytest.approx((4 + 14 * 4) / (8 + 14 * 10))
-
-
-def test_swapping_and_recomputing_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("papers.swap_or_recompute.SIZES", (1, 16))
-    monkeypatch.setattr("papers.swap_or_recompute.TOKENS", 64)
-    monkeypatch.setattr("papers.swap_or_recompute.REPEATS", 2)
-    content = reproduced("fig19a", tmp_path)
-    assert [point["page"] for point in content["data"]] == [1, 16]
-    flat, _, worst, _ = content["results"]
-    assert flat["ours"] >= 1
-    assert worst["ours"] >= 1
+    assert "serves lengths that are\nclipped" in content["text"]
 
 
 def test_verdicts() -> None:
