@@ -64,6 +64,16 @@ def at_least(limit: float) -> Rule:
     return lambda paper, ours: _verdict(ours >= limit)
 
 
+def above(limit: float) -> Rule:
+    """Hold if ours is more than `limit`."""
+    return lambda paper, ours: _verdict(ours > limit)
+
+
+def same_digits(paper: float, ours: float) -> str:
+    """Hold if ours, rounded to the digits after the point that the paper gives, is the paper's number."""
+    return _verdict(round(ours, len(f"{paper:g}".partition(".")[2])) == paper)
+
+
 def between(low: float, high: float, slack: float = 0.0) -> Rule:
     """Hold from `low` to `high`, extended by the share `slack` on both sides."""
     return lambda paper, ours: _verdict(low * (1 - slack) <= ours <= high * (1 + slack))

@@ -1,8 +1,9 @@
-"""The kinds of picture that entries use: lines, bars (grouped or stacked), and the paper's values beside ours."""
+"""The kinds of picture that entries use: lines, bars (grouped or stacked, upright or lying), blocks of memory, and the
+paper's values beside ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 Points = Sequence[Mapping[str, Any]]
 Plot = Callable[[Points], "Figure"]
+Block = tuple[str, float, float, str, str]
+"""A block of memory: its line, left edge, width, colour and label."""
 WIDTH, HEIGHT = 4.6, 3.6  # inches of a panel
 
 
@@ -72,6 +75,77 @@ def bars(
         axes.set_ylabel(label)
 
     return partial(_panels, draw, title, panel)
+
+
+def lying(
+    title: str, y: str, x: str, *, bar: str | None = None, label: str, stacked: bool = False, form: str = "%.3g",
+    limit: float | None = None,
+) -> Plot:  # fmt: skip
+    """Plot horizontal bars of the field `x` for each value of `y`, which may be a long text: one for each value of
+    `bar`, below each other or stacked. `limit` is drawn as a dotted vertical line."""
+
+    def draw(points: Points) -> Figure:
+        at, names = _values(points, y), _values(points, bar)
+        height = 0.7 if stacked else 0.8 / len(names)
+        fig = figure(9, 1.2 + 0.33 * len(at))
+        axes = fig.subplots()
+        left = [0.0] * len(at)
+        for i, name in enumerate(names):
+            mine = {p[y]: p[x] for p in _having(points, bar, name) if p.get(x) is not None}
+            widths = [mine.get(place, 0.0) for place in at]
+            places = [k + (0.0 if stacked else height * (i - (len(names) - 1) / 2)) for k in range(len(at))]
+            colour = (*COLOURS, "#c9c9c9")[i % (len(COLOURS) + 1)]
+            drawn = axes.barh(places, widths, 0.95 * height, left, color=colour, label=_label(name))
+            if not stacked:
+                axes.bar_label(drawn, fmt=form, fontsize=7, padding=3)
+            else:
+                texts = [form % width if width >= 0.04 * max(widths) else "" for width in widths]
+                axes.bar_label(drawn, texts, fontsize=7, label_type="center")
+                left = [start + more for start, more in zip(left, widths)]
+        axes.set_yticks(range(len(at)), [str(place) for place in at], fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.1)
+        if limit is not None:
+            axes.axvline(limit, color="black", linewidth=0.6, linestyle=":")
+        axes.set_xlabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+        if bar is not None:
+            fig.legend(loc="outside right upper", fontsize=7)
+        fig.suptitle(title)
+        return fig
+
+    return draw
+
+
+def blocks(title: str, of: Callable[[Points], Iterable[Block]], ticks: Sequence[float] = ()) -> Plot:
+    """Plot lines of blocks, which `of` makes from points."""
+
+    def draw(points: Points) -> Figure:
+        found = list(of(points))
+        lines = list(dict.fromkeys(line for line, *_ in found))
+        fig = figure(11, 1.3 + 0.6 * len(lines))
+        axes = fig.subplots()
+        for line, left, width, colour, label in found:
+            at = lines.index(line)
+            axes.barh(at, width, 0.8, left=left, color=colour, edgecolor="white")
+            axes.text(left + width / 2, at, label, ha="center", va="center", fontsize=7)
+        axes.set_yticks(range(len(lines)), lines, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xticks(ticks)
+        axes.spines[:].set_visible(False)
+        fig.suptitle(title)
+        return fig
+
+    return draw
+
+
+def by_measure(plot: Callable[..., Plot], title: str, x: str, measures: Mapping[str, str], **options: Any) -> Plot:
+    """Return a plot (`lines` or `bars`) with a panel for each of the `measures`, fields of a point -> titles."""
+    drawn = plot(title, x, "value", panel="measure", **options)
+    return lambda points: drawn([
+        {**point, "measure": name, "value": point[field]}
+        for field, name in measures.items() for point in points if point.get(field) is not None
+    ])  # fmt: skip
 
 
 def beside(results: Sequence[Result], title: str) -> Figure:
