@@ -24,6 +24,8 @@ Point = Mapping[str, Any]
 Points = Sequence[Point]
 Read = str | Callable[[Point], Any]
 """How to read a value of a point: the name of a field, or a function of the point."""
+Derive = Callable[[Points], Points]
+"""Points computed from others, such as their ratios to some."""
 Rule = Callable[[Any, Any], str]
 """From the paper's value and ours to a verdict."""
 ALL: Point = MappingProxyType({})
@@ -80,7 +82,8 @@ def between(low: float, high: float, slack: float = 0.0) -> Rule:
 
 
 class Each(NamedTuple):
-    """A claim about each point that has the values `where` (or for which it is true).
+    """A claim about each point that has the values `where` (or for which it is true), of those that `derive` makes of
+    the runner's.
 
     `what` is a format string over the point's fields. `paper` is a value, a function of the point, or a mapping from
     the value of the point's field `key`; points that the mapping lacks are measured only. Ours is rounded to `digits`
@@ -96,9 +99,10 @@ class Each(NamedTuple):
     key: str = ""
     digits: int = 2
     by: str = "real"
+    derive: Derive | None = None
 
     def results(self, points: Points) -> Iterable[Result]:
-        for point in chosen(points, self.where):
+        for point in chosen(points if self.derive is None else self.derive(points), self.where):
             paper, rule = self.paper, self.rule
             if self.key:
                 paper = self.paper.get(point[self.key])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from papers.entry import (  # fmt: skip
     ALL,
     Column,
+    Derive,
     Each,
     Entry,
     Pivot,
@@ -74,18 +75,20 @@ def assuming(text: str) -> Callable[[Points], str]:
     return lambda points: f"{text}\n{assumed()}"
 
 
-def times(
-    row: str, what: str, read: Read, more: Point, less: Point, paper: Any = None, rule: Rule = measured,
-    digits: int = 2, by: str = SIMULATED,
-) -> Whole:  # fmt: skip
-    """Return a claim about the ratio of a number in the only point with the values `more` to that in the one with
-    `less`."""
+def relative(read: Read, to: Point, same: str, where: Where = ALL) -> Derive:
+    """Return a function that adds `times` to the points `where`: a number / that of the point that has the values `to`
+    and the same value of a field."""
 
-    def ours(points: Points) -> float:
-        dividend, divisor = (value(one(points, **where), read) for where in (more, less))
-        return dividend / divisor if divisor else float("inf")
+    def derive(points: Points) -> Points:
+        points = chosen(points, where)
+        of = {point[same]: value(point, read) for point in chosen(points, to)}
+        return [
+            {**point, "times": value(point, read) / of[point[same]] if of[point[same]] else float("inf")}
+            for point in points
+            if point[same] in of
+        ]
 
-    return Whole(row, what, ours, "times", paper, rule, digits, by)
+    return derive
 
 
 # Figure 3. Requests: the mean of MMMU-pro (§3.2), the longest of the models, and the mean of arXiv-QA (§7.2), for which
@@ -150,9 +153,9 @@ ENTRIES["jenga-fig4"] = Entry(
         Whole("J-F4", "(a) not balanced: less is left", _less_left("a", "not balanced"), "", True, equal),
         Whole("J-F4", "(b) not aligned: less of a text is left", _less_left("b", "not aligned"), "", True, equal),
         Each("J-F4", "({example}) {order}: of texts of 24 tokens is left", "left", "tokens", where=having("example")),
-        *(times("J-F4", f"hit rate, retention {kept}: balanced and aligned / {order}", "hit_rate",
-                {"retention": kept, "order": "balanced, aligned"}, {"retention": kept, "order": order})
-          for kept in RETENTIONS for order in ORDERS if order.startswith("not")),
+        Each("J-F4", "hit rate, retention {retention}: balanced and aligned / {order}", lambda p: 1 / p["times"],
+             "times", where=lambda p: p["order"].startswith("not"), by=SIMULATED,
+             derive=relative("hit_rate", {"order": "balanced, aligned"}, "retention", having("retention"))),
     ],
     tables=[runs("order", "retention", where=having("retention"))],
     note=assuming(
@@ -365,14 +368,9 @@ def _timeline(way: str) -> Whole:
 
 
 def _encodings(way: str) -> Whole:
-    return Whole(
-        "J-F12",
-        f"{WAYS[way]}: encoder runs",
-        lambda points: sum(p["encodes"] for p in chosen(points, {"way": way})),
-        "runs",
-        ENCODED[way],
-        equal,
-    )
+    return Whole("J-F12", f"{WAYS[way]}: encoder runs",
+                 lambda points: sum(p["encodes"] for p in chosen(points, {"way": way})), "runs", ENCODED[way],
+                 equal)  # fmt: skip
 
 
 def _peak(points: Points, way: str) -> int:
@@ -426,9 +424,6 @@ CASES = {
               Case("llama3-8b", L4, QUESTIONS, caching=True)),
 }  # fmt: skip
 UNSHARED = "uniform, unshared"  # where layers share KV: the pages of a system without support for it
-FASTER, MOST = {"H100": (7, 1.80), "L4": (6, 1.69)}, {"H100": 4.92, "L4": 3.29}  # times vLLM's throughput
-ALIKE: tuple[float, Rule, str] = (1.0, near(0.03), "within 3%")
-BETTER: tuple[None, Rule, str] = (None, above(1), "above 1")
 
 
 def _throughputs() -> Iterator[Run]:
@@ -441,42 +436,31 @@ def _throughputs() -> Iterator[Run]:
                 yield Run({**names, "pages": UNSHARED}, unshared, "uniform")
 
 
-def _gains(points: Points) -> list[dict[str, Any]]:
-    """Return a point for each model and device, with the throughput of two-level pages / of uniform ones."""
-    return [
-        {**p, "gain": one(points, label=p["label"], pages="jenga")["requests_per_s"] / p["requests_per_s"]}
-        for p in chosen(points, {"pages": "uniform"})
-    ]
-
-
-def _gain(case: Case, other: str, said: str = "", paper: Any = None, rule: Rule = measured) -> Whole:
-    ours, theirs = ({"label": case.label, "pages": pages} for pages in ("jenga", other))
-    return times("J-F13", f"{case.label}: LCM pages / {other}{said}", "requests_per_s", ours, theirs, paper, rule)
+GAINS = relative("requests_per_s", {"pages": "uniform"}, "label")
 
 
 def _over_models(device: str, what: str, of: Callable[[Iterator[float]], float], paper: Any, rule: Rule) -> Whole:
     return Whole("J-F13", f"{device}: {what}",
-                 lambda points: of(p["gain"] for p in _gains(points) if p["device"] == device), "times", paper, rule,
-                 by=SIMULATED)  # fmt: skip
-
-
-def _gain_claims() -> Iterator[Whole]:
-    for model, cases in CASES.items():
-        for case in cases:
-            paper, rule, said = ALIKE if model == "Llama" else BETTER
-            yield _gain(case, "uniform", f" ({said})", paper, rule)
-            if model == "character.ai":
-                yield _gain(case, UNSHARED)
-    for device, (count, faster) in FASTER.items():
-        yield _over_models(device, f"mean of {count} models (within 20%)", mean, faster, near(0.2))
-        yield _over_models(device, "the most of a model", max, f"up to {MOST[device]}", measured)
+                 lambda points: of(p["times"] for p in chosen(GAINS(points), {"device": device, "pages": "jenga"})),
+                 "times", paper, rule, by=SIMULATED)  # fmt: skip
 
 
 ENTRIES["jenga-fig13"] = Entry(
     "Jenga Figure 13: throughput of models of unlike layers, on two devices",
     "unlike_serving:simulations",
     {"runs": list(_throughputs())},
-    claims=list(_gain_claims()),
+    claims=[
+        Each("J-F13", "{label}: LCM pages / uniform (above 1)", "times", "times", None, above(1),
+             lambda p: p["pages"] == "jenga" and p["model"] != "Llama", by=SIMULATED, derive=GAINS),
+        Each("J-F13", "{label}: LCM pages / uniform (within 3%)", "times", "times", 1.0, near(0.03),
+             {"pages": "jenga", "model": "Llama"}, by=SIMULATED, derive=GAINS),
+        Each("J-F13", f"{{label}}: LCM pages / {UNSHARED}", "times", "times", where={"pages": "jenga"}, by=SIMULATED,
+             derive=relative("requests_per_s", {"pages": UNSHARED}, "label")),
+        _over_models("H100", "mean of 7 models (within 20%)", mean, 1.80, near(0.2)),
+        _over_models("H100", "the most of a model", max, "up to 4.92", measured),
+        _over_models("L4", "mean of 6 models (within 20%)", mean, 1.69, near(0.2)),
+        _over_models("L4", "the most of a model", max, "up to 3.29", measured),
+    ],
     tables=[runs("label", "pages", "left_out")],
     note=assuming(
         f"* weights of one byte. Gemma-2 and Ministral: {ARTICLES}, cut to the context; Llama Vision: {PICTURES};\n"
@@ -487,8 +471,8 @@ ENTRIES["jenga-fig13"] = Entry(
         "with --max-num-seqs 256 both rules serve Jamba alike. Uniform pages know which layers of character.ai's\n"
         "model share, unless unshared."
     ),
-    plot=lambda points: lying("Jenga Figure 13: throughput of LCM pages, times that of uniform pages", "label", "gain",
-                              label="times", limit=1.0)(_gains(points)),
+    plot=lambda points: lying("Jenga Figure 13: throughput of LCM pages, times that of uniform pages", "label", "times",
+                              label="times", limit=1.0)(chosen(GAINS(points), {"pages": "jenga"})),
 )  # fmt: skip
 
 # Figure 14: rates within the capacity of uniform pages, between both capacities, and about that of two-level pages. The
@@ -501,21 +485,13 @@ RATES = [*(Rate(share, 0, 600) for share in (0.25, 0.5, 0.7)), Rate(0.5, 0.5, 60
 def _latency_claims(by: str) -> list[Whole]:
     def gains(points: Points, beyond: bool, field: str) -> list[float]:
         """Return uniform / two-level pages at each rate within or beyond uniform pages' capacity."""
-        return [
-            p[field] / one(points, rule="jenga", by=by, rate=p["rate"])[field]
-            for p in chosen(points, {"rule": "uniform", "by": by}) if (p["share"] > 1) == beyond
-        ]  # fmt: skip
+        found = relative(field, {"rule": "jenga"}, "rate", {"by": by})(points)
+        return [p["times"] for p in chosen(found, {"rule": "uniform"}) if (p["share"] > 1) == beyond]
 
     def sooner(what: str, field: str, paper: float) -> Whole:
-        return Whole(
-            "J-F14",
-            f"{what} beyond it: uniform / LCM pages, at most (above 1)",
-            lambda points: max(gains(points, True, field)),
-            "times",
-            f"up to {paper}",
-            above(1),
-            by=by,
-        )
+        return Whole("J-F14", f"{what} beyond it: uniform / LCM pages, at most (above 1)",
+                     lambda points: max(gains(points, True, field)), "times", f"up to {paper}", above(1),
+                     by=by)  # fmt: skip
 
     return [
         Whole("J-F14", "end to end within capacity: LCM pages from uniform ones, mean (limit: 0.026)",
@@ -595,9 +571,8 @@ ENTRIES["jenga-fig15"] = Entry(
     claims=[
         _near_the_papers("mean decode batch", "batch", "requests", BATCH),
         _near_the_papers("steps that decode", "decode_steps", "steps", DECODE_STEPS),
-        *(times("J-F15", f"batch of LCM pages / of uniform ones, {budget} (within 20%)", "batch",
-                {"budget": budget, "rule": "jenga"}, {"budget": budget, "rule": "uniform"}, BATCH_RATIO, near(0.2))
-          for budget in BUDGETS),
+        Each("J-F15", "batch of LCM pages / of uniform ones, {budget} (within 20%)", "times", "times", BATCH_RATIO,
+             near(0.2), {"rule": "jenga"}, by=SIMULATED, derive=relative("batch", {"rule": "uniform"}, "budget")),
         Each("J-F15", "{pages}, 54.4 GiB: mean decode batch", "batch", "requests",
              where=lambda p: p["budget"] == "54.4 GiB" and p["rule"] not in BATCH, by=SIMULATED),
     ],
@@ -723,11 +698,8 @@ def _asking(articles: int, way: str) -> Run:
 
 def _over_uniform(points: Points, way: str, field: str, most: int = max(COUNTS)) -> list[float]:
     """Return a number / that of uniform pages, for up to `most` articles."""
-    both = [
-        (p[field], one(points, way="uniform", articles=p["articles"])[field])
-        for p in chosen(points, {"way": way}) if p["articles"] <= most
-    ]  # fmt: skip
-    return [ours / uniform if uniform else float(ours > 0) for ours, uniform in both]
+    found = relative(field, {"way": "uniform"}, "articles")(points)
+    return [p["times"] for p in chosen(found, {"way": way}) if p["articles"] <= most]
 
 
 def _most_of_uniforms(way: str, field: str) -> Whole:
@@ -776,17 +748,12 @@ def _compared(
     """Compare a number of both ways, of which more is better, measured and simulated; judge the measured ratio."""
     less, more = ways
     named = f"{what}: {'LCM pages' if more == 'jenga' else more} / {less}"
-    real, simulated = (({"way": more, "by": by}, {"way": less, "by": by}) for by in (REAL, SIMULATED))
+    gains = relative(read, {"way": less}, "by")
     return [
         *(Each(row, f"{{way}}: {what}", read, unit, where={"by": by}, digits=3, by=by) for by in (REAL, SIMULATED)),
-        times(row, named, read, *simulated),
-        times(row, f"{named} ({said})", read, *real, paper, rule, by=REAL),
+        Each(row, named, "times", "times", where={"way": more, "by": SIMULATED}, by=SIMULATED, derive=gains),
+        Each(row, f"{named} ({said})", "times", "times", paper, rule, {"way": more, "by": REAL}, derive=gains),
     ]
-
-
-def _time_off(row: str, way: str) -> Whole:
-    both = {"way": way, "by": SIMULATED}, {"way": way, "by": REAL}
-    return times(row, f"{way}: simulated time, of the real (within 0.15)", "seconds", *both, 1.0, near(0.15), 3, REAL)
 
 
 def _on_gpu(
@@ -800,7 +767,11 @@ def _on_gpu(
         measures = {"latency": "mean latency, s", "encoder_runs": "encoder runs"}
     return Entry(
         about, "unlike_gpu:beside", {"case": case, "ways": ways, "concurrency": concurrency, "fp8": fp8},
-        claims=[*claims, *(_time_off(claims[0].row, way) for way in ways)],
+        claims=[
+            *claims,
+            Each(claims[0].row, "{way}: simulated time, of the real (within 0.15)", "times", "times", 1.0, near(0.15),
+                 {"by": SIMULATED}, digits=3, derive=relative("seconds", {"by": REAL}, "way")),
+        ],
         tables=[runs("way", "by", "seconds")],
         note=assuming(f"{case.model}, {case.workload}, {how}; KV memory: what {case.label} has left, or is given."),
         plot=by_measure(bars, about, "way", {"requests_per_s": "requests/s", **measures}, bar="by", label=""),
@@ -809,8 +780,8 @@ def _on_gpu(
 
 
 def _throughput(name: str, about: str, model: str, device: int, workload: str, fp8: bool = False) -> None:
-    judged = ALIKE if model == "Llama" else BETTER
-    claims = _compared("J-F13", "throughput", "requests/s", "requests_per_s", PAGED, *judged)
+    paper, rule, said = (1.0, near(0.03), "within 3%") if model == "Llama" else (None, above(1), "above 1")
+    claims = _compared("J-F13", "throughput", "requests/s", "requests_per_s", PAGED, paper, rule, said)
     case = CASES[model][device]._replace(workload=workload)
     ENTRIES[f"jenga-fig13-{name}-gpu"] = _on_gpu(f"Jenga Figure 13 on a GPU: {about}", case, claims, fp8=fp8)
 
@@ -860,21 +831,15 @@ def _chunked(model: str, requests: int) -> Case:
     return Case(SIGHTED[model], H100, f"mmmu-pro@{requests}", chunk=1024)
 
 
-def _cache_gain(what: str, model: str) -> Whole:
-    off, kept = ({"model": model, "mode": mode, "load": "at once"} for mode in ("off", "pages"))
-    return times("J-F18", f"{model}: {what}, times that of off (no loss)", CACHE_GAINS[what][0], kept, off, None,
-                 at_least(0.995))  # fmt: skip
-
-
-def _mean_cache_gain(what: str) -> Whole:
-    gains = [_cache_gain(what, model) for model in SIGHTED]
-    return Whole("J-F18", f"mean of 4 models: {what}", lambda points: mean(gain.ours(points) for gain in gains),
-                 "times", CACHE_GAINS[what][1], by=SIMULATED)  # fmt: skip
-
-
-def _same_peak(model: str, mode: str) -> Whole:
-    off, kept = ({"model": model, "mode": name, "load": "one by one"} for name in ("off", mode))
-    return times("J-F18", f"{model}, {mode}: peak of a request's memory, of off's", "most", kept, off, 1.0, equal, 4)
+def _cache_gains(what: str) -> list[Each | Whole]:
+    read, paper = CACHE_GAINS[what]
+    gains, kept = relative(read, {"mode": "off"}, "model", {"load": "at once"}), {"mode": "pages"}
+    return [
+        Each("J-F18", f"{{model}}: {what}, times that of off (no loss)", "times", "times", None, at_least(0.995), kept,
+             by=SIMULATED, derive=gains),
+        Whole("J-F18", f"mean of 4 models: {what}",
+              lambda points: mean(p["times"] for p in chosen(gains(points), kept)), "times", paper, by=SIMULATED),
+    ]  # fmt: skip
 
 
 ENTRIES["jenga-fig18"] = Entry(
@@ -884,12 +849,13 @@ ENTRIES["jenga-fig18"] = Entry(
                   {"vision_cache": mode}, concurrency, peaks=concurrency == 1)
               for model in SIGHTED for mode in MODES for load, (requests, concurrency) in LOADS.items()]},
     claims=[
-        *(_cache_gain(what, model) for model in SIGHTED for what in CACHE_GAINS),
-        *map(_mean_cache_gain, CACHE_GAINS),
+        *_cache_gains("throughput"), *_cache_gains("latency"),
         Each("J-F18", "{model}, {mode}: encoder runs of {requests} requests, one by one", "encoder_runs", "runs",
              lambda p: p["image_chunks"] if p["mode"] == "off" else p["requests"], equal, {"load": "one by one"},
              by=SIMULATED),
-        *(_same_peak(model, mode) for model in SIGHTED for mode in MODES if mode != "off"),
+        Each("J-F18", "{model}, {mode}: peak of a request's memory, of off's", "times", "times", 1.0, equal,
+             lambda p: p["mode"] != "off", digits=4, by=SIMULATED,
+             derive=relative("most", {"mode": "off"}, "model", {"load": "one by one"})),
         Each("J-F18", "{model}, {mode}: most of a request's beside its computed tokens'", lambda p: p["beyond"] / MIB,
              "MiB", where={"load": "one by one"}, digits=1, by=SIMULATED),
     ],
