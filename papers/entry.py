@@ -14,7 +14,6 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from papers.result import CITED, DIFFERS, HOLDS, MEASURED, Reproduction, Result
 from quire.bench.document import table
 
 if TYPE_CHECKING:
@@ -32,6 +31,32 @@ Derive = Callable[[Points], Points]
 """Points computed from others, such as their ratios to some."""
 ALL: Point = MappingProxyType({})
 """As `where`: all points."""
+HOLDS, DIFFERS = "holds", "differs"
+MEASURED = "measured"  # a measured number without a claim
+CITED = "cited"  # the paper's number, not judged here
+
+
+class Result(NamedTuple):
+    """One number or statement. `row` says where the paper has it (P-F6: PagedAttention, Figure 6); `paper` is None
+    where the paper gives no number; `real_or_simulated` is one of these two words."""
+
+    row: str
+    what: str
+    paper: Any
+    ours: Any
+    unit: str
+    verdict: str
+    real_or_simulated: str = "real"
+
+
+class Reproduction(NamedTuple):
+    """Results, the text printed and reported beside them (tables, assumptions, limits), a function that draws them, and
+    the points, for the document."""
+
+    results: list[Result]
+    text: str
+    draw: Callable[[], Figure]
+    data: Points
 
 
 class Spread(NamedTuple):
@@ -167,28 +192,20 @@ def _result(claim: Each | Whole, what: str, paper: Any, ours: Any, unit: str, ru
     return Result(claim.row, what, paper, ours, unit, rule(paper, ours), claim.by or by)
 
 
-class Column(NamedTuple):
-    """A column of a table: its head, its value in a point and how that is formatted."""
-
-    head: str
-    read: Read
-    form: str = ""
-
-
 class Rows(NamedTuple):
-    """A table with a line for each point `where`, of those that `derive` makes. A column may be the name of a field,
-    which points may lack."""
+    """A table with a line for each point `where`, of those that `derive` makes. A column is a head, its value in a
+    point and, if need be, how that is formatted; or the name of a field, which points may lack."""
 
-    columns: Sequence[Column | str]
+    columns: Sequence[str | tuple[str, Read] | tuple[str, Read, str]]
     where: Where = ALL
     derive: Derive = list
     title: str = ""
 
     def text(self, points: Points) -> str:
-        columns = [Column(name, _field(name)) if isinstance(name, str) else name for name in self.columns]
+        columns = [(one, _field(one), "") if isinstance(one, str) else (*one, "")[:3] for one in self.columns]
         points = chosen(self.derive(points), self.where)
-        rows = [[_cell(value(point, column.read), column.form) for column in columns] for point in points]
-        return _titled(self.title, table([column.head for column in columns], rows))
+        rows = [[_cell(value(point, read), form) for _, read, form in columns] for point in points]
+        return _titled(self.title, table([head for head, *_ in columns], rows))
 
 
 class Pivot(NamedTuple):
@@ -339,7 +356,11 @@ def _only(points: Points, field: str, where: Point) -> Any:
 
 
 def _over(a: Any, b: Any) -> Any:
-    return Spread.of([x / y for x, y in zip(a, b)]) if isinstance(a, list) else float(a / b)
+    return Spread.of([x / y for x, y in zip(a, b)]) if isinstance(a, list) else _ratio(a, b)
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else float("inf")
 
 
 def grouped(points: Points, *same: str) -> list[list[Point]]:
@@ -360,16 +381,25 @@ def highest(points: Points, field: str, *same: str) -> list[Point]:
     return [max(group, key=lambda point: point[field]) for group in grouped(points, *same)]
 
 
-def against(points: Points, field: str, same: Sequence[str], base: Where) -> list[Point]:
-    """Return the points without the values `base`, each with `base`, the point with these values and the lowest `field`
-    of those that agree in the fields `same`, and `ratio`, of its own field to that. Points without such a one are left
-    out."""
-    found: list[Point] = []
-    for group in grouped(points, *same):
-        bases = chosen(group, base)
-        for low in lowest(bases, field):
-            found += [{**p, "base": low, "ratio": p[field] / low[field]} for p in group if p not in bases]
-    return found
+def against(read: Read, base: Where, *same: str, where: Where = ALL) -> Callable[[Points], list[Point]]:
+    """Return a function of the points `where` that returns those that are not `base`, each with the point `base` of
+    those that agree with it in the fields `same`, that with the lowest value if there are several, and `ratio`, of its
+    own value to that. Points without such a one are left out."""
+
+    def derive(points: Points) -> list[Point]:
+        found: list[Point] = []
+        for group in grouped(chosen(points, where), *same):
+            bases = chosen(group, base)
+            if bases:
+                low = min(bases, key=lambda point: value(point, read))
+                found += [
+                    {**point, "base": low, "ratio": _ratio(value(point, read), value(low, read))}
+                    for point in group
+                    if point not in bases
+                ]
+        return found
+
+    return derive
 
 
 def left_out(missing: Mapping[str, str]) -> list[Point]:

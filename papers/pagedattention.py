@@ -12,7 +12,6 @@ from typing import Any
 from papers import block_tables
 from papers.code_size import KERNELS, MEASURING
 from papers.entry import (
-    Column,
     Each,
     Entry,
     Pivot,
@@ -85,9 +84,9 @@ FIGURE_1 = Entry(
               _vllm_over_orca(lambda points: max(p["throughput"] for p in points)), "ratio", by="simulated"),
     ],
     tables=[
-        Rows([Column("of 40 GB", "part"), Column("%", "percent", ".1f")], having("part")),
-        Rows(["system", Column("running", "running", ".1f"), Column("KV memory GB", "memory", ".1f"),
-              Column("tokens/s", "throughput", ".1f")], having("system")),
+        Rows([("of 40 GB", "part"), ("%", "percent", ".1f")], having("part")),
+        Rows(["system", ("running", "running", ".1f"), ("KV memory GB", "memory", ".1f"),
+              ("tokens/s", "throughput", ".1f")], having("system")),
     ],
     note="The parts are arithmetic on the paper's sizes (Table 1); growth and throughput are simulated.",
     plot=row(
@@ -121,7 +120,7 @@ FIGURE_2 = Entry(
         truth("P-F2", "token states: Orca (Max) < Orca (Pow2) < Orca (Oracle) < vLLM",
               falls("used", [{"system": system} for system in reversed(COMPARED)])),
     ],
-    tables=[Rows(["system", *(Column(label, kind, ".1f") for kind, label in MEMORY.items())])],
+    tables=[Rows(["system", *((label, kind, ".1f") for kind, label in MEMORY.items())])],
     note="OPT-13B, 2 requests/s; % of the memory that isn't free. The shorter requests are, the less of 2,048 tokens\n"
          "they fill: ours are cut to be served (see fig11), and the paper's have 499 tokens on average.",
     plot=bars("Figure 2: KV memory that isn't free (OPT-13B, ShareGPT, simulated)\nthe paper's: least and most of "
@@ -179,8 +178,8 @@ FIGURE_11 = Entry(
              near(0.05), having(field), digits=1)
         for field, when in (("drawn", "before clipping"), ("served", "as served, clipped"))
     ],
-    tables=[Rows(["workload", "length", Column("paper's mean", _papers_mean), Column("before clipping", "drawn", ".1f"),
-                  Column("after", "served", ".1f"), Column("clipped %", "clipped", ".1f")], having("drawn"))],
+    tables=[Rows(["workload", "length", ("paper's mean", _papers_mean), ("before clipping", "drawn", ".1f"),
+                  ("after", "served", ".1f"), ("clipped %", "clipped", ".1f")], having("drawn"))],
     note="The data sets aren't used: log-normal lengths have their means. Every reproduction serves lengths that are\n"
          "clipped, so means are below the paper's where they differ: a sequence holds less memory, and more of them\n"
          "fit. The tails before clipping are log-normal's, not the data sets'. vLLM was measured on the same clipped\n"
@@ -266,10 +265,10 @@ def worst(which: Callable[[list[float]], float], panels: Sequence[str], system: 
 
 
 SUSTAINED = Rows([
-    "panel", "system", Column("requests/s", lambda p: Spread.of(p["sustained"]).mean, ".3g"),
-    Column("by seed", lambda p: f"{min(p['sustained']):.3g}-{max(p['sustained']):.3g}"),
-    Column(f"at {LIMIT / 2:g} s", "half", ".3g"), Column("running", "running", ".1f"),
-    Column("ms a step", ms("step"), ".1f"), Column("preempted", "preemptions"),
+    "panel", "system", ("requests/s", lambda p: Spread.of(p["sustained"]).mean, ".3g"),
+    ("by seed", lambda p: f"{min(p['sustained']):.3g}-{max(p['sustained']):.3g}"),
+    (f"at {LIMIT / 2:g} s", "half", ".3g"), ("running", "running", ".1f"),
+    ("ms a step", ms("step"), ".1f"), ("preempted", "preemptions"),
 ], having("sustained"))
 SUSTAINED_NOTE = f"""Sustained: mean normalised latency of at most {LIMIT:g} s a token; means and ranges over seeds. The
 rate at half of that latency is the first seed's, as are running requests and steps, at the sustained rate."""
@@ -509,10 +508,10 @@ def _errors(row: str) -> list[Each]:
 
 
 RUNS = Rows([
-    "system", "by", Column("requests/s", "rate", ".2f"), Column("mean batch", "batch", ".2f"),
-    Column("running", "running", ".2f"), Column("output tok/s", "tokens_per_s", ".0f"),
-    Column("normalised ms", ms("latency"), ".1f"), "requests", "unfinished", Column("preempted", "preemptions"),
-    *(Column(f"{kind} %", kind, ".1f") for kind in (*KINDS, "free")),
+    "system", "by", ("requests/s", "rate", ".2f"), ("mean batch", "batch", ".2f"),
+    ("running", "running", ".2f"), ("output tok/s", "tokens_per_s", ".0f"),
+    ("normalised ms", ms("latency"), ".1f"), "requests", "unfinished", ("preempted", "preemptions"),
+    *((f"{kind} %", kind, ".1f") for kind in (*KINDS, "free")),
 ])
 PADDING = """This engine doesn't compute FasterTransformer's padding, nor does its simulation here, unless "padded"."""
 FIGURE_13_GPU = Entry(
@@ -616,7 +615,7 @@ FIGURE_15 = Entry(
         *(truth("P-F15", f"{way}: longer prompts save more", _saves_more(("sharegpt", way), ("alpaca", way)))
           for way in ("parallel", "beam")),
     ],
-    tables=[Rows(["workload", "way", "width", Column("paper %", _papers_sharing), Column("ours %", "saved", ".1f")])],
+    tables=[Rows(["workload", "way", "width", ("paper %", _papers_sharing), ("ours %", "saved", ".1f")])],
     note="Pages of 16 tokens, seed 0. Another model's beams diverge elsewhere.",
     plot=bars("Figure 15: memory saved by sharing (bundled model)", "width", "saved", bar="workload", panel="way",
               label="pages saved, %", form="%.1f", paper=_papers_sharing),
@@ -634,8 +633,8 @@ FIGURE_18A = Entry(
      "contexts": (64, 128, 256, 1024, 4096)},
     claims=[Each("P-F18a", "{model}, batch {batch}, context {context}: paging costs less than the paper's", _overhead,
                  "%", "20-26", at_most(26.0), digits=1)],
-    tables=[Rows(["model", "batch", "context", *(Column(f"{name} us", name, ".1f") for name in
-                  ("paged", "contiguous", "sdpa")), Column("paging adds %", _overhead, "+.1f")])],
+    tables=[Rows(["model", "batch", "context", *((f"{name} us", name, ".1f") for name in
+                  ("paged", "contiguous", "sdpa")), ("paging adds %", _overhead, "+.1f")])],
     note="One kernel source, with page tables and without. The paper compared its kernel with FasterTransformer's, on\n"
          "an A100.",
     plot=lines("Figure 18a: decode attention with page tables and without", "context", "value", line="line",
@@ -673,9 +672,9 @@ FIGURE_18B = Entry(
         Whole("P-F18b", "ShareGPT: pages of 1 token / pages of 16 (at least 1)", _beside_16("sharegpt", 1), "ratio",
               None, at_least(1.0), 3),
     ],
-    tables=[Rows(["trace", "page", Column("requests/s", "rate", ".3g"), Column("normalised ms", ms("latency"), ".3g"),
-                  Column("slowest / fastest run", "apart", ".2f"), Column("mean batch", "batch", ".1f"),
-                  Column("preemptions in all", "preemptions")])],
+    tables=[Rows(["trace", "page", ("requests/s", "rate", ".3g"), ("normalised ms", ms("latency"), ".3g"),
+                  ("slowest / fastest run", "apart", ".2f"), ("mean batch", "batch", ".1f"),
+                  ("preemptions in all", "preemptions")])],
     note="OPT-13B with dummy weights in 15,700 tokens of KV on a GPU, the bundled model in 2,304 on a CPU: a KV\n"
          "memory as small as the paper's, so that pages too large for their sequences waste it.",
     plot=lines("Figure 18b: latency by page size, at a fixed request rate", "page", "latency", line="trace",
@@ -724,10 +723,10 @@ FIGURE_19A = Entry(
               _by_pieces(lambda pieces, computed: max(a / b for a, b in zip(computed, pieces))), "ratio", None,
               at_most(1.2)),
     ],
-    tables=[Rows(["page", Column("swap out ms", "out", ".3f"), Column("swap in ms", "back", ".3f"),
-                  Column("out and in", _both, ".3f"), Column("recompute ms", "recompute", ".3f"),
-                  Column("recompute / swap", lambda p: p["recompute"] / _both(p), ".1f"),
-                  Column("by pieces ms", "pieces", ".3f")])],
+    tables=[Rows(["page", ("swap out ms", "out", ".3f"), ("swap in ms", "back", ".3f"),
+                  ("out and in", _both, ".3f"), ("recompute ms", "recompute", ".3f"),
+                  ("recompute / swap", lambda p: p["recompute"] / _both(p), ".1f"),
+                  ("by pieces ms", "pieces", ".3f")])],
     note="256 tokens of OPT-13B on a GPU, of a small LLaMA on a CPU. quire moves whole pages, and all pages of a\n"
          "sequence at once. By pieces, for a GPU: as the paper's system, which copied each layer's keys and values of\n"
          "a page separately.",
@@ -759,7 +758,7 @@ STEP_OVERHEAD = Entry(
              "us a step", rule=at_most(limit), where={"sequences": count}, digits=1)
         for count, limit in LIMITS_US.items()
     ],
-    tables=[Rows(["sequences", "context", *(Column(f"{part} us", part, ".1f") for part in
+    tables=[Rows(["sequences", "context", *((f"{part} us", part, ".1f") for part in
                   ("schedule", "update", "step"))])],
     plot=lines("What the control plane costs a step", "sequences", "step", line="context",
                labels=("running sequences", "median us a step"), log_x=True, log_y=True),
@@ -855,7 +854,7 @@ X4 = Entry(
         Whole("P-X4", "kernels (the paper: C++ and CUDA; here Triton and torch)", _code(True), CODE, 2.0, digits=1),
         Each("P-X4", "{part}", lambda p: p["code"] / 1000, CODE, where=lambda p: p["part"] != KERNELS, digits=1),
     ],
-    tables=[Rows(["part", "files", "lines", Column("of code", "code")])],
+    tables=[Rows(["part", "files", "lines", ("of code", "code")])],
     plot=bars("Size of the package by part", "part", "value", bar="line", horizontal=True, form="%.0f",
               label="lines (the paper's system: 8,500 of Python, 2,000 of C++ and CUDA)",
               of=tall({"lines": "all lines", "code": "code"})),
@@ -928,8 +927,8 @@ R1 = Entry(
     also=[Run("serving:curves", {"cases": SWEEP, "seeds": (SEED,), "below": ()})],
     claims=[one for workload in SWEPT for one in _page_claims(workload)],
     tables=[
-        Rows(["workload", "page", Column("internal waste %", "internal", ".2f"), Column("mean batch", "running", ".2f"),
-              Column("preempted", "preemptions")], having("internal")),
+        Rows(["workload", "page", ("internal waste %", "internal", ".2f"), ("mean batch", "running", ".2f"),
+              ("preempted", "preemptions")], having("internal")),
         Pivot(("page",), "workload", _sustained, ".2f", ": highest rate", having("sustained")),
     ],
     note="""OPT-13B on an A100, 12 GiB of KV; waste and batches of sharegpt at 2/s and alpaca at 30/s for 300 s,
@@ -991,9 +990,9 @@ C1 = Entry(
                                  "kv_tokens": 8192, "max_len": 2048}),
     ],
     claims=[one for run, by in RAN.items() for one in _memory_claims(run, by)],
-    tables=[Rows(["memory", "run", *(Column(f"{kind} %", kind, ".1f") for kind in KINDS),
-                  Column("mean batch", "running", ".2f"), Column("normalised ms", ms("latency"), ".4g"),
-                  Column("requests/s", "requests_per_s", ".4g"), Column("preempted", "preemptions")])],
+    tables=[Rows(["memory", "run", *((f"{kind} %", kind, ".1f") for kind in KINDS),
+                  ("mean batch", "running", ".2f"), ("normalised ms", ms("latency"), ".4g"),
+                  ("requests/s", "requests_per_s", ".4g"), ("preempted", "preemptions")])],
     note="""simulated: OPT-13B on an A100 with 12 GiB of KV; sharegpt@1200, Poisson at 2/s
 windows: Ministral 8B in an H100's KV memory; longdoc@20, all at once, simulated
 real: the bundled model, 8,192 tokens of KV, seconds of one thread's CPU time; sharegpt@48, Poisson at 64/s
@@ -1028,8 +1027,8 @@ C5 = Entry(
         Whole("C5", "unlike transformers' tokens, ties aside",
               _beside_transformers(lambda p: p["known"] - p["known_equal"]), "tokens", 0, equal),
     ],
-    tables=[Rows(["group", Column("runs", "ways"), "settings", "tokens", "equal", "ties", Column("swapped", "swap"),
-                  Column("recomputed", "recompute"), Column("transformers'", "known_equal")])],
+    tables=[Rows(["group", ("runs", "ways"), "settings", "tokens", "equal", "ties", ("swapped", "swap"),
+                  ("recomputed", "recompute"), ("transformers'", "known_equal")])],
     note="Prompts of 1 to 190 tokens, 40 greedy tokens after each; bundled model, float32, CPU.",
     plot=bars("The same tokens by every way (bundled model, float32, CPU)", "group", "value", horizontal=True,
               label="% of greedy tokens that are equal",
@@ -1042,5 +1041,6 @@ ENTRIES: dict[str, Entry] = {
     "fig13": FIGURE_13, "fig12a-gpu": FIGURE_12A_GPU, "fig13-gpu": FIGURE_13_GPU, "fig14": FIGURE_14,
     "fig15": FIGURE_15, "fig16": FIGURE_16, "fig17": FIGURE_17, "fig18a": FIGURE_18A, "fig18b": FIGURE_18B,
     "fig19a": FIGURE_19A, "fig19b": FIGURE_19B, "table1": TABLE_1, "x1": X1, "table-scope": TABLE_SCOPE,
-    "step-overhead": STEP_OVERHEAD, "x4": X4, "r1": R1, "c1": C1, "c5": C5,
+    "step-overhead": STEP_OVERHEAD, "x4": X4, "r1": R1,
 }
+OWN: dict[str, Entry] = {"c1": C1, "c5": C5}

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from papers.entry import Derive, Points
-from papers.result import Result
+from papers.entry import Derive, Points, Result
 from quire.bench.plots import COLOURS, figure
 
 if TYPE_CHECKING:

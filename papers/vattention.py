@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from papers.dummy_engines import PAGED, virtual
 from papers.entry import (
-    Column,
     Each,
     Entry,
     Pivot,
@@ -76,8 +75,8 @@ ENTRIES["vattention-table1"] = Entry(
         Whole("V-X3", "TensorRT-LLM: throughput lost, 412 to 365 tokens/s", lambda points: "nothing", "%", 11, cited),
     ],
     tables=[Rows([
-        "system", Column("issue", "what"), Column("paper", "number", "g"), "unit",
-        Column("its source", "source"), "here",
+        "system", ("issue", "what"), ("paper", "number", "g"), "unit",
+        ("its source", "source"), "here",
     ])],
     note="By the paper's own numbers Figure 5's largest label is 3.31; Table 6 has 59.91 s against 41.35, 44.9 %.\n"
          "Of TensorRT-LLM (§3.3.2): throughput fell from 412 to 365 tokens/s, 11.4 %. \"This issue was attributed to\n"
@@ -146,8 +145,8 @@ ENTRIES["vattention-table5"] = Entry(
              key="model")
         for i, (field, what) in enumerate((("heads", "query heads"), ("kv_heads", "KV heads"), ("layers", "layers")))
     ],
-    tables=[Rows(["model", Column("query heads a KV head", "group"), "head_dim", "parameters",
-                  Column("GB of weights", "weights_gb", ".1f"), Column("KB a token", "token_kb")])],
+    tables=[Rows(["model", ("query heads a KV head", "group"), "head_dim", "parameters",
+                  ("GB of weights", "weights_gb", ".1f"), ("KB a token", "token_kb")])],
     note="The paper's hardware: Yi-6B on one A100 of 80 GB, Llama-3-8B and Yi-34B on two (TP-2).\n"
          "One H200 keeps each of them. Weights and KV in numbers of two bytes.",
 )  # fmt: skip
@@ -197,10 +196,10 @@ ENTRIES["vattention-table8"] = Entry(
     ],
     tables=[
         Rows([
-            "model", Column("workers", "tensor"), "layout",
-            "tokens", Column("MB wasted", "mb"), Column("pages mapped at once", "buffers"),
-            Column("empty %", lambda point: 100 * point["empty"], ".2f"),
-            Column("GB by 200 requests", lambda point: 200 * point["mb"] / 1024, ".2f"),
+            "model", ("workers", "tensor"), "layout",
+            "tokens", ("MB wasted", "mb"), ("pages mapped at once", "buffers"),
+            ("empty %", lambda point: 100 * point["empty"], ".2f"),
+            ("GB by 200 requests", lambda point: 200 * point["mb"] / 1024, ".2f"),
         ], {"page": "2 MB"}, title="Pages of 2 MB, by how many layers share a buffer (waste of all workers together; "
                                    "pages mapped on each):"),
         Pivot(("model", "tensor"), "page", lambda point: 200 * point["mb"] / 1024, ".1f", where={"layout": "layer"},
@@ -343,9 +342,9 @@ ENTRIES["vattention-x1"] = Entry(
              "TB (10^6 MB)", 12, equal, _OF),
     ],
     tables=[Rows([
-        "model", Column("workers", "tensor"), "layout",
-        "buffers", Column("bytes of a token", "stride"), Column("MB of a request", "request_mb"),
-        Column("TiB of addresses", lambda point: point["addresses_mb"] / 2**20, ".2f"),
+        "model", ("workers", "tensor"), "layout",
+        "buffers", ("bytes of a token", "stride"), ("MB of a request", "request_mb"),
+        ("TiB of addresses", lambda point: point["addresses_mb"] / 2**20, ".2f"),
     ])],
     note="A request's place is whole pages here: 200,000 tokens take 196 MB of 2 MB pages instead of 195.3. A process\n"
          "has 128 TiB of addresses.",
@@ -359,7 +358,7 @@ CONTEXTS = (2048, 4096, 8192, 16384, 32768)
 
 def _paging_adds(points: Points, *same: str) -> list[Point]:
     """Return the points over pages with the `percent` that they take longer than contiguous ones."""
-    found = against(points, "us", same, {"memory": "contiguous"})
+    found = against("us", {"memory": "contiguous"}, *same)(points)
     return [{**point, "percent": 100 * (point["ratio"] - 1)} for point in found]
 
 
@@ -426,7 +425,7 @@ ENTRIES["vattention-fig4"] = Entry(
 
 
 def _page_sizes(points: Points) -> list[Point]:
-    return highest(against(points, "us", ("batch",), {"memory": "paged, 16"}), "ratio", "memory")
+    return highest(against("us", {"memory": "paged, 16"}, "batch")(points), "ratio", "memory")
 
 
 ENTRIES["vattention-fig5"] = Entry(
@@ -457,11 +456,11 @@ def _largest_batches(points: Points) -> list[Point]:
 
 
 def _beside_best_pages(points: Points) -> list[Point]:
-    return against(_largest_batches(points), "ms", ("model",), lambda point: point["way"].startswith("paged"))
+    return against("ms", lambda point: point["way"].startswith("paged"), "model")(_largest_batches(points))
 
 
 def _fastest_contiguous(points: Points) -> list[Point]:
-    found = against(_largest_batches(points), "ms", ("model",), {"way": "paged, 16"})
+    found = against("ms", {"way": "paged, 16"}, "model")(_largest_batches(points))
     return lowest([point for point in found if "virtual" in point["way"]], "ms", "model")
 
 
@@ -541,9 +540,9 @@ ENTRIES["vattention-fig10"] = Entry(
              digits=3, derive=_facts),
     ],
     tables=[Rows([
-        "layout", Column("pages are mapped", "way"), Column("in flight", "depth"),
-        Column("median ms", "median", ".2f"), Column("p99 ms", "p99", ".2f"), Column("most ms", "most", ".2f"),
-        "spikes", Column("steps with maps in their way", "mapping"), "pages",
+        "layout", ("pages are mapped", "way"), ("in flight", "depth"),
+        ("median ms", "median", ".2f"), ("p99 ms", "p99", ".2f"), ("most ms", "most", ".2f"),
+        "spikes", ("steps with maps in their way", "mapping"), "pages",
     ], derive=_facts)],
     plot=lines("vAttention Figure 10: decode steps, 4 sequences of 32K tokens, Llama-3-8B", "step", "ms", line="way",
                panel="panel", labels=("step", "ms"), markers=False, of=_each_step),
@@ -636,7 +635,7 @@ BATCHES_6 = {"yi-6b": (1, 40, 80, 160, 320), "llama3-8b": (1, 40, 80, 160, 320),
 def _largest(field: str, *base: int) -> Any:
     """Return a function to each model's largest batch, with one of the batch sizes `base` of this model as `base`."""
     return lambda points: highest(
-        against(points, field, ("model",), lambda point: point["batch"] in base), "batch", "model"
+        against(field, lambda point: point["batch"] in base, "model")(points), "batch", "model"
     )
 
 
@@ -653,8 +652,8 @@ ENTRIES["vattention-fig6"] = Entry(
              "at most 600", at_most(600), derive=lambda points: highest(points, "mb_s", "model")),
     ],
     tables=[Rows([
-        "model", "batch", Column("tokens/s", "tokens_s", ".1f"),
-        Column("ms a step", "ms", ".1f"), Column("MB/s of new KV", "mb_s", ".1f"),
+        "model", "batch", ("tokens/s", "tokens_s", ".1f"),
+        ("ms a step", "ms", ".1f"), ("MB/s of new KV", "mb_s", ".1f"),
     ])],
     plot=lines("vAttention Figure 6: decodes at 1K tokens a sequence", "batch", "value", line="model", panel="panel",
                labels=("batch", ""), log_x=True,
@@ -669,7 +668,7 @@ GAIN_9A = {"yi-6b": 1.97, "llama3-8b": 1.3, "yi-34b": 1.6}  # tokens a second of
 
 def _over_pages(points: Points) -> list[Point]:
     """Return the largest batch that both have of each model, with the ratio of its tokens a second to that of pages."""
-    return highest(against(points, "tokens_s", ("model", "batch"), {"way": "paged"}), "batch", "model", "way")
+    return highest(against("tokens_s", {"way": "paged"}, "model", "batch")(points), "batch", "model", "way")
 
 
 ENTRIES["vattention-fig9a"] = Entry(
@@ -740,9 +739,9 @@ ENTRIES["vattention-fig11"] = Entry(
         for claim, rule in (("judged", at_most(1.03)), ("small", measured))
     ],
     tables=[Rows([
-        "model", "way", Column("prompt ms", "ms", ".1f"),
-        Column("ratio", "ratio", ".3f"), "to", Column("pages mapped first", "maps"),
-        Column("ms for that", "stalled_ms", ".2f"),
+        "model", "way", ("prompt ms", "ms", ".1f"),
+        ("ratio", "ratio", ".3f"), "to", ("pages mapped first", "maps"),
+        ("ms for that", "stalled_ms", ".2f"),
     ], derive=_compared)],
     note="Prompts of 16,384 tokens; the small shape has 8 layers and prompts of 2,048.",
     plot=bars("vAttention Figure 11: a prompt, with pages mapped first and not", "way", "ms", horizontal=True,
@@ -765,7 +764,7 @@ KERNELS = ("paper, FlashAttention paged", "paper, FlashAttention vAttention", "p
 def _best_of_chunks(points: Points) -> list[Point]:
     kinds = [{**p, "paged": p["memory"].startswith("paged"), "k": p["length"] // 1024} for p in points]
     best = lowest(kinds, "seconds", "model", "length", "paged")
-    return against(best, "seconds", ("model", "length"), {"paged": False})
+    return against("seconds", {"paged": False}, "model", "length")(best)
 
 
 ENTRIES["vattention-fig8"] = Entry(
@@ -788,7 +787,7 @@ ENTRIES["vattention-fig8"] = Entry(
 
 def _beside_pages(points: Points) -> list[Point]:
     thousands = [{**point, "k": point["length"] // 1024} for point in points]
-    return against(thousands, "ms", ("model", "length"), {"way": "paged"})
+    return against("ms", {"way": "paged"}, "model", "length")(thousands)
 
 
 def _with_papers_seconds(points: Points) -> list[Point]:
@@ -859,7 +858,7 @@ ENTRIES["vattention-x2"] = Entry(
 
 
 def _speeds(points: Points) -> list[Point]:
-    found = against(points, "us", ("dtype", "kib", "context", "queries"), {"way": "mapped"})
+    found = against("us", {"way": "mapped"}, "dtype", "kib", "context", "queries")(points)
     return [{**p, "line": f"{p['dtype']}, {p['kib']} KiB", "panel": f"{p['queries']} queries"} for p in found]
 
 
@@ -878,9 +877,9 @@ ENTRIES["vattention-views"] = Entry(
              derive=_median_speeds),
     ],
     tables=[Rows([
-        Column("numbers", "dtype"), Column("KiB a page", "kib"), "context",
-        "queries", Column("ordinary us", "us", ".1f"),
-        Column("mapped us", lambda point: point["base"]["us"], ".1f"), Column("speed", "ratio", ".3f"),
+        ("numbers", "dtype"), ("KiB a page", "kib"), "context",
+        "queries", ("ordinary us", "us", ".1f"),
+        ("mapped us", lambda point: point["base"]["us"], ".1f"), ("speed", "ratio", ".3f"),
     ], derive=_speeds)],
     note="4 sequences, 8 heads of 64, a buffer a layer, one thread a core.",
     plot=lines("vAttention §5.2: torch's attention over mapped pages on a CPU", "context", "ratio", line="line",

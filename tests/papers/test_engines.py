@@ -9,8 +9,8 @@ import torch
 
 from papers import ENTRIES as ALL
 from papers import engines, main, memories, serving
+from papers.entry import DIFFERS, HOLDS, MEASURED
 from papers.pagedattention import C1, ENTRIES, ORDER
-from papers.result import DIFFERS, HOLDS, MEASURED
 from quire.bench.drive import Decoding, Load, drive
 from quire.bench.workloads import Job
 from quire.config import MEMORIES, EngineConfig

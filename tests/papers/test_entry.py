@@ -4,7 +4,6 @@ and drawn again."""
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +12,15 @@ import pytest
 
 from papers import ENTRIES, entry, plots
 from papers.entry import (
-    Column,
+    CITED,
+    DIFFERS,
+    HOLDS,
+    MEASURED,
     Each,
     Entry,
     Pivot,
     Points,
+    Result,
     Rows,
     Run,
     Spread,
@@ -43,7 +46,6 @@ from papers.entry import (
     same_digits,
     truth,
 )
-from papers.result import CITED, DIFFERS, HOLDS, MEASURED, Result
 
 DOCUMENTS = Path(__file__).parents[2] / "docs" / "measurements" / "reproduce"
 POINTS: Points = [
@@ -59,7 +61,7 @@ TIMES: Points = [
     {"model": "a", "batch": 8, "way": "virtual", "ms": 15.0},
     {"model": "b", "batch": 1, "way": "virtual", "ms": 5.0},
 ]
-beside_pages = partial(against, field="ms", same=("model", "batch"), base={"way": "paged"})
+beside_pages = against("ms", {"way": "paged"}, "model", "batch")
 
 
 def stub(full: bool = False, many: int = 1) -> list[dict[str, Any]]:
@@ -113,11 +115,11 @@ def test_points_of_others() -> None:
     assert [point["ms"] for point in highest(TIMES, "ms", "model")] == [20, 5]
     found = beside_pages(TIMES)
     assert [(p["batch"], p["ratio"], p["base"]["ms"]) for p in found] == [(1, 1.1, 10), (8, 0.75, 20)]
-    assert [point["ratio"] for point in against(TIMES, "ms", ("model",), {"way": "paged"})] == [1.1, 1.5]
+    assert [point["ratio"] for point in against("ms", {"way": "paged"}, "model")(TIMES)] == [1.1, 1.5]
 
 
 def test_tables() -> None:
-    rows = Rows(["system", Column("time", "ms", ".1f"), "other"], lambda p: p.get("page") != 2, title="Times:")
+    rows = Rows(["system", ("time", "ms", ".1f"), "other"], lambda p: p.get("page") != 2, title="Times:")
     assert rows.text(POINTS) == (
         "Times:\n\nsystem  time  other\na        2.0      -\nb        8.0      -\n-          -      1\n"
     )
@@ -184,7 +186,7 @@ def key(result: Any) -> str:
     return json.dumps([result["row"], result["paper"], ours, result["verdict"], result["real_or_simulated"]])
 
 
-@pytest.mark.parametrize("name", [name for name, one in ENTRIES.items() if isinstance(one, Entry)])
+@pytest.mark.parametrize("name", ENTRIES)
 def test_committed_points_give_the_committed_results(name: str) -> None:
     path = DOCUMENTS / f"{name}.json"
     content = json.loads(path.read_text()) if path.exists() else {}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from papers import equality
+from papers.entry import DIFFERS, HOLDS
 from papers.equality import CUTS, Answer, Sweep, Way, compare, group_point, same_tokens, ways
 from papers.pagedattention import C5
-from papers.result import DIFFERS, HOLDS
 from quire.config import MEMORIES, PREEMPTIONS, RESERVED_MEMORIES
 
 NONE = {"swap": 0, "recompute": 0}

@@ -11,9 +11,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from papers import main, pagedattention, serving
-from papers.entry import Points
+from papers.entry import DIFFERS, HOLDS, MEASURED, Points, Reproduction
 from papers.pagedattention import ENTRIES, PIECE, SIZES
-from papers.result import DIFFERS, HOLDS, MEASURED, Reproduction
 from papers.serving import LIMIT, SHOWN, Case, Load, Run, curve, in_parallel, rate_at
 from quire.errors import StartupError
 

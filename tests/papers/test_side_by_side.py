@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from papers import side_by_side
+from papers.entry import DIFFERS, HOLDS, MEASURED, Result
 from papers.pagedattention import ENTRIES
-from papers.result import DIFFERS, HOLDS, MEASURED, Result
 from papers.serving import SYSTEMS
 from papers.side_by_side import Place, Plan, Span, by_rate, engine_of, one_rate, serve, sleep_until
 from quire.bench.shapes import built

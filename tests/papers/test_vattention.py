@@ -15,8 +15,7 @@ import torch
 
 from papers import attention_times, dummy_engines, mapping_costs, table_building, vattention
 from papers.dummy_engines import PAGED, virtual
-from papers.entry import chosen
-from papers.result import DIFFERS, MEASURED
+from papers.entry import DIFFERS, MEASURED, chosen
 from quire.bench import contexts
 from quire.bench.placed_kv import placed
 from quire.models.named_configs import named_config
