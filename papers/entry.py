@@ -194,7 +194,7 @@ def _result(claim: Each | Whole, what: str, paper: Any, ours: Any, unit: str, ru
 
 class Rows(NamedTuple):
     """A table with a line for each point `where`, of those that `derive` makes. A column is a head, its value in a
-    point and, if need be, how that is formatted; or the name of a field, which points may lack."""
+    point and, if need be, how that is formatted; or the name of a field. Points may lack fields."""
 
     columns: Sequence[str | tuple[str, Read] | tuple[str, Read, str]]
     where: Where = ALL
@@ -202,9 +202,11 @@ class Rows(NamedTuple):
     title: str = ""
 
     def text(self, points: Points) -> str:
-        columns = [(one, _field(one), "") if isinstance(one, str) else (*one, "")[:3] for one in self.columns]
-        points = chosen(self.derive(points), self.where)
-        rows = [[_cell(value(point, read), form) for _, read, form in columns] for point in points]
+        columns = [(one, one, "") if isinstance(one, str) else (*one, "")[:3] for one in self.columns]
+        rows = [
+            [_cell(point.get(read) if isinstance(read, str) else read(point), form) for _, read, form in columns]
+            for point in chosen(self.derive(points), self.where)
+        ]
         return _titled(self.title, table([head for head, *_ in columns], rows))
 
 
@@ -409,10 +411,6 @@ def left_out(missing: Mapping[str, str]) -> list[Point]:
 
 def _measured(points: Points) -> list[Point]:
     return [point for point in points if "why" not in point]
-
-
-def _field(name: str) -> Callable[[Point], Any]:
-    return lambda point: point.get(name)
 
 
 def _titled(title: str, lines: str) -> str:

@@ -377,10 +377,10 @@ ENTRIES["vattention-fig3"] = Entry(
     {"models": {"yi-6b": (1, 4, 8, 16, 32)}, "contexts": CONTEXTS, "memories": ("paged, 16", "contiguous")},
     claims=[
         Each("V-F3", "batch {batch}: paging adds to a decode's attention, at most of all contexts", "percent", "%",
-             "up to 12", at_most(12),
+             "up to 12", at_most(12), digits=1,
              derive=lambda points: highest(_by_context(points), "percent", "batch")),
         Whole("V-F3", "paging adds less to the most and longest contexts than to one of 2K, by", _less_where_large,
-              "points of %", "more than 0", at_least(0)),
+              "points of %", "more than 0", at_least(0), digits=1),
     ],
     tables=[
         Pivot(("batch", "context"), "memory", "us", ".1f", ", us"),
@@ -411,10 +411,10 @@ ENTRIES["vattention-fig4"] = Entry(
     {"most": 2**30},
     claims=[
         Each("V-F4", "{kernel}: paging adds to a prompt's attention, at most of all prompts", "percent", "%",
-             "up to 14", at_most(14),
+             "up to 14", at_most(14), digits=1,
              derive=lambda points: highest(_paging_adds(points, "batch", "context", "kernel"), "percent", "kernel")),
         Each("V-F4", "the best paged kernel takes longer than the best contiguous one, at most of all prompts",
-             "percent", "%", "up to 14", between(0, 14), derive=_best_of_prompts),
+             "percent", "%", "up to 14", between(0, 14), digits=1, derive=_best_of_prompts),
     ],
     tables=[Pivot(("batch", "context"), "way", "us", ".0f", ", us")],
     note="FlashInfer's kernels are not run.",
