@@ -135,9 +135,10 @@ def _serve(engine: Engine, jobs: list[Job], times: Sequence[float]) -> dict[str,
 
 
 def swapping(sizes: Sequence[int], tokens: int, repeats: int) -> Points:
-    """Return milliseconds to swap `tokens` tokens out and in and to recompute them, by page size: of OPT-13B on a GPU,
-    of a small LLaMA on a CPU. quire moves whole pages, and all of a sequence at once; on a GPU, `pieces` is out and in
-    with a separate copy of each layer's keys and values of each page."""
+    """Return milliseconds to swap `tokens` tokens out, in, and `both`, and to recompute them, by page size.
+
+    OPT-13B on a GPU, a small LLaMA on a CPU. quire moves whole pages, and all of a sequence at once; on a GPU, `pieces`
+    is out and in with a separate copy of each layer's keys and values of each page."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -156,8 +157,8 @@ def swapping(sizes: Sequence[int], tokens: int, repeats: int) -> Points:
             (computed,) = compute_seconds(made.engine, [tokens], repeats)
             pieces = 1000 * _pieces(tokens // page * len(made.spec.layers) * 2, moved.bytes) if gpu else None
         points.append({
-            "page": page, "out": 1000 * moved.out, "back": 1000 * moved.back, "recompute": 1000 * computed,
-            "pieces": pieces,
+            "page": page, "out": 1000 * moved.out, "back": 1000 * moved.back,
+            "both": 1000 * (moved.out + moved.back), "recompute": 1000 * computed, "pieces": pieces,
         })  # fmt: skip
     return points
 

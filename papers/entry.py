@@ -352,6 +352,12 @@ def falls(field: str, places: Sequence[Point], factor: float = 1.0) -> Callable[
     return holds
 
 
+def every(claims: Iterable[Callable[[Points], bool]]) -> Callable[[Points], bool]:
+    """Return a function that tells whether all of these hold."""
+    listed = list(claims)
+    return lambda points: all(holds(points) for holds in listed)
+
+
 def _only(points: Points, field: str, where: Point) -> Any:
     [found] = [point[field] for point in chosen(points, where) if field in point]
     return found

@@ -45,7 +45,7 @@ class Sweep(NamedTuple):
     pages: Sequence[int] = (1, 16, 64)
     short_pages: Sequence[int] = (1, 4, 16)
     batches: Sequence[int] = (1, 3, 8)
-    little: int = 240
+    little: int = 240  # and the most of a sequence
 
 
 class Way(NamedTuple):
@@ -61,13 +61,14 @@ class Way(NamedTuple):
     preemption: str = "recompute"
     depth: int = 1
     windows: str | None = None
+    max_len: int = 240
 
     def build(self) -> AbstractContextManager[BuiltEngine]:
         """Open the engine; the context manager closes it."""
         plenty = self.memory == "virtual" and self.tokens == PLENTY
         config = EngineConfig(
             memory=self.memory, page_size=self.page, max_num_seqs=self.batch, max_num_batched_tokens=self.chunk,
-            kv_tokens=self.tokens, max_model_len=240, preemption=self.preemption, depth=self.depth,
+            kv_tokens=self.tokens, max_model_len=self.max_len, preemption=self.preemption, depth=self.depth,
             swap_gib=0.1, dtype="float32", device="cpu", threads=1, enable_prefix_caching=False,
             experiment=Experiment(
                 virtual_page_kib=max(self.page, 4) if plenty else None, page_sizes=self.windows or "lcm"
@@ -99,10 +100,12 @@ class Answer(NamedTuple):
 def same_tokens(sweep: Sweep) -> list[dict[str, Any]]:
     """Compare every way with one request at a time in paged memory; return a point for each group of ways."""
     prompts = _prompts(sweep.lengths)
-    references = {windows: Way(windows=windows).answers(prompts, sweep.new)[0] for windows in (None, "lcm")}
+    plain, windowed = (Way(windows=windows, max_len=sweep.little) for windows in (None, "lcm"))
+    references = {way.windows: way.answers(prompts, sweep.new)[0] for way in (plain, windowed)}
     oracle = _transformers(prompts, sweep.new) if find_spec("transformers") else None
     groups: dict[str, list[tuple[Way, dict[str, int]]]] = {}
     for way in ways(sweep):
+        way = way._replace(max_len=sweep.little)
         if way.group not in groups:
             print(way.group, file=sys.stderr)
         answers, preempted = way.answers(prompts, sweep.new)

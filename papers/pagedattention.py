@@ -3,7 +3,7 @@ those about this project's memories as a whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -26,6 +26,7 @@ from papers.entry import (
     between,
     chosen,
     equal,
+    every,
     falls,
     having,
     measured,
@@ -101,21 +102,23 @@ FIGURE_1 = Entry(
 COMPARED = (MAX, POW2, ORACLE, VLLM)
 
 
-def _steady(load: Load, rate: float, seconds: float, systems: Sequence[str], **fields: Any) -> list[Case]:
-    return [Case({**fields, "system": system}, load, NAMES[system], seconds, rate) for system in systems]
+def cases(panels: Mapping[str, Load], systems: Sequence[str], seconds: float, rate: float = 0.0) -> list[Case]:
+    """Return a case for each panel, which names a load, and system."""
+    return [Case({"panel": panel, "system": system}, load, NAMES[system], seconds, rate)
+            for panel, load in panels.items() for system in systems]
 
 
-def _of_the_orcas(which: Callable[[list[float]], float]) -> Callable[[Points], float]:
-    return lambda points: which([point["used"] for point in points if point["system"] != VLLM])
+def _of_the_orcas(points: Points, which: Callable[[Iterable[float]], float]) -> float:
+    return which(point["used"] for point in points if point["system"] != VLLM)
 
 
 FIGURE_2 = Entry(
     "PagedAttention Figure 2: what the KV memory of each system holds",
-    "serving:steady", {"cases": _steady(SHAREGPT, 2.0, SECONDS, COMPARED)},
-    full={"cases": _steady(SHAREGPT, 2.0, HOUR, COMPARED)},
+    "serving:steady", {"cases": cases({"": SHAREGPT}, COMPARED, SECONDS, 2.0)},
+    full={"cases": cases({"": SHAREGPT}, COMPARED, HOUR, 2.0)},
     claims=[
-        Whole("P-F2", "least of the Orcas: token states (within 10%)", _of_the_orcas(min), "%", 20.4, near(0.1), 1),
-        Whole("P-F2", "most of the Orcas: token states (within 10%)", _of_the_orcas(max), "%", 38.2, near(0.1), 1),
+        *(Whole("P-F2", f"{name} of the Orcas: token states (within 10%)", partial(_of_the_orcas, which=which), "%",
+                paper, near(0.1), 1) for name, which, paper in (("least", min, 20.4), ("most", max, 38.2))),
         Each("P-F2", "vLLM: token states (within 10%)", "used", "%", 96.3, near(0.1), {"system": VLLM}, digits=1),
         truth("P-F2", "token states: Orca (Max) < Orca (Pow2) < Orca (Oracle) < vLLM",
               falls("used", [{"system": system} for system in reversed(COMPARED)])),
@@ -196,16 +199,16 @@ INPUT = "(its batch is an input)"
 
 
 def _batches(seconds: float) -> list[Case]:
-    return [case for trace, load, rate in (("ShareGPT", SHAREGPT, 2.0), ("Alpaca", ALPACA, 30.0))
-            for case in _steady(load, rate, seconds, (VLLM, *ORCAS), trace=trace)]
+    return [*cases({"ShareGPT": SHAREGPT}, (VLLM, *ORCAS), seconds, 2.0),
+            *cases({"Alpaca": ALPACA}, (VLLM, *ORCAS), seconds, 30.0)]
 
 
 def _papers_batch(point: Point) -> float:
-    return BATCHES[point["trace"]][point["system"]]
+    return BATCHES[point["panel"]][point["system"]]
 
 
-def _batch_ratio(trace: str, system: str) -> float:
-    return round(BATCHES[trace][VLLM] / BATCHES[trace][system], 2)
+def _batch_ratio(panel: str, system: str) -> float:
+    return round(BATCHES[panel][VLLM] / BATCHES[panel][system], 2)
 
 
 # The A100's host times were derived from vLLM's batches by Little's law, with the paper's mean output of 338 tokens.
@@ -213,23 +216,23 @@ FIGURE_13 = Entry(
     "PagedAttention Figure 13: requests that run at once",
     "serving:steady", {"cases": _batches(SECONDS)}, full={"cases": _batches(HOUR)},
     claims=[
-        Each("P-F13", f"{{trace}}: requests that run at once, {{system}} {INPUT}", "running", "requests", _papers_batch,
+        Each("P-F13", f"{{panel}}: requests that run at once, {{system}} {INPUT}", "running", "requests", _papers_batch,
              where={"system": VLLM}),
-        Each("P-F13", "{trace}: requests that run at once, {system} (within 20%)", "running", "requests", _papers_batch,
+        Each("P-F13", "{panel}: requests that run at once, {system} (within 20%)", "running", "requests", _papers_batch,
              near(0.2), lambda point: point["system"] != VLLM),
-        *(Whole("P-F13", f"{trace}: vLLM / {system} {INPUT}",
-                over("running", {"trace": trace, "system": VLLM}, {"trace": trace, "system": system}), "ratio",
-                _batch_ratio(trace, system)) for trace in BATCHES for system in (ORACLE, MAX)),
-        *(Whole("P-F13", f"{trace}: vLLM > Orca (Oracle) > Orca (Pow2) > Orca (Max) {INPUT}",
-                falls("running", [{"trace": trace, "system": system} for system in (VLLM, *ORCAS)]), "", True)
-          for trace in BATCHES),
+        *(Whole("P-F13", f"{panel}: vLLM / {system} {INPUT}",
+                over("running", {"panel": panel, "system": VLLM}, {"panel": panel, "system": system}), "ratio",
+                _batch_ratio(panel, system)) for panel in BATCHES for system in (ORACLE, MAX)),
+        *(Whole("P-F13", f"{panel}: vLLM > Orca (Oracle) > Orca (Pow2) > Orca (Max) {INPUT}",
+                falls("running", [{"panel": panel, "system": system} for system in (VLLM, *ORCAS)]), "", True)
+          for panel in BATCHES),
     ],
-    tables=[Pivot(("system",), "trace", "running", ".2f")],
+    tables=[Pivot(("system",), "panel", "running", ".2f")],
     note="OPT-13B: averages over time after the first tenth of the trace. The A100's host times were derived from\n"
          "vLLM's own two batches, so its rows, and ratios to them, say only that lengths agree. Our outputs of\n"
          "ShareGPT are cut at 1,024 tokens, a mean of about 300 (see fig11): where a system isn't overloaded, as vLLM\n"
          "here, fewer requests run at once in the same proportion.",
-    plot=bars("Figure 13: requests that run at once (OPT-13B, simulated)", "system", "running", panel="trace",
+    plot=bars("Figure 13: requests that run at once (OPT-13B, simulated)", "system", "running", panel="panel",
               label="requests that run at once", paper=_papers_batch),
     by="simulated",
 )
@@ -237,20 +240,15 @@ FIGURE_13 = Entry(
 # Figures 12, 14, 16 and 17: rates that systems sustain
 
 
-def _cases(loads: Mapping[str, Load], seconds: float, systems: Sequence[str]) -> list[Case]:
-    return [Case({"panel": panel, "system": system}, load, NAMES[system], seconds)
-            for panel, load in loads.items() for system in systems]
-
-
 def rate_ratio(panel: str, system: str, mine: str = VLLM) -> Callable[[Points], Any]:
     """Return a function that divides the rates that two systems sustain, seed by seed: both got the same requests."""
     return over("sustained", {"panel": panel, "system": mine}, {"panel": panel, "system": system})
 
 
-def order(panels: Sequence[str], systems: Sequence[str], factor: float = 1.0) -> Callable[[Points], bool]:
+def order(panels: Iterable[str], systems: Sequence[str], factor: float = 1.0) -> Callable[[Points], bool]:
     """Return a function that tells whether sustained rates fall from system to system in each panel."""
-    each = [falls("sustained", [{"panel": panel, "system": system} for system in systems], factor) for panel in panels]
-    return lambda points: all(holds(points) for holds in each)
+    return every(falls("sustained", [{"panel": panel, "system": system} for system in systems], factor)
+                 for panel in panels)
 
 
 def worst(which: Callable[[list[float]], float], panels: Sequence[str], system: str) -> Callable[[Points], Spread]:
@@ -316,7 +314,7 @@ OF_ALL = [
           MOST_FT, near(0.2)),
     Whole("P-F12", f"the same where latency is {LIMIT / 2:g} s a token, first seed", _most_at_half, "ratio"),
     truth("P-F12", "each panel: vLLM > Orca (Oracle) > Orca (Pow2) > Orca (Max) > FasterTransformer",
-          order(tuple(PANELS), tuple(NAMES))),
+          order(PANELS, tuple(NAMES))),
     truth("P-F12", "(f): the least advantage over Orca (Oracle)", _least_advantage),
     *(Whole("P-X3", f"vLLM / {system}, median of all panels; the paper doesn't say which Orca (by 10%)",
             worst(median, tuple(PANELS), system), "ratio", "2 - 4", between(2.0, 4.0, 0.1)) for system in ORCAS),
@@ -328,8 +326,8 @@ def _figure_12(about: str, panels: Sequence[str], part_of: str | None = None) ->
     here, full = [], []
     for panel in panels:
         load, seconds, most = PANELS[panel]
-        here += _cases({panel: load}, seconds, tuple(NAMES))
-        full += _cases({panel: load}, most, tuple(NAMES))
+        here += cases({panel: load}, tuple(NAMES), seconds)
+        full += cases({panel: load}, tuple(NAMES), most)
     return Entry(
         f"PagedAttention Figure 12{about}", "serving:curves", {"cases": here}, full={"cases": full}, part_of=part_of,
         claims=[*(_rates_of(panel, system) for panel in panels for system in (*ORCAS, FT)),
@@ -379,8 +377,8 @@ def _prompts_share(points: Points) -> float:
 
 FIGURE_14 = Entry(
     "PagedAttention Figure 14: parallel sampling and beam search",
-    "serving:curves", {"cases": _cases(DECODED, 100.0, (VLLM, *ORCAS)), "seeds": (SEED,)},
-    full={"cases": _cases(DECODED, SECONDS, (VLLM, *ORCAS))},
+    "serving:curves", {"cases": cases(DECODED, (VLLM, *ORCAS), 100.0), "seeds": (SEED,)},
+    full={"cases": cases(DECODED, (VLLM, *ORCAS), SECONDS)},
     claims=[
         *(Whole("P-F14", f"{panel}: rate of vLLM / Orca (Oracle){' (within 20%)' if panel in GAPS else ''}",
                 partial(gap, panel=panel), "times", GAPS.get(panel), near(0.2) if panel in GAPS else measured)
@@ -391,7 +389,7 @@ FIGURE_14 = Entry(
               lambda points: all(gap(points, beams) > gap(points, samples) * ERROR
                                  for beams, samples in zip(BEAM, PARALLEL))),
         truth("P-F14", "vLLM > Orca (Oracle) > Orca (Pow2) > Orca (Max) everywhere",
-              order(tuple(DECODED), (VLLM, *ORCAS), 1 + TOLERANCE)),
+              order(DECODED, (VLLM, *ORCAS), 1 + TOLERANCE)),
         Each("P-F15", "{panel}: pages saved while serving (within 30%)", "saved", "%", lambda p: SAVED[p["panel"]],
              near(0.3), having("saved"), digits=1),
         Whole("P-X2", "parallel sampling: prompts' share of KV (within 20%)", _prompts_share, "%", 12.0, near(0.2), 1),
@@ -463,8 +461,8 @@ def _orcas_apart(points: Points) -> Spread:
 # rounds 1,024 tokens and any output up to 2,048, so that Orca's knowledge of output lengths has no effect.
 FIGURE_17 = Entry(
     "PagedAttention Figure 17: chatbot",
-    "serving:curves", {"cases": _cases(CHAT, SECONDS, (VLLM, *ORCAS))},
-    full={"cases": _cases(CHAT, HOUR, (VLLM, *ORCAS))},
+    "serving:curves", {"cases": cases(CHAT, (VLLM, *ORCAS), SECONDS)},
+    full={"cases": cases(CHAT, (VLLM, *ORCAS), HOUR)},
     claims=[
         *(Whole("P-F17", f"vLLM / {orca} (within 20%)", rate_ratio("chat", orca), "ratio", 2.0, near(0.2))
           for orca in ORCAS),
@@ -590,18 +588,6 @@ def _papers_sharing(point: Point) -> float | None:
     return SHARED[point["workload"], point["way"]][WIDTHS.index(point["width"])]
 
 
-def _saved(points: Points, workload: str, way: str) -> list[float]:
-    return [point["saved"] for point in chosen(points, {"workload": workload, "way": way})]
-
-
-def _rises(workload: str, way: str) -> Callable[[Points], bool]:
-    return lambda points: _saved(points, workload, way) == sorted(_saved(points, workload, way))
-
-
-def _saves_more(more: tuple[str, str], less: tuple[str, str]) -> Callable[[Points], bool]:
-    return lambda points: all(a > b for a, b in zip(_saved(points, *more), _saved(points, *less)))
-
-
 FIGURE_15 = Entry(
     "PagedAttention Figure 15: memory saved by sharing",
     "engines:sharing", {"workloads": {"alpaca": 60, "sharegpt": 2}, "widths": WIDTHS},
@@ -609,11 +595,15 @@ FIGURE_15 = Entry(
     claims=[
         Each("P-F15", "{workload}, {way} {width}: pages saved (within 30%)", "saved", "%", _papers_sharing, near(0.3),
              lambda point: _papers_sharing(point) is not None, digits=1),
-        *(truth("P-F15", f"{name}, {way}: more sequences save more", _rises(name, way)) for name, way in SHARED),
-        *(truth("P-F15", f"{name}: beam search saves more than parallel sampling",
-                _saves_more((name, "beam"), (name, "parallel"))) for name in ("alpaca", "sharegpt")),
-        *(truth("P-F15", f"{way}: longer prompts save more", _saves_more(("sharegpt", way), ("alpaca", way)))
-          for way in ("parallel", "beam")),
+        *(truth("P-F15", f"{name}, {way}: more sequences save more", falls("saved", [
+            {"workload": name, "way": way, "width": width} for width in (6, 4, 2)
+        ])) for name, way in SHARED),
+        *(truth("P-F15", f"{name}: beam search saves more than parallel sampling", every(falls("saved", [
+            {"workload": name, "way": way, "width": width} for way in ("beam", "parallel")
+        ]) for width in WIDTHS)) for name in ("alpaca", "sharegpt")),
+        *(truth("P-F15", f"{way}: longer prompts save more", every(falls("saved", [
+            {"workload": name, "way": way, "width": width} for name in ("sharegpt", "alpaca")
+        ]) for width in WIDTHS)) for way in ("parallel", "beam")),
     ],
     tables=[Rows(["workload", "way", "width", ("paper %", _papers_sharing), ("ours %", "saved", ".1f")])],
     note="Pages of 16 tokens, seed 0. Another model's beams diverge elsewhere.",
@@ -649,10 +639,6 @@ def _beside_best(points: Points, trace: str, most: int) -> float:
     return float(max(latency for page, latency in of.items() if 16 <= page <= most) / min(of.values()))
 
 
-def _beside_16(trace: str, page: int) -> Callable[[Points], float]:
-    return over("latency", {"trace": trace, "page": page}, {"trace": trace, "page": 16})
-
-
 FIGURE_18B = Entry(
     "PagedAttention Figure 18b: latency by page size",
     "engines:page_sizes",
@@ -667,10 +653,12 @@ FIGURE_18B = Entry(
               partial(_beside_best, trace="sharegpt", most=128), "ratio", None, at_most(1.1), 3),
         Whole("P-F18b", "Alpaca: pages of 16 and 32 tokens, slower / best of all (at most 1.1)",
               partial(_beside_best, trace="alpaca", most=32), "ratio", None, at_most(1.1), 3),
-        Whole("P-F18b", "Alpaca: pages of 256 tokens / pages of 16 (at least 1.2)", _beside_16("alpaca", 256), "ratio",
-              None, at_least(1.2), 3),
-        Whole("P-F18b", "ShareGPT: pages of 1 token / pages of 16 (at least 1)", _beside_16("sharegpt", 1), "ratio",
-              None, at_least(1.0), 3),
+        Whole("P-F18b", "Alpaca: pages of 256 tokens / pages of 16 (at least 1.2)",
+              over("latency", {"trace": "alpaca", "page": 256}, {"trace": "alpaca", "page": 16}), "ratio", None,
+              at_least(1.2), 3),
+        Whole("P-F18b", "ShareGPT: pages of 1 token / pages of 16 (at least 1)",
+              over("latency", {"trace": "sharegpt", "page": 1}, {"trace": "sharegpt", "page": 16}), "ratio", None,
+              at_least(1.0), 3),
     ],
     tables=[Rows(["trace", "page", ("requests/s", "rate", ".3g"), ("normalised ms", ms("latency"), ".3g"),
                   ("slowest / fastest run", "apart", ".2f"), ("mean batch", "batch", ".1f"),
@@ -683,11 +671,6 @@ FIGURE_18B = Entry(
 )
 
 
-def _both(point: Point) -> float:
-    """Return the time of out and in."""
-    return float(point["out"] + point["back"])
-
-
 def _by_pieces(compare: Callable[[list[float], list[float]], Any]) -> Callable[[Points], Any]:
     """Return a function that compares the times by pieces with those of recomputing; None if there are none."""
 
@@ -698,23 +681,20 @@ def _by_pieces(compare: Callable[[list[float], list[float]], Any]) -> Callable[[
     return ours
 
 
-def _recompute_spread(points: Points) -> float:
-    return float(max(p["recompute"] for p in points) / min(p["recompute"] for p in points))
-
-
 # A CPU swaps by copying memory and computes far more slowly than a GPU, so recomputing may not be cheaper on it.
 FIGURE_19A = Entry(
     "PagedAttention Figure 19a: swapping and recomputing by page size",
     "engines:swapping", {"sizes": SIZES, "tokens": 256, "repeats": 9},
     claims=[
-        Whole("P-F19a", "recomputation is flat (slowest/fastest at most 1.2)", _recompute_spread, "ratio", None,
+        Whole("P-F19a", "recomputation is flat (slowest/fastest at most 1.2)",
+              lambda points: max(p["recompute"] for p in points) / min(p["recompute"] for p in points), "ratio", None,
               at_most(1.2)),
         truth("P-F19a", "swapping is slowest with the smallest page",
-              lambda points: _both(points[0]) == max(map(_both, points))),
+              lambda points: points[0]["both"] == max(p["both"] for p in points)),
         Whole("P-F19a", "swapping in pages of 1 token / at best (more than 1.2)",
-              lambda points: _both(points[0]) / min(map(_both, points)), "ratio", None, at_least(1.21)),
+              lambda points: points[0]["both"] / min(p["both"] for p in points), "ratio", None, at_least(1.21)),
         truth("P-F19a", "recomputing is cheaper than swapping in pages of 1 token",
-              lambda points: points[0]["recompute"] < _both(points[0])),
+              lambda points: points[0]["recompute"] < points[0]["both"]),
         truth("P-F19a", "by pieces: swapping is slowest with the smallest page",
               _by_pieces(lambda pieces, _: pieces[0] == max(pieces))),
         truth("P-F19a", "by pieces: recomputing is cheaper with pages of 1 token",
@@ -724,8 +704,8 @@ FIGURE_19A = Entry(
               at_most(1.2)),
     ],
     tables=[Rows(["page", ("swap out ms", "out", ".3f"), ("swap in ms", "back", ".3f"),
-                  ("out and in", _both, ".3f"), ("recompute ms", "recompute", ".3f"),
-                  ("recompute / swap", lambda p: p["recompute"] / _both(p), ".1f"),
+                  ("out and in", "both", ".3f"), ("recompute ms", "recompute", ".3f"),
+                  ("recompute / swap", lambda p: p["recompute"] / p["both"], ".1f"),
                   ("by pieces ms", "pieces", ".3f")])],
     note="256 tokens of OPT-13B on a GPU, of a small LLaMA on a CPU. quire moves whole pages, and all pages of a\n"
          "sequence at once. By pieces, for a GPU: as the paper's system, which copied each layer's keys and values of\n"
@@ -779,13 +759,10 @@ def _preempting(way: str, page: int) -> Load:
     return SHAREGPT._replace(settings=settings, copy_seconds=copy)
 
 
-def _beside_recompute(way: str, page: int) -> Callable[[Points], float]:
-    return over("latency", {"way": way, "page": page}, {"way": "recompute", "page": page})
-
-
 def _most_apart(points: Points, way: str) -> float:
-    gaps = [_beside_recompute(way, page)(points) for page in (16, 32, 64)]
-    return max(max(gap, 1 / gap) for gap in gaps)
+    gaps = [over("latency", {"way": way, "page": page}, {"way": "recompute", "page": page})(points)
+            for page in (16, 32, 64)]
+    return float(max(max(gap, 1 / gap) for gap in gaps))
 
 
 FIGURE_19B = Entry(  # 2.5 requests/s: about what 16-token pages sustain, and at times more than fits in memory
@@ -798,8 +775,8 @@ FIGURE_19B = Entry(  # 2.5 requests/s: about what 16-token pages sustain, and at
               partial(_most_apart, way="swap"), "ratio", None, at_most(1.2), 3),
         Whole("P-F19b", "swap by pieces / recompute or the reverse, the most in pages of 16 to 64",
               partial(_most_apart, way="swap by pieces"), "ratio", digits=3),
-        Whole("P-F19b", "swap by pieces / recompute in pages of 1 token", _beside_recompute("swap by pieces", 1),
-              "ratio"),
+        Whole("P-F19b", "swap by pieces / recompute in pages of 1 token",
+              over("latency", {"way": "swap by pieces", "page": 1}, {"way": "recompute", "page": 1}), "ratio"),
         Whole("P-F19b", "preemptions, the fewest of all runs", lambda points: min(p["preemptions"] for p in points),
               "requests"),
     ],
@@ -910,17 +887,6 @@ def _page_claims(workload: str) -> list[Each | Whole]:
     ]
 
 
-def _of_most(field: str, read: Callable[[Point], float]) -> Callable[[Points], Points]:
-    """Return a function that divides a value of the points with a field by the greatest of the workload."""
-
-    def choose(points: Points) -> Points:
-        mine = chosen(points, having(field))
-        most = {workload: max(read(p) for p in mine if p["workload"] == workload) for workload in SWEPT}
-        return [{**p, "value": read(p) / most[p["workload"]]} for p in mine]
-
-    return choose
-
-
 R1 = Entry(
     "A review of PagedAttention: page sizes from 1 to 256, by simulation",
     "serving:steady", {"cases": SWEEP},
@@ -935,11 +901,11 @@ R1 = Entry(
 averaged over time after the first tenth until the last request came; seed 0. Highest rates: mean normalised latency up
 to 200 ms, found to 2%, of traces of the same lengths: shorter ones end before a queue has grown, and sustain more.""",
     plot=row("Page sizes (OPT-13B on an A100 with 12 GiB of KV, simulated)", *(
-        lines(title, "page", "value", line="workload", labels=(PAGE, title), log_x=True, of=of) for title, of in (
-            ("internal waste, % of taken memory", tall({"internal": "{workload}"}, "workload")),
-            ("mean batch / the largest", _of_most("internal", lambda p: float(p["running"]))),
-            ("highest rate / the best", _of_most("sustained", _sustained)),
-        )
+        lines(title, "page", field, line="workload", labels=(PAGE, title), log_x=True, log_y=field != "internal",
+              of=lambda points: [{**p, "batch": p["running"]} if "used" in p else {**p, "rate": _sustained(p)}
+                                 for p in points])
+        for title, field in (("internal waste, % of taken memory", "internal"), ("mean batch", "batch"),
+                             ("highest rate, requests/s", "rate"))
     )),
     by="simulated",
 )

@@ -61,8 +61,8 @@ class Panels:
             part.draw(axes, mine)
             if len(panels) > 1:
                 axes.set_title(title, fontsize=10)
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize=7, ncols=2 if len(axes.get_legend_handles_labels()[0]) > 3 else 1)
+            if names := axes.get_legend_handles_labels()[1]:
+                axes.legend(fontsize=7, ncols=2 if len(names) > 3 and max(map(len, names)) < 30 else 1)
         fig.suptitle(self.title)
         return fig
 

@@ -34,7 +34,7 @@ def test_a_small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ways_are_every_memory_and_every_preemption() -> None:
     sweep = Sweep()
     found = list(ways(sweep))
-    assert len(found) == len(set(found)) == 258
+    assert len(found) == len(set(found)) == 216
     assert {way.memory for way in found} == set(MEMORIES)
     assert {way.preemption for way in found if way.tokens == sweep.little} == set(PREEMPTIONS)
     assert {way.batch for way in found} == set(sweep.batches)
