@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from papers.plots import beside
 from quire.bench.workloads import DRAWN
 from quire.models import read_spec
 from quire.models.named_configs import named_config
 from quire.protocol.model_spec import ModelSpec
 
 FP16 = 2
-GIB = 2**30
-bars = beside
 
 
 def spec_of(name: str) -> ModelSpec:
     return read_spec(named_config(name))
 
 
-def model_sizes(kv_gib: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return, for models and the sizes of their KV memory, the 10^9 bytes of parameters, thousands of KV slots, the
-    1,024 bytes of KV of a token, and the 1,000 * 2^20 bytes of a request of the greatest length."""
-    points = []
-    for name, gib in kv_gib.items():
-        spec = spec_of(name)
-        token = spec.token_bytes(FP16)
-        points.append({
-            "model": name, "parameters": spec.parameters * FP16 / 1e9, "kv_gib": gib,
-            "slots": gib * GIB / token / 1000, "token": token // 1024, "request": token * spec.max_len / 2**20 / 1000,
-        })  # fmt: skip
-    return points
+def shapes(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the shape of each model: heads, layers, parameters, the longest sequence, and the bytes of a token's KV
+    in numbers of two bytes."""
+    return [
+        {"model": name, "heads": spec.heads, "kv_heads": spec.layers[0].kv_heads, "head_dim": spec.layers[0].head_dim,
+         "layers": len(spec.layers), "parameters": spec.parameters, "max_len": spec.max_len,
+         "token": spec.token_bytes(FP16)}
+        for name, spec in zip(names, map(spec_of, names))
+    ]  # fmt: skip
 
 
 def lengths(longest: Mapping[str, int], count: int, bins: int) -> list[dict[str, Any]]:

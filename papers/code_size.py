@@ -1,11 +1,11 @@
-"""Count the package's lines of code by part: blank lines, comments and docstrings are not counted."""
+"""Count the package's lines of code: blank lines, comments and docstrings are not counted."""
 
 from __future__ import annotations
 
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import quire
 
@@ -21,15 +21,6 @@ PARTS = {  # files and folders below the package; a file belongs to the longest 
 }
 SILENT = {tokenize.COMMENT, tokenize.NL}
 LAYOUT = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
-
-
-class Size(NamedTuple):
-    """A part of the package: the number of its files, of all their lines, and of lines that hold code."""
-
-    part: str
-    files: int
-    lines: int
-    code: int
 
 
 def part_of(path: Path) -> str:
@@ -56,16 +47,22 @@ def _alone(tokens: list[tokenize.TokenInfo], i: int) -> bool:
     return before and tokens[i + 1].type in LAYOUT
 
 
-def sizes(root: Path = ROOT) -> Iterator[Size]:
-    """Yield the size of every part, in the order of PARTS; measuring code is last."""
+def package(root: Path = ROOT) -> list[dict[str, Any]]:
+    """Return the size of every part, in the order of PARTS; measuring code is last."""
     files: dict[str, list[Path]] = {part: [] for part in (*PARTS, OTHER)}
     for path in sorted(root.rglob("*.py")):
         files[part_of(path.relative_to(root))].append(path)
-    for part in (*(part for part in PARTS if part != MEASURING), OTHER, MEASURING):
-        lines = sum(len(path.read_text().splitlines()) for path in files[part])
-        yield Size(part, len(files[part]), lines, sum(code_lines(path) for path in files[part]))
+    return [_size(part, files[part]) for part in (*(part for part in PARTS if part != MEASURING), OTHER, MEASURING)]
 
 
-def package() -> list[dict[str, Any]]:
-    """Return the size of every part of the package."""
-    return [size._asdict() for size in sizes()]
+def sizes(parts: Mapping[str, Sequence[str]], root: Path = ROOT) -> list[dict[str, Any]]:
+    """Return the size of each part, given by patterns of the names of files below the package."""
+    return [_size(part, [path for name in names for path in root.glob(name)]) for part, names in parts.items()]
+
+
+def _size(part: str, files: Iterable[Path]) -> dict[str, Any]:
+    """Return the number of files, of all their lines, and of lines of code in Python."""
+    files = list(files)
+    lines = sum(len(path.read_text(errors="replace").splitlines()) for path in files)
+    code = sum(code_lines(path) for path in files if path.suffix == ".py")
+    return {"part": part, "files": len(files), "lines": lines, "code": code}

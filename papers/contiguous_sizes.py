@@ -25,16 +25,6 @@ def on_workers(name: str, tensor: int, page: int, layout: str) -> list[BufferLay
     ]
 
 
-def models(names: Sequence[str]) -> list[Point]:
-    """Return the shape of each model, and the sizes of its weights and of a token's keys and values."""
-    return [
-        {"model": name, "heads": spec.heads, "kv_heads": layer.kv_heads, "layers": len(spec.layers),
-         "group": spec.heads // layer.kv_heads, "head_dim": layer.head_dim, "parameters": spec.parameters,
-         "weights_gb": spec.parameters * HALF / 1e9, "token_kb": spec.token_bytes(HALF) // KIB}
-        for name, spec, layer in ((name, spec, spec.layers[0]) for name, spec in zip(names, map(spec_of, names)))
-    ]  # fmt: skip
-
-
 def buffers(
     models: Sequence[tuple[str, int]], layouts: Sequence[str], pages: Mapping[str, int], requests: int, length: int
 ) -> list[Point]:

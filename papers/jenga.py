@@ -920,20 +920,21 @@ TAKEN = {
 }  # fmt: skip
 ENTRIES["jenga-x3"] = Entry(
     "Jenga §7: lines of code that it took",
-    "code_taken:lines_of_parts",
-    {"parts": TAKEN, "suffixes": [".cu", ".cuh"]},
+    "code_size:sizes",
+    {"parts": {**TAKEN, "CUDA": ["**/*.cu", "**/*.cuh"]}},
     claims=[
         Whole("J-X3", "lines of Python for layers that keep unlike things",
-              lambda points: sum(p["code"] for p in points if "code" in p), "lines", "about 4000"),
+              lambda points: sum(p["code"] for p in points), "lines", "about 4000"),
         Whole("J-X3", "lines of CUDA for them, and in the package",
-              lambda points: sum(p["lines"] for p in points if "suffix" in p), "lines", 0, equal),
-        Each("J-X3", "{part}", "code", "lines", where=having("part")),
+              lambda points: one(points, part="CUDA")["lines"], "lines", 0, equal),
+        Each("J-X3", "{part}", "code", "lines", where=lambda p: p["part"] in TAKEN),
     ],
-    tables=[Rows(["part", "files", "lines", ("of code", "code")], having("part"))],
+    tables=[Rows(["part", "files", "lines", ("of code", "code")])],
     note="Files that would not be there, or hardly, if all layers kept the same of every token; those of models, of\n"
          "their kernels (Triton) and of vision encoders are not among them, nor were they among the paper's.",
     plot=bars("Jenga: what it took, in lines of Python", "part", "code", horizontal=True, form="%d",
-              label="lines of code (the paper's: about 4,000)", of=lambda points: [p for p in points if "part" in p]),
+              label="lines of code (the paper's: about 4,000)",
+              of=lambda points: [p for p in points if p["part"] in TAKEN]),
 )  # fmt: skip
 
 ENTRIES["jenga-x5"] = Entry(
@@ -1002,11 +1003,11 @@ ENTRIES["jenga-x1"] = Entry(
 
 ENTRIES["jenga-x2"] = Entry(
     "Jenga §2: KV of 10,000 tokens of Llama 3.1 8B",
-    "layer_kinds:kv_bytes",
-    {"models": ["llama3.1-8b"], "tokens": 10_000},
+    "closed_forms:shapes",
+    {"names": ["llama3.1-8b"]},
     claims=[
-        Each("J-X2", "{model}: KV cache of 10,000 tokens", lambda p: p["bytes"] / 2**30, "GB (2^30 bytes)", 1.2,
-             same_digits),
-        Each("J-X2", "{model}: KV cache of 10,000 tokens", lambda p: p["bytes"] / GB, "GB (10^9 bytes)"),
+        Each("J-X2", "{model}: KV cache of 10,000 tokens", lambda p: 10_000 * p["token"] / 2**30, "GB (2^30 bytes)",
+             1.2, same_digits),
+        Each("J-X2", "{model}: KV cache of 10,000 tokens", lambda p: 10_000 * p["token"] / GB, "GB (10^9 bytes)"),
     ],
 )  # fmt: skip

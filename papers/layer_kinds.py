@@ -176,8 +176,3 @@ def page_plans(tokens: int) -> list[dict[str, Any]]:
             "max_tokens": max_page(types) / min(kind.bytes for kind in kinds if kind.unit != "state"),
         })  # fmt: skip
     return points
-
-
-def kv_bytes(models: Sequence[str], tokens: int) -> list[dict[str, Any]]:
-    """Return the bytes of the KV cache of `tokens` tokens of each named config, in 16 bits."""
-    return [{"model": name, "bytes": tokens * read_spec(named_config(name)).token_bytes(BF16)} for name in models]

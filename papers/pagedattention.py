@@ -618,7 +618,7 @@ def _overhead(point: Point) -> float:
 
 FIGURE_18A = Entry(
     "PagedAttention Figure 18a: what paging costs attention",
-    "attention_blocks:decode_kernels",
+    "attention_times:paged_or_not",
     {"models": {"OPT-13B": (40, 40, 40), "Llama-3-8B": (32, 8, 32)}, "batches": (8, 32),
      "contexts": (64, 128, 256, 1024, 4096)},
     claims=[Each("P-F18a", "{model}, batch {batch}, context {context}: paging costs less than the paper's", _overhead,
@@ -796,22 +796,25 @@ pages of 4 and 8 would be slower, of 16 faster.""",
 
 # Arithmetic, and the size of the code
 
+MODELS = {"opt-13b": (26, 12, 15.7), "opt-66b": (132, 21, 9.7), "opt-175b": (346, 264, 60.1)}  # GB, GiB of KV, slots
 TABLE_1 = Entry(
     "PagedAttention Table 1: model sizes and KV slots",
-    "closed_forms:model_sizes", {"kv_gib": {"opt-13b": 12, "opt-66b": 21, "opt-175b": 264}},
-    claims=[
-        Each("P-T1", "{model}: parameters", "parameters", "GB (10^9 bytes)",
-             {"opt-13b": 26, "opt-66b": 132, "opt-175b": 346}, near(0.02), key="model", digits=1),
-        Each("P-T1", "{model}: KV slots in {kv_gib} GiB", "slots", "thousands",
-             {"opt-13b": 15.7, "opt-66b": 9.7, "opt-175b": 60.1}, near(0.02), key="model", digits=1),
-    ],
+    "closed_forms:shapes", {"names": tuple(MODELS)},
+    claims=[claim for model, (size, kv_gib, slots) in MODELS.items() for claim in (
+        Each("P-T1", "{model}: parameters", lambda p: p["parameters"] * 2 / 1e9, "GB (10^9 bytes)", size, near(0.02),
+             {"model": model}, digits=1),
+        Each("P-T1", f"{{model}}: KV slots in {kv_gib} GiB",
+             lambda p: MODELS[p["model"]][1] * 2**30 / p["token"] / 1000, "thousands", slots, near(0.02),
+             {"model": model}, digits=1),
+    )],
 )
 X1 = Entry(
     "PagedAttention §3: KV bytes of a token and of a request",
-    "closed_forms:model_sizes", {"kv_gib": {"opt-13b": 12}},
+    "closed_forms:shapes", {"names": ("opt-13b",)},
     claims=[
-        Each("P-X1", "{model}: KV cache of a token", "token", "KB (1,024 bytes)", 800, equal),
-        Each("P-X1", "{model}: KV cache of 2,048 tokens", "request", "GB (1,000 MiB)", 1.6, equal),
+        Each("P-X1", "{model}: KV cache of a token", lambda p: p["token"] // 1024, "KB (1,024 bytes)", 800, equal),
+        Each("P-X1", "{model}: KV cache of 2,048 tokens", lambda p: p["token"] * p["max_len"] / 2**20 / 1000,
+             "GB (1,000 MiB)", 1.6, equal),
     ],
 )
 CODE = "thousand lines of code"
@@ -950,7 +953,7 @@ C1 = Entry(
     {"cases": [Case({"run": "simulated", "memory": memory}, SHAREGPT, memory, 600.0, 2.0) for memory in MEMORIES]},
     also=[
         # A model of unlike layers: KV outside its windows counts as waste in every memory.
-        Run("memories:windows", {"memories": MEMORIES, "case": Unlike("ministral-8b", H100, "longdoc@20")}),
+        Run("unlike_serving:memories", {"memories": MEMORIES, "case": Unlike("ministral-8b", H100, "longdoc@20")}),
         # At this rate requests always wait in every memory, so that memory limits the batch, not arrivals.
         Run("engines:memories", {"names": MEMORIES, "workload": "sharegpt", "requests": 48, "rate": 64.0,
                                  "kv_tokens": 8192, "max_len": 2048}),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, cast
 
-from papers.serving import in_parallel
+from papers.serving import in_parallel, shares
 from quire.bench.pictured import Eyes
 from quire.bench.simulate import SimulatedDeployment, read_deployment
 from quire.bench.workloads import Sketch, parse
@@ -22,6 +23,7 @@ from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.core.runner import Runner
 from quire.errors import QuireError, StartupError
+from quire.memory.answers import Usage
 from quire.memory.paged import PagedMemory
 from quire.memory.policies import POLICIES
 from quire.models import read_spec
@@ -449,4 +451,23 @@ def longest_requests(case: Case, rules: Sequence[str], output: int) -> list[dict
         served = sum(serve(plant.simulation().engine, trace, case.spec).batches) + 1
         points.append({"rule": rule, "kv_gib": case.budget, "longest": plant.max_len, "context": case.spec.max_len,
                        "served": served})  # fmt: skip
+    return points
+
+
+def memories(names: Sequence[str], case: Case) -> list[dict[str, Any]]:
+    """Serve a case's requests, which come at once, in each memory. What running or later tokens read is used; the rest
+    of the allocated memory is internal waste: KV outside a layer's window too."""
+    points = []
+    for memory in names:
+        print(f"{memory}, windows, simulated", file=sys.stderr)
+        run = simulated(case, "jenga", sampled=0.5, memory=memory)
+        full, window, wasted, free = (
+            sum(getattr(moment, kind) for moment in run.memory) // len(run.memory)
+            for kind in ("full", "window", "wasted", "free")
+        )
+        points.append({
+            "run": "windows", "memory": memory, **shares(Usage(full + window, 0, 0, wasted, 0, free)),
+            "running": run.batch, "latency": run.normalised, "requests_per_s": run.requests_per_s,
+            "preemptions": run.preemptions,
+        })  # fmt: skip
     return points

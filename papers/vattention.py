@@ -15,6 +15,7 @@ from papers.entry import (
     Point,
     Points,
     Rows,
+    Run,
     Whole,
     against,
     at_least,
@@ -111,7 +112,7 @@ def _lines_of_code(title: str, points: Points) -> Figure:
     paper = [{"name": what, "lines": count, "by": "paging, in the paper"} for what, count in CHANGED.items()]
     switches = [{"name": f"{p['before']} to {p['after']}", "lines": p["lines"], "by": "a switch of kernels"}
                 for p in points if p.get("before") == "sdpa"]  # fmt: skip
-    ours = [{"name": p["what"], "lines": p["lines"], "by": "code here"} for p in points if "what" in p]
+    ours = [{"name": p["part"], "lines": p["code"], "by": "code here"} for p in points if "part" in p]
     return bars(title, "name", "lines", horizontal=True, bar="by", label="lines", form="%.0f", log=True)(
         [*paper, *switches, *ours]
     )
@@ -119,10 +120,10 @@ def _lines_of_code(title: str, points: Points) -> Figure:
 
 ENTRIES["vattention-table2"] = Entry(
     "vAttention Table 2: systems, and what managing memory takes",
-    "kernel_switch:lines_of",
-    {"files": {"memory in user code: all memories' ledgers and policies": "memory",
-               "drivers of virtual memory": "worker/virtual"}},
-    claims=[*_changed("V-T2", "vattention-fig12"), Each("V-T2", "{what}", "lines", "lines of code")],
+    "code_size:sizes",
+    {"parts": {"memory in user code: all memories' ledgers and policies": ["memory/**/*.py"],
+               "drivers of virtual memory": ["worker/virtual/**/*.py"]}},
+    claims=[*_changed("V-T2", "vattention-fig12"), Each("V-T2", "{part}", "code", "lines of code")],
     note=table([*SYSTEMS], [*zip(*SYSTEMS.values())]) + "\n\n"
          "The first three as the paper has them; TensorRT-LLM, LightLLM and FlashAttention page like vLLM, it says.\n"
          "quire's columns are its own judgement. One ledger counts pages for both memories, so prefixes, forks,\n"
@@ -138,15 +139,17 @@ SHAPES = {"yi-6b": (32, 4, 32), "llama3-8b": (32, 8, 32), "yi-34b": (56, 8, 60)}
 
 ENTRIES["vattention-table5"] = Entry(
     "vAttention Table 5: the models",
-    "contiguous_sizes:models",
+    "closed_forms:shapes",
     {"names": MODELS},
     claims=[
         Each("V-T5", f"{{model}}: {what}", field, "", {name: shape[i] for name, shape in SHAPES.items()}, equal,
              key="model")
         for i, (field, what) in enumerate((("heads", "query heads"), ("kv_heads", "KV heads"), ("layers", "layers")))
     ],
-    tables=[Rows(["model", ("query heads a KV head", "group"), "head_dim", "parameters",
-                  ("GB of weights", "weights_gb", ".1f"), ("KB a token", "token_kb")])],
+    tables=[Rows([
+        "model", ("query heads a KV head", lambda p: p["heads"] // p["kv_heads"]), "head_dim", "parameters",
+        ("GB of weights", lambda p: p["parameters"] * 2 / 1e9, ".1f"), ("KB a token", lambda p: p["token"] // 1024),
+    ])],
     note="The paper's hardware: Yi-6B on one A100 of 80 GB, Llama-3-8B and Yi-34B on two (TP-2).\n"
          "One H200 keeps each of them. Weights and KV in numbers of two bytes.",
 )  # fmt: skip
@@ -259,11 +262,11 @@ def _note_of_switches(points: Points) -> str:
 ENTRIES["vattention-fig12"] = Entry(
     "vAttention Figure 12: lines that replacing a kernel takes",
     "kernel_switch:switches",
-    {"files": {
-        "torch's attention over contiguous memory": "kernels/contiguous.py",
-        "torch's attention over paged memory": "kernels/sdpa.py",
-        "our kernels over both, without the kernels": "kernels/triton/backend.py",
-    }},
+    also=[Run("code_size:sizes", {"parts": {
+        "torch's attention over contiguous memory": ["kernels/contiguous.py"],
+        "torch's attention over paged memory": ["kernels/sdpa.py"],
+        "our kernels over both, without the kernels": ["kernels/triton/backend.py"],
+    }})],
     claims=[
         Each("V-F12", "lines changed from {before} to {after} (limit: 10)", "lines", "lines", None,
              at_most(10), {"before": "sdpa"}),
@@ -272,7 +275,7 @@ ENTRIES["vattention-fig12"] = Entry(
         Each("V-F12", "{call}: over virtual tensors to the bit what it gives over ordinary ones", "equal", "", True,
              equal, having("call")),
         *_changed("V-F12", "see below"),
-        Each("V-F12", "--attention: {what}", "lines", "lines of code", where=having("what")),
+        Each("V-F12", "--attention: {part}", "code", "lines of code", where=having("part")),
     ],
     tables=[Pivot(("before",), "after", "lines", where=having("before"),
                   title="Lines that go and lines that come, each counted, imports too:")],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from papers import ENTRIES, engines, main, memories, serving
+from papers import ENTRIES, engines, main, serving, unlike_serving
 from papers.entry import DIFFERS, HOLDS, MEASURED
 from papers.pagedattention import C1, ORDER
 from quire.bench.drive import Decoding, Load, drive
@@ -114,7 +114,7 @@ def test_every_memory_serves_the_trace() -> None:
     points = serving.whole([
         serving.Case({"run": "simulated", "memory": memory}, alpaca, memory, 0.2, 200.0) for memory in MEMORIES
     ])  # fmt: skip
-    points += memories.windows(MEMORIES, C1.also[0].params["case"]._replace(workload="longdoc@2"))
+    points += unlike_serving.memories(MEMORIES, C1.also[0].params["case"]._replace(workload="longdoc@2"))
     points += engines.memories(MEMORIES, "alpaca", 3, 1000.0, 8192, 2048)
     assert [point["memory"] for point in points] == 3 * list(MEMORIES)
     for point in points:

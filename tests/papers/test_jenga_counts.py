@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from papers import ENTRIES, jenga, jenga_examples
-from papers.code_size import KERNELS, MEASURING, OTHER, PARTS, ROOT, code_lines, part_of, sizes
-from papers.code_taken import lines_of_parts
+from papers.code_size import KERNELS, MEASURING, OTHER, PARTS, ROOT, code_lines, package, part_of, sizes
 from papers.entry import DIFFERS, HOLDS, MEASURED
 from papers.layer_kinds import Kind, attention, kinds_of, named, page_plans, uniform_waste
 from papers.unlike_serving import budgets
@@ -118,8 +117,8 @@ def test_lines_are_those_of_files_that_are_there(tmp_path: Path) -> None:
     assert [name for name in listed if not (ROOT / name).exists()] in ([], ["worker/cross_attention.py"])
     (tmp_path / "jenga.py").write_text('"""A text."""\n\nx = 1  # a comment\n')
     (tmp_path / "kernel.cu").write_text("int x;\nint y;\n")
-    assert lines_of_parts({"a": ["jenga.py", "b.py"]}, [".cu"], tmp_path) == [
-        {"part": "a", "files": 1, "lines": 3, "code": 1}, {"suffix": ".cu", "files": 1, "lines": 2},
+    assert sizes({"a": ["jenga.py", "b.py"], "b": ["**/*.cu"]}, tmp_path) == [
+        {"part": "a", "files": 1, "lines": 3, "code": 1}, {"part": "b", "files": 1, "lines": 2, "code": 0},
     ]  # fmt: skip
 
 
@@ -213,14 +212,14 @@ def test_lines_of_code(source: str, tmp_path: Path) -> None:
     assert code_lines(path) == CODE[source]
 
 
-counted = cache(lambda: list(sizes()))  # counting takes seconds
+counted = cache(package)  # counting takes seconds
 
 
 def test_every_file_is_counted_once() -> None:
     found = counted()
-    assert {size.part for size in found} == {*PARTS, OTHER}
-    assert sum(size.files for size in found) == len(list(ROOT.rglob("*.py")))
-    assert all(0 < size.code < size.lines for size in found)
+    assert {size["part"] for size in found} == {*PARTS, OTHER}
+    assert sum(size["files"] for size in found) == len(list(ROOT.rglob("*.py")))
+    assert all(0 < size["code"] < size["lines"] for size in found)
 
 
 def test_parts() -> None:
@@ -231,7 +230,7 @@ def test_parts() -> None:
 
 
 def test_the_paper_stands_beside() -> None:
-    python, kernels, *parts = ENTRIES["x4"].judge([size._asdict() for size in counted()]).results
+    python, kernels, *parts = ENTRIES["x4"].judge(counted()).results
     assert (python.paper, kernels.paper) == (8.5, 2.0)
     assert {result.verdict for result in (python, kernels, *parts)} == {MEASURED}
     serving = sum(result.ours for result in parts if result.what != MEASURING)

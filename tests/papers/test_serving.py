@@ -282,7 +282,7 @@ def test_simulated_entries(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def record(name: str, *_: object, pictures: bool) -> Reproduction:
         ran.append(name)
-        return Reproduction([], "", Figure)
+        return Reproduction([], "", Figure, [])
 
     monkeypatch.setattr("papers.reproduce", record)
     assert main(["--all", "--simulated"]) == 0
