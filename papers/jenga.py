@@ -30,6 +30,7 @@ from papers.entry import (
     near,
     one,
     same_digits,
+    truth,
 )
 from papers.jenga_examples import SlidingWindowLayer
 from papers.plots import bars, blocks, lines, tall
@@ -119,8 +120,8 @@ ENTRIES["jenga-fig4"] = Entry(
     claims=[
         Whole("J-F4", "(a) balanced: of two texts the later one is left whole",
               lambda points: _left(points, "a", "balanced, aligned"), "tokens", [0, 24], equal),
-        Whole("J-F4", "(a) not balanced: less is left", _less_left("a", "not balanced"), "", True, equal),
-        Whole("J-F4", "(b) not aligned: less of a text is left", _less_left("b", "not aligned"), "", True, equal),
+        truth("J-F4", "(a) not balanced: less is left", _less_left("a", "not balanced")),
+        truth("J-F4", "(b) not aligned: less of a text is left", _less_left("b", "not aligned")),
         Each("J-F4", "({example}) {order}: of texts of 24 tokens is left", "left", "tokens", where=having("example")),
         Each("J-F4", "hit rate, retention {retention}: balanced and aligned / {order}", lambda p: 1 / p["ratio"],
              "times", where=lambda p: p["order"].startswith("not"), by=SIMULATED,
@@ -198,7 +199,7 @@ ENTRIES["jenga-fig7"] = Entry(
     claims=[
         Each("J-F7", "{layer}: start_ptr, page_size", lambda p: [p["start"], p["page"]], "bytes",
              lambda p: [p["index"] * LAYER, p["layers"] * LAYER], equal),
-        Whole("J-F7", "a small page is consecutive: its layers follow one another", _consecutive, "", True, equal),
+        truth("J-F7", "a small page is consecutive: its layers follow one another", _consecutive),
         Whole("J-F7", "bytes of a large page, by either kind",
               lambda points: [LARGE // p["page"] * p["page"] for p in chosen(points, {"index": 0})], "bytes",
               [LARGE, LARGE], equal),
@@ -280,7 +281,7 @@ def _evicted_before(first: str, others: str) -> Whole:
         ranks = [_by_token(points, "evicted", layer, first + others) for layer in ACCESSED]
         return all(rank[0] == min(rank) for rank in ranks)
 
-    return Whole("J-F10", f"[{first}] is evicted before [{' '.join(others)}], in both layers", ours, "", True, equal)
+    return truth("J-F10", f"[{first}] is evicted before [{' '.join(others)}], in both layers", ours)
 
 
 ENTRIES["jenga-fig10"] = Entry(
@@ -411,7 +412,7 @@ GAINS = against("requests_per_s", {"pages": "uniform"}, "label")
 def _over_models(device: str, what: str, of: Callable[[Iterator[float]], float], paper: Any, rule: Rule) -> Whole:
     return Whole("J-F13", f"{device}: {what}",
                  lambda points: of(p["ratio"] for p in chosen(GAINS(points), {"device": device, "pages": "jenga"})),
-                 "times", paper, rule, by=SIMULATED)  # fmt: skip
+                 "times", paper, rule)  # fmt: skip
 
 
 ENTRIES["jenga-fig13"] = Entry(
@@ -420,10 +421,10 @@ ENTRIES["jenga-fig13"] = Entry(
     {"runs": list(_throughputs())},
     claims=[
         Each("J-F13", "{label}: LCM pages / uniform (above 1)", "ratio", "times", None, above(1),
-             lambda p: p["pages"] == "jenga" and p["model"] != "Llama", by=SIMULATED, derive=GAINS),
+             lambda p: p["pages"] == "jenga" and p["model"] != "Llama", derive=GAINS),
         Each("J-F13", "{label}: LCM pages / uniform (within 3%)", "ratio", "times", 1.0, near(0.03),
-             {"pages": "jenga", "model": "Llama"}, by=SIMULATED, derive=GAINS),
-        Each("J-F13", f"{{label}}: LCM pages / {UNSHARED}", "ratio", "times", where={"pages": "jenga"}, by=SIMULATED,
+             {"pages": "jenga", "model": "Llama"}, derive=GAINS),
+        Each("J-F13", f"{{label}}: LCM pages / {UNSHARED}", "ratio", "times", where={"pages": "jenga"},
              derive=against("requests_per_s", {"pages": UNSHARED}, "label")),
         _over_models("H100", "mean of 7 models (within 20%)", mean, 1.80, near(0.2)),
         _over_models("H100", "the most of a model", max, "up to 4.92", measured),
@@ -442,6 +443,7 @@ ENTRIES["jenga-fig13"] = Entry(
     ),
     plot=bars("Jenga Figure 13: throughput of LCM pages, times that of uniform pages", "label", "ratio",
               horizontal=True, label="times", limit=1.0, of=lambda points: chosen(GAINS(points), {"pages": "jenga"})),
+    by=SIMULATED,
 )  # fmt: skip
 
 # Figure 14: rates within the capacity of uniform pages, between both capacities, and about that of two-level pages. The
@@ -531,7 +533,7 @@ BATCH_RATIO = 1.95  # of ours to vLLM's, SGLang's and TGI's
 
 def _near_the_papers(what: str, field: str, unit: str, paper: Mapping[str, float]) -> Each:
     return Each("J-F15", f"{{pages}}, 54.4 GiB: {what} (within 20%)", field, unit, paper, near(0.2),
-                lambda p: p["budget"] == "54.4 GiB" and p["rule"] in BATCH, "rule", by=SIMULATED)  # fmt: skip
+                lambda p: p["budget"] == "54.4 GiB" and p["rule"] in BATCH, "rule")  # fmt: skip
 
 
 ENTRIES["jenga-fig15"] = Entry(
@@ -544,9 +546,9 @@ ENTRIES["jenga-fig15"] = Entry(
         _near_the_papers("mean decode batch", "batch", "requests", BATCH),
         _near_the_papers("steps that decode", "decode_steps", "steps", DECODE_STEPS),
         Each("J-F15", "batch of LCM pages / of uniform ones, {budget} (within 20%)", "ratio", "times", BATCH_RATIO,
-             near(0.2), {"rule": "jenga"}, by=SIMULATED, derive=against("batch", {"rule": "uniform"}, "budget")),
+             near(0.2), {"rule": "jenga"}, derive=against("batch", {"rule": "uniform"}, "budget")),
         Each("J-F15", "{pages}, 54.4 GiB: mean decode batch", "batch", "requests",
-             where=lambda p: p["budget"] == "54.4 GiB" and p["rule"] not in BATCH, by=SIMULATED),
+             where=lambda p: p["budget"] == "54.4 GiB" and p["rule"] not in BATCH),
     ],
     tables=[Rows(["pages", "budget", ("mean decode batch", "batch", ".2f"), ("decode steps", "decode_steps"),
                  ("wasted %", lambda p: 100 * p["wasted"], ".2f")])],
@@ -563,6 +565,7 @@ ENTRIES["jenga-fig15"] = Entry(
                    {"budget": p["budget"], "pages": f"{p['pages']}: mean {p['batch']:.2f}", "step": step, "size": size}
                    for p in points if p["rule"] in ("jenga", "uniform", "max") for step, size in enumerate(p["batches"])
                ]),
+    by=SIMULATED,
 )  # fmt: skip
 
 # Figure 16: requests of a constant mean length (D5), and of lengths that grow (D6). Shares are averaged over SMOOTH
@@ -592,7 +595,7 @@ def _mean_waste(rule: str) -> Whole:
     paper, judge, said = WASTE[rule]
     return Whole(
         "J-F16", f"{LABELS[rule]}: wasted, both traces ({said})",
-        lambda points: mean(_wasted(p) for p in chosen(points, {"rule": rule})), "%", paper, judge, by=SIMULATED,
+        lambda points: mean(_wasted(p) for p in chosen(points, {"rule": rule})), "%", paper, judge,
     )  # fmt: skip
 
 
@@ -605,7 +608,7 @@ def _share_of_self(which: str, choose: Callable[[Iterator[float]], float], paper
         return choose(100 * sum(x.full for x in some) / sum(x.full + x.window for x in some) for some in near_by)
 
     what = f"dynamic trace: {which} share of self attention (within 20%)"
-    return Whole("J-F16", what, ours, "%", paper, near(0.2), 1, SIMULATED)
+    return Whole("J-F16", what, ours, "%", paper, near(0.2), 1)
 
 
 def _over_time(field: str) -> Callable[[Point], float]:
@@ -639,7 +642,7 @@ ENTRIES["jenga-fig16"] = Entry(
               for trace, case in TRACES.items() for rule in BOTH]},
     claims=[
         *map(_mean_waste, WASTE),
-        Each("J-F16", "{pages}: wasted, {trace} trace", _wasted, "%", by=SIMULATED),
+        Each("J-F16", "{pages}: wasted, {trace} trace", _wasted, "%"),
         _share_of_self("least", min, 27.8), _share_of_self("most", max, 54.5),
     ],
     tables=[Rows(["trace", "pages", *((f"{name} %", _over_time(field), ".2f") for field, name in CATEGORIES.items()),
@@ -651,6 +654,7 @@ ENTRIES["jenga-fig16"] = Entry(
         "36 layers see all, so of L tokens it is 9 L / (9 L + 27 min(L, 32,768))."
     ),
     plot=_draw_16,
+    by=SIMULATED,
 )  # fmt: skip
 
 # Figure 17: questions about articles, in random order, one at a time. Assumed are 6 questions about each article, and
@@ -681,7 +685,7 @@ def _most_of_uniforms(way: str, field: str) -> Whole:
     judged: tuple[str, Any, Rule] = (f"{said} (within 20%)", paper, near(0.2))
     said, judge, rule = judged if way == "boundary" else (said, None, measured)
     return Whole(
-        "J-F17", said, lambda points: max(_over_uniform(points, way, field)), "times", judge, rule, 2, SIMULATED
+        "J-F17", said, lambda points: max(_over_uniform(points, way, field)), "times", judge, rule
     )
 
 
@@ -690,9 +694,9 @@ ENTRIES["jenga-fig17"] = Entry(
     "unlike_serving:simulations",
     {"runs": [_asking(articles, way) for articles in COUNTS for way in RETAINING]},
     claims=[
-        Whole("J-F17", "up to 3 articles equal (within 5%)", lambda points: all(
+        truth("J-F17", "up to 3 articles equal (within 5%)", lambda points: all(
             abs(gain - 1) <= 0.05 for field in SPEEDS for gain in _over_uniform(points, "boundary", field, 3)
-        ), "", True, equal, by=SIMULATED),
+        )),
         *(_most_of_uniforms(way, field) for way in RETAINING if way != "uniform" for field in SPEEDS),
     ],
     tables=[Pivot(["articles"], "way", lambda p: 100 * p["hit_rate"], ".1f", ": hits %"),
@@ -706,6 +710,7 @@ ENTRIES["jenga-fig17"] = Entry(
     plot=lines("Jenga Figure 17: prefix caching by the number of articles, Ministral 8B", "articles", "value",
                line="pages", panel="measure", labels=("articles", ""),
                of=tall({"hit_rate": "share of prompts that is found", "requests_per_s": "requests/s"}, "measure")),
+    by=SIMULATED,
 )  # fmt: skip
 
 # Figures 13 to 18 on one GPU, with the KV memory left over on the paper's devices. Loads are shorter than the simulated
@@ -810,9 +815,9 @@ def _cache_gains(what: str) -> list[Each | Whole]:
     gains, kept = against(read, {"mode": "off"}, "model", where={"load": "at once"}), {"mode": "pages"}
     return [
         Each("J-F18", f"{{model}}: {what}, times that of off (no loss)", "ratio", "times", None, at_least(0.995), kept,
-             by=SIMULATED, derive=gains),
+             derive=gains),
         Whole("J-F18", f"mean of 4 models: {what}",
-              lambda points: mean(p["ratio"] for p in chosen(gains(points), kept)), "times", paper, by=SIMULATED),
+              lambda points: mean(p["ratio"] for p in chosen(gains(points), kept)), "times", paper),
     ]  # fmt: skip
 
 
@@ -825,13 +830,12 @@ ENTRIES["jenga-fig18"] = Entry(
     claims=[
         *_cache_gains("throughput"), *_cache_gains("latency"),
         Each("J-F18", "{model}, {mode}: encoder runs of {requests} requests, one by one", "encoder_runs", "runs",
-             lambda p: p["image_chunks"] if p["mode"] == "off" else p["requests"], equal, {"load": "one by one"},
-             by=SIMULATED),
+             lambda p: p["image_chunks"] if p["mode"] == "off" else p["requests"], equal, {"load": "one by one"}),
         Each("J-F18", "{model}, {mode}: peak of a request's memory, of off's", "ratio", "times", 1.0, equal,
-             lambda p: p["mode"] != "off", digits=4, by=SIMULATED,
+             lambda p: p["mode"] != "off", digits=4,
              derive=against("most", {"mode": "off"}, "model", where={"load": "one by one"})),
         Each("J-F18", "{model}, {mode}: most of a request's beside its computed tokens'", lambda p: p["beyond"] / MIB,
-             "MiB", where={"load": "one by one"}, digits=1, by=SIMULATED),
+             "MiB", where={"load": "one by one"}, digits=1),
     ],
     tables=[Rows(["model", ("embeddings", "mode"), "load", ("requests/s", "requests_per_s", ".3g"),
                  ("latency s", "latency", ".3f"), "encoder_runs",
@@ -846,6 +850,7 @@ ENTRIES["jenga-fig18"] = Entry(
               panel="measure", label="200 requests at once", of=lambda points: tall({
                   "requests_per_s": "requests/s", "latency": "latency, s", "encoder_runs": "encoder runs",
               }, "measure")(chosen(points, {"load": "at once"}))),
+    by=SIMULATED,
 )  # fmt: skip
 
 

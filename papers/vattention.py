@@ -32,6 +32,7 @@ from papers.entry import (
     lowest,
     measured,
     one,
+    truth,
 )  # fmt: skip
 from papers.plots import bars, lines, tall
 from quire.bench.document import table
@@ -237,8 +238,8 @@ ENTRIES["vattention-fig7"] = Entry(
     claims=[
         Each("V-F7", "{what}: pages under reqIds 0 and 1", lambda point: [len(pages) for pages in point["pages"]], "",
              PAGES_UNDER_REQIDS, equal, key="what"),
-        Whole("V-F7", "(e): R3 has R1's reqId, and in it R1's pages",
-              lambda points: points[4]["pages"][0] == points[2]["pages"][0], "", True, equal),
+        truth("V-F7", "(e): R3 has R1's reqId, and in it R1's pages",
+              lambda points: points[4]["pages"][0] == points[2]["pages"][0]),
     ],
     tables=[Pivot(("what",), "reqid", "pages", derive=_by_reqid,
                   title="Pages of 16 tokens in a K-cache for 2 requests of at most 48 tokens:")],
