@@ -57,8 +57,8 @@ class Panels:
             draw(axes, mine)
             if len(panels) > 1:
                 axes.set_title(title, fontsize=10)
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize=7, ncols=2 if len(axes.get_legend_handles_labels()[0]) > 3 else 1)
+            if axes.get_legend_handles_labels()[0] and axes.get_legend() is None:
+                axes.legend(fontsize=7, ncols=2 if len(axes.get_legend_handles_labels()[0]) > 4 else 1)
         fig.suptitle(self.title)
         return fig
 
@@ -149,12 +149,15 @@ def bars(
         if horizontal:
             axes.set_yticks(range(len(at)), list(map(str, at)), fontsize=8)
             axes.invert_yaxis()
+            if len(names) > 1:
+                axes.legend(fontsize=7, loc="lower right")
         else:
             axes.set_xticks(range(len(at)), labels, fontsize=8)
         if log:
             (axes.set_xscale if horizontal else axes.set_yscale)("log")
+            (axes.xaxis if horizontal else axes.yaxis).set_minor_formatter("")
         if stacked:
-            (axes.set_xlim if horizontal else axes.set_ylim)(0, 1.4 * max(below))
+            (axes.set_xlim if horizontal else axes.set_ylim)(0, (1.7 if horizontal else 1.5) * max(below))
         else:
             (axes.set_xmargin if horizontal else axes.set_ymargin)(0.15)
         if limit is not None:

@@ -17,10 +17,11 @@ from papers import (
     planned_pages,
     unlike_layers,
 )
-from papers.code_size import KERNELS, MEASURING, OTHER, PARTS, ROOT, code_lines, code_size, part_of, sizes
+from papers.code_size import KERNELS, MEASURING, OTHER, PARTS, ROOT, code_lines, part_of, sizes
 from papers.eviction_orders import ORDERS, Rate, alignment, balance
 from papers.layer_kinds import MLLAMA, Kind, attention, kinds_of, named
 from papers.model_matrix import PAPER, Cell, cell, judged
+from papers.pagedattention import X4
 from papers.planned_pages import models, planned, planner_table
 from papers.result import DIFFERS, HOLDS, MEASURED
 from papers.unlike_layers import of_images, of_length, waste
@@ -241,9 +242,8 @@ def test_parts() -> None:
     assert not {name for names in PARTS.values() for name in names} - there, "a part names a module that is gone"
 
 
-def test_the_paper_stands_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("papers.code_size.sizes", counted)
-    python, kernels, *parts = code_size().results
+def test_the_paper_stands_beside() -> None:
+    python, kernels, *parts = X4.results([size._asdict() for size in counted()])
     assert (python.paper, kernels.paper) == (8.5, 2.0)
     assert {result.verdict for result in (python, kernels, *parts)} == {MEASURED}
     serving = sum(result.ours for result in parts if result.what != MEASURING)
