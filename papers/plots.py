@@ -62,7 +62,8 @@ class Panels:
             if len(panels) > 1:
                 axes.set_title(title, fontsize=10)
             if names := axes.get_legend_handles_labels()[1]:
-                axes.legend(fontsize=7, ncols=2 if len(names) > 3 and max(map(len, names)) < 30 else 1)
+                wide = part.rows is None and len(names) > 3 and max(map(len, names)) < 30
+                axes.legend(fontsize=7, ncols=1 + wide, loc="best" if part.rows is None else "lower right")
         fig.suptitle(self.title)
         return fig
 
@@ -164,7 +165,7 @@ def bars(
             scale.set_major_formatter("{x:g}")
             scale.set_minor_formatter("")
         if stacked:
-            (axes.set_xlim if horizontal else axes.set_ylim)(0, 1.4 * max(below))
+            (axes.set_xlim if horizontal else axes.set_ylim)(0, (1.6 if horizontal else 1.5) * max(below))
         else:
             (axes.set_xmargin if horizontal else axes.set_ymargin)(0.15)
         if limit is not None:

@@ -291,7 +291,7 @@ def _steady(case: Case) -> dict[str, Any]:
     trace = case.load.trace(case.rate, case.seconds)
     last = trace[-1].arrival
     outcome = case.load.serve(case.system, trace, until=last)
-    moments = [moment for moment in outcome.timeline if moment.time >= WARM * last]
+    moments = [moment for moment in outcome.timeline if WARM * last <= moment.time <= last]
     running = float(np.mean([moment.running for moment in moments]))
     return {"running": running, **shares(mean_usage(moments)), "preemptions": outcome.totals.preemptions}
 
