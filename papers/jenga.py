@@ -684,9 +684,7 @@ def _most_of_uniforms(way: str, field: str) -> Whole:
     said = f"{RETAINING[way]}: {what}, the most of uniform's"
     judged: tuple[str, Any, Rule] = (f"{said} (within 20%)", paper, near(0.2))
     said, judge, rule = judged if way == "boundary" else (said, None, measured)
-    return Whole(
-        "J-F17", said, lambda points: max(_over_uniform(points, way, field)), "times", judge, rule
-    )
+    return Whole("J-F17", said, lambda points: max(_over_uniform(points, way, field)), "times", judge, rule)
 
 
 ENTRIES["jenga-fig17"] = Entry(
