@@ -560,7 +560,7 @@ ENTRIES["jenga-fig15"] = Entry(
         "decodes, which makes either batch smaller than what fits. Costs matter only for who is admitted when."
     ),
     plot=lines("Jenga Figure 15: decode batch, Ministral 8B, 20 long requests (simulated)", "step", "size",
-               line="pages", panel="budget", labels=("steps that decode", "requests"),
+               line="pages", panel="budget", labels=("steps that decode", "requests"), markers=False,
                of=lambda points: [
                    {"budget": p["budget"], "pages": f"{p['pages']}: mean {p['batch']:.2f}", "step": step, "size": size}
                    for p in points if p["rule"] in ("jenga", "uniform", "max") for step, size in enumerate(p["batches"])

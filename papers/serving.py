@@ -134,21 +134,24 @@ class Load(NamedTuple):
 
     def capacity(self, system: str) -> float:
         """Return the requests a second of a system when all come at once, with the default `settings`: searches over
-        settings begin at one rate.
-
-        It is measured over the middle requests: memory fills at the beginning and empties at the end."""
+        settings begin at one rate."""
         mean = np.mean([one.prompt_len - self.prefix + one.output_len for one in self.sketches(MANY)])
         plain = self._replace(settings=None)
         count = CROWD * math.ceil(plain.plant(system).kv_tokens / float(mean) / self.width)
-        outcome = plain.serve(system, plain.arriving([0.0] * count))
-        ends = sorted(one.token_times[-1][0] for one in outcome.requests)
-        first, last = count // 5, count - count // 5 - 1
-        return (last - first) / (ends[last] - ends[first])
+        return middle_rate(plain.serve(system, plain.arriving([0.0] * count)))
 
     def saved(self, system: str, rate: float, seconds: float) -> float:
         """Return the mean per cent of pages that sharing saves while requests come."""
         trace = self.trace(rate, seconds)
         return 100 * self.serve(system, trace, until=trace[-1].arrival).totals.sharing_saved
+
+
+def middle_rate(outcome: SimulationResult) -> float:
+    """Return the requests a second while the middle requests end: memory fills at the beginning and empties at the
+    end."""
+    ends = sorted(one.token_times[-1][0] for one in outcome.requests)
+    first, last = len(ends) // 5, len(ends) - len(ends) // 5 - 1
+    return (last - first) / (ends[last] - ends[first])
 
 
 class Case(NamedTuple):

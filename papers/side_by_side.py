@@ -171,9 +171,14 @@ def _step(engine: Engine, served: Sequence[ServedRequest], began: float) -> Step
     return Step(now, engine.stats.steps - planned, engine.stats.rows - rows, running, tokens)
 
 
+def report(point: dict[str, Any]) -> dict[str, Any]:
+    """Print a point to stderr at once, so that a later error does not lose it; return it."""
+    print(json.dumps(point), file=sys.stderr, flush=True)
+    return point
+
+
 def run(engine: Engine, wait: Wait, trace: Sequence[TraceRequest], plan: Plan, by: str) -> dict[str, Any]:
-    """Serve the plan's trace and return a point. Measured points go to stderr at once, so that a later error does not
-    lose them.
+    """Serve the plan's trace and return a point; report measured ones.
 
     `batch` is rows a step, `running` requests in memory, `tokens_per_s` of outputs: means over the measured `steps`.
     `latency` is the mean normalised latency (s a token) of all requests; `unfinished` ones count with their latency so
@@ -195,9 +200,7 @@ def run(engine: Engine, wait: Wait, trace: Sequence[TraceRequest], plan: Plan, b
         "preemptions": engine.scheduler.num_preemptions - before, "share": plan.share,
         **dict(zip(Usage._fields, (100 * sizes / sizes.sum()).tolist())),
     }  # fmt: skip
-    if by == "real":
-        print(json.dumps(point), file=sys.stderr, flush=True)
-    return point
+    return report(point) if by == "real" else point
 
 
 # On the device

@@ -6,12 +6,11 @@ engine, warmed up before its requests come.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from papers.side_by_side import report
 from papers.unlike_serving import H200, OWN, SEED, Case, Ran, burst, exactly, serve
 from quire.bench.workloads import parse
 from quire.core.engine import Engine
@@ -20,12 +19,6 @@ from quire.sim.simulation import TraceRequest
 T = TypeVar("T")
 ON = "cuda"
 WARM = (64, 700, 2100, 64)  # prompt lengths of the warm-up
-
-
-def report(point: dict[str, Any]) -> dict[str, Any]:
-    """Print a point to stderr at once, so that a later error does not lose it; return it."""
-    print(json.dumps(point), file=sys.stderr, flush=True)
-    return point
 
 
 def on_device(case: Case, rule: str, work: Callable[[Engine], T], device: str, warm: Sequence[int], **more: Any) -> T:

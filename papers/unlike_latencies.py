@@ -11,9 +11,9 @@ from functools import partial
 from statistics import mean
 from typing import Any, NamedTuple
 
-from papers.serving import in_parallel
-from papers.side_by_side import Span, Wait, serve, sleep_until
-from papers.unlike_gpu import ON, WARM, on_device, report
+from papers.serving import in_parallel, middle_rate
+from papers.side_by_side import Span, Wait, report, serve, sleep_until
+from papers.unlike_gpu import ON, WARM, on_device
 from papers.unlike_serving import H200, SEED, Case, burst
 from quire.bench.workloads import poisson
 from quire.core.engine import Engine
@@ -56,13 +56,8 @@ class Load(NamedTuple):
 
 
 def capacity(case: Case, rule: str) -> float:
-    """Return the requests a second of a rule when all come at once.
-
-    It is measured over the middle requests: memory fills at the beginning and empties at the end."""
-    outcome = case.plant(rule).simulation().run(burst(case.sketches(), case.eyes))
-    ends = sorted(one.token_times[-1][0] for one in outcome.requests)
-    first, last = len(ends) // 5, len(ends) - len(ends) // 5 - 1
-    return (last - first) / (ends[last] - ends[first])
+    """Return the requests a second of a rule when all come at once."""
+    return middle_rate(case.plant(rule).simulation().run(burst(case.sketches(), case.eyes)))
 
 
 def serve_for_real(loads: Sequence[Load], rule: str, engine: Engine) -> list[dict[str, Any]]:
