@@ -186,7 +186,7 @@ def _draw_waste(points: Points) -> Figure:
 
 ENTRIES["vattention-table8"] = Entry(
     "vAttention Table 8: tokens of a page, waste of a request",
-    "contiguous_sizes:buffers",
+    "closed_forms:buffers",
     {"models": tuple(WASTE), "layouts": ("layer", "sliced:4", "sliced:8", "sliced"), "pages": KB_OF_PAGES,
      "requests": 200, "length": 200 * 1024},
     claims=[
@@ -332,7 +332,7 @@ _OF = {"model": "yi-34b", "layout": "layer"}
 
 ENTRIES["vattention-x1"] = Entry(
     "vAttention §4, §5.1.1: KV of a token, addresses of a memory",
-    "contiguous_sizes:buffers",
+    "closed_forms:buffers",
     {"models": (("yi-6b", 1), ("llama3-8b", 1), ("yi-34b", 2)), "layouts": ("layer", "sliced"),
      "pages": {"2 MB": 2048}, "requests": 500, "length": 200 * 1024},
     claims=[
