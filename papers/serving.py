@@ -76,7 +76,7 @@ class Load(NamedTuple):
 
     def plant(self, system: str) -> SimulatedDeployment:
         """Return the load's model with a system's memory. Only registered prefixes are cached, as in the paper."""
-        config = EngineConfig(
+        config = EngineConfig.of(
             memory=system, model_config=self.model, kv_gib=self.kv_gib, enable_prefix_caching=False, seed=SEED,
             prefix_tokens=self.prefix if system == "paged" else 0, **(self.settings or {}),
         )  # fmt: skip
