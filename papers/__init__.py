@@ -1,179 +1,23 @@
 """Run `quire reproduce NAME`: reproduce a figure, a table or a claim of the papers, and write the paper's numbers and
 ours as JSON and a picture.
 
-An entry of ENTRIES is a function without arguments and a line of text; its result says whether the claim holds. Without
-matplotlib, --no-pictures writes the documents alone; --draw makes their pictures on another machine.
+An entry of ENTRIES is data (see papers.entry). Without matplotlib, --no-pictures writes the documents alone; --draw
+makes their pictures on another machine.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from papers import entry, pagedattention, vattention
-from papers.result import DIFFERS, Reproduction
+from papers import jenga, pagedattention, vattention
+from papers.entry import DIFFERS, Reproduction
 from quire.bench.document import document, table, write
 from quire.cli.parser import Parser
 from quire.errors import StartupError
 
-
-class Entry(NamedTuple):
-    """`function` is "module:name" below papers, loaded when it runs. If it `samples`, it takes one argument:
-    True with --full, else False. `gpu`: it needs a GPU. `timed`: its numbers are times of this machine. Other entries,
-    which --simulated runs, are the same on any machine: closed forms, counts, simulations, and fig15 and c5, which run
-    the bundled model. `part_of`: --all runs that entry instead. `draw`, like `function`, makes the picture of a
-    document's data."""
-
-    function: str
-    about: str
-    samples: bool = False
-    gpu: bool = False
-    timed: bool = False
-    part_of: str | None = None
-    draw: str | None = None
-
-    def run(self, full: bool = False) -> Reproduction:
-        function = _named(self.function)
-        done: Reproduction = function(full) if self.samples else function()
-        return done
-
-
-def _named(function: str) -> Callable[..., Any]:
-    module, _, name = function.partition(":")
-    found: Callable[..., Any] = getattr(import_module(f"papers.{module}"), name)
-    return found
-
-
-PANELS = {
-    "a": "OPT-13B, ShareGPT", "b": "OPT-66B, ShareGPT", "c": "OPT-175B, ShareGPT",
-    "d": "OPT-13B, Alpaca", "e": "OPT-66B, Alpaca", "f": "OPT-175B, Alpaca",
-}  # fmt: skip
-UNLIKE = {
-    "ministral": "Ministral 8B in an H100's KV memory", "ministral-l4": "Ministral 8B in an L4's",
-    "gemma-27b": "Gemma-2 27B in an H100's", "gemma-9b": "Gemma-2 9B in an L4's",
-    "character": "character.ai 8B in an L4's", "pyramid": "PyramidKV 8B in an L4's", "llama": "Llama 8B in an L4's",
-    "mllama": "Llama 3.2 11B Vision in an H100's", "jamba": "Jamba 52B in FP8 in an H100's",
-}  # fmt: skip
-PICTURED = {
-    "llava": "LLaVA-OneVision 7B", "internvl": "InternVL2 8B", "phi3": "Phi-3-Vision 4B", "paligemma": "PaliGemma2 10B",
-}  # fmt: skip
-ENTRIES: dict[str, Entry | entry.Entry] = {
-    "fig1": Entry("waste:figure_1", "PagedAttention Figure 1: memory of a 13B model, and its growth"),
-    "fig2": Entry("waste:figure_2", "PagedAttention Figure 2: what the KV memory of each system holds", samples=True),
-    "fig6": Entry("block_tables:figure_6", "PagedAttention Figure 6: the block table of one request"),
-    "fig7": Entry("block_tables:figure_7", "PagedAttention Figure 7: the block tables of two requests"),
-    "fig11": Entry("lengths:figure_11", "PagedAttention Figure 11: length distributions"),
-    "fig12": Entry("basic_sampling:figure_12", "PagedAttention Figure 12: latency by request rate", samples=True),
-    **{f"fig12{panel}": Entry(f"basic_sampling:figure_12{panel}", f"PagedAttention Figure 12{panel}: {title}",
-                              samples=True, part_of="fig12") for panel, title in PANELS.items()},
-    "fig13": pagedattention.ENTRIES["fig13"],
-    "fig12a-gpu": Entry(
-        "serving_gpu:figure_12a_gpu",
-        "PagedAttention Figure 12a on a GPU, every system",
-        samples=True,
-        gpu=True,
-        timed=True,
-    ),
-    "fig13-gpu": Entry(
-        "serving_gpu:figure_13_gpu",
-        "PagedAttention Figure 13a on a GPU, every system",
-        samples=True,
-        gpu=True,
-        timed=True,
-    ),
-    "fig14": Entry(
-        "beams_serving:figure_14", "PagedAttention Figure 14: parallel sampling and beam search", samples=True
-    ),
-    "fig15": Entry("sharing:figure_15", "PagedAttention Figure 15: memory saved by sharing", samples=True),
-    "fig16": Entry("shared_prefix:figure_16", "PagedAttention Figure 16: translation, a prefix shared", samples=True),
-    "fig17": Entry("chat:figure_17", "PagedAttention Figure 17: chatbot", samples=True),
-    "fig18a": Entry(
-        "attention_blocks:figure_18a", "PagedAttention Figure 18a: what paging costs attention", gpu=True, timed=True
-    ),
-    "fig18b": Entry(
-        "attention_blocks:figure_18b", "PagedAttention Figure 18b: latency by page size", samples=True, timed=True
-    ),
-    "fig19a": Entry(
-        "swap_or_recompute:figure_19a", "PagedAttention Figure 19a: swapping and recomputing by page size", timed=True
-    ),
-    "fig19b": Entry(
-        "preemption_serving:figure_19b", "PagedAttention Figure 19b: serving with swaps and with recomputation"
-    ),
-    "table1": Entry("closed_forms:table_1", "PagedAttention Table 1: model sizes and KV slots"),
-    "x1": Entry("closed_forms:kv_of_a_request", "PagedAttention §3: KV bytes of a token and of a request"),
-    "table-scope": Entry(
-        "overheads:table_scope", "PagedAttention footnote 1: one page table, or one a layer", timed=True
-    ),
-    "step-overhead": Entry(
-        "overheads:step_overhead", "PagedAttention: what the control plane costs a step", timed=True
-    ),
-    "x4": Entry("code_size:code_size", "PagedAttention §5: size of the code"),
-    "r1": Entry("page_sizes:page_sizes", "A review of PagedAttention: page sizes from 1 to 256, by simulation"),
-    **vattention.ENTRIES,
-    "jenga-fig3": Entry("unlike_layers:figure_3", "Jenga Figure 3, §3.2: what uniform pages waste"),
-    "jenga-fig4": Entry("eviction_orders:figure_4", "Jenga Figure 4: balanced and aligned eviction, and without"),
-    "jenga-fig6": Entry("large_pages:figure_6", "Jenga Figure 6: small pages of two kinds in large pages"),
-    "jenga-fig7": Entry("unlike_layers:figure_7", "Jenga Figure 7: where pages of layers are, by two layouts"),
-    "jenga-fig8": Entry("large_pages:figure_8", "Jenga Figure 8: large pages of requests, or of all"),
-    "jenga-fig9": Entry("layer_interface:figure_9", "Jenga Figure 9: the interface for layer types, and its window"),
-    "jenga-fig10": Entry("layer_interface:figure_10", "Jenga Figure 10: last access after two requests"),
-    "jenga-fig11": Entry("layer_interface:figure_11", "Jenga Figure 11: prefixes that are valid for a layer type"),
-    "jenga-fig12": Entry(
-        "picture_steps:timelines", "Jenga Figure 12: memory of a prompt with a picture, step by step",
-        draw="picture_steps:draw",
-    ),
-    "jenga-fig13": Entry(
-        "unlike_throughput:figure_13", "Jenga Figure 13: throughput of models of unlike layers, on two devices"
-    ),
-    "jenga-fig14": Entry(
-        "picture_latency:figure_14", "Jenga Figure 14: latency of Llama 3.2 Vision by request rate",
-        draw="picture_latency:draw",
-    ),
-    "jenga-fig14-gpu": Entry(
-        "picture_latency:figure_14_gpu", "Jenga Figure 14 on a GPU: a rate within capacity, and one beyond it",
-        gpu=True, timed=True, draw="picture_latency:draw",
-    ),
-    "jenga-fig15": Entry(
-        "decode_batches:figure_15", "Jenga Figure 15: requests that decode at once, by every allocation rule"
-    ),
-    "jenga-fig16": Entry("memory_timeline:figure_16", "Jenga Figure 16: memory by category over time"),
-    "jenga-fig17": Entry(
-        "articles:figure_17", "Jenga Figure 17: prefix caching by the number of articles, by each policy behind windows"
-    ),
-    **{f"jenga-fig13-{name}-gpu": Entry(
-        f"unlike_gpu:{name.replace('-', '_')}", f"Jenga Figure 13 on a GPU: {about}", gpu=True, timed=True,
-        draw="unlike_gpu:draw",
-    ) for name, about in UNLIKE.items()},
-    "jenga-fig15-gpu": Entry(
-        "unlike_gpu:decode_batches", "Jenga Figure 15 on a GPU: 10 requests of 55K to 110K tokens", gpu=True,
-        timed=True, draw="unlike_gpu:draw",
-    ),
-    "jenga-fig17-gpu": Entry(
-        "unlike_gpu:articles", "Jenga Figure 17 on a GPU: 20 questions about 5 articles", gpu=True, timed=True,
-        draw="unlike_gpu:draw",
-    ),
-    "jenga-fig18": Entry(
-        "vision_cache:figure_18", "Jenga Figure 18: prompts with pictures in chunks, embeddings kept and encoded again",
-        draw="vision_cache:draw",
-    ),
-    **{f"jenga-fig18-{name}-gpu": Entry(
-        f"unlike_gpu:pictures_{name}", f"Jenga Figure 18 on a GPU: {about}", gpu=True, timed=True,
-        draw="unlike_gpu:draw",
-    ) for name, about in PICTURED.items()},
-    "jenga-table1": Entry(
-        "model_matrix:table_1", "Jenga Table 1: models, data sets and devices, planned", draw="model_matrix:draw"
-    ),
-    "jenga-x3": Entry("code_taken:code_taken", "Jenga §7: lines of code that it took"),
-    "jenga-x5": Entry("decode_batches:longest_request", "Jenga §7.2: the longest request on an L4"),
-    "jenga-x1": Entry("planned_pages:planner_table", "Jenga §4.4: compatible pages of the paper's models"),
-    "jenga-x2": Entry("unlike_layers:kv_of_llama", "Jenga §2: KV of 10,000 tokens of Llama 3.1 8B"),
-    "c1": Entry("memories:every_memory", "One trace through every memory: waste, batches, latency", timed=True),
-    "c5": Entry("equality:same_tokens", "The same greedy tokens by every memory, page size, batch and preemption"),
-}  # fmt: skip
+ENTRIES = {**pagedattention.ENTRIES, **vattention.ENTRIES, **jenga.ENTRIES, **pagedattention.OWN}
 
 
 def main(args: list[str]) -> int:
@@ -233,7 +77,7 @@ def _all(simulated: bool) -> list[str]:
 
 
 def draw(folder: Path) -> None:
-    """Draw the pictures of the documents in `folder` whose entries have a `draw` function."""
+    """Draw the pictures of the documents in `folder` that have points."""
     from quire.bench.plots import save
 
     for path in sorted(folder.glob("*.json")):
@@ -244,11 +88,8 @@ def draw(folder: Path) -> None:
             raise StartupError(
                 f"{path} is not a document of quire reproduce: {error}", "Give another --draw"
             ) from error
-        if known is None or content.get("data") is None:
-            continue
-        drawer = known.draw if isinstance(known, entry.Entry) else known.draw and _named(known.draw)
-        if drawer:
-            save(drawer(content["data"]), path.with_suffix(".png"))
+        if known is not None and isinstance(content.get("data"), list):
+            save(known.draw(content["data"]), path.with_suffix(".png"))
             print(f"drew {path.with_suffix('.png')}", file=sys.stderr)
 
 
@@ -267,10 +108,7 @@ def reproduce(name: str, args: list[str], out: Path | None, full: bool = False, 
         real = all(result.real_or_simulated == "real" for result in done.results)
         results = [result._asdict() for result in done.results]
         content = document(name, "quire reproduce", args, results, real=real)
-        content["text"] = done.text
-        if done.data is not None:
-            content["data"] = done.data
-        write(out / f"{name}.json", content)
+        write(out / f"{name}.json", {**content, "text": done.text, "data": done.data})
         print(f"wrote {out / name}.json", file=sys.stderr)
         if pictures:
             from quire.bench.plots import save

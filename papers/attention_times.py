@@ -423,3 +423,42 @@ def _turns(tensors: dict[str, list[Tensor]], context: int, queries: int, turns: 
             spent[way].append(1e6 * (time.perf_counter() - began))
         assert torch.equal(*results), "other bits over mapped pages"
     return {way: median(times[-turns:]) for way, times in spent.items()}
+
+
+def paged_or_not(
+    models: Mapping[str, tuple[int, int, int]], batches: Sequence[int], contexts: Sequence[int]
+) -> list[Point]:
+    """Return the microseconds of one layer's decode attention: of our kernel over scattered pages (`paged`) and over
+    contiguous ones, the same source, and of torch's (`sdpa`). `models` have query heads, key/value heads of 128, and
+    layers."""
+    return [
+        {"model": model, "batch": batch, "context": context, **_paged_or_not(shape, batch, context)}
+        for model, shape in models.items()
+        for batch in batches
+        for context in contexts
+    ]
+
+
+def _paged_or_not(shape: tuple[int, int, int], batch: int, context: int) -> dict[str, float]:
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from quire.bench.kernels import DIM
+    from quire.bench.placed_kv import decode_calls, placed
+    from quire.bench.replay import inputs, replayed
+
+    heads, kv_heads, layers = shape
+    several = min(inputs(2 * batch * kv_heads * context * DIM * 2), layers)
+
+    def ours(contiguous: bool) -> float:
+        where = placed(batch, context, kv_heads, DIM, 16, several, torch.float16, heads, contiguous)
+        return 1e6 * replayed(decode_calls(where), 2)
+
+    paged, contiguous = ours(False), ours(True)
+    q, *kv = (
+        torch.randn(batch, count, length, DIM, dtype=torch.float16, device="cuda")
+        for count, length in ((heads, 1), *((kv_heads, context),) * (2 * several))
+    )
+    attend = partial(scaled_dot_product_attention, q, enable_gqa=heads > kv_heads)
+    calls = [partial(attend, k, v) for k, v in zip(kv[::2], kv[1::2])]
+    return {"paged": paged, "contiguous": contiguous, "sdpa": 1e6 * replayed(calls, 2)}

@@ -1,16 +1,14 @@
-"""Reproduce PagedAttention Figures 6 and 7: the block tables of one and of two requests, step by step.
+"""Run scripted requests through the real memory and scheduler, and draw their block tables as PagedAttention Figures 6
+and 7 do.
 
-The real memory and scheduler run the paper's words. The list of free blocks is set to the order in which the figures
-use them. Physical block p of the paper is page p + 1 here, since page 0 is scratch; block numbers below are the
-paper's.
+Physical block p of the paper is page p + 1 here, since page 0 is scratch; points have the paper's numbers.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from papers.result import Reproduction, Result, equal
-from quire.bench.document import table
 from quire.config import EngineConfig
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
@@ -18,7 +16,7 @@ from quire.memory.page_layout import MemorySize, build_kv_config
 from quire.memory.paged import PagedMemory
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.sequence import Sequence
+from quire.protocol.sequence import Sequence as Seq
 from quire.protocol.step_plan import SliceResult, StepResult
 
 if TYPE_CHECKING:
@@ -27,8 +25,7 @@ if TYPE_CHECKING:
 
 BLOCK = 4  # tokens
 BLOCKS = 9
-A = ["Four", "score", "and", "seven", "years", "ago", "our", "fathers", "brought", "forth"]
-B = ["It", "was", "the", "best", "of", "times", "it", "was"]
+BUDGET = 64  # tokens of a step: more than the prompts
 
 
 class Scripted(NamedTuple):
@@ -40,141 +37,83 @@ class Scripted(NamedTuple):
     arrives: int
 
 
-class Entry(NamedTuple):
-    """A line of a block table: the physical block of a logical one, and the number of filled positions."""
-
-    physical: int
-    filled: int
-
-
-BUDGET = 64  # tokens of a step: more than the figures' prompts
-Tables = dict[str, tuple[Entry, ...]]  # a block table for each request
-
-
-def replay(requests: list[Scripted], free: list[int], steps: int) -> list[Tables]:
-    """Return the block tables after each of `steps` steps. `free`: the free physical blocks, the next one first."""
+def replay(requests: Sequence[Scripted], free: Sequence[int], steps: int) -> list[dict[str, Any]]:
+    """Return the block tables after each of `steps` steps: for each logical block its physical one, the number of
+    filled positions and their words. `free`: the free physical blocks, the next one first."""
     spec = ModelSpec("words", (LayerSpec(1, 1),), 64, 32, 1, 1, 1, 1)
     config = EngineConfig(page_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=BUDGET)
     geometry = build_kv_config(config, spec, MemorySize(BLOCKS * BLOCK, spec.max_len, 2))
     memory = PagedMemory(geometry, max_step_tokens=BUDGET, order=[block + 1 for block in free])
     scheduler = Scheduler(memory, token_budget=BUDGET, max_seqs=4, max_len=spec.max_len)
     numbers = {word: i for i, word in enumerate(word for request in requests for word in request.words)}
-    running: dict[str, Sequence] = {}
-    history = []
+    running: dict[str, Seq] = {}
+    points = []
     for step in range(steps):
-        for scripted in requests:
-            if scripted.arrives == step:
-                prompt = [numbers[word] for word in scripted.words[: scripted.prompt]]
-                seq = running[scripted.name] = Sequence(scheduler.new_seq_id(), prompt)
-                params = SamplingParams(max_tokens=len(scripted.words))
-                request = Request(scripted.name, seq, params, arrival_time=step, max_tokens=len(scripted.words))
-                scheduler.add(request)
+        for one in requests:
+            if one.arrives == step:
+                seq = running[one.name] = Seq(
+                    scheduler.new_seq_id(), [numbers[word] for word in one.words[: one.prompt]]
+                )
+                params = SamplingParams(max_tokens=len(one.words))
+                scheduler.add(Request(one.name, seq, params, arrival_time=step, max_tokens=len(one.words)))
         plan = scheduler.schedule()
         assert plan is not None, "there is nothing to plan"
-        said = []
+        sampled = []
         for row in plan.slices:
-            scripted = next(item for item in requests if item.name == scheduler.by_slot[row.slot][0].id)
-            said.append(SliceResult((numbers[scripted.words[row.start + len(row.tokens)]],)))
-        scheduler.update(plan, StepResult(tuple(said), 0.0))
-        history.append({name: block_table(memory, seq) for name, seq in running.items()})
+            words = next(one.words for one in requests if one.name == scheduler.by_slot[row.slot][0].id)
+            sampled.append(SliceResult((numbers[words[row.start + len(row.tokens)]],)))
+        scheduler.update(plan, StepResult(tuple(sampled), 0.0))
+        for one in requests:
+            if one.name not in running:
+                continue
+            seq = running[one.name]
+            for logical, page in enumerate(memory.get_placement(seq).tables[0]):
+                words = one.words[logical * BLOCK : min(seq.computed, (logical + 1) * BLOCK)]
+                points.append({
+                    "step": step + 1, "request": one.name, "logical": logical, "physical": page - 1,
+                    "filled": len(words), "tokens": " ".join(words),
+                })  # fmt: skip
     memory.check()
-    return history
+    return points
 
 
-def block_table(memory: PagedMemory, seq: Sequence) -> tuple[Entry, ...]:
-    """Return the physical block and the number of filled positions of each logical block, as in the paper."""
-    pages = memory.get_placement(seq).tables[0]
-    return tuple(Entry(page - 1, min(seq.computed - i * BLOCK, BLOCK)) for i, page in enumerate(pages))
-
-
-FIGURE_6 = [Scripted("A", A, 7, 0)]
-FREE_6 = [7, 1, 3, 0, 2, 4, 5, 6, 8]
-STEPS_6 = [  # (what the step does, the paper's block table after it)
-    ("prompt", (Entry(7, 4), Entry(1, 3))),
-    ("1st decoding step", (Entry(7, 4), Entry(1, 4))),
-    ("2nd decoding step", (Entry(7, 4), Entry(1, 4), Entry(3, 1))),
-]
-
-FIGURE_7 = [Scripted("A", A, 7, 0), Scripted("B", B, 5, 1)]
-FREE_7 = [7, 1, 5, 2, 3, 0, 4, 6, 8]
-TABLES_7: Tables = {"A": (Entry(7, 4), Entry(1, 4), Entry(3, 1)), "B": (Entry(5, 4), Entry(2, 2))}
-
-
-def figure_6() -> Reproduction:
-    """Run one request of 7 prompt tokens: blocks 7 and 1, then 3."""
-    history = replay(FIGURE_6, FREE_6, len(STEPS_6))
-    results = [
-        equal("P-F6", f"block table after the {what}: (physical block, filled)", _plain(paper), _plain(tables["A"]))
-        for (what, paper), tables in zip(STEPS_6, history)
-    ]
-    return _reproduction(results, history, FIGURE_6, "Figure 6: block table translation")
-
-
-def figure_7() -> Reproduction:
-    """Run two requests at the same time: A in blocks 7, 1, 3 and B in 5, 2."""
-    history = replay(FIGURE_7, FREE_7, 3)
-    results: list[Result] = [
-        equal("P-F7", f"block table of request {name}: (physical block, filled)", _plain(TABLES_7[name]), _plain(ours))
-        for name, ours in history[-1].items()
-    ]
-    return _reproduction(results, history, FIGURE_7, "Figure 7: the KV cache of two requests")
-
-
-def _plain(entries: tuple[Entry, ...]) -> list[list[int]]:
-    return [list(entry) for entry in entries]
-
-
-def _reproduction(results: list[Result], history: list[Tables], requests: list[Scripted], title: str) -> Reproduction:
-    rows = [
-        (step + 1, name, logical, entry.physical, entry.filled, " ".join(_words(requests, name, logical, entry)))
-        for step, tables in enumerate(history)
-        for name, entries in tables.items()
-        for logical, entry in enumerate(entries)
-    ]
-    text = table(("step", "request", "logical", "physical", "filled", "tokens"), rows)
-    return Reproduction(results, text, lambda: draw(history[-1], requests, title))
-
-
-def _words(requests: list[Scripted], name: str, logical: int, entry: Entry) -> list[str]:
-    words = next(request.words for request in requests if request.name == name)
-    return words[logical * BLOCK : logical * BLOCK + entry.filled]
-
-
-def draw(tables: Tables, requests: list[Scripted], title: str) -> Figure:
-    """Draw logical blocks on the left, physical ones in the middle or on the right, and arrows between them."""
+def draw(title: str, points: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw the tables after the last step: logical blocks on the left and right, physical ones in the middle, and
+    arrows between them."""
     from quire.bench.plots import COLOURS, figure
 
     fig = figure(11, 4.6)
     axes = fig.add_subplot()
     centre = BLOCK + 1.5
-    _grid(axes, centre, BLOCKS, [f"{i}" for i in range(BLOCKS)])
-    axes.text(centre + BLOCK / 2, 0.9, "physical KV blocks", ha="center", va="bottom", weight="bold")
-    for (name, entries), colour, left in zip(tables.items(), COLOURS, (0.0, 2 * BLOCK + 3.0)):
-        top = (BLOCKS - len(entries)) // 2
-        axes.text(
-            left + BLOCK / 2, -top + 0.9, f"request {name}: logical KV blocks", ha="center", va="bottom", weight="bold"
-        )
-        _grid(axes, left, len(entries), [f"{i}" for i in range(len(entries))], top)
-        for logical, entry in enumerate(entries):
-            for i, word in enumerate(_words(requests, name, logical, entry)):
-                for x, y in ((left + i, -top - logical), (centre + i, -entry.physical)):
-                    axes.fill_between([x, x + 1], y, y + 0.8, color=colour, alpha=0.25, linewidth=0)
-                    axes.text(x + 0.5, y + 0.4, word, ha="center", va="center", fontsize=9)
-            right = left < centre
-            start = (left + BLOCK if right else left - 0.45, 0.4 - top - logical)
-            end = (centre - 0.45 if right else centre + BLOCK, 0.4 - entry.physical)
-            axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": colour, "linewidth": 1.4})
+    for block in range(BLOCKS):
+        _block(axes, centre, -block, block)
+    axes.text(centre + BLOCK / 2, 0.9, "physical KV blocks", ha="center", weight="bold")
+    last = [point for point in points if point["step"] == points[-1]["step"]]
+    names = dict.fromkeys(point["request"] for point in last)
+    for name, colour, left in zip(names, COLOURS, (0.0, 2 * BLOCK + 3.0)):
+        mine = [point for point in last if point["request"] == name]
+        top = -((BLOCKS - len(mine)) // 2)
+        axes.text(left + BLOCK / 2, top + 0.9, f"request {name}: logical KV blocks", ha="center", weight="bold")
+        for point in mine:
+            logical, physical = top - point["logical"], -point["physical"]
+            _block(axes, left, logical, point["logical"])
+            for x, y in ((left, logical), (centre, physical)):
+                _block(axes, x, y, None, colour, point["tokens"].split())
+            start, end = (left + BLOCK, centre - 0.45) if left < centre else (left - 0.45, centre + BLOCK)
+            arrow = {"arrowstyle": "->", "color": colour, "linewidth": 1.4}
+            axes.annotate("", (end, physical + 0.4), (start, logical + 0.4), arrowprops=arrow)
     axes.set_title(title)
     axes.set_axis_off()
     return fig
 
 
-def _grid(axes: Axes, left: float, count: int, labels: list[str], top: int = 0) -> None:
-    """Draw `count` blocks of empty cells, numbered on the left."""
-    for i in range(count):
-        y = -top - i
-        for j in range(BLOCK + 1):
-            axes.plot([left + j, left + j], [y, y + 0.8], color="0.4", linewidth=0.8)
-        for edge in (y, y + 0.8):
-            axes.plot([left, left + BLOCK], [edge, edge], color="0.4", linewidth=0.8)
-        axes.text(left - 0.1, y + 0.4, labels[i], ha="right", va="center", fontsize=9, color="0.3")
+def _block(
+    axes: Axes, x: float, y: float, number: int | None, colour: str = "none", words: Sequence[str] = ("",) * BLOCK
+) -> None:
+    """Draw the cells of a block with their words, and its number on the left."""
+    places = [x + i + 0.5 for i in range(len(words))]
+    axes.bar(places, 0.8, 1.0, y, color=colour, alpha=None if colour == "none" else 0.25, edgecolor="0.4")
+    for place, word in zip(places, words):
+        axes.text(place, y + 0.4, word, ha="center", va="center", fontsize=9)
+    if number is not None:
+        axes.text(x - 0.1, y + 0.4, str(number), ha="right", va="center", fontsize=9, color="0.3")

@@ -1,70 +1,92 @@
-"""Reproduce PagedAttention Table 1 and the arithmetic of §3: bytes of weights and of KV, from the models' shapes alone.
-
-The paper writes KB and GB for powers of ten and for powers of two; each result names the one that it uses.
-"""
+"""Compute sizes of weights and of KV from models' shapes and layouts alone, and the lengths that our workloads draw."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from papers.result import Reproduction, Result, equal, near
+import numpy as np
+
+from quire.bench.workloads import DRAWN
+from quire.memory.virtual.buffers import BufferLayout, max_waste_bytes, plan_buffers, split_workers
 from quire.models import read_spec
 from quire.models.named_configs import named_config
 from quire.protocol.model_spec import ModelSpec
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 FP16 = 2
-GIB = 2**30
-TOLERANCE = 0.02
-
-# name -> GB of parameters, GB for KV cache, thousands of KV slots, as Table 1 gives them
-TABLE_1 = {"opt-13b": (26, 12, 15.7), "opt-66b": (132, 21, 9.7), "opt-175b": (346, 264, 60.1)}
+KIB, MIB = 2**10, 2**20
 
 
 def spec_of(name: str) -> ModelSpec:
     return read_spec(named_config(name))
 
 
-def table_1() -> Reproduction:
-    """Compute parameters in 10^9 bytes, and the slots of a KV cache whose size is given in 2^30 bytes."""
-    results = []
-    for name, (parameters, cache, slots) in TABLE_1.items():
-        spec = spec_of(name)
-        ours = round(spec.parameters * FP16 / 1e9, 1)
-        results.append(near("P-T1", f"{name}: parameters", parameters, ours, "GB (10^9 bytes)", TOLERANCE))
-        thousands = round(cache * GIB / spec.token_bytes(FP16) / 1000, 1)
-        results.append(near("P-T1", f"{name}: KV slots in {cache} GiB", slots, thousands, "thousands", TOLERANCE))
-    return Reproduction(results, "", lambda: bars(results, "Table 1: parameters and KV slots of OPT"))
+def shapes(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the shape of each model: heads, layers, parameters, the longest sequence, and the bytes of a token's KV
+    in numbers of two bytes."""
+    return [
+        {"model": name, "heads": spec.heads, "kv_heads": spec.layers[0].kv_heads, "head_dim": spec.layers[0].head_dim,
+         "layers": len(spec.layers), "parameters": spec.parameters, "max_len": spec.max_len,
+         "token": spec.token_bytes(FP16)}
+        for name, spec in zip(names, map(spec_of, names))
+    ]  # fmt: skip
 
 
-def kv_of_a_request() -> Reproduction:
-    """Compute §3's numbers: 800 KB a token and 1.6 GB a request of OPT-13B."""
-    spec = spec_of("opt-13b")
-    token = spec.token_bytes(FP16)
-    request = token * spec.max_len
-    results = [
-        equal("P-X1", "opt-13b: KV cache of a token", 800, token // 1024, "KB (1,024 bytes)"),
-        equal("P-X1", "opt-13b: KV cache of 2,048 tokens", 1.6, request / 2**20 / 1000, "GB (1,000 MiB)"),
+def lengths(longest: Mapping[str, int], count: int, bins: int) -> list[dict[str, Any]]:
+    """Return the mean lengths of prompts and outputs of workloads before clipping (`drawn`) and as served, and the per
+    cent that are clipped; then the densities before clipping, up to the longest length of each workload."""
+    means, densities = [], []
+    for name, most in longest.items():
+        rng = np.random.default_rng(0)
+        for length, kind in zip(("prompt", "output"), DRAWN[name]):
+            drawn = kind.draw(rng, count)
+            of = {"workload": name, "length": length}
+            clipped = kind.clip(drawn)
+            means.append({
+                **of, "drawn": float(drawn.mean()), "served": float(clipped.mean()),
+                "clipped": 100 * float((clipped != drawn).mean()),
+            })  # fmt: skip
+            density, edges = np.histogram(drawn, np.linspace(0, most, bins + 1), density=True)
+            middles = (edges[:-1] + edges[1:]) / 2
+            densities += [{**of, "tokens": x, "density": y} for x, y in zip(middles.tolist(), density.tolist())]
+    return [*means, *densities]
+
+
+def on_workers(name: str, tensor: int, page: int, layout: str) -> list[BufferLayout]:
+    """Return the buffers of each of `tensor` workers."""
+    spec = spec_of(name)
+    layer = spec.layers[0]
+    return [
+        plan_buffers(worker.layers, worker.kv_heads * layer.head_dim * FP16, page, layout)
+        for worker in split_workers(len(spec.layers), layer.kv_heads, tensor)
     ]
-    return Reproduction(
-        results, f"{token:,} bytes a token, {request:,} a request", lambda: bars(results, "KV cache of OPT-13B")
-    )
 
 
-def bars(results: list[Result], title: str) -> Figure:
-    """Draw the paper's number and ours side by side, with a panel for each, since units differ."""
-    from quire.bench.plots import COLOURS, figure
+def buffers(
+    models: Sequence[tuple[str, int]], layouts: Sequence[str], pages: Mapping[str, int], requests: int, length: int
+) -> list[dict[str, Any]]:
+    """Return for each model with its number of tensor-parallel workers, each layout and page size in KB: the `tokens`
+    of a page, rounded to hundredths; the `mb` that a request wastes at most, of all workers; and of one worker its
+    `buffers`, the bytes of a token in one (`stride`), the share of a page that stays `empty`, the MB that a request of
+    `length` tokens takes in a buffer, and the addresses for `requests` of these. KB and MB are powers of two."""
+    points: list[dict[str, Any]] = []
+    for name, tensor in models:
+        for layout in layouts:
+            for label, kib in pages.items():
+                workers = on_workers(name, tensor, kib * KIB, layout)
+                one = workers[0]
+                points.append({
+                    "model": name, "tensor": tensor, "layout": layout, "page": label,
+                    "tokens": _plain(round(one.run_tokens / one.run_pages, 2)),
+                    "mb": _plain(max_waste_bytes(workers) / MIB), "token_kb": spec_of(name).token_bytes(FP16) // KIB,
+                    "buffers": one.num_buffers, "stride": one.stride,
+                    "empty": 1 - one.token_bytes / (one.num_buffers * one.stride),
+                    "request_mb": _plain(one.slot_bytes(length) / MIB),
+                    "buffer_mb": _plain(one.buffer_bytes(requests, length) / MIB),
+                    "addresses_mb": _plain(one.total_address_bytes(requests, length) / MIB),
+                })  # fmt: skip
+    return points
 
-    columns = min(2, len(results))
-    lines = -(-len(results) // columns)
-    fig = figure(9, 1.0 + 1.3 * lines)
-    for axes, result in zip(fig.subplots(lines, columns, squeeze=False).flat, results):
-        bars = axes.barh(["ours", "paper"], [result.ours, result.paper], color=COLOURS[:2], height=0.6)
-        axes.bar_label(bars, padding=4, fmt="%g")
-        axes.set_xlim(0, 1.2 * max(result.ours, result.paper))
-        axes.set_title(f"{result.what}, {result.unit}", fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-    fig.suptitle(title)
-    return fig
+
+def _plain(number: float) -> int | float:
+    return int(number) if number == int(number) else number

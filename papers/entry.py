@@ -14,7 +14,6 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from papers.result import CITED, DIFFERS, HOLDS, MEASURED, Reproduction, Result
 from quire.bench.document import table
 
 if TYPE_CHECKING:
@@ -24,12 +23,52 @@ Point = Mapping[str, Any]
 Points = Sequence[Point]
 Read = str | Callable[[Point], Any]
 """How to read a value of a point: the name of a field, or a function of the point."""
+Where = Point | Callable[[Point], bool]
+"""Which points: those that have all these values, or for which it is true."""
 Rule = Callable[[Any, Any], str]
 """From the paper's value and ours to a verdict."""
 Derive = Callable[[Points], Points]
 """Points computed from others, such as their ratios to some."""
 ALL: Point = MappingProxyType({})
 """As `where`: all points."""
+HOLDS, DIFFERS = "holds", "differs"
+MEASURED = "measured"  # a measured number without a claim
+CITED = "cited"  # the paper's number, not judged here
+
+
+class Result(NamedTuple):
+    """One number or statement. `row` says where the paper has it (P-F6: PagedAttention, Figure 6); `paper` is None
+    where the paper gives no number; `real_or_simulated` is one of these two words."""
+
+    row: str
+    what: str
+    paper: Any
+    ours: Any
+    unit: str
+    verdict: str
+    real_or_simulated: str = "real"
+
+
+class Reproduction(NamedTuple):
+    """Results, the text printed and reported beside them (tables, assumptions, limits), a function that draws them, and
+    the points, for the document."""
+
+    results: list[Result]
+    text: str
+    draw: Callable[[], Figure]
+    data: Points
+
+
+class Spread(NamedTuple):
+    """A number over several seeds: the mean, which claims judge, the lowest and the highest, shown with the unit."""
+
+    mean: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(sum(values) / len(values), min(values), max(values))
 
 
 def _verdict(holds: bool) -> str:
@@ -66,6 +105,11 @@ def at_least(limit: float) -> Rule:
     return lambda paper, ours: _verdict(ours >= limit)
 
 
+def above(limit: float) -> Rule:
+    """Hold if ours is more than `limit`."""
+    return lambda paper, ours: _verdict(ours > limit)
+
+
 def at_most_times(factor: float) -> Rule:
     """Hold if ours is at most `factor` times the paper's number."""
     return lambda paper, ours: _verdict(ours <= factor * paper)
@@ -81,13 +125,17 @@ def between(low: float, high: float, slack: float = 0.0) -> Rule:
     return lambda paper, ours: _verdict(low * (1 - slack) <= ours <= high * (1 + slack))
 
 
+def same_digits(paper: float, ours: float) -> str:
+    """Hold if ours, rounded to the digits after the point that the paper gives, is the paper's number."""
+    return _verdict(round(ours, len(f"{paper:g}".partition(".")[2])) == paper)
+
+
 class Each(NamedTuple):
-    """A claim about each point that has the values `where` (or for which it is true), of those that `derive` makes of
-    the runner's.
+    """A claim about each point `where`, of those that `derive` makes of the runner's.
 
     `what` and `unit` are format strings over the point's fields. `paper` is a value, a function of the point, or a
     mapping from the value of the point's field `key`; points that the mapping lacks are measured only. Ours is rounded
-    to `digits` after the point. `by` is "real" or "simulated"."""
+    to `digits` after the point. `by` is "real" or "simulated", the entry's if empty."""
 
     row: str
     what: str
@@ -95,23 +143,22 @@ class Each(NamedTuple):
     unit: str = ""
     paper: Any = None
     rule: Rule = measured
-    where: Point | Callable[[Point], bool] = ALL
+    where: Where = ALL
     key: str = ""
     digits: int = 2
-    by: str = "real"
-    derive: Derive | None = None
+    by: str = ""
+    derive: Derive = list
 
-    def results(self, points: Points) -> Iterable[Result]:
-        for point in chosen(points if self.derive is None else self.derive(points), self.where):
+    def results(self, points: Points, by: str = "real") -> Iterable[Result]:
+        for point in chosen(self.derive(points), self.where):
             paper, rule = self.paper, self.rule
             if self.key:
                 paper = self.paper.get(point[self.key])
                 rule = measured if paper is None else rule
             elif callable(paper):
                 paper = paper(point)
-            ours = _rounded(value(point, self.ours), self.digits)
             what, unit = self.what.format_map(point), self.unit.format_map(point)
-            yield Result(self.row, what, paper, ours, unit, rule(paper, ours), self.by)
+            yield _result(self, what, paper, value(point, self.ours), unit, rule, by)
 
 
 class Whole(NamedTuple):
@@ -124,36 +171,43 @@ class Whole(NamedTuple):
     paper: Any = None
     rule: Rule = measured
     digits: int = 2
-    by: str = "real"
+    by: str = ""
 
-    def results(self, points: Points) -> Iterable[Result]:
-        ours = _rounded(self.ours(points), self.digits)
+    def results(self, points: Points, by: str = "real") -> Iterable[Result]:
+        ours = self.ours(points)
         if ours is not None:
-            yield Result(self.row, self.what, self.paper, ours, self.unit, self.rule(self.paper, ours), self.by)
+            yield _result(self, self.what, self.paper, ours, self.unit, self.rule, by)
 
 
-class Column(NamedTuple):
-    """A column of a table: its head, its value in a point and how that is formatted."""
+def truth(row: str, what: str, holds: Callable[[Points], bool | None], by: str = "") -> Whole:
+    """Return a claim that is true or false."""
+    return Whole(row, what, holds, "", True, equal, by=by)
 
-    head: str
-    read: Read
-    form: str = ""
+
+def _result(claim: Each | Whole, what: str, paper: Any, ours: Any, unit: str, rule: Rule, by: str) -> Result:
+    if isinstance(ours, Spread):
+        unit = f"{unit} ({ours.lowest:.{claim.digits}f}-{ours.highest:.{claim.digits}f})"
+        ours = ours.mean
+    ours = round(ours, claim.digits) if isinstance(ours, float) else ours
+    return Result(claim.row, what, paper, ours, unit, rule(paper, ours), claim.by or by)
 
 
 class Rows(NamedTuple):
-    """A table with a line for each point that has the values `where`, of those that `derive` makes. A column may be the
-    name of a field."""
+    """A table with a line for each point `where`, of those that `derive` makes. A column is a head, its value in a
+    point and, if need be, how that is formatted; or the name of a field. Points may lack fields."""
 
-    columns: Sequence[Column | str]
-    where: Point | Callable[[Point], bool] = ALL
-    derive: Derive | None = None
+    columns: Sequence[str | tuple[str, Read] | tuple[str, Read, str]]
+    where: Where = ALL
+    derive: Derive = list
     title: str = ""
 
     def text(self, points: Points) -> str:
-        columns = [Column(one, one) if isinstance(one, str) else one for one in self.columns]
-        points = chosen(points if self.derive is None else self.derive(points), self.where)
-        rows = [[_cell(value(point, column.read), column.form) for column in columns] for point in points]
-        return _titled(self.title, table([column.head for column in columns], rows))
+        columns = [(one, one, "") if isinstance(one, str) else (*one, "")[:3] for one in self.columns]
+        rows = [
+            [_cell(point.get(read) if isinstance(read, str) else read(point), form) for _, read, form in columns]
+            for point in chosen(self.derive(points), self.where)
+        ]
+        return _titled(self.title, table([head for head, *_ in columns], rows))
 
 
 class Pivot(NamedTuple):
@@ -164,12 +218,12 @@ class Pivot(NamedTuple):
     read: Read
     form: str = ""
     unit: str = ""
-    where: Point | Callable[[Point], bool] = ALL
-    derive: Derive | None = None
+    where: Where = ALL
+    derive: Derive = list
     title: str = ""
 
     def text(self, points: Points) -> str:
-        points = chosen(points if self.derive is None else self.derive(points), self.where)
+        points = chosen(self.derive(points), self.where)
         heads = list(dict.fromkeys(point[self.across] for point in points))
         cells = {
             (*(point[name] for name in self.down), point[self.across]): _cell(value(point, self.read), self.form)
@@ -180,13 +234,28 @@ class Pivot(NamedTuple):
         return _titled(self.title, table((*self.down, *(f"{head}{self.unit}" for head in heads)), rows))
 
 
+class Run(NamedTuple):
+    """A runner, "module:function" below papers, which is called with `params`, in which `full` replaces values with
+    --full."""
+
+    runner: str
+    params: Mapping[str, Any] = MappingProxyType({})
+    full: Mapping[str, Any] = MappingProxyType({})
+
+    def points(self, full: bool) -> Points:
+        """Import and call the runner."""
+        module, _, name = self.runner.partition(":")
+        function: Callable[..., Points] = getattr(import_module(f"papers.{module}"), name)
+        return function(**{**self.params, **(self.full if full else {})})
+
+
 class Entry(NamedTuple):
     """A figure, table or claim of a paper.
 
-    `runner` is "module:function" below papers, imported when it runs and called with `params`, in which `full`
-    replaces values with --full. `claims`, `tables` and `note` (or a function of the points) make the results and the
-    text; `plot` draws the points. `gpu`: it needs a GPU. `timed`: its numbers are times of this machine; others are the
-    same on any machine. `part_of`: --all runs that entry instead."""
+    `runner`, `params` and `full` are those of a Run; the points of further runs, `also`, follow its points. `claims`,
+    `tables` and `note` (or a function of the points) make the results and the text; `plot` draws the points. `gpu`: it
+    needs a GPU. `timed`: its numbers are times of this machine; others are the same on any machine. `part_of`: --all
+    runs that entry instead. `by`: its numbers are "real" or "simulated", if a claim says no other."""
 
     about: str
     runner: str
@@ -199,11 +268,18 @@ class Entry(NamedTuple):
     gpu: bool = False
     timed: bool = False
     part_of: str | None = None
+    also: Sequence[Run] = ()
+    by: str = "real"
+
+    @property
+    def runs(self) -> list[Run]:
+        """Return all runs."""
+        return [Run(self.runner, self.params, self.full), *self.also]
 
     @property
     def samples(self) -> bool:
         """True if --full changes the run."""
-        return bool(self.full)
+        return any(run.full for run in self.runs)
 
     def run(self, full: bool = False) -> Reproduction:
         """Run the runner and judge its points."""
@@ -211,27 +287,25 @@ class Entry(NamedTuple):
             from quire.bench.replay import need_gpu
 
             need_gpu(f"quire reproduce: {self.about}")
-        module, _, name = self.runner.partition(":")
-        function: Callable[..., Points] = getattr(import_module(f"papers.{module}"), name)
-        return self.judge(function(**{**self.params, **(self.full if full else {})}))
+        return self.judge([point for run in self.runs for point in run.points(full)])
+
+    def results(self, points: Points) -> list[Result]:
+        """Judge the claims."""
+        return [result for claim in self.claims for result in claim.results(_measured(points), self.by)]
 
     def judge(self, points: Points) -> Reproduction:
         """Return the results, the text and the picture of points, measured here or read from a document."""
-        shown = [point for point in points if "left_out" not in point]
-        results = [result for claim in self.claims for result in claim.results(shown)]
+        shown = _measured(points)
         note = self.note if isinstance(self.note, str) else self.note(shown)
-        missing = [f"left out: {point['left_out']}: {point['why']}" for point in points if "left_out" in point]
+        missing = [f"left out: {point['left_out']}: {point['why']}" for point in points if "why" in point]
         text = "\n".join([*(one.text(shown) for one in self.tables), *missing, *([note] if note else [])])
-        return Reproduction(results, text, lambda: self.draw(points), points)
+        return Reproduction(self.results(points), text, lambda: self.draw(points), points)
 
     def draw(self, points: Points) -> Figure:
         """Draw the points, or the results beside the paper's values if the entry has no plot."""
         from papers.plots import beside
 
-        points = [point for point in points if "left_out" not in point]
-        if self.plot is not None:
-            return self.plot(points)
-        return beside([result for claim in self.claims for result in claim.results(points)], self.about)
+        return self.plot(_measured(points)) if self.plot is not None else beside(self.results(points), self.about)
 
 
 def value(point: Point, read: Read) -> Any:
@@ -239,8 +313,13 @@ def value(point: Point, read: Read) -> Any:
     return point[read] if isinstance(read, str) else read(point)
 
 
-def chosen(points: Points, where: Point | Callable[[Point], bool]) -> list[Point]:
-    """Return the points that have all values of `where`, or for which it is true."""
+def having(field: str) -> Callable[[Point], bool]:
+    """Return a filter of the points that have a field."""
+    return lambda point: field in point
+
+
+def chosen(points: Points, where: Where) -> list[Point]:
+    """Return the points `where`."""
     if callable(where):
         return [point for point in points if where(point)]
     return [point for point in points if all(point.get(name) == wanted for name, wanted in where.items())]
@@ -253,9 +332,43 @@ def one(points: Points, **where: Any) -> Point:
     return found[0]
 
 
-def ratio(points: Points, field: str, more: Point, less: Point) -> float:
-    """Return the ratio of a field in the only point with the values `more` to that in the one with `less`."""
-    return float(one(points, **more)[field] / one(points, **less)[field])
+def over(field: str, more: Point, less: Point) -> Callable[[Points], Any]:
+    """Return a function that divides a field of the only point with the values `more` that has it by that of the one
+    with `less`. Fields that are lists over seeds are divided seed by seed, into a Spread."""
+
+    return lambda points: _over(_only(points, field, more), _only(points, field, less))
+
+
+def falls(field: str, places: Sequence[Point], factor: float = 1.0) -> Callable[[Points], bool]:
+    """Return a function that tells whether a field falls from each of the points with these values to the next, by more
+    than `factor`; of lists over seeds, in the mean."""
+
+    def holds(points: Points) -> bool:
+        values = [_only(points, field, where) for where in places]
+        if isinstance(values[0], list):
+            return all(_over(a, b).mean > factor for a, b in pairwise(values))
+        return all(a > b * factor for a, b in pairwise(values))
+
+    return holds
+
+
+def every(claims: Iterable[Callable[[Points], bool]]) -> Callable[[Points], bool]:
+    """Return a function that tells whether all of these hold."""
+    listed = list(claims)
+    return lambda points: all(holds(points) for holds in listed)
+
+
+def _only(points: Points, field: str, where: Point) -> Any:
+    [found] = [point[field] for point in chosen(points, where) if field in point]
+    return found
+
+
+def _over(a: Any, b: Any) -> Any:
+    return Spread.of([x / y for x, y in zip(a, b)]) if isinstance(a, list) else _ratio(a, b)
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else float("inf")
 
 
 def grouped(points: Points, *same: str) -> list[list[Point]]:
@@ -276,16 +389,25 @@ def highest(points: Points, field: str, *same: str) -> list[Point]:
     return [max(group, key=lambda point: point[field]) for group in grouped(points, *same)]
 
 
-def against(points: Points, field: str, same: Sequence[str], base: Point | Callable[[Point], bool]) -> list[Point]:
-    """Return the points without the values `base`, each with `base`, the point with these values and the lowest `field`
-    of those that agree in the fields `same`, and `ratio`, of its own field to that. Points without such a one are left
-    out."""
-    found: list[Point] = []
-    for group in grouped(points, *same):
-        bases = chosen(group, base)
-        for low in lowest(bases, field):
-            found += [{**p, "base": low, "ratio": p[field] / low[field]} for p in group if p not in bases]
-    return found
+def against(read: Read, base: Where, *same: str, where: Where = ALL) -> Callable[[Points], list[Point]]:
+    """Return a function of the points `where` that returns those that are not `base`, each with the point `base` of
+    those that agree with it in the fields `same`, that with the lowest value if there are several, and `ratio`, of its
+    own value to that. Points without such a one are left out."""
+
+    def derive(points: Points) -> list[Point]:
+        found: list[Point] = []
+        for group in grouped(chosen(points, where), *same):
+            bases = chosen(group, base)
+            if bases:
+                low = min(bases, key=lambda point: value(point, read))
+                found += [
+                    {**point, "base": low, "ratio": _ratio(value(point, read), value(low, read))}
+                    for point in group
+                    if point not in bases
+                ]
+        return found
+
+    return derive
 
 
 def left_out(missing: Mapping[str, str]) -> list[Point]:
@@ -293,14 +415,8 @@ def left_out(missing: Mapping[str, str]) -> list[Point]:
     return [{"left_out": name, "why": why} for name, why in missing.items()]
 
 
-def descending(points: Points, field: str) -> bool:
-    """Return True if a field falls from each point to the next."""
-    values = [point[field] for point in points]
-    return all(before > after for before, after in pairwise(values))
-
-
-def _rounded(number: Any, digits: int) -> Any:
-    return round(number, digits) if isinstance(number, float) else number
+def _measured(points: Points) -> list[Point]:
+    return [point for point in points if "why" not in point]
 
 
 def _titled(title: str, lines: str) -> str:

@@ -1,8 +1,8 @@
-"""Check that every configuration generates the same greedy tokens: memories, page sizes, batches, chunks, preemption by
-swapping and by recomputation.
+"""Compare the greedy tokens of configurations: memories, page sizes, batches, chunks, preemption by swapping and by
+recomputation.
 
-PagedAttention §4.5 and §4.6 and the other papers presuppose it: a memory decides where keys and values are, never their
-values. The bundled model runs in float32 on a CPU, and in transformers if installed.
+A memory decides where keys and values are, never their values. The bundled model runs in float32 on a CPU, and in
+transformers if installed.
 """
 
 from __future__ import annotations
@@ -10,35 +10,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import quire
-from papers.result import DIFFERS, HOLDS, Reproduction, Result
-from quire.bench.document import table
 from quire.bench.shapes import built
 from quire.config import MEMORIES, PREEMPTIONS, RESERVED_MEMORIES, EngineConfig, Experiment
 from quire.core.engine import Engine
 from quire.models.named_configs import named_config
 from quire.protocol.sampling_params import SamplingParams
-from quire.startup.build import BuiltEngine, build
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from quire.startup.build import BuiltEngine
 
 CHECKPOINT = Path(quire.__file__).parent / "assets" / "tiny"
-LENGTHS = (1, 5, 16, 23, 37, 64, 100, 190)  # of the prompts
-NEW = 40  # tokens generated after each
-PAGES, SHORT_PAGES = (1, 16, 64), (1, 4, 16)
-BATCHES = (1, 3, 8)
-PLENTY, LITTLE = 4096, 240  # tokens of KV: LITTLE holds the longest request, and not all at once
+PLENTY = 4096  # tokens of KV
 CHUNKS = (16, 512)
-MOST_LEN = 240
 TIE = 1e-5  # closer log-probabilities are equal up to rounding
-
-
 # Ministral's kinds of layers: one of full attention, three with a window shorter than prompts and answers. Weights are
 # dummies, the same for every way.
 WINDOWED = {
@@ -47,6 +34,18 @@ WINDOWED = {
     "layer_types": ["full_attention", *["sliding_attention"] * 3], "max_position_embeddings": 1024,
 }  # fmt: skip
 CUTS = ("lcm", "max", "gcd", "own")  # page layouts of unlike layers
+
+
+class Sweep(NamedTuple):
+    """What is varied: `lengths` of prompts, `new` tokens after each, page and batch sizes. With `little` tokens of KV
+    and `short_pages` requests are preempted: the longest fits, and not all at once."""
+
+    lengths: Sequence[int] = (1, 5, 16, 23, 37, 64, 100, 190)
+    new: int = 40
+    pages: Sequence[int] = (1, 16, 64)
+    short_pages: Sequence[int] = (1, 4, 16)
+    batches: Sequence[int] = (1, 3, 8)
+    little: int = 240  # and the most of a sequence
 
 
 class Way(NamedTuple):
@@ -62,21 +61,25 @@ class Way(NamedTuple):
     preemption: str = "recompute"
     depth: int = 1
     windows: str | None = None
+    max_len: int = 240
 
-    def config(self) -> EngineConfig:
+    def build(self) -> AbstractContextManager[BuiltEngine]:
+        """Open the engine; the context manager closes it."""
         plenty = self.memory == "virtual" and self.tokens == PLENTY
-        return EngineConfig(
+        config = EngineConfig(
             memory=self.memory, page_size=self.page, max_num_seqs=self.batch, max_num_batched_tokens=self.chunk,
-            kv_tokens=self.tokens, max_model_len=MOST_LEN, preemption=self.preemption, depth=self.depth,
+            kv_tokens=self.tokens, max_model_len=self.max_len, preemption=self.preemption, depth=self.depth,
             swap_gib=0.1, dtype="float32", device="cpu", threads=1, enable_prefix_caching=False,
             experiment=Experiment(
                 virtual_page_kib=max(self.page, 4) if plenty else None, page_sizes=self.windows or "lcm"
             ),
         )  # fmt: skip
+        return built(config, WINDOWED if self.windows else None)
 
-    def build(self) -> AbstractContextManager[BuiltEngine]:
-        """Open the engine; the context manager closes it."""
-        return built(self.config(), WINDOWED if self.windows else None)
+    def answers(self, prompts: Sequence[list[int]], new: int) -> tuple[list[Answer], dict[str, int]]:
+        """Return the answers to all prompts, which come at once, and the number of preemptions by kind."""
+        with self.build() as made:
+            return answers_of(made.engine, prompts, new)
 
     @property
     def group(self) -> str:
@@ -94,82 +97,53 @@ class Answer(NamedTuple):
     margins: list[float]
 
 
-class Compared(NamedTuple):
-    """A way's tokens beside the reference's: the number compared, the number equal, and the answers that diverge at a
-    tie, which are not compared further. Then the same numbers beside transformers; None without it."""
-
-    way: Way
-    tokens: int
-    equal: int
-    ties: int
-    preempted: dict[str, int]
-    asked: int | None
-    transformers: int | None
-
-    @property
-    def same(self) -> bool:
-        return self.tokens == self.equal
-
-
-def same_tokens() -> Reproduction:
-    """Compare every way of `ways` with one request at a time in paged memory."""
-    prompts = _prompts()
-    reference = run(Way(), prompts)[0]
-    windowed = run(Way(windows="lcm"), prompts)[0]
-    oracle = _transformers(prompts) if find_spec("transformers") else None
-    compared: list[Compared] = []
-    for way in ways():
-        if not compared or compared[-1].way.group != way.group:
-            print(f"c5: {way.group}", file=sys.stderr)
-        answers, preempted = run(way, prompts)
-        if way.windows:
-            compared.append(compare(way, answers, windowed, None, preempted))
-        else:
-            compared.append(compare(way, answers, reference, oracle, preempted))
-    return Reproduction(_verdicts(compared), _text(compared), partial(_draw, compared))
+def same_tokens(sweep: Sweep) -> list[dict[str, Any]]:
+    """Compare every way with one request at a time in paged memory; return a point for each group of ways."""
+    prompts = _prompts(sweep.lengths)
+    plain, windowed = (Way(windows=windows, max_len=sweep.little) for windows in (None, "lcm"))
+    references = {way.windows: way.answers(prompts, sweep.new)[0] for way in (plain, windowed)}
+    oracle = _transformers(prompts, sweep.new) if find_spec("transformers") else None
+    groups: dict[str, list[tuple[Way, dict[str, int]]]] = {}
+    for way in ways(sweep):
+        way = way._replace(max_len=sweep.little)
+        if way.group not in groups:
+            print(way.group, file=sys.stderr)
+        answers, preempted = way.answers(prompts, sweep.new)
+        windows = way.windows and "lcm"
+        counts = compare(answers, references[windows], None if way.windows else oracle)
+        groups.setdefault(way.group, []).append((way, counts | preempted))
+    return [group_point(name, members) for name, members in groups.items()]
 
 
-def ways() -> Iterator[Way]:
-    """Return every memory at each page and batch size, then memories so small that requests are preempted."""
-    for memory in MEMORIES:
-        for page in PAGES:
-            for batch in BATCHES:
-                yield Way(memory, page, batch, CHUNKS[batch % 3 == 0])
-    for preemption in PREEMPTIONS:
-        for memory in MEMORIES:
-            if memory in RESERVED_MEMORIES:
-                continue  # these never preempt
-            for page in SHORT_PAGES:
-                for depth in (1, 2):
-                    yield Way(memory, page, BATCHES[-1], CHUNKS[0], LITTLE, preemption, depth)
-    yield from windowed_ways()
+def ways(sweep: Sweep) -> Iterator[Way]:
+    """Return every memory at each page and batch size, then memories so small that requests are preempted; then the
+    same of the model with windows: every page layout, uniform and virtual pages."""
+    plain = [(memory, None) for memory in MEMORIES]
+    windowed = [*(("paged", cut) for cut in CUTS), ("uniform", "lcm"), ("virtual", "lcm")]
+
+    def roomy(kinds: Sequence[tuple[str, str | None]]) -> Iterator[Way]:
+        for memory, windows in kinds:
+            for page in sweep.pages:
+                for batch in sweep.batches:
+                    yield Way(memory, page, batch, CHUNKS[batch % 3 == 0], windows=windows)
+
+    def short(kinds: Sequence[tuple[str, str | None]], depths: Sequence[int]) -> Iterator[Way]:
+        for preemption in PREEMPTIONS:
+            for memory, windows in kinds:
+                for page in sweep.short_pages:
+                    for depth in depths:
+                        batch = sweep.batches[-1]
+                        yield Way(memory, page, batch, CHUNKS[0], sweep.little, preemption, depth, windows)
+
+    yield from roomy(plain)
+    yield from short([kind for kind in plain if kind[0] not in RESERVED_MEMORIES], (1, 2))  # those never preempt
+    yield from roomy(windowed)
+    yield from short(windowed[:-1], (2,))  # virtual pages hold many tokens of a small model: it is never preempted
 
 
-def windowed_ways() -> Iterator[Way]:
-    """Return the ways of the model with windows: every page layout, uniform and virtual pages, each with plenty of
-    memory and with little."""
-    kinds = [("paged", cut) for cut in CUTS] + [("uniform", "lcm"), ("virtual", "lcm")]
-    for memory, cut in kinds:
-        for page in PAGES:
-            for batch in BATCHES:
-                yield Way(memory, page, batch, CHUNKS[batch % 3 == 0], windows=cut)
-    for preemption in PREEMPTIONS:
-        for memory, cut in kinds:
-            if memory == "virtual":
-                continue  # with LITTLE it never preempts: its pages hold many tokens of a small model
-            for page in SHORT_PAGES:
-                yield Way(memory, page, BATCHES[-1], CHUNKS[0], LITTLE, preemption, 2, cut)
-
-
-def run(way: Way, prompts: Sequence[list[int]]) -> tuple[list[Answer], dict[str, int]]:
-    """Return the answers to all prompts, which come at once, and the number of preemptions by kind."""
-    with way.build() as made:
-        return answers_of(made.engine, prompts)
-
-
-def answers_of(engine: Engine, prompts: Sequence[list[int]]) -> tuple[list[Answer], dict[str, int]]:
-    """Return the same as `run`, for a given engine."""
-    params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=2)
+def answers_of(engine: Engine, prompts: Sequence[list[int]], new: int) -> tuple[list[Answer], dict[str, int]]:
+    """Return an engine's answers to all prompts, which come at once, and the number of preemptions by kind."""
+    params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=2)
     for i, prompt in enumerate(prompts):
         engine.add(str(i), prompt, params)
     answers = [Answer([], []) for _ in prompts]
@@ -182,24 +156,17 @@ def answers_of(engine: Engine, prompts: Sequence[list[int]]) -> tuple[list[Answe
 
 
 def compare(
-    way: Way,
-    answers: Sequence[Answer],
-    reference: Sequence[Answer],
-    oracle: Sequence[list[int]] | None,
-    preempted: dict[str, int],
-) -> Compared:
-    """Compare token by token with the reference and with transformers' (`oracle`)."""
-    tokens = equal = ties = 0
-    for answer, expected in zip(answers, reference):
-        compared, same = _along(answer.tokens, expected.tokens, expected.margins)
-        tokens += compared
-        equal += same
-        ties += compared < len(expected.tokens)
-    asked = known = None
-    if oracle is not None:
-        found = [_along(answer.tokens, theirs, answer.margins) for answer, theirs in zip(answers, oracle)]
-        asked, known = (sum(counts) for counts in zip(*found))
-    return Compared(way, tokens, equal, ties, preempted, asked, known)
+    answers: Sequence[Answer], reference: Sequence[Answer], oracle: Sequence[list[int]] | None
+) -> dict[str, int]:
+    """Count the tokens that are compared with the reference and those that are equal, answers that diverge at a tie,
+    which are not compared further, and the same beside transformers' (`oracle`)."""
+    beside = [_along(answer.tokens, other.tokens, other.margins) for answer, other in zip(answers, reference)]
+    known = [_along(answer.tokens, theirs, answer.margins) for answer, theirs in zip(answers, oracle or ())]
+    return {
+        "tokens": sum(compared for compared, _ in beside), "equal": sum(same for _, same in beside),
+        "ties": sum(compared < len(other.tokens) for (compared, _), other in zip(beside, reference)),
+        "known": sum(compared for compared, _ in known), "known_equal": sum(same for _, same in known),
+    }  # fmt: skip
 
 
 def _along(ours: Sequence[int], theirs: Sequence[int], margins: Sequence[float]) -> tuple[int, int]:
@@ -211,23 +178,41 @@ def _along(ours: Sequence[int], theirs: Sequence[int], margins: Sequence[float])
     return (same if tied else len(theirs)), same
 
 
-def _prompts() -> list[list[int]]:
-    """Return prompts of LENGTHS, cut from the model's own text: its choices have larger margins there than after random
-    tokens."""
+def group_point(name: str, members: Sequence[tuple[Way, dict[str, int]]]) -> dict[str, Any]:
+    """Return the point of a group: its settings and the sums of its counts. `missing`: requests should have been
+    preempted in the group's way, and none was."""
+    ways = [way for way, _ in members]
+    settings = [f"pages {_span(way.page for way in ways)}", f"batches {_span(way.batch for way in ways)}"]
+    if len({way.depth for way in ways}) > 1:
+        settings.append(f"steps in flight {_span(way.depth for way in ways)}")
+    sums = {count: sum(counts[count] for _, counts in members) for count in members[0][1]}
+    kinds = {"swap", "recompute"} & {ways[0].preemption} or {"swap", "recompute"}
+    short = ways[0].tokens < PLENTY
+    return {
+        "group": name, "ways": len(ways), "settings": ", ".join(settings), **sums, "short": short,
+        "missing": short and not any(sums[kind] for kind in kinds),
+    }  # fmt: skip
+
+
+def _span(values: Iterable[int]) -> str:
+    return "/".join(map(str, sorted(set(values))))
+
+
+def _prompts(lengths: Sequence[int]) -> list[list[int]]:
+    """Return prompts cut from the model's own text: its choices have larger margins there than after random tokens."""
     params = SamplingParams(
-        temperature=1.0, n=len(LENGTHS), max_tokens=max(LENGTHS), ignore_eos=True, detokenize=False, seed=0
+        temperature=1.0, n=len(lengths), max_tokens=max(lengths), ignore_eos=True, detokenize=False, seed=0
     )
-    engine = build(Way(batch=len(LENGTHS)).config()).engine
-    engine.add("stories", [0], params)
-    told: list[list[int]] = [[] for _ in LENGTHS]
-    while engine.has_unfinished_requests:
-        for output in engine.step():
-            told[output.branch] += output.tokens
-    engine.close()
-    return [story[:length] for story, length in zip(told, LENGTHS)]
+    stories: list[list[int]] = [[] for _ in lengths]
+    with Way(batch=len(lengths)).build() as made:
+        made.engine.add("stories", [0], params)
+        while made.engine.has_unfinished_requests:
+            for output in made.engine.step():
+                stories[output.branch] += output.tokens
+    return [story[:length] for story, length in zip(stories, lengths)]
 
 
-def _transformers(prompts: Sequence[list[int]]) -> list[list[int]]:
+def _transformers(prompts: Sequence[list[int]], new: int) -> list[list[int]]:
     """Return the greedy tokens of the same checkpoint in transformers, in float32, one prompt at a time."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
@@ -236,105 +221,11 @@ def _transformers(prompts: Sequence[list[int]]) -> list[list[int]]:
     answers = []
     with torch.inference_mode():
         for prompt in prompts:
-            tokens, new, cache = list[int](), prompt, DynamicCache()
-            while len(tokens) < NEW:
-                out = model(torch.tensor([new]), None, None, cache, use_cache=True)  # positional: the name has changed
-                new = [int(out.logits[0, -1].argmax())]
-                tokens += new
+            tokens, inputs, cache = list[int](), prompt, DynamicCache()
+            while len(tokens) < new:
+                # Positional arguments: the name of the cache has changed.
+                out = model(torch.tensor([inputs]), None, None, cache, use_cache=True)
+                inputs = [int(out.logits[0, -1].argmax())]
+                tokens += inputs
             answers.append(tokens)
     return answers
-
-
-class Group(NamedTuple):
-    """Ways that are reported in one line. `preemptions` are those of the group's kind, or of any kind if the engine may
-    choose."""
-
-    name: str
-    ways: int
-    settings: str
-    tokens: int
-    equal: int
-    ties: int
-    swapped: int
-    recomputed: int
-    transformers: int | None
-    short: bool
-
-    @property
-    def holds(self) -> bool:
-        """Return True if all compared tokens are equal and, for preemption, some request was preempted."""
-        wanted = {"swap": self.swapped, "recompute": self.recomputed}.get(self.name.rpartition(" ")[2])
-        happened = self.swapped + self.recomputed if wanted is None else wanted
-        return self.tokens == self.equal and (happened > 0 or not self.short)
-
-
-def groups(compared: Sequence[Compared]) -> Iterator[Group]:
-    """Yield the sums over the ways of each group, in order."""
-    for name in dict.fromkeys(one.way.group for one in compared):
-        mine = [one for one in compared if one.way.group == name]
-        ways = [one.way for one in mine]
-        settings = [f"pages {_span(way.page for way in ways)}", f"batches {_span(way.batch for way in ways)}"]
-        if len({way.depth for way in ways}) > 1:
-            settings.append(f"steps in flight {_span(way.depth for way in ways)}")
-        known = [one.transformers for one in mine if one.transformers is not None]
-        yield Group(
-            name, len(mine), ", ".join(settings),
-            sum(one.tokens for one in mine), sum(one.equal for one in mine), sum(one.ties for one in mine),
-            sum(one.preempted["swap"] for one in mine), sum(one.preempted["recompute"] for one in mine),
-            sum(known) if known else None, ways[0].tokens < PLENTY,
-        )  # fmt: skip
-
-
-def _span(values: Iterable[int]) -> str:
-    return "/".join(map(str, sorted(set(values))))
-
-
-def _verdicts(compared: Sequence[Compared]) -> list[Result]:
-    results = []
-    for group in groups(compared):
-        counts = f"; {group.swapped} swapped, {group.recomputed} recomputed" if group.short else ""
-        ties = f"; {group.ties} ties" if group.ties else ""
-        what = f"{group.name}: {group.settings}{counts}{ties}"
-        verdict = HOLDS if group.holds else DIFFERS
-        results.append(Result("C5", what, group.tokens, group.equal, "equal tokens", verdict))
-    known = [one for one in compared if one.transformers is not None]
-    if known:
-        whole, equal = sum(one.asked or 0 for one in known), sum(one.transformers or 0 for one in known)
-        verdict = HOLDS if equal == whole else DIFFERS
-        results.append(Result("C5", "equal to transformers' tokens, up to ties", whole, equal, "tokens", verdict))
-    return results
-
-
-def _text(compared: Sequence[Compared]) -> str:
-    head = ("memory and preemption", "runs", "settings", "tokens", "equal", "ties", "swapped", "recomputed",
-            "transformers'", "the same")  # fmt: skip
-    rows = [
-        (*group[:8], "-" if group.transformers is None else group.transformers, "yes" if group.holds else "no")
-        for group in groups(compared)
-    ]
-    about = (
-        f"{len(LENGTHS)} prompts of {min(LENGTHS)} to {max(LENGTHS)} tokens, {NEW} greedy tokens after each; float32"
-    )
-    return f"{about}\n{table(head, rows)}"
-
-
-def _draw(compared: Sequence[Compared]) -> Figure:
-    """Draw a bar for each group: the share of equal tokens, and the number of preemptions."""
-    from quire.bench.plots import COLOURS, figure
-
-    found = list(groups(compared))
-    fig = figure(9, 1.2 + 0.4 * len(found))
-    axes = fig.add_subplot()
-    shares = [100 * group.equal / group.tokens for group in found]
-    bars = axes.barh([group.name for group in found], shares, color=[COLOURS[2 if g.holds else 1] for g in found])
-    labels = [
-        f"{group.equal:,} of {group.tokens:,} tokens, {group.ways} runs"
-        + (f", {group.swapped} swapped, {group.recomputed} recomputed" if group.short else "")
-        for group in found
-    ]
-    axes.bar_label(bars, labels, label_type="center", color="white", fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("% of greedy tokens that are equal")
-    fig.suptitle("The same tokens by every way (bundled model, float32, CPU)")
-    return fig

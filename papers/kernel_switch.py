@@ -7,11 +7,10 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from papers.code_size import ROOT, code_lines
 from papers.entry import Point
 from quire.vattention import init
 
@@ -73,16 +72,15 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 ON_A_CPU = ("sdpa", "sdpa_flash")
 
 
-def switches(files: Mapping[str, str]) -> list[Point]:
-    """Return the `diff` and its `lines` for each switch from one call to another (`before`, `after`); for each `call`
-    that runs here whether its results over virtual tensors are `equal`; and the `lines` of code of each `what`, a file
-    or folder of the package."""
+def switches() -> list[Point]:
+    """Return the `diff` and its `lines` for each switch from one call to another (`before`, `after`), and for each
+    `call` that runs here whether its results over virtual tensors are `equal`."""
     changes: list[Point] = [
         {"before": before, "after": after, "lines": len(lines), "diff": lines}
         for before, after in itertools.permutations(WAYS, 2)
         for lines in [change(before, after)]
     ]
-    return [*changes, *({"call": call, "equal": same} for call, same in compared().items()), *lines_of(files)]
+    return [*changes, *({"call": call, "equal": same} for call, same in compared().items())]
 
 
 def change(before: str, after: str) -> list[str]:
@@ -90,14 +88,6 @@ def change(before: str, after: str) -> list[str]:
     old, new = ([line for line in inspect.getsource(WAYS[name]).splitlines()[1:] if line] for name in (before, after))
     found = difflib.unified_diff(old, new, lineterm="", n=0)
     return [line for line in found if line[:3] not in ("---", "+++") and line[0] in "+-"]
-
-
-def lines_of(files: Mapping[str, str]) -> list[Point]:
-    """Return the `lines` of code of each `what`, a file or folder of the package."""
-    paths = {
-        what: [ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py") for what, path in files.items()
-    }
-    return [{"what": what, "lines": sum(map(code_lines, found))} for what, found in paths.items()]
 
 
 def compared() -> dict[str, bool]:

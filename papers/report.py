@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from papers.result import DIFFERS, HOLDS, MEASURED
+from papers.entry import DIFFERS, HOLDS, MEASURED
 from quire.errors import StartupError
 
 HEAD = ("row", "what", "paper", "ours", "unit", "verdict", "by")

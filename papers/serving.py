@@ -1,8 +1,9 @@
-"""Compare systems by simulation under one load, and find the request rates they sustain (PagedAttention §6.1).
+"""Compare systems by simulation under one load: rates that they sustain, use of memory, runs at a rate (PagedAttention
+§6.1).
 
 The requests of a load are one endless sequence, and arrival times are scaled to the rate. Systems differ only in their
 memory; rates differ in the number of requests and their speed. Simulations run on all cores. Curves use one seed;
-sustained rates and their ratios use several.
+sustained rates use several.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,11 +23,11 @@ from quire.bench.simulate import SimulatedDeployment, read_deployment
 from quire.bench.workloads import EDGE, Sketch, poisson
 from quire.config import EngineConfig
 from quire.errors import StartupError
+from quire.memory.answers import Usage
 from quire.protocol.sampling_params import SamplingParams
-from quire.sim.simulation import Objective, SimulationResult, TraceRequest, highest_rate
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from quire.sim.cost_model import load_calibration
+from quire.sim.histories import BeamReplay, load_histories
+from quire.sim.simulation import Objective, SimulationResult, TraceRequest, highest_rate, mean_usage
 
 SYSTEMS = {
     "paged": "vLLM (paged)", "orca-oracle": "Orca (Oracle)", "orca-pow2": "Orca (Pow2)", "orca-max": "Orca (Max)",
@@ -45,6 +46,9 @@ STEP, GROWTH = 1.1, 2.0  # of the search for it, see highest_rate
 NEXT = 1.12  # step of the search for another seed's rate, which begins at the first seed's
 BELOW = (0.3, 0.6, 0.85)  # of the sustained rate: further points of a curve
 CROWD = 4  # a burst has this many times the requests that fill the memory
+WARM = 0.1  # of a trace, left out of averages over time: memory fills
+BURST, MIDDLE = 12, (0.2, 0.8)  # requests for each running one; averages are taken while these shares of them finish
+KINDS = ("used", "reserved", "internal", "external")  # of memory that is neither free nor cached
 SHARED, OWN = EDGE + 1, EDGE + 2  # token ids of prefixes and of everything else; their values have no effect
 
 
@@ -53,7 +57,10 @@ class Load(NamedTuple):
 
     The model and the KV memory are the calibration's unless `model` and `kv_gib` are given. All prompts share their
     first `prefix` tokens, which are registered in the paged memory. Lengths are the workload's times `stretch`, except
-    those of a prefix that it names. `seed` determines the requests and their times."""
+    those of a prefix that it names. Each request has `width` samples, or if `beams` as many beams, which fork as in
+    real searches of the bundled model. `settings` are other settings of the engine. `copy_seconds` is the time that
+    swapping takes for each layer's keys or values of a page beside their bytes' time. `seed` determines the requests
+    and their times."""
 
     calibration: str
     workload: str
@@ -61,15 +68,26 @@ class Load(NamedTuple):
     kv_gib: float | None = None
     prefix: int = 0
     stretch: float = 1.0
+    width: int = 1
+    beams: bool = False
+    settings: Mapping[str, Any] | None = None
+    copy_seconds: float = 0.0
     seed: int = SEED
 
     def plant(self, system: str) -> SimulatedDeployment:
         """Return the load's model with a system's memory. Only registered prefixes are cached, as in the paper."""
-        config = EngineConfig(
+        config = EngineConfig.of(
             memory=system, model_config=self.model, kv_gib=self.kv_gib, enable_prefix_caching=False, seed=SEED,
-            prefix_tokens=self.prefix if system == "paged" else 0,
+            prefix_tokens=self.prefix if system == "paged" else 0, **(self.settings or {}),
         )  # fmt: skip
-        return read_deployment(config, self.calibration)
+        plant = read_deployment(config, self.calibration)
+        if not self.copy_seconds:
+            return plant
+        page_bytes = config.page_size * plant.spec.token_bytes(plant.cost.shape.itemsize)
+        more = 2 * len(plant.spec.layers) * self.copy_seconds / page_bytes
+        costs = plant.cost.coefficients
+        costs = costs._replace(swapped_byte=costs.swapped_byte + more)
+        return plant._replace(cost=plant.cost._replace(coefficients=costs))
 
     def sketches(self, count: int) -> list[Sketch]:
         """Return the first `count` requests."""
@@ -85,11 +103,16 @@ class Load(NamedTuple):
         ]
 
     def arriving(self, times: Sequence[float]) -> list[TraceRequest]:
-        """Return the first requests, at these times."""
+        """Return the first requests, at these times. If they have beams, a request's seed chooses how these fork."""
+        seeds = np.random.default_rng(SEED).integers(0, 2**31, len(times)).tolist()
+        n, beam_width = (1, self.width) if self.beams else (self.width, None)
         found = []
-        for time, sketch in zip(times, self.sketches(len(times))):
+        for time, sketch, seed in zip(times, self.sketches(len(times)), seeds):
             prompt = [SHARED] * self.prefix + [OWN] * (sketch.prompt_len - self.prefix)
-            params = SamplingParams(temperature=0.0, max_tokens=sketch.output_len, ignore_eos=True, detokenize=False)
+            params = SamplingParams(
+                temperature=0.0, n=n, beam_width=beam_width, max_tokens=sketch.output_len, ignore_eos=True,
+                detokenize=False, seed=seed if self.width > 1 else None,
+            )  # fmt: skip
             found.append(TraceRequest(time, prompt, params))
         return found
 
@@ -102,24 +125,52 @@ class Load(NamedTuple):
         self, system: str, trace: Sequence[TraceRequest], limit: float = math.inf, until: float = math.inf
     ) -> SimulationResult:
         """Serve a trace until its mean normalised latency must exceed `limit`, or for `until` seconds."""
-        simulation = self.plant(system).simulation()
+        plant = self.plant(system)
+        draw = BeamReplay(load_histories(self.workload), frozenset(plant.spec.eos_ids)) if self.beams else None
+        simulation = plant.simulation(draw)
         if simulation.config.prefix_tokens:
             simulation.register_prefix("prefix", [SHARED] * self.prefix)
         return simulation.run(trace, [Objective("mean", "normalised", limit)] if limit < math.inf else (), until)
 
     def capacity(self, system: str) -> float:
-        """Return the requests a second of a system when all come at once.
-
-        It is measured over the middle requests: memory fills at the beginning and empties at the end."""
+        """Return the requests a second of a system when all come at once, with the default `settings`: searches over
+        settings begin at one rate."""
         mean = np.mean([one.prompt_len - self.prefix + one.output_len for one in self.sketches(MANY)])
-        count = CROWD * math.ceil(self.plant(system).kv_tokens / float(mean))
-        outcome = self.serve(system, self.arriving([0.0] * count))
-        ends = sorted(one.token_times[-1][0] for one in outcome.requests)
-        first, last = count // 5, count - count // 5 - 1
-        return (last - first) / (ends[last] - ends[first])
+        plain = self._replace(settings=None)
+        count = CROWD * math.ceil(plain.plant(system).kv_tokens / float(mean) / self.width)
+        return middle_rate(plain.serve(system, plain.arriving([0.0] * count)))
+
+    def saved(self, system: str, rate: float, seconds: float) -> float:
+        """Return the mean per cent of pages that sharing saves while requests come."""
+        trace = self.trace(rate, seconds)
+        return 100 * self.serve(system, trace, until=trace[-1].arrival).totals.sharing_saved
 
 
-class Point(NamedTuple):
+def middle_rate(outcome: SimulationResult) -> float:
+    """Return the requests a second while the middle requests end: memory fills at the beginning and empties at the
+    end."""
+    ends = sorted(one.token_times[-1][0] for one in outcome.requests)
+    first, last = len(ends) // 5, len(ends) - len(ends) // 5 - 1
+    return (last - first) / (ends[last] - ends[first])
+
+
+class Case(NamedTuple):
+    """A system that serves a load: for `seconds`, at `rate` requests a second where a run needs one. `fields` are part
+    of its points."""
+
+    fields: Mapping[str, Any]
+    load: Load
+    system: str = "paged"
+    seconds: float = SECONDS
+    rate: float = 0.0
+
+
+Points = list[dict[str, Any]]
+
+# Sustained rates
+
+
+class Run(NamedTuple):
     """A run at a rate: its mean normalised latency in seconds a token (None: it was aborted), running requests (mean
     over steps), seconds a step, and preempted requests."""
 
@@ -133,70 +184,91 @@ class Point(NamedTuple):
         return self.latency is not None and self.latency <= limit
 
 
-class Curve(NamedTuple):
-    """A system's latency by rate, ascending, and the highest rate that it sustains at LIMIT."""
+def curves(cases: Sequence[Case], seeds: Sequence[int] = SEEDS, below: Sequence[float] = BELOW) -> Points:
+    """Return latencies by rate of each case, and a point of its sustained rates.
 
-    system: str
-    highest: float
-    points: tuple[Point, ...]
+    `sustained` are the highest rates that keep LIMIT, one for each seed. The rest is the first seed's: the rate that
+    keeps half the LIMIT (`half`, None if no run is near it), the run at the sustained rate, and for several sequences
+    in paged memory the per cent of pages that sharing `saved` below it."""
+    first = in_parallel(partial(curve, below=below), [(one.load, one.system, one.seconds) for one in cases])
+    further = [
+        (one.load._replace(seed=seed), one.system, one.seconds, highest)
+        for one, (highest, _) in zip(cases, first)
+        for seed in seeds[1:]
+    ]
+    others = iter(in_parallel(further_rate, further))
+    sharing = [
+        (one.load, one.system, max(BELOW) * highest, one.seconds)
+        for one, (highest, _) in zip(cases, first)
+        if _shares(one)
+    ]
+    saved = iter(in_parallel(Load.saved, sharing))
+    points = []
+    for one, (highest, runs) in zip(cases, first):
+        knee = next(run for run in runs if run.rate == highest)
+        half = rate_at(runs, LIMIT / 2)
+        points.append({
+            **one.fields, "sustained": [highest, *(next(others) for _ in seeds[1:])],
+            "half": None if math.isnan(half) else half, "running": knee.running, "step": knee.step,
+            "preemptions": knee.preemptions, **({"saved": next(saved)} if _shares(one) else {}),
+        })  # fmt: skip
+        points += [{**one.fields, **run._asdict()} for run in runs]
+    return points
 
-    def at(self, limit: float) -> float:
-        """Return the highest rate at another limit, interpolated between the points; NaN outside them."""
-        known = [point for point in self.points if point.latency is not None]
-        over = next((i for i, point in enumerate(known) if not point.keeps(limit)), 0)
-        if not over:
-            return math.nan
-        low, high = known[over - 1], known[over]
-        assert low.latency is not None, "points without a latency were left out"
-        assert high.latency is not None, "points without a latency were left out"
-        share = math.log(limit / low.latency) / math.log(high.latency / low.latency)
-        return low.rate + share * (high.rate - low.rate)
 
-    @property
-    def knee(self) -> Point:
-        """Return the run at the highest rate."""
-        return next(point for point in self.points if point.rate == self.highest)
+def _shares(case: Case) -> bool:
+    return case.load.width > 1 and case.system == "paged"
 
 
-def measure(load: Load, system: str, rate: float, seconds: float, limit: float = SHOWN) -> Point:
+def rate_at(runs: Sequence[Run], limit: float) -> float:
+    """Return the highest rate at a limit of latency, interpolated between runs; NaN outside them."""
+    known = [(run.rate, run.latency) for run in runs if run.latency is not None]
+    over = next((i for i, (_, latency) in enumerate(known) if latency > limit), 0)
+    if not over:
+        return math.nan
+    (low, under), (high, above) = known[over - 1], known[over]
+    return low + math.log(limit / under) / math.log(above / under) * (high - low)
+
+
+def measure(load: Load, system: str, rate: float, seconds: float, limit: float = SHOWN) -> Run:
     """Simulate one run; abort it when its latency must exceed `limit`."""
     outcome = load.serve(system, load.trace(rate, seconds), limit)
     run = outcome.totals
     latency = Objective("mean", "normalised", limit).value(outcome.requests) if run.finished else None
-    return Point(rate, latency, run.mean_running, run.seconds / run.steps, run.preemptions)
+    return Run(rate, latency, run.mean_running, run.seconds / run.steps, run.preemptions)
 
 
-def curve(load: Load, system: str, seconds: float, limit: float = LIMIT) -> Curve:
-    """Return a system's latency around and below the highest rate that it sustains, searched from its capacity."""
-    points: dict[float, Point] = {}
+def curve(
+    load: Load, system: str, seconds: float, limit: float = LIMIT, below: Sequence[float] = BELOW
+) -> tuple[float, list[Run]]:
+    """Return the highest rate that a system sustains, searched from its capacity, and the runs around and below it."""
+    runs: dict[float, Run] = {}
 
     def sustains(rate: float) -> bool:
-        points[rate] = measure(load, system, rate, seconds)
-        return points[rate].keeps(limit)
+        runs[rate] = measure(load, system, rate, seconds)
+        return runs[rate].keeps(limit)
 
     found = highest_rate(sustains, load.capacity(system), TOLERANCE, STEP, GROWTH)
     _check(found, system, seconds)
-    for share in BELOW:
+    for share in below:
         sustains(share * found)
-    return Curve(system, found, tuple(points[rate] for rate in sorted(points)))
+    return found, [runs[rate] for rate in sorted(runs)]
 
 
-def batches(loads: Mapping[str, tuple[Load, float]], systems: Sequence[str], seconds: float) -> list[dict[str, Any]]:
-    """Return the mean number of running requests of each system on each named trace, given by its load and rate."""
-    cases = [(trace, system) for trace in loads for system in systems]
-    done = in_parallel(mean_running, [(loads[trace][0], system, loads[trace][1], seconds) for trace, system in cases])
-    return [
-        {"trace": trace, "system": system, "label": SYSTEMS[system], "running": running}
-        for (trace, system), running in zip(cases, done)
-    ]
+def further_rate(load: Load, system: str, seconds: float, first: float, limit: float = LIMIT) -> float:
+    """Return the highest rate of a load with another seed, searched from the `first` seed's.
 
+    It goes in steps of NEXT up or down until one rate keeps the limit and the next doesn't, then interpolates. No run
+    is aborted, since both latencies count."""
+    runs: dict[float, Run] = {}
 
-def mean_running(load: Load, system: str, rate: float, seconds: float) -> float:
-    """Return the number of requests in memory, averaged over time after the first tenth of the trace."""
-    trace = load.trace(rate, seconds)
-    last = trace[-1].arrival
-    outcome = load.serve(system, trace, until=last)
-    return float(np.mean([moment.running for moment in outcome.timeline if moment.time >= last / 10]))
+    def sustains(rate: float) -> bool:
+        runs[rate] = measure(load, system, rate, seconds, math.inf)
+        return runs[rate].keeps(limit)
+
+    found = highest_rate(sustains, first, NEXT - 1 + TOLERANCE, NEXT)
+    _check(found, system, seconds)
+    return rate_at([runs[rate] for rate in sorted(runs)], limit)
 
 
 def _check(found: float, system: str, seconds: float) -> None:
@@ -209,45 +281,89 @@ def _check(found: float, system: str, seconds: float) -> None:
         raise StartupError(f"{SYSTEMS[system]} sustains any rate for {seconds:g} s", "Use longer traces")
 
 
-def further_rate(load: Load, system: str, seconds: float, first: float, limit: float = LIMIT) -> float:
-    """Return the highest rate of a load with another seed, searched from the `first` seed's.
-
-    It goes in steps of NEXT up or down until one rate keeps the limit and the next doesn't, then interpolates as in
-    Curve.at. No run is aborted, since both latencies count."""
-    points: dict[float, Point] = {}
-
-    def sustains(rate: float) -> bool:
-        points[rate] = measure(load, system, rate, seconds, math.inf)
-        return points[rate].keeps(limit)
-
-    found = highest_rate(sustains, first, NEXT - 1 + TOLERANCE, NEXT)
-    _check(found, system, seconds)
-    return Curve(system, found, tuple(points[rate] for rate in sorted(points))).at(limit)
+# Runs at a rate, and all at once
 
 
-Rates = dict[str, tuple[float, ...]]
-"""System -> the highest rates that it sustains, of each of SEEDS."""
+def steady(cases: Sequence[Case]) -> Points:
+    """Return the mean number of running requests of each case, the use of its memory and its preemptions, from the
+    first tenth of the trace to its last arrival."""
+    return _each(_steady, cases)
 
 
-class Spread(NamedTuple):
-    """A number over several seeds: the mean, the lowest and the highest."""
-
-    mean: float
-    lowest: float
-    highest: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(float(np.mean(values)), min(values), max(values))
-
-    def unit(self, name: str = "ratio", digits: int = 2) -> str:
-        """Return the unit of a result, with the range over seeds."""
-        return f"{name} ({self.lowest:.{digits}f}-{self.highest:.{digits}f})"
+def _steady(case: Case) -> dict[str, Any]:
+    trace = case.load.trace(case.rate, case.seconds)
+    last = trace[-1].arrival
+    outcome = case.load.serve(case.system, trace, until=last)
+    moments = [moment for moment in outcome.timeline if WARM * last <= moment.time <= last]
+    running = float(np.mean([moment.running for moment in moments]))
+    return {"running": running, **shares(mean_usage(moments)), "preemptions": outcome.totals.preemptions}
 
 
-def ratios(rates: Rates, other: str, ours: str = "paged") -> tuple[float, ...]:
-    """Return the ratio of two sustained rates, seed by seed: both systems got the same requests."""
-    return tuple(mine / theirs for mine, theirs in zip(rates[ours], rates[other]))
+def whole(cases: Sequence[Case]) -> Points:
+    """Return what it takes each case to serve all of its trace: mean normalised latency (s a token), running requests
+    (mean over steps), requests a second, use of memory (mean over time), preemptions and bytes swapped."""
+    return _each(_whole, cases)
+
+
+def _whole(case: Case) -> dict[str, Any]:
+    trace = case.load.trace(case.rate, case.seconds)
+    outcome = case.load.serve(case.system, trace)
+    run = outcome.totals
+    return {
+        "latency": Objective("mean", "normalised", 1.0).value(outcome.requests), "running": run.mean_running,
+        "requests_per_s": len(trace) / run.seconds, **shares(mean_usage(outcome.timeline)),
+        "preemptions": run.preemptions, "swapped": run.swapped_bytes,
+    }  # fmt: skip
+
+
+def shares(usage: Usage) -> dict[str, float]:
+    """Return the per cent of each of KINDS, of the memory that is neither free nor cached."""
+    taken = sum(getattr(usage, kind) for kind in KINDS)
+    return {kind: 100 * getattr(usage, kind) / taken if taken else 0.0 for kind in KINDS}
+
+
+def bursts(cases: Sequence[Case]) -> Points:
+    """Return the requests a second of each case when all come at once."""
+    return _each(_burst, cases)
+
+
+def _burst(case: Case) -> dict[str, Any]:
+    return {"capacity": case.load.capacity(case.system)}
+
+
+def growth(cases: Sequence[Case]) -> Points:
+    """Return the mean running requests of each case, their KV memory in GB and the tokens generated a second, with a
+    full queue and the `max_num_seqs` of the load's settings."""
+    return _each(_growth, cases)
+
+
+def _growth(case: Case) -> dict[str, Any]:
+    plant = case.load.plant(case.system)
+    outcome = case.load.serve(
+        case.system, case.load.arriving([0.0] * max(BURST * (plant.config.max_num_seqs or 0), 60))
+    )
+    ends = sorted(one.token_times[-1][0] for one in outcome.requests)
+    first, last = (ends[int(share * len(ends))] for share in MIDDLE)
+    moments = [moment for moment in outcome.timeline if first <= moment.time <= last]
+    usage = mean_usage(moments)
+    made = sum(count for one in outcome.requests for time, count in one.token_times if first <= time <= last)
+    running = float(np.mean([moment.running for moment in moments]))
+    return {"running": running, "memory": (usage.total - usage.free) / 1e9, "throughput": made / (last - first)}
+
+
+def memory_parts(load: Load) -> Points:
+    """Return the per cent of the device's memory that weights, KV memory and others take."""
+    plant = load.plant("paged")
+    size = load_calibration(load.calibration).memory_bytes
+    kv = plant.kv_tokens * plant.spec.token_bytes(plant.cost.shape.itemsize)
+    parts = {"parameters": 100 * plant.cost.shape.weight_bytes / size, "KV memory": 100 * kv / size}
+    parts["others"] = 100 - sum(parts.values())
+    return [{"part": part, "percent": percent} for part, percent in parts.items()]
+
+
+def _each(function: Callable[[Case], dict[str, Any]], cases: Sequence[Case]) -> Points:
+    done = in_parallel(function, [(case,) for case in cases])
+    return [{**case.fields, **point} for case, point in zip(cases, done)]
 
 
 def in_parallel(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], most: int = 8) -> list[Any]:
@@ -259,72 +375,3 @@ def in_parallel(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], m
         return [function(*job) for job in jobs]
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         return list(pool.map(function, *zip(*jobs)))
-
-
-def curves(
-    loads: Sequence[Load], systems: Sequence[str], seconds: Sequence[float], limit: float = LIMIT
-) -> list[dict[str, Curve]]:
-    """Return the curves of each load by system; traces take the given seconds."""
-    jobs = [(load, system, length) for load, length in zip(loads, seconds) for system in systems]
-    done: list[Curve] = in_parallel(partial(curve, limit=limit), jobs)
-    return [
-        {system: done[i * len(systems) + k] for k, system in enumerate(systems)} for i in range(len(loads))
-    ]  # fmt: skip
-
-
-def rates(loads: Sequence[Load], seconds: Sequence[float], found: Sequence[dict[str, Curve]]) -> list[Rates]:
-    """Return the rates of each load for all seeds: the first seed's from its curves, the others searched from there."""
-    cases = [
-        (load, system, length, curve)
-        for load, length, curves in zip(loads, seconds, found)
-        for system, curve in curves.items()
-    ]
-    done = iter(rates_of(cases))
-    return [{system: next(done) for system in curves} for curves in found]
-
-
-def rates_of(cases: Sequence[tuple[Load, str, float, Curve]]) -> list[tuple[float, ...]]:
-    """Return the rates of all seeds for each load, system, trace duration and first seed's curve."""
-    jobs = [
-        (load._replace(seed=seed), system, seconds, curve.highest)
-        for load, system, seconds, curve in cases
-        for seed in SEEDS[1:]
-    ]
-    done = iter(in_parallel(further_rate, jobs))
-    return [(curve.highest, *(next(done) for _ in SEEDS[1:])) for *_, curve in cases]
-
-
-def draw_curves(axes: Axes, found: dict[str, Curve], title: str, labels: dict[str, str] | None = None) -> None:
-    """Draw latency by rate, a line for each system, as in Figure 12."""
-    from quire.bench.plots import COLOURS
-
-    for (system, curve), colour in zip(found.items(), COLOURS):
-        shown = [(point.rate, point.latency) for point in curve.points if point.latency is not None]
-        axes.plot(*zip(*shown), "o-", color=colour, markersize=3, label=(labels or SYSTEMS)[system])
-    axes.axhline(LIMIT, color="black", linewidth=0.6, linestyle=":")
-    axes.set_ylim(0, SHOWN)
-    axes.set_xlim(0)
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel("requests/s")
-    axes.set_ylabel("normalised latency, s a token")
-
-
-def why(found: dict[str, Curve], other: str) -> str:
-    """Explain vLLM's advantage over another system, at the sustained rate of each."""
-    ours, theirs = found["paged"].knee, found[other].knee
-    return (
-        f"vLLM runs {ours.running / theirs.running:.2f} times as many requests at once as {SYSTEMS[other]}, in steps "
-        f"that take {ours.step / theirs.step:.2f} times as long"
-    )
-
-
-def as_data(found: dict[str, Curve], rates: Mapping[str, Sequence[float]] | None = None) -> dict[str, Any]:
-    """Return curves as JSON, with the rates of all seeds if given."""
-    return {
-        system: {
-            "highest": curve.highest,
-            "points": [point._asdict() for point in curve.points],
-            **({"by_seed": list(rates[system])} if rates else {}),
-        }
-        for system, curve in found.items()
-    }

@@ -1,7 +1,9 @@
 """Run a trace on this device and in simulation, for the systems of PagedAttention §6.1.
 
 `serve` takes the wall clock or a virtual one, so both are measured in the same way. One model and one runner serve all
-systems in turn, so these differ only in their memory.
+systems in turn, so these differ only in their memory. Token values do not affect the cost of steps, so weights may be
+dummies. A GPU faster than the paper's would not fill its memory at the paper's rates, so rates are shares of a system's
+simulated capacity. The calibration comes from a separate run.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from papers.serving import MANY, Load
+from papers.serving import MANY, SYSTEMS, Load
+from quire.bench.shapes import built
 from quire.bench.simulate import read_deployment
 from quire.config import EngineConfig
 from quire.core.assembly import assemble
 from quire.core.engine import Engine
 from quire.errors import QuireError
+from quire.ipc.garbage_collection import freeze_loaded_objects
 from quire.memory.answers import Usage
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
@@ -33,6 +37,7 @@ CROWD = 1024  # simultaneous requests where a capacity is simulated,
 FILLING, SATURATED = 1000, 4000  # steps while the memory fills, and steps after that
 EACH = 128  # tokens of KV memory for each request of the warm-up
 WARM = 3.0  # seconds of the warm-up
+OFF = ("tokens_per_s", "batch", "latency")  # whose errors by simulation are computed
 
 Wait = Callable[[float], None]
 
@@ -46,33 +51,12 @@ class Span(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A planned run: a system at a rate, in requests a second."""
+    """A planned run: a system at a rate, in requests a second, which is a `share` of its simulated capacity."""
 
     system: str
     rate: float
+    share: float
     span: Span
-
-
-class Run(NamedTuple):
-    """The results of a plan.
-
-    `batch` is rows a step, `running` requests in memory, `tokens_per_s` of outputs: means over the measured `steps`.
-    `latency` is the mean normalised latency (s a token) of all requests; `unfinished` ones count with their latency so
-    far. `shares` is the memory by category."""
-
-    system: str
-    rate: float
-    by: str
-    seconds: float
-    steps: int
-    batch: float
-    running: float
-    tokens_per_s: float
-    latency: float
-    requests: int
-    unfinished: int
-    preemptions: int
-    shares: dict[str, float]
 
 
 class Step(NamedTuple):
@@ -113,7 +97,7 @@ class Place(NamedTuple):
             made.runner.set_padding(None)
         return made
 
-    def simulate(self, plan: Plan, kv_tokens: int | None = None, padded: bool = False) -> Run:
+    def simulate(self, plan: Plan, kv_tokens: int | None = None, padded: bool = False) -> dict[str, Any]:
         """Run a plan on the virtual clock."""
         made = self.simulation(plan.system, kv_tokens, padded)
         by = "simulated, padded" if padded else "simulated"
@@ -187,8 +171,18 @@ def _step(engine: Engine, served: Sequence[ServedRequest], began: float) -> Step
     return Step(now, engine.stats.steps - planned, engine.stats.rows - rows, running, tokens)
 
 
-def run(engine: Engine, wait: Wait, trace: Sequence[TraceRequest], plan: Plan, by: str) -> Run:
-    """Serve the plan's trace. Measured results go to stderr at once, so that a later error does not lose them."""
+def report(point: dict[str, Any]) -> dict[str, Any]:
+    """Print a point to stderr at once, so that a later error does not lose it; return it."""
+    print(json.dumps(point), file=sys.stderr, flush=True)
+    return point
+
+
+def run(engine: Engine, wait: Wait, trace: Sequence[TraceRequest], plan: Plan, by: str) -> dict[str, Any]:
+    """Serve the plan's trace and return a point; report measured ones.
+
+    `batch` is rows a step, `running` requests in memory, `tokens_per_s` of outputs: means over the measured `steps`.
+    `latency` is the mean normalised latency (s a token) of all requests; `unfinished` ones count with their latency so
+    far. The memory by category is in per cent."""
     start, end, _ = plan.span
     before = engine.scheduler.num_preemptions
     served, steps, usages = serve(engine, wait, trace, plan.span)
@@ -196,17 +190,17 @@ def run(engine: Engine, wait: Wait, trace: Sequence[TraceRequest], plan: Plan, b
     part = [step for step in steps if start < step.at <= end]
     planned = sum(step.planned for step in part)
     sizes = np.mean(usages, axis=0)
-    done = Run(
-        plan.system, plan.rate, by, end - start, planned,
-        sum(step.rows for step in part) / max(planned, 1), sum(step.running for step in part) / max(len(part), 1),
-        sum(step.tokens for step in part) / (end - start),
-        float(np.mean([one.lower_bound("normalised", now) for one in served])),
-        len(served), sum(not one.done for one in served), engine.scheduler.num_preemptions - before,
-        dict(zip(Usage._fields, (sizes / sizes.sum()).tolist())),
-    )  # fmt: skip
-    if by == "real":
-        print(json.dumps(done._asdict()), file=sys.stderr, flush=True)
-    return done
+    point = {
+        "system": SYSTEMS[plan.system], "rate": plan.rate, "by": by, "seconds": end - start, "steps": planned,
+        "batch": sum(step.rows for step in part) / max(planned, 1),
+        "running": sum(step.running for step in part) / max(len(part), 1),
+        "tokens_per_s": sum(step.tokens for step in part) / (end - start),
+        "latency": float(np.mean([one.lower_bound("normalised", now) for one in served])),
+        "requests": len(served), "unfinished": sum(not one.done for one in served),
+        "preemptions": engine.scheduler.num_preemptions - before, "share": plan.share,
+        **dict(zip(Usage._fields, (100 * sizes / sizes.sum()).tolist())),
+    }  # fmt: skip
+    return report(point) if by == "real" else point
 
 
 # On the device
@@ -244,3 +238,54 @@ def warm_up(made: BuiltEngine, place: Place) -> None:
     engine = engine_of(made, place.config, "paged")
     rows = min(engine.scheduler.max_seqs, made.memory_plan.kv_tokens // EACH)
     serve(engine, sleep_until, place.trace(2 * rows / WARM, WARM), Span(0.0, WARM, WARM))
+
+
+# Runners
+
+
+def one_rate(place: Place, of: tuple[str, float], ramp: float, seconds: float) -> list[dict[str, Any]]:
+    """Return the runs of all systems, on this device and simulated, at the rate that is the same share of the paged
+    system's capacity as the rate `of` another calibration. The first `ramp` seconds are not measured."""
+    device, rate = of
+    rate *= place.capacity("paged") / place._replace(calibration=device).capacity("paged")
+    plans = [Plan(system, rate, rate / place.capacity(system), Span(ramp, seconds, seconds)) for system in SYSTEMS]
+    return _beside(place, plans, plans)
+
+
+def by_rate(
+    place: Place, shares: Sequence[float], real: Sequence[float], ramp: float, requests: int, least: float, most: float,
+    drain: float,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return simulated runs of all systems at shares of each one's capacity, and runs on this device at those of
+    `real`.
+
+    A run takes until `requests` have come, the same ones for all systems, within `least` and `most` seconds, and
+    `drain` more if the rate is within the capacity. The first `ramp` seconds are not measured."""
+    plans = []
+    for system in SYSTEMS:
+        capacity = place.capacity(system)
+        for share in shares:
+            end = min(max(requests / (share * capacity), least), most)
+            plans.append(Plan(system, share * capacity, share, Span(ramp, end, end + drain * (share < 1))))
+    return _beside(place, plans, [plan for plan in plans if plan.share in real])
+
+
+def _beside(place: Place, plans: Sequence[Plan], real: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Run the plans `real` on this device one after another and simulate all; the last point is the last plan's with
+    padding, which this engine doesn't compute. Points have the requests `served` a second; those of this device have
+    the simulation's errors as shares."""
+    with built(place.config) as made:
+        warm_up(made, place)
+        freeze_loaded_objects()
+        measured = []
+        for plan in real:
+            engine = engine_of(made, place.config, plan.system)
+            trace = place.trace(plan.rate, plan.span.end)
+            measured.append(run(engine, sleep_until, trace, plan, "real"))
+        tokens = made.memory_plan.kv_tokens
+    simulated = {plan: place.simulate(plan, tokens) for plan in plans}
+    for plan, point in zip(real, measured):
+        point |= {f"{name}_off": simulated[plan][name] / point[name] - 1 for name in OFF}
+    points = [*measured, *simulated.values(), place.simulate(plans[-1], tokens, padded=True)]
+    mean = place.mean_output()
+    return [{**point, "served": point["tokens_per_s"] / mean} for point in points]

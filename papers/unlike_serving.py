@@ -1,5 +1,4 @@
-"""Simulate serving models of unlike layers with different allocation rules, on the paper's devices and budgets (Jenga
-§7).
+"""Simulate serving models of unlike layers by several allocation rules, on the devices and budgets of Jenga §7.
 
 The engine, the scheduler and the memory are the real ones. Steps cost what a calibration says, scaled by a device's
 bandwidth and compute. So throughputs of other devices are extrapolations, and only rules on one device are compared.
@@ -8,28 +7,35 @@ bandwidth and compute. So throughputs of other devices are extrapolations, and o
 from __future__ import annotations
 
 import json
+import math
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple, cast
 
+from papers.serving import in_parallel, shares
 from quire.bench.pictured import Eyes
 from quire.bench.simulate import SimulatedDeployment, read_deployment
 from quire.bench.workloads import Sketch, parse
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.core.runner import Runner
-from quire.errors import QuireError
+from quire.errors import QuireError, StartupError
+from quire.memory.answers import Usage
+from quire.memory.paged import PagedMemory
 from quire.memory.policies import POLICIES
 from quire.models import read_spec
 from quire.models.named_configs import named_config
-from quire.protocol.images import ImagePixels
+from quire.models.quantization import FP8_ON_LOAD
 from quire.protocol.kv_cache_config import KVCacheGroup
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.step_plan import StepPlan, StepResult
+from quire.protocol.step_plan import StepPlan
 from quire.sim.cost_model import calibration_names, load_calibration
 from quire.sim.simulation import TraceRequest
+from quire.weights.fp8 import saved_bytes
 
 WINDOWED, OTHER = "h200-ministral-8b", "h200-llama3-8b"
 CALIBRATION = WINDOWED if WINDOWED in calibration_names() else OTHER
@@ -115,6 +121,10 @@ class Case(NamedTuple):
     def label(self) -> str:
         return f"{self.model}{'*' if self.halved else ''}, {self.device.name}"
 
+    def on(self, device: Device) -> Case:
+        """Return the case on another device, with the KV memory that it has on its own."""
+        return self._replace(device=device, kv_gib=self.budget)
+
     def config(self, rule: str, **more: Any) -> EngineConfig:
         """Return the engine config of a rule of RULES."""
         return EngineConfig.of(**{
@@ -178,37 +188,21 @@ def burst(sketches: Sequence[Sketch], eyes: Eyes | None = None, pixels: bool = F
     return found
 
 
-class Step(NamedTuple):
-    """A planned step: its decode rows and its prompt tokens."""
-
-    decoding: int
-    prompt: int
-
-
 class Counted:
-    """A runner that counts the rows and tokens of its steps. It replaces the engine's own."""
+    """A runner in place of the engine's own, which counts the rows of each step that decode."""
 
     def __init__(self, engine: Engine) -> None:
-        self.runner, self.depth = engine.runner, engine.depth
-        self.steps: list[Step] = []
-        engine.runner = cast(Runner, self)  # a step calls no other methods
+        self.runner = engine.runner
+        self.batches: list[int] = []  # of steps with such rows
+        engine.runner = cast(Runner, self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
 
     def submit(self, plan: StepPlan) -> Any:
-        counts = [len(row.tokens) for row in plan.slices]
-        self.steps.append(Step(counts.count(1), sum(count for count in counts if count > 1)))
+        if decoding := sum(len(row.tokens) == 1 for row in plan.slices):
+            self.batches.append(decoding)
         return self.runner.submit(plan)
-
-    def collect(self, ticket: Any) -> StepResult:
-        return self.runner.collect(ticket)
-
-    def add_image(self, pixels: ImagePixels) -> None:
-        self.runner.add_image(pixels)
-
-    def remove_image(self, key: bytes) -> None:
-        self.runner.remove_image(key)
-
-    def close(self) -> None:
-        self.runner.close()
 
 
 class Memory(NamedTuple):
@@ -232,9 +226,10 @@ class Memory(NamedTuple):
 class Ran(NamedTuple):
     """The results of a run.
 
-    `decode_steps` are steps with a decode row, `batch` their mean number of such rows. `hit_rate` is a share of prompt
-    tokens. `normalised` is the mean of latency / output length, in seconds a token; `latency` is the mean latency.
-    `encoder_runs` counts whole images encoded, `encoder_parts` their parts. `steps` and `memory` are samples."""
+    `batch` is the mean number of rows of the `decode_steps`, steps with a row that decodes; `hit_rate` a share of
+    prompt tokens; `normalised` the mean of latency / output length, in seconds a token; `latency` the mean latency.
+    `tokens` are those of prompts and outputs. `encoder_runs` counts whole images encoded, `encoder_parts` their parts.
+    `batches` are of the decode steps; `memory` are samples."""
 
     seconds: float
     requests: int
@@ -248,47 +243,34 @@ class Ran(NamedTuple):
     latency: float
     encoder_runs: int
     encoder_parts: int
-    steps: list[Step]
+    requests_per_s: float
+    batches: list[int]
     memory: list[Memory]
 
-    @property
-    def requests_per_s(self) -> float:
-        return self.requests / self.seconds
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Return the throughput of prompts and outputs."""
-        return self.tokens / self.seconds
-
     def facts(self) -> dict[str, Any]:
-        """Return the results as JSON, without the samples."""
-        return {name: value for name, value in self._asdict().items() if name not in ("steps", "memory")}
+        """Return the results without `batches` and `memory`."""
+        return dict(list(self._asdict().items())[:-2])
 
 
-def needed(engine: Engine, spec: ModelSpec, itemsize: int, now: float) -> Memory:
+def needed(engine: Engine, spec: ModelSpec, now: float) -> Memory:
     """Return the current memory use.
 
     A layer needs the units of a sequence that its tokens in flight and later ones read, whatever the memory keeps. Each
     sequence counts alone. Image embeddings do not count as needed."""
-    scheduler = engine.scheduler
-    full = window = 0
-    kinds = by_reach(spec, itemsize)
-    for _, seq in scheduler.by_slot.values():
-        window += spec.state_bytes
+    bytes = {"full": 0, "window": 0}
+    kinds = by_reach(spec)
+    for _, seq in engine.scheduler.by_slot.values():
+        bytes["window"] += spec.state_bytes
         for policy, size in kinds:
             reads = policy.reads(seq, seq.computed, max(seq.planned, seq.computed + 1))
-            count = max(seq.planned - reads.start, 0) * size
-            if policy.group.kind == "full":
-                full += count
-            else:
-                window += count
-    usage = scheduler.memory.account().usage
-    allocated = usage.total - usage.free - usage.cached
-    return Memory(now, full, window, max(allocated - full - window, 0), usage.free + usage.cached,
-                  len(scheduler.running))  # fmt: skip
+            bytes[policy.group.kind] += max(seq.planned - reads.start, 0) * size
+    usage = engine.scheduler.memory.account().usage
+    free = usage.free + usage.cached
+    wasted = max(usage.total - free - sum(bytes.values()), 0)
+    return Memory(now, bytes["full"], bytes["window"], wasted, free, len(engine.scheduler.running))
 
 
-def by_reach(spec: ModelSpec, itemsize: int) -> list[tuple[Any, int]]:
+def by_reach(spec: ModelSpec) -> list[tuple[Any, int]]:
     """Return, for each kind of layers, its policy with pages of one token, and its total bytes per token."""
     found: dict[tuple[int | None, ...], list[LayerSpec]] = {}
     for layer in spec.layers:
@@ -296,7 +278,7 @@ def by_reach(spec: ModelSpec, itemsize: int) -> list[tuple[Any, int]]:
             found.setdefault((layer.window, layer.chunk), []).append(layer)
     kinds = []
     for (window, _), layers in found.items():
-        size = sum(layer.token_bytes(itemsize) for layer in layers)
+        size = sum(layer.token_bytes(2) for layer in layers)
         kind = "full" if window is None else "window"
         kinds.append(
             (POLICIES[kind](KVCacheGroup((), size, size, 1, range(1), run_tokens=1, window=window, kind=kind)), size)
@@ -305,18 +287,17 @@ def by_reach(spec: ModelSpec, itemsize: int) -> list[tuple[Any, int]]:
 
 
 def serve(
-    engine: Engine, trace: Sequence[TraceRequest], spec: ModelSpec, sampled: float | None = None, itemsize: int = 2,
+    engine: Engine, trace: Sequence[TraceRequest], spec: ModelSpec, sampled: float | None = None,
     concurrency: int | None = None, each: Callable[[Engine], None] = lambda engine: None,
 ) -> Ran:  # fmt: skip
     """Serve all requests of a trace, at most `concurrency` at a time; all are available from the start.
 
     Times are by the engine's clock. The memory is sampled every `sampled` seconds; `each` is called after each step."""
-    counted, clock = Counted(engine), engine.clock
-    before = _counts(engine)
+    before, counted, clock = _counts(engine), Counted(engine), engine.clock
     began, look = clock(), clock()
     memory: list[Memory] = []
     came: list[float] = []
-    latencies: list[tuple[float, int]] = []  # of finished requests, with their output lengths
+    latencies: dict[int, float] = {}
     while len(latencies) < len(trace):
         while len(came) < len(trace) and (concurrency is None or len(came) - len(latencies) < concurrency):
             one = trace[len(came)]
@@ -326,42 +307,26 @@ def serve(
             if output.finish_reason == "error":
                 raise QuireError(f"request {output.request_id} failed: {output.stop_reason}")
             if output.done:
-                i = int(output.request_id)
-                latencies.append((clock() - came[i], trace[i].params.max_tokens or 1))
+                latencies[int(output.request_id)] = clock() - came[int(output.request_id)]
         each(engine)
         if sampled is not None and clock() >= look:
-            memory.append(needed(engine, spec, itemsize, clock() - began))
+            memory.append(needed(engine, spec, clock() - began))
             look = clock() + sampled
-    seconds = clock() - began
-    engine.runner = counted.runner
-    counts = [b - a for a, b in zip(before, _counts(engine))]
-    return _ran(trace, seconds, counts, latencies, counted.steps, memory)
+    seconds, engine.runner = clock() - began, counted.runner
+    hits, queries, preemptions, runs, parts = (b - a for a, b in zip(before, _counts(engine)))
+    lengths = [one.params.max_tokens or 1 for one in trace]
+    return Ran(
+        seconds, len(trace), sum(lengths) + sum(len(one.prompt) for one in trace), sum(lengths), len(counted.batches),
+        fmean(counted.batches or [0]), hits / queries if queries else 0.0, preemptions,
+        fmean(took / lengths[i] for i, took in latencies.items()), fmean(latencies.values()), runs, parts,
+        len(trace) / seconds, counted.batches, memory,
+    )  # fmt: skip
 
 
 def _counts(engine: Engine) -> list[int]:
     sharing = engine.scheduler.memory.account().sharing
     encoded = sharing.encoder_runs, sharing.encoder_parts
     return [sharing.hits, sharing.queries, engine.scheduler.num_preemptions, *encoded]
-
-
-def _ran(
-    trace: Sequence[TraceRequest],
-    seconds: float,
-    counts: Sequence[int],
-    latencies: Sequence[tuple[float, int]],
-    steps: list[Step],
-    memory: list[Memory],
-) -> Ran:
-    hits, queries, preemptions, encoder_runs, encoder_parts = counts
-    output = sum(one.params.max_tokens or 0 for one in trace)
-    decoding = [step.decoding for step in steps if step.decoding]
-    return Ran(
-        seconds, len(trace), output + sum(len(one.prompt) for one in trace), output, len(decoding),
-        sum(decoding) / max(len(decoding), 1), hits / queries if queries else 0.0, preemptions,
-        sum(one / length for one, length in latencies) / max(len(latencies), 1),
-        sum(one for one, _ in latencies) / max(len(latencies), 1), encoder_runs, encoder_parts,
-        steps, memory,
-    )  # fmt: skip
 
 
 def simulated(case: Case, rule: str, sampled: float | None = None, **more: Any) -> Ran:
@@ -376,3 +341,133 @@ def assumed() -> str:
     error = "" if found.error is None else f", median error on steps that weren't fitted {found.error['median']:.1%}"
     far = "" if CALIBRATION == WINDOWED else ", a model without windows: theirs are extrapolated"
     return f"Steps cost what the calibration {CALIBRATION} says ({found.model} on {found.device}{error}){far}."
+
+
+# Runners
+
+
+class Run(NamedTuple):
+    """A simulation of a case by a rule of RULES with further `settings` of the engine, at most `concurrency` requests
+    at a time. `names` are fields of its point.
+
+    Requests that do not fit under one of the rules `fitting` are left out. `page_pool` are attributes of the page pool.
+    `sampled`: seconds between samples of the memory. `series`: those of "batches" and "memory" that the point has.
+    `peaks`: it has the `most` bytes of allocated KV memory after a step, and the most `beyond` the pages of computed
+    tokens."""
+
+    names: dict[str, Any]
+    case: Case
+    rule: str = "jenga"
+    settings: Mapping[str, Any] | None = None
+    concurrency: int | None = None
+    fitting: tuple[str, ...] = ()
+    page_pool: Mapping[str, Any] | None = None
+    sampled: float | None = None
+    series: tuple[str, ...] = ()
+    peaks: bool = False
+
+
+def simulations(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return a point for each run: its names, its results (see Ran), the KV memory in GiB, the requests left out, the
+    prompt chunks that contain a part of an image, and the wasted share of allocated memory if it is sampled."""
+    return in_parallel(_point, [(run,) for run in runs])
+
+
+def _point(run: Run) -> dict[str, Any]:
+    case = run.case
+    made = case.plant(run.rule, **(run.settings or {})).simulation()
+    for name, setting in (run.page_pool or {}).items():
+        setattr(cast(PagedMemory, made.engine.scheduler.memory).page_pool, name, setting)
+    every = burst(case.sketches(), case.eyes)
+    longest = min((case.plant(rule).max_len for rule in run.fitting), default=math.inf)
+    trace = [one for one in every if _length(one) <= longest]
+    sizes: list[tuple[int, int]] = []
+
+    def watch(engine: Engine) -> None:
+        if run.peaks:
+            sizes.append(_sizes(engine))
+
+    ran = serve(made.engine, trace, made.spec, run.sampled, run.concurrency, watch)
+    chunks = [
+        (image.end - 1) // case.chunk - image.start // case.chunk + 1
+        for one in trace for image in one.media if case.chunk
+    ]  # fmt: skip
+    point = {**run.names, "label": case.label, "kv_gib": case.budget, **ran.facts(),
+             "left_out": len(every) - len(trace), "image_chunks": sum(chunks),
+             **{name: getattr(ran, name) for name in run.series}}  # fmt: skip
+    if run.sampled is not None:
+        point["wasted"] = sum(one.wasted for one in ran.memory) / sum(one.allocated for one in ran.memory)
+    if run.peaks:
+        point |= {"most": max(most for most, _ in sizes), "beyond": max(0, *(beyond for _, beyond in sizes))}
+    return point
+
+
+def _length(asked: TraceRequest) -> int:
+    return len(asked.prompt) + (asked.params.max_tokens or 0)
+
+
+def _sizes(engine: Engine) -> tuple[int, int]:
+    """Return the bytes of allocated KV memory, and those beyond the pages of computed tokens."""
+    memory = engine.scheduler.memory
+    usage, seqs = memory.account().usage, [seq for _, seq in engine.scheduler.by_slot.values()]
+    bytes = usage.total - usage.free - usage.cached
+    kept = [group for group in memory.kv_config.groups if group.kind != "vision"]
+    return bytes, bytes - sum(group.num_pages(seq.planned) * group.page_bytes for group in kept for seq in seqs)
+
+
+def budgets(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Plan each case into its device's budget. A point has the bytes of `weights` (in FP8 if halved), those `left` for
+    KV, and if any are: the tokens that they hold in every layer, the bytes of a large page, and whether the longest
+    request of the workload fits, by two-level (`fits`) and by uniform pages."""
+    return [_budget(case) for case in cases]
+
+
+def _budget(case: Case) -> dict[str, Any]:
+    spec = case.spec
+    eyes = spec.vision.parameters if spec.vision is not None else 0
+    weights = 2 * (spec.parameters + eyes) - (saved_bytes(case.shape, FP8_ON_LOAD, 2) if case.halved else 0)
+    left = int(SHARE * case.device.memory - weights - BESIDE)
+    point = {"label": case.label, "workload": case.workload, "weights": weights, "left": left, "tokens": 0, "large": 0,
+             "fits": False, "uniform": False}  # fmt: skip
+    longest = max(burst(case.sketches(), case.eyes), key=_length)
+    for rule, name in (("jenga", "fits"), ("uniform", "uniform")) if left > 0 else ():
+        try:
+            plant = case._replace(kv_gib=left / 2**30).plant(rule)
+            memory = plant.simulation().engine.scheduler.memory
+        except StartupError:  # no request fits
+            continue
+        point[name] = memory.fits([_length(longest)], len(longest.prompt), longest.media)
+        if rule == "jenga":
+            point.update(tokens=plant.kv_tokens, large=memory.kv_config.large_bytes)
+    return point
+
+
+def longest_requests(case: Case, rules: Sequence[str], output: int) -> list[dict[str, Any]]:
+    """Return the longest request in tokens by each rule, and the output tokens of such a request when it is served."""
+    points = []
+    for rule in rules:
+        plant = case.plant(rule)
+        trace = [TraceRequest(0.0, [OWN] * (plant.max_len - output), exactly(output))]
+        served = sum(serve(plant.simulation().engine, trace, case.spec).batches) + 1
+        points.append({"rule": rule, "kv_gib": case.budget, "longest": plant.max_len, "context": case.spec.max_len,
+                       "served": served})  # fmt: skip
+    return points
+
+
+def memories(names: Sequence[str], case: Case) -> list[dict[str, Any]]:
+    """Serve a case's requests, which come at once, in each memory. What running or later tokens read is used; the rest
+    of the allocated memory is internal waste: KV outside a layer's window too."""
+    points = []
+    for memory in names:
+        print(f"{memory}, windows, simulated", file=sys.stderr)
+        run = simulated(case, "jenga", sampled=0.5, memory=memory)
+        full, window, wasted, free = (
+            sum(getattr(moment, kind) for moment in run.memory) // len(run.memory)
+            for kind in ("full", "window", "wasted", "free")
+        )
+        points.append({
+            "run": "windows", "memory": memory, **shares(Usage(full + window, 0, 0, wasted, 0, free)),
+            "running": run.batch, "latency": run.normalised, "requests_per_s": run.requests_per_s,
+            "preemptions": run.preemptions,
+        })  # fmt: skip
+    return points

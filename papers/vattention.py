@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from papers.dummy_engines import PAGED, virtual
 from papers.entry import (
-    Column,
     Each,
     Entry,
     Pivot,
     Point,
     Points,
     Rows,
+    Run,
     Whole,
     against,
     at_least,
@@ -22,15 +23,18 @@ from papers.entry import (
     at_most,
     at_most_times,
     between,
+    chosen,
     cited,
     equal,
     grouped,
+    having,
     highest,
     lowest,
     measured,
     one,
+    truth,
 )  # fmt: skip
-from papers.plots import across, bars, lines
+from papers.plots import bars, lines, tall
 from quire.bench.document import table
 from quire.worker.virtual.latencies import CALL_INFOS, KIB, PAGE_SIZES, PAPER_BANDWIDTH
 
@@ -73,15 +77,15 @@ ENTRIES["vattention-table1"] = Entry(
         Whole("V-X3", "TensorRT-LLM: throughput lost, 412 to 365 tokens/s", lambda points: "nothing", "%", 11, cited),
     ],
     tables=[Rows([
-        "system", Column("issue", "what"), Column("paper", "number", "g"), "unit",
-        Column("its source", "source"), "here",
+        "system", ("issue", "what"), ("paper", "number", "g"), "unit",
+        ("its source", "source"), "here",
     ])],
     note="By the paper's own numbers Figure 5's largest label is 3.31; Table 6 has 59.91 s against 41.35, 44.9 %.\n"
          "Of TensorRT-LLM (§3.3.2): throughput fell from 412 to 365 tokens/s, 11.4 %. \"This issue was attributed to\n"
          "the Python runtime of TensorRT-LLM and moving to a C++ runtime can mitigate the CPU overhead.\" This engine\n"
          "plans in Python while the device computes, so its time shows only where a step is shorter than a plan.",
-    plot=lambda points: across("vAttention Table 1: issues that paging brings, as cited", "name", "percent",
-                               label="overhead as cited, %")([p for p in points if p["percent"] is not None]),
+    plot=bars("vAttention Table 1: issues that paging brings, as cited", "name", "percent", horizontal=True,
+              label="overhead as cited, %", of=lambda points: [p for p in points if p["percent"] is not None]),
 )  # fmt: skip
 
 
@@ -109,16 +113,18 @@ def _lines_of_code(title: str, points: Points) -> Figure:
     paper = [{"name": what, "lines": count, "by": "paging, in the paper"} for what, count in CHANGED.items()]
     switches = [{"name": f"{p['before']} to {p['after']}", "lines": p["lines"], "by": "a switch of kernels"}
                 for p in points if p.get("before") == "sdpa"]  # fmt: skip
-    ours = [{"name": p["what"], "lines": p["lines"], "by": "code here"} for p in points if "what" in p]
-    return across(title, "name", "lines", bar="by", label="lines", form="{:,.0f}", log=True)([*paper, *switches, *ours])
+    ours = [{"name": p["part"], "lines": p["code"], "by": "code here"} for p in points if "part" in p]
+    return bars(title, "name", "lines", horizontal=True, bar="by", label="lines", form="%.0f", log=True)(
+        [*paper, *switches, *ours]
+    )
 
 
 ENTRIES["vattention-table2"] = Entry(
     "vAttention Table 2: systems, and what managing memory takes",
-    "kernel_switch:lines_of",
-    {"files": {"memory in user code: all memories' ledgers and policies": "memory",
-               "drivers of virtual memory": "worker/virtual"}},
-    claims=[*_changed("V-T2", "vattention-fig12"), Each("V-T2", "{what}", "lines", "lines of code")],
+    "code_size:sizes",
+    {"parts": {"memory in user code: all memories' ledgers and policies": ["memory/**/*.py"],
+               "drivers of virtual memory": ["worker/virtual/**/*.py"]}},
+    claims=[*_changed("V-T2", "vattention-fig12"), Each("V-T2", "{part}", "code", "lines of code")],
     note=table([*SYSTEMS], [*zip(*SYSTEMS.values())]) + "\n\n"
          "The first three as the paper has them; TensorRT-LLM, LightLLM and FlashAttention page like vLLM, it says.\n"
          "quire's columns are its own judgement. One ledger counts pages for both memories, so prefixes, forks,\n"
@@ -134,15 +140,17 @@ SHAPES = {"yi-6b": (32, 4, 32), "llama3-8b": (32, 8, 32), "yi-34b": (56, 8, 60)}
 
 ENTRIES["vattention-table5"] = Entry(
     "vAttention Table 5: the models",
-    "contiguous_sizes:models",
+    "closed_forms:shapes",
     {"names": MODELS},
     claims=[
         Each("V-T5", f"{{model}}: {what}", field, "", {name: shape[i] for name, shape in SHAPES.items()}, equal,
              key="model")
         for i, (field, what) in enumerate((("heads", "query heads"), ("kv_heads", "KV heads"), ("layers", "layers")))
     ],
-    tables=[Rows(["model", Column("query heads a KV head", "group"), "head_dim", "parameters",
-                  Column("GB of weights", "weights_gb", ".1f"), Column("KB a token", "token_kb")])],
+    tables=[Rows([
+        "model", ("query heads a KV head", lambda p: p["heads"] // p["kv_heads"]), "head_dim", "parameters",
+        ("GB of weights", lambda p: p["parameters"] * 2 / 1e9, ".1f"), ("KB a token", lambda p: p["token"] // 1024),
+    ])],
     note="The paper's hardware: Yi-6B on one A100 of 80 GB, Llama-3-8B and Yi-34B on two (TP-2).\n"
          "One H200 keeps each of them. Weights and KV in numbers of two bytes.",
 )  # fmt: skip
@@ -178,7 +186,7 @@ def _draw_waste(points: Points) -> Figure:
 
 ENTRIES["vattention-table8"] = Entry(
     "vAttention Table 8: tokens of a page, waste of a request",
-    "contiguous_sizes:buffers",
+    "closed_forms:buffers",
     {"models": tuple(WASTE), "layouts": ("layer", "sliced:4", "sliced:8", "sliced"), "pages": KB_OF_PAGES,
      "requests": 200, "length": 200 * 1024},
     claims=[
@@ -192,10 +200,10 @@ ENTRIES["vattention-table8"] = Entry(
     ],
     tables=[
         Rows([
-            "model", Column("workers", "tensor"), "layout",
-            "tokens", Column("MB wasted", "mb"), Column("pages mapped at once", "buffers"),
-            Column("empty %", lambda point: 100 * point["empty"], ".2f"),
-            Column("GB by 200 requests", lambda point: 200 * point["mb"] / 1024, ".2f"),
+            "model", ("workers", "tensor"), "layout",
+            "tokens", ("MB wasted", "mb"), ("pages mapped at once", "buffers"),
+            ("empty %", lambda point: 100 * point["empty"], ".2f"),
+            ("GB by 200 requests", lambda point: 200 * point["mb"] / 1024, ".2f"),
         ], {"page": "2 MB"}, title="Pages of 2 MB, by how many layers share a buffer (waste of all workers together; "
                                    "pages mapped on each):"),
         Pivot(("model", "tensor"), "page", lambda point: 200 * point["mb"] / 1024, ".1f", where={"layout": "layer"},
@@ -230,15 +238,15 @@ ENTRIES["vattention-fig7"] = Entry(
     claims=[
         Each("V-F7", "{what}: pages under reqIds 0 and 1", lambda point: [len(pages) for pages in point["pages"]], "",
              PAGES_UNDER_REQIDS, equal, key="what"),
-        Whole("V-F7", "(e): R3 has R1's reqId, and in it R1's pages",
-              lambda points: points[4]["pages"][0] == points[2]["pages"][0], "", True, equal),
+        truth("V-F7", "(e): R3 has R1's reqId, and in it R1's pages",
+              lambda points: points[4]["pages"][0] == points[2]["pages"][0]),
     ],
     tables=[Pivot(("what",), "reqid", "pages", derive=_by_reqid,
                   title="Pages of 16 tokens in a K-cache for 2 requests of at most 48 tokens:")],
     note="The figure shows demand alone. With `map_ahead` after each step (§6.2) a page more would lie under reqId 1\n"
          "in (b), for the next request, and under a request whose pages are full.",
-    plot=lambda points: across("vAttention Figure 7: pages of two requests", "what", "count", panel="reqid",
-                               label="pages")(_by_reqid(points)),
+    plot=bars("vAttention Figure 7: pages of two requests", "what", "count", horizontal=True, panel="reqid",
+              label="pages", of=_by_reqid),
 )  # fmt: skip
 
 
@@ -255,22 +263,22 @@ def _note_of_switches(points: Points) -> str:
 ENTRIES["vattention-fig12"] = Entry(
     "vAttention Figure 12: lines that replacing a kernel takes",
     "kernel_switch:switches",
-    {"files": {
-        "torch's attention over contiguous memory": "kernels/contiguous.py",
-        "torch's attention over paged memory": "kernels/sdpa.py",
-        "our kernels over both, without the kernels": "kernels/triton/backend.py",
-    }},
+    also=[Run("code_size:sizes", {"parts": {
+        "torch's attention over contiguous memory": ["kernels/contiguous.py"],
+        "torch's attention over paged memory": ["kernels/sdpa.py"],
+        "our kernels over both, without the kernels": ["kernels/triton/backend.py"],
+    }})],
     claims=[
         Each("V-F12", "lines changed from {before} to {after} (limit: 10)", "lines", "lines", None,
              at_most(10), {"before": "sdpa"}),
         Each("V-F12", "the most of any switch, {before} to {after} (limit: 10)", "lines", "lines", None,
              at_most(10), derive=lambda points: highest([p for p in points if "before" in p], "lines")),
         Each("V-F12", "{call}: over virtual tensors to the bit what it gives over ordinary ones", "equal", "", True,
-             equal, lambda point: "call" in point),
+             equal, having("call")),
         *_changed("V-F12", "see below"),
-        Each("V-F12", "--attention: {what}", "lines", "lines of code", where=lambda point: "what" in point),
+        Each("V-F12", "--attention: {part}", "code", "lines of code", where=having("part")),
     ],
-    tables=[Pivot(("before",), "after", "lines", where=lambda point: "before" in point,
+    tables=[Pivot(("before",), "after", "lines", where=having("before"),
                   title="Lines that go and lines that come, each counted, imports too:")],
     note=_note_of_switches,
     plot=lambda points: _lines_of_code("vAttention Figure 12: what replacing a kernel takes", points),
@@ -305,16 +313,16 @@ ENTRIES["vattention-table4"] = Entry(
     "vAttention Table 4: the interface to a serving framework",
     "reqids:interface",
     claims=[
-        Each(row, what, field, unit, paper, measured if paper is None else equal, lambda point: "tensors" in point)
+        Each(row, what, field, unit, paper, measured if paper is None else equal, having("tensors"))
         for row, what, field, paper, unit in _CALLS
     ],
-    tables=[Pivot(("call",), "reqid", "count", where=lambda point: "call" in point,
+    tables=[Pivot(("call",), "reqid", "count", where=having("call"),
                   title="A session of three reqIds, with 8 pages of 16 tokens:")],
     note="`pages` are those made at start, of each buffer. Beside the four: `map_ahead`, for a caller that has\n"
          "launched an iteration and wants no thread; `counts`; `close`. What the paper leaves open: with all reqIds\n"
          "active alloc_reqid returns -1; wrong ids and lengths are InputErrors; a refused call changes nothing.",
-    plot=lambda points: across("vAttention Table 4: a session through the interface, 8 pages of 16 tokens", "call",
-                               "count", panel="reqid", label="pages")([p for p in points if "call" in p]),
+    plot=bars("vAttention Table 4: a session through the interface, 8 pages of 16 tokens", "call", "count",
+              horizontal=True, panel="reqid", label="pages", of=partial(chosen, where=having("call"))),
 )  # fmt: skip
 
 
@@ -324,7 +332,7 @@ _OF = {"model": "yi-34b", "layout": "layer"}
 
 ENTRIES["vattention-x1"] = Entry(
     "vAttention §4, §5.1.1: KV of a token, addresses of a memory",
-    "contiguous_sizes:buffers",
+    "closed_forms:buffers",
     {"models": (("yi-6b", 1), ("llama3-8b", 1), ("yi-34b", 2)), "layouts": ("layer", "sliced"),
      "pages": {"2 MB": 2048}, "requests": 500, "length": 200 * 1024},
     claims=[
@@ -338,9 +346,9 @@ ENTRIES["vattention-x1"] = Entry(
              "TB (10^6 MB)", 12, equal, _OF),
     ],
     tables=[Rows([
-        "model", Column("workers", "tensor"), "layout",
-        "buffers", Column("bytes of a token", "stride"), Column("MB of a request", "request_mb"),
-        Column("TiB of addresses", lambda point: point["addresses_mb"] / 2**20, ".2f"),
+        "model", ("workers", "tensor"), "layout",
+        "buffers", ("bytes of a token", "stride"), ("MB of a request", "request_mb"),
+        ("TiB of addresses", lambda point: point["addresses_mb"] / 2**20, ".2f"),
     ])],
     note="A request's place is whole pages here: 200,000 tokens take 196 MB of 2 MB pages instead of 195.3. A process\n"
          "has 128 TiB of addresses.",
@@ -354,7 +362,7 @@ CONTEXTS = (2048, 4096, 8192, 16384, 32768)
 
 def _paging_adds(points: Points, *same: str) -> list[Point]:
     """Return the points over pages with the `percent` that they take longer than contiguous ones."""
-    found = against(points, "us", same, {"memory": "contiguous"})
+    found = against("us", {"memory": "contiguous"}, *same)(points)
     return [{**point, "percent": 100 * (point["ratio"] - 1)} for point in found]
 
 
@@ -373,19 +381,17 @@ ENTRIES["vattention-fig3"] = Entry(
     {"models": {"yi-6b": (1, 4, 8, 16, 32)}, "contexts": CONTEXTS, "memories": ("paged, 16", "contiguous")},
     claims=[
         Each("V-F3", "batch {batch}: paging adds to a decode's attention, at most of all contexts", "percent", "%",
-             "up to 12", at_most(12),
+             "up to 12", at_most(12), digits=1,
              derive=lambda points: highest(_by_context(points), "percent", "batch")),
         Whole("V-F3", "paging adds less to the most and longest contexts than to one of 2K, by", _less_where_large,
-              "points of %", "more than 0", at_least(0)),
+              "points of %", "more than 0", at_least(0), digits=1),
     ],
     tables=[
         Pivot(("batch", "context"), "memory", "us", ".1f", ", us"),
         Pivot(("batch",), "context", "percent", "+.1f", derive=_by_context, title="What paging adds, in %:"),
     ],
-    plot=lambda points: lines(
-        "vAttention Figure 3: what paging adds to decodes, Yi-6B", "context", "percent",
-        line="line", labels=("context, tokens", "% over contiguous memory"), log_x=True, bottom=None,
-    )(_by_context(points)),
+    plot=lines("vAttention Figure 3: what paging adds to decodes, Yi-6B", "context", "percent", line="line",
+               labels=("context, tokens", "% over contiguous memory"), log_x=True, bottom=None, of=_by_context),
     gpu=True, timed=True,
 )  # fmt: skip
 
@@ -409,23 +415,21 @@ ENTRIES["vattention-fig4"] = Entry(
     {"most": 2**30},
     claims=[
         Each("V-F4", "{kernel}: paging adds to a prompt's attention, at most of all prompts", "percent", "%",
-             "up to 14", at_most(14),
+             "up to 14", at_most(14), digits=1,
              derive=lambda points: highest(_paging_adds(points, "batch", "context", "kernel"), "percent", "kernel")),
         Each("V-F4", "the best paged kernel takes longer than the best contiguous one, at most of all prompts",
-             "percent", "%", "up to 14", between(0, 14), derive=_best_of_prompts),
+             "percent", "%", "up to 14", between(0, 14), digits=1, derive=_best_of_prompts),
     ],
     tables=[Pivot(("batch", "context"), "way", "us", ".0f", ", us")],
     note="FlashInfer's kernels are not run.",
-    plot=lambda points: lines(
-        "vAttention Figure 4: attention of prompts, Yi-6B", "context", "rate", line="way", panel="panel",
-        labels=("tokens of a prompt", "TFLOP/s"), log_x=True,
-    )(_tflops(points)),
+    plot=lines("vAttention Figure 4: attention of prompts, Yi-6B", "context", "rate", line="way", panel="panel",
+               labels=("tokens of a prompt", "TFLOP/s"), log_x=True, of=_tflops),
     gpu=True, timed=True,
 )  # fmt: skip
 
 
 def _page_sizes(points: Points) -> list[Point]:
-    return highest(against(points, "us", ("batch",), {"memory": "paged, 16"}), "ratio", "memory")
+    return highest(against("us", {"memory": "paged, 16"}, "batch")(points), "ratio", "memory")
 
 
 ENTRIES["vattention-fig5"] = Entry(
@@ -456,11 +460,11 @@ def _largest_batches(points: Points) -> list[Point]:
 
 
 def _beside_best_pages(points: Points) -> list[Point]:
-    return against(_largest_batches(points), "ms", ("model",), lambda point: point["way"].startswith("paged"))
+    return against("ms", lambda point: point["way"].startswith("paged"), "model")(_largest_batches(points))
 
 
 def _fastest_contiguous(points: Points) -> list[Point]:
-    found = against(_largest_batches(points), "ms", ("model",), {"way": "paged, 16"})
+    found = against("ms", {"way": "paged, 16"}, "model")(_largest_batches(points))
     return lowest([point for point in found if "virtual" in point["way"]], "ms", "model")
 
 
@@ -540,14 +544,12 @@ ENTRIES["vattention-fig10"] = Entry(
              digits=3, derive=_facts),
     ],
     tables=[Rows([
-        "layout", Column("pages are mapped", "way"), Column("in flight", "depth"),
-        Column("median ms", "median", ".2f"), Column("p99 ms", "p99", ".2f"), Column("most ms", "most", ".2f"),
-        "spikes", Column("steps with maps in their way", "mapping"), "pages",
+        "layout", ("pages are mapped", "way"), ("in flight", "depth"),
+        ("median ms", "median", ".2f"), ("p99 ms", "p99", ".2f"), ("most ms", "most", ".2f"),
+        "spikes", ("steps with maps in their way", "mapping"), "pages",
     ], derive=_facts)],
-    plot=lambda points: lines(
-        "vAttention Figure 10: decode steps, 4 sequences of 32K tokens, Llama-3-8B", "step", "ms", line="way",
-        panel="panel", labels=("step", "ms"), markers=False,
-    )(_each_step(points)),
+    plot=lines("vAttention Figure 10: decode steps, 4 sequences of 32K tokens, Llama-3-8B", "step", "ms", line="way",
+               panel="panel", labels=("step", "ms"), markers=False, of=_each_step),
     gpu=True, timed=True,
 )  # fmt: skip
 
@@ -637,13 +639,8 @@ BATCHES_6 = {"yi-6b": (1, 40, 80, 160, 320), "llama3-8b": (1, 40, 80, 160, 320),
 def _largest(field: str, *base: int) -> Any:
     """Return a function to each model's largest batch, with one of the batch sizes `base` of this model as `base`."""
     return lambda points: highest(
-        against(points, field, ("model",), lambda point: point["batch"] in base), "batch", "model"
+        against(field, lambda point: point["batch"] in base, "model")(points), "batch", "model"
     )
-
-
-def _three_panels(points: Points) -> list[Point]:
-    names = {"tokens_s": "(a) tokens/s", "ms": "(b) ms a step", "mb_s": "(c) MB/s of new KV"}
-    return [{**p, "value": p[field], "panel": panel} for field, panel in names.items() for p in points]
 
 
 ENTRIES["vattention-fig6"] = Entry(
@@ -659,11 +656,12 @@ ENTRIES["vattention-fig6"] = Entry(
              "at most 600", at_most(600), derive=lambda points: highest(points, "mb_s", "model")),
     ],
     tables=[Rows([
-        "model", "batch", Column("tokens/s", "tokens_s", ".1f"),
-        Column("ms a step", "ms", ".1f"), Column("MB/s of new KV", "mb_s", ".1f"),
+        "model", "batch", ("tokens/s", "tokens_s", ".1f"),
+        ("ms a step", "ms", ".1f"), ("MB/s of new KV", "mb_s", ".1f"),
     ])],
-    plot=lambda points: lines("vAttention Figure 6: decodes at 1K tokens a sequence", "batch", "value", line="model",
-                              panel="panel", labels=("batch", ""), log_x=True)(_three_panels(points)),
+    plot=lines("vAttention Figure 6: decodes at 1K tokens a sequence", "batch", "value", line="model", panel="panel",
+               labels=("batch", ""), log_x=True,
+               of=tall({"tokens_s": "(a) tokens/s", "ms": "(b) ms a step", "mb_s": "(c) MB/s of new KV"}, "panel")),
     gpu=True, timed=True,
 )  # fmt: skip
 
@@ -674,7 +672,7 @@ GAIN_9A = {"yi-6b": 1.97, "llama3-8b": 1.3, "yi-34b": 1.6}  # tokens a second of
 
 def _over_pages(points: Points) -> list[Point]:
     """Return the largest batch that both have of each model, with the ratio of its tokens a second to that of pages."""
-    return highest(against(points, "tokens_s", ("model", "batch"), {"way": "paged"}), "batch", "model", "way")
+    return highest(against("tokens_s", {"way": "paged"}, "model", "batch")(points), "batch", "model", "way")
 
 
 ENTRIES["vattention-fig9a"] = Entry(
@@ -745,13 +743,13 @@ ENTRIES["vattention-fig11"] = Entry(
         for claim, rule in (("judged", at_most(1.03)), ("small", measured))
     ],
     tables=[Rows([
-        "model", "way", Column("prompt ms", "ms", ".1f"),
-        Column("ratio", "ratio", ".3f"), "to", Column("pages mapped first", "maps"),
-        Column("ms for that", "stalled_ms", ".2f"),
+        "model", "way", ("prompt ms", "ms", ".1f"),
+        ("ratio", "ratio", ".3f"), "to", ("pages mapped first", "maps"),
+        ("ms for that", "stalled_ms", ".2f"),
     ], derive=_compared)],
     note="Prompts of 16,384 tokens; the small shape has 8 layers and prompts of 2,048.",
-    plot=across("vAttention Figure 11: a prompt, with pages mapped first and not", "way", "ms", panel="model",
-                label="ms until the first token", form="{:,.0f}"),
+    plot=bars("vAttention Figure 11: a prompt, with pages mapped first and not", "way", "ms", horizontal=True,
+              panel="model", label="ms until the first token", form="%.0f"),
     timed=True,
 )  # fmt: skip
 
@@ -770,7 +768,7 @@ KERNELS = ("paper, FlashAttention paged", "paper, FlashAttention vAttention", "p
 def _best_of_chunks(points: Points) -> list[Point]:
     kinds = [{**p, "paged": p["memory"].startswith("paged"), "k": p["length"] // 1024} for p in points]
     best = lowest(kinds, "seconds", "model", "length", "paged")
-    return against(best, "seconds", ("model", "length"), {"paged": False})
+    return against("seconds", {"paged": False}, "model", "length")(best)
 
 
 ENTRIES["vattention-fig8"] = Entry(
@@ -784,17 +782,16 @@ ENTRIES["vattention-fig8"] = Entry(
     ],
     tables=[Pivot(("model", "length"), "way", lambda point: 1000 * point["seconds"], ".2f",
                   title="Attention of whole prompts, all layers, in ms:")],
-    plot=lambda points: lines(
-        "vAttention Figure 8: attention of prompts in chunks of 2,048", "length", "rate", line="way", panel="model",
-        labels=("tokens of a prompt", "tokens/s, attention alone"), log_x=True, log_y=True,
-    )([{**p, "rate": p["length"] / p["seconds"]} for p in points]),
+    plot=lines("vAttention Figure 8: attention of prompts in chunks of 2,048", "length", "rate", line="way",
+               panel="model", labels=("tokens of a prompt", "tokens/s, attention alone"), log_x=True, log_y=True,
+               of=lambda points: [{**p, "rate": p["length"] / p["seconds"]} for p in points]),
     gpu=True, timed=True,
 )  # fmt: skip
 
 
 def _beside_pages(points: Points) -> list[Point]:
     thousands = [{**point, "k": point["length"] // 1024} for point in points]
-    return against(thousands, "ms", ("model", "length"), {"way": "paged"})
+    return against("ms", {"way": "paged"}, "model", "length")(thousands)
 
 
 def _with_papers_seconds(points: Points) -> list[Point]:
@@ -827,10 +824,9 @@ ENTRIES["vattention-table6"] = Entry(
     ],
     tables=[Pivot(("model", "length"), "way", "s", ".3f", derive=_with_papers_seconds,
                   title="Seconds to the first token:")],
-    plot=lambda points: lines(
-        "vAttention Table 6: seconds to the first token", "length", "s", line="way", panel="model",
-        labels=("tokens of a prompt", "s"), log_x=True, log_y=True,
-    )([p for p in _with_papers_seconds(points) if p["way"] not in KERNELS[:2]]),
+    plot=lines("vAttention Table 6: seconds to the first token", "length", "s", line="way", panel="model",
+               labels=("tokens of a prompt", "s"), log_x=True, log_y=True,
+               of=lambda points: [p for p in _with_papers_seconds(points) if p["way"] not in KERNELS[:2]]),
     gpu=True, timed=True,
 )  # fmt: skip
 
@@ -866,7 +862,7 @@ ENTRIES["vattention-x2"] = Entry(
 
 
 def _speeds(points: Points) -> list[Point]:
-    found = against(points, "us", ("dtype", "kib", "context", "queries"), {"way": "mapped"})
+    found = against("us", {"way": "mapped"}, "dtype", "kib", "context", "queries")(points)
     return [{**p, "line": f"{p['dtype']}, {p['kib']} KiB", "panel": f"{p['queries']} queries"} for p in found]
 
 
@@ -885,14 +881,12 @@ ENTRIES["vattention-views"] = Entry(
              derive=_median_speeds),
     ],
     tables=[Rows([
-        Column("numbers", "dtype"), Column("KiB a page", "kib"), "context",
-        "queries", Column("ordinary us", "us", ".1f"),
-        Column("mapped us", lambda point: point["base"]["us"], ".1f"), Column("speed", "ratio", ".3f"),
+        ("numbers", "dtype"), ("KiB a page", "kib"), "context",
+        "queries", ("ordinary us", "us", ".1f"),
+        ("mapped us", lambda point: point["base"]["us"], ".1f"), ("speed", "ratio", ".3f"),
     ], derive=_speeds)],
     note="4 sequences, 8 heads of 64, a buffer a layer, one thread a core.",
-    plot=lambda points: lines(
-        "vAttention §5.2: torch's attention over mapped pages on a CPU", "context", "ratio", line="line",
-        panel="panel", labels=("tokens", "times ordinary memory's speed"), log_x=True, bottom=None,
-    )(_speeds(points)),
+    plot=lines("vAttention §5.2: torch's attention over mapped pages on a CPU", "context", "ratio", line="line",
+               panel="panel", labels=("tokens", "times ordinary memory's speed"), log_x=True, bottom=None, of=_speeds),
     timed=True,
 )  # fmt: skip

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from papers.contiguous_sizes import KIB, MIB, on_workers
+from papers.closed_forms import KIB, MIB, on_workers
 from quire.errors import StartupError
 from quire.memory.virtual.buffers import WorkerShape, max_waste_bytes, plan_buffers, split_workers
 

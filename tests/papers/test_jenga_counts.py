@@ -1,99 +1,135 @@
-"""Entries that only count: Jenga's Figure 12, Table 1, waste and orders of eviction, and lines of code."""
+"""Jenga's entries that only count, and the verdicts and pictures of all; and lines of code."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from papers import (
-    code_taken,
-    eviction_orders,
-    large_pages,
-    layer_interface,
-    model_matrix,
-    picture_steps,
-    planned_pages,
-    unlike_layers,
-)
-from papers.code_size import KERNELS, MEASURING, OTHER, PARTS, ROOT, code_lines, code_size, part_of, sizes
-from papers.eviction_orders import ORDERS, Rate, alignment, balance
-from papers.layer_kinds import MLLAMA, Kind, attention, kinds_of, named
-from papers.model_matrix import PAPER, Cell, cell, judged
-from papers.planned_pages import models, planned, planner_table
-from papers.result import DIFFERS, HOLDS, MEASURED
-from papers.unlike_layers import of_images, of_length, waste
-from papers.unlike_serving import L4
-from papers.unlike_throughput import CASES
+from papers import ENTRIES, jenga, jenga_examples
+from papers.code_size import KERNELS, MEASURING, OTHER, PARTS, ROOT, code_lines, package, part_of, sizes
+from papers.entry import DIFFERS, HOLDS, MEASURED
+from papers.layer_kinds import Kind, attention, kinds_of, named, page_plans, uniform_waste
+from papers.unlike_serving import budgets
 from quire.jenga import Request
 from quire.memory.jenga.two_level_pool import TwoLevelPagePool
 from quire.memory.policies import POLICIES
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 
+Points = list[dict[str, Any]]
+MEASUREMENTS = Path(__file__).parents[2] / "docs" / "measurements" / "reproduce"
+DOCUMENTS = {
+    path.stem: content
+    for path in MEASUREMENTS.glob("jenga-*.json")
+    if (content := json.loads(path.read_text())).get("data")
+}
 
-def test_figure_12_is_the_papers() -> None:
-    done = picture_steps.timelines()
-    assert {one.verdict for one in done.results if one.verdict != MEASURED} == {HOLDS}
-    assert len(picture_steps.draw(done.data).axes) == 3
-    late = {
-        way: [step._replace(leftover_embeddings=9) for step in picture_steps.figure_12(way)]
-        for way in picture_steps.WAYS
-    }
-    verdicts = [one.verdict for one in picture_steps.judged(late)]
-    assert verdicts[:6] == [DIFFERS] * 6
-    assert picture_steps.peak(late["pages"]) == 16
+
+def differing(name: str, points: Points) -> list[str]:
+    return [one.what for one in ENTRIES[name].results(points) if one.verdict == DIFFERS]
+
+
+def scaled(field: str, factor: float, **where: Any) -> Callable[[Points], Points]:
+    """Return a function that multiplies a field of the points with the values `where`."""
+    return lambda points: [
+        {**p, field: p[field] * factor} if where.items() <= p.items() and field in p else p for p in points
+    ]
+
+
+@pytest.mark.parametrize(("name", "change", "what"), [
+    ("jenga-fig3", scaled("share", 1.1), "Gemma-2 9B, 8,192 tokens: wasted"),
+    ("jenga-fig4", lambda points: [{**p, "left": [24, 0]} if "left" in p else p for p in points],
+     "(b) not aligned: less of a text is left"),
+    ("jenga-fig6", scaled("page", 2), "small pages of text tokens, by their ids"),
+    ("jenga-fig6", scaled("large", 2), "large pages of the image tokens"),
+    ("jenga-fig7", scaled("start", 2, layer="cross.2"), "a small page is consecutive: its layers follow one another"),
+    ("jenga-fig12", scaled("kv", 2, way="inside"),
+     f"{jenga.WAYS['inside']}: peak, beyond what it is without embeddings"),
+    ("jenga-fig12", lambda points: points[1:], f"{jenga.WAYS['pages']}: encoder runs"),
+    ("jenga-fig13", scaled("requests_per_s", 1.1, model="Llama", pages="jenga"),
+     "llama3-8b, L4: LCM pages / uniform (within 3%)"),
+    ("jenga-fig13", scaled("requests_per_s", 0.5, pages="jenga"), "ministral-8b, H100: LCM pages / uniform (above 1)"),
+    ("jenga-fig14", scaled("e2e", 1.1, rule="jenga"),
+     "end to end within capacity: LCM pages from uniform ones, mean (limit: 0.026)"),
+    ("jenga-fig14", scaled("ttft", 20, rule="jenga"), "first token beyond it: uniform / LCM pages, at most (above 1)"),
+    ("jenga-fig14-gpu", scaled("e2e", 1.2, by="real"),
+     "uniform at the lower rate: simulated end to end, off by (limit: 0.15)"),
+    ("jenga-fig15", scaled("batch", 0.5, rule="jenga"),
+     "LCM pages, bulk (ours), 54.4 GiB: mean decode batch (within 20%)"),
+    ("jenga-fig17", scaled("hit_rate", 0.9, way="boundary"), "up to 3 articles equal (within 5%)"),
+    ("jenga-fig17", scaled("requests_per_s", 0.5, way="boundary"),
+     "LCM pages, retention boundary (default): throughput, the most of uniform's (within 20%)"),
+    ("jenga-fig18", scaled("latency", 3, mode="pages"), "InternVL2 8B: latency, times that of off (no loss)"),
+    ("jenga-fig18", scaled("encoder_runs", 2), "InternVL2 8B, off: encoder runs of 20 requests, one by one"),
+    ("jenga-fig18", scaled("most", 2, mode="inside"), "InternVL2 8B, inside: peak of a request's memory, of off's"),
+    ("jenga-table1", lambda points: [{**p, "fits": not p["fits"]} for p in points], "jamba-52b*, L4, mmlu-pro@400"),
+    ("jenga-fig13-mllama-gpu", scaled("requests_per_s", 0.5, way="jenga"), "throughput: LCM pages / uniform (above 1)"),
+    ("jenga-fig13-llama-gpu", scaled("requests_per_s", 1.1, way="jenga"),
+     "throughput: LCM pages / uniform (within 3%)"),
+    ("jenga-fig17-gpu", scaled("seconds", 2, by="real"), "jenga: simulated time, of the real (within 0.15)"),
+    ("jenga-fig18-llava-gpu", scaled("encoder_runs", 2), "pages: encoder runs, one a request"),
+])  # fmt: skip
+def test_other_points_differ(name: str, change: Callable[[Points], Points], what: str) -> None:
+    points = DOCUMENTS[name]["data"]
+    assert what not in differing(name, points)
+    assert what in differing(name, change(points))
+
+
+def test_timelines_are_judged() -> None:
+    ramp = [28] * 50 + [40] * 50 + [54] * 50
+
+    def timelines(shares: list[int], wasted: dict[str, int]) -> Points:
+        return [
+            {"trace": trace, "rule": rule, "pages": rule,
+             "memory": [[float(t), share, 100 - share, wasted[rule], 50, 2] for t, share in enumerate(shares)]}
+            for trace in jenga.TRACES for rule in jenga.BOTH
+        ]  # fmt: skip
+
+    good = timelines(ramp, {"uniform": 62, "jenga": 0})
+    assert jenga._wasted(good[0]) == pytest.approx(100 * 62 / 162)
+    assert differing("jenga-fig16", good) == []
+    assert len(differing("jenga-fig16", timelines([80] * 50, {"uniform": 20, "jenga": 20}))) == 4
+
+
+# Runners
 
 
 def test_models_plan_where_the_paper_has_them() -> None:
-    """Two that fit, one whose longest request uniform pages can't hold, and one that is too large."""
-    small = cell("Llama", CASES["Llama"][1], "8B")
-    assert (small.fits, small.uniform) == (True, True)
-    assert small.left == pytest.approx(0.95 * 24e9 - 1.5e9 - small.weights, abs=1)
-    long = cell("Ministral", CASES["Ministral"][1], "8B*")
-    assert (long.fits, long.uniform) == (True, False)
-    seeing = cell("Llama Vision", CASES["Llama Vision"][1], "11B*")
-    assert seeing.fits
-    assert seeing.weights > 2 * 895_000_000 + 9_775_000_000, "eyes aren't in FP8"
-    too_large = cell("Jamba", model_matrix.JAMBA_L4, "OOM")
-    assert too_large.fits is None
-    assert too_large.left < -25e9
-    results = judged([small, long, seeing, too_large])
-    assert {one.verdict for one in results if one.verdict != MEASURED} == {HOLDS}
-    assert [one.what for one in results if "too much" in one.what] == ["jamba-52b*, L4: too much by"]
-    wrong = judged([small._replace(fits=False), too_large._replace(paper="52B*")])
-    assert {one.verdict for one in wrong if one.verdict != MEASURED} == {DIFFERS}
-    assert len(model_matrix.draw([one._asdict() for one in (small, too_large)]).axes) == 1
-
-
-def test_all_of_table_1_is_there() -> None:
-    assert list(PAPER) == ["Llama Vision", *(name for name in CASES if name != "Llama Vision")]
-    for model, (_, *said) in PAPER.items():
-        for case, size in zip(CASES[model], said):
-            assert case.halved == size.endswith("*"), f"{model}, {size}"
-            assert case.model.endswith(f"-{size.rstrip('*').lower()}")
-    assert model_matrix.JAMBA_L4.device == L4
-    assert Cell("", "", "", "", "", 1, -1).verdict == "OOM"
+    """One that fits, one whose longest request uniform pages can't hold, one with vision, and one that is too large."""
+    of = {case.label: case for case in jenga.ENTRIES["jenga-table1"].params["cases"]}
+    small, long, seeing, too_large = budgets([
+        of["llama3-8b, L4"], of["ministral-8b*, L4"], of["llama3.2-vision-11b*, L4"], of["jamba-52b*, L4"],
+    ])  # fmt: skip
+    assert small["left"] == pytest.approx(0.95 * 24e9 - 1.5e9 - small["weights"], abs=1)
+    assert [one["fits"] for one in (small, long, seeing, too_large)] == [True, True, True, False]
+    assert [one["uniform"] for one in (small, long, too_large)] == [True, False, False]
+    assert seeing["weights"] > 2 * 895_000_000 + 9_775_000_000, "eyes aren't in FP8"
+    assert too_large["left"] < -25e9
 
 
 def test_lines_are_those_of_files_that_are_there(tmp_path: Path) -> None:
-    listed = [name for names in code_taken.PARTS.values() for name in names]
+    listed = [name for names in jenga.TAKEN.values() for name in names]
     assert len(set(listed)) == len(listed)
     assert [name for name in listed if not (ROOT / name).exists()] in ([], ["worker/cross_attention.py"])
     (tmp_path / "jenga.py").write_text('"""A text."""\n\nx = 1  # a comment\n')
     (tmp_path / "kernel.cu").write_text("int x;\nint y;\n")
-    assert [size[1:] for size in code_taken.sizes(tmp_path) if size.files] == [(1, 3, 1)]
-    assert code_taken.foreign(tmp_path) == 2
-    assert code_taken.foreign() == 0
-    assert code_taken.code_taken().results[1].verdict == HOLDS
+    assert sizes({"a": ["jenga.py", "b.py"], "b": ["**/*.cu"]}, tmp_path) == [
+        {"part": "a", "files": 1, "lines": 3, "code": 1}, {"part": "b", "files": 1, "lines": 2, "code": 0},
+    ]  # fmt: skip
 
 
-def test_waste_by_brute_force() -> None:
+def test_waste_by_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = [Kind("full", 2, 10), Kind("window 3", 4, 10, 3)]
-    used = sum(10 * kind.layers for kind in kinds for p in range(8) if kind.most is None or p >= 8 - kind.most)
-    assert waste(of_length(kinds, 8)) == pytest.approx(100 * (1 - used / (8 * 6 * 10)))
-    assert waste(of_length(kinds, 3)) == 0
-    assert waste(of_images(MLLAMA, 43, 6193)) == pytest.approx(79.59, abs=0.005)
+    monkeypatch.setattr("papers.layer_kinds.models", lambda: {"made up": kinds})
+    used = sum(kind.layers for kind in kinds for p in range(8) if kind.most is None or p >= 8 - kind.most)
+    *parts, wasted = uniform_waste({"long": ("made up", 8, 0)})
+    assert wasted["share"] == pytest.approx(100 * (1 - used / (8 * 6)))
+    assert sum(one["share"] for one in (*parts, wasted)) == pytest.approx(100)
+    assert uniform_waste({"short": ("made up", 3, 0)})[-1]["share"] == 0
 
 
 def test_kinds_of_a_model() -> None:
@@ -105,65 +141,37 @@ def test_kinds_of_a_model() -> None:
 
 
 def test_the_planner_says_what_it_computes_and_not_what_the_paper_does() -> None:
-    found = {result.what: result for result in planner_table().results}
-    assert found["the model with the largest LCM, in its small pages"].verdict == HOLDS
-    sixteen, thirty_two = (found[f"Jamba 52B, states in {bits} bits: LCM, exact"] for bits in (16, 32))
-    assert [(one.ours, one.verdict) for one in (sixteen, thirty_two)] == [(133, DIFFERS), (245, DIFFERS)]
-    assert planned(models()["Ministral 8B"]).exact.small_pages_per_large == (3, 1)
-    padded = [result.ours for what, result in found.items() if "padded by" in what]
-    assert padded == [34, 62]
-    assert [one.verdict for what, one in found.items() if "48 bytes" in what] == [HOLDS, HOLDS]
+    points = page_plans(16)
+    assert next(p["ratios"] for p in points if p["model"] == "Ministral 8B") == [3, 1]
+    results = {one.what: (one.ours, one.verdict) for one in ENTRIES["jenga-x1"].results(points)}
+    assert results["the model with the largest LCM, in its small pages"] == ("Jamba", HOLDS)
+    jambas = [found for what, found in results.items() if what.endswith("LCM, exact")]
+    assert jambas == [(133, DIFFERS), (245, DIFFERS), (84, HOLDS)]
+    assert [ours for what, (ours, _) in results.items() if "padded by" in what] == [34, 62]
 
 
-def test_what_eviction_leaves() -> None:
-    assert balance() == {"balanced, aligned": [0, 24], "not balanced": [0, 0]}
-    kept = alignment()
-    assert kept["balanced, aligned"] > kept["not aligned"] > 0
+def test_orders_are_the_pools() -> None:
+    """A trace so short that nothing is evicted is found the same by every order; the examples are the figure's."""
+    params = jenga.ENTRIES["jenga-fig4"].params
+    short = jenga.EVICTING._replace(workload="docqa:2:400@6", kv_gib=1.0)
+    points = jenga_examples.eviction(**{**params, "runs": [run._replace(case=short) for run in params["runs"]]})
+    assert [p["left"] for p in points if "left" in p] == [[0, 24], [0, 0], [20], [16]]
+    rates = [p["hit_rate"] for p in points if "hit_rate" in p]
+    assert len(rates) == 2 * len(jenga.ORDERS)
+    assert max(rates) - min(rates) < 1e-6
+    assert rates[0] > 0.5
 
 
-def test_orders_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = [Rate(name, "paper", 0.5 - 0.1 * i, 1.0) for i, name in enumerate(ORDERS)]
-    paper = {"balanced, aligned": [0, 24], "not balanced": [0, 0]}, {"balanced, aligned": 20, "not aligned": 16}
-    assert {one.verdict for one in eviction_orders.judged(*paper, rates)} == {HOLDS, MEASURED}
-    worse = {"balanced, aligned": [0, 0], "not balanced": [0, 24]}, {"balanced, aligned": 16, "not aligned": 16}
-    verdicts = [one.verdict for one in eviction_orders.judged(*worse, rates) if one.verdict != MEASURED]
-    assert verdicts == [DIFFERS] * 3
-    assert [one.ours for one in eviction_orders.judged(*paper, rates)][-2:] == [1.25, 1.67]
-    data = {"balance": paper[0], "alignment": paper[1], "rates": [one._asdict() for one in rates]}
-    assert len(eviction_orders.draw(data).axes) == 2
-    assert "50.0%" in eviction_orders.text(*paper, rates)
-
-
-def test_orders_are_the_ledgers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace so short that nothing is evicted is found the same by every order."""
-    case = eviction_orders.CASE._replace(workload="docqa:2:400@6", kv_gib=1.0)
-    monkeypatch.setattr(eviction_orders, "CASE", case)
-    found = eviction_orders.rates()
-    assert len(found) == 2 * len(ORDERS)
-    assert len({round(one.hit_rate, 6) for one in found}) == 1
-    assert found[0].hit_rate > 0.5
-
-
-# Others would differ
-
-
-def test_a_ledger_that_knows_no_requests_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_knows_no_requests_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     class Forgetful(TwoLevelPagePool):
         def allocate(self, group: int, count: int, owner: int | None = None) -> list[int]:
             return super().allocate(group, count, None)
 
-    monkeypatch.setattr(large_pages, "TwoLevelPagePool", Forgetful)
-    assert [result.verdict for result in large_pages.figure_8().results][:2] == [HOLDS, DIFFERS]
+    monkeypatch.setattr(jenga_examples, "TwoLevelPagePool", Forgetful)
+    assert [result.verdict for result in ENTRIES["jenga-fig8"].run().results][:2] == [HOLDS, DIFFERS]
 
 
-def test_other_places_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, found, free = large_pages.walk()
-    moved = [one._replace(large=one.large + 1, page=one.page + 2) for one in found]
-    monkeypatch.setattr(large_pages, "walk", lambda: (512, moved, [*free[:2], 2]))
-    assert [result.verdict for result in large_pages.figure_6().results] == [DIFFERS] * 3 + [HOLDS] + [DIFFERS] * 2
-
-
-class TouchesAll(layer_interface.SlidingWindowLayer):
+class TouchesAll(jenga_examples.SlidingWindowLayer):
     """A window that says it used all tokens, and needs one fewer."""
 
     def update_last_access(self, r: Request, time: int) -> None:
@@ -175,32 +183,12 @@ class TouchesAll(layer_interface.SlidingWindowLayer):
 
 
 def test_another_layer_type_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_interface, "SlidingWindowLayer", TouchesAll)
-    for figure in (layer_interface.figure_10, layer_interface.figure_11):
-        assert DIFFERS in {one.verdict for one in figure().results}
-
-
-def test_another_policy_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_interface, "_policies", lambda: {**POLICIES, "window": POLICIES["full"]})
-    assert [one.verdict for one in layer_interface.figure_9().results if "as a policy" in one.what] == [DIFFERS]
-
-
-def test_another_model_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unlike_layers, "TEXT", 430)
-    assert [result.verdict for result in unlike_layers.figure_3().results] == [DIFFERS, HOLDS, HOLDS, HOLDS, MEASURED]
-
-
-def test_addresses_are_those_of_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = unlike_layers.views()
-    monkeypatch.setattr(unlike_layers, "views", lambda: {**found, "cross.2": found["cross.1"]})
-    differing = [result.what for result in unlike_layers.figure_7().results if result.verdict == DIFFERS]
-    assert differing == ["cross.2: start_ptr, page_size", "a small page is consecutive: its layers follow one another"]
-
-
-def test_another_largest_model_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = models()
-    monkeypatch.setattr(planned_pages, "models", lambda: {**known, "odd": [Kind("a", 1, 1009), Kind("b", 1, 16)]})
-    assert planner_table().results[0].verdict == DIFFERS
+    monkeypatch.setattr(jenga_examples, "policy_of", lambda layer, horizon: POLICIES["full"])
+    found = [one.verdict for one in ENTRIES["jenga-fig9"].run().results if "as a policy" in one.what]
+    assert found == [DIFFERS, DIFFERS]
+    monkeypatch.setattr(jenga_examples, "SlidingWindowLayer", TouchesAll)
+    for name in ("jenga-fig10", "jenga-fig11"):
+        assert DIFFERS in {one.verdict for one in ENTRIES[name].run().results}
 
 
 # Lines of code
@@ -224,14 +212,14 @@ def test_lines_of_code(source: str, tmp_path: Path) -> None:
     assert code_lines(path) == CODE[source]
 
 
-counted = cache(lambda: list(sizes()))  # counting takes seconds
+counted = cache(package)  # counting takes seconds
 
 
 def test_every_file_is_counted_once() -> None:
     found = counted()
-    assert {size.part for size in found} == {*PARTS, OTHER}
-    assert sum(size.files for size in found) == len(list(ROOT.rglob("*.py")))
-    assert all(0 < size.code < size.lines for size in found)
+    assert {size["part"] for size in found} == {*PARTS, OTHER}
+    assert sum(size["files"] for size in found) == len(list(ROOT.rglob("*.py")))
+    assert all(0 < size["code"] < size["lines"] for size in found)
 
 
 def test_parts() -> None:
@@ -241,9 +229,8 @@ def test_parts() -> None:
     assert not {name for names in PARTS.values() for name in names} - there, "a part names a module that is gone"
 
 
-def test_the_paper_stands_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("papers.code_size.sizes", counted)
-    python, kernels, *parts = code_size().results
+def test_the_paper_stands_beside() -> None:
+    python, kernels, *parts = ENTRIES["x4"].judge(counted()).results
     assert (python.paper, kernels.paper) == (8.5, 2.0)
     assert {result.verdict for result in (python, kernels, *parts)} == {MEASURED}
     serving = sum(result.ours for result in parts if result.what != MEASURING)

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from papers import ENTRIES, Entry, main
+from papers import ENTRIES, main
+from papers.entry import DIFFERS, HOLDS, MEASURED, Entry, Result
 from papers.report import report
-from papers.result import DIFFERS, HOLDS, Result, measured
 from quire.errors import StartupError
 
 MACHINE = {"cpu": "a CPU", "logical_cores": 2, "gpu": None, "threads": 1, "torch": "2.13", "revision": "abc"}
 KNOWN = {
-    "x1": Entry("a:b", "KV of a token"),
-    "fig9": Entry("a:b", "A figure"),
-    "fig9a": Entry("a:b", "A panel", part_of="fig9"),
+    "x1": Entry("KV of a token", "a:b"),
+    "fig9": Entry("A figure", "a:b"),
+    "fig9a": Entry("A panel", "a:b", part_of="fig9"),
 }
 
 
@@ -33,7 +33,12 @@ def put(folder: Path, stem: str, name: str, results: list[Result], text: str | N
 def folder(tmp_path: Path) -> Path:
     made = tmp_path / "measured"
     made.mkdir()
-    put(made, "x1", "x1", [Result("P-X1", "a | b", 800, 812.34, "KB", HOLDS), measured("P-X1", "batch", 3, "")])
+    put(
+        made,
+        "x1",
+        "x1",
+        [Result("P-X1", "a | b", 800, 812.34, "KB", HOLDS), Result("P-X1", "batch", None, 3, "", MEASURED)],
+    )
     put(made, "h200_x1", "x1", [Result("P-X1", "a", None, 0.5, "KB", DIFFERS, "simulated")], gpu="H200", threads=None)
     (made / "x1.png").touch()
     return made

@@ -1,0 +1,123 @@
+"""Figures 12a and 13a for real, at a small scale: the bundled model on this CPU, every system over one runner, beside
+simulations. What the numbers are is not tested, but that they are what they are called."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from papers import side_by_side
+from papers.entry import DIFFERS, HOLDS, MEASURED, Result
+from papers.pagedattention import ENTRIES
+from papers.serving import SYSTEMS
+from papers.side_by_side import Place, Plan, Span, by_rate, engine_of, one_rate, serve, sleep_until
+from quire.bench.shapes import built
+from quire.config import EngineConfig
+from quire.protocol.sampling_params import SamplingParams
+from quire.sim.simulation import TraceRequest
+
+CONFIG = EngineConfig(
+    device="cpu", dtype="float32", threads=1, kv_tokens=1536, max_model_len=1024, max_num_seqs=16,
+    max_num_batched_tokens=512, enable_prefix_caching=False, preemption="recompute", swap_gib=0.0,
+    skip_tokenizer_init=True,
+)  # fmt: skip
+PLACE = Place(CONFIG, "h200-llama3-8b", "alpaca")
+PARAMS = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, detokenize=False)
+PLAN = Plan("ft", 400.0, 1.3, Span(0.1, 1.0, 9.0))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WARM", 0.3), ("CROWD", 200), ("FILLING", 50), ("SATURATED", 200)):
+        monkeypatch.setattr(side_by_side, name, value)
+
+
+def arriving(*times: float) -> list[TraceRequest]:
+    return [TraceRequest(at, [11 + i] * 20, PARAMS) for i, at in enumerate(times)]
+
+
+def judged(name: str, points: list[dict[str, Any]]) -> list[Result]:
+    done = ENTRIES[name].judge(json.loads(json.dumps(points)))
+    assert done.draw().axes
+    return done.results
+
+
+def test_figure_13a_at_a_small_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    points = one_rate(PLACE, ("a100-13b", 2.0), ramp=0.1, seconds=0.5)
+    assert {(point["system"], point["by"]) for point in points} == {
+        *((system, by) for system in SYSTEMS.values() for by in ("real", "simulated")),
+        ("FasterTransformer", "simulated, padded"),
+    }  # fmt: skip
+    assert len({point["rate"] for point in points}) == 1
+    for point in points:
+        assert point["steps"] > 0
+        assert point["batch"] > 0
+        assert sum(point[kind] for kind in (*side_by_side.Usage._fields,)) == pytest.approx(100)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    assert [line["batch"] for line in lines] == [point["batch"] for point in points if point["by"] == "real"]
+    results = judged("fig13-gpu", points)
+    assert [r.what for r in results if r.paper == 30.42] == ["vLLM (paged): mean batch"]
+    assert [r.paper for r in results if "/ Orca" in r.what] == [2.23, 3.1, 4.35]
+
+
+def test_figure_12a_at_a_small_scale() -> None:
+    points = by_rate(PLACE, (0.5, 0.8, 1.3), (0.8, 1.3), ramp=0.1, requests=4, least=0.3, most=0.5, drain=0.1)
+    for system in SYSTEMS.values():
+        mine = [point for point in points if point["system"] == system]
+        assert [point["by"] for point in mine].count("simulated") == 3
+        within, beyond = (point["rate"] for point in mine if point["by"] == "real")
+        assert within / beyond == pytest.approx(0.8 / 1.3)
+    results = judged("fig12a-gpu", points)
+    assert [r.paper for r in results if r.paper is not None] == ["1.7-2.7", "2.7-8", "up to 22"]
+    off = [(result.what.split("simulated ")[1].split(",")[0], result.verdict != MEASURED)
+           for result in results if "off by" in result.what]  # fmt: skip
+    counts = {(what, judged): off.count((what, judged)) for what, judged in off}
+    assert counts == {("normalised latency", True): 5, ("normalised latency", False): 5, ("throughput", True): 5,
+                      ("throughput", False): 5, ("mean batch", False): 10}  # fmt: skip
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(8.2, DIFFERS), (21.0, HOLDS), (30.0, DIFFERS)])
+def test_fastertransformer_is_judged_by_the_papers_most(ratio: float, verdict: str) -> None:
+    points = [{"by": by, "share": 1.3, "system": system, "served": 1.0, "latency": 1.0, "rate": 1.0}
+              for by in ("real", "simulated") for system in SYSTEMS.values()]  # fmt: skip
+    points[0]["served"] = ratio
+    claim = next(c for c in ENTRIES["fig12a-gpu"].claims if c.what.endswith("/ FasterTransformer"))
+    [result] = claim.results(points, "real")
+    assert (result.paper, result.ours, result.verdict) == ("up to 22", ratio, verdict)
+
+
+def test_full_runs_are_longer() -> None:
+    for name, field in (("fig13-gpu", "seconds"), ("fig12a-gpu", "least"), ("fig12a-gpu", "requests")):
+        assert ENTRIES[name].full[field] > ENTRIES[name].params[field]
+
+
+def test_requests_come_at_their_times() -> None:
+    with built(CONFIG) as made:
+        engine = engine_of(made, CONFIG, "paged")
+        began = time.monotonic()
+        served, steps, usages = serve(engine, sleep_until, arriving(0.0, 0.3), Span(0.0, 0.5, 60.0))
+        took = time.monotonic() - began
+    assert all(one.done for one in served)
+    assert [sum(count for _, count in one.token_times) for one in served] == [9, 9]
+    assert served[1].token_times[0][0] > 0.3
+    assert 0.3 < took < 30.0, "it is over when all are done"
+    assert sum(step.tokens for step in steps) == 18
+    assert usages
+
+
+def test_what_is_unfinished_is_given_up() -> None:
+    simulation = PLACE.simulation("ft", 1536)
+    engine = simulation.engine
+    served, steps, _ = serve(engine, simulation.clock.advance_to, arriving(*[0.0] * 8), Span(0.0, 1e-4, 1e-4))
+    assert not any(one.done for one in served)
+    assert not engine.has_unfinished_requests
+    assert len(steps) == 1
+
+
+def test_padding_is_only_simulated_where_asked() -> None:
+    without, with_it = PLACE.simulate(PLAN, 4096), PLACE.simulate(PLAN, 4096, padded=True)
+    assert with_it["tokens_per_s"] < without["tokens_per_s"]
+    assert (without["by"], with_it["by"]) == ("simulated", "simulated, padded")
