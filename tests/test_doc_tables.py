@@ -155,3 +155,14 @@ def test_every_promise_names_a_test_that_exists() -> None:
         if not sources[path] or (function and not re.search(rf"^ *(async )?def {function}\(", sources[path], re.M)):
             lost.append(f"{promise}: {test}")
     assert lost == []
+
+
+def test_moved_files_and_the_symbols_of_rows_exist() -> None:
+    moved = [line.split("\t")[1] for line in (ROOT / "docs" / "moves.tsv").read_text(encoding="utf-8").splitlines()[1:]]
+    assert len(moved) > 300
+    assert not [path for path in moved if not (ROOT / path).is_file()]
+    named = re.findall(r"`([\w/]+\.py)` \(`(\w+)`", (ROOT / "docs" / "rows.md").read_text(encoding="utf-8"))
+    assert len(named) > 9
+    for path, name in named:
+        [file] = [file for file in (ROOT / path, ROOT / "src" / "quire" / path) if file.is_file()]
+        assert re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")), f"{path} has no {name}"

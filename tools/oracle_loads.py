@@ -439,7 +439,6 @@ def said(text: str, **more: Any) -> tuple[Any, ...]:
     return answer("/v1/messages", **{"max_tokens": 16, "messages": [user(text)], **more})
 
 
-HEADED = {"X-Request-Id": "oracle-1"}
 PEERS = [
     ("GET", "/health", None), ("GET", "/ping", None), ("POST", "/ping", None), ("HEAD", "/health", None),
     ("GET", "/version", None), ("GET", "/load", None), ("GET", "/v1/models", None), ("GET", "/v1/models/tiny", None),

@@ -12,6 +12,7 @@ from quire.errors import StartupError
 from quire.protocol.device_params import DEVICE_NUMBERS
 from quire.protocol.kv_cache_config import VISION_CACHES
 from quire.protocol.parallel_layout import MAX_RANKS
+from quire.protocol.sampling_params import POOLINGS
 
 RESERVED_MEMORIES = ("orca-oracle", "orca-pow2", "orca-max", "ft")
 PAGE_TABLE_MEMORIES = ("paged", "uniform")  # a page table for each group: states, images and --page-sizes need them
@@ -267,7 +268,7 @@ class EngineConfig:
         "auto",
         "embeddings from the hidden states of all tokens of a text (mean), or of the last one; auto: as in the "
         "checkpoint, else last",
-        ("auto", "mean", "last"),
+        POOLINGS,
     )
     log_plans: str | None = advanced(
         None, "write every step's plan and result to a file, for `quire replay`", metavar="FILE"
@@ -309,7 +310,7 @@ class EngineConfig:
 
     def _check_combinations(self) -> None:
         if self.kv_gib is not None and not 0 < self.kv_gib < 2**20:
-            raise StartupError(f"--kv-gib is {self.kv_gib}", "It must be above 0")
+            raise StartupError(f"--kv-gib is {self.kv_gib}", f"It must be above 0 and below {2**20}")
         if self.kv_gib is not None and self.kv_tokens is not None:
             raise StartupError("--kv-gib and --kv-tokens are both given", "Give the size of the KV memory once")
         if self.memory in RESERVED_MEMORIES and self.prefix_tokens:
@@ -318,9 +319,9 @@ class EngineConfig:
                 "Use --memory paged",
             )
         if self.memory != "paged" and self.experiment.page_sizes not in ("lcm", "max"):
-            whose = "each buffer's" if self.memory == "virtual" else "one size for all"
+            sizes = "a page size per buffer" if self.memory == "virtual" else "one page size"
             raise StartupError(
-                f"--page-sizes is {self.experiment.page_sizes}, and --memory is {self.memory}, whose pages are {whose}",
+                f"--page-sizes is {self.experiment.page_sizes}, and --memory is {self.memory}, which has {sizes}",
                 "Use --memory paged",
             )
         if self.memory in ("virtual", "uniform") and self.experiment.table_scope != "model":
@@ -328,8 +329,8 @@ class EngineConfig:
             if self.memory == "virtual":
                 remedy += "; --virtual-layout layer gives each layer buffers of its own"
             raise StartupError(
-                f"--table-scope is {self.experiment.table_scope}, and --memory is {self.memory}, whose layers share a "
-                "sequence's place",
+                f"--table-scope is {self.experiment.table_scope}, and --memory is {self.memory}, whose layers share "
+                "one page table",
                 remedy,
             )
         if self.revision is not None and self.model_config is not None:

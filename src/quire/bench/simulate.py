@@ -78,10 +78,6 @@ class SimulatedDeployment(NamedTuple):
         size = MemorySize(self.kv_tokens, wanted, self.cost.shape.itemsize, self.kv_bytes)
         return max_seq_len(self.config.with_device_defaults(self.calibration.kind), self.spec, size)
 
-    def with_max_num_seqs(self, requests: int) -> SimulatedDeployment:
-        """Return this deployment with at most `requests` running sequences."""
-        return self._replace(config=replace(self.config, max_num_seqs=requests))
-
     def simulation(self, draw: DrawFunction | None = None) -> Simulation:
         """Return a simulation with a new engine. `draw`: see SimRunner."""
         kind, depth = self.calibration.kind, self.calibration.depth

@@ -25,7 +25,7 @@ CONFIG_HELP = "a YAML file of settings: names of flags without dashes; the comma
 # Similarity of an unknown flag to a known one, above which that is suggested, or taken for what was meant.
 SUGGEST_RATIO, MISSPELT_RATIO = 0.8, 0.9
 MEASURING_COMMANDS = {"bench": "quire.bench", "simulate": "quire.bench.simulate"}
-"""Commands whose modules use this package's flags."""
+"""Commands that parse their own arguments, and their modules, which are imported late: they import quire.cli.flags."""
 COMMANDS = {
     "generate": "continue prompts",
     "chat": "talk to a model in the terminal",

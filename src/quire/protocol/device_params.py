@@ -9,12 +9,12 @@ MAX_TOKENS = 2**31 - 1
 
 
 class Param(NamedTuple):
-    """The declaration of a number or truth among the sampling parameters: the annotation of its field.
+    """The declaration of a sampling parameter that is a number or a boolean: the annotation of its field.
 
-    `doc` describes it in --help and docs/reference.md. `low` and `high` bound a number, both included. `owner` applies
-    it: quire.worker, quire.core, or quire.text, whose parameters are not sent to the engine. `flag`: commands have a
-    flag of its name. `shared`: all HTTP APIs have a field of its name, which is passed on as it is. `model_default`:
-    the model's generation_config.json may set it.
+    `doc` describes it in --help and docs/reference.md. `low` and `high` bound a number, both included. `owner` is
+    the part that applies it: "device" (quire.worker), "engine" (quire.core) or "text" (quire.text, whose parameters are
+    not sent to the engine). `flag`: commands have a flag of its name. `shared`: all HTTP APIs have a field of its name,
+    which is passed on as it is. `model_default`: the model's generation_config.json may set it.
     """
 
     doc: str

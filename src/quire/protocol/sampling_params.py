@@ -1,8 +1,8 @@
 """Sampling parameters of a request: how tokens are chosen and when to stop. Every value is checked; errors name the
 value and the limit.
 
-A number or truth is declared once, by the annotation of its field (`Param`). Its check, its place in step plans and on
-the wire, the field of HTTP requests, the flag and the row of docs/reference.md follow from that.
+A number or boolean is declared once, by the annotation of its field (`Param`). Its check, its place in step plans and
+on the wire, the field of HTTP requests, the flag and the row of docs/reference.md follow from that.
 """
 
 from __future__ import annotations

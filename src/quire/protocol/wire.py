@@ -114,7 +114,7 @@ def _write_plan(plan: StepPlan) -> Iterator[bytes]:
     if masks:
         size = len(masks[0].allowed)
         if size % 4 or any(len(mask.allowed) != size for mask in masks):
-            raise WireError("masks", f"{size} bytes each are no words, or not all have as many")
+            raise WireError("masks", f"the first has {size} bytes; all must have the same multiple of 4")
         yield COUNT.pack(size // 4)
         yield write_ints([mask.slot for mask in masks], "mask slots")
         yield from (mask.allowed for mask in masks)
@@ -254,9 +254,7 @@ def _read_slot_init(reader: FrameReader) -> SlotInit:
         SLOT_INIT, "slot init"
     )
     if has_sampling > 1:
-        raise reader.error(
-            "slot init", f"{has_sampling} neither says that it has sampling parameters nor that it hasn't"
-        )
+        raise reader.error("slot init", f"the flag of sampling parameters is {has_sampling}, neither 0 nor 1")
     sampling = _read_sampling(reader) if has_sampling else None
     history = reader.read_ints(history_len, "slot init history") if history_len else ()
     images = read_image_items(reader, num_images) if num_images else ()

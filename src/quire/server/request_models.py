@@ -16,13 +16,13 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 from quire.errors import InputError
 from quire.protocol.device_params import MAX_TOKENS
 from quire.protocol.sampling_params import MAX_BIASES, MAX_STOP_CHARS, MAX_STOPS, PARAMS
-from quire.text.chat_messages import unknown_message_fields
+from quire.text.chat_messages import MAX_MESSAGES, MAX_PARTS, unknown_message_fields
 from quire.text.tools import MAX_CALLS, MAX_TOOLS
 
 MAX_PROMPTS = 256
 MAX_WARNING_CHARS = 512
 MAX_INPUTS = 1024  # texts that are embedded at once
-REQUEST_ID = re.compile(r"[!-~]{1,128}", re.ASCII)
+REQUEST_ID_PATTERN = re.compile(r"[!-~]{1,128}", re.ASCII)
 
 
 class HashableFailFast(FailFast):
@@ -74,7 +74,7 @@ NAMED_TOOL = _object("type function", type=_only("function"), function=_object("
 TOOL_CHOICE = _any_of({"enum": [None, "none", "auto", "required"]}, NAMED_TOOL)
 CALLED_FUNCTION = _object("name", name=NAME, arguments={"type": ["string", "object", "null"]})
 CALL = _object("function", id=_or_null("string"), type=_only("function"), function=CALLED_FUNCTION)
-CONTENT = (STRING, _array(PART, minItems=1, maxItems=1024))
+CONTENT = (STRING, _array(PART, minItems=1, maxItems=MAX_PARTS))
 OPTIONAL_MESSAGE_FIELDS = {
     name: _or_null("string") for name in ("name", "reasoning", "reasoning_content", "tool_call_id")
 }
@@ -126,7 +126,7 @@ Objects = Annotated[list[dict[str, Any]], HashableFailFast()]
 Messages = Annotated[
     list[dict[str, Any]],
     HashableFailFast(),
-    WithJsonSchema(_array(MESSAGE, minItems=1, maxItems=1024)),
+    WithJsonSchema(_array(MESSAGE, minItems=1, maxItems=MAX_MESSAGES)),
 ]
 InputField = str | Ids | Strings | Annotated[list[Ids], HashableFailFast(), Field(max_length=MAX_INPUTS)]
 PromptField = str | Ids | Strings | Annotated[list[Ids], HashableFailFast(), Field(max_length=MAX_PROMPTS)]
@@ -214,7 +214,7 @@ class SamplingFields(SharedFields, TruncationFields):
     """
 
     stream_options: StreamOptions | None = None
-    request_id: str | None = ranged_field(pattern="^[!-~]{1,128}$")
+    request_id: str | None = ranged_field(pattern=f"^{REQUEST_ID_PATTERN.pattern}$")
     n: int | None = param_field("n")
     stop: str | Strings | None = ranged_field(minLength=1, maxLength=MAX_STOP_CHARS, maxItems=MAX_STOPS)
     max_tokens: int | None = ranged_field(0)
@@ -271,7 +271,7 @@ class ChatRequest(SamplingFields, ChatTemplateFields):
 
     messages: Messages
     max_completion_tokens: int | None = ranged_field(1)
-    thinking_token_budget: int | None = ranged_field(0, 2**31 - 1)
+    thinking_token_budget: int | None = ranged_field(0, MAX_TOKENS)
     include_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = param_field("logprobs")

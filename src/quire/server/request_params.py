@@ -21,7 +21,7 @@ from quire.protocol.structured_output import (
 from quire.server.request_models import (
     EMPTY_VALUES,
     MAX_PROMPTS,
-    REQUEST_ID,
+    REQUEST_ID_PATTERN,
     ChatRequest,
     CompletionRequest,
     SamplingFields,
@@ -75,7 +75,7 @@ def _given_params(request: SamplingFields, rules: RequestRules) -> dict[str, Any
         )
     if request.cache_salt == "":
         raise InputError("cache_salt must not be empty", "cache_salt")
-    if request.request_id is not None and not REQUEST_ID.fullmatch(request.request_id):
+    if request.request_id is not None and not REQUEST_ID_PATTERN.fullmatch(request.request_id):
         raise InputError("request_id must have 1 to 128 visible ASCII characters", "request_id")
 
     if request.prompt_logprobs is not None:

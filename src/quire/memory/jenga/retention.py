@@ -28,9 +28,6 @@ DEFAULT_SLACK = 512  # tokens
 MAX_CACHED_WINDOWS = 4096  # results of `_window` that are cached for each group
 DROP_DELAY_DIVISOR = 64  # pages are held for at most this fraction of a window longer than they are read
 
-RecentDrops = deque[tuple[int, int, bytes]]
-"""Pages of a group that a window passed less than `slack` tokens ago: (logical page, page, key), the oldest first."""
-
 
 class Retention:
     """Decide which dropped pages of a memory with these policies stay cached.
