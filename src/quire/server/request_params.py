@@ -76,7 +76,8 @@ def _given_params(request: SamplingFields, rules: RequestRules) -> dict[str, Any
     if request.cache_salt == "":
         raise InputError("cache_salt must not be empty", "cache_salt")
     if request.request_id is not None and not REQUEST_ID_PATTERN.fullmatch(request.request_id):
-        raise InputError("request_id must have 1 to 128 visible ASCII characters", "request_id")
+        shown = f"{request.request_id[:40]!r}"
+        raise InputError(f"request_id must have 1 to 128 visible ASCII characters, got {shown}", "request_id")
 
     if request.prompt_logprobs is not None:
         _check_logprobs("prompt_logprobs", request.prompt_logprobs, rules)
