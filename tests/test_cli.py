@@ -249,10 +249,20 @@ def test_bench_and_reproduce_are_delegated(run: Run, monkeypatch: pytest.MonkeyP
     for command, module in (("bench", "quire.bench"), ("simulate", "quire.bench.simulate"), ("reproduce", "papers")):
         seen: list[str] = []
         stand_in = types.ModuleType(module)
+        stand_in.__file__ = str(Path(quire.__file__).parents[2] / "papers" / "__init__.py")
         stand_in.main = lambda args, seen=seen: seen.extend(args) or 3  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module, stand_in)
         assert run(command, "name", "--any-flag", "1")[0] == 3
         assert seen == ["name", "--any-flag", "1"]
+
+
+def test_folders_of_the_checkout_come_before_other_packages(tmp_path: Path) -> None:
+    for name in ("bench", "papers"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit(9)")
+    for command in (["bench", "list"], ["reproduce", "--list"]):
+        done = subprocess.run([sys.executable, "-m", "quire", *command], cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_papers_need_a_checkout(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -264,6 +274,8 @@ def test_papers_need_a_checkout(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert status == 0, err
     assert "throughput" in out
     assert "allocator" not in out
+    status, _, err = run("bench", "allocator")
+    assert (status, "a checkout of the repository has further ones" in err) == (2, True)
 
 
 def test_env_shows_no_secrets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

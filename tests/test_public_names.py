@@ -11,6 +11,7 @@ from pathlib import Path
 
 import echo_service
 import httpx
+import numpy as np
 import pytest
 
 from quire.cli import build_parsers
@@ -67,3 +68,15 @@ def test_metrics_and_routes() -> None:
     assert {path: set(NAMES["routes"][path]) - set(paths[path]) for path in NAMES["routes"]} == {
         path: set() for path in NAMES["routes"]
     }
+
+
+def test_settings_are_checked_and_plain() -> None:
+    given = EngineConfig.of(tp=np.int64(2), swap_gib=np.float32(0.5), page_sizes="max")
+    assert json.loads(json.dumps(given.flat())) == given.flat() | {"override_generation_config": None}
+    assert EngineConfig.of(**given.flat()) == given
+    assert EngineConfig.of(experiment=Experiment(page_sizes="gcd", retention="slack"), page_sizes="max").experiment == (
+        Experiment(page_sizes="max", retention="slack")
+    )
+    for wrong in (None, {"page_sizes": "gcd"}, "x"):
+        with pytest.raises(StartupError, match="It must be an Experiment"):
+            EngineConfig.of(experiment=wrong, page_sizes="max")

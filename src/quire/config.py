@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from operator import index
 from typing import Any, NamedTuple
 
 from quire.errors import StartupError
@@ -71,6 +72,8 @@ def _check_settings(config: EngineConfig | Experiment) -> None:
             whole = "a whole number " if integer and not number else ""
             shown = str(value) if number else repr(value)
             raise StartupError(f"{flag} is {shown[:80]}", f"It must be {whole}between {low} and {high}")
+        if type(value) not in (int, float):  # NumPy's, which JSON doesn't take
+            object.__setattr__(config, one.name, index(value) if integer else float(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,15 +283,21 @@ class EngineConfig:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))  # the dataclass is frozen
         if isinstance(self.generation_config, bool):
             object.__setattr__(self, "generation_config", "auto" if self.generation_config else "vllm")
+        if not isinstance(self.experiment, Experiment):
+            raise StartupError(f"experiment is {str(self.experiment)[:80]!r}", "It must be an Experiment")
         _check_settings(self)
         self._check_combinations()
         self._check_ranks()
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:
-        """Return the config of `settings`, the names of which are fields of EngineConfig or of Experiment."""
-        experiment = {one.name: settings.pop(one.name) for one in fields(Experiment) if one.name in settings}
-        return cls(**settings | {"experiment": replace(settings.get("experiment", Experiment()), **experiment)})
+        """Return the config of `settings`, the names of which are fields of EngineConfig or of Experiment. Those of
+        Experiment replace what `experiment` says."""
+        named = {one.name: settings.pop(one.name) for one in fields(Experiment) if one.name in settings}
+        experiment = settings.pop("experiment", Experiment())
+        if isinstance(experiment, Experiment):  # else an error follows
+            experiment = replace(experiment, **named)
+        return cls(**settings, experiment=experiment)
 
     def flat(self) -> dict[str, Any]:
         """Return all settings as `of` takes them. In this form they are sent to other processes and recorded."""

@@ -202,6 +202,7 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
         {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1] * 11},
         "0 or 1 for each of 12 layers",
     ),
+    ("llama-125m", {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": False}, "no_rope_layers is False"),
     ("llama-125m", {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [2] * 12}, r"no_rope_layers is \[2, 2"),
 ]
 

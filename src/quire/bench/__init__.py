@@ -39,6 +39,10 @@ class Entry(NamedTuple):
 def main(args: list[str]) -> int:
     """Run one measurement: print a table to stdout and progress to stderr, write JSON to --out."""
     entries = all_entries()
+    if args and not args[0].startswith("-") and args[0] not in (*entries, "list"):
+        further = "; a checkout of the repository has further ones" if entries is ENTRIES else ""
+        remedy = f"Known: {', '.join(entries)}{further}"
+        raise StartupError(f"there is no benchmark named {args[0][:40]!r}", remedy)
     given = _parser(entries).parse_args(args)
     given.said = args
     if given.entry in (None, "list"):

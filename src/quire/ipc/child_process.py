@@ -19,14 +19,15 @@ from quire.errors import StartupError
 
 BOOTSTRAP = (
     "import os, sys; from importlib import import_module; "
-    "sys.path.extend(sys.argv.pop(1).split(os.pathsep)); import_module(sys.argv.pop(1)).main()"
+    "ours, *folders = sys.argv.pop(1).split(os.pathsep); sys.path[:] = [*folders, *sys.path, ours]; "
+    "import_module(sys.argv.pop(1)).main()"
 )
 KILL_WAIT_SECONDS = 10.0  # seconds for a killed process to end
 
 
 def program_arguments(module: str, *folders: str) -> tuple[str, ...]:
-    """Return Python's arguments that run `main` of a module of quire, or of one in `folders`. They and the folder of
-    this installation are appended to sys.path, so they are searched last."""
+    """Return Python's arguments that run `main` of a module of quire, or of one in `folders`, which are searched first.
+    The folder of this installation is searched last."""
     return "-P", "-c", BOOTSTRAP, os.pathsep.join((str(Path(__file__).parents[2]), *folders)), module
 
 

@@ -195,7 +195,9 @@ def read_smollm3(fields: ConfigReader) -> DecoderConfig:
     fields.require_value("kv_sharing", None)
     rope, max_len = read_rope(fields, theta=2e6)
     count, interval = read_layer_count(fields), fields.get_int("no_rope_layer_interval", 4)
-    rotated = fields.config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(count)]
+    rotated = fields.config.get("no_rope_layers")
+    if rotated is None:
+        rotated = [(layer + 1) % interval != 0 for layer in range(count)]
     if not isinstance(rotated, list) or len(rotated) < count or not all(x in (0, 1) for x in rotated[:count]):
         raise StartupError(
             f"no_rope_layers is {short_repr(rotated)}", f"It must list 0 or 1 for each of {count} layers"
