@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
+from quire.bench.plots import COLOURS, figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -303,8 +304,6 @@ class Entry(NamedTuple):
 
     def draw(self, points: Points) -> Figure:
         """Draw the points, or the results beside the paper's values if the entry has no plot."""
-        from papers.plots import beside
-
         return self.plot(_measured(points)) if self.plot is not None else beside(self.results(points), self.about)
 
 
@@ -425,3 +424,26 @@ def _titled(title: str, lines: str) -> str:
 
 def _cell(content: Any, form: str) -> str:
     return "-" if content is None else format(content, form)
+
+
+def beside(results: Sequence[Result], title: str) -> Figure:
+    """Draw the paper's value and ours side by side, a panel for each result with two numbers, since units differ."""
+    numbers = [r for r in results if _is_number(r.ours) and _is_number(r.paper)] or [
+        r for r in results if _is_number(r.ours)
+    ]
+    columns = min(2, max(1, len(numbers)))
+    rows = max(1, -(-len(numbers) // columns))
+    fig = figure(9, 1.0 + 1.2 * rows)
+    for axes, result in zip(fig.subplots(rows, columns, squeeze=False).flat, numbers):
+        shown = {"ours": result.ours, **({"paper": result.paper} if _is_number(result.paper) else {})}
+        drawn = axes.barh(list(shown), list(shown.values()), color=COLOURS[: len(shown)], height=0.6)
+        axes.bar_label(drawn, padding=4, fmt="%g")
+        axes.margins(x=0.2)
+        axes.set_title(f"{result.what}{', ' if result.unit else ''}{result.unit}", fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    fig.suptitle(title)
+    return fig
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

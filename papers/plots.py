@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from papers.entry import Derive, Points, Result
+from papers.entry import Derive, Points
 from quire.bench.plots import COLOURS, figure
 
 if TYPE_CHECKING:
@@ -197,25 +197,6 @@ def blocks(title: str, of: Callable[[Points], Iterable[Block]], ticks: Sequence[
     return draw
 
 
-def beside(results: Sequence[Result], title: str) -> Figure:
-    """Draw the paper's value and ours side by side, a panel for each result with two numbers, since units differ."""
-    numbers = [r for r in results if _is_number(r.ours) and _is_number(r.paper)] or [
-        r for r in results if _is_number(r.ours)
-    ]
-    columns = min(2, max(1, len(numbers)))
-    rows = max(1, -(-len(numbers) // columns))
-    fig = figure(9, 1.0 + 1.2 * rows)
-    for axes, result in zip(fig.subplots(rows, columns, squeeze=False).flat, numbers):
-        shown = {"ours": result.ours, **({"paper": result.paper} if _is_number(result.paper) else {})}
-        drawn = axes.barh(list(shown), list(shown.values()), color=COLOURS[: len(shown)], height=0.6)
-        axes.bar_label(drawn, padding=4, fmt="%g")
-        axes.margins(x=0.2)
-        axes.set_title(f"{result.what}{', ' if result.unit else ''}{result.unit}", fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    fig.suptitle(title)
-    return fig
-
-
 def _values(points: Points, field: str | None) -> list[Any]:
     return [None] if field is None else list(dict.fromkeys(p[field] for p in points if field in p))
 
@@ -234,7 +215,3 @@ def _label(name: Any) -> str | None:
 
 def _short(number: float) -> str:
     return f"{number // 1024:g}K" if number >= 1024 and number % 1024 == 0 else f"{number:g}"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -13,11 +13,10 @@ from benching import results
 from mllama_models import Saved
 
 from bench.sights import ROUNDS
-from quire.bench import main
+from quire.bench import main, simulate
 from quire.bench.pictured import PLACE, Eyes, png, posted
 from quire.bench.steps import Sample, encoder
 from quire.bench.workloads import Sketch, Sketched, parse
-from quire.cli import simulate
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.models import read_spec
