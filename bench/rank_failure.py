@@ -66,8 +66,8 @@ def measured(flags: Sequence[str], how: str, max_tokens: int, seconds: float) ->
 
 def restarted(flags: Sequence[str], workload: str, rate: float, after: float, seconds: float) -> dict[str, Any]:
     """Start `quire serve` with `flags` and --on-rank-failure restart, send it a workload of `rate` requests a second,
-    and kill a rank after `after` seconds. Return the results of `quire bench serve`, how long /health was not 200, and
-    the metrics of ranks. Raise QuireError if this takes longer than `seconds`."""
+    and kill a rank after `after` seconds, when a request runs. Return the results of `quire bench serve`, how long
+    /health was not 200, and the metrics of ranks. Raise QuireError if this takes longer than `seconds`."""
     end = time.monotonic() + seconds
     given = (*flags, "--on-rank-failure", "restart")
     with serving(given, seconds) as (server, port, log), tempfile.TemporaryDirectory() as folder:
@@ -80,7 +80,8 @@ def restarted(flags: Sequence[str], workload: str, rate: float, after: float, se
         try:
             _until(lambda: _metric(port, "num_requests_running") > 0, end, "no request ran")
             time.sleep(after)
-            running = _metric(port, "num_requests_running")
+            while (running := _metric(port, "num_requests_running")) == 0 and time.monotonic() < end:
+                time.sleep(0.01)
             ranks_of(server)[-1].send_signal(signal.SIGKILL)
             began = time.monotonic()
             _until(lambda: not _health(port).startswith("200"), began + GONE, "/health doesn't know")
