@@ -207,7 +207,7 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "exchange": Part("rows added up over ranks, and the norm behind, beside other libraries", _exchange),
+    "exchange": Part("rows added up over ranks, and the norm after it, beside other libraries", _exchange),
     "tokens": Part("the bundled model's tokens are one rank's", _tokens),
     "large": Part("Llama-3-70B", _models("large", lambda place: place.several), 120.0),
     "small": Part("Llama-3-8B", _models("small", lambda place: place.ranks), 60.0),

@@ -183,7 +183,7 @@ def _health(port: int) -> str:
     try:
         status, text = _page(port, "/health")
     except (OSError, http.client.HTTPException) as error:
-        return f"nobody answers ({type(error).__name__})"
+        return f"the server does not answer ({type(error).__name__})"
     return f"{status} {text[:300]}".strip()
 
 
