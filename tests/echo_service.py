@@ -271,7 +271,7 @@ def serving(
     from quire.server.web_server import WebServer
 
     llm = linked(model or built(), stall_after, placement)
-    named = {name: options.pop(name) for name in [*options] if name in ServeOptions._fields}
+    named = {name: options.pop(name) for name in [*options] if name in ServeOptions.__slots__}
     serve_options = ServeOptions(**named)
     app = create_app(llm, ["echo", "parrot"], serve_options, **options)
     listener = bind("127.0.0.1", 0)

@@ -374,7 +374,7 @@ def test_every_kind_of_setting(file: Path) -> None:
         found = parse_arguments(["serve", *said])
         assert (config_from(found).model, options_from(found).port) == ("a/b", 7)
     file.write_text("# nothing\n")
-    assert parse_arguments(["serve", "--config", str(file)]).port == 8000
+    assert options_from(parse_arguments(["serve", "--config", str(file)])).port == 8000
 
 
 def test_the_command_line_wins(file: Path) -> None:

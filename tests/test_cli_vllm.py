@@ -182,7 +182,7 @@ def test_server_flags() -> None:
         ssl_certfile="cert.pem", port=9, strict=True, log_requests=True,
     )  # fmt: skip
     for level in ("critical", "error", "warning", "info", "debug"):
-        assert parse_arguments(["serve", "--uvicorn-log-level", level]).uvicorn_log_level == level
+        assert options_from(parse_arguments(["serve", "--uvicorn-log-level", level])).uvicorn_log_level == level
     for said in (["https://a.example", "http://b:81"], ['["https://a.example", "http://b:81"]']):
         found = options_from(parse_arguments(["serve", "--allowed-origins", *said]))
         assert found.allowed_origins == ("https://a.example", "http://b:81")
@@ -195,7 +195,7 @@ def test_server_flags() -> None:
     ("flag", "value", "words"),
     [
         ("--max-logprobs", "21", "--max-logprobs is 21. It must be between 0 and 20"),
-        ("--max-logprobs", "-1", "between 0 and 20 .-1, the whole vocabulary, isn't offered"),
+        ("--max-logprobs", "-1", "--max-logprobs is -1. It must be between 0 and 20"),
         ("--max-connections", "0", "--max-connections is 0. It must be between 1 and"),
         ("--root-path", "api", "--root-path is 'api'. Give a path that begins with /"),
         ("--root-path", "/a b", "--root-path is '/a b'"),

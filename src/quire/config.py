@@ -5,7 +5,7 @@ are inputs only: derived numbers are in KVCacheConfig and MemoryPlan."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from operator import index
 from typing import Any, NamedTuple
 
@@ -34,7 +34,8 @@ needs some."""
 
 class Setting(NamedTuple):
     """The declaration of a setting: the help of its flag, the values that it may have (one of `choices`, or a number
-    within `bounds`), and the flag's `metavar` and `aliases`. --help leaves out an `advanced` flag."""
+    within `bounds`), and the flag's `metavar`, `aliases`, and name where it is not the field's: a `flag` that begins
+    with --no- sets False. --help leaves out an `advanced` flag."""
 
     help: str
     choices: tuple[str, ...] = ()
@@ -42,6 +43,7 @@ class Setting(NamedTuple):
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
     advanced: bool = False
+    flag: str | None = None
 
 
 def setting(default: Any, help: str, choices: tuple[str, ...] = (), **more: Any) -> Any:
@@ -54,13 +56,18 @@ def advanced(default: Any, help: str, choices: tuple[str, ...] = (), **more: Any
     return setting(default, help, choices, advanced=True, **more)
 
 
-def _check_settings(config: EngineConfig | Experiment) -> None:
-    """Raise StartupError for a value that its setting does not allow."""
+def flag_of(field: Field[Any]) -> str:
+    """Return the flag of a setting's field."""
+    return field.metadata["setting"].flag or f"--{field.name.replace('_', '-')}"
+
+
+def check_settings(config: Any) -> None:
+    """Raise StartupError for a value in the dataclass `config` that its setting does not allow."""
     for one in fields(config):
         value = getattr(config, one.name)
         if not one.metadata or (value is None and one.default is None):
             continue
-        flag, (_, choices, bounds, *_) = f"--{one.name.replace('_', '-')}", one.metadata["setting"]
+        flag, (_, choices, bounds, *_) = flag_of(one), one.metadata["setting"]
         if choices and value not in choices:
             raise StartupError(f"{flag} is {str(value)[:80]!r}", f"Choose one of: {', '.join(choices)}")
         if bounds is None:
@@ -128,7 +135,7 @@ class Experiment:
     )
 
     def __post_init__(self) -> None:
-        _check_settings(self)
+        check_settings(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +292,7 @@ class EngineConfig:
             object.__setattr__(self, "generation_config", "auto" if self.generation_config else "vllm")
         if not isinstance(self.experiment, Experiment):
             raise StartupError(f"experiment is {str(self.experiment)[:80]!r}", "It must be an Experiment")
-        _check_settings(self)
+        check_settings(self)
         self._check_combinations()
         self._check_ranks()
 

@@ -228,7 +228,7 @@ def test_port_in_use_is_one_line_before_anything_is_loaded() -> None:
         (["--port", "70000"], "--port is 70000"),
         (["--api-key-file", "/nonexistent/keys"], "can't be read"),
         (["--shutdown-timeout", "-1"], "--shutdown-timeout is -1"),
-        (["--shutdown-timeout", "1e10"], "--shutdown-timeout is 1e+10. It is in seconds, from 0 to 86,400"),
+        (["--shutdown-timeout", "1e10"], "--shutdown-timeout is 10000000000.0. It must be between 0 and 86400"),
         (["--chat-template", "/nonexistent/template"], "no chat template"),
     ],
 )

@@ -250,9 +250,9 @@ def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_flag() -> None:
-    for options in (ServeOptions(store_responses=-1), ServeOptions(store_responses=5, fronts=2)):
-        with pytest.raises(StartupError, match=f"--store-responses is {options.store_responses}"):
-            check_options(options)
+    for options in ({"store_responses": -1}, {"store_responses": 5, "fronts": 2}):
+        with pytest.raises(StartupError, match=f"--store-responses is {options['store_responses']}"):
+            check_options(ServeOptions(**options))
 
 
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [

@@ -14,12 +14,11 @@ from typing import Any
 
 from quire.cli.parser import Advanced, HelpAll
 from quire.cli.vllm_flags import add_vllm_flags, no_effect_notices, vllm_settings
-from quire.config import RESERVED_MEMORIES, EngineConfig, Experiment, Setting
+from quire.config import RESERVED_MEMORIES, EngineConfig, Experiment, Setting, flag_of
 from quire.errors import InputError
 from quire.protocol.device_params import Param
-from quire.protocol.sampling_params import MAX_LOGPROBS, PARAMS
-
-LOG_LEVELS = ("critical", "error", "warning", "info", "debug")  # trace would log the contents of requests
+from quire.protocol.sampling_params import PARAMS
+from quire.server.options import FIRST_OPTIONS, ServeOptions
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -81,55 +80,13 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `quire serve`."""
-    group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    group.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
-    group.add_argument("--root-path", default="", metavar="PATH",
-                       help="path prefix of a proxy, which may remove it or leave it")  # fmt: skip
-    group.add_argument("--max-connections", type=int, metavar="N",
-                       help=Advanced("most open connections (default: as many as the limit of open files "
-                                     "allows)"))  # fmt: skip
-    group.add_argument("--engine-process", choices=("on", "off"), default="on",
-                       help=Advanced("run the engine in its own process, or in a thread (default: "
-                                     "%(default)s)"))  # fmt: skip
-    group.add_argument("--on-engine-death", choices=("exit", "restart"), default="exit",
-                       help=Advanced("if the engine's process dies: exit, or restart it (default: "
-                                     "%(default)s)"))  # fmt: skip
-    group.add_argument("--fronts", "--api-server-count", type=int, default=1, metavar="N",
-                       help=Advanced("processes that serve HTTP, if one is too slow (default: "
-                                     "%(default)s)"))  # fmt: skip
-    group.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="S",
-                       help=Advanced("seconds for requests to end after SIGTERM (default: %(default)s)"))  # fmt: skip
-    group.add_argument("--ssl-keyfile", metavar="FILE", help="serve TLS with this private key, in PEM format")
-    group.add_argument("--ssl-certfile", metavar="FILE", help="the certificate for it, with its chain, in PEM format")
-    _add_request_flags(parser.add_argument_group("requests"))
-    _add_log_flags(parser.add_argument_group("logs and metrics"))
-
-
-def _add_request_flags(group: Any) -> None:
-    group.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help="names to answer to")
-    group.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the model's")
-    group.add_argument("--tool-call-parser", metavar="NAME", help="how the model writes tool calls: hermes, json, "
-                       "llama3_json, mistral or pythonic (default: detected from its chat template)")  # fmt: skip
-    group.add_argument("--reasoning-parser", metavar="NAME", help="how the model writes its reasoning: think, "
-                       "deepseek_r1, granite, mistral, seed_oss or off (default: detected from its chat "
-                       "template)")  # fmt: skip
-    group.add_argument("--api-key-file", metavar="FILE", help="keys that clients must send, one per line "
-                       "(or one key in the environment: QUIRE_API_KEY)")  # fmt: skip
-    group.add_argument("--admin-key-file", metavar="FILE", help="keys for the admin routes, one per line (or one key "
-                       "in the environment: QUIRE_ADMIN_KEY; without a key these routes are closed)")  # fmt: skip
-    group.add_argument("--allowed-origins", nargs="+", default=(), metavar="ORIGIN", help="origins of web pages that "
-                       "may send requests: https://HOST or *, several, or a JSON list (default: none)")  # fmt: skip
-    group.add_argument("--max-logprobs", type=int, default=MAX_LOGPROBS, metavar="N",
-                       help=Advanced("most log-probabilities that a request may ask for (default: "
-                                     "%(default)s)"))  # fmt: skip
-    group.add_argument("--strict", action="store_true", help=Advanced("refuse requests that have unknown fields"))
-    group.add_argument("--store-responses", type=int, default=0, metavar="N",
-                       help=Advanced("keep the last N responses of /v1/responses in memory, for previous_response_id "
-                       "(default: %(default)s)"))  # fmt: skip
-    group.add_argument("--prefixes", metavar="FILE", help=Advanced("prefixes to register at start, as JSON: "
-                       '{"NAME": {"text": "..."} or {"token_ids": [...]}}; see --prefix-tokens'))  # fmt: skip
+    """Add the flags of `quire serve`, from the fields of ServeOptions."""
+    group: Any = None
+    for field in fields(ServeOptions):
+        if field.name in FIRST_OPTIONS:
+            group = parser.add_argument_group(FIRST_OPTIONS[field.name])
+        if field.metadata:
+            _add_setting(group, field)
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
@@ -141,44 +98,38 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--resume", action="store_true", help="continue an interrupted run, and keep its answers")
     group.add_argument("--max-in-flight", type=int, default=256, metavar="N",
                        help="most lines answered at once (default: %(default)s)")  # fmt: skip
-    group.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help="names that bodies may give")
-    group.add_argument("--chat-template", metavar="FILE", help="a Jinja chat template in place of the model's")
-
-
-def _add_log_flags(group: Any) -> None:
-    group.add_argument("--access-log", action="store_true", help="log every HTTP request")
-    group.add_argument("--enable-log-requests", dest="log_requests", action="store_true",
-                       help="log every request that is queued: its sizes and parameters, not its text")  # fmt: skip
-    group.add_argument("--uvicorn-log-level", choices=LOG_LEVELS, default="warning",
-                       help=Advanced("log level of the HTTP library (default: %(default)s)"))  # fmt: skip
-    group.add_argument("--metrics-prefix", choices=("quire", "vllm"), default="quire",
-                       help=Advanced("prefix of metrics: quire_..., or vllm:... for vLLM's dashboards"))  # fmt: skip
-    group.add_argument("--enable-server-info", dest="server_info", action="store_true",
-                       help="enable GET /server_info: the settings and the memory plan, for admins")  # fmt: skip
-    group.add_argument("--enable-tokenizer-info-endpoint", dest="tokenizer_info", action="store_true",
-                       help=Advanced("enable GET /tokenizer_info: the tokenizer's settings and the chat "
-                                     "template"))  # fmt: skip
-    group.add_argument("--no-console", dest="console", action="store_false", help=Advanced("no page at /console"))
+    for field in fields(ServeOptions):
+        if field.name in ("served_model_name", "chat_template"):
+            _add_setting(group, field)
 
 
 def _add_setting(group: Any, field: Field[Any]) -> None:
-    """Add the flag of a field of EngineConfig or Experiment."""
-    kind = KINDS.get(str(field.type).split()[0], json_object)
-    _add(group, field.name, kind, field.metadata["setting"], field.default)
+    """Add the flag of a field of EngineConfig, Experiment or ServeOptions."""
+    name = str(field.type)
+    if name.startswith("tuple"):
+        setting = field.metadata["setting"]
+        group.add_argument(flag_of(field), nargs="+", metavar=setting.metavar, default=argparse.SUPPRESS,
+                           help=setting.help)  # fmt: skip
+        return
+    _add(group, field.name, KINDS.get(name.split()[0], json_object), field.metadata["setting"], field.default)
 
 
 def _add(group: Any, name: str, kind: Callable[[str], Any], setting: Setting, default: object = None) -> None:
     """Add --name, which sets nothing unless given. If `kind` is bool it takes no value; if True is the default, there
-    is --no-name too."""
-    help = setting.help if default in (None, "", False, True) else f"{setting.help} (default: {default})"
+    is --no-name too, or only a `flag` of that form."""
+    flag = setting.flag or f"--{name.replace('_', '-')}"
+    help = (
+        setting.help if default in (None, "") or isinstance(default, bool) else f"{setting.help} (default: {default})"
+    )
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
     options["help"] = Advanced(help) if setting.advanced else help
     if kind is bool:
-        options["action"] = argparse.BooleanOptionalAction if default is True else "store_true"
+        both = argparse.BooleanOptionalAction if default is True else "store_true"
+        options["action"] = "store_false" if flag.startswith("--no-") else both
     else:
         metavar = setting.metavar or ("N" if kind is int else "X" if kind is float else None)
         options |= {"type": kind, "metavar": metavar, "choices": setting.choices or None}
-    group.add_argument(f"--{name.replace('_', '-')}", *setting.aliases, **options)
+    group.add_argument(flag, *setting.aliases, **options)
 
 
 def config_from(args: argparse.Namespace) -> EngineConfig:

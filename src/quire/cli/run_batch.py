@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def run_batch(args: argparse.Namespace) -> int:
     """Answer the file. Return 0 if every line was answered, else 1."""
-    config, template = config_from(args), read_chat_template(args.chat_template)
+    config, template = config_from(args), read_chat_template(getattr(args, "chat_template", None))
     if not 1 <= args.max_in_flight <= MAX_IN_FLIGHT:
         raise StartupError(f"--max-in-flight is {args.max_in_flight}", f"It must be between 1 and {MAX_IN_FLIGHT}")
 
@@ -37,7 +37,7 @@ def run_batch(args: argparse.Namespace) -> int:
         llm = AsyncLLM.of(built)
         if template is not None:
             set_chat_template(llm.prompts, template)
-        return llm, create_app(llm, args.served_model_name or (built.name,), config=config)
+        return llm, create_app(llm, getattr(args, "served_model_name", ()) or (built.name,), config=config)
 
     began = time.perf_counter()
     summary = run(

@@ -6,11 +6,12 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
 
 from quire.cli.flags import config_from
 from quire.errors import StartupError
-from quire.protocol.sampling_params import MAX_LOGPROBS
 from quire.server.api_server import serve as run
 from quire.server.options import MAX_INT_DIGITS, ServeOptions, configure_logging
 from quire.text.reasoning_parser import reasoning_format_named
@@ -34,24 +35,17 @@ def serve(args: argparse.Namespace) -> int:
 
 def options_from(args: argparse.Namespace) -> ServeOptions:
     """Return the server's options. Raise StartupError for an invalid value."""
-    if not ROOT_PATH.fullmatch(args.root_path):
-        raise StartupError(f"--root-path is {args.root_path[:80]!r}", "Give a path that begins with /, as /api")
-    if f"{args.root_path}/".startswith("/v1/"):  # paths below it would be ambiguous
-        raise StartupError(f"--root-path is {args.root_path[:80]!r}, where routes begin", "Give another, as /api")
-    if not 0 <= args.max_logprobs <= MAX_LOGPROBS:
-        more = " (-1, the whole vocabulary, isn't offered)" if args.max_logprobs == -1 else ""
-        raise StartupError(f"--max-logprobs is {args.max_logprobs}", f"It must be between 0 and {MAX_LOGPROBS}{more}")
-    if args.max_connections is not None and not 1 <= args.max_connections <= 2**20:
-        raise StartupError(f"--max-connections is {args.max_connections}", f"It must be between 1 and {2**20}")
-    given = {name: value for name, value in vars(args).items() if name in ServeOptions._fields}
-    tools, reasoning = args.tool_call_parser, args.reasoning_parser
-    return ServeOptions(**given | {
-        "served_model_name": tuple(args.served_model_name),
-        "tool_call_parser": None if tools is None else tool_format_named(tools),
-        "reasoning_parser": None if reasoning is None else reasoning_format_named(reasoning),
-        "root_path": args.root_path.rstrip("/"),
-        "allowed_origins": parse_origins(args.allowed_origins),
-    })  # fmt: skip
+    names = [field.name for field in fields(ServeOptions)]
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    path = given.get("root_path", "")
+    if not ROOT_PATH.fullmatch(path):
+        raise StartupError(f"--root-path is {path[:80]!r}", "Give a path that begins with /, as /api")
+    if f"{path}/".startswith("/v1/"):  # paths below it would be ambiguous
+        raise StartupError(f"--root-path is {path[:80]!r}, where routes begin", "Give another, as /api")
+    for name, parse in PARSERS.items():
+        if name in given:
+            given[name] = parse(given[name])
+    return ServeOptions(**given)
 
 
 def parse_origins(given: Sequence[str]) -> tuple[str, ...]:
@@ -69,3 +63,10 @@ def parse_origins(given: Sequence[str]) -> tuple[str, ...]:
                 f"--allowed-origins has {str(origin)[:80]!r}", "Give https://HOST, with a port if need be, or *"
             )
     return tuple(str(origin) for origin in origins)
+
+
+PARSERS: dict[str, Callable[[Any], Any]] = {
+    "root_path": lambda path: path.rstrip("/"), "allowed_origins": parse_origins, "served_model_name": tuple,
+    "tool_call_parser": tool_format_named, "reasoning_parser": reasoning_format_named,
+}  # fmt: skip
+"""What the values of options are made from their flags by."""

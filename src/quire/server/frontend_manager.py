@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import APIServerDead, StartupError
@@ -275,6 +276,6 @@ def worker_settings(
 ) -> dict[str, Any]:
     """Return the settings of workers as JSON: everything from the command line, the environment and files."""
     return {
-        "config": config.flat(), "options": options._asdict(), "keys": keys, "admin_keys": admin_keys,
+        "config": config.flat(), "options": asdict(options), "keys": keys, "admin_keys": admin_keys,
         "template": template,
     }  # fmt: skip

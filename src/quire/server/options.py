@@ -10,9 +10,11 @@ import resource
 import ssl
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from quire.config import advanced, check_settings, setting
 from quire.errors import StartupError
 from quire.files import MAX_BYTES_BY_FILE, read_bounded_text
 from quire.protocol.sampling_params import MAX_LOGPROBS
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from quire.text.chat_template import ChatTemplate
     from quire.text.input_processor import InputProcessor
 
-MAX_SHUTDOWN_TIMEOUT = 86_400  # seconds of --shutdown-timeout
-MAX_FRONTENDS = 64
 MAX_STORED_RESPONSES = 1 << 20  # responses
 MAX_DESCRIPTORS = 65_536  # the limit of open files is raised to this
 MAX_CONNECTIONS = 8_192
@@ -30,67 +30,123 @@ RESERVED_DESCRIPTORS = 32  # for files, and for connections that are being close
 MAX_INT_DIGITS = 640  # of an integer in JSON, the lowest limit that Python allows; the parse time is quadratic
 KEY_VARIABLE = "QUIRE_API_KEY"
 ADMIN_KEY_VARIABLE = "QUIRE_ADMIN_KEY"
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")  # trace would log the contents of requests
 
 
-class ServeOptions(NamedTuple):
-    """Options of a server. The model's own settings are in EngineConfig."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """The options of a server, each with its flag. The engine's settings are in EngineConfig."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key_file: str | None = None
-    admin_key_file: str | None = None
-    prefixes: str | None = None  # a file
-    served_model_name: tuple[str, ...] = ()
-    chat_template: str | None = None
-    tool_call_parser: str | None = None  # None: detected from the chat template
-    reasoning_parser: str | None = None  # None: detected from the chat template
-    root_path: str = ""
-    shutdown_timeout: float = 30.0
-    access_log: bool = False
-    allowed_origins: tuple[str, ...] = ()  # of web pages that may send requests from a browser
-    metrics_prefix: str = "quire"
-    console: bool = True
-    store_responses: int = 0  # the most responses of /v1/responses that are stored
-    server_info: bool = False
-    tokenizer_info: bool = False
-    strict: bool = False  # refuse unknown fields of requests
-    max_logprobs: int = MAX_LOGPROBS
-    log_requests: bool = False
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    max_connections: int | None = None  # None: as many as the limit of open files allows
-    stall_after: float = 60.0  # seconds
-    engine_process: str = "on"  # or "off": the engine runs in a thread
-    on_engine_death: str = "exit"  # or "restart", once
-    fronts: int = 1  # frontends: processes that serve HTTP
-    uvicorn_log_level: str = "warning"
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on", metavar="PORT")
+    root_path: str = setting("", "path prefix of a proxy, which may remove it or leave it", metavar="PATH")
+    max_connections: int | None = advanced(
+        None, "most open connections (default: as many as the limit of open files allows)", bounds=(1, 2**20)
+    )
+    stall_after: float = 60.0  # seconds; it has no flag
+    engine_process: str = advanced("on", "run the engine in its own process, or in a thread", ("on", "off"))
+    on_engine_death: str = advanced(
+        "exit", "if the engine's process dies: exit, or restart it once", ("exit", "restart")
+    )
+    fronts: int = advanced(
+        1, "processes that serve HTTP, if one is too slow", bounds=(1, 64), aliases=("--api-server-count",)
+    )
+    shutdown_timeout: float = advanced(
+        30.0, "seconds for requests to end after SIGTERM", bounds=(0, 86_400), metavar="S"
+    )
+    ssl_keyfile: str | None = setting(None, "serve TLS with this private key, in PEM format", metavar="FILE")
+    ssl_certfile: str | None = setting(None, "the certificate for it, with its chain, in PEM format", metavar="FILE")
+
+    served_model_name: tuple[str, ...] = setting((), "names to answer to", metavar="NAME")
+    chat_template: str | None = setting(None, "a Jinja chat template in place of the model's", metavar="FILE")
+    tool_call_parser: str | None = setting(
+        None,
+        "how the model writes tool calls: hermes, json, llama3_json, mistral or pythonic (default: detected from its "
+        "chat template)",
+        metavar="NAME",
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        "how the model writes its reasoning: think, deepseek_r1, granite, mistral, seed_oss or off (default: detected "
+        "from its chat template)",
+        metavar="NAME",
+    )
+    api_key_file: str | None = setting(
+        None,
+        "keys that clients must send, one per line (or one key in the environment: QUIRE_API_KEY)",
+        metavar="FILE",
+    )
+    admin_key_file: str | None = setting(
+        None,
+        "keys for the admin routes, one per line (or one key in the environment: QUIRE_ADMIN_KEY; without a key these "
+        "routes are closed)",
+        metavar="FILE",
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "origins of web pages that may send requests: https://HOST or *, several, or a JSON list (default: none)",
+        metavar="ORIGIN",
+    )
+    max_logprobs: int = advanced(
+        MAX_LOGPROBS, "most log-probabilities that a request may ask for", bounds=(0, MAX_LOGPROBS)
+    )
+    strict: bool = advanced(False, "refuse requests that have unknown fields")
+    store_responses: int = advanced(
+        0,
+        "keep the last N responses of /v1/responses in memory, for previous_response_id",
+        bounds=(0, MAX_STORED_RESPONSES),
+    )
+    prefixes: str | None = advanced(
+        None,
+        'prefixes to register at start, as JSON: {"NAME": {"text": "..."} or {"token_ids": [...]}}; see '
+        "--prefix-tokens",
+        metavar="FILE",
+    )
+
+    access_log: bool = setting(False, "log every HTTP request")
+    log_requests: bool = setting(
+        False,
+        "log every request that is queued: its sizes and parameters, not its text",
+        flag="--enable-log-requests",
+    )
+    uvicorn_log_level: str = advanced("warning", "log level of the HTTP library", LOG_LEVELS)
+    metrics_prefix: str = advanced(
+        "quire", "prefix of metrics: quire_..., or vllm:... for vLLM's dashboards", ("quire", "vllm")
+    )
+    server_info: bool = setting(
+        False, "enable GET /server_info: the settings and the memory plan, for admins", flag="--enable-server-info"
+    )
+    tokenizer_info: bool = advanced(
+        False,
+        "enable GET /tokenizer_info: the tokenizer's settings and the chat template",
+        flag="--enable-tokenizer-info-endpoint",
+    )
+    console: bool = advanced(True, "no page at /console", flag="--no-console")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+FIRST_OPTIONS = {"host": "server", "served_model_name": "requests", "access_log": "logs and metrics"}
+"""The first options of the groups of --help, and the groups' names."""
 
 
 def check_options(options: ServeOptions) -> None:
-    """Raise StartupError for invalid options. Raises this process's limit of open files."""
-    if not 0 <= options.shutdown_timeout <= MAX_SHUTDOWN_TIMEOUT:
-        cause = f"--shutdown-timeout is {options.shutdown_timeout:g}"
-        raise StartupError(cause, f"It is in seconds, from 0 to {MAX_SHUTDOWN_TIMEOUT:,}")
-    if options.on_engine_death == "restart" and options.engine_process == "off":
-        raise StartupError(
-            "--on-engine-death is restart, and --engine-process is off", "Only a process can be started again"
-        )
-    if not 1 <= options.fronts <= MAX_FRONTENDS:
-        raise StartupError(f"--fronts is {options.fronts}", f"It must be between 1 and {MAX_FRONTENDS}")
-    if options.fronts > 1 and options.on_engine_death == "restart":
-        cause = f"--fronts is {options.fronts}, and --on-engine-death is restart"
+    """Raise StartupError for options that contradict each other. Raises this process's limit of open files."""
+    restart, in_thread = options.on_engine_death == "restart", options.engine_process == "off"
+    if restart and in_thread:
+        cause = "--on-engine-death is restart, and --engine-process is off"
+        raise StartupError(cause, "Only a process can be started again")
+    fronts, stored = f"--fronts is {options.fronts}", options.store_responses
+    if options.fronts > 1 and restart:
+        cause = f"{fronts}, and --on-engine-death is restart"
         raise StartupError(cause, "Only an engine with one frontend can be started again")
-    if options.fronts > 1 and options.engine_process == "off":
-        cause = f"--fronts is {options.fronts}, and --engine-process is off"
+    if options.fronts > 1 and in_thread:
+        cause = f"{fronts}, and --engine-process is off"
         raise StartupError(cause, "Several frontends need an engine in a process of its own")
-    if not 0 <= options.store_responses <= MAX_STORED_RESPONSES:
-        cause = f"--store-responses is {options.store_responses}"
-        raise StartupError(cause, f"It must be between 0, for none, and {MAX_STORED_RESPONSES}")
-    if options.fronts > 1 and options.store_responses:
-        cause = f"--fronts is {options.fronts}, and --store-responses is {options.store_responses}"
-        raise StartupError(
-            cause, "A frontend finds only the responses that it stored itself: use one frontend, or store none"
-        )
+    if options.fronts > 1 and stored:
+        remedy = "A frontend finds only the responses that it stored itself: use one frontend, or store none"
+        raise StartupError(f"{fronts}, and --store-responses is {stored}", remedy)
     check_certificate(options.ssl_keyfile, options.ssl_certfile)
     raise_descriptor_limit()
     most = options.max_connections
