@@ -213,9 +213,6 @@ def test_unknown_fields_of_messages_are_named(http: httpx.Client) -> None:
         answer = http.post(path, json={"messages": talk, **more})
         assert answer.headers["warning"] == '299 quire "fields were ignored: messages.mood"'
     assert ids_of(http, messages=talk) == ids_of(http, messages=plain)
-    for name in ("audio", "function_call", "refusal"):
-        error = refusal(http, "/v1/chat/completions", {"messages": [{**plain[1], name: "x"}]})
-        assert (error["param"], error["message"]) == ("messages", f"messages[0] has an unsupported field {name!r}")
 
 
 def test_strict_refuses_unknown_fields(servers: Servers) -> None:

@@ -1,26 +1,33 @@
-"""Validation of a conversation's messages: roles, texts and images, bounded and of plain types. Independent of
+"""Reads a conversation's messages: roles, texts, images and calls, bounded and of plain types. Independent of
 templates.
+
+A history is the past: what an assistant or a tool once wrote is read as well as it can be, and notes say what was left
+out or changed. What a user writes is refused if it can't be read.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.errors import InputError, short_repr
 from quire.text.images.processor import ImageProcessor, escape_image_tokens, escape_image_tokens_in_json
-from quire.text.tools import check_call_id, check_tool_results, read_calls
+from quire.text.tools import MAX_CALLS, TOOL_SHAPE, JsonCopier
 
 MAX_MESSAGES = 1024
 MAX_PARTS = 1024
-TEXT_FIELDS = ("role", "content", "name", "reasoning", "reasoning_content", "tool_call_id")
-LIST_FIELDS = ("tool_calls",)
-# OpenAI's fields that no template reads: with a value they are refused, since it would be lost.
-IGNORED_FIELDS = ("audio", "function_call", "refusal")
-KNOWN_FIELDS = frozenset({*TEXT_FIELDS, *LIST_FIELDS, *IGNORED_FIELDS})
-REASONING_FIELDS = frozenset({"reasoning", "reasoning_content"})
+MAX_NOTES = 8
+TEXT_FIELDS = ("name", "reasoning", "reasoning_content", "tool_call_id", "refusal")
+KNOWN_FIELDS = frozenset({"role", "content", *TEXT_FIELDS, "tool_calls", "function_call", "audio"})
 IMAGE_DETAILS = (None, "auto", "low", "high")
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The types of text parts, and the field with the text."""
+REASONING_PARTS = ("thinking", "reasoning")
+PAST_ROLES = ("assistant", "tool")
+CUSTOM_INPUT = "input"  # the argument that has the text of a custom tool's call
+EMPTY: tuple[Any, ...] = (None, [], ())
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -43,100 +50,195 @@ class ContentFormats(NamedTuple):
 
 
 class ParsedMessages(NamedTuple):
-    """Messages whose contents are strings or, with images, lists. `images` are their images in order."""
+    """Messages whose contents are strings or, with images, lists. `images` are their images in order; `notes` say what
+    of a history was left out or changed. The arguments of calls are objects, or text that is no JSON object."""
 
     messages: list[Message]
     images: list[ImageSource]
+    notes: list[str]
 
-    def to_template_messages(self, formats: ContentFormats, placeholder_text: Callable[[int], str]) -> list[Message]:
-        """Return the messages in a form that the template takes. In strings, images become their `placeholder_text` by
-        number, from 1; those of a message come first, one per line."""
-        converted, number = [], 1
-        for message in self.messages:
-            content = message["content"]
-            parts = [content] if isinstance(content, str) else content
-            texts = [part for part in parts if isinstance(part, str)]
-            count = len(parts) - len(texts)
-            if formats.accepts_parts and (count or not formats.accepts_string):
-                formed: Any = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
-                               for part in parts]  # fmt: skip
-            else:
-                formed = "\n".join([*map(placeholder_text, range(number, number + count)), *texts])
-            number += count
-            converted.append({**message, "content": formed})
-        return converted
+
+def to_template_messages(
+    messages: Sequence[Message], formats: ContentFormats, placeholder_text: Callable[[int], str]
+) -> list[Message]:
+    """Return the messages in a form that the template takes. In strings, images become their `placeholder_text` by
+    number, from 1; those of a message come first, one per line."""
+    converted, number = [], 1
+    for message in messages:
+        content = message["content"]
+        parts = [content] if isinstance(content, str) else content
+        texts = [part for part in parts if isinstance(part, str)]
+        count = len(parts) - len(texts)
+        if formats.accepts_parts and (count or not formats.accepts_string):
+            formed: Any = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+                           for part in parts]  # fmt: skip
+        else:
+            formed = "\n".join([*map(placeholder_text, range(number, number + count)), *texts])
+        number += count
+        converted.append({**message, "content": formed})
+    return converted
 
 
 def read_messages(messages: Any, processor: ImageProcessor | None = None) -> ParsedMessages:
-    """Return the checked messages of a request. Text parts of one message are joined by newlines, unless there are
-    images among them, which need a `processor`. Raise InputError with the position of the fault."""
+    """Return the messages of a request. Text parts of one message are joined by newlines, unless there are images among
+    them, which need a `processor`. Raise InputError with the position of the fault."""
     if not isinstance(messages, list | tuple):
         raise InputError(f"messages must be a list, got {type(messages).__name__}", "messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InputError(f"messages must have 1 to {MAX_MESSAGES} entries, got {len(messages)}", "messages")
-    checked = [_message(f"messages[{i}]", message, processor) for i, message in enumerate(messages)]
-    check_tool_results(checked)
-    contents = [message["content"] for message in checked if isinstance(message["content"], list)]
-    return ParsedMessages(checked, [part for content in contents for part in content if isinstance(part, ImageSource)])
+    reader = _MessageReader(processor)
+    read = [reader.message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    contents = [message["content"] for message in read if isinstance(message["content"], list)]
+    images = [part for content in contents for part in content if isinstance(part, ImageSource)]
+    notes, more = reader.notes[:MAX_NOTES], len(reader.notes) - MAX_NOTES
+    return ParsedMessages(read, images, [*notes, f"and {more} more"] if more > 0 else notes)
 
 
-def _message(at: str, message: Mapping[str, Any], processor: ImageProcessor | None) -> Message:
-    if not isinstance(message, Mapping):
-        raise InputError(f"{at} must be an object, got {type(message).__name__}", "messages")
-    fields = {name: value for name, value in message.items() if value is not None and value not in ([], ())}
-    if unknown := [str(name) for name in fields if name not in (*TEXT_FIELDS, *LIST_FIELDS)]:
-        raise InputError(f"{at} has an unsupported field {unknown[0][:60]!r}", "messages")
-    role = message.get("role")
-    if not isinstance(role, str) or not _ROLE.fullmatch(role):
-        raise InputError(f"{at}.role must be a word of 1 to 64 letters, digits, - or _", "messages")
-    calls = read_calls(f"{at}.tool_calls", fields["tool_calls"]) if "tool_calls" in fields else []
-    if calls and role != "assistant":
-        raise InputError(f"{at}.tool_calls is in a message of the role {role!r}; only the assistant calls", "messages")
-    content = message.get("content")
-    if content in (None, [], ()) and (calls or (role == "assistant" and not REASONING_FIELDS.isdisjoint(fields))):
-        content = ""
-    checked: Message = {"role": role, "content": _content(f"{at}.content", content, role, processor)}
-    if calls:
-        checked["tool_calls"] = (
-            calls if processor is None else escape_image_tokens_in_json(calls, processor.reserved_texts)
-        )
-    for name in TEXT_FIELDS[2:]:
-        value = fields.get(name)
-        if value is not None and not isinstance(value, str):
-            raise InputError(f"{at}.{name} must be a string, got {type(value).__name__}", "messages")
-        if value is not None:
-            checked[name] = _escape_text(value, processor)
-    if "reasoning" in checked:  # the newer name, which templates do not read
-        checked.setdefault("reasoning_content", checked.pop("reasoning"))
-    if "tool_call_id" in checked:
-        check_call_id(f"{at}.tool_call_id", checked["tool_call_id"])
-    return checked
+class _MessageReader:
+    """Reads messages. `notes` collects what was left out or changed."""
 
+    def __init__(self, processor: ImageProcessor | None) -> None:
+        self._processor, self.notes = processor, list[str]()
 
-def _content(at: str, content: Any, role: str, processor: ImageProcessor | None) -> Content:
-    if isinstance(content, str):
-        return _escape_text(content, processor)
-    if not isinstance(content, list | tuple):
-        raise InputError(f"{at} must be a string or a list of text parts, got {type(content).__name__}", "messages")
-    if not 1 <= len(content) <= MAX_PARTS:
-        raise InputError(f"{at} must have 1 to {MAX_PARTS} parts, got {len(content)}", "messages")
-    parts = [_part(f"{at}[{i}]", part, role, processor) for i, part in enumerate(content)]
-    texts = [part for part in parts if isinstance(part, str)]
-    return parts if len(texts) < len(parts) else "\n".join(texts)
+    def message(self, at: str, message: Any) -> Message:
+        """Return a message with the fields that templates read. Raise InputError if it can't be read."""
+        if not isinstance(message, Mapping):
+            raise InputError(f"{at} must be an object, got {type(message).__name__}", "messages")
+        fields = {name: value for name, value in message.items() if value not in EMPTY}
+        if unknown := [str(name) for name in fields if name not in KNOWN_FIELDS]:
+            raise InputError(f"{at} has an unsupported field {unknown[0][:60]!r}", "messages")
+        role = message.get("role")
+        if not isinstance(role, str) or not _ROLE.fullmatch(role):
+            raise InputError(f"{at}.role must be a word of 1 to 64 letters, digits, - or _", "messages")
+        role = "tool" if role == "function" else role
+        for name in TEXT_FIELDS:
+            if not isinstance(fields.get(name, ""), str):
+                raise InputError(f"{at}.{name} must be a string, got {type(fields[name]).__name__}", "messages")
+        calls, reasoning = self._calls(at, fields), list[str]()
+        if calls and role != "assistant":
+            what = f"{at}.tool_calls is in a message of the role {role!r}; only the assistant calls"
+            raise InputError(what, "messages")
+        content = self._content(f"{at}.content", fields.get("content", message.get("content")), role, reasoning)
+        if refusal := fields.pop("refusal", ""):
+            content = f"{content}\n{refusal}".lstrip("\n") if isinstance(content, str) else [*content, refusal]
+        read: Message = {"role": role, "content": content}
+        if calls:
+            read["tool_calls"] = self._escape(calls)
+        if "audio" in fields:
+            self.notes.append(f"{at}.audio was left out")
+        texts = {name: fields[name] for name in TEXT_FIELDS if name in fields}
+        newer = texts.pop("reasoning", None)  # templates read only the older name
+        if newer is None and reasoning:
+            newer = "\n".join(reasoning)
+        if newer is not None:
+            texts.setdefault("reasoning_content", newer)
+        if texts.get("tool_call_id") == "":
+            del texts["tool_call_id"]
+        read |= self._escape(texts)
+        return read
 
+    def _content(self, at: str, content: Any, role: str, reasoning: list[str]) -> Content:
+        """Return the content of a message. The texts of an assistant's thinking parts are added to `reasoning`."""
+        if isinstance(content, str):
+            return self._escape_text(content)
+        if role in PAST_ROLES and content in EMPTY:
+            return ""
+        if role == "tool" and isinstance(content, Mapping):
+            return self._escape_text(_to_json(JsonCopier(at, "messages").copy(content, at)))
+        if not isinstance(content, list | tuple):
+            raise InputError(f"{at} must be a string or a list of text parts, got {type(content).__name__}", "messages")
+        if not 1 <= len(content) <= MAX_PARTS:
+            raise InputError(f"{at} must have 1 to {MAX_PARTS} parts, got {len(content)}", "messages")
+        parts = []
+        for i, part in enumerate(content):
+            if (read := self._part(f"{at}[{i}]", part, role, reasoning)) is not None:
+                parts.append(read)
+        texts = [part for part in parts if isinstance(part, str)]
+        return parts if len(texts) < len(parts) else "\n".join(texts)
 
-def _part(at: str, part: Any, role: str, processor: ImageProcessor | None) -> str | ImageSource:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if not isinstance(kind, str):
-        raise InputError(f'{at} must be an object like {{"type": "text", "text": ...}}', at)
-    if kind == "image_url":
-        return _read_image(f"{at}.image_url", part.get("image_url"), role, processor)
-    if kind != "text":
-        supported = "only 'text' is" if processor is None else "'text' and 'image_url' are"
+    def _part(self, at: str, part: Any, role: str, reasoning: list[str]) -> str | ImageSource | None:
+        """Return a part, or None if it is left out."""
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str):
+            raise InputError(f'{at} must be an object like {{"type": "text", "text": ...}}', at)
+        if field := TEXT_PARTS.get(kind):
+            if not isinstance(part.get(field), str):
+                raise InputError(
+                    f"{at}.{field} must be a string, got {type(part.get(field)).__name__}", f"{at}.{field}"
+                )
+            return self._escape_text(part[field])
+        if kind in ("image_url", "input_image"):
+            return _read_image(f"{at}.image_url", part.get("image_url"), role, self._processor)
+        if kind in REASONING_PARTS and role == "assistant" and (text := _thinking_text(part)) is not None:
+            reasoning.append(text)
+            return None
+        if role in PAST_ROLES:
+            self.notes.append(f"{at} was left out: its type is {kind[:60]!r}")
+            return None
+        supported = "only 'text' is" if self._processor is None else "'text' and 'image_url' are"
         raise InputError(f"{at} has the type {kind[:60]!r}; {supported} supported", at)
-    if not isinstance(part.get("text"), str):
-        raise InputError(f"{at}.text must be a string, got {type(part.get('text')).__name__}", f"{at}.text")
-    return _escape_text(part["text"], processor)
+
+    def _calls(self, at: str, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the calls of a message: its tool_calls, and its function_call, the older form of one call."""
+        calls = fields.get("tool_calls", ())
+        if not isinstance(calls, list | tuple):
+            raise InputError(f"{at}.tool_calls must be a list, got {type(calls).__name__}", "messages")
+        if len(calls) > MAX_CALLS:
+            raise InputError(f"{at}.tool_calls may have at most {MAX_CALLS} entries, got {len(calls)}", "messages")
+        read = [self._call(f"{at}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+        if "function_call" in fields:
+            read.append(self._call(f"{at}.function_call", {"function": fields["function_call"]}))
+        return read
+
+    def _call(self, at: str, call: Any) -> dict[str, Any]:
+        kind = call.get("type", "function") if isinstance(call, Mapping) else None
+        function = call.get(kind) if kind in ("function", "custom") else None
+        if not isinstance(function, Mapping):
+            raise InputError(f"{at} must be a call of {TOOL_SHAPE}", "messages")
+        name, id = function.get("name"), call.get("id")
+        if not isinstance(name, str) or not name:
+            raise InputError(f"{at}.{kind}.name must be a string with a character, got {short_repr(name)}", "messages")
+        if id is not None and not isinstance(id, str):
+            raise InputError(f"{at}.id must be a string, got {short_repr(id)}", "messages")
+        given = function.get("arguments") if kind == "function" else {CUSTOM_INPUT: function.get(CUSTOM_INPUT)}
+        arguments = self._arguments(f"{at}.function.arguments", given)
+        read: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return read | ({"id": id} if id else {})
+
+    def _arguments(self, at: str, given: Any) -> dict[str, Any] | str:
+        """Return the arguments of a call as an object, or as their text if they are no JSON object: models write such
+        calls, and an output may be cut in one."""
+        if given is None or given == "":
+            return {}
+        try:
+            value = json.loads(given) if isinstance(given, str) else JsonCopier(at, "messages").copy(given, at)
+            json.dumps(value, allow_nan=False)  # JSON has no NaN, and 1e999 is parsed as an infinity
+        except (ValueError, RecursionError) as error:
+            if not isinstance(given, str):
+                raise
+            self.notes.append(f"{at} is no JSON: {str(error)[:80]}")
+            return given
+        if isinstance(value, Mapping):
+            arguments: dict[str, Any] = JsonCopier(at, "messages").copy(value, at)
+            return arguments
+        self.notes.append(f"{at} is no JSON object")
+        return {} if value is None else _to_json(value)
+
+    def _escape(self, value: Any) -> Any:
+        """Escape the texts that would be read as image placeholders, in a JSON value."""
+        return value if self._processor is None else escape_image_tokens_in_json(value, self._processor.reserved_texts)
+
+    def _escape_text(self, text: str) -> str:
+        return text if self._processor is None else escape_image_tokens(text, self._processor.reserved_texts)
+
+
+def _thinking_text(part: Mapping[str, Any]) -> str | None:
+    """Return the text of a thinking part, which is a string or a list of text parts; None if there is none."""
+    text = part.get("thinking", part.get("text"))
+    if isinstance(text, list):
+        texts = [str(entry["text"]) for entry in text if isinstance(entry, Mapping) and "text" in entry]
+        text = "\n".join(texts) if texts else None
+    return text if isinstance(text, str) else None
 
 
 def _read_image(at: str, given: Any, role: str, processor: ImageProcessor | None) -> ImageSource:
@@ -153,9 +255,8 @@ def _read_image(at: str, given: Any, role: str, processor: ImageProcessor | None
     return ImageSource(at, given)
 
 
-def _escape_text(text: str, processor: ImageProcessor | None) -> str:
-    """Escape the texts that would be read as image placeholders."""
-    return text if processor is None else escape_image_tokens(text, processor.reserved_texts)
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def unknown_message_fields(messages: Any) -> list[str]:

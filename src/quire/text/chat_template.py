@@ -7,6 +7,7 @@ template are InputErrors.
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -15,17 +16,25 @@ from typing import Any
 
 from quire.errors import InputError, StartupError, short_repr
 from quire.files import MAX_BYTES_BY_FILE, find_checkpoint_file, read_bounded_text
-from quire.text.chat_messages import ContentFormats, ParsedMessages, append_mark, read_messages
+from quire.text.chat_messages import (
+    ContentFormats,
+    ParsedMessages,
+    append_mark,
+    read_messages,
+    to_template_messages,
+)
 from quire.text.images.processor import ImageProcessor
+from quire.text.template_fit import TemplateTraits, fit_messages, is_plain, probe_traits
 from quire.text.template_process import RenderError, TemplateProcess
 from quire.text.tokenizer_files import special_tokens, tokenizer_config
-from quire.text.tools import Tool, describe_tools_in_prompt
+from quire.text.tools import Tool
 
 MAX_DOCUMENTS = 1024
 MAX_DOCUMENT_ENTRIES = 64  # of a document
 MAX_VALUES = 4096
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # end of the message to continue, as in transformers
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 PROBE_TEXT = "quire tries out this template"
 
 
@@ -55,6 +64,7 @@ class ChatTemplate:
         self.max_seconds = max_seconds
         self._process = process or TemplateProcess()
         self._content_formats: ContentFormats | None = None
+        self._traits: TemplateTraits | None = None
         try:
             self._read_variables = frozenset(self._process.compile(source))
         except RenderError as error:
@@ -90,11 +100,8 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """Return the prompt of messages without images; see `render_parsed`."""
-        conversation = read_messages(messages)
-        if "tools" in kwargs:  # `render_parsed` takes them parsed
-            self._check_variable("tools", "chat_template_kwargs")
         return self.render_parsed(
-            conversation, None, add_generation_prompt, continue_final_message, documents, **kwargs
+            read_messages(messages), None, add_generation_prompt, continue_final_message, documents, **kwargs
         )
 
     def render_parsed(
@@ -107,25 +114,21 @@ class ChatTemplate:
         tools: Sequence[Tool] = (),
         **kwargs: Any,
     ) -> str:
-        """Return the prompt. If the template does not use `tools`, they go into the system message. `kwargs` may set
-        the template's other `variables`, with plain JSON values.
+        """Return the prompt. The conversation is fitted to what the template can express (template_fit.py). `kwargs`
+        may set the template's other `variables`, with plain JSON values; others have no effect, as in vLLM.
 
         With `continue_final_message`, which excludes `add_generation_prompt`, the prompt ends within the last message.
         Raise InputError for invalid arguments, for errors of the template and for exceeded limits."""
-        if documents is not None:
-            self._check_variable("documents", "documents")
-        for name in kwargs:
-            self._check_variable(name, "chat_template_kwargs")
-        variables = {**self.special_tokens, **dict(zip(kwargs, _copy_json(list(kwargs.values()))))}
+        if documents is not None and "documents" not in self._read_variables:
+            raise InputError("the chat template does not use documents: put them into a message", "documents")
+        known = {name: value for name, value in kwargs.items() if name in self.variables}
+        variables = {**self.special_tokens, **dict(zip(known, _copy_json(list(known.values()))))}
+        messages, entries = conversation.messages, [tool.definition for tool in tools] or None
+        if tools or not is_plain(messages):
+            messages = fit_messages(messages, self.traits(processor), None if self.takes_tools else tools)
         if not self.takes_tools:
-            conversation, tools = (
-                conversation._replace(messages=describe_tools_in_prompt(conversation.messages, tools)),
-                (),
-            )
-        checked = conversation.messages
-        if processor is not None:
-            checked = conversation.to_template_messages(self.content_formats(), processor.placeholder_text)
-        entries = [tool.definition for tool in tools] or None
+            entries = None
+        checked = self._formatted(messages, processor)
         variables |= {"messages": checked, "tools": entries, "documents": _documents(documents)}
         variables["add_generation_prompt"] = bool(add_generation_prompt)
         if not continue_final_message:
@@ -134,6 +137,27 @@ class ChatTemplate:
             raise InputError("continue_final_message needs add_generation_prompt to be false", "continue_final_message")
         final_text = append_mark(checked, CONTINUE_MARK)
         return _cut_at_mark(self._run(variables) if "content" in self.source else "", final_text)
+
+    def _formatted(self, messages: list[dict[str, Any]], processor: ImageProcessor | None) -> list[dict[str, Any]]:
+        """Return the messages in the content format that the template takes."""
+        if processor is None:
+            return [dict(message) for message in messages]
+        return to_template_messages(messages, self.content_formats(), processor.placeholder_text)
+
+    def traits(self, processor: ImageProcessor | None) -> TemplateTraits:
+        """Return what the template can express, tested once."""
+        if self._traits is None:
+
+            def render(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> str | None:
+                entries = [tool.definition for tool in tools] or None
+                variables = {"messages": self._formatted([*messages], processor), "tools": entries, "documents": None}
+                try:
+                    return self._run({**self.special_tokens, **variables, "add_generation_prompt": False})
+                except InputError:
+                    return None
+
+            self._traits = probe_traits(self.source, render)
+        return self._traits
 
     def content_formats(self) -> ContentFormats:
         """Return the content formats that the template takes, tested once: some only take lists of parts, and drop
@@ -151,11 +175,6 @@ class ChatTemplate:
             return False
         return PROBE_TEXT in text and "'type'" not in text  # else it printed the parts as a Python list
 
-    def _check_variable(self, name: str, param: str) -> None:
-        if name not in (self._read_variables if param == "documents" else self.variables):
-            known = ", ".join(sorted(self.variables)) or "none"
-            raise InputError(f"the chat template has no variable {name[:60]!r} to set; it has: {known[:200]}", param)
-
     def _run(self, variables: dict[str, Any]) -> str:
         try:
             text = self._process.render(variables, self.max_seconds, self.max_bytes)
@@ -169,19 +188,35 @@ class ChatTemplate:
     def find(
         cls, folder: Path, override: str | None = None, process: TemplateProcess | None = None
     ) -> ChatTemplate | None:
-        """Return a model folder's template: the operator's file `override`, else chat_template.jinja, else the one in
-        tokenizer_config.json (of several, "default"); None if there is none."""
+        """Return a model folder's template, or None if there is none: the operator's file `override`, else
+        chat_template.jinja, else that of chat_template.json (a processor's), else that of tokenizer_config.json. Of
+        several, `tool_use` is for requests with tools and `default` for others; those in additional_chat_templates/ are
+        added by their names."""
         folder, remedy, most = Path(folder), "Give --chat-template a UTF-8 file", MAX_BYTES_BY_FILE["chat template"]
         config = tokenizer_config(folder)
         if override is not None:
             if not os.path.lexists(override):
                 raise StartupError(f"There is no chat template {override}", "Give --chat-template a file")
-            source: str | None = read_bounded_text(override, most, f"the chat template {override}", remedy)
-        elif file := find_checkpoint_file(folder, "chat_template.jinja"):
-            source = read_bounded_text(file, most, f"the chat template of {folder}", remedy, follow=False)
+            sources = {DEFAULT: read_bounded_text(override, most, f"the chat template {override}", remedy)}
         else:
-            source = _template_from_config(config.get("chat_template"))
-        return None if source is None else cls(source, special_tokens(config), process=process)
+
+            def read(name: str) -> str | None:
+                file = find_checkpoint_file(folder, name)
+                what = f"{name} of {folder}"
+                return None if file is None else read_bounded_text(file, most, what, remedy, follow=False)
+
+            source = read("chat_template.jinja")
+            if source is None and (text := read("chat_template.json")) is not None:
+                source = _parse_template_file(text).get("chat_template")
+            sources = _sources(config.get("chat_template") if source is None else source)
+            for name in (DEFAULT, TOOL_USE):
+                if (named := read(f"additional_chat_templates/{name}.jinja")) is not None:
+                    sources.setdefault(name, named)
+        if not sources:
+            return None
+        if DEFAULT not in sources:
+            raise StartupError("The model has chat templates, but no default one", "Give one: --chat-template")
+        return cls(_one_source(sources), special_tokens(config), process=process)
 
 
 def _cut_at_mark(rendered: str, final: str) -> str:
@@ -195,16 +230,35 @@ def _cut_at_mark(rendered: str, final: str) -> str:
     return rendered[:at] if is_whole else rendered[:at].rstrip()
 
 
-def _template_from_config(value: Any) -> str | None:
-    """Return the source in tokenizer_config.json: a string, or a list of {"name", "template"}."""
+def _parse_template_file(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StartupError(f"chat_template.json is no JSON: {str(error)[:80]}", "Give one: --chat-template") from error
+    return value if isinstance(value, dict) else {"chat_template": value}
+
+
+def _sources(value: Any) -> dict[str, str]:
+    """Return the sources of templates by name. `value` is one source, or a list of {"name", "template"}."""
     if value is None or isinstance(value, str):
-        return value or None
-    entries = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
-    wanted = [entry for entry in entries if entry.get("name") == "default"] or entries
-    source = wanted[-1].get("template") if wanted and (len(entries) == 1 or wanted is not entries) else None
-    if not isinstance(source, str):
-        raise StartupError("tokenizer_config.json has chat templates, but no default one", "Give one: --chat-template")
-    return source
+        return {DEFAULT: value} if value else {}
+    entries = value if isinstance(value, list) else []
+    named = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    if len(named) == 1:  # whatever its name
+        named = {DEFAULT: next(iter(named.values()))}
+    if not isinstance(named.get(DEFAULT), str):
+        raise StartupError("The model has chat templates, but no default one", "Give one: --chat-template")
+    return {name: source for name, source in named.items() if isinstance(source, str)}
+
+
+def _one_source(sources: Mapping[str, str]) -> str:
+    """Return one template for requests with tools and without. The empty outputs keep Jinja from taking white space
+    beside the tags for that of the tags."""
+    if TOOL_USE not in sources:
+        return sources[DEFAULT]
+    tool_use, default = (sources[name].removesuffix("\n") for name in (TOOL_USE, DEFAULT))
+    empty = "{{ '' }}"
+    return f"{{% if tools %}}{empty}{tool_use}{empty}{{% else %}}{empty}{default}{empty}{{% endif %}}"
 
 
 def _documents(documents: Any) -> list[dict[str, str]] | None:

@@ -42,12 +42,14 @@ T = TypeVar("T")
 
 
 class Prompt(NamedTuple):
-    """A prompt: its text if given as text, its token ids, its images, and the encoder's input of each."""
+    """A prompt: its text if given as text, its token ids, its images, and the encoder's input of each. `notes` say what
+    of a conversation was left out or changed."""
 
     text: str | None
     ids: list[int]
     images: tuple[ImageItem, ...] = ()
     pixels: tuple[ImagePixels, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class PromptTruncation(NamedTuple):
@@ -213,12 +215,12 @@ class InputProcessor:
         work = partial(
             self.render_chat, messages, add_generation_prompt, continue_final_message, documents, tools, **variables
         )  # fmt: skip
-        text, images = await self._template_pool.run(work)
+        text, images, notes = await self._template_pool.run(work)
         pixels = await self._load_images(images, salt)
         prompt = await self.offload(len(text), lambda: self._tokenize(text, add_special_tokens, pixels, images))
         prompt = prompt if truncation is None else truncation.apply(prompt)
         self._check_length(prompt.ids, None)
-        return prompt
+        return prompt._replace(notes=tuple(notes))
 
     async def run_grammar_work(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which compiles a grammar. Raise Overloaded if too many wait."""
@@ -322,11 +324,11 @@ class InputProcessor:
         """Return a conversation as a prompt; see `render_chat`. `tools` are in OpenAI's form. The template adds special
         tokens itself."""
         checked_tools = read_tools(tools) if tools else ()
-        text, images = self.render_chat(
+        text, images, notes = self.render_chat(
             messages, add_generation_prompt, continue_final_message, documents, checked_tools, **kwargs
         )
         pixels = self._require_image_loader(images).load(images, "") if images else []
-        return self._tokenize(text, add_special_tokens, pixels, images)
+        return self._tokenize(text, add_special_tokens, pixels, images)._replace(notes=tuple(notes))
 
     def render_chat(
         self,
@@ -336,9 +338,9 @@ class InputProcessor:
         documents: Messages | None = None,
         tools: Sequence[Tool] = (),
         **kwargs: Any,
-    ) -> tuple[str, list[ImageSource]]:
-        """Return the text that the chat template makes of a conversation with `tools`, and the conversation's images.
-        `kwargs` are variables of the template."""
+    ) -> tuple[str, list[ImageSource], list[str]]:
+        """Return the text that the chat template makes of a conversation with `tools`, the conversation's images, and
+        notes on what of it was left out or changed. `kwargs` are variables of the template."""
         if self.chat_template is None:
             raise InputError("this model has no chat template: use completions, or start with --chat-template", "model")
         processor = self.image_loader.processor if self.image_loader is not None else None
@@ -353,7 +355,9 @@ class InputProcessor:
         text = self.chat_template.render_parsed(
             conversation, processor, add_generation_prompt, continue_final_message, documents, tools, **kwargs
         )
-        return text, conversation.images
+        unread = [f"chat_template_kwargs.{name[:40]} is no variable of the chat template"
+                  for name in kwargs if name not in self.chat_template.variables]  # fmt: skip
+        return text, conversation.images, [*conversation.notes, *unread]
 
     def process_prefix(self, name: str, given: Any) -> list[int]:
         """Return the token ids of a prefix to register as `name`, given as a string or token ids. Raise InputError for

@@ -14,10 +14,11 @@ import resource
 import signal
 import sys
 import unicodedata  # noqa: F401 (for the names in a template's escapes)
+from collections.abc import Iterator
 from typing import Any
 
 import jinja2.debug  # noqa: F401 (as above, when a template fails)
-from jinja2 import Template, meta
+from jinja2 import Template, meta, nodes
 
 from quire.protocol.json_frames import HEADER, pack, unpack
 from quire.text.template_sandbox import RenderBudget, Sandbox
@@ -76,9 +77,14 @@ class TemplateWorker:
             return ["failed", (str(error) or type(error).__name__)[:MAX_REASON]]
 
     def _compile(self, source: str) -> list[str]:
-        """Return the variables that the template reads, sorted."""
+        """Return the variables that the template is given by its caller, sorted. Those that it sets itself before it
+        reads them, as in a branch, are none of them."""
         self._template = self._sandbox.from_string(source)
-        read = meta.find_undeclared_variables(self._sandbox.parse(source))
+        tree = self._sandbox.parse(source)
+        first_uses: dict[str, str] = {}
+        for name in _names_in_order(tree):
+            first_uses.setdefault(name.name, name.ctx)
+        read = {name for name in meta.find_undeclared_variables(tree) if first_uses.get(name) != "store"}
         return sorted(read - self._sandbox.globals.keys())
 
     def _render(self, variables: dict[str, Any], seconds: float, max_bytes: int) -> str | None:
@@ -93,6 +99,17 @@ class TemplateWorker:
                 return None
             chunks.append(chunk)
         return "".join(chunks)
+
+
+def _names_in_order(node: nodes.Node) -> Iterator[nodes.Name]:
+    """Return the names in a template in the order in which they are used: the target of an assignment comes last."""
+    if isinstance(node, nodes.Name):
+        yield node
+    children = [*node.iter_child_nodes()]
+    if isinstance(node, nodes.Assign):
+        children.reverse()
+    for child in children:
+        yield from _names_in_order(child)
 
 
 def _set_limits() -> None:

@@ -1,0 +1,213 @@
+"""Fits a conversation to what a chat template can express.
+
+Templates differ in what they accept: some raise an error or drop the message if a system message comes late, if two
+messages of one role follow one another, or if the result of a tool comes without its call. Each such trait is tested
+once, by rendering small conversations. A conversation that the template takes is left as it is, but for system messages
+at the start: several become one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from quire.text.tools import Tool
+
+Message = dict[str, Any]
+Render = Callable[[Sequence[Message], Sequence[Tool]], str | None]
+"""Renders messages with tools; None if the template fails."""
+
+SYSTEM_ROLES = ("system", "developer")
+LATE_SYSTEM = "System message:\n"  # before a system message that becomes a user's
+RESULT = "Result of the function:\n"  # before a tool's result that becomes a user's message
+TOOLS_PROMPT = (
+    "You can call functions. Their descriptions, one a line:\n{tools}\n"
+    'To call one, answer only with JSON: {{"name": "...", "arguments": {{...}}}}'
+)
+PROBE_TOOL = "quire_probe"
+SHORT_ID = 9  # characters of a call's id in Mistral's templates, which take no other length
+_DEVELOPER = re.compile(r"""["']developer["']""")
+
+
+class TemplateTraits(NamedTuple):
+    """What a template can express."""
+
+    developer: bool  # the role "developer"
+    system: bool  # a system message at the start
+    late_system: bool  # one after other messages
+    same_role: bool  # messages of one role that follow one another
+    assistant_first: bool
+    calls: bool  # calls and their results
+    lone_results: bool  # results without a call just before them
+    argument_texts: bool  # arguments that are no JSON object, as they are
+    any_ids: bool  # ids of calls of any length
+
+
+def probe_traits(source: str, render: Render) -> TemplateTraits:
+    """Return the traits of the template `source`, whose `render` is tried out."""
+    tool = Tool(
+        PROBE_TOOL, None, {"type": "function", "function": {"name": PROBE_TOOL, "description": "", "parameters": {}}}
+    )
+
+    def output(*messages: Message) -> str | None:
+        return render(messages, [tool] if any("tool" in key for message in messages for key in message) else [])
+
+    def takes(*messages: Message) -> bool:
+        return output(*messages) is not None
+
+    def shows(*messages: Message) -> bool:
+        text = output(*messages)
+        return text is not None and all(str(message["content"]) in text for message in messages)
+
+    def say(role: str, number: int, **fields: Any) -> Message:
+        return {"role": role, "content": f"quire tries out {number}", **fields}
+
+    def call(id: str = "quire0000", arguments: Any = None) -> Message:
+        function = {"name": PROBE_TOOL, "arguments": {} if arguments is None else arguments}
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "id": id, "function": function}],
+        }
+
+    def result(number: int, id: str = "quire0000") -> Message:
+        return say("tool", number, tool_call_id=id, name=PROBE_TOOL)
+
+    user, assistant, long, broken = say("user", 1), say("assistant", 2), "call_quire_tries_out", '{"quire tries": '
+    text = output(user, call(arguments=broken), result(3))
+    return TemplateTraits(
+        developer=_DEVELOPER.search(source) is not None,
+        system=takes(say("system", 3), user),
+        late_system=shows(user, assistant, say("system", 3), say("user", 4)),
+        same_role=takes(user, say("user", 3)) and takes(user, assistant, say("assistant", 3)),
+        assistant_first=takes(assistant, say("user", 3)),
+        calls=PROBE_TOOL in (output(user, call()) or "") and shows(user, call(), result(3), result(4)),
+        lone_results=shows(result(3), user) and shows(user, call(), say("user", 3), result(4), assistant),
+        argument_texts=text is not None and broken in text,
+        any_ids=takes(user, call(long), result(3, long)) or not takes(user, call(), result(3)),
+    )
+
+
+def is_plain(messages: Sequence[Message]) -> bool:
+    """Return True if users and the assistant take turns in `messages`, without calls: every template takes these."""
+    turns = ("user", "assistant")
+    return all(message["role"] == turns[i % 2] and "tool_calls" not in message for i, message in enumerate(messages))
+
+
+def fit_messages(
+    messages: Sequence[Message], traits: TemplateTraits, described_tools: Sequence[Tool] | None
+) -> list[Message]:
+    """Return the nearest conversation that a template with `traits` can express. `described_tools` are given for a
+    template without tools: the system message describes them. If it has no calls either, calls are JSON, and results
+    are user messages."""
+    fitted: list[Message] = []
+    for message in messages:
+        if message["role"] == "developer" and not traits.developer:
+            message = {**message, "role": "system"}
+        if message["role"] in SYSTEM_ROLES and fitted and all(other["role"] in SYSTEM_ROLES for other in fitted):
+            fitted[-1] = {**fitted[-1], "content": _join(fitted[-1]["content"], message["content"])}
+        else:
+            fitted.append(message)
+    if described_tools is not None or not traits.calls:
+        fitted = [_without_tool_fields(message) for message in fitted]
+    if described_tools:
+        fitted = _describe_tools(fitted, described_tools)
+    fitted = [_fit_message(i, message, fitted, traits) for i, message in enumerate(fitted)]
+    if not traits.same_role or not traits.system:
+        fitted = _join_neighbors(fitted)
+    if not traits.assistant_first and fitted[0]["role"] == "assistant":
+        fitted.insert(0, {"role": "user", "content": ""})
+    return fitted
+
+
+def _fit_message(at: int, message: Message, messages: Sequence[Message], traits: TemplateTraits) -> Message:
+    """Return the message in a form that the template takes after those before it."""
+    role, content = message["role"], message["content"]
+    if role in SYSTEM_ROLES and not (traits.late_system if at else traits.system):
+        mark = LATE_SYSTEM if at else ""
+        return {**message, "role": "user", "content": _join(mark, content, "")}
+    if role == "tool" and not traits.lone_results and not _follows_call(at, messages):
+        return _result_as_user(message)
+    if "tool_calls" in message:
+        calls = [_fit_call(call, traits) for call in message["tool_calls"]]
+        return {**message, "tool_calls": calls}
+    if "tool_call_id" in message and not traits.any_ids:
+        return {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+    return message
+
+
+def _follows_call(at: int, messages: Sequence[Message]) -> bool:
+    """Return True if the result at `at` comes after a call, or after other results of that message."""
+    before = at - 1
+    while before >= 0 and messages[before]["role"] == "tool":
+        before -= 1
+    return before >= 0 and "tool_calls" in messages[before]
+
+
+def _fit_call(call: Mapping[str, Any], traits: TemplateTraits) -> Message:
+    function = call["function"]
+    if isinstance(function["arguments"], str) and not traits.argument_texts:
+        function = {**function, "arguments": {"arguments": function["arguments"]}}
+    fitted = {**call, "function": function}
+    if "id" in call and not traits.any_ids:
+        fitted["id"] = _short_id(call["id"])
+    return fitted
+
+
+def _short_id(id: str) -> str:
+    """Return `id`, or one of nine letters and digits that follows from it."""
+    if len(id) == SHORT_ID and id.isalnum():
+        return id
+    from hashlib import sha256
+
+    return sha256(id.encode("utf-8", "surrogatepass")).hexdigest()[:SHORT_ID]
+
+
+def _join_neighbors(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with those of one role that follow one another joined."""
+    joined: list[Message] = []
+    for message in messages:
+        last = joined[-1] if joined else None
+        if last is None or last["role"] != message["role"] or message["role"] not in ("user", "assistant"):
+            joined.append(message)
+            continue
+        both = {**last, **message, "content": _join(last["content"], message["content"])}
+        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
+            both["tool_calls"] = calls
+        joined[-1] = both
+    return joined
+
+
+def _join(first: Any, second: Any, between: str = "\n\n") -> Any:
+    """Return two contents as one: texts, or lists of parts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}{between}{second}" if first and second else first or second
+    lists = [[content] if isinstance(content, str) else list(content) for content in (first, second) if content]
+    return [part for parts in lists for part in parts]
+
+
+def _describe_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """Return the messages with a description of the tools in the system message."""
+    lines = "\n".join(json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools)
+    description = TOOLS_PROMPT.format(tools=lines)
+    first, *rest = messages
+    if first["role"] in SYSTEM_ROLES:
+        return [{**first, "content": _join(first["content"], description)}, *rest]
+    return [{"role": "system", "content": description}, *messages]
+
+
+def _without_tool_fields(message: Message) -> Message:
+    if message["role"] == "tool":
+        return _result_as_user(message)
+    if "tool_calls" not in message:
+        return message
+    calls = "\n".join(json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"])
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": _join(message["content"], calls, "\n")}
+
+
+def _result_as_user(message: Message) -> Message:
+    rest = {name: value for name, value in message.items() if name not in ("tool_call_id", "name")}
+    return {**rest, "role": "user", "content": _join(RESULT, message["content"], "")}
