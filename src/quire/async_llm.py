@@ -201,7 +201,7 @@ class AsyncLLM(RequestTracker):
     ) -> AsyncIterator[RequestOutput]:
         prompt = await read()
         params = given if given is not None else self.prompts.make_params()
-        _, ids, images, pixels = prompt
+        _, ids, images, pixels, _ = prompt
         stream = await self.submit(ids, params, request_id, salt=salt, media=images, pixels=pixels)
         builder = RequestOutputBuilder(stream.id, prompt.text, prompt.ids, params, self.prompts.decode_token)
         try:

@@ -346,7 +346,7 @@ class LLM:
             for prompt, each in zip(prompts, params):
                 job = OfflineRequest(f"offline-{next(self._ids)}", prompt, resolved[id(each)])
                 jobs.append(job)
-                _, ids, images, pixels = prompt
+                _, ids, images, pixels, _ = prompt
                 self.engine.add(job.id, ids, job.params, may_wait=waits, images=images, pixels=pixels)
                 stop = partial(self.engine.stop, job.id)
                 self._detokenizers[job.id] = RequestDetokenizer(self.prompts.text_backend, prompt.ids, job.params, stop)

@@ -39,7 +39,7 @@ from quire.text.images.loader import split_multi_modal
 from quire.text.input_processor import InputProcessor, Prompt, PromptTruncation
 from quire.text.reasoning_parser import detect_reasoning_format
 from quire.text.tool_parsers.formats import detect_tool_format
-from quire.text.tools import Tool
+from quire.text.tools import Tool, other_tools
 
 RESERVED_TEMPLATE_KWARGS = frozenset({
     "messages", "add_generation_prompt", "continue_final_message", "documents", "add_special_tokens", "tools", "self",
@@ -164,7 +164,7 @@ class RequestResolver:
         given = dict(body.chat_template_kwargs or {})
         if taken := RESERVED_TEMPLATE_KWARGS & given.keys():
             raise InputError(f"chat_template_kwargs can't set {min(taken)!r}", "chat_template_kwargs")
-        if body.reasoning_effort is not None and not self._unread_fields(body):
+        if body.reasoning_effort is not None and "reasoning_effort" in self.template_variables:
             given.setdefault("reasoning_effort", body.reasoning_effort)
         with input_error_at("messages", False):
             return await self.input_processor.process_chat_async(
@@ -182,7 +182,9 @@ class RequestResolver:
     def warning_headers(
         self, body: RequestFields, prompts: Sequence[Prompt] = (), warnings: Sequence[str] = ()
     ) -> dict[str, str]:
-        """Return the Warning header: ignored fields, `warnings`, and a prompt that begins with two BOS tokens."""
+        """Return the Warning header: ignored fields, `warnings`, notes on the prompts, and a prompt that begins with
+        two BOS tokens."""
+        warnings = (*warnings, *(note for prompt in prompts for note in prompt.notes))
         bos = self.input_processor.tokenizer.bos_id if self.input_processor.tokenizer is not None else None
         if bos is not None and any(prompt.ids[:2] == [bos, bos] and prompt.text is not None for prompt in prompts):
             twice = "the prompt begins with two BOS tokens: leave out one, or set add_special_tokens to false"
@@ -190,10 +192,12 @@ class RequestResolver:
         return warning_header(body, self._unread_fields(body), warnings)
 
     def _unread_fields(self, body: RequestFields) -> list[str]:
-        """Return ["reasoning_effort"] if the request has it and the template does not use it, else []: clients send it
-        to any model. Raise InputError instead if unknown fields are refused."""
-        if getattr(body, "reasoning_effort", None) is None or "reasoning_effort" in self.template_variables:
-            return []
-        if self.rules.strict:
-            raise InputError("the chat template doesn't use reasoning_effort", "reasoning_effort")
-        return ["reasoning_effort"]
+        """Return the names of known fields without effect: tools that are not functions, and reasoning_effort if the
+        template does not use it; clients send it to any model. Raise InputError instead if unknown fields are
+        refused."""
+        unread = [f"tools[{i}] ({kind})" for i, kind in other_tools(getattr(body, "tools", None) or ()).items()]
+        if getattr(body, "reasoning_effort", None) is not None and "reasoning_effort" not in self.template_variables:
+            unread.append("reasoning_effort")
+        if unread and self.rules.strict:
+            raise InputError(f"{unread[0]} has no effect here", unread[0].partition("[")[0])
+        return unread

@@ -28,10 +28,11 @@ ID_LETTERS = 9  # of a call's id for Mistral's templates, which require this len
 
 
 class ToolChoice(NamedTuple):
-    """The tools of a request. `mode` is "none", "auto", "required", or "named" for the tool `named_tool`. `format` is
-    how the model writes calls. `parallel`: an output may have several calls."""
+    """The tools of a request, and those of them that may be called. `mode` is "none", "auto", "required", or "named"
+    for the tool `named_tool`. `format` is how the model writes calls. `parallel`: an output may have several calls."""
 
     tools: tuple[Tool, ...] = ()
+    callable: tuple[Tool, ...] = ()
     mode: str = "none"
     named_tool: str = ""
     parallel: bool = True
@@ -43,7 +44,7 @@ class ToolChoice(NamedTuple):
         if self.mode in ("none", "named"):
             return None
         kind = TOOL_PARSERS[self.format] if self.mode == "auto" else RequiredToolParser
-        return kind([tool.name for tool in self.tools])
+        return kind([tool.name for tool in self.callable])
 
     def new_call_id(self) -> str:
         """Return a new id of a call."""
@@ -67,7 +68,7 @@ class ToolChoice(NamedTuple):
 
     def _structured(self, any_arguments: bool) -> Structured:
         """Return the structured output for a required call: the named tool's arguments, or a list of calls."""
-        tools = [tool._replace(parameters=ANY_OBJECT) if any_arguments else tool for tool in self.tools]
+        tools = [tool._replace(parameters=ANY_OBJECT) if any_arguments else tool for tool in self.callable]
         if self.mode == "named":
             schema = _arguments_schema(next(tool for tool in tools if tool.name == self.named_tool))
         else:
@@ -85,13 +86,13 @@ class ToolChoice(NamedTuple):
         """Return warnings about what a grammar does not enforce in calls: the keywords at the paths `dropped`, and
         schemas that refer to themselves endlessly."""
         at = {tool.name: f"tools[{i}].function.parameters" for i, tool in enumerate(self.tools)}
-        called = [tool for tool in self.tools if self.mode == "required" or tool.name == self.named_tool]
+        called = [tool for tool in self.callable if self.mode == "required" or tool.name == self.named_tool]
         places = [at[tool.name] for tool in called if find_endless_reference(_parameters_schema(tool)) is not None]
         for place in dropped:
             if self.mode == "named":
                 places.append(at[self.named_tool] + place)
             else:
-                places.append(CALL_ARGUMENTS.sub(lambda match: f"tools[{match[1]}].function.parameters#", place))
+                places.append(CALL_ARGUMENTS.sub(lambda match: f"{at[self.callable[int(match[1])].name]}#", place))
         return [f"not enforced in tool calls: {', '.join(places)}"] if places else []
 
 
@@ -148,7 +149,9 @@ def rebase_refs(schema: Any, pointer: str) -> Any:
 def read_tool_choice(request: ChatRequest, format: str) -> ToolChoice:
     """Return the tools of a request. Raise InputError for invalid tools or an invalid choice."""
     tools, given = tuple(read_tools(request.tools or [])), request.tool_choice
-    choice = ToolChoice(tools, "none", "", request.parallel_tool_calls is not False, format)
+    choice = ToolChoice(tools, tools, "none", "", request.parallel_tool_calls is not False, format)
+    if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
+        choice, given = _allowed(choice, given.get("allowed_tools"))
     if given == "none":
         return choice
     if given is None or given == "auto":
@@ -166,3 +169,19 @@ def read_tool_choice(request: ChatRequest, format: str) -> ToolChoice:
             return choice._replace(mode="named", named_tool=name)
     form = '{"type": "function", "function": {"name": ...}}'
     raise InputError(f"tool_choice is none, auto, required or {form}, got {short_repr(given)}", "tool_choice")
+
+
+def _allowed(choice: ToolChoice, given: Any) -> tuple[ToolChoice, str]:
+    """Return the choice with only the allowed tools callable, and its mode. All tools stay in the prompt, which can
+    then be found in the prefix cache."""
+    tools = given.get("tools") if isinstance(given, Mapping) else None
+    functions = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools or ()]
+    names = {function.get("name") if isinstance(function, Mapping) else None for function in functions}
+    if not names or given.get("mode") not in ("auto", "required"):
+        form = '{"mode": "auto" or "required", "tools": [{"type": "function", "function": {"name": ...}}]}'
+        raise InputError(f"tool_choice.allowed_tools must be {form}, got {short_repr(given)}", "tool_choice")
+    known = tuple(tool for tool in choice.tools if tool.name in names)
+    if len(known) < len(names):
+        unknown = short_repr(min(names - {tool.name for tool in known}, key=str))
+        raise InputError(f"tool_choice allows {unknown}, and there is no such tool", "tool_choice")
+    return choice._replace(callable=known), given["mode"]

@@ -30,22 +30,31 @@ class Tool(NamedTuple):
 
 
 def read_tools(tools: Any) -> list[Tool]:
-    """Return checked copies of a request's tools. Raise InputError with the tool that is invalid, and why."""
+    """Return checked copies of a request's functions; tools of other types are left out (`other_tools`). Raise
+    InputError with the tool that is invalid, and why."""
     if not isinstance(tools, list | tuple):
         raise InputError(f"tools must be a list, got {type(tools).__name__}", "tools")
     if len(tools) > MAX_TOOLS:
         raise InputError(f"tools may have at most {MAX_TOOLS} entries, got {len(tools)}", "tools")
     bound = JsonCopier("tools", "tools")
-    checked = [_tool(f"tools[{i}]", tool, bound) for i, tool in enumerate(tools)]
-    names: set[str] = set()
-    for i, tool in enumerate(checked):
-        if tool.name in names:
+    others, checked = other_tools(tools), list[Tool]()
+    for i, given in enumerate(tools):
+        if i in others:
+            continue
+        tool = _tool(f"tools[{i}]", given, bound)
+        if any(tool.name == other.name for other in checked):
             raise InputError(f"tools[{i}].function.name is {tool.name!r}, which another tool has", "tools")
-        names.add(tool.name)
+        checked.append(tool)
     size = sum(len(json.dumps(tool.definition, ensure_ascii=False)) for tool in checked)
     if size > MAX_CHARACTERS:
         raise InputError(f"tools have {size} characters of JSON; the limit is {MAX_CHARACTERS}", "tools")
     return checked
+
+
+def other_tools(tools: Any) -> dict[int, str]:
+    """Return the types of the tools that are not functions, by position: tools that a client's own server would run."""
+    kinds = {i: tool.get("type") for i, tool in enumerate(tools) if isinstance(tool, Mapping)}
+    return {i: kind[:40] for i, kind in kinds.items() if isinstance(kind, str) and kind != "function"}
 
 
 def _tool(at: str, tool: Any, bound: JsonCopier) -> Tool:

@@ -43,22 +43,29 @@ THINKING_TYPES = ("enabled", "adaptive", "disabled")
 THINKING_VARIABLES = ("enable_thinking", "thinking")  # names in chat templates
 UNSUPPORTED_FIELDS = ("container", "mcp_servers")  # Anthropic's fields that would change the answer
 ROLES = ("user", "assistant", "system")
-# Types of blocks by role, and the fields that are used of each type.
+# Types of blocks by role, and the fields that are used of each type. Others of the past are left out.
 BLOCK_TYPES = {
     "system": ("text",),
-    "user": ("text", "image", "tool_result"),
+    "user": ("text", "image", "document", "search_result", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "tool_result": ("text", "image"),
+    "tool_result": ("text", "image", "document", "search_result"),
 }
+PAST_OWNERS = ("assistant", "tool_result")
 BLOCK_FIELDS = {
     "text": ("text",),
     "image": ("source",),
+    "document": ("source", "title", "context"),
+    "search_result": ("source", "title", "content"),
     "tool_result": ("tool_use_id", "content", "is_error"),
     "tool_use": ("id", "name", "input"),
     "thinking": ("thinking", "signature"),
     "redacted_thinking": ("data",),
 }
 ERROR_PREFIX = "Error: "  # before the text of a tool result with is_error
+BILLING_HEADER = "x-anthropic-billing-header"
+"""A client's first block of the system message, which differs with each request: it would keep the rest from being found
+in the prefix cache."""
+UNCHECKED_FIELDS = ("content", "is_error", "signature", "input", "title", "context")
 NAMES = ClientNames(
     "/v1/messages",
     "messages",
@@ -113,7 +120,8 @@ class TranslatedMessages:
             given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
         else:
             given |= {"max_tokens": 1}
-        if self.conversation.last().get("role") == "assistant":  # the answer continues it
+        last = self.conversation.last()
+        if last.get("role") == "assistant" and not last.get("tool_calls"):  # the answer continues it
             given |= {"continue_final_message": True}
         self.chat_request = ChatRequest.model_construct(
             messages=self.conversation.messages, **given, **(unknown | self._ignored)
@@ -194,7 +202,7 @@ class TranslatedMessages:
     def _to_chat_tool(self, at: str, tool: Json) -> Json:
         """Return a tool in the chat's format. Its contents are checked there."""
         if tool.get("type") not in (None, "custom"):
-            raise InputError(f"{at}.type is {short_repr(tool['type'])}; only 'custom' is supported", "tools")
+            return {"type": tool["type"]}
         if not isinstance(tool.get("input_schema"), Mapping):
             raise InputError(
                 f"{at}.input_schema must be a JSON schema, got {short_repr(tool.get('input_schema'))}", "tools"
@@ -227,8 +235,6 @@ class MessageReader:
             message["content"] = message["content"] or ""
             if "reasoning_content" in message:
                 message["reasoning_content"] = "".join(message["reasoning_content"])
-        if self.conversation.last().get("tool_calls"):
-            raise InputError(f"{at} uses a tool: the results come next, as tool_result of the user", "messages")
 
     def _add_turn(self, at: str, role: str, content: Any, path: str) -> None:
         blocks = self._read_blocks(path, content, role)
@@ -250,15 +256,35 @@ class MessageReader:
         blocks = []
         for i, block in enumerate(content):
             place = f"{at}[{i}]"
+            if self._is_left_out(place, block, owner):
+                continue
             kind = check_kind(block, BLOCK_TYPES[owner], place, param, f" for {owner}")
             self._ignore(kind, block, ("type", *BLOCK_FIELDS[kind]))
             for name in BLOCK_FIELDS[kind]:
-                expected = Mapping if name in ("source", "input") else str
-                if name not in ("content", "is_error", "signature") and not isinstance(block.get(name), expected):
+                if name in UNCHECKED_FIELDS or (kind, name) == ("search_result", "source"):
+                    continue
+                expected = Mapping if name == "source" else str
+                if not isinstance(block.get(name), expected):
                     what = "a string" if expected is str else "an object"
                     raise InputError(f"{place}.{name} must be {what}, got {short_repr(block.get(name))}", param)
             blocks.append((place, block))
         return blocks
+
+    def _is_left_out(self, at: str, block: Any, owner: str) -> bool:
+        """Return True, and name the block in a warning, if it is left out: one of the past of an unknown type, or a
+        document that is no text; or a client's billing header."""
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if not isinstance(kind, str):
+            return False
+        unread = kind not in BLOCK_TYPES[owner] or (kind == "document" and _document_text(block) is None)
+        if owner in PAST_OWNERS and unread:
+            self.ignored[f"{at} ({kind[:40]})"] = True
+            return True
+        text = block.get("text")
+        if owner == "system" and isinstance(text, str) and text.startswith(BILLING_HEADER):
+            self.ignored[f"{at} ({BILLING_HEADER})"] = True
+            return True
+        return False
 
     def _ignore(self, prefix: str, given: Json, known: tuple[str, ...]) -> None:
         for name, value in given.items():
@@ -279,8 +305,6 @@ class MessageReader:
         user_parts: list[tuple[str, Json]] = []
         for place, block in blocks:
             if block["type"] == "tool_result":
-                if user_parts:
-                    raise InputError(f"{place} is a tool_result: these come before texts and images", "messages")
                 result_images += self._add_result(place, block)
             else:
                 user_parts.append((place, self._to_chat_part(place, block)))
@@ -298,15 +322,15 @@ class MessageReader:
             raise InputError(f"{at}.is_error must be true or false, got {short_repr(failed)}", "messages")
         content = block.get("content")
         blocks = [] if content is None else self._read_blocks(f"{at}.content", content, "tool_result")
-        texts = [inner["text"] for _, inner in blocks if inner["type"] == "text"]
+        texts = [_block_text(place, inner) for place, inner in blocks if inner["type"] != "image"]
         text = (ERROR_PREFIX if failed else "") + "\n".join(texts)
         self.conversation.append(at, {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
         return [(place, self._to_chat_part(place, inner)) for place, inner in blocks if inner["type"] == "image"]
 
     def _to_chat_part(self, at: str, block: Json) -> Json:
         """Return a text part, or an image as a data: URI."""
-        if block["type"] == "text":
-            return {"type": "text", "text": block["text"]}
+        if block["type"] != "image":
+            return {"type": "text", "text": _block_text(at, block)}
         source = block["source"]
         if source.get("type") != "base64":
             raise InputError(
@@ -328,3 +352,40 @@ class MessageReader:
                 self._add_parts([(place, self._to_chat_part(place, block))])
             elif block["type"] == "tool_use":
                 self.conversation.add_call(place, block["id"], block["name"], block["input"])
+
+
+def _block_text(at: str, block: Json) -> str:
+    """Return the text of a text, a document or a search result."""
+    if block["type"] == "text":
+        return str(block["text"])
+    if block["type"] == "document":
+        text = _document_text(block)
+        if text is None:
+            what = f'{at}.source must have plain text: {{"type": "text", "data": ...}} or content of text blocks'
+            raise InputError(what, "messages")
+        head = (block.get("title"), block.get("context"))
+    else:
+        text, head = _text_of(block.get("content")), (block.get("title"), block.get("source"))
+        if text is None:
+            raise InputError(f"{at}.content must be a list of text blocks", "messages")
+    return "\n".join([*(line for line in head if isinstance(line, str) and line), text])
+
+
+def _document_text(document: Json) -> str | None:
+    """Return the text of a document, or None if it is something else, as a PDF."""
+    source = document.get("source")
+    if not isinstance(source, Mapping):
+        return None
+    if source.get("type") == "content":
+        return _text_of(source.get("content"))
+    text = source.get("data")
+    return text if source.get("type") == "text" and isinstance(text, str) else None
+
+
+def _text_of(content: Any) -> str | None:
+    """Return the text of a string or a list of text blocks, or None for anything else."""
+    if isinstance(content, str):
+        return content
+    blocks = content if isinstance(content, list) else [None]
+    texts = [block.get("text") if isinstance(block, Mapping) else None for block in blocks]
+    return "\n".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None

@@ -22,7 +22,9 @@ class MessageRoutes:
         """Answer messages with one."""
         translated = TranslatedMessages(body, self.resolver)
         with NAMES.rename_errors(translated.conversation):
-            generation = NAMES.rename_warnings(await self.resolver.chat("msg", translated.chat_request))
+            generation = NAMES.rename_warnings(
+                await self.resolver.chat("msg", translated.chat_request), translated.conversation
+            )
             renderer = partial(MessageRenderer, max_tokens=body.max_tokens)
             return await self.service.answer(generation, renderer, http)
 
@@ -30,7 +32,9 @@ class MessageRoutes:
         """Return the number of tokens of the prompt for such messages."""
         translated = TranslatedMessages(body, self.resolver)
         with NAMES.rename_errors(translated.conversation):
-            generation = NAMES.rename_warnings(await self.resolver.chat("msg", translated.chat_request))
+            generation = NAMES.rename_warnings(
+                await self.resolver.chat("msg", translated.chat_request), translated.conversation
+            )
             prompts = generation.prompts
             headers = self.resolver.warning_headers(translated.chat_request, prompts, generation.warnings)
         return JSONResponse({"input_tokens": len(prompts[0].ids)}, headers=headers)

@@ -5,7 +5,8 @@ Nothing here reaches the engine. The ChatRequest is checked and answered like an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import WithJsonSchema
@@ -18,11 +19,10 @@ from quire.server.adapter import (
     SharedChatFields,
     check_choice,
     check_kind,
-    parse_partial_arguments,
     read_string,
 )
 from quire.server.request_models import OBJECT, ChatRequest, Objects, StreamOptions, Strings, ranged_field
-from quire.text.chat_messages import MAX_MESSAGES
+from quire.text.chat_messages import CUSTOM_INPUT, MAX_MESSAGES
 
 Json = dict[str, Any]
 INPUT_SCHEMA = {
@@ -30,8 +30,8 @@ INPUT_SCHEMA = {
 }
 TOOL_CHOICE_SCHEMA = {"anyOf": [{"enum": [None, "none", "auto", "required"]}, OBJECT]}
 ROLES = ("user", "assistant", "system", "developer")
-INCOMPLETE = "incomplete"  # the status of an item
-PARTS = ("input_text", "output_text", "refusal", "input_image")
+PARTS = ("input_text", "output_text", "text", "refusal", "input_image")
+NAMED_CHOICES = ("function", "allowed_tools")
 KNOWN_INCLUDES = ("reasoning.encrypted_content",)  # ignored: no content is encrypted here
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # OpenAI's limits of metadata
 # OpenAI's fields that would change the answer, or how it can be retrieved.
@@ -70,20 +70,19 @@ NAMES = ClientNames(
 )  # fmt: skip
 
 
-def to_chat_request(body: ResponseRequest, conversation: Conversation) -> ChatRequest:
-    """Return the chat request. Raise InputError for an unsupported field."""
+def to_chat_request(body: ResponseRequest, conversation: Conversation, left_out: Iterable[str]) -> ChatRequest:
+    """Return the chat request. `left_out` names items that are not in the conversation. Raise InputError for an
+    unsupported field."""
     unknown = NAMES.check_fields(body.model_extra or {}, ResponseRequest.model_fields, UNSUPPORTED_FIELDS)
     _check_supported(body)
     given = body.chat_fields() | {"messages": conversation.messages, "max_completion_tokens": body.max_output_tokens}
     given |= {"stop": body.stop, "parallel_tool_calls": body.parallel_tool_calls}
-    given["tools"] = (
-        None if body.tools is None else [_to_chat_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools)]
-    )
+    given["tools"] = None if body.tools is None else [_to_chat_tool(tool) for tool in body.tools]
     given["tool_choice"] = _to_chat_tool_choice(body.tool_choice)
     text, reasoning = body.text or {}, body.reasoning or {}
     given["response_format"] = _to_response_format(text.get("format"))
     given["reasoning_effort"] = _string("reasoning.effort", reasoning.get("effort"))
-    return ChatRequest.model_construct(**given, **unknown, **_unread_fields(body))
+    return ChatRequest.model_construct(**given, **unknown, **_unread_fields(body), **dict.fromkeys(left_out, True))
 
 
 def _check_supported(body: ResponseRequest) -> None:
@@ -106,7 +105,9 @@ def _unread_fields(body: ResponseRequest) -> Json:
     """Return the fields that are not used. The chat route names them in a warning, or refuses them if the server is
     strict."""
     text, reasoning, options = body.text or {}, body.reasoning or {}, body.stream_options
-    unread = {f"text.{name}": value for name, value in text.items() if name != "format"}
+    choice = body.tool_choice if isinstance(body.tool_choice, Mapping) else {}
+    unread = {"tool_choice": True} if choice and choice.get("type") not in NAMED_CHOICES else {}
+    unread |= {f"text.{name}": value for name, value in text.items() if name != "format"}
     unread |= {f"reasoning.{name}": value for name, value in reasoning.items() if name != "effort"}
     if options is not None:
         known = {"include_usage": options.include_usage, "continuous_usage_stats": options.continuous_usage_stats}
@@ -121,11 +122,10 @@ def _string(at: str, value: Any) -> str | None:
     raise InputError(f"{at} must be a string, got {type(value).__name__}", at.partition(".")[0].partition("[")[0])
 
 
-def _to_chat_tool(at: str, tool: Json) -> Json:
+def _to_chat_tool(tool: Json) -> Json:
     """Return a tool in the chat's format. Its name and parameters are checked there."""
-    kind = tool.get("type")
-    if kind != "function":
-        raise InputError(f"{at}.type is {short_repr(kind)}; only 'function' is supported", "tools")
+    if tool.get("type") != "function":
+        return {"type": tool.get("type")}
     return {"type": "function", "function": {
         name: tool[name] for name in ("name", "description", "parameters", "strict") if tool.get(name) is not None
     }}  # fmt: skip
@@ -134,8 +134,14 @@ def _to_chat_tool(at: str, tool: Json) -> Json:
 def _to_chat_tool_choice(given: Any) -> Any:
     if given in (None, "none", "auto", "required"):
         return given
-    if isinstance(given, Mapping) and given.get("type") == "function" and isinstance(given.get("name"), str):
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "function" and isinstance(given.get("name"), str):
         return {"type": "function", "function": {"name": given["name"]}}
+    if kind == "allowed_tools":
+        allowed = [_to_chat_tool_choice(tool) for tool in given.get("tools") or () if isinstance(tool, Mapping)]
+        return {"type": kind, kind: {"mode": given.get("mode"), "tools": [tool for tool in allowed if tool]}}
+    if isinstance(kind, str) and kind not in NAMED_CHOICES:  # a tool that OpenAI's servers run
+        return None
     form = '{"type": "function", "name": ...}'
     raise InputError(f"tool_choice is none, auto, required or {form}, got {short_repr(given)}", "tool_choice")
 
@@ -170,8 +176,11 @@ def input_items(body: ResponseRequest) -> list[Json]:
     return given
 
 
-def items_to_conversation(instructions: str | None, previous: Sequence[Json], items: Sequence[Json]) -> Conversation:
-    """Return the messages of a request: its instructions, the items of previous responses, and its own items."""
+def items_to_conversation(
+    instructions: str | None, previous: Sequence[Json], items: Sequence[Json]
+) -> tuple[Conversation, list[str]]:
+    """Return the messages of a request: its instructions, the items of previous responses, and its own items. Return
+    the names of the items that are left out too."""
     conversation = Conversation()
     if instructions is not None:
         conversation.append("instructions", {"role": "system", "content": instructions})
@@ -184,7 +193,7 @@ def items_to_conversation(instructions: str | None, previous: Sequence[Json], it
     for message in conversation.messages:
         if "reasoning_content" in message:
             message["reasoning_content"] = "".join(message["reasoning_content"])
-    return conversation
+    return conversation, reader.left_out
 
 
 class _ItemReader:
@@ -194,14 +203,20 @@ class _ItemReader:
     def __init__(self, conversation: Conversation) -> None:
         self._conversation, self._reasoning_texts = conversation, list[str]()
         self._result_images: list[tuple[str, Json]] = []  # images in results, with their paths
+        self.left_out: list[str] = []
 
     def add(self, at: str, item: Json) -> None:
         """Add the next item. `at` is its path in errors."""
         adds: dict[str, Callable[[str, Json], None]] = {
             "message": self._add_message_item, "function_call": self._add_call,
             "function_call_output": self._add_result, "reasoning": self._add_reasoning,
+            "custom_tool_call": self._add_custom_call, "custom_tool_call_output": self._add_result,
         }  # fmt: skip
-        adds[check_kind({"type": "message"} | item if "role" in item else item, adds, at, "input")](at, item)
+        kind = item.get("type", "message" if "role" in item else None)
+        if isinstance(kind, str) and kind not in adds:  # what tools that are not run here did, or a reference to it
+            self.left_out.append(f"{at} ({kind[:40]})")
+        else:
+            adds[check_kind({"type": "message"} | item, adds, at, "input")](at, item)
 
     def finish(self) -> None:
         """Add what is left after the last item."""
@@ -238,9 +253,9 @@ class _ItemReader:
         role = item.get("role")
         check_choice(role, ROLES, f"{at}.role", "input")
         content = item.get("content")
-        if role == "assistant" and content == []:
+        if role == "assistant" and content in (None, []):
             content = ""
-        content = _content(f"{at}.content", content)
+        content = self._content(f"{at}.content", content, role == "assistant")
         last = self._conversation.last()
         if role == "assistant" and last.get("tool_calls"):  # a text after calls belongs to the message of the calls
             last["content"] = parts = _as_parts(last["content"])
@@ -253,16 +268,19 @@ class _ItemReader:
 
     def _add_call(self, at: str, item: Json) -> None:
         id, name, given = (read_string(item, field, at, "input") for field in ("call_id", "name", "arguments"))
-        # The arguments of an incomplete call may end early, which is not the client's fault: keep what can be parsed.
-        arguments = parse_partial_arguments(given) if item.get("status") == INCOMPLETE else given
         last = self._conversation.last()
         if last.get("role") != "assistant" or self._reasoning_texts:
             self._add_message(at, {"role": "assistant", "content": None})
-        self._conversation.add_call(at, id, name, arguments)
+        self._conversation.add_call(at, id, name, given)
+
+    def _add_custom_call(self, at: str, item: Json) -> None:
+        """Add the call of a tool that takes a text."""
+        arguments = {CUSTOM_INPUT: read_string(item, "input", at, "input")}
+        self._add_call(at, {**item, "arguments": json.dumps(arguments, ensure_ascii=False)})
 
     def _add_result(self, at: str, item: Json) -> None:
         id = read_string(item, "call_id", at, "input")
-        output: Any = _content(f"{at}.output", item.get("output"))
+        output: Any = self._content(f"{at}.output", "" if item.get("output") is None else item["output"], True)
         if isinstance(output, list):
             parts = [(f"{at}.output[{i}]", part) for i, part in enumerate(output)]
             self._result_images += [(place, part) for place, part in parts if part["type"] != "text"]
@@ -272,6 +290,23 @@ class _ItemReader:
             output = [part for _, part in texts] or ""
         self._add_message(at, {"role": "tool", "tool_call_id": id, "content": output})
 
+    def _content(self, at: str, content: Any, past: bool) -> str | list[Json]:
+        """Return a message's content. Parts of `past` content that can't be read are left out."""
+        if isinstance(content, str):
+            return content
+        if past and isinstance(content, dict):
+            return json.dumps(content, ensure_ascii=False)
+        if not isinstance(content, list):
+            raise InputError(f"{at} must be a string or a list of parts, got {short_repr(content)}", "input")
+        parts: list[Json] = []
+        for i, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if past and isinstance(kind, str) and kind not in PARTS:
+                self.left_out.append(f"{at}[{i}] ({kind[:40]})")
+            else:
+                parts.append(_part(f"{at}[{i}]", part))
+        return parts or ("" if past else parts)
+
     def _add_reasoning(self, at: str, item: Json) -> None:
         """Add the texts only: summaries are not the reasoning itself, and encrypted content cannot be read here."""
         parts = item.get("content") or []
@@ -280,14 +315,6 @@ class _ItemReader:
         ):
             raise InputError(f'{at}.content must be a list like {{"type": "reasoning_text", "text": ...}}', "input")
         self._reasoning_texts += [part["text"] for part in parts if part["text"]]
-
-
-def _content(at: str, content: Any) -> str | list[Json]:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InputError(f"{at} must be a string or a list of parts, got {short_repr(content)}", "input")
-    return [_part(f"{at}[{i}]", part) for i, part in enumerate(content)]
 
 
 def _as_parts(content: str | list[Json] | None) -> list[Json]:

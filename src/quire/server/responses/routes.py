@@ -103,13 +103,13 @@ class ResponseRoutes:
         """Answer a list of items with items."""
         service, owner = self.service, owner_of(http)
         items, previous = input_items(body), self._previous_items(body, owner)
-        conversation = items_to_conversation(body.instructions, previous, items)
-        chat = to_chat_request(body, conversation)
+        conversation, left_out = items_to_conversation(body.instructions, previous, items)
+        chat = to_chat_request(body, conversation, left_out)
         on_complete = None
         if self.store.capacity and body.store is not False:
             on_complete = partial(self.store.put, owner, self.store.dump_items([*previous, *items]))
         with NAMES.rename_errors(conversation):
-            generation = NAMES.rename_warnings(await service.resolver.chat("resp", chat))
+            generation = NAMES.rename_warnings(await service.resolver.chat("resp", chat), conversation)
             renderer = partial(ResponseRenderer, body=body, on_complete=on_complete)
             return await service.answer(generation, renderer, http)
 
