@@ -18,6 +18,7 @@ MAX_SALT = 1024
 PROMPTS_PER_REQUEST = 16  # the average that the queue has room for
 # Token ids after the vocabulary that only stand for images; the embedding has rows for them (Mllama).
 EXTRA_TOKEN_IDS = 8
+ROOM = ", and the output needs at least one more"
 
 FitsFunction = Callable[[list[int], int], bool]
 """Returns True if branches of these lengths, with a common prompt of this length, fit into an empty memory."""
@@ -51,11 +52,17 @@ class EngineLimits(NamedTuple):
         if length == 0:
             raise InputError("the prompt is empty: it must have at least one token", "prompt")
         if length >= self.max_len:
-            raise PromptTooLong(
-                f"the prompt has {length} tokens, but {self.held_by} holds {self.max_len} "
-                "with at least one token of output",
-                "prompt",
-            )
+            raise self.too_long(f"{length} tokens", f"{self.max_len}")
+
+    def too_long(self, length: str, limit: str, more: str = "", param: str = "prompt") -> PromptTooLong:
+        """Return the error for a prompt of `length`, such as "300 tokens", above the `limit`. `more` says more of the
+        length. Clients know an overflow by its first words, which are OpenAI's."""
+        held_by = "" if self.held_by == "the model" else f" ({self.held_by} holds no more)"
+        return PromptTooLong(
+            f"This model's maximum context length is {self.max_len} tokens{held_by}. However, the prompt has "
+            f"{length}{more or ROOM}: shorten it",
+            param, length, limit,
+        )  # fmt: skip
 
     def resolved(self, params: SamplingParams, pooling: str, keeps_partial_prompt: bool) -> SamplingParams:
         """Return the parameters with `pooling` as the default. Raise InputError if the engine can't follow them.

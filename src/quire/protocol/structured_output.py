@@ -68,8 +68,8 @@ LLGUIDANCE_OPTIONS_KEY = "x-guidance"  # the member of schemas with options of l
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """The form of an output with vLLM's names; give exactly one form. `json` is a schema, as an object or as text;
-    `grammar` is in Lark's notation; `structural_tag` is an object or text. `disable_any_whitespace` forbids whitespace
-    between the parts of a JSON text."""
+    `grammar` is in Lark's notation or in GBNF; `structural_tag` is an object or text. `disable_any_whitespace` forbids
+    whitespace between the parts of a JSON text."""
 
     json: str | Mapping[str, Any] | bool | None = None
     regex: str | None = None
@@ -100,11 +100,14 @@ COMPOSITION_KEYWORDS = frozenset(("$ref", "anyOf", "oneOf", "if", "dependentSche
 
 
 def to_source(kind: StructuredKind, value: Any, name: str = PARAM_NAME) -> str:
-    """Return the source text of `value` for a kind. Raise InputError, about the parameter `name`, for a wrong type."""
+    """Return the source text of `value` for a kind; the objects of a schema are closed (`close_objects`). Raise
+    InputError, about the parameter `name`, for a wrong type."""
     if kind == "json_object":
         if value is not True:
             raise InputError(f"{name}: json_object must be true, got {str(value)[:40]}", name)
         return ""
+    if kind == "json":
+        value = close_objects(_parsed(value))
     if kind in ("json", "structural_tag"):
         if isinstance(value, str):
             return value
@@ -116,6 +119,17 @@ def to_source(kind: StructuredKind, value: Any, name: str = PARAM_NAME) -> str:
     if not isinstance(value, str):
         raise InputError(f"{name}: {kind} must be a string, got {type(value).__name__}", name)
     return value
+
+
+def _parsed(schema: Any) -> Any:
+    """Return a schema that is given as JSON as a value; text that is no JSON is refused when it is compiled."""
+    if not isinstance(schema, str):
+        return schema
+    try:
+        value = json.loads(schema, parse_float=_parse_finite_float, parse_constant=_parse_finite_float)
+    except (ValueError, RecursionError):
+        return schema
+    return value if isinstance(value, Mapping | bool) else schema
 
 
 def without_whitespace(spec: Structured) -> Structured:
@@ -132,8 +146,8 @@ def with_lenient(spec: Structured) -> Structured:
 
 def close_objects(schema: Any) -> Any:
     """Return the schema with `additionalProperties: false` for objects with `properties` that say nothing of other
-    members, as OpenAI's `strict` requires. A schema that composes objects of parts is returned unchanged: closed parts
-    would exclude the members of one another."""
+    members, as vLLM's grammars have it: a small model would add members until it is cut. A schema that composes objects
+    of parts is returned unchanged: closed parts would exclude the members of one another."""
     try:
         return schema if _composes_objects(schema) else _close_objects(schema)
     except RecursionError as error:

@@ -16,7 +16,16 @@ from starlette.responses import JSONResponse
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.errors import EngineDead, InputError, NotIdle, Overloaded, PrefixesFull, PrefixTaken, UnknownPrefix
+from quire.errors import (
+    EngineDead,
+    InputError,
+    NotIdle,
+    Overloaded,
+    PrefixesFull,
+    PrefixTaken,
+    PromptTooLong,
+    UnknownPrefix,
+)
 from quire.server.metrics import Metrics
 from quire.server.request_models import wrong_type_error
 
@@ -46,7 +55,8 @@ ANTHROPIC_TYPES = {
     413: "request_too_large",
     503: "overloaded_error",
 }
-ANSWERED_ERROR = "quire.told"  # in a request's scope: the exception that was answered and logged
+OVERFLOW = "context_length_exceeded"
+ANSWERED_ERROR = "quire.answered_error"  # in a request's scope: the exception that was answered and logged
 LAST_ANSWER_SECONDS = 1.0  # to send the response to an exception that ends a request
 log = logging.getLogger("quire.server")
 
@@ -59,18 +69,21 @@ class Failure(NamedTuple):
     param: str | None = None
     headers: dict[str, str] | None = None
     details: dict[str, Any] | None = None  # a field of Anthropic's format that its clients act on
+    reason: str | None = None  # OpenAI's code of an error that its clients act on
+    anthropic_message: str | None = None  # Anthropic's words for it
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's format."""
         kind = OPENAI_TYPES.get(self.code, "BadRequestError" if self.code < 500 else "InternalServerError")
         param = None if self.param is None else _printable(self.param, MAX_PARAM)
         message = _printable(self.message, MAX_MESSAGE)
-        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.reason or self.code}}
 
     def anthropic_body(self) -> dict[str, Any]:
         """Return the error in Anthropic's format, which has no param: the message names the field."""
         field = (self.param or "").partition(".")[0].partition("[")[0]
         message = self.message if field in self.message else f"{field}: {self.message}"
+        message = self.anthropic_message or message
         kind = ANTHROPIC_TYPES.get(self.code, "invalid_request_error" if self.code < 500 else "api_error")
         details = {} if self.details is None else {"details": self.details}
         return {"type": "error", "error": {"type": kind, "message": _printable(message, MAX_MESSAGE), **details}}
@@ -114,6 +127,9 @@ STATUS_CODES: dict[type[InputError], int] = {
 
 def to_failure(error: BaseException) -> Failure:
     """Return the failure that a client sees for an exception: no paths, addresses or tracebacks."""
+    if isinstance(error, PromptTooLong):
+        anthropic = f"prompt is too long: {error.length} > {error.limit} maximum" if error.length else None
+        return Failure(400, str(error), error.param, reason=OVERFLOW, anthropic_message=anthropic)
     if isinstance(error, InputError):
         details = error.details if isinstance(error, ThreadsUnsupported) else None
         return Failure(STATUS_CODES.get(type(error), 400), str(error), error.param, details=details)
@@ -151,7 +167,7 @@ def body_error(error: Mapping[str, Any]) -> InputError | None:
     """Return the error for a body that is not a JSON object, or None for other errors. curl's -d alone sends a form,
     which FastAPI does not parse."""
     if error["type"] == "json_invalid":
-        return InputError("the request body is not valid JSON")
+        return InputError(f"the request body is not valid JSON: {error['msg'][:200]}")
     if error["type"] == "model_attributes_type" and error["loc"] == ("body",):
         return InputError("the request body must be a JSON object, sent with Content-Type: application/json")
     return None

@@ -54,8 +54,9 @@ async def read_body(request: Request, model: type[M]) -> M:
         try:
             given = json.loads(raw)
         except json.JSONDecodeError as error:
-            place = ("body", error.pos)
-            found = {"type": "json_invalid", "loc": place, "msg": "JSON decode error", "input": {}}
+            place = f"line {error.lineno}, column {error.colno}"
+            message = f"{error.msg} at {place}"
+            found = {"type": "json_invalid", "loc": ("body", error.pos), "msg": message, "input": {}}
             raise RequestValidationError([found]) from error
         except Exception as error:  # invalid UTF-8, too much nesting, too many digits
             raise HTTPException(400, "There was an error parsing the body") from error

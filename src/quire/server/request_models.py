@@ -21,7 +21,7 @@ from quire.text.tools import MAX_CALLS, MAX_TOOLS
 
 MAX_PROMPTS = 256
 MAX_WARNING_CHARS = 512
-MAX_INPUTS = 1024  # texts that are embedded at once
+MAX_INPUTS = 2048  # texts that are embedded at once
 REQUEST_ID_PATTERN = re.compile(r"[!-~]{1,128}", re.ASCII)
 
 
@@ -154,9 +154,10 @@ def ranged_field(low: float | None = None, high: float | None = None, **more: An
 
 
 class RequestFields(BaseModel):
-    """Strict types. Unknown fields are kept, to be named in a warning."""
+    """Types as pydantic's lax mode reads them: "8" and 8.0 are integers. Unknown fields are kept, to be named in a
+    warning."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
 
 class StreamOptions(RequestFields):

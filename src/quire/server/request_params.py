@@ -14,7 +14,6 @@ from quire.protocol.structured_output import (
     STRUCTURED_KINDS,
     Structured,
     StructuredOutputsParams,
-    close_objects,
     to_source,
     with_lenient,
 )
@@ -250,8 +249,7 @@ def _from_response_format(value: Mapping[str, Any]) -> Structured:
     if about.get("strict") not in (None, True, False):
         raise InputError(f"{name}.json_schema.strict must be true or false, got {str(about['strict'])[:40]!r}", name)
     strict = about.get("strict")
-    schema = close_objects(about["schema"]) if strict else about["schema"]
-    structured = _from_schema(schema, f"{name}.json_schema.schema")
+    structured = _from_schema(about["schema"], f"{name}.json_schema.schema")
     return with_lenient(structured) if strict is False else structured
 
 

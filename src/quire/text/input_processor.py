@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from quire.config import EngineConfig
 from quire.core.validation import EngineLimits, check_salt
-from quire.errors import InputError, Overloaded, PromptTooLong, StartupError, input_error_at
+from quire.errors import InputError, Overloaded, StartupError, input_error_at
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.sampling_params import SamplingParams
 from quire.text.chat_messages import ImageSource, read_messages
@@ -246,11 +246,8 @@ class InputProcessor:
 
     def _check_num_chars(self, count: int) -> None:
         if count > CHARS_PER_TOKEN * self.max_len:
-            raise PromptTooLong(
-                f"the prompt has {count} characters, but at most {CHARS_PER_TOKEN * self.max_len} "
-                f"are read for {self.max_len} tokens",
-                "prompt",
-            )
+            most = CHARS_PER_TOKEN * self.max_len
+            raise self.limits.too_long(f"{count} characters", f"{most}", f", and at most {most} are read")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. Raise InputError without a tokenizer, and PromptTooLong for text that cannot

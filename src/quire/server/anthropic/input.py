@@ -63,7 +63,7 @@ BLOCK_FIELDS = {
 }
 ERROR_PREFIX = "Error: "  # before the text of a tool result with is_error
 BILLING_HEADER = "x-anthropic-billing-header"
-"""A client's first block of the system message, which differs with each request: it would keep the rest from being found
+"""A client's first block of the system message, which differs with each request: the rest would not be found
 in the prefix cache."""
 UNCHECKED_FIELDS = ("content", "is_error", "signature", "input", "title", "context")
 NAMES = ClientNames(

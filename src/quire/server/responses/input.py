@@ -82,7 +82,8 @@ def to_chat_request(body: ResponseRequest, conversation: Conversation, left_out:
     text, reasoning = body.text or {}, body.reasoning or {}
     given["response_format"] = _to_response_format(text.get("format"))
     given["reasoning_effort"] = _string("reasoning.effort", reasoning.get("effort"))
-    return ChatRequest.model_construct(**given, **unknown, **_unread_fields(body), **dict.fromkeys(left_out, True))
+    unread: Json = {**_unread_fields(body), **dict.fromkeys(left_out, True)}
+    return ChatRequest.model_construct(**given, **unknown, **unread)
 
 
 def _check_supported(body: ResponseRequest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,9 @@ COUNT_KEYWORDS = frozenset(
     ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
 )
 MAX_PROPERTIES = 2048  # in all of a schema
+GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+GBNF_ERROR_LINE = re.compile(r" at line (\d+)")
+MAX_GBNF_RULES = 512  # the converter's time grows with their square: a quarter of a second
 FREE_TEXT_RULE = r"TAG_TEXT: /(.|\n)*/"
 
 
@@ -58,9 +62,37 @@ def _compile_source(structured: Structured, tokenizer: Tokenizer) -> str:
         case "choice":
             return str(LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, parse_source(structured)))))
         case "grammar":
-            return str(LLMatcher.grammar_from_lark(structured.source))
+            return str(LLMatcher.grammar_from_lark(to_lark(structured.source)))
         case "structural_tag":
             return str(LLMatcher.grammar_from_lark(structural_tag_grammar(parse_source(structured), tokenizer)))
+
+
+def to_lark(source: str) -> str:
+    """Return a grammar in Lark. `source` is in Lark, or in GBNF, llama.cpp's and vLLM's form of EBNF, whose rules are
+    written `name ::= ...` and begin at `root`. Raise InputError if it can't be converted."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    rules = len(GBNF_RULE.findall(source))
+    if not rules:
+        return source
+    if rules > MAX_GBNF_RULES:
+        raise InputError(
+            f"grammar: it has {rules} rules in GBNF (name ::= ...); at most {MAX_GBNF_RULES} are converted: write it "
+            "in Lark (name: ...)",
+            PARAM_NAME,
+        )
+    try:
+        return str(gbnf_to_lark(source))
+    except Exception as error:  # the library raises its own errors, plain ones, and RecursionError
+        at = GBNF_ERROR_LINE.search(str(error))
+        line = source.split("\n")[int(at[1]) - 1].strip()[:80] if at else ""
+        reason = " ".join(str(error).partition(" at line")[0].split())[:120]
+        shown = f", in line {at[1]}: {line!r}" if at else ""
+        raise InputError(
+            f"grammar: {reason}{shown}. It is read as GBNF (root ::= ...), as it has ::=; Lark's rules have a colon "
+            "(start: ...)",
+            PARAM_NAME,
+        ) from error
 
 
 def _literal(text: str) -> str:

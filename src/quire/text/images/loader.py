@@ -10,8 +10,8 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quire.core.validation import EngineLimits, check_salt
-from quire.errors import InputError, Overloaded, PromptTooLong, short_repr
+from quire.core.validation import ROOM, EngineLimits, check_salt
+from quire.errors import InputError, Overloaded, short_repr
 from quire.protocol.columns import MAX_PIXEL_BYTES
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.text.chat_messages import ImageSource
@@ -167,11 +167,8 @@ class ImageLoader:
             taken = list(accumulate(tokens for _, tokens in spans))
             room = limits.max_len - len(placed) + taken[-1]  # left for images by the text
             over = next((one.param for one, tokens in zip(given, taken) if tokens >= room), "") if room > 0 else ""
-            raise PromptTooLong(
-                f"{over and f'with {over} '}the prompt has {len(placed)} tokens, {taken[-1]} of them for "
-                f"{len(spans)} images, but {limits.held_by} holds {limits.max_len} with at least one token of output",
-                over or "prompt",
-            )
+            more = f", {taken[-1]} of them for {len(spans)} images{over and f', with {over}'}{ROOM}"
+            raise limits.too_long(f"{len(placed)} tokens", f"{limits.max_len}", more, over or "prompt")
         return placed, tuple(
             ImageItem(one.key, start, tokens, processor.num_rows(one.grid), processor.num_parts(one.grid))
             for one, (start, tokens) in zip(pixels, spans)
