@@ -1,26 +1,36 @@
 """An agent: the model calls a tool until it answers. `python examples/agent.py http://127.0.0.1:8000/v1 "How many pages
-has a quire?"` asks what `make serve` serves. That never saw a tool: its first turn must call one, by a grammar."""
+has a quire?"` asks what `make serve` serves. That never saw a tool: its first turn must call one, by a grammar. The
+agent survives a call that is cut, a wrong argument, and a conversation that outgrows the model."""
 
 import json
 import sys
 
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 PAGES = {"quire": 48, "ream": 960}
 THING = {"type": "object", "properties": {"thing": {"enum": list(PAGES)}}, "required": ["thing"]}
 TOOLS = [{"type": "function", "function": {"name": "pages", "description": "how many", "parameters": THING}}]
 
 
-def run(client: OpenAI, question: str) -> list[dict]:
+def run(client: OpenAI, question: str, max_tokens: int = 100) -> list[dict]:
     """The conversation, which ends with the answer."""
     messages = [{"role": "user", "content": question}]
-    asked = {"model": client.models.list().data[0].id, "messages": messages, "tools": TOOLS, "max_tokens": 100}
-    for choice in ("required", "auto", "auto", "none"):
-        said = client.chat.completions.create(**asked, tool_choice=choice, parallel_tool_calls=False).choices[0].message
+    asked = {"model": client.models.list().data[0].id, "messages": messages, "tools": TOOLS, "max_tokens": max_tokens}
+    for choice in ("required", *["auto"] * 6, "none"):
+        try:
+            said = client.chat.completions.create(**asked, tool_choice=choice).choices[0].message
+        except BadRequestError as error:
+            if error.code != "context_length_exceeded" or len(messages) == 1:
+                raise
+            del messages[1 : 1 + len(messages) // 2]  # forget the older half, but not the question
+            continue
         messages.append(said.model_dump(exclude_none=True))
         for call in said.tool_calls or ():
-            pages = PAGES[json.loads(call.function.arguments)["thing"]]
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(pages)})
+            try:
+                result = str(PAGES[json.loads(call.function.arguments)["thing"]])
+            except (ValueError, KeyError, TypeError) as error:  # cut, or something else than was asked for
+                result = f"Error: {error!r}. The argument is one of {[*PAGES]}."
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
         if not said.tool_calls:
             break
     return messages
