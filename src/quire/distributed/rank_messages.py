@@ -20,26 +20,11 @@ from quire.protocol.kv_cache_config import KVCacheConfig, kv_cache_config_from_j
 from quire.protocol.parallel_layout import MAX_RANKS, Shard
 from quire.protocol.wire import KEY_BYTES
 
-KINDS = range(1, 18)
-(
-    INIT,
-    BIND,
-    WARM_UP,
-    ADD_IMAGE,
-    REMOVE_IMAGE,
-    PLAN,
-    COLLECT,
-    QUERY,
-    CLOSE,
-    READY,
-    DONE,
-    STEP_RESULT,
-    QUERY_REPLY,
-    FAILED,
-    OPEN_DEVICE,
-    SLEEP,
-    WAKE,
-) = KINDS
+KINDS = (
+    INIT, BIND, WARM_UP, ADD_IMAGE, REMOVE_IMAGE, PLAN, COLLECT, QUERY, CLOSE, READY, DONE, STEP_RESULT, QUERY_REPLY,
+    FAILED, OPEN_DEVICE, SLEEP, WAKE,
+) = range(1, 18)  # fmt: skip
+ANSWERED_BY_DONE = (BIND, WARM_UP, SLEEP, WAKE)
 WARM_UP_BODY = struct.Struct("<II")  # maximum tokens of a step, and of a sequence
 STEP_RESULT_HEAD = struct.Struct("<QQQ")  # the step, from 1; digests of what was applied, and of the samples
 MAX_FAILURE_CHARS = 1 << 12  # characters of a failure's text

@@ -10,8 +10,6 @@ from typing import Any
 
 from quire.distributed.kernel_profiler import KernelProfiler
 
-RankQuery = Callable[[Any], Any]
-
 
 def _query_mapping(runner: Any) -> list[float] | None:
     mapped = getattr(runner, "mapping_stats", None)
@@ -31,7 +29,7 @@ def _query_graphs(runner: Any) -> dict[str, list[Any]]:
 
 _profiler = KernelProfiler()
 
-RANK_QUERIES: dict[str, RankQuery] = {
+RANK_QUERIES: dict[str, Callable[[Any], Any]] = {
     "depth": lambda runner: runner.depth,
     "attention": lambda runner: getattr(runner, "attention", ""),
     "device": lambda runner: str(getattr(runner, "device", "")),

@@ -89,7 +89,8 @@ class SharedMemoryExchange:
 
     def _all_gather_chunk(self, piece: Tensor) -> Tensor:
         """Return all ranks' bytes of one piece, [ranks, bytes], valid until the exchange after next."""
-        turn, missing = self._next_slot(), self.shard.tp_size - 1
+        self._slot = turn = 1 - self._slot
+        missing = self.shard.tp_size - 1
         self._counters[self.shard.global_rank * COUNTER_STRIDE] += 1
         self._slots[self.shard.tp_rank, turn, : len(piece)] = piece
         for event in self._other_events[turn]:
@@ -99,11 +100,6 @@ class SharedMemoryExchange:
                 raise PeerLost(f"{missing} of {self.shard.tp_size - 1} other ranks were silent in a step")
             missing -= os.eventfd_read(self._own_events[turn])
         return self._slots[:, turn, : len(piece)]
-
-    def _next_slot(self) -> int:
-        """Return the slot of the next piece."""
-        self._slot = 1 - self._slot
-        return self._slot
 
 
 def _as_bytes(x: Tensor) -> Tensor:

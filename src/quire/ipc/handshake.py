@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
 from quire.core.validation import EngineLimits
-from quire.errors import StartupError
-from quire.ipc.frames import Frame, metrics_from_json, metrics_to_json, read_field, read_json, read_uint32, write_json
+from quire.ipc.frames import metrics_from_json, metrics_to_json, read_field, read_json, read_uint32, write_json
 from quire.ipc.heartbeat import Health
 from quire.ipc.messages import EngineReady
 from quire.protocol.columns import FrameReader, WireError
@@ -93,9 +92,3 @@ def read_heartbeat(body: memoryview, now: float) -> Health:
     reader = FrameReader(body)
     stalled, lasted, size = reader.unpack(HEARTBEAT, "pulse")
     return Health(True, bool(stalled), now - lasted, reader.read_bytes(size, "why").decode("utf-8", "replace"))
-
-
-def read_start_failure(frame: Frame) -> StartupError:
-    """Return the error in a START_FAILED frame: why the engine could not be built."""
-    data = read_json(frame.body)
-    return StartupError(read_field(data, "text", str), read_field(data, "remedy", str) if "remedy" in data else "")

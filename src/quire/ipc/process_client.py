@@ -23,10 +23,12 @@ from quire.ipc.frames import (
     START_FAILED,
     Frame,
     FrameCodec,
+    error_from_json,
     read_engine_message,
+    read_json,
     write_client_message,
 )
-from quire.ipc.handshake import EngineInitMessage, read_heartbeat, read_ready, read_start_failure, write_engine_init
+from quire.ipc.handshake import EngineInitMessage, read_heartbeat, read_ready, write_engine_init
 from quire.ipc.heartbeat import SILENCE_SECONDS, Health
 from quire.ipc.messages import (
     ClientMessage,
@@ -85,7 +87,7 @@ class ProcessEngineClient:
                 frames += self._frames.decode(data)
             frame, *self._early_frames = frames
             if frame.kind == START_FAILED:
-                raise read_start_failure(frame)
+                raise error_from_json(read_json(frame.body))
             if frame.kind != READY:
                 raise WireError("kind", f"{frame.kind} before READY")
             self.ready = read_ready(frame.body)
