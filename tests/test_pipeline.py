@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +13,17 @@ import pytest
 import test_state_logits
 import torch
 import transformers
-from echo_ranks import ThreadRank
 from test_equality import FAMILIES, FRAMED, GEMMA2, GPT2, OPT, SIZES
 from test_tensor_parallel import CASES, PARAMS, PROMPTS, SETTINGS, answers, both, engine_of, saver
 
-import quire.distributed.remote_runner
 from quire import LLM
 from quire.config import EngineConfig
-from quire.distributed.rank_messages import InitMessage
-from quire.distributed.remote_runner import RemoteRunner
 from quire.errors import EngineDead
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.parallel_layout import Shard
 from quire.protocol.step_plan import PageCopy
 from quire.startup.checkpoint import read_checkpoint
-from quire.startup.loader import _load_model, build_rank_runner
+from quire.startup.loader import _load_model
 
 THREE = {"num_hidden_layers": 3}
 DEEP: dict[str, Any] = {
@@ -151,22 +145,6 @@ def test_a_stage_reads_its_layers_only(folders: Any) -> None:
     assert read == [embedding + layer + norm, layer + norm, embedding + layer + norm]
 
 
-@pytest.fixture
-def changed(threads: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], None]:
-    """Have something done to each rank's runner, once it is built."""
-
-    def change(how: Callable[[Any], None]) -> None:
-        def built(hello: InitMessage) -> Any:
-            runner = build_rank_runner(hello)
-            how(runner)
-            return runner
-
-        start = partial(ThreadRank, built)
-        monkeypatch.setattr(quire.distributed.remote_runner, "RemoteRunner", partial(RemoteRunner, start=start))
-
-    return change
-
-
 FAULTS: dict[str, str] = {
     "a journal entry skipped on one stage": r"rank 0 applied or sampled differently from rank 1 in step \d",
     "a stage that gives the rows of another step": r"sent \(number, rows, columns, bytes\) \[2, .*, not",
@@ -175,8 +153,8 @@ FAULTS: dict[str, str] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_bugs_are_noticed(folders: Any, changed: Any, fault: str) -> None:
-    changed(lambda runner: plant(runner, fault) if runner.shard.is_first_stage else None)
+def test_planted_bugs_are_noticed(folders: Any, threads: list[Any], fault: str) -> None:
+    threads.append(lambda runner, shard: plant(runner, fault) if shard.is_first_stage else None)
     if fault.startswith("what is to be added"):  # by tokens alone
         with pytest.raises(AssertionError, match=FAULTS[fault]):
             both(folders("llama"), 1, 1, pp=2)

@@ -4,26 +4,20 @@ penalties, windows and memories. Most ranks are on threads of this process, with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import gguf_files
 import pytest
-from echo_ranks import ThreadRank
 from test_equality import FAMILIES, random_model
 
-import quire.distributed.remote_runner
 from quire.config import EngineConfig
 from quire.core.engine import Engine
-from quire.distributed.rank_messages import InitMessage
-from quire.distributed.remote_runner import RemoteRunner
-from quire.errors import EngineDead, StartupError
-from quire.protocol.kv_cache_config import KVCacheConfig
+from quire.errors import StartupError
+from quire.protocol.parallel_layout import Shard
 from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.step_plan import PageCopy
 from quire.startup.build import build
-from quire.startup.loader import build_rank_runner
 
 PROMPTS = [[(7 * i + j * j) % 97 for j in range(n)] for i, n in enumerate((1, 5, 16, 23, 37))]
 SETTINGS = {
@@ -120,49 +114,17 @@ def test_ranks_of_a_file_of_blocks_say_what_one_says(layout: dict[str, int], tmp
     both(gguf_files.convert(TINY, "llama", tmp_path / "tiny.gguf", "q8_0"), rounds=1, **layout)
 
 
-def test_a_journal_entry_skipped_on_one_rank_is_named(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though all draw the same tokens, of what they have in common."""
-
-    def built(hello: InitMessage) -> Any:
-        runner = build_rank_runner(hello)
-        bind = runner.bind
-
-        def bound(geometry: KVCacheConfig) -> None:
-            bind(geometry)
-            replay = runner.store.apply_page_ops
-            runner.store.apply_page_ops = lambda journal: replay(
-                tuple(entry for entry in journal if type(entry) is not PageCopy)
-            )
-
-        if not hello.part.is_first_tp_rank:
-            monkeypatch.setattr(runner, "bind", bound)
-        return runner
-
-    remote = partial(RemoteRunner, start=partial(ThreadRank, built))
-    monkeypatch.setattr(quire.distributed.remote_runner, "RemoteRunner", remote)
-    engine = engine_of(folders("llama"), tp=2, attention="sdpa")
-    with pytest.raises(EngineDead, match=r"rank 1 applied or sampled differently from rank 0 in step \d"):
-        list(answers(engine, 1))
-    engine.close()
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("layout", [{"tp": 2, "depth": 2}, {"tp": 1, "pp": 2}], ids=str)
-def test_ranks_that_are_started_anew_say_the_same(
-    folders: Any, monkeypatch: pytest.MonkeyPatch, layout: dict[str, int]
-) -> None:
+def test_ranks_that_are_started_anew_say_the_same(folders: Any, threads: list[Any], layout: dict[str, int]) -> None:
     """Whatever their caches held, and whatever was in flight: greedy and sampled requests, branches, beams."""
     left = iter((3, 9, 12))  # steps of each start
 
-    def built(hello: InitMessage) -> Any:
-        runner = build_rank_runner(hello)
-        if not (hello.part.is_first_tp_rank and hello.part.is_first_stage) and (step := next(left, None)) is not None:
+    def fail_later(runner: Any, shard: Shard) -> None:
+        if shard.global_rank and (step := next(left, None)) is not None:
             collect, steps = runner.collect, iter(range(1, step))
-            monkeypatch.setattr(runner, "collect", lambda ticket: collect(ticket) if next(steps, 0) else 1 // 0)
-        return runner
+            runner.collect = lambda ticket: collect(ticket) if next(steps, 0) else 1 // 0
 
-    remote = partial(RemoteRunner, start=partial(ThreadRank, built))
-    monkeypatch.setattr(quire.distributed.remote_runner, "RemoteRunner", remote)
+    threads.append(fail_later)
     _, engine = both(folders("llama"), rounds=1, **layout, on_rank_failure="restart", swap_gib=0.01)
     assert engine.stats.restarts == 3
     engine.scheduler.memory.check()

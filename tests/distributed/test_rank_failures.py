@@ -15,7 +15,7 @@ import psutil
 import pytest
 from echo_ranks import FaultyEcho, processes, threaded
 from memories import MEMORIES, Build
-from waiting import wait_until
+from waiting import has_ended, wait_until
 from wired import drain, open_engine
 
 from quire.distributed.remote_runner import RemoteRunner
@@ -36,25 +36,10 @@ def descriptors() -> set[str]:
     return {os.readlink(one) for one in Path("/proc/self/fd").iterdir() if os.path.lexists(one)}
 
 
-def ranks_left() -> list[str]:
-    """Processes of this one's that are ranks."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            stat = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(stat[1]) == os.getpid() and b"echo_ranks" in (entry / "cmdline").read_bytes():
-                found.append(entry.name)
-        except (OSError, IndexError, ValueError):
-            continue
-    return found
-
-
-def alive(pid: int) -> bool:
-    """It runs, or is stopped: what ended may wait for whoever has to take note of it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def ranks_left() -> list[psutil.Process]:
+    """Return the children of this process that are ranks."""
+    children = (one for one in psutil.process_iter(["ppid", "cmdline"]) if one.info["ppid"] == os.getpid())
+    return [one for one in children if "echo_ranks" in " ".join(one.info["cmdline"] or ())]
 
 
 def used(runner: RemoteRunner) -> None:
@@ -207,4 +192,4 @@ def test_ranks_end_with_their_engine_also_those_that_are_stopped() -> None:
     done = subprocess.run([sys.executable, "-c", code, str(TESTS)], capture_output=True, text=True, timeout=100)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
-    wait_until(lambda: not any(map(alive, pids)), "the ranks have ended")
+    wait_until(lambda: all(map(has_ended, pids)), "the ranks have ended")

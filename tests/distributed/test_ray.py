@@ -21,7 +21,7 @@ import psutil
 import pytest
 from echo_ranks import started
 from test_restart import VOCAB, ask, clean, heard, opened, undisturbed
-from waiting import wait_until
+from waiting import has_ended, wait_until
 from wired import drain, open_engine
 
 from quire import LLM, SamplingParams
@@ -68,14 +68,9 @@ def pids_of(runner: RemoteRunner) -> list[int]:
     return [*ranks, *(psutil.Process(pid).ppid() for pid in ranks), driver._group.driver.process.pid]
 
 
-def alive(pids: list[int]) -> bool:
-    known = {pid: state for pid, _, _, state in list_processes()}
-    return any(known.get(pid, "X") not in "XZ" for pid in pids)
-
-
 def wait_gone(pids: list[int], seconds: float = 30.0) -> None:
     """Wait until all have ended."""
-    wait_until(lambda: not alive(pids), f"processes {pids} have ended", seconds)
+    wait_until(lambda: all(map(has_ended, pids)), f"processes {pids} have ended", seconds)
 
 
 def test_a_cluster_of_their_own_and_what_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +121,7 @@ def test_ranks_are_placed_anew(cluster: str, caplog: pytest.LogCaptureFixture) -
     clean(engine)
     assert "rank 1 was ended by signal 9 (SIGKILL) in step 3; ranks are started anew" in caplog.text
     wait_gone(pids[0])
-    assert alive(pids[1])
+    assert not all(map(has_ended, pids[1]))
     engine.close()
     wait_gone(pids[1])
 

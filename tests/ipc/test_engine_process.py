@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,7 +22,7 @@ import psutil
 import pytest
 from echo_service import Echo
 from served_process import SERVE, Served, served
-from waiting import IDLE, wait_until, wait_until_async
+from waiting import IDLE, has_ended, wait_until, wait_until_async
 
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
@@ -172,13 +172,7 @@ asyncio.run(work())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    wait_until(lambda: gone(int(done.stdout)), "the engine's process has ended")
-
-
-def gone(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # ended, and nobody asked how
-    return True
+    wait_until(lambda: has_ended(int(done.stdout)), "the engine's process has ended")
 
 
 @pytest.mark.parametrize(
@@ -288,7 +282,7 @@ def test_a_server_drains_through_both(tmp_path: Path) -> None:
                 part.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.child.wait(60) == 0, server.text
-    assert gone(engine.pid)
+    assert has_ended(engine.pid)
 
 
 def test_an_engine_is_started_again_once(tmp_path: Path) -> None:

@@ -124,10 +124,6 @@ def from_engine(message: Any) -> Any:
     return read_engine_message(Frame(kind, memoryview(body)))
 
 
-def told(messages: Sequence[BranchOutput], numbers: Sequence[int]) -> list[tuple[int, BranchOutput]]:
-    return [(number, output) for number, output in zip(numbers, messages)]
-
-
 @given(
     now=finite, queues=st.builds(QueueSizes, unsigned, unsigned, unsigned, unsigned, unsigned), computed=unsigned,
     came=st.lists(progress, max_size=3), plain=st.lists(outputs | ended, max_size=6), known=st.booleans(),
@@ -136,7 +132,7 @@ def test_steps(
     now: float, queues: QueueSizes, computed: int, came: list[RequestProgress], plain: list[BranchOutput], known: bool
 ) -> None:
     facts = some_facts() if known else None
-    message = StepOutputs(now, queues, computed, came, told(plain, range(len(plain))), facts)
+    message = StepOutputs(now, queues, computed, came, list(enumerate(plain)), facts)
     found = from_engine(message)
     assert found._replace(facts=None) == message._replace(facts=None)
     assert facts_equal(found.facts, facts)
@@ -341,7 +337,7 @@ def bodies() -> list[tuple[Callable[[Frame], object], int, bytes]]:
     plain = [BranchOutput("", at % 3, (at,), "", (), None, None, False, -1.0) for at in range(40)]
     pooled = BranchOutput("", 0, (), "", (), "stop", None, True, 0.0, pooled=(0.5, -2.0))
     stepped = StepOutputs(1.0, QueueSizes(1, 2, 3, 0, 1), 50, [RequestProgress(1, 2, 3.0, None, 5, 6)],
-                      told([*plain, ends, ends._replace(stop_reason=7), pooled], range(43)), some_facts())  # fmt: skip
+                      list(enumerate([*plain, ends, ends._replace(stop_reason=7), pooled])), some_facts())  # fmt: skip
     held = {"a": 1}, ("a",)
     engine = [stepped, stepped._replace(facts=None), Reply(1, InputError("a", "n")), Reply(2, None, held),
               EngineExited(EngineDead("x"))]  # fmt: skip
