@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,17 +57,16 @@ SendToClient = Callable[[int, EngineMessage], None]
 """Sends a message to a client, on the engine's thread. One that has left is ignored."""
 
 
+@dataclass(slots=True, eq=False)
 class TrackedRequest:
     """A request of the engine, with the client that sent it and that client's number for it."""
 
-    __slots__ = ("client_index", "id", "image_keys", "is_reported", "number", "request")
-
-    def __init__(
-        self, client_index: int, number: int, id: str, request: Request, image_keys: Iterable[bytes] = ()
-    ) -> None:
-        self.client_index, self.number, self.id, self.request = client_index, number, id, request
-        self.is_reported = False  # its progress was sent
-        self.image_keys = image_keys
+    client_index: int
+    number: int
+    id: str
+    request: Request
+    image_keys: Iterable[bytes]
+    is_reported: bool = False  # its progress was sent
 
     def progress(self) -> RequestProgress:
         """Return how far the request has come."""

@@ -109,15 +109,9 @@ class AdminRequest(NamedTuple):
 
 
 ClientMessage = (
-    AddRequests
-    | AbortRequests
-    | StopBranch
-    | RegisterPrefix
-    | ReleasePrefix
-    | ListPrefixes
-    | SnapshotRequest
+    AddRequests | AbortRequests | StopBranch | RegisterPrefix | ReleasePrefix | ListPrefixes | SnapshotRequest
     | AdminRequest
-)
+)  # fmt: skip
 
 
 class Reply(NamedTuple):
