@@ -287,16 +287,3 @@ def test_close_ends_the_chat_templates_process() -> None:
         llm.generate([[1]], PARAMS, use_tqdm=False)
     with pytest.raises(EngineDead):
         llm.generate([[1]], PARAMS)
-
-
-def test_bad_words_become_ids(llm: LLM) -> None:
-    text = llm.prompts.text_backend
-    assert text is not None
-    resolved = text.resolve(SamplingParams(bad_words=["upon", "xyz"]))
-    encode = tokenizer().encode
-    plain, spaced = tuple(encode("upon")), tuple(encode(" upon"))
-    assert plain in resolved.bad_word_ids
-    assert (spaced in resolved.bad_word_ids) == (len(spaced) == len(plain))
-    assert tuple(encode("xyz")) in resolved.bad_word_ids
-    with pytest.raises(InputError, match="has no tokens"):
-        text.resolve(SamplingParams(bad_words=["  "]))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hosts import Told
+from loop_driver import LoopDriver
 
 from quire.config import EngineConfig
 from quire.errors import InputError
@@ -36,7 +36,7 @@ def seeing() -> Iterator[BuiltEngine]:
     made.engine.close()
 
 
-class Fronts(Told):
+class Fronts(LoopDriver):
     """A host of that engine, and what its fronts send."""
 
     def __init__(self, built: BuiltEngine) -> None:
@@ -53,16 +53,16 @@ class Fronts(Told):
         return NewRequest(self.sent, f"r{self.sent}", tuple(prompt), media), tuple(pixels)
 
     def ask(self, asked: NewRequest, pixels: tuple[ImagePixels, ...], turns: int = 0) -> Exception | None:
-        """What is answered to a request; after so many turns."""
+        """Return the error of a request, after `turns` more iterations."""
         kind, body = write_client_message(AddRequests(self.sent, (asked,), PARAMS, "", pixels))
-        self.turns((0, read_client_message(Frame(kind, memoryview(body)))), most=1 + turns)
-        return self.answers()[-1].error
+        self.run((0, read_client_message(Frame(kind, memoryview(body)))), most=1 + turns)
+        return self.replies()[-1].error
 
     def tokens(self, number: int) -> list[int]:
         """What a request got, once nothing is left to do."""
-        self.turns()
-        assert self.empty()
-        assert (len(self.engine.image_registry.runner_pixels), self.host.pixels.total_bytes) == (0, 0)
+        self.run()
+        assert self.is_empty()
+        assert (len(self.engine.image_registry.runner_pixels), self.loop.pixels.total_bytes) == (0, 0)
         return [token for output in self.outputs(number) for token in output.tokens]
 
 

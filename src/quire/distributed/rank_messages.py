@@ -139,14 +139,14 @@ class RankStepResult(NamedTuple):
 
     step: int
     applied: int
-    drawn: int
+    sampled: int
     result: memoryview
 
 
 def read_step_result(body: memoryview) -> RankStepResult:
     """Read the body of a STEP_RESULT. Raise WireError if it is malformed."""
-    step, applied, drawn = FrameReader(body).unpack(STEP_RESULT_HEAD, "answer")
-    return RankStepResult(step, applied, drawn, body[STEP_RESULT_HEAD.size :])
+    step, applied, sampled = FrameReader(body).unpack(STEP_RESULT_HEAD, "answer")
+    return RankStepResult(step, applied, sampled, body[STEP_RESULT_HEAD.size :])
 
 
 def write_failure(failed: RankFailure) -> bytes:

@@ -170,7 +170,7 @@ class RemoteRunner:
         assert replies[first].step == ticket, f"rank {first} answers step {replies[first].step}, and {ticket} is due"
         for rank, reply in enumerate(replies):
             samples = rank >= first  # only the last stage samples
-            if reply[:2] != replies[first][:2] or (samples and reply.drawn != replies[first].drawn):
+            if reply[:2] != replies[first][:2] or (samples and reply.sampled != replies[first].sampled):
                 self._fail(f"rank {rank} applied or sampled differently from rank {first} in step {ticket}")
         assert isinstance(result, StepResult), f"rank {first} answers with a result"
         return result
