@@ -63,7 +63,7 @@ def read_init(body: memoryview) -> InitMessage:
     """Read the body of an INIT. Raise WireError if it is malformed, StartupError for invalid settings."""
     data = read_json(body)
     part, meeting = read_field(data, "part", list), read_field(data, "meeting", list)
-    if len(part) != 4 or not all(type(one) is int for one in part) or not is_valid_shard(*part):
+    if len(part) != 4 or not all(type(one) is int for one in part) or not _is_valid_shard(*part):
         raise WireError("part", f"{str(part)[:80]} is not a rank and number of ranks, stage and number of stages")
     if len(meeting) > 2 + 4 * MAX_RANKS or not all(type(one) is int and one >= 0 for one in meeting):
         raise WireError("meeting", "not a list of descriptors")
@@ -74,7 +74,7 @@ def read_init(body: memoryview) -> InitMessage:
     )  # fmt: skip
 
 
-def is_valid_shard(rank: int, ranks: int, stage: int, stages: int) -> bool:
+def _is_valid_shard(rank: int, ranks: int, stage: int, stages: int) -> bool:
     """Return True if these are the fields of a valid Shard."""
     return 0 <= rank < ranks and 0 <= stage < stages and ranks * stages <= MAX_RANKS
 

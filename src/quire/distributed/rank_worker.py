@@ -110,11 +110,9 @@ class RankWorker:
         result = self.runner.collect(ticket)
         self.collected += 1
         applied = plan_digest(self.collected, body, getattr(self.runner, "op_checksum", 0))
+        head = rank_messages.STEP_RESULT_HEAD.pack(self.collected, applied, samples_digest(result))
         encoded_result = encode_frame(result) if self.shard.returns_result else b""
-        self._send(
-            rank_messages.STEP_RESULT,
-            rank_messages.STEP_RESULT_HEAD.pack(self.collected, applied, samples_digest(result)) + encoded_result,
-        )
+        self._send(rank_messages.STEP_RESULT, head + encoded_result)
 
     @property
     def activity(self) -> str:
@@ -138,6 +136,12 @@ def serve(
         with suppress(OSError):  # the engine has ended, which ends this rank
             connection.sendall(outgoing.encode(kind, body))
 
+    def fail(doing: str, error: BaseException) -> int:
+        if not isinstance(error, PeerLost | StartupError):  # the engine logs these in one line
+            log.error("rank %d failed %s", init_message.part.global_rank, doing, exc_info=error)
+        send(rank_messages.FAILED, rank_messages.write_failure(_to_failure(error)))
+        return 1
+
     init_messages = _read_init_messages(connection)
     try:
         kind, init_message = next(init_messages)
@@ -159,14 +163,10 @@ def serve(
             _, init_message = next(init_messages)
         runner = build(init_message)
     except BaseException as error:
-        _log_failure(init_message.part.global_rank, "at start", error)
-        send(rank_messages.FAILED, rank_messages.write_failure(_to_failure(error)))
-        return 1
+        return fail("at start", error)
     rank = RankWorker(init_message, runner, send)
-    send(
-        rank_messages.READY,
-        write_json({name: RANK_QUERIES[name](runner) for name in ("depth", "attention", "device", "notices")}),
-    )
+    answers = {name: RANK_QUERIES[name](runner) for name in ("depth", "attention", "device", "notices")}
+    send(rank_messages.READY, write_json(answers))
     poll = select.poll()
     poll.register(reader.event, select.POLLIN)
     poll.register(connection, select.POLLIN | HANGUP)
@@ -178,16 +178,7 @@ def serve(
         runner.close()
         return 0
     except BaseException as error:
-        _log_failure(init_message.part.global_rank, rank.activity, error)
-        send(rank_messages.FAILED, rank_messages.write_failure(_to_failure(error)))
-        return 1
-
-
-def _log_failure(rank: int, doing: str, error: BaseException) -> None:
-    """Log an unexpected error. The failures of other ranks, and errors of the user, are reported in one line
-    elsewhere."""
-    if not isinstance(error, PeerLost | StartupError):
-        log.error("rank %d failed %s", rank, doing, exc_info=error)
+        return fail(rank.activity, error)
 
 
 def _read_init_messages(connection: socket.socket) -> Iterator[tuple[int, InitMessage]]:

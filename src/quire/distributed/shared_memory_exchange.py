@@ -30,13 +30,13 @@ class SharedMemoryExchange:
         """Map the memory of the RankRendezvous of these `descriptors`."""
         self.shard, self._seconds = shard, seconds + TIMEOUT_MARGIN
         fds = rank_fds(shard, descriptors)
-        events, self.store = fds.events, fds.store
-        shared = mmap.mmap(fds.memory, fds.bytes)
+        self.store = fds.store
+        shared = mmap.mmap(fds.memory, 0)
         self._counters = memoryview(shared)[:COUNTER_BYTES].cast("Q")
         slots = torch.frombuffer(shared, dtype=torch.uint8, offset=COUNTER_BYTES).view(-1, shard.tp_size, 2, SLOT_BYTES)
         self._slots = slots[shard.pp_rank]
-        self._own_events = events[2 * shard.tp_rank : 2 * shard.tp_rank + 2]
-        self._other_events = [list(events[turn::2]) for turn in range(2)]
+        self._own_events = fds.events[2 * shard.tp_rank : 2 * shard.tp_rank + 2]
+        self._other_events = [list(fds.events[turn::2]) for turn in range(2)]
         for turn in range(2):
             self._other_events[turn].pop(shard.tp_rank)
         self._polls = [select.poll() for _ in range(2)]

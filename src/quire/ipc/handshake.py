@@ -71,14 +71,12 @@ def read_ready(body: memoryview) -> EngineReady:
     """Read the body of a READY frame."""
     data = read_json(body)
     limits = read_field(data, "limits", dict)
-    vocab, longest, queued = (read_uint32(limits, name) for name in ("vocab_size", "max_len", "max_queued"))
-    hidden = read_uint32(limits, "hidden")
+    numbers = {name: read_uint32(limits, name) for name in ("vocab_size", "max_len", "max_queued", "hidden")}
     lines, notices = (tuple(map(str, read_field(data, name, list))) for name in ("lines", "notices"))
     cache: Mapping[str, Any] = read_field(data, "cache", dict)
     facts = metrics_from_json(read_field(data, "facts", dict))
-    return EngineReady(
-        EngineLimits(vocab, longest, queued, read_field(limits, "held_by", str), hidden), lines, notices, cache, facts
-    )
+    held_by = read_field(limits, "held_by", str)
+    return EngineReady(EngineLimits(**numbers, held_by=held_by), lines, notices, cache, facts)
 
 
 def write_heartbeat(health: Health, now: float) -> bytes:
@@ -90,5 +88,5 @@ def write_heartbeat(health: Health, now: float) -> bytes:
 def read_heartbeat(body: memoryview, now: float) -> Health:
     """Read the body of a PONG frame."""
     reader = FrameReader(body)
-    stalled, lasted, size = reader.unpack(HEARTBEAT, "pulse")
+    stalled, lasted, size = reader.unpack(HEARTBEAT, "heartbeat")
     return Health(True, bool(stalled), now - lasted, reader.read_bytes(size, "why").decode("utf-8", "replace"))
