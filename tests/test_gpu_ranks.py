@@ -27,7 +27,7 @@ PROGRAM = ("-P", "-c", BOOTSTRAP, str(Path(__file__).parent), "peer_ranks")
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Ranks that meet as on GPUs; what their memory is planned for."""
+    """Have ranks meet as on GPUs. Return the memory that was planned for."""
     seen: list[Any] = []
     build = quire.distributed.rank_startup.build_ranks
 
@@ -43,7 +43,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_ranks_with_peers_memory_say_what_one_says(peers: list[Any]) -> None:
-    """Sums with norms, the embedding's, and what split sampling tells."""
+    """With sums and norms, the embedding, and sampling over a sharded vocabulary."""
     settings = SETTINGS | {"rank_timeout": 60.0, "max_num_seqs": 4, "attention": "sdpa"}
     several, alone = (LLM("tiny", tp=tp, **settings) for tp in (2, 1))
     for params in PARAMS[:2]:
@@ -56,7 +56,7 @@ def test_ranks_with_peers_memory_say_what_one_says(peers: list[Any]) -> None:
 
 @pytest.mark.parametrize("layout", [{"pp": 3}, pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.soak)], ids=str)
 def test_stages_copy_into_each_others_memory(peers: list[Any], layout: dict[str, int]) -> None:
-    """And say what one rank says, in steps of more than a chunk, several of them in flight."""
+    """They give one rank's tokens, with chunked prompts and several steps in flight."""
     settings = SETTINGS | {"rank_timeout": 60.0, "max_num_seqs": 6, "max_num_batched_tokens": 16, "attention": "sdpa"}
     several, alone = (LLM("tiny", **layout, **settings), LLM("tiny", **settings))
     params = replace(PARAMS[0], max_tokens=6)

@@ -58,13 +58,13 @@ def test_two_stages_say_what_one_says(folders: Any, case: str) -> None:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("family", DEEP)
 def test_three_stages_of_every_family_say_what_one_says(folders: Any, family: str) -> None:
-    """Tied heads, norms behind the layers before, learned positions, windows in some layers; stages unlike in size."""
+    """Tied heads, norms after layers, learned positions, windows in some layers; stages of different sizes."""
     both(folders(family), 1, 1, pp=3, max_num_batched_tokens=16)
 
 
 @pytest.mark.usefixtures("threads")
 def test_chunks_of_a_prompt_go_beside_rows_that_draw(folders: Any) -> None:
-    """No more rows draw in a step than are one stage's share; a prompt's chunks fill the rest of each."""
+    """At most one stage's share of rows samples in a step; a prompt's chunks fill the rest."""
     engine = engine_of(folders("llama"), pp=2, max_num_batched_tokens=16)
     long = replace(PARAMS[0], max_tokens=60)
     lengths = dict.fromkeys("0123456", 0)
@@ -95,7 +95,7 @@ def test_stages_with_states_say_what_transformers_says(tmp_path: Path, case: str
 
 
 def test_stages_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> None:
-    """With kernels of our own, which compute with weights that are packed; a start, 5 requests, a failure."""
+    """With quire's own kernels, which compute with packed weights."""
     llm, alone = (LLM(str(folders("llama")), **SETTINGS, **more) for more in ({"pp": 2, "rank_timeout": 60}, {}))
     said, expected = (
         [list(one.outputs[0].token_ids) for one in each.generate(PROMPTS, PARAMS[0])] for each in (llm, alone)
@@ -111,7 +111,7 @@ def test_stages_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> N
 
 
 def weights_of(folder: Path, part: Shard, **settings: Any) -> Any:
-    """The files that a part's model is loaded from, and its weights by their names, not prepared yet."""
+    """Return the files that a shard's model is loaded from, and its weights by name, before they are prepared."""
     config = EngineConfig(model=str(folder), device="cpu", **settings)
     model, files = _load_model(
         config, read_checkpoint(config).for_shard(part), torch.float32, torch.device("cpu"), False, part
@@ -125,7 +125,7 @@ def weights_of(folder: Path, part: Shard, **settings: Any) -> Any:
     [*((family, 1, 3) for family in DEEP), *((family, 2, 2) for family in DEEP if family != "olmo2")],
 )
 def test_weights_of_stages_are_those_of_the_whole(folders: Any, family: str, tp: int, pp: int, dummy: bool) -> None:
-    """Bit for bit, wherever a layer is, and nothing is missing: of tied heads too."""
+    """Bit for bit, and none is missing, tied heads included."""
     for rank in range(tp):
         _, whole = weights_of(folders(family), Shard(rank, tp), dummy_weights=dummy)
         found: set[str] = set()
@@ -138,7 +138,7 @@ def test_weights_of_stages_are_those_of_the_whole(folders: Any, family: str, tp:
 
 
 def test_a_stage_reads_its_layers_only(folders: Any) -> None:
-    """And nothing of others' layers; the first and the last both have a head that is tied."""
+    """The first and the last stage both have a tied head."""
     read = [weights_of(folders("llama"), Shard(0, 1, stage, 3))[0].read_bytes for stage in range(3)]
     embedding, norm = 97 * 32 * 4, 32 * 4
     layer = (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48 + 2 * 32) * 4

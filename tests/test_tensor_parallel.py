@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def saver(factory: pytest.TempPathFactory, families: Mapping[str, Callable[[], Any]]) -> Callable[[str], Path]:
-    """What saves a random model of a family, once, and says where."""
+    """Return a function that saves a random model of a family, once, and returns its folder."""
 
     def saved(family: str) -> Path:
         folder = factory.mktemp("model")
@@ -62,7 +62,7 @@ def engine_of(folder: Path, **settings: Any) -> Engine:
 
 
 def answers(engine: Engine, rounds: int) -> Iterator[Any]:
-    """What comes of prompts with parameters of each kind; with two rounds prefixes are found."""
+    """Yield the tokens of prompts with parameters of each kind; in a second round prefixes are found."""
     for again in range(rounds):
         for i, prompt in enumerate(PROMPTS):
             for j in (i, i + again + 1):
@@ -104,7 +104,7 @@ TINY = Path(__file__).parents[1] / "src" / "quire" / "assets" / "tiny"
     ids=str,
 )
 def test_quantised_ranks_say_what_one_says(quantization: str, layout: dict[str, int]) -> None:
-    """Weights are slices of the undivided ones as they are rounded there, so tokens are the same."""
+    """Weights are slices of the undivided quantized ones, so tokens are the same."""
     both(TINY, rounds=1, quantization=quantization, **layout)
 
 
@@ -116,7 +116,7 @@ def test_ranks_of_a_file_of_blocks_say_what_one_says(layout: dict[str, int], tmp
 
 @pytest.mark.parametrize("layout", [{"tp": 2, "depth": 2}, {"tp": 1, "pp": 2}], ids=str)
 def test_ranks_that_are_started_anew_say_the_same(folders: Any, threads: list[Any], layout: dict[str, int]) -> None:
-    """Whatever their caches held, and whatever was in flight: greedy and sampled requests, branches, beams."""
+    """Greedy and sampled requests, branches and beams, whatever was cached or in flight."""
     left = iter((3, 9, 12))  # steps of each start
 
     def fail_later(runner: Any, shard: Shard) -> None:

@@ -43,14 +43,14 @@ def ranks_left() -> list[psutil.Process]:
 
 
 def used(runner: RemoteRunner) -> None:
-    """Some steps."""
+    """Run some steps."""
     engine = open_engine(runner)
     runner.warm_up(64, 48)
     drain(engine)
 
 
 def used_once(**faults: dict[str, Any]) -> None:
-    """Two ranks in processes, started, used and closed."""
+    """Start, use and close two ranks in processes."""
     with closing(processes(2, **faults)) as runner:
         used(runner)
 
@@ -105,7 +105,6 @@ def test_a_ranks_traceback_is_in_the_log(capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_ranks_open_no_port_and_nothing_of_theirs_has_a_name() -> None:
-    """Memory, sockets and pipes: no file is left whatever ends."""
     with closing(processes(2)) as runner:
         used(runner)
         for pid in (side.child.process.pid for side in runner.ranks):
@@ -147,7 +146,7 @@ def test_without_room_in_the_ring_nothing_starts(seconds: float, told: str) -> N
 
 
 def test_a_rank_that_can_not_wake_up_ends_all() -> None:
-    """The others are awake by then."""
+    """The other ranks are awake by then."""
     runner = threaded(2, lambda rank: FaultyEcho(1, **({"how": "raise", "place": "wake"} if rank else {})))
     engine = open_engine(runner)
     drain(engine)
@@ -158,13 +157,13 @@ def test_a_rank_that_can_not_wake_up_ends_all() -> None:
 
 
 def failing(how: Callable[[int], dict[str, Any]], ranks: int = 3) -> None:
-    """Use ranks, on threads, that fail so."""
+    """Use ranks on threads, each with the fault that `how` returns for it."""
     with closing(threaded(ranks, lambda rank: FaultyEcho(**how(rank)))) as runner:
         drain(open_engine(runner))
 
 
 def test_the_cause_is_named_and_not_its_echoes() -> None:
-    """The others hear of it first."""
+    """The failures that follow arrive before the cause."""
     echo = {"how": "echo", "place": "collect", "step": 3}
     late = {"how": "raise", "place": "collect", "step": 3, "pause": 0.1}
     with pytest.raises(EngineDead, match=f"^{RAISED.replace('1', '2')} in step 3$"):

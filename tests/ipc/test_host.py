@@ -101,7 +101,7 @@ def test_outputs_beyond_a_frames_rows_come_in_several(monkeypatch: pytest.Monkey
 
 
 def test_a_front_that_leaves_ends_its_requests() -> None:
-    """In the next step: they would compute for nobody. Others' go on."""
+    """They end in the next step; other clients' requests go on."""
     driver = hosted(clients=2)
     driver.run(
         (0, AddRequests(0, (NewRequest(1, "mine", [1, 2]),), LONG)),
@@ -207,7 +207,7 @@ def test_steps_are_noted_while_somebody_looks_and_no_longer(monkeypatch: pytest.
 
 
 def test_what_a_look_took_is_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages, the text of them, and sending the one before."""
+    """The time includes the snapshot, its JSON, and sending the previous one."""
     driver, clock = hosted(), [0.0]
 
     def taking(seconds: float, function: Any) -> Any:

@@ -84,7 +84,7 @@ class Front(LoopDriver):
         wait_until(rests, "it is so", 20)
 
     def quiet(self) -> bool:
-        """Nothing waits on the lane."""
+        """Return True if no message waits in the queue."""
         with self.lane._condition:
             return not self.lane._messages
 
@@ -147,7 +147,7 @@ def test_a_grammar_that_is_made_holds_up_none_that_is_there(front: Front) -> Non
     ],
 )
 def test_an_abort_waits_for_its_request(front: Front, message: AbortRequests, now: AbortRequests | None) -> None:
-    """Also one of all; others that it names end at once."""
+    """An abort of all requests waits, too; other requests that it names end at once."""
     other = AddRequests(4, (NewRequest(4, "r4", [1]),), SamplingParams(max_tokens=200, ignore_eos=True))
     front.lane.submit(other)
     front.lane.submit(add(1))
