@@ -102,7 +102,6 @@ class AsyncLLM(RequestTracker):
         request_id: str | None = None,
         *,
         salt: str = "",
-        patient: bool = False,
         media: tuple[ImageItem, ...] = (),
         pixels: Sequence[ImagePixels] = (),
     ) -> OutputStream:
@@ -111,9 +110,7 @@ class AsyncLLM(RequestTracker):
         quire.text.input_processor.Prompt)."""
         id = request_id or f"async-{next(self._ids)}"
         images = [media] if media else ()
-        [stream] = await self.submit_all(
-            [(id, prompt_ids)], params, salt=salt, patient=patient, media=images, pixels=pixels
-        )
+        [stream] = await self.submit_all([(id, prompt_ids)], params, salt=salt, media=images, pixels=pixels)
         return stream
 
     async def submit_all(

@@ -26,7 +26,7 @@ from quire.distributed.rank_handle import (
     release_ranks,
 )
 from quire.distributed.rank_messages import InitMessage
-from quire.distributed.rendezvous import RankRendezvous
+from quire.distributed.rendezvous import START_FACTOR, RankRendezvous
 from quire.distributed.shared_ring import RingFull, RingWriter
 from quire.errors import EngineDead, RanksLost, StartupError
 from quire.ipc.frames import Frame, FrameCodec, read_json, write_json
@@ -38,7 +38,6 @@ from quire.protocol.parallel_layout import ParallelLayout
 from quire.protocol.step_plan import MappingStats, RankUsage, StepPlan, StepResult
 from quire.protocol.wire import decode_frame, encode_frame
 
-START_FACTOR = 5  # a start may take this many times as long as a step
 # Timeout of one wait. Waits are counted, not seconds, so that an engine that was itself stopped does not fail ranks.
 POLL_SECONDS = 0.1
 CAUSE_SECONDS = 1.0  # seconds to wait for the cause of a failure after the failures that follow from it

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from quire.protocol.parallel_layout import ParallelLayout, Shard
 
+START_FACTOR = 5  # a start may take this many times as long as a step
 SLOT_BYTES = 1 << 20  # of a rank's tensor; larger ones are sent in pieces
 COUNTER_BYTES = 4096
 # Words for each rank: the count of its exchanges, then a flag that it waits for another stage, then padding.

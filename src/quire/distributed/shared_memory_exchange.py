@@ -15,11 +15,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from quire.distributed.rendezvous import COUNTER_BYTES, COUNTER_STRIDE, SLOT_BYTES, rank_fds
+from quire.distributed.rendezvous import COUNTER_BYTES, COUNTER_STRIDE, SLOT_BYTES, START_FACTOR, rank_fds
 from quire.errors import PeerLost
 from quire.protocol.parallel_layout import Shard
 
-START_FACTOR = 5.0  # as quire.distributed.remote_runner.START_FACTOR
 TIMEOUT_MARGIN = 30.0  # seconds more than the engine waits, so that the engine names the silent rank first
 
 
