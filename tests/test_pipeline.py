@@ -14,7 +14,7 @@ import test_state_logits
 import torch
 import transformers
 from test_equality import FAMILIES, FRAMED, GEMMA2, GPT2, OPT, SIZES
-from test_tensor_parallel import CASES, PARAMS, PROMPTS, SETTINGS, answers, both, engine_of, saver
+from test_tensor_parallel import CASES, PARAMS, PROMPTS, SETTINGS, answers, both, engine_of, saver, tokens_of
 
 from quire import LLM
 from quire.config import EngineConfig
@@ -97,10 +97,7 @@ def test_stages_with_states_say_what_transformers_says(tmp_path: Path, case: str
 def test_stages_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> None:
     """With quire's own kernels, which compute with packed weights."""
     llm, alone = (LLM(str(folders("llama")), **SETTINGS, **more) for more in ({"pp": 2, "rank_timeout": 60}, {}))
-    said, expected = (
-        [list(one.outputs[0].token_ids) for one in each.generate(PROMPTS, PARAMS[0])] for each in (llm, alone)
-    )
-    assert said == expected
+    assert tokens_of(llm, PROMPTS, PARAMS[0]) == tokens_of(alone, PROMPTS, PARAMS[0])
     runner: Any = llm.engine.runner
     pids = [side.child.process.pid for side in runner.ranks]
     os.kill(pids[0], signal.SIGKILL)

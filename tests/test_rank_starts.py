@@ -51,18 +51,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
     return Stand
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        "read_checkpoint",
-        "start_ranks",
-        "preallocate_weights",
-        "import_module",
-        "read_tokenizer_and_template",
-        "read_image_loader",
-        "build_engine",
-    ],
-)
+@pytest.mark.parametrize("step", [
+    "read_checkpoint", "start_ranks", "preallocate_weights", "import_module", "read_tokenizer_and_template",
+    "read_image_loader", "build_engine",
+])  # fmt: skip
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), StartupError("no"), RuntimeError("no")])
 def test_whatever_goes_wrong_ends_them(
     ranks: type[Stand], monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException

@@ -12,6 +12,7 @@ import gguf_files
 import pytest
 from test_equality import FAMILIES, random_model
 
+from quire import LLM
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.errors import StartupError
@@ -72,6 +73,10 @@ def answers(engine: Engine, rounds: int) -> Iterator[Any]:
             for output in engine.step():
                 told.setdefault((output.request_id, output.branch), []).extend(output.tokens)
         yield told
+
+
+def tokens_of(llm: LLM, prompts: Any, params: SamplingParams) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in llm.generate(prompts, params, use_tqdm=False)]
 
 
 def both(folder: Path, tp: int, rounds: int = 2, **settings: Any) -> tuple[Engine, Engine]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from quire.distributed.kernel_profiler import KernelProfiler
 
@@ -17,8 +17,7 @@ def _query_mapping(runner: Any) -> list[float] | None:
 
 
 def _query_usage(runner: Any) -> list[float]:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return [time.process_time(), pages * mmap.PAGESIZE]
+    return [time.process_time(), psutil.Process().memory_info().rss]
 
 
 def _query_graphs(runner: Any) -> dict[str, list[Any]]:
