@@ -74,7 +74,7 @@ def test_a_checkpoints_files_are_regular(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(READERS) - {"model.safetensors"}))
 def test_a_file_that_becomes_a_link_is_not_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look at where it is, and the reading."""
+    """It is replaced between the check of its place and the reading."""
     for path in (tmp_path / name, tmp_path / "outside"):
         path.write_text("{}")
     system = os.open
@@ -101,7 +101,7 @@ def test_a_checkpoints_files_are_bounded(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["model", "hub/models--owner--name/snapshots/0123", "link"])
 def test_a_folder_may_link_to_the_blobs_of_the_hubs_cache(place: str, tmp_path: Path) -> None:
-    """Be it anywhere, in the cache itself, or a link to there; but to nothing else."""
+    """Wherever the folder is: in the cache, outside of it, or reached through a link; but to nothing else."""
     folder, blobs = tmp_path / place, tmp_path / "hub" / "models--owner--name" / "blobs"
     if place == "link":
         folder.symlink_to("hub/models--owner--name/snapshots/0123")

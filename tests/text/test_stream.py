@@ -127,6 +127,8 @@ def test_a_bad_word_that_is_no_text_is_named() -> None:
     with pytest.raises(InputError, match=r"bad_words\[1\]: text holds a lone surrogate") as refused:
         TEXT.resolve(SamplingParams(bad_words=["a", "\ud800"]))
     assert refused.value.param == "bad_words"
+    with pytest.raises(InputError, match="bad_words holds '  ', which has no tokens"):
+        TEXT.resolve(SamplingParams(bad_words=["  "]))
     with pytest.raises(InputError, match=f"at most {MAX_BAD_WORD_IDS} tokens") as refused:
         TEXT.resolve(SamplingParams(bad_words=["xyz" * 80 + str(i) for i in range(128)]))
     assert refused.value.param == "bad_words"
