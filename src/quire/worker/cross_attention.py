@@ -239,13 +239,7 @@ class CrossAttentionImages(ImageInputs):
         return CrossAttentionContext(self.caches, backend, plan, image_mask)
 
     def _segments(self, flat_inputs: FlatInputs) -> Iterator[CrossSegment]:
-        rows = zip(
-            flat_inputs.slots.tolist(),
-            flat_inputs.starts.tolist(),
-            flat_inputs.lengths.tolist(),
-            flat_inputs.offsets.tolist(),
-        )
-        for slot, start, length, offset in rows:
+        for slot, start, length, offset in flat_inputs.rows():
             views = self.visibility.get(slot, [])
             ends = [view.start for view in views[1:]] + [start + length]
             for view, end in zip(views, ends):
