@@ -127,11 +127,11 @@ def oracle(tmp_path_factory: pytest.TempPathFactory):
 
 
 def engine_of(oracle: Any, **settings: object) -> Engine:
-    options = {"kv_tokens": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8, "debug": True, "threads": 1}
-    built = build(
-        EngineConfig.of(model=str(oracle.folder), skip_tokenizer_init=True, dtype="float32", **(options | settings))
-    )
-    return built.engine
+    options = {
+        "kv_tokens": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8, "debug": True, "threads": 1,
+        "dtype": "float32",
+    }  # fmt: skip
+    return build(EngineConfig.of(model=str(oracle.folder), skip_tokenizer_init=True, **(options | settings))).engine
 
 
 def outputs_of(engine: Engine, asked: dict[str, tuple[list[int], SamplingParams]]) -> dict[str, list[BranchOutput]]:

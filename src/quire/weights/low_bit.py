@@ -22,6 +22,7 @@ from quire.layers.linear import Linear
 from quire.models import resolve_model_class
 from quire.models.quantization import LowBitScheme
 from quire.protocol.parallel_layout import UNSHARDED, Shard
+from quire.weights.fp8 import allocate_parameters
 from quire.weights.gguf_blocks import BLOCK_FORMATS, GGUFTensor
 from quire.weights.gguf_config import open_hf_tensors
 
@@ -132,14 +133,7 @@ def create_model(
         if name in formats and supports(weight.shape[1], dtype, device):
             layer.low_bit_parts = [None] * len(formats[name])
             low_bit_weights.add(weight)
-    moved: dict[nn.Parameter, nn.Parameter] = {}
-    for module in list(model.modules()):
-        for name, old in list(module.named_parameters(recurse=False)):
-            if old.is_meta and old not in low_bit_weights:
-                if old not in moved:
-                    new = torch.empty(old.shape, dtype=old.dtype, device=device)  # empty_like would import SymPy
-                    moved[old] = nn.Parameter(new, requires_grad=False)
-                setattr(module, name, moved[old])
+    allocate_parameters(model, device, low_bit_weights)
     return model
 
 
