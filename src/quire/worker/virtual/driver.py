@@ -151,7 +151,7 @@ def map_all(driver: Driver, runs: Iterable[PageRun]) -> None:
 
 
 class MappingDriver:
-    """The parts that the drivers share. A subclass has `_allocate_addresses`; `tensors` make tensors over addresses."""
+    """The parts of a Driver that all drivers share. `tensors` make tensors over addresses."""
 
     tensors: Any
 
@@ -160,7 +160,6 @@ class MappingDriver:
         self._reservations: list[tuple[int, int]] = []  # first address and length, from the system
 
     def reserve(self, nbytes: int) -> int:
-        """See Driver."""
         nbytes = -(-nbytes // self.page) * self.page
         check_addresses(nbytes)
         whole = nbytes + 2 * self.page  # room to begin at a multiple of a page and to end before a free one
@@ -181,14 +180,12 @@ class MappingDriver:
     def tensor(
         self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """See Driver."""
         self.mapping_table.check_tensor(address, shape, strides, dtype.itemsize)
         tensor: torch.Tensor = self.tensors.create(address, shape, strides, dtype)
         return tensor
 
     @property
     def counters(self) -> DriverCounters:
-        """See Driver."""
         table, calls = self.mapping_table, self.calls
         return DriverCounters(
             table.num_maps, table.num_unmaps, len(table.page_by_address), table.num_pages * self.page,
