@@ -88,15 +88,22 @@ class Oracle:
             self.model.model.embed_tokens.weight.data.mul_(0.1)
         self.folder = folder
         self.model.save_pretrained(folder)
+        self.ask()
+
+    def ask(self) -> None:
         generator = torch.Generator().manual_seed(1)
         self.prompts = [torch.randint(0, 97, (n,), generator=generator).tolist() for n in LENGTHS]
         self.answers = [self.continued(prompt) for prompt in self.prompts]
 
     @torch.inference_mode()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """[length, vocabulary]."""
+        return self.model(torch.tensor([tokens])).logits[0]
+
     def continued(self, prompt: list[int]) -> list[int]:
         tokens = list(prompt)
         for _ in range(NEW):
-            tokens.append(int(self.model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
         return tokens[len(prompt) :]
 
     def agrees(self, prompt: list[int], answer: list[int]) -> bool:
@@ -110,11 +117,10 @@ class Oracle:
         self.compared.ties += 1
         return True
 
-    @torch.inference_mode()
     def tied(self, prompt: list[int], answer: list[int], expected: list[int]) -> bool:
         """The first token that differs from ours was chosen between two logits within TIE."""
         first = next(i for i, (a, b) in enumerate(zip(answer, expected)) if a != b)
-        best = self.model(torch.tensor([prompt + expected[:first]])).logits[0, -1].topk(2).values
+        best = self.logits(prompt + expected[:first])[-1].topk(2).values
         return bool(best[0] - best[1] <= TIE)
 
 

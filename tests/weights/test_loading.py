@@ -60,11 +60,17 @@ def built(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return resolve_model_class(config)(config, dtype, CPU)
 
 
-def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Tensors:
-    """Our parameters after loading; they begin as NaN, so that one that isn't filled shows."""
-    model = built(folder, dtype)
+def blank(model: Any) -> Any:
+    """The model, its parameters NaN, so that one that isn't filled shows."""
     for parameter in model.parameters():
-        parameter.fill_(torch.nan)
+        if not parameter.is_meta:
+            parameter.data.view(torch.uint8).fill_(0xFF)
+    return model
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Our parameters after loading."""
+    model = blank(built(folder, dtype))
     load_weights(model, folder)
     parameters = dict(model.named_parameters())
     assert all(parameter.isfinite().all() for parameter in parameters.values())
