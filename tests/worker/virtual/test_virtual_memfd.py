@@ -36,10 +36,6 @@ def mappings(start: int, end: int) -> list[str]:
     return found
 
 
-def bytes_at(driver: MemfdDriver, address: int, count: int = 1) -> torch.Tensor:
-    return driver.tensor(address, (count, driver.page), (driver.page, 1), torch.uint8)
-
-
 def test_neighbours_are_one_mapping() -> None:
     driver = MemfdDriver(4 * KIB)
     at, count = driver.reserve(2**24), 64
@@ -70,17 +66,8 @@ def test_pages_that_the_system_cannot_map(page: int) -> None:
     assert leftovers() == before
 
 
-def test_addresses_of_the_paper_and_beyond() -> None:
-    """Yi-34B on two workers, 500 requests: 120 buffers of 100 GB, 12 TB (§5.1.1)."""
+def test_more_addresses_than_there_are() -> None:
     driver = MemfdDriver(2048 * KIB)
-    buffers = [driver.reserve(200 * 2**20 * 500) for _ in range(120)]
-    driver.create(1)
-    last = buffers[119] + 200 * 2**20 * 500 - driver.page
-    driver.map(last, 0)
-    view = bytes_at(driver, last)
-    view[0, -1] = 3
-    assert view.sum() == 3
-    del view
     with pytest.raises(StartupError, match=f"asks for {1 << 47:,} addresses.*--max-model-len"):
         driver.reserve(1 << 47)
     with pytest.raises(StartupError, match=r"refuses \(mmap failed: Cannot allocate memory\).*--max-num-seqs"):
