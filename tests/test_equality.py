@@ -164,20 +164,20 @@ def assert_equal(oracle: Oracle, engine: Engine, prompts: list[list[int]]) -> No
     assert not differing, f"{len(differing)} of {len(prompts)} answers differ from transformers'"
 
 
-@pytest.mark.share(8)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("budget", [1, 7, 16, 64])
-def test_chunk_sizes_do_not_change_tokens(oracle, family: str, budget: int) -> None:
-    model = oracle(family)
-    assert_equal(model, engine_of(model, max_num_batched_tokens=budget), model.prompts)
+WAYS: list[dict[str, Any]] = [
+    *({"max_num_batched_tokens": budget} for budget in (1, 7, 16, 64)),
+    *({"page_size": size} for size in (1, 4, 16, 32)),
+    *({"table_scope": scope, "attention": attention, "page_size": 4}
+      for scope in ("model", "layer") for attention in ("reference", "sdpa")),
+]  # fmt: skip
 
 
 @pytest.mark.share(8)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("page_size", [1, 4, 16, 32])
-def test_page_sizes_do_not_change_tokens(oracle, family: str, page_size: int) -> None:
+@pytest.mark.parametrize("settings", WAYS, ids=str)
+def test_chunks_page_sizes_scopes_and_backends_do_not_change_tokens(oracle, family: str, settings: Any) -> None:
     model = oracle(family)
-    assert_equal(model, engine_of(model, page_size=page_size), model.prompts)
+    assert_equal(model, engine_of(model, **settings), model.prompts)
 
 
 @pytest.mark.parametrize("family", FRAMED)
@@ -207,16 +207,6 @@ def test_a_second_run_hits_the_prefix_cache_and_gives_the_same_tokens(oracle, fa
     assert_equal(model, engine, model.prompts)
     assert_equal(model, engine, model.prompts)
     assert engine.scheduler.memory.account().sharing.hits > 0
-
-
-@pytest.mark.share(8)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scope", ["model", "layer"])
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-def test_backends_and_table_scopes_give_the_same_tokens(oracle, family: str, scope: str, attention: str) -> None:
-    model = oracle(family)
-    engine = engine_of(model, table_scope=scope, attention=attention, page_size=4)
-    assert_equal(model, engine, model.prompts)
 
 
 # Requests of all kinds, in little memory
