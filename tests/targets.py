@@ -53,6 +53,7 @@ GATE_CASES = {
     "tests/test_beams.py": 2,
     "tests/test_embeddings.py": 3,
     "tests/test_equality.py": 1,
+    "tests/test_equality.py::test_chunks_page_sizes_scopes_and_backends": 3,
     "tests/test_fp8_engine.py": 1,
     "tests/test_gpu_ranks.py": 0,
     "tests/test_layer_kinds.py": 2,

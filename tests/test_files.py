@@ -185,9 +185,14 @@ def test_names_of_shards(tmp_path: Path) -> None:
         with pytest.raises(StartupError, match=r"which .* lacks") as failure:
             tensor_files(tmp_path)
         assert len(str(failure.value)) < 300
-    for odd in (["x"], None, 7, "\ud800.safetensors", "../a.safetensors", "a\nb.safetensors"):
-        index.write_text(json.dumps({"weight_map": {"a": odd}}))
-        with pytest.raises(StartupError, match="names the file"):
+    for odd in (["x"], None, 7, "", "..", "w.bin", "\ud800.safetensors", "../a.safetensors", "/x.safetensors",
+                "a/b.safetensors", "a\nb.safetensors"):  # fmt: skip
+        index.write_text(json.dumps({"weight_map": {"a": "b.safetensors", "b": odd}}))
+        with pytest.raises(StartupError, match=r"names the file .*Shards must be safetensors files beside it"):
+            tensor_files(tmp_path)
+    for weight_map in ({}, None, ["a"]):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(StartupError, match="has no weight_map"):
             tensor_files(tmp_path)
 
 
