@@ -205,7 +205,7 @@ def test_a_process_that_does_not_run_costs_no_request() -> None:
     renderer = TemplateProcess()
     try:
         renderer.compile("{{ a }}")
-        os.kill(renderer._pid, signal.SIGSTOP)
+        os.kill(renderer._process.pid, signal.SIGSTOP)
         assert renderer.render({"a": "said"}, 1.0, 100) == "said"
     finally:
         renderer.close()
@@ -217,12 +217,12 @@ def test_who_never_gets_to_run_is_told_to_come_back(monkeypatch: pytest.MonkeyPa
     def stopped(self: TemplateProcess) -> None:
         start(self)
         self._is_up = True
-        os.kill(self._pid, signal.SIGSTOP)
+        os.kill(self._process.pid, signal.SIGSTOP)
 
     renderer = TemplateProcess()
     try:
         renderer.compile("{{ a }}")
-        os.kill(renderer._pid, signal.SIGSTOP)
+        os.kill(renderer._process.pid, signal.SIGSTOP)
         monkeypatch.setattr(TemplateProcess, "_start", stopped)
         monkeypatch.setattr(TemplateProcess, "_recompile", lambda self: None)
         with pytest.raises(Overloaded, match="gets no processor time"):
