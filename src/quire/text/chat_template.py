@@ -7,7 +7,6 @@ template are InputErrors.
 from __future__ import annotations
 
 import copy
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,11 +18,11 @@ from quire.text.chat_messages import ContentFormats, ParsedMessages, append_mark
 from quire.text.images.processor import ImageProcessor
 from quire.text.template_process import RenderError, TemplateProcess
 from quire.text.tokenizer_files import special_tokens, tokenizer_config
-from quire.text.tools import Tool, describe_tools_in_prompt
+from quire.text.tools import JsonCopier, Tool, describe_tools_in_prompt
 
 MAX_DOCUMENTS = 1024
 MAX_DOCUMENT_ENTRIES = 64  # of a document
-MAX_VALUES = 4096
+MAX_VALUES, MAX_DEPTH = 4096, 16  # of the variables that a request sets
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # end of the message to continue, as in transformers
 PROBE_TEXT = "quire tries out this template"
@@ -116,7 +115,9 @@ class ChatTemplate:
             self._check_variable("documents", "documents")
         for name in kwargs:
             self._check_variable(name, "chat_template_kwargs")
-        variables = {**self.special_tokens, **dict(zip(kwargs, _copy_json(list(kwargs.values()))))}
+        copier = JsonCopier("chat template variables", "chat_template_kwargs", MAX_VALUES, MAX_DEPTH)
+        variables = {name: copier.copy(value, f"chat template variables: {name}") for name, value in kwargs.items()}
+        variables = {**self.special_tokens, **variables}
         if not self.takes_tools:
             conversation, tools = (
                 conversation._replace(messages=describe_tools_in_prompt(conversation.messages, tools)),
@@ -219,29 +220,3 @@ def _documents(documents: Any) -> list[dict[str, str]] | None:
             if not isinstance(name, str) or not isinstance(value, str):
                 raise InputError(f"documents[{i}] has {short_repr(name)}: {short_repr(value)}, no string", "documents")
     return [dict(document) for document in documents]
-
-
-def _copy_json(values: list[Any]) -> list[Any]:
-    """Return bounded copies that consist of JSON types only, so that a template gets no object with methods."""
-    left = MAX_VALUES
-
-    def plain(value: Any, depth: int) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0 or depth > 16:
-            raise InputError(
-                f"chat template variables may hold {MAX_VALUES} values, 16 levels deep", "chat_template_kwargs"
-            )
-        if value is None or type(value) in (str, bool, int):
-            return value
-        if type(value) is float and math.isfinite(value):
-            return value
-        if type(value) is list:
-            return [plain(item, depth + 1) for item in value]
-        if type(value) is dict and all(type(key) is str for key in value):
-            return {key: plain(item, depth + 1) for key, item in value.items()}
-        raise InputError(
-            f"chat template variables must be JSON values, got {type(value).__name__}", "chat_template_kwargs"
-        )
-
-    return [plain(value, 0) for value in values]

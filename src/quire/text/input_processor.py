@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from quire.config import EngineConfig
 from quire.core.validation import EngineLimits, check_salt
-from quire.errors import InputError, Overloaded, PromptTooLong, StartupError, input_error_at
+from quire.errors import InputError, PromptTooLong, StartupError, input_error_at
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.sampling_params import SamplingParams
+from quire.text.bounded_threads import BoundedThreads
 from quire.text.chat_messages import ImageSource, read_messages
 from quire.text.images.loader import ImageLoader, merge_adjacent, split_multi_modal
 from quire.text.images.processor import TOKEN_ESCAPE, escape_image_tokens, escape_image_tokens_in_json
@@ -65,31 +66,6 @@ class PromptTruncation(NamedTuple):
         return Prompt(None, prompt.ids[: self.max_tokens] if self.keep_first else prompt.ids[-self.max_tokens :])
 
 
-class BoundedThreadPool:
-    """A pool of `count` threads for work of unknown cost, with a bounded queue. `waiting_text` describes the waiting
-    items in errors."""
-
-    def __init__(self, count: int, name: str, waiting_text: str) -> None:
-        self.count, self.name, self.waiting_text = count, name, waiting_text
-        self._pool: ThreadPoolExecutor | None = None
-        self._waiting = 0
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`. Raise Overloaded if too many wait."""
-        import asyncio
-        from concurrent.futures import ThreadPoolExecutor
-
-        if self._waiting >= MAX_WAITING:
-            raise Overloaded(f"{self._waiting} {self.waiting_text}")
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.count, thread_name_prefix=self.name)
-        self._waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-        finally:
-            self._waiting -= 1
-
-
 CONFIG_ALIASES = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp"}
 
 
@@ -124,9 +100,11 @@ class InputProcessor:
         names = {field.name for field in fields(SamplingParams)}
         self.defaults = {name: value for name, value in defaults.items() if name in names}
         self._long_text_pool: ThreadPoolExecutor | None = None
-        self._template_pool = BoundedThreadPool(1, "quire-chat-template", "conversations wait for the chat template")
-        self._grammar_pool = BoundedThreadPool(
-            GRAMMAR_THREADS, "quire-forms", "outputs of some form wait for their grammars"
+        self._template_threads = BoundedThreads(
+            1, "quire-chat-template", MAX_WAITING, "{} conversations wait for the chat template"
+        )
+        self._grammar_threads = BoundedThreads(
+            GRAMMAR_THREADS, "quire-forms", MAX_WAITING, "{} outputs of some form wait for their grammars"
         )
 
     @property
@@ -213,7 +191,7 @@ class InputProcessor:
         work = partial(
             self.render_chat, messages, add_generation_prompt, continue_final_message, documents, tools, **variables
         )  # fmt: skip
-        text, images = await self._template_pool.run(work)
+        text, images = await self._template_threads.run(work)
         pixels = await self._load_images(images, salt)
         prompt = await self.offload(len(text), lambda: self._tokenize(text, add_special_tokens, pixels, images))
         prompt = prompt if truncation is None else truncation.apply(prompt)
@@ -222,7 +200,7 @@ class InputProcessor:
 
     async def run_grammar_work(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which compiles a grammar. Raise Overloaded if too many wait."""
-        return await self._grammar_pool.run(work)
+        return await self._grammar_threads.run(work)
 
     def make_truncation(self, tokens: int, keep_first: bool, max_output_tokens: int) -> PromptTruncation:
         """Return the truncation for vLLM's truncate_prompt_tokens: -1 leaves room for `max_output_tokens` tokens. Raise

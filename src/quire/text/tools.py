@@ -88,14 +88,16 @@ def check_name(at: str, name: Any, param: str) -> str:
 class JsonCopier:
     """Makes bounded copies that consist of JSON types only, so that a template gets no object with methods."""
 
-    def __init__(self, what: str, param: str) -> None:
-        self._subject, self._param, self._values_left = what, param, MAX_VALUES
+    def __init__(self, subject: str, param: str, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> None:
+        self._subject, self._param, self._values_left = subject, param, max_values
+        self._limits = f"{max_values} JSON values, {max_depth} levels deep"
+        self._max_depth = max_depth
 
     def copy(self, value: Any, at: str, depth: int = 0) -> Any:
-        """Return a copy. Raise InputError beyond MAX_VALUES values in all, or MAX_DEPTH levels."""
+        """Return a copy. Raise InputError beyond `max_values` values in all, or `max_depth` levels."""
         self._values_left -= 1
-        if self._values_left < 0 or depth > MAX_DEPTH:
-            raise InputError(f"{self._subject} may hold {MAX_VALUES} JSON values, {MAX_DEPTH} levels deep", self._param)
+        if self._values_left < 0 or depth > self._max_depth:
+            raise InputError(f"{self._subject} may hold {self._limits}", self._param)
         if isinstance(value, Mapping):
             if not all(type(key) is str for key in value):
                 raise InputError(f"{at} has a key that is no string", self._param)
