@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest
-from picture_files import drawn, mutated, small_files, uri, written
+from picture_files import decode_file, drawn, mutated, small_files, uri, written
 
 from quire.core.validation import EngineLimits, check_pixels
 from quire.errors import InputError
@@ -29,11 +29,11 @@ from quire.models.vision import VisionSettings
 from quire.models.vision.named_configs import PREPROCESSOR_CONFIGS, VISION_CONFIGS
 from quire.protocol.images import ImagePixels
 from quire.text.chat_messages import ImageSource
-from quire.text.images.decode import ImageLimits, decode_file
+from quire.text.images.decode import ImageLimits
 from quire.text.images.loader import ImageLoader, merge_adjacent
-from quire.text.images.model_processor import ModelImageProcessor
 from quire.text.images.placeholders import read_placeholder
 from quire.text.images.preprocessor import read_image_preprocessor
+from quire.text.images.processor import ImageProcessor
 
 LIMITS = ImageLimits(pixels=1 << 20)
 WORDS = {"<image>": 90, "<img>": 91, "</img>": 92, "<IMG_CONTEXT>": 93, "<|image|>": 94, "<bos>": 2, "\n": 10}
@@ -59,9 +59,7 @@ def seeing(name: str) -> ImageLoader:
     said = PREPROCESSOR_CONFIGS[name]
     vision = VisionSettings.from_config({**VISION_CONFIGS[name], **TEXTS[name]}, said)
     how = read_image_preprocessor(said, vision.tiling, vision.normalization.mean)
-    return ImageLoader(
-        ModelImageProcessor(how, read_placeholder(vision.kind, WORDS.get), PIECES.__getitem__, [10]), LIMITS
-    )
+    return ImageLoader(ImageProcessor(how, read_placeholder(vision.kind, WORDS.get), PIECES.__getitem__, [10]), LIMITS)
 
 
 def taken(sight: ImageLoader, pixels: Seq[ImagePixels]) -> None:

@@ -83,15 +83,11 @@ class Tokenizer:
         text = self.special_tokens.get(name)
         return None if text is None else backend.token_to_id(text)
 
-    def encode(self, text: str, add_special_tokens: bool = True, max_chars: int | None = None) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. `add_special_tokens` applies the tokenizer's post-processor, which may add
-        BOS.
-
-        Raise InputError for text of more than `max_chars` characters, and for invalid Unicode."""
+        BOS. Raise InputError for invalid Unicode."""
         if not isinstance(text, str):
             raise InputError(f"text must be a string, got {type(text).__name__}")
-        if max_chars is not None and len(text) > max_chars:
-            raise InputError(f"text may have at most {max_chars} characters, got {len(text)}")
         with errors_to_input_error("text can't be encoded"):
             return encode(self._backend, text, add_special_tokens)
 

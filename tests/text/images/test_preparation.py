@@ -31,9 +31,9 @@ from quire.protocol.image_tiling import (
     TileGrid,
 )
 from quire.text.images import preprocessor
-from quire.text.images.model_processor import ModelImageProcessor
-from quire.text.images.placeholders import PLACEHOLDERS, expand_text, read_placeholder
+from quire.text.images.placeholders import PLACEHOLDERS, read_placeholder
 from quire.text.images.preprocessor import ImagePreprocessor, read_image_preprocessor
+from quire.text.images.processor import ImageProcessor
 
 TILE, SIDE = 56, 4
 HALF = (0.5, 0.5, 0.5)
@@ -226,11 +226,11 @@ TEXTS = {
 }
 
 
-def eyes(name: str) -> ModelImageProcessor:
+def eyes(name: str) -> ImageProcessor:
     said = PREPROCESSOR_CONFIGS[name]
     vision = VisionSettings.from_config({**VISION_CONFIGS[name], **TEXTS[name]}, said)
     placeholder = read_placeholder(vision.kind, WORDS.get)
-    return ModelImageProcessor(
+    return ImageProcessor(
         read_image_preprocessor(said, vision.tiling, vision.normalization.mean), placeholder, PIECES.__getitem__, [10]
     )
 
@@ -275,7 +275,7 @@ def test_what_pictures_depend_on_is_told() -> None:
                              (0.5, 0.5, 0.5))  # fmt: skip
     placeholder = read_placeholder("llava", WORDS.get)
     assert (
-        ModelImageProcessor(other, placeholder, PIECES.__getitem__).cache_settings
+        ImageProcessor(other, placeholder, PIECES.__getitem__).cache_settings
         != eyes("llava-onevision-7b").cache_settings
     )
 
@@ -285,7 +285,7 @@ def test_settings_in_keys_have_no_names_of_classes_or_fields() -> None:
 
     def settings(tiling: ImageTiling, background: tuple[int, int, int] = (127, 127, 127)) -> str:
         made = ImagePreprocessor(tiling, 3, background)
-        return ModelImageProcessor(made, read_placeholder("llava", WORDS.get), PIECES.__getitem__).cache_settings
+        return ImageProcessor(made, read_placeholder("llava", WORDS.get), PIECES.__getitem__).cache_settings
 
     end = "resample 3 background 127 127 127"
     tilings: dict[str, ImageTiling] = {
@@ -319,16 +319,6 @@ def test_marks_in_order_and_by_number() -> None:
     assert phi3.find_markers(f"<|image_{'1' * 7}|>") == [], "numbers are short"
     intern = read_placeholder("internvl", WORDS.get)
     assert intern.find_markers("<image>\n<IMG_CONTEXT>") == [(0, 7, 0), (8, 21, 1)]
-
-
-def test_spread() -> None:
-    intern = read_placeholder("internvl", WORDS.get)
-    ids, places = expand_text([[1, 1], [], [3]], [2, 1], intern)
-    assert ids == [1, 1, 91, 93, 93, 92, 91, 93, 92, 3]
-    assert places == [3, 7]
-    assert expand_text([[4]], [], intern) == ([4], [])
-    with pytest.raises(AssertionError):
-        expand_text([[4]], [1], intern)
 
 
 @pytest.mark.parametrize("kind", PLACEHOLDERS)
