@@ -6,7 +6,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from echo_service import tokenizer
+from echo_service import VOCAB, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +14,7 @@ from quire.core.outputs import BranchOutput
 from quire.errors import InputError
 from quire.protocol.sampling_params import MAX_BAD_WORD_IDS, SamplingParams
 from quire.protocol.step_plan import TopLogprobs
+from quire.text.grammars.compiler import GrammarCompiler
 from quire.text.request_detokenizer import RequestDetokenizer
 from quire.text.stop_strings import StopAutomaton, StopChecker
 from quire.text.text_backend import TextBackend
@@ -72,7 +73,7 @@ def test_adversarial_text_costs_linear_time() -> None:
     assert min(times[80_000]) < 100e-6
 
 
-TEXT = TextBackend(tokenizer())
+TEXT = TextBackend(tokenizer(), GrammarCompiler(tokenizer(), VOCAB, (0,)))
 
 
 @given(st.text("abc", max_size=20), st.lists(words, max_size=4), st.integers(0, 12), st.lists(st.integers(0, 20)))

@@ -119,10 +119,8 @@ class ChatTemplate:
         variables = {name: copier.copy(value, f"chat template variables: {name}") for name, value in kwargs.items()}
         variables = {**self.special_tokens, **variables}
         if not self.takes_tools:
-            conversation, tools = (
-                conversation._replace(messages=describe_tools_in_prompt(conversation.messages, tools)),
-                (),
-            )
+            messages, tools = describe_tools_in_prompt(conversation.messages, tools), ()
+            conversation = conversation._replace(messages=messages)
         checked = conversation.messages
         if processor is not None:
             checked = conversation.to_template_messages(self.content_formats(), processor.placeholder_text)

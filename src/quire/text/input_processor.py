@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
     from quire.text.chat_template import ChatTemplate
+    from quire.text.grammars.compiler import GrammarCompiler
     from quire.text.text_backend import TextBackend
     from quire.text.tokenizer import Tokenizer
 
@@ -355,8 +356,8 @@ class InputProcessor:
         """End the processes of the chat template and of grammars."""
         if self.chat_template is not None:
             self.chat_template.close()
-        if self.text_backend is not None and self.text_backend.grammars is not None:
-            self.text_backend.grammars.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def validate(
         self,
@@ -381,7 +382,7 @@ class InputProcessor:
     async def nearest_supported(self, params: SamplingParams) -> tuple[SamplingParams, tuple[str, ...]]:
         """Return `params` with the nearest output form that has a grammar, and the pointers of the keywords that it
         lacks."""
-        grammars = None if self.text_backend is None else self.text_backend.grammars
+        grammars = self._grammars
         if params.structured is None or grammars is None or grammars.is_cached(params.structured):
             return params, ()
         form, dropped = await self.run_grammar_work(partial(grammars.nearest_supported, params.structured))
@@ -389,10 +390,14 @@ class InputProcessor:
 
     def is_grammar_ready(self, params: SamplingParams) -> bool:
         """Return True if `resolve_params` need not compile a grammar, which has unknown cost."""
-        grammars = None if self.text_backend is None else self.text_backend.grammars
+        grammars = self._grammars
         if params.structured is None or params.grammar is not None or grammars is None:
             return True
         return grammars.is_cached(params.structured)
+
+    @property
+    def _grammars(self) -> GrammarCompiler | None:
+        return None if self.text_backend is None else self.text_backend.grammars
 
     def make_params(self, **given: Any) -> SamplingParams:
         """Return parameters: those `given`, else the model's defaults (generation_config.json), else
