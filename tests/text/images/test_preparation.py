@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image
+from published_processors import PIECES, TEXT_CONFIGS, WORDS, published_processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
@@ -19,7 +20,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from quire.errors import InputError, StartupError
 from quire.models.vision import VisionSettings, build_encoder
-from quire.models.vision.named_configs import PREPROCESSOR_CONFIGS, VISION_CONFIGS
+from quire.models.vision.named_configs import PREPROCESSOR_CONFIGS
 from quire.protocol.image_tiling import (
     TILING_NAMES,
     AnyResTiling,
@@ -216,27 +217,8 @@ def test_what_is_not_done_is_refused(said: dict[str, Any], words: str) -> None:
 # Families' eyes in the text plane: what users and templates write for pictures, the ids that stand for them
 
 
-WORDS = {"<image>": 90, "<img>": 91, "</img>": 92, "<IMG_CONTEXT>": 93, "<|image|>": 94, "<bos>": 2, "\n": 10}
-PIECES = {token: word for word, token in WORDS.items()}
-TEXTS = {
-    "llava-onevision-7b": {"text_config": {"hidden_size": 64}},
-    "internvl2-8b": {"llm_config": {"hidden_size": 64}},
-    "phi-3-vision": {"hidden_size": 64},
-    "paligemma2-10b": {"text_config": {"hidden_size": 3584}},
-}
-
-
-def eyes(name: str) -> ImageProcessor:
-    said = PREPROCESSOR_CONFIGS[name]
-    vision = VisionSettings.from_config({**VISION_CONFIGS[name], **TEXTS[name]}, said)
-    placeholder = read_placeholder(vision.kind, WORDS.get)
-    return ImageProcessor(
-        read_image_preprocessor(said, vision.tiling, vision.normalization.mean), placeholder, PIECES.__getitem__, [10]
-    )
-
-
 def test_what_stands_around_internvls_pictures() -> None:
-    one = eyes("internvl2-8b")
+    one = published_processor("internvl2-8b")
     assert one.normalize_placeholders("see <image> and <IMG_CONTEXT>") == "see <IMG_CONTEXT> and <IMG_CONTEXT>"
     assert {"<image>", "<img>", "</img>", "<IMG_CONTEXT>"} <= set(one.reserved_texts)
     grid = one.prepare(picture(100, 100)).grid
@@ -246,7 +228,7 @@ def test_what_stands_around_internvls_pictures() -> None:
 
 
 def test_phi3s_pictures_are_numbered() -> None:
-    one = eyes("phi-3-vision")
+    one = published_processor("phi-3-vision")
     assert [one.placeholder_text(1), one.placeholder_text(12)] == ["<|image_1|>", "<|image_12|>"]
     assert one.normalize_placeholders("<|image_1|> and <|image_2|>?") == "<|image|> and <|image|>?"
     assert one.normalize_placeholders("none") == "none"
@@ -257,7 +239,7 @@ def test_phi3s_pictures_are_numbered() -> None:
 
 
 def test_paligemmas_pictures_lead() -> None:
-    one: Any = eyes("paligemma2-10b")
+    one: Any = published_processor("paligemma2-10b")
     grid = one.prepare(picture(50, 80)).grid
     for given in ([2, 90, 5, 6], [90, 2, 5, 6], [2, 5, 90, 6], [2, 90, 5, 6, 10]):
         ids, spans = one.expand_placeholders(given, [grid])
@@ -269,14 +251,14 @@ def test_paligemmas_pictures_lead() -> None:
 
 
 def test_what_pictures_depend_on_is_told() -> None:
-    assert len({eyes(name).cache_settings for name in TEXTS}) == len(TEXTS)
+    assert len({published_processor(name).cache_settings for name in TEXT_CONFIGS}) == len(TEXT_CONFIGS)
     other = read_image_preprocessor({**PREPROCESSOR_CONFIGS["llava-onevision-7b"], "resample": 2},
-    eyes("llava-onevision-7b").preprocessor.tiling,
+    published_processor("llava-onevision-7b").preprocessor.tiling,
                              (0.5, 0.5, 0.5))  # fmt: skip
     placeholder = read_placeholder("llava", WORDS.get)
     assert (
         ImageProcessor(other, placeholder, PIECES.__getitem__).cache_settings
-        != eyes("llava-onevision-7b").cache_settings
+        != published_processor("llava-onevision-7b").cache_settings
     )
 
 
