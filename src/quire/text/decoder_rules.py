@@ -16,6 +16,11 @@ from quire.errors import StartupError
 from quire.text.tokenizers_guard import flatten_steps
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# WordPiece's cleanup, in this order, as BERT's detokenizer does it.
+CLEANUPS = (
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
+    (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+)  # fmt: skip
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -85,17 +90,6 @@ class DecoderRules:
         if self.spaced and not first:
             glued = self.continuation_prefix and piece.startswith(self.continuation_prefix)
             piece = piece[len(self.continuation_prefix) :] if glued else " " + piece
-        return (_clean(piece) if self.cleanup else piece).encode()
-
-
-def _clean(piece: str) -> str:
-    """Apply WordPiece's cleanup, as BERT's detokenizer does."""
-    for mark in (".", "?", "!", ","):
-        piece = piece.replace(" " + mark, mark)
-    piece = piece.replace(" ' ", "'")
-    for clitic in ("n't", "'m"):
-        piece = piece.replace(" " + clitic, clitic)
-    piece = piece.replace(" do not", " don't")
-    for clitic in ("'s", "'ve", "'re"):
-        piece = piece.replace(" " + clitic, clitic)
-    return piece
+        for old, new in CLEANUPS if self.cleanup else ():
+            piece = piece.replace(old, new)
+        return piece.encode()

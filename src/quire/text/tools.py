@@ -18,6 +18,8 @@ MAX_PROPERTIES = 1024  # of one tool's parameters
 MAX_CHARACTERS = 1 << 18  # of all tools
 MAX_ID_CHARS = 128
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+FUNCTION_FIELDS = (("description", str, "a string"), ("strict", bool, "true or false"),
+                   ("parameters", Mapping, "a JSON schema"))  # fmt: skip
 TOOL_SHAPE = 'a function, like {"type": "function", "function": {"name": ...}}'
 
 
@@ -56,10 +58,8 @@ def _tool(at: str, tool: Any, bound: JsonCopier) -> Tool:
         raise InputError(f"{at} must be {TOOL_SHAPE}", "tools")
     function = tool["function"]
     name = check_name(f"{at}.function.name", function.get("name"), "tools")
-    for key in ("description", "strict", "parameters"):
-        wanted = {"description": str, "strict": bool, "parameters": Mapping}[key]
+    for key, wanted, kind in FUNCTION_FIELDS:
         if function.get(key) is not None and not isinstance(function[key], wanted):
-            kind = {"description": "a string", "strict": "true or false", "parameters": "a JSON schema"}[key]
             raise InputError(f"{at}.function.{key} must be {kind}, got {type(function[key]).__name__}", "tools")
     parameters = function.get("parameters")
     if parameters:
