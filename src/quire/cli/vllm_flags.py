@@ -169,10 +169,9 @@ def no_effect_notices(args: argparse.Namespace) -> list[str]:
     for flag, values in SINGLE_VALUE_FLAGS.items():
         given = getattr(args, f"only{flag}", None)
         if given is not None and given.lower() not in values:
-            raise StartupError(
-                f"{flag} is {given[:80]!r}, and quire has only {values[0]}",
-                capitalize_first(unsupported_reason(flag) or ""),
-            )
+            why = unsupported_reason(flag) or ""
+            cause = f"{flag} is {given[:80]!r}, and quire has only {values[0]}"
+            raise StartupError(cause, why[:1].upper() + why[1:])
         if given is not None:
             lines.append(f"{flag} {given} changes nothing: it is never anything else")
     return lines
@@ -184,8 +183,3 @@ def unsupported_reason(flag: str) -> str | None:
         return None
     name = SHORT_FLAGS.get(flag, flag).lstrip("-")
     return next((why for starts, why in UNSUPPORTED_FLAGS if name.startswith(tuple(starts.split()))), None)
-
-
-def capitalize_first(text: str) -> str:
-    """Return `text` with its first letter in upper case."""
-    return text[:1].upper() + text[1:]

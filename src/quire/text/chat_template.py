@@ -65,11 +65,6 @@ class ChatTemplate:
         """The variables that a request may set."""
         return self._read_variables - {*RESERVED_VARIABLES, *self.special_tokens}
 
-    @property
-    def takes_tools(self) -> bool:
-        """True if the template uses descriptions of tools."""
-        return "tools" in self._read_variables
-
     def with_special_tokens(self, special_tokens: Mapping[str, str]) -> ChatTemplate:
         """Return the same template, in the same process, with other special tokens."""
         other = copy.copy(self)
@@ -118,7 +113,7 @@ class ChatTemplate:
         copier = JsonCopier("chat template variables", "chat_template_kwargs", MAX_VALUES, MAX_DEPTH)
         variables = {name: copier.copy(value, f"chat template variables: {name}") for name, value in kwargs.items()}
         variables = {**self.special_tokens, **variables}
-        if not self.takes_tools:
+        if "tools" not in self._read_variables:
             messages, tools = describe_tools_in_prompt(conversation.messages, tools), ()
             conversation = conversation._replace(messages=messages)
         checked = conversation.messages

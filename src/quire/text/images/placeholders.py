@@ -38,11 +38,6 @@ class ImagePlaceholder(NamedTuple):
         return [*self.before, *[self.token] * (1 if self.single_token else rows), *self.after]
 
     @property
-    def row_offset(self) -> int:
-        """The position of the first row among these ids."""
-        return len(self.before)
-
-    @property
     def reserved_ids(self) -> frozenset[int]:
         """The ids that only images may put into a prompt."""
         return frozenset((self.token, *self.before, *self.after))

@@ -130,7 +130,7 @@ class ImageProcessor:
                 placed.append(token)
                 continue
             count = 1 if holder.single_token else self.num_rows(next(left))
-            spans.append((len(placed) + holder.row_offset, count))
+            spans.append((len(placed) + len(holder.before), count))
             placed += holder.token_ids(count)
         return placed, spans
 

@@ -118,11 +118,6 @@ class ToolCallParser:
         self._arguments.append(text)
         self.events.add("arguments", text, self.num_calls - 1)
 
-    @property
-    def in_call(self) -> bool:
-        """True within a call."""
-        return self._call_text is not None
-
     def end_call(self, char: str = "") -> bool:
         """End the last call with `char`. Return False if its arguments are not a JSON object and it became text again.
         A call of which a part was passed on stays a call."""

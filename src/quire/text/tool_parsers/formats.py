@@ -282,7 +282,7 @@ class PythonicToolParser(ToolCallParser):
     def _abandon_call(self) -> bool:
         """End the call where it stops being valid; what follows is text."""
         self.state = self._in_content
-        if self.in_call:
+        if self._call_text is not None:
             self.end_call()
         return False
 
