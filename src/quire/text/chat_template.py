@@ -75,21 +75,12 @@ class ChatTemplate:
         """End the template's process. It also ends with the last ChatTemplate that uses it."""
         self._process.close()
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        documents: Sequence[Mapping[str, str]] | None = None,
-        **kwargs: Any,
-    ) -> str:
-        """Return the prompt of messages without images; see `render_parsed`."""
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any) -> str:
+        """Return the prompt of messages without images; see `render_parsed`, which takes `options`."""
         conversation = read_messages(messages)
-        if "tools" in kwargs:  # `render_parsed` takes them parsed
+        if "tools" in options:  # `render_parsed` takes them parsed
             self._check_variable("tools", "chat_template_kwargs")
-        return self.render_parsed(
-            conversation, None, add_generation_prompt, continue_final_message, documents, **kwargs
-        )
+        return self.render_parsed(conversation, None, add_generation_prompt, **options)
 
     def render_parsed(
         self,

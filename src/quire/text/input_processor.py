@@ -292,18 +292,15 @@ class InputProcessor:
         self,
         messages: Messages,
         add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        documents: Messages | None = None,
+        *,
         add_special_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        **options: Any,
     ) -> Prompt:
-        """Return a conversation as a prompt; see `render_chat`. `tools` are in OpenAI's form. The template adds special
-        tokens itself."""
-        checked_tools = read_tools(tools) if tools else ()
-        text, images = self.render_chat(
-            messages, add_generation_prompt, continue_final_message, documents, checked_tools, **kwargs
-        )
+        """Return a conversation as a prompt; see `render_chat`, which takes `options`. `tools` are in OpenAI's form. The
+        template adds special tokens itself."""
+        checked = read_tools(tools) if tools else ()
+        text, images = self.render_chat(messages, add_generation_prompt, tools=checked, **options)
         pixels = self._require_image_loader(images).load(images, "") if images else []
         return self._tokenize(text, add_special_tokens, pixels, images)
 
