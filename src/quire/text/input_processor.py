@@ -297,8 +297,8 @@ class InputProcessor:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> Prompt:
-        """Return a conversation as a prompt; see `render_chat`, which takes `options`. `tools` are in OpenAI's form. The
-        template adds special tokens itself."""
+        """Return a conversation as a prompt; see `render_chat`, which takes `options`. `tools` are in OpenAI's form.
+        The template adds special tokens itself."""
         checked = read_tools(tools) if tools else ()
         text, images = self.render_chat(messages, add_generation_prompt, tools=checked, **options)
         pixels = self._require_image_loader(images).load(images, "") if images else []
