@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from quire.text.images.decode import ImageLimits, decode_image, read_checked_header
+
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
 
@@ -29,6 +31,11 @@ def written(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, format, **options)
     return file.getvalue()
+
+
+def decode_file(data: bytes, limits: ImageLimits, at: str = "image") -> Image.Image:
+    """Check the header of a file and decode it, as requests do."""
+    return decode_image(read_checked_header(data, limits, at), at)
 
 
 def uri(data: bytes, kind: str = "png") -> str:

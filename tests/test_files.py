@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from quire.cli import config_file
 from quire.config import EngineConfig
 from quire.errors import StartupError, short_repr
 from quire.files import MAX_BYTES_BY_FILE, find_checkpoint_file, read_bounded, read_json_object
@@ -40,6 +41,7 @@ OPERATORS: dict[str, Callable[[str], Any]] = {
     "prefixes": read_prefixes,
     "calibration": _read_costs,
     "chat template": lambda path: ChatTemplate.find(Path(path).parent / "nowhere", path),
+    "--config": config_file.read_settings,
 }
 
 
@@ -130,12 +132,12 @@ def test_a_folder_may_link_to_the_blobs_of_the_hubs_cache(place: str, tmp_path: 
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_the_operators_files_are_regular_and_bounded(kind: str, tmp_path: Path) -> None:
     fifo, large = tmp_path / "fifo", tmp_path / "large"
+    limit = MAX_BYTES_BY_FILE.get(kind, config_file.MAX_BYTES)
     os.mkfifo(fifo)
     with large.open("wb") as file:
-        file.truncate(MAX_BYTES_BY_FILE[kind] + 1)
+        file.truncate(limit + 1)
     for path, words in (("/dev/zero", "not a regular file"), (str(fifo), "not a regular file"),
-                        (str(large), f"more than {MAX_BYTES_BY_FILE[kind]} bytes"), (str(tmp_path),
-                        "can't be read")):  # fmt: skip
+                        (str(large), f"more than {limit} bytes"), (str(tmp_path), "can't be read")):  # fmt: skip
         with pytest.raises(StartupError, match=words):
             OPERATORS[kind](path)
 

@@ -7,7 +7,6 @@ template are InputErrors.
 from __future__ import annotations
 
 import copy
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,11 +18,11 @@ from quire.text.chat_messages import ContentFormats, ParsedMessages, append_mark
 from quire.text.images.processor import ImageProcessor
 from quire.text.template_process import RenderError, TemplateProcess
 from quire.text.tokenizer_files import special_tokens, tokenizer_config
-from quire.text.tools import Tool, describe_tools_in_prompt
+from quire.text.tools import JsonCopier, Tool, describe_tools_in_prompt
 
 MAX_DOCUMENTS = 1024
 MAX_DOCUMENT_ENTRIES = 64  # of a document
-MAX_VALUES = 4096
+MAX_VALUES, MAX_DEPTH = 4096, 16  # of the variables that a request sets
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # end of the message to continue, as in transformers
 PROBE_TEXT = "quire tries out this template"
@@ -66,11 +65,6 @@ class ChatTemplate:
         """The variables that a request may set."""
         return self._read_variables - {*RESERVED_VARIABLES, *self.special_tokens}
 
-    @property
-    def takes_tools(self) -> bool:
-        """True if the template uses descriptions of tools."""
-        return "tools" in self._read_variables
-
     def with_special_tokens(self, special_tokens: Mapping[str, str]) -> ChatTemplate:
         """Return the same template, in the same process, with other special tokens."""
         other = copy.copy(self)
@@ -81,21 +75,12 @@ class ChatTemplate:
         """End the template's process. It also ends with the last ChatTemplate that uses it."""
         self._process.close()
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        documents: Sequence[Mapping[str, str]] | None = None,
-        **kwargs: Any,
-    ) -> str:
-        """Return the prompt of messages without images; see `render_parsed`."""
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any) -> str:
+        """Return the prompt of messages without images; see `render_parsed`, which takes `options`."""
         conversation = read_messages(messages)
-        if "tools" in kwargs:  # `render_parsed` takes them parsed
+        if "tools" in options:  # `render_parsed` takes them parsed
             self._check_variable("tools", "chat_template_kwargs")
-        return self.render_parsed(
-            conversation, None, add_generation_prompt, continue_final_message, documents, **kwargs
-        )
+        return self.render_parsed(conversation, None, add_generation_prompt, **options)
 
     def render_parsed(
         self,
@@ -116,12 +101,12 @@ class ChatTemplate:
             self._check_variable("documents", "documents")
         for name in kwargs:
             self._check_variable(name, "chat_template_kwargs")
-        variables = {**self.special_tokens, **dict(zip(kwargs, _copy_json(list(kwargs.values()))))}
-        if not self.takes_tools:
-            conversation, tools = (
-                conversation._replace(messages=describe_tools_in_prompt(conversation.messages, tools)),
-                (),
-            )
+        copier = JsonCopier("chat template variables", "chat_template_kwargs", MAX_VALUES, MAX_DEPTH)
+        variables = {name: copier.copy(value, f"chat template variables: {name}") for name, value in kwargs.items()}
+        variables = {**self.special_tokens, **variables}
+        if "tools" not in self._read_variables:
+            messages, tools = describe_tools_in_prompt(conversation.messages, tools), ()
+            conversation = conversation._replace(messages=messages)
         checked = conversation.messages
         if processor is not None:
             checked = conversation.to_template_messages(self.content_formats(), processor.placeholder_text)
@@ -219,29 +204,3 @@ def _documents(documents: Any) -> list[dict[str, str]] | None:
             if not isinstance(name, str) or not isinstance(value, str):
                 raise InputError(f"documents[{i}] has {short_repr(name)}: {short_repr(value)}, no string", "documents")
     return [dict(document) for document in documents]
-
-
-def _copy_json(values: list[Any]) -> list[Any]:
-    """Return bounded copies that consist of JSON types only, so that a template gets no object with methods."""
-    left = MAX_VALUES
-
-    def plain(value: Any, depth: int) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0 or depth > 16:
-            raise InputError(
-                f"chat template variables may hold {MAX_VALUES} values, 16 levels deep", "chat_template_kwargs"
-            )
-        if value is None or type(value) in (str, bool, int):
-            return value
-        if type(value) is float and math.isfinite(value):
-            return value
-        if type(value) is list:
-            return [plain(item, depth + 1) for item in value]
-        if type(value) is dict and all(type(key) is str for key in value):
-            return {key: plain(item, depth + 1) for key, item in value.items()}
-        raise InputError(
-            f"chat template variables must be JSON values, got {type(value).__name__}", "chat_template_kwargs"
-        )
-
-    return [plain(value, 0) for value in values]

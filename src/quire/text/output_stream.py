@@ -20,17 +20,8 @@ class RequestRecord:
     `is_prefix`: the request computes a registered prefix."""
 
     __slots__ = (
-        "arrival_time",
-        "branch_progress",
-        "cached_tokens",
-        "first_token_time",
-        "id",
-        "is_prefix",
-        "max_tokens",
-        "params",
-        "preemptions",
-        "prompt_len",
-        "scheduled_time",
+        "arrival_time", "branch_progress", "cached_tokens", "first_token_time", "id", "is_prefix", "max_tokens",
+        "params", "preemptions", "prompt_len", "scheduled_time",
     )  # fmt: skip
 
     def __init__(
