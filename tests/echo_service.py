@@ -203,11 +203,12 @@ def prompts() -> InputProcessor:
 
 
 class Running(NamedTuple):
-    """A server on a real socket."""
+    """A server on a real socket, and a client of it."""
 
     url: str
     llm: Any
     app: Any
+    http: httpx.Client
 
     @property
     def engine(self) -> Engine:
@@ -218,7 +219,7 @@ class Running(NamedTuple):
 
     def metric(self, name: str) -> float:
         """The value of one sample of /metrics, of those that have no labels of their own."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = self.http.get("/metrics").text
         start = name + '{engine="0",model_name="echo"} '
         return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(start))
 
@@ -281,7 +282,9 @@ def serving(
     thread.start()
     try:
         assert ready.wait(60), "the server did not start"
-        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", llm, app)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with httpx.Client(base_url=url, timeout=60) as http:
+            yield Running(url, llm, app, http)
     finally:
         server.should_exit = True
         llm.close()

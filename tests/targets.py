@@ -83,7 +83,6 @@ GATE_CASES = {
     "tests/server/test_ending.py::test_whoever_ends_the_engine_is_named": 2,
     "tests/server/test_ending.py::test_a_route_that_exits_ends_the_process_with_1": 1,
     "tests/server/test_fronts.py::test_all_fronts_drain": 0,
-    "tests/server/test_tools_http.py::test_what_is_wrong": 10,
     "tests/conformance/test_traces.py::test_traces_over_stages": 2,
     "tests/conformance/test_traces.py::test_traces_swap_recompute": 5,
     "tests/ipc/test_host.py::test_stops": 1,

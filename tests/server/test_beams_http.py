@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import echo_service
-import httpx
 import pytest
 from asking import events
 from echo_service import VOCAB, Echo, Placement, Running, tokenizer
@@ -74,10 +73,8 @@ def test_beams_streamed_and_whole(echo: Running, client: OpenAI, way: str) -> No
 def test_the_agreed_prefix_comes_before_the_end(placement: Placement) -> None:
     """With one beam every token is settled at once; with several what they agree on is, and only then the rest."""
     asked = {**COMMON, "stream": True, "ignore_eos": True}
-    with (
-        echo_service.serving(echo_service.built(Echo(pause=0.02)), placement=placement) as running,
-        httpx.Client(base_url=running.url) as http,
-    ):
+    with echo_service.serving(echo_service.built(Echo(pause=0.02)), placement=placement) as running:
+        http = running.http
         for width, tokens, least in ((1, 30, 3), (2, 60, 2)):
             chunks = events(http, "/v1/completions", {**asked, "max_tokens": tokens, "beam_width": width})
             ends = [chunk["choices"][0]["finish_reason"] for chunk in chunks]

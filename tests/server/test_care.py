@@ -44,12 +44,12 @@ def test_a_reset_forgets_what_nobody_uses(servers: Servers, placement: Placement
 
 
 def test_what_a_server_tells_of_itself(shop: Running) -> None:
-    found = httpx.get(f"{shop.url}/server_info", headers=HEADERS).json()
+    found = shop.http.get("/server_info", headers=HEADERS).json()
     ServerInfo.model_validate(found, strict=True)
     assert found["config"] == SETTINGS["config"].flat()
     assert (found["config"]["page_size"], found["config"]["retention"]) == (4, "slack")
     assert found["notices"] == ["an echo"]
-    told = httpx.get(f"{shop.url}/tokenizer_info", headers=bearer(KEY)).json()
+    told = shop.http.get("/tokenizer_info", headers=bearer(KEY)).json()
     TokenizerInfo.model_validate(told, strict=True)
     assert told["eos_token"] == "<|end|>"
     assert told["added_tokens_decoder"]["0"]["content"] == "<|end|>"
@@ -60,11 +60,11 @@ def test_what_a_server_tells_of_itself(shop: Running) -> None:
 def test_a_key_is_not_enough(shop: Running, path: str) -> None:
     method, path = path.split()
     for headers, status in (({}, 401), (bearer(f"{ADMIN}x"), 401), (bearer(KEY), 403), (HEADERS, 200)):
-        assert httpx.request(method, shop.url + path, headers=headers).status_code == status
+        assert shop.http.request(method, path, headers=headers).status_code == status
 
 
 def test_without_flags_there_is_nothing_told(servers: Servers) -> None:
     running = servers(admin_keys=[ADMIN])
     for path in ("/server_info", "/tokenizer_info"):
-        assert httpx.get(running.url + path, headers=HEADERS).status_code == 404
-    assert httpx.post(f"{running.url}/reset_prefix_cache").status_code == 403
+        assert running.http.get(path, headers=HEADERS).status_code == 404
+    assert running.http.post("/reset_prefix_cache").status_code == 403

@@ -42,7 +42,7 @@ def test_what_is_not_a_number_is_null() -> None:
             ("completions", {"prompt": [5, 6, 7], "prompt_logprobs": 2, "max_tokens": 1}),
             ("chat/completions", {"messages": TALK, "prompt_logprobs": 1, "max_tokens": 1}),
         ):
-            answer = httpx.post(f"{running.url}/v1/{path}", json=asked)
+            answer = running.http.post(f"/v1/{path}", json=asked)
             said = json.loads(answer.text, parse_constant=lambda name: 1 / 0)
             [choice] = said["choices"]
             if "echo" in asked:

@@ -42,21 +42,21 @@ def scenes(url: str, count: int, key: dict[str, str] = KEY) -> list[Scene]:
 
 
 def test_its_files_are_open_and_hold_no_data(running: Running) -> None:
-    assert [httpx.get(running.url + path).headers["location"] for path in OPEN_PATHS[:2]] == ["console/"] * 2
+    assert [running.http.get(path).headers["location"] for path in OPEN_PATHS[:2]] == ["console/"] * 2
     for path in OPEN_PATHS[2:]:
-        answer = httpx.get(running.url + path)
+        answer = running.http.get(path)
         name = path.rpartition("/")[2] or "index.html"
         assert answer.content == (FOLDER / name).read_bytes()
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert answer.headers["x-content-type-options"] == "nosniff"
-    assert httpx.get(f"{running.url}/console/other.js", headers=KEY).status_code == 404
+    assert running.http.get("/console/other.js", headers=KEY).status_code == 404
 
 
 def test_what_it_is_told_needs_the_key(running: Running) -> None:
     for headers in ({}, {"Authorization": "Bearer sk-quire-test-kez"}):
-        assert httpx.get(f"{running.url}/console/events", headers=headers).status_code == 401
+        assert running.http.get("/console/events", headers=headers).status_code == 401
     for key in (KEY, ADMIN):  # a user's and an operator's
-        assert httpx.get(f"{running.url}/v1/models", headers=key).status_code == 200
+        assert running.http.get("/v1/models", headers=key).status_code == 200
         assert scenes(running.url, 1, key)[0]["groups"]
 
 
@@ -72,10 +72,10 @@ def test_the_page_asks_nothing_of_other_hosts_and_makes_no_html_of_text() -> Non
 def test_bytes_are_those_of_the_metrics(running: Running) -> None:
     for i in range(3):
         body = {"prompt": list(range(40 + i)), "max_tokens": 3 + i, "n": 1 + i}
-        assert httpx.post(f"{running.url}/v1/completions", json=body, headers=KEY).status_code == 200
+        assert running.http.post("/v1/completions", json=body, headers=KEY).status_code == 200
 
         def same() -> Any:
-            text = httpx.get(f"{running.url}/metrics", headers=KEY).text
+            text = running.http.get("/metrics", headers=KEY).text
             counted = {name: float(value) for name, value in re.findall(r'kv_bytes\{category="(\w+)".*?\} (\S+)', text)}
             [scene] = scenes(running.url, 1)
             return {name: scene["bytes"][name] for name in counted} == counted and (scene, counted)
@@ -88,10 +88,10 @@ def test_bytes_are_those_of_the_metrics(running: Running) -> None:
 def test_latencies_are_those_of_the_metrics(running: Running) -> None:
     before = scenes(running.url, 2)[1]["latencies"]
     body = {"prompt": list(range(30)), "max_tokens": 5, "ignore_eos": True}
-    assert httpx.post(f"{running.url}/v1/completions", json=body, headers=KEY).status_code == 200
+    assert running.http.post("/v1/completions", json=body, headers=KEY).status_code == 200
     after = scenes(running.url, 2)[1]["latencies"]
     assert [after[kind][0] - before[kind][0] for kind in ("first", "between")] == [1, 4]
-    text = httpx.get(f"{running.url}/metrics", headers=KEY).text
+    text = running.http.get("/metrics", headers=KEY).text
     for kind, name in (("first", "time_to_first_token_seconds"), ("between", "inter_token_latency_seconds")):
         counted = [float(value) for value in re.findall(rf"quire_{name}_(?:count|sum){{.*?}} (\S+)", text)]
         assert after[kind] == counted
@@ -122,10 +122,10 @@ def test_watchers_are_bounded_and_nobody_looks_for_nobody(running: Running, monk
     console = next(route.endpoint for route in running.app.routes if route.path == "/console/events").__self__
     wait_until(lambda: not console.num_watchers, "nobody watches")
     monkeypatch.setattr(consoles, "MAX_WATCHERS", 1)
-    with httpx.stream("GET", f"{running.url}/console/events", headers=KEY, timeout=60) as answer:
+    with running.http.stream("GET", "/console/events", headers=KEY, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
-        refused = httpx.get(f"{running.url}/console/events", headers=KEY)
+        refused = running.http.get("/console/events", headers=KEY)
         assert refused.status_code == 503
         assert "the console has 1 clients, which is the limit" in refused.json()["error"]["message"]
     wait_until(lambda: console._poll_task.done(), "the last look has ended")
@@ -133,7 +133,7 @@ def test_watchers_are_bounded_and_nobody_looks_for_nobody(running: Running, monk
     time.sleep(3 * MIN_POLL_SECONDS)  # in which further looks would come
     assert console.snapshot_number == number
     body = {"prompt": [1, 2, 3], "max_tokens": 2}
-    assert httpx.post(f"{running.url}/v1/completions", json=body, headers=KEY).status_code == 200
+    assert running.http.post("/v1/completions", json=body, headers=KEY).status_code == 200
     assert scenes(running.url, 1)[0]["steps"] > steps  # who comes then is told nothing of before
     assert MAX_WATCHERS > 1
 
@@ -141,7 +141,7 @@ def test_watchers_are_bounded_and_nobody_looks_for_nobody(running: Running, monk
 def test_a_stream_ends_after_its_time(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     assert consoles.MAX_STREAM_SECONDS == 600
     monkeypatch.setattr(consoles, "MAX_STREAM_SECONDS", 0.1)
-    assert httpx.get(f"{running.url}/console/events", headers=KEY, timeout=30).text.endswith("\n\n")
+    assert running.http.get("/console/events", headers=KEY, timeout=30).text.endswith("\n\n")
 
 
 def test_requests_are_told_without_their_text(loose_brake: Path) -> None:
@@ -160,4 +160,4 @@ def test_requests_are_told_without_their_text(loose_brake: Path) -> None:
 
 def test_without_a_console() -> None:
     with echo_service.serving(console=False) as found:
-        assert {httpx.get(found.url + path).status_code for path in (*OPEN_PATHS, "/console/events")} == {404}
+        assert {found.http.get(path).status_code for path in (*OPEN_PATHS, "/console/events")} == {404}

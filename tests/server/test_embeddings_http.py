@@ -212,10 +212,10 @@ def test_salts_reach_the_engine(http: httpx.Client, running: Running, monkeypatc
 
 
 def test_no_embeddings_here(echo: Running) -> None:
-    answer = httpx.post(f"{echo.url}/v1/embeddings", json={"input": "a"})
+    answer = echo.http.post("/v1/embeddings", json={"input": "a"})
     assert answer.status_code == 400
     assert "has no embeddings" in answer.json()["error"]["message"]
-    assert httpx.post(f"{echo.url}/rerank", json={"query": "a", "documents": ["b"], "model": "x"}).status_code == 404
+    assert echo.http.post("/rerank", json={"query": "a", "documents": ["b"], "model": "x"}).status_code == 404
 
 
 def test_in_a_batch(tmp_path: Path, http: httpx.Client) -> None:

@@ -43,9 +43,9 @@ def test_every_route_needs_the_key(locked: Running) -> None:
             path = route.path.replace("{name:path}", "echo").replace("{name}", "none")
             if path in CONSOLE:  # files without data
                 continue
-            status = httpx.request(method, locked.url + path).status_code
+            status = locked.http.request(method, path).status_code
             assert status == (200 if path == "/health" else 401), (method, path)
-            with httpx.stream(method, locked.url + path, headers=bearer(KEY)) as allowed:
+            with locked.http.stream(method, path, headers=bearer(KEY)) as allowed:
                 wanted = (403,) if "prefixes" in path or path in ADMIN else (200, 400)
                 if path == "/v1/responses/none":
                     wanted = (404,)
@@ -55,22 +55,22 @@ def test_every_route_needs_the_key(locked: Running) -> None:
 
 
 def test_why_it_is_ill_is_told_to_who_has_a_key(locked: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert httpx.get(f"{locked.url}/health").content == b""
+    assert locked.http.get("/health").content == b""
     monkeypatch.setattr(locked.llm, "accepting", False)
-    answer = httpx.get(f"{locked.url}/health")
+    answer = locked.http.get("/health")
     assert (answer.status_code, answer.content) == (503, b"")
-    answer = httpx.get(f"{locked.url}/health", headers={"x-api-key": KEY})
+    answer = locked.http.get("/health", headers={"x-api-key": KEY})
     assert answer.status_code == 503
     assert "shutting down" in answer.json()["error"]["message"]
     for method in ("GET", "POST"):
-        assert httpx.request(method, f"{locked.url}/ping", headers=bearer(KEY)).status_code == 503
+        assert locked.http.request(method, "/ping", headers=bearer(KEY)).status_code == 503
 
 
 def test_wrong_keys_and_paths_like_health(locked: Running) -> None:
     for header in ("", "Bearer", f"Basic {KEY}", KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}"):
-        answer = httpx.get(f"{locked.url}/v1/models", headers={"Authorization": header})
+        answer = locked.http.get("/v1/models", headers={"Authorization": header})
         assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), header
-    assert httpx.get(f"{locked.url}/v1/models", headers=bearer("another")).status_code == 200
+    assert locked.http.get("/v1/models", headers=bearer("another")).status_code == 200
     with openai_of(locked, "wrong") as client, pytest.raises(AuthenticationError):
         client.models.list()
     for path in ("/health/", "//health", "/v1/../health", "/HEALTH", "/nothing", "/health?x=/metrics"):
@@ -184,7 +184,7 @@ def test_endless_chunked_body_is_cut(locked: Running) -> None:
             yield b"x" * 4096
 
     with contextlib.suppress(httpx.TransportError):
-        httpx.post(f"{locked.url}/v1/completions", content=pieces(), headers=HEADERS)
+        locked.http.post("/v1/completions", content=pieces(), headers=HEADERS)
     assert sent < 50_000_000, "the server read on and on"
 
 

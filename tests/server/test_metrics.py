@@ -41,10 +41,10 @@ def test_counts_after_five_requests(placement: Placement) -> None:
     with echo_service.serving(model, placement=placement) as running:
         for i in range(3):
             body = {"prompt": [10 + i] * 10, "max_tokens": 8, "ignore_eos": True}
-            assert httpx.post(f"{running.url}/v1/completions", json=body).status_code == 200
+            assert running.http.post("/v1/completions", json=body).status_code == 200
         for _ in range(2):
             body = {"prompt": [10] * 10, "max_tokens": 4, "n": 2, "ignore_eos": True}
-            assert httpx.post(f"{running.url}/v1/completions", json=body).status_code == 200
+            assert running.http.post("/v1/completions", json=body).status_code == 200
         assert running.idle()
         found = samples(running.url)
         assert found["quire_prompt_tokens_total"] == 50
@@ -98,21 +98,21 @@ def test_http_requests_are_counted_by_route_and_bounded() -> None:
         headers = {"Authorization": "Bearer key"}
         for path in ("/v1/completions", "/api/v1/completions"):
             body = {"prompt": "a", "max_tokens": 2, "stream": True}
-            assert httpx.post(running.url + path, json=body, headers=headers).status_code == 200
-        assert httpx.post(f"{running.url}/v1/completions", json={"n": 0}, headers=headers).status_code == 400
-        assert httpx.get(f"{running.url}/v1/models/echo", headers=headers).status_code == 200
-        assert httpx.get(f"{running.url}/v1/models/none", headers=headers).status_code == 404
+            assert running.http.post(path, json=body, headers=headers).status_code == 200
+        assert running.http.post("/v1/completions", json={"n": 0}, headers=headers).status_code == 400
+        assert running.http.get("/v1/models/echo", headers=headers).status_code == 200
+        assert running.http.get("/v1/models/none", headers=headers).status_code == 404
         for i in range(30):
-            assert httpx.request(f"ODD{i}", f"{running.url}/odd/{i}", headers=headers).status_code == 404
-            assert httpx.get(f"{running.url}/health", headers=headers).status_code == 200
-            assert httpx.get(f"{running.url}/v1/models/{i}").status_code == 401
+            assert running.http.request(f"ODD{i}", f"/odd/{i}", headers=headers).status_code == 404
+            assert running.http.get("/health", headers=headers).status_code == 200
+            assert running.http.get(f"/v1/models/{i}").status_code == 401
         counts = running.app.wrap.keywords["counters"]
         assert counts.requests == {
             ("/v1/completions", "POST", "2xx"): 2, ("/v1/completions", "POST", "4xx"): 1,
             ("/v1/models/{name:path}", "GET", "2xx"): 1, ("/v1/models/{name:path}", "GET", "4xx"): 1,
             ("none", "other", "4xx"): 30, ("none", "GET", "4xx"): 30,
         }  # fmt: skip
-        text = httpx.get(f"{running.url}/metrics", headers=headers).text
+        text = running.http.get("/metrics", headers=headers).text
         invalid = 1 + 1 + 30  # a body, a model and paths; those without a key are none
         assert f'quire_invalid_requests_total{{engine="0",model_name="echo"}} {invalid}.0' in text
         own = 'engine="0",handler="/v1/completions",method="POST",model_name="echo"'
@@ -164,7 +164,7 @@ def test_a_status_line_comes_while_anything_happens(
 def test_cache_info() -> None:
     config = EngineConfig(gpu_memory_utilization=0.5)
     with echo_service.serving(echo_service.built(kv_tokens=640), config=config) as running:
-        text = httpx.get(f"{running.url}/metrics").text
+        text = running.http.get("/metrics").text
         families = {family.name: family for family in text_string_to_metric_families(text)}
         info = families["quire_cache_config_info"].samples[0].labels
         total = running.llm.account.usage.total

@@ -102,7 +102,7 @@ def test_errors(shop: Running, http: httpx.Client) -> None:
 
 def test_without_an_admin_key_the_routes_are_shut(echo: Running) -> None:
     for headers in ({}, HEADERS):
-        assert httpx.get(f"{echo.url}/v1/prefixes", headers=headers).status_code == 403
+        assert echo.http.get("/v1/prefixes", headers=headers).status_code == 403
 
 
 # On the engine's thread

@@ -227,7 +227,7 @@ def test_a_key_finds_only_its_own(served: Any) -> None:
         served.other.responses.create(model="echo", input="More.", previous_response_id=mine.id)
     assert (gone.value.status_code, gone.value.body["param"]) == (400, "previous_response_id")
     assert served.client.responses.retrieve(mine.id).id == mine.id
-    assert httpx.get(f"{served.running.url}/v1/responses/{mine.id}").status_code == 401
+    assert served.running.http.get(f"/v1/responses/{mine.id}").status_code == 401
 
 
 def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
