@@ -17,18 +17,19 @@ import os
 import random
 import re
 import statistics
-import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import httpx
+from served_process import SERVE, served
 
 from quire.bench.machine import machine
 from quire.ipc.engine_loop import HISTORY_IDLE_SECONDS
@@ -41,18 +42,6 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "8,192 pages, 2 fronts, 2 watchers": (2, ("--kv-tokens", "131072", "--fronts", "2")),
 }
 """Watchers, and options of the server."""
-
-
-@contextmanager
-def serving(options: tuple[str, ...]) -> Iterator[int]:
-    """A server: its port."""
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        assert server.stdout is not None
-        line = next(line for line in server.stdout if " at http://" in line)
-        threading.Thread(target=server.stdout.read, daemon=True).start()
-        yield int(re.findall(r"http://\S+?:(\d+)", line)[0])
-        server.terminate()
 
 
 def seconds(port: int) -> float:
@@ -126,7 +115,8 @@ def measured(case: str, given: argparse.Namespace) -> dict[str, Any]:
     """Rounds of one case."""
     watchers, options = CASES[case]
     rounds: list[dict[str, Any]] = []
-    with serving(options) as port:
+    with tempfile.TemporaryDirectory() as folder, served(Path(folder), *options, command=SERVE) as server:
+        port = int(server.ready().url.rpartition(":")[2])
         ask(port, given.tokens, given.requests, 0)
         rest = at_rest(port, watchers)
         print(case, json.dumps(rest), flush=True)
