@@ -36,6 +36,11 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+def as_admin(running: Running) -> httpx.Client:
+    """A client with the key ADMIN."""
+    return httpx.Client(base_url=running.url, timeout=60, headers=bearer(ADMIN))
+
+
 def openai_of(running: Running, key: str = "unused") -> OpenAI:
     return OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=20)
 

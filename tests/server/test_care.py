@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import echo_service
-import httpx
 import pytest
-from asking import ADMIN, KEY, bearer, cached
+from asking import ADMIN, KEY, as_admin, bearer, cached
 from echo_service import Placement, Running, Servers
 
 from quire.config import EngineConfig
@@ -15,10 +14,7 @@ from quire.server.response_models import CacheReset, ServerInfo, TokenizerInfo
 
 pytestmark = pytest.mark.xdist_group(name="care")
 
-HEADERS = bearer(ADMIN)
 PROMPT = list(range(100, 140))
-
-
 SETTINGS: dict[str, Any] = {
     "model": {"echo": {"pause": 0.002}, "prefix_tokens": 40},
     "config": EngineConfig.of(model="tiny", page_size=4, retention="slack"),
@@ -32,7 +28,7 @@ def shop(servers: Servers) -> Running:
 
 
 def test_a_reset_forgets_what_nobody_uses(servers: Servers, placement: Placement) -> None:
-    with httpx.Client(base_url=servers(**SETTINGS, placement=placement).url, timeout=20, headers=HEADERS) as http:
+    with as_admin(servers(**SETTINGS, placement=placement)) as http:
         http.post("/reset_prefix_cache")
         assert [cached(http, PROMPT), cached(http, PROMPT)] == [0, 36]
         answer = http.post("/reset_prefix_cache")
@@ -44,7 +40,7 @@ def test_a_reset_forgets_what_nobody_uses(servers: Servers, placement: Placement
 
 
 def test_what_a_server_tells_of_itself(shop: Running) -> None:
-    found = shop.http.get("/server_info", headers=HEADERS).json()
+    found = shop.http.get("/server_info", headers=bearer(ADMIN)).json()
     ServerInfo.model_validate(found, strict=True)
     assert found["config"] == SETTINGS["config"].flat()
     assert (found["config"]["page_size"], found["config"]["retention"]) == (4, "slack")
@@ -59,12 +55,12 @@ def test_what_a_server_tells_of_itself(shop: Running) -> None:
 @pytest.mark.parametrize("path", ["POST /reset_prefix_cache", "GET /server_info", "GET /v1/prefixes"])
 def test_a_key_is_not_enough(shop: Running, path: str) -> None:
     method, path = path.split()
-    for headers, status in (({}, 401), (bearer(f"{ADMIN}x"), 401), (bearer(KEY), 403), (HEADERS, 200)):
+    for headers, status in (({}, 401), (bearer(f"{ADMIN}x"), 401), (bearer(KEY), 403), (bearer(ADMIN), 200)):
         assert shop.http.request(method, path, headers=headers).status_code == status
 
 
 def test_without_flags_there_is_nothing_told(servers: Servers) -> None:
     running = servers(admin_keys=[ADMIN])
     for path in ("/server_info", "/tokenizer_info"):
-        assert running.http.get(path, headers=HEADERS).status_code == 404
+        assert running.http.get(path, headers=bearer(ADMIN)).status_code == 404
     assert running.http.post("/reset_prefix_cache").status_code == 403

@@ -71,12 +71,12 @@ def test_effort_is_for_templates_that_read_it(servers: Servers) -> None:
     """Clients send it to any model, so it is named, and refused only by a strict server."""
     body = {"messages": TALK, "reasoning_effort": "high"}
     for strict in (False, True):
-        with httpx.Client(base_url=servers(strict=strict).url) as http:
-            for path in ("/tokenize", "/v1/chat/completions"):
-                if strict:
-                    assert refusal(http, path, body)["param"] == "reasoning_effort"
-                else:
-                    assert "ignored: reasoning_effort" in http.post(path, json=body).headers["warning"]
+        http = servers(strict=strict).http
+        for path in ("/tokenize", "/v1/chat/completions"):
+            if strict:
+                assert refusal(http, path, body)["param"] == "reasoning_effort"
+            else:
+                assert "ignored: reasoning_effort" in http.post(path, json=body).headers["warning"]
     model = echo_service.built()
     reading = ChatTemplate("{{ messages[0].content }}{{ reasoning_effort }}", {})
     with echo_service.serving(model._replace(chat_template=reading)) as running:
@@ -94,8 +94,8 @@ def bos() -> Iterator[httpx.Client]:
     adding.post_processor = TemplateProcessing(single=f"{special[0]} $A", special_tokens=[special])
     names = {"eos_token": "<|end|>", "bos_token": special[0]}
     model = echo_service.built()._replace(tokenizer=Tokenizer(adding, names))
-    with echo_service.serving(model) as running, httpx.Client(base_url=running.url) as found:
-        yield found
+    with echo_service.serving(model) as running:
+        yield running.http
 
 
 def test_special_tokens_of_a_chat_are_the_templates(bos: httpx.Client) -> None:

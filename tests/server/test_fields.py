@@ -9,7 +9,7 @@ from typing import Any
 import echo_service
 import httpx
 import pytest
-from asking import TALK, events, ids_of, refusal, tokens_of
+from asking import ADMIN, TALK, bearer, events, ids_of, refusal, tokens_of
 from echo_service import Servers
 
 from quire.server import request_models
@@ -210,36 +210,35 @@ def test_unknown_fields_of_messages_are_named(http: httpx.Client) -> None:
 
 
 def test_strict_refuses_unknown_fields(servers: Servers) -> None:
-    with httpx.Client(base_url=servers(strict=True).url) as http:
-        for path, body in (
-            ("/v1/completions", {"prompt": [5]}), ("/v1/chat/completions", {"messages": TALK}),
-            ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]}),
-        ):  # fmt: skip
-            error = refusal(http, path, {**body, "mirostat": 1})
-            assert (error["param"], "mirostat" in error["message"]) == ("mirostat", True)
-            assert http.post(path, json={**body, "user": "me"}).status_code == 200
-        error = refusal(http, "/v1/chat/completions", {"messages": [{**TALK[0], "mood": 1}]})
-        assert "messages.mood" in error["message"]
+    http = servers(strict=True).http
+    for path, body in (
+        ("/v1/completions", {"prompt": [5]}), ("/v1/chat/completions", {"messages": TALK}),
+        ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]}),
+    ):  # fmt: skip
+        error = refusal(http, path, {**body, "mirostat": 1})
+        assert (error["param"], "mirostat" in error["message"]) == ("mirostat", True)
+        assert http.post(path, json={**body, "user": "me"}).status_code == 200
+    error = refusal(http, "/v1/chat/completions", {"messages": [{**TALK[0], "mood": 1}]})
+    assert "messages.mood" in error["message"]
 
 
 def test_fields_of_prefixes_are_no_more_silent(servers: Servers) -> None:
-    url = servers({"prefix_tokens": 64}, admin_keys=["admin"]).url
-    with httpx.Client(base_url=url, headers={"Authorization": "Bearer admin"}) as http:
-        answer = http.post("/v1/prefixes", json={"name": "a", "token_ids": [5, 6, 7, 8], "pinned": True})
-        assert answer.headers["warning"] == '299 quire "fields were ignored: pinned"'
-        assert http.delete("/v1/prefixes/a").status_code == 200
+    http, headers = servers({"prefix_tokens": 64}, admin_keys=[ADMIN]).http, bearer(ADMIN)
+    body = {"name": "a", "token_ids": [5, 6, 7, 8], "pinned": True}
+    answer = http.post("/v1/prefixes", json=body, headers=headers)
+    assert answer.headers["warning"] == '299 quire "fields were ignored: pinned"'
+    assert http.delete("/v1/prefixes/a", headers=headers).status_code == 200
 
 
 def test_most_log_probabilities_are_the_operators(servers: Servers) -> None:
-    with httpx.Client(base_url=servers(max_logprobs=3).url) as http:
-        for path, name, body in (
-            ("completions", "logprobs", {"prompt": [5]}),
-            ("completions", "prompt_logprobs", {"prompt": [5]}),
-            ("chat/completions", "top_logprobs", {"messages": TALK, "logprobs": True}),
-        ):
-            assert http.post(f"/v1/{path}", json={**body, name: 3, "max_tokens": 1}).status_code == 200
-            error = refusal(http, f"/v1/{path}", {**body, name: 4})
-            assert (error["param"], error["message"]) == (name, f"{name} must be between 0 and 3, got 4")
+    http = servers(max_logprobs=3).http
+    for path, name, body in (
+        ("completions", "logprobs", {"prompt": [5]}), ("completions", "prompt_logprobs", {"prompt": [5]}),
+        ("chat/completions", "top_logprobs", {"messages": TALK, "logprobs": True}),
+    ):  # fmt: skip
+        assert http.post(f"/v1/{path}", json={**body, name: 3, "max_tokens": 1}).status_code == 200
+        error = refusal(http, f"/v1/{path}", {**body, name: 4})
+        assert (error["param"], error["message"]) == (name, f"{name} must be between 0 and 3, got 4")
 
 
 @pytest.mark.parametrize("name", sorted(request_models.REFUSED_FIELDS))
@@ -276,11 +275,8 @@ def test_null_fields_that_typed_clients_read(http: httpx.Client) -> None:
     chat = http.post("/v1/chat/completions", json={"messages": TALK, "max_tokens": 1, "logprobs": True}).json()
     own, said = whole["choices"][0], chat["choices"][0]
     for place, names in (
-        (whole, ["system_fingerprint"]),
+        (whole, ["system_fingerprint"]), (said, ["token_ids"]), (said["message"], ["refusal"]),
         (own, ["logprobs", "prompt_logprobs", "token_ids", "prompt_token_ids", "stop_reason"]),
-        (chat, ["system_fingerprint", "prompt_logprobs", "prompt_token_ids"]),
-        (said, ["token_ids"]),
-        (said["message"], ["refusal"]),
-        (said["logprobs"], ["refusal"]),
-    ):
+        (chat, ["system_fingerprint", "prompt_logprobs", "prompt_token_ids"]), (said["logprobs"], ["refusal"]),
+    ):  # fmt: skip
         assert [place[name] for name in names] == [None] * len(names)

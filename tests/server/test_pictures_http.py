@@ -33,14 +33,13 @@ ONE, WHOLE = "/v1/completions", "/v1/chat/completions"
 class Served(NamedTuple):
     http: httpx.Client
     noted: Noted
-    running: echo_service.Running
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     model, noted = seeing.built(limits={"count": 3})
-    with echo_service.serving(model) as running, httpx.Client(base_url=running.url, timeout=20) as http:
-        yield Served(http, noted, running)
+    with echo_service.serving(model) as running:
+        yield Served(running.http, noted)
 
 
 def talk(*parts: Any, **more: Any) -> dict[str, Any]:
@@ -63,8 +62,8 @@ def canary(http: httpx.Client) -> str:
 def refusal(served: Served, body: dict[str, Any], path: str = WHOLE) -> dict[str, Any]:
     """What a bad request is told, while a neighbour gets the tokens that it always gets, and nothing else is queued."""
     known, shown = canary(served.http), len(served.noted.media)
-    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=served.running.url, timeout=20) as http:
-        neighbour = pool.submit(canary, http)
+    with ThreadPoolExecutor(1) as pool:
+        neighbour = pool.submit(canary, served.http)
         answer = served.http.post(path, json=body)
         assert neighbour.result() == known
     assert answer.status_code == 400, answer.text

@@ -11,7 +11,7 @@ from typing import Any
 import echo_service
 import httpx
 import pytest
-from asking import ADMIN, KEY, bearer, cached, linked
+from asking import ADMIN, KEY, as_admin, bearer, cached, linked
 from echo_service import VOCAB, Echo, Placement, Running, Servers
 from waiting import wait_until_async
 
@@ -21,7 +21,6 @@ from quire.server.prefixes import read_prefixes, register_prefixes
 
 pytestmark = pytest.mark.xdist_group(name="prefixes")
 
-HEADERS = bearer(ADMIN)
 IDS = list(range(100, 122))  # 22 tokens: five pages and a half
 
 
@@ -34,7 +33,7 @@ def shop(servers: Servers, placement: Placement) -> Running:
 
 @pytest.fixture
 def http(shop: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=shop.url, timeout=20, headers=HEADERS) as client:
+    with as_admin(shop) as client:
         yield client
         for entry in client.get("/v1/prefixes").json()["data"]:
             assert client.delete(f"/v1/prefixes/{entry['id']}").status_code == 200
@@ -101,7 +100,7 @@ def test_errors(shop: Running, http: httpx.Client) -> None:
 
 
 def test_without_an_admin_key_the_routes_are_shut(echo: Running) -> None:
-    for headers in ({}, HEADERS):
+    for headers in ({}, bearer(ADMIN)):
         assert echo.http.get("/v1/prefixes", headers=headers).status_code == 403
 
 

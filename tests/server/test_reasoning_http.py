@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import echo_service
-import httpx
 import pytest
 from asking import MARKERS, openai_of, refusal, saying
 from echo_service import Running
@@ -175,11 +174,7 @@ def test_markers_of_several_tokens() -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PAGES, "strict": True}}
     opened: Any = {"chat_template_kwargs": {"opened": True}}
     within = len(echo_service.tokenizer().encode("once upon a time", add_special_tokens=False))
-    with (
-        saying(TEMPLATE) as (running, runner),
-        openai_of(running) as client,
-        httpx.Client(base_url=running.url) as http,
-    ):
+    with saying(TEMPLATE) as (running, runner), openai_of(running) as client:
         for more, begin in (({}, "<think>"), (opened, "")):
             runner.say(f"{begin}once upon a time</think>quire")
             for usage in (ask(client, extra_body=more).usage, streamed(client, extra_body=more)[3].usage):
@@ -188,7 +183,7 @@ def test_markers_of_several_tokens() -> None:
         assert json.loads(message.content)["of"] in ("quire", "ream")
         assert getattr(message, "reasoning_content", None) is None
         for field, value in (("response_format", form), ("thinking_token_budget", 3)):
-            told = refusal(http, "/v1/chat/completions", {"messages": TALK, field: value, **opened})
+            told = refusal(running.http, "/v1/chat/completions", {"messages": TALK, field: value, **opened})
             assert told["param"] == field
             assert "'</think>' is not one token of this model" in told["message"]
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import echo_service
-import httpx
 import jsonschema
 import pytest
 from asking import openai_of, saying
@@ -279,9 +278,8 @@ def test_calls_are_held_to_parameters_as_far_as_can_be(
     _, say, running = said
     wrong, held = ('{"n":7}', '{"n":5') if "n" in parameters["properties"] else ("7", "{")
     say(f'[{{"name":"a","arguments":{wrong}}}]' if choice == "required" else wrong)
-    with httpx.Client(base_url=running.url, timeout=20) as http:
-        body = {"messages": TALK, "tools": [*TOOLS, *tools_of(parameters=parameters)], "tool_choice": choice}
-        answer = http.post("/v1/chat/completions", json={**body, "max_tokens": 60})
+    body = {"messages": TALK, "tools": [*TOOLS, *tools_of(parameters=parameters)], "tool_choice": choice}
+    answer = running.http.post("/v1/chat/completions", json={**body, "max_tokens": 60})
     assert answer.status_code == 200, answer.text
     warned = answer.headers.get("Warning", "")
     assert (

@@ -12,7 +12,7 @@ from typing import Any
 import echo_service
 import httpx
 import pytest
-from asking import ADMIN, bearer
+from asking import ADMIN, as_admin
 from echo_service import Echo, Running
 
 from quire.core.outputs import BranchOutput
@@ -40,10 +40,7 @@ class Faulty(Echo):
 @pytest.fixture(scope="module")
 def served(loose_brake: Path) -> Iterator[tuple[Running, Faulty, httpx.Client]]:
     runner = Faulty(pause=0.005, brake=str(loose_brake))
-    with (
-        echo_service.serving(echo_service.built(runner), admin_keys=[ADMIN]) as running,
-        httpx.Client(base_url=running.url, timeout=20, headers=bearer(ADMIN)) as http,
-    ):
+    with echo_service.serving(echo_service.built(runner), admin_keys=[ADMIN]) as running, as_admin(running) as http:
         yield running, runner, http
 
 
