@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import echo_service
@@ -51,25 +51,39 @@ def connect(running: Running) -> socket.socket:
     return socket.create_connection((url.hostname, url.port), timeout=30)
 
 
-@contextmanager
-def linked(model: EchoBuilt, placement: Placement = "process") -> Iterator[AsyncLLM]:
-    """An AsyncLLM over an echo, until it is closed at the end."""
-    llm = echo_service.linked(model, placement=placement)
-    try:
-        yield llm
-    finally:
-        llm.close()
+def linked(model: EchoBuilt, placement: Placement = "process") -> closing[AsyncLLM]:
+    """An AsyncLLM over an echo, until it is closed at the end of a `with` block."""
+    return closing(echo_service.linked(model, placement=placement))
+
+
+class Talker(NamedTuple):
+    """A server whose model says what it is told to, and clients of it with its first key."""
+
+    running: Running
+    say: Callable[[str], None]
+    client: OpenAI
+    http: httpx.Client
+
+    def chat(self, **more: Any) -> Any:
+        """Ask for a chat."""
+        return self.client.chat.completions.create(**{"model": "echo", "messages": TALK, "max_tokens": 400, **more})
+
+    def respond(self, **more: Any) -> Any:
+        """Ask for a response."""
+        return self.client.responses.create(**{"model": "echo", "input": "Tell.", **more})
 
 
 @contextmanager
-def saying(template: str, markers: tuple[str, ...] = (), **options: Any) -> Iterator[tuple[Running, Saying]]:
-    """A server whose model says what it is told to, with this chat template; each of `markers` is a token."""
+def saying(template: str, markers: tuple[str, ...] = (), **options: Any) -> Iterator[Talker]:
+    """A Talker with this chat template; each of `markers` is a token."""
     words = echo_service.tokenizer(markers)
     runner = Saying(words)
     model = echo_service.built(runner, kv_tokens=4096, max_len=1024)
     model = model._replace(chat_template=ChatTemplate(template, {}), tokenizer=words)
-    with echo_service.serving(model, **options) as running:
-        yield running, runner
+    key = options.get("keys", ["unused"])[0]
+    with echo_service.serving(model, **options) as running, openai_of(running, key) as client:
+        running.http.headers.update(bearer(key))
+        yield Talker(running, runner.say, client, running.http)
 
 
 def tokens_of(prompt: list[int], seed: int, branch: int, count: int) -> list[int]:

@@ -4,13 +4,12 @@ cached, counted tokens, keys, and what is refused. Their own client: tests/clien
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
 from asking import HERMES, MARKERS, SAID, saying
-from echo_service import Running, Saying
 
 from quire.server.adapter import parse_partial_arguments
 from quire.server.anthropic.render import MessageBlocks
@@ -27,11 +26,12 @@ USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Oslo
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "rain"}
 
 
-class Server:
+class Server(NamedTuple):
     """A server whose model says what it is told to, and a client with a key."""
 
-    def __init__(self, running: Running, runner: Saying, http: httpx.Client) -> None:
-        self.url, self.say, self.http = running.url, runner.say, http
+    url: str
+    say: Callable[[str], None]
+    http: httpx.Client
 
     def ask(self, status: int = 200, **more: Any) -> Any:
         """The answer to ASKED and `more`, where None is left out."""
@@ -60,11 +60,9 @@ class Server:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Server]:
-    with (
-        saying(HERMES, keys=["one", "two"], max_body=40_000, store_responses=1) as (running, runner),
-        httpx.Client(base_url=running.url, headers={"x-api-key": "one", "anthropic-version": "2023-06-01"}) as http,
-    ):
-        yield Server(running, runner, http)
+    with saying(HERMES, keys=["one", "two"], max_body=40_000, store_responses=1) as found:
+        found.http.headers = httpx.Headers({"x-api-key": "one", "anthropic-version": "2023-06-01"})
+        yield Server(found.running.url, found.say, found.http)
 
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -356,8 +354,8 @@ def test_thoughts_pictures_and_failures(monkeypatch: pytest.MonkeyPatch) -> None
         "<think></think>{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
         "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
     )
-    with saying(template, MARKERS) as (running, runner), httpx.Client(base_url=running.url) as http:
-        server = Server(running, runner, http)
+    with saying(template, MARKERS) as found:
+        server = Server(found.running.url, found.say, found.http)
         server.say("<think>\nonce upon\n</think>\n\nquire")
         whole = server.ask()
         assert [(block["type"], block.get("thinking")) for block in whole["content"]] == [
