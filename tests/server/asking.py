@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -89,6 +90,38 @@ def saying(template: str, markers: tuple[str, ...] = (), **options: Any) -> Iter
 def tokens_of(prompt: list[int], seed: int, branch: int, count: int) -> list[int]:
     params = SamplingParams(max_tokens=count, ignore_eos=True)
     return expected_tokens(prompt, params, branch_seed(seed, branch), vocab_size=VOCAB, max_len=MAX_LEN)
+
+
+@dataclass
+class StreamedChoice:
+    """What a stream says of a choice. Calls are [id, name, arguments]."""
+
+    text: str = ""
+    thought: str = ""
+    calls: list[list[str]] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    reason: str | None = None
+
+
+def choices_of(chunks: Any) -> list[StreamedChoice]:
+    """The choices of a stream of OpenAI's client; AssertionError if anything follows the end of one."""
+    found: dict[int, StreamedChoice] = {}
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        one = found.setdefault(choice.index, StreamedChoice())
+        assert one.reason is None, "something follows the end of a choice"
+        delta = getattr(choice, "delta", None)
+        thought = getattr(delta, "reasoning_content", None) or ""
+        assert not (one.text and thought), "thoughts come first"
+        one.text += choice.text if delta is None else delta.content or ""
+        one.thought += thought
+        one.reason = choice.finish_reason
+        one.logprobs += [choice.logprobs] if choice.logprobs else []
+        for piece in getattr(delta, "tool_calls", None) or ():
+            if piece.id:
+                assert (piece.index, piece.type) == (len(one.calls), "function")
+                one.calls.append([piece.id, piece.function.name, ""])
+            one.calls[piece.index][2] += piece.function.arguments
+    return [found[index] for index in range(len(found))]
 
 
 def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import echo_service
 import pytest
-from asking import MARKERS, TALK, Talker, refusal, saying
+from asking import MARKERS, TALK, StreamedChoice, Talker, choices_of, refusal, saying
 from openai import BadRequestError
 
 pytestmark = pytest.mark.xdist_group(name="reasoning_http")
@@ -31,18 +31,11 @@ def served() -> Iterator[Talker]:
         yield found
 
 
-def streamed(served: Talker, **more: Any) -> tuple[str, str, list[str], Any]:
-    """Thoughts, answer, calls' arguments, and the last chunk."""
-    thought, answer, calls, last = "", "", list[str](), None
-    for last in served.chat(stream=True, stream_options={"include_usage": True}, **more):
-        for choice in last.choices:
-            thought += getattr(choice.delta, "reasoning_content", None) or ""
-            assert not (answer and getattr(choice.delta, "reasoning", None)), "thoughts come first"
-            answer += choice.delta.content or ""
-            for piece in choice.delta.tool_calls or ():
-                calls += [""] * (piece.index + 1 - len(calls))
-                calls[piece.index] += piece.function.arguments
-    return thought, answer, calls, last
+def streamed(served: Talker, **more: Any) -> tuple[StreamedChoice, Any]:
+    """The choice of a stream, and its last chunk."""
+    chunks = [*served.chat(stream=True, stream_options={"include_usage": True}, **more)]
+    [one] = choices_of(chunks)
+    return one, chunks[-1]
 
 
 def test_thoughts_are_apart_whole_and_streamed(served: Talker) -> None:
@@ -55,8 +48,8 @@ def test_thoughts_are_apart_whole_and_streamed(served: Talker) -> None:
     assert [(one.message.reasoning_content, one.message.content) for one in several.choices] == [(THOUGHT, ANSWER)] * 3
     thoughts = [found.usage.completion_tokens_details.reasoning_tokens for found in (several, whole)]
     assert thoughts[0] == 3 * thoughts[1]
-    thought, answer, _, last = streamed(served)
-    assert (thought, answer) == (THOUGHT, ANSWER)
+    found, last = streamed(served)
+    assert (found.thought, found.text) == (THOUGHT, ANSWER)
     within = len(echo_service.tokenizer(MARKERS).encode("\nonce upon\n a time\n", add_special_tokens=False))
     for usage in (whole.usage, last.usage):
         assert usage.completion_tokens_details.reasoning_tokens == within
@@ -129,9 +122,9 @@ def test_calls_come_behind_them(served: Talker) -> None:
         [choice] = served.chat(tools=TOOLS, tool_choice=choice_of).choices
         assert choice.message.reasoning_content == "once"
         assert json.loads(choice.message.tool_calls[0].function.arguments)["of"] in ("quire", "ream")
-        thought, answer, calls, _ = streamed(served, tools=TOOLS, tool_choice=choice_of)
-        assert (thought, answer) == ("once", "")
-        assert json.loads(calls[0])["of"] in ("quire", "ream")
+        found, _ = streamed(served, tools=TOOLS, tool_choice=choice_of)
+        assert (found.thought, found.text) == ("once", "")
+        assert json.loads(found.calls[0][2])["of"] in ("quire", "ream")
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PAGES, "strict": True}}
     for thoughts, variables in (("once", {}), (None, {"enable_thinking": False})):
         [choice] = served.chat(response_format=form, extra_body={"chat_template_kwargs": variables}).choices
@@ -161,7 +154,7 @@ def test_markers_of_several_tokens() -> None:
     with saying(TEMPLATE) as served:
         for more, begin in (({}, "<think>"), (opened, "")):
             served.say(f"{begin}once upon a time</think>quire")
-            for usage in (served.chat(extra_body=more).usage, streamed(served, extra_body=more)[3].usage):
+            for usage in (served.chat(extra_body=more).usage, streamed(served, extra_body=more)[1].usage):
                 assert usage.completion_tokens_details.reasoning_tokens == within
         message = served.chat(response_format=form).choices[0].message  # at once
         assert json.loads(message.content)["of"] in ("quire", "ream")

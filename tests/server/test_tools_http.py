@@ -9,7 +9,7 @@ from typing import Any
 import echo_service
 import jsonschema
 import pytest
-from asking import TALK, Talker, openai_of, saying
+from asking import TALK, Talker, choices_of, openai_of, saying
 
 from quire.text.chat_messages import read_messages
 from quire.text.chat_template import ChatTemplate
@@ -46,19 +46,9 @@ def said() -> Iterator[Talker]:
 
 
 def joined(chunks: Any) -> tuple[str, list[list[str]], str | None]:
-    """The text, the calls as [id, name, arguments], and the reason to end of a stream."""
-    text, calls, reason = "", list[list[str]](), None
-    for chunk in chunks:
-        [choice] = chunk.choices
-        text += choice.delta.content or ""
-        reason = choice.finish_reason or reason
-        for piece in choice.delta.tool_calls or ():
-            if piece.id:
-                assert piece.index == len(calls)
-                assert piece.type == "function"
-                calls.append([piece.id, piece.function.name, ""])
-            calls[piece.index][2] += piece.function.arguments
-    return text, calls, reason
+    """The text, the calls and the reason to end of a stream of one choice."""
+    [one] = choices_of(chunks)
+    return one.text, one.calls, one.reason
 
 
 def test_one_call_where_parallel_ones_are_off(said: Talker) -> None:
@@ -84,13 +74,8 @@ def test_n_and_logprobs_beside_calls(said: Talker) -> None:
     assert [choice.message.tool_calls[0].function.name for choice in choices] == ["weather"] * 2
     assert choices[0].message.tool_calls[0].id != choices[1].message.tool_calls[0].id
     tokens = [entry.token for entry in choices[0].logprobs.content]
-    seen = [
-        entry.token
-        for chunk in said.chat(**asked, stream=True)
-        for entry in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else ())
-        if chunk.choices[0].index == 0
-    ]
-    assert seen == tokens
+    seen, _ = choices_of(said.chat(**asked, stream=True))
+    assert [entry.token for some in seen.logprobs for entry in some.content] == tokens
 
 
 def test_text_stays_text(said: Talker) -> None:
