@@ -22,7 +22,7 @@ GATE_CASES = {
     # A cluster, a browser, a compiler for another machine.
     "tests/distributed/test_ray.py": 0,
     "tests/server/test_console_browser.py": 0,
-    "tests/server/test_starts.py": 2,
+    "tests/server/test_fronts.py::test_every_combination": 2,
     "tests/kernels/test_compiles.py": 0,
     "tests/kernels/test_shapes.py": 0,
     "tests/kernels/cpu/test_build.py::test_sources_give_no_warnings": 0,

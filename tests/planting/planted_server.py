@@ -33,7 +33,7 @@ BUGS: dict[str, Bug] = {
         "server/render.py",
         """named[f'"token_id:{id}"' if name in named else name]""",
         "named[name]",
-        f"{SERVER}test_completion_scores.py::test_tokens_of_one_text_do_not_hide_each_other",
+        f"{SERVER}test_fields.py::test_tokens_of_one_text_do_not_hide_each_other",
         r"assert \d+ in \(20, 21\)",
     ),
     "a newcomer gets no slot of a large batch": bug(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ import echo_service
 import httpx
 import pytest
 from asking import ADMIN, TALK, bearer, events, ids_of, refusal, tokens_of
-from echo_service import Servers
+from echo_service import Echo, Servers, built, serving, tokenizer
 
+from quire.protocol.step_plan import SeqSlice, SliceResult
 from quire.server import request_models
 from quire.server.request_params import PASSED_FIELDS
 
@@ -280,3 +283,46 @@ def test_null_fields_that_typed_clients_read(http: httpx.Client) -> None:
         (chat, ["system_fingerprint", "prompt_logprobs", "prompt_token_ids"]), (said["logprobs"], ["refusal"]),
     ):  # fmt: skip
         assert [place[name] for name in names] == [None] * len(names)
+
+
+# Log-probabilities
+
+FACE = "\U0001f642 a"
+
+
+class Undefined(Echo):
+    """An Echo whose model gives NaN for every token of a prompt."""
+
+    def compute_row(self, row: SeqSlice) -> SliceResult:
+        sampled = super().compute_row(row)
+        return sampled._replace(
+            prompt_logprobs=tuple(top._replace(logprob=math.nan) for top in sampled.prompt_logprobs)
+        )
+
+
+def test_tokens_of_one_text_do_not_hide_each_other(http: httpx.Client) -> None:
+    ids = tokenizer().encode(FACE)
+    asked = {"prompt": FACE, "echo": True, "logprobs": 20, "max_tokens": 40, "seed": 1, "ignore_eos": True}
+    [choice] = http.post("/v1/completions", json=asked).json()["choices"]
+    scores = choice["logprobs"]
+    assert scores["tokens"][: len(ids)] == ["bytes:\\xf0", "bytes:\\x9f", "bytes:\\x99", "bytes:\\x82", " a"]
+    for token, logprob, top in zip(scores["tokens"][1:], scores["token_logprobs"][1:], scores["top_logprobs"][1:]):
+        assert top[token] == logprob
+        assert len(top) in (20, 21)
+
+
+def test_what_is_not_a_number_is_null() -> None:
+    with serving(built(Undefined()), placement="thread") as running:
+        for path, asked in (
+            ("completions", {"prompt": [5, 6, 7], "echo": True, "logprobs": 2, "max_tokens": 0}),
+            ("completions", {"prompt": [5, 6, 7], "prompt_logprobs": 2, "max_tokens": 1}),
+            ("chat/completions", {"messages": TALK, "prompt_logprobs": 1, "max_tokens": 1}),
+        ):
+            answer = running.http.post(f"/v1/{path}", json=asked)
+            said = json.loads(answer.text, parse_constant=lambda name: 1 / 0)
+            [choice] = said["choices"]
+            if "echo" in asked:
+                assert choice["logprobs"]["token_logprobs"] == [None] * 3
+            else:
+                scores = choice.get("prompt_logprobs") or said["prompt_logprobs"]
+                assert all(None in [entry["logprob"] for entry in top.values()] for top in scores[1:])
