@@ -75,7 +75,7 @@ BUGS: dict[str, Bug] = {
         "server/app.py",
         '"dependencies": [Depends(require_admin)], ',
         "",
-        f"{SERVER}test_care.py::test_a_key_is_not_enough[POST /reset_prefix_cache]",
+        f"{SERVER}test_sleep_http.py::test_a_key_is_not_enough[POST /reset_prefix_cache]",
         r"assert 200 == 403",
     ),
     "usage counts the last chunk alone": bug(
@@ -222,7 +222,7 @@ BUGS: dict[str, Bug] = {
         "server/generation.py",
         "add_special_tokens=bool(body.add_special_tokens)",
         "add_special_tokens=False",
-        f"{SERVER}test_conversations.py::test_special_tokens_of_a_chat_are_the_templates",
+        f"{SERVER}test_fields.py::test_special_tokens_of_a_chat_are_the_templates",
         r"assert \[1, (\d+), .*\] == \[1, 1, \1",
     ),
     "embeddings of all salts share the cache": bug(
