@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,6 +23,7 @@ from waiting import wait_until
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.core.engine import Engine
+from quire.core.outputs import BranchOutput
 from quire.core.recovery import RunnerRestarter
 from quire.core.runner import can_defer_masks
 from quire.core.scheduler import Scheduler
@@ -33,11 +34,14 @@ from quire.ipc.process_client import ProcessEngineClient
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
 from quire.protocol.model_spec import LayerSpec, ModelSpec
+from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import SeqSlice, SliceResult, StepResult
 from quire.sim.echo_runner import EchoRunner
 from quire.text.chat_template import ChatTemplate
 from quire.text.images.loader import ImageLoader
 from quire.text.input_processor import InputProcessor
+from quire.text.output_stream import OutputStream, RequestRecord
+from quire.text.request_detokenizer import RequestDetokenizer
 from quire.text.tokenizer import Tokenizer
 
 Placement = Literal["process", "thread"]  # of the engine
@@ -54,7 +58,6 @@ class Plan:
     """Stands for a memory plan."""
 
     def to_lines(self) -> list[str]:
-        """One line."""
         return ["echo model, no weights"]
 
 
@@ -197,7 +200,6 @@ def linked(model: EchoBuilt | EngineConfig, stall_after: float = 60.0, placement
 
 
 def prompts() -> InputProcessor:
-    """What is known of the echo's texts."""
     model = built()
     return InputProcessor(model.tokenizer, model.chat_template, model.engine.limits, model.default_sampling)
 
@@ -253,6 +255,19 @@ def begun(running: Running, pool: ThreadPoolExecutor, ask: Callable[[], httpx.Re
     wait_until(lambda: running.llm.running or answer.done(), "the request runs")
     assert not answer.done(), "it was over before it was seen"
     return answer
+
+
+def new_stream(id: str, accepted: asyncio.Future[None], patient: bool = False) -> OutputStream:
+    """A stream of an accepted request, whose outputs have their text already."""
+    params = SamplingParams(detokenize=False)
+    detokenizer = RequestDetokenizer(None, (), params, lambda branch, stop: None)
+    return OutputStream(0, RequestRecord(id, 1, params, 0.0), detokenizer, accepted, patient)
+
+
+def deliver(batch: Sequence[tuple[OutputStream, BranchOutput]]) -> None:
+    """A step's outputs, each to its stream."""
+    for stream, output in batch:
+        stream.put(output)
 
 
 @contextlib.contextmanager

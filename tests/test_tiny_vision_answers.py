@@ -155,7 +155,6 @@ PLANTED: dict[str, Callable[[Patch], None]] = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_a_wrong_word(llm: LLM, name: str, monkeypatch: Patch) -> None:
-    """A sentence as good as the right one, and another."""
     images, right = [alone("red", "circle"), alone("blue", "square"), TWO], ["red circle", "blue square"]
     with monkeypatch.context() as patched:
         PLANTED[name](patched)

@@ -66,11 +66,9 @@ class Talker(NamedTuple):
     http: httpx.Client
 
     def chat(self, **more: Any) -> Any:
-        """Ask for a chat."""
         return self.client.chat.completions.create(**{"model": "echo", "messages": TALK, "max_tokens": 400, **more})
 
     def respond(self, **more: Any) -> Any:
-        """Ask for a response."""
         return self.client.responses.create(**{"model": "echo", "input": "Tell.", **more})
 
 

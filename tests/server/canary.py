@@ -38,7 +38,6 @@ def loads() -> dict[str, list[tuple[str, dict[str, Any]]]]:
 
 
 def alone(ask: Ask, requests: list[tuple[str, dict[str, Any]]]) -> float:
-    """Seconds of a load."""
     with ThreadPoolExecutor(len(requests)) as pool:
         began = time.monotonic()
         list(pool.map(lambda one: ask(*one), requests))

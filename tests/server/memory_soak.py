@@ -94,7 +94,6 @@ def ids(chance: random.Random, most: int = 1500) -> list[int]:
 
 
 def sentence(chance: random.Random) -> str:
-    """Words, one to a few hundred."""
     return " ".join(chance.choices(WORDS, k=int(300 ** chance.random())))
 
 
@@ -157,7 +156,6 @@ class Server(Served):
         return round(self.process.memory_info().rss / 2**20, 1), round(held / 2**20, 1)
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
         text = httpx.get(f"{self.url}/metrics").text
         return sum(float(line.split()[-1]) for line in text.splitlines() if re.match(rf"quire_{name}[ {{]", line))
 
@@ -209,14 +207,12 @@ def growth(mib: list[float]) -> float:
 
 
 def held(idle: float, mib: list[float]) -> dict[str, Any]:
-    """What is told of the memory of one process."""
     return {"idle_mib": idle, "peak_mib": max(mib), "growth_mib_a_minute": round(growth(mib), 3), "mib": mib}
 
 
 def result(
     preemption: str, server: Server, idle: tuple[float, float], load: Load, mib: list[tuple[float, float]]
 ) -> dict[str, Any]:
-    """What is told of one server."""
     health = np.percentile(np.array(load.health) * 1000, (50, 99, 100))
     front, engine = (list(series) for series in zip(*mib))
     return {

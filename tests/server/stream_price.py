@@ -22,19 +22,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import echo_service
+from echo_service import deliver, new_stream
 
 import quire
 from quire.async_llm import AsyncLLM
 from quire.bench.machine import machine
 from quire.core.outputs import BranchOutput
 from quire.ipc.garbage_collection import freeze_loaded_objects
-from quire.protocol.sampling_params import SamplingParams
 from quire.server.api_server import bind
 from quire.server.app import create_app
 from quire.server.options import ServeOptions
 from quire.server.web_server import WebServer
-from quire.text.output_stream import OutputStream, RequestRecord
-from quire.text.request_detokenizer import RequestDetokenizer
+from quire.text.output_stream import OutputStream
 
 WORDS = (" once", " upon", " a", " time", " there", " was", " a", " quire")
 STEP = 0.004  # seconds between two steps, beside what they take
@@ -50,12 +49,6 @@ REQUESTS: dict[str, tuple[str, dict[str, Any] | None]] = {
 }
 
 
-def deliver(batch: list[tuple[OutputStream, BranchOutput]]) -> None:
-    """A step's outputs, each to its stream."""
-    for stream, output in batch:
-        stream.put(output)
-
-
 class Fed(AsyncLLM):
     """Takes every request, and leaves its outputs to whoever feeds `fed`; with `at_once` it answers with one token."""
 
@@ -67,11 +60,7 @@ class Fed(AsyncLLM):
     ) -> list[OutputStream]:
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         accepted.set_result(None)
-        params = SamplingParams(detokenize=False)
-        detokenizer = RequestDetokenizer(None, (), params, lambda branch, stop: None)
-        streams = [
-            OutputStream(0, RequestRecord(id, 1, params, 0.0), detokenizer, accepted, patient) for id, _ in prompts
-        ]
+        streams = [new_stream(id, accepted, patient) for id, _ in prompts]
         if self.at_once:
             asyncio.get_running_loop().call_soon(deliver, [(stream, output(stream.id, 0, True)) for stream in streams])
         else:
@@ -83,7 +72,6 @@ class Fed(AsyncLLM):
 
 
 def output(id: str, at: int, done: bool = False) -> BranchOutput:
-    """The output of step `at`."""
     why = "length" if done else None
     return BranchOutput(id, 0, (at % 400,), WORDS[at % len(WORDS)], (), why, None, done, 0.0)
 
@@ -220,7 +208,6 @@ def measure(name: str, streams: int, tokens: int, requests: int) -> float:
 
 
 def measured(name: str, sources: dict[str, str], given: argparse.Namespace) -> dict[str, Any]:
-    """The median of some runs over each of the `sources`, in turn, each a process."""
     command = [sys.executable, __file__, "--measure", name, *map(str, (given.streams, given.tokens, given.requests))]
     runs: dict[str, list[float]] = {which: [] for which in sources}
     for _ in range(given.repeat):

@@ -32,7 +32,6 @@ PROMPTS: list[Any] = ["once upon a time", [1, 2, 3], {"prompt": "a quire"}, {"pr
 def run(
     work: Callable[[AsyncLLM], Any], settings: Any = None, placement: Placement = "process", **options: Any
 ) -> None:
-    """Run a coroutine function with an AsyncLLM, then close that."""
     before = set(threading.enumerate())
     with linked(echo_service.built(Echo(**options), **settings or {}), placement) as llm:
         asyncio.run(work(llm))

@@ -98,7 +98,6 @@ def test_beams_echo_the_scored_prompt(client: OpenAI) -> None:
 
 
 def sampled(count: int, seed: int) -> list[str]:
-    """The texts of so many samples."""
     found = []
     for branch in range(count):
         params, own = SamplingParams(max_tokens=12), branch_seed(seed, branch)

@@ -64,7 +64,6 @@ def told(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
 
 
 def recovers(running: Running) -> None:
-    """Wait until there is room for a connection."""
     wait_until(lambda: httpx.get(f"{running.url}/health").status_code == 200, "there is room for a connection")
 
 
@@ -182,7 +181,6 @@ def test_chunks_of_a_byte(bounded: Running) -> None:
 
 
 def parsed(*pieces: bytes) -> tuple[BoundedParser, list[object]]:
-    """The parser and its events after these pieces."""
     parser, events = BoundedParser(), []
     for piece in pieces:
         parser.receive_data(piece)

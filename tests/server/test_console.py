@@ -152,7 +152,6 @@ def test_a_stream_ends_after_its_time(running: Running, monkeypatch: pytest.Monk
 
 
 def test_requests_are_told_without_their_text(loose_brake: Path) -> None:
-    """Their names and lengths."""
     loose_brake.touch()
     runner = echo_service.Echo(brake=str(loose_brake))
     with echo_service.serving(echo_service.built(runner)) as found, ThreadPoolExecutor(1) as pool:

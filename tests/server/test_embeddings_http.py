@@ -92,7 +92,6 @@ def test_a_conversation_is_embedded_as_its_template_writes_it(http: httpx.Client
 
 
 def test_openai_client(running: Running, offline: tuple[np.ndarray, list[list[int]]]) -> None:
-    """Which asks for base64 unless told otherwise."""
     wanted, ids = offline
     with openai_of(running) as client:
         for given in (TEXTS, ids):

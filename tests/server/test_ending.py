@@ -67,7 +67,6 @@ def faulty(fault: str, version: str = "at_once") -> contextlib.AbstractContextMa
 
 
 def well(url: str) -> bool:
-    """Is the server healthy? Not where it has ended."""
     with contextlib.suppress(httpx.TransportError):
         return httpx.get(f"{url}/health").status_code == 200
     return False

@@ -49,7 +49,6 @@ class Server(Served):
         return self
 
     def spread(self) -> list[int]:
-        """Connections of each front."""
         return [
             [(one.laddr.port, one.status) for one in front.net_connections("tcp")].count((self.port, "ESTABLISHED"))
             for front in (self.process, *self.fronts)

@@ -41,7 +41,6 @@ class Server(NamedTuple):
         return answer.json()
 
     def counted(self, **body: Any) -> int:
-        """Tokens of a prompt."""
         answer = self.http.post("/v1/messages/count_tokens", json={"messages": [USER], **body})
         assert answer.status_code == 200, answer.text
         return answer.json()["input_tokens"]
@@ -340,7 +339,6 @@ def test_what_is_ignored_is_named(served: Server) -> None:
 
 
 def test_a_budget_of_a_model_without_thoughts(served: Server) -> None:
-    """As clients ask any model for thoughts."""
     served.say("a")
     asked = ASKED | {"thinking": {"type": "enabled", "budget_tokens": 20}}
     answer = served.http.post("/v1/messages", json=asked)

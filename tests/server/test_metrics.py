@@ -310,7 +310,6 @@ def test_every_query_finds_its_series(series: Series) -> None:
 
 
 def test_every_series_names_model_and_engine(series: Series) -> None:
-    """And has the values that queries match."""
     assert len(series) > 40
     for name, samples in series.items():
         assert name.startswith("quire_")

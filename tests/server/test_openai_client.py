@@ -19,7 +19,6 @@ PROMPT = "once upon a time"
 
 
 def tokens_of(prompt: str, seed: int, count: int) -> list[int]:
-    """What the echo engine must say."""
     return expected_tokens(tokenizer().encode(prompt), SamplingParams(max_tokens=count), seed, vocab_size=VOCAB,
                     eos_ids=frozenset({0}))  # fmt: skip
 

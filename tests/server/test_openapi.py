@@ -115,7 +115,6 @@ BODIES: list[tuple[bytes, dict[str, str]]] = [
 
 
 async def answers(llm: AsyncLLM) -> list[tuple[int, Any]]:
-    """To all bodies, at all routes that take one; and to one with none."""
     found = []
     app = create_app(llm, ["echo"], admin_keys=["k"])
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:

@@ -52,7 +52,6 @@ def part(url: Any = URL) -> dict[str, Any]:
 
 
 def canary(http: httpx.Client) -> str:
-    """Tokens to a picture and to a text."""
     bodies = (ONE, {"prompt": "once upon", "seed": 1, "max_tokens": 5}), (WHOLE, talk(part()))
     answers = [http.post(path, json={**body, "return_token_ids": True}) for path, body in bodies]
     assert all(answer.status_code == 200 for answer in answers), answers[1].text
@@ -166,7 +165,6 @@ def test_places_that_do_not_match(served: Served) -> None:
 
 
 def test_a_template_that_leaves_pictures_out(caplog: pytest.LogCaptureFixture) -> None:
-    """And what is logged of requests with pictures."""
     model, noted = seeing.built("{% for m in messages %}{{ m.role }}{% endfor %}")
     caplog.set_level("INFO", "quire.server")
     with echo_service.serving(model, log_requests=True) as running:

@@ -162,7 +162,6 @@ def test_a_closed_engine_says_so(placement: Placement) -> None:
 
 
 async def begun(llm: AsyncLLM) -> object:
-    """The prefixes, once there is one."""
     while not (found := await llm.prefixes())[0]:
         pass
     return found

@@ -124,7 +124,6 @@ def test_a_closed_stderr() -> None:
 
 
 def pasted(server: Process) -> str:
-    """What the printed curl line answers."""
     [line] = re.findall(r"(?m)^curl .*", server.text)
     line = f"{line.strip()} -s -m 60"
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100).stdout
@@ -316,7 +315,6 @@ def test_settings_from_a_file_reach_the_server(tmp_path: Path) -> None:
 
 
 def test_a_server_that_all_can_reach_says_so(tmp_path: Path) -> None:
-    """Unless it asks for a key."""
     (tmp_path / "keys").write_text("secret\n")
     for flags, warned in (((), True), (("--api-key-file", str(tmp_path / "keys")), False)):
         with process("--host", "0.0.0.0", *flags, pause=0) as server:

@@ -113,7 +113,6 @@ def test_without_the_flag_there_is_no_cors(servers: Servers, echo: Running) -> N
 def test_requests_are_logged_without_their_text(
     servers: Servers, echo: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where that is asked for; of long parameters their beginning."""
     caplog.set_level(logging.INFO, "quire.server")
     url = servers(log_requests=True, config=EngineConfig()).url
     asked = body(prompt="secret words", stop=["a\nb"], seed=7)

@@ -32,7 +32,6 @@ def served() -> Iterator[Talker]:
 
 
 def streamed(served: Talker, **more: Any) -> tuple[StreamedChoice, Any]:
-    """The choice of a stream, and its last chunk."""
     chunks = [*served.chat(stream=True, stream_options={"include_usage": True}, **more)]
     [one] = choices_of(chunks)
     return one, chunks[-1]

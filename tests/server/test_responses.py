@@ -149,7 +149,6 @@ def test_a_loop_with_a_tool(served: Talker) -> None:
 
 
 def test_items_are_the_messages_of_a_chat(served: Talker) -> None:
-    """The prompt of items has as many tokens as that of the messages they are."""
     served.say("Yes.")
     items: list[Any] = [
         {"role": "user", "content": "Weather?"},

@@ -17,7 +17,7 @@ import h11
 import httpx
 import pytest
 from asking import TALK, connect
-from echo_service import Running
+from echo_service import Running, deliver, new_stream
 from starlette.types import Receive, Scope, Send
 
 from quire.core.outputs import BranchOutput
@@ -34,20 +34,13 @@ from quire.server.request_models import ChatRequest, CompletionRequest
 from quire.server.streaming import EngineCall, EventStream
 from quire.server.web_server import WebServer
 from quire.text.input_processor import InputProcessor, Prompt
-from quire.text.output_stream import OutputStream, RequestRecord, engine_dead_error
-from quire.text.request_detokenizer import RequestDetokenizer
+from quire.text.output_stream import OutputStream, engine_dead_error
 
 TEXTS = (
     " a", "", '"', "\\", "\n\r\t", "é", "漢字", "\U0001f600", "\x00\x7f\u2028", "data: [DONE]\n\n", "</s>", " b" * 40,
 )  # fmt: skip
 Step = list[tuple[int, BranchOutput]] | Exception
 Act = Callable[["Client"], None]
-
-
-def deliver(batch: list[tuple[OutputStream, BranchOutput]]) -> None:
-    """A step's outputs, each to its stream."""
-    for stream, output in batch:
-        stream.put(output)
 
 
 class Client:
@@ -85,13 +78,6 @@ class Client:
 @cache
 def prompts_of_echo() -> InputProcessor:
     return echo_service.prompts()
-
-
-def new_stream(id: str, accepted: asyncio.Future[None]) -> OutputStream:
-    """A stream whose outputs have their text already."""
-    params = SamplingParams(detokenize=False)
-    detokenizer = RequestDetokenizer(None, (), params, lambda branch, stop: None)
-    return OutputStream(0, RequestRecord(id, 1, params, 0.0), detokenizer, accepted)
 
 
 def answer_to(body: dict[str, Any], prompts: int, engine: Any) -> tuple[EventStream, list[OutputStream]]:

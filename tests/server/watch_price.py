@@ -81,7 +81,6 @@ class Watcher:
                 self.took.append(float(re.findall(rb'"took":([\d.]+)', line)[0]))
 
     def leave(self) -> None:
-        """After the next event."""
         self._over = True
         self._thread.join()
         self._answer.close()
@@ -105,14 +104,12 @@ def at_rest(port: int, watchers: int) -> dict[str, Any]:
 
 
 def sizes(watchers: list[Watcher]) -> dict[str, Any]:
-    """Of events, and of looks."""
     looks = [seconds for watcher in watchers for seconds in watcher.took]
     size = sum(watcher.bytes for watcher in watchers) // len(looks)
     return {"events": len(looks), "event_bytes": size, "engine_ms_a_look": round(1000 * statistics.fmean(looks), 3)}
 
 
 def measured(case: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of one case."""
     watchers, options = CASES[case]
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, served(Path(folder), *options, command=SERVE) as server:
@@ -142,7 +139,6 @@ def measured(case: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratio(rounds: list[dict[str, Any]], name: str) -> float:
-    """Of what was watched to what wasn't, in the median round."""
     return round(statistics.median(one["watched"][name] / one["alone"][name] for one in rounds), 4)
 
 
