@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from urllib.parse import urlsplit
 
 import echo_service
 import httpx
-from echo_service import MAX_LEN, VOCAB, EchoBuilt, Placement, Running, Saying
+from echo_service import MAX_LEN, VOCAB, Echo, EchoBuilt, Placement, Running, Saying
 from openai import OpenAI
 
 from quire.async_llm import AsyncLLM
@@ -55,6 +57,14 @@ def connect(running: Running) -> socket.socket:
 def linked(model: EchoBuilt, placement: Placement = "process") -> closing[AsyncLLM]:
     """An AsyncLLM over an echo, until it is closed at the end of a `with` block."""
     return closing(echo_service.linked(model, placement=placement))
+
+
+def run(work: Callable[[AsyncLLM], Any], placement: Placement = "process", pause: float = 0.0, **settings: Any) -> None:
+    """Run a coroutine function with an AsyncLLM, whose engine's thread ends with it."""
+    before = set(threading.enumerate())
+    with linked(echo_service.built(Echo(pause=pause), **settings), placement) as llm:
+        asyncio.run(work(llm))
+    assert not any(thread.name == "quire-engine" for thread in set(threading.enumerate()) - before)
 
 
 class Talker(NamedTuple):

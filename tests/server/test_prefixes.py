@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import echo_service
 import httpx
 import pytest
-from asking import ADMIN, KEY, as_admin, bearer, cached, linked
-from echo_service import VOCAB, Echo, Placement, Running, Servers
+from asking import ADMIN, KEY, as_admin, bearer, cached, run
+from echo_service import VOCAB, Placement, Running, Servers
 from waiting import wait_until_async
 
 from quire.async_llm import AsyncLLM
@@ -123,7 +122,7 @@ def test_two_at_once_never_exceed_the_capacity(placement: Placement) -> None:
             await llm.release_prefix("p0")
         assert await llm.register_prefix("p9", [9] * 40) == 40
 
-    run(work, placement, pause=0.001)
+    run(work, placement, pause=0.001, prefix_tokens=40)
 
 
 def test_released_or_left_while_computed(placement: Placement) -> None:
@@ -144,7 +143,7 @@ def test_released_or_left_while_computed(placement: Placement) -> None:
             assert not memory.prefix_cache.registered_prefixes
             memory.check()
 
-    run(work, placement, pause=0.1, max_num_batched_tokens=4)
+    run(work, placement, pause=0.1, prefix_tokens=40, max_num_batched_tokens=4)
 
 
 def test_a_closed_engine_says_so(placement: Placement) -> None:
@@ -158,18 +157,13 @@ def test_a_closed_engine_says_so(placement: Placement) -> None:
             with pytest.raises(EngineDead):
                 await call
 
-    run(work, placement, pause=0.1, max_num_batched_tokens=4)
+    run(work, placement, pause=0.1, prefix_tokens=40, max_num_batched_tokens=4)
 
 
 async def begun(llm: AsyncLLM) -> object:
     while not (found := await llm.prefixes())[0]:
         pass
     return found
-
-
-def run(work: Callable[[AsyncLLM], Any], placement: Placement, pause: float, **settings: Any) -> None:
-    with linked(echo_service.built(Echo(pause=pause), prefix_tokens=40, **settings), placement) as llm:
-        asyncio.run(work(llm))
 
 
 # The file
@@ -189,7 +183,7 @@ def test_read_and_register(tmp_path: Path, placement: Placement) -> None:
             with pytest.raises(StartupError, match=words):
                 await register_prefixes(llm, {name: prefix})
 
-    run(work, placement, pause=0)
+    run(work, placement, prefix_tokens=40)
 
 
 @pytest.mark.parametrize(
