@@ -129,11 +129,9 @@ def tokenizer(more: tuple[str, ...] = ()) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|end|>", "<|im_start|>", "<|im_end|>"],
+        vocab_size=400, special_tokens=["<|end|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     backend.train_from_iterator(["once upon a time there was a quire of pages, and a reader of the pages"] * 4, trainer)
     backend.add_tokens([*more])
     return Tokenizer(backend, {"eos_token": "<|end|>"})
@@ -159,22 +157,11 @@ def built(
     memory = build_memory(config, spec, MemorySize(kv_tokens, max_len, 2))
     runner.bind(memory.kv_config)
     scheduler = Scheduler(
-        memory,
-        token_budget=config.max_num_batched_tokens,
-        max_seqs=config.max_num_seqs,
-        max_len=max_len,
-        eos_ids=(0,),
-        preemption=config.preemption,
-        deferred_masks=can_defer_masks(runner, runner.depth),
-    )
-    engine = Engine(
-        scheduler,
-        runner,
-        EngineLimits(VOCAB, max_len, config.max_num_queued_reqs),
-        clock=time.monotonic,
-        seed=config.seed,
-        restarter=restarter,
-    )
+        memory, token_budget=config.max_num_batched_tokens, max_seqs=config.max_num_seqs, max_len=max_len, eos_ids=(0,),
+        preemption=config.preemption, deferred_masks=can_defer_masks(runner, runner.depth),
+    )  # fmt: skip
+    limits = EngineLimits(VOCAB, max_len, config.max_num_queued_reqs)
+    engine = Engine(scheduler, runner, limits, clock=time.monotonic, seed=config.seed, restarter=restarter)
     words, chat = (tokenizer(), ChatTemplate(TEMPLATE, {})) if text else (None, None)
     return EchoBuilt(engine, spec, words, chat, Plan(), ("an echo",), {}, "echo", recipe)
 
@@ -191,17 +178,16 @@ def linked(model: EchoBuilt | EngineConfig, stall_after: float = 60.0, placement
     link = ProcessEngineClient(ChildProcess(1, ("-P", str(program), json.dumps(recipe))))
     link.send_init(EngineInitMessage(EngineConfig(), (), stall_after, False, logging.WARNING))
     link.wait_ready()
-    return AsyncLLM.over(
-        link,
-        InputProcessor(
-            model.tokenizer, model.chat_template, link.ready.limits, model.default_sampling, model.image_loader
-        ),
-    )
+    return AsyncLLM.over(link, input_processor(model, link.ready.limits))
+
+
+def input_processor(model: EchoBuilt, limits: EngineLimits) -> InputProcessor:
+    return InputProcessor(model.tokenizer, model.chat_template, limits, model.default_sampling, model.image_loader)
 
 
 def prompts() -> InputProcessor:
     model = built()
-    return InputProcessor(model.tokenizer, model.chat_template, model.engine.limits, model.default_sampling)
+    return input_processor(model, model.engine.limits)
 
 
 class Running(NamedTuple):

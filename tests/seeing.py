@@ -112,6 +112,4 @@ def built(template: str = PARTS, limits: dict[str, int] | None = None, **more: A
 
 def prompts(template: str = PARTS, **limits: int) -> InputProcessor:
     model, _ = built(template, limits)
-    return InputProcessor(
-        model.tokenizer, model.chat_template, model.engine.limits, model.default_sampling, model.image_loader
-    )
+    return echo_service.input_processor(model, model.engine.limits)

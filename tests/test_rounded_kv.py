@@ -125,14 +125,12 @@ def test_without_kernels_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_keys_in_8_bits_are_not_found_by_others() -> None:
-    config = EngineConfig(kv_cache_dtype="int8")
-    source = read_checkpoint(config)
-    others = [
-        EngineConfig(),
-        EngineConfig(quantization="int8"),
-        EngineConfig(quantization="int8", kv_cache_dtype="int8"),
-    ]
-    assert len({kv_namespace(one, source, "bfloat16") for one in (config, *others)}) == 4
+    weights, cells = {"quantization": "int8"}, {"kv_cache_dtype": "int8"}
+    source = read_checkpoint(EngineConfig())
+    assert (
+        len({kv_namespace(EngineConfig(**one), source, "bfloat16") for one in ({}, weights, cells, weights | cells)})
+        == 4
+    )
 
 
 # Weights in FP8, or in few bits

@@ -63,13 +63,9 @@ def document(running: Running) -> dict[str, Any]:
 
 def test_every_route_is_there_with_its_statuses(echo: Running) -> None:
     found = document(echo)
-    operations = {
-        f"{method.upper()} {path}": operation
-        for path, methods in found["paths"].items()
-        for method, operation in methods.items()
-    }
+    operations = [operation for methods in found["paths"].values() for operation in methods.values()]
     assert len(operations) == 29
-    for operation in operations.values():
+    for operation in operations:
         codes = set(operation["responses"])
         assert "422" not in codes
         assert codes <= {"200", *map(str, STATUS_DESCRIPTIONS)}

@@ -189,11 +189,8 @@ def test_a_second_sigterm_is_immediate(brake: Path) -> None:
 def test_port_in_use_is_one_line_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = subprocess.run(
-            [sys.executable, "-X", "importtime", "-m", "quire", "serve", "--port", str(port)],
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, "-X", "importtime", "-m", "quire", "serve", "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 2
         last = done.stderr.strip().splitlines()[-1]
         assert last.startswith(f"quire: error: can't listen on 127.0.0.1:{port}: Address already in use. ")

@@ -122,19 +122,8 @@ async def streamed(
 
 def output(branch: int, text: str, why: str | None = None, *, done: bool = False, stop: Any = None) -> BranchOutput:
     token = 7 + len(text)
-    return BranchOutput(
-        "x",
-        branch,
-        (token,),
-        text,
-        (TopLogprobs(token, -0.5, 2, (4, 5), (-0.1, -0.25)),),
-        why,
-        stop,
-        done,
-        0.0,
-        None,
-        3,
-    )
+    top = TopLogprobs(token, -0.5, 2, (4, 5), (-0.1, -0.25))
+    return BranchOutput("x", branch, (token,), text, (top,), why, stop, done, 0.0, None, 3)
 
 
 def story(seed: int, prompts: int, n: int) -> list[Step | Act]:

@@ -19,15 +19,11 @@ import pytest
 from echo_service import Placement
 
 SCHEMA = {
-    "type": "object",
-    "properties": {
-        "title": {"type": "string", "maxLength": 12},
-        "pages": {"type": "integer", "minimum": 1, "maximum": 900},
-        "kinds": {"type": "array", "items": {"enum": ["old", "new"]}, "maxItems": 3},
-    },
-    "required": ["title", "pages", "kinds"],
-    "additionalProperties": False,
-}
+    "type": "object", "required": ["title", "pages", "kinds"], "additionalProperties": False,
+    "properties": {"title": {"type": "string", "maxLength": 12},
+                   "pages": {"type": "integer", "minimum": 1, "maximum": 900},
+                   "kinds": {"type": "array", "items": {"enum": ["old", "new"]}, "maxItems": 3}},
+}  # fmt: skip
 TALK = [{"role": "user", "content": "a quire"}]
 BOMB = {"allOf": [{"type": "integer", "multipleOf": number} for number in (5, 7, 11, 13, 17, 19, 23)]}
 LATE = 40  # seconds; making a grammar of that takes minutes of a processor
@@ -115,11 +111,8 @@ def test_what_explodes_disturbs_nobody(placement: Placement) -> None:
     ]
     model = echo_service.built(echo_service.Echo(pause=0.01))
     begun = threading.Event()
-    with (
-        echo_service.serving(model, placement=placement) as running,
-        httpx.Client(base_url=running.url, timeout=60) as http,
-        ThreadPoolExecutor(5) as pool,
-    ):
+    with echo_service.serving(model, placement=placement) as running, ThreadPoolExecutor(5) as pool:
+        http = running.http
 
         def tokens() -> tuple[str, list[float]]:
             seen, times = [], []
