@@ -32,6 +32,10 @@ HERMES = (
 )
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
 SAID = "Let me see.\n" + CALL % "Paris" + CALL % "Oslo" + "Wait."
+CALLS = [  # as a history has them
+    {"id": id, "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
+    for id, city in (("a", "Oslo"), ("b", "Paris"))
+]
 KEY, ADMIN = "sk-quire-test-key", "sk-quire-admin-key"
 
 

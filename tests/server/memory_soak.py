@@ -215,16 +215,12 @@ def result(
 ) -> dict[str, Any]:
     health = np.percentile(np.array(load.health) * 1000, (50, 99, 100))
     front, engine = (list(series) for series in zip(*mib))
+    totals = {name: server.metric(f"{name}_total") for name in ("prompt_tokens", "generation_tokens")}
     return {
-        "preemption": preemption,
-        **held(idle[0], front),
-        "answers": dict(sorted(load.answers.items())),
-        "preemptions": server.metric("num_preemptions_total"),
-        "prompt_tokens": server.metric("prompt_tokens_total"),
-        "generation_tokens": server.metric("generation_tokens_total"),
-        "health_ms": dict(zip(("p50", "p99", "max"), health.round(1).tolist())),
-        "engine": held(idle[1], engine),
-    }
+        "preemption": preemption, **held(idle[0], front), "answers": dict(sorted(load.answers.items())),
+        "preemptions": server.metric("num_preemptions_total"), **totals,
+        "health_ms": dict(zip(("p50", "p99", "max"), health.round(1).tolist())), "engine": held(idle[1], engine),
+    }  # fmt: skip
 
 
 def soak(seconds: float, kinds: Sequence[str] = PREEMPTIONS, clients: int = CLIENTS) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from asking import HERMES, MARKERS, SAID, saying
+from asking import CALLS, HERMES, MARKERS, SAID, saying
 
 from quire.server.adapter import parse_partial_arguments
 from quire.server.anthropic.render import MessageBlocks
@@ -191,14 +191,10 @@ HISTORY: list[dict[str, Any]] = [
 
 def test_a_history_is_the_messages_of_a_chat(served: Server) -> None:
     """The prompt has as many tokens as that of the messages they are, and is the same: all of it is cached then."""
-    calls = [
-        {"id": id, "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
-        for id, city in (("a", "Oslo"), ("b", "Paris"))
-    ]
     messages = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Weather?\nBoth."},
-        {"role": "assistant", "content": "See.", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "assistant", "content": "See.", "reasoning_content": "Hm.", "tool_calls": CALLS},
         {"role": "tool", "tool_call_id": "b", "content": "Error: gone"},
         {"role": "tool", "tool_call_id": "a", "content": "rain"},
         {"role": "user", "content": "Well?"},

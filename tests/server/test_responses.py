@@ -10,7 +10,7 @@ from typing import Any
 import echo_service
 import httpx
 import pytest
-from asking import HERMES, MARKERS, SAID, Talker, refusal, saying
+from asking import CALLS, HERMES, MARKERS, SAID, Talker, refusal, saying
 from openai import APIStatusError
 from pydantic import BaseModel
 
@@ -161,14 +161,10 @@ def test_items_are_the_messages_of_a_chat(served: Talker) -> None:
         {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "rain"}]},
         {"type": "function_call_output", "call_id": "a", "output": "sun"},
     ]
-    calls = [
-        {"id": id, "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
-        for id, city in (("a", "Oslo"), ("b", "Paris"))
-    ]
     messages = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "See.\nSo.", "reasoning_content": "Hm.Ah.", "tool_calls": calls},
+        {"role": "assistant", "content": "See.\nSo.", "reasoning_content": "Hm.Ah.", "tool_calls": CALLS},
         {"role": "tool", "tool_call_id": "b", "content": "rain"},
         {"role": "tool", "tool_call_id": "a", "content": "sun"},
     ]
