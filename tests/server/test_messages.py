@@ -4,12 +4,12 @@ cached, counted tokens, keys, and what is refused. Their own client: tests/clien
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
-from asking import CALLS, HERMES, MARKERS, SAID, saying
+from asking import CALLS, HERMES, MARKERS, SAID, Talker, saying
 
 from quire.server.adapter import parse_partial_arguments
 from quire.server.anthropic.render import MessageBlocks
@@ -26,12 +26,8 @@ USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Oslo
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "rain"}
 
 
-class Server(NamedTuple):
-    """A server whose model says what it is told to, and a client with a key."""
-
-    url: str
-    say: Callable[[str], None]
-    http: httpx.Client
+class Server(Talker):
+    """With what this route is asked."""
 
     def ask(self, status: int = 200, **more: Any) -> Any:
         """The answer to ASKED and `more`, where None is left out."""
@@ -61,7 +57,7 @@ class Server(NamedTuple):
 def served() -> Iterator[Server]:
     with saying(HERMES, keys=["one", "two"], max_body=40_000, store_responses=1) as found:
         found.http.headers = httpx.Headers({"x-api-key": "one", "anthropic-version": "2023-06-01"})
-        yield Server(found.running.url, found.say, found.http)
+        yield Server(*found)
 
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -284,7 +280,7 @@ def test_refusals(served: Server, more: dict[str, Any], text: str) -> None:
 
 def test_errors_around_the_route(served: Server) -> None:
     """Whoever answers, a client of this route gets what it knows."""
-    url, post, kind = f"{served.url}/v1/messages", served.http.post, {"content-type": "application/json"}
+    url, post, kind = f"{served.running.url}/v1/messages", served.http.post, {"content-type": "application/json"}
     for answer, status, name in (
         *((httpx.post(url + path, json=ASKED, headers=keys), 401, "authentication_error")
           for path in ("", "/count_tokens", "/batches") for keys in ({}, {"x-api-key": "on"})),
@@ -297,22 +293,22 @@ def test_errors_around_the_route(served: Server) -> None:
         assert (answer.status_code, MessageError.model_validate(answer.json()).error.type) == (status, name)
     early = httpx.post(url, json=ASKED, headers={f"x-{i}": "y" for i in range(101)})  # no path is known yet
     assert (early.status_code, early.json()["error"]["type"]) == (431, "HeadersTooLargeError")
-    assert "message" in httpx.post(f"{served.url}/v1/completions").json()["error"]  # OpenAI's, elsewhere
+    assert "message" in httpx.post(f"{served.running.url}/v1/completions").json()["error"]  # OpenAI's, elsewhere
 
 
 def test_the_key_has_two_headers(served: Server) -> None:
     other = {"Authorization": "Bearer two", "x-api-key": ""}
     assert served.http.post("/v1/messages?beta=true", json=ASKED, headers=other).status_code == 200
     twice = [("x-api-key", "one"), ("x-api-key", "one")]
-    assert httpx.get(f"{served.url}/v1/models", headers=twice).status_code == 401
+    assert httpx.get(f"{served.running.url}/v1/models", headers=twice).status_code == 401
     both = {"Authorization": "Bearer no", "x-api-key": "one"}
-    assert httpx.get(f"{served.url}/v1/models", headers=both).status_code == 200
+    assert httpx.get(f"{served.running.url}/v1/models", headers=both).status_code == 200
     served.say("a")
-    id = served.http.post("/v1/responses", json={"input": "a"}).json()["id"]
-    assert served.http.get(f"/v1/responses/{id}").status_code == 200
+    url = f"{served.running.url}/v1/responses/" + served.http.post("/v1/responses", json={"input": "a"}).json()["id"]
+    assert served.http.get(url).status_code == 200
     for other in ({"x-api-key": "two"}, {"Authorization": "Bearer two"}):
-        assert httpx.get(f"{served.url}/v1/responses/{id}", headers=other).status_code == 404
-    assert httpx.get(f"{served.url}/v1/responses/{id}", headers={"Authorization": "Bearer one"}).status_code == 200
+        assert httpx.get(url, headers=other).status_code == 404
+    assert httpx.get(url, headers={"Authorization": "Bearer one"}).status_code == 200
 
 
 def test_what_is_ignored_is_named(served: Server) -> None:
@@ -349,7 +345,7 @@ def test_thoughts_pictures_and_failures(monkeypatch: pytest.MonkeyPatch) -> None
         "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
     )
     with saying(template, MARKERS) as found:
-        server = Server(found.running.url, found.say, found.http)
+        server = Server(*found)
         server.say("<think>\nonce upon\n</think>\n\nquire")
         whole = server.ask()
         assert [(block["type"], block.get("thinking")) for block in whole["content"]] == [
