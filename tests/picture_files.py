@@ -27,7 +27,6 @@ def drawn(width: int = 8, height: int = 6, mode: str = "RGB") -> Image.Image:
 
 
 def written(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
-    """The file of a picture."""
     file = io.BytesIO()
     image.save(file, format, **options)
     return file.getvalue()
@@ -44,7 +43,6 @@ def uri(data: bytes, kind: str = "png") -> str:
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:
-    """A chunk of a PNG."""
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 

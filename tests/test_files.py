@@ -226,11 +226,16 @@ def test_keys_leave_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     keys = {"QUIRE_API_KEY": "secret-one", ADMIN_KEY_VARIABLE: "secret-two"}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, **keys})
-    (tmp_path / "secret").write_text("one")
+    file = tmp_path / "secret"
+    file.write_text("one\ntwo\n")
     (tmp_path / "keys").symlink_to("secret")
-    monkeypatch.setenv("QUIRE_API_KEY", "two")
-    assert read_keys(str(tmp_path / "keys")) == ("one",)  # an operator's file may be a link
+    monkeypatch.setenv("QUIRE_API_KEY", "three")
+    assert read_keys(str(tmp_path / "keys")) == ("one", "two")  # an operator's file may be a link
     assert "QUIRE_API_KEY" not in os.environ
+    assert read_keys(None) == ()
+    file.write_text("\n")
+    with pytest.raises(StartupError, match="holds no key"):
+        read_keys(str(file))
 
 
 SHAPE = {
