@@ -41,7 +41,7 @@ def test_in_bulk_whole_large_pages_are_a_requests_own_and_the_rest_lies_together
     assert homes(pages, 0, take(pages, 0, 1, 1)) == [2]
     pages.decref_tables([b])
     pages.remove_owner(2)
-    assert pages.get_stats()[:2] == (5, [3, 0])
+    assert (len(pages.free_large), pages.num_active) == (5, [3, 0])
 
 
 def test_the_five_steps_in_order() -> None:
@@ -59,13 +59,13 @@ def test_the_five_steps_in_order() -> None:
     evicted = take(pages, 0, 1, 2)
     assert homes(pages, 0, evicted) == [1]
     assert pages.find(0, b"x") is pages.find(0, b"y") is None
-    assert (pages.evictions, pages.get_stats().evicted_large, pages.get_stats().evicted_small) == (2, 1, 0)
+    assert pages.evictions == 2, "a large page at once"
     others = take(pages, 0, 1, 4) + take(pages, 0, 1, 4)
     assert sorted(homes(pages, 0, others)) == [1, 3]
     assert pages.find(0, b"z") == kept
     assert take(pages, 0, 1, 4) == [kept]
     assert pages.find(0, b"z") is None
-    assert pages.get_stats().evicted_small == 1
+    assert pages.evictions == 3
     assert not pages.reserve([1])
     pages.check([dict.fromkeys([mine, mine + 1, used, kept, *fresh, *evicted, *others], 1)])
 
@@ -86,11 +86,10 @@ def test_a_large_page_in_part_cached_and_in_part_empty_is_not_lost() -> None:
     pages = TwoLevelPagePool([3, 1], 1)
     table = take(pages, 0, 2, 1)
     cached(pages, 0, table, b"ab")
-    assert pages.get_stats()[:3] == (0, [0, 0], [1, 0])
+    assert (pages.free_large, pages.num_active, pages.num_reclaimable) == ([], [0, 0], [1, 0])
     [page] = take(pages, 1, 1, 2)
     assert page == 1
-    assert pages.get_stats()[:3] == (0, [0, 1], [0, 0])
-    assert pages.get_stats().rebound == 1
+    assert (pages.free_large, pages.num_active, pages.num_reclaimable) == ([], [0, 1], [0, 0])
 
 
 def test_a_large_page_is_as_old_as_the_latest_use_in_it() -> None:
@@ -99,10 +98,10 @@ def test_a_large_page_is_as_old_as_the_latest_use_in_it() -> None:
     cached(pages, 0, a[:1], b"a")  # the first of all
     cached(pages, 0, b, b"bc")
     cached(pages, 0, a[1:], b"d")
-    assert [home - 1 for home, _ in pages.iter_coldest()] == [*homes(pages, 0, b[:1]), *homes(pages, 0, a[:1])]
+    assert [home - 1 for home in pages.reclaimable] == [*homes(pages, 0, b[:1]), *homes(pages, 0, a[:1])]
     pages.incref(0, b[1])
     pages.decref(0, [b[1]])
-    assert [home - 1 for home, _ in pages.iter_coldest()] == [*homes(pages, 0, a[:1]), *homes(pages, 0, b[:1])]
+    assert [home - 1 for home in pages.reclaimable] == [*homes(pages, 0, a[:1]), *homes(pages, 0, b[:1])]
 
 
 def test_of_what_was_released_together_the_deepest_goes_first_whatever_its_group() -> None:
@@ -115,7 +114,7 @@ def test_of_what_was_released_together_the_deepest_goes_first_whatever_its_group
             pages.publish(group, page, bytes([page]))
     pages.decref_tables(tables)
     deep = {home: max(0, 2 * tables[0].index(2 * home)) for home in {page // 2 for page in tables[0]}}
-    depths = [deep[home] if group == 0 else tables[1].index(home) for home, group in pages.iter_coldest()]
+    depths = [tables[1].index(home) if pages.bound_group[home] else deep[home] for home in pages.reclaimable]
     assert depths == sorted(depths, reverse=True)
     assert depths == [7, 6, 5, 4, 4, 3, 2, 1, 0, 0]
 
@@ -149,7 +148,7 @@ def test_bytes_add_up() -> None:
     assert pages.evictions == 0
     assert pages.drop_cached() == 3
     assert pages.count_unused_bytes(sizes) == (0, 2, 24)
-    assert pages.get_stats()[:3] == (4, [1, 0], [0, 0])
+    assert (len(pages.free_large), pages.num_active, pages.num_reclaimable) == (4, [1, 0], [0, 0])
 
 
 def test_what_must_not_happen() -> None:

@@ -76,13 +76,6 @@ def test_prompts_that_part_are_found_from_the_third_on(kind: str) -> None:
         assert memory.page_pool.used == [0, 0]
 
 
-def test_windows_stay_every_so_many_tokens() -> None:
-    memory = memory_of("slack", every_tokens=32)
-    asked(memory, 1, text(0, 101))
-    for end, found in ((70, 64), (62, 60), (50, 32), (20, 0)):
-        assert memory.prefix_cache.find_cached(Sequence(9, [*text(0, end), 777])).tokens == found
-
-
 def test_the_prefix_that_a_running_sequence_came_for_is_not_evicted_first() -> None:
     """A sequence holds its pages a 64th of the window longer than it reads them: a question and an answer shorter than
     that leave the whole window of the document in its hands."""

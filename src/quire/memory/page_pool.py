@@ -287,20 +287,13 @@ class PagePool:
         for group, stop in enumerate(stops):
             self.decref(group, tables[group][:stop])
 
-    def count_release(self) -> None:
-        """Count a slot that was released: an admission that was refused for want of it may succeed now."""
-        self.releases += 1
-
     def remove_owner(self, owner: int) -> None:
-        """Do nothing: this pool does not record which request holds a page."""
+        """Record that a request released its slot: an admission that was refused for want of it may succeed now."""
+        self.releases += 1
 
     def ref_count(self, group: int, page: int) -> int:
         """Return the number of tables that name the page."""
         return self.size_class_of[group].refs[page]
-
-    def is_shared(self, group: int, page: int) -> bool:
-        """Return True if several tables name the page."""
-        return self.size_class_of[group].refs[page] > 1
 
     def is_empty(self, group: int, page: int) -> bool:
         """Return True if no table names the page and it has no key."""

@@ -148,7 +148,7 @@ class PageTables:
         for g, (policy, table) in enumerate(zip(self.policies, seq_pages.tables)):
             writes = policy.writes(seq, start, length)
             existing = range(writes.start, min(writes.stop, len(table)))
-            shared += [(g, i) for i in existing if self.page_pool.is_shared(g, table[i])]
+            shared += [(g, i) for i in existing if self.page_pool.ref_count(g, table[i]) > 1]
         return shared
 
     def capacity_of(self, seq: Sequence, seq_pages: SeqPages) -> int:
@@ -219,7 +219,6 @@ class PageTables:
         self.page_pool.decref_tables(tables)
         self.page_pool.remove_owner(seq_pages.owner)
         self.free_slots.append(seq_pages.slot)
-        self.page_pool.count_release()
 
     def _tables_to_release(self, seq_pages: SeqPages) -> Tables:
         """Return the tables to release when a sequence leaves memory."""
