@@ -310,10 +310,10 @@ class Trace:
         self,
         memory: KVMemory,
         *,
-        seed: int,
-        depth: int,
-        budget: int,
-        max_seqs: int,
+        seed: int = 0,
+        depth: int = 1,
+        budget: int = 64,
+        max_seqs: int = 8,
         runner: EchoRunner | None = None,
         preemption: str = "recompute",
         unforked: float = 0.0,
@@ -477,10 +477,14 @@ class Trace:
             self.engine.wake(tags)
         self.memory.check()
 
-    def finish(self) -> None:
-        """Do what was asked for, then check everything that must hold at the end."""
+    def exhaust(self) -> None:
+        """Do what was asked for."""
         while self.engine.has_unfinished_requests:
             self.step()
+
+    def finish(self) -> None:
+        """Do what was asked for, then check everything that must hold at the end."""
+        self.exhaust()
         self.drained()
 
     def drained(self) -> None:
@@ -565,23 +569,21 @@ def ending(params: SamplingParams, tokens: list[int]) -> tuple[str, int | None]:
     return "length", None
 
 
-def run_trace(
-    make: Callable[[Build], KVMemory],
-    *,
-    seed: int,
-    depth: int,
-    budget: int = 16,
-    max_seqs: int = 8,
-    tokens: int = 128,
-    requests: int = 16,
-    host: int = 0,
-    prefix_tokens: int = 0,
-    aborts: float = 0.04,
-    **how: Any,
-) -> Told:
-    """One random trace over a fresh memory; `how` as for Trace."""
+def open_trace(
+    make: Callable[[Build], KVMemory], *, tokens: int = 256, budget: int = 64, max_seqs: int = 8, host: int = 0,
+    prefix_tokens: int = 0, **how: Any,
+) -> Trace:  # fmt: skip
+    """One over a fresh memory; `how` as for Trace."""
     memory = make(Build(tokens, budget, max_seqs, MAX_LEN, host, prefix_tokens))
-    return Trace(memory, seed=seed, depth=depth, budget=budget, max_seqs=max_seqs, **how).run(requests, aborts)
+    return Trace(memory, budget=budget, max_seqs=max_seqs, **how)
+
+
+def run_trace(
+    make: Callable[[Build], KVMemory], *, tokens: int = 128, budget: int = 16, requests: int = 16, aborts: float = 0.04,
+    **how: Any,
+) -> Told:  # fmt: skip
+    """One random trace over a fresh memory; `how` as for open_trace."""
+    return open_trace(make, tokens=tokens, budget=budget, **how).run(requests, aborts)
 
 
 def drawn_trace(
