@@ -37,6 +37,8 @@ from quire.sim.echo_runner import BeamResult, EchoRunner, expected_beams, expect
 EOS = frozenset({0})
 DEPTHS = (1, 2, 3)
 WAYS = ("swap", "recompute", "auto")
+AT_LENGTH = (pytest.mark.soak, pytest.mark.timeout(0))
+"""Marks of the cases that run for hours."""
 STEMS = tuple(tuple(random.Random(stem).choices(range(1, VOCAB), k=MAX_LEN)) for stem in range(3))
 
 
@@ -50,7 +52,7 @@ class Watched:
         self.later: set[int] = set()  # sequences that were told to come later
         self.placed: deque[dict[int, tuple[tuple[int, ...], ...]]] = deque()  # one entry a plan in flight
         self.content: dict[tuple[int, int], tuple[object, ...]] = {}  # (group, page) -> (salt, prefix, pictures)
-        self.shortages = self.hits = self.partial = 0
+        self.partial = 0  # hits that end within a page
         self.rng, self.unforked = random.Random(0), 0.0
 
     def __getattr__(self, name: str) -> Any:
@@ -67,7 +69,6 @@ class Watched:
         return seq.cache_salt, tuple(seq.tokens[:end]), media
 
     def _unchanged(self, before: object) -> None:
-        self.shortages += 1
         assert insides(self.memory) == before, "a call that reported shortage changed the memory"
 
     def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admission] | Deferred | None:
@@ -82,7 +83,6 @@ class Watched:
             assert 0 <= reused < len(seq.tokens), f"{reused} of {len(seq.tokens)} tokens are reused"
             if len(seqs) == 1:  # what branches share was scored before they were forked
                 assert reused <= seq.max_prefix_hit, "more is reused than the sequence allows"
-            self.hits += reused > 0
             groups = self.memory.kv_config.groups
             of_tokens = [g for g, group in enumerate(groups) if group.kind not in ("cross", "vision")]
             self.partial += any(groups[g].num_pages(reused) > groups[g].num_full_pages(reused) for g in of_tokens)
@@ -240,11 +240,8 @@ class Told(NamedTuple):
 
     finished: int
     aborted: int
-    steps: int
     swapped: int
     recomputed: int
-    shortages: int
-    hits: int
     partial: int  # hits that end within a page: a registered prefix
     evictions: int
     siblings: int  # sequences that waited for one to compute what they share
@@ -451,11 +448,8 @@ class Trace:
         return Told(
             len(self.asked) - len(self.aborted),
             len(self.aborted),
-            self.steps,
             self.scheduler.preemption_counts["swap"],
             self.scheduler.preemption_counts["recompute"],
-            self.memory.shortages,
-            self.memory.hits,
             self.memory.partial,
             evictions(self.memory.memory),
             self.siblings,
