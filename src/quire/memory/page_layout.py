@@ -369,22 +369,13 @@ def _build_two_level_config(
 
 
 def _build_group(allocation: GroupAllocation, spec: ModelSpec, ids: range, host_ids: range) -> KVCacheGroup:
-    if not allocation.layers:
-        return KVCacheGroup(
-            (),
-            allocation.page_bytes,
-            allocation.token_bytes,
-            allocation.table_width,
-            ids,
-            host_ids,
-            allocation.run_tokens,
-            kind="vision",
-        )
-    first = spec.layers[allocation.layers[0]]
+    layers, page_bytes, token_bytes, _, width, run_tokens, run_pages, parts = allocation
+    if not layers:
+        return KVCacheGroup((), page_bytes, token_bytes, width, ids, host_ids, run_tokens, kind="vision")
+    first = spec.layers[layers[0]]
     return KVCacheGroup(
-        allocation.layers, allocation.page_bytes, allocation.token_bytes, allocation.table_width, ids, host_ids,
-        allocation.run_tokens,
-        allocation.run_pages, first.window, first.kind, allocation.parts, first.chunk, first.budget,
+        layers, page_bytes, token_bytes, width, ids, host_ids, run_tokens, run_pages, first.window, first.kind, parts,
+        first.chunk, first.budget,
     )  # fmt: skip
 
 

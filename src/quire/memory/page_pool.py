@@ -152,13 +152,9 @@ class PagePool:
         self.releases = self.evictions = 0
 
     def can_allocate(
-        self,
-        needs: Sequence[int],
-        cached_hits: CachedHits = NO_CACHED_HITS,
-        *,
-        margin: bool = False,
+        self, needs: Sequence[int], cached_hits: CachedHits = NO_CACHED_HITS, *, margin: bool = False,
         assume_empty: bool = False,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """Return True if needs[g] pages of each group g can be allocated, or, where cached, used again (`cached_hits`).
 
         With `margin` a small part of each size class (WATERMARK_DIVISOR) must stay free. With `assume_empty` the

@@ -280,13 +280,11 @@ class PagedMemory(PageTables):
             needs = []
             for g, (policy, max_pages) in enumerate(zip(self.policies, self.max_pages)):
                 if policy.media:
-                    new_pages = image_needs[i].new_pages[g] if image_needs else 0
-                    peaks = (
-                        self.encoder_cache.peak_pages(g, seq, plan.hit_tokens, self.max_step_tokens)
-                        if image_needs and len(seqs) == 1
-                        else 0
-                    )
-                    needs.append(taken[g] + max(new_pages, peaks - sum(at == g for at, _ in image_pages)))
+                    peak = new_pages = image_needs[i].new_pages[g] if image_needs else 0
+                    if image_needs and len(seqs) == 1:
+                        peak = self.encoder_cache.peak_pages(g, seq, plan.hit_tokens, self.max_step_tokens)
+                        peak -= sum(at == g for at, _ in image_pages)
+                    needs.append(taken[g] + max(new_pages, peak))
                     taken[g] += new_pages
                     continue
                 required = policy.required(seq, plan.hit_tokens)

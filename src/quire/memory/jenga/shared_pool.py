@@ -75,13 +75,9 @@ class PoolView:
     # Queries
 
     def can_allocate(
-        self,
-        needs: Sequence[int],
-        cached_hits: CachedHits = NO_CACHED_HITS,
-        *,
-        margin: bool = False,
+        self, needs: Sequence[int], cached_hits: CachedHits = NO_CACHED_HITS, *, margin: bool = False,
         assume_empty: bool = False,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """As PagePool.can_allocate. With `assume_empty` other models' registered prefixes keep their capacity."""
         wide = self._widen(needs)
         if assume_empty:

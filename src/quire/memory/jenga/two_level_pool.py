@@ -41,11 +41,8 @@ class TwoLevelPagePool:
         page_tokens: Sequence[int] | None = None,
     ) -> None:
         assert association in ASSOCIATIONS, f"association is {association!r}, not one of {ASSOCIATIONS}"
-        self.small_pages_per_large, self.num_large, self.association = (
-            list(small_pages_per_large),
-            num_large,
-            association,
-        )
+        self.small_pages_per_large = list(small_pages_per_large)
+        self.num_large, self.association = num_large, association
         self.page_tokens = list(page_tokens or [1] * len(small_pages_per_large))
         groups = range(len(small_pages_per_large))
         self.free_large = list(range(num_large, 0, -1))  # a stack
@@ -67,13 +64,9 @@ class TwoLevelPagePool:
         self.releases = self.evictions = 0
 
     def can_allocate(
-        self,
-        needs: Sequence[int],
-        cached_hits: CachedHits = NO_CACHED_HITS,
-        *,
-        margin: bool = False,
+        self, needs: Sequence[int], cached_hits: CachedHits = NO_CACHED_HITS, *, margin: bool = False,
         assume_empty: bool = False,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """As PagePool.can_allocate. `cached_hits` are the needed pages that are cached now."""
         return self._count_spare_large(needs, cached_hits, margin, assume_empty) >= 0
 
@@ -174,12 +167,8 @@ class TwoLevelPagePool:
         )
         for _ in range(missing):
             self._evict_large()
-        ratio, refs, used_small, bound_group = (
-            self.small_pages_per_large[group],
-            self.refs[group],
-            self.used_small,
-            self.bound_group,
-        )
+        ratio, refs = self.small_pages_per_large[group], self.refs[group]
+        used_small, bound_group = self.used_small, self.bound_group
         large_pages = self.free_large[: -large - 1 : -1]
         del self.free_large[len(self.free_large) - large :]
         self.num_active[group] += large
@@ -307,12 +296,8 @@ class TwoLevelPagePool:
 
         They are returned as integers that sort by depth: the tokens before their first page, and the large page in the
         low LARGE_ID_BITS bits."""
-        refs, keys, cached, ratio = (
-            self.refs[group],
-            self.keys[group],
-            self.cached[group],
-            self.small_pages_per_large[group],
-        )
+        refs, keys, cached = self.refs[group], self.keys[group], self.cached[group]
+        ratio = self.small_pages_per_large[group]
         used_small, empty_small, before, empty = self.used_small, self.empty_small, len(cached), 0
         touched: dict[int, int] = {}
         for at, page in zip(range(len(pages) - 1, -1, -1), reversed(pages)):
