@@ -155,7 +155,7 @@ def test_what_must_not_happen() -> None:
     pages = TwoLevelPagePool([2], 1)
     a, b = take(pages, 0, 2, 1)
     with pytest.raises(AssertionError, match="must be reserved"):
-        pages.allocate_one(0, 2)
+        pages.allocate(0, 1, 2)
     pages.decref(0, [a])
     with pytest.raises(AssertionError, match="no references"):
         pages.decref(0, [a])

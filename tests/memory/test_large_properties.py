@@ -158,8 +158,8 @@ class Walk:
             cached = sum(map(len, self.pages.cached))
             assert self.pages.drop_cached() == cached
             assert not any(self.pages.index) or any(self.pages.used)
-        else:
-            self.pages.make_room(rng.choice(self.groups))
+        elif self.pages.cached[g := rng.choice(self.groups)]:
+            self.pages.evict(g, next(iter(self.pages.cached[g])))
 
     def drained(self) -> None:
         for seq in list(self.tables):

@@ -201,7 +201,7 @@ class PagePool:
         self.used[group] += count
         return pages
 
-    def allocate_one(self, group: int, owner: int | None = None) -> int:
+    def allocate_one(self, group: int) -> int:
         """Return a new private page, which the caller has reserved."""
         pool = self.size_class_of[group]
         if pool.empty:

@@ -157,9 +157,6 @@ class PoolView:
 
     # Changes
 
-    def allocate_one(self, group: int, owner: int | None = None) -> int:
-        return self.page_pool.allocate_one(self.group_range[group], self._unique_owner(owner))
-
     def allocate(self, group: int, count: int, owner: int | None = None) -> list[int]:
         return self.page_pool.allocate(self.group_range[group], count, self._unique_owner(owner))
 
@@ -193,9 +190,6 @@ class PoolView:
 
     def evict(self, group: int, page: int) -> None:
         self.page_pool.evict(self.group_range[group], page)
-
-    def make_room(self, group: int) -> None:
-        self.page_pool.make_room(self.group_range[group])
 
     def drop_cached(self) -> int:
         """Empty every cached page of its own groups, and return their number."""

@@ -124,9 +124,6 @@ class TwoLevelPagePool:
 
     # Allocation
 
-    def allocate_one(self, group: int, owner: int | None = None) -> int:
-        return self.allocate(group, 1, owner)[0]
-
     def allocate(self, group: int, count: int, owner: int | None = None) -> list[int]:
         """Return new private pages for a request `owner`; the caller has reserved them.
 
@@ -377,14 +374,6 @@ class TwoLevelPagePool:
             del self.reclaimable[large_page]
             self.num_reclaimable[group] -= 1
             self._free_large(large_page)
-
-    def make_room(self, group: int) -> None:
-        """Evict the oldest reclaimable large page, else the oldest cached page, if there is one."""
-        if self.reclaimable:
-            self._evict_large()
-        elif self.cached[group]:
-            self.evict(group, next(iter(self.cached[group])))
-            self.evictions += 1
 
     @property
     def total(self) -> int:

@@ -68,6 +68,7 @@ class VirtualMemory(PagedMemory):
     of the slot that the next sequence will get (§6.2.2)."""
 
     make_empty_pages: Callable[[Iterable[int]], EmptyPages] = EmptyPageQueue
+    page_pool: PagePool
 
     def __init__(self, kv_config: KVCacheConfig, *, ahead: bool = True, **settings: Any) -> None:
         super().__init__(kv_config, **settings)
