@@ -7,7 +7,9 @@ over any memory and reads no clock.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, deque
+from operator import attrgetter
 
 from quire.core.branching import BranchOps, MethodDriver
 from quire.core.decoding import append_token, record_pooled, record_prompt_logprobs, resolve_num_logprobs
@@ -203,7 +205,7 @@ class Scheduler:
                     del self.by_slot[slot]
                 del self.running[victim]
                 victim.status = RequestStatus.SWAPPED
-                _insert_by_order(self.swapped, victim)
+                insort(self.swapped, victim, key=attrgetter("order"))
                 self._count_preemption(victim, "swap")
                 return
         self._preempt_by_recompute(victim)
@@ -522,8 +524,3 @@ def _reset_request(request: Request) -> list[SeqEvent]:
         return []
     request.status = RequestStatus.DONE
     return [SeqEvent(request, None)] if request.method is not None or request.params.returns_best_of else []
-
-
-def _insert_by_order(queue: deque[Request], victim: Request) -> None:
-    """Insert a preempted request by its `order`."""
-    queue.insert(next((i for i, other in enumerate(queue) if other.order > victim.order), len(queue)), victim)

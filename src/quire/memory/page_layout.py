@@ -178,7 +178,9 @@ def group_layers(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[t
     owners = spec.kv_layers  # without the layers that use another layer's keys and values
     if spec.state_layers:
         check_states(config, spec)
-    embed_groups: list[tuple[int, ...]] = [()] if has_embed_pages(config, spec) else []  # pages of no layer
+    embed_groups: list[tuple[int, ...]] = []
+    if spec.images_replace_tokens and config.experiment.vision_cache == "pages":
+        embed_groups = [()]  # pages of no layer, for the embeddings that replace an image's tokens
     if spec.vision is not None:
         check_vision(config, spec, itemsize)
     if any(layer.has_int8_kv for layer in spec.layers):
@@ -201,11 +203,6 @@ def group_layers(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[t
             )
         return [layers[at : at + n] for layers, n in zip(sets, counts) for at in range(0, len(layers), n)]
     return sets + embed_groups
-
-
-def has_embed_pages(config: EngineConfig, spec: ModelSpec) -> bool:
-    """Return True if embeddings that replace an image's tokens have pages of their own."""
-    return spec.images_replace_tokens and config.experiment.vision_cache == "pages"
 
 
 def _is_state(spec: ModelSpec, layers: Sequence[int]) -> bool:
