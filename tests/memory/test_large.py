@@ -13,9 +13,9 @@ from quire.memory.page_pool import WATERMARK_DIVISOR
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
 
 
-def take(pages: TwoLevelPagePool, group: int, count: int, owner: int | None = None) -> list[int]:
+def take(pages: TwoLevelPagePool | PoolView, group: int, count: int, owner: int | None = None) -> list[int]:
     """As a memory takes them: reserved before."""
-    needs = [0] * len(pages.small_pages_per_large)
+    needs = [0] * len(pages.index)
     needs[group] = count
     assert pages.reserve(needs)
     return pages.allocate(group, count, owner)
@@ -234,16 +234,9 @@ def parts(association: str = "bulk") -> tuple[PoolView, PoolView]:
     return first, second
 
 
-def taken(part: PoolView, group: int, count: int, owner: int = 1) -> list[int]:
-    needs = [0] * len(part)
-    needs[group] = count
-    assert part.reserve(needs)
-    return part.allocate(group, count, owner)
-
-
 def test_what_one_holds_another_cannot_have() -> None:
     first, second = parts()
-    pages = taken(first, 1, 3 * 6)
+    pages = take(first, 1, 3 * 6)
     assert (first.used, second.used) == ([0, 18], [0])
     assert (first.other_used_bytes, second.other_used_bytes) == (0, 6 * LARGE)
     assert second.reserve([8])
@@ -264,13 +257,13 @@ def test_an_idle_memory_still_keeps_the_others_prefixes() -> None:
 
 def test_one_evicts_what_another_has_cached_and_the_older_first() -> None:
     first, second = parts()
-    [old], [young] = taken(second, 0, 1), taken(first, 0, 1)
+    [old], [young] = take(second, 0, 1), take(first, 0, 1)
     second.publish(0, old, b"old")
     first.publish(0, young, b"young")
     second.decref(0, [old])
     first.decref(0, [young])
     assert first.find_cached_hits([(0, young)]).num_pages == [1, 0]
-    taken(first, 1, 3 * 7)
+    take(first, 1, 3 * 7)
     assert second.find(0, b"old") is None
     assert first.find(0, b"young") == young
     assert second.evictions == 1
@@ -279,7 +272,7 @@ def test_one_evicts_what_another_has_cached_and_the_older_first() -> None:
 def test_each_drops_its_own() -> None:
     first, second = parts()
     for part, group in ((first, 0), (first, 1), (second, 0)):
-        [page] = taken(part, group, 1)
+        [page] = take(part, group, 1)
         part.publish(group, page, b"key")
         part.decref(group, [page])
     assert first.drop_cached() == 2
@@ -296,7 +289,7 @@ def test_what_is_lost_is_seen_by_both() -> None:
             return self.named
 
     first, second = parts()
-    [page] = taken(second, 0, 1)
+    [page] = take(second, 0, 1)
     with pytest.raises(AssertionError, match="reference counts"):
         first.check([{}, {}])
     second.bind(Holds({page: 1}))
