@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import pytest
 from addresses import runner_for
 from echo_ranks import FaultyEcho, ThreadRank, started, threaded
-from memories import EVERY, VOCAB, Build
-from pictured import PICTURED
+from memories import VOCAB, Build
+from pictured import LAYOUTS
 from traces import MAX_LEN, Trace
-from unlike import UNLIKE
 from wired import drain, open_engine
 
 from quire.distributed.remote_runner import RemoteRunner
@@ -22,8 +21,6 @@ from quire.errors import EngineDead, StartupError
 from quire.protocol.parallel_layout import ParallelLayout
 from quire.protocol.step_plan import MappingStats, StepPlan, StepResult
 from quire.sim.echo_runner import EchoRunner
-
-LAYOUTS = {**EVERY, **UNLIKE, **PICTURED}
 
 
 class Wired(RemoteRunner):
@@ -48,7 +45,8 @@ class Wired(RemoteRunner):
         return result
 
 
-SOME = ("paged-4", "virtual-mixed", "pow2-layer-tables", "cross-unlike", "large-8-12-1-3", "states-window", "inside-4")
+SOME = ("paged-4", "virtual-mixed", "pow2-layer-tables", "cross-unlike", "unlike-large-8-12-1-3", "states-window",
+        "inside-4")  # fmt: skip
 
 
 def run(name: str, seed: int) -> None:
