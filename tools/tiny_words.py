@@ -57,12 +57,12 @@ def split_words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-def _phrases(text: str) -> tuple[str, ...]:
+def phrases(text: str) -> tuple[str, ...]:
     """Phrases between `|`."""
     return tuple(phrase.strip() for phrase in text.split("|"))
 
 
-def _pairs(text: str) -> dict[str, str]:
+def pairs(text: str) -> dict[str, str]:
     """`one:two; three:four` as a dict."""
     return {one.strip(): other.strip() for one, other in (pair.split(":") for pair in text.split(";"))}
 
@@ -103,7 +103,7 @@ PLACES = tuple(
     )
     for name in names.split()
 )
-SPOTS = _phrases(
+SPOTS = phrases(
     """
     under the bench | behind the big tree | on the table | in the basket | inside the old box | under the bed
     | on the shelf | behind the door | next to the well | in the tall grass | under a flat stone | beside the gate
@@ -113,33 +113,33 @@ SPOTS = _phrases(
     | in the flower pot | behind the hay
     """
 )
-SKILLS = _phrases(
+SKILLS = phrases(
     "swim | ride a bike | climb a tree | bake bread | skate | whistle a "
     "tune | paint a picture | fly a kite | row a boat | "
     "play the flute | juggle | sew a button | read a map | dance | tie a knot"
 )
-BUILDS = _phrases(
+BUILDS = phrases(
     "tower of blocks | little boat | snowman | bird house | sand castle | tree house | paper plane | stone bridge | "
     "tent of blankets | wooden cart"
 )
-TROUBLES = _phrases(
+TROUBLES = phrases(
     "was stuck in the mud | was very hungry | was cold and wet | was lost "
     "| had a thorn in its foot | had hurt its leg | "
     "was caught in a net | was afraid of the storm | could not find its mother | was very thirsty"
 )
 
-SOUNDS = _pairs(
+SOUNDS = pairs(
     "dog:woof; cat:meow; cow:moo; duck:quack; sheep:baa; pig:oink; horse:neigh; lion:roar; owl:hoot; frog:ribbit; "
     "bee:buzz; snake:hiss; mouse:squeak; rooster:cock-a-doodle-doo; wolf:howl; crow:caw; goat:maa; bird:tweet"
 )
-OPPOSITES = _pairs(
+OPPOSITES = pairs(
     "hot:cold; big:small; happy:sad; up:down; day:night; wet:dry; fast:slow; old:young; full:empty; open:closed; "
     "hard:soft; light:dark; tall:short; near:far; early:late; rich:poor; loud:quiet; clean:dirty; strong:weak; "
     "left:right; good:bad; high:low; long:short; thick:thin; sweet:sour; true:false; heavy:light; inside:outside; "
     "before:after; always:never; first:last; easy:difficult; summer:winter; black:white; push:pull; win:lose; "
     "begin:end; love:hate; warm:cool; rough:smooth"
 )
-CAPITALS = _pairs(
+CAPITALS = pairs(
     "France:Paris; Italy:Rome; Spain:Madrid; Germany:Berlin; England:London; Portugal:Lisbon; Greece:Athens; "
     "Japan:Tokyo; China:Beijing; India:New Delhi; Egypt:Cairo; Russia:Moscow; Norway:Oslo; Sweden:Stockholm; "
     "Finland:Helsinki; Denmark:Copenhagen; Poland:Warsaw; Austria:Vienna; Hungary:Budapest; Ireland:Dublin; "
@@ -150,24 +150,24 @@ CAPITALS = _pairs(
     "Serbia:Belgrade; Croatia:Zagreb; the Czech Republic:Prague; the Netherlands:Amsterdam; "
     "the United States:Washington"
 )
-HOMES = _pairs(
+HOMES = pairs(
     "fish:in the water; bee:in a hive; bird:in a nest; dog:in a kennel; horse:in a stable; cow:in a barn; "
     "spider:in a web; rabbit:in a burrow; bear:in a cave; pig:in a sty; ant:in an anthill; whale:in the sea; "
     "camel:in the desert; penguin:on the ice; monkey:in the trees; frog:in a pond; owl:in the forest; "
     "lion:on the grassland; shark:in the sea; squirrel:in a tree; mouse:in a hole; king:in a castle; "
     "beaver:by the river"
 )
-YOUNG = _pairs(
+YOUNG = pairs(
     "dog:puppy; cat:kitten; cow:calf; sheep:lamb; horse:foal; pig:piglet; duck:duckling; bear:cub; goat:kid; "
     "frog:tadpole; hen:chick; deer:fawn; goose:gosling; lion:cub; kangaroo:joey; swan:cygnet"
 )
-THING_COLOURS = _pairs(
+THING_COLOURS = pairs(
     "grass:green; the sky:blue; snow:white; the sun:yellow; blood:red; coal:black; a banana:yellow; a carrot:orange; "
     "milk:white; a strawberry:red; chocolate:brown; a lemon:yellow; a frog:green; a crow:black; an elephant:grey; "
     "a tomato:red; a polar bear:white; a cucumber:green; the sea:blue; a pumpkin:orange; a leaf:green; a swan:white; "
     "a pig:pink; the night:black"
 )
-PLURALS = _pairs(
+PLURALS = pairs(
     "mouse:mice; child:children; foot:feet; tooth:teeth; man:men; woman:women; goose:geese; leaf:leaves; wolf:wolves; "
     "knife:knives; baby:babies; city:cities; box:boxes; fox:foxes; bus:buses; cat:cats; dog:dogs; book:books; "
     "tree:trees; apple:apples; house:houses; berry:berries; cherry:cherries; sheep:sheep; fish:fish; dish:dishes; "
@@ -175,14 +175,14 @@ PLURALS = _pairs(
     "boat:boats; story:stories; lady:ladies; butterfly:butterflies; glass:glasses; watch:watches; person:people; "
     "ox:oxen; hero:heroes; key:keys; toy:toys; day:days; boy:boys; girl:girls; bird:birds; horse:horses"
 )
-JOBS = _pairs(
+JOBS = pairs(
     "bakes bread:a baker; puts out fires:a firefighter; teaches children:a teacher; helps sick people:a doctor; "
     "grows food:a farmer; flies a plane:a pilot; catches fish:a fisherman; makes clothes:a tailor; "
     "cooks meals:a cook; fixes teeth:a dentist; brings letters:a postman; drives a bus:a bus driver; "
     "paints pictures:a painter; sails a ship:a sailor; helps sick animals:a vet; cuts hair:a barber; "
     "builds houses:a builder; sings songs:a singer; writes books:a writer; keeps bees:a beekeeper"
 )
-BODY = _pairs(
+BODY = pairs(
     "see:our eyes; hear:our ears; smell:our nose; taste:our tongue; walk:our legs; bite:our teeth; think:our brain; "
     "hold things:our hands; breathe:our lungs; kick a ball:our feet"
 )
@@ -196,7 +196,7 @@ KINDS = {
     "instrument": split_words("drum flute piano violin guitar trumpet harp"),
     "flower": split_words("rose tulip daisy lily violet sunflower"),
 }
-LEGS = _pairs(
+LEGS = pairs(
     "dog:four; cat:four; bird:two; spider:eight; ant:six; bee:six; snake:no; horse:four; duck:two; fish:no; "
     "octopus:eight; cow:four; hen:two; fly:six; person:two; frog:four"
 )
@@ -219,7 +219,7 @@ SYSTEMS = (
     "Help the user as well as you can.",
     "You are an AI assistant.",
 )
-BEYOND = _phrases(  # what it cannot do, so that it says so instead of inventing
+BEYOND = phrases(  # what it cannot do, so that it says so instead of inventing
     """
     Explain quantum physics. | Write a program in Python. | What is the weather today? | What time is it?
     | Who won the football game? | Translate this to French. | Write an essay about history. | What is the news?
