@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import random
@@ -41,6 +40,7 @@ from tiny_vision_data import (
     without_pictures,
 )
 from tiny_vision_model import load, logits_at, read, save, see
+from train_tiny import compile_layers, learning_rate
 from transformers import LlavaOnevisionForConditionalGeneration
 
 Json = dict[str, Any]
@@ -94,31 +94,6 @@ class Student(torch.nn.Module):
         return torch.where(answers, read, ids)
 
 
-def compile_layers(student: Student, batch: Batch, device: str) -> None:
-    """Compiled layers, tried once; where that fails, the run goes on without them."""
-    inner = student.model.model
-    layers = [*inner.vision_tower.encoder.layers, *inner.language_model.layers]
-    begun = time.perf_counter()
-    try:
-        torch._dynamo.config.recompile_limit = 64
-        for layer in layers:
-            layer.forward = torch.compile(layer.forward, dynamic=False)
-        with torch.autocast(device, torch.bfloat16):
-            words, patches = student.losses(batch)
-            (words + patches).backward()
-        print(f"compiled in {time.perf_counter() - begun:.0f}s", flush=True)
-    except Exception as error:  # any failure to compile costs speed, never the run
-        print(f"torch.compile failed, training without it: {type(error).__name__}: {error}"[:500], flush=True)
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
-    student.zero_grad(set_to_none=True)
-
-
-def learning_rate(progress: float, step: int, highest: float, warm_up: int) -> float:
-    """Linear warm-up, then a cosine down to a fiftieth; progress runs from 0 to 1."""
-    return highest * min((step + 1) / warm_up, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
-
-
 def train(student: Student, rows: Rows, options: argparse.Namespace, folder: Path) -> Json:
     """For so many minutes or, where given, exactly so many steps; the model is saved every 2,000 steps."""
     device, seconds = options.device, options.minutes * 60
@@ -127,7 +102,10 @@ def train(student: Student, rows: Rows, options: argparse.Namespace, folder: Pat
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=options.rate, betas=(0.9, 0.98), fused=True)
     if options.compile:
-        compile_layers(student, rows.draw(options.batch), device)
+        inner, batch = student.model.model, rows.draw(options.batch)
+        layers = [*inner.vision_tower.encoder.layers, *inner.language_model.layers]
+        compile_layers(layers, lambda: [torch.stack(student.losses(batch)).sum()], device)
+        student.zero_grad(set_to_none=True)
     curve: list[list[float]] = []
     warm_up = min(300, (options.steps or 3000) // 10 + 1)
     step, begun = 0, time.perf_counter()
@@ -154,16 +132,10 @@ def train(student: Student, rows: Rows, options: argparse.Namespace, folder: Pat
             save(student.model, folder)
         step += 1
     return {
-        "parameters": sum(weight.numel() for weight in student.model.parameters()),
-        "steps": step,
-        "seconds": round(time.perf_counter() - begun, 1),
-        "batch": options.batch,
-        "learning_rate": options.rate,
-        "seed": options.seed,
-        "pictures_drawn": rows.drawn,
-        "pictures_seen": step * options.batch,
-        "curve": curve,
-    }
+        "parameters": sum(weight.numel() for weight in student.model.parameters()), "steps": step,
+        "seconds": round(time.perf_counter() - begun, 1), "batch": options.batch, "learning_rate": options.rate,
+        "seed": options.seed, "pictures_drawn": rows.drawn, "pictures_seen": step * options.batch, "curve": curve,
+    }  # fmt: skip
 
 
 # -- judging ---------------------------------------------------------------------------------------------------------
