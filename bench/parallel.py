@@ -225,7 +225,6 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", action="append", choices=tuple(PARTS), help="measure only this part; may be repeated")
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N",
                         help="numbers of ranks (default: 1, 2, 4, 8 up to the GPUs; on a CPU 1, 2)")  # fmt: skip
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -276,7 +275,7 @@ def _place(found: dict[str, Any], given: Sequence[int] | None, end: float) -> Pl
 
 def _save(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     if args.out:
-        write(Path(args.out), document("parallel", "quire bench", args.said, results))
+        write(Path(args.out), document("parallel", "quire bench", args.arguments, results))
 
 
 def _bench(

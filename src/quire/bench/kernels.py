@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from quire.bench import cpu_kernels
+from quire.bench.arguments import add_numbers
 from quire.bench.document import short, table
 from quire.bench.kernel_states import crossed, experts, states
 from quire.bench.placed_kv import Placed, decode_calls, placed, random_tensor
@@ -274,8 +276,19 @@ def asked(args: argparse.Namespace) -> dict[str, Callable[[], Iterator[Case]]]:
     return {name: known[name] for name in names}
 
 
+def flags(parser: argparse.ArgumentParser) -> None:
+    """Add the command-line arguments."""
+    group = add_numbers(parser, "ranks", tp=(None, "GPU only: decodes and linears with the sizes of one of N ranks"))
+    group.add_argument("--family", action="append", metavar="NAME",
+                       help="copies, swaps, decodes, ..., or, on a CPU, products, kv; may be given repeatedly "
+                            "(default: all of a GPU's)")  # fmt: skip
+    group.add_argument("--model-config", metavar="NAME", help="Llama config of these sizes (default: llama3-8b)")
+
+
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the ceilings, then a result for each case."""
+    if cpu_kernels.asked(args.family) and args.tp is args.model_config is None:
+        return cpu_kernels.run(args)
     families = asked(args)
     need_gpu("quire bench kernels")
     torch.manual_seed(0)

@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace, loads: Loads) -> list[dict[str, Any]]:
             shown = {} if decoding.plain else {"decoding": decoding._asdict()}
             results.append({"workload": workload.name, **shown, **target.facts(), "median": median, "runs": runs})
             if args.out:  # also if the next one fails
-                write(Path(args.out), document(args.entry, "quire bench", args.said, results))
+                write(Path(args.out), document(args.entry, "quire bench", args.arguments, results))
     return results
 
 
