@@ -134,10 +134,7 @@ def release(ledger: AnyLedger, published: bool = True) -> tuple[float, int]:
 
 
 CASES: dict[str, Callable[[AnyLedger], tuple[float, int]]] = {
-    "one at a time": steady,
-    "one at a time, evicting": steady_evicting,
-    "100,000 tokens at once": bulk,
-    "100,000 tokens at once, evicting": bulk_evicting,
-    "100,000 tokens released, cached": release,
+    "one at a time": steady, "one at a time, evicting": steady_evicting, "100,000 tokens at once": bulk,
+    "100,000 tokens at once, evicting": bulk_evicting, "100,000 tokens released, cached": release,
     "100,000 tokens released": partial(release, published=False),
-}
+}  # fmt: skip

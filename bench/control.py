@@ -125,12 +125,9 @@ def _timed(scheduler: Scheduler, answer: Callable[[StepPlan], StepResult], rows:
         updating.append((ended - collected) * 1e6)
     both = [a + b for a, b in zip(planning, updating)]
     return {
-        "steps": steps,
-        "schedule_us": spread(planning),
-        "update_us": spread(updating),
-        "step_us": spread(both),
+        "steps": steps, "schedule_us": spread(planning), "update_us": spread(updating), "step_us": spread(both),
         "cores_used_by_others": others.load(),
-    }
+    }  # fmt: skip
 
 
 class Halves:

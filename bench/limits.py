@@ -178,13 +178,10 @@ def told(plain: Sequence[Step], timed: Sequence[Step]) -> dict[str, Any]:
         kv, computed = mean(step.kv_bytes for step in timed), mean(step.attention for step in timed)
         operations[ATTENTION] |= {"bytes": kv, "operations": computed}
     return {
-        "count": len(timed),
-        "rows": mean(step.rows for step in timed),
-        "tokens": mean(step.tokens for step in timed),
+        "count": len(timed), "rows": mean(step.rows for step in timed), "tokens": mean(step.tokens for step in timed),
         "step_ms": 1e3 * mean(step.seconds for step in plain),
-        "step_ms_with_clocks": 1e3 * mean(step.seconds for step in timed),
-        "operations": operations,
-    }
+        "step_ms_with_clocks": 1e3 * mean(step.seconds for step in timed), "operations": operations,
+    }  # fmt: skip
 
 
 def _mean(works: Sequence[Work]) -> dict[str, float]:

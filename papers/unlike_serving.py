@@ -47,14 +47,9 @@ BESIDE = 1.5 * GB  # of a device, for activations and kernels
 SHARE = 0.95  # usable share of a device
 
 RULES: dict[str, dict[str, Any]] = {
-    "jenga": {},
-    "uniform": {"memory": "uniform"},
-    "max": {"page_sizes": "max"},
-    "gcd": {"page_sizes": "gcd"},
-    "own": {"page_sizes": "own"},
-    "paper": {"association": "paper"},
-    "none": {"association": "none"},
-}
+    "jenga": {}, "uniform": {"memory": "uniform"}, "max": {"page_sizes": "max"}, "gcd": {"page_sizes": "gcd"},
+    "own": {"page_sizes": "own"}, "paper": {"association": "paper"}, "none": {"association": "none"},
+}  # fmt: skip
 LABELS = {
     "jenga": "LCM pages, bulk (ours)", "uniform": "uniform (vLLM 0.6.3)", "max": "MAX pages", "gcd": "GCD pages",
     "own": "a static split", "paper": "LCM pages, association of the paper", "none": "LCM pages, no association",

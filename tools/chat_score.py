@@ -38,16 +38,12 @@ class Answer(NamedTuple):
 
 GREEDY: Json = {"temperature": 0.0}
 GRID: tuple[Json, ...] = (
-    GREEDY,
-    *({"temperature": t} for t in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)),
-    *({"temperature": 1.0, "top_p": p} for p in (0.9, 0.5)),
-    *({"temperature": 1.0, "top_k": k} for k in (2, 5, 20)),
-    *({"temperature": 1.0, "min_p": p} for p in (0.1, 0.3)),
-    {"temperature": 0.5, "top_p": 0.9},
-    {"temperature": 0.3, "top_k": 2},
-    *({"temperature": 0.0, "repetition_penalty": r} for r in (1.05, 1.1, 1.2)),
+    GREEDY, *({"temperature": t} for t in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)),
+    *({"temperature": 1.0, "top_p": p} for p in (0.9, 0.5)), *({"temperature": 1.0, "top_k": k} for k in (2, 5, 20)),
+    *({"temperature": 1.0, "min_p": p} for p in (0.1, 0.3)), {"temperature": 0.5, "top_p": 0.9},
+    {"temperature": 0.3, "top_k": 2}, *({"temperature": 0.0, "repetition_penalty": r} for r in (1.05, 1.1, 1.2)),
     *({"temperature": 0.3, "repetition_penalty": r} for r in (1.05, 1.2)),
-)
+)  # fmt: skip
 SEED = 7  # of the questions; training text is drawn from others
 FIRST = ("Hello!", "Who are you?", "What is the colour of the sky?", "What is the colour of grass?",
          "What colour is grass?")  # fmt: skip

@@ -207,18 +207,11 @@ NUMBERS = split_words(
     "eighteen nineteen twenty"
 )
 SYSTEMS = (
-    "You are a helpful assistant.",
-    "You are a friendly assistant.",
-    "You are a helpful, honest assistant. Answer briefly.",
-    "You answer questions for children.",
-    "You are a kind teacher.",
-    "You are a storyteller.",
-    "Be polite and clear.",
-    "Answer the user's questions.",
-    "You are a chatbot that likes animals.",
-    "Help the user as well as you can.",
-    "You are an AI assistant.",
-)
+    "You are a helpful assistant.", "You are a friendly assistant.",
+    "You are a helpful, honest assistant. Answer briefly.", "You answer questions for children.",
+    "You are a kind teacher.", "You are a storyteller.", "Be polite and clear.", "Answer the user's questions.",
+    "You are a chatbot that likes animals.", "Help the user as well as you can.", "You are an AI assistant.",
+)  # fmt: skip
 BEYOND = phrases(  # what it cannot do, so that it says so instead of inventing
     """
     Explain quantum physics. | Write a program in Python. | What is the weather today? | What time is it?

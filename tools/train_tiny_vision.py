@@ -174,13 +174,10 @@ def as_generated(model: LlavaOnevisionForConditionalGeneration, seed: int, numbe
         tiles = torch.from_numpy(row["tiles"]).permute(0, 3, 1, 2)[None].float() / 255
         ids = torch.from_numpy(row["ids"][None, :first].astype(np.int64)).to(device)
         given = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            pixel_values=((tiles - MEAN) / STD).to(device),
-            image_sizes=torch.tensor([picture.owners.shape], device=device),
-            max_new_tokens=last + 1 - first,
+            input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=((tiles - MEAN) / STD).to(device),
+            image_sizes=torch.tensor([picture.owners.shape], device=device), max_new_tokens=last + 1 - first,
             do_sample=False,
-        )
+        )  # fmt: skip
         right += given[0, first:].tolist() == row["ids"][first : last + 1].tolist()
     return right
 

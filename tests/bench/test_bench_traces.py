@@ -74,10 +74,8 @@ def test_prompts_share_the_prefix_that_they_name() -> None:
 
 PREFIX = {**GOOD, "prefix_id": "a", "prefix_len": 3}
 BAD = [
-    ('{"arrival": 0.5, "prompt_len": 10', "it is not JSON"),
-    (b"\xff\xfe", "it is not JSON: .*can't decode"),
-    ("[1]", "expected an object"),
-    ("[" * 8000, "nested too deeply"),
+    ('{"arrival": 0.5, "prompt_len": 10', "it is not JSON"), (b"\xff\xfe", "it is not JSON: .*can't decode"),
+    ("[1]", "expected an object"), ("[" * 8000, "nested too deeply"),
     ('{"arrival": 1' + "0" * 5000 + "}", "it is not JSON"),
     ('{"arrival": 1, "arrival": 2, "prompt_len": 1, "output_len": 1}', "a key is there twice"),
     ('{"arrival": NaN, "prompt_len": 1, "output_len": 1}', "NaN is not a number"),
@@ -85,12 +83,10 @@ BAD = [
     ({**GOOD, "arrival": 1_700_000_000}, r"from 0 to 1e\+09"),
     ({**GOOD, "arrival": -0.25}, r"arrival is -0.25. Expected seconds from the start, from 0"),
     ({**GOOD, "arrival": 0.4375}, "arrival is 0.4375, after one at 0.5. Times may not decrease"),
-    ({**GOOD, "arrival": "1"}, "arrival is '1'"),
-    ({**GOOD, "arrival": True}, "arrival is True"),
+    ({**GOOD, "arrival": "1"}, "arrival is '1'"), ({**GOOD, "arrival": True}, "arrival is True"),
     ({**GOOD, "prompt_len": 0}, "prompt_len is 0. Expected a whole number from 1 to 100"),
     ({**GOOD, "prompt_len": 101}, "prompt_len is 101. Expected a whole number from 1 to 100"),
-    ({**GOOD, "prompt_len": 3.0}, "prompt_len is 3.0"),
-    ({**GOOD, "output_len": [5] * 1000}, r"output_len is \[5, 5"),
+    ({**GOOD, "prompt_len": 3.0}, "prompt_len is 3.0"), ({**GOOD, "output_len": [5] * 1000}, r"output_len is \[5, 5"),
     ({**GOOD, "prompt_len": 96}, "prompt_len and output_len are 101 together. At most 100 tokens"),
     ({"arrival": 0.5, "prompt_len": 10}, "output_len is missing"),
     ({**GOOD, "output": 3}, "unknown key 'output'. Known: arrival, output_len, prefix_id"),
@@ -100,7 +96,7 @@ BAD = [
     ({**PREFIX, "prefix_id": ""}, "Expected a text of 1 to 200 characters"),
     ({**PREFIX, "prefix_id": "a" * 201}, "Expected a text of 1 to 200 characters"),
     ({**GOOD, "x" * 20_000: 1}, "it has more than 16,384 bytes. Give one request a line"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("line", "message"), BAD)

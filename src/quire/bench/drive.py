@@ -90,19 +90,13 @@ class Watch:
         stats, scheduler = self.engine.stats, self.engine.scheduler
         sharing = scheduler.memory.account().sharing
         return {
-            "steps": stats.steps,
-            "rows": stats.rows,
-            "preemptions": scheduler.num_preemptions,
+            "steps": stats.steps, "rows": stats.rows, "preemptions": scheduler.num_preemptions,
             **{f"preemptions_{way}": count for way, count in scheduler.preemption_counts.items()},
-            "swapped_out_bytes": sharing.swapped_out,
-            "swapped_in_bytes": sharing.swapped_in,
-            "copied_pages": sharing.copies,
-            "prefix_hit_tokens": sharing.hits,
-            "prefix_query_tokens": sharing.queries,
-            "encoder_runs": sharing.encoder_runs,
-            "encoder_parts": sharing.encoder_parts,
+            "swapped_out_bytes": sharing.swapped_out, "swapped_in_bytes": sharing.swapped_in,
+            "copied_pages": sharing.copies, "prefix_hit_tokens": sharing.hits, "prefix_query_tokens": sharing.queries,
+            "encoder_runs": sharing.encoder_runs, "encoder_parts": sharing.encoder_parts,
             "picture_hits": sharing.picture_hits,
-        }
+        }  # fmt: skip
 
     def step(self, outputs: Sequence[BranchOutput]) -> None:
         """Update the counters; call this after each step. Requests that the step ended count as running in it."""
@@ -123,13 +117,9 @@ class Watch:
             for i, name in enumerate(Usage._fields)
         }
         return {
-            **counts,
-            "mean_batch": rows / counts["steps"],
-            "mean_running": self._running / self._steps,
-            "memory_bytes": usage,
-            "memory_samples": len(self._samples),
-            "sharing_saved": self._saved.share,
-        }
+            **counts, "mean_batch": rows / counts["steps"], "mean_running": self._running / self._steps,
+            "memory_bytes": usage, "memory_samples": len(self._samples), "sharing_saved": self._saved.share,
+        }  # fmt: skip
 
 
 def drive(

@@ -170,16 +170,9 @@ def show(results: Sequence[dict[str, Any]]) -> str:
     ]
     if rest:
         head = (
-            "load",
-            "swap s",
-            "recompute s",
-            "auto s",
-            "preempted",
-            "auto swapped",
-            "worse/better",
-            "auto/better",
+            "load", "swap s", "recompute s", "auto s", "preempted", "auto swapped", "worse/better", "auto/better",
             "by CPU time",
-        )
+        )  # fmt: skip
         rows = [
             (
                 r["load"], *(short(r["median_s"][policy]) for policy in POLICIES),

@@ -134,12 +134,9 @@ def _engine(config: EngineConfig, decoding: Decoding) -> Iterator[Target]:
         defaults = EngineConfig().flat()
         chosen = {name: value for name, value in config.flat().items() if value != defaults[name]}
         return {
-            "model": built.name,
-            "dtype": built.memory_plan.dtype,
-            "config": chosen,
-            "start_up_s": start_up,
+            "model": built.name, "dtype": built.memory_plan.dtype, "config": chosen, "start_up_s": start_up,
             "peak_rss_bytes": peak_rss(),
-        }
+        }  # fmt: skip
 
     try:
         eyes = Eyes.of(read_checkpoint(config).config, built.spec) if built.spec.vision is not None else None

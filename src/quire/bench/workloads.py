@@ -158,13 +158,9 @@ RAMPED = 0.1
 
 RATIO = re.compile(r"0?\.[0-9]{1,6}|0", re.ASCII)  # of a range: below 1
 NUMBERS = {
-    "docqa": 2,
-    "fixed": 2,
-    "ramp": 2,
-    "range": 3,
-    "shared": 3,
+    "docqa": 2, "fixed": 2, "ramp": 2, "range": 3, "shared": 3,
     **dict.fromkeys((*DRAWN, *TRANSLATION, "chat", "arxiv-qa"), 0),
-}
+}  # fmt: skip
 EXPECTED = ", ".join((
     "sharegpt@N, alpaca@N, longdoc@N, fixed:IN:OUT@N, range:IN:OUT:RATIO@N, shared:PREFIX:OWN:OUT@N",
     "docqa:DOCUMENTS:TOKENS@N, ramp:FIRST:LAST@N",
