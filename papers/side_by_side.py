@@ -84,7 +84,7 @@ class Place(NamedTuple):
 
     def mean_output(self) -> float:
         """Return the mean output tokens of a request."""
-        return float(np.mean([one.output_len for one in Load(self.calibration, self.workload).sketches(MANY)]))
+        return float(np.mean([one.output_len for one in Load(self.calibration, self.workload).specs(MANY)]))
 
     def simulation(self, system: str, kv_tokens: int | None = None, padded: bool = False) -> Simulation:
         """Return the system's simulation by the calibration.

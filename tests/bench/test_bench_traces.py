@@ -12,7 +12,7 @@ from benching import results
 
 from quire.bench import main
 from quire.bench.traces import CHUNK, LIMITS, Limits, Traced, load_trace
-from quire.bench.workloads import Sketch
+from quire.bench.workloads import RequestSpec
 from quire.errors import InputError, StartupError
 
 GOOD = {"arrival": 0.5, "prompt_len": 10, "output_len": 5}
@@ -47,10 +47,10 @@ def conversation(*lengths: int) -> dict[str, Any]:
 def test_jsonl(trace: Path) -> None:
     write(trace, {**GOOD, "arrival": 0}, "", GOOD, {**GOOD, "prefix_id": "a", "prefix_len": 10}, {**GOOD, "arrival": 2})
     entries = load_trace(trace)
-    plain = [Sketch(10, 5, arrival=arrival) for arrival in (0.0, 0.5, 2.0)]
-    assert entries == [*plain[:2], Sketch(10, 5, "a", 10, 0.5), plain[2]]
+    plain = [RequestSpec(10, 5, arrival=arrival) for arrival in (0.0, 0.5, 2.0)]
+    assert entries == [*plain[:2], RequestSpec(10, 5, "a", 10, 0.5), plain[2]]
     write(trace, GOOD, {**GOOD, "arrival": 1}, "broken")
-    assert load_trace(trace, first=2) == [Sketch(10, 5, arrival=0.5), Sketch(10, 5, arrival=1.0)]
+    assert load_trace(trace, first=2) == [RequestSpec(10, 5, arrival=0.5), RequestSpec(10, 5, arrival=1.0)]
     workload = Traced("trace:x", entries)
     assert workload.arrivals == (0.0, 0.5, 0.5, 2.0)
     assert workload.requests == 4
@@ -59,7 +59,7 @@ def test_jsonl(trace: Path) -> None:
 
 def test_prompts_share_the_prefix_that_they_name() -> None:
     asked = [("a", 4), ("", 0), ("b", 4), ("a", 7), ("a", 2), ("b", 4)]
-    workload = Traced("trace:x", [Sketch(9, 1, name, length) for name, length in asked])
+    workload = Traced("trace:x", [RequestSpec(9, 1, name, length) for name, length in asked])
     assert workload.arrivals is None
     one, plain, other, longer, shorter, again = (job.prompt for job in workload.jobs(10_000))
     assert {len(prompt) for prompt in (one, plain, other, longer, shorter, again)} == {9}
@@ -147,9 +147,9 @@ def test_sharegpt(trace: Path) -> None:
     items = [conversation(*lengths) for lengths in (*dropped[:4], *kept[:3], *dropped[4:], (*kept[3], 7, 2))]
     trace.write_text(json.dumps(items, indent=2))
     entries = load_trace(trace, count=words)
-    assert entries == [Sketch(*pair) for pair in kept]
+    assert entries == [RequestSpec(*pair) for pair in kept]
     assert Traced("trace:x", entries).arrivals is None
-    assert load_trace(trace, max_len=2047, count=words) == [Sketch(4, 4), Sketch(5, 9)]
+    assert load_trace(trace, max_len=2047, count=words) == [RequestSpec(4, 4), RequestSpec(5, 9)]
     assert load_trace(trace, first=2, count=words) == entries[:2]
 
 
@@ -158,7 +158,7 @@ def test_sharegpt_beyond_one_chunk(trace: Path) -> None:
     items = [json.dumps(conversation(4 + i % 900, 1000)) for i in range(800)]
     trace.write_text("[\n" + (",\n" + " " * 700).join(items) + "\n]\n")
     assert trace.stat().st_size > 4 * CHUNK
-    assert load_trace(trace, count=words) == [Sketch(4 + i % 900, 1000) for i in range(800)]
+    assert load_trace(trace, count=words) == [RequestSpec(4 + i % 900, 1000) for i in range(800)]
     trace.write_text(trace.read_text().replace('"from": "human"', '"from": 3').replace('"from": 3', '"from": "x"', 700))
     with pytest.raises(StartupError, match=r'line 702: expected a message {"from"'):
         load_trace(trace, count=words)

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn
 
-from quire.bench.workloads import MAX_LENGTH, MAX_REQUESTS, Sketch, Workload
+from quire.bench.workloads import MAX_LENGTH, MAX_REQUESTS, RequestSpec, Workload
 from quire.config import EngineConfig
 from quire.errors import InputError, StartupError
 
@@ -66,7 +66,7 @@ class Traced(Workload):
     """A trace as a workload: its lengths don't depend on a seed."""
 
     name: str
-    entries: list[Sketch] = field(repr=False)
+    entries: list[RequestSpec] = field(repr=False)
 
     @property
     def requests(self) -> int:  # type: ignore[override]  # a field of Workload, derived here
@@ -78,14 +78,14 @@ class Traced(Workload):
         times = tuple(entry.arrival for entry in self.entries if entry.arrival is not None)
         return times if len(times) == len(self.entries) else None
 
-    def sketches(self, seed: int = 0) -> list[Sketch]:
+    def specs(self, seed: int = 0) -> list[RequestSpec]:
         return self.entries
 
 
 def load_trace(
     path: str | Path, max_len: int = MAX_LENGTH, first: int | None = None, count: Count | None = None,
     limits: Limits = LIMITS,
-) -> list[Sketch]:  # fmt: skip
+) -> list[RequestSpec]:  # fmt: skip
     """Return the requests of a file, for a model whose sequences may have `max_len` tokens.
 
     JSONL: {"arrival": seconds, "prompt_len": n, "output_len": n}, optionally with "prefix_id" and "prefix_len": then
@@ -130,7 +130,7 @@ def _open(path: str | Path, place: Place, limits: Limits) -> BinaryIO:
     return os.fdopen(opened, "rb")
 
 
-def _requests(file: BinaryIO, place: Place, max_len: int, limits: Limits) -> Iterator[Sketch]:
+def _requests(file: BinaryIO, place: Place, max_len: int, limits: Limits) -> Iterator[RequestSpec]:
     """Yield one request a line. Arrivals must not decrease."""
     now = 0.0
     while line := file.readline(limits.line_bytes + 1):
@@ -167,7 +167,7 @@ def _value(line: bytes, place: Place) -> dict[str, Any]:
     return value
 
 
-def _entry(value: dict[str, Any], place: Place, max_len: int) -> Sketch:
+def _entry(value: dict[str, Any], place: Place, max_len: int) -> RequestSpec:
     arrival = value["arrival"]
     if type(arrival) not in (int, float) or not 0 <= arrival <= LATEST:
         place.refuse(f"arrival is {_short(arrival)}", f"Expected seconds from the start, from 0 to {LATEST:g}")
@@ -175,11 +175,11 @@ def _entry(value: dict[str, Any], place: Place, max_len: int) -> Sketch:
     if prompt + output > max_len:
         place.refuse(f"prompt_len and output_len are {prompt + output:,} together", f"At most {max_len:,} tokens")
     if "prefix_id" not in value:
-        return Sketch(prompt, output, arrival=float(arrival))
+        return RequestSpec(prompt, output, arrival=float(arrival))
     name = value["prefix_id"]
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_ID:
         place.refuse(f"prefix_id is {_short(name)}", f"Expected a text of 1 to {MAX_ID} characters")
-    return Sketch(prompt, output, name, _length(value, "prefix_len", place, prompt), float(arrival))
+    return RequestSpec(prompt, output, name, _length(value, "prefix_len", place, prompt), float(arrival))
 
 
 def _length(value: dict[str, Any], name: str, place: Place, most: int) -> int:
@@ -204,7 +204,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _first_turns(file: BinaryIO, place: Place, most_total: int, count: Count, limits: Limits) -> Iterator[Sketch]:
+def _first_turns(file: BinaryIO, place: Place, most_total: int, count: Count, limits: Limits) -> Iterator[RequestSpec]:
     """Yield the first turn of each conversation that passes the filters."""
     for line, item in _Items(file, place, limits.item_chars):
         here = place._replace(line=line)
@@ -219,7 +219,7 @@ def _first_turns(file: BinaryIO, place: Place, most_total: int, count: Count, li
         except InputError as error:
             here.refuse(str(error))
         if min(prompt, output) >= LEAST and prompt <= MOST_PROMPT and prompt + output <= most_total:
-            yield Sketch(prompt, output)
+            yield RequestSpec(prompt, output)
 
 
 def _text(message: object, place: Place) -> str:
