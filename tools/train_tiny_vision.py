@@ -40,7 +40,7 @@ from tiny_vision_data import (
     without_pictures,
 )
 from tiny_vision_model import load, logits_at, read, save, see
-from train_tiny import compile_layers, learning_rate
+from train_tiny import compile_layers, learning_rate, table
 from transformers import LlavaOnevisionForConditionalGeneration
 
 Json = dict[str, Any]
@@ -196,21 +196,20 @@ def markdown(report: Json) -> str:
         "|--:|--:|--:|--:|--:|--:|--:|",
         f"| {facts['parameters']:,} | {facts['steps']:,} | {facts['pictures_drawn']:,} | {facts['pictures_seen']:,} "
         f"| {facts['seconds']:.0f} | {100 * share(judged['held out']):.1f} % | {100 * share(judged['fresh']):.1f} % |",
-        "",
-        "| kind of question | held out | of | fresh | of |",
-        "|---|--:|--:|--:|--:|",
     ]
+    rows = []
     for kind in judged["fresh"]:
-        cells = []
+        row = [kind]
         for split in ("held out", "fresh"):
             one = judged[split].get(kind, {"right": 0, "of": 0})
-            cells.append(f"{100 * one['right'] / one['of']:.1f} % | {one['of']:,}" if one["of"] else "- | 0")
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
+            row += [f"{100 * one['right'] / one['of']:.1f} %" if one["of"] else "-", f"{one['of']:,}"]
+        rows.append(row)
     alone, said = report["no_picture"], report["generated"]
-    lines += ["", f"Without a picture: {alone['right']} of {alone['of']}. "]
-    lines[-1] += f"Decoded by transformers: {said['right']} of {said['of']} held-out answers right. "
-    lines[-1] += f"The run took {report['seconds']:.0f} s in all on {report['device']}."
-    return "\n".join(lines)
+    lines += ["", table(("kind of question", "held out", "of", "fresh", "of"), rows), ""]
+    return "\n".join(lines) + (
+        f"\nWithout a picture: {alone['right']} of {alone['of']}. Decoded by transformers: {said['right']} of "
+        f"{said['of']} held-out answers right. The run took {report['seconds']:.0f} s in all on {report['device']}."
+    )
 
 
 # -- the whole run ---------------------------------------------------------------------------------------------------
