@@ -108,8 +108,8 @@ def draw_cast(rng: random.Random, split: Split, hero: str = "", thing: str = "",
     }  # fmt: skip
 
 
-def tell_story(rng: random.Random, split: Split = TRAIN, scenes: int = 0, **wanted: str) -> Story:
-    """A story of `scenes` scenes (0: one to four), about `hero`, `thing` or an animal of `kind` where one is wanted."""
+def tell_story(rng: random.Random, split: Split = TRAIN, **wanted: str) -> Story:
+    """A story of one to four scenes, about `hero`, `thing` or an animal of `kind` where one is wanted."""
     cast = draw_cast(rng, split, **wanted)
     hero, friend = cast["A"], cast["B"]
     assert isinstance(hero, Being)
@@ -125,7 +125,7 @@ def tell_story(rng: random.Random, split: Split = TRAIN, scenes: int = 0, **want
         return told
 
     chosen: list[Scene] = []
-    for scene in rng.sample(SCENES, scenes or rng.choice((1, 1, 2, 2, 3, 4))):
+    for scene in rng.sample(SCENES, rng.choice((1, 1, 2, 2, 3, 4))):
         if not scene.moves or scene.moves not in {told.moves for told in chosen}:
             chosen.append(scene)
     keeps = rng.random() < 0.5 and "thing" not in {scene.moves for scene in chosen}
