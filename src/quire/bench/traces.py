@@ -50,7 +50,7 @@ class Limits(NamedTuple):
 LIMITS = Limits()
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """A position in a file, for error messages."""
 
     file: str
@@ -95,7 +95,7 @@ def load_trace(
     and both together at most MOST_TOTAL and `max_len`.
 
     Only the `first` requests are read, all by default. Raise StartupError for other files."""
-    place = Place(str(path))
+    place = Position(str(path))
     if first is not None and not 1 <= first <= limits.requests:
         place.refuse(f"its first {first} requests are asked for", f"From 1 to {limits.requests:,} can be")
     with _open(path, place, limits) as file:
@@ -115,7 +115,7 @@ def load_trace(
     return entries
 
 
-def _open(path: str | Path, place: Place, limits: Limits) -> BinaryIO:
+def _open(path: str | Path, place: Position, limits: Limits) -> BinaryIO:
     """Open a regular file of permitted size. Opening doesn't wait for the other end of a pipe."""
     try:
         opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -130,7 +130,7 @@ def _open(path: str | Path, place: Place, limits: Limits) -> BinaryIO:
     return os.fdopen(opened, "rb")
 
 
-def _requests(file: BinaryIO, place: Place, max_len: int, limits: Limits) -> Iterator[RequestSpec]:
+def _requests(file: BinaryIO, place: Position, max_len: int, limits: Limits) -> Iterator[RequestSpec]:
     """Yield one request a line. Arrivals must not decrease."""
     now = 0.0
     while line := file.readline(limits.line_bytes + 1):
@@ -149,7 +149,7 @@ def _requests(file: BinaryIO, place: Place, max_len: int, limits: Limits) -> Ite
         yield entry
 
 
-def _value(line: bytes, place: Place) -> dict[str, Any]:
+def _value(line: bytes, place: Position) -> dict[str, Any]:
     try:
         value = json.loads(line.decode(), parse_constant=_no_constant, object_pairs_hook=_unique)
     except RecursionError:
@@ -167,7 +167,7 @@ def _value(line: bytes, place: Place) -> dict[str, Any]:
     return value
 
 
-def _entry(value: dict[str, Any], place: Place, max_len: int) -> RequestSpec:
+def _entry(value: dict[str, Any], place: Position, max_len: int) -> RequestSpec:
     arrival = value["arrival"]
     if type(arrival) not in (int, float) or not 0 <= arrival <= LATEST:
         place.refuse(f"arrival is {_short(arrival)}", f"Expected seconds from the start, from 0 to {LATEST:g}")
@@ -182,7 +182,7 @@ def _entry(value: dict[str, Any], place: Place, max_len: int) -> RequestSpec:
     return RequestSpec(prompt, output, name, _length(value, "prefix_len", place, prompt), float(arrival))
 
 
-def _length(value: dict[str, Any], name: str, place: Place, most: int) -> int:
+def _length(value: dict[str, Any], name: str, place: Position, most: int) -> int:
     length = value[name]
     if type(length) is not int or not 1 <= length <= most:
         place.refuse(f"{name} is {_short(length)}", f"Expected a whole number from 1 to {most:,}")
@@ -204,7 +204,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _first_turns(file: BinaryIO, place: Place, most_total: int, count: Count, limits: Limits) -> Iterator[RequestSpec]:
+def _first_turns(
+    file: BinaryIO, place: Position, most_total: int, count: Count, limits: Limits
+) -> Iterator[RequestSpec]:
     """Yield the first turn of each conversation that passes the filters."""
     for line, item in _Items(file, place, limits.item_chars):
         here = place._replace(line=line)
@@ -222,7 +224,7 @@ def _first_turns(file: BinaryIO, place: Place, most_total: int, count: Count, li
             yield RequestSpec(prompt, output)
 
 
-def _text(message: object, place: Place) -> str:
+def _text(message: object, place: Position) -> str:
     if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("from", "value")):
         place.refuse('expected a message {"from": ..., "value": ...}, both texts')
     return str(message["value"])
@@ -231,7 +233,7 @@ def _text(message: object, place: Place) -> str:
 class _Items:
     """The objects of one JSON list, each with its first line; read in pieces, none of more than `most` characters."""
 
-    def __init__(self, file: BinaryIO, place: Place, most: int) -> None:
+    def __init__(self, file: BinaryIO, place: Position, most: int) -> None:
         self._file, self._place, self._most = file, place, most
         self._utf8, self._json = codecs.getincrementaldecoder("utf-8")(), json.JSONDecoder()
         self._buffer, self._at, self._line = "", 0, 1
