@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from quire.bench.arguments import add_numbers
 from quire.bench.document import short, table
 from quire.bench.machine import Others
 from quire.errors import StartupError
@@ -29,9 +30,7 @@ AnyLedger = PagePool | TwoLevelPagePool
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """Add the command-line arguments."""
-    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N",
-                        help="repeats, of which the median is reported (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    add_numbers(parser, "measurement", repeats=(REPEATS, "repeats, of which the median is reported"))
 
 
 def two_level() -> TwoLevelPagePool:
@@ -135,10 +134,7 @@ def release(ledger: AnyLedger, published: bool = True) -> tuple[float, int]:
 
 
 CASES: dict[str, Callable[[AnyLedger], tuple[float, int]]] = {
-    "one at a time": steady,
-    "one at a time, evicting": steady_evicting,
-    "100,000 tokens at once": bulk,
-    "100,000 tokens at once, evicting": bulk_evicting,
-    "100,000 tokens released, cached": release,
+    "one at a time": steady, "one at a time, evicting": steady_evicting, "100,000 tokens at once": bulk,
+    "100,000 tokens at once, evicting": bulk_evicting, "100,000 tokens released, cached": release,
     "100,000 tokens released": partial(release, published=False),
-}
+}  # fmt: skip

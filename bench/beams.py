@@ -17,6 +17,7 @@ from functools import partial
 from statistics import median
 from typing import Any, cast
 
+from quire.bench.arguments import add_numbers
 from quire.bench.document import short, table
 from quire.bench.drive import Decoding, Load, drive
 from quire.bench.machine import Others
@@ -55,13 +56,9 @@ class EagerMemory(PagedMemory):
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """Add the command-line arguments."""
-    group = parser.add_argument_group("measurement")
-    group.add_argument(
-        "--beam-width", type=int, default=WIDTH, metavar="N", help="beams a request (default: %(default)s)"
-    )
+    group = add_numbers(parser, "measurement", beam_width=(WIDTH, "beams a request"),
+                        repeat=(REPEATS, "measured runs of each implementation"))  # fmt: skip
     group.add_argument("--workload", default=WORKLOAD, metavar="NAME", help="workload (default: %(default)s)")
-    group.add_argument("--repeat", type=int, default=REPEATS, metavar="N",
-                       help="measured runs of each implementation (default: %(default)s)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:

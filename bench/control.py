@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from quire.bench.arguments import add_numbers
 from quire.bench.document import short, table
 from quire.bench.latency import spread
 from quire.bench.machine import Others
@@ -36,6 +37,21 @@ MAX_TOKENS = 2**26
 PROMPT_TOKEN = 100
 WINDOWS = (None, 1024, 512, 256)  # of layer groups
 CANDIDATES = SliceResult((PROMPT_TOKEN,), (TopLogprobs(PROMPT_TOKEN, -1.0, 1, (PROMPT_TOKEN,), (-1.0,)),))
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """Add the command-line arguments."""
+    group = add_numbers(
+        parser, "measurement", groups=(1, "groups of layers, all but the first with windows"), steps=(STEPS, "steps"),
+        beams=(0, "instead of sequences: requests of N beams, half of them re-parented at each step (by default then "
+               "64 requests of 512 tokens)"),
+    )  # fmt: skip
+    group.add_argument("--sequences", type=int, nargs="+", metavar="N",
+                       help="running sequences (default: 1 256 1000)")  # fmt: skip
+    group.add_argument("--contexts", type=int, nargs="+", metavar="N",
+                       help="tokens of each sequence (default: 128 32768)")  # fmt: skip
+    group.add_argument("--unlike", action="store_true",
+                       help="group i has i times as many layers as the first, so that page sizes differ")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -68,32 +84,15 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def show(results: Sequence[dict[str, Any]]) -> str:
     """Format the microseconds as a table."""
     beams = tuple(name for name in ("beams", "groups") if any(name in result for result in results))
-    head = (
-        "sequences",
-        *beams,
-        "context",
-        "schedule us",
-        "update us",
-        "step us (median)",
-        "mean",
-        "p99",
-        "others' cores",
-    )
-    return table(
-        head,
-        [
-            (
-                result["sequences"],
-                *(result[name] for name in beams),
-                result["context"],
-                short(result["schedule_us"]["p50"]),
-                short(result["update_us"]["p50"]),
-                *(short(result["step_us"][which]) for which in ("p50", "mean", "p99")),
-                f"{result['cores_used_by_others']:.2f}",
-            )
-            for result in results
-        ],
-    )
+    head = ("sequences", *beams, "context", "schedule us", "update us", "step us (median)", "mean", "p99",
+            "others' cores")  # fmt: skip
+    rows = [
+        (r["sequences"], *(r[name] for name in beams), r["context"], short(r["schedule_us"]["p50"]),
+         short(r["update_us"]["p50"]), *(short(r["step_us"][which]) for which in ("p50", "mean", "p99")),
+         f"{r['cores_used_by_others']:.2f}")
+        for r in results
+    ]  # fmt: skip
+    return table(head, rows)
 
 
 def step_cost(count: int, context: int, steps: int = STEPS, groups: int = 1, unlike: bool = False) -> dict[str, Any]:
@@ -126,12 +125,9 @@ def _timed(scheduler: Scheduler, answer: Callable[[StepPlan], StepResult], rows:
         updating.append((ended - collected) * 1e6)
     both = [a + b for a, b in zip(planning, updating)]
     return {
-        "steps": steps,
-        "schedule_us": spread(planning),
-        "update_us": spread(updating),
-        "step_us": spread(both),
+        "steps": steps, "schedule_us": spread(planning), "update_us": spread(updating), "step_us": spread(both),
         "cores_used_by_others": others.load(),
-    }
+    }  # fmt: skip
 
 
 class Halves:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+from quire.bench.arguments import add_numbers
 from quire.bench.document import short, table
 from quire.bench.machine import Others
 from quire.config import EngineConfig
@@ -37,7 +38,7 @@ TWO = (LayerSpec(8, 128), *(LayerSpec(8, 128, window=4096),) * 3)
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """Add the command-line arguments."""
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="runs of each event (default: %(default)s)")
+    add_numbers(parser, "measurement", repeat=(5, "runs of each event"))
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:

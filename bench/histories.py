@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.bench.arguments import add_numbers
 from quire.bench.document import table
 from quire.bench.shapes import built
 from quire.bench.workloads import Job, parse
@@ -85,14 +86,11 @@ def record(engine: Engine, prompts: Sequence[list[int]], width: int, steps: int)
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """Add the command-line arguments."""
-    group = parser.add_argument_group("recording")
+    counts = ", ".join(f"{count} {name}" for name, (count, _) in WORKLOADS.items())
+    group = add_numbers(parser, "recording", prompts=(None, f"prompts of each workload (default: {counts})"),
+                        steps=(None, "steps of each search (default: the workload's longest output)"))  # fmt: skip
     group.add_argument("--beam-width", type=int, action="append", metavar="N",
                        help=f"beams; may be given repeatedly (default: {' '.join(map(str, WIDTHS))})")  # fmt: skip
-    group.add_argument("--prompts", type=int, metavar="N",
-                       help="prompts of each workload (default: "
-                            + ", ".join(f"{n} {k}" for k, (n, _) in WORKLOADS.items()) + ")")  # fmt: skip
-    group.add_argument("--steps", type=int, metavar="N",
-                       help="steps of each search (default: the workload's longest output)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from bench.spent import ATTENTION, PRODUCT, Spent, Work, watched
+from quire.bench.arguments import add_numbers
 from quire.bench.calibrate import shape_of
 from quire.bench.document import short, table
 from quire.bench.drive import Decoding
 from quire.bench.machine import Others
 from quire.bench.steps import clock_of
-from quire.bench.workloads import Job, parse
+from quire.bench.workloads import EXPECTED, Job, parse
 from quire.cli.flags import config_from
 from quire.core.engine import Engine
 from quire.errors import StartupError
@@ -52,6 +53,13 @@ class Step(NamedTuple):
     tokens: int
     kv_bytes: float
     attention: float
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """Add the command-line arguments."""
+    group = add_numbers(parser, "measurement", repeat=(3, "runs of each kind"))
+    group.add_argument("--workload", action="append", metavar="NAME",
+                       help=f"{EXPECTED}; may be given repeatedly (default: W1 to W4 of performance.md)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -170,13 +178,10 @@ def told(plain: Sequence[Step], timed: Sequence[Step]) -> dict[str, Any]:
         kv, computed = mean(step.kv_bytes for step in timed), mean(step.attention for step in timed)
         operations[ATTENTION] |= {"bytes": kv, "operations": computed}
     return {
-        "count": len(timed),
-        "rows": mean(step.rows for step in timed),
-        "tokens": mean(step.tokens for step in timed),
+        "count": len(timed), "rows": mean(step.rows for step in timed), "tokens": mean(step.tokens for step in timed),
         "step_ms": 1e3 * mean(step.seconds for step in plain),
-        "step_ms_with_clocks": 1e3 * mean(step.seconds for step in timed),
-        "operations": operations,
-    }
+        "step_ms_with_clocks": 1e3 * mean(step.seconds for step in timed), "operations": operations,
+    }  # fmt: skip
 
 
 def _mean(works: Sequence[Work]) -> dict[str, float]:

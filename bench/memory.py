@@ -107,7 +107,7 @@ def _seeing(config: EngineConfig, source: Checkpoint) -> list[Job]:
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
     workload = parse(PICTURE)
-    [job] = eyes.jobs(workload.sketches(), workload.jobs(source.spec.vocab_size))
+    [job] = eyes.jobs(workload.specs(), workload.jobs(source.spec.vocab_size))
     ([medium], [pixels]) = job.media, job.pixels
     budget = config.max_num_batched_tokens
     count = (

@@ -15,7 +15,10 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, cast
 
+from quire.bench.arguments import add_numbers
+from quire.bench.contexts import stop
 from quire.bench.document import short, table
+from quire.bench.replay import need_gpu
 from quire.bench.shapes import built
 from quire.cli.flags import config_from
 from quire.core.engine import Engine
@@ -29,24 +32,15 @@ BETWEEN = 3  # steps of decodes alone before each prompt
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """Add the command-line arguments."""
-    group = parser.add_argument_group("measurement")
-    group.add_argument(
-        "--rows", type=int, default=190, metavar="N", help="sequences that decode (default: %(default)s)"
-    )
-    group.add_argument(
-        "--context", type=int, default=400, metavar="N", help="tokens of each sequence (default: %(default)s)"
-    )
-    group.add_argument("--prompt", type=int, nargs="+", default=[200], metavar="N",
-                       help="tokens of the prompt (default: 200)")  # fmt: skip
-    group.add_argument("--steps", type=int, default=20, metavar="N", help="steps of each kind (default: %(default)s)")
+    add_numbers(
+        parser, "measurement", rows=(190, "sequences that decode"), context=(400, "tokens of each sequence"),
+        prompt=([200], "tokens of the prompt"), steps=(20, "steps of each kind"),
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a result for each length of prompts, and one for decodes alone."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise StartupError("quire bench mixed measures a GPU, and torch finds none", "Run it beside a GPU")
+    need_gpu("quire bench mixed")
     if min(args.rows, args.context, args.steps, *args.prompt) < 1:
         raise StartupError("--rows, --context, --prompt and --steps", "Give positive numbers")
     with built(config_from(args)) as made:
@@ -80,10 +74,7 @@ def _spent(engine: Engine, args: argparse.Namespace) -> dict[int, dict[str, Any]
             timed.host.clear()
             timed.device.clear()
     timed.leave()
-    for name in list(engine.requests):
-        engine.abort(name)
-    while engine.has_unfinished_requests:
-        engine.step()
+    stop(engine)
     return timed.medians()
 
 

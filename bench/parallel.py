@@ -41,7 +41,7 @@ PROFILED = ("--rows", "1", "256", "--prompts", "8", "--context", "1024")
 PROMPT = "The old lighthouse keeper"
 
 
-class Place(NamedTuple):
+class Testbed(NamedTuple):
     """Where to measure: `link`, 10^9 bytes a second of copies between the slowest pair of GPUs (None: no GPUs), the
     numbers of ranks, and the deadline (time.monotonic)."""
 
@@ -74,45 +74,45 @@ class Place(NamedTuple):
 Found = Iterator[dict[str, Any]]
 
 
-def _exchange(place: Place) -> Found:
-    for ranks in place.several:
-        for one in exchange.measured(ranks, place.device, place.end):
+def _exchange(testbed: Testbed) -> Found:
+    for ranks in testbed.several:
+        for one in exchange.measured(ranks, testbed.device, testbed.end):
             if "us" not in one:
                 done = {"value": float(one["calls"]), "unit": "calls"} if "calls" in one else {}
                 yield {"ranks": ranks, "what": f"{one['way']}, {one['rows']} rows", **done, **one}
                 continue
             if "hidden" in one:
                 yield {"ranks": ranks, "what": f"of a sum hidden {one['way']}, {one['rows']} rows",
-                       "value": 100 * one["hidden"], "unit": "%", **place.beside(goals.HIDDEN), **one}  # fmt: skip
+                       "value": 100 * one["hidden"], "unit": "%", **testbed.beside(goals.HIDDEN), **one}  # fmt: skip
                 continue
             goal = None
             if one["way"] == "quire":
                 index = exchange.ROWS.index(one["rows"])
-                goal = goals.exchange_goal(ranks, index, one["rows"], place.link)
+                goal = goals.exchange_goal(ranks, index, one["rows"], testbed.link)
             yield {"ranks": ranks, "what": f"{one['way']}, {one['rows']} rows", "value": one["us"], "unit": "us",
-                   "low": True, **place.beside(goal), **one}  # fmt: skip
+                   "low": True, **testbed.beside(goal), **one}  # fmt: skip
 
 
-def _tokens(place: Place) -> Found:
+def _tokens(testbed: Testbed) -> Found:
     """Compare the bundled model's fp32 tokens on each number of ranks with those of one rank."""
     said = {}
-    for ranks in (1, *place.several):
-        flags = ("--dtype", "float32", "--temperature", "0", "--max-tokens", "48", "--device", place.device)
-        said[ranks] = _ran(("generate", "--tp", str(ranks), "--prompt", PROMPT, *flags), place).stdout
+    for ranks in (1, *testbed.several):
+        flags = ("--dtype", "float32", "--temperature", "0", "--max-tokens", "48", "--device", testbed.device)
+        said[ranks] = _ran(("generate", "--tp", str(ranks), "--prompt", PROMPT, *flags), testbed).stdout
         if ranks > 1:
             yield {"ranks": ranks, "what": "tokens of one rank", "value": float(said[ranks] == said[1]), "unit": "",
                    "text": said[ranks][:2000]}  # fmt: skip
 
 
-def _models(which: str, counts: Callable[[Place], tuple[int, ...]]) -> Callable[[Place], Found]:
+def _models(which: str, counts: Callable[[Testbed], tuple[int, ...]]) -> Callable[[Testbed], Found]:
     """Measure a model's workloads on each number of ranks."""
 
-    def measure(place: Place) -> Found:
-        flags, workloads = place.model(which)
+    def measure(testbed: Testbed) -> Found:
+        flags, workloads = testbed.model(which)
         held = goals.LARGE if which == "large" else goals.SMALL
         alone: dict[str, float] = {}
-        for ranks in counts(place):
-            results, why = _bench(flags, workloads, ranks, place)
+        for ranks in counts(testbed):
+            results, why = _bench(flags, workloads, ranks, testbed)
             for result in results:
                 name, (value, unit) = result["workload"], _value(result)
                 goal = held.get(name, Goal({}))
@@ -120,97 +120,97 @@ def _models(which: str, counts: Callable[[Place], tuple[int, ...]]) -> Callable[
                     alone[name] = value
                 elif which == "small" and name == "fixed:1024:128@512" and ranks in goals.GAINS and name in alone:
                     goal = Goal({ranks: goals.GAINS[ranks] * alone[name]})
-                asked = goals.rescaled(goal, ranks, which, place.link)
+                asked = goals.rescaled(goal, ranks, which, testbed.link)
                 yield {"ranks": ranks, "what": f"{which}, {name}", "value": value, "unit": unit, "low": unit == "ms",
-                       **place.beside(asked, goal.peer.get(ranks)), "run": result}  # fmt: skip
+                       **testbed.beside(asked, goal.peer.get(ranks)), "run": result}  # fmt: skip
             if why:
                 yield {"ranks": ranks, "what": which, "left_out": why}
 
     return measure
 
 
-def _profile(place: Place) -> Found:
+def _profile(testbed: Testbed) -> Found:
     """Profile the steps of the small model by rank, with the time in which no kernel runs."""
-    flags, _ = place.model("small")
-    if place.device == "cpu":
+    flags, _ = testbed.model("small")
+    if testbed.device == "cpu":
         yield {"left_out": "it takes GPUs"}
         return
-    for ranks in place.ranks:
+    for ranks in testbed.ranks:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "profile.json"
-            _ran(("bench", "profile", "--tp", str(ranks), *flags, *PROFILED, "--out", str(out)), place)
+            _ran(("bench", "profile", "--tp", str(ranks), *flags, *PROFILED, "--out", str(out)), testbed)
             for result in json.loads(out.read_text())["results"]:
                 prompts = "prompts" if "prompt_tokens_per_s" in result else "rows"
                 idle = max(one["idle_share"] for one in result.get("ranks", [result]))
                 yield {"ranks": ranks, "what": f"idle in a step of {result['rows']} {prompts}", "value": 100 * idle,
-                       "unit": "%", "low": True, **place.beside(goals.IDLE), "run": result}  # fmt: skip
+                       "unit": "%", "low": True, **testbed.beside(goals.IDLE), "run": result}  # fmt: skip
 
 
-def _start(place: Place) -> Found:
+def _start(testbed: Testbed) -> Found:
     """Measure the seconds to the first token, with an empty folder of compiled kernels and with a filled one."""
-    flags, _ = place.model("large")
-    for ranks in place.several:
+    flags, _ = testbed.model("large")
+    for ranks in testbed.several:
         with tempfile.TemporaryDirectory() as folder:
             for how, goal in goals.START.items():
                 out = Path(folder) / "start.json"
                 args = ("bench", "start", "--tp", str(ranks), *flags, "--out", str(out))
-                _ran(args, place, TRITON_CACHE_DIR=str(Path(folder) / "kernels"))
+                _ran(args, testbed, TRITON_CACHE_DIR=str(Path(folder) / "kernels"))
                 [result] = json.loads(out.read_text())["results"]
                 yield {"ranks": ranks, "what": f"first token, {how}", "value": result["token_s"][0], "unit": "s",
-                       "low": True, **place.beside(goal, goals.PEER_START.get(ranks)), "run": result}  # fmt: skip
+                       "low": True, **testbed.beside(goal, goals.PEER_START.get(ranks)), "run": result}  # fmt: skip
 
 
-def _deterministic(place: Place) -> Found:
+def _deterministic(testbed: Testbed) -> Found:
     """Measure the slowdown of a workload by --deterministic."""
-    flags, workloads = place.model("small")
-    for ranks in place.several[:1]:
-        runs = [_bench((*flags, *more), workloads[:2], ranks, place) for more in ((), ("--deterministic",))]
+    flags, workloads = testbed.model("small")
+    for ranks in testbed.several[:1]:
+        runs = [_bench((*flags, *more), workloads[:2], ranks, testbed) for more in ((), ("--deterministic",))]
         if why := runs[0][1] or runs[1][1]:
             yield {"ranks": ranks, "what": "--deterministic", "left_out": why}
         for plain, ordered in zip(runs[0][0], runs[1][0]):
             ratio = ordered["median"]["seconds"] / plain["median"]["seconds"]
             yield {"ranks": ranks, "what": f"--deterministic, {plain['workload']}", "value": ratio, "unit": "times",
-                   "low": True, **place.beside(goals.DETERMINISTIC),
+                   "low": True, **testbed.beside(goals.DETERMINISTIC),
                    "run": {"plain": plain, "deterministic": ordered}}  # fmt: skip
 
 
-def _failure(place: Place) -> Found:
-    flags, _ = place.model("small")
-    long = 400 if place.device == "cpu" else 8000
-    for ranks in place.several[:1]:
+def _failure(testbed: Testbed) -> Found:
+    flags, _ = testbed.model("small")
+    long = 400 if testbed.device == "cpu" else 8000
+    for ranks in testbed.several[:1]:
         for how in rank_failure.SIGNALS:
             given = (*flags, "--tp", str(ranks))
-            found = rank_failure.measured(given, how, long, max(place.left, LEAST))
+            found = rank_failure.measured(given, how, long, max(testbed.left, LEAST))
             yield {"ranks": ranks, "what": f"a rank {how}: the last of {found['clients']} streams ended",
                    "value": found["last_end_s"], "unit": "s", "run": found}  # fmt: skip
 
 
-def _served(place: Place) -> Found:
+def _served(testbed: Testbed) -> Found:
     """Kill and restart a rank of the large model under a load."""
-    flags, _ = place.model("large")
-    workload, rate, after = ("sharegpt@1000", 20.0, 15.0) if place.device == "cuda" else ("fixed:32:96@40", 4.0, 3.0)
-    for ranks in place.several[:1]:
+    flags, _ = testbed.model("large")
+    workload, rate, after = ("sharegpt@1000", 20.0, 15.0) if testbed.device == "cuda" else ("fixed:32:96@40", 4.0, 3.0)
+    for ranks in testbed.several[:1]:
         given = (*flags, "--tp", str(ranks))
-        found = rank_failure.restarted(given, workload, rate, after, max(place.left, LEAST))
+        found = rank_failure.restarted(given, workload, rate, after, max(testbed.left, LEAST))
         ended = found["served"]["median"]
         yield {"ranks": ranks, "what": f"{workload} at {rate:g} a second, a rank killed: requests that ended well",
                "value": float(ended["requests"]), "unit": f"of {ended['attempted']}",
-               **place.beside(float(ended["attempted"])), "run": found}  # fmt: skip
+               **testbed.beside(float(ended["attempted"])), "run": found}  # fmt: skip
 
 
 class Part(NamedTuple):
     """A measurement. It starts only if `least` seconds are left; on a CPU, LEAST."""
 
     about: str
-    run: Callable[[Place], Found]
+    run: Callable[[Testbed], Found]
     least: float = LEAST
 
 
 PARTS = {
     "exchange": Part("rows added up over ranks, and the norm after it, beside other libraries", _exchange),
     "tokens": Part("the bundled model's tokens are one rank's", _tokens),
-    "large": Part("Llama-3-70B", _models("large", lambda place: place.several), 120.0),
-    "small": Part("Llama-3-8B", _models("small", lambda place: place.ranks), 60.0),
+    "large": Part("Llama-3-70B", _models("large", lambda testbed: testbed.several), 120.0),
+    "small": Part("Llama-3-8B", _models("small", lambda testbed: testbed.ranks), 60.0),
     "profile": Part("where a step's time goes, by rank", _profile, 60.0),
     "start": Part("Llama-3-70B, until its first token", _start, 60.0),
     "deterministic": Part("what --deterministic costs Llama-3-8B", _deterministic, 60.0),
@@ -225,7 +225,6 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", action="append", choices=tuple(PARTS), help="measure only this part; may be repeated")
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N",
                         help="numbers of ranks (default: 1, 2, 4, 8 up to the GPUs; on a CPU 1, 2)")  # fmt: skip
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -235,32 +234,32 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise StartupError(f"--minutes is {args.minutes}", "Give a number above 0")
     end = time.monotonic() + 60 * args.minutes
     found = links.found()
-    place = _place(found, args.ranks, end)
-    results: list[dict[str, Any]] = [{"part": "links", **found, **place._replace(end=0.0)._asdict()}]
+    testbed = _testbed(found, args.ranks, end)
+    results: list[dict[str, Any]] = [{"part": "links", **found, **testbed._replace(end=0.0)._asdict()}]
     _save(args, results)
     for name in args.part or PARTS:
-        for one in _part(name, place):
+        for one in _part(name, testbed):
             results.append({"part": name, **one})
             print(f"{name}: {_line(results[-1])}", file=sys.stderr)
             _save(args, results)
     return results
 
 
-def _part(name: str, place: Place) -> Found:
+def _part(name: str, testbed: Testbed) -> Found:
     part = PARTS[name]
-    if place.left < (part.least if place.device == "cuda" else LEAST):
-        yield {"left_out": f"{max(place.left, 0.0):.0f} s were left"}
+    if testbed.left < (part.least if testbed.device == "cuda" else LEAST):
+        yield {"left_out": f"{max(testbed.left, 0.0):.0f} s were left"}
         return
-    if not place.several and name != "small":
+    if not testbed.several and name != "small":
         yield {"left_out": "it takes 2 GPUs"}
         return
     try:
-        yield from part.run(place)
+        yield from part.run(testbed)
     except (QuireError, OSError, KeyError, ValueError) as error:
         yield {"left_out": f"it failed: {type(error).__name__} {error}"[:500]}
 
 
-def _place(found: dict[str, Any], given: Sequence[int] | None, end: float) -> Place:
+def _testbed(found: dict[str, Any], given: Sequence[int] | None, end: float) -> Testbed:
     gpus = found["gpus"]
     most = len(gpus) if gpus and not may_share_gpus() else MAX_RANKS
     ranks = tuple(given or (count for count in (1, 2, 4, 8) if count <= (len(gpus) or 2)))
@@ -271,16 +270,16 @@ def _place(found: dict[str, Any], given: Sequence[int] | None, end: float) -> Pl
     speeds = [pair["gb_s"] for pair in found.get("pairs", ())]
     kind = bool(gpus) and all(goals.KIND in name for name in gpus)
     linked = all(pair.get("nvlink") for pair in found.get("pairs", ()))
-    return Place("cuda" if gpus else "cpu", min(speeds) if speeds and not linked else None, kind, ranks, end)
+    return Testbed("cuda" if gpus else "cpu", min(speeds) if speeds and not linked else None, kind, ranks, end)
 
 
 def _save(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     if args.out:
-        write(Path(args.out), document("parallel", "quire bench", args.said, results))
+        write(Path(args.out), document("parallel", "quire bench", args.arguments, results))
 
 
 def _bench(
-    flags: Sequence[str], workloads: Sequence[str], ranks: int, place: Place
+    flags: Sequence[str], workloads: Sequence[str], ranks: int, testbed: Testbed
 ) -> tuple[list[dict[str, Any]], str]:
     """Run `quire bench throughput` with a number of ranks. Return the results of the workloads, and the reason if some
     are missing."""
@@ -290,17 +289,17 @@ def _bench(
         args = ("bench", "throughput", "--tp", str(ranks), *flags, *named, "--repeat", "1", "--warmup", "0")
         why = ""
         try:
-            _ran((*args, "--out", str(out)), place)
+            _ran((*args, "--out", str(out)), testbed)
         except QuireError as error:
             why = str(error)
         results: list[dict[str, Any]] = json.loads(out.read_text())["results"] if out.exists() else []
         return results[1:], why
 
 
-def _ran(args: Sequence[str], place: Place, **more: str) -> subprocess.CompletedProcess[str]:
+def _ran(args: Sequence[str], testbed: Testbed, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a quire command, with `more` in its environment. Raise QuireError if it fails or takes longer than the time
     left."""
-    command, seconds = [sys.executable, "-m", "quire", *args], place.left
+    command, seconds = [sys.executable, "-m", "quire", *args], testbed.left
     if seconds < LEAST / 2:
         raise QuireError(f"{max(seconds, 0.0):.0f} s were left for quire {' '.join(args[:4])}")
     try:

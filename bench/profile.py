@@ -14,7 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quire.bench.arguments import add_numbers
+from quire.bench.contexts import stop
 from quire.bench.document import short, table
+from quire.bench.replay import need_gpu
 from quire.bench.shapes import built
 from quire.cli.flags import config_from
 from quire.core.engine import Engine
@@ -29,18 +32,15 @@ TIMED, PROFILED, WARM = 60, 20, 12
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """Add the command-line arguments."""
-    group = parser.add_argument_group("measurement")
-    group.add_argument("--rows", type=int, nargs="+", default=list(ROWS), metavar="N", help="sequences in the batch")
-    group.add_argument("--prompts", type=int, default=8, metavar="N", help="prompts computed at once (0: none)")
-    group.add_argument("--context", type=int, default=CONTEXT, metavar="N", help="tokens of each prompt")
+    add_numbers(
+        parser, "measurement", rows=(list(ROWS), "sequences in the batch"),
+        prompts=(8, "prompts computed at once (0: none)"), context=(CONTEXT, "tokens of each prompt"),
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a result for each batch."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise StartupError("quire bench profile measures a GPU, and torch finds none", "Run it beside a GPU")
+    need_gpu("quire bench profile")
     if min(args.rows) < 1 or args.context < 1:
         raise StartupError(f"--rows {args.rows} --context {args.context}", "Give positive numbers")
     results = []
@@ -71,10 +71,7 @@ def measure(engine: Engine, rows: int, context: int) -> dict[str, Any]:
         engine.step()
     step = (time.perf_counter() - began) / TIMED
     found = _kernels(engine, lambda: [engine.step() for _ in range(PROFILED)], PROFILED, step)
-    for i in range(rows):
-        engine.abort(str(i))
-    while engine.has_unfinished_requests:
-        engine.step()
+    stop(engine)
     return found
 
 

@@ -15,7 +15,9 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from quire.bench.arguments import add_numbers
 from quire.bench.calibrate import shape_of
+from quire.bench.contexts import stop
 from quire.bench.document import short, table
 from quire.bench.shapes import built, local_runner
 from quire.bench.steps import Timed, encoder, picture_steps
@@ -48,24 +50,14 @@ Asked = tuple[list[int], tuple[ImageItem, ...], tuple[ImagePixels, ...]]
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """Add the command-line arguments."""
-    group = parser.add_argument_group("measurement")
-    group.add_argument("--rows", type=int, nargs="+", default=[1], metavar="N", help="concurrent requests (default: 1)")
-    group.add_argument(
-        "--text", type=int, default=43, metavar="N", help="text tokens of each request (default: %(default)s)"
-    )
-    group.add_argument(
-        "--picture", type=int, nargs=2, default=[1120, 1120], metavar=("HEIGHT", "WIDTH"),
-        help="pixels of the image (default: 1120 1120)",
+    group = add_numbers(
+        parser, "measurement", rows=([1], "concurrent requests"), text=(43, "text tokens of each request"),
+        parts=(MAX_IMAGE_PARTS, "image parts (tiles) in one launch of the encoder alone; the image's parts are "
+               "repeated if it has fewer"),
+        steps=(100, "decode steps"), neighbours=(0, "sequences that decode while images and prompts arrive"),
     )  # fmt: skip
-    group.add_argument(
-        "--parts", type=int, default=MAX_IMAGE_PARTS, metavar="N",
-        help="image parts (tiles) in one launch of the encoder alone; the image's parts are repeated if it has fewer "
-        "(default: %(default)s, the most of a step's launch)",
-    )  # fmt: skip
-    group.add_argument("--steps", type=int, default=100, metavar="N", help="decode steps (default: %(default)s)")
-    group.add_argument(
-        "--neighbours", type=int, default=0, metavar="N", help="sequences that decode while images and prompts arrive"
-    )
+    group.add_argument("--picture", type=int, nargs=2, default=[1120, 1120], metavar=("HEIGHT", "WIDTH"),
+                       help="pixels of the image (default: 1120 1120)")  # fmt: skip
     group.add_argument("--against", metavar="NAME|FILE", help="calibration for which to fit the encoder's coefficient")
 
 
@@ -161,10 +153,7 @@ def _gaps(engine: Engine, rows: int, comers: Sequence[Asked]) -> dict[str, float
         for _ in range(APART):
             if any(output.tokens for output in engine.step() if output.request_id.startswith("stays")):
                 times.append(time.perf_counter())
-    for i in range(rows):
-        engine.abort(f"stays-{i}")
-    while engine.has_unfinished_requests:
-        engine.step()
+    stop(engine)
     gaps = sorted(1e3 * (later - earlier) for earlier, later in pairwise(times))
     return {f"p{p}_ms": gaps[min(len(gaps) * p // 100, len(gaps) - 1)] for p in (50, 90, 99, 100)}
 

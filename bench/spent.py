@@ -30,19 +30,12 @@ KINDS: dict[type, str] = {
 }  # fmt: skip
 # The calls of the runner that are timed: operation, place of the call, name. Those that a version lacks are skipped.
 RUNNERS = (
-    (RUNNER, "", "submit"),
-    (RUNNER, "", "collect"),
-    ("journal and tables", "store", "apply_page_ops"),
-    ("attention, planned", "backend", "plan"),
-    (ATTENTION, "backend", "attend"),
-    (ATTENTION, "backend", "rotate_and_attend"),
-    ("pages, gathered", "backend", "_gather_kv"),
-    ("cache writes", "backend", "_write"),
-    ("cache writes", "backend", "_write_kv"),
-    ("sampling", "sampler", "sample"),
-    ("sampling", "sampler", "collect"),
-    (MODEL, "model", "forward"),
-)
+    (RUNNER, "", "submit"), (RUNNER, "", "collect"), ("journal and tables", "store", "apply_page_ops"),
+    ("attention, planned", "backend", "plan"), (ATTENTION, "backend", "attend"),
+    (ATTENTION, "backend", "rotate_and_attend"), ("pages, gathered", "backend", "_gather_kv"),
+    ("cache writes", "backend", "_write"), ("cache writes", "backend", "_write_kv"), ("sampling", "sampler", "sample"),
+    ("sampling", "sampler", "collect"), (MODEL, "model", "forward"),
+)  # fmt: skip
 
 
 class Work(NamedTuple):

@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 from bench.echo_rank import ARRIVED
+from quire.bench.arguments import add_numbers
 from quire.bench.document import short, table
 from quire.bench.machine import Others
 from quire.config import EngineConfig
@@ -71,9 +72,8 @@ def _decoding(rows: int) -> tuple[SeqSlice, ...]:
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """Add the command-line arguments."""
-    parser.add_argument("--repeat", type=int, default=REPEATS, metavar="N", help="repeats (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[], metavar="N", help="send steps to N ranks and back")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    group = add_numbers(parser, "measurement", repeat=(REPEATS, "repeats"))
+    group.add_argument("--ranks", type=int, nargs="+", default=[], metavar="N", help="send steps to N ranks and back")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.attention import SDPBackend
 
-    from quire.bench.placed_kv import Placed
+    from quire.bench.kv_batches import KVBatch
     from quire.bench.replay import Call
     from quire.kernels.forward_batch import LayerCache
 
@@ -44,14 +44,14 @@ APART = 0.05  # of the largest result: the largest difference of a kernel's resu
 
 
 def over(
-    memory: str, spec: ModelSpec, layers: int, batch: int, context: int, work: Callable[[Placed], Found],
+    memory: str, spec: ModelSpec, layers: int, batch: int, context: int, work: Callable[[KVBatch], Found],
     device: str = "cuda", kib: int = 2048, dtype: torch.dtype | None = None,
 ) -> Found:  # fmt: skip
     """Return the result of `work` over `batch` sequences of `context` random tokens in `layers` layers of the model;
     virtual memory has all of them."""
     import torch
 
-    from quire.bench.placed_kv import placed
+    from quire.bench.kv_batches import random_kv
 
     kind, _, of = memory.partition(", ")
     dtype = dtype or torch.bfloat16
@@ -59,14 +59,14 @@ def over(
         if kind == "virtual":
             return on_mapped(spec, batch, context, of, work, device, kib, dtype)
         one = spec.layers[0]
-        return work(placed(batch, context, one.kv_heads, one.head_dim, int(of or 1), layers, dtype, spec.heads,
+        return work(random_kv(batch, context, one.kv_heads, one.head_dim, int(of or 1), layers, dtype, spec.heads,
                            kind == "contiguous", device))  # fmt: skip
     finally:
         release()
 
 
 def on_mapped(
-    spec: ModelSpec, batch: int, context: int, layout: str, work: Callable[[Placed], Found], on: str = "cuda",
+    spec: ModelSpec, batch: int, context: int, layout: str, work: Callable[[KVBatch], Found], on: str = "cuda",
     kib: int = 2048, dtype: torch.dtype | None = None,
 ) -> Found:  # fmt: skip
     """Return the result of `work` over `batch` sequences of `context` random tokens in all layers of the model, each
@@ -75,7 +75,7 @@ def on_mapped(
     DriverError."""
     import torch
 
-    from quire.bench.placed_kv import Placed
+    from quire.bench.kv_batches import KVBatch
     from quire.config import EngineConfig
     from quire.memory.page_layout import MemorySize
     from quire.memory.virtual.virtual_memory import build_virtual_kv_config
@@ -100,7 +100,7 @@ def on_mapped(
             tuple(TableWrite(i + 1, 0, 0, tuple(ids[i * width : (i + 1) * width])) for i in range(batch))
         )
         slots, lengths = torch.arange(1, batch + 1, device=device), torch.full((batch,), context, device=device)
-        return work(Placed(list(store.caches.values()), store.tables[0], slots, lengths))
+        return work(KVBatch(list(store.caches.values()), store.tables[0], slots, lengths))
     except RuntimeError as error:
         traceback.clear_frames(error.__traceback__)  # whose locals are tensors
         raise
@@ -145,11 +145,11 @@ def decodes(
     return points + left_out(missing)
 
 
-def _decodes(batches: Sequence[int], memory: str, missing: Missing, where: Placed) -> list[Point]:
+def _decodes(batches: Sequence[int], memory: str, missing: Missing, where: KVBatch) -> list[Point]:
     """Measure the first sequences of these numbers."""
     from torch.nn.attention import SDPBackend
 
-    from quire.bench.placed_kv import decode_calls
+    from quire.bench.kv_batches import decode_calls
     from quire.bench.replay import replayed
 
     points: list[Point] = []
@@ -168,7 +168,7 @@ def _decodes(batches: Sequence[int], memory: str, missing: Missing, where: Place
     return points
 
 
-def _sdpa(where: Placed, tokens: int, backends: list[SDPBackend] | SDPBackend) -> list[Call]:
+def _sdpa(where: KVBatch, tokens: int, backends: list[SDPBackend] | SDPBackend) -> list[Call]:
     """Return the attention of each sequence's last tokens (1, or all) by torch's own kernels, in each layer."""
     import torch
     from torch.nn.attention import sdpa_kernel
@@ -201,7 +201,7 @@ def prompts(
     return points + left_out(missing)
 
 
-def _whole_prompts(memory: str, missing: Missing, where: Placed) -> list[Point]:
+def _whole_prompts(memory: str, missing: Missing, where: KVBatch) -> list[Point]:
     from torch.nn.attention import SDPBackend
 
     from quire.bench.replay import replayed
@@ -220,7 +220,7 @@ def _whole_prompts(memory: str, missing: Missing, where: Placed) -> list[Point]:
 
 
 def prompt_calls(
-    where: Placed, missing: Missing, start: int = 0, q: Tensor | None = None
+    where: KVBatch, missing: Missing, start: int = 0, q: Tensor | None = None
 ) -> dict[str, partial[Tensor]]:  # fmt: skip
     """Return our prompt kernels that run over this memory.
 
@@ -285,12 +285,12 @@ def chunked_prompts(
 
 
 def _chunk_seconds(
-    lengths: Sequence[int], chunk: int, timed: Sequence[int], missing: Missing, where: Placed
+    lengths: Sequence[int], chunk: int, timed: Sequence[int], missing: Missing, where: KVBatch
 ) -> dict[str, dict[tuple[int, int], float]]:
     """Return by kernel the seconds of a chunk, {(start, tokens): seconds}."""
     from quire.bench.replay import replayed
 
-    def until(end: int) -> Placed:
+    def until(end: int) -> KVBatch:
         return where._replace(lengths=where.lengths.clone().fill_(end))
 
     second = until(2 * chunk)
@@ -314,7 +314,7 @@ def whole_prompt(times: Mapping[tuple[int, int], float], length: int, chunk: int
     return float(np.interp(np.arange(0, length, chunk), starts, seconds).sum())
 
 
-def chunk_calls(where: Placed, start: int, missing: Missing) -> dict[str, partial[Tensor]]:
+def chunk_calls(where: KVBatch, start: int, missing: Missing) -> dict[str, partial[Tensor]]:
     """Return by kernel the attention of the first sequence's tokens from `start` on: [tokens, heads, dim]. Kernels that
     can't compute it are left out, with the reason in `missing`."""
     import torch
@@ -333,7 +333,7 @@ def chunk_calls(where: Placed, start: int, missing: Missing) -> dict[str, partia
     return calls
 
 
-def right(calls: Mapping[str, partial[Tensor]], where: Placed, start: int, missing: Missing) -> list[str]:
+def right(calls: Mapping[str, partial[Tensor]], where: KVBatch, start: int, missing: Missing) -> list[str]:
     """Return the kernels whose results agree with the reference in fp32, for some of the tokens from `start` on."""
     import torch
 
@@ -444,14 +444,14 @@ def _paged_or_not(shape: tuple[int, int, int], batch: int, context: int) -> dict
     from torch.nn.functional import scaled_dot_product_attention
 
     from quire.bench.kernels import DIM
-    from quire.bench.placed_kv import decode_calls, placed
+    from quire.bench.kv_batches import decode_calls, random_kv
     from quire.bench.replay import inputs, replayed
 
     heads, kv_heads, layers = shape
     several = min(inputs(2 * batch * kv_heads * context * DIM * 2), layers)
 
     def ours(contiguous: bool) -> float:
-        where = placed(batch, context, kv_heads, DIM, 16, several, torch.float16, heads, contiguous)
+        where = random_kv(batch, context, kv_heads, DIM, 16, several, torch.float16, heads, contiguous)
         return 1e6 * replayed(decode_calls(where), 2)
 
     paged, contiguous = ours(False), ours(True)

@@ -12,13 +12,10 @@ import quire
 ROOT = Path(quire.__file__).parent
 OTHER, KERNELS, MEASURING = "text and Python API", "kernels", "measuring"
 PARTS = {  # files and folders below the package; a file belongs to the longest name that it begins with
-    "control plane": ("core", "memory", "protocol", "config", "errors"),
-    "runner": ("worker",),
-    "models": ("layers", "models", "weights"),
-    KERNELS: ("kernels",),
-    "server and command line": ("server", "cli", "__main__"),
-    MEASURING: ("bench", "sim"),
-}
+    "control plane": ("core", "memory", "protocol", "config", "errors"), "runner": ("worker",),
+    "models": ("layers", "models", "weights"), KERNELS: ("kernels",),
+    "server and command line": ("server", "cli", "__main__"), MEASURING: ("bench", "sim"),
+}  # fmt: skip
 SILENT = {tokenize.COMMENT, tokenize.NL}
 LAYOUT = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
 

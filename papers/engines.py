@@ -18,11 +18,12 @@ import numpy as np
 from bench import control
 from bench.histories import SEED, cut, stories
 from papers.serving import shares
+from quire.bench.arrivals import poisson
 from quire.bench.calibration import compute_seconds, swap_seconds
 from quire.bench.drive import Decoding, Load, drive
 from quire.bench.latency import latencies
 from quire.bench.shapes import built
-from quire.bench.workloads import Job, parse, poisson
+from quire.bench.workloads import Job, parse
 from quire.config import EngineConfig, Experiment
 from quire.core.engine import Engine
 from quire.memory.answers import Usage

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from papers.figure_12 import figure_12
 from papers.unlike_serving import Run, simulations
 from quire.jenga import Evictor, LayerSupportsPrefixCache, Request, access, longest_prefix, policy_of
 from quire.memory.jenga.page_sizes import LayerType, plan_pages
@@ -16,7 +17,6 @@ from quire.memory.policies import POLICIES
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sequence import Sequence as Seq
-from quire.sim.embeddings import figure_12
 
 Points = list[dict[str, Any]]
 

@@ -73,13 +73,13 @@ def row(title: str, *plots: Panels, columns: int | None = None) -> Panels:
     return Panels(title, [part for plot in plots for part in plot.parts], columns)
 
 
-def tall(fields: Mapping[str, str], line: str = "line", value: str = "value") -> Derive:
+def tall(fields: Mapping[str, str], line: str = "line") -> Derive:
     """Return a function that makes points with one `value` each out of points with several fields, for plots with a
     line or a bar for each field. `fields` are names and labels, which are format strings over the point."""
 
     def choose(points: Points) -> Points:
         return [
-            {**point, line: label.format_map(point), value: point[field]}
+            {**point, line: label.format_map(point), "value": point[field]}
             for field, label in fields.items()
             for point in points
             if point.get(field) is not None

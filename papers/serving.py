@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from quire.bench.arrivals import poisson
 from quire.bench.endless import Endless
 from quire.bench.simulate import SimulatedDeployment, read_deployment
-from quire.bench.workloads import EDGE, Sketch, poisson
+from quire.bench.workloads import EDGE, RequestSpec
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.memory.answers import Usage
@@ -89,9 +90,9 @@ class Load(NamedTuple):
         costs = costs._replace(swapped_byte=costs.swapped_byte + more)
         return plant._replace(cost=plant.cost._replace(coefficients=costs))
 
-    def sketches(self, count: int) -> list[Sketch]:
+    def specs(self, count: int) -> list[RequestSpec]:
         """Return the first `count` requests."""
-        drawn = Endless(self.workload, count).sketches(APART * self.seed)
+        drawn = Endless(self.workload, count).specs(APART * self.seed)
         if self.stretch == 1:
             return drawn
         return [
@@ -107,10 +108,10 @@ class Load(NamedTuple):
         seeds = np.random.default_rng(SEED).integers(0, 2**31, len(times)).tolist()
         n, beam_width = (1, self.width) if self.beams else (self.width, None)
         found = []
-        for time, sketch, seed in zip(times, self.sketches(len(times)), seeds):
-            prompt = [SHARED] * self.prefix + [OWN] * (sketch.prompt_len - self.prefix)
+        for time, request, seed in zip(times, self.specs(len(times)), seeds):
+            prompt = [SHARED] * self.prefix + [OWN] * (request.prompt_len - self.prefix)
             params = SamplingParams(
-                temperature=0.0, n=n, beam_width=beam_width, max_tokens=sketch.output_len, ignore_eos=True,
+                temperature=0.0, n=n, beam_width=beam_width, max_tokens=request.output_len, ignore_eos=True,
                 detokenize=False, seed=seed if self.width > 1 else None,
             )  # fmt: skip
             found.append(TraceRequest(time, prompt, params))
@@ -135,7 +136,7 @@ class Load(NamedTuple):
     def capacity(self, system: str) -> float:
         """Return the requests a second of a system when all come at once, with the default `settings`: searches over
         settings begin at one rate."""
-        mean = np.mean([one.prompt_len - self.prefix + one.output_len for one in self.sketches(MANY)])
+        mean = np.mean([one.prompt_len - self.prefix + one.output_len for one in self.specs(MANY)])
         plain = self._replace(settings=None)
         count = CROWD * math.ceil(plain.plant(system).kv_tokens / float(mean) / self.width)
         return middle_rate(plain.serve(system, plain.arriving([0.0] * count)))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from papers.serving import MANY, SYSTEMS, Load
+from quire.bench.contexts import stop
 from quire.bench.shapes import built
 from quire.bench.simulate import read_deployment
 from quire.config import EngineConfig
@@ -84,7 +85,7 @@ class Place(NamedTuple):
 
     def mean_output(self) -> float:
         """Return the mean output tokens of a request."""
-        return float(np.mean([one.output_len for one in Load(self.calibration, self.workload).sketches(MANY)]))
+        return float(np.mean([one.output_len for one in Load(self.calibration, self.workload).specs(MANY)]))
 
     def simulation(self, system: str, kv_tokens: int | None = None, padded: bool = False) -> Simulation:
         """Return the system's simulation by the calibration.
@@ -147,10 +148,7 @@ def serve(
         if look <= clock() - began <= span.end:
             usages.append(engine.scheduler.memory.account().usage)
             look = clock() - began + LOOK
-    for name in list(engine.requests):
-        engine.abort(name)
-    while engine.has_unfinished_requests:
-        engine.step()
+    stop(engine)
     return served, steps, usages
 
 

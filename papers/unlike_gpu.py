@@ -35,7 +35,7 @@ def on_device(case: Case, rule: str, work: Callable[[Engine], T], device: str, w
     spec = case.spec
     most = case.chunk if spec.vision is not None and spec.vision.bidirectional_prompt else None
     prompts = [TraceRequest(0.0, [OWN] * length, exactly(8)) for length in warm if most is None or length <= most]
-    pictured = [one for one in parse(case.workload).sketches(SEED + 1) if one.pictures][:1]
+    pictured = [one for one in parse(case.workload).specs(SEED + 1) if one.pictures][:1]
     with shapes.built(config, shape) as made:
         serve(made.engine, [*prompts, *burst(pictured, case.eyes, pixels=True)], spec)
         done = work(made.engine)
@@ -54,7 +54,7 @@ def beside(
     Weights of one byte take two here, or one with `fp8`. Return two points for each way: see Ran."""
     here = case.on(H200)._replace(halved=fp8)
     longest = min(here.plant(rule, **more).max_len for rule, more in ways.values())
-    trace = burst(here.sketches(), here.eyes, pixels=True)
+    trace = burst(here.specs(), here.eyes, pixels=True)
     trace = [one for one in trace if len(one.prompt) + (one.params.max_tokens or 0) <= longest]
 
     def work(engine: Engine) -> Ran:

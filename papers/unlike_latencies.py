@@ -15,7 +15,7 @@ from papers.serving import in_parallel, middle_rate
 from papers.side_by_side import Span, Wait, report, serve, sleep_until
 from papers.unlike_gpu import ON, WARM, on_device
 from papers.unlike_serving import H200, SEED, Case, burst
-from quire.bench.workloads import poisson
+from quire.bench.arrivals import poisson
 from quire.core.engine import Engine
 from quire.sim.simulation import TraceRequest
 
@@ -40,7 +40,7 @@ class Load(NamedTuple):
     seconds: float
 
     def trace(self, pixels: bool = False) -> list[TraceRequest]:
-        asked = burst(self.case.sketches()[: self.requests], self.case.eyes, pixels)
+        asked = burst(self.case.specs()[: self.requests], self.case.eyes, pixels)
         return [one._replace(arrival=at / self.rate) for one, at in zip(asked, poisson(len(asked), 1.0, SEED))]
 
     def serve(self, engine: Engine, wait: Wait, rule: str, by: str) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Load(NamedTuple):
 
 def capacity(case: Case, rule: str) -> float:
     """Return the requests a second of a rule when all come at once."""
-    return middle_rate(case.plant(rule).simulation().run(burst(case.sketches(), case.eyes)))
+    return middle_rate(case.plant(rule).simulation().run(burst(case.specs(), case.eyes)))
 
 
 def serve_for_real(loads: Sequence[Load], rule: str, engine: Engine) -> list[dict[str, Any]]:

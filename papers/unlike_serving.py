@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 from papers.serving import in_parallel, shares
 from quire.bench.pictured import Eyes
 from quire.bench.simulate import SimulatedDeployment, read_deployment
-from quire.bench.workloads import Sketch, parse
+from quire.bench.workloads import RequestSpec, parse
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.core.runner import Runner
@@ -47,14 +47,9 @@ BESIDE = 1.5 * GB  # of a device, for activations and kernels
 SHARE = 0.95  # usable share of a device
 
 RULES: dict[str, dict[str, Any]] = {
-    "jenga": {},
-    "uniform": {"memory": "uniform"},
-    "max": {"page_sizes": "max"},
-    "gcd": {"page_sizes": "gcd"},
-    "own": {"page_sizes": "own"},
-    "paper": {"association": "paper"},
-    "none": {"association": "none"},
-}
+    "jenga": {}, "uniform": {"memory": "uniform"}, "max": {"page_sizes": "max"}, "gcd": {"page_sizes": "gcd"},
+    "own": {"page_sizes": "own"}, "paper": {"association": "paper"}, "none": {"association": "none"},
+}  # fmt: skip
 LABELS = {
     "jenga": "LCM pages, bulk (ours)", "uniform": "uniform (vLLM 0.6.3)", "max": "MAX pages", "gcd": "GCD pages",
     "own": "a static split", "paper": "LCM pages, association of the paper", "none": "LCM pages, no association",
@@ -146,11 +141,11 @@ class Case(NamedTuple):
         )  # fmt: skip
         return made._replace(cost=made.cost._replace(coefficients=scaled))
 
-    def sketches(self) -> list[Sketch]:
+    def specs(self) -> list[RequestSpec]:
         """Return the requests, cut to the model's context: a prompt that is too long loses its document's end."""
         most, eyes = min(self.spec.max_len, self.longest or self.spec.max_len), self.eyes
         found = []
-        for one in parse(self.workload).sketches(SEED):
+        for one in parse(self.workload).specs(SEED):
             length = one.prompt_len if eyes is None else eyes.placed(one)[0]
             over = max(length + one.output_len - most, 0)
             kept = max(one.prefix_len - over, 0)
@@ -158,12 +153,12 @@ class Case(NamedTuple):
         return found
 
 
-def prompts(sketches: Sequence[Sketch]) -> list[list[int]]:
+def prompts(specs: Sequence[RequestSpec]) -> list[list[int]]:
     """Return prompts whose first tokens identify their documents, and whose last ones the questions."""
-    documents = {name: DOCUMENT + i for i, name in enumerate(dict.fromkeys(one.prefix_id for one in sketches))}
+    documents = {name: DOCUMENT + i for i, name in enumerate(dict.fromkeys(one.prefix_id for one in specs))}
     behind = DOCUMENT + len(documents)
     found = []
-    for i, one in enumerate(sketches):
+    for i, one in enumerate(specs):
         own = one.prompt_len - one.prefix_len
         found.append([documents[one.prefix_id]] * one.prefix_len + [behind + i] * min(1, own) + [OWN] * (own - 1))
     return found
@@ -173,12 +168,12 @@ def exactly(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
 
 
-def burst(sketches: Sequence[Sketch], eyes: Eyes | None = None, pixels: bool = False) -> list[TraceRequest]:
+def burst(specs: Sequence[RequestSpec], eyes: Eyes | None = None, pixels: bool = False) -> list[TraceRequest]:
     """Return all requests at time 0. `eyes` place images where other models have tokens.
 
     `pixels`: include them, for a real runner."""
     found = []
-    for prompt, one in zip(prompts(sketches), sketches):
+    for prompt, one in zip(prompts(specs), specs):
         asked = TraceRequest(0.0, prompt, exactly(one.output_len))
         if eyes is not None and one.pictures:
             length, media = eyes.placed(one)
@@ -332,7 +327,7 @@ def _counts(engine: Engine) -> list[int]:
 def simulated(case: Case, rule: str, sampled: float | None = None, **more: Any) -> Ran:
     """Simulate a case's requests, all at once, by a rule."""
     made = case.plant(rule, **more).simulation()
-    return serve(made.engine, burst(case.sketches(), case.eyes), case.spec, sampled)
+    return serve(made.engine, burst(case.specs(), case.eyes), case.spec, sampled)
 
 
 def assumed() -> str:
@@ -378,7 +373,7 @@ def _point(run: Run) -> dict[str, Any]:
     made = case.plant(run.rule, **(run.settings or {})).simulation()
     for name, setting in (run.page_pool or {}).items():
         setattr(cast(PagedMemory, made.engine.scheduler.memory).page_pool, name, setting)
-    every = burst(case.sketches(), case.eyes)
+    every = burst(case.specs(), case.eyes)
     longest = min((case.plant(rule).max_len for rule in run.fitting), default=math.inf)
     trace = [one for one in every if _length(one) <= longest]
     sizes: list[tuple[int, int]] = []
@@ -429,7 +424,7 @@ def _budget(case: Case) -> dict[str, Any]:
     left = int(SHARE * case.device.memory - weights - BESIDE)
     point = {"label": case.label, "workload": case.workload, "weights": weights, "left": left, "tokens": 0, "large": 0,
              "fits": False, "uniform": False}  # fmt: skip
-    longest = max(burst(case.sketches(), case.eyes), key=_length)
+    longest = max(burst(case.specs(), case.eyes), key=_length)
     for rule, name in (("jenga", "fits"), ("uniform", "uniform")) if left > 0 else ():
         try:
             plant = case._replace(kv_gib=left / 2**30).plant(rule)

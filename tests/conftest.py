@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -75,17 +76,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ranks are threads: without kernels of our own, of which a process runs one at a time."""
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[Any, Any], object]]]:
+    """Start ranks as threads, without kernels of our own, of which a process runs one at a time. Each function that a
+    test appends to the list is called with the runner of every rank that is built, and its Shard."""
     from echo_ranks import ThreadRank
 
     import quire.distributed.remote_runner as remote
     from quire.kernels.cpu.library_loader import library
     from quire.startup.loader import build_rank_runner
 
+    changes: list[Callable[[Any, Any], object]] = []
+
+    def build(message: Any) -> Any:
+        runner = build_rank_runner(message)
+        for change in changes:
+            change(runner, message.part)
+        return runner
+
     monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
     library.cache_clear()
-    runner = partial(remote.RemoteRunner, start=partial(ThreadRank, build_rank_runner))
-    monkeypatch.setattr(remote, "RemoteRunner", runner)
-    yield
+    monkeypatch.setattr(remote, "RemoteRunner", partial(remote.RemoteRunner, start=partial(ThreadRank, build)))
+    yield changes
     library.cache_clear()

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,6 +23,7 @@ from waiting import wait_until
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.core.engine import Engine
+from quire.core.outputs import BranchOutput
 from quire.core.recovery import RunnerRestarter
 from quire.core.runner import can_defer_masks
 from quire.core.scheduler import Scheduler
@@ -33,11 +34,14 @@ from quire.ipc.process_client import ProcessEngineClient
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
 from quire.protocol.model_spec import LayerSpec, ModelSpec
+from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import SeqSlice, SliceResult, StepResult
 from quire.sim.echo_runner import EchoRunner
 from quire.text.chat_template import ChatTemplate
 from quire.text.images.loader import ImageLoader
 from quire.text.input_processor import InputProcessor
+from quire.text.output_stream import OutputStream, RequestRecord
+from quire.text.request_detokenizer import RequestDetokenizer
 from quire.text.tokenizer import Tokenizer
 
 Placement = Literal["process", "thread"]  # of the engine
@@ -54,7 +58,6 @@ class Plan:
     """Stands for a memory plan."""
 
     def to_lines(self) -> list[str]:
-        """One line."""
         return ["echo model, no weights"]
 
 
@@ -126,11 +129,9 @@ def tokenizer(more: tuple[str, ...] = ()) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|end|>", "<|im_start|>", "<|im_end|>"],
+        vocab_size=400, special_tokens=["<|end|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     backend.train_from_iterator(["once upon a time there was a quire of pages, and a reader of the pages"] * 4, trainer)
     backend.add_tokens([*more])
     return Tokenizer(backend, {"eos_token": "<|end|>"})
@@ -156,22 +157,11 @@ def built(
     memory = build_memory(config, spec, MemorySize(kv_tokens, max_len, 2))
     runner.bind(memory.kv_config)
     scheduler = Scheduler(
-        memory,
-        token_budget=config.max_num_batched_tokens,
-        max_seqs=config.max_num_seqs,
-        max_len=max_len,
-        eos_ids=(0,),
-        preemption=config.preemption,
-        deferred_masks=can_defer_masks(runner, runner.depth),
-    )
-    engine = Engine(
-        scheduler,
-        runner,
-        EngineLimits(VOCAB, max_len, config.max_num_queued_reqs),
-        clock=time.monotonic,
-        seed=config.seed,
-        restarter=restarter,
-    )
+        memory, token_budget=config.max_num_batched_tokens, max_seqs=config.max_num_seqs, max_len=max_len, eos_ids=(0,),
+        preemption=config.preemption, deferred_masks=can_defer_masks(runner, runner.depth),
+    )  # fmt: skip
+    limits = EngineLimits(VOCAB, max_len, config.max_num_queued_reqs)
+    engine = Engine(scheduler, runner, limits, clock=time.monotonic, seed=config.seed, restarter=restarter)
     words, chat = (tokenizer(), ChatTemplate(TEMPLATE, {})) if text else (None, None)
     return EchoBuilt(engine, spec, words, chat, Plan(), ("an echo",), {}, "echo", recipe)
 
@@ -188,26 +178,25 @@ def linked(model: EchoBuilt | EngineConfig, stall_after: float = 60.0, placement
     link = ProcessEngineClient(ChildProcess(1, ("-P", str(program), json.dumps(recipe))))
     link.send_init(EngineInitMessage(EngineConfig(), (), stall_after, False, logging.WARNING))
     link.wait_ready()
-    return AsyncLLM.over(
-        link,
-        InputProcessor(
-            model.tokenizer, model.chat_template, link.ready.limits, model.default_sampling, model.image_loader
-        ),
-    )
+    return AsyncLLM.over(link, input_processor(model, link.ready.limits))
+
+
+def input_processor(model: EchoBuilt, limits: EngineLimits) -> InputProcessor:
+    return InputProcessor(model.tokenizer, model.chat_template, limits, model.default_sampling, model.image_loader)
 
 
 def prompts() -> InputProcessor:
-    """What is known of the echo's texts."""
     model = built()
-    return InputProcessor(model.tokenizer, model.chat_template, model.engine.limits, model.default_sampling)
+    return input_processor(model, model.engine.limits)
 
 
 class Running(NamedTuple):
-    """A server on a real socket."""
+    """A server on a real socket, and a client of it."""
 
     url: str
     llm: Any
     app: Any
+    http: httpx.Client
 
     @property
     def engine(self) -> Engine:
@@ -218,7 +207,7 @@ class Running(NamedTuple):
 
     def metric(self, name: str) -> float:
         """The value of one sample of /metrics, of those that have no labels of their own."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = self.http.get("/metrics").text
         start = name + '{engine="0",model_name="echo"} '
         return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(start))
 
@@ -254,6 +243,19 @@ def begun(running: Running, pool: ThreadPoolExecutor, ask: Callable[[], httpx.Re
     return answer
 
 
+def new_stream(id: str, accepted: asyncio.Future[None], patient: bool = False) -> OutputStream:
+    """A stream of an accepted request, whose outputs have their text already."""
+    params = SamplingParams(detokenize=False)
+    detokenizer = RequestDetokenizer(None, (), params, lambda branch, stop: None)
+    return OutputStream(0, RequestRecord(id, 1, params, 0.0), detokenizer, accepted, patient)
+
+
+def deliver(batch: Sequence[tuple[OutputStream, BranchOutput]]) -> None:
+    """A step's outputs, each to its stream."""
+    for stream, output in batch:
+        stream.put(output)
+
+
 @contextlib.contextmanager
 def serving(
     model: Any = None,
@@ -281,7 +283,9 @@ def serving(
     thread.start()
     try:
         assert ready.wait(60), "the server did not start"
-        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", llm, app)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with httpx.Client(base_url=url, timeout=60) as http:
+            yield Running(url, llm, app, http)
     finally:
         server.should_exit = True
         llm.close()

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from quire.text.images.decode import ImageLimits, decode_image, read_checked_header
+
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
 
@@ -25,10 +27,14 @@ def drawn(width: int = 8, height: int = 6, mode: str = "RGB") -> Image.Image:
 
 
 def written(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
-    """The file of a picture."""
     file = io.BytesIO()
     image.save(file, format, **options)
     return file.getvalue()
+
+
+def decode_file(data: bytes, limits: ImageLimits, at: str = "image") -> Image.Image:
+    """Check the header of a file and decode it, as requests do."""
+    return decode_image(read_checked_header(data, limits, at), at)
 
 
 def uri(data: bytes, kind: str = "png") -> str:
@@ -37,7 +43,6 @@ def uri(data: bytes, kind: str = "png") -> str:
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:
-    """A chunk of a PNG."""
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 

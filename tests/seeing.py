@@ -96,7 +96,6 @@ class Noted:
 
 
 def sight(**limits: int) -> ImageLoader:
-    """The echo's."""
     return ImageLoader(Dots(), ImageLimits(**limits))
 
 
@@ -112,8 +111,5 @@ def built(template: str = PARTS, limits: dict[str, int] | None = None, **more: A
 
 
 def prompts(template: str = PARTS, **limits: int) -> InputProcessor:
-    """What is known of its texts and pictures."""
     model, _ = built(template, limits)
-    return InputProcessor(
-        model.tokenizer, model.chat_template, model.engine.limits, model.default_sampling, model.image_loader
-    )
+    return echo_service.input_processor(model, model.engine.limits)

@@ -30,6 +30,8 @@ def interruptible() -> None:
 class Served:
     """The server's process, what it writes, and where it listens once it does."""
 
+    LISTENS = r"quire serves .* at (http://127\.0\.0\.1:\d+)"
+
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self.log, self.url = log, ""
         with log.open("wb") as out:
@@ -63,7 +65,7 @@ class Served:
     def ready(self) -> Served:
         """It listens."""
         end = time.monotonic() + READY
-        while not (found := re.search(r"quire serves .* at (http://127\.0\.0\.1:\d+)", self.text)):
+        while not (found := re.search(self.LISTENS, self.text)):
             assert self.child.poll() is None, self.text
             assert time.monotonic() < end, self.text
             time.sleep(0.05)

@@ -257,13 +257,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engines(folder: Path) -> Iterator[Callable[[str], LLM]]:
     """By how they make room. One that recomputes has two steps in flight: masks come late."""
-    more = {"roomy": {}, "swap": SHORT, "recompute": {**SHORT, "depth": 2}}
+    more = {"roomy": {}, "swap": {**SHORT, "preemption": "swap"},
+            "recompute": {**SHORT, "preemption": "recompute", "depth": 2}}  # fmt: skip
     with ExitStack() as stack:
-        yield cache(
-            lambda way: stack.enter_context(
-                LLM(str(folder), **ROOMY, **more[way], preemption="auto" if way == "roomy" else way)
-            )
-        )
+        yield cache(lambda way: stack.enter_context(LLM(str(folder), **ROOMY, **more[way])))
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ for requests, shared, own, output in ((1, 0, 128, 128), (1, 0, 2048, 1), (32, 0,
     params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
     llm.generate(prompts, params, use_tqdm=False)
 plan = llm.built.memory_plan
-print(json.dumps([1024 * kib("VmHWM"), plan.weights, plan.kv_bytes]))
+print(json.dumps([1024 * kib("VmHWM"), plan.weight_bytes, plan.kv_bytes]))
 """
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import echo_service
-import httpx
 
 from quire.cli import build_parsers
 from quire.cli.vllm_flags import NO_EFFECT_FLAGS, unsupported_reason
@@ -65,7 +64,7 @@ def test_flags_that_serving_names() -> None:
 
 def test_routes_and_errors() -> None:
     with echo_service.serving(server_info=True, tokenizer_info=True) as running:
-        document = httpx.get(f"{running.url}/openapi.json").json()
+        document = running.http.get("/openapi.json").json()
     paths = {path.replace("{name}", "NAME") for path in document["paths"]}
     assert len(paths) > 20
     assert paths <= quoted(section(REFERENCE, "Routes"))
@@ -78,8 +77,8 @@ def test_routes_and_errors() -> None:
 
 def test_metrics() -> None:
     with echo_service.serving() as running:
-        httpx.post(f"{running.url}/v1/completions", json={"prompt": [5], "max_tokens": 2})
-        scrape = httpx.get(f"{running.url}/metrics").text
+        running.http.post("/v1/completions", json={"prompt": [5], "max_tokens": 2})
+        scrape = running.http.get("/metrics").text
     real = {line.split()[2] for line in scrape.splitlines() if line.startswith("# TYPE")}
     assert {name for name in quoted(section(REFERENCE, "Metrics")) if name.startswith("quire_")} == real
     assert set(re.findall(r"quire_[a-z_]*[a-z]", SERVING)) <= real

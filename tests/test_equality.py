@@ -88,15 +88,22 @@ class Oracle:
             self.model.model.embed_tokens.weight.data.mul_(0.1)
         self.folder = folder
         self.model.save_pretrained(folder)
+        self.ask()
+
+    def ask(self) -> None:
         generator = torch.Generator().manual_seed(1)
         self.prompts = [torch.randint(0, 97, (n,), generator=generator).tolist() for n in LENGTHS]
         self.answers = [self.continued(prompt) for prompt in self.prompts]
 
     @torch.inference_mode()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """[length, vocabulary]."""
+        return self.model(torch.tensor([tokens])).logits[0]
+
     def continued(self, prompt: list[int]) -> list[int]:
         tokens = list(prompt)
         for _ in range(NEW):
-            tokens.append(int(self.model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
         return tokens[len(prompt) :]
 
     def agrees(self, prompt: list[int], answer: list[int]) -> bool:
@@ -110,11 +117,10 @@ class Oracle:
         self.compared.ties += 1
         return True
 
-    @torch.inference_mode()
     def tied(self, prompt: list[int], answer: list[int], expected: list[int]) -> bool:
         """The first token that differs from ours was chosen between two logits within TIE."""
         first = next(i for i, (a, b) in enumerate(zip(answer, expected)) if a != b)
-        best = self.model(torch.tensor([prompt + expected[:first]])).logits[0, -1].topk(2).values
+        best = self.logits(prompt + expected[:first])[-1].topk(2).values
         return bool(best[0] - best[1] <= TIE)
 
 
@@ -127,11 +133,11 @@ def oracle(tmp_path_factory: pytest.TempPathFactory):
 
 
 def engine_of(oracle: Any, **settings: object) -> Engine:
-    options = {"kv_tokens": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8, "debug": True, "threads": 1}
-    built = build(
-        EngineConfig.of(model=str(oracle.folder), skip_tokenizer_init=True, dtype="float32", **(options | settings))
-    )
-    return built.engine
+    options = {
+        "kv_tokens": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8, "debug": True, "threads": 1,
+        "dtype": "float32",
+    }  # fmt: skip
+    return build(EngineConfig.of(model=str(oracle.folder), skip_tokenizer_init=True, **(options | settings))).engine
 
 
 def outputs_of(engine: Engine, asked: dict[str, tuple[list[int], SamplingParams]]) -> dict[str, list[BranchOutput]]:
@@ -158,20 +164,20 @@ def assert_equal(oracle: Oracle, engine: Engine, prompts: list[list[int]]) -> No
     assert not differing, f"{len(differing)} of {len(prompts)} answers differ from transformers'"
 
 
-@pytest.mark.share(8)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("budget", [1, 7, 16, 64])
-def test_chunk_sizes_do_not_change_tokens(oracle, family: str, budget: int) -> None:
-    model = oracle(family)
-    assert_equal(model, engine_of(model, max_num_batched_tokens=budget), model.prompts)
+WAYS: list[dict[str, Any]] = [
+    *({"max_num_batched_tokens": budget} for budget in (1, 7, 16, 64)),
+    *({"page_size": size} for size in (1, 4, 16, 32)),
+    *({"table_scope": scope, "attention": attention, "page_size": 4}
+      for scope in ("model", "layer") for attention in ("reference", "sdpa")),
+]  # fmt: skip
 
 
 @pytest.mark.share(8)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("page_size", [1, 4, 16, 32])
-def test_page_sizes_do_not_change_tokens(oracle, family: str, page_size: int) -> None:
+@pytest.mark.parametrize("settings", WAYS, ids=str)
+def test_chunks_page_sizes_scopes_and_backends_do_not_change_tokens(oracle, family: str, settings: Any) -> None:
     model = oracle(family)
-    assert_equal(model, engine_of(model, page_size=page_size), model.prompts)
+    assert_equal(model, engine_of(model, **settings), model.prompts)
 
 
 @pytest.mark.parametrize("family", FRAMED)
@@ -201,16 +207,6 @@ def test_a_second_run_hits_the_prefix_cache_and_gives_the_same_tokens(oracle, fa
     assert_equal(model, engine, model.prompts)
     assert_equal(model, engine, model.prompts)
     assert engine.scheduler.memory.account().sharing.hits > 0
-
-
-@pytest.mark.share(8)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scope", ["model", "layer"])
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-def test_backends_and_table_scopes_give_the_same_tokens(oracle, family: str, scope: str, attention: str) -> None:
-    model = oracle(family)
-    engine = engine_of(model, table_scope=scope, attention=attention, page_size=4)
-    assert_equal(model, engine, model.prompts)
 
 
 # Requests of all kinds, in little memory

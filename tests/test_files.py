@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from quire.cli import config_file
 from quire.config import EngineConfig
 from quire.errors import StartupError, short_repr
 from quire.files import MAX_BYTES_BY_FILE, find_checkpoint_file, read_bounded, read_json_object
@@ -40,6 +41,7 @@ OPERATORS: dict[str, Callable[[str], Any]] = {
     "prefixes": read_prefixes,
     "calibration": _read_costs,
     "chat template": lambda path: ChatTemplate.find(Path(path).parent / "nowhere", path),
+    "--config": config_file.read_settings,
 }
 
 
@@ -74,7 +76,7 @@ def test_a_checkpoints_files_are_regular(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(READERS) - {"model.safetensors"}))
 def test_a_file_that_becomes_a_link_is_not_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look at where it is, and the reading."""
+    """It is replaced between the check of its place and the reading."""
     for path in (tmp_path / name, tmp_path / "outside"):
         path.write_text("{}")
     system = os.open
@@ -101,7 +103,7 @@ def test_a_checkpoints_files_are_bounded(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["model", "hub/models--owner--name/snapshots/0123", "link"])
 def test_a_folder_may_link_to_the_blobs_of_the_hubs_cache(place: str, tmp_path: Path) -> None:
-    """Be it anywhere, in the cache itself, or a link to there; but to nothing else."""
+    """Wherever the folder is: in the cache, outside of it, or reached through a link; but to nothing else."""
     folder, blobs = tmp_path / place, tmp_path / "hub" / "models--owner--name" / "blobs"
     if place == "link":
         folder.symlink_to("hub/models--owner--name/snapshots/0123")
@@ -130,12 +132,12 @@ def test_a_folder_may_link_to_the_blobs_of_the_hubs_cache(place: str, tmp_path: 
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_the_operators_files_are_regular_and_bounded(kind: str, tmp_path: Path) -> None:
     fifo, large = tmp_path / "fifo", tmp_path / "large"
+    limit = MAX_BYTES_BY_FILE.get(kind, config_file.MAX_BYTES)
     os.mkfifo(fifo)
     with large.open("wb") as file:
-        file.truncate(MAX_BYTES_BY_FILE[kind] + 1)
+        file.truncate(limit + 1)
     for path, words in (("/dev/zero", "not a regular file"), (str(fifo), "not a regular file"),
-                        (str(large), f"more than {MAX_BYTES_BY_FILE[kind]} bytes"), (str(tmp_path),
-                        "can't be read")):  # fmt: skip
+                        (str(large), f"more than {limit} bytes"), (str(tmp_path), "can't be read")):  # fmt: skip
         with pytest.raises(StartupError, match=words):
             OPERATORS[kind](path)
 
@@ -185,9 +187,14 @@ def test_names_of_shards(tmp_path: Path) -> None:
         with pytest.raises(StartupError, match=r"which .* lacks") as failure:
             tensor_files(tmp_path)
         assert len(str(failure.value)) < 300
-    for odd in (["x"], None, 7, "\ud800.safetensors", "../a.safetensors", "a\nb.safetensors"):
-        index.write_text(json.dumps({"weight_map": {"a": odd}}))
-        with pytest.raises(StartupError, match="names the file"):
+    for odd in (["x"], None, 7, "", "..", "w.bin", "\ud800.safetensors", "../a.safetensors", "/x.safetensors",
+                "a/b.safetensors", "a\nb.safetensors"):  # fmt: skip
+        index.write_text(json.dumps({"weight_map": {"a": "b.safetensors", "b": odd}}))
+        with pytest.raises(StartupError, match=r"names the file .*Shards must be safetensors files beside it"):
+            tensor_files(tmp_path)
+    for weight_map in ({}, None, ["a"]):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(StartupError, match="has no weight_map"):
             tensor_files(tmp_path)
 
 
@@ -219,11 +226,16 @@ def test_keys_leave_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     keys = {"QUIRE_API_KEY": "secret-one", ADMIN_KEY_VARIABLE: "secret-two"}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, **keys})
-    (tmp_path / "secret").write_text("one")
+    file = tmp_path / "secret"
+    file.write_text("one\ntwo\n")
     (tmp_path / "keys").symlink_to("secret")
-    monkeypatch.setenv("QUIRE_API_KEY", "two")
-    assert read_keys(str(tmp_path / "keys")) == ("one",)  # an operator's file may be a link
+    monkeypatch.setenv("QUIRE_API_KEY", "three")
+    assert read_keys(str(tmp_path / "keys")) == ("one", "two")  # an operator's file may be a link
     assert "QUIRE_API_KEY" not in os.environ
+    assert read_keys(None) == ()
+    file.write_text("\n")
+    with pytest.raises(StartupError, match="holds no key"):
+        read_keys(str(file))
 
 
 SHAPE = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_tensor_parallel import PARAMS, PROMPTS, SETTINGS
+from test_tensor_parallel import PARAMS, PROMPTS, SETTINGS, tokens_of
 
 import quire.distributed.rank_startup
 import quire.distributed.remote_runner
@@ -27,7 +27,7 @@ PROGRAM = ("-P", "-c", BOOTSTRAP, str(Path(__file__).parent), "peer_ranks")
 
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Ranks that meet as on GPUs; what their memory is planned for."""
+    """Have ranks meet as on GPUs. Return the memory that was planned for."""
     seen: list[Any] = []
     build = quire.distributed.rank_startup.build_ranks
 
@@ -43,25 +43,23 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_ranks_with_peers_memory_say_what_one_says(peers: list[Any]) -> None:
-    """Sums with norms, the embedding's, and what split sampling tells."""
+    """With sums and norms, the embedding, and sampling over a sharded vocabulary."""
     settings = SETTINGS | {"rank_timeout": 60.0, "max_num_seqs": 4, "attention": "sdpa"}
     several, alone = (LLM("tiny", tp=tp, **settings) for tp in (2, 1))
     for params in PARAMS[:2]:
         few = replace(params, max_tokens=4)
-        said = [[list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS[1:3], few)] for llm in (several, alone)]
-        assert said[0] == said[1]
+        assert tokens_of(several, PROMPTS[1:3], few) == tokens_of(alone, PROMPTS[1:3], few)
     several.close()
     assert peers == [(4 * GIB, 3 * GIB, "GPU 0, of which 3.00 of 4.00 GiB are free")]
 
 
 @pytest.mark.parametrize("layout", [{"pp": 3}, pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.soak)], ids=str)
 def test_stages_copy_into_each_others_memory(peers: list[Any], layout: dict[str, int]) -> None:
-    """And say what one rank says, in steps of more than a chunk, several of them in flight."""
+    """They give one rank's tokens, with chunked prompts and several steps in flight."""
     settings = SETTINGS | {"rank_timeout": 60.0, "max_num_seqs": 6, "max_num_batched_tokens": 16, "attention": "sdpa"}
     several, alone = (LLM("tiny", **layout, **settings), LLM("tiny", **settings))
     params = replace(PARAMS[0], max_tokens=6)
-    said = [[list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, params)] for llm in (several, alone)]
-    assert said[0] == said[1]
+    assert tokens_of(several, PROMPTS, params) == tokens_of(alone, PROMPTS, params)
     several.close()
 
 

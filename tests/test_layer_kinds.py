@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
-from test_equality import LENGTHS, NEW
+from test_equality import NEW
 from torch import Tensor
 
 from quire.core.engine import Engine
@@ -118,21 +118,16 @@ def saved(folder: Path, more: dict[str, Any]) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
 
 
-class Oracle:
+class Oracle(test_equality.Oracle):
     """The dense reference's greedy answers to random prompts."""
 
     def __init__(self, folder: Path, more: dict[str, Any]) -> None:
         saved(folder, more)
         self.folder, self.dense = folder, DenseLlama(folder)
-        generator = torch.Generator().manual_seed(1)
-        self.prompts = [torch.randint(0, 97, (n,), generator=generator).tolist() for n in LENGTHS]
-        self.answers = [self.continued(prompt) for prompt in self.prompts]
+        self.ask()
 
-    def continued(self, prompt: list[int]) -> list[int]:
-        tokens = list(prompt)
-        for _ in range(NEW):
-            tokens.append(int(self.dense.logits(tokens)[-1].argmax()))
-        return tokens[len(prompt) :]
+    def logits(self, tokens: list[int]) -> Tensor:
+        return self.dense.logits(tokens)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def test_public_names() -> None:
 
 
 def test_imports_stay_light() -> None:
-    """`import quire.llm` and the control plane need neither the server's libraries nor a tensor library."""
+    """`import quire.llm` and the engine's core need neither the server's libraries nor a tensor library."""
     heavy = ("torch", "pydantic", "fastapi", "uvicorn", "transformers", "tokenizers")
     light = "quire.llm, quire.cli, quire.core.engine, quire.sim.echo_runner, quire.memory.interface"
     code = f"import sys, {light}; print([name for name in {heavy} if name in sys.modules])"
@@ -63,7 +63,7 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
 
 
 def test_results_come_in_the_order_of_prompts() -> None:
-    """Also of more than the queue holds."""
+    """Even if there are more than the queue holds."""
     llm = LLM.of(
         echo_service.built(max_num_queued_reqs=2)._replace(default_sampling={"temperature": 0.5, "unknown": 1})
     )  # type: ignore[arg-type]
@@ -287,16 +287,3 @@ def test_close_ends_the_chat_templates_process() -> None:
         llm.generate([[1]], PARAMS, use_tqdm=False)
     with pytest.raises(EngineDead):
         llm.generate([[1]], PARAMS)
-
-
-def test_bad_words_become_ids(llm: LLM) -> None:
-    text = llm.prompts.text_backend
-    assert text is not None
-    resolved = text.resolve(SamplingParams(bad_words=["upon", "xyz"]))
-    encode = tokenizer().encode
-    plain, spaced = tuple(encode("upon")), tuple(encode(" upon"))
-    assert plain in resolved.bad_word_ids
-    assert (spaced in resolved.bad_word_ids) == (len(spaced) == len(plain))
-    assert tuple(encode("xyz")) in resolved.bad_word_ids
-    with pytest.raises(InputError, match="has no tokens"):
-        text.resolve(SamplingParams(bad_words=["  "]))

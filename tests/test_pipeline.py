@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +13,17 @@ import pytest
 import test_state_logits
 import torch
 import transformers
-from echo_ranks import ThreadRank
 from test_equality import FAMILIES, FRAMED, GEMMA2, GPT2, OPT, SIZES
-from test_tensor_parallel import CASES, PARAMS, PROMPTS, SETTINGS, answers, both, engine_of, saver
+from test_tensor_parallel import CASES, PARAMS, PROMPTS, SETTINGS, answers, both, engine_of, saver, tokens_of
 
-import quire.distributed.remote_runner
 from quire import LLM
 from quire.config import EngineConfig
-from quire.distributed.rank_messages import InitMessage
-from quire.distributed.remote_runner import RemoteRunner
 from quire.errors import EngineDead
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.parallel_layout import Shard
 from quire.protocol.step_plan import PageCopy
 from quire.startup.checkpoint import read_checkpoint
-from quire.startup.loader import _load_model, build_rank_runner
+from quire.startup.loader import _load_model
 
 THREE = {"num_hidden_layers": 3}
 DEEP: dict[str, Any] = {
@@ -64,13 +58,13 @@ def test_two_stages_say_what_one_says(folders: Any, case: str) -> None:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("family", DEEP)
 def test_three_stages_of_every_family_say_what_one_says(folders: Any, family: str) -> None:
-    """Tied heads, norms behind the layers before, learned positions, windows in some layers; stages unlike in size."""
+    """Tied heads, norms after layers, learned positions, windows in some layers; stages of different sizes."""
     both(folders(family), 1, 1, pp=3, max_num_batched_tokens=16)
 
 
 @pytest.mark.usefixtures("threads")
 def test_chunks_of_a_prompt_go_beside_rows_that_draw(folders: Any) -> None:
-    """No more rows draw in a step than are one stage's share; a prompt's chunks fill the rest of each."""
+    """At most one stage's share of rows samples in a step; a prompt's chunks fill the rest."""
     engine = engine_of(folders("llama"), pp=2, max_num_batched_tokens=16)
     long = replace(PARAMS[0], max_tokens=60)
     lengths = dict.fromkeys("0123456", 0)
@@ -101,12 +95,9 @@ def test_stages_with_states_say_what_transformers_says(tmp_path: Path, case: str
 
 
 def test_stages_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> None:
-    """With kernels of our own, which compute with weights that are packed; a start, 5 requests, a failure."""
+    """With quire's own kernels, which compute with packed weights."""
     llm, alone = (LLM(str(folders("llama")), **SETTINGS, **more) for more in ({"pp": 2, "rank_timeout": 60}, {}))
-    said, expected = (
-        [list(one.outputs[0].token_ids) for one in each.generate(PROMPTS, PARAMS[0])] for each in (llm, alone)
-    )
-    assert said == expected
+    assert tokens_of(llm, PROMPTS, PARAMS[0]) == tokens_of(alone, PROMPTS, PARAMS[0])
     runner: Any = llm.engine.runner
     pids = [side.child.process.pid for side in runner.ranks]
     os.kill(pids[0], signal.SIGKILL)
@@ -117,7 +108,7 @@ def test_stages_are_processes_and_one_that_is_killed_ends_all(folders: Any) -> N
 
 
 def weights_of(folder: Path, part: Shard, **settings: Any) -> Any:
-    """The files that a part's model is loaded from, and its weights by their names, not prepared yet."""
+    """Return the files that a shard's model is loaded from, and its weights by name, before they are prepared."""
     config = EngineConfig(model=str(folder), device="cpu", **settings)
     model, files = _load_model(
         config, read_checkpoint(config).for_shard(part), torch.float32, torch.device("cpu"), False, part
@@ -131,7 +122,7 @@ def weights_of(folder: Path, part: Shard, **settings: Any) -> Any:
     [*((family, 1, 3) for family in DEEP), *((family, 2, 2) for family in DEEP if family != "olmo2")],
 )
 def test_weights_of_stages_are_those_of_the_whole(folders: Any, family: str, tp: int, pp: int, dummy: bool) -> None:
-    """Bit for bit, wherever a layer is, and nothing is missing: of tied heads too."""
+    """Bit for bit, and none is missing, tied heads included."""
     for rank in range(tp):
         _, whole = weights_of(folders(family), Shard(rank, tp), dummy_weights=dummy)
         found: set[str] = set()
@@ -144,27 +135,11 @@ def test_weights_of_stages_are_those_of_the_whole(folders: Any, family: str, tp:
 
 
 def test_a_stage_reads_its_layers_only(folders: Any) -> None:
-    """And nothing of others' layers; the first and the last both have a head that is tied."""
+    """The first and the last stage both have a tied head."""
     read = [weights_of(folders("llama"), Shard(0, 1, stage, 3))[0].read_bytes for stage in range(3)]
     embedding, norm = 97 * 32 * 4, 32 * 4
     layer = (32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48 + 2 * 32) * 4
     assert read == [embedding + layer + norm, layer + norm, embedding + layer + norm]
-
-
-@pytest.fixture
-def changed(threads: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], None]], None]:
-    """Have something done to each rank's runner, once it is built."""
-
-    def change(how: Callable[[Any], None]) -> None:
-        def built(hello: InitMessage) -> Any:
-            runner = build_rank_runner(hello)
-            how(runner)
-            return runner
-
-        start = partial(ThreadRank, built)
-        monkeypatch.setattr(quire.distributed.remote_runner, "RemoteRunner", partial(RemoteRunner, start=start))
-
-    return change
 
 
 FAULTS: dict[str, str] = {
@@ -175,8 +150,8 @@ FAULTS: dict[str, str] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_bugs_are_noticed(folders: Any, changed: Any, fault: str) -> None:
-    changed(lambda runner: plant(runner, fault) if runner.shard.is_first_stage else None)
+def test_planted_bugs_are_noticed(folders: Any, threads: list[Any], fault: str) -> None:
+    threads.append(lambda runner, shard: plant(runner, fault) if shard.is_first_stage else None)
     if fault.startswith("what is to be added"):  # by tokens alone
         with pytest.raises(AssertionError, match=FAULTS[fault]):
             both(folders("llama"), 1, 1, pp=2)

@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What one rank and several are both told."""
+        """The settings of one rank and of several."""
         return {
             "memory": self.memory, "kv_tokens": self.kv_tokens, "depth": self.depth, "preemption": self.preemption,
             "max_num_batched_tokens": self.budget, "enable_prefix_caching": self.hits, "page_size": self.page_size,
@@ -79,7 +79,7 @@ GRID = Case((2, 4), MEMORIES, (4096, 192), (1, 2, 3), (7, 64), (True, False), ("
 
 
 def covering(family: str) -> Iterator[Case]:
-    """Cases in which every two values of different settings meet, those first that have most of such pairs."""
+    """Yield cases until every two values of different settings occur together; those with most new pairs come first."""
     refused = (*RESERVED_MEMORIES, "virtual") if family in STATEFUL else ("virtual",) if family in UNLIKE else ()
     memories = [memory for memory in MEMORIES if memory not in refused]
     rng, values = random.Random(family), GRID._replace(memory=memories)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def covering(family: str) -> Iterator[Case]:
 
 
 def marked() -> list[Any]:
-    """Those of all families, in turn."""
+    """Return the cases of all families, in turn."""
     every = sorted((number, name, case) for name in FAMILIES for number, case in enumerate(covering(name)))
     return [
         pytest.param(name, case, marks=pytest.mark.soak if number >= FEW else (), id="-".join(map(str, (name, *case))))

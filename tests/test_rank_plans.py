@@ -33,12 +33,12 @@ KIB, MIB = 2**10, 2**20
 
 
 def spec_of(name: str, ranks: int = 1) -> ModelSpec:
-    """Of the last rank."""
+    """Return the last rank's spec."""
     return read_spec(named_config(name), Shard(ranks - 1, ranks))
 
 
 def planned(name: str, device_gib: float | None = None, **settings: Any) -> MemoryPlan:
-    """As a rank plans, in numbers of two bytes."""
+    """Return a rank's plan, with two bytes a number."""
     config = EngineConfig.of(model_config=name, **settings)
     bytes_ = None if device_gib is None else int(device_gib * GIB)
     return plan_memory(config.per_rank(), spec_of(name, config.tp), name, "float16", 2, "cuda", 0, bytes_)
@@ -86,7 +86,7 @@ def test_planned_weights_are_those_of_a_ranks_model(name: str, ranks: int) -> No
 
 
 def mapped(name: str, ranks: int, kib: int, layout: str = "layer") -> tuple[MemoryPlan, KVCacheConfig]:
-    """Memory that is mapped, as a rank has it: of several, 64 GiB together."""
+    """Return a rank's plan and configuration of virtual memory; several ranks have 64 GiB together."""
     settings: dict[str, Any] = {"virtual_layout": layout, "virtual_page_kib": kib, "max_num_seqs": 8, "tp": ranks}
     settings["memory"] = "virtual"
     plan = planned(name, 80, kv_gib=64 if ranks > 1 else 4, max_num_batched_tokens=512, **settings)
@@ -97,7 +97,7 @@ def mapped(name: str, ranks: int, kib: int, layout: str = "layer") -> tuple[Memo
 
 @pytest.mark.parametrize(("name", "ranks"), [*WASTE, ("yi-6b", 4), ("llama3-8b", 4), ("yi-34b", 4)])
 def test_table_8_by_rank(name: str, ranks: int) -> None:
-    """On one, two and (by the same rule) four workers."""
+    """With one, two and (by the same rule) four workers."""
     times = max(ranks // 2, 1)
     for kib, tokens, waste in zip((64, 128, 256, 2048), *WASTE[name, min(ranks, 2)], strict=True):
         _, geometry = mapped(name, ranks, kib)
@@ -109,7 +109,7 @@ def test_table_8_by_rank(name: str, ranks: int) -> None:
 
 
 def test_sums_over_ranks() -> None:
-    """--kv-gib and --swap-gib are; --kv-tokens are in every rank."""
+    """--kv-gib and --swap-gib are sums over ranks; --kv-tokens is the same in each."""
     config = EngineConfig(tp=4, kv_gib=8, swap_gib=2, max_num_seqs=8).with_device_defaults("cuda").per_rank()
     plan = planned("llama3-8b", 80, tp=4, kv_gib=8)
     assert (4 * plan.kv_bytes, plan.kv_tokens) == (8 * GIB, 8 * GIB // spec_of("llama3-8b").token_bytes(2))
@@ -139,7 +139,7 @@ def test_the_gpu_with_the_least_room_decides(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_ranks_will_exchange_through_takes_room() -> None:
-    """Of GPUs that aren't opened yet: of those that are it is missing from what is free."""
+    """On GPUs that are not opened yet; on open ones it is missing from the free memory."""
     absent = planned("llama3-8b", 40, tp=2, max_num_seqs=1024)
     spec, config = spec_of("llama3-8b", 2), EngineConfig(tp=2, max_num_seqs=1024)
     there = plan_memory(config.per_rank(), spec, "m", "float16", 2, "cuda", measured=(40 * GIB, 40 * GIB, "GPU 0"))
@@ -162,19 +162,19 @@ def test_what_ranks_will_exchange_through_takes_room() -> None:
     ({"tp": 16}, False), ({"tp": 2, "device": "cpu"}, False),
 ], ids=str)  # fmt: skip
 def test_who_exchanges_through_peers_memory(settings: dict[str, Any], line: bool) -> None:
-    """Ranks of a stage, if they are no more than can reach each other."""
+    """The ranks of a stage do, if there are not too many."""
     lines = said("llama3.2-1b", 40, kv_gib=4, **settings)
     assert lines.get("exchange") == ("384.0 MiB that the other ranks' GPUs reach" if line else None)
 
 
 def said(name: str, device_gib: float | None, **settings: Any) -> dict[str, str]:
-    """The lines of a plan, by what they begin with."""
+    """Return the lines of a plan, by their first word."""
     lines = describe_memory_plan(EngineConfig.of(model_config=name, **settings), device_gib)
     return {line[:12].strip(): line[13:] for line in lines}
 
 
 def test_what_a_plan_for_ranks_says() -> None:
-    """Beside what the documents show."""
+    """Besides what the documents show."""
     one = said("llama3-8b", 80, kv_gib=8)
     assert "all ranks" not in one
     assert "rank" not in "".join(one.values())
@@ -185,7 +185,7 @@ def test_what_a_plan_for_ranks_says() -> None:
 
 
 def test_what_a_plan_of_mapped_pages_says() -> None:
-    """A token may be in two of them, and has fewer bytes on a rank (vAttention, Table 8)."""
+    """A token may be in two pages, and has fewer bytes on a rank (vAttention, Table 8)."""
     layers = said("yi-6b", 79, memory="virtual", virtual_layout="layer", virtual_page_kib=64, kv_gib=8, tp=2)
     assert layers["pages"] == (
         "32 layers, full, 4,194,304 bytes for 128 tokens, 65,536 in each of 64 buffers, 8,388,608 on all ranks"
@@ -195,7 +195,6 @@ def test_what_a_plan_of_mapped_pages_says() -> None:
 
 
 def test_plans_in_the_documents() -> None:
-    """Each is what comes out."""
     text = (Path(__file__).parents[1] / "docs" / "parallel.md").read_text(encoding="utf-8")
     found = re.findall(r"^    \$ quire (plan .*)\n((?:    .*\n)+)", text, re.MULTILINE)
     assert found
@@ -207,7 +206,7 @@ def test_plans_in_the_documents() -> None:
 @pytest.mark.parametrize("part", [Shard(1, 4), Shard(0, 2, 1, 2)], ids=str)
 @pytest.mark.parametrize("name", ["llama3-8b", "jamba-52b", "gemma-2-9b"])
 def test_a_ranks_weights_in_fp8_to_the_byte(name: str, part: Shard) -> None:
-    """With their scales; what isn't rounded stays in two bytes."""
+    """With their scales; weights that are not quantized have two bytes."""
     config = named_config(name)
     made = create_fp8_model(config, torch.bfloat16, torch.device("meta"), FP8_ON_LOAD, part)
     held = sum(weight.nbytes for weight in made.parameters())

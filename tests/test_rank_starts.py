@@ -35,11 +35,11 @@ class Stand:
     started = ended = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """They are there at once."""
+        """Count a start."""
         Stand.started += 1
 
     def kill(self) -> None:
-        """Counts."""
+        """Count an end."""
         Stand.ended += 1
 
 
@@ -51,18 +51,10 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
     return Stand
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        "read_checkpoint",
-        "start_ranks",
-        "preallocate_weights",
-        "import_module",
-        "read_tokenizer_and_template",
-        "read_image_loader",
-        "build_engine",
-    ],
-)
+@pytest.mark.parametrize("step", [
+    "read_checkpoint", "start_ranks", "preallocate_weights", "import_module", "read_tokenizer_and_template",
+    "read_image_loader", "build_engine",
+])  # fmt: skip
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), StartupError("no"), RuntimeError("no")])
 def test_whatever_goes_wrong_ends_them(
     ranks: type[Stand], monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
@@ -129,7 +121,7 @@ def tiny() -> Checkpoint:
 
 
 def started_on(config: EngineConfig, source: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    """The device of the ranks that an engine has, and what is said where it has none."""
+    """Return the device of the ranks that an engine gets, or "" and the cause of the refusal."""
     assembled: list[Any] = []
     monkeypatch.setattr(building, "_assemble", lambda config, *rest: assembled.append((config, rest[-1])))
     try:
@@ -145,8 +137,8 @@ def started_on(config: EngineConfig, source: Checkpoint, monkeypatch: pytest.Mon
 def test_torch_alone_says_what_there_is(
     ranks: type[Stand], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Checkpoint, files: str, device: str
 ) -> None:
-    """Whatever files and variables say, there are ranks on the device that torch finds, one set of them, or a refusal
-    that tells what it finds, and none: ranks are started sooner or later, that's all."""
+    """Whatever device files and variables say, there is one set of ranks on the device that torch finds, or a refusal
+    that names what torch finds, and no rank."""
     for name in FILES[files]:
         (tmp_path / name).touch()
     monkeypatch.setattr(rank_devices, "GPU_DEVICE_FILES", f"{tmp_path}/nvidia[0-9]*")
@@ -197,7 +189,7 @@ CONFIG = EngineConfig(device="cpu")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes that are asked for, on a machine with kernels."""
+    """Return the sizes that are allocated, on a machine with kernels."""
     sizes: list[int] = []
     monkeypatch.setattr(module, "weight_arena", lambda: SimpleNamespace(prefault=sizes.append))
     monkeypatch.setattr(module.kernels, "find_library", lambda name: Path("avx2.so"))
@@ -223,7 +215,7 @@ def test_as_much_as_weights_take(asked: list[int], source: Checkpoint, monkeypat
 def test_nothing_where_a_gpu_may_compute(
     asked: list[int], source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor of a link to nothing: whoever reads it says so."""
+    """Nor for a dangling link, which its reader reports."""
     monkeypatch.setattr("os.path.exists", lambda path: path in GPU_DEVICE_FILES)
     preallocate_weights(EngineConfig(), source)
     assert asked == []

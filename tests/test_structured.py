@@ -15,14 +15,10 @@ from quire.errors import InputError
 from quire.protocol.sampling_params import Structured, StructuredOutputsParams
 
 SCHEMA = {
-    "type": "object",
-    "properties": {
-        "a_name_of_some_length": {"type": "string", "maxLength": 16},
-        "years_that_have_passed": {"type": "integer", "minimum": 0, "maximum": 120},
-    },
-    "required": ["a_name_of_some_length", "years_that_have_passed"],
-    "additionalProperties": False,
-}
+    "type": "object", "required": ["a_name_of_some_length", "years_that_have_passed"], "additionalProperties": False,
+    "properties": {"a_name_of_some_length": {"type": "string", "maxLength": 16},
+                   "years_that_have_passed": {"type": "integer", "minimum": 0, "maximum": 120}},
+}  # fmt: skip
 PROMPTS = ["Once upon a time", "The dog said", "In the garden", "One day"]
 FORM = StructuredOutputsParams(json=SCHEMA)
 

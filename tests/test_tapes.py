@@ -6,19 +6,18 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from itertools import chain
 from typing import Any
 
 import pytest
 import test_equality
 import torch
-from test_equality import FAMILIES, FRAMED, MORE, Oracle, assert_equal
+from test_equality import FAMILIES, FRAMED, MORE, Oracle, assert_equal, outputs_of
 
-from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.kernels.cpu.library_loader import library
 from quire.layers.norm import RMSNorm
 from quire.protocol.sampling_params import SamplingParams
-from quire.startup.build import build
 from quire.worker.recorded_steps import RecordedDecodeSteps
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there are no kernels for this CPU (no compiler?)")
@@ -28,13 +27,7 @@ oracle = test_equality.oracle
 
 
 def an_engine(oracle: Oracle, tapes: bool = True, **settings: object) -> Engine:
-    usual = {"kv_tokens": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8, "dtype": "float32"}
-    return build(
-        EngineConfig(
-            model=str(oracle.folder), skip_tokenizer_init=True, debug=True, threads=1, attention="native",
-            cuda_graphs=tapes, **(usual | settings),
-        )
-    ).engine  # fmt: skip
+    return test_equality.engine_of(oracle, **{"attention": "native", "cuda_graphs": tapes} | settings)
 
 
 def tapes_of(engine: Engine) -> RecordedDecodeSteps:
@@ -45,14 +38,10 @@ def tapes_of(engine: Engine) -> RecordedDecodeSteps:
 
 def all_of(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Answers:
     """The tokens of each request's sequences, with their log-probabilities where there are any."""
-    for i, prompt in enumerate(prompts):
-        engine.add(str(i), prompt, params)
     found: Answers = {}
-    while engine.has_unfinished_requests:
-        for output in engine.step():
-            tops = [(top.token, top.logprob, top.ids, top.logprobs) for top in output.top_logprobs]
-            found.setdefault((output.request_id, output.branch), []).extend([*output.tokens, *tops])
-        engine.scheduler.memory.check()
+    for output in chain(*outputs_of(engine, {str(i): (prompt, params) for i, prompt in enumerate(prompts)}).values()):
+        tops = [(top.token, top.logprob, top.ids, top.logprobs) for top in output.top_logprobs]
+        found.setdefault((output.request_id, output.branch), []).extend([*output.tokens, *tops])
     return found
 
 

@@ -4,26 +4,21 @@ penalties, windows and memories. Most ranks are on threads of this process, with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import gguf_files
 import pytest
-from echo_ranks import ThreadRank
 from test_equality import FAMILIES, random_model
 
-import quire.distributed.remote_runner
+from quire import LLM
 from quire.config import EngineConfig
 from quire.core.engine import Engine
-from quire.distributed.rank_messages import InitMessage
-from quire.distributed.remote_runner import RemoteRunner
-from quire.errors import EngineDead, StartupError
-from quire.protocol.kv_cache_config import KVCacheConfig
+from quire.errors import StartupError
+from quire.protocol.parallel_layout import Shard
 from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.step_plan import PageCopy
 from quire.startup.build import build
-from quire.startup.loader import build_rank_runner
 
 PROMPTS = [[(7 * i + j * j) % 97 for j in range(n)] for i, n in enumerate((1, 5, 16, 23, 37))]
 SETTINGS = {
@@ -48,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def saver(factory: pytest.TempPathFactory, families: Mapping[str, Callable[[], Any]]) -> Callable[[str], Path]:
-    """What saves a random model of a family, once, and says where."""
+    """Return a function that saves a random model of a family, once, and returns its folder."""
 
     def saved(family: str) -> Path:
         folder = factory.mktemp("model")
@@ -68,7 +63,7 @@ def engine_of(folder: Path, **settings: Any) -> Engine:
 
 
 def answers(engine: Engine, rounds: int) -> Iterator[Any]:
-    """What comes of prompts with parameters of each kind; with two rounds prefixes are found."""
+    """Yield the tokens of prompts with parameters of each kind; in a second round prefixes are found."""
     for again in range(rounds):
         for i, prompt in enumerate(PROMPTS):
             for j in (i, i + again + 1):
@@ -78,6 +73,10 @@ def answers(engine: Engine, rounds: int) -> Iterator[Any]:
             for output in engine.step():
                 told.setdefault((output.request_id, output.branch), []).extend(output.tokens)
         yield told
+
+
+def tokens_of(llm: LLM, prompts: Any, params: SamplingParams) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in llm.generate(prompts, params, use_tqdm=False)]
 
 
 def both(folder: Path, tp: int, rounds: int = 2, **settings: Any) -> tuple[Engine, Engine]:
@@ -110,7 +109,7 @@ TINY = Path(__file__).parents[1] / "src" / "quire" / "assets" / "tiny"
     ids=str,
 )
 def test_quantised_ranks_say_what_one_says(quantization: str, layout: dict[str, int]) -> None:
-    """Weights are slices of the undivided ones as they are rounded there, so tokens are the same."""
+    """Weights are slices of the undivided quantized ones, so tokens are the same."""
     both(TINY, rounds=1, quantization=quantization, **layout)
 
 
@@ -120,49 +119,17 @@ def test_ranks_of_a_file_of_blocks_say_what_one_says(layout: dict[str, int], tmp
     both(gguf_files.convert(TINY, "llama", tmp_path / "tiny.gguf", "q8_0"), rounds=1, **layout)
 
 
-def test_a_journal_entry_skipped_on_one_rank_is_named(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though all draw the same tokens, of what they have in common."""
-
-    def built(hello: InitMessage) -> Any:
-        runner = build_rank_runner(hello)
-        bind = runner.bind
-
-        def bound(geometry: KVCacheConfig) -> None:
-            bind(geometry)
-            replay = runner.store.apply_page_ops
-            runner.store.apply_page_ops = lambda journal: replay(
-                tuple(entry for entry in journal if type(entry) is not PageCopy)
-            )
-
-        if not hello.part.is_first_tp_rank:
-            monkeypatch.setattr(runner, "bind", bound)
-        return runner
-
-    remote = partial(RemoteRunner, start=partial(ThreadRank, built))
-    monkeypatch.setattr(quire.distributed.remote_runner, "RemoteRunner", remote)
-    engine = engine_of(folders("llama"), tp=2, attention="sdpa")
-    with pytest.raises(EngineDead, match=r"rank 1 applied or sampled differently from rank 0 in step \d"):
-        list(answers(engine, 1))
-    engine.close()
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("layout", [{"tp": 2, "depth": 2}, {"tp": 1, "pp": 2}], ids=str)
-def test_ranks_that_are_started_anew_say_the_same(
-    folders: Any, monkeypatch: pytest.MonkeyPatch, layout: dict[str, int]
-) -> None:
-    """Whatever their caches held, and whatever was in flight: greedy and sampled requests, branches, beams."""
+def test_ranks_that_are_started_anew_say_the_same(folders: Any, threads: list[Any], layout: dict[str, int]) -> None:
+    """Greedy and sampled requests, branches and beams, whatever was cached or in flight."""
     left = iter((3, 9, 12))  # steps of each start
 
-    def built(hello: InitMessage) -> Any:
-        runner = build_rank_runner(hello)
-        if not (hello.part.is_first_tp_rank and hello.part.is_first_stage) and (step := next(left, None)) is not None:
+    def fail_later(runner: Any, shard: Shard) -> None:
+        if shard.global_rank and (step := next(left, None)) is not None:
             collect, steps = runner.collect, iter(range(1, step))
-            monkeypatch.setattr(runner, "collect", lambda ticket: collect(ticket) if next(steps, 0) else 1 // 0)
-        return runner
+            runner.collect = lambda ticket: collect(ticket) if next(steps, 0) else 1 // 0
 
-    remote = partial(RemoteRunner, start=partial(ThreadRank, built))
-    monkeypatch.setattr(quire.distributed.remote_runner, "RemoteRunner", remote)
+    threads.append(fail_later)
     _, engine = both(folders("llama"), rounds=1, **layout, on_rank_failure="restart", swap_gib=0.01)
     assert engine.stats.restarts == 3
     engine.scheduler.memory.check()

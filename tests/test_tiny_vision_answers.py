@@ -155,7 +155,6 @@ PLANTED: dict[str, Callable[[Patch], None]] = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_a_wrong_word(llm: LLM, name: str, monkeypatch: Patch) -> None:
-    """A sentence as good as the right one, and another."""
     images, right = [alone("red", "circle"), alone("blue", "square"), TWO], ["red circle", "blue square"]
     with monkeypatch.context() as patched:
         PLANTED[name](patched)
@@ -180,9 +179,9 @@ def test_streamed_over_http_and_not_encoded_again(tmp_path: Path) -> None:
     another text before it nothing is, but the picture. Another picture is encoded. The example says the same."""
     with (
         echo_service.serving(EngineConfig(**SETTINGS)) as running,
-        httpx.Client(base_url=running.url, timeout=60) as http,
         OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0, timeout=60) as client,
     ):
+        http = running.http
 
         def ask(messages: Any) -> str:
             stream = client.chat.completions.create(model="echo", messages=messages, temperature=0, stream=True)

@@ -1,11 +1,14 @@
-"""Waiting until a condition holds, and a program that runs until it is killed."""
+"""Waiting until a condition holds, a program that runs until it is killed, and whether a process has ended."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
+
+import psutil
 
 T = TypeVar("T")
 
@@ -34,3 +37,10 @@ async def wait_until_async(condition: Callable[[], T], what: str | Callable[[], 
 def _check(end: float, what: str | Callable[[], str], seconds: float) -> None:
     if time.monotonic() >= end:
         raise AssertionError(f"waited {seconds:g} s until {what() if callable(what) else what}")
+
+
+def has_ended(pid: int) -> bool:
+    """Return True if a process has ended, even if its parent has not asked for its status yet."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True

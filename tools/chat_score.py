@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import tiny_text
 import tiny_words as words
 from tiny_unseen import BEYOND, unseen_questions
-from train_tiny import accepts, prompt_of, read_questions
+from train_tiny import accepts, prompt_of, read_questions, table
 
 from quire import LLM, SamplingParams
 from quire.bench.machine import machine
@@ -38,16 +38,12 @@ class Answer(NamedTuple):
 
 GREEDY: Json = {"temperature": 0.0}
 GRID: tuple[Json, ...] = (
-    GREEDY,
-    *({"temperature": t} for t in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)),
-    *({"temperature": 1.0, "top_p": p} for p in (0.9, 0.5)),
-    *({"temperature": 1.0, "top_k": k} for k in (2, 5, 20)),
-    *({"temperature": 1.0, "min_p": p} for p in (0.1, 0.3)),
-    {"temperature": 0.5, "top_p": 0.9},
-    {"temperature": 0.3, "top_k": 2},
-    *({"temperature": 0.0, "repetition_penalty": r} for r in (1.05, 1.1, 1.2)),
+    GREEDY, *({"temperature": t} for t in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)),
+    *({"temperature": 1.0, "top_p": p} for p in (0.9, 0.5)), *({"temperature": 1.0, "top_k": k} for k in (2, 5, 20)),
+    *({"temperature": 1.0, "min_p": p} for p in (0.1, 0.3)), {"temperature": 0.5, "top_p": 0.9},
+    {"temperature": 0.3, "top_k": 2}, *({"temperature": 0.0, "repetition_penalty": r} for r in (1.05, 1.1, 1.2)),
     *({"temperature": 0.3, "repetition_penalty": r} for r in (1.05, 1.2)),
-)
+)  # fmt: skip
 SEED = 7  # of the questions; training text is drawn from others
 FIRST = ("Hello!", "Who are you?", "What is the colour of the sky?", "What is the colour of grass?",
          "What colour is grass?")  # fmt: skip
@@ -166,7 +162,7 @@ def measure(options: argparse.Namespace) -> Json:
             rows = []
             for setting in GRID:
                 rows.append(score(llm, setting, sets, options.seeds, known))
-                print(name, line(rows[-1]), flush=True)
+                print(name, *cells(rows[-1]), sep=" | ", flush=True)
             report["models"][name] = {
                 "grid": rows,
                 "wrong_when_greedy": {kind: wrong(llm, questions, GREEDY) for kind, questions in sets.items()},
@@ -177,22 +173,20 @@ def measure(options: argparse.Namespace) -> Json:
 
 # -- the report ------------------------------------------------------------------------------------------------------
 
-HEAD = (
-    "| setting | of 50 | of 200 | honest, of 40 | stories that repeat a sentence | distinct 4-grams "
-    "| unknown words in 1,000 | stories a request |\n|---|--:|--:|--:|--:|--:|--:|--:|"
-)
+HEAD = ("setting", "of 50", "of 200", "honest, of 40", "stories that repeat a sentence", "distinct 4-grams",
+        "unknown words in 1,000", "stories a request")  # fmt: skip
 
 
-def line(row: Json) -> str:
+def cells(row: Json) -> tuple[str, ...]:
     """One row of the table."""
     setting, told = row["setting"], row["stories"]
     shown = ", ".join(f"{key} {value:g}" for key, value in setting.items() if key != "temperature" or value)
     shown = "greedy" + (f", {shown}" if shown else "") if setting["temperature"] == 0 else shown
     return (
-        f"| {shown} | {spread(row['committed'])} | {spread(row['unseen'])} | {row['beyond']['honest']:.1f} "
-        f"| {100 * told['with_a_repeated_sentence']:.0f} % | {100 * told['distinct_4_grams']:.1f} % "
-        f"| {told['unknown_words_in_1000']:.2f} | {told['different_a_request']:.1f} of {row['seeds']} |"
-    )
+        shown, spread(row["committed"]), spread(row["unseen"]), f"{row['beyond']['honest']:.1f}",
+        f"{100 * told['with_a_repeated_sentence']:.0f} %", f"{100 * told['distinct_4_grams']:.1f} %",
+        f"{told['unknown_words_in_1000']:.2f}", f"{told['different_a_request']:.1f} of {row['seeds']}",
+    )  # fmt: skip
 
 
 def spread(counted: Json) -> str:
@@ -202,10 +196,8 @@ def spread(counted: Json) -> str:
 
 def markdown(report: Json) -> str:
     """Return the tables of a report as Markdown."""
-    parts = []
-    for name, measured in report["models"].items():
-        parts += [f"{name}:", "", HEAD, *map(line, measured["grid"]), ""]
-    return "\n".join(parts)
+    models = report["models"].items()
+    return "\n".join(f"{name}:\n\n{table(HEAD, list(map(cells, found['grid'])))}\n" for name, found in models)
 
 
 def main(arguments: list[str]) -> None:

@@ -14,13 +14,10 @@ from statistics import median
 from typing import Any
 
 CASES: dict[str, tuple[str, ...]] = {
-    "1 sequence": ("1", "128"),
-    "256 sequences": ("256", "128"),
-    "1000 sequences": ("1000", "128"),
+    "1 sequence": ("1", "128"), "256 sequences": ("256", "128"), "1000 sequences": ("1000", "128"),
     "256 sequences, four groups": ("256", "128", "4"),
-    "256 sequences, two unlike groups": ("256", "128", "2", "unlike"),
-    "64 requests of 4 beams": ("64", "512", "beams"),
-}
+    "256 sequences, two unlike groups": ("256", "128", "2", "unlike"), "64 requests of 4 beams": ("64", "512", "beams"),
+}  # fmt: skip
 PROGRAM = """
 import json, sys, time
 from types import SimpleNamespace

@@ -5,7 +5,8 @@ python tools/doc_tables.py --check   # says whether they are stale
 
 In other pages a table stands between `<!-- table NAME -->` and `<!-- end of table -->`. The reference is made of what
 the code declares: the parser of `quire serve`, the constants that bound requests, the models of request bodies, and the
-routes and metrics of an application with the bundled model. Only the meanings of request fields are written here.
+routes and metrics of an application with the bundled model. Only the meanings of request fields are written down, in
+doc_fields.toml.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -71,133 +73,18 @@ LAYOUTS = (
 
 FILLED_PARAMS = ("bad_word_ids", "stop_automaton", "grammar")
 """Parameters that quire fills from others."""
-SAMPLING = {
-    "n": "outputs for each prompt; output 0 is drawn with `seed`, output i with a seed mixed from `seed` and i",
-    "best_of": "samples, of which the `n` with the highest probability are returned, best first; unset: `n`. Streamed "
-    "only if it is `n`",
-    "beam_width": "beam search with this many beams; the best `n` are returned, best first",
-    "early_stopping": 'when beam search ends: true, false or "never", as in transformers',
-    "method": "a factory of a decoding method of your own: [memories.md](memories.md#a-decoding-method-of-your-own)",
-    "seed": "makes the output a function of the seed and the prompt; unset: drawn from the server's `--seed`",
-    "stop": "strings that end the output; with `best_of` once all samples are drawn",
-    "stop_token_ids": "tokens that end the output",
-    "bad_words": "texts that are never generated: at the start, after a space, or inside a text",
-    "allowed_token_ids": "the only tokens that may be generated",
-    "logit_bias": "token ids and what is added to their logits",
-    "max_tokens": "most tokens of an output; more than fits is cut. In chats unset: as many as fit. 0 in a completion "
-    "with `echo`: score the prompt",
-    "logprobs": "log-probabilities of each token and of this many most likely ones; in chats true, with `top_logprobs`",
-    "logprob_token_ids": "log-probabilities of these tokens, before penalties and temperature, in place of the most "
-    "likely ones",
-    "prompt_logprobs": "the same for the prompt; not streamed",
-    "skip_special_tokens": "leave special tokens out of the text",
-    "include_stop_str_in_output": "keep the stop string in the text",
-    "detokenize": "make the text",
-    "pooling": 'return hidden states in place of tokens: "last", "mean" or "auto"',
-    "structured": "a form of the output, as `structured_outputs`",
-    "structured_outputs": "a form of the output: one of `json`, `regex`, `choice`, `grammar`, `json_object`, "
-    "`structural_tag`, and `disable_any_whitespace`",
-}
-GENERATION = {
-    "prompt": "one prompt, or several",
-    "messages": "the conversation: `role` and `content`, a text or parts (texts; images of users)",
-    "multi_modal_data": '`{"image": "data:..."}` or a list of these, of a single prompt',
-    "model": "a name that is served; may be left out",
-    "max_completion_tokens": "chats' newer name of `max_tokens`, which it overrides",
-    "top_logprobs": "most likely tokens of each place; needs `logprobs`",
-    "use_beam_search": "vLLM's way to ask for beams: `beam_width`, else `best_of`, else `n` of them",
-    "truncate_prompt_tokens": "keep this many tokens of the prompt; -1 leaves room for the output",
-    "truncation_side": "left: keep the last ones (default); right: the first ones",
-    "echo": "completions: put the prompt before the output; with `logprobs` it is scored. Chats: put the last message "
-    "before it, if it is the assistant's",
-    "stream": "answer with server-sent events",
-    "stream_options": "`include_usage`: a last chunk has the usage; `continuous_usage_stats`: each chunk has it",
-    "request_id": "the end of the answer's `id`; not one that is in progress",
-    "return_token_ids": "add `token_ids` to each choice or chunk, and `prompt_token_ids`",
-    "return_tokens_as_token_ids": "name tokens `token_id:N` in log-probabilities",
-    "cache_salt": "share cached prefixes only with requests of the same salt; at most 1,024 characters",
-    "add_special_tokens": "the tokenizer adds its own special tokens, such as BOS; in chats false, as the template "
-    "writes them",
-    "add_generation_prompt": "the template opens the assistant's turn; true unless given",
-    "continue_final_message": "the output continues the last message",
-    "documents": "given to a template that reads them, else refused",
-    "reasoning_effort": "given to a template that reads it, else named as ignored",
-    "chat_template_kwargs": 'variables that the template reads, such as `{"enable_thinking": false}`',
-    "thinking_token_budget": "most tokens of reasoning",
-    "include_reasoning": "false: leave reasoning out of the answer",
-    "tools": "functions that the model may call",
-    "tool_choice": 'auto, none, required, or a function: `{"type": "function", "function": {"name": ...}}`',
-    "parallel_tool_calls": "false: keep only the first call of an output",
-    "response_format": '`{"type": ...}`: text, json_object, json_schema or structural_tag',
-    "guided_json": "`json` of `structured_outputs`",
-    "guided_regex": "`regex` of `structured_outputs`",
-    "guided_choice": "`choice` of `structured_outputs`",
-    "guided_grammar": "`grammar` of `structured_outputs`",
-    "modalities": "only text",
-    "spaces_between_special_tokens": "only true",
-}
-RESPONSES = {
-    "input": "a text, or items: messages, calls, results and reasoning",
-    "instructions": "the system message",
-    "previous_response_id": "continue the conversation of a stored response",
-    "store": "false: don't store this response, on a server with `--store-responses`",
-    "metadata": "at most 16 strings, which the response repeats",
-    "tools": '`{"type": "function", "name": ..., "parameters": ...}`',
-    "tool_choice": 'none, auto, required, or `{"type": "function", "name": ...}`',
-    "parallel_tool_calls": "false: keep only the first call of an output",
-    "text": '`{"format": ...}`: text, json_object or json_schema',
-    "reasoning": '`{"effort": ...}`, for templates that read it',
-    "include": "only `reasoning.encrypted_content`, of which there is none",
-    "truncation": "only disabled: a prompt that is too long is refused",
-    "stream_options": "no option has an effect",
-    "max_output_tokens": "most tokens of the output; unset: as many as fit",
-    "stop": "strings that end the output",
-}
-MESSAGES = {
-    "messages": "roles user, assistant and system; a text or blocks",
-    "max_tokens": "most tokens of the output; more than fits is cut. Not for `count_tokens`",
-    "system": "the system message",
-    "tools": "`name`, `description`, `input_schema`",
-    "tool_choice": '`{"type": ...}`: auto, any, none, or tool with `name`; `disable_parallel_tool_use`',
-    "thinking": '`{"type": ...}`: enabled with `budget_tokens`, adaptive or disabled; `display`',
-    "output_config": "`format`: json_schema with `schema`; `effort`, for templates that read it",
-    "output_format": "the older name of `format` in `output_config`",
-    "cache_control": "no effect: prefixes are cached without it",
-    "stop_sequences": "strings that end the output",
-    "metadata": "no effect",
-}
-OTHERS: dict[str, tuple[type[RequestFields], dict[str, str]]] = {
-    "/v1/embeddings": (request_models.EmbeddingRequest, {
-        "input": "what to embed: one text or several, unless there are `messages`",
-        "encoding_format": "how vectors are written",
-        "embed_dtype": "number format of base64",
-        "endianness": "byte order of base64",
-        "normalize": "false: vectors are not scaled to length 1",
-        "use_activation": "the same as `normalize`",
-        "dimensions": "keep this many numbers of each vector, scaled to length 1 again",
-    }),
-    "/score": (request_models.ScoreRequest, {
-        "text_1": "one text, or as many as `text_2` has",
-        "text_2": "one text or several",
-    }),
-    "/rerank": (request_models.RerankRequest, {
-        "query": "the text that documents are compared with",
-        "documents": "the documents",
-        "top_n": "return only the nearest ones",
-        "return_documents": "false: leave their texts out of the answer",
-    }),
-    "/tokenize": (request_models.TokenizeRequest, {
-        "prompt": "a text, unless there are `messages`",
-        "return_token_strs": "return the tokens as texts too",
-    }),
-    "/detokenize": (request_models.DetokenizeRequest, {"tokens": "token ids"}),
-    "/v1/prefixes": (request_models.PrefixRequest, {
-        "name": "letters, digits, `.`, `_` or `-`, at most 64",
-        "text": "the prefix as a text, or",
-        "token_ids": "as token ids",
-    }),
+MEANINGS: dict[str, dict[str, str]] = tomllib.loads(
+    Path(__file__).with_name("doc_fields.toml").read_text(encoding="utf-8")
+)
+SAMPLING, GENERATION, RESPONSES, MESSAGES = (
+    MEANINGS[name] for name in ("sampling", "generation", "responses", "messages")
+)
+OTHERS: dict[str, type[RequestFields]] = {
+    "/v1/embeddings": request_models.EmbeddingRequest, "/score": request_models.ScoreRequest,
+    "/rerank": request_models.RerankRequest, "/tokenize": request_models.TokenizeRequest,
+    "/detokenize": request_models.DetokenizeRequest, "/v1/prefixes": request_models.PrefixRequest,
 }  # fmt: skip
-"""Bodies that generate nothing, and their own fields."""
+"""Bodies that generate nothing."""
 PLURALS = {"string": "texts", "integer": "integers", "object": "objects"}
 
 
@@ -367,7 +254,9 @@ def apis_of(name: str) -> str:
 def explained(values: Mapping[str, str], meanings: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """Names, values and meanings of fields. Raises ValueError unless exactly these fields have meanings."""
     if values.keys() != meanings.keys():
-        raise ValueError(f"tools/doc_tables.py explains other fields than there are: {values.keys() ^ meanings.keys()}")
+        raise ValueError(
+            f"tools/doc_fields.toml explains other fields than there are: {values.keys() ^ meanings.keys()}"
+        )
     return ((name, values[name], meaning) for name, meaning in meanings.items())
 
 
@@ -407,8 +296,8 @@ def own_fields(model: type[RequestFields], meanings: Mapping[str, str]) -> Itera
 def other_fields() -> Iterator[str]:
     """The fields of bodies that generate nothing."""
     rows = []
-    for path, (model, meanings) in OTHERS.items():
-        values = body_fields(model)
+    for path, model in OTHERS.items():
+        values, meanings = body_fields(model), MEANINGS[path]
         chat_names = [name for name in values if name not in meanings and name in GENERATION]
         own = {name: value for name, value in values.items() if name not in chat_names}
         rows += [(path, f"`{name}`", value, meaning) for name, value, meaning in explained(own, meanings)]

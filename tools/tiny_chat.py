@@ -9,47 +9,24 @@ from tiny_facts import ask, fact_turn, facts
 from tiny_riddles import RIDDLES, Turns, about_story, draw_people
 from tiny_story import TRAIN, Split, draw_pair, invented_name, tell_story
 
-TALK: tuple[tuple[tuple[str, ...], str], ...] = (
-    (
-        (
-            "Hello!",
-            "Hello",
-            "Hi",
-            "Hi!",
-            "Hi there!",
-            "Hey",
-            "Hello there.",
-            "Good morning!",
-            "Good evening!",
-            "hello",
-            "hi",
-            "Say hello.",
-        ),
-        "Hello! How can I help you?",
-    ),
-    (("How are you?", "How are you today?", "How do you do?", "Are you well?"), "I am well, thank you. How are you?"),
-    (("Thank you!", "Thanks.", "Thanks a lot!", "Thank you very much."), "You are welcome!"),
-    (("Goodbye!", "Bye", "See you later.", "Good night!"), "Goodbye! Have a nice day."),
-    (
-        ("Who are you?", "What are you?", "Tell me about yourself.", "Introduce yourself."),
-        "I am a very small language model. I tell stories and answer simple questions.",
-    ),
-    (
-        ("What can you do?", "How can you help me?", "What do you know?", "Help", "Can you help me?"),
-        "I can tell stories, answer simple questions and do small sums.",
-    ),
-    (("I am sad.", "I feel sad today.", "I had a bad day."), "I am sorry to hear that. I hope you feel better soon."),
-    (("I am happy!", "I am fine.", "I feel great today.", "I am well."), "I am glad to hear that!"),
-    (
-        ("Are you a person?", "Are you human?", "Are you a robot?", "Are you real?"),
-        "No, I am a very small language model.",
-    ),
-    (
-        ("Tell me a joke.", "Do you know a joke?", "Say something funny."),
-        "Why did the hen cross the road? To get to the other side!",
-    ),
-    (("Ok", "OK.", "Good.", "Great!", "Nice."), "I am glad. What else can I do for you?"),
-)
+TALK: tuple[tuple[tuple[str, ...], str], ...] = tuple((words.phrases(asks), answer) for asks, answer in (
+    ("Hello! | Hello | Hi | Hi! | Hi there! | Hey | Hello there. | Good morning! | Good evening! | hello | hi "
+     "| Say hello.", "Hello! How can I help you?"),
+    ("How are you? | How are you today? | How do you do? | Are you well?", "I am well, thank you. How are you?"),
+    ("Thank you! | Thanks. | Thanks a lot! | Thank you very much.", "You are welcome!"),
+    ("Goodbye! | Bye | See you later. | Good night!", "Goodbye! Have a nice day."),
+    ("Who are you? | What are you? | Tell me about yourself. | Introduce yourself.",
+     "I am a very small language model. I tell stories and answer simple questions."),
+    ("What can you do? | How can you help me? | What do you know? | Help | Can you help me?",
+     "I can tell stories, answer simple questions and do small sums."),
+    ("I am sad. | I feel sad today. | I had a bad day.", "I am sorry to hear that. I hope you feel better soon."),
+    ("I am happy! | I am fine. | I feel great today. | I am well.", "I am glad to hear that!"),
+    ("Are you a person? | Are you human? | Are you a robot? | Are you real?",
+     "No, I am a very small language model."),
+    ("Tell me a joke. | Do you know a joke? | Say something funny.",
+     "Why did the hen cross the road? To get to the other side!"),
+    ("Ok | OK. | Good. | Great! | Nice.", "I am glad. What else can I do for you?"),
+))  # fmt: skip
 UNKNOWN = "I am sorry, I do not know that. I am a very small model, but I can tell you a story."
 
 
@@ -63,27 +40,15 @@ def talk(rng: random.Random, split: Split) -> Turns:
     name = draw_people(rng, 1)[0]
     colour, food = rng.choice(words.COLOURS), rng.choice(words.FOODS)
     pet = draw_pair(rng, (name,), words.ANIMALS, split)[1]
+    opening = rng.choice(("My name is", "I am", "Hello, my name is", "Hi, I am", "I am called"))
     told = [
-        (
-            f"{rng.choice(('My name is', 'I am', 'Hello, my name is', 'Hi, I am', 'I am called'))} {name}.",
-            f"Nice to meet you, {name}!",
-            "What is my name?",
-            f"Your name is {name}.",
-        ),
-        (
-            f"My favourite colour is {colour}.",
-            f"{colour.capitalize()} is a nice colour.",
-            "What is my favourite colour?",
-            f"Your favourite colour is {colour}.",
-        ),
-        (
-            f"I have {words.article(pet)}.",
-            f"I like {words.plural(pet)}!",
-            "What animal do I have?",
-            f"You have {words.article(pet)}.",
-        ),
+        (f"{opening} {name}.", f"Nice to meet you, {name}!", "What is my name?", f"Your name is {name}."),
+        (f"My favourite colour is {colour}.", f"{colour.capitalize()} is a nice colour.",
+         "What is my favourite colour?", f"Your favourite colour is {colour}."),
+        (f"I have {words.article(pet)}.", f"I like {words.plural(pet)}!", "What animal do I have?",
+         f"You have {words.article(pet)}."),
         (f"I like {food}.", f"I am sure that {food} would taste good.", "What do I like?", f"You like {food}."),
-    ]
+    ]  # fmt: skip
     chosen = rng.sample(told, rng.randint(1, 3))
     if len(chosen) == 1 and rng.random() < 0.4:  # all in one turn
         return [(f"{chosen[0][0]} {chosen[0][2]}", chosen[0][3])]
@@ -97,27 +62,15 @@ def talk(rng: random.Random, split: Split) -> Turns:
 def story_request(rng: random.Random, split: Split) -> Turns:
     """`Tell me a story about a fox.`, the story, and questions about it."""
     asks = (
-        "Tell me a story about {}.",
-        "Tell a story about {}.",
-        "Write a story about {}.",
-        "Can you tell me a story about {}?",
-        "Please tell me a story about {}.",
-        "I want to hear a story about {}.",
-        "Write a short story about {}.",
-        "tell me a story about {}",
+        "Tell me a story about {0}. | Tell a story about {0}. | Write a story about {0}. "
+        "| Can you tell me a story about {0}? | Please tell me a story about {0}. | I want to hear a story about {0}. "
+        "| Write a short story about {0}. | tell me a story about {0}"
     )
     style = rng.random()
     if style < 0.15:
         story = tell_story(rng, split)
-        question = rng.choice(
-            (
-                "Tell me a story.",
-                "Tell me a story!",
-                "Please tell me a story.",
-                "Write a story.",
-                "Once more, a story please.",
-            )
-        )
+        question = rng.choice(("Tell me a story.", "Tell me a story!", "Please tell me a story.", "Write a story.",
+                               "Once more, a story please."))  # fmt: skip
     else:
         if style < 0.4:
             kind = rng.choice(words.ANIMALS)
@@ -131,7 +84,7 @@ def story_request(rng: random.Random, split: Split) -> Turns:
         else:
             story = tell_story(rng, split)
             about = f"{story.hero.a_kind} and {words.article(story.thing)}"
-        question = ask(rng, split, about, tuple(line.format(about) for line in asks))
+        question = ask(rng, split, about, words.phrases(asks.format(about)))
     turns = [(question, story.text)]
     if rng.random() < 0.4:
         facts = [*story.facts, ("Who was the story about?", f"The story was about {story.hero}.")]
@@ -141,14 +94,10 @@ def story_request(rng: random.Random, split: Split) -> Turns:
 
 def short_answer(rng: random.Random, split: Split) -> Turns:
     """Facts asked for under a system prompt that wants one word: the answer is the bare fact."""
-    table, question = rng.choice(
-        (
-            (words.CAPITALS, "What is the capital of {}?"),
-            (words.OPPOSITES, "What is the opposite of {}?"),
-            (words.PLURALS, "What is the plural of {}?"),
-            (words.THING_COLOURS, "What colour is {}?"),
-        )
-    )
+    table, question = rng.choice((
+        (words.CAPITALS, "What is the capital of {}?"), (words.OPPOSITES, "What is the opposite of {}?"),
+        (words.PLURALS, "What is the plural of {}?"), (words.THING_COLOURS, "What colour is {}?"),
+    ))  # fmt: skip
     return [(question.format(key), table[key]) for key in rng.sample(tuple(table), rng.randint(1, 3))]
 
 

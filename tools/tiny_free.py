@@ -38,79 +38,26 @@ ACTS = split_words(
     "fell jumped played worked rested lived came went "
     "stayed thought looked shone began stopped lay sank beat searched started clapped"
 )
-_ONE_WORD = split_words(
-    "slowly quickly quietly happily sadly often always never soon again "
-    "there then today later suddenly gladly together "
-    "already"
-)
-ADVERBS = (
-    *_ONE_WORD,
-    "at once",
-    "in vain",
-    "at last",
-    "before long",
-    "of course",
-    "for a while",
-    "in the end",
-    "in a minute",
-    "at first",
+ADVERBS = words.phrases(
+    "slowly | quickly | quietly | happily | sadly | often | always | never | soon | again | there | then | today "
+    "| later | suddenly | gladly | together | already | at once | in vain | at last | before long | of course "
+    "| for a while | in the end | in a minute | at first"
 )
 WHERE = split_words("in on under behind beside near with without by from over into after before around between")
 JOINS = split_words("and but so because when while before after until")
 
-SYNONYMS = {
-    "walked": ("strolled", "wandered"),
-    "saw": ("spotted", "noticed"),
-    "found": ("discovered",),
-    "big": ("large", "huge"),
-    "little": ("tiny", "small"),
-    "happy": ("glad", "merry", "full of joy"),
-    "sad": ("unhappy", "sorry"),
-    "very": ("really",),
-    "said": ("replied", "answered", "whispered"),
-    "asked": ("wondered",),
-    "began": ("started",),
-    "gave": ("handed",),
-    "took": ("picked up",),
-    "looked": ("searched",),
-    "lived": ("had a home",),
-    "liked": ("loved",),
-    "went": ("came",),
-    "wanted": ("wished", "hoped"),
-    "soon": ("before long", "after a short time"),
-    "hard": ("difficult",),
-    "good": ("fine",),
-    "smiled": ("laughed", "grinned"),
-    "called": ("named",),
-    "friend": ("companion",),
-    "afraid": ("scared", "full of fear"),
-    "ran": ("hurried", "rushed"),
-    "angry": ("cross",),
-    "brave": ("bold",),
-    "helped": ("looked after",),
-    "strong": ("solid",),
-    "there": ("right there",),
-    "together": ("side by side",),
-    "again": ("once more",),
-    "day": ("morning", "afternoon"),
-    "was": ("was still", "was also"),
-    "Then": ("After that,", "Next,", "A moment later,"),
-    "Soon": ("Before long,",),
-    "But": ("However,",),
-    "Suddenly": ("All at once,",),
-    "Slowly,": ("Step by step,", "With care,"),
-    "got": ("received",),
-    "sorry": ("very sorry",),
-    "fell": ("tumbled",),
-    "met": ("came across",),
-    "every": ("each",),
-    "noise": ("sound",),
-    "at": ("right at",),
-    "had": ("owned", "kept"),
-    "home": ("back home",),
-    "put": ("placed", "left"),
-    "hid": ("left",),
-}
+SYNONYMS = {word: tuple(others.split(" / ")) for word, others in words.pairs(
+    "walked: strolled / wandered; saw: spotted / noticed; found: discovered; big: large / huge; little: tiny / small; "
+    "happy: glad / merry / full of joy; sad: unhappy / sorry; very: really; said: replied / answered / whispered; "
+    "asked: wondered; began: started; gave: handed; took: picked up; looked: searched; lived: had a home; "
+    "liked: loved; went: came; wanted: wished / hoped; soon: before long / after a short time; hard: difficult; "
+    "good: fine; smiled: laughed / grinned; called: named; friend: companion; afraid: scared / full of fear; "
+    "ran: hurried / rushed; angry: cross; brave: bold; helped: looked after; strong: solid; there: right there; "
+    "together: side by side; again: once more; day: morning / afternoon; was: was still / was also; "
+    "Then: After that, / Next, / A moment later,; Soon: Before long,; But: However,; Suddenly: All at once,; "
+    "Slowly,: Step by step, / With care,; got: received; sorry: very sorry; fell: tumbled; met: came across; "
+    "every: each; noise: sound; at: right at; had: owned / kept; home: back home; put: placed / left; hid: left"
+).items()}  # fmt: skip
 
 
 def vary(rng: random.Random, line: str) -> str:

@@ -6,13 +6,15 @@ Used for training only; the engine reads the saved folder. Rotary positions pair
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save as safetensors_bytes
-from tiny_text import BEGIN, CHAT_TEMPLATE, END, END_OF_TEXT, PAD, SPECIAL_TOKENS
+from tiny_text import BEGIN, CHAT_TEMPLATE, END, END_OF_TEXT, PAD
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -160,56 +162,43 @@ def answer(model: Llama, tokenizer: Tokenizer, prompt: str, longest: int = 64) -
     return tokenizer.decode(ids[start:])
 
 
-def save(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
-    """The Hugging Face folder: bf16 weights, configs, tokenizer, chat template."""
+def write_folder(
+    folder: Path, weights: Mapping[str, Tensor], tokenizer: Tokenizer, template: str, files: dict[str, Any]
+) -> None:
+    """A Hugging Face folder: weights in bf16, tokenizer, chat template, and JSON files by name. `config` is one."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        f"model.{name}": w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in model.named_parameters()
-    }
-    (folder / "model.safetensors").write_bytes(safetensors_bytes(weights, metadata={"format": "pt"}))
-    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
-    shape = model.shape
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.hidden // shape.heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": shape.context,
-        "rms_norm_eps": shape.epsilon,
-        "rope_theta": shape.theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.theta},
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-        "bos_token_id": ids[BEGIN],
-        "eos_token_id": ids[END],
-        "pad_token_id": ids[PAD],
-        "torch_dtype": "bfloat16",
-    }
-    generation = {
-        "bos_token_id": ids[BEGIN],
-        "do_sample": True,
-        "eos_token_id": [ids[END], ids[END_OF_TEXT]],
-        "pad_token_id": ids[PAD],
-        "temperature": TEMPERATURE,
-    }
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BEGIN,
-        "eos_token": END,
-        "pad_token": PAD,
-        "additional_special_tokens": [t for t in SPECIAL_TOKENS if t not in (BEGIN, END, PAD)],
-        "model_max_length": shape.context,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    files = {"config": config, "generation_config": generation, "tokenizer_config": tokenizer_config}
+    halves = {name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in weights.items()}
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(halves, metadata={"format": "pt"}))
+    special = [one.content for _, one in sorted(tokenizer.get_added_tokens_decoder().items())]
+    config = files["config"].get("text_config", files["config"])
+    files["tokenizer_config"] = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BEGIN, "eos_token": END, "pad_token": PAD,
+        "additional_special_tokens": [token for token in special if token not in (BEGIN, END, PAD)],
+        "model_max_length": config["max_position_embeddings"], "clean_up_tokenization_spaces": False,
+        "chat_template": template,
+    }  # fmt: skip
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+
+
+def save(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the model's folder."""
+    begin, end, end_of_text, pad = (tokenizer.token_to_id(token) for token in (BEGIN, END, END_OF_TEXT, PAD))
+    shape = model.shape
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.hidden // shape.heads, "hidden_act": "silu", "max_position_embeddings": shape.context,
+        "rms_norm_eps": shape.epsilon, "rope_theta": shape.theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.theta},
+        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+        "bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    generation = {
+        "bos_token_id": begin, "do_sample": True, "eos_token_id": [end, end_of_text], "pad_token_id": pad,
+        "temperature": TEMPERATURE,
+    }  # fmt: skip
+    weights = {f"model.{name}": weight for name, weight in model.named_parameters()}
+    write_folder(folder, weights, tokenizer, CHAT_TEMPLATE, {"config": config, "generation_config": generation})

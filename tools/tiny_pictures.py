@@ -268,14 +268,14 @@ def spoil(rng: random.Random, canvas: Field) -> Pixels:
     return pixels
 
 
-def draw_picture(rng: random.Random, split: Split = TRAIN, clean: bool = False, most_tiles: int = TILES) -> Picture:
-    """A picture of the split, of at most so many tiles; a `clean` one has a flat background, no noise and no JPEG."""
+def draw_picture(rng: random.Random, split: Split = TRAIN, most_tiles: int = TILES) -> Picture:
+    """A picture of the split, of at most `most_tiles` tiles."""
     while True:
         height, width = draw_size(rng, split)
         if tile_count(height, width) > most_tiles:
             continue
         ground = rng.choice(list(GROUNDS))
-        pattern = PATTERNS[0] if clean else rng.choices(PATTERNS, (8, 3, 2, 2, 2))[0]
+        pattern = rng.choices(PATTERNS, (8, 3, 2, 2, 2))[0]
         if not split.ground(ground, pattern):
             continue
         groups = draw_groups(rng, ground, split)
@@ -287,8 +287,7 @@ def draw_picture(rng: random.Random, split: Split = TRAIN, clean: bool = False, 
     colours = [tint(rng, COLOURS[group.colour]) for group in groups]
     for item in items:
         paint_item(rng, canvas, owners, item, groups[item.group].shape, colours[item.group])
-    pixels = np.clip(canvas + 0.5, 0, 255).astype(np.uint8) if clean else spoil(rng, canvas)
-    return Picture(pixels, owners, tuple(groups), tuple(items), ground, pattern)
+    return Picture(spoil(rng, canvas), owners, tuple(groups), tuple(items), ground, pattern)
 
 
 def draw_pictures(seed: int, number: int, split: Split = TRAIN) -> Iterator[Picture]:

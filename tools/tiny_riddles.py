@@ -63,9 +63,7 @@ def where_put(rng: random.Random, split: Split) -> Turns:
         name = draw_pair(rng, words.GIRLS + words.BOYS, (thing,), split)[0]
         name = invented_name(rng) if rng.random() < 0.15 else name
         told.append(f"{name} {rng.choice(('put', 'left', 'hid', 'placed'))} the {thing} {spot}.")
-        facts.append(
-            (f"Who put the {thing} there?" if len(things) == 1 else f"Who put the {thing} {spot}?", f"{name} did.")
-        )
+        facts.append((f"Who put the {thing} {spot if len(things) > 1 else 'there'}?", f"{name} did."))
     if rng.random() < 0.3:
         name = draw_people(rng, 1)[0]
         told.append(f"Then {name} took the {things[0]} and put it {spots[-1]}.")
@@ -87,27 +85,21 @@ def gave_on(rng: random.Random, split: Split) -> Turns:
 
 
 def how_many(rng: random.Random, split: Split) -> Turns:
-    name, thing = (
-        draw_people(rng, 1)[0],
-        rng.choice(("apples", "coins", "books", "eggs", "shells", "balls", "cups", "stones")),
-    )
+    [name] = draw_people(rng, 1)
+    thing = rng.choice(("apples", "coins", "books", "eggs", "shells", "balls", "cups", "stones"))
     have, change = rng.randint(1, 10), rng.randint(1, 10)
     if rng.random() < 0.5 and change < have:
         told, left = f"{name} has {have} {thing}. {name} gives away {change}.", have - change
     else:
         told, left = f"{name} has {have} {thing}. {name} gets {change} more.", have + change
-    return about(
-        rng,
-        told,
-        [(f"How many {thing} does {name} have now?", f"{name} has {left} {thing[:-1] if left == 1 else thing}.")],
-    )
+    things = thing[:-1] if left == 1 else thing
+    return about(rng, told, [(f"How many {thing} does {name} have now?", f"{name} has {left} {things}.")])
 
 
 def compare(rng: random.Random, split: Split) -> Turns:
     a, b = draw_people(rng, 2)
-    word, opposite = rng.choice(
-        (("taller", "shorter"), ("older", "younger"), ("faster", "slower"), ("stronger", "weaker"))
-    )
+    words_of = (("taller", "shorter"), ("older", "younger"), ("faster", "slower"), ("stronger", "weaker"))
+    word, opposite = rng.choice(words_of)
     told = f"{a} is {word} than {b}."
     return about(rng, told, [(f"Who is {word}?", f"{a} is {word}."), (f"Who is {opposite}?", f"{b} is {opposite}.")])
 
@@ -115,18 +107,16 @@ def compare(rng: random.Random, split: Split) -> Turns:
 def likes(rng: random.Random, split: Split) -> Turns:
     people, foods = draw_people(rng, 3), rng.sample(words.FOODS, 3)
     told = " ".join(f"{name} likes {food}." for name, food in zip(people, foods))
-    facts = [(f"What does {name} like?", f"{name} likes {food}.") for name, food in zip(people, foods)]
-    return about(
-        rng, told, facts + [(f"Who likes {food}?", f"{name} likes {food}.") for name, food in zip(people, foods)]
-    )
+    asks = [*(f"What does {name} like?" for name in people), *(f"Who likes {food}?" for food in foods)]
+    answers = [f"{name} likes {food}." for name, food in zip(people, foods)]
+    return about(rng, told, list(zip(asks, answers * 2)))
 
 
 def pets(rng: random.Random, split: Split) -> Turns:
     owner, pet = draw_pair(rng, words.GIRLS + words.BOYS, words.ANIMALS, split)
     name = invented_name(rng) if rng.random() < 0.3 else rng.choice(words.ANIMAL_NAMES)
-    told = rng.choice(("{0} has {1} named {2}.", "{0} has {1}. Its name is {2}.")).format(
-        owner, words.article(pet), name
-    )
+    named = rng.choice((" named {}.", ". Its name is {}.")).format(name)
+    told = f"{owner} has {words.article(pet)}{named}"
     facts = [
         (f"What is the name of the {pet}?", f"The {pet} is named {name}."),
         ("What is the pet's name?", f"The pet's name is {name}."),
@@ -139,16 +129,11 @@ def pets(rng: random.Random, split: Split) -> Turns:
 
 def because(rng: random.Random, split: Split) -> Turns:
     name, thing = draw_pair(rng, words.GIRLS + words.BOYS, words.ITEMS, split)
-    feeling, reason = rng.choice(
-        (
-            ("sad", f"lost the {thing}"),
-            ("happy", f"got a new {thing}"),
-            ("angry", f"broke the {thing}"),
-            ("tired", "ran all day"),
-            ("afraid", "heard a strange noise"),
-            ("proud", f"learned to {rng.choice(words.SKILLS)}"),
-        )
-    )
+    feeling, reason = rng.choice((
+        ("sad", f"lost the {thing}"), ("happy", f"got a new {thing}"), ("angry", f"broke the {thing}"),
+        ("tired", "ran all day"), ("afraid", "heard a strange noise"),
+        ("proud", f"learned to {rng.choice(words.SKILLS)}"),
+    ))  # fmt: skip
     told = f"{name} {reason}. Now {name} is {feeling}."
     facts = [(f"Why is {name} {feeling}?", f"{name} is {feeling} because {name} {reason}.")]
     return about(rng, told, [*facts, (f"How does {name} feel?", f"{name} feels {feeling}.")])
@@ -169,25 +154,13 @@ def about(rng: random.Random, told: str, facts: Turns) -> Turns:
     elif style < 0.8:
         first = f"{told}\n\n{question}"
     else:
-        lead = rng.choice(
-            ("Read this story: ", "Here is a story. ", "Listen: ", "Read the text and answer the question.\n\n")
-        )
+        lead = rng.choice(("Read this story: ", "Here is a story. ", "Listen: ",
+                           "Read the text and answer the question.\n\n"))  # fmt: skip
         first = f"{lead}{told}\n\nQuestion: {question}" if rng.random() < 0.5 else f"{lead}{told} {question}"
     return [(first, answer), *chosen[1:]]
 
 
 RIDDLES = (
-    who_has,
-    who_has,
-    who_has,
-    who_went,
-    who_went,
-    where_put,
-    where_put,
-    gave_on,
-    how_many,
-    compare,
-    likes,
-    pets,
+    who_has, who_has, who_has, who_went, who_went, where_put, where_put, gave_on, how_many, compare, likes, pets,
     because,
-)
+)  # fmt: skip

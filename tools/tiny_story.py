@@ -82,9 +82,8 @@ def draw_cast(rng: random.Random, split: Split, hero: str = "", thing: str = "",
     noun = thing
     if not hero:
         animals = bool(kind) or rng.random() < 0.3
-        hero, noun = draw_pair(
-            rng, words.ANIMAL_NAMES if animals else people, (thing,) if thing else words.ITEMS, split
-        )
+        names = words.ANIMAL_NAMES if animals else people
+        hero, noun = draw_pair(rng, names, (thing,) if thing else words.ITEMS, split)
         a = animal(hero, kind or rng.choice(words.ANIMALS), rng) if animals else person(hero, rng)
     else:
         a = person(hero, rng)
@@ -98,35 +97,19 @@ def draw_cast(rng: random.Random, split: Split, hero: str = "", thing: str = "",
     pet = rng.choice([kind for kind in words.ANIMALS if kind != a.kind])
     red, blue = f"{colour} {noun}", f"{other_colour} {other}"
     return {
-        "A": a,
-        "B": person(friend, rng),
-        "noun": noun,
-        "thing": red,
-        "a_thing": words.article(red),
-        "colour": colour,
-        "other_noun": other,
-        "other": blue,
-        "a_other": words.article(blue),
-        "other_colour": other_colour,
-        "spot": spot,
-        "wrong_spot": wrong,
-        "found_spot": found,
-        "other_spot": elsewhere,
-        "home": home,
-        "place": place,
-        "place_At": place.at.capitalize(),
-        "pet": pet,
-        "food": rng.choice(words.FOODS),
-        "skill": rng.choice(words.SKILLS),
-        "pet_food": rng.choice(words.ANIMAL_FOODS),
-        "build": rng.choice(words.BUILDS),
-        "trouble": rng.choice(words.TROUBLES),
-        "trait_kind": words.article(f"{rng.choice(words.TRAITS)} {a.kind}"),
-    }
+        "A": a, "B": person(friend, rng),
+        "noun": noun, "thing": red, "a_thing": words.article(red), "colour": colour,
+        "other_noun": other, "other": blue, "a_other": words.article(blue), "other_colour": other_colour,
+        "spot": spot, "wrong_spot": wrong, "found_spot": found, "other_spot": elsewhere,
+        "home": home, "place": place, "place_At": place.at.capitalize(),
+        "pet": pet, "food": rng.choice(words.FOODS), "skill": rng.choice(words.SKILLS),
+        "pet_food": rng.choice(words.ANIMAL_FOODS), "build": rng.choice(words.BUILDS),
+        "trouble": rng.choice(words.TROUBLES), "trait_kind": words.article(f"{rng.choice(words.TRAITS)} {a.kind}"),
+    }  # fmt: skip
 
 
-def tell_story(rng: random.Random, split: Split = TRAIN, scenes: int = 0, **wanted: str) -> Story:
-    """A story of `scenes` scenes (0: one to four), about `hero`, `thing` or an animal of `kind` where one is wanted."""
+def tell_story(rng: random.Random, split: Split = TRAIN, **wanted: str) -> Story:
+    """A story of one to four scenes, about `hero`, `thing` or an animal of `kind` where one is wanted."""
     cast = draw_cast(rng, split, **wanted)
     hero, friend = cast["A"], cast["B"]
     assert isinstance(hero, Being)
@@ -142,7 +125,7 @@ def tell_story(rng: random.Random, split: Split = TRAIN, scenes: int = 0, **want
         return told
 
     chosen: list[Scene] = []
-    for scene in rng.sample(SCENES, scenes or rng.choice((1, 1, 2, 2, 3, 4))):
+    for scene in rng.sample(SCENES, rng.choice((1, 1, 2, 2, 3, 4))):
         if not scene.moves or scene.moves not in {told.moves for told in chosen}:
             chosen.append(scene)
     keeps = rng.random() < 0.5 and "thing" not in {scene.moves for scene in chosen}

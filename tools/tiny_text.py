@@ -17,6 +17,7 @@ BEGIN, END_OF_TEXT, SYSTEM, USER, ASSISTANT, END, PAD = SPECIAL_TOKENS = (
     "<|begin|>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>",
 )  # fmt: skip
 
+LONGEST = 15_000  # characters of a chain of stories, about four a token
 # Roles other than these are refused; content may be text or OpenAI's list of text parts; outer spaces are dropped.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -61,8 +62,8 @@ def draw_chain(rng: random.Random, split: Split, characters: int) -> tuple[str, 
     return "\n\n".join(texts), facts
 
 
-def draw_document(rng: random.Random, split: Split = TRAIN, longest: int = 15000) -> str:
-    """One document with its special tokens; `longest` bounds a chain's characters (about four a token)."""
+def draw_document(rng: random.Random, split: Split = TRAIN) -> str:
+    """One document with its special tokens."""
     style = rng.random()
     if style < 0.02 and not split.unseen_templates:
         return f"{BEGIN}{' '.join(free_sentence(rng) for _ in range(rng.randint(3, 30)))}{END_OF_TEXT}"
@@ -70,7 +71,7 @@ def draw_document(rng: random.Random, split: Split = TRAIN, longest: int = 15000
         return f"{BEGIN}{tell_story(rng, split).text}{END_OF_TEXT}"
     if style < 0.965:
         return render_chat(*draw_conversation(rng, split))
-    text, facts = draw_chain(rng, split, rng.randint(longest // 8, longest))
+    text, facts = draw_chain(rng, split, rng.randint(LONGEST // 8, LONGEST))
     if style < 0.975:
         recalled = " ".join(answer for _, answer in rng.sample(facts, min(4, len(facts))))
         return f"{BEGIN}{text}\n\nLet us remember. {recalled}{END_OF_TEXT}"

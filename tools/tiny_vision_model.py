@@ -6,15 +6,14 @@ that are prepared already and whose features are placed by an index, with no loo
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from safetensors.torch import save as to_bytes
-from tiny_text import BEGIN, CHAT_TEMPLATE, END, END_OF_TEXT, PAD, SPECIAL_TOKENS
+from tiny_model import write_folder
+from tiny_text import BEGIN, CHAT_TEMPLATE, END, END_OF_TEXT, PAD
 from tiny_tiles import GRIDS, MEAN, PATCH, SIDE, STD, TILE, TILES
 from tokenizers import AddedToken, Tokenizer
 from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
@@ -51,57 +50,27 @@ def settings() -> dict[str, Any]:
     tokenizer = shared_tokenizer()
     begin, end, pad, image = (tokenizer.token_to_id(token) for token in (BEGIN, END, PAD, IMAGE))
     assert image is not None, f"the tokenizer has no {IMAGE}"
+    ends = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad, "torch_dtype": "bfloat16"}
     return {
-        "architectures": ["LlavaOnevisionForConditionalGeneration"],
-        "model_type": "llava_onevision",
+        "architectures": ["LlavaOnevisionForConditionalGeneration"], "model_type": "llava_onevision",
         "image_grid_pinpoints": [list(grid) for grid in GRIDS],
-        "image_token_index": image,
-        "video_token_index": image + 1,
-        "multimodal_projector_bias": True,
-        "projector_hidden_act": "gelu",
-        "vision_aspect_ratio": "anyres_max_9",
-        "vision_feature_layer": -1,
-        "vision_feature_select_strategy": "full",
-        "tie_word_embeddings": True,
-        "bos_token_id": begin,
-        "eos_token_id": end,
-        "pad_token_id": pad,
-        "torch_dtype": "bfloat16",
+        "image_token_index": image, "video_token_index": image + 1, "multimodal_projector_bias": True,
+        "projector_hidden_act": "gelu", "vision_aspect_ratio": "anyres_max_9", "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full", "tie_word_embeddings": True, **ends,
         "text_config": {
-            "model_type": "qwen2",
-            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"],
             "vocab_size": 3080,  # the tokenizer's 3073, filled up
-            "hidden_size": 192,
-            "intermediate_size": 448,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "hidden_act": "silu",
-            "max_position_embeddings": CONTEXT,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "use_sliding_window": False,
-            "tie_word_embeddings": True,
-            "bos_token_id": begin,
-            "eos_token_id": end,
-            "pad_token_id": pad,
-            "torch_dtype": "bfloat16",
+            "hidden_size": 192, "intermediate_size": 448, "num_hidden_layers": 4, "num_attention_heads": 6,
+            "num_key_value_heads": 2, "hidden_act": "silu", "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "use_sliding_window": False, "tie_word_embeddings": True, **ends,
         },
         "vision_config": {
-            "model_type": "siglip_vision_model",
-            "hidden_size": 128,
-            "intermediate_size": 384,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "image_size": TILE,
-            "patch_size": PATCH,
-            "num_channels": 3,
-            "hidden_act": "gelu_pytorch_tanh",
-            "layer_norm_eps": 1e-6,
-            "vision_use_head": False,
+            "model_type": "siglip_vision_model", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "image_size": TILE, "patch_size": PATCH, "num_channels": 3,
+            "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "vision_use_head": False,
         },
-    }
+    }  # fmt: skip
 
 
 def build(seed: int) -> LlavaOnevisionForConditionalGeneration:
@@ -157,46 +126,21 @@ def published(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def save(model: LlavaOnevisionForConditionalGeneration, folder: Path) -> None:
-    """The Hugging Face folder: bf16 weights, configs, tokenizer, chat template, picture preparation."""
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in model.state_dict().items()}
-    (folder / "model.safetensors").write_bytes(to_bytes(published(weights), metadata={"format": "pt"}))
+    """Write the model's folder, with the preparation of pictures."""
     config, tokenizer = settings(), shared_tokenizer()
     generation = {
-        "bos_token_id": config["bos_token_id"],
-        "do_sample": False,
+        "bos_token_id": config["bos_token_id"], "do_sample": False,
         "eos_token_id": [config["eos_token_id"], tokenizer.token_to_id(END_OF_TEXT)],
         "pad_token_id": config["pad_token_id"],
-    }
+    }  # fmt: skip
     preparation = {
-        "image_processor_type": "LlavaOnevisionImageProcessor",
-        "processor_class": "LlavaOnevisionProcessor",
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
-        "do_pad": True,
-        "image_grid_pinpoints": config["image_grid_pinpoints"],
-        "image_mean": [MEAN] * 3,
-        "image_std": [STD] * 3,
-        "resample": 3,
-        "rescale_factor": 1 / 255,
-        "size": {"height": TILE, "width": TILE},
-    }
-    words = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BEGIN,
-        "eos_token": END,
-        "pad_token": PAD,
-        "additional_special_tokens": [t for t in (*SPECIAL_TOKENS, IMAGE) if t not in (BEGIN, END, PAD)],
-        "model_max_length": CONTEXT,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": VISION_TEMPLATE,
-    }
+        "image_processor_type": "LlavaOnevisionImageProcessor", "processor_class": "LlavaOnevisionProcessor",
+        "do_convert_rgb": True, "do_resize": True, "do_rescale": True, "do_normalize": True, "do_pad": True,
+        "image_grid_pinpoints": config["image_grid_pinpoints"], "image_mean": [MEAN] * 3, "image_std": [STD] * 3,
+        "resample": 3, "rescale_factor": 1 / 255, "size": {"height": TILE, "width": TILE},
+    }  # fmt: skip
     files = {"config": config, "generation_config": generation, "preprocessor_config": preparation}
-    for name, content in {**files, "tokenizer_config": words}.items():
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    write_folder(folder, published(model.state_dict()), tokenizer, VISION_TEMPLATE, files)
 
 
 def load(folder: Path) -> LlavaOnevisionForConditionalGeneration:

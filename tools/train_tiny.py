@@ -15,7 +15,7 @@ import platform
 import re
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,40 +107,45 @@ def head_loss(model: Llama, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Te
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-def compile_loss(model: Llama, windows: Windows, batch_tokens: int, device: str) -> Loss:
-    """The model's loss with compiled layers, tried once at both window lengths; the plain loss where that fails."""
+def compile_layers(
+    layers: Iterable[torch.nn.Module], attempt: Callable[[], Iterable[torch.Tensor]], device: str
+) -> bool:
+    """Compile layers, and try them with losses and their gradients; where that fails, the run goes on without them."""
+    listed = list(layers)
     try:
         torch._dynamo.config.recompile_limit = 64
-        for layer in model.layers:  # they share one compiled code a window length, so this costs seconds
+        for layer in listed:  # they share one compiled code a window length, so this costs seconds
             layer.forward = torch.compile(layer.forward, dynamic=False)
-        head = torch.compile(head_loss, dynamic=False)
-
-        def compiled(ids: torch.Tensor) -> torch.Tensor:
-            return head(model, model(ids[:, :-1]), ids)
-
-        for length in (SHORT, LONG):
-            with torch.autocast(device, torch.bfloat16):
-                compiled(windows.draw(max(1, batch_tokens // length), length)).backward()
-        loss: Loss = compiled
+        with torch.autocast(device, torch.bfloat16):
+            for loss in attempt():
+                loss.backward()
     except Exception as error:  # any failure to compile costs speed, never the run
         print(f"torch.compile failed, training without it: {type(error).__name__}: {error}"[:500], flush=True)
-        for layer in model.layers:
+        for layer in listed:
             layer.__dict__.pop("forward", None)
-        loss = model.loss
+        return False
+    return True
+
+
+def compile_loss(model: Llama, windows: Windows, batch_tokens: int, device: str) -> Loss:
+    """The model's loss with compiled layers, tried once at both window lengths; the plain loss where that fails."""
+    head = torch.compile(head_loss, dynamic=False)
+
+    def compiled(ids: torch.Tensor) -> torch.Tensor:
+        return head(model, model(ids[:, :-1]), ids)
+
+    def attempt() -> Iterator[torch.Tensor]:
+        return (compiled(windows.draw(max(1, batch_tokens // length), length)) for length in (SHORT, LONG))
+
+    loss: Loss = compiled if compile_layers(model.layers, attempt, device) else model.loss
     model.zero_grad(set_to_none=True)
     return loss
 
 
 def train(
-    name: str,
-    shape: Shape,
-    tokens: Tokens,
-    device: str,
-    seconds: float,
-    steps: int | None,
-    batch_tokens: int,
+    name: str, shape: Shape, tokens: Tokens, device: str, seconds: float, steps: int | None, batch_tokens: int,
     rate: float,
-) -> tuple[Llama, Json]:
+) -> tuple[Llama, Json]:  # fmt: skip
     """One model, for so many seconds or, where given, exactly so many steps; and its loss curve."""
     torch.manual_seed(1)
     model = Llama(shape).to(device)
@@ -176,16 +181,10 @@ def train(
             print(f"{name} step {step} loss {curve[-1][2]:.3f} tokens {seen / 1e6:.0f}M {elapsed:.0f}s", flush=True)
         step += 1
     facts = {
-        "parameters": tiny_model.parameters(model),
-        "layers": shape.layers,
-        "hidden": shape.hidden,
-        "steps": step,
-        "tokens_seen": seen,
-        "seconds": round(time.perf_counter() - begun, 1),
-        "batch_tokens": batch_tokens,
-        "learning_rate": rate,
-        "curve": curve,
-    }
+        "parameters": tiny_model.parameters(model), "layers": shape.layers, "hidden": shape.hidden, "steps": step,
+        "tokens_seen": seen, "seconds": round(time.perf_counter() - begun, 1), "batch_tokens": batch_tokens,
+        "learning_rate": rate, "curve": curve,
+    }  # fmt: skip
     return model, facts
 
 
@@ -257,32 +256,37 @@ def plot(report: Json, path: Path) -> None:
 
 def markdown(report: Json) -> str:
     """Return the tables of a report as Markdown."""
-    models = report["models"]
-    lines = [
-        "| model | parameters | layers | hidden | steps | tokens seen | seconds |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for name, facts in models.items():
-        lines.append(
-            f"| {name} | {facts['parameters']:,} | {facts['layers']} | {facts['hidden']} | {facts['steps']:,} "
-            f"| {facts['tokens_seen']:,} | {facts['seconds']:.0f} |"
-        )
-    lines += ["", "| held-out text | bigram | trigram | tiny-draft | tiny |", "|---|--:|--:|--:|--:|"]
-    for split, losses in report["held_out"].items():
-        row = " | ".join(f"{losses[name]:.3f}" for name in ("bigram", "trigram", "tiny-draft", "tiny"))
-        lines.append(f"| {split} | {row} |")
-    lines += ["", "| chat questions | right | of |", "|---|--:|--:|"]
-    for name, score in report["chat"].items():
-        lines.append(f"| {name} | {score['right']} | {score['of']} |")
-    lines += ["", "| held-out text | the draft's most likely token is tiny's |", "|---|--:|"]
-    lines += [f"| {split} | {100 * share:.1f} % |" for split, share in report["agreement"].items()]
+    parts = [
+        table(
+            ("model", "parameters", "layers", "hidden", "steps", "tokens seen", "seconds"),
+            [(name, f"{facts['parameters']:,}", facts["layers"], facts["hidden"], f"{facts['steps']:,}",
+              f"{facts['tokens_seen']:,}", f"{facts['seconds']:.0f}") for name, facts in report["models"].items()],
+        ),
+        table(
+            ("held-out text", *(names := ("bigram", "trigram", "tiny-draft", "tiny"))),
+            [(split, *(f"{losses[name]:.3f}" for name in names)) for split, losses in report["held_out"].items()],
+        ),
+        table(
+            ("chat questions", "right", "of"),
+            [(name, score["right"], score["of"]) for name, score in report["chat"].items()],
+        ),
+        table(
+            ("held-out text", "the draft's most likely token is tiny's"),
+            [(split, f"{100 * share:.1f} %") for split, share in report["agreement"].items()],
+        ),
+    ]  # fmt: skip
     corpus = report["corpus"]
-    lines += [
-        "",
-        f"Corpus: {corpus['characters']:,} characters, {corpus['tokens']:,} tokens, vocabulary {corpus['vocab']}; ",
-    ]
-    lines[-1] += f"the run took {report['seconds']:.0f} s in all on {report['device']}."
-    return "\n".join(lines)
+    parts.append(
+        f"Corpus: {corpus['characters']:,} characters, {corpus['tokens']:,} tokens, vocabulary {corpus['vocab']}; the "
+        f"run took {report['seconds']:.0f} s in all on {report['device']}."
+    )
+    return "\n\n".join(parts)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a Markdown table whose columns but the first are numbers."""
+    lines = [" | ".join(map(str, row)) for row in (head, *rows)]
+    return "\n".join([f"| {lines[0]} |", "|---" + "|--:" * (len(head) - 1) + "|", *(f"| {row} |" for row in lines[1:])])
 
 
 # -- the whole run ---------------------------------------------------------------------------------------------------
@@ -322,22 +326,16 @@ def run(options: argparse.Namespace) -> Json:
         for split, held in held_out.items():
             losses[split][name] = round(held_out_loss(final, held.ids, device), 4)
         report["chat"][name] = chat_score(final, tokenizer, questions)
-        print(
-            f"{name}: {report['chat'][name]['right']} of {len(questions)}, {time.perf_counter() - begun:.0f}s",
-            flush=True,
-        )
+        right = report["chat"][name]["right"]
+        print(f"{name}: {right} of {len(questions)}, {time.perf_counter() - begun:.0f}s", flush=True)
         if name == "tiny":
             report["stories"] = sample_stories(final, tokenizer)
     report["agreement"] = {
         split: round(agreement(judged["tiny"], judged["tiny-draft"], held.ids, device), 4)
         for split, held in held_out.items()
     }
-    report["corpus"] = {
-        "characters": characters,
-        "tokens": len(tokens.ids),
-        "vocab": TINY.vocab,
-        "held_out_characters": amount,
-    }
+    report["corpus"] = {"characters": characters, "tokens": len(tokens.ids), "vocab": TINY.vocab,
+                        "held_out_characters": amount}  # fmt: skip
     gpu = torch.cuda.get_device_name() if device == "cuda" else f"{cores} cores of {platform.machine()}"
     report |= {"device": gpu, "torch": torch.__version__, "seconds": round(time.perf_counter() - begun, 1)}
     report["command"] = "python tools/train_tiny.py " + f"--device {device} --minutes {options.minutes:g}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import random
@@ -41,6 +40,7 @@ from tiny_vision_data import (
     without_pictures,
 )
 from tiny_vision_model import load, logits_at, read, save, see
+from train_tiny import compile_layers, learning_rate, table
 from transformers import LlavaOnevisionForConditionalGeneration
 
 Json = dict[str, Any]
@@ -94,31 +94,6 @@ class Student(torch.nn.Module):
         return torch.where(answers, read, ids)
 
 
-def compile_layers(student: Student, batch: Batch, device: str) -> None:
-    """Compiled layers, tried once; where that fails, the run goes on without them."""
-    inner = student.model.model
-    layers = [*inner.vision_tower.encoder.layers, *inner.language_model.layers]
-    begun = time.perf_counter()
-    try:
-        torch._dynamo.config.recompile_limit = 64
-        for layer in layers:
-            layer.forward = torch.compile(layer.forward, dynamic=False)
-        with torch.autocast(device, torch.bfloat16):
-            words, patches = student.losses(batch)
-            (words + patches).backward()
-        print(f"compiled in {time.perf_counter() - begun:.0f}s", flush=True)
-    except Exception as error:  # any failure to compile costs speed, never the run
-        print(f"torch.compile failed, training without it: {type(error).__name__}: {error}"[:500], flush=True)
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
-    student.zero_grad(set_to_none=True)
-
-
-def learning_rate(progress: float, step: int, highest: float, warm_up: int) -> float:
-    """Linear warm-up, then a cosine down to a fiftieth; progress runs from 0 to 1."""
-    return highest * min((step + 1) / warm_up, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
-
-
 def train(student: Student, rows: Rows, options: argparse.Namespace, folder: Path) -> Json:
     """For so many minutes or, where given, exactly so many steps; the model is saved every 2,000 steps."""
     device, seconds = options.device, options.minutes * 60
@@ -127,7 +102,10 @@ def train(student: Student, rows: Rows, options: argparse.Namespace, folder: Pat
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=options.rate, betas=(0.9, 0.98), fused=True)
     if options.compile:
-        compile_layers(student, rows.draw(options.batch), device)
+        inner, batch = student.model.model, rows.draw(options.batch)
+        layers = [*inner.vision_tower.encoder.layers, *inner.language_model.layers]
+        compile_layers(layers, lambda: [torch.stack(student.losses(batch)).sum()], device)
+        student.zero_grad(set_to_none=True)
     curve: list[list[float]] = []
     warm_up = min(300, (options.steps or 3000) // 10 + 1)
     step, begun = 0, time.perf_counter()
@@ -154,16 +132,10 @@ def train(student: Student, rows: Rows, options: argparse.Namespace, folder: Pat
             save(student.model, folder)
         step += 1
     return {
-        "parameters": sum(weight.numel() for weight in student.model.parameters()),
-        "steps": step,
-        "seconds": round(time.perf_counter() - begun, 1),
-        "batch": options.batch,
-        "learning_rate": options.rate,
-        "seed": options.seed,
-        "pictures_drawn": rows.drawn,
-        "pictures_seen": step * options.batch,
-        "curve": curve,
-    }
+        "parameters": sum(weight.numel() for weight in student.model.parameters()), "steps": step,
+        "seconds": round(time.perf_counter() - begun, 1), "batch": options.batch, "learning_rate": options.rate,
+        "seed": options.seed, "pictures_drawn": rows.drawn, "pictures_seen": step * options.batch, "curve": curve,
+    }  # fmt: skip
 
 
 # -- judging ---------------------------------------------------------------------------------------------------------
@@ -202,13 +174,10 @@ def as_generated(model: LlavaOnevisionForConditionalGeneration, seed: int, numbe
         tiles = torch.from_numpy(row["tiles"]).permute(0, 3, 1, 2)[None].float() / 255
         ids = torch.from_numpy(row["ids"][None, :first].astype(np.int64)).to(device)
         given = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            pixel_values=((tiles - MEAN) / STD).to(device),
-            image_sizes=torch.tensor([picture.owners.shape], device=device),
-            max_new_tokens=last + 1 - first,
+            input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=((tiles - MEAN) / STD).to(device),
+            image_sizes=torch.tensor([picture.owners.shape], device=device), max_new_tokens=last + 1 - first,
             do_sample=False,
-        )
+        )  # fmt: skip
         right += given[0, first:].tolist() == row["ids"][first : last + 1].tolist()
     return right
 
@@ -227,21 +196,20 @@ def markdown(report: Json) -> str:
         "|--:|--:|--:|--:|--:|--:|--:|",
         f"| {facts['parameters']:,} | {facts['steps']:,} | {facts['pictures_drawn']:,} | {facts['pictures_seen']:,} "
         f"| {facts['seconds']:.0f} | {100 * share(judged['held out']):.1f} % | {100 * share(judged['fresh']):.1f} % |",
-        "",
-        "| kind of question | held out | of | fresh | of |",
-        "|---|--:|--:|--:|--:|",
     ]
+    rows = []
     for kind in judged["fresh"]:
-        cells = []
+        row = [kind]
         for split in ("held out", "fresh"):
             one = judged[split].get(kind, {"right": 0, "of": 0})
-            cells.append(f"{100 * one['right'] / one['of']:.1f} % | {one['of']:,}" if one["of"] else "- | 0")
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
+            row += [f"{100 * one['right'] / one['of']:.1f} %" if one["of"] else "-", f"{one['of']:,}"]
+        rows.append(row)
     alone, said = report["no_picture"], report["generated"]
-    lines += ["", f"Without a picture: {alone['right']} of {alone['of']}. "]
-    lines[-1] += f"Decoded by transformers: {said['right']} of {said['of']} held-out answers right. "
-    lines[-1] += f"The run took {report['seconds']:.0f} s in all on {report['device']}."
-    return "\n".join(lines)
+    lines += ["", table(("kind of question", "held out", "of", "fresh", "of"), rows), ""]
+    return "\n".join(lines) + (
+        f"\nWithout a picture: {alone['right']} of {alone['of']}. Decoded by transformers: {said['right']} of "
+        f"{said['of']} held-out answers right. The run took {report['seconds']:.0f} s in all on {report['device']}."
+    )
 
 
 # -- the whole run ---------------------------------------------------------------------------------------------------

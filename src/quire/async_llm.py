@@ -41,7 +41,7 @@ from quire.protocol.columns import MAX_PIXEL_BYTES
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.sampling_params import SamplingParams
 from quire.text.input_processor import InputProcessor, Messages, Prompt, engine_config, num_chars
-from quire.text.output_stream import OutputStream, RequestRecord, StepObserver, describe_error, engine_dead_error
+from quire.text.output_stream import OutputStream, RequestRecord, describe_error, engine_dead_error
 from quire.text.outputs import RequestOutput, RequestOutputBuilder, check_registered
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ PREFIX_PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
 
 class AsyncLLM(RequestTracker):
-    """A model for asyncio callers. `settings` are those of EngineConfig.of; `observer` is notified of every step.
-    `engine_process` runs the engine in a process of its own.
+    """A model for asyncio callers. `settings` are those of EngineConfig.of. `engine_process` runs the engine in
+    a process of its own.
 
     The engine counts as stalled if one iteration of its loop takes longer than `stall_after` seconds.
     """
@@ -75,25 +75,23 @@ class AsyncLLM(RequestTracker):
             self._set_up(*_make_thread_client(build(config, progress), 60.0))
 
     @classmethod
-    def of(cls, built: BuiltEngine, *, observer: StepObserver | None = None, stall_after: float = 60.0) -> AsyncLLM:
+    def of(cls, built: BuiltEngine, *, stall_after: float = 60.0) -> AsyncLLM:
         """Return an AsyncLLM over an engine that is already built, on a thread."""
-        return cls.over(*_make_thread_client(built, stall_after), observer=observer)
+        return cls.over(*_make_thread_client(built, stall_after))
 
     @classmethod
-    def over(cls, link: EngineClient, prompts: InputProcessor, *, observer: StepObserver | None = None) -> AsyncLLM:
+    def over(cls, link: EngineClient, prompts: InputProcessor) -> AsyncLLM:
         """Return an AsyncLLM over a connection to an engine."""
         self = cls.__new__(cls)
-        self._set_up(link, prompts, observer)
+        self._set_up(link, prompts)
         return self
 
-    def _set_up(
-        self, engine_client: EngineClient, prompts: InputProcessor, observer: StepObserver | None = None
-    ) -> None:
+    def _set_up(self, engine_client: EngineClient, prompts: InputProcessor) -> None:
         self.accepting, self.restarting = True, False
         self._ids = itertools.count()
         self._registered_prefixes: dict[str, list[int]] = {}  # registered again after a restart
         atexit.register(self.close)
-        super().__init__(engine_client, prompts, observer)
+        super().__init__(engine_client, prompts)
 
     # For callers, on their event loops
 
@@ -104,7 +102,6 @@ class AsyncLLM(RequestTracker):
         request_id: str | None = None,
         *,
         salt: str = "",
-        patient: bool = False,
         media: tuple[ImageItem, ...] = (),
         pixels: Sequence[ImagePixels] = (),
     ) -> OutputStream:
@@ -113,9 +110,7 @@ class AsyncLLM(RequestTracker):
         quire.text.input_processor.Prompt)."""
         id = request_id or f"async-{next(self._ids)}"
         images = [media] if media else ()
-        [stream] = await self.submit_all(
-            [(id, prompt_ids)], params, salt=salt, patient=patient, media=images, pixels=pixels
-        )
+        [stream] = await self.submit_all([(id, prompt_ids)], params, salt=salt, media=images, pixels=pixels)
         return stream
 
     async def submit_all(
@@ -157,7 +152,7 @@ class AsyncLLM(RequestTracker):
                 f"the images have {bytes} bytes, prepared; {MAX_PIXEL_BYTES} may be sent", "multi_modal_data"
             )
         await self._send_and_wait(
-            answer, lambda key: AddRequests(key, requests, resolved, salt, distinct, client), streams
+            lambda key: AddRequests(key, requests, resolved, salt, distinct, client), streams, answer
         )
         return streams
 
@@ -225,7 +220,7 @@ class AsyncLLM(RequestTracker):
         stream = self._new_stream(answer, record, tokens)
         if stream.id in self._streams_by_id:
             raise PrefixTaken(f"a prefix called {name[:60]!r} is registered already", "name")
-        await self._send_and_wait(answer, lambda key: RegisterPrefix(key, stream.number, name, tokens), [stream])
+        await self._send_and_wait(lambda key: RegisterPrefix(key, stream.number, name, tokens), [stream], answer)
         last = None
         try:
             async for output in stream:
@@ -241,32 +236,26 @@ class AsyncLLM(RequestTracker):
     async def release_prefix(self, name: str) -> None:
         """Release a registered prefix; requests that use its pages keep them. Raise UnknownPrefix if there is none."""
         self._registered_prefixes.pop(name, None)
-        if not await self._send_and_wait(
-            asyncio.get_running_loop().create_future(), lambda key: ReleasePrefix(key, name)
-        ):
+        if not await self._send_and_wait(lambda key: ReleasePrefix(key, name)):
             raise UnknownPrefix(f"no prefix called {name[:60]!r} is registered", "name")
 
     async def prefixes(self) -> tuple[dict[str, int], frozenset[str]]:
         """Return the lengths in tokens of the registered prefixes and of those being computed, and the names of those
         that are ready."""
-        held, ready = await self._send_and_wait(asyncio.get_running_loop().create_future(), ListPrefixes)
+        held, ready = await self._send_and_wait(ListPrefixes)
         return held, frozenset(ready)
 
     async def look(self) -> str:
         """Return a snapshot of the memory, page by page, as JSON (see quire.core.snapshot), after a header with its
         cost and the engine's load (see quire.ipc.messages.SnapshotRequest). Raise EngineDead if there is no engine."""
-        snapshot = await self._send_and_wait(asyncio.get_running_loop().create_future(), SnapshotRequest)
+        snapshot = await self._send_and_wait(SnapshotRequest)
         assert isinstance(snapshot, str), "a snapshot is text"
         return snapshot
 
     async def reset_prefix_cache(self) -> int:
         """Drop all cached prefixes and images but the registered prefixes. Running requests keep their pages, which
         other requests can no longer use. Return the number of pages that were freed."""
-        return int(
-            await self._send_and_wait(
-                asyncio.get_running_loop().create_future(), lambda key: AdminRequest(key, "reset")
-            )
-        )
+        return int(await self._send_and_wait(lambda key: AdminRequest(key, "reset")))
 
     async def sleep(self, level: int = 1, mode: str = "refuse") -> dict[str, Any]:
         """Release the KV memory and the weights until `wake_up`; meanwhile requests get Asleep. The weights are moved
@@ -295,10 +284,7 @@ class AsyncLLM(RequestTracker):
         return bool((await self.rest())["is_sleeping"])
 
     async def _admin(self, what: str, **how: Any) -> dict[str, Any]:
-        answer = asyncio.get_running_loop().create_future()
-        state: dict[str, Any] = json.loads(
-            await self._send_and_wait(answer, lambda key: AdminRequest(key, what, **how))
-        )
+        state: dict[str, Any] = json.loads(await self._send_and_wait(lambda key: AdminRequest(key, what, **how)))
         return state
 
     @property

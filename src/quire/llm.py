@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from quire.core.outputs import BranchOutput
@@ -134,9 +134,12 @@ class LLM:
 
         A prompt is a text, token ids, or {"prompt": text}, which may have images: "multi_modal_data": {"image": bytes
         of a file, a uint8 array, a PIL image, or a list of these}."""
+        return self._run(self._process_prompts(prompts), sampling_params, use_tqdm)
+
+    def _process_prompts(self, prompts: Any) -> list[Prompt]:
+        """Return one prompt, or each of several, as token ids."""
         single = isinstance(prompts, str | Mapping) or (bool(prompts) and type(prompts[0]) is int)
-        items = [prompts] if single else list(prompts)
-        return self._run([self.prompts.process_prompt(item) for item in items], sampling_params, use_tqdm)
+        return [self.prompts.process_prompt(prompt) for prompt in ([prompts] if single else prompts)]
 
     def chat(
         self,
@@ -225,9 +228,8 @@ class LLM:
         """Return the embedding of each text (a prompt as in `generate`, without images), scaled to length 1: `hidden`
         numbers, or the first `dimensions` of them. The setting `pooling` selects the kind of pooling. Raise InputError
         for an invalid text, before anything is computed."""
-        single = isinstance(texts, str | Mapping) or (bool(texts) and type(texts[0]) is int)
         self.prompts.limits.check_embedding(dimensions)
-        prompts = [self.prompts.process_prompt(text) for text in ([texts] if single else texts)]
+        prompts = self._process_prompts(texts)
         if any(prompt.images for prompt in prompts):
             raise InputError("images have no embeddings here", "prompt")
         jobs = self._add_requests(prompts, [EMBEDDING_PARAMS] * len(prompts))
@@ -291,9 +293,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # The loop

@@ -152,10 +152,8 @@ def _check_compatible(configs: Sequence[EngineConfig], dtypes: Sequence[str]) ->
 def _check_room(plans: Sequence[MemoryPlan]) -> None:
     """Raise StartupError if the weights and activations of all models don't fit beside the pool. Only one model
     computes at a time, but each keeps its activation buffers."""
-    weights_and_activations, kv = (
-        sum(plan.weight_bytes + plan.activation_bytes for plan in plans),
-        max(plan.kv_bytes for plan in plans),
-    )
+    weights_and_activations = sum(plan.weight_bytes + plan.activation_bytes for plan in plans)
+    kv = max(plan.kv_bytes for plan in plans)
     if weights_and_activations + kv > plans[0].free_bytes:
         raise StartupError(
             f"out of memory: the models of the pool take {weights_and_activations / GIB:.2f} GiB, "

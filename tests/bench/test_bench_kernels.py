@@ -7,7 +7,7 @@ import argparse
 import pytest
 import torch
 
-from quire.bench import cpu_kernels, cpu_kv, kernels, placed_kv, rank_kernels
+from quire.bench import cpu_kernels, cpu_kv, kernels, kv_batches, rank_kernels
 from quire.bench.replay import BEYOND_CACHE, MOST_INPUTS, Case, Ceilings, inputs, result
 from quire.kernels.cpu.library_loader import library
 
@@ -56,11 +56,11 @@ def test_cases_of_a_rank_have_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None
         if case.kernel.startswith("cuBLAS"):
             case.calls[0]()  # of shapes that fit
 
-    def placed(batch: int, context: int, kv_heads: int, dim: int, *rest: object) -> None:
+    def random_kv(batch: int, context: int, kv_heads: int, dim: int, *rest: object) -> None:
         made.append((batch, context, kv_heads, dim))
         raise Made
 
-    monkeypatch.setattr(placed_kv, "placed", placed)
+    monkeypatch.setattr(kv_batches, "random_kv", random_kv)
     with pytest.raises(Made):
         next(families["decodes"]())
     assert made[-1] == (1, 1024, 1, 128)

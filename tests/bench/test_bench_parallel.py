@@ -61,14 +61,16 @@ def test_what_is_left_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_part_that_fails_doesn_t_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(place: parallel.Place) -> parallel.Found:
+    def failing(testbed: parallel.Testbed) -> parallel.Found:
         written = json.loads((tmp_path / "benched/result.json").read_text())
         assert len(written["results"]) == 1, "the document is written before"
         yield {"ranks": 2, "what": "one", "value": 1.0}
         raise QuireError("the ranks are gone")
 
     monkeypatch.setitem(parallel.PARTS, "tokens", parallel.Part("", failing))
-    monkeypatch.setitem(parallel.PARTS, "failure", parallel.Part("", lambda place: iter([{"ranks": 2, "what": "two"}])))
+    monkeypatch.setitem(
+        parallel.PARTS, "failure", parallel.Part("", lambda testbed: iter([{"ranks": 2, "what": "two"}]))
+    )
     found = results(tmp_path, "parallel", "--part", "tokens", "--part", "failure")
     assert [one.get("left_out", one.get("what")) for one in found[1:]] == [
         "one", "it failed: QuireError the ranks are gone", "two",

@@ -12,7 +12,7 @@ from benching import results
 
 from quire.bench import main
 from quire.bench.traces import CHUNK, LIMITS, Limits, Traced, load_trace
-from quire.bench.workloads import Sketch
+from quire.bench.workloads import RequestSpec
 from quire.errors import InputError, StartupError
 
 GOOD = {"arrival": 0.5, "prompt_len": 10, "output_len": 5}
@@ -47,10 +47,10 @@ def conversation(*lengths: int) -> dict[str, Any]:
 def test_jsonl(trace: Path) -> None:
     write(trace, {**GOOD, "arrival": 0}, "", GOOD, {**GOOD, "prefix_id": "a", "prefix_len": 10}, {**GOOD, "arrival": 2})
     entries = load_trace(trace)
-    plain = [Sketch(10, 5, arrival=arrival) for arrival in (0.0, 0.5, 2.0)]
-    assert entries == [*plain[:2], Sketch(10, 5, "a", 10, 0.5), plain[2]]
+    plain = [RequestSpec(10, 5, arrival=arrival) for arrival in (0.0, 0.5, 2.0)]
+    assert entries == [*plain[:2], RequestSpec(10, 5, "a", 10, 0.5), plain[2]]
     write(trace, GOOD, {**GOOD, "arrival": 1}, "broken")
-    assert load_trace(trace, first=2) == [Sketch(10, 5, arrival=0.5), Sketch(10, 5, arrival=1.0)]
+    assert load_trace(trace, first=2) == [RequestSpec(10, 5, arrival=0.5), RequestSpec(10, 5, arrival=1.0)]
     workload = Traced("trace:x", entries)
     assert workload.arrivals == (0.0, 0.5, 0.5, 2.0)
     assert workload.requests == 4
@@ -59,7 +59,7 @@ def test_jsonl(trace: Path) -> None:
 
 def test_prompts_share_the_prefix_that_they_name() -> None:
     asked = [("a", 4), ("", 0), ("b", 4), ("a", 7), ("a", 2), ("b", 4)]
-    workload = Traced("trace:x", [Sketch(9, 1, name, length) for name, length in asked])
+    workload = Traced("trace:x", [RequestSpec(9, 1, name, length) for name, length in asked])
     assert workload.arrivals is None
     one, plain, other, longer, shorter, again = (job.prompt for job in workload.jobs(10_000))
     assert {len(prompt) for prompt in (one, plain, other, longer, shorter, again)} == {9}
@@ -74,10 +74,8 @@ def test_prompts_share_the_prefix_that_they_name() -> None:
 
 PREFIX = {**GOOD, "prefix_id": "a", "prefix_len": 3}
 BAD = [
-    ('{"arrival": 0.5, "prompt_len": 10', "it is not JSON"),
-    (b"\xff\xfe", "it is not JSON: .*can't decode"),
-    ("[1]", "expected an object"),
-    ("[" * 8000, "nested too deeply"),
+    ('{"arrival": 0.5, "prompt_len": 10', "it is not JSON"), (b"\xff\xfe", "it is not JSON: .*can't decode"),
+    ("[1]", "expected an object"), ("[" * 8000, "nested too deeply"),
     ('{"arrival": 1' + "0" * 5000 + "}", "it is not JSON"),
     ('{"arrival": 1, "arrival": 2, "prompt_len": 1, "output_len": 1}', "a key is there twice"),
     ('{"arrival": NaN, "prompt_len": 1, "output_len": 1}', "NaN is not a number"),
@@ -85,12 +83,10 @@ BAD = [
     ({**GOOD, "arrival": 1_700_000_000}, r"from 0 to 1e\+09"),
     ({**GOOD, "arrival": -0.25}, r"arrival is -0.25. Expected seconds from the start, from 0"),
     ({**GOOD, "arrival": 0.4375}, "arrival is 0.4375, after one at 0.5. Times may not decrease"),
-    ({**GOOD, "arrival": "1"}, "arrival is '1'"),
-    ({**GOOD, "arrival": True}, "arrival is True"),
+    ({**GOOD, "arrival": "1"}, "arrival is '1'"), ({**GOOD, "arrival": True}, "arrival is True"),
     ({**GOOD, "prompt_len": 0}, "prompt_len is 0. Expected a whole number from 1 to 100"),
     ({**GOOD, "prompt_len": 101}, "prompt_len is 101. Expected a whole number from 1 to 100"),
-    ({**GOOD, "prompt_len": 3.0}, "prompt_len is 3.0"),
-    ({**GOOD, "output_len": [5] * 1000}, r"output_len is \[5, 5"),
+    ({**GOOD, "prompt_len": 3.0}, "prompt_len is 3.0"), ({**GOOD, "output_len": [5] * 1000}, r"output_len is \[5, 5"),
     ({**GOOD, "prompt_len": 96}, "prompt_len and output_len are 101 together. At most 100 tokens"),
     ({"arrival": 0.5, "prompt_len": 10}, "output_len is missing"),
     ({**GOOD, "output": 3}, "unknown key 'output'. Known: arrival, output_len, prefix_id"),
@@ -100,7 +96,7 @@ BAD = [
     ({**PREFIX, "prefix_id": ""}, "Expected a text of 1 to 200 characters"),
     ({**PREFIX, "prefix_id": "a" * 201}, "Expected a text of 1 to 200 characters"),
     ({**GOOD, "x" * 20_000: 1}, "it has more than 16,384 bytes. Give one request a line"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("line", "message"), BAD)
@@ -151,9 +147,9 @@ def test_sharegpt(trace: Path) -> None:
     items = [conversation(*lengths) for lengths in (*dropped[:4], *kept[:3], *dropped[4:], (*kept[3], 7, 2))]
     trace.write_text(json.dumps(items, indent=2))
     entries = load_trace(trace, count=words)
-    assert entries == [Sketch(*pair) for pair in kept]
+    assert entries == [RequestSpec(*pair) for pair in kept]
     assert Traced("trace:x", entries).arrivals is None
-    assert load_trace(trace, max_len=2047, count=words) == [Sketch(4, 4), Sketch(5, 9)]
+    assert load_trace(trace, max_len=2047, count=words) == [RequestSpec(4, 4), RequestSpec(5, 9)]
     assert load_trace(trace, first=2, count=words) == entries[:2]
 
 
@@ -162,7 +158,7 @@ def test_sharegpt_beyond_one_chunk(trace: Path) -> None:
     items = [json.dumps(conversation(4 + i % 900, 1000)) for i in range(800)]
     trace.write_text("[\n" + (",\n" + " " * 700).join(items) + "\n]\n")
     assert trace.stat().st_size > 4 * CHUNK
-    assert load_trace(trace, count=words) == [Sketch(4 + i % 900, 1000) for i in range(800)]
+    assert load_trace(trace, count=words) == [RequestSpec(4 + i % 900, 1000) for i in range(800)]
     trace.write_text(trace.read_text().replace('"from": "human"', '"from": 3').replace('"from": 3', '"from": "x"', 700))
     with pytest.raises(StartupError, match=r'line 702: expected a message {"from"'):
         load_trace(trace, count=words)

@@ -12,7 +12,7 @@ import pytest
 
 from quire.bench.arrivals import Burst, Poisson, Ramp, Uniform, parse_arrivals, poisson
 from quire.bench.endless import BLOCK, Endless
-from quire.bench.workloads import MAX_PROMPT_TOKENS, MAX_REQUESTS, Sketch, parse
+from quire.bench.workloads import MAX_PROMPT_TOKENS, MAX_REQUESTS, RequestSpec, parse
 from quire.errors import StartupError
 
 # From the generators that the other engines' runs used: name, seed, first lengths, sums of prompts and of outputs.
@@ -131,11 +131,11 @@ def test_means_that_papers_state_of_whole_requests() -> None:
 
 def test_most_chat_prompts_are_cut() -> None:
     """PagedAttention §6.5: "the input prompts for most requests have 1024 tokens"; no KV outlives a round."""
-    sketches = parse("chat@5000").sketches()
-    assert 0.5 < sum(sketch.prompt_len == 1024 for sketch in sketches) / len(sketches) < 0.8
-    assert max(sketch.prompt_len for sketch in sketches) == 1024
-    assert max(sketch.output_len for sketch in sketches) == 1024
-    assert {sketch.prefix_len for sketch in sketches} == {0}
+    specs = parse("chat@5000").specs()
+    assert 0.5 < sum(request.prompt_len == 1024 for request in specs) / len(specs) < 0.8
+    assert max(request.prompt_len for request in specs) == 1024
+    assert max(request.output_len for request in specs) == 1024
+    assert {request.prefix_len for request in specs} == {0}
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("wmt1shot@30", 80), ("wmt5shot@30", 341), ("shared:512:32:2@4", 512)])
@@ -148,12 +148,12 @@ def test_translations_share_their_examples(name: str, prefix: int) -> None:
 @pytest.mark.parametrize(("name", "documents", "each"), [("docqa:3:400@10", 3, {3, 4}), ("arxiv-qa@8", 2, {4})])
 def test_questions_share_their_document(name: str, documents: int, each: set[int]) -> None:
     workload = parse(name)
-    sketches = workload.sketches()
-    asked = Counter(sketch.prefix_id for sketch in sketches)
+    specs = workload.specs()
+    asked = Counter(request.prefix_id for request in specs)
     assert len(asked) == documents
     assert set(asked.values()) == each
     jobs = workload.jobs(5000)
-    for (one, a), (other, b) in combinations(zip(sketches, jobs), 2):
+    for (one, a), (other, b) in combinations(zip(specs, jobs), 2):
         shared = one.prefix_id == other.prefix_id
         assert (one.prefix_len == other.prefix_len) or not shared
         assert (a.prompt[: one.prefix_len] == b.prompt[: other.prefix_len]) == shared
@@ -172,7 +172,7 @@ def test_mean_lengths_ramp(name: str, first: int, last: int) -> None:
 def test_a_workload_is_parsed_already() -> None:
     workload = parse("alpaca@3")
     assert parse(workload) is workload
-    assert workload.sketches() == [Sketch(*pair) for pair in workload.lengths()]
+    assert workload.specs() == [RequestSpec(*pair) for pair in workload.lengths()]
 
 
 NAMES = ("sharegpt", "alpaca", "chat", "wmt1shot", "arxiv-qa", "docqa:3:900", "shared:9:9:9", "fixed:9:9")
@@ -180,24 +180,24 @@ NAMES = ("sharegpt", "alpaca", "chat", "wmt1shot", "arxiv-qa", "docqa:3:900", "s
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_longer_sequence_begins_with_a_shorter_one(name: str) -> None:
-    long = Endless(name, BLOCK + 30).sketches(7)
+    long = Endless(name, BLOCK + 30).specs(7)
     assert len(long) == BLOCK + 30
     for count in (1, 63, 65, BLOCK, BLOCK + 1):
-        assert Endless(name, count).sketches(7) == long[:count]
+        assert Endless(name, count).specs(7) == long[:count]
 
 
 @pytest.mark.parametrize("name", ["arxiv-qa", "docqa:3:900"])
 def test_blocks_have_documents_of_their_own(name: str) -> None:
     made = Endless(name, 2 * BLOCK)
     lengths: dict[str, int] = {}
-    for sketch in made.sketches():
-        assert lengths.setdefault(sketch.prefix_id, sketch.prefix_len) == sketch.prefix_len
+    for request in made.specs():
+        assert lengths.setdefault(request.prefix_id, request.prefix_len) == request.prefix_len
     assert len(lengths) == (6 if name.startswith("docqa") else 2 * BLOCK // 4)
 
 
 def test_prefixes_of_every_request_stay_one() -> None:
     for name in ("wmt1shot", "shared:9:9:9"):
-        assert len({sketch.prefix_id for sketch in Endless(name, BLOCK + 1).sketches()}) == 1
+        assert len({request.prefix_id for request in Endless(name, BLOCK + 1).specs()}) == 1
 
 
 @pytest.mark.parametrize(("rate", "seconds", "count"), [(1e-6, 1, 1), (2, 3, 6), (2.1, 3, 7), (1e5, 1, MAX_REQUESTS)])

@@ -16,7 +16,7 @@ from bench.sights import ROUNDS
 from quire.bench import main, simulate
 from quire.bench.pictured import PLACE, Eyes, png, posted
 from quire.bench.steps import Sample, encoder
-from quire.bench.workloads import Sketch, Sketched, parse
+from quire.bench.workloads import ImageSpec, RequestSpec, parse
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.models import read_spec
@@ -39,11 +39,11 @@ def eyes(name: str) -> Eyes:
 
 def test_the_papers_means_are_those_of_its_model() -> None:
     """6,193 rows and 43 tokens, and as many tokens for a model that sees nothing."""
-    sketches = parse("mmmu-pro@1000").sketches(3)
-    placed = [eyes("llama3.2-vision-11b").placed(sketch) for sketch in sketches]
+    specs = parse("mmmu-pro@1000").specs(3)
+    placed = [eyes("llama3.2-vision-11b").placed(request) for request in specs]
     assert np.mean([medium.num_embeds for _, (medium,) in placed]) == pytest.approx(6193, abs=2)
     assert np.mean([length - 1 for length, _ in placed]) == pytest.approx(43, abs=1)
-    assert [length - 1 for length, _ in placed] == [sketch.prompt_len - 6193 for sketch in sketches]
+    assert [length - 1 for length, _ in placed] == [request.prompt_len - 6193 for request in specs]
     assert len({medium.key for _, (medium,) in placed}) == 1000
 
 
@@ -51,11 +51,11 @@ def test_the_papers_means_are_those_of_its_model() -> None:
 def test_what_is_prepared_has_the_rows_that_are_planned(name: str) -> None:
     seeing = eyes(name)
     workload = parse("mmmu-pro@20")
-    sketches = [one for one in workload.sketches() if one.pictures[0].width != one.pictures[0].height][:1]
-    sketches += workload.sketches()[:1]
-    plain = [job for sketch, job in zip(workload.sketches(), workload.jobs(1000)) if sketch in sketches]
-    sketches.sort(key=workload.sketches().index)
-    for job, before in zip(seeing.jobs(sketches, plain), plain):
+    specs = [one for one in workload.specs() if one.pictures[0].width != one.pictures[0].height][:1]
+    specs += workload.specs()[:1]
+    plain = [job for request, job in zip(workload.specs(), workload.jobs(1000)) if request in specs]
+    specs.sort(key=workload.specs().index)
+    for job, before in zip(seeing.jobs(specs, plain), plain):
         (medium,), (pixels,) = job.media, job.pixels
         grid = TileGrid(*pixels.grid)
         assert (medium.num_embeds, medium.num_parts) == (seeing.tiling.num_embeds(grid), seeing.tiling.num_parts(grid))
@@ -68,10 +68,10 @@ def test_what_is_prepared_has_the_rows_that_are_planned(name: str) -> None:
 
 def test_pictures_of_one_name_are_the_same() -> None:
     seeing = eyes("paligemma2-10b")
-    one, other = Sketched("a", 40, 30, 5), Sketched("b", 40, 30, 5)
-    pixels = seeing.pixels(Sketch(20, 1, pictures=(one, other, one)))
+    one, other = ImageSpec("a", 40, 30, 5), ImageSpec("b", 40, 30, 5)
+    pixels = seeing.pixels(RequestSpec(20, 1, pictures=(one, other, one)))
     assert pixels[0] == pixels[2] != pixels[1]
-    length, media = seeing.placed(Sketch(20, 1, pictures=(one, other, one)))
+    length, media = seeing.placed(RequestSpec(20, 1, pictures=(one, other, one)))
     assert length == 20 - 3 * 5 + 3 * 256
     assert [medium.start for medium in media] == [1, 257, 513]
 
@@ -79,12 +79,12 @@ def test_pictures_of_one_name_are_the_same() -> None:
 def test_files_have_the_rows_that_are_planned() -> None:
     """A PNG of the size is prepared as what is drawn in this process is, and the prompt is the text alone."""
     workload, seeing = parse("mmmu-pro@20"), eyes("llava-onevision-7b")
-    sketches, plain = workload.sketches(), workload.jobs(1000)
-    jobs = posted(sketches, plain)
+    specs, plain = workload.specs(), workload.jobs(1000)
+    jobs = posted(specs, plain)
     assert [job.prompt for job in jobs] == [job.prompt[6193:] for job in plain]
     assert len({file for job in jobs for file in job.files}) == 20
-    for sketch, job in zip(sketches, jobs):
-        (picture,), (file,), (_, media) = sketch.pictures, job.files, seeing.placed(sketch)
+    for request, job in zip(specs, jobs):
+        (picture,), (file,), (_, media) = request.pictures, job.files, seeing.placed(request)
         assert file == png(picture)
         assert len(file) < 20_000
         header = read_checked_header(file, ImageLimits(), "file")
@@ -99,7 +99,7 @@ def test_an_engine_in_this_process_is_sent_pictures(tmp_path: Path) -> None:
     source = read_checkpoint(EngineConfig(model="tiny-vision"))
     seeing = Eyes.of(source.config, source.spec)
     assert seeing is not None
-    placed = [seeing.placed(sketch) for sketch in parse("mmmu-pro@3").sketches()]
+    placed = [seeing.placed(request) for request in parse("mmmu-pro@3").specs()]
     assert result["median"]["prompt_tokens"] == sum(length for length, _ in placed)
     assert result["median"]["encoder_runs"] == 3
     assert min(medium.num_embeds for _, (medium,) in placed) > 16

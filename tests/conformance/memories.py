@@ -293,13 +293,9 @@ def is_unused(memory: KVMemory) -> bool:
 
 def host_free(memory: PagedMemory) -> int:
     """Host pages that nothing is in."""
-    host = memory.swap.host_pool
-    if isinstance(host, PagePool):
-        return sum(pool.available for pool in host.size_classes)
-    return host.total - sum(host.used)
+    return host_total(memory) - sum(memory.swap.host_pool.used)
 
 
 def host_total(memory: PagedMemory) -> int:
     """Host pages."""
-    host = memory.swap.host_pool
-    return sum(len(pool.ids) for pool in host.size_classes) if isinstance(host, PagePool) else host.total
+    return memory.swap.host_pool.total

@@ -3,10 +3,12 @@ pages of keys and values, or not at all."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from memories import Build
-from unlike import Kind, Make, large, unlike
+from memories import EVERY, Build
+from unlike import UNLIKE, Kind, Make, large, unlike
 
 from quire.memory.paged import PagedMemory
 
@@ -56,3 +58,7 @@ PICTURED: dict[str, Make] = {
     "both-ways-inside": pictured(unlike(FULL[4]), "inside", both_ways=True),
     "both-ways-off": pictured(unlike(FULL[4]), "off", both_ways=True),
 }
+LAYOUTS: dict[str, Callable[[Build], Any]] = {
+    **EVERY, **{f"unlike-{name}": make for name, make in UNLIKE.items()}, **PICTURED
+}  # fmt: skip
+"""All memories of the suite."""

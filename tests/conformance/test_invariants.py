@@ -70,6 +70,24 @@ def serve(memory: KVMemory, seq: Sequence) -> int | None:
     return reused
 
 
+def text(first: int, count: int) -> list[int]:
+    return list(range(first, first + count))
+
+
+def serve_once(memory: KVMemory, id: int, tokens: list[int], answer: int = 0) -> int:
+    """Serve a sequence of these tokens and of `answer` more, and free it. Return the tokens that it reused."""
+    seq = Sequence(id, list(tokens))
+    reused = serve(memory, seq)
+    assert reused is not None
+    for i in range(answer):
+        seq.tokens.append(10_000 * id + i)
+        assert compute(memory, seq, 1)
+    memory.check()
+    memory.free(seq)
+    memory.check()
+    return reused
+
+
 def fill(memory: KVMemory) -> list[Sequence]:
     """Sequences until not one more page can be had."""
     residents: list[Sequence] = []

@@ -12,7 +12,7 @@ from memories import EVERY, MAX_LEN, Build
 from pictured import PICTURED
 from soak import soak
 from test_stateful import machine
-from traces import Trace
+from traces import AT_LENGTH, Trace
 
 KNOWN = {**EVERY, **PICTURED}
 OPS = ("arrive", "arrive", "arrive", "step", "step", "steps", "abort", "preempt", "preempt", "prefix", "settle")
@@ -97,34 +97,20 @@ class Schedules(RuleBasedStateMachine):
 
 
 @pytest.mark.share(8)
+@pytest.mark.parametrize(("examples", "steps"), [(12, 25), pytest.param(3000, 50, marks=AT_LENGTH)])
 @pytest.mark.parametrize("name", KNOWN)
-def test_all_work_is_done(name: str) -> None:
-    run_state_machine_as_test(machine(Schedules, name), settings=settings(max_examples=12, stateful_step_count=25))
+def test_all_work_is_done(name: str, examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        machine(Schedules, name), settings=settings(max_examples=examples, stateful_step_count=steps)
+    )
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("name", KNOWN)
-def test_all_work_is_done_at_length(name: str) -> None:
-    run_state_machine_as_test(machine(Schedules, name), settings=settings(max_examples=3000, stateful_step_count=50))
-
-
-def clean(told: dict[str, float]) -> bool:
-    return told["pages_left"] == told["slots_left"] == told["host_pages_left"] == 0
-
-
-SOAKED = ("paged-4", "states-window")
-
-
-@pytest.mark.parametrize("name", SOAKED)
-def test_a_few_hundred_requests_leave_nothing_behind(name: str) -> None:
-    told = soak(300, name=name)
-    assert clean(told)
+@pytest.mark.parametrize(
+    ("name", "requests"),
+    [("paged-4", 300), ("states-window", 300), *(pytest.param(name, 10**5, marks=AT_LENGTH)
+    for name in ("paged-4", "states-window", "large-cross-4", "large-vision-4"))],
+)  # fmt: skip
+def test_many_requests_leave_nothing_behind(name: str, requests: int) -> None:
+    told = soak(requests, name=name)
+    assert told["pages_left"] == told["slots_left"] == told["host_pages_left"] == 0
     assert min(told["preemptions_by_swap"], told["preemptions_by_recomputation"], told["forks"], told["aborted"]) > 0
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("name", [*SOAKED, "large-cross-4", "large-vision-4"])
-def test_100000_requests_leave_nothing_behind(name: str) -> None:
-    assert clean(soak(10**5, seed=1, name=name))

@@ -200,8 +200,7 @@ def test_a_token_that_cannot_follow_ends_its_request_alone() -> None:
     broken = SamplingParams(seed=3, max_tokens=40, structured=FORM, grammar=Broken(1))
     trace.add(Asked("a", (1, 2, 3), broken, ""))
     trace.add(Asked("b", (1, 2, 3), SamplingParams(seed=4, max_tokens=20, ignore_eos=True), ""))
-    while trace.engine.has_unfinished_requests:
-        trace.step()
+    trace.exhaust()
     last = trace.outputs["a"][-1]
     assert (last.finish_reason, last.stop_reason) == ("error", "too complex")
     assert sum(len(out.tokens) for out in trace.outputs["b"]) == 20

@@ -11,8 +11,8 @@ from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import pytest
-from memories import MEMORIES, Build
-from traces import STEMS, Asked, Checked, Trace, Watched, run_trace
+from memories import MEMORIES
+from traces import STEMS, Asked, Checked, Watched, open_trace, run_trace
 
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
@@ -402,17 +402,11 @@ def asked(id: str, prompt: Seq[int], salt: str = "", **params: Any) -> Asked:
     return Asked(id, tuple(prompt), SamplingParams(seed=1, ignore_eos=True, **params), salt)
 
 
-def opened(depth: int, budget: int, preemption: str, **build: int) -> Trace:
-    memory = MEMORIES["paged-4"](Build(chunk=budget, **build))
-    return Trace(memory, seed=0, depth=depth, budget=budget, max_seqs=8, preemption=preemption)
-
-
 def run_prefix(depth: int) -> None:
     """Three requests, one of them salted, begin with a registered prefix that ends within a page."""
-    trace = opened(depth, 64, "recompute", prefix_tokens=8)
+    trace = open_trace(MEMORIES["paged-4"], depth=depth, prefix_tokens=8)
     trace.engine.register_prefix("p", STEMS[0][:6])
-    while trace.engine.has_unfinished_requests:
-        trace.step()
+    trace.exhaust()
     for i, salt in enumerate(("", "", "adapter")):
         trace.add(asked(str(i), (*STEMS[0][:6], 50 + i), salt, max_tokens=12))
     trace.step()
@@ -422,7 +416,7 @@ def run_prefix(depth: int) -> None:
 
 def run_swapped_abort(depth: int) -> None:
     """A request is aborted while it is swapped."""
-    trace = opened(depth, 64, "swap", tokens=40, host=1000)
+    trace = open_trace(MEMORIES["paged-4"], depth=depth, preemption="swap", tokens=40, host=1000)
     for i in range(3):
         trace.add(asked(str(i), STEMS[i][:9], n=1 + i % 2, max_tokens=20))
     while not trace.scheduler.swapped:

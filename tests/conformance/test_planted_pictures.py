@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import seeing
-from memories import VOCAB, Build
+from memories import VOCAB
 from picture_files import drawn, written
 from pictured import PICTURED
 from test_planted import HIT, SCRATCH, WRONG, Patch, Shown, every_depth, found_by, instead_of, only_outputs
-from traces import Asked, Trace
+from traces import Asked, open_trace, run_trace
 
 from quire.core.encoder_budget import EncoderBudget
 from quire.memory import encoder_cache as gallery
@@ -136,11 +136,8 @@ SHOWN = [name for name in PLANTED if name != "a row that doesn't wait"]  # of wh
 
 def run(name: str, depth: int) -> None:
     for seed in range(10):
-        memory = PICTURED[name](Build(72, 16, 8, host=1000))
-        runner = EchoRunner(depth, vocab_size=VOCAB)
         way = ("swap", "recompute")[seed % 2]
-        trace = Trace(memory, seed=seed, depth=depth, budget=16, max_seqs=8, runner=runner, preemption=way)
-        trace.run(16, 0.04)
+        run_trace(PICTURED[name], seed=seed, depth=depth, tokens=72, host=1000, preemption=way)
 
 
 def trusting(patch: Patch) -> None:
@@ -196,8 +193,8 @@ key_without_its_salt = instead_of(sight, "image_key")(lambda key_of, image, sett
 def run_tenants(name: str, depth: int) -> None:
     """Two tenants show one picture, whose key is made as of a request's, and each of them shows it again: who isn't
     shown it by anybody of his own has it encoded, or would learn that somebody else has it."""
-    memory = PICTURED[name](Build(256, 16, 8))
-    trace = Trace(memory, seed=0, depth=depth, budget=16, max_seqs=8)
+    trace = open_trace(PICTURED[name], depth=depth, budget=16)
+    memory = trace.memory
     given, found = [ImageSource("here", written(drawn(8, 8)))], list[tuple[int, int]]()
     for i, salt in enumerate(("", "a", "b", "b", "a")):
         [pixels] = seeing.sight().load(given, salt)
@@ -205,8 +202,7 @@ def run_tenants(name: str, depth: int) -> None:
         prompt = (7 + i, *[VOCAB - 1] * (rows if memory.kv_config.sight else 1), 5, 6)
         medium = ImageItem(pixels.key, 1, len(prompt) - 3, rows, 2)
         trace.add(Asked(str(i), prompt, SamplingParams(max_tokens=4, seed=i), salt, (medium,)))
-        while trace.engine.has_unfinished_requests:
-            trace.step()
+        trace.exhaust()
         sharing = memory.account().sharing
         found.append((sharing.encoder_runs, sharing.picture_hits))
     trace.drained()

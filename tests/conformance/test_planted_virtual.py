@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from addresses import Addressed, AddressedRunner
-from memories import VIRTUAL, Build
+from memories import VIRTUAL
 from test_planted import (
     OVERLAPPED,
     RETIRED,
@@ -32,7 +32,7 @@ from test_planted import (
     row_freed_while_in_flight,
     run_each,
 )
-from traces import Trace
+from traces import open_trace
 
 from quire.memory.virtual.virtual_memory import VirtualMemory
 from quire.protocol.sequence import Sequence
@@ -187,7 +187,7 @@ RUNS: Runs = (  # as in test_planted.py
 def run_all(depth: int) -> None:
     """In the end, requests that share all of their prompts but a token compute side by side."""
     run_each(RUNS, depth)
-    trace = Trace(VIRTUAL["virtual-4"](Build()), seed=0, depth=depth, budget=64, max_seqs=8)
+    trace = open_trace(VIRTUAL["virtual-4"], depth=depth)
     for i in range(4):
         trace.add(asked(str(i), (*STEMS[0][:16], 50 + i), max_tokens=12))
         trace.step()

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 from addresses import runner_for
-from memories import EVERY, MAX_LEN, VOCAB, Build
-from pictured import PICTURED
+from memories import MAX_LEN, VOCAB, Build
+from pictured import LAYOUTS
 from traces import Checked, Trace, Watched
-from unlike import UNLIKE
 
 from quire.core.recovery import RunnerRestarter
 from quire.errors import RanksLost
 
-LAYOUTS = {**EVERY, **UNLIKE, **PICTURED}
-SOME = ("paged-4", "virtual-mixed", "large-8-12-1-3", "states-window", "inside-4", "pow2-layer-tables")
+SOME = ("paged-4", "virtual-mixed", "unlike-large-8-12-1-3", "states-window", "inside-4", "pow2-layer-tables")
 
 
 class Flaky:
@@ -45,7 +43,7 @@ def run(name: str, seed: int, requests: int = 12) -> int:
     depth, budget, often = rng.choice((1, 2, 3)), rng.choice((16, 64)), rng.choice((0.02, 0.1))
     build = Build(rng.choice((96, 128, 256)), budget, 8, MAX_LEN, rng.choice((0, 12)), 0)
     trace = Trace(
-        LAYOUTS[name](build), seed=seed, depth=depth, budget=budget, max_seqs=8,
+        LAYOUTS[name](build), seed=seed, depth=depth, budget=budget,
         preemption=rng.choice(("swap", "recompute", "auto")),
         restarter=RunnerRestarter(lambda: anew(), max_restarts=10**6),
     )  # fmt: skip

@@ -29,20 +29,18 @@ def _check(engine: Engine, told: dict[str, Any]) -> None:
     memory = engine.scheduler.memory
     assert isinstance(memory, PagedMemory)
     assert json.loads(json.dumps(told)) == told
-    tables = Counter((g, page) for resident in memory.seq_pages.values() for g, table in enumerate(resident.tables)
-                     for page in table[resident.first_page[g] :])  # fmt: skip
     holding = [*engine.requests.values(), *engine.scheduler.running]
     order = {
         seq.id: request.order // ORDER_STEP
         for request in holding
         for seq in (*request.live_seqs, *request.finished_seqs)
     }
-    owner = {
-        (g, page): order[id]
-        for id, resident in memory.seq_pages.items()
-        for g, table in enumerate(resident.tables)
-        for page in table[resident.first_page[g] :]
-    }
+    tables, owner = Counter[tuple[int, int]](), dict[tuple[int, int], int]()
+    for id, resident in memory.seq_pages.items():
+        for g, table in enumerate(resident.tables):
+            places = [(g, page) for page in table[resident.first_page[g] :]]
+            tables.update(places)
+            owner |= dict.fromkeys(places, order[id])
     held = 0
     for g, group in enumerate(told["groups"]):
         named = memory.count_refs()[g]

@@ -14,8 +14,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from memories import EVERY, Build, admit_one, check_published, insides, is_unused, reset, total_bytes
-from traces import STEMS
+from memories import EVERY, Build, check_published, insides, is_unused, reset, total_bytes
+from traces import AT_LENGTH, STEMS
 
 from quire.protocol.kv_cache_config import KVCacheGroup
 from quire.protocol.sequence import Sequence
@@ -85,15 +85,7 @@ class Calls(RuleBasedStateMachine):
         self.born += 1
         seq = Sequence(self.born, [*stem[:length], *tail], cache_salt=salt)
         seq.num_forks = branches
-        before = insides(self.memory)
-        reused = admit_one(self.memory, seq, self.chunk)
-        if not isinstance(reused, int):
-            assert insides(self.memory) == before
-            return
-        assert reused < len(seq.tokens)
-        seq.computed = seq.planned = reused
-        self.alive[seq.id] = seq
-        self.contents[seq.id] = [self.content(seq, i) for i in range(reused)]
+        self.enter([seq])
 
     def group(self, data: st.DataObject) -> None:
         """Branches of a request come back: all or none of them, sharing what they have in common."""
@@ -103,6 +95,9 @@ class Calls(RuleBasedStateMachine):
             self.born += 1
             seqs.append(Sequence(self.born, [*stem[:length], *tail], cache_salt=salt))
             seqs[-1].prompt_len = length
+        self.enter(seqs)
+
+    def enter(self, seqs: list[Sequence]) -> None:
         before = insides(self.memory)
         admitted = self.memory.admit(seqs, self.chunk)
         if not isinstance(admitted, list):
@@ -244,13 +239,7 @@ def machine(kind: type[RuleBasedStateMachine], memory: str) -> type[RuleBasedSta
 
 
 @pytest.mark.share(8)
+@pytest.mark.parametrize(("examples", "steps"), [(30, 30), pytest.param(500, 60, marks=AT_LENGTH)])
 @pytest.mark.parametrize("name", EVERY)
-def test_any_calls(name: str) -> None:
-    run_state_machine_as_test(machine(Calls, name), settings=settings(max_examples=30, stateful_step_count=30))
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(0)
-@pytest.mark.parametrize("name", EVERY)
-def test_any_calls_at_length(name: str) -> None:
-    run_state_machine_as_test(machine(Calls, name), settings=settings(max_examples=500, stateful_step_count=60))
+def test_any_calls(name: str, examples: int, steps: int) -> None:
+    run_state_machine_as_test(machine(Calls, name), settings=settings(max_examples=examples, stateful_step_count=steps))

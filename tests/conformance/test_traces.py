@@ -6,26 +6,37 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from memories import EVERY, MAX_LEN, RESERVED, VOCAB, Build
-from traces import DEPTHS, WAYS, Asked, Told, Trace, drawn_trace, run_trace
+from memories import EVERY, RESERVED, VOCAB, Build
+from pictured import LAYOUTS, PICTURED
+from traces import DEPTHS, WAYS, Asked, Told, Trace, drawn_trace, open_trace, run_trace
+from unlike import QUERIES
 
+from quire.protocol.images import ImageItem
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import LAST_SAMPLED, SeqSlice, SliceResult, StepPlan
 from quire.sim.echo_runner import EchoRunner
 
 
 def drawn(name: str, seed: int, depth: int) -> Told:
-    scale = 4 if name in RESERVED else 1  # a run may be for the longest sequence
-    return drawn_trace(EVERY[name], seed, depth, scale=scale, tokens=(48, 64, 96, 128, 256), hosts=(0, 6, 1000))
+    settings: dict[str, Any] = {}
+    if name in EVERY:
+        settings = {"tokens": (48, 64, 96, 128, 256), "hosts": (0, 6, 1000)}
+        settings["scale"] = 4 if name in RESERVED else 1  # a run may be for the longest sequence
+    elif "both-ways" in name:
+        settings = {"least": 64, "prefixes": (0,)}
+    elif "budgets" in name:
+        settings = {"least": QUERIES}
+    return drawn_trace(LAYOUTS[name], seed, depth, **settings)
 
 
 @pytest.mark.share(8)
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_random_traces(name: str, depth: int) -> None:
     told = [drawn(name, seed, depth) for seed in range(4)]
-    assert sum(t.finished for t in told) > 16
+    assert sum(t.finished for t in told) > (16 if name in EVERY else 12)
     assert sum(t.aborted for t in told) > 0
+    assert sum(t.parts for t in told) > 10 or name not in PICTURED
 
 
 class Staged(EchoRunner):
@@ -54,7 +65,7 @@ def test_traces_over_stages(name: str, stages: int) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_many_random_traces(name: str, depth: int) -> None:
     for seed in range(1000, 2000):
         drawn(name, seed, depth)
@@ -71,14 +82,26 @@ def test_traces_that_failed_once(name: str, seed: int, depth: int) -> None:
     drawn(name, seed, depth)
 
 
-def open_trace(name: str = "paged-4", *, depth: int, tokens: int = 256, budget: int = 64) -> Trace:
-    return Trace(EVERY[name](Build(tokens, budget)), seed=0, depth=depth, budget=budget, max_seqs=8)
+PAGED = EVERY["paged-4"]
+
+
+def test_what_one_leaves_half_encoded_another_one_begins_anew() -> None:
+    trace = open_trace(PICTURED["cross-4"], tokens=128, budget=4)
+    for i, id in enumerate("ab"):
+        prompt, params = (7 + i, VOCAB - 1, 5), SamplingParams(seed=1, max_tokens=4)
+        trace.add(Asked(id, prompt, params, "", (ImageItem(bytes(32), 1, 1, 8, 4),)))
+    trace.step()
+    trace.step()
+    assert 0 < trace.runner.parts < 4
+    trace.abort("a")
+    trace.finish()
+    assert trace.runner.parts > 4
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("steps", range(5))
 def test_the_id_of_an_aborted_request_can_be_used_at_once(depth: int, steps: int) -> None:
-    trace = open_trace(depth=depth)
+    trace = open_trace(PAGED, depth=depth)
     trace.add(Asked("a", (1, 2, 3), SamplingParams(seed=1, max_tokens=20, ignore_eos=True), ""))
     for _ in range(steps):
         trace.step()
@@ -98,8 +121,7 @@ def test_the_id_of_an_aborted_request_can_be_used_at_once(depth: int, steps: int
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 def test_named_log_probabilities_survive_preemption(way: str, depth: int) -> None:
     kinds: list[dict[str, Any]] = [{}, {"n": 3}, {"n": 1, "best_of": 2}, {"logprob_token_ids": None, "logprobs": 2}]
-    memory = EVERY["paged-4"](Build(72, 8, 8, MAX_LEN, 1000 if way == "swap" else 0, 0))
-    trace = Trace(memory, seed=0, depth=depth, budget=8, max_seqs=8, preemption=way)
+    trace = open_trace(PAGED, depth=depth, tokens=72, budget=8, host=1000 if way == "swap" else 0, preemption=way)
     for i, values in enumerate(kinds):
         prompt = tuple((7 * i + j) % (VOCAB - 1) + 1 for j in range(14))
         params = {"seed": i, "max_tokens": 12, "ignore_eos": True, "logprob_token_ids": [9, 2, 40 + i]} | values
@@ -113,7 +135,7 @@ def test_beams_that_are_preempted_between_their_candidates(depth: int) -> None:
     """Some branches have their candidates and others wait for the budget when memory runs short."""
     hurt = 0
     for tokens in range(64, 96, 8):
-        trace = open_trace(depth=depth, tokens=tokens, budget=3)
+        trace = open_trace(PAGED, depth=depth, tokens=tokens, budget=3)
         old = SamplingParams(seed=1, ignore_eos=True, max_tokens=36)
         trace.add(Asked("old", tuple(range(1, 10)), old, ""))
         trace.add(Asked("beams", tuple(range(20, 29)), SamplingParams(seed=1, beam_width=4, max_tokens=9), ""))
@@ -152,7 +174,7 @@ def test_traces_swap_recompute_share_again_and_are_aborted_in_every_state(way: s
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_an_abort_while_branches_wait_to_be_forked(depth: int) -> None:
     for kind in ({"n": 3}, {"best_of": 3}, {"beam_width": 3}):
-        trace = open_trace(depth=depth)
+        trace = open_trace(PAGED, depth=depth)
         trace.add(Asked("a", (1, 2, 3), SamplingParams(seed=1, max_tokens=20, **kind), ""))
         plan = trace.scheduler.schedule()
         assert plan is not None
@@ -179,8 +201,7 @@ class Faulty(EchoRunner):
 @pytest.mark.parametrize("slot", [1, 2, 3])
 def test_a_request_whose_branches_advance_together_fails_as_one(slot: int, budget: int, depth: int) -> None:
     for step in range(1, 12):
-        memory = EVERY["paged-4"](Build(chunk=budget))
-        trace = Trace(memory, seed=0, depth=depth, budget=budget, max_seqs=8, runner=Faulty(depth, slot, step))
+        trace = open_trace(PAGED, depth=depth, budget=budget, runner=Faulty(depth, slot, step))
         params = SamplingParams(n=2, beam_width=3, seed=1, max_tokens=9, ignore_eos=True)
         trace.engine.add("a", (1, 2, 3), params)
         ends: list[str | None] = []
@@ -200,8 +221,7 @@ FEW = ("paged-4", "poisoned", "mixed", "large-16", "boundary", "states", "virtua
 def test_traces_with_naps(name: str) -> None:
     """Over a runner that loses all its pages now and then: nothing from before is found."""
     build = Build(tokens=400, chunk=16) if name in RESERVED else Build(160, chunk=16, host=200, prefix_tokens=24)
-    memory = EVERY[name](build)
-    trace = Trace(memory, seed=3, depth=2, budget=16, max_seqs=8, preemption="auto")
+    trace = Trace(EVERY[name](build), seed=3, depth=2, budget=16, preemption="auto")
     trace.sleeps = []
     told = trace.run(10, arrivals=0.05)
     assert told.finished > 3

@@ -37,6 +37,8 @@ from quire.sim.echo_runner import BeamResult, EchoRunner, expected_beams, expect
 EOS = frozenset({0})
 DEPTHS = (1, 2, 3)
 WAYS = ("swap", "recompute", "auto")
+AT_LENGTH = (pytest.mark.soak, pytest.mark.timeout(0))
+"""Marks of the cases that run for hours."""
 STEMS = tuple(tuple(random.Random(stem).choices(range(1, VOCAB), k=MAX_LEN)) for stem in range(3))
 
 
@@ -50,7 +52,7 @@ class Watched:
         self.later: set[int] = set()  # sequences that were told to come later
         self.placed: deque[dict[int, tuple[tuple[int, ...], ...]]] = deque()  # one entry a plan in flight
         self.content: dict[tuple[int, int], tuple[object, ...]] = {}  # (group, page) -> (salt, prefix, pictures)
-        self.shortages = self.hits = self.partial = 0
+        self.partial = 0  # hits that end within a page
         self.rng, self.unforked = random.Random(0), 0.0
 
     def __getattr__(self, name: str) -> Any:
@@ -67,7 +69,6 @@ class Watched:
         return seq.cache_salt, tuple(seq.tokens[:end]), media
 
     def _unchanged(self, before: object) -> None:
-        self.shortages += 1
         assert insides(self.memory) == before, "a call that reported shortage changed the memory"
 
     def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admission] | Deferred | None:
@@ -82,7 +83,6 @@ class Watched:
             assert 0 <= reused < len(seq.tokens), f"{reused} of {len(seq.tokens)} tokens are reused"
             if len(seqs) == 1:  # what branches share was scored before they were forked
                 assert reused <= seq.max_prefix_hit, "more is reused than the sequence allows"
-            self.hits += reused > 0
             groups = self.memory.kv_config.groups
             of_tokens = [g for g, group in enumerate(groups) if group.kind not in ("cross", "vision")]
             self.partial += any(groups[g].num_pages(reused) > groups[g].num_full_pages(reused) for g in of_tokens)
@@ -240,11 +240,8 @@ class Told(NamedTuple):
 
     finished: int
     aborted: int
-    steps: int
     swapped: int
     recomputed: int
-    shortages: int
-    hits: int
     partial: int  # hits that end within a page: a registered prefix
     evictions: int
     siblings: int  # sequences that waited for one to compute what they share
@@ -310,10 +307,10 @@ class Trace:
         self,
         memory: KVMemory,
         *,
-        seed: int,
-        depth: int,
-        budget: int,
-        max_seqs: int,
+        seed: int = 0,
+        depth: int = 1,
+        budget: int = 64,
+        max_seqs: int = 8,
         runner: EchoRunner | None = None,
         preemption: str = "recompute",
         unforked: float = 0.0,
@@ -451,11 +448,8 @@ class Trace:
         return Told(
             len(self.asked) - len(self.aborted),
             len(self.aborted),
-            self.steps,
             self.scheduler.preemption_counts["swap"],
             self.scheduler.preemption_counts["recompute"],
-            self.memory.shortages,
-            self.memory.hits,
             self.memory.partial,
             evictions(self.memory.memory),
             self.siblings,
@@ -477,10 +471,14 @@ class Trace:
             self.engine.wake(tags)
         self.memory.check()
 
-    def finish(self) -> None:
-        """Do what was asked for, then check everything that must hold at the end."""
+    def exhaust(self) -> None:
+        """Do what was asked for."""
         while self.engine.has_unfinished_requests:
             self.step()
+
+    def finish(self) -> None:
+        """Do what was asked for, then check everything that must hold at the end."""
+        self.exhaust()
         self.drained()
 
     def drained(self) -> None:
@@ -565,23 +563,21 @@ def ending(params: SamplingParams, tokens: list[int]) -> tuple[str, int | None]:
     return "length", None
 
 
-def run_trace(
-    make: Callable[[Build], KVMemory],
-    *,
-    seed: int,
-    depth: int,
-    budget: int = 16,
-    max_seqs: int = 8,
-    tokens: int = 128,
-    requests: int = 16,
-    host: int = 0,
-    prefix_tokens: int = 0,
-    aborts: float = 0.04,
-    **how: Any,
-) -> Told:
-    """One random trace over a fresh memory; `how` as for Trace."""
+def open_trace(
+    make: Callable[[Build], KVMemory], *, tokens: int = 256, budget: int = 64, max_seqs: int = 8, host: int = 0,
+    prefix_tokens: int = 0, **how: Any,
+) -> Trace:  # fmt: skip
+    """One over a fresh memory; `how` as for Trace."""
     memory = make(Build(tokens, budget, max_seqs, MAX_LEN, host, prefix_tokens))
-    return Trace(memory, seed=seed, depth=depth, budget=budget, max_seqs=max_seqs, **how).run(requests, aborts)
+    return Trace(memory, budget=budget, max_seqs=max_seqs, **how)
+
+
+def run_trace(
+    make: Callable[[Build], KVMemory], *, tokens: int = 128, budget: int = 16, requests: int = 16, aborts: float = 0.04,
+    **how: Any,
+) -> Told:  # fmt: skip
+    """One random trace over a fresh memory; `how` as for open_trace."""
+    return open_trace(make, tokens=tokens, budget=budget, **how).run(requests, aborts)
 
 
 def drawn_trace(

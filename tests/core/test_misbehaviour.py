@@ -33,17 +33,21 @@ NEIGHBOURS = {
 }
 
 
-class Rogue:
-    """Well-behaved for some steps, with one branch at first, then two."""
-
-    def __init__(self, answer: Answer, after: int = 0) -> None:
-        self.width, self.answer, self.after = WIDTH, answer, after
+class Two:
+    """Two candidates, and two results."""
 
     def top(self, context: Context) -> int:
         return 2
 
     def keep(self) -> int:
         return 2
+
+
+class Rogue(Two):
+    """Well-behaved for some steps, with one branch at first, then two."""
+
+    def __init__(self, answer: Answer, after: int = 0) -> None:
+        self.width, self.answer, self.after = WIDTH, answer, after
 
     def advance(self, branches: Sequence[Branch], context: Context) -> Any:
         self.after -= 1
@@ -368,7 +372,7 @@ def test_the_last_steps_are_noted_from_when_somebody_watches(depth: int) -> None
     assert scheduler.num_preemptions > sum(before.values())
 
 
-class Second:
+class Second(Two):
     """Two branches, of which the second goes on, until both that it becomes do: what readers call 0 never has that
     index here, and then two have one text."""
 
@@ -376,12 +380,6 @@ class Second:
 
     def __init__(self) -> None:
         self.steps = 0
-
-    def top(self, context: Context) -> int:
-        return 2
-
-    def keep(self) -> int:
-        return 2
 
     def advance(self, branches: Sequence[Branch], context: Context) -> Advance:
         self.steps += 1

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from memories import MAX_LEN, MEMORIES, VOCAB, Build
-from traces import Asked, Trace
+from memories import MAX_LEN, MEMORIES, VOCAB
+from traces import Asked, open_trace
 
 from quire.errors import InputError, Overloaded, PromptTooLong, QuireError
 from quire.protocol.sampling_params import PARAMS, SamplingParams
@@ -179,26 +179,20 @@ REFUSALS: dict[str, tuple[Any, SamplingParams, type[QuireError], str]] = {
 def test_a_refused_request_leaves_the_engine_undisturbed(name: str) -> None:
     """A canary decodes beside it, and another comes after it: their outputs and the pages are as ever."""
     prompt, params, error, message = REFUSALS[name]
-    trace = Trace(MEMORIES["paged-4"](Build(tokens=64)), seed=0, depth=2, budget=64, max_seqs=8)
+    trace = open_trace(MEMORIES["paged-4"], depth=2, tokens=64)
     trace.add(Asked("canary", (1, 2, 3), SamplingParams(seed=1, max_tokens=20, ignore_eos=True), ""))
     trace.step()
     if name == "queue full":
         trace.engine.limits = trace.engine.limits._replace(max_queued=0)
-    before = (
-        trace.engine.num_added,
-        trace.scheduler.last_seq_id,
-        len(trace.scheduler.waiting),
-        set(trace.engine.requests),
-    )
+
+    def state() -> tuple[object, ...]:
+        engine, scheduler = trace.engine, trace.scheduler
+        return engine.num_added, scheduler.last_seq_id, len(scheduler.waiting), set(engine.requests)
+
+    before = state()
     with pytest.raises(error, match=message):
         trace.engine.add("canary" if name == "id in use" else "bad", prompt, params)
-    after = (
-        trace.engine.num_added,
-        trace.scheduler.last_seq_id,
-        len(trace.scheduler.waiting),
-        set(trace.engine.requests),
-    )
-    assert before == after
+    assert before == state()
     trace.engine.limits = trace.engine.limits._replace(max_queued=10)
     trace.add(Asked("late", (1, 2, 3, 4, 5), OK, ""))
     trace.finish()

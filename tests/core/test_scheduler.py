@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
-from memories import MAX_LEN, MEMORIES, VOCAB, Build
-from traces import Asked, Trace
+from memories import MAX_LEN, MEMORIES, VOCAB
+from traces import DEPTHS, Asked, Trace, open_trace
 
 from quire.core.request import Request, RequestStatus
 from quire.core.scheduler import Scheduler
@@ -14,15 +15,9 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import StepPlan, StepResult
 from quire.sim.echo_runner import EchoRunner, expected_tokens
 
-DEPTHS = (1, 2, 3)
 
-
-def opened(
-    *, tokens: int = 256, budget: int = 64, depth: int = 1, max_seqs: int = 8, name: str = "paged-4", host: int = 0,
-    preemption: str = "recompute",
-) -> Trace:  # fmt: skip
-    memory = MEMORIES[name](Build(tokens, budget, max_seqs, host=host))
-    return Trace(memory, seed=0, depth=depth, budget=budget, max_seqs=max_seqs, preemption=preemption)
+def opened(name: str = "paged-4", **how: Any) -> Trace:
+    return open_trace(MEMORIES[name], **how)
 
 
 def ask(trace: Trace, id: str, length: int, *, n: int = 1, max_tokens: int = 12, stop: tuple[int, ...] = ()) -> None:
@@ -134,8 +129,7 @@ def test_a_blind_runner_draws_one_constant_token_for_each_sample() -> None:
     ask(trace, "a", 5, n=3, max_tokens=4)
     trace.engine.runner = EchoRunner(is_constant=True)
     trace.memory.placed.clear()
-    while trace.engine.has_unfinished_requests:
-        trace.step()
+    trace.exhaust()
     tokens = {token for output in trace.outputs["a"] for token in output.tokens}
     assert len(tokens) == 1
     assert sum(len(output.tokens) for output in trace.outputs["a"]) == 12
@@ -144,7 +138,7 @@ def test_a_blind_runner_draws_one_constant_token_for_each_sample() -> None:
 def test_refused_branches_are_tried_again_when_others_were_swapped_out() -> None:
     """What stood in a request's way was swapped out and aborted there: its pages came back without a sequence being
     freed."""
-    trace = opened(tokens=72, name="uncached", host=100)
+    trace = opened("uncached", tokens=72, host=100)
     ask(trace, "a", 10, max_tokens=30)
     ask(trace, "b", 10, n=3, max_tokens=12)
     a, b = trace.scheduler.waiting
@@ -164,7 +158,7 @@ def test_refused_branches_are_tried_again_when_others_were_swapped_out() -> None
 
 def test_all_branches_come_back_in_one_step_or_none_does() -> None:
     """A preempted group finds room for some of its branches many steps before it finds room for all."""
-    trace = opened(tokens=72, name="uncached")
+    trace = opened("uncached", tokens=72)
     ask(trace, "a", 10, max_tokens=30)
     ask(trace, "b", 10, n=3, max_tokens=12)
     b = list(trace.scheduler.waiting)[1]
@@ -221,7 +215,7 @@ def test_who_waits_for_another_does_not_starve(tokens: int, depth: int) -> None:
 def test_room_is_kept_for_who_waits_for_another(depth: int) -> None:
     """A younger request that fits beside the first of two, but not beside the second, doesn't take the second's room:
     a step of waiting isn't the whole life of somebody else."""
-    trace = opened(tokens=72, budget=64, depth=depth)
+    trace = opened(tokens=72, depth=depth)
     stem = [*range(1, 9)]
     trace.engine.add("a", [*stem, 60], SamplingParams(max_tokens=2, ignore_eos=True))
     trace.engine.add("b", [*stem, *range(10, 38)], SamplingParams(max_tokens=2, ignore_eos=True))
@@ -237,7 +231,7 @@ def test_room_is_kept_for_who_waits_for_another(depth: int) -> None:
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_nobody_new_passes_a_preempted_one_that_waits_for_another(depth: int) -> None:
     """Two requests with one prompt are preempted, and come back one after the other: nobody new comes between."""
-    trace = opened(tokens=256, budget=64, depth=depth)
+    trace = opened(depth=depth)
     twice(trace, "a", "b", 24, max_tokens=20)
     trace.step()
     for _ in range(2 + depth):
@@ -263,7 +257,7 @@ def _collected(trace: Trace) -> tuple[StepPlan, StepResult]:
 def test_a_group_is_swapped_while_what_it_shares_is_being_computed() -> None:
     """Pages that no branch has computed yet go out and come back. Nobody may find them by the name of what they will
     hold: here one would, in the very step that computes it."""
-    trace = opened(tokens=256, budget=12, name="poisoned", host=100)
+    trace = opened("poisoned", budget=12, host=100)
     prompt = tuple(random.Random(1).choices(range(1, VOCAB), k=16))
     trace.add(Asked("a", prompt, SamplingParams(n=2, seed=1, max_tokens=12, ignore_eos=True), ""))
     scheduler, (a,) = trace.scheduler, trace.scheduler.waiting

@@ -18,8 +18,7 @@ SETTLED = 5.0  # seconds after an answer before the measurement: what follows an
 
 
 def measured(ranks: int, seconds: float, folder: Path) -> dict[str, float]:
-    """The share of a core of the front, each rank and whatever else it started, over so many seconds, after one
-    answer."""
+    """Return the share of a core that each process uses during `seconds`, after one answer: frontend, ranks, others."""
     with served(folder, "--tp", str(ranks)) as server:
         server.ready().complete()
         numbered = server.ranks()

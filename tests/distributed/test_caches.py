@@ -12,7 +12,7 @@ from quire.distributed.triton_cache import TRITON_CACHE_DIR, triton_cache_enviro
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Temporary files', and a home that nobody can write."""
+    """Set a folder for temporary files, and a home that cannot be written."""
     for name in (TRITON_CACHE_DIR, "TRITON_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/dev/null/home")
@@ -21,7 +21,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_can_be_written_or_is_named_already_stays(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of this user's alone takes the place of any other home."""
+    """Otherwise a folder that only this user can write is used."""
     first = triton_cache_environment()
     assert [*first] == [TRITON_CACHE_DIR]
     assert Path(first[TRITON_CACHE_DIR]).parent == place
@@ -36,7 +36,7 @@ def test_what_can_be_written_or_is_named_already_stays(place: Path, monkeypatch:
 
 @pytest.mark.parametrize("how", ["link", "open"])
 def test_a_folder_that_others_can_write_is_left_alone(how: str, place: Path) -> None:
-    """What is in it is run."""
+    """Files in it are executed."""
     folder = Path(triton_cache_environment()[TRITON_CACHE_DIR])
     if how == "open":
         folder.chmod(0o777)

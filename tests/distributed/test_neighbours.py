@@ -30,7 +30,7 @@ what isn't a line of it
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program that says SAID if it is asked as it should be."""
+    """Install an nvidia-smi that prints SAID if its arguments are as expected."""
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\ncase $1 in --query-compute-apps=gpu_uuid,pid,*) cat <<'E'\n{SAID}E\nesac\n")
     program.chmod(0o755)
@@ -51,7 +51,7 @@ def test_the_largest_come_first_and_this_process_is_none(smi: Path, monkeypatch:
 
 
 def gpus(free: int) -> list[dict[str, Any]]:
-    """What two ranks tell of theirs, of which the second has so many GiB free."""
+    """Return the memory information of two ranks; the GPU of the second has `free` GiB free."""
     return [
         {"name": "H", "index": 0, "free": 79 * GIB, "total": 80 * GIB},
         {"name": "H", "index": 1, "free": free * GIB, "total": 80 * GIB, "others": other_gpu_processes("bb22")},
@@ -59,7 +59,7 @@ def gpus(free: int) -> list[dict[str, Any]]:
 
 
 def planned(free: int) -> MemoryPlan:
-    """Llama-3-8B on these."""
+    """Return the memory plan of Llama-3-8B on these GPUs."""
     seen = smallest_device_memory(gpus(free), 0.9)
     return plan_memory(
         EngineConfig(tp=2), read_spec(named_config("llama3-8b")), "m", "bfloat16", 2, "cuda", measured=seen
@@ -74,7 +74,7 @@ TOO_FULL = (
 
 @pytest.mark.usefixtures("smi")
 def test_a_gpu_that_has_filled_up_is_named_as_ranks_are_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the first start, and before they load anything at others; what of memory the plan leaves may be others'."""
+    """At the first start and at a restart, before ranks load. Memory that the plan does not use may be in use."""
     with pytest.raises(StartupError, match=TOO_FULL.format(r"0\.0 MiB")):
         planned(8)
     config, plan = EngineConfig(tp=2, device="cuda", max_num_batched_tokens=2048), planned(78)

@@ -56,7 +56,7 @@ def test_parts_that_there_can_not_be_are_refused(part: tuple[int, int, int, int]
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", BODIES)
 def test_mutated_bodies_are_refused_or_read(name: str, count: int) -> None:
-    """And others as they were said."""
+    """Unchanged ones are read as they were written."""
     read, body, said = BODIES[name]
     assert read(memoryview(body)) == said
     rng = random.Random(name)

@@ -16,7 +16,7 @@ Stages = tuple[RankRendezvous, StagePipes, StagePipes]
 
 @pytest.fixture
 def stages() -> Iterator[Stages]:
-    """Where two stages of one rank each meet, and their pipes."""
+    """Yield the rendezvous of two stages of one rank each, and their pipes."""
     layout = ParallelLayout(1, 2)
     meeting = RankRendezvous(layout)
     first, last = (StagePipes(part, meeting.descriptors, 5.0) for part in layout.shards())

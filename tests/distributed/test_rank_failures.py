@@ -15,7 +15,7 @@ import psutil
 import pytest
 from echo_ranks import FaultyEcho, processes, threaded
 from memories import MEMORIES, Build
-from waiting import wait_until
+from waiting import has_ended, wait_until
 from wired import drain, open_engine
 
 from quire.distributed.remote_runner import RemoteRunner
@@ -36,36 +36,21 @@ def descriptors() -> set[str]:
     return {os.readlink(one) for one in Path("/proc/self/fd").iterdir() if os.path.lexists(one)}
 
 
-def ranks_left() -> list[str]:
-    """Processes of this one's that are ranks."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            stat = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(stat[1]) == os.getpid() and b"echo_ranks" in (entry / "cmdline").read_bytes():
-                found.append(entry.name)
-        except (OSError, IndexError, ValueError):
-            continue
-    return found
-
-
-def alive(pid: int) -> bool:
-    """It runs, or is stopped: what ended may wait for whoever has to take note of it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def ranks_left() -> list[psutil.Process]:
+    """Return the children of this process that are ranks."""
+    children = (one for one in psutil.process_iter(["ppid", "cmdline"]) if one.info["ppid"] == os.getpid())
+    return [one for one in children if "echo_ranks" in " ".join(one.info["cmdline"] or ())]
 
 
 def used(runner: RemoteRunner) -> None:
-    """Some steps."""
+    """Run some steps."""
     engine = open_engine(runner)
     runner.warm_up(64, 48)
     drain(engine)
 
 
 def used_once(**faults: dict[str, Any]) -> None:
-    """Two ranks in processes, started, used and closed."""
+    """Start, use and close two ranks in processes."""
     with closing(processes(2, **faults)) as runner:
         used(runner)
 
@@ -120,7 +105,6 @@ def test_a_ranks_traceback_is_in_the_log(capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_ranks_open_no_port_and_nothing_of_theirs_has_a_name() -> None:
-    """Memory, sockets and pipes: no file is left whatever ends."""
     with closing(processes(2)) as runner:
         used(runner)
         for pid in (side.child.process.pid for side in runner.ranks):
@@ -162,7 +146,7 @@ def test_without_room_in_the_ring_nothing_starts(seconds: float, told: str) -> N
 
 
 def test_a_rank_that_can_not_wake_up_ends_all() -> None:
-    """The others are awake by then."""
+    """The other ranks are awake by then."""
     runner = threaded(2, lambda rank: FaultyEcho(1, **({"how": "raise", "place": "wake"} if rank else {})))
     engine = open_engine(runner)
     drain(engine)
@@ -173,13 +157,13 @@ def test_a_rank_that_can_not_wake_up_ends_all() -> None:
 
 
 def failing(how: Callable[[int], dict[str, Any]], ranks: int = 3) -> None:
-    """Use ranks, on threads, that fail so."""
+    """Use ranks on threads, each with the fault that `how` returns for it."""
     with closing(threaded(ranks, lambda rank: FaultyEcho(**how(rank)))) as runner:
         drain(open_engine(runner))
 
 
 def test_the_cause_is_named_and_not_its_echoes() -> None:
-    """The others hear of it first."""
+    """The failures that follow arrive before the cause."""
     echo = {"how": "echo", "place": "collect", "step": 3}
     late = {"how": "raise", "place": "collect", "step": 3, "pause": 0.1}
     with pytest.raises(EngineDead, match=f"^{RAISED.replace('1', '2')} in step 3$"):
@@ -207,4 +191,4 @@ def test_ranks_end_with_their_engine_also_those_that_are_stopped() -> None:
     done = subprocess.run([sys.executable, "-c", code, str(TESTS)], capture_output=True, text=True, timeout=100)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
-    wait_until(lambda: not any(map(alive, pids)), "the ranks have ended")
+    wait_until(lambda: all(map(has_ended, pids)), "the ranks have ended")

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from echo_ranks import started
 from test_restart import VOCAB, ask, clean, heard, opened, undisturbed
-from waiting import wait_until
+from waiting import has_ended, wait_until
 from wired import drain, open_engine
 
 from quire import LLM, SamplingParams
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray isn't inst
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """The address of two nodes, one of which has 2 CPUs and 2 GPUs; only the environment has its token."""
+    """Yield the address of a cluster of two nodes, one with 2 CPUs and 2 GPUs. Its token is in the environment."""
     variables = {**LOCAL_CLUSTER_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(dir="/tmp") as folder:  # paths of sockets are short
         for name, value in variables.items():
@@ -56,30 +56,25 @@ def cluster() -> Iterator[str]:
 
 
 def placed(address: str, seconds: float = 60.0, ranks: int = 2, gpus: float = 0.0, **faults: Any) -> RemoteRunner:
-    """Ranks as `echo_ranks.processes` makes them."""
+    """Return ranks that Ray placed, with faults as in `echo_ranks.processes`."""
     program = (str(TESTS / "echo_ranks.py"), json.dumps(faults))
     return started(RemoteRunner(ranks, seconds, RayLauncher(ranks, gpus, address, program)))
 
 
 def pids_of(runner: RemoteRunner) -> list[int]:
-    """Ranks, the actors that hold them, and the driver."""
+    """Return the pids of the ranks, of the actors that hold them, and of the driver."""
     ranks = [side.child.process.pid for side in runner.ranks]
     driver: Any = runner.ranks[0].child
     return [*ranks, *(psutil.Process(pid).ppid() for pid in ranks), driver._group.driver.process.pid]
 
 
-def alive(pids: list[int]) -> bool:
-    known = {pid: state for pid, _, _, state in list_processes()}
-    return any(known.get(pid, "X") not in "XZ" for pid in pids)
-
-
 def wait_gone(pids: list[int], seconds: float = 30.0) -> None:
     """Wait until all have ended."""
-    wait_until(lambda: not alive(pids), f"processes {pids} have ended", seconds)
+    wait_until(lambda: all(map(has_ended, pids)), f"processes {pids} have ended", seconds)
 
 
 def test_a_cluster_of_their_own_and_what_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for them alone, that nobody else reaches: its ranks say what one says; a part of it is killed."""
+    """Ranks in a cluster of their own give one rank's tokens; when Ray's raylet is killed, nothing is left."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("TMPDIR", "/tmp")
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -112,7 +107,7 @@ def test_a_cluster_of_their_own_and_what_is_left_of_it(tmp_path: Path, monkeypat
 
 
 def test_ranks_are_placed_anew(cluster: str, caplog: pytest.LogCaptureFixture) -> None:
-    """In a cluster that has room for the ranks of one engine alone."""
+    """The cluster has room for the ranks of one engine only."""
     pids: list[list[int]] = []
 
     def start(**fault: Any) -> RemoteRunner:
@@ -126,7 +121,7 @@ def test_ranks_are_placed_anew(cluster: str, caplog: pytest.LogCaptureFixture) -
     clean(engine)
     assert "rank 1 was ended by signal 9 (SIGKILL) in step 3; ranks are started anew" in caplog.text
     wait_gone(pids[0])
-    assert alive(pids[1])
+    assert not all(map(has_ended, pids[1]))
     engine.close()
     wait_gone(pids[1])
 
@@ -161,12 +156,12 @@ def test_other_failures_are_named_and_nothing_is_left(cluster: str) -> None:
 
 
 def idle(runner: RemoteRunner) -> None:
-    """Wait until `check` raises, as a rank is missed."""
+    """Wait until `check` raises because a rank is lost."""
     wait_until(runner.check, "a rank is missed")
 
 
 def test_all_end_with_the_engine_s_process(cluster: str) -> None:
-    """Killed, while a rank and Ray's driver are stopped."""
+    """The engine's process is killed while a rank and Ray's driver are stopped."""
     code = (
         "import os, sys; sys.path[:0] = sys.argv[2:]\n"
         "from test_ray import placed, pids_of\n"

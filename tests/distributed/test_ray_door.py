@@ -45,7 +45,7 @@ def door() -> Iterator[RankFdServer]:
 
 @contextmanager
 def launched(door: RankFdServer, **other: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """As Ray's actor does it; killed at last."""
+    """Start a rank's bootstrap as Ray's actor does; kill it in the end."""
     child = subprocess.Popen([sys.executable, *LAUNCHER], env={}, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     said = {"name": door.name, "token": door.token, "rank": 1, "parent": os.getpid(), **other}
     child.stdin.write(json.dumps(said).encode() + b"\n")
@@ -58,7 +58,7 @@ def launched(door: RankFdServer, **other: Any) -> Iterator[subprocess.Popen[byte
 
 
 def test_a_rank_has_what_it_would_inherit(door: RankFdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Descriptors with their numbers, also where those are taken there; the environment, the folder; and no more."""
+    """Descriptors keep their numbers, even if these are in use; environment and folder are those given, and no more."""
     monkeypatch.chdir(tmp_path)
     read, write = os.pipe()
     told, tells = os.pipe()
@@ -157,7 +157,7 @@ def port() -> Iterator[int]:
 
 
 def test_addresses(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this user's on this host; strangers' only by --ray-address."""
+    """RAY_ADDRESS is used for this user's cluster on this host, other users' clusters only by --ray-address."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert resolve_ray_address("") == resolve_ray_address("local") == ""
     assert listening_users(port) == {os.getuid()}
@@ -174,7 +174,7 @@ def test_addresses(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_address_where_strangers_listen_too(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or alone, or nobody is known to."""
+    """Also if only others listen, or no listener is known."""
     where = f"127.0.0.1:{port}"
     monkeypatch.setenv("RAY_ADDRESS", where)
     for users in ({os.getuid(), os.getuid() + 1}, {os.getuid() + 1}, set()):

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import pytest
 from addresses import runner_for
 from echo_ranks import FaultyEcho, ThreadRank, started, threaded
-from memories import EVERY, VOCAB, Build
-from pictured import PICTURED
+from memories import VOCAB, Build
+from pictured import LAYOUTS
 from traces import MAX_LEN, Trace
-from unlike import UNLIKE
 from wired import drain, open_engine
 
 from quire.distributed.remote_runner import RemoteRunner
@@ -22,8 +21,6 @@ from quire.errors import EngineDead, StartupError
 from quire.protocol.parallel_layout import ParallelLayout
 from quire.protocol.step_plan import MappingStats, StepPlan, StepResult
 from quire.sim.echo_runner import EchoRunner
-
-LAYOUTS = {**EVERY, **UNLIKE, **PICTURED}
 
 
 class Wired(RemoteRunner):
@@ -48,11 +45,12 @@ class Wired(RemoteRunner):
         return result
 
 
-SOME = ("paged-4", "virtual-mixed", "pow2-layer-tables", "cross-unlike", "large-8-12-1-3", "states-window", "inside-4")
+SOME = ("paged-4", "virtual-mixed", "pow2-layer-tables", "cross-unlike", "unlike-large-8-12-1-3", "states-window",
+        "inside-4")  # fmt: skip
 
 
 def run(name: str, seed: int) -> None:
-    """A random trace over some ranks, of one stage or more."""
+    """Run a random trace over ranks of one stage or more."""
     rng = random.Random(seed)
     depth, layout = rng.choice((1, 2, 3)), ParallelLayout(*rng.choice(((1, 1), (2, 1), (1, 2), (4, 1), (1, 3), (2, 2))))
     budget = rng.choice((16, 64))
@@ -83,7 +81,7 @@ def test_many_random_traces_over_the_wire(name: str) -> None:
 
 @pytest.mark.parametrize(("how", "step"), [("skip", r"\d"), ("draw", "3")])
 def test_a_rank_that_differs_is_named_with_the_step(how: str, step: str) -> None:
-    """A journal entry is skipped, or another token drawn, on one rank."""
+    """One rank skips a page operation, or samples another token."""
     with closing(threaded(3, lambda rank: FaultyEcho(1, VOCAB, how if rank == 1 else "", step=3))) as runner:
         engine = open_engine(runner)
         with pytest.raises(EngineDead, match=rf"rank 1 applied or sampled differently from rank 0 in step {step}$"):
@@ -93,7 +91,7 @@ def test_a_rank_that_differs_is_named_with_the_step(how: str, step: str) -> None
 
 
 def test_a_rank_that_applied_something_else_is_named() -> None:
-    """Also where it draws the same tokens."""
+    """Even if it samples the same tokens."""
 
     class Applying(EchoRunner):
         def submit(self, plan: StepPlan) -> int:
@@ -120,7 +118,7 @@ class Capturing(EchoRunner):
 
 
 def test_a_rank_that_captures_none_where_others_do_is_named() -> None:
-    """Or another size; before any captures: in a graph of more rows it would wait for what the others never send."""
+    """Or another size. In a graph of more rows a rank would wait for rows that the others never send."""
     for sizes, who, rows in (([1, 2], None, [1, 2]), 1, "None"), (([1, 2], [1, 2], [2]), 2, r"\[2\]"):
         runner = threaded(3, lambda rank, sizes=sizes: Capturing(sizes[rank]))
         told = rf"rank {who} captures graphs of decode steps of {rows} rows, rank 0 of \[1, 2\]"

@@ -31,7 +31,7 @@ def memory_of() -> KVMemory:
 
 
 def opened(runner: Any, start: Start | None = None, most: int = 3, clock: Callable[[], float] = lambda: 0.0) -> Engine:
-    """An engine over ranks; `start` starts others."""
+    """Return an engine over ranks; `start` starts new ones."""
 
     def anew() -> tuple[RemoteRunner, KVMemory]:
         made, memory = start(), memory_of()
@@ -43,7 +43,7 @@ def opened(runner: Any, start: Start | None = None, most: int = 3, clock: Callab
 
 
 def ask(engine: Engine) -> None:
-    """32 requests: half of them sampled, some with branches, beams, penalties."""
+    """Add 32 requests: half of them sampled, some with branches, beams or penalties."""
     for i in range(32):
         more: dict[str, Any] = [{}, {"n": 3}, {"beam_width": 3, "n": 2}, {"frequency_penalty": 0.5}][i % 4]
         params = SamplingParams(temperature=float(i >= 16 and i % 4 != 2), seed=i, max_tokens=5 + i % 9, **more)
@@ -65,7 +65,7 @@ def undisturbed(depth: int = 1) -> dict[tuple[str, int], list[int]]:
 
 
 def clean(engine: Engine) -> None:
-    """Nothing is left."""
+    """Check that no request is left."""
     engine.scheduler.memory.check()
     assert engine.scheduler.memory.account().sharing.tables == 0
     assert not engine.requests
@@ -77,8 +77,8 @@ def clean(engine: Engine) -> None:
 def test_streams_go_on_with_the_same_tokens(
     depth: int, place: str, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One of the ranks raises in a prompt, or while requests decode; the next ones do as they are started, which counts
-    too; one of those that follow draws another token."""
+    """A rank fails in a prompt or while requests decode. Of the new ranks one fails at its start, which counts, and
+    one of the next samples another token."""
     starts = iter([{"how": "raise", "place": place, "step": step}, {"how": "raise", "place": "bind"},
                    {"how": "draw", "step": 5}, {}])  # fmt: skip
 
@@ -97,7 +97,7 @@ def test_streams_go_on_with_the_same_tokens(
 
 
 def failing(step: int, place: str = "collect") -> RemoteRunner:
-    """Ranks of which one raises so."""
+    """Return two ranks of which one raises at `place`, in this step."""
     fault = {"how": "raise", "place": place, "step": step}
     return threaded(2, lambda rank: FaultyEcho(1, VOCAB, **(fault if rank == 1 else {})))
 
@@ -137,7 +137,7 @@ def test_what_was_long_ago_does_not_count() -> None:
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_ranks_that_go_while_nothing_is_done(sent: signal.Signals) -> None:
-    """Registered prefixes are computed again, of which nobody is told."""
+    """Registered prefixes are computed again, without an output."""
     runner = processes(2, all={"vocab_size": VOCAB})
     engine = opened(runner, partial(threaded, 2, lambda rank: FaultyEcho(1, VOCAB)))
     engine.register_prefix("p", range(1, 12))

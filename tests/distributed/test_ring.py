@@ -22,7 +22,7 @@ def close(ring: RingWriter, readers: list[RingReader]) -> None:
 
 @given(count=st.integers(1, 4), moves=st.lists(st.one_of(st.integers(0, 2200), st.integers(-4, -1)), max_size=60))
 def test_each_reader_reads_all_of_it(count: int, moves: list[int]) -> None:
-    """A move from 0 on writes so many bytes; below, a reader reads what there is."""
+    """A move of at least 0 writes that many bytes; a negative one has a reader read all that is there."""
     ring = RingWriter(count, PAGE)
     readers, read, written = readers_of(ring), [bytearray() for _ in range(count)], bytearray()
 
@@ -59,7 +59,7 @@ def test_the_writer_waits_for_the_slowest_and_not_for_ever() -> None:
 
 
 def test_what_is_overwritten_is_not_taken_for_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that doesn't wait."""
+    """The writer does not wait for readers."""
     ring = RingWriter(1, PAGE)
     readers = readers_of(ring)
     monkeypatch.setattr(RingWriter, "_slowest_reader", lambda self: (self._write_position, 0))

@@ -24,13 +24,13 @@ def gone(processes: list[psutil.Process], seconds: float = 60.0) -> bool:
 
 
 def started(server: Served, ranks: int) -> list[psutil.Process]:
-    """Its processes, of which so many are ranks, that may still be loading."""
+    """Wait for the ranks of a server, which may still be loading, and return all its processes."""
     wait_until(lambda: len(server.ranks()) >= ranks, lambda: server.text, 100)
     return server.processes()
 
 
 def test_an_interrupt_at_start_leaves_nothing(tmp_path: Path) -> None:
-    """Ctrl-C, which a terminal sends to all of them."""
+    """A terminal sends Ctrl-C to all processes."""
     with served(tmp_path, "--tp", "2") as server:
         processes = started(server, 2)
         os.killpg(server.child.pid, signal.SIGINT)
@@ -74,8 +74,8 @@ def test_idle_processes_use_less_than_a_hundredth_of_a_core(ranks: int, tmp_path
 
 
 def within(script: str, *words: str) -> tuple[str, ...]:
-    """What runs a command with mounts, and where `words` say so a network, of its own, once a script of the shell has
-    prepared the place. Skips where nobody may."""
+    """Return a prefix for a command that runs `script` first, in mounts (and, with "-n", a network) of its own. Skip
+    the test if this user may not create them."""
     if shutil.which("unshare") is None or os.geteuid() or subprocess.run(["unshare", "-m", *words, "true"]).returncode:
         pytest.skip("it needs root, and namespaces")
     return ("unshare", "-m", *words, "sh", "-ec", f'{script}; exec "$@"', "sh")
@@ -92,7 +92,7 @@ def test_two_servers_with_ranks_run_beside_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_ranks_need_no_large_shared_memory_and_write_nothing_into_a_home(tmp_path: Path) -> None:
-    """/dev/shm of 64 MB, as containers have it."""
+    """Containers have a /dev/shm of 64 MB."""
     home = tmp_path / "home"
     home.mkdir()
     before = within(f"mount -t tmpfs -o size=64m tmpfs /dev/shm; mount -t tmpfs -o ro tmpfs {home}")

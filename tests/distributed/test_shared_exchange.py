@@ -20,7 +20,7 @@ from quire.protocol.parallel_layout import ParallelLayout, Shard
 
 
 def on_ranks(ranks: int, work: Callable[[SharedMemoryExchange], Any]) -> list[Any]:
-    """What `work` returns, or the PeerLost that it raises, on each of some ranks."""
+    """Return what `work` returns, or the PeerLost that it raises, on each rank."""
     meeting, found = RankRendezvous(ParallelLayout(ranks)), [None] * ranks
 
     def run(part: Shard) -> None:
@@ -58,7 +58,7 @@ def test_sums_are_taken_in_rank_order_in_fp32(dtype: torch.dtype) -> None:
 
 
 def test_large_ones_go_in_pieces_and_nothing_is_written_over_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are late in turn, by chance. What is gathered isn't always next to one another."""
+    """Ranks are late at random. The gathered tensors are not contiguous."""
     monkeypatch.setattr(shared_memory_exchange, "SLOT_BYTES", 64)
     monkeypatch.setattr(meetings, "SLOT_BYTES", 64)
 

@@ -42,7 +42,7 @@ def test_each_rank_has_its_part_and_its_share_of_threads() -> None:
 
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums over ranks, too; and it is told where some are left."""
+    """Sums over ranks are, too; an unused remainder of threads is reported."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(cores, "available_cores", lambda: cores.Cores(16, 8, None))
     assert [rank_startup.threads_per_rank(None, ranks) for ranks in (1, 2, 3, 16)] == [8, 4, 2, 1]
@@ -59,7 +59,7 @@ def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of descriptors, of threads; and it says what the system lacked."""
+    """No descriptor and no thread is left, and the error names what the system lacked."""
 
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -108,7 +108,7 @@ def test_an_interrupt_once_they_are_started_leaves_none(monkeypatch: pytest.Monk
 
 
 def test_an_interrupt_while_they_end_leaves_nothing() -> None:
-    """Not even what doesn't end with the processes: Ray's, which goes with its last rank."""
+    """All resources are released, also those that do not end with the processes, as with Ray."""
     children = [Mock(connections=[Mock()]) for _ in range(3)]
     children[0].wait_or_kill.side_effect = KeyboardInterrupt
     ring, meeting, keeper = Mock(), Mock(), Mock()
@@ -123,7 +123,7 @@ def test_an_interrupt_while_they_end_leaves_nothing() -> None:
 
 
 def test_what_was_let_go_of_is_not_closed_again() -> None:
-    """Its number may be somebody else's."""
+    """The number of a closed descriptor may be in use again."""
     for made in (RankRendezvous(ParallelLayout(2)), RingWriter(2)):
         made.close()
         others = [os.eventfd(0) for _ in range(16)]

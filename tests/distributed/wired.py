@@ -23,7 +23,7 @@ def engine_over(runner: Any, memory: KVMemory, budget: int = 64, restarter: Runn
 
 
 def open_engine(runner: RemoteRunner) -> Engine:
-    """An engine over ranks, with requests under way."""
+    """Return an engine over ranks, with requests under way."""
     engine = engine_over(runner, MEMORIES["paged-4"](Build(256, 64)))
     for i in range(2):
         engine.add(str(i), [1, 2, 3 + i], SamplingParams(n=2, max_tokens=12, ignore_eos=True, seed=i))

@@ -21,30 +21,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest
-from picture_files import drawn, mutated, small_files, uri, written
+from picture_files import decode_file, drawn, mutated, small_files, uri, written
+from published_processors import TEXT_CONFIGS, published_processor
 
 from quire.core.validation import EngineLimits, check_pixels
 from quire.errors import InputError
-from quire.models.vision import VisionSettings
-from quire.models.vision.named_configs import PREPROCESSOR_CONFIGS, VISION_CONFIGS
 from quire.protocol.images import ImagePixels
 from quire.text.chat_messages import ImageSource
-from quire.text.images.decode import ImageLimits, decode_file
+from quire.text.images.decode import ImageLimits
 from quire.text.images.loader import ImageLoader, merge_adjacent
-from quire.text.images.model_processor import ModelImageProcessor
-from quire.text.images.placeholders import read_placeholder
-from quire.text.images.preprocessor import read_image_preprocessor
 
 LIMITS = ImageLimits(pixels=1 << 20)
-WORDS = {"<image>": 90, "<img>": 91, "</img>": 92, "<IMG_CONTEXT>": 93, "<|image|>": 94, "<bos>": 2, "\n": 10}
-PIECES = {token: word for word, token in WORDS.items()}
-TEXTS = {
-    "llava-onevision-7b": {"text_config": {"hidden_size": 64}},
-    "internvl2-8b": {"llm_config": {"hidden_size": 64}},
-    "phi-3-vision": {"hidden_size": 64},
-    "paligemma2-10b": {"text_config": {"hidden_size": 3584}},
-    "llama-3.2-11b-vision": {"text_config": {"hidden_size": 64}},
-}
 KINDS = {b"\xff": "jpeg", b"R": "webp", b"G": "gif"}
 
 
@@ -52,16 +39,6 @@ def decoded(data: bytes, rng: random.Random) -> None:
     image = decode_file(data, LIMITS)
     assert image.mode == "RGB"
     assert 0 < image.width * image.height <= LIMITS.pixels
-
-
-def seeing(name: str) -> ImageLoader:
-    """As a folder of this model gives it."""
-    said = PREPROCESSOR_CONFIGS[name]
-    vision = VisionSettings.from_config({**VISION_CONFIGS[name], **TEXTS[name]}, said)
-    how = read_image_preprocessor(said, vision.tiling, vision.normalization.mean)
-    return ImageLoader(
-        ModelImageProcessor(how, read_placeholder(vision.kind, WORDS.get), PIECES.__getitem__, [10]), LIMITS
-    )
 
 
 def taken(sight: ImageLoader, pixels: Seq[ImagePixels]) -> None:
@@ -102,7 +79,11 @@ def all_the_way(sights: dict[str, ImageLoader]) -> Callable[[bytes, random.Rando
 def main() -> None:
     """Every file once as it is, so that all that is needed is loaded, then mutations of them under the limit."""
     seed, count, mebibytes = map(int, sys.argv[1:4])
-    path = all_the_way({name: seeing(name) for name in TEXTS}) if sys.argv[4:] == ["whole"] else decoded
+    path = (
+        all_the_way({name: ImageLoader(published_processor(name), LIMITS) for name in TEXT_CONFIGS})
+        if sys.argv[4:] == ["whole"]
+        else decoded
+    )
     rng = random.Random(seed)
     for data in small_files().values():
         for _ in range(8):

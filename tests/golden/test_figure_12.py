@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.sim.embeddings import StepUsage, figure_12
+from papers.figure_12 import StepUsage, figure_12
 
 
 def test_a_embeddings_are_freed_as_chunks_consume_them() -> None:

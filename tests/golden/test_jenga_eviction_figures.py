@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from memories import Build
-from test_invariants import serve
+from test_invariants import serve, serve_once, text
 from unlike import Kind, unlike
 
 from quire.memory.paged import PagedMemory
@@ -23,28 +23,10 @@ def memory_of(pages: int, window: int, **orders: Any) -> PagedMemory:
     return PagedMemory(geometry, max_step_tokens=4, retention="slack", slack=0, **orders)
 
 
-def ask(memory: PagedMemory, id: int, tokens: list[int]) -> int:
-    seq = Sequence(id, tokens)
-    found = serve_by(memory, seq)
-    memory.free(seq)
-    memory.check()
-    return found
-
-
-def serve_by(memory: PagedMemory, seq: Sequence) -> int:
-    found = serve(memory, seq)
-    assert found is not None
-    return found
-
-
-def text(first: int, count: int) -> list[int]:
-    return list(range(first, first + count))
-
-
 def hits(memory: PagedMemory) -> list[int]:
     """Two texts were read, the first long ago; a third one comes. Then what is left of the first two?"""
     for id, first in ((1, 100), (2, 200), (3, 300)):
-        assert ask(memory, id, text(first, 24)) == 0
+        assert serve_once(memory, id, text(first, 24)) == 0
     looked = (Sequence(9, [*text(first, 24), 7]) for first in (100, 200))
     return [memory.prefix_cache.find_cached(seq).tokens for seq in looked]
 
@@ -62,9 +44,9 @@ def test_figure_4b_the_same_tokens_are_evicted_of_every_type() -> None:
     found = {}
     for aligned in (1, 0):
         memory = memory_of(60, 64, aligned_pages=aligned)
-        assert ask(memory, 1, text(100, 24)) == 0
+        assert serve_once(memory, 1, text(100, 24)) == 0
         other = Sequence(2, text(200, 10))
-        assert serve_by(memory, other) == 0
+        assert serve(memory, other) == 0
         assert memory.page_pool.evictions == 8
         found[aligned] = memory.prefix_cache.find_cached(Sequence(9, [*text(100, 24), 7])).tokens
     assert found == {1: 20, 0: 16}
@@ -73,7 +55,7 @@ def test_figure_4b_the_same_tokens_are_evicted_of_every_type() -> None:
 def test_the_deepest_pages_of_all_types_are_evicted_together() -> None:
     """What is evicted step by step is always the end of one prefix (§5.1, set_prefix_length)."""
     memory = memory_of(60, 64, aligned_pages=1)
-    assert ask(memory, 1, text(100, 24)) == 0
+    assert serve_once(memory, 1, text(100, 24)) == 0
     for gone in range(1, 13):
         memory.page_pool.make_room(gone % 2)
         left = [len(index) for index in memory.page_pool.index]

@@ -12,7 +12,7 @@ from test_virtual_gpu import serve
 from torch import Tensor
 
 from papers.attention_times import on_mapped
-from quire.bench.placed_kv import Placed
+from quire.bench.kv_batches import KVBatch
 from quire.config import VENDOR_ATTENTIONS
 from quire.errors import StartupError
 from quire.kernels import vendor
@@ -49,7 +49,7 @@ def test_every_chunk_is_that_in_fp32(
     """What is behind a chunk's end isn't a number there."""
     spec = ModelSpec("test", (LayerSpec(kv_heads, dim),) * 2, 10, CONTEXT, 16, heads, 16, 0)
 
-    def apart(where: Placed) -> dict[tuple[int, int], float]:
+    def apart(where: KVBatch) -> dict[tuple[int, int], float]:
         found = {}
         cache, slot = where.caches[1], int(where.tables[1, 0])
         kept = [x[slot].clone() for x in (cache.keys, cache.values)]

@@ -79,7 +79,7 @@ def read(connection: socket.socket, until: type[EngineMessage]) -> list[EngineMe
 
 
 def test_a_front_that_lags_is_not_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """What comes to 18 MB step by step waits in 5, whole."""
+    """Outputs that would take 18 MB step by step take less than 6 MB, and are complete."""
     monkeypatch.setattr("quire.ipc.channel.MAX_QUEUED_BYTES", 6_000_000)
     monkeypatch.setattr("quire.ipc.engine_server.LAG_BYTES", 100_000)
     steps, rows = 10_000, 100

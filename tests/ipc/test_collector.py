@@ -23,7 +23,7 @@ def test_a_pause_leaves_the_collector_as_it_was(running: bool) -> None:
 
 
 def test_what_was_made_in_a_pause_is_old() -> None:
-    """The next collection of the young doesn't look at it; and what a program froze stays frozen."""
+    """The next collection of the youngest generation does not search it; what a program froze stays frozen."""
     gc.unfreeze()  # what benchmarks that ran in this process have frozen
     with gc_paused():
         made = [[index] for index in range(1000)]
@@ -40,7 +40,6 @@ def test_what_was_made_in_a_pause_is_old() -> None:
 
 
 def test_a_programs_own_collector_stays() -> None:
-    """One that uses quire as a library keeps its settings."""
     before = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
     with LLM("tiny", device="cpu", kv_tokens=256, swap_gib=0) as llm:
         llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,7 +22,7 @@ import psutil
 import pytest
 from echo_service import Echo
 from served_process import SERVE, Served, served
-from waiting import IDLE, wait_until, wait_until_async
+from waiting import IDLE, has_ended, wait_until, wait_until_async
 
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
@@ -40,7 +40,7 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 
 
 def apart(work: Callable[[AsyncLLM, ProcessEngineClient], Awaitable[None]], **echo: float) -> AsyncLLM:
-    """Run a coroutine function with an AsyncLLM whose engine has a process of its own, then close that."""
+    """Run a coroutine function with an AsyncLLM whose engine has a process of its own, then close it."""
     model = echo_service.built(Echo(**echo))  # type: ignore[arg-type]
     llm = echo_service.linked(model)
     link = llm.engine_client
@@ -54,7 +54,7 @@ def apart(work: Callable[[AsyncLLM, ProcessEngineClient], Awaitable[None]], **ec
 
 
 async def under_way(llm: AsyncLLM, count: int) -> list[asyncio.Future[None]]:
-    """Readers of so many requests, all of which have begun to answer."""
+    """Return the readers of `count` requests, all of which have begun to answer."""
     begun = 0
 
     async def read(at: int) -> None:
@@ -82,7 +82,7 @@ async def under_way(llm: AsyncLLM, count: int) -> list[asyncio.Future[None]]:
 def test_an_engine_that_fails_is_named_to_all(
     sent: signal.Signals | None, seen: bool, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hung one isn't seen to be stopped."""
+    """A hung process is one that is not stopped by a signal."""
     monkeypatch.setattr("quire.ipc.process_client.SILENCE_SECONDS", 0.5)
     if not seen:
         monkeypatch.setattr(ChildProcess, "is_stopped", lambda self: False)
@@ -110,7 +110,7 @@ def test_an_engine_that_fails_is_named_to_all(
 
 
 def test_a_silent_engine_is_not_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that isn't stopped may only be busy: health says so, and requests go on once it is back."""
+    """A process that is not stopped may only be busy: /health reports it, and requests go on when it is back."""
     monkeypatch.setattr(ChildProcess, "is_stopped", lambda self: False)
     monkeypatch.setattr("quire.ipc.process_client.SILENCE_SECONDS", 1.0)
 
@@ -157,7 +157,6 @@ def test_closing_ends_the_process_at_once() -> None:
 
 
 def test_a_front_that_leaves_without_a_word_ends_the_engine() -> None:
-    """As when it is killed: nothing is left running."""
     program = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})
@@ -172,13 +171,7 @@ asyncio.run(work())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL
-    wait_until(lambda: gone(int(done.stdout)), "the engine's process has ended")
-
-
-def gone(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # ended, and nobody asked how
-    return True
+    wait_until(lambda: has_ended(int(done.stdout)), "the engine's process has ended")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +207,7 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_is_called_off_before_it_starts_is_not_waited_for() -> None:
-    """As by a signal while the dead one's end is awaited; the new one would load for minutes."""
+    """As by a signal during the wait for the end of the dead process; a new one would load for minutes."""
     first = ProcessEngineClient(ChildProcess(1, IDLE))
     first.close(0.0)
     first.cancel_replacement()
@@ -226,7 +219,7 @@ def test_an_engine_that_is_called_off_before_it_starts_is_not_waited_for() -> No
 
 
 def test_a_program_that_ends_at_start_is_named() -> None:
-    """And one that sends what is no frame."""
+    """So is one that sends bytes that are no frame."""
     garbling = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).sendall(b'x' * 99)"
     for program, said in (
         ("import os; os._exit(7)", "the engine's process ended with status 7 at start"),
@@ -273,7 +266,7 @@ def engine_of(server: Served) -> psutil.Process:
 
 
 def test_a_server_drains_through_both(tmp_path: Path) -> None:
-    """And its front has no torch."""
+    """The frontend's process has no torch."""
     with serving(tmp_path) as (server, engine):
         body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5}
         assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
@@ -288,7 +281,7 @@ def test_a_server_drains_through_both(tmp_path: Path) -> None:
                 part.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.child.wait(60) == 0, server.text
-    assert gone(engine.pid)
+    assert has_ended(engine.pid)
 
 
 def test_an_engine_is_started_again_once(tmp_path: Path) -> None:

@@ -113,19 +113,15 @@ def facts_equal(one: EngineMetrics | None, other: EngineMetrics | None) -> bool:
 
 
 def from_front(message: Any) -> Any:
-    """What the engine reads of it."""
+    """Return a client's message as the engine reads it."""
     kind, body = write_client_message(message)
     return read_client_message(Frame(kind, memoryview(body)))
 
 
 def from_engine(message: Any) -> Any:
-    """What a front reads of it."""
+    """Return an engine's message as a client reads it."""
     kind, body = write_engine_message(message)
     return read_engine_message(Frame(kind, memoryview(body)))
-
-
-def told(messages: Sequence[BranchOutput], numbers: Sequence[int]) -> list[tuple[int, BranchOutput]]:
-    return [(number, output) for number, output in zip(numbers, messages)]
 
 
 @given(
@@ -136,7 +132,7 @@ def test_steps(
     now: float, queues: QueueSizes, computed: int, came: list[RequestProgress], plain: list[BranchOutput], known: bool
 ) -> None:
     facts = some_facts() if known else None
-    message = StepOutputs(now, queues, computed, came, told(plain, range(len(plain))), facts)
+    message = StepOutputs(now, queues, computed, came, list(enumerate(plain)), facts)
     found = from_engine(message)
     assert found._replace(facts=None) == message._replace(facts=None)
     assert facts_equal(found.facts, facts)
@@ -314,7 +310,7 @@ def test_heads_that_are_refused(head: tuple[int, ...], why: str) -> None:
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """The bytes after one to four accidents."""
+    """Return the bytes after one to four random changes."""
     found = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4))):
         at = rng.randrange(len(found)) if found else 0
@@ -334,14 +330,14 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 
 def bodies() -> list[tuple[Callable[[Frame], object], int, bytes]]:
-    """Of every kind of message, with who reads it."""
+    """Return the reader, kind and body of messages of every kind."""
     ends = BranchOutput(
         "", 1, (4, 5), "", (TopLogprobs(4, -0.5, 1, (4, 9), (-0.5, -2.0)),), "stop", "so", True, -3.0, (), 5
     )
     plain = [BranchOutput("", at % 3, (at,), "", (), None, None, False, -1.0) for at in range(40)]
     pooled = BranchOutput("", 0, (), "", (), "stop", None, True, 0.0, pooled=(0.5, -2.0))
     stepped = StepOutputs(1.0, QueueSizes(1, 2, 3, 0, 1), 50, [RequestProgress(1, 2, 3.0, None, 5, 6)],
-                      told([*plain, ends, ends._replace(stop_reason=7), pooled], range(43)), some_facts())  # fmt: skip
+                      list(enumerate([*plain, ends, ends._replace(stop_reason=7), pooled])), some_facts())  # fmt: skip
     held = {"a": 1}, ("a",)
     engine = [stepped, stepped._replace(facts=None), Reply(1, InputError("a", "n")), Reply(2, None, held),
               EngineExited(EngineDead("x"))]  # fmt: skip
@@ -360,7 +356,7 @@ def bodies() -> list[tuple[Callable[[Frame], object], int, bytes]]:
 
 
 def attack(count: int, seed: int) -> dict[str, int]:
-    """Read so many broken bodies; what came of them. Anything but a message and the two refusals passes through."""
+    """Read `count` mutated bodies. Return how many were refused and how many read; any other error is raised."""
     rng, kinds, seen = random.Random(seed), bodies(), {"refused": 0, "read": 0}
     for _ in range(count):
         read, kind, body = rng.choice(kinds)

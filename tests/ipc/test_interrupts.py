@@ -20,7 +20,7 @@ SPARED = (
 
 @pytest.fixture(autouse=True)
 def raising() -> Iterator[None]:
-    """As where no shell has had it ignored."""
+    """Have SIGINT raise KeyboardInterrupt; a shell may have had it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -48,7 +48,7 @@ def test_where_they_are_ignored_they_stay_so() -> None:
 
 
 def test_an_interrupt_before_a_program_spares_it_is_dropped() -> None:
-    """A terminal's Ctrl-C is for all of the group: no program says how it was interrupted."""
+    """A terminal's Ctrl-C goes to all of its group; the program must not end with a traceback."""
     child = ChildProcess(1, ("-c", SPARED))
     child.process.send_signal(signal.SIGINT)
     assert child.describe_exit(30) == "ended with status 7"

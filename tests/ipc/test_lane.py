@@ -10,7 +10,7 @@ from functools import partial
 
 import echo_service
 import pytest
-from hosts import Told
+from loop_driver import LoopDriver
 from waiting import wait_until
 
 from quire.errors import EngineDead, InputError
@@ -58,41 +58,41 @@ class Maker:
         return MADE.get(asked)
 
 
-class Front(Told):
-    """A front of a host whose turns are taken by hand, and the lane between them."""
+class Front(LoopDriver):
+    """A client of a loop that is run by hand, and the queue between them."""
 
     def __init__(self, forgetful: bool = False) -> None:
         super().__init__(echo_service.built())
         self.sent: list[ClientMessage | ClientLeft] = []  # what the host got
         self.maker = Maker(forgetful)
-        send = self.host.enqueue
+        send = self.loop.enqueue
 
         def record(front: int, message: ClientMessage | ClientLeft) -> bool:
             self.sent.append(message)
             return send(front, message)
 
-        self.host.enqueue = record  # type: ignore[method-assign]
-        self.lane = GrammarQueue(0, self.host, self.maker, partial(self.tell, 0))
+        self.loop.enqueue = record  # type: ignore[method-assign]
+        self.lane = GrammarQueue(0, self.loop, self.maker, partial(self.receive, 0))
 
     def go(self, until: Callable[[], bool] = lambda: True) -> None:
-        """As many turns as there is work for, until something is so, for which others work meanwhile."""
+        """Run the loop until `until` returns True; other threads may work for that meanwhile."""
 
         def rests() -> bool:
-            self.turns()
-            return until() and not self.host._incoming  # which others may have filled meanwhile
+            self.run()
+            return until() and not self.loop._incoming  # which others may have filled meanwhile
 
         wait_until(rests, "it is so", 20)
 
     def quiet(self) -> bool:
-        """Nothing waits on the lane."""
+        """Return True if no message waits in the queue."""
         with self.lane._condition:
             return not self.lane._messages
 
     def errors(self) -> dict[int, Exception | None]:
-        return {answer.key: answer.error for answer in self.answers()}
+        return {answer.key: answer.error for answer in self.replies()}
 
-    def empty(self) -> bool:
-        return super().empty() and not self.lane._waiting_requests
+    def is_empty(self) -> bool:
+        return super().is_empty() and not self.lane._waiting_requests
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_others_go_on_and_those_of_a_held_grammar_too(front: Front) -> None:
     assert front.quiet(), "its grammar is held"
     front.go()
     assert front.outputs(3)[-1].done
-    assert front.empty()
+    assert front.is_empty()
 
 
 def test_a_grammar_that_is_made_holds_up_none_that_is_there(front: Front) -> None:
@@ -135,7 +135,7 @@ def test_a_grammar_that_is_made_holds_up_none_that_is_there(front: Front) -> Non
     front.maker.let.release()
     front.go(front.quiet)
     assert front.errors() == {1: None, 2: None}
-    assert front.empty()
+    assert front.is_empty()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_grammar_that_is_made_holds_up_none_that_is_there(front: Front) -> Non
     ],
 )
 def test_an_abort_waits_for_its_request(front: Front, message: AbortRequests, now: AbortRequests | None) -> None:
-    """Also one of all; others that it names end at once."""
+    """An abort of all requests waits, too; other requests that it names end at once."""
     other = AddRequests(4, (NewRequest(4, "r4", [1]),), SamplingParams(max_tokens=200, ignore_eos=True))
     front.lane.submit(other)
     front.lane.submit(add(1))
@@ -159,7 +159,7 @@ def test_an_abort_waits_for_its_request(front: Front, message: AbortRequests, no
     front.go(front.quiet)
     assert front.outputs(4)[-1].finish_reason == ("abort" if message.numbers is None else "length")
     assert front.outputs(1)[-1].finish_reason == "abort"
-    assert front.empty()
+    assert front.is_empty()
 
 
 def test_prefixes_keep_their_order(front: Front) -> None:
@@ -190,7 +190,7 @@ def test_a_front_that_left_asks_for_nothing_any_more(front: Front, made_late: bo
         front.maker.let.release(2)
         front.go(front.quiet)
     front.lane.close()
-    front.host.enqueue(0, ClientLeft())
+    front.loop.enqueue(0, ClientLeft())
     front.maker.let.release(2)
     front.lane._thread.join(20)
     assert not front.lane._thread.is_alive()
@@ -212,12 +212,12 @@ def test_a_grammar_that_fails_fails_its_own_request(front: Front, failure: BaseE
     front.maker.let.release()
     front.go(front.quiet)
     assert front.errors()[2] is None
-    assert front.empty()
+    assert front.is_empty()
 
 
 def test_without_a_maker_there_are_no_forms(front: Front) -> None:
     with pytest.raises(InputError, match="does not support structured output"):
-        GrammarQueue(0, front.host, None, partial(front.tell, 0)).submit(add(1))
+        GrammarQueue(0, front.loop, None, partial(front.receive, 0)).submit(add(1))
 
 
 def test_the_reader_waits_where_very_many_wait(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def test_the_reader_waits_where_very_many_wait(front: Front, monkeypatch: pytest
     front.maker.let.release(3)
     front.go(front.quiet)
     assert list(front.errors()) == list(range(8))
-    assert front.empty()
+    assert front.is_empty()
 
 
 def test_random_messages_leave_nothing() -> None:
@@ -259,13 +259,13 @@ def test_random_messages_leave_nothing() -> None:
             elif what < 0.8 and live:
                 stopped.add(number := rng.choice(live))
                 front.lane.submit(StopBranch(number, 0, "so"))
-            elif front.host._incoming or front.engine.has_unfinished_requests:
-                front.host._run_once()
+            elif front.loop._incoming or front.engine.has_unfinished_requests:
+                front.loop._run_once()
             if rng.random() < 0.5:
                 front.maker.let.release()
         front.maker.let.release(100)
         front.go(front.quiet)
-        assert front.empty()
+        assert front.is_empty()
         assert sorted(front.errors()) == live
         assert not any(front.errors().values())
         for number in {*live} - stopped:  # of those that a stop ended nothing more is told

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hosts import Told
+from loop_driver import LoopDriver
 
 from quire.config import EngineConfig
 from quire.errors import InputError
@@ -36,7 +36,7 @@ def seeing() -> Iterator[BuiltEngine]:
     made.engine.close()
 
 
-class Fronts(Told):
+class Fronts(LoopDriver):
     """A host of that engine, and what its fronts send."""
 
     def __init__(self, built: BuiltEngine) -> None:
@@ -44,7 +44,7 @@ class Fronts(Told):
         self.built, self.sent = built, 0
 
     def asked(self, seed: int = 0, size: tuple[int, int] = (60, 80)) -> tuple[NewRequest, tuple[ImagePixels, ...]]:
-        """A request with a picture, as an honest front has it."""
+        """Return a request with an image, and its pixels, as a correct client sends them."""
         array = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
         pixels = self.built.image_loader.load([ImageSource("here", array)], "")
         ids = [9, self.built.image_loader.processor.image_token_id, 10, 11]
@@ -53,21 +53,21 @@ class Fronts(Told):
         return NewRequest(self.sent, f"r{self.sent}", tuple(prompt), media), tuple(pixels)
 
     def ask(self, asked: NewRequest, pixels: tuple[ImagePixels, ...], turns: int = 0) -> Exception | None:
-        """What is answered to a request; after so many turns."""
+        """Return the error of a request, after `turns` more iterations."""
         kind, body = write_client_message(AddRequests(self.sent, (asked,), PARAMS, "", pixels))
-        self.turns((0, read_client_message(Frame(kind, memoryview(body)))), most=1 + turns)
-        return self.answers()[-1].error
+        self.run((0, read_client_message(Frame(kind, memoryview(body)))), most=1 + turns)
+        return self.replies()[-1].error
 
     def tokens(self, number: int) -> list[int]:
-        """What a request got, once nothing is left to do."""
-        self.turns()
-        assert self.empty()
-        assert (len(self.engine.image_registry.runner_pixels), self.host.pixels.total_bytes) == (0, 0)
+        """Run the loop until nothing is left, and return the tokens of a request."""
+        self.run()
+        assert self.is_empty()
+        assert (len(self.engine.image_registry.runner_pixels), self.loop.pixels.total_bytes) == (0, 0)
         return [token for output in self.outputs(number) for token in output.tokens]
 
 
 def lied(rng: random.Random, medium: ImageItem, pixels: ImagePixels) -> tuple[ImageItem, ImagePixels]:
-    """Some numbers of a picture are others. Its bytes are as many as its shape says: frames say so themselves."""
+    """Change some numbers of an image. It has as many bytes as its shape says, as frames check that."""
     grid, shape = list(pixels.grid), list(pixels.shape)
     for _ in range(rng.randint(1, 3)):
         what = rng.randrange(5)
@@ -117,7 +117,6 @@ def test_lies_are_refused_and_neighbours_undisturbed(seeing: BuiltEngine) -> Non
 
 
 def test_a_key_in_use_brings_no_other_pixels_in(seeing: BuiltEngine) -> None:
-    """The first pixels of a key count, and places for others are refused."""
     fronts = Fronts(seeing)
     asked, pixels = fronts.asked(3)
     other, wider = fronts.asked(4, (48, 200))

@@ -17,7 +17,7 @@ MODEL: dict[str, Any] = {"kv_tokens": 4096, "max_num_seqs": 32, "max_num_queued_
 
 
 def some_params(rng: random.Random, words: list[str]) -> dict[str, Any]:
-    """What a request may ask for. `words` are cut out of what the model says, across the borders of its tokens."""
+    """Return random parameters. `words` are cut out of generated texts, across the borders of tokens."""
     given: dict[str, Any] = {"seed": rng.randrange(10_000), "max_tokens": rng.randrange(1, 40), "ignore_eos": True}
     given["temperature"] = rng.choice((0.0, 0.7, 1.0))
     kind = rng.randrange(8)
@@ -69,7 +69,7 @@ def offline(requests: list[tuple[list[int], dict[str, Any]]]) -> list[Any]:
 
 
 def online(requests: list[tuple[list[int], dict[str, Any]]], placement: Placement) -> list[Any]:
-    """All at once."""
+    """Return the results of all requests, sent at once."""
     llm = echo_service.linked(echo_service.built(Echo(), **MODEL), placement=placement)
 
     async def one(prompt: list[int], given: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from quire.kernels.forward_batch import LayerCache
 from quire.layers.rotary import RotaryEmbedding, prepare_qkv
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.step_plan import SeqSlice, TableWrite
-from quire.worker.inputs import build_batch
+from quire.worker.inputs import FlatInputs, build_flat_batch
 from quire.worker.store import Store
 
 LAYERS, LAYER = 3, 1
@@ -111,7 +111,8 @@ def two_steps(
     earlier = [(i, 0, before) for i, (before, _) in enumerate(sizes) if before]
     present = [(i, before, now) for i, (before, now) in enumerate(sizes)]
     for rows in filter(None, (earlier, present)):
-        batch = build_batch(tuple(SeqSlice(i + 1, (1,) * n, start, int(asked)) for i, start, n in rows), store, last)
+        slices = tuple(SeqSlice(i + 1, (1,) * n, start, int(asked)) for i, start, n in rows)
+        batch = build_flat_batch(FlatInputs.from_slices(slices), store, last)
         plan = backend.plan(batch, cache, batch.select_sampled() if asked else None)
         if fused:
             qkv = torch.cat([raw[i][a : a + n] for i, a, n in rows])

@@ -13,9 +13,9 @@ from quire.memory.page_pool import WATERMARK_DIVISOR
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
 
 
-def take(pages: TwoLevelPagePool, group: int, count: int, owner: int | None = None) -> list[int]:
+def take(pages: TwoLevelPagePool | PoolView, group: int, count: int, owner: int | None = None) -> list[int]:
     """As a memory takes them: reserved before."""
-    needs = [0] * len(pages.small_pages_per_large)
+    needs = [0] * len(pages.index)
     needs[group] = count
     assert pages.reserve(needs)
     return pages.allocate(group, count, owner)
@@ -41,7 +41,7 @@ def test_in_bulk_whole_large_pages_are_a_requests_own_and_the_rest_lies_together
     assert homes(pages, 0, take(pages, 0, 1, 1)) == [2]
     pages.decref_tables([b])
     pages.remove_owner(2)
-    assert pages.get_stats()[:2] == (5, [3, 0])
+    assert (len(pages.free_large), pages.num_active) == (5, [3, 0])
 
 
 def test_the_five_steps_in_order() -> None:
@@ -59,13 +59,13 @@ def test_the_five_steps_in_order() -> None:
     evicted = take(pages, 0, 1, 2)
     assert homes(pages, 0, evicted) == [1]
     assert pages.find(0, b"x") is pages.find(0, b"y") is None
-    assert (pages.evictions, pages.get_stats().evicted_large, pages.get_stats().evicted_small) == (2, 1, 0)
+    assert pages.evictions == 2, "a large page at once"
     others = take(pages, 0, 1, 4) + take(pages, 0, 1, 4)
     assert sorted(homes(pages, 0, others)) == [1, 3]
     assert pages.find(0, b"z") == kept
     assert take(pages, 0, 1, 4) == [kept]
     assert pages.find(0, b"z") is None
-    assert pages.get_stats().evicted_small == 1
+    assert pages.evictions == 3
     assert not pages.reserve([1])
     pages.check([dict.fromkeys([mine, mine + 1, used, kept, *fresh, *evicted, *others], 1)])
 
@@ -86,11 +86,10 @@ def test_a_large_page_in_part_cached_and_in_part_empty_is_not_lost() -> None:
     pages = TwoLevelPagePool([3, 1], 1)
     table = take(pages, 0, 2, 1)
     cached(pages, 0, table, b"ab")
-    assert pages.get_stats()[:3] == (0, [0, 0], [1, 0])
+    assert (pages.free_large, pages.num_active, pages.num_reclaimable) == ([], [0, 0], [1, 0])
     [page] = take(pages, 1, 1, 2)
     assert page == 1
-    assert pages.get_stats()[:3] == (0, [0, 1], [0, 0])
-    assert pages.get_stats().rebound == 1
+    assert (pages.free_large, pages.num_active, pages.num_reclaimable) == ([], [0, 1], [0, 0])
 
 
 def test_a_large_page_is_as_old_as_the_latest_use_in_it() -> None:
@@ -99,10 +98,10 @@ def test_a_large_page_is_as_old_as_the_latest_use_in_it() -> None:
     cached(pages, 0, a[:1], b"a")  # the first of all
     cached(pages, 0, b, b"bc")
     cached(pages, 0, a[1:], b"d")
-    assert [home - 1 for home, _ in pages.iter_coldest()] == [*homes(pages, 0, b[:1]), *homes(pages, 0, a[:1])]
+    assert [home - 1 for home in pages.reclaimable] == [*homes(pages, 0, b[:1]), *homes(pages, 0, a[:1])]
     pages.incref(0, b[1])
     pages.decref(0, [b[1]])
-    assert [home - 1 for home, _ in pages.iter_coldest()] == [*homes(pages, 0, a[:1]), *homes(pages, 0, b[:1])]
+    assert [home - 1 for home in pages.reclaimable] == [*homes(pages, 0, a[:1]), *homes(pages, 0, b[:1])]
 
 
 def test_of_what_was_released_together_the_deepest_goes_first_whatever_its_group() -> None:
@@ -115,7 +114,7 @@ def test_of_what_was_released_together_the_deepest_goes_first_whatever_its_group
             pages.publish(group, page, bytes([page]))
     pages.decref_tables(tables)
     deep = {home: max(0, 2 * tables[0].index(2 * home)) for home in {page // 2 for page in tables[0]}}
-    depths = [deep[home] if group == 0 else tables[1].index(home) for home, group in pages.iter_coldest()]
+    depths = [tables[1].index(home) if pages.bound_group[home] else deep[home] for home in pages.reclaimable]
     assert depths == sorted(depths, reverse=True)
     assert depths == [7, 6, 5, 4, 4, 3, 2, 1, 0, 0]
 
@@ -149,14 +148,14 @@ def test_bytes_add_up() -> None:
     assert pages.evictions == 0
     assert pages.drop_cached() == 3
     assert pages.count_unused_bytes(sizes) == (0, 2, 24)
-    assert pages.get_stats()[:3] == (4, [1, 0], [0, 0])
+    assert (len(pages.free_large), pages.num_active, pages.num_reclaimable) == (4, [1, 0], [0, 0])
 
 
 def test_what_must_not_happen() -> None:
     pages = TwoLevelPagePool([2], 1)
     a, b = take(pages, 0, 2, 1)
     with pytest.raises(AssertionError, match="must be reserved"):
-        pages.allocate_one(0, 2)
+        pages.allocate(0, 1, 2)
     pages.decref(0, [a])
     with pytest.raises(AssertionError, match="no references"):
         pages.decref(0, [a])
@@ -235,16 +234,9 @@ def parts(association: str = "bulk") -> tuple[PoolView, PoolView]:
     return first, second
 
 
-def taken(part: PoolView, group: int, count: int, owner: int = 1) -> list[int]:
-    needs = [0] * len(part)
-    needs[group] = count
-    assert part.reserve(needs)
-    return part.allocate(group, count, owner)
-
-
 def test_what_one_holds_another_cannot_have() -> None:
     first, second = parts()
-    pages = taken(first, 1, 3 * 6)
+    pages = take(first, 1, 3 * 6)
     assert (first.used, second.used) == ([0, 18], [0])
     assert (first.other_used_bytes, second.other_used_bytes) == (0, 6 * LARGE)
     assert second.reserve([8])
@@ -265,13 +257,13 @@ def test_an_idle_memory_still_keeps_the_others_prefixes() -> None:
 
 def test_one_evicts_what_another_has_cached_and_the_older_first() -> None:
     first, second = parts()
-    [old], [young] = taken(second, 0, 1), taken(first, 0, 1)
+    [old], [young] = take(second, 0, 1), take(first, 0, 1)
     second.publish(0, old, b"old")
     first.publish(0, young, b"young")
     second.decref(0, [old])
     first.decref(0, [young])
     assert first.find_cached_hits([(0, young)]).num_pages == [1, 0]
-    taken(first, 1, 3 * 7)
+    take(first, 1, 3 * 7)
     assert second.find(0, b"old") is None
     assert first.find(0, b"young") == young
     assert second.evictions == 1
@@ -280,7 +272,7 @@ def test_one_evicts_what_another_has_cached_and_the_older_first() -> None:
 def test_each_drops_its_own() -> None:
     first, second = parts()
     for part, group in ((first, 0), (first, 1), (second, 0)):
-        [page] = taken(part, group, 1)
+        [page] = take(part, group, 1)
         part.publish(group, page, b"key")
         part.decref(group, [page])
     assert first.drop_cached() == 2
@@ -297,7 +289,7 @@ def test_what_is_lost_is_seen_by_both() -> None:
             return self.named
 
     first, second = parts()
-    [page] = taken(second, 0, 1)
+    [page] = take(second, 0, 1)
     with pytest.raises(AssertionError, match="reference counts"):
         first.check([{}, {}])
     second.bind(Holds({page: 1}))

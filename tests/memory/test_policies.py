@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from unlike import KNOWN
 
 from quire.memory.policies import POLICIES, BudgetPolicy, LayerPolicy, max_pages_at_once, peak_pages
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
@@ -89,6 +90,20 @@ def test_nothing_is_needed_behind_a_border(tokens: int, pages: int, chunk: int) 
     assert borders == [subject.group.tokens_in_pages(page) for page in range(subject.border, 200 * pages,
     subject.border)
                        if subject.group.tokens_in_pages(page) < 200]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_pages_that_are_written_are_among_those_that_are_read(kind: str) -> None:
+    """Room is made for what is read, and only for that."""
+    window, chunk = 5 if kind == "window" else None, 7 if kind == "chunked" else None
+    group = KVCacheGroup(
+        (0,), 64, 4, 100, range(1, 200), run_tokens=5, run_pages=2, window=window, kind=kind, chunk=chunk, budget=7
+    )
+    subject = KNOWN[kind](group)
+    for seq in (None, Sequence(1, [1] * 18)):
+        for start in range(40):
+            for end in range(start + 1, 44):
+                assert set(subject.writes(seq, start, end)) <= set(subject.reads(seq, start, end))
 
 
 # Layers with a budget, over cells

@@ -54,8 +54,7 @@ def test_nothing_from_before_is_found(name: str, how: str) -> None:
         assert new.cached_tokens == 0
         here = [seq for seq in old.live_seqs if seq.id in made.seq_pages]
         assert not pages_of(made, *new.live_seqs) & (pages_of(made, *here) if how == "swap" else held)
-    while trace.engine.has_unfinished_requests:
-        trace.step()
+    trace.exhaust()
     newer = ask(trace, "newer", 5)
     trace.finish()  # every output is what it must be
     assert newer.cached_tokens > 0, "what was computed since isn't found"
@@ -73,8 +72,7 @@ def test_nor_what_its_sequences_compute_since(steps: int, swapped: bool) -> None
     if swapped:
         trace.scheduler._preempt(old)
     made.prefix_cache.reset()
-    while trace.engine.has_unfinished_requests:
-        trace.step()
+    trace.exhaust()
     assert not any(made.page_pool.index)
     assert not made.account().usage.cached
     new = ask(trace, "new", 5)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from memories import Build, admit_one
-from test_invariants import compute, serve
+from test_invariants import compute, serve, serve_once, text
 from unlike import KNOWN, Kind, unlike
 
 from quire.memory.paged import PagedMemory
@@ -29,28 +29,10 @@ def memory_of(
     return PagedMemory(geometry, max_step_tokens=16, policies=KNOWN, retention=retention, **{"slack": SLACK, **more})
 
 
-def asked(memory: PagedMemory, id: int, tokens: list[int], answer: int = 0) -> int:
-    """A request comes, is answered with so many tokens, and leaves: what it found."""
-    seq = Sequence(id, list(tokens))
-    found = serve(memory, seq)
-    assert found is not None
-    for i in range(answer):
-        seq.tokens.append(10_000 * id + i)
-        assert compute(memory, seq, 1)
-    memory.check()
-    memory.free(seq)
-    memory.check()
-    return found
-
-
-def text(first: int, count: int) -> list[int]:
-    return list(range(first, first + count))
-
-
 def test_with_slack_the_last_windows_stay() -> None:
     """Of 100 tokens those from 100 - 8 - 8 on can be needed by a prefix that ends at 92 or behind it."""
     memory = memory_of("slack")
-    asked(memory, 1, text(0, 101))
+    serve_once(memory, 1, text(0, 101))
     assert len(memory.page_pool.index[1]) == 4
     assert memory.page_pool.used == [0, 0]
     for end, found in ((99, 96), (97, 96), (93, 92), (91, 0)):
@@ -60,10 +42,10 @@ def test_with_slack_the_last_windows_stay() -> None:
 def test_the_end_of_a_prompt_stays_however_long_the_answer_is() -> None:
     kept, forgot = memory_of("boundary"), memory_of("slack")
     for memory in (kept, forgot):
-        asked(memory, 1, [*text(0, 60), 501, 502], answer=70)
-    assert asked(kept, 2, [*text(0, 60), 601, 602], answer=70) == 60
-    assert asked(kept, 3, [*text(0, 60), 701], answer=70) == 60
-    assert asked(forgot, 2, [*text(0, 60), 601, 602], answer=70) == 0
+        serve_once(memory, 1, [*text(0, 60), 501, 502], answer=70)
+    assert serve_once(kept, 2, [*text(0, 60), 601, 602], answer=70) == 60
+    assert serve_once(kept, 3, [*text(0, 60), 701], answer=70) == 60
+    assert serve_once(forgot, 2, [*text(0, 60), 601, 602], answer=70) == 0
 
 
 @pytest.mark.parametrize("kind", ["window", "state"])
@@ -72,15 +54,8 @@ def test_prompts_that_part_are_found_from_the_third_on(kind: str) -> None:
     make, system = (memory_of, text(0, 40)) if kind == "window" else (stateful, text(0, 42))
     for retention, found in (("boundary", [0, 0, 40, 40]), ("slack", [0, 0, 0, 0]), ("paper", [0, 40, 40, 40])):
         memory = make(retention)
-        assert [asked(memory, id, system + text(1000 * id, 60)) for id in range(1, 5)] == found
+        assert [serve_once(memory, id, system + text(1000 * id, 60)) for id in range(1, 5)] == found
         assert memory.page_pool.used == [0, 0]
-
-
-def test_windows_stay_every_so_many_tokens() -> None:
-    memory = memory_of("slack", every_tokens=32)
-    asked(memory, 1, text(0, 101))
-    for end, found in ((70, 64), (62, 60), (50, 32), (20, 0)):
-        assert memory.prefix_cache.find_cached(Sequence(9, [*text(0, end), 777])).tokens == found
 
 
 def test_the_prefix_that_a_running_sequence_came_for_is_not_evicted_first() -> None:
@@ -97,7 +72,7 @@ def test_the_prefix_that_a_running_sequence_came_for_is_not_evicted_first() -> N
         other = Sequence(2, text(2000, 500))
         assert serve(memory, other) == 0
         memory.free(other)
-        assert asked(memory, 3, text(3000, 400)) == 0  # evicts all that is older
+        assert serve_once(memory, 3, text(3000, 400)) == 0  # evicts all that is older
         left[retention] = admit_one(memory, Sequence(4, [*document, 601]))
     assert left == {"paper": 0, "slack": 300}
 
@@ -123,20 +98,20 @@ def test_states_before_the_end_of_a_prompt_stay() -> None:
     """Those that a prefix needs which ends in a prompt's last 8 tokens, or among the last 8 of all."""
     memory = stateful("boundary")
     prompt = text(0, 101)
-    asked(memory, 1, prompt, answer=60)
+    serve_once(memory, 1, prompt, answer=60)
     answered = [*prompt, *range(10_000, 10_060)]
     assert checkpoints(memory, answered) == [88, 96, 152, 160]
-    assert asked(memory, 2, [*text(0, 95), 5, 5]) == 88
-    assert asked(memory, 3, [*answered, 5]) == 160
-    assert asked(memory, 4, [*text(0, 60), 5, 5]) == 0
+    assert serve_once(memory, 2, [*text(0, 95), 5, 5]) == 88
+    assert serve_once(memory, 3, [*answered, 5]) == 160
+    assert serve_once(memory, 4, [*text(0, 60), 5, 5]) == 0
 
 
 def test_a_hit_makes_only_its_own_checkpoint_younger() -> None:
     """Jenga §5.3: "only the last cached token's access time is updated". The ones before it are evicted sooner."""
     memory = stateful("paper")
-    asked(memory, 1, text(0, 40))  # checkpoints at 8, 16, 24, 32 and 40
-    asked(memory, 2, text(1000, 40))
-    asked(memory, 3, [*text(0, 24), 7])
+    serve_once(memory, 1, text(0, 40))  # checkpoints at 8, 16, 24, 32 and 40
+    serve_once(memory, 2, text(1000, 40))
+    serve_once(memory, 3, [*text(0, 24), 7])
     order = list(memory.page_pool.size_class_of[STATES].cached)
     seq = Sequence(9, text(0, 40))
     memory.prefix_cache.extend_keys(seq, 40)

@@ -10,6 +10,7 @@ from quire.config import EngineConfig
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
 from quire.memory.paged import PagedMemory
+from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sequence import Sequence
 
 
@@ -37,25 +38,25 @@ def test_used_internal_cached_and_free() -> None:
 
 def test_geometry() -> None:
     """One table for all layers, or one each; groups by kind of layer; pages of one size."""
-    config = EngineConfig(page_size=4, max_num_seqs=8)
-    one = build_memory(config, spec((None, None), 48), MemorySize(64, 48, 2)).kv_config
+
+    def geometry(*windows: int | None, **settings: str) -> KVCacheConfig:
+        config = EngineConfig.of(page_size=4, max_num_seqs=8, **settings)
+        return build_memory(config, spec(windows, 48), MemorySize(64, 48, 2)).kv_config
+
+    one = geometry(None, None)
     assert [(group.layers, group.window) for group in one.groups] == [((0, 1), None)]
     (group,) = one.groups
     assert (group.ids, one.slots, group.table_width, group.page_bytes) == (range(1, 17), 9, 12, 4 * 2 * 2 * 4 * 2)
     assert (one.bytes, group.token_bytes) == (17 * group.page_bytes, 2 * 2 * 4 * 2)
-    each = build_memory(
-        EngineConfig.of(page_size=4, max_num_seqs=8, table_scope="layer"), spec((None, None), 48), MemorySize(64, 48, 2)
-    ).kv_config
+    each = geometry(None, None, table_scope="layer")
     assert [group.layers for group in each.groups] == [(0,), (1,)]
     assert {(group.ids, group.page_bytes) for group in each.groups} == {(range(1, 33), 4 * 2 * 4 * 2)}
     assert each.bytes == 33 * 4 * 2 * 4 * 2
-    mixed = build_memory(config, spec((None, 6, None), 48), MemorySize(64, 48, 2)).kv_config
+    mixed = geometry(None, 6, None)
     assert [(group.layers, group.window) for group in mixed.groups] == [((0, 2), None), ((1,), 6)]
     assert [(group.page_bytes, group.ids) for group in mixed.groups] == [(128, range(1, 25)), (64, range(2, 50))]
     assert (mixed.large_bytes, mixed.bytes) == (128, 25 * 128)  # 16 pages of each: 16 and 8 large ones
-    mixed = build_memory(
-        EngineConfig.of(**config.flat() | {"page_sizes": "max"}), spec((None, 6, None), 48), MemorySize(64, 48, 2)
-    ).kv_config
+    mixed = geometry(None, 6, None, page_sizes="max")
     assert {(group.page_bytes, group.ids) for group in mixed.groups} == {(128, range(1, 33))}
 
 

@@ -40,9 +40,9 @@ def test_seeds_have_other_requests_and_times() -> None:
     assert ALPACA.trace(2.0, 10.0) == first
     assert [one.arrival for one in first] != [one.arrival for one in second]
     assert [one.prompt for one in first] != [one.prompt for one in second]
-    blocks = [one.prompt_len for one in ALPACA.sketches(8192)]
+    blocks = [one.prompt_len for one in ALPACA.specs(8192)]
     assert blocks[:4096] != blocks[4096:]
-    assert blocks[4096:] != [one.prompt_len for one in ALPACA._replace(seed=1).sketches(4096)]
+    assert blocks[4096:] != [one.prompt_len for one in ALPACA._replace(seed=1).specs(4096)]
 
 
 def test_a_registered_prefix_is_held_once() -> None:
@@ -60,7 +60,7 @@ def test_a_registered_prefix_is_held_once() -> None:
 
 def test_lengths_can_be_stretched() -> None:
     load = Load("a100-13b", "wmt1shot")
-    short, long = load.sketches(100), load._replace(stretch=2.0).sketches(100)
+    short, long = load.specs(100), load._replace(stretch=2.0).specs(100)
     assert [one.output_len for one in long] == [2 * one.output_len for one in short]
     assert [one.prompt_len - 80 for one in long] == [2 * (one.prompt_len - 80) for one in short]
 

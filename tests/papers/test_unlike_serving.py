@@ -191,7 +191,7 @@ def test_llama_vision_is_simulated_as_its_real_run_was() -> None:
     document = Path(__file__).parents[2] / "docs" / "measurements" / "reproduce" / "jenga-fig13-mllama-gpu.json"
     points = json.loads(document.read_text(encoding="utf-8"))["data"]
     here = jenga.ENTRIES["jenga-fig13-mllama-gpu"].params["case"].on(H200)
-    trace = burst(here.sketches(), here.eyes, pixels=True)
+    trace = burst(here.specs(), here.eyes, pixels=True)
     for wanted in (p for p in points if p["by"] == "real"):
         ran = serve(here.plant(wanted["way"]).simulation().engine, trace, here.spec)
         assert ran.requests == wanted["requests"]

@@ -16,7 +16,7 @@ from papers import attention_times, dummy_engines, mapping_costs, table_building
 from papers.dummy_engines import PAGED, virtual
 from papers.entry import DIFFERS, MEASURED, chosen
 from quire.bench import contexts
-from quire.bench.placed_kv import placed
+from quire.bench.kv_batches import random_kv
 from quire.models.named_configs import named_config
 from quire.protocol.step_plan import SeqSlice
 from quire.vattention import VAttention
@@ -90,7 +90,7 @@ def test_chunks_between_those_that_were_timed() -> None:
 
 
 def test_a_kernel_that_computes_something_else_is_left_out() -> None:
-    where = placed(1, 32, 2, 16, 16, 1, torch.float32, 4, on="cpu")
+    where = random_kv(1, 32, 2, 16, 16, 1, torch.float32, 4, on="cpu")
     cache, q = where.caches[0], torch.randn(8, 4, 16)
     keys, values = (x[where.tables[1]].transpose(0, 1).reshape(2, 32, 16).repeat_interleave(2, 0)
                     for x in (cache.keys, cache.values))  # fmt: skip

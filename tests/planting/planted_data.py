@@ -18,14 +18,14 @@ BUGS: dict[str, Bug] = {
         "layers/rope_config.py",
         "return int(head_dim * self.partial_rotary_factor)",
         "return head_dim",
-        "tests/test_partial_rope.py::test_log_probabilities_are_those_of_transformers[plain-one rank]",
+        "tests/weights/test_own_head.py::test_a_part_of_each_head_is_rotated[plain-one rank]",
         OTHER_NUMBERS,
     ),
     "rows of heads that are rotated in part keep their order": bug(
         "layers/rope_config.py",
         "return [*range(half), *first, *range(half, 2 * half), *second]",
         "return [*range(2 * half), *first, *second]",
-        "tests/test_partial_rope.py::test_log_probabilities_are_those_of_transformers[plain-one rank]",
+        "tests/weights/test_own_head.py::test_a_part_of_each_head_is_rotated[plain-one rank]",
         OTHER_NUMBERS,
     ),
 }

@@ -90,7 +90,7 @@ BUGS: dict[str, Bug] = {
         "ipc/pixel_store.py",
         "if self.total_bytes + size > self.max_bytes:",
         "if self.total_bytes + size >= self.max_bytes:",
-        "tests/ipc/test_host.py::test_all_of_the_room_can_be_used",
+        "tests/ipc/test_host.py::test_pixels_are_bounded_and_all_of_the_room_can_be_used",
         r"Overloaded: the images of requests under way have 12 bytes; with the 12 of this request they exceed 24",
     ),
     "ids of requests that died with an engine stay in use": bug(

@@ -33,7 +33,7 @@ BUGS: dict[str, Bug] = {
         "server/render.py",
         """named[f'"token_id:{id}"' if name in named else name]""",
         "named[name]",
-        f"{SERVER}test_completion_scores.py::test_tokens_of_one_text_do_not_hide_each_other",
+        f"{SERVER}test_fields.py::test_tokens_of_one_text_do_not_hide_each_other",
         r"assert \d+ in \(20, 21\)",
     ),
     "a newcomer gets no slot of a large batch": bug(
@@ -75,7 +75,7 @@ BUGS: dict[str, Bug] = {
         "server/app.py",
         '"dependencies": [Depends(require_admin)], ',
         "",
-        f"{SERVER}test_care.py::test_a_key_is_not_enough[POST /reset_prefix_cache]",
+        f"{SERVER}test_sleep_http.py::test_a_key_is_not_enough[POST /reset_prefix_cache]",
         r"assert 200 == 403",
     ),
     "usage counts the last chunk alone": bug(
@@ -215,14 +215,14 @@ BUGS: dict[str, Bug] = {
         "server/request_models.py",
         "where = path[0] if path and not path[0].isdigit() else None",
         "where = path[0] if len(path) == 1 else None",
-        f"{SERVER}test_fields.py::test_params_are_named_as_the_client_knows_them",
-        r"assert None == 'stop_token_ids'",
+        f"{SERVER}test_bad_input.py::test_structure",
+        r"assert None == 'prompt'",
     ),
     "chats never add special tokens": bug(
         "server/generation.py",
         "add_special_tokens=bool(body.add_special_tokens)",
         "add_special_tokens=False",
-        f"{SERVER}test_conversations.py::test_special_tokens_of_a_chat_are_the_templates",
+        f"{SERVER}test_fields.py::test_special_tokens_of_a_chat_are_the_templates",
         r"assert \[1, (\d+), .*\] == \[1, 1, \1",
     ),
     "embeddings of all salts share the cache": bug(
@@ -237,7 +237,7 @@ BUGS: dict[str, Bug] = {
         'self.prompt_sources["local_cache_hit"] += request.cached_tokens',
         'self.prompt_sources["local_cache_hit"] = request.cached_tokens',
         f"{SERVER}test_metrics.py::test_counts_after_five_requests[thread]",
-        r"assert 8\.0 == 16",
+        r"local_cache_hit': 8\.0",
     ),
     # Texts
     "a stop string leaves its first character": bug(

@@ -38,7 +38,6 @@ def loads() -> dict[str, list[tuple[str, dict[str, Any]]]]:
 
 
 def alone(ask: Ask, requests: list[tuple[str, dict[str, Any]]]) -> float:
-    """Seconds of a load."""
     with ThreadPoolExecutor(len(requests)) as pool:
         began = time.monotonic()
         list(pool.map(lambda one: ask(*one), requests))
@@ -62,14 +61,11 @@ def measured(ask: Ask, requests: list[tuple[str, dict[str, Any]]], salt: str) ->
         seconds = time.monotonic() - began
     served = [one for one in took if one != float("inf")]
     return {
-        "seconds_alone": round(seconds_alone, 3),
-        "seconds": round(seconds, 2),
-        "refused": refused,
-        "canaries": len(took),
-        "refused_canaries": len(took) - len(served),
+        "seconds_alone": round(seconds_alone, 3), "seconds": round(seconds, 2), "refused": refused,
+        "canaries": len(took), "refused_canaries": len(took) - len(served),
         "median_s": round(statistics.median(served), 3) if served else None,
         "longest_s": round(max(served, default=0), 3),
-    }
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -32,9 +32,8 @@ def echo(servers: Servers) -> Running:
 
 
 @pytest.fixture(scope="session")
-def http(echo: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=echo.url, timeout=60) as found:
-        yield found
+def http(echo: Running) -> httpx.Client:
+    return echo.http
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import httpx
 import numpy as np
 from served_process import SERVE, Served, served
+from waiting import wait_until
 
 from quire.bench.machine import machine
 from quire.config import PREEMPTIONS
 
 CLIENTS = 64  # of all servers together
 EVERY = 5.0  # seconds
+BUSY = ("num_requests_running", "num_requests_waiting")
 FLAGS = ("--dtype", "bfloat16", "--threads", "1", "--max-model-len", "2048", "--kv-tokens", "4096",
          "--prefix-tokens", "1024", "--swap-gib", "0.03")  # fmt: skip
 VOCAB = 3000  # token ids below this are ordinary ones
@@ -38,7 +40,7 @@ WORDS = ("the", "a", "small", "bright", "old", "ship", "garden", "river", "stone
 
 
 class Load:
-    """Clients that ask until told to stop. `answers` counts statuses by kind, `health` holds /health's seconds."""
+    """Clients of a server. `answers` counts statuses by kind, `health` holds /health's seconds."""
 
     def __init__(self, url: str, seed: int = 0) -> None:
         self.http = httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None))
@@ -62,95 +64,28 @@ class Load:
     async def _client(self, number: int) -> None:
         chance = random.Random(f"{self.seed} {number}")
         while time.monotonic() < self.ends:
-            kind = chance.choices(list(KINDS), [share for _, share in KINDS.values()])[0]
-            status = await KINDS[kind][0](self, chance)
+            kind = chance.choices(list(KINDS), [share for share, _ in KINDS.values()])[0]
+            status = await self._ask(kind, chance)
             assert status < 500 or status == 503, f"{kind}: {status}"
             self.answers[f"{kind} {status}"] += 1
 
-    async def post(self, path: str, **body: Any) -> int:
-        """The status of an answer that is read whole."""
-        return (await self.http.post(path, json=body)).status_code
-
-    async def whole(self, chance: random.Random) -> int:
-        """A completion, sampled in some way."""
-        return await self.post("/v1/completions", prompt=ids(chance), **sampling(chance))
-
-    async def text(self, chance: random.Random) -> int:
-        """Several texts in one body."""
-        prompts = [sentence(chance) for _ in range(chance.randint(1, 3))]
-        return await self.post("/v1/completions", prompt=prompts, **sampling(chance))
-
-    async def chat(self, chance: random.Random) -> int:
-        """A conversation of a few rounds."""
-        messages = [
-            {"role": ("user", "assistant")[i % 2], "content": sentence(chance)} for i in range(chance.choice((1, 3, 5)))
-        ]
-        return await self.post("/v1/chat/completions", messages=messages, **sampling(chance), logprobs=True)
-
-    async def stream(self, chance: random.Random) -> int:
-        """A stream that is read to its end."""
-        return await self._streamed(chance, None)
-
-    async def leave(self, chance: random.Random) -> int:
-        """A stream that its reader leaves after a few pieces."""
-        return await self._streamed(chance, chance.randint(0, 5))
-
-    async def _streamed(self, chance: random.Random, pieces: int | None) -> int:
-        body = {"prompt": ids(chance), **sampling(chance), "stream": True}
-        async with self.http.stream("POST", "/v1/completions", json=body) as answer:
+    async def _ask(self, kind: str, chance: random.Random) -> int:
+        """Return the status of an answer, which is read whole unless its client leaves."""
+        body = KINDS[kind][1](chance)
+        if kind == "tokens":
+            answer = await self.http.post("/tokenize", json=body)
+            return (await self.http.post("/detokenize", json={"tokens": answer.json()["tokens"]})).status_code
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        if not body.get("stream"):
+            return (await self.http.post(path, json=body)).status_code
+        left = chance.randint(0, 5) if kind == "leave" else -1  # pieces that are read
+        async with self.http.stream("POST", path, json=body) as answer:
             async for line in answer.aiter_lines():
-                if pieces is not None and (pieces := pieces - 1) < 0:
+                if not left:
                     break
+                left -= 1
                 assert not line.startswith("data: {") or "error" not in json.loads(line[6:]), line
         return answer.status_code
-
-    async def several(self, chance: random.Random) -> int:
-        """n samples of one prompt, of more that were drawn."""
-        n = chance.randint(2, 4)
-        body = {"prompt": ids(chance), **sampling(chance), "n": n, "best_of": n + chance.randint(0, 2)}
-        return await self.post("/v1/completions", **{**body, "temperature": 1.0})
-
-    async def beams(self, chance: random.Random) -> int:
-        """A beam search."""
-        width = chance.randint(2, 5)
-        return await self.post("/v1/completions", prompt=ids(chance, 300), max_tokens=chance.randint(1, 40), n=width,
-                               use_beam_search=True)  # fmt: skip
-
-    async def echo(self, chance: random.Random) -> int:
-        """A prompt with the log-probabilities of its tokens."""
-        return await self.post("/v1/completions", prompt=ids(chance, 700), max_tokens=chance.randint(0, 20), echo=True,
-                               logprobs=chance.randint(0, 5))  # fmt: skip
-
-    async def common(self, chance: random.Random) -> int:
-        """A prompt that begins as others do."""
-        prefix = chance.choice(PREFIXES)
-        prompt = prefix[: chance.choice((len(prefix), chance.randint(1, len(prefix))))] + ids(chance, 100)
-        return await self.post("/v1/completions", prompt=prompt, **sampling(chance))
-
-    async def tokens(self, chance: random.Random) -> int:
-        """A text there and back."""
-        answer = await self.http.post("/tokenize", json={"prompt": sentence(chance), "return_token_strs": True})
-        return await self.post("/detokenize", tokens=answer.json()["tokens"])
-
-    async def wrong(self, chance: random.Random) -> int:
-        """A request that is refused."""
-        bad = chance.choice(({"temperature": -1}, {"prompt": [-1]}, {"n": 0}, {"logprobs": 99}, {"stop": 3}))
-        return await self.post("/v1/completions", **{"prompt": "a", **bad})
-
-
-KINDS: dict[str, tuple[Callable[[Load, random.Random], Awaitable[int]], int]] = {
-    "whole": (Load.whole, 4),
-    "text": (Load.text, 2),
-    "chat": (Load.chat, 2),
-    "stream": (Load.stream, 4),
-    "leave": (Load.leave, 2),
-    "several": (Load.several, 2),
-    "beams": (Load.beams, 1),
-    "echo": (Load.echo, 2),
-    "common": (Load.common, 3),
-    "tokens": (Load.tokens, 1),
-    "wrong": (Load.wrong, 1),
-}
 
 
 def ids(chance: random.Random, most: int = 1500) -> list[int]:
@@ -159,7 +94,6 @@ def ids(chance: random.Random, most: int = 1500) -> list[int]:
 
 
 def sentence(chance: random.Random) -> str:
-    """Words, one to a few hundred."""
     return " ".join(chance.choices(WORDS, k=int(300 ** chance.random())))
 
 
@@ -177,6 +111,43 @@ def sampling(chance: random.Random) -> dict[str, Any]:
     return asked
 
 
+def whole(chance: random.Random, most: int = 1500) -> dict[str, Any]:
+    return {"prompt": ids(chance, most), **sampling(chance)}
+
+
+def several(chance: random.Random) -> dict[str, Any]:
+    """n samples, of more that are drawn."""
+    n = chance.randint(2, 4)
+    return {**whole(chance), "n": n, "best_of": n + chance.randint(0, 2), "temperature": 1.0}
+
+
+def common(chance: random.Random) -> dict[str, Any]:
+    """A prompt that begins as others do."""
+    prefix = chance.choice(PREFIXES)
+    start = prefix[: chance.choice((len(prefix), chance.randint(1, len(prefix))))]
+    return {"prompt": start + ids(chance, 100), **sampling(chance)}
+
+
+WRONG: tuple[dict[str, Any], ...] = ({"temperature": -1}, {"prompt": [-1]}, {"n": 0}, {"logprobs": 99}, {"stop": 3})
+KINDS: dict[str, tuple[int, Callable[[random.Random], dict[str, Any]]]] = {
+    "whole": (4, whole),
+    "text": (2, lambda c: {"prompt": [sentence(c) for _ in range(c.randint(1, 3))], **sampling(c)}),
+    "chat": (2, lambda c: {"messages": [{"role": ("user", "assistant")[i % 2], "content": sentence(c)}
+                                        for i in range(c.choice((1, 3, 5)))], **sampling(c), "logprobs": True}),
+    "stream": (4, lambda c: {**whole(c), "stream": True}),
+    "leave": (2, lambda c: {**whole(c), "stream": True}),
+    "several": (2, several),
+    "beams": (1, lambda c: {"prompt": ids(c, 300), "max_tokens": c.randint(1, 40), "n": c.randint(2, 5),
+                            "use_beam_search": True}),
+    "echo": (2, lambda c: {"prompt": ids(c, 700), "max_tokens": c.randint(0, 20), "echo": True,
+                           "logprobs": c.randint(0, 5)}),
+    "common": (3, common),
+    "tokens": (1, lambda c: {"prompt": sentence(c), "return_token_strs": True}),
+    "wrong": (1, lambda c: {"prompt": "a", **c.choice(WRONG)}),
+}  # fmt: skip
+"""By kind of request: its share of all, and its body."""
+
+
 class Server(Served):
     def mib(self) -> tuple[float, float]:
         """Resident memory of the front, and of its engine's process; 0 without one."""
@@ -185,7 +156,6 @@ class Server(Served):
         return round(self.process.memory_info().rss / 2**20, 1), round(held / 2**20, 1)
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
         text = httpx.get(f"{self.url}/metrics").text
         return sum(float(line.split()[-1]) for line in text.splitlines() if re.match(rf"quire_{name}[ {{]", line))
 
@@ -237,26 +207,20 @@ def growth(mib: list[float]) -> float:
 
 
 def held(idle: float, mib: list[float]) -> dict[str, Any]:
-    """What is told of the memory of one process."""
     return {"idle_mib": idle, "peak_mib": max(mib), "growth_mib_a_minute": round(growth(mib), 3), "mib": mib}
 
 
 def result(
     preemption: str, server: Server, idle: tuple[float, float], load: Load, mib: list[tuple[float, float]]
 ) -> dict[str, Any]:
-    """What is told of one server."""
     health = np.percentile(np.array(load.health) * 1000, (50, 99, 100))
     front, engine = (list(series) for series in zip(*mib))
+    totals = {name: server.metric(f"{name}_total") for name in ("prompt_tokens", "generation_tokens")}
     return {
-        "preemption": preemption,
-        **held(idle[0], front),
-        "answers": dict(sorted(load.answers.items())),
-        "preemptions": server.metric("num_preemptions_total"),
-        "prompt_tokens": server.metric("prompt_tokens_total"),
-        "generation_tokens": server.metric("generation_tokens_total"),
-        "health_ms": dict(zip(("p50", "p99", "max"), health.round(1).tolist())),
-        "engine": held(idle[1], engine),
-    }
+        "preemption": preemption, **held(idle[0], front), "answers": dict(sorted(load.answers.items())),
+        "preemptions": server.metric("num_preemptions_total"), **totals,
+        "health_ms": dict(zip(("p50", "p99", "max"), health.round(1).tolist())), "engine": held(idle[1], engine),
+    }  # fmt: skip
 
 
 def soak(seconds: float, kinds: Sequence[str] = PREEMPTIONS, clients: int = CLIENTS) -> dict[str, Any]:
@@ -266,21 +230,11 @@ def soak(seconds: float, kinds: Sequence[str] = PREEMPTIONS, clients: int = CLIE
         idle = [server.mib() for server in servers]
         loads, seen = asyncio.run(loaded(servers, seconds, clients))
         for server in servers:
-            assert settled(server), "requests or pages are left"
+            wait_until(lambda server=server: not any(map(server.metric, BUSY)), "no request is left", 10)
+            assert server.metric("kv_cache_usage_perc") < 0.3, "pages are left beside the registered prefix's"
         results = list(map(result, kinds, servers, idle, loads, seen))
     return {"seconds": seconds, "every_s": EVERY, "clients": clients, "flags": FLAGS, "machine": machine(),
             "servers": results}  # fmt: skip
-
-
-def settled(server: Server) -> bool:
-    """Whether no request is left within 10 s; and no page, but those that are cached."""
-    ends = time.monotonic() + 10
-    while time.monotonic() < ends:
-        names = ("num_requests_running", "num_requests_waiting")
-        if not any(server.metric(name) for name in names):
-            return server.metric("kv_cache_usage_perc") < 0.3  # the registered prefix stays
-        time.sleep(0.1)
-    return False
 
 
 if __name__ == "__main__":

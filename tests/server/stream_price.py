@@ -10,39 +10,34 @@ import json
 import os
 import re
 import selectors
-import signal
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import echo_service
+from echo_service import deliver, new_stream
 
 import quire
 from quire.async_llm import AsyncLLM
 from quire.bench.machine import machine
 from quire.core.outputs import BranchOutput
 from quire.ipc.garbage_collection import freeze_loaded_objects
-from quire.protocol.sampling_params import SamplingParams
 from quire.server.api_server import bind
 from quire.server.app import create_app
 from quire.server.options import ServeOptions
 from quire.server.web_server import WebServer
-from quire.text.output_stream import OutputStream, RequestRecord
-from quire.text.request_detokenizer import RequestDetokenizer
+from quire.text.output_stream import OutputStream
 
 WORDS = (" once", " upon", " a", " time", " there", " was", " a", " quire")
 STEP = 0.004  # seconds between two steps, beside what they take
 CONNECTIONS = 16  # of those who ask for prices of requests
-SAMPLE = 0.001  # seconds of processor time between two looks of the profile
 TALK = {"messages": [{"role": "user", "content": "once upon a time"}], "max_tokens": 200, "ignore_eos": True}
 PROSE = {"prompt": "once upon a time", "max_tokens": 200, "ignore_eos": True}
 REQUESTS: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -52,25 +47,6 @@ REQUESTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "chat": ("/v1/chat/completions", TALK),
     "chat, streamed": ("/v1/chat/completions", {**TALK, "stream": True}),
 }
-# Whose code the processor was in, by a part of its file's name.
-PARTS = (
-    ("socket write", ("asyncio/selector_events",)),
-    ("h11", ("/h11/",)),
-    ("uvicorn and connections", ("/uvicorn/", "server/connections", "server/direct")),
-    ("middleware", ("server/proxy", "server/http_counts", "server/guards", "server/errors", "starlette/middleware")),
-    ("fastapi, starlette, pydantic", ("/fastapi/", "/starlette/", "/pydantic/", "/anyio/", "contextlib", "/email/")),
-    ("rendering and JSON", ("server/render", "server/pieces", "/json/")),
-    ("events of a stream", ("server/stream", "server/inbox")),
-    ("Stream", ("text/streams",)),
-    ("event loop and tasks", ("asyncio/", "selectors")),
-    ("routes and parameters", ("server/", "text/", "quire/")),
-)
-
-
-def deliver(batch: list[tuple[OutputStream, BranchOutput]]) -> None:
-    """A step's outputs, each to its stream."""
-    for stream, output in batch:
-        stream.put(output)
 
 
 class Fed(AsyncLLM):
@@ -84,11 +60,7 @@ class Fed(AsyncLLM):
     ) -> list[OutputStream]:
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         accepted.set_result(None)
-        params = SamplingParams(detokenize=False)
-        detokenizer = RequestDetokenizer(None, (), params, lambda branch, stop: None)
-        streams = [
-            OutputStream(0, RequestRecord(id, 1, params, 0.0), detokenizer, accepted, patient) for id, _ in prompts
-        ]
+        streams = [new_stream(id, accepted, patient) for id, _ in prompts]
         if self.at_once:
             asyncio.get_running_loop().call_soon(deliver, [(stream, output(stream.id, 0, True)) for stream in streams])
         else:
@@ -100,31 +72,8 @@ class Fed(AsyncLLM):
 
 
 def output(id: str, at: int, done: bool = False) -> BranchOutput:
-    """The output of step `at`."""
     why = "length" if done else None
     return BranchOutput(id, 0, (at % 400,), WORDS[at % len(WORDS)], (), why, None, done, 0.0)
-
-
-class Profile:
-    """Counts where the process is, every SAMPLE seconds of its processor time."""
-
-    def __init__(self, on: bool) -> None:
-        self.every, self.seen = on * SAMPLE, Counter[str]()
-
-    def __enter__(self) -> None:
-        signal.signal(signal.SIGPROF, self._look)
-        signal.setitimer(signal.ITIMER_PROF, self.every, self.every)
-
-    def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-    def _look(self, number: int, frame: FrameType | None) -> None:
-        name = frame.f_code.co_filename if frame is not None else ""
-        self.seen[next((part for part, files in PARTS if any(file in name for file in files)), "other")] += 1
-
-    def shares(self, price: float) -> dict[str, float]:
-        """`price` by part."""
-        return {part: round(price * count / self.seen.total(), 2) for part, count in self.seen.most_common()}
 
 
 class Running:
@@ -155,7 +104,7 @@ class Running:
         return asyncio.create_task(asyncio.to_thread(lambda: json.loads(subprocess.check_output(command))))
 
 
-async def price_of_tokens(route: str, body: dict[str, Any], streams: int, tokens: int, profile: Profile) -> float:
+async def price_of_tokens(route: str, body: dict[str, Any], streams: int, tokens: int) -> float:
     """Microseconds a token, of `streams` at once of so many tokens."""
     async with Running() as running:
         reading = running.clients(route, json.dumps({**body, "stream": True}), streams, 1)
@@ -164,12 +113,11 @@ async def price_of_tokens(route: str, body: dict[str, Any], streams: int, tokens
         batches = [[(stream, output(stream.id, at)) for stream in running.llm.fed] for at in range(len(WORDS))]
         deliver(batches[0])
         await asyncio.sleep(0.2)
-        with profile:
-            began = time.process_time()
-            for at in range(tokens):
-                deliver(batches[at % len(WORDS)])
-                await asyncio.sleep(STEP)
-            spent = time.process_time() - began
+        began = time.process_time()
+        for at in range(tokens):
+            deliver(batches[at % len(WORDS)])
+            await asyncio.sleep(STEP)
+        spent = time.process_time() - began
         deliver([(stream, output(stream.id, 0, True)) for stream in running.llm.fed])
         seen = await reading
         opening = 2 if "chat" in route else 1
@@ -177,15 +125,14 @@ async def price_of_tokens(route: str, body: dict[str, Any], streams: int, tokens
     return spent / tokens / streams * 1e6
 
 
-async def price_of_requests(route: str, body: dict[str, Any] | None, requests: int, profile: Profile) -> float:
+async def price_of_requests(route: str, body: dict[str, Any] | None, requests: int) -> float:
     """Microseconds a request, over CONNECTIONS at once."""
     async with Running() as running:
         running.llm.at_once = True
         await running.clients(route, json.dumps(body), CONNECTIONS, 5)
-        with profile:
-            began = time.process_time()
-            seen = await running.clients(route, json.dumps(body), CONNECTIONS, requests // CONNECTIONS)
-            spent = time.process_time() - began
+        began = time.process_time()
+        seen = await running.clients(route, json.dumps(body), CONNECTIONS, requests // CONNECTIONS)
+        spent = time.process_time() - began
     return spent / seen["answers"] * 1e6
 
 
@@ -245,42 +192,29 @@ class Answer:
 
 # The script
 
-TOKENS: dict[str, tuple[str, dict[str, Any] | None]] = {
+TOKENS: dict[str, tuple[str, dict[str, Any]]] = {
     "token of a completion": ("/v1/completions", PROSE),
     "token of a chat": ("/v1/chat/completions", TALK),
 }
 
 
-def measure(name: str, streams: int, tokens: int, requests: int, profiled: bool) -> dict[str, Any]:
-    """One price in this process, and with `profiled` its parts."""
+def measure(name: str, streams: int, tokens: int, requests: int) -> float:
+    """One price in this process, in microseconds."""
     freeze_loaded_objects()  # as a server does
-    profile = Profile(profiled)
-    if name in TOKENS:
-        route, body = TOKENS[name]
-        price = asyncio.run(price_of_tokens(route, body or {}, streams, tokens, profile))
-    else:
-        price = asyncio.run(price_of_requests(*REQUESTS[name], requests, profile))
-    return {"us": price, "parts": profile.shares(price) if profiled else {}}
+    if name not in TOKENS:
+        return asyncio.run(price_of_requests(*REQUESTS[name], requests))
+    route, body = TOKENS[name]
+    return asyncio.run(price_of_tokens(route, body, streams, tokens))
 
 
 def measured(name: str, sources: dict[str, str], given: argparse.Namespace) -> dict[str, Any]:
-    """The median of some runs over each of the `sources`, in turn, each a process, and the parts of one more."""
-
-    def run(source: str, profiled: bool) -> dict[str, Any]:
-        settings = map(str, (given.streams, given.tokens, given.requests, int(profiled)))
-        command = [sys.executable, __file__, "--measure", name, *settings]
-        return json.loads(subprocess.check_output(command, env={**os.environ, "PYTHONPATH": source}))  # type: ignore[no-any-return]
-
+    command = [sys.executable, __file__, "--measure", name, *map(str, (given.streams, given.tokens, given.requests))]
     runs: dict[str, list[float]] = {which: [] for which in sources}
     for _ in range(given.repeat):
         for which, source in sources.items():
-            runs[which].append(round(run(source, False)["us"], 2))
-    told = {}
-    for which, source in sources.items():
-        price, parts = statistics.median(runs[which]), run(source, True)["parts"]
-        scale = price / (sum(parts.values()) or 1)
-        parts = {part: round(us * scale, 2) for part, us in parts.items()}
-        told[which] = {"us": round(price, 2), "runs": runs[which], "parts": parts}
+            found = subprocess.check_output(command, env={**os.environ, "PYTHONPATH": source})
+            runs[which].append(round(float(found), 2))
+    told = {which: {"us": round(statistics.median(found), 2), "runs": found} for which, found in runs.items()}
     print(name, json.dumps(told), flush=True)
     return told
 
@@ -307,6 +241,6 @@ if __name__ == "__main__":
         print(json.dumps(read(int(port), route, body, int(connections), int(each))))
     elif sys.argv[1] == "--measure":
         name, *numbers = sys.argv[2:]
-        print(json.dumps(measure(name, *map(int, numbers))))
+        print(measure(name, *map(int, numbers)))
     else:
         main()

@@ -54,7 +54,7 @@ def test_a_product_is_refused_before_anything_is_queued(
     before = running.engine.stats.steps
     path = "chat/completions" if "messages" in body else "completions"
     given = {**body, "stream": stream and not {"best_of", "prompt_logprobs"} & body.keys()}
-    answer = httpx.post(f"{running.url}/v1/{path}", json=given)
+    answer = running.http.post(f"/v1/{path}", json=given)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert all(text in error["message"] for text in said), error

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import echo_service
 import psutil
 import pytest
-from asking import linked
-from echo_service import VOCAB, Echo, Placement
+from asking import run
+from echo_service import VOCAB, Placement
 from waiting import wait_until_async
 
 from quire.async_llm import AsyncLLM
@@ -27,16 +26,6 @@ from quire.text.outputs import RequestOutput
 LONG = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
 
 PROMPTS: list[Any] = ["once upon a time", [1, 2, 3], {"prompt": "a quire"}, {"prompt_token_ids": [4, 5]}]
-
-
-def run(
-    work: Callable[[AsyncLLM], Any], settings: Any = None, placement: Placement = "process", **options: Any
-) -> None:
-    """Run a coroutine function with an AsyncLLM, then close that."""
-    before = set(threading.enumerate())
-    with linked(echo_service.built(Echo(**options), **settings or {}), placement) as llm:
-        asyncio.run(work(llm))
-    assert not any(thread.name == "quire-engine" for thread in set(threading.enumerate()) - before)
 
 
 @pytest.mark.parametrize("asked", [{"logprobs": 1}, {"logprob_token_ids": [9, 4, 70]}], ids=str)
@@ -63,7 +52,7 @@ def test_results_are_those_of_the_offline_twin(placement: Placement, asked: dict
             partial.extend(r for r in results if len(r.outputs[0].token_ids) < 12)
 
     partial: list[RequestOutput] = []
-    run(work, placement=placement, pause=0.005)
+    run(work, placement, pause=0.005)
     assert partial
 
 
@@ -87,7 +76,7 @@ def test_many_are_taken_in_one_step_or_none() -> None:
         assert llm.active == 1 + len(blocking)
         assert llm.num_rejected == 1
 
-    run(work, {"max_num_queued_reqs": 3}, placement="thread", pause=0.03)
+    run(work, "thread", pause=0.03, max_num_queued_reqs=3)
 
 
 def test_a_salt_that_is_no_text_is_refused() -> None:
@@ -110,7 +99,7 @@ def test_refusals_come_from_submit(placement: Placement) -> None:
                 await llm.submit(prompt, LONG)
         assert llm.active == 0
 
-    run(work, placement=placement)
+    run(work, placement)
 
 
 def test_leaving_the_iterator_aborts(placement: Placement) -> None:
@@ -121,7 +110,7 @@ def test_leaving_the_iterator_aborts(placement: Placement) -> None:
         await wait_until_async(lambda: not llm.active, "no request is left")
         assert llm.num_aborted == 1
 
-    run(work, placement=placement, pause=0.05)
+    run(work, placement, pause=0.05)
 
 
 def test_close_ends_the_chat_templates_process() -> None:
@@ -152,7 +141,7 @@ def test_an_idle_engine_uses_no_time(placement: Placement) -> None:
         assert llm.heartbeat().alive
         assert not llm.heartbeat().stalled
 
-    run(work, placement=placement)
+    run(work, placement)
 
 
 def test_refusals_of_all_threads_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

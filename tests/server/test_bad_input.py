@@ -1,15 +1,23 @@
-"""The table of bad inputs: each is refused with a short 4xx, or served if it is fine after all, and a canary request
-gives the same tokens afterwards."""
+"""The table of bad inputs by route: each is refused with a short 4xx that names the parameter and the place, or served
+if it is fine after all; nothing is queued, and a canary request gives the same tokens afterwards."""
 
 from __future__ import annotations
 
 import json
+import time
+from typing import Any
 
 import httpx
 import pytest
+from asking import TALK
+from echo_service import VOCAB, Running, tokenizer
+from test_structured_http import BOMB, LATE, TAG
+from test_tools_http import CALLED, HISTORY, MADE, TOOLS, tools_of
+from waiting import wait_until
 
 from quire.protocol.sampling_params import PARAMS
 from quire.server.errors import Failure
+from quire.text.tools import MAX_TOOLS
 
 NUMERIC = tuple(one.name for one in PARAMS if one.kind is not bool)
 VALUES = ("null", '""', '"1"', "true", "-1", "0", "1e309", "NaN", "Infinity", "-Infinity", "2147483648",
@@ -27,11 +35,11 @@ FINE = {
     "logprobs": {"null", "0"},
     "prompt_logprobs": {"null", "0"},
 }
-DEEP = "[" * 100_000 + "]" * 100_000
+CANARY = "once upon a time"
 
 
 def canary(http: httpx.Client) -> str:
-    body = {"prompt": "once upon a time", "seed": 1, "max_tokens": 6, "logprobs": 1}
+    body = {"prompt": CANARY, "seed": 1, "max_tokens": 6, "logprobs": 1}
     return json.dumps(http.post("/v1/completions", json=body).json()["choices"])
 
 
@@ -39,7 +47,8 @@ def post(http: httpx.Client, path: str, body: str | bytes) -> httpx.Response:
     return http.post(path, content=body, headers={"Content-Type": "application/json"})
 
 
-def refused(answer: httpx.Response) -> None:
+def refused(answer: httpx.Response) -> dict[str, Any]:
+    """Check that an answer is an error in OpenAI's shape, and return it."""
     assert 400 <= answer.status_code < 500, answer.text[:300]
     assert len(answer.content) <= 4096
     error = answer.json()["error"]
@@ -48,6 +57,7 @@ def refused(answer: httpx.Response) -> None:
     assert error["message"]
     assert "0x" not in error["message"]
     assert "Traceback" not in error["message"]
+    return error
 
 
 @pytest.mark.parametrize("field", NUMERIC)
@@ -59,110 +69,193 @@ def test_numbers(http: httpx.Client, field: str) -> None:
         if value in FINE.get(field, {"null"}):
             assert answer.status_code == 200, (field, value, answer.text)
         else:
-            refused(answer)
-            named = answer.json()["error"]["param"] in (field, None)
+            named = refused(answer)["param"] in (field, None)
             assert named or field == "n" or (field, value) == ("max_tokens", "2147483648"), (field, value)
         assert canary(http) == before, (field, value)
 
 
-COMPLETIONS = {
-    "empty prompt": '{"prompt": ""}',
-    "no prompts": '{"prompt": []}',
-    "empty string in a list": '{"prompt": [""]}',
-    "mixed list": '{"prompt": ["a", 1]}',
-    "token V": '{"prompt": [512]}',
-    "token 2^63": '{"prompt": [9223372036854775808]}',
-    "token of 5000 digits": '{"prompt": [' + "9" * 5000 + "]}",
-    "one bad prompt of two": '{"prompt": [[1], [512]]}',
-    "longer than the context": '{"prompt": ' + json.dumps([1] * 257) + "}",
-    "more characters than could fit": json.dumps({"prompt": "a" * 100_000}),
-    "megabytes of emoji": json.dumps({"prompt": "\U0001f600" * 1_000_000}, ensure_ascii=False),
-    "257 prompts": json.dumps({"prompt": ["a"] * 257}),
-    "a million prompts": json.dumps({"prompt": [[1]] * 1_000_000}),
-    "a million bad elements": json.dumps({"prompt": [None] * 1_000_000}),
-    "lone surrogate": '{"prompt": "\\ud800"}',
-    "deep nesting": f'{{"prompt": {DEEP}}}',
-    "deep nesting in an ignored field": f'{{"prompt": "a", "x": {DEEP}}}',
-    "n too large for the memory": '{"prompt": "a", "n": 16, "max_tokens": 200}',
-    "blank bad word": '{"prompt": "a", "bad_words": [" "]}',
-    "stream as text": '{"prompt": "a", "stream": "yes"}',
-    "stream_options without stream": '{"prompt": "a", "stream_options": {"include_usage": true}}',
-    "model is a number": '{"prompt": "a", "model": 5}',
-    "suffix": '{"prompt": "a", "suffix": "b"}',
-    "best_of below n": '{"prompt": "a", "n": 3, "best_of": 2}',
-    "best_of above n, streamed": '{"prompt": "a", "best_of": 2, "stream": true}',
-    "beam_width 0": '{"prompt": "a", "use_beam_search": true, "beam_width": 0}',
-    "beam_width 65": '{"prompt": "a", "beam_width": 65}',
-    "more beams than sequences": '{"prompt": "a", "beam_width": 17}',
-    "more beams than memory": json.dumps({"prompt": [1] * 40, "beam_width": 16, "max_tokens": 200}),
-    "fewer beams than n": '{"prompt": "a", "beam_width": 2, "n": 3}',
-    "two widths": '{"prompt": "a", "beam_width": 2, "best_of": 3}',
-    "beams, and none": '{"prompt": "a", "beam_width": 2, "use_beam_search": false}',
-    "use_beam_search as a number": '{"prompt": "a", "use_beam_search": 1}',
-    "beams with stop strings": '{"prompt": "a", "beam_width": 2, "stop": "x"}',
-    "length_penalty without beams": '{"prompt": "a", "length_penalty": 2}',
-    "length_penalty infinite": '{"prompt": "a", "beam_width": 2, "length_penalty": 1e999}',
-    "length_penalty 11": '{"prompt": "a", "beam_width": 2, "length_penalty": 11}',
-    "early_stopping without beams": '{"prompt": "a", "early_stopping": "never"}',
-    "early_stopping sometimes": '{"prompt": "a", "beam_width": 2, "early_stopping": "sometimes"}',
-    "empty salt": '{"prompt": "a", "cache_salt": ""}',
-    "salt is a number": '{"prompt": "a", "cache_salt": 1}',
-    "a list": "[1, 2]",
-}
-TALK = '{"messages": [{"role": "user", "content": "a"}], '
-CHATS = {
-    "no messages": "{}",
-    "messages is text": '{"messages": "hi"}',
-    "no content": '{"messages": [{"role": "user"}]}',
-    "an image": '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}',
-    "tokenize as a template variable": TALK + '"chat_template_kwargs": {"tokenize": true}}',
-    "messages as a template variable": TALK + '"chat_template_kwargs": {"messages": []}}',
-    "deep template variable": TALK + '"chat_template_kwargs": {"shout": '
-    + "[" * 500 + "]" * 500 + "}}",
-    "template variable that is a lone surrogate": TALK + '"chat_template_kwargs": {"\\ud800": 1}}',
-    "unknown format": TALK + '"response_format": {"type": "xml"}}',
-    "strict is text": TALK
-    + '"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}}',
-    "schema is text": TALK + '"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}}',
-    "two forms": TALK + '"response_format": {"type": "json_object"}, "guided_regex": "a"}',
-    "no choices": TALK + '"structured_outputs": {"choice": []}}',
-    "a choice is a number": TALK + '"structured_outputs": {"choice": [1]}}',
-    "schema is no JSON": TALK + '"guided_json": "{"}',
-    "schema of a file": TALK + '"guided_json": {"$ref": "file:///etc/passwd"}}',
-    "schema that needs itself": TALK
-    + '"guided_json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}',
-    "schema that nothing fulfils": TALK + '"guided_json": {"type": "string", "enum": []}}',
-    "grammar without a start": TALK + '"guided_grammar": "a: b"}',
-    "form and min_tokens": TALK + '"guided_regex": "a", "min_tokens": 2}',
-    "form and ignore_eos": TALK + '"guided_regex": "a", "ignore_eos": true}',
-    "top_logprobs alone": TALK + '"top_logprobs": 2}',
-    "logprobs is a number": TALK + '"logprobs": 2}',
-    "too long": json.dumps({"messages": [{"role": "user", "content": "a" * 1000}]}),
-    "far too long": json.dumps({"messages": [{"role": "user", "content": "a" * 1_000_000}]}),
-    "1025 messages": json.dumps({"messages": [{"role": "user", "content": "a"}] * 1025}),
+DEEP = "[" * 100_000 + "]" * 100_000
+WIDE = {"type": "object", "properties": {f"p{i}": {} for i in range(10_000)}}
+NESTED = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(5000)) + '\nr5000: "a"'
+ENDLESS = {"type": "array", "minItems": 1, "prefixItems": [{"$ref": "#"}]}
+BEHIND = {"properties": {"a": {"enum": [{"not": 1}]}, "b": {"not": {}}}}
+UNENFORCED = {"begin": "<f=b>", "schema": {"properties": {"x": {"not": {}}}}, "end": "</f>"}
+ARGUMENTS = "messages[1].tool_calls[0].function.arguments"
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def called(**function: Any) -> dict[str, Any]:
+    """A conversation whose assistant calls."""
+    return {"messages": [*TALK, {"role": "assistant", "tool_calls": [{"function": function}]}]}
+
+
+def form(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, **more}}}
+
+
+# By route: fields beside those of BASE, or a whole body; the parameter that the error names; a part of its message.
+BASE: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"}, "/v1/chat/completions": {"messages": TALK, "max_tokens": 1},
+    "/tokenize": {}, "/detokenize": {},
 }  # fmt: skip
-NO_UTF8 = b"\xff\xfe\x00", b'{"prompt": "\xff"}', "{}".encode("utf-16"), b"\x1f\x8b\x08\x00"
-OTHERS = {
-    "tokenize nothing": ("/tokenize", "{}"),
-    "tokenize both": ("/tokenize", '{"prompt": "a", "messages": []}'),
-    "tokenize too much": ("/tokenize", json.dumps({"prompt": "a" * 100_000})),
-    "detokenize text": ("/detokenize", '{"tokens": "a"}'),
-    "detokenize 2^70": ("/detokenize", f'{{"tokens": [{2**70}]}}'),
-    "detokenize nothing": ("/detokenize", "{}"),
-}
+ANY = "any"
+REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
+    "/v1/completions": [
+        ({"prompt": ""}, "prompt", ""), ({"prompt": []}, "prompt", ""), ({"prompt": [""]}, ANY, ""),
+        ({"prompt": ["a", 1]}, "prompt", ""), ({"prompt": [VOCAB]}, ANY, ""), ({"prompt": [2**63]}, ANY, ""),
+        ('{"prompt": [' + "9" * 5000 + "]}", ANY, ""), ({"prompt": [[1], [VOCAB]]}, ANY, ""),
+        ({"prompt": [1] * 257}, "prompt", ""), ({"prompt": "a" * 100_000}, "prompt", ""),
+        (json.dumps({"prompt": "\U0001f600" * 1_000_000}, ensure_ascii=False), "prompt", ""),
+        ({"prompt": ["a"] * 257}, "prompt", ""), ({"prompt": [[1]] * 1_000_000}, ANY, ""),
+        ({"prompt": [None] * 1_000_000}, ANY, ""), ({"prompt": "\ud800"}, "prompt", ""),
+        (f'{{"prompt": {DEEP}}}', ANY, ""), (f'{{"prompt": "a", "x": {DEEP}}}', ANY, ""), ("[1, 2]", None, ""),
+        (b"\xff\xfe\x00", ANY, ""), (b'{"prompt": "\xff"}', ANY, ""), ("{}".encode("utf-16"), ANY, ""),
+        (b"\x1f\x8b\x08\x00", ANY, ""),
+        ({"n": 16, "max_tokens": 200}, ANY, ""),  # too many for the memory
+        ({"bad_words": [" "]}, "bad_words", ""), ({"stream": "yes"}, "stream", ""),
+        ({"stream_options": {"include_usage": True}}, "stream_options", ""), ({"model": 5}, "model", ""),
+        ({"suffix": "b"}, "suffix", ""), ({"n": 3, "best_of": 2}, ANY, ""), ({"best_of": 2, "stream": True}, ANY, ""),
+        ({"use_beam_search": True, "beam_width": 0}, "beam_width", ""), ({"beam_width": 65}, "beam_width", ""),
+        ({"beam_width": 17}, ANY, ""),  # more than sequences
+        ({"prompt": [1] * 40, "beam_width": 16, "max_tokens": 200}, ANY, ""),  # more than memory
+        ({"beam_width": 2, "n": 3}, ANY, ""), ({"beam_width": 2, "best_of": 3}, ANY, ""),
+        ({"beam_width": 2, "use_beam_search": False}, ANY, ""), ({"use_beam_search": 1}, "use_beam_search", ""),
+        ({"beam_width": 2, "stop": "x"}, ANY, ""), ({"length_penalty": 2}, ANY, ""),
+        ('{"prompt": "a", "beam_width": 2, "length_penalty": 1e999}', "length_penalty", ""),
+        ({"beam_width": 2, "length_penalty": 11}, "length_penalty", ""), ({"early_stopping": "never"}, ANY, ""),
+        ({"beam_width": 2, "early_stopping": "sometimes"}, "early_stopping", ""),
+        ({"cache_salt": ""}, "cache_salt", ""), ({"cache_salt": 1}, "cache_salt", ""),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ""),
+        ({"logprob_token_ids": [VOCAB]}, "logprob_token_ids", ""),
+        ({"logprob_token_ids": [9], "echo": True, "max_tokens": 0}, "logprob_token_ids", ""),
+        ({"logprob_token_ids": [9], "beam_width": 2}, "logprob_token_ids", ""),
+        *(({"truncate_prompt_tokens": wrong}, "truncate_prompt_tokens", str(wrong)[:40])
+          for wrong in (0, -2, 2**31, 10**30)),
+        ({"truncation_side": "top"}, "truncation_side", ""),
+        ({"prompt": [1] * 1000, "truncate_prompt_tokens": 300}, "prompt", ""),
+        ({"multi_modal_data": {"image": "data:"}}, ANY, "reads only text"),
+        ({"tools": TOOLS}, "tools", ""), ({"tool_choice": "required"}, "tool_choice", ""),
+        ({"guided_json": {"properties": {"a": {"not": {}}}}}, "guided_json", '["not"], at #/properties/a/not'),
+        ({"guided_json": {"items": {"$ref": "https://x/y"}}}, "guided_json", "at #/items/$ref"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "refers to itself for ever, at #/$ref"),
+        ({"guided_json": {"properties": {"a": {"format": "zip"}}}}, "guided_json", "format: zip, at #/properties/a"),
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_regex": "a{1000000000}"}, "guided_regex", "too many expressions"),
+        ({"guided_grammar": "x" * 300_000}, "guided_grammar", "300000 characters; at most 262144"),
+        ({"guided_choice": ["a"] * 4097}, "guided_choice", "1 to 1999 entries, got 4097"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "exactly one of"),
+        ({"structured_outputs": {"lua": "a"}}, "structured_outputs", "has no 'lua'"),
+        (form([]), "response_format", ".schema must"),
+        ({"response_format": TAG | {"triggers": ["<g="]}}, "response_format", "structures[0].begin"),
+        ({"response_format": TAG | {"structures": [*TAG["structures"], UNENFORCED]}}, "response_format",
+         'structural_tag: Unimplemented keys: ["not"], at structures[1].schema#/properties/x/not'),
+        ({"guided_json": BEHIND}, "guided_json", "at #/properties/b/not"),
+        ({"guided_json": ENDLESS}, "guided_json", "refers to itself for ever, at #/prefixItems/0/$ref"),
+        ({"guided_regex": "a", "use_beam_search": True}, "structured_outputs", "beam search"),
+        ({"guided_json": {"properties": {f"k{i}": {} for i in range(3000)}}}, "guided_json", "3000 properties"),
+        ({"guided_grammar": NESTED}, "guided_grammar", "it is too complex: it is nested too deep"),
+        ({"guided_json": BOMB}, "guided_json", "making its grammar takes more than 0.5 s of a processor"),
+    ],
+    "/v1/chat/completions": [
+        ("{}", "messages", ""), ({"messages": "hi"}, "messages", ""), ({"messages": [5]}, "messages", "messages.0"),
+        ({"messages": [{"role": "user"}]}, "messages", ""),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, ANY, "reads only text"),
+        *(({"messages": [{**TALK[0], name: "x"}]}, "messages", f"messages[0] has an unsupported field {name!r}")
+          for name in ("audio", "function_call", "refusal")),
+        ({"messages": [{"role": "user", "content": "a" * 1000}]}, "messages", ""),
+        ({"messages": [{"role": "user", "content": "a" * 1_000_000}]}, "messages", ""),
+        ({"messages": TALK * 1025}, "messages", ""),
+        ({"chat_template": "x"}, "chat_template", ""), ({"documents": [{"text": "b"}]}, "documents", ""),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ""),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", ""),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", ""),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "'tools'"),
+        ({"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs", ""),
+        (f'{{"messages": {json.dumps(TALK)}, "chat_template_kwargs": {{"shout": {"[" * 500 + "]" * 500}}}}}', ANY, ""),
+        ({"response_format": {"type": "xml"}}, "response_format", ""),
+        (form({}, strict="yes"), "response_format", ""), (form("x"), "response_format", ""),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, ANY, ""),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", ""),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs", ""), ({"guided_json": "{"}, "guided_json", ""),
+        ({"guided_json": {"$ref": "file:///etc/passwd"}}, "guided_json", ""),
+        ({"guided_json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "guided_json", ""),
+        ({"guided_json": {"type": "string", "enum": []}}, "guided_json", ""),
+        ({"guided_grammar": "a: b"}, "guided_grammar", ""), ({"guided_regex": "a", "min_tokens": 2}, ANY, ""),
+        ({"guided_regex": "a", "ignore_eos": True}, ANY, ""), ({"top_logprobs": 2}, "top_logprobs", ""),
+        ({"logprobs": 2}, "logprobs", ""), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "got 21"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ""),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be"),
+        ({"logit_bias": {"the": 1}}, "logit_bias", "logit_bias key 'the'"),
+        ({"logit_bias": {"7": 101}}, "logit_bias", "logit_bias[7] must be between"),
+        ({"stop_token_ids": [5, -1]}, "stop_token_ids", "stop_token_ids[1] must be"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids", "stop_token_ids.0"),
+        ({"stream_options": {"include_usage": 5}}, "stream_options", "stream_options.include_usage"),
+        ({"allowed_token_ids": [5] * 32_769}, "allowed_token_ids", "allowed_token_ids"),
+        ({"modalities": ["text", "audio"]}, "modalities", "modalities"),
+        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "can't be false"),
+        ({"request_id": "a b"}, "request_id", "request_id"), ({"request_id": ""}, "request_id", "request_id"),
+        ({"thinking_token_budget": 4}, ANY, "see --reasoning-parser"),
+        ({"tools": {}}, "tools", "list"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools", "tools[0].function.name"),
+        ({"tools": tools_of(name="a b")}, "tools", "got 'a b'"),
+        ({"tools": [*TOOLS, {"type": "web_search"}]}, "tools", "tools[2] must be a function"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "tools[2].function.name is 'weather', which another tool has"),
+        ({"tools": TOOLS * MAX_TOOLS}, "tools", "at most 128 entries, got 256"),
+        ({"tools": tools_of(parameters=WIDE)}, "tools",
+         "tools[0].function.parameters.properties has 10000 entries; the limit is 1024"),
+        ({"tools": tools_of(parameters=[])}, "tools", "be a JSON schema"),
+        ({"tools": tools_of(parameters={"enum": [0] * 10_000})}, "tools", "8192 JSON values"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": TOOLS, "tool_choice": tools_of(name="x")[0]}, "tool_choice", "names 'x'"),
+        ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "got 'maybe'"),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "guided_regex"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "xml"}}, "response_format", ""),
+        ({"messages": [*TALK, {"role": "tool", "content": "x"}]}, "messages", "messages[1]"),
+        ({"messages": [*HISTORY[:2], {"role": "tool", "tool_call_id": "c2", "content": "x"}]}, "messages",
+         "messages[2].tool_call_id is 'c2'"),
+        ({"messages": [{**CALLED, "role": "user"}]}, "messages", "only the assistant calls"),
+        (called(), "messages", "function.name"),
+        (called(name="f", arguments="{a"), "messages", f"{ARGUMENTS} is no JSON"),
+        (called(name="f", arguments="[]"), "messages", "must be the JSON of an object"),
+        (called(name="f", arguments='{"a":' + "[" * 50_000 + "]" * 50_000 + "}"), "messages", ARGUMENTS),
+        *((called(name="f", arguments=f'{{"a": [{number}]}}'), "messages",
+           f"{ARGUMENTS} has the number {float(number)}") for number in ("NaN", "Infinity", "-Infinity", "1e999")),
+        *((called(name="f", arguments={"a": number}), ANY, f"{ARGUMENTS} has the number {number}")
+          for number in (float("nan"), float("-inf"))),
+        ({"tools": tools_of(parameters={"maximum": float("inf")})}, ANY, "tools[0] has the number inf"),
+        ({"messages": [*TALK, {"role": "assistant", "tool_calls": [MADE] * 200}]}, "messages", "got 200"),
+    ],
+    "/tokenize": [
+        ("{}", ANY, ""), ({"prompt": "a", "messages": []}, ANY, ""), ({"prompt": "a" * 100_000}, "prompt", ""),
+        ({"prompt": "a", "chat_template": "x"}, "chat_template", ""),
+        ({"messages": TALK, "chat_template": "x"}, "chat_template", ""),
+        ({"messages": TALK, "documents": [{"text": "b"}]}, "documents", ""),
+        ({"messages": TALK, "continue_final_message": True, "add_generation_prompt": True},
+         "continue_final_message", ""),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, ANY, "reads only text"),
+    ],
+    "/detokenize": [({"tokens": "a"}, "tokens", ""), ({"tokens": [2**70]}, ANY, ""), ("{}", "tokens", "")],
+}  # fmt: skip
 
 
-def test_structure(http: httpx.Client) -> None:
-    before = canary(http)
-    cases = [(name, "/v1/completions", body) for name, body in COMPLETIONS.items()]
-    cases += [(name, "/v1/chat/completions", body) for name, body in CHATS.items()]
-    cases += [(name, path, body) for name, (path, body) in OTHERS.items()]
-    encoded = [(name, path, body.encode("utf-8", "surrogatepass")) for name, path, body in cases]
-    for name, path, body in [*encoded, *(("no UTF-8", "/v1/completions", body) for body in NO_UTF8)]:
-        answer = post(http, path, body)
-        assert 400 <= answer.status_code < 500, (name, answer.text[:300])
-        refused(answer)
-        assert canary(http) == before, name
+def test_structure(http: httpx.Client, echo: Running) -> None:
+    assert echo.idle()
+    before, queued = canary(http), 1
+    start = echo.metric("quire_prompt_tokens_total") - len(tokenizer().encode(CANARY))
+    for path, rows in REFUSED.items():
+        for asked, param, words in rows:
+            body = json.dumps(BASE[path] | asked) if isinstance(asked, dict) else asked
+            began, row = time.monotonic(), (path, str(asked)[:300])
+            answer = post(http, path, body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body)
+            assert time.monotonic() - began < LATE, row
+            assert 400 <= answer.status_code < 500, (row, answer.text[:300])
+            error = refused(answer)
+            assert error["param"] == (error["param"] if param == ANY else param), row
+            assert words in error["message"], row
+            assert canary(http) == before, row
+            queued += 1
+    total = queued * len(tokenizer().encode(CANARY))
+    wait_until(lambda: echo.metric("quire_prompt_tokens_total") - start == total, "the canaries alone are counted", 20)
 
 
 def test_a_body_without_its_content_type_is_told_so(http: httpx.Client) -> None:
@@ -170,17 +263,16 @@ def test_a_body_without_its_content_type_is_told_so(http: httpx.Client) -> None:
     headers = {"Content-Type": "application/x-www-form-urlencoded"}
     for body, kind in (('{"prompt": "a"}', headers), ("[1, 2]", {"Content-Type": "application/json"})):
         answer = http.post("/v1/completions", content=body, headers=kind)
-        refused(answer)
-        assert "a JSON object, sent with Content-Type: application/json" in answer.json()["error"]["message"]
+        assert "a JSON object, sent with Content-Type: application/json" in refused(answer)["message"]
     nested = http.post("/v1/completions", json={"prompt": "a", "stream_options": 5})
     assert nested.json()["error"]["param"] == "stream_options"
 
 
 def test_a_clients_own_names_are_no_param(http: httpx.Client) -> None:
     for name in ("\\ud800", "x" * 5000):
-        answer = post(http, "/v1/chat/completions", TALK + f'"chat_template_kwargs": {{"{name}": 1}}}}')
-        refused(answer)
-        assert answer.json()["error"]["param"] == "chat_template_kwargs"
+        body = f'{{"messages": {json.dumps(TALK)}, "chat_template_kwargs": {{"{name}": 1}}}}'
+        answer = post(http, "/v1/chat/completions", body)
+        assert refused(answer)["param"] == "chat_template_kwargs"
     body = Failure(400, "\ud800" * 2000, "\ud800" * 200).body()["error"]
     assert (body["message"], body["param"]) == ("?" * 1000, "?" * 100)
 

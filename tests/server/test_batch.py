@@ -131,7 +131,6 @@ def test_messages_are_answered_as_their_route_does(tmp_path: Path) -> None:
 
 
 def test_too_many_lines(tmp_path: Path) -> None:
-    """And a custom_id twice."""
     lines = read_lines(io.BytesIO(b"\n" * 6), max_lines=5)
     with pytest.raises(InputError, match="more than 5 lines"):
         list(lines)
@@ -139,7 +138,6 @@ def test_too_many_lines(tmp_path: Path) -> None:
 
 
 def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
-    """Two at a time where sixteen ask."""
     said = [{"role": "user", "content": "once upon"}]
     lines = [line(str(at), prompt="once upon", max_tokens=4) for at in range(0, 40, 2)]
     lines += [line(str(at), "/v1/messages", model="echo", messages=said, max_tokens=4) for at in range(1, 40, 2)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import echo_service
-import httpx
 import pytest
-from asking import events
+from asking import choices_of, events
 from echo_service import VOCAB, Echo, Placement, Running, tokenizer
 from openai import OpenAI
 
@@ -25,19 +24,13 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # OpenAI's fields an
     "vLLM: best_of": ({"use_beam_search": True, "best_of": 3}, {"beam_width": 3}),
     "both, equal": ({"beam_width": 3, "best_of": 3, "n": 2}, {"beam_width": 3, "n": 2}),
     "neither": ({"use_beam_search": True}, {"beam_width": 1}),
-    "length penalty": (
-        {"beam_width": 4, "n": 4, "length_penalty": 0, "early_stopping": True},
-        {"beam_width": 4, "n": 4, "length_penalty": 0.0, "early_stopping": True},
-    ),
-    "never": (
-        {"beam_width": 3, "length_penalty": 2, "early_stopping": "never"},
-        {"beam_width": 3, "length_penalty": 2.0, "early_stopping": "never"},
-    ),
+    "length penalty": ({"beam_width": 4, "n": 4, "length_penalty": 0, "early_stopping": True},
+                       {"beam_width": 4, "n": 4, "length_penalty": 0.0, "early_stopping": True}),
+    "never": ({"beam_width": 3, "length_penalty": 2, "early_stopping": "never"},
+              {"beam_width": 3, "length_penalty": 2.0, "early_stopping": "never"}),
     "temperature and the like change nothing": (
-        {"beam_width": 4, "temperature": 2, "top_p": 0.1, "top_k": 1, "seed": 5},
-        {"beam_width": 4},
-    ),
-}
+        {"beam_width": 4, "temperature": 2, "top_p": 0.1, "top_k": 1, "seed": 5}, {"beam_width": 4}),
+}  # fmt: skip
 
 
 def beams(**params: Any) -> list[BeamResult]:
@@ -55,17 +48,11 @@ def test_beams_streamed_and_whole(echo: Running, client: OpenAI, way: str) -> No
     asked, params = WAYS[way]
     wanted, before = beams(**params), echo.metric("quire_generation_tokens_total")
     done = client.completions.create(**COMMON, extra_body=asked)
-    texts, ends = [""] * len(wanted), [None] * len(wanted)
-    for chunk in client.completions.create(**COMMON, extra_body=asked, stream=True):
-        choice = chunk.choices[0]
-        assert ends[choice.index] is None, "something follows the end of a choice"
-        texts[choice.index] += choice.text
-        ends[choice.index] = choice.finish_reason
+    streamed = choices_of(client.completions.create(**COMMON, extra_body=asked, stream=True))
     assert [choice.index for choice in done.choices] == list(range(len(wanted)))
-    assert [choice.text for choice in done.choices] == [shown(beam) for beam in wanted]
-    assert [choice.finish_reason for choice in done.choices] == [beam.reason for beam in wanted]
-    assert texts == [shown(beam) for beam in wanted]
-    assert ends == [beam.reason for beam in wanted]
+    ends = [(shown(beam), beam.reason) for beam in wanted]
+    assert [(choice.text, choice.finish_reason) for choice in done.choices] == ends
+    assert [(choice.text, choice.reason) for choice in streamed] == ends
     assert done.usage.completion_tokens == sum(len(beam.tokens) for beam in wanted)
     assert echo.idle()
     assert echo.metric("quire_generation_tokens_total") - before == 2 * done.usage.completion_tokens
@@ -74,10 +61,8 @@ def test_beams_streamed_and_whole(echo: Running, client: OpenAI, way: str) -> No
 def test_the_agreed_prefix_comes_before_the_end(placement: Placement) -> None:
     """With one beam every token is settled at once; with several what they agree on is, and only then the rest."""
     asked = {**COMMON, "stream": True, "ignore_eos": True}
-    with (
-        echo_service.serving(echo_service.built(Echo(pause=0.02)), placement=placement) as running,
-        httpx.Client(base_url=running.url) as http,
-    ):
+    with echo_service.serving(echo_service.built(Echo(pause=0.02)), placement=placement) as running:
+        http = running.http
         for width, tokens, least in ((1, 30, 3), (2, 60, 2)):
             chunks = events(http, "/v1/completions", {**asked, "max_tokens": tokens, "beam_width": width})
             ends = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
@@ -97,13 +82,9 @@ def test_beams_in_a_chat_with_logprobs(placed_client: OpenAI) -> None:
     for choice, beam in zip(done.choices, wanted):
         assert sum(entry.logprob for entry in choice.logprobs.content) == beam.logprob
         assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
-    texts, sums = ["", ""], [0.0, 0.0]
-    for chunk in client.chat.completions.create(**asked, stream=True):
-        choice = chunk.choices[0]
-        texts[choice.index] += choice.delta.content or ""
-        sums[choice.index] += sum(entry.logprob for entry in choice.logprobs.content) if choice.logprobs else 0
-    assert texts == [shown(beam) for beam in wanted]
-    assert sums == [beam.logprob for beam in wanted]
+    for choice, beam in zip(choices_of(client.chat.completions.create(**asked, stream=True)), wanted, strict=True):
+        assert choice.text == shown(beam)
+        assert sum(entry.logprob for some in choice.logprobs for entry in some.content) == beam.logprob
 
 
 def test_beams_echo_the_scored_prompt(client: OpenAI) -> None:
@@ -117,7 +98,6 @@ def test_beams_echo_the_scored_prompt(client: OpenAI) -> None:
 
 
 def sampled(count: int, seed: int) -> list[str]:
-    """The texts of so many samples."""
     found = []
     for branch in range(count):
         params, own = SamplingParams(max_tokens=12), branch_seed(seed, branch)
@@ -135,10 +115,8 @@ def test_best_of_returns_the_likeliest(placed_client: OpenAI) -> None:
     assert [choice.text for choice in best.choices] == [choice.text for choice in order[:2]]
     assert [choice.index for choice in best.choices] == [0, 1]
     assert best.usage.completion_tokens == sum(len(choice.logprobs.tokens) for choice in order[:2])
-    streamed = [""] * 3  # best_of that is n
-    for chunk in client.completions.create(**COMMON, n=3, best_of=3, seed=3, stream=True):
-        streamed[chunk.choices[0].index] += chunk.choices[0].text
-    assert streamed == sampled(3, 3)
+    streamed = choices_of(client.completions.create(**COMMON, n=3, best_of=3, seed=3, stream=True))  # best_of is n
+    assert [choice.text for choice in streamed] == sampled(3, 3)
     chat = client.chat.completions.create(
         model="echo", messages=[{"role": "user", "content": "once"}], max_tokens=4, extra_body={"best_of": 3}
     )

@@ -64,7 +64,6 @@ def told(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
 
 
 def recovers(running: Running) -> None:
-    """Wait until there is room for a connection."""
     wait_until(lambda: httpx.get(f"{running.url}/health").status_code == 200, "there is room for a connection")
 
 
@@ -143,8 +142,8 @@ def test_an_idle_connection_stays_for_its_time() -> None:
     ],
     ids=["garbage", "header", "host", "encoding", "target", "101 headers", "10,000", "64 KiB", "pipelined", "trailers"],
 )
-def test_malformed_requests(running_class: Running, sent: bytes, code: int, words: str) -> None:
-    with connect(running_class) as client:
+def test_malformed_requests(bounded: Running, sent: bytes, code: int, words: str) -> None:
+    with connect(bounded) as client:
         client.sendall(sent)
         if sent.startswith(GET + b"Content-Length: 0"):
             answer = b""
@@ -155,13 +154,13 @@ def test_malformed_requests(running_class: Running, sent: bytes, code: int, word
 
 
 @pytest.fixture
-def running_class(servers: Servers) -> Running:
+def bounded(servers: Servers) -> Running:
     return servers(keys=[KEY], bounds={"sweep": 0.1, "linger": 0.3})
 
 
 @pytest.mark.parametrize("split", [0, 2, 1])
-def test_100_headers_are_fine(running_class: Running, split: int) -> None:
-    with connect(running_class) as client:
+def test_100_headers_are_fine(bounded: Running, split: int) -> None:
+    with connect(bounded) as client:
         head = GET + b"X: y\r\n" * 99 + b"\r\n"
         client.sendall(head[: len(head) - split])
         time.sleep(0.05 * bool(split))  # so that the server reads what came apart from the rest
@@ -169,20 +168,19 @@ def test_100_headers_are_fine(running_class: Running, split: int) -> None:
         assert b" 200 OK" in client.recv(1000)
 
 
-def test_chunks_of_a_byte(running_class: Running) -> None:
+def test_chunks_of_a_byte(bounded: Running) -> None:
     """Each costs as much as a head, whoever sends it."""
     head = ASKING.replace(b"Host", b"Content-Type: application/json\r\n" + KEYED)
-    with connect(running_class) as client:
+    with connect(bounded) as client:
         client.sendall(head + b"1\r\n \r\n" * 30_000)
         refusal(client, 400, "chunks of 1 bytes")
     body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
-    with connect(running_class) as client:
+    with connect(bounded) as client:
         client.sendall(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
         assert b" 200 OK" in client.recv(10_000)
 
 
 def parsed(*pieces: bytes) -> tuple[BoundedParser, list[object]]:
-    """The parser and its events after these pieces."""
     parser, events = BoundedParser(), []
     for piece in pieces:
         parser.receive_data(piece)
@@ -222,9 +220,9 @@ def test_what_looks_like_trailers() -> None:
 
 
 def test_a_request_for_another_protocol_is_answered_in_this_one(
-    running_class: Running, caplog: pytest.LogCaptureFixture
+    bounded: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with connect(running_class) as client:
+    with connect(bounded) as client:
         client.sendall(GET + b"Connection: upgrade\r\nUpgrade: websocket\r\n\r\n")
         assert b" 200 OK" in client.recv(1000)
     assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
@@ -277,8 +275,8 @@ def test_queries_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_hundred_idle_connections_with_64_descriptors() -> None:
     """As a process: those that were there go on, new ones get a 503, no tracebacks; when they are gone all is well."""
     with process(shell='ulimit -n 64; exec "$@"', pause=0) as server:
-        running = Running(server.url, None, None)
-        with httpx.Client(base_url=running.url, timeout=30) as known, contextlib.ExitStack() as stack:
+        with httpx.Client(base_url=server.url, timeout=30) as known, contextlib.ExitStack() as stack:
+            running = Running(server.url, None, None, known)
             assert known.get("/health").status_code == 200
             for _ in range(100):
                 stack.enter_context(connect(running))

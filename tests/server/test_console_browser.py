@@ -10,18 +10,19 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
+import tempfile
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from served_process import served
 
 import quire
 from quire.bench.machine import machine
@@ -52,13 +53,9 @@ sys.exit(main())"""
 @contextmanager
 def serving(*options: str, program: tuple[str, str] = ("-m", "quire")) -> Iterator[str]:
     """A server of the bundled model, or of what `options` name, whose memory is small: its address."""
-    command = [sys.executable, *program, "serve", *options, "--port", "0", *SMALL]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        line = next(line for line in server.stdout if " at http://" in line)
-        threading.Thread(target=server.stdout.read, daemon=True).start()
-        yield re.findall(r"http://\S+", line)[0]
-        server.terminate()
+    command = (sys.executable, *program, "serve", "--port", "0")
+    with tempfile.TemporaryDirectory() as folder, served(Path(folder), *options, *SMALL, command=command) as server:
+        yield server.ready().url
 
 
 @pytest.fixture(scope="module")
@@ -111,11 +108,8 @@ def page(chromium: Any, url: str) -> Iterator[Any]:
         yield opened
 
 
-def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    kind = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), kind)
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return dict(json.loads(answer.read()))
+def post(url: str, body: dict[str, Any]) -> None:
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=120).status_code == 200
 
 
 SHARED = "Once upon a time there was a fox who lived in a forest with many other animals and liked to run. " * 2
@@ -280,8 +274,7 @@ def load(url: str, clients: int) -> Iterator[None]:
 
 def scrape(url: str) -> dict[str, float]:
     """The numbers of /metrics, by name and by what distinguishes those of one name."""
-    with urllib.request.urlopen(f"{url}/metrics") as answer:
-        text = answer.read().decode()
+    text = httpx.get(f"{url}/metrics").text
     found = re.findall(r"^quire_(\w+)\{(.*?)\} (\S+)$", text, re.MULTILINE)
     labels = [
         (name, re.findall(r'(?:category|layer_type|way)="([^"]+)"', given), value) for name, given, value in found

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.xdist_group(name="embeddings_http")
 TEXTS = ["Once upon a time", "The sky is blue.", "A cat sat on the mat."]
 CPU = {"device": "cpu", "dtype": "float32", "kv_gib": 0.02}
 HIDDEN = 256
+BASE64 = {"input": TEXTS[0], "encoding_format": "base64"}
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,8 @@ def running() -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def http(running: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running.url, timeout=30) as found:
-        yield found
+def http(running: Running) -> httpx.Client:
+    return running.http
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +58,16 @@ def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
 
 def test_numbers_as_a_client_asks_for_them(http: httpx.Client) -> None:
     """Little-endian float32 unless it says otherwise."""
-    asked = {"input": TEXTS[0], "encoding_format": "base64"}
     plain = np.array(post(http, "/v1/embeddings", input=TEXTS[0])["data"][0]["embedding"], dtype=np.float32)
     for more, kind in (
         ({}, "<f4"), ({"endianness": "native"}, "=f4"), ({"endianness": "big"}, ">f4"),
         ({"embed_dtype": "float16"}, "<f2"), ({"embed_dtype": "float16", "endianness": "big"}, ">f2"),
     ):  # fmt: skip
-        data = base64.b64decode(post(http, "/v1/embeddings", **asked, **more)["data"][0]["embedding"])
+        data = base64.b64decode(post(http, "/v1/embeddings", **BASE64, **more)["data"][0]["embedding"])
         assert np.frombuffer(data, kind).astype(np.float32) == pytest.approx(plain, abs=3e-4 if "2" in kind else 1e-6)
     for endianness, kind in (("little", "<i2"), ("big", ">i2")):
         told = {"embed_dtype": "bfloat16", "endianness": endianness}
-        data = base64.b64decode(post(http, "/v1/embeddings", **asked, **told)["data"][0]["embedding"])
+        data = base64.b64decode(post(http, "/v1/embeddings", **BASE64, **told)["data"][0]["embedding"])
         found = torch.from_numpy(np.frombuffer(data, kind).astype(np.int16)).view(torch.bfloat16)
         assert torch.equal(found, torch.from_numpy(plain).bfloat16())
 
@@ -92,24 +91,7 @@ def test_a_conversation_is_embedded_as_its_template_writes_it(http: httpx.Client
     assert found["usage"]["prompt_tokens"] == len(ids)
 
 
-@pytest.mark.parametrize(
-    ("asked", "param"),
-    [
-        ({"input": "a", "encoding_format": "base64", "embed_dtype": "nope"}, "embed_dtype"),
-        ({"input": "a", "encoding_format": "base64", "endianness": "middle"}, "endianness"),
-        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
-        ({"input": "a", "normalize": True, "use_activation": False}, "normalize"),
-        ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "input"),
-        ({}, "input"),
-    ],
-)
-def test_what_cannot_be_answered_is_refused(http: httpx.Client, asked: dict[str, Any], param: str) -> None:
-    answer = http.post("/v1/embeddings", json=asked)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
-
-
 def test_openai_client(running: Running, offline: tuple[np.ndarray, list[list[int]]]) -> None:
-    """Which asks for base64 unless told otherwise."""
     wanted, ids = offline
     with openai_of(running) as client:
         for given in (TEXTS, ids):
@@ -148,6 +130,11 @@ def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[li
     ("path", "body", "param", "why"),
     [
         ("/v1/embeddings", {}, "input", "give either input or messages"),
+        ("/v1/embeddings", {"input": "a", "messages": [{"role": "user", "content": "a"}]}, "input", ""),
+        ("/v1/embeddings", {**BASE64, "embed_dtype": "nope"}, "embed_dtype", ""),
+        ("/v1/embeddings", {**BASE64, "endianness": "middle"}, "endianness", ""),
+        ("/v1/embeddings", {"input": "a", "embed_dtype": "float16"}, "embed_dtype", ""),
+        ("/v1/embeddings", {"input": "a", "normalize": True, "use_activation": False}, "normalize", ""),
         ("/v1/embeddings", {"input": ""}, "input", "at least one character"),
         ("/v1/embeddings", {"input": ["a"] * 1025}, "input", "1 to 1024 entries"),
         ("/v1/embeddings", {"input": {"a": 1}}, "input", "must be a string"),
@@ -212,10 +199,10 @@ def test_salts_reach_the_engine(http: httpx.Client, running: Running, monkeypatc
 
 
 def test_no_embeddings_here(echo: Running) -> None:
-    answer = httpx.post(f"{echo.url}/v1/embeddings", json={"input": "a"})
+    answer = echo.http.post("/v1/embeddings", json={"input": "a"})
     assert answer.status_code == 400
     assert "has no embeddings" in answer.json()["error"]["message"]
-    assert httpx.post(f"{echo.url}/rerank", json={"query": "a", "documents": ["b"], "model": "x"}).status_code == 404
+    assert echo.http.post("/rerank", json={"query": "a", "documents": ["b"], "model": "x"}).status_code == 404
 
 
 def test_in_a_batch(tmp_path: Path, http: httpx.Client) -> None:

@@ -67,7 +67,6 @@ def faulty(fault: str, version: str = "at_once") -> contextlib.AbstractContextMa
 
 
 def well(url: str) -> bool:
-    """Is the server healthy? Not where it has ended."""
     with contextlib.suppress(httpx.TransportError):
         return httpx.get(f"{url}/health").status_code == 200
     return False
@@ -164,16 +163,16 @@ def test_an_exception_is_logged_once(root: str, caplog: pytest.LogCaptureFixture
                 raise AssertionError("it was meant to be raised")
 
             running.app.add_route(f"/{at}", route)
-            answer = httpx.get(f"{running.url}/{at}")
+            answer = running.http.get(f"/{at}")
             error = answer.json()["error"]
             assert (answer.status_code, answer.headers["content-type"]) == (500, "application/json")
             assert (error["message"], error["type"]) == ("internal error", "InternalServerError")
-            assert httpx.get(f"{running.url}/health").status_code == 200
+            assert running.http.get("/health").status_code == 200
             assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [kind]
             caplog.clear()
         running.app.add_route("/half", half)
         with pytest.raises(httpx.RemoteProtocolError):  # an answer that has begun is cut
-            httpx.get(f"{running.url}/half")
+            running.http.get("/half")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +185,7 @@ def test_an_exception_is_logged_once(root: str, caplog: pytest.LogCaptureFixture
     ],
 )
 def test_what_libraries_answer(echo: Running, method: str, path: str, code: int, allow: str | None) -> None:
-    answer = httpx.request(method, echo.url + path)
+    answer = echo.http.request(method, path)
     assert (answer.status_code, answer.headers.get("allow")) == (code, allow)
     assert answer.headers["content-type"] == "application/json"
     assert answer.json()["error"]["code"] == code

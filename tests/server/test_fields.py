@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import echo_service
 import httpx
 import pytest
-from asking import TALK, events, ids_of, refusal, tokens_of
-from echo_service import VOCAB, Servers
+from asking import ADMIN, TALK, bearer, events, ids_of, refusal, tokens_of
+from echo_service import MAX_LEN, Echo, Servers, built, serving, tokenizer
+from tokenizers.processors import TemplateProcessing
 
+from quire.protocol.step_plan import SeqSlice, SliceResult
 from quire.server import request_models
 from quire.server.request_params import PASSED_FIELDS
+from quire.text.chat_template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
 
 # Token ids and usage
 
@@ -98,9 +105,6 @@ def test_logprobs_of_named_tokens(http: httpx.Client) -> None:
         [choice] = http.post("/v1/chat/completions", json=chat).json()["choices"]
         for entry in choice["logprobs"]["content"]:
             assert [top["token"] for top in entry["top_logprobs"]] == [f"token_id:{id}" for id in named]
-    for wrong in ({"logprob_token_ids": [VOCAB]}, {"echo": True, "max_tokens": 0}, {"beam_width": 2}):
-        error = refusal(http, "/v1/completions", {**common, "prompt": [5], **wrong})
-        assert error["param"] == "logprob_token_ids"
 
 
 def test_what_ended_an_output_is_told(http: httpx.Client) -> None:
@@ -133,7 +137,7 @@ def test_seeds_are_drawn_from_the_servers() -> None:
     for seed in (7, 7, 8):
         with echo_service.serving(echo_service.built(seed=seed), placement="thread") as running:
             body = {"prompt": [5, 6], "max_tokens": 9, "ignore_eos": True}
-            said.append([httpx.post(f"{running.url}/v1/completions", json=body).json()["choices"] for _ in range(2)])
+            said.append([running.http.post("/v1/completions", json=body).json()["choices"] for _ in range(2)])
     assert said[0] == said[1] != said[2]
     assert said[0][0] != said[0][1]
 
@@ -143,7 +147,7 @@ def test_what_is_not_given_is_the_models_own(caplog: pytest.LogCaptureFixture) -
     model = echo_service.built()._replace(default_sampling={"temperature": 0.5, "top_k": 7})
     with echo_service.serving(model, log_requests=True, placement="thread") as running:
         for path, body in (("completions", {"prompt": [5]}), ("chat/completions", {"messages": TALK})):
-            httpx.post(f"{running.url}/v1/{path}", json={**body, "max_tokens": 1, "top_k": 9})
+            running.http.post(f"/v1/{path}", json={**body, "max_tokens": 1, "top_k": 9})
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
     assert len(lines) == 2
     assert all("temperature=0.5" in line and "top_k=9" in line for line in lines)
@@ -164,9 +168,6 @@ def test_prompt_logprobs_of_a_chat(http: httpx.Client) -> None:
     assert scores == http.post("/v1/completions", json={**asked, "prompt": ids}).json()["choices"][0]["prompt_logprobs"]
     assert scores[0] is None
     assert [next(iter(entry)) for entry in scores[1:]] == [str(id) for id in ids[1:]]
-    for path, given in (("chat/completions", {"messages": TALK}), ("completions", {"prompt": [5]})):
-        error = refusal(http, f"/v1/{path}", {**given, "prompt_logprobs": 1, "stream": True})
-        assert error["param"] == "prompt_logprobs"
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -216,42 +217,35 @@ def test_unknown_fields_of_messages_are_named(http: httpx.Client) -> None:
 
 
 def test_strict_refuses_unknown_fields(servers: Servers) -> None:
-    with httpx.Client(base_url=servers(strict=True).url) as http:
-        for path, body in (
-            ("/v1/completions", {"prompt": [5]}), ("/v1/chat/completions", {"messages": TALK}),
-            ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]}),
-        ):  # fmt: skip
-            error = refusal(http, path, {**body, "mirostat": 1})
-            assert (error["param"], "mirostat" in error["message"]) == ("mirostat", True)
-            assert http.post(path, json={**body, "user": "me"}).status_code == 200
-        error = refusal(http, "/v1/chat/completions", {"messages": [{**TALK[0], "mood": 1}]})
-        assert "messages.mood" in error["message"]
+    http = servers(strict=True).http
+    for path, body in (
+        ("/v1/completions", {"prompt": [5]}), ("/v1/chat/completions", {"messages": TALK}),
+        ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]}),
+    ):  # fmt: skip
+        error = refusal(http, path, {**body, "mirostat": 1})
+        assert (error["param"], "mirostat" in error["message"]) == ("mirostat", True)
+        assert http.post(path, json={**body, "user": "me"}).status_code == 200
+    error = refusal(http, "/v1/chat/completions", {"messages": [{**TALK[0], "mood": 1}]})
+    assert "messages.mood" in error["message"]
 
 
 def test_fields_of_prefixes_are_no_more_silent(servers: Servers) -> None:
-    url = servers({"prefix_tokens": 64}, admin_keys=["admin"]).url
-    with httpx.Client(base_url=url, headers={"Authorization": "Bearer admin"}) as http:
-        answer = http.post("/v1/prefixes", json={"name": "a", "token_ids": [5, 6, 7, 8], "pinned": True})
-        assert answer.headers["warning"] == '299 quire "fields were ignored: pinned"'
-        assert http.delete("/v1/prefixes/a").status_code == 200
-
-
-def test_no_request_brings_a_template(http: httpx.Client) -> None:
-    for path, body in (("/tokenize", {"prompt": "a"}), ("/tokenize", {"messages": TALK}),
-                       ("/v1/chat/completions", {"messages": TALK})):  # fmt: skip
-        assert refusal(http, path, {**body, "chat_template": "x"})["param"] == "chat_template"
+    http, headers = servers({"prefix_tokens": 64}, admin_keys=[ADMIN]).http, bearer(ADMIN)
+    body = {"name": "a", "token_ids": [5, 6, 7, 8], "pinned": True}
+    answer = http.post("/v1/prefixes", json=body, headers=headers)
+    assert answer.headers["warning"] == '299 quire "fields were ignored: pinned"'
+    assert http.delete("/v1/prefixes/a", headers=headers).status_code == 200
 
 
 def test_most_log_probabilities_are_the_operators(servers: Servers) -> None:
-    with httpx.Client(base_url=servers(max_logprobs=3).url) as http:
-        for path, name, body in (
-            ("completions", "logprobs", {"prompt": [5]}),
-            ("completions", "prompt_logprobs", {"prompt": [5]}),
-            ("chat/completions", "top_logprobs", {"messages": TALK, "logprobs": True}),
-        ):
-            assert http.post(f"/v1/{path}", json={**body, name: 3, "max_tokens": 1}).status_code == 200
-            error = refusal(http, f"/v1/{path}", {**body, name: 4})
-            assert (error["param"], error["message"]) == (name, f"{name} must be between 0 and 3, got 4")
+    http = servers(max_logprobs=3).http
+    for path, name, body in (
+        ("completions", "logprobs", {"prompt": [5]}), ("completions", "prompt_logprobs", {"prompt": [5]}),
+        ("chat/completions", "top_logprobs", {"messages": TALK, "logprobs": True}),
+    ):  # fmt: skip
+        assert http.post(f"/v1/{path}", json={**body, name: 3, "max_tokens": 1}).status_code == 200
+        error = refusal(http, f"/v1/{path}", {**body, name: 4})
+        assert (error["param"], error["message"]) == (name, f"{name} must be between 0 and 3, got 4")
 
 
 @pytest.mark.parametrize("name", sorted(request_models.REFUSED_FIELDS))
@@ -283,37 +277,152 @@ def test_every_field_does_something() -> None:
         assert not (request_models.IGNORED_FIELDS | request_models.REFUSED_FIELDS | own) & model.model_fields.keys()
 
 
-def test_params_are_named_as_the_client_knows_them(http: httpx.Client) -> None:
-    for body, param, said in (
-        ({"messages": TALK, "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be"),
-        ({"messages": TALK, "logit_bias": {"the": 1}}, "logit_bias", "logit_bias key 'the'"),
-        ({"messages": TALK, "logit_bias": {"7": 101}}, "logit_bias", "logit_bias[7] must be between"),
-        ({"messages": TALK, "stop_token_ids": [5, -1]}, "stop_token_ids", "stop_token_ids[1] must be"),
-        ({"messages": TALK, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "got 21"),
-        ({"messages": TALK, "stop_token_ids": ["a"]}, "stop_token_ids", "stop_token_ids.0"),
-        ({"messages": TALK, "stream_options": {"include_usage": 5}}, "stream_options", "stream_options.include_usage"),
-        ({"messages": [5]}, "messages", "messages.0"),
-        ({"messages": TALK, "allowed_token_ids": [5] * 32_769}, "allowed_token_ids", "allowed_token_ids"),
-        ({"messages": TALK, "modalities": ["text", "audio"]}, "modalities", "modalities"),
-        ({"messages": TALK, "spaces_between_special_tokens": False}, "spaces_between_special_tokens", "can't be false"),
-        ({"messages": TALK, "request_id": "a b"}, "request_id", "request_id"),
-        ({"messages": TALK, "request_id": ""}, "request_id", "request_id"),
-    ):
-        error = refusal(http, "/v1/chat/completions", body)
-        assert error["param"] == param
-        assert said in error["message"]
-
-
 def test_null_fields_that_typed_clients_read(http: httpx.Client) -> None:
     whole = http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}).json()
     chat = http.post("/v1/chat/completions", json={"messages": TALK, "max_tokens": 1, "logprobs": True}).json()
     own, said = whole["choices"][0], chat["choices"][0]
     for place, names in (
-        (whole, ["system_fingerprint"]),
+        (whole, ["system_fingerprint"]), (said, ["token_ids"]), (said["message"], ["refusal"]),
         (own, ["logprobs", "prompt_logprobs", "token_ids", "prompt_token_ids", "stop_reason"]),
-        (chat, ["system_fingerprint", "prompt_logprobs", "prompt_token_ids"]),
-        (said, ["token_ids"]),
-        (said["message"], ["refusal"]),
-        (said["logprobs"], ["refusal"]),
-    ):
+        (chat, ["system_fingerprint", "prompt_logprobs", "prompt_token_ids"]), (said["logprobs"], ["refusal"]),
+    ):  # fmt: skip
         assert [place[name] for name in names] == [None] * len(names)
+
+
+# Log-probabilities
+
+FACE = "\U0001f642 a"
+
+
+class Undefined(Echo):
+    """An Echo whose model gives NaN for every token of a prompt."""
+
+    def compute_row(self, row: SeqSlice) -> SliceResult:
+        sampled = super().compute_row(row)
+        return sampled._replace(
+            prompt_logprobs=tuple(top._replace(logprob=math.nan) for top in sampled.prompt_logprobs)
+        )
+
+
+def test_tokens_of_one_text_do_not_hide_each_other(http: httpx.Client) -> None:
+    ids = tokenizer().encode(FACE)
+    asked = {"prompt": FACE, "echo": True, "logprobs": 20, "max_tokens": 40, "seed": 1, "ignore_eos": True}
+    [choice] = http.post("/v1/completions", json=asked).json()["choices"]
+    scores = choice["logprobs"]
+    assert scores["tokens"][: len(ids)] == ["bytes:\\xf0", "bytes:\\x9f", "bytes:\\x99", "bytes:\\x82", " a"]
+    for token, logprob, top in zip(scores["tokens"][1:], scores["token_logprobs"][1:], scores["top_logprobs"][1:]):
+        assert top[token] == logprob
+        assert len(top) in (20, 21)
+
+
+def test_what_is_not_a_number_is_null() -> None:
+    with serving(built(Undefined()), placement="thread") as running:
+        for path, asked in (
+            ("completions", {"prompt": [5, 6, 7], "echo": True, "logprobs": 2, "max_tokens": 0}),
+            ("completions", {"prompt": [5, 6, 7], "prompt_logprobs": 2, "max_tokens": 1}),
+            ("chat/completions", {"messages": TALK, "prompt_logprobs": 1, "max_tokens": 1}),
+        ):
+            answer = running.http.post(f"/v1/{path}", json=asked)
+            said = json.loads(answer.text, parse_constant=lambda name: 1 / 0)
+            [choice] = said["choices"]
+            if "echo" in asked:
+                assert choice["logprobs"]["token_logprobs"] == [None] * 3
+            else:
+                scores = choice.get("prompt_logprobs") or said["prompt_logprobs"]
+                assert all(None in [entry["logprob"] for entry in top.values()] for top in scores[1:])
+
+
+# Prompts that are cut, and conversations: what is sent is what a sliced prompt or the template gives
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_a_truncated_prompt_is_a_sliced_one(http: httpx.Client, side: str | None) -> None:
+    chance = random.Random(3)
+    given: dict[str, Any] = {} if side is None else {"truncation_side": side}
+    whole = ids_of(http, messages=TALK)
+    for _ in range(20):
+        ids = [chance.randrange(1, 400) for _ in range(chance.randrange(1, 60))]
+        keep = chance.randrange(1, 60)
+        cut = ids[:keep] if side == "right" else ids[-keep:]
+        asked = {"max_tokens": 3, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+        answer = http.post("/v1/completions", json={**asked, **given, "prompt": ids, "truncate_prompt_tokens": keep})
+        [choice] = answer.json()["choices"]
+        assert choice["prompt_token_ids"] == cut
+        assert choice["token_ids"] == tokens_of(cut, 1, 0, 3)
+        text = "once upon a time there was a quire " * 3
+        words = ids_of(http, prompt=text)
+        assert ids_of(http, prompt=text, truncate_prompt_tokens=keep, **given) == (
+            words[:keep] if side == "right" else words[-keep:]
+        )
+        chat = {**asked, **given, "messages": TALK, "truncate_prompt_tokens": keep}
+        found = http.post("/v1/chat/completions", json=chat).json()["prompt_token_ids"]
+        assert found == (whole[:keep] if side == "right" else whole[-keep:])
+        assert found == ids_of(http, messages=TALK, truncate_prompt_tokens=keep, **given)
+
+
+def test_truncating_to_what_fits(http: httpx.Client) -> None:
+    long = [1 + at % 300 for at in range(1000)]
+    asked = {"prompt": long, "truncate_prompt_tokens": -1, "return_token_ids": True, "ignore_eos": True}
+    for count in (1, 7):
+        [choice] = http.post("/v1/completions", json={**asked, "max_tokens": count}).json()["choices"]
+        assert choice["prompt_token_ids"] == long[-(MAX_LEN - count) :]
+        assert len(choice["token_ids"]) == count
+    echoed = http.post("/v1/completions", json={**asked, "truncate_prompt_tokens": 4, "echo": True, "max_tokens": 0})
+    assert echoed.json()["choices"][0]["text"] == tokenizer().decode(long[-4:])
+
+
+def test_a_final_message_that_goes_on(http: httpx.Client) -> None:
+    said = [*TALK, {"role": "assistant", "content": "there was"}]
+    text = "<|im_start|>user\nonce upon a time<|im_end|>\n<|im_start|>assistant\nthere was"
+    wanted = tokenizer().encode(text)
+    assert ids_of(http, messages=said, continue_final_message=True) == wanted
+    asked = {"messages": said, "continue_final_message": True, "max_tokens": 2, "return_token_ids": True}
+    assert http.post("/v1/chat/completions", json=asked).json()["prompt_token_ids"] == wanted
+
+
+def test_effort_is_for_templates_that_read_it(servers: Servers) -> None:
+    """Clients send it to any model, so it is named, and refused only by a strict server."""
+    body = {"messages": TALK, "reasoning_effort": "high"}
+    for strict in (False, True):
+        http = servers(strict=strict).http
+        for path in ("/tokenize", "/v1/chat/completions"):
+            if strict:
+                assert refusal(http, path, body)["param"] == "reasoning_effort"
+            else:
+                assert "ignored: reasoning_effort" in http.post(path, json=body).headers["warning"]
+    model = echo_service.built()
+    reading = ChatTemplate("{{ messages[0].content }}{{ reasoning_effort }}", {})
+    with echo_service.serving(model._replace(chat_template=reading)) as running:
+        http = running.http
+        assert ids_of(http, messages=TALK, reasoning_effort="high") == tokenizer().encode("once upon a timehigh")
+        assert "warning" not in http.post("/v1/chat/completions", json=body).headers
+
+
+@pytest.fixture
+def bos() -> Iterator[httpx.Client]:
+    """A server whose tokenizer puts <|im_start|> before each text."""
+    backend = tokenizer()._backend
+    adding = type(backend).from_str(backend.to_str())
+    special = ("<|im_start|>", backend.token_to_id("<|im_start|>"))
+    adding.post_processor = TemplateProcessing(single=f"{special[0]} $A", special_tokens=[special])
+    names = {"eos_token": "<|end|>", "bos_token": special[0]}
+    model = echo_service.built()._replace(tokenizer=Tokenizer(adding, names))
+    with echo_service.serving(model) as running:
+        yield running.http
+
+
+def test_special_tokens_of_a_chat_are_the_templates(bos: httpx.Client) -> None:
+    """The tokenizer's are added on request only."""
+    plain = tokenizer().encode("<|im_start|>user\nonce upon a time<|im_end|>\n<|im_start|>assistant\n")
+    for asked, wanted in ((None, plain), (False, plain), (True, [plain[0], *plain])):
+        body = {"messages": TALK, "add_special_tokens": asked}
+        assert ids_of(bos, **body) == wanted
+        answer = bos.post("/v1/chat/completions", json={**body, "max_tokens": 1, "return_token_ids": True})
+        assert answer.json()["prompt_token_ids"] == wanted
+
+
+def test_two_bos_tokens_are_reported(bos: httpx.Client) -> None:
+    """One that a completion's text names, after the one that the tokenizer puts before it."""
+    for more, warned in (({}, True), ({"add_special_tokens": False}, False)):
+        answer = bos.post("/v1/completions", json={"prompt": "<|im_start|>once", "max_tokens": 1, **more})
+        assert ("two BOS tokens" in answer.headers.get("Warning", "")) is warned

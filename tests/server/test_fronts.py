@@ -6,6 +6,7 @@ import contextlib
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from served_process import Served, served
+from served_process import COMMAND, Served, served
 from waiting import wait_until
 
 from quire.config import EngineConfig
@@ -48,7 +49,6 @@ class Server(Served):
         return self
 
     def spread(self) -> list[int]:
-        """Connections of each front."""
         return [
             [(one.laddr.port, one.status) for one in front.net_connections("tcp")].count((self.port, "ESTABLISHED"))
             for front in (self.process, *self.fronts)
@@ -355,3 +355,21 @@ def test_a_front_that_cannot_start_is_named(program: str, said: str, monkeypatch
 def test_what_cannot_be_served(options: dict[str, object], said: str) -> None:
     with pytest.raises(StartupError, match=re.escape(said)):
         serve(EngineConfig(), ServeOptions(**options), print)  # type: ignore[arg-type]
+
+
+# Any number of fronts and ranks
+
+SINGLE = "Only an engine with one frontend can be started again"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("death", ["exit", "restart"])
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_every_combination(fronts: int, death: str, tp: int, tmp_path: Path) -> None:
+    flags = ("--fronts", str(fronts), "--on-engine-death", death, "--tp", str(tp))
+    if fronts > 1 and death == "restart":
+        refused = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=120, check=False)
+        assert (refused.returncode, SINGLE in refused.stderr) == (2, True), refused.stderr
+        return
+    with served(tmp_path, *flags, env={"OMP_NUM_THREADS": "1"}) as server:
+        assert server.ready().complete().startswith(", there")

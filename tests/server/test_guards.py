@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -16,11 +15,9 @@ from echo_service import Running, Servers
 from openai import AuthenticationError
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.errors import StartupError
 from quire.server import guards
 from quire.server.console import OPEN_PATHS as CONSOLE
 from quire.server.guards import MAX_BACKSLASHES, MAX_COLONS_AND_BRACKETS, MAX_COMMAS, BodyLimitMiddleware
-from quire.server.options import read_keys
 
 pytestmark = pytest.mark.xdist_group(name="guards")
 
@@ -43,9 +40,9 @@ def test_every_route_needs_the_key(locked: Running) -> None:
             path = route.path.replace("{name:path}", "echo").replace("{name}", "none")
             if path in CONSOLE:  # files without data
                 continue
-            status = httpx.request(method, locked.url + path).status_code
+            status = locked.http.request(method, path).status_code
             assert status == (200 if path == "/health" else 401), (method, path)
-            with httpx.stream(method, locked.url + path, headers=bearer(KEY)) as allowed:
+            with locked.http.stream(method, path, headers=bearer(KEY)) as allowed:
                 wanted = (403,) if "prefixes" in path or path in ADMIN else (200, 400)
                 if path == "/v1/responses/none":
                     wanted = (404,)
@@ -55,22 +52,22 @@ def test_every_route_needs_the_key(locked: Running) -> None:
 
 
 def test_why_it_is_ill_is_told_to_who_has_a_key(locked: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert httpx.get(f"{locked.url}/health").content == b""
+    assert locked.http.get("/health").content == b""
     monkeypatch.setattr(locked.llm, "accepting", False)
-    answer = httpx.get(f"{locked.url}/health")
+    answer = locked.http.get("/health")
     assert (answer.status_code, answer.content) == (503, b"")
-    answer = httpx.get(f"{locked.url}/health", headers={"x-api-key": KEY})
+    answer = locked.http.get("/health", headers={"x-api-key": KEY})
     assert answer.status_code == 503
     assert "shutting down" in answer.json()["error"]["message"]
     for method in ("GET", "POST"):
-        assert httpx.request(method, f"{locked.url}/ping", headers=bearer(KEY)).status_code == 503
+        assert locked.http.request(method, "/ping", headers=bearer(KEY)).status_code == 503
 
 
 def test_wrong_keys_and_paths_like_health(locked: Running) -> None:
     for header in ("", "Bearer", f"Basic {KEY}", KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}"):
-        answer = httpx.get(f"{locked.url}/v1/models", headers={"Authorization": header})
+        answer = locked.http.get("/v1/models", headers={"Authorization": header})
         assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), header
-    assert httpx.get(f"{locked.url}/v1/models", headers=bearer("another")).status_code == 200
+    assert locked.http.get("/v1/models", headers=bearer("another")).status_code == 200
     with openai_of(locked, "wrong") as client, pytest.raises(AuthenticationError):
         client.models.list()
     for path in ("/health/", "//health", "/v1/../health", "/HEALTH", "/nothing", "/health?x=/metrics"):
@@ -79,44 +76,27 @@ def test_wrong_keys_and_paths_like_health(locked: Running) -> None:
             assert raw.recv(1000).split()[1] == (b"200" if path.startswith("/health?") else b"401"), path
 
 
-def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "keys"
-    file.write_text("one\ntwo\n")
-    monkeypatch.delenv("QUIRE_API_KEY", raising=False)
-    assert read_keys(None) == ()
-    monkeypatch.setenv("QUIRE_API_KEY", "three")
-    assert read_keys(None) == ("three",)
-    assert read_keys(str(file)) == ("one", "two")
-    file.write_text("\n")
-    with pytest.raises(StartupError, match="holds no key"):
-        read_keys(str(file))
-    with pytest.raises(StartupError, match="can't be read"):
-        read_keys(str(tmp_path / "none"))
-
-
 @pytest.mark.parametrize("prefix", ["", "/api"])
 def test_a_root_path_is_stripped_or_not_and_opens_nothing_else(servers: Servers, prefix: str) -> None:
     url = servers(keys=[KEY], root_path="/api").url + prefix
     assert httpx.get(f"{url}/health").status_code == 200
     for path in ("/v1/models", "/metrics", "/v1/models/echo", "/api/health", "/health/api", "/apihealth"):
         assert httpx.get(url + path).status_code == 401 or (prefix, path) == ("", "/api/health"), path
-    assert httpx.get(f"{url}/v1/models", headers=HEADERS).json()["data"][0]["id"] == "echo"
-    assert httpx.get(f"{url}/v1/models/parrot", headers=HEADERS).json()["id"] == "parrot"
-    body = {"prompt": "a", "max_tokens": 1}
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers=HEADERS)
-    assert answer.json()["usage"]["completion_tokens"] == 1
-    document = httpx.get(f"{url}/openapi.json", headers=HEADERS).json()
-    assert document["servers"] == [{"url": "/api"}]
+    with httpx.Client(base_url=url, headers=HEADERS) as client:
+        assert client.get("/v1/models").json()["data"][0]["id"] == "echo"
+        assert client.get("/v1/models/parrot").json()["id"] == "parrot"
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        assert answer.json()["usage"]["completion_tokens"] == 1
+        assert client.get("/openapi.json").json()["servers"] == [{"url": "/api"}]
     assert httpx.get(f"{url}/apiv1/models", headers=HEADERS).status_code == 404
 
 
 def test_a_key_in_the_query_opens_nothing_and_is_not_logged(locked: Running, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    with httpx.Client(base_url=locked.url) as client:
-        for query in (f"api_key={KEY}", f"key={KEY}", f"Authorization=Bearer%20{KEY}", f"access_token={KEY}"):
-            for path in ("/v1/models", "/metrics", "/nothing"):
-                assert client.get(f"{path}?{query}").status_code == 401
-        answer = client.get(f"/nothing?key={KEY}", headers=HEADERS)
+    for query in (f"api_key={KEY}", f"key={KEY}", f"Authorization=Bearer%20{KEY}", f"access_token={KEY}"):
+        for path in ("/v1/models", "/metrics", "/nothing"):
+            assert locked.http.get(f"{path}?{query}").status_code == 401
+    answer = locked.http.get(f"/nothing?key={KEY}", headers=HEADERS)
     assert answer.status_code == 404
     assert KEY not in answer.text
     others = ("httpx", "httpcore", "uvicorn.access")  # what the client sends; the access log, which is off
@@ -167,11 +147,8 @@ def test_bodies_of_too_many_values(
 
 
 def test_longer_models_read_more_values(locked: Running) -> None:
-    assert [kind.max_count for kind in BodyLimitMiddleware(locked.app, max_len=1 << 20).char_limits] == [
-        1 << 22,
-        1 << 20,
-        1 << 23,
-    ]
+    limits = BodyLimitMiddleware(locked.app, max_len=1 << 20).char_limits
+    assert [kind.max_count for kind in limits] == [1 << 22, 1 << 20, 1 << 23]
 
 
 def test_endless_chunked_body_is_cut(locked: Running) -> None:
@@ -184,7 +161,7 @@ def test_endless_chunked_body_is_cut(locked: Running) -> None:
             yield b"x" * 4096
 
     with contextlib.suppress(httpx.TransportError):
-        httpx.post(f"{locked.url}/v1/completions", content=pieces(), headers=HEADERS)
+        locked.http.post("/v1/completions", content=pieces(), headers=HEADERS)
     assert sent < 50_000_000, "the server read on and on"
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from asking import HERMES, MARKERS, SAID, saying
-from echo_service import Running, Saying
+from asking import CALLS, HERMES, MARKERS, SAID, Talker, saying
 
 from quire.server.adapter import parse_partial_arguments
 from quire.server.anthropic.render import MessageBlocks
@@ -27,11 +26,8 @@ USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Oslo
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "rain"}
 
 
-class Server:
-    """A server whose model says what it is told to, and a client with a key."""
-
-    def __init__(self, running: Running, runner: Saying, http: httpx.Client) -> None:
-        self.url, self.say, self.http = running.url, runner.say, http
+class Server(Talker):
+    """With what this route is asked."""
 
     def ask(self, status: int = 200, **more: Any) -> Any:
         """The answer to ASKED and `more`, where None is left out."""
@@ -41,7 +37,6 @@ class Server:
         return answer.json()
 
     def counted(self, **body: Any) -> int:
-        """Tokens of a prompt."""
         answer = self.http.post("/v1/messages/count_tokens", json={"messages": [USER], **body})
         assert answer.status_code == 200, answer.text
         return answer.json()["input_tokens"]
@@ -60,11 +55,9 @@ class Server:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Server]:
-    with (
-        saying(HERMES, keys=["one", "two"], max_body=40_000, store_responses=1) as (running, runner),
-        httpx.Client(base_url=running.url, headers={"x-api-key": "one", "anthropic-version": "2023-06-01"}) as http,
-    ):
-        yield Server(running, runner, http)
+    with saying(HERMES, keys=["one", "two"], max_body=40_000, store_responses=1) as found:
+        found.http.headers = httpx.Headers({"x-api-key": "one", "anthropic-version": "2023-06-01"})
+        yield Server(*found)
 
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -194,14 +187,10 @@ HISTORY: list[dict[str, Any]] = [
 
 def test_a_history_is_the_messages_of_a_chat(served: Server) -> None:
     """The prompt has as many tokens as that of the messages they are, and is the same: all of it is cached then."""
-    calls = [
-        {"id": id, "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
-        for id, city in (("a", "Oslo"), ("b", "Paris"))
-    ]
     messages = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Weather?\nBoth."},
-        {"role": "assistant", "content": "See.", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "assistant", "content": "See.", "reasoning_content": "Hm.", "tool_calls": CALLS},
         {"role": "tool", "tool_call_id": "b", "content": "Error: gone"},
         {"role": "tool", "tool_call_id": "a", "content": "rain"},
         {"role": "user", "content": "Well?"},
@@ -291,7 +280,7 @@ def test_refusals(served: Server, more: dict[str, Any], text: str) -> None:
 
 def test_errors_around_the_route(served: Server) -> None:
     """Whoever answers, a client of this route gets what it knows."""
-    url, post, kind = f"{served.url}/v1/messages", served.http.post, {"content-type": "application/json"}
+    url, post, kind = f"{served.running.url}/v1/messages", served.http.post, {"content-type": "application/json"}
     for answer, status, name in (
         *((httpx.post(url + path, json=ASKED, headers=keys), 401, "authentication_error")
           for path in ("", "/count_tokens", "/batches") for keys in ({}, {"x-api-key": "on"})),
@@ -304,22 +293,22 @@ def test_errors_around_the_route(served: Server) -> None:
         assert (answer.status_code, MessageError.model_validate(answer.json()).error.type) == (status, name)
     early = httpx.post(url, json=ASKED, headers={f"x-{i}": "y" for i in range(101)})  # no path is known yet
     assert (early.status_code, early.json()["error"]["type"]) == (431, "HeadersTooLargeError")
-    assert "message" in httpx.post(f"{served.url}/v1/completions").json()["error"]  # OpenAI's, elsewhere
+    assert "message" in httpx.post(f"{served.running.url}/v1/completions").json()["error"]  # OpenAI's, elsewhere
 
 
 def test_the_key_has_two_headers(served: Server) -> None:
     other = {"Authorization": "Bearer two", "x-api-key": ""}
     assert served.http.post("/v1/messages?beta=true", json=ASKED, headers=other).status_code == 200
     twice = [("x-api-key", "one"), ("x-api-key", "one")]
-    assert httpx.get(f"{served.url}/v1/models", headers=twice).status_code == 401
+    assert httpx.get(f"{served.running.url}/v1/models", headers=twice).status_code == 401
     both = {"Authorization": "Bearer no", "x-api-key": "one"}
-    assert httpx.get(f"{served.url}/v1/models", headers=both).status_code == 200
+    assert httpx.get(f"{served.running.url}/v1/models", headers=both).status_code == 200
     served.say("a")
-    id = served.http.post("/v1/responses", json={"input": "a"}).json()["id"]
-    assert served.http.get(f"/v1/responses/{id}").status_code == 200
+    url = f"{served.running.url}/v1/responses/" + served.http.post("/v1/responses", json={"input": "a"}).json()["id"]
+    assert served.http.get(url).status_code == 200
     for other in ({"x-api-key": "two"}, {"Authorization": "Bearer two"}):
-        assert httpx.get(f"{served.url}/v1/responses/{id}", headers=other).status_code == 404
-    assert httpx.get(f"{served.url}/v1/responses/{id}", headers={"Authorization": "Bearer one"}).status_code == 200
+        assert httpx.get(url, headers=other).status_code == 404
+    assert httpx.get(url, headers={"Authorization": "Bearer one"}).status_code == 200
 
 
 def test_what_is_ignored_is_named(served: Server) -> None:
@@ -342,7 +331,6 @@ def test_what_is_ignored_is_named(served: Server) -> None:
 
 
 def test_a_budget_of_a_model_without_thoughts(served: Server) -> None:
-    """As clients ask any model for thoughts."""
     served.say("a")
     asked = ASKED | {"thinking": {"type": "enabled", "budget_tokens": 20}}
     answer = served.http.post("/v1/messages", json=asked)
@@ -356,8 +344,8 @@ def test_thoughts_pictures_and_failures(monkeypatch: pytest.MonkeyPatch) -> None
         "<think></think>{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
         "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
     )
-    with saying(template, MARKERS) as (running, runner), httpx.Client(base_url=running.url) as http:
-        server = Server(running, runner, http)
+    with saying(template, MARKERS) as found:
+        server = Server(*found)
         server.say("<think>\nonce upon\n</think>\n\nquire")
         whole = server.ask()
         assert [(block["type"], block.get("thinking")) for block in whole["content"]] == [

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import echo_service
 import httpx
 import pytest
-from asking import ADMIN, KEY, bearer, cached, linked
-from echo_service import VOCAB, Echo, Placement, Running, Servers
+from asking import ADMIN, KEY, as_admin, bearer, cached, run
+from echo_service import VOCAB, Placement, Running, Servers
 from waiting import wait_until_async
 
 from quire.async_llm import AsyncLLM
@@ -21,7 +20,6 @@ from quire.server.prefixes import read_prefixes, register_prefixes
 
 pytestmark = pytest.mark.xdist_group(name="prefixes")
 
-HEADERS = bearer(ADMIN)
 IDS = list(range(100, 122))  # 22 tokens: five pages and a half
 
 
@@ -34,7 +32,7 @@ def shop(servers: Servers, placement: Placement) -> Running:
 
 @pytest.fixture
 def http(shop: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=shop.url, timeout=20, headers=HEADERS) as client:
+    with as_admin(shop) as client:
         yield client
         for entry in client.get("/v1/prefixes").json()["data"]:
             assert client.delete(f"/v1/prefixes/{entry['id']}").status_code == 200
@@ -101,8 +99,8 @@ def test_errors(shop: Running, http: httpx.Client) -> None:
 
 
 def test_without_an_admin_key_the_routes_are_shut(echo: Running) -> None:
-    for headers in ({}, HEADERS):
-        assert httpx.get(f"{echo.url}/v1/prefixes", headers=headers).status_code == 403
+    for headers in ({}, bearer(ADMIN)):
+        assert echo.http.get("/v1/prefixes", headers=headers).status_code == 403
 
 
 # On the engine's thread
@@ -124,7 +122,7 @@ def test_two_at_once_never_exceed_the_capacity(placement: Placement) -> None:
             await llm.release_prefix("p0")
         assert await llm.register_prefix("p9", [9] * 40) == 40
 
-    run(work, placement, pause=0.001)
+    run(work, placement, pause=0.001, prefix_tokens=40)
 
 
 def test_released_or_left_while_computed(placement: Placement) -> None:
@@ -145,7 +143,7 @@ def test_released_or_left_while_computed(placement: Placement) -> None:
             assert not memory.prefix_cache.registered_prefixes
             memory.check()
 
-    run(work, placement, pause=0.1, max_num_batched_tokens=4)
+    run(work, placement, pause=0.1, prefix_tokens=40, max_num_batched_tokens=4)
 
 
 def test_a_closed_engine_says_so(placement: Placement) -> None:
@@ -159,19 +157,13 @@ def test_a_closed_engine_says_so(placement: Placement) -> None:
             with pytest.raises(EngineDead):
                 await call
 
-    run(work, placement, pause=0.1, max_num_batched_tokens=4)
+    run(work, placement, pause=0.1, prefix_tokens=40, max_num_batched_tokens=4)
 
 
 async def begun(llm: AsyncLLM) -> object:
-    """The prefixes, once there is one."""
     while not (found := await llm.prefixes())[0]:
         pass
     return found
-
-
-def run(work: Callable[[AsyncLLM], Any], placement: Placement, pause: float, **settings: Any) -> None:
-    with linked(echo_service.built(Echo(pause=pause), prefix_tokens=40, **settings), placement) as llm:
-        asyncio.run(work(llm))
 
 
 # The file
@@ -191,7 +183,7 @@ def test_read_and_register(tmp_path: Path, placement: Placement) -> None:
             with pytest.raises(StartupError, match=words):
                 await register_prefixes(llm, {name: prefix})
 
-    run(work, placement, pause=0)
+    run(work, placement, prefix_tokens=40)
 
 
 @pytest.mark.parametrize(

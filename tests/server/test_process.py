@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -12,13 +11,14 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
+from served_process import Served, served
 from waiting import wait_until
 
 from quire.errors import StartupError
@@ -49,48 +49,31 @@ sys.exit(main(["serve", "--port", "0", "--engine-process", "off", *sys.argv[1:]]
 JSON = {"Content-Type": "application/json"}
 
 
-def start(
-    *flags: str, pause: float = 0.02, brake: Path | None = None, more: str = "", shell: str = 'exec "$@"'
-) -> subprocess.Popen[str]:
-    """A server of an echo that isn't waited for. `more` is code that may change what there is before it serves."""
-    program = PROGRAM.format(tests=str(TESTS), pause=pause, brake=brake and str(brake), more=more)
-    return subprocess.Popen(
-        ["bash", "-c", shell, "bash", sys.executable, "-c", program, *flags],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "QUIRE_API_KEY": ""},
-    )  # fmt: skip
+class Process(Served):
+    """A server of an echo, which has written its curl line when it is ready."""
 
-
-class Process:
-    """A server process and what it printed so far."""
-
-    def __init__(self, child: subprocess.Popen[str]) -> None:
-        self.child = child
-        assert self.child.stdout is not None
-        self.lines: list[str] = []
-        for line in self.child.stdout:
-            self.lines.append(line)
-            if line.startswith("curl "):
-                break
-        else:
-            raise AssertionError(self.child.stderr.read() if self.child.stderr else "")
-        found = re.search(r"https?://127\.0\.0\.1:\d+", "".join(self.lines))
-        assert found, self.lines
-        self.url = found[0]
+    LISTENS = r"(?s)(https?://127\.0\.0\.1:\d+).*\ncurl [^\n]*\n"
 
     def end(self, seconds: float = 60) -> tuple[int, str]:
-        """Exit status and stderr."""
-        _, error = self.child.communicate(timeout=seconds)
-        return self.child.returncode, error
+        """Exit status, and all that was written."""
+        return self.child.wait(seconds), self.text
 
 
 @contextlib.contextmanager
-def process(*flags: str, **how: Any) -> Iterator[Process]:
-    child = start(*flags, **how)
-    try:
-        yield Process(child)
-    finally:
-        child.kill()
-        child.communicate()
+def process(
+    *flags: str, pause: float = 0.02, brake: Path | None = None, more: str = "", shell: str = 'exec "$@"',
+    ready: bool = True,
+) -> Iterator[Process]:  # fmt: skip
+    """`more` is code that may change what there is before it serves; unless `ready` it isn't waited for."""
+    program = PROGRAM.format(tests=str(TESTS), pause=pause, brake=brake and str(brake), more=more)
+    command, env = ("bash", "-c", shell, "bash", sys.executable, "-c", program), {"QUIRE_API_KEY": ""}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(Path(folder), *flags, command=command, env=env, kind=Process) as found,
+    ):
+        if ready:
+            found.ready()
+        yield found
 
 
 def ask(url: str, tokens: int) -> httpx.Response:
@@ -119,7 +102,7 @@ def terminated(server: Process) -> None:
 
 def test_sigterm_drains_and_exits_0(brake: Path) -> None:
     with process(brake=brake) as server:
-        assert any("quire serves echo at http://127.0.0.1:" in line for line in server.lines)
+        assert "quire serves echo at http://127.0.0.1:" in server.text
         thread, answers = in_background(server.url, 100)
         terminated(server)
         late = ask(server.url, 1)
@@ -137,12 +120,12 @@ def test_a_closed_stderr() -> None:
     with process(shell='exec "$@" 2>&-') as server:
         assert ask(server.url, 2).status_code == 200
         server.child.send_signal(signal.SIGTERM)
-        assert server.end() == (0, "")
+        assert server.end()[0] == 0
 
 
 def pasted(server: Process) -> str:
-    """What the printed curl line answers."""
-    line = f"{server.lines[-1].strip()} -s -m 60"
+    [line] = re.findall(r"(?m)^curl .*", server.text)
+    line = f"{line.strip()} -s -m 60"
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=100).stdout
 
 
@@ -172,8 +155,8 @@ def test_prefixes_are_there_before_the_port_answers(tmp_path: Path) -> None:
     (tmp_path / "admin").write_text("secret-admin\n")
     flags = ("--prefixes", str(file), "--prefix-tokens", "64", "--admin-key-file", str(tmp_path / "admin"))
     with process(*flags) as server:
-        assert any(line.startswith("2 prefixes registered") for line in server.lines)
-        assert "secret-admin" not in "".join(server.lines)
+        assert re.search("(?m)^2 prefixes registered", server.text)
+        assert "secret-admin" not in server.text
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [*range(100, 122), 1], "max_tokens": 1})
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 22
         assert httpx.get(f"{server.url}/v1/prefixes").status_code == 403
@@ -185,15 +168,12 @@ def test_sigterm_while_prefixes_are_computed(tmp_path: Path, brake: Path) -> Non
     file = tmp_path / "prefixes.json"
     file.write_text(json.dumps({f"p{i}": {"token_ids": [i] * 100} for i in range(1, 5)}))
     flags = ("--prefixes", str(file), "--prefix-tokens", "500", "--max-num-batched-tokens", "1", "--access-log")
-    child = start(*flags, brake=brake)
-    assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith("a first step"):
-            break
-    child.send_signal(signal.SIGTERM)
-    out, _ = child.communicate(timeout=40)  # the prefixes take 80 s
-    assert child.returncode == 0
-    assert "quire serves" not in out
+    with process(*flags, brake=brake, ready=False) as server:
+        wait_until(lambda: "a first step" in server.text, "a prefix is computed")
+        server.child.send_signal(signal.SIGTERM)
+        status, text = server.end(40)  # the prefixes take 80 s
+    assert status == 0
+    assert "quire serves" not in text
 
 
 def test_a_second_sigterm_is_immediate(brake: Path) -> None:
@@ -209,11 +189,8 @@ def test_a_second_sigterm_is_immediate(brake: Path) -> None:
 def test_port_in_use_is_one_line_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = subprocess.run(
-            [sys.executable, "-X", "importtime", "-m", "quire", "serve", "--port", str(port)],
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, "-X", "importtime", "-m", "quire", "serve", "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 2
         last = done.stderr.strip().splitlines()[-1]
         assert last.startswith(f"quire: error: can't listen on 127.0.0.1:{port}: Address already in use. ")
@@ -235,11 +212,11 @@ def test_port_in_use_is_one_line_before_anything_is_loaded() -> None:
 def test_bad_server_flags(flags: list[str], words: str, tmp_path: Path) -> None:
     file = tmp_path / "prefixes.json"
     file.write_text(json.dumps({"rules": {"token_ids": [*range(22)]}}))
-    child = start(*(str(file) if flag == "FILE" else flag for flag in flags))
-    _, error = child.communicate(timeout=60)
-    assert child.returncode == 2
-    assert words in error.strip().splitlines()[-1]
-    assert "Traceback" not in error
+    with process(*(str(file) if flag == "FILE" else flag for flag in flags), ready=False) as server:
+        status, text = server.end()
+    assert status == 2
+    assert re.search(f"(?m)^quire: error: .*{re.escape(words)}", text), text
+    assert "Traceback" not in text
 
 
 OPENSSL = shutil.which("openssl")
@@ -305,7 +282,7 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
 
 def test_the_curl_line_of_a_root_path_works() -> None:
     with process("--root-path", "/deep/er/", pause=0) as server:
-        assert f"{server.url}/deep/er/v1/chat/completions" in server.lines[-1]
+        assert f"curl {server.url}/deep/er/v1/chat/completions" in server.text
         assert '"role":"assistant"' in pasted(server)
         for prefix in ("", "/deep/er"):
             assert httpx.get(f"{server.url}{prefix}/v1/models").status_code == 200
@@ -335,9 +312,8 @@ def test_settings_from_a_file_reach_the_server(tmp_path: Path) -> None:
 
 
 def test_a_server_that_all_can_reach_says_so(tmp_path: Path) -> None:
-    """Unless it asks for a key."""
     (tmp_path / "keys").write_text("secret\n")
     for flags, warned in (((), True), (("--api-key-file", str(tmp_path / "keys")), False)):
         with process("--host", "0.0.0.0", *flags, pause=0) as server:
-            found = "anyone who reaches 0.0.0.0 can use this server: set QUIRE_API_KEY" in "".join(server.lines)
+            found = "anyone who reaches 0.0.0.0 can use this server: set QUIRE_API_KEY" in server.text
             assert found == warned

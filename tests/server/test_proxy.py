@@ -35,13 +35,13 @@ def body(**more: object) -> dict[str, object]:
 def test_a_sane_request_id_comes_back(echo: Running, id: str) -> None:
     headers = {"X-Request-Id": id}
     for answer in (
-        httpx.get(f"{echo.url}/health", headers=headers),
-        httpx.get(f"{echo.url}/nothing", headers=headers),
-        httpx.post(f"{echo.url}/v1/completions", json=body(), headers=headers),
-        httpx.post(f"{echo.url}/v1/completions", json=body(stream=True), headers=headers),
-        httpx.post(f"{echo.url}/v1/completions", json=body(n="x"), headers=headers),
-        httpx.post(f"{echo.url}/v1/completions", content=b"x" * (9 << 20), headers=headers),
-        httpx.put(f"{echo.url}/v1/models", headers=headers),
+        echo.http.get("/health", headers=headers),
+        echo.http.get("/nothing", headers=headers),
+        echo.http.post("/v1/completions", json=body(), headers=headers),
+        echo.http.post("/v1/completions", json=body(stream=True), headers=headers),
+        echo.http.post("/v1/completions", json=body(n="x"), headers=headers),
+        echo.http.post("/v1/completions", content=b"x" * (9 << 20), headers=headers),
+        echo.http.put("/v1/models", headers=headers),
     ):
         assert answer.headers.get_list("x-request-id") == [id], answer
 
@@ -58,14 +58,14 @@ def test_refusals_and_defects_have_ids_too(
     browsers: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     headers = {"X-Request-Id": "mine", "Origin": PAGE}
-    refused = httpx.get(f"{browsers.url}/v1/models", headers=headers)
+    refused = browsers.http.get("/v1/models", headers=headers)
     assert (refused.status_code, refused.headers["x-request-id"]) == (401, "mine")
 
     def broken() -> None:
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(browsers.llm, "heartbeat", broken)
-    defect = httpx.get(f"{browsers.url}/health", headers=headers)
+    defect = browsers.http.get("/health", headers=headers)
     assert (defect.status_code, defect.headers["x-request-id"]) == (500, "mine")
     for answer in (refused, defect):
         assert answer.headers["access-control-allow-origin"] == PAGE
@@ -74,38 +74,38 @@ def test_refusals_and_defects_have_ids_too(
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/metrics", "/version", "/v1/models"])
 def test_head(echo: Running, path: str) -> None:
-    head, get = httpx.head(echo.url + path), httpx.get(echo.url + path)
+    head, get = echo.http.head(path), echo.http.get(path)
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers.get("content-type") == get.headers.get("content-type")
     assert head.headers["x-request-id"]
-    assert httpx.head(f"{echo.url}/v1/completions").status_code == 405
+    assert echo.http.head("/v1/completions").status_code == 405
 
 
 def test_a_preflight_carries_no_key(browsers: Running) -> None:
-    answer = httpx.options(f"{browsers.url}/v1/chat/completions", headers=PREFLIGHT)
+    answer = browsers.http.options("/v1/chat/completions", headers=PREFLIGHT)
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == PAGE
     assert "authorization" in answer.headers["access-control-allow-headers"]
     assert "POST" in answer.headers["access-control-allow-methods"]
     assert "access-control-allow-credentials" not in answer.headers
-    asked = httpx.post(f"{browsers.url}/v1/completions", json=body(), headers={**KEY, "Origin": PAGE})
+    asked = browsers.http.post("/v1/completions", json=body(), headers={**KEY, "Origin": PAGE})
     assert asked.status_code == 200
     assert asked.headers["access-control-allow-origin"] == PAGE
-    without = httpx.post(f"{browsers.url}/v1/completions", json=body(), headers={"Origin": PAGE})
+    without = browsers.http.post("/v1/completions", json=body(), headers={"Origin": PAGE})
     assert without.status_code == 401
     other = {**PREFLIGHT, "Origin": "https://evil.example"}
-    assert httpx.options(f"{browsers.url}/v1/completions", headers=other).status_code == 400
-    answer = httpx.get(f"{browsers.url}/v1/models", headers={**KEY, "Origin": other["Origin"]})
+    assert browsers.http.options("/v1/completions", headers=other).status_code == 400
+    answer = browsers.http.get("/v1/models", headers={**KEY, "Origin": other["Origin"]})
     assert "access-control-allow-origin" not in answer.headers
-    assert httpx.head(f"{browsers.url}/metrics").status_code == 401
+    assert browsers.http.head("/metrics").status_code == 401
 
 
 def test_without_the_flag_there_is_no_cors(servers: Servers, echo: Running) -> None:
-    assert httpx.options(f"{echo.url}/v1/completions", headers=PREFLIGHT).status_code == 405
-    answer = httpx.get(f"{echo.url}/v1/models", headers={"Origin": PAGE})
+    assert echo.http.options("/v1/completions", headers=PREFLIGHT).status_code == 405
+    answer = echo.http.get("/v1/models", headers={"Origin": PAGE})
     assert not any("access-control" in name for name in answer.headers)
     locked = servers(keys=["sk-quire-test-key"])
-    assert httpx.options(f"{locked.url}/v1/completions", headers=PREFLIGHT).status_code == 401
+    assert locked.http.options("/v1/completions", headers=PREFLIGHT).status_code == 401
     answer = httpx.get(f"{servers(allowed_origins=['*']).url}/v1/models", headers={"Origin": PAGE})
     assert answer.headers["access-control-allow-origin"] == "*"
 
@@ -113,7 +113,6 @@ def test_without_the_flag_there_is_no_cors(servers: Servers, echo: Running) -> N
 def test_requests_are_logged_without_their_text(
     servers: Servers, echo: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where that is asked for; of long parameters their beginning."""
     caplog.set_level(logging.INFO, "quire.server")
     url = servers(log_requests=True, config=EngineConfig()).url
     asked = body(prompt="secret words", stop=["a\nb"], seed=7)
@@ -121,7 +120,7 @@ def test_requests_are_logged_without_their_text(
     httpx.post(f"{url}/v1/completions", json=body(n=0))
     asked = body(stop=["a\n" * 100] * 16, allowed_token_ids=[*range(500)], skip_special_tokens=False)
     httpx.post(f"{url}/v1/completions", json=asked)
-    httpx.post(f"{echo.url}/v1/completions", json=body())
+    echo.http.post("/v1/completions", json=body())
     line, long = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
     assert line.startswith(f"request {answer.json()['id']} (X-Request-Id mine): 1 prompts, ")
     assert "max_tokens=2" in line

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import echo_service
-import httpx
 import pytest
-from asking import MARKERS, openai_of, refusal, saying
-from echo_service import Running
-from openai import BadRequestError, OpenAI
+from asking import MARKERS, TALK, StreamedChoice, Talker, choices_of, refusal, saying
+from openai import BadRequestError
 
 pytestmark = pytest.mark.xdist_group(name="reasoning_http")
 
@@ -21,72 +19,55 @@ TEMPLATE = (
     "{% if add_generation_prompt %}a:{% if enable_thinking is defined and enable_thinking is false %}"
     "<think></think>{% elif opened is defined %}<think>\n{% endif %}{% endif %}"
 )
-TALK: Any = [{"role": "user", "content": "so?"}]
 SAID = "<think>\nonce upon\n a time\n</think>\n\nquire"
 THOUGHT, ANSWER = "once upon\n a time", "quire"
 PAGES = {"type": "object", "properties": {"of": {"enum": ["quire", "ream"]}}, "required": ["of"]}
 TOOLS: Any = [{"type": "function", "function": {"name": "pages", "parameters": PAGES}}]
-Served = tuple[OpenAI, Callable[[str], None], Running]
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    """A server whose model says what it is told to, and whose markers are tokens."""
-    with saying(TEMPLATE, MARKERS) as (running, runner), openai_of(running) as client:
-        yield client, runner.say, running
+def served() -> Iterator[Talker]:
+    with saying(TEMPLATE, MARKERS) as found:
+        yield found
 
 
-def ask(client: OpenAI, **more: Any) -> Any:
-    return client.chat.completions.create(**{"model": "echo", "messages": TALK, "max_tokens": 200, **more})
+def streamed(served: Talker, **more: Any) -> tuple[StreamedChoice, Any]:
+    chunks = [*served.chat(stream=True, stream_options={"include_usage": True}, **more)]
+    [one] = choices_of(chunks)
+    return one, chunks[-1]
 
 
-def streamed(client: OpenAI, **more: Any) -> tuple[str, str, list[str], Any]:
-    """Thoughts, answer, calls' arguments, and the last chunk."""
-    thought, answer, calls, last = "", "", list[str](), None
-    for last in ask(client, stream=True, stream_options={"include_usage": True}, **more):
-        for choice in last.choices:
-            thought += getattr(choice.delta, "reasoning_content", None) or ""
-            assert not (answer and getattr(choice.delta, "reasoning", None)), "thoughts come first"
-            answer += choice.delta.content or ""
-            for piece in choice.delta.tool_calls or ():
-                calls += [""] * (piece.index + 1 - len(calls))
-                calls[piece.index] += piece.function.arguments
-    return thought, answer, calls, last
-
-
-def test_thoughts_are_apart_whole_and_streamed(served: Served) -> None:
-    client, say, _ = served
-    say(SAID)
-    whole = ask(client)
+def test_thoughts_are_apart_whole_and_streamed(served: Talker) -> None:
+    served.say(SAID)
+    whole = served.chat()
     [choice] = whole.choices
     assert (choice.message.reasoning_content, choice.message.reasoning) == (THOUGHT, THOUGHT)
     assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
-    several = ask(client, n=3)
+    several = served.chat(n=3)
     assert [(one.message.reasoning_content, one.message.content) for one in several.choices] == [(THOUGHT, ANSWER)] * 3
     thoughts = [found.usage.completion_tokens_details.reasoning_tokens for found in (several, whole)]
     assert thoughts[0] == 3 * thoughts[1]
-    thought, answer, _, last = streamed(client)
-    assert (thought, answer) == (THOUGHT, ANSWER)
+    found, last = streamed(served)
+    assert (found.thought, found.text) == (THOUGHT, ANSWER)
     within = len(echo_service.tokenizer(MARKERS).encode("\nonce upon\n a time\n", add_special_tokens=False))
     for usage in (whole.usage, last.usage):
         assert usage.completion_tokens_details.reasoning_tokens == within
         assert usage.completion_tokens > within + 2
 
 
-def test_what_was_cut_within_thoughts_can_be_sent_back(served: Served) -> None:
-    client, say, running = served
-    say(SAID)
-    cut = ask(client, max_tokens=5).choices[0].message
+def test_what_was_cut_within_thoughts_can_be_sent_back(served: Talker) -> None:
+    served.say(SAID)
+    cut = served.chat(max_tokens=5).choices[0].message
     assert (cut.content, cut.reasoning_content) == (None, "once upon")
     for name in ("reasoning", "reasoning_content"):
         talk = [*TALK, {"role": "assistant", "content": "x", name: "hm"}]
-        found = httpx.post(f"{running.url}/tokenize", json={"messages": talk, "return_token_strs": True}).json()
+        found = served.http.post("/tokenize", json={"messages": talk, "return_token_strs": True}).json()
         assert "(hm)" in "".join(found["token_strs"])
     for said in (cut, {"role": "assistant", "content": None, "reasoning": "once"}):
-        assert ask(client, messages=[*TALK, said, *TALK]).choices[0].message.content == ANSWER
+        assert served.chat(messages=[*TALK, said, *TALK]).choices[0].message.content == ANSWER
     for nothing in ({"role": "assistant", "content": None}, {"role": "user", "content": None, "reasoning": "once"}):
         with pytest.raises(BadRequestError, match="content must be a string"):
-            ask(client, messages=[*TALK, nothing, *TALK])
+            served.chat(messages=[*TALK, nothing, *TALK])
 
 
 @pytest.mark.parametrize(
@@ -99,18 +80,16 @@ def test_what_was_cut_within_thoughts_can_be_sent_back(served: Served) -> None:
         ({}, "<think></think>quire", (None, "quire")),
     ],
 )
-def test_how_the_prompt_ends_counts(served: Served, variables: Any, text: str, expected: Any) -> None:
-    client, say, _ = served
-    say(text)
-    [choice] = ask(client, extra_body={"chat_template_kwargs": variables}).choices
+def test_how_the_prompt_ends_counts(served: Talker, variables: Any, text: str, expected: Any) -> None:
+    served.say(text)
+    [choice] = served.chat(extra_body={"chat_template_kwargs": variables}).choices
     message = choice.message
     assert (getattr(message, "reasoning_content", None), message.content) == expected
 
 
-def test_they_may_be_left_out(served: Served) -> None:
-    client, say, _ = served
-    say(SAID)
-    found = ask(client, extra_body={"include_reasoning": False})
+def test_they_may_be_left_out(served: Talker) -> None:
+    served.say(SAID)
+    found = served.chat(extra_body={"include_reasoning": False})
     assert not hasattr(found.choices[0].message, "reasoning_content")
     assert found.choices[0].message.content == ANSWER
     assert found.usage.completion_tokens_details.reasoning_tokens > 0
@@ -118,13 +97,12 @@ def test_they_may_be_left_out(served: Served) -> None:
 
 @pytest.mark.parametrize("budget", [0, 1, 3])
 @pytest.mark.parametrize("opened", [False, True])
-def test_a_budget_ends_them(served: Served, budget: int, opened: bool) -> None:
-    client, say, _ = served
-    say("once upon a time there was a quire of pages" * 3)
+def test_a_budget_ends_them(served: Talker, budget: int, opened: bool) -> None:
+    served.say("once upon a time there was a quire of pages" * 3)
     more: Any = {"thinking_token_budget": budget, "return_token_ids": True}
     if opened:
         more["chat_template_kwargs"] = {"opened": True}
-    found = ask(client, extra_body=more, max_tokens=40)
+    found = served.chat(extra_body=more, max_tokens=40)
     assert found.usage.completion_tokens_details.reasoning_tokens == budget
     ids = found.choices[0].token_ids
     begin, end = (echo_service.tokenizer(MARKERS).token_to_id(text) for text in MARKERS)
@@ -133,41 +111,38 @@ def test_a_budget_ends_them(served: Served, budget: int, opened: bool) -> None:
     assert found.choices[0].message.content
 
 
-def test_calls_come_behind_them(served: Served) -> None:
-    client, say, _ = served
-    say('<think>once</think><tool_call>{"name": "pages", "arguments": {"of": "quire"}}</tool_call>')
-    [choice] = ask(client, tools=TOOLS).choices
+def test_calls_come_behind_them(served: Talker) -> None:
+    served.say('<think>once</think><tool_call>{"name": "pages", "arguments": {"of": "quire"}}</tool_call>')
+    [choice] = served.chat(tools=TOOLS).choices
     assert choice.message.reasoning_content == "once"
     assert json.loads(choice.message.tool_calls[0].function.arguments) == {"of": "quire"}
-    say("<think>once</think>")
+    served.say("<think>once</think>")
     for choice_of in ("required", {"type": "function", "function": {"name": "pages"}}):
-        [choice] = ask(client, tools=TOOLS, tool_choice=choice_of).choices
+        [choice] = served.chat(tools=TOOLS, tool_choice=choice_of).choices
         assert choice.message.reasoning_content == "once"
         assert json.loads(choice.message.tool_calls[0].function.arguments)["of"] in ("quire", "ream")
-        thought, answer, calls, _ = streamed(client, tools=TOOLS, tool_choice=choice_of)
-        assert (thought, answer) == ("once", "")
-        assert json.loads(calls[0])["of"] in ("quire", "ream")
+        found, _ = streamed(served, tools=TOOLS, tool_choice=choice_of)
+        assert (found.thought, found.text) == ("once", "")
+        assert json.loads(found.calls[0][2])["of"] in ("quire", "ream")
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PAGES, "strict": True}}
     for thoughts, variables in (("once", {}), (None, {"enable_thinking": False})):
-        [choice] = ask(client, response_format=form, extra_body={"chat_template_kwargs": variables}).choices
+        [choice] = served.chat(response_format=form, extra_body={"chat_template_kwargs": variables}).choices
         assert getattr(choice.message, "reasoning_content", None) == thoughts
         assert json.loads(choice.message.content)["of"] in ("quire", "ream")
 
 
-def test_a_message_that_is_continued_within_its_thoughts(served: Served) -> None:
-    client, say, _ = served
-    say(" me see</think>quire")
+def test_a_message_that_is_continued_within_its_thoughts(served: Talker) -> None:
+    served.say(" me see</think>quire")
     for begun, expected in (("<think>let", ("me see", "quire")), ("The", (None, " me see</think>quire"))):
         more = {"continue_final_message": True, "add_generation_prompt": False}
-        [choice] = ask(client, messages=[*TALK, {"role": "assistant", "content": begun}], extra_body=more).choices
+        [choice] = served.chat(messages=[*TALK, {"role": "assistant", "content": begun}], extra_body=more).choices
         assert (getattr(choice.message, "reasoning_content", None), choice.message.content) == expected
 
 
-def test_a_prompt_that_was_cut_still_says_what_follows(served: Served) -> None:
-    client, say, _ = served
-    say("once</think>quire")
+def test_a_prompt_that_was_cut_still_says_what_follows(served: Talker) -> None:
+    served.say("once</think>quire")
     more: Any = {"chat_template_kwargs": {"opened": True}, "truncate_prompt_tokens": 4}
-    [choice] = ask(client, extra_body=more).choices
+    [choice] = served.chat(extra_body=more).choices
     assert (choice.message.reasoning_content, choice.message.content) == ("once", ANSWER)
 
 
@@ -175,37 +150,28 @@ def test_markers_of_several_tokens() -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PAGES, "strict": True}}
     opened: Any = {"chat_template_kwargs": {"opened": True}}
     within = len(echo_service.tokenizer().encode("once upon a time", add_special_tokens=False))
-    with (
-        saying(TEMPLATE) as (running, runner),
-        openai_of(running) as client,
-        httpx.Client(base_url=running.url) as http,
-    ):
+    with saying(TEMPLATE) as served:
         for more, begin in (({}, "<think>"), (opened, "")):
-            runner.say(f"{begin}once upon a time</think>quire")
-            for usage in (ask(client, extra_body=more).usage, streamed(client, extra_body=more)[3].usage):
+            served.say(f"{begin}once upon a time</think>quire")
+            for usage in (served.chat(extra_body=more).usage, streamed(served, extra_body=more)[1].usage):
                 assert usage.completion_tokens_details.reasoning_tokens == within
-        message = ask(client, response_format=form).choices[0].message  # at once
+        message = served.chat(response_format=form).choices[0].message  # at once
         assert json.loads(message.content)["of"] in ("quire", "ream")
         assert getattr(message, "reasoning_content", None) is None
         for field, value in (("response_format", form), ("thinking_token_budget", 3)):
-            told = refusal(http, "/v1/chat/completions", {"messages": TALK, field: value, **opened})
+            told = refusal(served.http, "/v1/chat/completions", {"messages": TALK, field: value, **opened})
             assert told["param"] == field
             assert "'</think>' is not one token of this model" in told["message"]
 
 
-def test_cut_within_thoughts_nothing_was_called(served: Served) -> None:
-    client, say, _ = served
-    say("<think>once upon a time there was a quire</think>")
+def test_cut_within_thoughts_nothing_was_called(served: Talker) -> None:
+    served.say("<think>once upon a time there was a quire</think>")
     named: Any = {"type": "function", "function": {"name": "pages"}}
-    [choice] = ask(client, tools=TOOLS, tool_choice=named, max_tokens=3).choices
+    [choice] = served.chat(tools=TOOLS, tool_choice=named, max_tokens=3).choices
     assert (choice.finish_reason, choice.message.tool_calls, choice.message.content) == ("length", None, None)
 
 
-def test_what_is_wrong_is_named(served: Served, http: httpx.Client) -> None:
-    """Also where a model doesn't think."""
-    told = refusal(http, "/v1/chat/completions", {"messages": TALK, "thinking_token_budget": 4})
-    assert "see --reasoning-parser" in told["message"]
-    _, _, running = served
+def test_what_is_wrong_is_named(served: Talker) -> None:
     for more, message in (
         ({"thinking_token_budget": -1}, "thinking_token_budget"),
         ({"thinking_token_budget": "1"}, "thinking_token_budget"),
@@ -213,6 +179,5 @@ def test_what_is_wrong_is_named(served: Served, http: httpx.Client) -> None:
         ({"include_reasoning": 1}, "include_reasoning"),
         ({"chat_template_kwargs": {"enable_thought": True}}, "enable_thought"),
     ):
-        with httpx.Client(base_url=running.url) as asking:
-            told = refusal(asking, "/v1/chat/completions", {"messages": TALK, **more})
+        told = refusal(served.http, "/v1/chat/completions", {"messages": TALK, **more})
         assert message in json.dumps(told), told

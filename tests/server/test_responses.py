@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import echo_service
 import httpx
 import pytest
-from asking import HERMES, MARKERS, SAID, bearer, openai_of, refusal, saying
+from asking import CALLS, HERMES, MARKERS, SAID, Talker, refusal, saying
 from openai import APIStatusError
 from pydantic import BaseModel
 
@@ -39,30 +38,24 @@ class Page(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Any]:
-    """A server whose model says what it is told to, and clients of two users."""
-    with (
-        saying(HERMES, keys=["one", "two"], store_responses=4) as (running, runner),
-        openai_of(running, "one") as client,
-        openai_of(running, "two") as other,
-        httpx.Client(base_url=running.url, headers=bearer("one")) as http,
-    ):
-        yield SimpleNamespace(running=running, say=runner.say, client=client, other=other, http=http)
+def served() -> Iterator[Talker]:
+    with saying(HERMES, keys=["one", "two"], store_responses=4) as found:
+        yield found
 
 
 def kinds(response: Any) -> list[str]:
     return [item.type for item in response.output]
 
 
-def test_a_text_whole_and_streamed(served: Any) -> None:
+def test_a_text_whole_and_streamed(served: Talker) -> None:
     served.say("once upon a time")
-    asked: Any = {"model": "echo", "input": "Tell.", "instructions": "Be kind.", "metadata": {"a": "b"}}
-    found = served.client.responses.create(**asked, temperature=0.5, max_output_tokens=40)
+    asked: Any = {"instructions": "Be kind.", "metadata": {"a": "b"}}
+    found = served.respond(**asked, temperature=0.5, max_output_tokens=40)
     assert (found.status, found.output_text, kinds(found)) == ("completed", "once upon a time", ["message"])
     assert (found.instructions, found.metadata, found.temperature) == ("Be kind.", {"a": "b"}, 0.5)
     assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
     text, events = "", list[Any]()
-    for event in served.client.responses.create(**asked, stream=True):
+    for event in served.respond(**asked, stream=True):
         events.append(event)
         text += event.delta if event.type == "response.output_text.delta" else ""
     assert text == "once upon a time"
@@ -74,11 +67,11 @@ def test_a_text_whole_and_streamed(served: Any) -> None:
     ]  # fmt: skip
     assert events[-1].response.output_text == text
     assert events[-1].response.usage.output_tokens == found.usage.output_tokens
-    with served.client.responses.stream(**asked) as stream:
+    with served.client.responses.stream(model="echo", input="Tell.", **asked) as stream:
         assert stream.get_final_response().output_text == text
 
 
-def test_the_wire_is_as_described(served: Any) -> None:
+def test_the_wire_is_as_described(served: Talker) -> None:
     served.say(SAID)
     body = {"input": "Tell.", "tools": [TOOL]}
     *lines, end = served.http.post("/v1/responses", json=body | {"stream": True}).text.split("\n\n")
@@ -93,72 +86,69 @@ def test_the_wire_is_as_described(served: Any) -> None:
         assert len({item.id for item in items}) == 4
 
 
-def test_cut_and_empty_outputs(served: Any) -> None:
+def test_cut_and_empty_outputs(served: Talker) -> None:
     served.say("once upon a time there was")
-    cut = served.client.responses.create(model="echo", input="Tell.", max_output_tokens=2)
+    cut = served.respond(max_output_tokens=2)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert cut.output[0].status == "incomplete"
-    *_, last = served.client.responses.create(model="echo", input="Tell.", max_output_tokens=2, stream=True)
+    *_, last = served.respond(max_output_tokens=2, stream=True)
     assert (last.type, last.response.usage.output_tokens) == ("response.incomplete", 2)
-    ended = served.client.responses.create(model="echo", input="Tell.", extra_body={"stop": [" time"]})
+    ended = served.respond(extra_body={"stop": [" time"]})
     assert (ended.status, ended.output_text) == ("completed", "once upon a")
     served.say(SAID)
     said = SAID[: SAID.index("Paris") + 4]
     most = len(echo_service.tokenizer().encode(said, add_special_tokens=False))
-    called = served.client.responses.create(model="echo", input="Tell.", tools=[TOOL], max_output_tokens=most)
+    called = served.respond(tools=[TOOL], max_output_tokens=most)
     assert called.output[-1].status == "incomplete"
     assert '{"city": "Pari'.startswith(called.output[-1].arguments)
     result: Any = {"type": "function_call_output", "call_id": called.output[-1].call_id, "output": "It was cut."}
-    kept = served.client.responses.create(model="echo", tools=[TOOL], previous_response_id=called.id, input=[result])
+    kept = served.respond(tools=[TOOL], previous_response_id=called.id, input=[result])
     assert kept.status == "completed"
     served.say("")
-    empty = served.client.responses.create(model="echo", input="Tell.")
+    empty = served.respond()
     assert (empty.status, empty.output_text, kinds(empty)) == ("completed", "", ["message"])
 
 
-def test_objects_are_parsed(served: Any) -> None:
+def test_objects_are_parsed(served: Talker) -> None:
     served.say('{"title": "once", "number": 7}')
     parsed = served.client.responses.parse(model="echo", input="Tell.", text_format=Page)
     assert parsed.output_parsed == Page(title="once", number=7)
     with served.client.responses.stream(model="echo", input="Tell.", text_format=Page) as stream:
         assert stream.get_final_response().output_parsed == Page(title="once", number=7)
     served.say("no JSON at all")
-    some = served.client.responses.create(
-        model="echo", input="Tell.", text={"format": {"type": "json_object"}}, max_output_tokens=200
-    )
+    some = served.respond(text={"format": {"type": "json_object"}}, max_output_tokens=200)
     assert some.output_text.lstrip()[0] == "{"
 
 
-def test_a_loop_with_a_tool(served: Any) -> None:
+def test_a_loop_with_a_tool(served: Talker) -> None:
     served.say(SAID)
     talk: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}]
-    asked: Any = {"model": "echo", "tools": [TOOL]}
-    first = served.client.responses.create(**asked, input=talk)
+    asked: Any = {"tools": [TOOL]}
+    first = served.respond(**asked, input=talk)
     calls = [item for item in first.output if item.type == "function_call"]
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [
         ("weather", {"city": "Paris"}), ("weather", {"city": "Oslo"}),
     ]  # fmt: skip
-    one = served.client.responses.create(**asked, input=talk, parallel_tool_calls=False)
+    one = served.respond(**asked, input=talk, parallel_tool_calls=False)
     assert kinds(one).count("function_call") == 1
     served.say("It rains.")
     talk += [item.to_dict() for item in first.output[:3]]
     talk += [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
-    second = served.client.responses.create(**asked, input=talk)
+    second = served.respond(**asked, input=talk)
     assert second.output_text == "It rains."
-    again = served.client.responses.create(**asked, previous_response_id=first.id, input=talk[-2:])
+    again = served.respond(**asked, previous_response_id=first.id, input=talk[-2:])
     assert again.output_text == "It rains."
     assert again.usage.input_tokens > second.usage.input_tokens  # the first response said "Wait." after its calls
-    forced = served.client.responses.create(
+    forced = served.respond(
         **asked, input=talk[:1], tool_choice={"type": "function", "name": "weather"}, max_output_tokens=100
     )
     assert kinds(forced) == ["function_call"]
-    streamed = served.client.responses.create(**asked, input=talk[:1], tool_choice="required", stream=True)
+    streamed = served.respond(**asked, input=talk[:1], tool_choice="required", stream=True)
     joined = "".join(event.delta for event in streamed if event.type == "response.function_call_arguments.delta")
     assert joined.startswith("{")
 
 
-def test_items_are_the_messages_of_a_chat(served: Any) -> None:
-    """The prompt of items has as many tokens as that of the messages they are."""
+def test_items_are_the_messages_of_a_chat(served: Talker) -> None:
     served.say("Yes.")
     items: list[Any] = [
         {"role": "user", "content": "Weather?"},
@@ -171,38 +161,30 @@ def test_items_are_the_messages_of_a_chat(served: Any) -> None:
         {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "rain"}]},
         {"type": "function_call_output", "call_id": "a", "output": "sun"},
     ]
-    calls = [
-        {"id": id, "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
-        for id, city in (("a", "Oslo"), ("b", "Paris"))
-    ]
     messages = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "See.\nSo.", "reasoning_content": "Hm.Ah.", "tool_calls": calls},
+        {"role": "assistant", "content": "See.\nSo.", "reasoning_content": "Hm.Ah.", "tool_calls": CALLS},
         {"role": "tool", "tool_call_id": "b", "content": "rain"},
         {"role": "tool", "tool_call_id": "a", "content": "sun"},
     ]
     tools = [{"type": "function", "function": FUNCTION}]
     told = served.http.post("/tokenize", json={"messages": messages, "tools": tools}).json()
-    found = served.client.responses.create(model="echo", instructions="Be kind.", input=items, tools=[TOOL])
+    found = served.respond(instructions="Be kind.", input=items, tools=[TOOL])
     assert found.usage.input_tokens == told["count"]
 
 
-def test_a_conversation_goes_on(served: Any) -> None:
+def test_a_conversation_goes_on(served: Talker) -> None:
     served.say("once")
-    first = served.client.responses.create(model="echo", input="Tell.", instructions="Be kind.")
-    second = served.client.responses.create(model="echo", input="More.", previous_response_id=first.id)
+    first = served.respond(instructions="Be kind.")
+    second = served.respond(input="More.", previous_response_id=first.id)
     assert second.previous_response_id == first.id
     talk = ("user", "Tell."), ("assistant", "once"), ("user", "More.")
-    third = served.client.responses.create(
-        model="echo",
-        input=[{"role": role, "content": said} for role, said in talk],
-        store=False,
-    )
+    third = served.respond(input=[{"role": role, "content": said} for role, said in talk], store=False)
     assert second.usage.input_tokens == third.usage.input_tokens  # without the first one's instructions
     assert (first.store, third.store) == (True, False)
     assert served.client.responses.retrieve(first.id).to_dict() == first.to_dict()
-    for event in served.client.responses.create(model="echo", input="On.", previous_response_id=second.id, stream=True):
+    for event in served.respond(input="On.", previous_response_id=second.id, stream=True):
         last = event
     assert served.client.responses.retrieve(last.response.id).output_text == "once"
     with pytest.raises(APIStatusError, match="can't be streamed"):
@@ -216,15 +198,16 @@ def test_a_conversation_goes_on(served: Any) -> None:
     assert refused["param"] == "previous_response_id"
 
 
-def test_a_key_finds_only_its_own(served: Any) -> None:
+def test_a_key_finds_only_its_own(served: Talker) -> None:
     served.say("once")
-    mine = served.client.responses.create(model="echo", input="Tell.")
-    for ask in (served.other.responses.retrieve, served.other.responses.delete):
+    mine = served.respond()
+    other = served.client.with_options(api_key="two").responses
+    for ask in (other.retrieve, other.delete):
         with pytest.raises(APIStatusError) as gone:
             ask(mine.id)
         assert gone.value.status_code == 404
     with pytest.raises(APIStatusError) as gone:
-        served.other.responses.create(model="echo", input="More.", previous_response_id=mine.id)
+        other.create(model="echo", input="More.", previous_response_id=mine.id)
     assert (gone.value.status_code, gone.value.body["param"]) == (400, "previous_response_id")
     assert served.client.responses.retrieve(mine.id).id == mine.id
     assert httpx.get(f"{served.running.url}/v1/responses/{mine.id}").status_code == 401
@@ -298,14 +281,14 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("body", "param", "text"), REFUSALS)
-def test_refusals(served: Any, body: dict[str, Any], param: str, text: str) -> None:
+def test_refusals(served: Talker, body: dict[str, Any], param: str, text: str) -> None:
     asked = {"input": "a", **body} if body else {}
     error = refusal(served.http, "/v1/responses", asked)
     assert error["param"] == param
     assert text in error["message"]
 
 
-def test_what_is_ignored_is_named(served: Any) -> None:
+def test_what_is_ignored_is_named(served: Talker) -> None:
     served.say("a")
     body = {"input": "a", "text": {"verbosity": "low"}, "reasoning": {"effort": "low", "summary": "auto"}, "mood": 1,
             "include": ["reasoning.encrypted_content"], "background": False, "user": "me"}  # fmt: skip
@@ -317,10 +300,10 @@ def test_what_is_ignored_is_named(served: Any) -> None:
 
 def test_thoughts_are_items_and_failures_events(monkeypatch: pytest.MonkeyPatch) -> None:
     template = "<think></think>{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-    with saying(template, MARKERS) as (running, runner), openai_of(running) as client:
-        runner.say("<think>\nonce upon\n</think>\n\nquire")
-        whole = client.responses.create(model="echo", input="So?")
-        with client.responses.stream(model="echo", input="So?") as stream:
+    with saying(template, MARKERS) as thinking:
+        thinking.say("<think>\nonce upon\n</think>\n\nquire")
+        whole = thinking.respond()
+        with thinking.client.responses.stream(model="echo", input="So?") as stream:
             told = [event.type for event in stream]
             last = stream.get_final_response()
         for found in (whole, last):
@@ -334,7 +317,7 @@ def test_thoughts_are_items_and_failures_events(monkeypatch: pytest.MonkeyPatch)
             raise RuntimeError("secret")
 
         monkeypatch.setattr(ResponseItems, "finish", fails)
-        *_, failed = client.responses.create(model="echo", input="So?", stream=True)
+        *_, failed = thinking.respond(stream=True)
         assert (failed.type, failed.response.status) == ("response.failed", "failed")
         assert (failed.response.error.code, failed.response.error.message) == ("server_error", "internal error")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,16 +11,17 @@ from typing import Any
 import echo_service
 import httpx
 import pytest
-from asking import ADMIN, KEY, bearer, cached
+from asking import ADMIN, KEY, as_admin, bearer, cached
 from echo_service import Echo, Placement, Running, Servers
+from waiting import wait_until
 
+from quire.config import EngineConfig
 from quire.errors import InputError, NotIdle, StartupError
 from quire.protocol.sampling_params import SamplingParams
-from quire.server.response_models import SleepStatus
+from quire.server.response_models import CacheReset, ServerInfo, SleepStatus, TokenizerInfo
 
 pytestmark = pytest.mark.xdist_group(name="sleep_http")
 
-HEADERS = bearer(ADMIN)
 PROMPT = list(range(100, 140))
 LONG = {"prompt": PROMPT, "max_tokens": 80, "seed": 1, "ignore_eos": True, "logprobs": 0}
 AWAKE = {"is_sleeping": False, "level": 0, "away": []}
@@ -35,7 +35,7 @@ def shop(servers: Servers, loose_brake: Path, placement: Placement) -> Running:
 
 @pytest.fixture
 def http(shop: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=shop.url, timeout=60, headers=HEADERS) as client:
+    with as_admin(shop) as client:
         client.post("/reset_prefix_cache")
         yield client
         client.post("/wake_up")
@@ -54,6 +54,12 @@ def slept(http: httpx.Client, query: str = "") -> dict[str, Any]:
 def begun(shop: Running, http: httpx.Client, pool: ThreadPoolExecutor) -> Future[httpx.Response]:
     """A request that runs for 0.4 s, braked for 16."""
     return echo_service.begun(shop, pool, lambda: http.post("/v1/completions", json=LONG))
+
+
+def refusal_to(http: httpx.Client) -> httpx.Response | None:
+    """The answer to a short request, unless it is served."""
+    answer = http.post("/v1/completions", json={**LONG, "max_tokens": 1})
+    return None if answer.status_code == 200 else answer
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -115,9 +121,7 @@ def test_with_requests_under_way(shop: Running, http: httpx.Client, loose_brake:
         assert (answer.status_code, answer.json()["error"]["type"]) == (409, "ConflictError")
         assert "1 requests run and 0 wait" in answer.json()["error"]["message"]
         waiting = pool.submit(http.post, "/sleep?level=2&mode=wait")
-        deadline = time.monotonic() + 30
-        while (refused := http.post("/v1/completions", json={**LONG, "max_tokens": 1})).status_code == 200:
-            assert time.monotonic() < deadline
+        refused = wait_until(lambda: refusal_to(http), "requests are refused")
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
         assert "about to sleep" in refused.json()["error"]["message"]
         assert http.post("/sleep?mode=wait").status_code == 409, "one sleep is awaited"
@@ -134,8 +138,7 @@ def test_with_requests_under_way(shop: Running, http: httpx.Client, loose_brake:
 
         running = begun(shop, http, pool)
         waiting = pool.submit(http.post, "/sleep?mode=wait")
-        while http.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code == 200:
-            pass
+        wait_until(lambda: refusal_to(http), "requests are refused")
         assert http.post("/wake_up").json() == AWAKE
         loose_brake.unlink()
         assert (waiting.result().status_code, running.result().status_code) == (409, 200)
@@ -147,10 +150,7 @@ def test_a_wake_up_that_fails_may_be_tried_again(
     def fail(self: Echo, tags: Any) -> None:
         raise StartupError("a secret of the checkpoint")
 
-    with (
-        echo_service.serving(echo_service.built(), admin_keys=[ADMIN], placement="thread") as running,
-        httpx.Client(base_url=running.url, headers=HEADERS) as http,
-    ):
+    with echo_service.serving(admin_keys=[ADMIN], placement="thread") as running, as_admin(running) as http:
         wanted = cached(http, PROMPT)
         status = slept(http)
         with monkeypatch.context() as patched:
@@ -174,11 +174,11 @@ def test_a_wake_up_that_fails_may_be_tried_again(
     ],
 )  # fmt: skip
 def test_what_is_no_sleep(servers: Servers, path: str, param: str) -> None:
-    url = servers(keys=[KEY], admin_keys=[ADMIN]).url
-    answer = httpx.post(url + path, headers=HEADERS)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    assert len(answer.content) < 1000
-    assert httpx.get(f"{url}/is_sleeping", headers=HEADERS).json() == AWAKE
+    with as_admin(servers(keys=[KEY], admin_keys=[ADMIN])) as http:
+        answer = http.post(path)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert len(answer.content) < 1000
+        assert http.get("/is_sleeping").json() == AWAKE
 
 
 def test_in_python(shop: Running, http: httpx.Client) -> None:
@@ -198,3 +198,56 @@ def test_in_python(shop: Running, http: httpx.Client) -> None:
         assert not (await shop.llm.wake_up(["weights", "kv_cache"]))["away"]
 
     asyncio.run(night())
+
+
+# Cached prefixes forgotten, and what the server tells of itself
+
+SETTINGS: dict[str, Any] = {
+    "model": {"echo": {"pause": 0.002}, "prefix_tokens": 40},
+    "config": EngineConfig.of(model="tiny", page_size=4, retention="slack"),
+    "keys": [KEY], "admin_keys": [ADMIN], "server_info": True, "tokenizer_info": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def informed(servers: Servers) -> Running:
+    return servers(**SETTINGS)
+
+
+def test_a_reset_forgets_what_nobody_uses(servers: Servers, placement: Placement) -> None:
+    with as_admin(servers(**SETTINGS, placement=placement)) as http:
+        http.post("/reset_prefix_cache")
+        assert [cached(http, PROMPT), cached(http, PROMPT)] == [0, 36]
+        answer = http.post("/reset_prefix_cache")
+        assert (answer.status_code, answer.json()) == (200, {"pages": 10})
+        CacheReset.model_validate(answer.json(), strict=True)
+        assert [cached(http, PROMPT), cached(http, PROMPT)] == [0, 36]
+        answer = http.post("/reset_prefix_cache?reset_running_requests=true")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reset_running_requests")
+
+
+def test_what_a_server_tells_of_itself(informed: Running) -> None:
+    found = informed.http.get("/server_info", headers=bearer(ADMIN)).json()
+    ServerInfo.model_validate(found, strict=True)
+    assert found["config"] == SETTINGS["config"].flat()
+    assert (found["config"]["page_size"], found["config"]["retention"]) == (4, "slack")
+    assert found["notices"] == ["an echo"]
+    told = informed.http.get("/tokenizer_info", headers=bearer(KEY)).json()
+    TokenizerInfo.model_validate(told, strict=True)
+    assert told["eos_token"] == "<|end|>"
+    assert told["added_tokens_decoder"]["0"]["content"] == "<|end|>"
+    assert told["chat_template"] == echo_service.TEMPLATE
+
+
+@pytest.mark.parametrize("path", ["POST /reset_prefix_cache", "GET /server_info", "GET /v1/prefixes"])
+def test_a_key_is_not_enough(informed: Running, path: str) -> None:
+    method, path = path.split()
+    for headers, status in (({}, 401), (bearer(f"{ADMIN}x"), 401), (bearer(KEY), 403), (bearer(ADMIN), 200)):
+        assert informed.http.request(method, path, headers=headers).status_code == status
+
+
+def test_without_flags_there_is_nothing_told(servers: Servers) -> None:
+    running = servers(admin_keys=[ADMIN])
+    for path in ("/server_info", "/tokenizer_info"):
+        assert running.http.get(path, headers=bearer(ADMIN)).status_code == 404
+    assert running.http.post("/reset_prefix_cache").status_code == 403

@@ -112,10 +112,10 @@ def test_chats_do_not_queue_behind_long_texts(prompts: InputProcessor) -> None:
     assert (len(names), len(set(names))) == (10, LONG_THREADS)
 
 
-def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversations_wait_for_the_template_alone() -> None:
     """On a thread that nothing else needs, a bounded number of them; and not at all if they are too long."""
     prompts = echo_service.prompts()
-    monkeypatch.setattr("quire.text.input_processor.MAX_WAITING", 3)
+    prompts._template_threads.max_items = 3
     talk: list[dict[str, Any]] = [{"role": "user", "content": "once upon a time"}]
     go, threads = threading.Event(), []
 
@@ -126,7 +126,7 @@ def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPat
 
     async def all_of_them() -> None:
         waiting = [asyncio.create_task(prompts.process_chat_async(talk, variables={})) for _ in range(3)]
-        await wait_until_async(lambda: prompts._template_pool._waiting == 3, "3 conversations wait")
+        await wait_until_async(lambda: len(prompts._template_threads.items) == 3, "3 conversations wait")
         assert [len(prompt.ids) for prompt in await prompts.process_prompts(["b" * (INLINE_CHARS + 1)])]
         with pytest.raises(Overloaded, match="3 conversations"):
             await prompts.process_chat_async(talk, variables={})
@@ -147,7 +147,6 @@ def test_conversations_wait_for_the_template_alone(monkeypatch: pytest.MonkeyPat
 
 def test_forms_wait_for_their_grammars_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """On threads that long texts don't need, a bounded number of them."""
-    monkeypatch.setattr("quire.text.input_processor.MAX_WAITING", 3)
     go, threads = threading.Event(), []
     get = GrammarCompiler.get
 
@@ -158,6 +157,7 @@ def test_forms_wait_for_their_grammars_alone(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(GrammarCompiler, "get", held_up)
     llm = echo_service.linked(echo_service.built())
+    llm.prompts._grammar_threads.max_items = 3
 
     def ask(number: int) -> Any:
         form = Structured("regex", "a" * number)
@@ -165,7 +165,7 @@ def test_forms_wait_for_their_grammars_alone(monkeypatch: pytest.MonkeyPatch) ->
 
     async def all_of_them() -> None:
         waiting = [asyncio.ensure_future(ask(number)) for number in range(1, 4)]
-        await wait_until_async(lambda: llm.prompts._grammar_pool._waiting == 3, "3 grammars wait")
+        await wait_until_async(lambda: len(llm.prompts._grammar_threads.items) == 3, "3 grammars wait")
         assert [prompt.ids for prompt in await llm.prompts.process_prompts(["b" * (LONG_CHARS + 1)])]
         with pytest.raises(Overloaded, match="3 outputs of some form wait for their grammars"):
             await ask(4)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import echo_service
-import httpx
 import jsonschema
 import pytest
-from asking import openai_of, refusal, saying
-from echo_service import Running
-from openai import OpenAI
+from asking import TALK, Talker, choices_of, openai_of, saying
 
 from quire.text.chat_messages import read_messages
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
-from quire.text.tools import MAX_TOOLS, read_tools
+from quire.text.tools import read_tools
 
 pytestmark = pytest.mark.xdist_group(name="tools_http")
 
@@ -32,7 +29,6 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "time"}},
 ]
-TALK: Any = [{"role": "user", "content": "Weather?"}]
 MADE = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
 CALLED: Any = {"role": "assistant", "content": None, "tool_calls": [MADE]}
 HISTORY: Any = [*TALK, CALLED, {"role": "tool", "tool_call_id": "c1", "content": "rain"}]
@@ -44,91 +40,70 @@ BRIEF = (
 
 
 @pytest.fixture(scope="module")
-def said() -> Iterator[tuple[OpenAI, Callable[[str], None], Running]]:
-    """A server whose model says what it is told to."""
-    with saying(BRIEF) as (running, runner), openai_of(running) as client:
-        yield client, runner.say, running
+def said() -> Iterator[Talker]:
+    with saying(BRIEF) as found:
+        yield found
 
 
 def joined(chunks: Any) -> tuple[str, list[list[str]], str | None]:
-    """The text, the calls as [id, name, arguments], and the reason to end of a stream."""
-    text, calls, reason = "", list[list[str]](), None
-    for chunk in chunks:
-        [choice] = chunk.choices
-        text += choice.delta.content or ""
-        reason = choice.finish_reason or reason
-        for piece in choice.delta.tool_calls or ():
-            if piece.id:
-                assert piece.index == len(calls)
-                assert piece.type == "function"
-                calls.append([piece.id, piece.function.name, ""])
-            calls[piece.index][2] += piece.function.arguments
-    return text, calls, reason
+    """The text, the calls and the reason to end of a stream of one choice."""
+    [one] = choices_of(chunks)
+    return one.text, one.calls, one.reason
 
 
-def test_one_call_where_parallel_ones_are_off(said: Any) -> None:
-    client, say, _ = said
-    say(SAID + SAID.partition("\n")[2])
+def test_one_call_where_parallel_ones_are_off(said: Talker) -> None:
+    said.say(SAID + SAID.partition("\n")[2])
     for parallel, count in ((True, 2), (False, 1)):
-        asked: Any = {"model": "echo", "messages": TALK, "tools": TOOLS, "parallel_tool_calls": parallel}
-        [choice] = client.chat.completions.create(**asked).choices
+        asked: Any = {"tools": TOOLS, "parallel_tool_calls": parallel}
+        [choice] = said.chat(**asked).choices
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
         calls = [(call.type, call.function.name, call.function.arguments) for call in choice.message.tool_calls]
         assert [json.loads(arguments) for _, _, arguments in calls] == [{"city": "Paris", "days": 2}] * count
-        text, streamed, reason = joined(client.chat.completions.create(**asked, stream=True))
+        text, streamed, reason = joined(said.chat(**asked, stream=True))
         assert (text, reason) == ("Let me see.", "tool_calls")
         assert [("function", *call[1:]) for call in streamed] == calls
-        with client.chat.completions.stream(**asked) as stream:
+        with said.client.chat.completions.stream(model="echo", messages=TALK, **asked) as stream:
             [helped] = stream.get_final_completion().choices
         assert helped.message.tool_calls[0].function.arguments == calls[0][2]
 
 
-def test_n_and_logprobs_beside_calls(said: Any) -> None:
-    client, say, _ = said
-    say(SAID)
-    asked = {"model": "echo", "messages": TALK, "tools": TOOLS, "n": 2, "logprobs": True}
-    choices = client.chat.completions.create(**asked).choices
+def test_n_and_logprobs_beside_calls(said: Talker) -> None:
+    said.say(SAID)
+    asked = {"tools": TOOLS, "n": 2, "logprobs": True}
+    choices = said.chat(**asked).choices
     assert [choice.message.tool_calls[0].function.name for choice in choices] == ["weather"] * 2
     assert choices[0].message.tool_calls[0].id != choices[1].message.tool_calls[0].id
     tokens = [entry.token for entry in choices[0].logprobs.content]
-    seen = [
-        entry.token
-        for chunk in client.chat.completions.create(**asked, stream=True)
-        for entry in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else ())
-        if chunk.choices[0].index == 0
-    ]
-    assert seen == tokens
+    seen, _ = choices_of(said.chat(**asked, stream=True))
+    assert [entry.token for some in seen.logprobs for entry in some.content] == tokens
 
 
-def test_text_stays_text(said: Any) -> None:
-    client, say, _ = said
+def test_text_stays_text(said: Talker) -> None:
     for text, tools, choice in (("Hello.", TOOLS, "auto"), (SAID, TOOLS, "none"), (SAID, [], "none")):
-        say(text)
-        asked = {"model": "echo", "messages": TALK, "tools": tools, "tool_choice": choice}
-        [done] = client.chat.completions.create(**asked).choices
+        said.say(text)
+        asked = {"tools": tools, "tool_choice": choice}
+        [done] = said.chat(**asked).choices
         assert (done.message.content, done.message.tool_calls, done.finish_reason) == (text, None, "stop")
-        assert joined(client.chat.completions.create(**asked, stream=True)) == (text, [], "stop")
+        assert joined(said.chat(**asked, stream=True)) == (text, [], "stop")
 
 
-def test_a_call_that_is_cut_keeps_its_reason(said: Any) -> None:
-    client, say, _ = said
-    say(SAID)
-    [choice] = client.chat.completions.create(model="echo", messages=TALK, tools=TOOLS, max_tokens=50).choices
+def test_a_call_that_is_cut_keeps_its_reason(said: Talker) -> None:
+    said.say(SAID)
+    [choice] = said.chat(tools=TOOLS, max_tokens=50).choices
     assert choice.finish_reason == "length"
     assert SAID.partition('"arguments": ')[2].startswith(choice.message.tool_calls[0].function.arguments)
 
 
-def test_templates_get_tools_and_calls(said: Any) -> None:
+def test_templates_get_tools_and_calls(said: Talker) -> None:
     """As Hugging Face's do: tools as they are, arguments as objects, no content as an empty one."""
-    _, _, running = said
     body = {"messages": HISTORY, "tools": TOOLS}
-    ids = httpx.post(f"{running.url}/tokenize", json=body).json()["tokens"]
-    text = httpx.post(f"{running.url}/detokenize", json={"tokens": ids}).json()["prompt"]
+    ids = said.http.post("/tokenize", json=body).json()["tokens"]
+    text = said.http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
     head, _, rest = text.partition("<tool_call>")
     assert json.loads(head) == TOOLS
-    assert rest == "user:Weather?;assistant:Paris;tool:rain;"
-    ids = httpx.post(f"{running.url}/tokenize", json={"messages": HISTORY}).json()["tokens"]
-    without = httpx.post(f"{running.url}/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert rest == "user:once upon a time;assistant:Paris;tool:rain;"
+    ids = said.http.post("/tokenize", json={"messages": HISTORY}).json()["tokens"]
+    without = said.http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
     assert without == rest, "it goes on without tools"
 
 
@@ -174,12 +149,11 @@ def test_templates_without_tools_are_told_of_them() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_required_and_named_calls_are_valid(said: Any, seed: int, stream: bool) -> None:
-    client = said[0]
+def test_required_and_named_calls_are_valid(said: Talker, seed: int, stream: bool) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     for choice, parallel in (("required", False), (named, True)):
-        done: Any = client.chat.completions.create(
-            model="echo", messages=TALK, tools=TOOLS[:1], tool_choice=choice, seed=seed, stream=stream,
+        done: Any = said.chat(
+            tools=TOOLS[:1], tool_choice=choice, seed=seed, stream=stream,
             parallel_tool_calls=parallel, max_tokens=100,
         )  # fmt: skip
         if stream:
@@ -195,16 +169,15 @@ def test_required_and_named_calls_are_valid(said: Any, seed: int, stream: bool) 
         jsonschema.validate(json.loads(arguments), WEATHER)
 
 
-def test_required_calls_that_are_cut_leave_no_text(said: Any) -> None:
+def test_required_calls_that_are_cut_leave_no_text(said: Talker) -> None:
     """Wherever it is cut: within a call's name nothing of it is known, and it isn't text."""
-    client, say, _ = said
     arguments = '{"city":"Oslo","days":2}'
     call = f'{{"name":"weather","arguments":{arguments}}}'
-    say(f"[{call},{call}]")
+    said.say(f"[{call},{call}]")
     seen = set()
     for most in range(2, 90, 3):
-        asked: Any = {"model": "echo", "messages": TALK, "tools": TOOLS, "tool_choice": "required", "max_tokens": most}
-        [done] = client.chat.completions.create(**asked).choices
+        asked: Any = {"tools": TOOLS, "tool_choice": "required", "max_tokens": most}
+        [done] = said.chat(**asked).choices
         calls = done.message.tool_calls or ()
         assert (done.message.content or "", done.finish_reason) == ("", "length")
         assert all(arguments.startswith(made.function.arguments) for made in calls)
@@ -220,85 +193,32 @@ def test_required_calls_that_are_cut_leave_no_text(said: Any) -> None:
         ({"$ref": "#/$defs/A", "$defs": {"A": {"const": {"a": 1}}}}, {"a": 1}),
     ],
 )  # fmt: skip
-def test_arguments_are_an_object_and_of_no_parameters_an_empty_one(said: Any, parameters: Any, wanted: Any) -> None:
-    client, say, _ = said
-    say('"once"')
+def test_arguments_are_an_object_and_of_no_parameters_an_empty_one(said: Talker, parameters: Any, wanted: Any) -> None:
+    said.say('"once"')
     tools = tools_of() if parameters is None else tools_of(parameters=parameters)
-    asked: Any = {"model": "echo", "messages": TALK, "tools": tools, "parallel_tool_calls": False, "max_tokens": 60}
+    asked: Any = {"tools": tools, "parallel_tool_calls": False, "max_tokens": 60}
     for choice in ("required", tools_of()[0]):
-        [done] = client.chat.completions.create(**asked, tool_choice=choice).choices
+        [done] = said.chat(**asked, tool_choice=choice).choices
         [made] = done.message.tool_calls
         assert (json.loads(made.function.arguments), done.finish_reason) == (wanted, "tool_calls")
 
 
-def test_a_form_of_the_text_gives_way_to_a_call(said: Any) -> None:
+def test_a_form_of_the_text_gives_way_to_a_call(said: Talker) -> None:
     """As in OpenAI's API: response_format speaks of text, of which there is none."""
-    client, say, running = said
-    say('{"a": 1}')
+    said.say('{"a": 1}')
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"a": 1}}}}
-    asked: Any = {"model": "echo", "messages": TALK, "tools": TOOLS[:1], "response_format": form, "max_tokens": 100,
+    asked: Any = {"tools": TOOLS[:1], "response_format": form, "max_tokens": 100,
                   "parallel_tool_calls": False}  # fmt: skip
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        [done] = client.chat.completions.create(**asked, tool_choice=choice).choices
+        [done] = said.chat(**asked, tool_choice=choice).choices
         [made] = done.message.tool_calls
         jsonschema.validate(json.loads(made.function.arguments), WEATHER)
-    [done] = client.chat.completions.create(**asked, tool_choice="none").choices
+    [done] = said.chat(**asked, tool_choice="none").choices
     assert json.loads(done.message.content) == {"a": 1}
-    wrong = {"messages": TALK, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "xml"}}
-    assert httpx.post(f"{running.url}/v1/chat/completions", json=wrong).json()["error"]["param"] == "response_format"
-    for wrong in ({"prompt": "a", "tools": TOOLS}, {"prompt": "a", "tool_choice": "required"}):
-        assert httpx.post(f"{running.url}/v1/completions", json=wrong).json()["error"]["param"] in wrong
 
 
 def tools_of(**function: Any) -> Any:
     return [{"type": "function", "function": {"name": "a", **function}}]
-
-
-def called(**function: Any) -> Any:
-    """A conversation whose assistant calls."""
-    return [*TALK, {"role": "assistant", "tool_calls": [{"function": function}]}]
-
-
-WIDE = {"type": "object", "properties": {f"p{i}": {} for i in range(10_000)}}
-ELSEWHERE = {"properties": {"x": {"$ref": "http://example.com/x"}}}
-ARGUMENTS = "messages[1].tool_calls[0].function.arguments"
-BAD: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no list": ({"tools": {}}, "tools", "list"),
-    "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools", "tools[0].function.name"),
-    "name of spaces": ({"tools": tools_of(name="a b")}, "tools", "got 'a b'"),
-    "another type": ({"tools": [*TOOLS, {"type": "web_search"}]}, "tools", "tools[2] must be a function"),
-    "twice": ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "tools[2].function.name is 'weather', which another tool has"),
-    "many": ({"tools": TOOLS * MAX_TOOLS}, "tools", "at most 128 entries, got 256"),
-    "10000 parameters": (
-        {"tools": tools_of(parameters=WIDE)},
-        "tools", "tools[0].function.parameters.properties has 10000 entries; the limit is 1024",
-    ),
-    "parameters of a list": ({"tools": tools_of(parameters=[])}, "tools", "be a JSON schema"),
-    "many values": ({"tools": tools_of(parameters={"enum": [0] * 10_000})}, "tools", "8192 JSON values"),
-    "required without tools": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    "an unknown tool": ({"tools": TOOLS, "tool_choice": tools_of(name="x")[0]}, "tool_choice", "names 'x'"),
-    "an unknown choice": ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "got 'maybe'"),
-    "two forms": (
-        {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "guided_regex",
-    ),
-    "a user's call": ({"messages": [{**CALLED, "role": "user"}]}, "messages", "only the assistant calls"),
-    "a call without a name": ({"messages": called()}, "messages", "function.name"),
-    "many calls": (
-        {"messages": [*TALK, {"role": "assistant", "tool_calls": [MADE] * 200}]}, "messages", "got 200",
-    ),
-    "tools as a variable": ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "'tools'"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_named(echo: Running, http: httpx.Client, name: str) -> None:
-    body, param, says = BAD[name]
-    before = echo.metric("quire_prompt_tokens_total")
-    error = refusal(http, "/v1/chat/completions", {"messages": TALK, "max_tokens": 1, **body})
-    assert error["param"] == param, error
-    assert says in error["message"]
-    assert echo.idle()
-    assert echo.metric("quire_prompt_tokens_total") == before, "nothing was queued"
 
 
 FIVE = {"const": 5}
@@ -323,16 +243,14 @@ BOMB = {"allOf": [{"type": "integer", "multipleOf": number} for number in (5, 7,
 )  # fmt: skip
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "a"}}])
 def test_calls_are_held_to_parameters_as_far_as_can_be(
-    said: Any, choice: Any, parameters: Any, lost: str | None
+    said: Talker, choice: Any, parameters: Any, lost: str | None
 ) -> None:
     """What has no grammar is named in a warning, whichever tool has it, and the rest is enforced: that `n` is 5, or
     that arguments are an object."""
-    _, say, running = said
     wrong, held = ('{"n":7}', '{"n":5') if "n" in parameters["properties"] else ("7", "{")
-    say(f'[{{"name":"a","arguments":{wrong}}}]' if choice == "required" else wrong)
-    with httpx.Client(base_url=running.url, timeout=20) as http:
-        body = {"messages": TALK, "tools": [*TOOLS, *tools_of(parameters=parameters)], "tool_choice": choice}
-        answer = http.post("/v1/chat/completions", json={**body, "max_tokens": 60})
+    said.say(f'[{{"name":"a","arguments":{wrong}}}]' if choice == "required" else wrong)
+    body = {"messages": TALK, "tools": [*TOOLS, *tools_of(parameters=parameters)], "tool_choice": choice}
+    answer = said.http.post("/v1/chat/completions", json={**body, "max_tokens": 60})
     assert answer.status_code == 200, answer.text
     warned = answer.headers.get("Warning", "")
     assert (
@@ -340,17 +258,3 @@ def test_calls_are_held_to_parameters_as_far_as_can_be(
     ), warned
     called = answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]
     assert (called["name"], called["arguments"][: len(held)]) == ("a", held)
-
-
-@pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])
-def test_numbers_that_are_none_reach_no_template(http: httpx.Client, number: str) -> None:
-    """A body may have them too, as Python reads it."""
-    call = f'{{"role": "assistant", "tool_calls": [{{"function": {{"name": "f", "arguments": {{"a": {number}}}}}}}]}}'
-    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {{"maximum": {number}}}}}}}'
-    for fields, place in ((f'"messages": [{json.dumps(TALK[0])}, {call}]', "messages[1].tool_calls[0].function.arg"),
-                          (f'"messages": {json.dumps(TALK)}, "tools": [{tool}]', "tools[0] has")):  # fmt: skip
-        headers = {"Content-Type": "application/json"}
-        answer = http.post("/v1/chat/completions", content=f"{{{fields}}}", headers=headers)
-        assert answer.status_code == 400, answer.text
-        assert place in answer.json()["error"]["message"]
-        assert "the number" in answer.json()["error"]["message"]

@@ -17,18 +17,19 @@ import os
 import random
 import re
 import statistics
-import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import httpx
+from served_process import SERVE, served
 
 from quire.bench.machine import machine
 from quire.ipc.engine_loop import HISTORY_IDLE_SECONDS
@@ -41,18 +42,6 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "8,192 pages, 2 fronts, 2 watchers": (2, ("--kv-tokens", "131072", "--fronts", "2")),
 }
 """Watchers, and options of the server."""
-
-
-@contextmanager
-def serving(options: tuple[str, ...]) -> Iterator[int]:
-    """A server: its port."""
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        assert server.stdout is not None
-        line = next(line for line in server.stdout if " at http://" in line)
-        threading.Thread(target=server.stdout.read, daemon=True).start()
-        yield int(re.findall(r"http://\S+?:(\d+)", line)[0])
-        server.terminate()
 
 
 def seconds(port: int) -> float:
@@ -92,7 +81,6 @@ class Watcher:
                 self.took.append(float(re.findall(rb'"took":([\d.]+)', line)[0]))
 
     def leave(self) -> None:
-        """After the next event."""
         self._over = True
         self._thread.join()
         self._answer.close()
@@ -116,17 +104,16 @@ def at_rest(port: int, watchers: int) -> dict[str, Any]:
 
 
 def sizes(watchers: list[Watcher]) -> dict[str, Any]:
-    """Of events, and of looks."""
     looks = [seconds for watcher in watchers for seconds in watcher.took]
     size = sum(watcher.bytes for watcher in watchers) // len(looks)
     return {"events": len(looks), "event_bytes": size, "engine_ms_a_look": round(1000 * statistics.fmean(looks), 3)}
 
 
 def measured(case: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of one case."""
     watchers, options = CASES[case]
     rounds: list[dict[str, Any]] = []
-    with serving(options) as port:
+    with tempfile.TemporaryDirectory() as folder, served(Path(folder), *options, command=SERVE) as server:
+        port = int(server.ready().url.rpartition(":")[2])
         ask(port, given.tokens, given.requests, 0)
         rest = at_rest(port, watchers)
         print(case, json.dumps(rest), flush=True)
@@ -152,7 +139,6 @@ def measured(case: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratio(rounds: list[dict[str, Any]], name: str) -> float:
-    """Of what was watched to what wasn't, in the median round."""
     return round(statistics.median(one["watched"][name] / one["alone"][name] for one in rounds), 4)
 
 

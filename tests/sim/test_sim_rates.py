@@ -53,31 +53,26 @@ def test_the_rate_of_a_server_that_is_known(output: int, seqs: int, most: float)
     assert 0.97 * most <= found <= 1.03 * most
 
 
+def searched(most: float, *search: float) -> tuple[float, list[float]]:
+    """The rate that a search finds where `most` is the highest, and the rates that it tried."""
+    tried: list[float] = []
+    found = highest_rate(lambda rate: tried.append(rate) or rate <= most, *search)  # type: ignore[func-returns-value]
+    return found, tried
+
+
 @pytest.mark.parametrize("start", [1e-3, 1.0, 3.7, 500.0])
 def test_bisection_ends_within_its_tolerance(start: float) -> None:
-    asked: list[float] = []
-
-    def sustains(rate: float) -> bool:
-        asked.append(rate)
-        return rate <= 3.7
-
-    found = highest_rate(sustains, start, tolerance=0.01)
+    found, tried = searched(3.7, start, 0.01)
     assert found <= 3.7 < found * 1.01
-    assert len(asked) < 40
-    assert len(set(asked)) == len(asked)
+    assert len(tried) < 40
+    assert len(set(tried)) == len(tried)
 
 
 def test_steps_of_the_search_grow() -> None:
-    asked: list[float] = []
-
-    def sustains(rate: float) -> bool:
-        asked.append(rate)
-        return rate <= 1.0
-
-    found = highest_rate(sustains, 40.0, 0.02, 1.1, 2.0)
+    found, tried = searched(1.0, 40.0, 0.02, 1.1, 2.0)
     assert found <= 1.0 < found * 1.02
-    assert asked[:4] == pytest.approx([40.0, 40 / 1.1, 40 / 1.1**3, 40 / 1.1**7])
-    assert len(asked) < 18
+    assert tried[:4] == pytest.approx([40.0, 40 / 1.1, 40 / 1.1**3, 40 / 1.1**7])
+    assert len(tried) < 18
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from waiting import wait_until
 
 from quire.errors import EngineDead, InputError, Overloaded
 from quire.protocol.structured_output import StructuredOutputsParams
-from quire.text.grammars import trial_process
+from quire.text import isolated_process
+from quire.text.grammars import trial_process, trial_worker
 from quire.text.grammars.compiler import GrammarCompiler
 from quire.text.grammars.trial_worker import MAX_SECONDS
 
@@ -61,12 +62,13 @@ def wait_gone(pid: int, states: str = "XZ") -> None:
 
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str]) -> None:
     """Have another program try: this one, changed."""
-    text = trial_process.PROGRAM.read_text()
+    text = Path(trial_worker.__file__).read_text()
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
     (tmp_path / "trial.py").write_text(text)
-    monkeypatch.setattr(trial_process, "PROGRAM", tmp_path / "trial.py")
+    boot = f"import sys; sys.path += sys.argv[1:]; exec(open({str(tmp_path / 'trial.py')!r}).read()); main()"
+    monkeypatch.setattr(isolated_process, "BOOT", boot)
 
 
 @pytest.mark.parametrize("asked", [
@@ -145,7 +147,9 @@ def test_one_that_does_not_answer_is_left(grammars: GrammarCompiler, monkeypatch
     get(grammars, regex="b")
 
 
-@pytest.mark.parametrize("change", [("import json", "raise SystemExit(3)"), ('    _write("")', "    _write('x' * 9)")])
+@pytest.mark.parametrize(
+    "change", [("import signal", "raise SystemExit(3)"), ('    write_frame("")', "    write_frame('x' * 9)")]
+)
 def test_one_that_does_not_come_up(
     change: tuple[str, str], grammars: GrammarCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,21 +158,18 @@ REFUSED: list[tuple[Any, str, str]] = [
 ]  # fmt: skip
 
 
+def accepted(grammars: GrammarCompiler, asked: Structured, text: str) -> bool:
+    place = grammars.get(asked).new_matcher()
+    tokens = [*echo_service.tokenizer().encode(text, add_special_tokens=False), END]
+    return all(place.accept(token) == "" for token in tokens)
+
+
 @pytest.mark.parametrize(("schema", "good", "bad"), ENFORCED)
 def test_keywords_that_are_enforced(grammars: GrammarCompiler, schema: Any, good: list[Any], bad: list[Any]) -> None:
     """Texts of what fulfils a schema are of its form, others aren't; jsonschema says the same of both."""
     for value, fulfils in [(one, True) for one in good] + [(one, False) for one in bad]:
         assert jsonschema.Draft202012Validator(schema, format_checker=FORMATS).is_valid(value) == fulfils
-        place = grammars.get(form(json=schema)).new_matcher()
-        text = json.dumps(value)
-        tokens = [*echo_service.tokenizer().encode(text, add_special_tokens=False), END]
-        assert all(place.accept(token) == "" for token in tokens) == fulfils, text
-
-
-def accepted(grammars: GrammarCompiler, asked: Structured, text: str) -> bool:
-    place = grammars.get(asked).new_matcher()
-    tokens = [*echo_service.tokenizer().encode(text, add_special_tokens=False), END]
-    return all(place.accept(token) == "" for token in tokens)
+        assert accepted(grammars, form(json=schema), json.dumps(value)) == fulfils, value
 
 
 @pytest.mark.parametrize(

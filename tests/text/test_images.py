@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from picture_files import BLUE, RED, chunk, drawn, mutated, png_of, small_files, uri, written
+from picture_files import BLUE, RED, chunk, decode_file, drawn, mutated, png_of, small_files, uri, written
 from PIL import Image, ImageCms, PngImagePlugin
 
 from quire.errors import InputError
 from quire.protocol.image_tiling import MAX_IMAGE_SIDE
 from quire.text.images import decode
-from quire.text.images.decode import ImageLimits, check_size, decode_file, read_checked_header, read_data_uri
+from quire.text.images.decode import ImageLimits, check_size, read_checked_header, read_data_uri
 from quire.text.images.headers import MAX_SCANS, read_header
 
 LIMITS = ImageLimits()

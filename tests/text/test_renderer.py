@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -200,32 +201,30 @@ def test_a_renderer_without_python_says_so(monkeypatch: pytest.MonkeyPatch) -> N
         renderer.compile("x")
 
 
-def test_a_process_that_does_not_run_costs_no_request() -> None:
-    """It was stopped, or the machine is too busy: another one is asked."""
+@pytest.fixture
+def stopped() -> Iterator[TemplateProcess]:
+    """A process that does not run: it was stopped, or the machine is too busy."""
     renderer = TemplateProcess()
-    try:
-        renderer.compile("{{ a }}")
-        os.kill(renderer._pid, signal.SIGSTOP)
-        assert renderer.render({"a": "said"}, 1.0, 100) == "said"
-    finally:
-        renderer.close()
+    renderer.compile("{{ a }}")
+    os.kill(renderer._process.pid, signal.SIGSTOP)
+    yield renderer
+    renderer.close()
 
 
-def test_who_never_gets_to_run_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_run_costs_no_request(stopped: TemplateProcess) -> None:
+    """Another one is asked."""
+    assert stopped.render({"a": "said"}, 1.0, 100) == "said"
+
+
+def test_a_request_without_processor_time_is_refused(stopped: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     start = TemplateProcess._start
 
-    def stopped(self: TemplateProcess) -> None:
+    def start_stopped(self: TemplateProcess) -> None:
         start(self)
         self._is_up = True
-        os.kill(self._pid, signal.SIGSTOP)
+        os.kill(self._process.pid, signal.SIGSTOP)
 
-    renderer = TemplateProcess()
-    try:
-        renderer.compile("{{ a }}")
-        os.kill(renderer._pid, signal.SIGSTOP)
-        monkeypatch.setattr(TemplateProcess, "_start", stopped)
-        monkeypatch.setattr(TemplateProcess, "_recompile", lambda self: None)
-        with pytest.raises(Overloaded, match="gets no processor time"):
-            renderer.render({"a": "said"}, 0.4, 100)
-    finally:
-        renderer.close()
+    monkeypatch.setattr(TemplateProcess, "_start", start_stopped)
+    monkeypatch.setattr(TemplateProcess, "_recompile", lambda self: None)
+    with pytest.raises(Overloaded, match="gets no processor time"):
+        stopped.render({"a": "said"}, 0.4, 100)

@@ -140,7 +140,7 @@ def test_who_is_cancelled_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
         arrays.clear()
         for _ in range(2):
             assert await asyncio.to_thread(begun.acquire, timeout=30)
-        assert len(eyes._pending) == 4
+        assert len(eyes._threads.items) == 4
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
@@ -156,7 +156,7 @@ def test_who_is_cancelled_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
         go.set()
         assert sum(isinstance(found, list) for found in await asyncio.gather(*more, return_exceptions=True)) == 2
         assert len(await eyes.load_async([ImageSource("a", PNG)], "")) == 1
-        await wait_until_async(lambda: not eyes._pending, "the thread of a cancelled request is done")
+        await wait_until_async(lambda: not eyes._threads.items, "the thread of a cancelled request is done")
 
     monkeypatch.setattr(eyes.processor, "prepare", slowly)
     asyncio.run(all_of_them())

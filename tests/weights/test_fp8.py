@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from test_grouped import logprobs
-from test_loading import put, rewrite, same
+from test_loading import blank, put, rewrite, same
 from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -130,13 +130,11 @@ def publish(folder: Path, said: dict[str, Any], kind: str, quantise: Callable[[s
 
 
 def loaded(folder: Path, in_fp8: bool = False, asked: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    """Our model; its parameters begin as NaN, so that one that isn't filled shows."""
+    """Our model."""
     config = read_config(folder)
     scheme = resolve_fp8_scheme(config, asked)
     assert scheme is not None
-    model = fp8.create_fp8_model(config, dtype, CPU, scheme) if in_fp8 else fp8.create_model(config, dtype, CPU, scheme)
-    for parameter in model.parameters():
-        parameter.data.view(torch.uint8).fill_(0xFF)
+    model = blank((fp8.create_fp8_model if in_fp8 else fp8.create_model)(config, dtype, CPU, scheme))
     for scale in scales_of(model).values():
         scale.fill_(torch.nan)
     load_weights(model, folder, scheme=scheme)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_loading import put, rewrite
+from test_loading import blank, put, rewrite
 from torch import Tensor
 
 from quire.config import EngineConfig
@@ -140,14 +140,11 @@ def test_published_checkpoints(
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32, part: Shard = UNSHARDED) -> Any:
-    """Our model, or a rank's; its parameters begin as NaN, so that one that isn't filled shows."""
+    """Our model, or a rank's."""
     config = read_config(folder)
     scheme = resolve_scheme(config, None)
     assert isinstance(scheme, LowBitScheme)
-    model = create_model(config, dtype, torch.device("cpu"), scheme, shard=part)
-    for parameter in model.parameters():
-        if not parameter.is_meta:
-            parameter.data.view(torch.uint8).fill_(0xFF)
+    model = blank(create_model(config, dtype, torch.device("cpu"), scheme, shard=part))
     model.read_bytes = load_weights(model, folder, scheme=scheme).read_bytes
     return model
 

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_fp8 import BLOCKS, compressed
+from test_loading import blank
 from thread_ranks import Meeting, ThreadExchange
 from torch import Tensor
 
@@ -117,9 +118,7 @@ def test_shards_of_dummy_weights_are_slices_and_a_rank_reads_no_more_than_its_ow
     for ranks in (2, 4, 8):
         for rank in range(ranks):
             part, spec = Shard(rank, ranks), read_spec(CONFIGS[name], Shard(rank, ranks))
-            drawn, loaded = made(CONFIGS[name], part), made(CONFIGS[name], part)
-            for parameter in (*drawn.parameters(), *loaded.parameters()):
-                parameter.fill_(torch.nan)
+            drawn, loaded = blank(made(CONFIGS[name], part)), blank(made(CONFIGS[name], part))
             fill_dummy_weights(drawn, 5)
             Counting.read = 0
             read_bytes = load_weights(loaded, tmp_path).read_bytes
@@ -202,15 +201,8 @@ def assert_slices(build: Build, ranks: int) -> list[Any]:
     return shards
 
 
-def blank(model: Any) -> Any:
-    for parameter in model.parameters():
-        if not parameter.is_meta:
-            parameter.data.view(torch.uint8).fill_(0xFF)
-    return model
-
-
 def built_by(make: Callable[[Shard], Any], fill: Callable[..., object]) -> Build:
-    """A rank's model by `make`, filled by `fill`. Its parameters begin as NaN, so that one that isn't filled shows."""
+    """A rank's model by `make`, filled by `fill`."""
 
     def build(part: Shard, most: Any) -> Any:
         model = blank(make(part))
@@ -227,10 +219,8 @@ def test_weights_that_become_fp8(name: str, in_fp8: bool, tmp_path: Path) -> Non
     """A rank's columns are a multiple of 16, which the kernels take; else they would be in the model's dtype."""
     config = {**CONFIGS[name], "intermediate_size": 192}
     publish(config, tmp_path)
-    make, fill = (
-        fp8.create_fp8_model if in_fp8 else fp8.create_model,
-        partial(load_weights, folder=tmp_path, scheme=FP8_ON_LOAD),
-    )
+    make = fp8.create_fp8_model if in_fp8 else fp8.create_model
+    fill = partial(load_weights, folder=tmp_path, scheme=FP8_ON_LOAD)
     build = built_by(lambda part: make(config, torch.float32, CPU, FP8_ON_LOAD, part), fill)
     shards = assert_slices(build, 4 if "copied" in name else 2)
     alone = blank(fp8.create_model(config, torch.float32, CPU, FP8_ON_LOAD, Shard(0, 2)))
@@ -251,10 +241,8 @@ def test_checkpoints_in_fp8(said: dict[str, Any], kind: str, in_fp8: bool, tmp_p
     config = read_config(tmp_path)
     scheme = resolve_fp8_scheme(config, None)
     assert isinstance(scheme, FP8Scheme)
-    make, fill = (
-        fp8.create_fp8_model if in_fp8 else fp8.create_model,
-        partial(load_weights, folder=tmp_path, scheme=scheme),
-    )
+    make = fp8.create_fp8_model if in_fp8 else fp8.create_model
+    fill = partial(load_weights, folder=tmp_path, scheme=scheme)
     build = built_by(lambda part: make(config, torch.float32, CPU, scheme, part), fill)
     shards, whole = assert_slices(build, 2), build(UNSHARDED, None)
     spare = 2 * 97 * 512 * 4 + 5 * 512 * 4 + 64 * 1024  # embedding, head, norms, scales

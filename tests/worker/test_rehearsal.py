@@ -101,30 +101,23 @@ def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "kind", "words"),
     [
-        torch.OutOfMemoryError("Tried to allocate 2 GiB.\nMuch more follows"),
-        RuntimeError("CUDA error: out of memory\nMuch more follows"),
+        (torch.OutOfMemoryError("Tried to allocate 2 GiB.\nMuch more follows"), StartupError,
+         r"^out of memory on cpu at start: Tried to allocate 2 GiB\.\. Use .* --kv-gib, --swap-gib, [^\n]*$"),
+        (RuntimeError("CUDA error: out of memory\nMuch more follows"), StartupError,
+         r"^out of memory on cpu at start: CUDA error: out of memory\. Use .* --kv-gib, --swap-gib, [^\n]*$"),
+        (RuntimeError("an illegal memory access"), RuntimeError, "^an illegal memory access$"),
     ],
-)
-def test_too_little_memory_at_start_is_explained(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
-    def none_left(*_: object) -> None:
+)  # fmt: skip
+def test_too_little_memory_at_start_is_explained_and_other_errors_are_their_own(
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError, kind: type[Exception], words: str
+) -> None:
+    def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(ModelRunner, "warm_up", none_left)
-    with pytest.raises(StartupError, match=r"out of memory on cpu at start: (Tried to allocate 2 GiB|CUDA)") as refused:
-        build(EngineConfig(device="cpu", kv_tokens=512))
-    assert "--kv-gib" in str(refused.value)
-    assert "--swap-gib" in str(refused.value)
-    assert "Much more" not in str(refused.value)
-
-
-def test_other_errors_at_start_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("an illegal memory access")
-
-    monkeypatch.setattr(ModelRunner, "warm_up", broken)
-    with pytest.raises(RuntimeError, match="illegal"):
+    monkeypatch.setattr(ModelRunner, "warm_up", fail)
+    with pytest.raises(kind, match=words):
         build(EngineConfig(device="cpu", kv_tokens=512))
 
 

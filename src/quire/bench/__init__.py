@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.bench import arrivals, calibrate, preemption, runs, structured, traces
+from quire.bench import arrivals, runs, traces
+from quire.bench.arguments import add_numbers
 from quire.bench.document import document, table, write
 from quire.bench.drive import Load
 from quire.bench.fleet import EACH
@@ -31,9 +33,19 @@ class Entry(NamedTuple):
     about: str
     run: Run
     show: Callable[[Sequence[dict[str, Any]]], str]
-    flags: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    flags: Callable[[argparse.ArgumentParser], None]
     engine_flags: bool = False
     more: Callable[[Sequence[dict[str, Any]]], dict[str, Any]] = lambda results: {}
+
+    @classmethod
+    def of(cls, module: str, about: str, engine_flags: bool = False) -> Entry:
+        """Return the entry whose functions have these names in a module, which is imported when one is called. `flags`
+        and `more` may be missing there."""
+
+        def function(name: str, absent: Any = None) -> Callable[[Any], Any]:
+            return lambda argument: getattr(import_module(module), name, lambda _: absent)(argument)
+
+        return cls(about, function("run"), function("show"), function("flags"), engine_flags, function("more", {}))
 
 
 def main(args: list[str]) -> int:
@@ -43,8 +55,8 @@ def main(args: list[str]) -> int:
         further = "; a checkout of the repository has further ones" if entries is ENTRIES else ""
         remedy = f"Known: {', '.join(entries)}{further}"
         raise StartupError(f"there is no benchmark named {args[0][:40]!r}", remedy)
-    given = _parser(entries).parse_args(args)
-    given.said = args
+    given = _parser(entries, args[0] if args else "").parse_args(args)
+    given.arguments = args
     if given.entry in (None, "list"):
         print(table(("name", "what"), [(name, entry.about) for name, entry in entries.items()]))
         return 0
@@ -62,14 +74,19 @@ def all_entries() -> dict[str, Entry]:
     return ENTRIES if further is None else {**ENTRIES, **further.ENTRIES}
 
 
-def _parser(entries: Mapping[str, Entry]) -> Parser:
+def _parser(entries: Mapping[str, Entry], chosen: str) -> Parser:
+    """Return the parser of all entries; only that of the `chosen` one has its arguments."""
     parser = Parser(prog="quire bench", description="Measure this engine or a server.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="entry", metavar="NAME", parser_class=Parser)
     commands.add_parser("list", help="list the measurements")
     for name, entry in entries.items():
         sub = commands.add_parser(name, help=entry.about, description=entry.about, allow_abbrev=False)
+        if name != chosen:
+            continue
         if entry.engine_flags:
             add_engine_flags(sub)
+        else:
+            sub.add_argument("--debug", action="store_true", help="show tracebacks")
         entry.flags(sub)
         sub.add_argument("--out", metavar="FILE", help="write the results as JSON")
     return parser
@@ -77,24 +94,17 @@ def _parser(entries: Mapping[str, Entry]) -> Parser:
 
 def _workload_flags(default: str) -> Callable[[argparse.ArgumentParser], None]:
     def add(parser: argparse.ArgumentParser) -> None:
-        group = parser.add_argument_group("measurement")
+        group = add_numbers(
+            parser, "measurement", repeat=(3, "measured runs"), warmup=(1, "warm-up runs"),
+            n=(1, "sequences of each request"), best_of=(None, "sequences from which the n best are selected"),
+            beam_width=(None, "beam search with N beams"),
+            temperature=(0.0, "sampling temperature; 0 is greedy"),
+            trace_requests=(None, "only the first N of each trace"),
+        )  # fmt: skip
         group.add_argument("--workload", action="append", metavar="NAME",
                            help=f"{EXPECTED}; may be given repeatedly (default: {default})")  # fmt: skip
         group.add_argument("--trace", action="append", metavar="FILE",
                            help="requests of a file, JSONL or ShareGPT's JSON; may be given repeatedly")  # fmt: skip
-        group.add_argument("--trace-requests", type=int, metavar="N", help="only the first N of each trace")
-        group.add_argument("--repeat", type=int, default=3, metavar="N", help="measured runs (default: %(default)s)")
-        group.add_argument("--warmup", type=int, default=1, metavar="N", help="warm-up runs (default: %(default)s)")
-        group.add_argument("--n", type=int, default=1, metavar="N", help="sequences of each request (default: 1)")
-        group.add_argument("--best-of", type=int, metavar="N", help="sequences from which the n best are selected")
-        group.add_argument("--beam-width", type=int, metavar="N", help="beam search with N beams")
-        group.add_argument(
-            "--temperature",
-            type=float,
-            default=0.0,
-            metavar="X",
-            help="sampling temperature; 0, the default, is greedy",
-        )
         parser.set_defaults(default_workload=default)
 
     return add
@@ -102,30 +112,24 @@ def _workload_flags(default: str) -> Callable[[argparse.ArgumentParser], None]:
 
 def _serve_flags(parser: argparse.ArgumentParser) -> None:
     _workload_flags("sharegpt@64")(parser)
-    group = parser.add_argument_group("service")
+    group = add_numbers(
+        parser, "service",
+        concurrency=(8, "concurrent requests, if neither option nor a trace gives arrival times"),
+        vocab_size=(1024, "with --url: prompts contain token ids below N"),
+        clients=(None, f"with --url: processes that send requests and time responses (default: one for each {EACH} "
+                       "concurrent requests, at most half the number of cores)"),
+    )  # fmt: skip
     group.add_argument("--arrivals", metavar="HOW", help=f"arrival times: {arrivals.EXPECTED}")
     group.add_argument("--rate", type=float, metavar="X", help="the same as --arrivals poisson:X; inf: all at once")
-    group.add_argument("--concurrency", type=int, default=8, metavar="N",
-                       help="concurrent requests, if neither option nor a trace gives arrival times "
-                            "(default: %(default)s)")  # fmt: skip
     group.add_argument("--url", metavar="URL", help="measure the OpenAI-compatible server at URL, not a local engine")
-    group.add_argument("--vocab-size", type=int, default=1024, metavar="N",
-                       help="with --url: prompts contain token ids below N (default: %(default)s)")  # fmt: skip
-    group.add_argument("--clients", type=int, metavar="N",
-                       help="with --url: processes that send requests and time responses (default: one for each "
-                            f"{EACH} concurrent requests, at most half the number of cores)")  # fmt: skip
     group.add_argument("--prompts", choices=("ids", "text"), default="ids",
                        help="with --url: send prompts as token ids (the default), or as the text that --tokenizer or "
                             "the model's decodes them to, whose tokens the server counts")  # fmt: skip
     group.add_argument("--chunk-usage", action="store_true",
                        help="with --url: request the number of tokens so far in each chunk, to divide the time between "
                             "chunks by the tokens of each")  # fmt: skip
-    group.add_argument(
-        "--watch-memory",
-        type=float,
-        metavar="S",
-        help="with --url: sample the server's memory metrics every S seconds, by layer type",
-    )
+    group.add_argument("--watch-memory", type=float, metavar="S",
+                       help="with --url: sample the server's memory every S seconds, by layer type")  # fmt: skip
 
 
 def _traced(run: Run) -> Run:
@@ -153,30 +157,6 @@ def _serve(args: argparse.Namespace) -> list[dict[str, Any]]:
     return runs.measure(args, lambda workload, seed: Load(workload.arrivals))
 
 
-def _kernels(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from quire.bench import cpu_kernels, kernels  # both import torch, which the other entries don't need
-
-    if cpu_kernels.asked(args.family) and args.tp is args.model_config is None:
-        return cpu_kernels.run(args)
-    return kernels.run(args)
-
-
-def _show_kernels(results: Sequence[dict[str, Any]]) -> str:
-    from quire.bench import kernels
-
-    return kernels.show(results)
-
-
-def _kernels_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--family", action="append", metavar="NAME",
-                        help="copies, swaps, decodes, ..., or, on a CPU, products, kv; may be given repeatedly "
-                             "(default: all of a GPU's)")  # fmt: skip
-    parser.add_argument("--tp", type=int, metavar="N",
-                        help="GPU only: decodes and linears with the sizes of one of N ranks")  # fmt: skip
-    parser.add_argument("--model-config", metavar="NAME", help="Llama config of these sizes (default: llama3-8b)")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-
-
 ENTRIES: dict[str, Entry] = {
     "throughput": Entry(
         "all requests at once", _traced(runs.throughput), runs.show, _workload_flags("sharegpt@64"), engine_flags=True
@@ -188,16 +168,9 @@ ENTRIES: dict[str, Entry] = {
         "requests that arrive over time, at a local engine or a server", _traced(_serve), runs.show, _serve_flags,
         engine_flags=True,
     ),
-    "kernels": Entry("every kernel, compared with the device's ceilings", _kernels, _show_kernels, _kernels_flags),
-    "structured": Entry(
-        "the cost of grammars, and the gain of forced tokens", structured.run, structured.show, structured.flags
-    ),
-    "preemption": Entry(
-        "the cost of swapping and recomputation, for --calibration; --compare: their gain", preemption.run,
-        preemption.show, preemption.flags, engine_flags=True, more=preemption.costs_of,
-    ),
-    "calibrate": Entry(
-        "the cost of steps, for quire simulate --calibration", calibrate.run, calibrate.show, calibrate.flags,
-        engine_flags=True, more=calibrate.calibration_of,
-    ),
+    "kernels": Entry.of("quire.bench.kernels", "every kernel, compared with the device's ceilings"),
+    "structured": Entry.of("quire.bench.structured", "the cost of grammars, and the gain of forced tokens", True),
+    "preemption": Entry.of("quire.bench.preemption",
+                           "the cost of swapping and recomputation, for --calibration; --compare: their gain", True),
+    "calibrate": Entry.of("quire.bench.calibrate", "the cost of steps, for quire simulate --calibration", True),
 }  # fmt: skip

@@ -311,7 +311,7 @@ def _swap_byte(path: str) -> float:
     return found
 
 
-def calibration_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def more(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the document that `quire simulate --calibration` reads."""
     keys = ("device", "kind", "model", "dtype", "depth", "memory_bytes", "kv_bytes", "coefficients", "error", "source")
     return {key: results[0][key] for key in keys}

@@ -23,13 +23,9 @@ def document(
     """Return the document. `real` is False if any number comes from a simulation. `program` is "quire bench" or "quire
     reproduce"."""
     return {
-        "name": name,
-        "command": f"{program} {shlex.join(args)}",
-        "machine": machine(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "real": real,
-        "results": results,
-    }
+        "name": name, "command": f"{program} {shlex.join(args)}", "machine": machine(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "real": real, "results": results,
+    }  # fmt: skip
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

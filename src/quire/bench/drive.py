@@ -56,24 +56,6 @@ class Decoding(NamedTuple):
         )  # fmt: skip
 
 
-class Saved:
-    """Memory saved by sharing (PagedAttention Figure 15), summed over steps."""
-
-    def __init__(self) -> None:
-        self.tables = self.saved = 0
-
-    def sample(self, engine: Engine) -> None:
-        """Add a sample; call this after each step."""
-        sharing = engine.scheduler.memory.account().sharing
-        self.tables += sharing.tables
-        self.saved += sharing.saved
-
-    @property
-    def share(self) -> float:
-        """Return pages saved / pages needed without sharing."""
-        return self.saved / self.tables if self.tables else 0.0
-
-
 class Watch:
     """The counters of an engine since this object was made, and the mean of its memory samples by category."""
 
@@ -83,32 +65,27 @@ class Watch:
         self._spent = 0.0
         self._samples: list[Usage] = []
         self._running = self._steps = 0
-        self._saved = Saved()
+        self._tables = self._saved = 0  # pages that sequences need without sharing, and those saved by it, over steps
         self._before = self._counters()
 
     def _counters(self) -> dict[str, int]:
         stats, scheduler = self.engine.stats, self.engine.scheduler
         sharing = scheduler.memory.account().sharing
         return {
-            "steps": stats.steps,
-            "rows": stats.rows,
-            "preemptions": scheduler.num_preemptions,
+            "steps": stats.steps, "rows": stats.rows, "preemptions": scheduler.num_preemptions,
             **{f"preemptions_{way}": count for way, count in scheduler.preemption_counts.items()},
-            "swapped_out_bytes": sharing.swapped_out,
-            "swapped_in_bytes": sharing.swapped_in,
-            "copied_pages": sharing.copies,
-            "prefix_hit_tokens": sharing.hits,
-            "prefix_query_tokens": sharing.queries,
-            "encoder_runs": sharing.encoder_runs,
-            "encoder_parts": sharing.encoder_parts,
+            "swapped_out_bytes": sharing.swapped_out, "swapped_in_bytes": sharing.swapped_in,
+            "copied_pages": sharing.copies, "prefix_hit_tokens": sharing.hits, "prefix_query_tokens": sharing.queries,
+            "encoder_runs": sharing.encoder_runs, "encoder_parts": sharing.encoder_parts,
             "picture_hits": sharing.picture_hits,
-        }
+        }  # fmt: skip
 
     def step(self, outputs: Sequence[BranchOutput]) -> None:
         """Update the counters; call this after each step. Requests that the step ended count as running in it."""
         self._steps += 1
         self._running += len(self.engine.scheduler.running) + sum(output.done for output in outputs)
-        self._saved.sample(self.engine)
+        sharing = self.engine.scheduler.memory.account().sharing
+        self._tables, self._saved = self._tables + sharing.tables, self._saved + sharing.saved
         now = time.perf_counter()
         if not self._samples or self._spent < WATCHING * (now - self._began):
             self._samples.append(self.engine.scheduler.memory.account().usage)
@@ -123,13 +100,10 @@ class Watch:
             for i, name in enumerate(Usage._fields)
         }
         return {
-            **counts,
-            "mean_batch": rows / counts["steps"],
-            "mean_running": self._running / self._steps,
-            "memory_bytes": usage,
-            "memory_samples": len(self._samples),
-            "sharing_saved": self._saved.share,
-        }
+            **counts, "mean_batch": rows / counts["steps"], "mean_running": self._running / self._steps,
+            "memory_bytes": usage, "memory_samples": len(self._samples),
+            "sharing_saved": self._saved / self._tables if self._tables else 0.0,
+        }  # fmt: skip
 
 
 def drive(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from quire.bench.workloads import ASKED, MAX_REQUESTS, Sketch, Workload, parse
+from quire.bench.workloads import ASKED, MAX_REQUESTS, RequestSpec, Workload, parse
 from quire.errors import StartupError
 
 BLOCK = 4096  # requests of a block
@@ -39,12 +39,12 @@ class Endless(Workload):
         """Return the number of requests of a block."""
         return ASKED * ARTICLES if self.name == "arxiv-qa" else BLOCK
 
-    def sketches(self, seed: int = 0) -> list[Sketch]:
+    def specs(self, seed: int = 0) -> list[RequestSpec]:
         """Return the first requests, without their tokens; block i is drawn from `seed` + i and has documents of its
         own."""
-        found: list[Sketch] = []
+        found: list[RequestSpec] = []
         for i in range(-(-self.requests // self.block)):
-            for one in parse(f"{self.name}@{self.block}").sketches(seed + i):
+            for one in parse(f"{self.name}@{self.block}").specs(seed + i):
                 own = i > 0 and one.prefix_id.startswith("document")
                 found.append(one._replace(prefix_id=f"{one.prefix_id} of block {i}") if own else one)
         return found[: self.requests]

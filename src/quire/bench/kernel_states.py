@@ -41,7 +41,7 @@ def _weights() -> Weights:
     return Weights(_random(INNER, TAPS), _random(INNER), A, torch.zeros(INNER, device="cuda"))
 
 
-def placed(pages: int, ssm: torch.dtype) -> list[StateCache]:
+def zero_states(pages: int, ssm: torch.dtype) -> list[StateCache]:
     """Return zero states of all layers, in pages that hold one layer after another."""
     sizes = INNER * (TAPS - 1) * 2, INNER * SIZE * ssm.itemsize
     page = LAYERS * sum(sizes)
@@ -72,7 +72,7 @@ def states() -> Iterator[Case]:
 def _steps(rows: int, ssm: torch.dtype, name: str, weights: Weights) -> Iterator[Case]:
     moved = rows * INNER * SIZE * ssm.itemsize * 2 + rows * INNER * 2 * 4 + INNER * SIZE * 4
     groups = -(-inputs(moved) // LAYERS)
-    caches = placed(rows * groups + 1, ssm)
+    caches = zero_states(rows * groups + 1, ssm)
     order = (torch.randperm(rows * groups, device="cuda") + 1).view(groups, rows, 1)
     slots, positions = torch.arange(rows, device="cuda"), torch.full((rows,), RUN // 4, device="cuda")
     plans = [StatePlan.for_decode(table, slots, positions, RUN) for table in order]
@@ -85,7 +85,7 @@ def _steps(rows: int, ssm: torch.dtype, name: str, weights: Weights) -> Iterator
 
 def _prompts(rows: int, length: int, ssm: torch.dtype, name: str, weights: Weights) -> Iterator[Case]:
     runs, total = -(-length // RUN), rows * length
-    caches = placed(rows * runs + 1, ssm)[:1]
+    caches = zero_states(rows * runs + 1, ssm)[:1]
     pages = torch.arange(1, rows * runs + 1, device="cuda").view(rows, runs)
     lengths = torch.full((rows,), length, device="cuda")
     zero, tiles = torch.zeros_like(lengths), torch.from_numpy(make_state_tiles(np.full(rows, length))).cuda()
@@ -156,11 +156,11 @@ def experts() -> Iterator[Case]:
 def crossed() -> Iterator[Case]:
     """Yield the cases of cross attention: one token of each row attends to all rows of its own image. All page tables
     form one column, as in a runner (worker/cross_attention.py)."""
-    from quire.bench.placed_kv import decode_calls, placed
+    from quire.bench.kv_batches import decode_calls, random_kv
 
     for rows in (1, 8, 32):
         size = 2 * rows * KV_HEADS * PICTURE * DIM * 2
-        where = placed(rows, PICTURE, KV_HEADS, DIM, PAGE, min(inputs(size), LAYERS), torch.bfloat16, HEADS)
+        where = random_kv(rows, PICTURE, KV_HEADS, DIM, PAGE, min(inputs(size), LAYERS), torch.bfloat16, HEADS)
         width = where.tables.shape[1]
         column = where._replace(tables=where.tables.view(-1, 1), slots=where.slots * width)
         yield Case("cross attention", f"{rows} x {PICTURE}", decode_calls(column), size)

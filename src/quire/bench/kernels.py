@@ -21,9 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from quire.bench import cpu_kernels
+from quire.bench.arguments import add_numbers
 from quire.bench.document import short, table
 from quire.bench.kernel_states import crossed, experts, states
-from quire.bench.placed_kv import Placed, decode_calls, placed, random_tensor
+from quire.bench.kv_batches import KVBatch, decode_calls, random_kv, random_tensor
 from quire.bench.rank_kernels import DECODES, LAYERS, LLAMA_8B, PAGE, Shape, decodes, products, shape_of
 from quire.bench.replay import Call, Case, ceilings, inputs, need_gpu, result, timed
 from quire.config import VENDOR_ATTENTIONS
@@ -104,7 +106,7 @@ def wide() -> Iterator[Case]:
     """Yield decode attention with heads of 256 (Gemma-2-9B): plain, and with a softcap and a window."""
     for batch, context in DECODES:
         size = 2 * batch * KV_HEADS * context * 256 * 2
-        where = placed(batch, context, KV_HEADS, 256, PAGE, min(inputs(size), LAYERS), torch.bfloat16, 2 * KV_HEADS)
+        where = random_kv(batch, context, KV_HEADS, 256, PAGE, min(inputs(size), LAYERS), torch.bfloat16, 2 * KV_HEADS)
         capped = where._replace(caches=[replace(cache, softcap=50.0, window=4096) for cache in where.caches])
         for name, one in (("decode of 256", where), ("decode of 256, capped", capped)):
             if context <= 4096 or one is where:
@@ -114,7 +116,7 @@ def wide() -> Iterator[Case]:
 def prompts() -> Iterator[Case]:
     """Yield causal attention over pages, for whole prompts and chunks: the kernel for every GPU, and Hopper's own."""
     for length, start in (*((length, 0) for length in PROMPTS), *CHUNKS):
-        where = placed(1, start + length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
+        where = random_kv(1, start + length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
         q, out = random_tensor(length, HEADS, DIM), random_tensor(length, HEADS, DIM)
         for name, attend, queries in _ours(where.caches[0]):
             call = partial(attend, q, where.caches[0], where.tables, _tiles(where, start, length, queries), out)
@@ -126,7 +128,7 @@ def windowed() -> Iterator[Case]:
     """Yield causal attention of prompt chunks with a window, as (tokens, tokens before them, window). Only the
     operations within the window count."""
     for length, start, window in WINDOWED:
-        where = placed(1, start + length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
+        where = random_kv(1, start + length, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
         cache, q, out = replace(where.caches[0], window=window), *(random_tensor(length, HEADS, DIM) for _ in range(2))
         seen = int(np.minimum(np.arange(start, start + length) + 1, window).sum())
         for name, attend, queries in _ours(cache):
@@ -149,7 +151,7 @@ def _ours(cache: LayerCache) -> Iterator[tuple[str, Any, int]]:
             yield "prompt Hopper", prefill_hopper.prefill, prefill_hopper.tile_queries(shape[0] // shape[1])
 
 
-def _tiles(where: Placed, start: int, length: int, queries: int) -> Tensor:
+def _tiles(where: KVBatch, start: int, length: int, queries: int) -> Tensor:
     """Return the tiles of `length` tokens of the first sequence, from `start` on."""
     from quire.kernels.triton.prefill import make_prefill_tiles
 
@@ -166,14 +168,14 @@ def chunks() -> Iterator[Case]:
             keys, values = (random_tensor(1, CHUNKED, layers, KV_HEADS, DIM)[:, :, 0].transpose(1, 2) for _ in range(2))
             zero, one = torch.zeros(2, 1, dtype=torch.int64, device="cuda"), torch.ones(1, dtype=torch.int64).cuda()
             cache = LayerCache(keys, values, HEADS, DIM**-0.5, contiguous=True)
-            where = Placed([cache], zero, one, one * CHUNKED)
+            where = KVBatch([cache], zero, one, one * CHUNKED)
         else:
-            where = placed(1, CHUNKED, KV_HEADS, DIM, PAGE, 1, dtype, HEADS)
+            where = random_kv(1, CHUNKED, KV_HEADS, DIM, PAGE, 1, dtype, HEADS)
         for name, call in chunked(where, CHUNK).items():
             yield Case(name + layout, case, [call], _causal(CHUNKED), "compute")
 
 
-def chunked(where: Placed, chunk: int) -> dict[str, Callable[[], list[Tensor]]]:
+def chunked(where: KVBatch, chunk: int) -> dict[str, Callable[[], list[Tensor]]]:
     """Return, by kernel, the attention of all tokens of the first sequence in chunks: outputs [tokens, heads, dim].
     Kernels that the device doesn't support are left out."""
     from quire.kernels.triton.vendor_backend import VendorBackend
@@ -227,7 +229,7 @@ def small() -> Iterator[Case]:
         norms = [[random_tensor(tokens, HIDDEN) for _ in range(3)] for _ in several]
         calls: list[Call] = [partial(rms_norm, x, weight, 1e-5, delta=delta, out=out) for x, delta, out in norms]
         yield Case("rms_norm", f"{tokens} x {HIDDEN}", calls, tokens * HIDDEN * 2 * 4)
-        at = placed(tokens, 64, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
+        at = random_kv(tokens, 64, KV_HEADS, DIM, PAGE, 1, torch.bfloat16, HEADS)
         pairs = [(random_tensor(tokens, width, DIM), random_tensor(tokens, HEADS, DIM)) for _ in several]
         where = (at.caches[0], at.tables, at.slots, at.lengths - 1)
         calls = [partial(rope_write, qkv, q, *where, rotary=angles) for qkv, q in pairs]
@@ -274,8 +276,19 @@ def asked(args: argparse.Namespace) -> dict[str, Callable[[], Iterator[Case]]]:
     return {name: known[name] for name in names}
 
 
+def flags(parser: argparse.ArgumentParser) -> None:
+    """Add the command-line arguments."""
+    group = add_numbers(parser, "ranks", tp=(None, "GPU only: decodes and linears with the sizes of one of N ranks"))
+    group.add_argument("--family", action="append", metavar="NAME",
+                       help="copies, swaps, decodes, ..., or, on a CPU, products, kv; may be given repeatedly "
+                            "(default: all of a GPU's)")  # fmt: skip
+    group.add_argument("--model-config", metavar="NAME", help="Llama config of these sizes (default: llama3-8b)")
+
+
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the ceilings, then a result for each case."""
+    if cpu_kernels.asked(args.family) and args.tp is args.model_config is None:
+        return cpu_kernels.run(args)
     families = asked(args)
     need_gpu("quire bench kernels")
     torch.manual_seed(0)

@@ -65,11 +65,7 @@ def totals(traces: Sequence[Trace], seconds: float) -> dict[str, float | int]:
     """Return counts and rates of a run that took `seconds`."""
     prompt, output = sum(trace.prompt for trace in traces), sum(trace.output for trace in traces)
     return {
-        "requests": len(traces),
-        "prompt_tokens": prompt,
-        "output_tokens": output,
-        "seconds": seconds,
-        "output_tokens_per_s": output / seconds,
-        "total_tokens_per_s": (prompt + output) / seconds,
+        "requests": len(traces), "prompt_tokens": prompt, "output_tokens": output, "seconds": seconds,
+        "output_tokens_per_s": output / seconds, "total_tokens_per_s": (prompt + output) / seconds,
         "requests_per_s": len(traces) / seconds,
-    }
+    }  # fmt: skip

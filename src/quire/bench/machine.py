@@ -29,18 +29,12 @@ def machine() -> dict[str, Any]:
     model, flags = cpu(FLAGS)
     torch = sys.modules.get("torch")
     return {
-        "cpu": model,
-        "flags": flags,
-        "cores": psutil.cpu_count(logical=False),
-        "logical_cores": os.cpu_count(),
-        "threads": torch.get_num_threads() if torch else None,
-        "memory_bytes": psutil.virtual_memory().total,
+        "cpu": model, "flags": flags, "cores": psutil.cpu_count(logical=False), "logical_cores": os.cpu_count(),
+        "threads": torch.get_num_threads() if torch else None, "memory_bytes": psutil.virtual_memory().total,
         "gpu": torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
-        "torch": _version("torch"),
-        "python": platform.python_version(),
-        "quire": quire.__version__,
+        "torch": _version("torch"), "python": platform.python_version(), "quire": quire.__version__,
         "revision": _revision(),
-    }
+    }  # fmt: skip
 
 
 def _version(package: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quire.bench.workloads import EDGE, Job, Sketch, Sketched
+from quire.bench.workloads import EDGE, ImageSpec, Job, RequestSpec
 from quire.models.vision.settings import PREPROCESSOR_KEY, VisionSettings
 from quire.protocol.image_tiling import ImageTiling
 from quire.protocol.images import ImageItem, ImagePixels
@@ -37,27 +37,27 @@ class Eyes(NamedTuple):
         settings = VisionSettings.from_config(config, config.get(PREPROCESSOR_KEY))
         return cls(config, settings.tiling, spec.images_replace_tokens)
 
-    def placed(self, sketch: Sketch) -> tuple[int, tuple[ImageItem, ...]]:
+    def placed(self, request: RequestSpec) -> tuple[int, tuple[ImageItem, ...]]:
         """Return the length of a request's prompt, and its images with their positions."""
         at, media = 1, list[ImageItem]()
-        for one in sketch.pictures:
-            grid = self.tiling.choose_grid(one.height, one.width, is_only_image=len(sketch.pictures) == 1)
+        for one in request.pictures:
+            grid = self.tiling.choose_grid(one.height, one.width, is_only_image=len(request.pictures) == 1)
             rows = self.tiling.num_embeds(grid)
             media.append(ImageItem(_key(one), at, rows if self.in_places else 1, rows, self.tiling.num_parts(grid)))
             at = media[-1].end
-        return sketch.prompt_len - sum(one.tokens for one in sketch.pictures) + at - 1, tuple(media)
+        return request.prompt_len - sum(one.tokens for one in request.pictures) + at - 1, tuple(media)
 
-    def jobs(self, sketches: Sequence[Sketch], jobs: Sequence[Job], pixels: bool = True) -> list[Job]:
+    def jobs(self, specs: Sequence[RequestSpec], jobs: Sequence[Job], pixels: bool = True) -> list[Job]:
         """Return the requests with images, which were tokens in `jobs`; without `pixels` none are made."""
         found = []
-        for sketch, job in zip(sketches, jobs, strict=True):
-            _, media = self.placed(sketch)
-            text = job.prompt[sum(one.tokens for one in sketch.pictures) :]
+        for request, job in zip(specs, jobs, strict=True):
+            _, media = self.placed(request)
+            text = job.prompt[sum(one.tokens for one in request.pictures) :]
             prompt = [*text[:1], *[PLACE] * sum(medium.num_tokens for medium in media), *text[1:]]
-            found.append(Job(prompt, job.output, media, self.pixels(sketch) if pixels else ()))
+            found.append(Job(prompt, job.output, media, self.pixels(request) if pixels else ()))
         return found
 
-    def pixels(self, sketch: Sketch) -> tuple[ImagePixels, ...]:
+    def pixels(self, request: RequestSpec) -> tuple[ImagePixels, ...]:
         """Return the encoder's input for a request's images. Images of the same name have the same pixels."""
         from PIL import Image
 
@@ -68,26 +68,24 @@ class Eyes(NamedTuple):
             said, self.tiling, VisionSettings.from_config(self.config, said).normalization.mean
         )
         found = []
-        for one in sketch.pictures:
+        for one in request.pictures:
             rng = np.random.default_rng(list(_key(one)))
             image = Image.fromarray(rng.integers(0, 256, (one.height, one.width, 3), dtype=np.uint8))
-            made, grid = how.prepare(image, only_image=len(sketch.pictures) == 1)
+            made, grid = how.prepare(image, only_image=len(request.pictures) == 1)
             found.append(ImagePixels(_key(one), made.shape, made.tobytes(), grid))
         return tuple(found)
 
 
-def posted(sketches: Sequence[Sketch], jobs: Sequence[Job]) -> list[Job]:
+def posted(specs: Sequence[RequestSpec], jobs: Sequence[Job]) -> list[Job]:
     """Return the requests for a server whose model has vision: prompts of text alone, and images as PNG files, which
     get as many embeddings as others of their sizes."""
     return [
-        Job(
-            job.prompt[sum(one.tokens for one in sketch.pictures) :], job.output, files=tuple(map(png, sketch.pictures))
-        )
-        for sketch, job in zip(sketches, jobs, strict=True)
+        Job(job.prompt[sum(one.tokens for one in pictures) :], job.output, files=tuple(map(png, pictures)))
+        for pictures, job in zip((request.pictures for request in specs), jobs, strict=True)
     ]
 
 
-def png(one: Sketched) -> bytes:
+def png(one: ImageSpec) -> bytes:
     """Return an image of the given size of blocks in random colours, seeded by its name."""
     from PIL import Image
 
@@ -98,5 +96,6 @@ def png(one: Sketched) -> bytes:
     return file.getvalue()
 
 
-def _key(one: Sketched) -> bytes:
-    return hashlib.sha256(repr(one).encode()).digest()
+def _key(one: ImageSpec) -> bytes:
+    # The class's first name stays in the text, so that images are those of earlier measurements.
+    return hashlib.sha256(repr(one).replace("ImageSpec", "Sketched").encode()).digest()

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from quire.bench.arguments import add_numbers
 from quire.bench.calibration import calibrate
 from quire.bench.document import short, table
 from quire.bench.drive import Decoding, Load, drive
@@ -62,13 +63,11 @@ class Scene(NamedTuple):
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """Add the command-line arguments."""
-    group = parser.add_argument_group("measurement")
+    group = add_numbers(parser, "measurement", repeat=(REPEATS, "runs of each policy"))
     group.add_argument("--compare", action="store_true", help="run workloads under swap, recompute and auto")
     group.add_argument("--load", action="append", metavar="NAME",
                        help="load to compare: WORKLOAD[+WORKLOAD...]/KV_TOKENS; may be given repeatedly "
                             f"(default: {' '.join(LOADS)})")  # fmt: skip
-    group.add_argument("--repeat", type=int, default=REPEATS, metavar="N",
-                       help="runs of each policy (default: %(default)s)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -156,7 +155,7 @@ def _over(seconds: dict[str, list[float]], better: str) -> float:
     return median(auto / fixed for auto, fixed in zip(seconds["auto"], seconds[better]))
 
 
-def costs_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def more(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the costs in the format that `--calibration` reads."""
     return {"costs": results[0]["costs"]}
 
@@ -171,16 +170,9 @@ def show(results: Sequence[dict[str, Any]]) -> str:
     ]
     if rest:
         head = (
-            "load",
-            "swap s",
-            "recompute s",
-            "auto s",
-            "preempted",
-            "auto swapped",
-            "worse/better",
-            "auto/better",
+            "load", "swap s", "recompute s", "auto s", "preempted", "auto swapped", "worse/better", "auto/better",
             "by CPU time",
-        )
+        )  # fmt: skip
         rows = [
             (
                 r["load"], *(short(r["median_s"][policy]) for policy in POLICIES),

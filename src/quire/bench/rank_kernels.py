@@ -68,14 +68,14 @@ def shape_of(name: str, ranks: int) -> Shape:
 
 def decodes(shape: Shape) -> Iterator[Case]:
     """Yield decode attention over scattered pages, and over contiguous tokens."""
-    from quire.bench.placed_kv import decode_calls, placed
+    from quire.bench.kv_batches import decode_calls, random_kv
 
     heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.dim
     for batch, context in DECODES:
         size = 2 * batch * kv_heads * context * dim * 2
         for name, contiguous in (("decode paged", False), ("decode contiguous", True)):
             layers = min(inputs(size), LAYERS)
-            where = placed(batch, context, kv_heads, dim, PAGE, layers, torch.bfloat16, heads, contiguous)
+            where = random_kv(batch, context, kv_heads, dim, PAGE, layers, torch.bfloat16, heads, contiguous)
             yield Case(name, f"{shape.label}{batch} x {context}", decode_calls(where), size)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.bench import served
+from quire.bench.arrivals import poisson
 from quire.bench.client import Asking, Client, progress
 from quire.bench.document import document, short, table, write
 from quire.bench.drive import Decoding, Load, drive
@@ -20,7 +21,7 @@ from quire.bench.latency import latencies, totals
 from quire.bench.machine import QUIET, Others, peak_rss, seconds_alive
 from quire.bench.pictured import Eyes, posted
 from quire.bench.traces import tokenizer_of
-from quire.bench.workloads import Job, Sketch, Workload, parse, poisson
+from quire.bench.workloads import Job, RequestSpec, Workload, parse
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.errors import InputError, StartupError
@@ -39,13 +40,13 @@ class Target(NamedTuple):
     max_len: int | None
     attempt: Attempt
     facts: Callable[[], dict[str, Any]]
-    seen: Callable[[Sequence[Sketch], Sequence[Job]], list[Job]] | None = None
+    seen: Callable[[Sequence[RequestSpec], Sequence[Job]], list[Job]] | None = None
 
     def jobs(self, workload: Workload, seed: int) -> list[Job]:
         """Return a workload's requests."""
-        jobs, sketches = workload.jobs(self.vocab_size, seed), workload.sketches(seed)
-        pictured = any(sketch.pictures for sketch in sketches)
-        return self.seen(sketches, jobs) if self.seen is not None and pictured else jobs
+        jobs, specs = workload.jobs(self.vocab_size, seed), workload.specs(seed)
+        pictured = any(request.pictures for request in specs)
+        return self.seen(specs, jobs) if self.seen is not None and pictured else jobs
 
 
 def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -98,7 +99,7 @@ def measure(args: argparse.Namespace, loads: Loads) -> list[dict[str, Any]]:
             shown = {} if decoding.plain else {"decoding": decoding._asdict()}
             results.append({"workload": workload.name, **shown, **target.facts(), "median": median, "runs": runs})
             if args.out:  # also if the next one fails
-                write(Path(args.out), document(args.entry, "quire bench", args.said, results))
+                write(Path(args.out), document(args.entry, "quire bench", args.arguments, results))
     return results
 
 
@@ -134,12 +135,9 @@ def _engine(config: EngineConfig, decoding: Decoding) -> Iterator[Target]:
         defaults = EngineConfig().flat()
         chosen = {name: value for name, value in config.flat().items() if value != defaults[name]}
         return {
-            "model": built.name,
-            "dtype": built.memory_plan.dtype,
-            "config": chosen,
-            "start_up_s": start_up,
+            "model": built.name, "dtype": built.memory_plan.dtype, "config": chosen, "start_up_s": start_up,
             "peak_rss_bytes": peak_rss(),
-        }
+        }  # fmt: skip
 
     try:
         eyes = Eyes.of(read_checkpoint(config).config, built.spec) if built.spec.vision is not None else None
@@ -154,7 +152,7 @@ def _server(
 ) -> Iterator[Target]:
     """Return the server as a target. For a workload with images and a model with vision, prompts are texts: a server
     does not accept images with token ids."""
-    pictured = any(sketch.pictures for workload in workloads for sketch in workload.sketches(config.seed)[:1])
+    pictured = any(request.pictures for workload in workloads for request in workload.specs(config.seed)[:1])
     sees = pictured and read_checkpoint(config, weights=False).spec.vision is not None
     tokenizer = tokenizer_of(config) if sees or args.prompts == "text" else None
     asking = Asking(args.temperature, args.chunk_usage, tokenizer.decode if tokenizer else None)

@@ -74,19 +74,13 @@ def summary(jobs: Sequence[Job], sent: Sequence[Sent], clients: Sequence[dict[st
     seconds = max((float(one.times[-1]) for one in whole), default=0.0)
     late = [one.sent - one.due for one in sent]
     return {
-        "attempted": len(sent),
-        **_totals(whole, jobs, seconds),
-        "refused": dict(refused),
-        "failed": dict(failed),
+        "attempted": len(sent), **_totals(whole, jobs, seconds), "refused": dict(refused), "failed": dict(failed),
         "other_lengths": sum(one.tokens != jobs[one.sent.number].output for one in whole),
-        "chunks": sum(len(one.times) for one in whole),
-        **_latencies(whole),
-        "inter_token_from": _source(whole),
+        "chunks": sum(len(one.times) for one in whole), **_latencies(whole), "inter_token_from": _source(whole),
         "sent_late_s": {"p50": _percentile(late, 50), "p99": _percentile(late, 99), "max": max(late)},
-        "clients": list(clients),
-        "saturated": saturated(clients, late),
+        "clients": list(clients), "saturated": saturated(clients, late),
         "as_vllm": as_vllm(whole, len(sent) - len(whole)),
-    }
+    }  # fmt: skip
 
 
 def _totals(whole: Sequence[Timed], jobs: Sequence[Job], seconds: float) -> dict[str, Any]:
@@ -94,14 +88,10 @@ def _totals(whole: Sequence[Timed], jobs: Sequence[Job], seconds: float) -> dict
     output = sum(one.tokens for one in whole)
     per_second = 1 / seconds if seconds > 0 else 0.0
     return {
-        "requests": len(whole),
-        "prompt_tokens": prompt,
-        "output_tokens": output,
-        "seconds": seconds,
-        "output_tokens_per_s": output * per_second,
-        "total_tokens_per_s": (prompt + output) * per_second,
+        "requests": len(whole), "prompt_tokens": prompt, "output_tokens": output, "seconds": seconds,
+        "output_tokens_per_s": output * per_second, "total_tokens_per_s": (prompt + output) * per_second,
         "requests_per_s": len(whole) * per_second,
-    }
+    }  # fmt: skip
 
 
 def _latencies(whole: Sequence[Timed]) -> dict[str, Any]:
@@ -154,15 +144,10 @@ def as_vllm(whole: Sequence[Timed], failed: int) -> dict[str, Any]:
     prompt, output = sum(one.sent.prompt for one in whole), sum(one.tokens for one in whole)
     per_second = 1 / duration if duration > 0 else 0.0
     numbers: dict[str, Any] = {
-        "duration": duration,
-        "completed": len(whole),
-        "failed": failed,
-        "total_input_tokens": prompt,
-        "total_output_tokens": output,
-        "request_throughput": len(whole) * per_second,
-        "output_throughput": output * per_second,
-        "total_token_throughput": (prompt + output) * per_second,
-    }
+        "duration": duration, "completed": len(whole), "failed": failed, "total_input_tokens": prompt,
+        "total_output_tokens": output, "request_throughput": len(whole) * per_second,
+        "output_throughput": output * per_second, "total_token_throughput": (prompt + output) * per_second,
+    }  # fmt: skip
     for name, values in {
         "ttft": [one.first(one.sent.sent) for one in whole],
         "tpot": [one.each for one in whole if one.each is not None],

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from quire.bench.arrivals import poisson
 from quire.bench.calibrate import shape_of
 from quire.bench.document import document, short, table, write
 from quire.bench.endless import Endless
@@ -21,7 +22,7 @@ from quire.bench.latency import Trace, latencies, totals
 from quire.bench.pictured import Eyes
 from quire.bench.plots import COLOURS, figure
 from quire.bench.traces import Traced, counter, load_trace
-from quire.bench.workloads import EXPECTED, Workload, parse, poisson
+from quire.bench.workloads import EXPECTED, Workload, parse
 from quire.cli.flags import add_engine_flags, config_from
 from quire.cli.parser import Parser
 from quire.config import EngineConfig
@@ -259,9 +260,9 @@ def _scale_trace(trace: Traced, plant: SimulatedDeployment, rate: float | None) 
 
 def _to_trace_requests(workload: Workload, times: Sequence[float], plant: SimulatedDeployment) -> list[TraceRequest]:
     requests, max_len, seed = list[TraceRequest](), plant.max_len, plant.config.seed
-    jobs, sketches = workload.jobs(plant.spec.vocab_size, seed), workload.sketches(seed)
-    if plant.image_processor is not None and any(sketch.pictures for sketch in sketches):
-        jobs = plant.image_processor.jobs(sketches, jobs, pixels=False)
+    jobs, specs = workload.jobs(plant.spec.vocab_size, seed), workload.specs(seed)
+    if plant.image_processor is not None and any(request.pictures for request in specs):
+        jobs = plant.image_processor.jobs(specs, jobs, pixels=False)
     for time, job in zip(times, jobs):
         if len(job.prompt) + job.output > max_len:
             raise StartupError(

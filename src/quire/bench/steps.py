@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple, cast
 
 from quire.bench.calibration import TOKEN, host_tokens, swap_seconds
+from quire.bench.contexts import stop
 from quire.bench.shapes import local_runner
 from quire.bench.workloads import Job
 from quire.core.engine import Engine
@@ -140,7 +141,7 @@ def decode_step(timed: Timed, rows: int, context: int) -> Sample:
     timed.what = "decode"
     _start(timed, rows, context)
     steps = [timed.step() for _ in range(WARM + STEPS)][WARM:]
-    _end(timed)
+    stop(timed.engine)
     return _fastest(steps)
 
 
@@ -159,7 +160,7 @@ def prompt_step(timed: Timed, count: int, length: int, rows: int = 0) -> Sample:
         while not (sample := timed.step()).work.attention:
             pass
         steps.append(sample._replace(host=0.0) if beside else sample)
-    _end(timed)
+    stop(timed.engine)
     return _fastest(steps)
 
 
@@ -182,7 +183,7 @@ def long_prompt(timed: Timed) -> list[Sample]:
         sample = timed.step()
         if sample.work.attention:
             found.append(sample._replace(host=0.0) if beside else sample)
-    _end(timed)
+    stop(timed.engine)
     return found[1 :: max(chunks // CHUNKS, 1)]
 
 
@@ -197,7 +198,7 @@ def picture_steps(timed: Timed, jobs: Sequence[Job]) -> list[Sample]:
         timed.engine.add(f"picture-{i}", job.prompt, _params(1), images=job.media, pixels=job.pixels)
         while f"picture-{i}" in timed.engine.requests:
             timed.step()
-    _end(timed)
+    stop(timed.engine)
     return [sample for sample in timed.samples[first:] if sample.work.encoded]
 
 
@@ -228,13 +229,6 @@ def _start(timed: Timed, rows: int, context: int) -> None:
     tokens = engine.stats.computed_tokens
     while engine.stats.computed_tokens - tokens < rows * context or len(engine.scheduler.running) < rows:
         timed.step()
-
-
-def _end(timed: Timed) -> None:
-    for name in list(timed.engine.requests):
-        timed.engine.abort(name)
-    while timed.engine.has_unfinished_requests:
-        timed.engine.step()
 
 
 def _params(tokens: int) -> SamplingParams:

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from quire.bench.arguments import add_numbers
 from quire.bench.document import short, table
 from quire.bench.shapes import built
-from quire.cli.flags import add_engine_flags, config_from
+from quire.cli.flags import config_from
 from quire.core import grammar_masks
 from quire.core.engine import Engine
 from quire.errors import StartupError
@@ -48,13 +49,10 @@ MARKED = 12  # one in MARKED synthetic words has a punctuation mark, every fifth
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """Add the command-line arguments."""
-    add_engine_flags(parser)
-    group = parser.add_argument_group("measurement")
-    group.add_argument("--rows", type=int, default=64, metavar="N", help="rows with a schema (default: %(default)s)")
-    group.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens of each row (default: %(default)s)")
-    group.add_argument("--repeat", type=int, default=5, metavar="N", help="runs of each kind (default: %(default)s)")
-    group.add_argument("--vocabulary", type=int, default=128_256, metavar="N",
-                       help="tokens of the synthetic vocabulary for masks alone (default: %(default)s)")  # fmt: skip
+    add_numbers(
+        parser, "measurement", rows=(64, "rows with a schema"), tokens=(128, "tokens of each row"),
+        repeat=(5, "runs of each kind"), vocabulary=(128_256, "tokens of the synthetic vocabulary for masks alone"),
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:

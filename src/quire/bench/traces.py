@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn
 
-from quire.bench.workloads import MAX_LENGTH, MAX_REQUESTS, Sketch, Workload
+from quire.bench.workloads import MAX_LENGTH, MAX_REQUESTS, RequestSpec, Workload
 from quire.config import EngineConfig
 from quire.errors import InputError, StartupError
 
@@ -50,7 +50,7 @@ class Limits(NamedTuple):
 LIMITS = Limits()
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """A position in a file, for error messages."""
 
     file: str
@@ -66,7 +66,7 @@ class Traced(Workload):
     """A trace as a workload: its lengths don't depend on a seed."""
 
     name: str
-    entries: list[Sketch] = field(repr=False)
+    entries: list[RequestSpec] = field(repr=False)
 
     @property
     def requests(self) -> int:  # type: ignore[override]  # a field of Workload, derived here
@@ -78,14 +78,14 @@ class Traced(Workload):
         times = tuple(entry.arrival for entry in self.entries if entry.arrival is not None)
         return times if len(times) == len(self.entries) else None
 
-    def sketches(self, seed: int = 0) -> list[Sketch]:
+    def specs(self, seed: int = 0) -> list[RequestSpec]:
         return self.entries
 
 
 def load_trace(
     path: str | Path, max_len: int = MAX_LENGTH, first: int | None = None, count: Count | None = None,
     limits: Limits = LIMITS,
-) -> list[Sketch]:  # fmt: skip
+) -> list[RequestSpec]:  # fmt: skip
     """Return the requests of a file, for a model whose sequences may have `max_len` tokens.
 
     JSONL: {"arrival": seconds, "prompt_len": n, "output_len": n}, optionally with "prefix_id" and "prefix_len": then
@@ -95,7 +95,7 @@ def load_trace(
     and both together at most MOST_TOTAL and `max_len`.
 
     Only the `first` requests are read, all by default. Raise StartupError for other files."""
-    place = Place(str(path))
+    place = Position(str(path))
     if first is not None and not 1 <= first <= limits.requests:
         place.refuse(f"its first {first} requests are asked for", f"From 1 to {limits.requests:,} can be")
     with _open(path, place, limits) as file:
@@ -115,7 +115,7 @@ def load_trace(
     return entries
 
 
-def _open(path: str | Path, place: Place, limits: Limits) -> BinaryIO:
+def _open(path: str | Path, place: Position, limits: Limits) -> BinaryIO:
     """Open a regular file of permitted size. Opening doesn't wait for the other end of a pipe."""
     try:
         opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
@@ -130,7 +130,7 @@ def _open(path: str | Path, place: Place, limits: Limits) -> BinaryIO:
     return os.fdopen(opened, "rb")
 
 
-def _requests(file: BinaryIO, place: Place, max_len: int, limits: Limits) -> Iterator[Sketch]:
+def _requests(file: BinaryIO, place: Position, max_len: int, limits: Limits) -> Iterator[RequestSpec]:
     """Yield one request a line. Arrivals must not decrease."""
     now = 0.0
     while line := file.readline(limits.line_bytes + 1):
@@ -149,7 +149,7 @@ def _requests(file: BinaryIO, place: Place, max_len: int, limits: Limits) -> Ite
         yield entry
 
 
-def _value(line: bytes, place: Place) -> dict[str, Any]:
+def _value(line: bytes, place: Position) -> dict[str, Any]:
     try:
         value = json.loads(line.decode(), parse_constant=_no_constant, object_pairs_hook=_unique)
     except RecursionError:
@@ -167,7 +167,7 @@ def _value(line: bytes, place: Place) -> dict[str, Any]:
     return value
 
 
-def _entry(value: dict[str, Any], place: Place, max_len: int) -> Sketch:
+def _entry(value: dict[str, Any], place: Position, max_len: int) -> RequestSpec:
     arrival = value["arrival"]
     if type(arrival) not in (int, float) or not 0 <= arrival <= LATEST:
         place.refuse(f"arrival is {_short(arrival)}", f"Expected seconds from the start, from 0 to {LATEST:g}")
@@ -175,14 +175,14 @@ def _entry(value: dict[str, Any], place: Place, max_len: int) -> Sketch:
     if prompt + output > max_len:
         place.refuse(f"prompt_len and output_len are {prompt + output:,} together", f"At most {max_len:,} tokens")
     if "prefix_id" not in value:
-        return Sketch(prompt, output, arrival=float(arrival))
+        return RequestSpec(prompt, output, arrival=float(arrival))
     name = value["prefix_id"]
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_ID:
         place.refuse(f"prefix_id is {_short(name)}", f"Expected a text of 1 to {MAX_ID} characters")
-    return Sketch(prompt, output, name, _length(value, "prefix_len", place, prompt), float(arrival))
+    return RequestSpec(prompt, output, name, _length(value, "prefix_len", place, prompt), float(arrival))
 
 
-def _length(value: dict[str, Any], name: str, place: Place, most: int) -> int:
+def _length(value: dict[str, Any], name: str, place: Position, most: int) -> int:
     length = value[name]
     if type(length) is not int or not 1 <= length <= most:
         place.refuse(f"{name} is {_short(length)}", f"Expected a whole number from 1 to {most:,}")
@@ -204,7 +204,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _first_turns(file: BinaryIO, place: Place, most_total: int, count: Count, limits: Limits) -> Iterator[Sketch]:
+def _first_turns(
+    file: BinaryIO, place: Position, most_total: int, count: Count, limits: Limits
+) -> Iterator[RequestSpec]:
     """Yield the first turn of each conversation that passes the filters."""
     for line, item in _Items(file, place, limits.item_chars):
         here = place._replace(line=line)
@@ -219,10 +221,10 @@ def _first_turns(file: BinaryIO, place: Place, most_total: int, count: Count, li
         except InputError as error:
             here.refuse(str(error))
         if min(prompt, output) >= LEAST and prompt <= MOST_PROMPT and prompt + output <= most_total:
-            yield Sketch(prompt, output)
+            yield RequestSpec(prompt, output)
 
 
-def _text(message: object, place: Place) -> str:
+def _text(message: object, place: Position) -> str:
     if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("from", "value")):
         place.refuse('expected a message {"from": ..., "value": ...}, both texts')
     return str(message["value"])
@@ -231,7 +233,7 @@ def _text(message: object, place: Place) -> str:
 class _Items:
     """The objects of one JSON list, each with its first line; read in pieces, none of more than `most` characters."""
 
-    def __init__(self, file: BinaryIO, place: Place, most: int) -> None:
+    def __init__(self, file: BinaryIO, place: Position, most: int) -> None:
         self._file, self._place, self._most = file, place, most
         self._utf8, self._json = codecs.getincrementaldecoder("utf-8")(), json.JSONDecoder()
         self._buffer, self._at, self._line = "", 0, 1

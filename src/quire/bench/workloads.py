@@ -16,14 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quire.bench.arrivals import poisson
 from quire.errors import StartupError
 from quire.protocol.images import ImageItem, ImagePixels
-
-__all__ = [
-    "DRAWN", "EXPECTED", "MAX_LENGTH", "MAX_PROMPT_TOKENS", "MAX_REQUESTS", "Job", "Lengths", "LogNormal", "Named",
-    "Sketch", "Sketched", "Uniform", "Workload", "parse", "poisson",
-]  # fmt: skip
 
 Lengths = npt.NDArray[np.int64]
 
@@ -44,7 +38,7 @@ class Job(NamedTuple):
     files: tuple[bytes, ...] = ()
 
 
-class Sketched(NamedTuple):
+class ImageSpec(NamedTuple):
     """An image without pixels: its name, its size, and the number of tokens that replace it in prompts of models
     without vision (see quire.bench.pictured)."""
 
@@ -54,7 +48,7 @@ class Sketched(NamedTuple):
     tokens: int
 
 
-class Sketch(NamedTuple):
+class RequestSpec(NamedTuple):
     """A request without tokens. Its prompt starts with the first `prefix_len` tokens of the text `prefix_id`, as do all
     prompts with that prefix. `arrival` is in seconds from the start, if the workload defines it. The tokens of its
     `pictures` are the first of `prompt_len`."""
@@ -64,7 +58,7 @@ class Sketch(NamedTuple):
     prefix_id: str = ""
     prefix_len: int = 0
     arrival: float | None = None
-    pictures: tuple[Sketched, ...] = ()
+    pictures: tuple[ImageSpec, ...] = ()
 
 
 class LogNormal(NamedTuple):
@@ -158,13 +152,9 @@ RAMPED = 0.1
 
 RATIO = re.compile(r"0?\.[0-9]{1,6}|0", re.ASCII)  # of a range: below 1
 NUMBERS = {
-    "docqa": 2,
-    "fixed": 2,
-    "ramp": 2,
-    "range": 3,
-    "shared": 3,
+    "docqa": 2, "fixed": 2, "ramp": 2, "range": 3, "shared": 3,
     **dict.fromkeys((*DRAWN, *TRANSLATION, "chat", "arxiv-qa"), 0),
-}
+}  # fmt: skip
 EXPECTED = ", ".join((
     "sharegpt@N, alpaca@N, longdoc@N, fixed:IN:OUT@N, range:IN:OUT:RATIO@N, shared:PREFIX:OWN:OUT@N",
     "docqa:DOCUMENTS:TOKENS@N, ramp:FIRST:LAST@N",
@@ -181,20 +171,20 @@ class Workload(ABC):
     arrivals: tuple[float, ...] | None = None
 
     @abstractmethod
-    def sketches(self, seed: int = 0) -> Sequence[Sketch]:
+    def specs(self, seed: int = 0) -> Sequence[RequestSpec]:
         """Return every request, without its tokens."""
 
     def lengths(self, seed: int = 0) -> list[tuple[int, int]]:
         """Return the (prompt, output) lengths of every request."""
-        return [(sketch.prompt_len, sketch.output_len) for sketch in self.sketches(seed)]
+        return [(request.prompt_len, request.output_len) for request in self.specs(seed)]
 
     def jobs(self, vocab_size: int, seed: int = 0) -> list[Job]:
         """Return the requests, for a model of `vocab_size` tokens. `seed` gives the lengths, `seed` + 1 the tokens."""
         low, high = EDGE, vocab_size - EDGE
         if high <= low:
             raise StartupError(f"{self.name} needs a vocabulary of more than {2 * EDGE} tokens, this has {vocab_size}")
-        sketches = self.sketches(seed)
-        total = sum(sketch.prompt_len for sketch in sketches)
+        specs = self.specs(seed)
+        total = sum(request.prompt_len for request in specs)
         if total > MAX_PROMPT_TOKENS:
             raise StartupError(
                 f"the prompts of {self.name} have {total:,} tokens", f"At most {MAX_PROMPT_TOKENS:,}: ask for fewer"
@@ -202,7 +192,7 @@ class Workload(ABC):
         rng = np.random.default_rng(seed + 1)
         prefixes: dict[str, list[int]] = {}
         jobs = []
-        for prompt, output, name, length, *_ in sketches:
+        for prompt, output, name, length, *_ in specs:
             prefix = prefixes.setdefault(name, [])
             if len(prefix) < length:
                 prefix += rng.integers(low, high, size=length - len(prefix)).tolist()
@@ -220,7 +210,7 @@ class Named(Workload):
     requests: int
     ratio: float = 0.0
 
-    def sketches(self, seed: int = 0) -> list[Sketch]:
+    def specs(self, seed: int = 0) -> list[RequestSpec]:
         """Return every request, without its tokens; the same for the same seed."""
         rng = np.random.default_rng(seed)
         if self.kind in DRAWN:
@@ -232,7 +222,7 @@ class Named(Workload):
         if self.kind in TRANSLATION:
             prefix = TRANSLATION[self.kind]
             return [
-                Sketch(prefix + own, output, self.kind, prefix)
+                RequestSpec(prefix + own, output, self.kind, prefix)
                 for own, output, *_ in _drawn(rng, SENTENCE, TRANSLATED, self.requests)
             ]
         if self.kind == "chat":
@@ -248,7 +238,7 @@ class Named(Workload):
             return _ramp(rng, first, last, self.requests)
         *prefix_and_own, output = self.numbers
         shared = ("shared", prefix_and_own[0]) if self.kind == "shared" else ()
-        return [Sketch(sum(prefix_and_own), output, *shared)] * self.requests
+        return [RequestSpec(sum(prefix_and_own), output, *shared)] * self.requests
 
 
 def around(mean: int, ratio: float) -> Uniform:
@@ -256,21 +246,21 @@ def around(mean: int, ratio: float) -> Uniform:
     return Uniform(max(1, math.floor(mean * (1 - ratio))), math.ceil(mean * (1 + ratio)))
 
 
-def _drawn(rng: np.random.Generator, prompt: Length, output: Length, count: int) -> Iterator[Sketch]:
+def _drawn(rng: np.random.Generator, prompt: Length, output: Length, count: int) -> Iterator[RequestSpec]:
     prompts, outputs = (kind.clip(kind.draw(rng, count)).tolist() for kind in (prompt, output))
-    return map(Sketch, prompts, outputs)
+    return map(RequestSpec, prompts, outputs)
 
 
-def _pictured(sketches: list[Sketch], tokens: int, seed: int) -> list[Sketch]:
+def _pictured(specs: list[RequestSpec], tokens: int, seed: int) -> list[RequestSpec]:
     """Return the requests with an image each. The wider images are spread evenly."""
-    sizes = [WIDE if int((i + 1) * WIDER) > int(i * WIDER) else SQUARE for i in range(len(sketches))]
+    sizes = [WIDE if int((i + 1) * WIDER) > int(i * WIDER) else SQUARE for i in range(len(specs))]
     return [
-        one._replace(pictures=(Sketched(f"picture {i}, seed {seed}", *size, tokens),))
-        for i, (one, size) in enumerate(zip(sketches, sizes))
+        one._replace(pictures=(ImageSpec(f"picture {i}, seed {seed}", *size, tokens),))
+        for i, (one, size) in enumerate(zip(specs, sizes))
     ]
 
 
-def _chat(rng: np.random.Generator, count: int) -> list[Sketch]:
+def _chat(rng: np.random.Generator, count: int) -> list[RequestSpec]:
     """Return random rounds of conversations, each of its own: no KV outlives a round, so the round is irrelevant."""
     query, answer = DRAWN["sharegpt"]
     rounds = rng.integers(1, ROUNDS + 1, count)
@@ -280,25 +270,25 @@ def _chat(rng: np.random.Generator, count: int) -> list[Sketch]:
     last = rounds - 1, np.arange(count)
     prompts = np.minimum(before + queries.T[last], CHAT)
     outputs = np.minimum(answers.T[last], CHAT)
-    return list(map(Sketch, prompts.tolist(), outputs.tolist()))
+    return list(map(RequestSpec, prompts.tolist(), outputs.tolist()))
 
 
-def _questions(rng: np.random.Generator, documents: int, length: Uniform, count: int) -> list[Sketch]:
+def _questions(rng: np.random.Generator, documents: int, length: Uniform, count: int) -> list[RequestSpec]:
     """Return `count` questions, spread evenly over `documents`, in random order: a document, then the question."""
     lengths = length.draw(rng, documents).tolist()
     which = rng.permutation(np.arange(count) % documents).tolist()
     asked = _drawn(rng, QUESTION, ANSWER, count)
     return [
-        Sketch(lengths[document] + question, output, f"document {document}", lengths[document])
+        RequestSpec(lengths[document] + question, output, f"document {document}", lengths[document])
         for document, (question, output, *_) in zip(which, asked)
     ]
 
 
-def _ramp(rng: np.random.Generator, first: int, last: int, count: int) -> list[Sketch]:
+def _ramp(rng: np.random.Generator, first: int, last: int, count: int) -> list[RequestSpec]:
     """Return `count` requests whose mean length changes evenly from `first` to `last`."""
     means = np.linspace(first, last, count)
     prompts = np.maximum(1, means * rng.uniform(1 - RAMPED, 1 + RAMPED, count)).astype(np.int64)
-    return list(map(Sketch, prompts.tolist(), ANSWER.draw(rng, count).tolist()))
+    return list(map(RequestSpec, prompts.tolist(), ANSWER.draw(rng, count).tolist()))
 
 
 def parse(name: str | Workload) -> Workload:

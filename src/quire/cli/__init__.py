@@ -180,20 +180,9 @@ def _delegate(command: str, rest: list[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    """Run the function of the command's name in the module of that name."""
     for line in no_effect_notices(args):
         print(line, file=sys.stderr)
-    if args.command == "serve":
-        from quire.cli.serve import serve as run
-    elif args.command == "generate":
-        from quire.cli.generate import generate as run
-    elif args.command == "chat":
-        from quire.cli.chat import chat as run
-    elif args.command == "run-batch":
-        from quire.cli.run_batch import run_batch as run
-    elif args.command == "replay":
-        from quire.cli.replay import replay as run
-    elif args.command == "plan":
-        from quire.cli.plan import plan as run
-    else:
-        from quire.cli.env import env as run
+    name = args.command.replace("-", "_")
+    run: Callable[[argparse.Namespace], int] = getattr(import_module(f"quire.cli.{name}"), name)
     return run(args)

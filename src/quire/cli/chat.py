@@ -76,7 +76,10 @@ def stream_answer(llm: LLM, history: list[dict[str, str]], params: SamplingParam
 
 def _read_lines(interactive: bool) -> Iterator[str]:
     """Yield the user's lines, until /quit or the end of input."""
-    readline = _load_readline() if interactive else None
+    readline: Any = None
+    if interactive:
+        with suppress(ImportError):
+            import readline  # `input` uses it to edit and recall lines
     with suppress(EOFError, KeyboardInterrupt):
         while (line := _read_line(interactive)) not in QUIT_COMMANDS:
             if readline is not None and readline.get_current_history_length() > MAX_HISTORY:
@@ -94,12 +97,3 @@ def _read_line(interactive: bool) -> str:
     if not line:
         raise EOFError
     return line.strip()
-
-
-def _load_readline() -> Any:
-    """Return the readline module, or None if it is missing. Once imported, `input` uses it to edit and recall lines."""
-    with suppress(ImportError):
-        import readline
-
-        return readline
-    return None

@@ -20,7 +20,7 @@ def import_from_checkout(name: str) -> ModuleType | None:
         return None
     if sys.path[:1] != [str(CHECKOUT)]:
         sys.path.insert(0, str(CHECKOUT))  # before other packages of that name
-    found = import_module(name)
-    if not Path(found.__file__ or "").is_relative_to(CHECKOUT / name):
-        raise StartupError(f"another module named {name} is loaded, {found.__file__}", f"Use {CHECKOUT / name}")
-    return found
+    module = import_module(name)
+    if not Path(module.__file__ or "").is_relative_to(CHECKOUT / name):
+        raise StartupError(f"another module named {name} is loaded, {module.__file__}", f"Use {CHECKOUT / name}")
+    return module

@@ -94,10 +94,6 @@ def _format_scalar(flag: str, value: Any) -> str:
 
 
 def _describe(value: Any) -> str:
-    return (
-        "empty"
-        if value is None
-        else f"a {type(value).__name__}"
-        if isinstance(value, (list, dict))
-        else repr(value)[:80]
-    )
+    if value is None:
+        return "empty"
+    return f"a {type(value).__name__}" if isinstance(value, list | dict) else repr(value)[:80]

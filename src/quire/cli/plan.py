@@ -10,7 +10,7 @@ from quire.cli.flags import config_from
 def plan(args: argparse.Namespace) -> int:
     """Print the plan."""
     config = config_from(args)
-    from quire.startup.build import describe_memory_plan as lines
+    from quire.startup.build import describe_memory_plan
 
-    print("\n".join(lines(config, args.device_gib)))
+    print("\n".join(describe_memory_plan(config, args.device_gib)))
     return 0

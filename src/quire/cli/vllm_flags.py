@@ -10,9 +10,15 @@ from typing import Any
 from quire.cli.parser import Advanced
 from quire.errors import StartupError
 
-ATTENTION_BACKENDS = ("auto", "reference", "sdpa", "native", "triton")
-BACKEND_NAMES = {**{name: name for name in ATTENTION_BACKENDS}, "triton_attn": "triton", "torch_sdpa": "sdpa"}
-EXECUTOR_NAMES = {"mp": "process", "uni": "inline", "ray": "ray"}
+BACKEND_NAMES = {
+    "auto": "auto", "native": "native", "reference": "reference", "sdpa": "sdpa", "torch_sdpa": "sdpa",
+    "triton": "triton", "triton_attn": "triton",
+}  # fmt: skip
+# Flags whose values have other names in quire: (the flag in argparse, quire's setting, quire's values by vLLM's).
+RENAMED_VALUES = (
+    ("attention_backend", "attention", BACKEND_NAMES),
+    ("distributed_executor_backend", "executor", {"mp": "process", "uni": "inline", "ray": "ray"}),
+)
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 SIZE_PATTERN = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)([kKmMgGtT]?)")
 SIZE_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -97,16 +103,10 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags with an effect, and those without one, which not even --help-all shows."""
     group = parser.add_argument_group("vLLM's names for settings of the engine")
     suppress = argparse.SUPPRESS
-    group.add_argument(
-        "--model", dest="vllm_model", metavar="MODEL", help=Advanced("the argument MODEL"), default=suppress
-    )
-    group.add_argument(
-        "--kv-cache-memory-bytes",
-        type=parse_size,
-        metavar="N",
-        help=Advanced("--kv-gib in bytes; 2G: 2 GiB"),
-        default=suppress,
-    )
+    group.add_argument("--model", dest="vllm_model", metavar="MODEL", help=Advanced("the argument MODEL"),
+                       default=suppress)  # fmt: skip
+    group.add_argument("--kv-cache-memory-bytes", type=parse_size, metavar="N",
+                       help=Advanced("--kv-gib in bytes; 2G: 2 GiB"), default=suppress)  # fmt: skip
     group.add_argument("--attention-backend", metavar="NAME", help=Advanced("--attention, or TRITON_ATTN, TORCH_SDPA"),
                        default=suppress)  # fmt: skip
     group.add_argument("--distributed-executor-backend", metavar="NAME",
@@ -133,18 +133,13 @@ def vllm_settings(args: argparse.Namespace) -> dict[str, Any]:
             raise StartupError(f"--kv-cache-memory-bytes is {args.kv_cache_memory_bytes}", "It must be above 0")
         _check_conflict(given, "kv_cache_memory_bytes", "kv_gib", "kv_tokens")
         settings["kv_gib"] = args.kv_cache_memory_bytes / 2**30
-    if "attention_backend" in given:
-        _check_conflict(given, "attention_backend", "attention")
-        settings["attention"] = BACKEND_NAMES.get(args.attention_backend.lower())
-        if settings["attention"] is None:
-            cause = f"--attention-backend {args.attention_backend[:80]!r} is not in quire"
-            raise StartupError(cause, f"Choose one of: {', '.join(sorted(BACKEND_NAMES))}")
-    if "distributed_executor_backend" in given:
-        _check_conflict(given, "distributed_executor_backend", "executor")
-        settings["executor"] = EXECUTOR_NAMES.get(args.distributed_executor_backend.lower())
-        if settings["executor"] is None:
-            cause = f"--distributed-executor-backend {args.distributed_executor_backend[:80]!r} is not in quire"
-            raise StartupError(cause, f"Choose one of: {', '.join(EXECUTOR_NAMES)}")
+    for name, setting, values in RENAMED_VALUES:
+        if name in given:
+            _check_conflict(given, name, setting)
+            settings[setting] = values.get(given[name].lower())
+            if settings[setting] is None:
+                cause = f"--{name.replace('_', '-')} {given[name][:80]!r} is not in quire"
+                raise StartupError(cause, f"Choose one of: {', '.join(values)}")
     if "load_format" in given:
         if given.get("dummy_weights") and args.load_format != "dummy":
             raise StartupError(
@@ -174,10 +169,9 @@ def no_effect_notices(args: argparse.Namespace) -> list[str]:
     for flag, values in SINGLE_VALUE_FLAGS.items():
         given = getattr(args, f"only{flag}", None)
         if given is not None and given.lower() not in values:
-            raise StartupError(
-                f"{flag} is {given[:80]!r}, and quire has only {values[0]}",
-                capitalize_first(unsupported_reason(flag) or ""),
-            )
+            why = unsupported_reason(flag) or ""
+            cause = f"{flag} is {given[:80]!r}, and quire has only {values[0]}"
+            raise StartupError(cause, why[:1].upper() + why[1:])
         if given is not None:
             lines.append(f"{flag} {given} changes nothing: it is never anything else")
     return lines
@@ -189,8 +183,3 @@ def unsupported_reason(flag: str) -> str | None:
         return None
     name = SHORT_FLAGS.get(flag, flag).lstrip("-")
     return next((why for starts, why in UNSUPPORTED_FLAGS if name.startswith(tuple(starts.split()))), None)
-
-
-def capitalize_first(text: str) -> str:
-    """Return `text` with its first letter in upper case."""
-    return text[:1].upper() + text[1:]

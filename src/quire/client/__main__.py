@@ -28,14 +28,8 @@ def parse_plan(line: bytes) -> LoadPlan:
     """Return the plan in a line."""
     fields = json.loads(line)
     requests = [PlannedRequest(*one) for one in fields["requests"]]
-    return LoadPlan(
-        Address(*fields["address"]),
-        fields["head"].encode(),
-        requests,
-        fields["slots"],
-        fields["bodies"],
-        fields["queue"],
-    )
+    address, head = Address(*fields["address"]), fields["head"].encode()
+    return LoadPlan(address, head, requests, fields["slots"], fields["bodies"], fields["queue"])
 
 
 async def run_plans() -> None:

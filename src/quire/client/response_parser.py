@@ -25,11 +25,11 @@ class BadResponse(Exception):
     """The response is not a streamed completion; the text says why."""
 
 
-def _check_count(said: object) -> int:
+def _check_count(count: object) -> int:
     """Return a number of tokens. Raise ValueError if it is none."""
-    if not isinstance(said, int) or not 0 <= said <= MAX_TOKENS:
-        raise ValueError(said)
-    return said
+    if not isinstance(count, int) or not 0 <= count <= MAX_TOKENS:
+        raise ValueError(count)
+    return count
 
 
 class ResponseRecord:
@@ -170,9 +170,8 @@ class ResponseParser:
                 raise BadResponse(f"the server failed: {str(chunk['error'])[:MAX_ERROR_BYTES]}")
             usage = chunk.get("usage")
             if usage:
-                self.record.completion_tokens, self.record.prompt_tokens = (
-                    _check_count(usage["completion_tokens"]), _check_count(usage["prompt_tokens"])
-                )  # fmt: skip
+                self.record.completion_tokens = _check_count(usage["completion_tokens"])
+                self.record.prompt_tokens = _check_count(usage["prompt_tokens"])
             if chunk.get("choices") and not _has_only_role(chunk["choices"][0]):
                 self.record.chunk_times.append(now)
                 if usage:

@@ -46,8 +46,6 @@ class ReadOnlyTokens(Sequence[int]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and self._tokens == list(other)
 
-    __hash__ = None  # type: ignore[assignment]  # as Python marks what has no hash
-
     def __repr__(self) -> str:
         return repr(self._tokens)
 

@@ -6,6 +6,7 @@ Outputs have tokens only: clients make text of them and check stop strings (quir
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -32,6 +33,38 @@ class BranchOutput(NamedTuple):
     prompt_logprobs: tuple[TopLogprobs, ...] | None = None
     cached_tokens: int = 0
     pooled: tuple[float, ...] = ()
+
+
+class MergedOutput:
+    """The outputs of one branch since the last read, merged: tokens, texts and log-probabilities follow each other, all
+    else is the last output's. Tokens are appended to `tokens`; an array("i") takes the least memory."""
+
+    __slots__ = ("last", "prompt_tops", "texts", "tokens", "tops")
+
+    def __init__(self, tokens: list[int] | array[int] | None = None) -> None:
+        self.tokens = [] if tokens is None else tokens
+        self.texts: list[str] = []
+        self.tops: list[TopLogprobs] = []
+        self.prompt_tops: tuple[TopLogprobs, ...] | None = None
+        self.last: BranchOutput | None = None
+
+    def add(self, output: BranchOutput) -> None:
+        """Merge an output."""
+        self.tokens.extend(output.tokens)
+        if output.text:
+            self.texts.append(output.text)
+        self.tops += output.top_logprobs
+        if output.prompt_logprobs is not None:
+            self.prompt_tops = output.prompt_logprobs
+        self.last = output
+
+    def to_output(self) -> BranchOutput:
+        """Return all of them as one BranchOutput."""
+        assert self.last is not None, "no output was merged"
+        return self.last._replace(
+            tokens=tuple(self.tokens), text="".join(self.texts), top_logprobs=tuple(self.tops),
+            prompt_logprobs=self.prompt_tops,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -25,33 +25,10 @@ class Request:
     """The unit of scheduling and of preemption: one prompt and the branches that grow from it."""
 
     __slots__ = (
-        "aborted",
-        "agreed_tokens",
-        "arrival_time",
-        "batch_id",
-        "cached_tokens",
-        "candidates",
-        "client",
-        "device_params",
-        "finished_seqs",
-        "first_token_time",
-        "id",
-        "images",
-        "live_seqs",
-        "max_tokens",
-        "method",
-        "num_logprobs",
-        "num_reported",
-        "order",
-        "params",
-        "preemptions",
-        "prefix_name",
-        "prompt_len",
-        "results",
-        "scheduled_time",
-        "seed",
-        "status",
-        "stop_ids",
+        "aborted", "agreed_tokens", "arrival_time", "batch_id", "cached_tokens", "candidates", "client",
+        "device_params", "finished_seqs", "first_token_time", "id", "images", "live_seqs", "max_tokens", "method",
+        "num_logprobs", "num_reported", "order", "params", "preemptions", "prefix_name", "prompt_len", "results",
+        "scheduled_time", "seed", "status", "stop_ids",
     )  # fmt: skip
 
     def __init__(

@@ -13,6 +13,7 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from itertools import count
+from operator import attrgetter
 
 from quire.core.request import Request
 
@@ -119,7 +120,7 @@ class RequestQueue:
     def requeue(self, request: Request) -> None:
         """Queue a request before all new ones: one that was preempted, or that has no batch."""
         self._counts[request.client, request.batch_id] += 1
-        insort(self.preempted, request, key=_order)
+        insort(self.preempted, request, key=attrgetter("order"))
 
     def peek_new(self) -> Request | None:
         """Return the next new request, or None."""
@@ -192,10 +193,6 @@ class RequestQueue:
         self._counts[key] -= 1
         if not self._counts[key]:
             del self._counts[key]
-
-
-def _order(request: Request) -> int:
-    return request.order
 
 
 def _cost(request: Request) -> int:

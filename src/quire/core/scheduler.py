@@ -7,7 +7,9 @@ over any memory and reads no clock.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, deque
+from operator import attrgetter
 
 from quire.core.branching import BranchOps, MethodDriver
 from quire.core.decoding import append_token, record_pooled, record_prompt_logprobs, resolve_num_logprobs
@@ -68,7 +70,7 @@ class Scheduler:
         self.rebalance_target: Request | None = None  # the new request that slots were freed for
         self.preemption_counts = {"swap": 0, "recompute": 0}
         self.num_prefix_waiters = 0  # requests that the last admission deferred
-        branch_ops = BranchOps(self.new_seq_id, self._fork, self._free_seq, self._init_forked_slot, self.finish)
+        branch_ops = BranchOps(self.new_seq_id, self._fork, self._free_seq, self._init_slot, self.finish)
         self.method_driver = MethodDriver(branch_ops, self.eos_ids)
 
     def new_seq_id(self) -> int:
@@ -203,7 +205,7 @@ class Scheduler:
                     del self.by_slot[slot]
                 del self.running[victim]
                 victim.status = RequestStatus.SWAPPED
-                _insert_by_order(self.swapped, victim)
+                insort(self.swapped, victim, key=attrgetter("order"))
                 self._count_preemption(victim, "swap")
                 return
         self._preempt_by_recompute(victim)
@@ -246,7 +248,10 @@ class Scheduler:
             is_swapped = request.status is RequestStatus.SWAPPED
             joined: list[SeqSlice] | Deferred | None = None
             if request.max_slots <= slots:
-                joined = self._swap_in(request, budget) if is_swapped else self._admit(request, budget)
+                if not is_swapped:
+                    joined = self._admit(request, budget)
+                elif self.memory.swap_in(request.live_seqs):
+                    joined = self._start_request(request, budget)
             if joined is None:
                 self.rebalance_due = not self.static_batching and self._rebalance_victim() is not None
                 break
@@ -334,10 +339,6 @@ class Scheduler:
             batches[request.client, request.batch_id] += request.max_slots
         return clients, batches
 
-    def _swap_in(self, request: Request, budget: int) -> list[SeqSlice] | None:
-        """Swap in all live sequences of a request, or none. Return None if memory is short."""
-        return self._start_request(request, budget) if self.memory.swap_in(request.live_seqs) else None
-
     def _admit(self, request: Request, budget: int) -> list[SeqSlice] | Deferred | None:
         """Admit all live sequences of a request to memory, or none. A prefix that they share is computed by one of
         them, a step before the others. Return None if memory is short."""
@@ -352,8 +353,8 @@ class Scheduler:
         return self._start_request(request, budget)
 
     def _start_request(self, request: Request, budget: int) -> list[SeqSlice]:
-        """Initialize the slots of a request that was admitted. Return slices of the sequences that can grow in this
-        step."""
+        """Initialize the slots of a request that was admitted or swapped in. Return slices of the sequences that can
+        grow in this step."""
         slices: list[SeqSlice] = []
         for seq in request.live_seqs:
             self.by_slot[self.memory.slot(seq)] = (request, seq)
@@ -366,8 +367,9 @@ class Scheduler:
                 budget -= count
         return slices
 
-    def _init_slot(self, request: Request, seq: Sequence, parent_slot: int = -1) -> None:
-        sampling = request.device_params if parent_slot < 0 else None  # a fork has its parent's
+    def _init_slot(self, request: Request, seq: Sequence, parent: Sequence | None = None) -> None:
+        parent_slot = -1 if parent is None else self.memory.slot(parent)
+        sampling = request.device_params if parent is None else None  # a fork has its parent's
         history = tuple(seq.tokens) if request.device_params.needs_history else ()
         if request.num_logprobs is None:
             request.num_logprobs = resolve_num_logprobs(request, self.eos_ids)
@@ -376,9 +378,6 @@ class Scheduler:
             slot, seq.id, parent_slot, sampling, seq.seed, seq.prompt_len, history, request.num_logprobs, seq.images
         )
         self.new_slots.append(init)
-
-    def _init_forked_slot(self, request: Request, seq: Sequence, parent: Sequence) -> None:
-        self._init_slot(request, seq, self.memory.slot(parent))
 
     def _free_seq(self, seq: Sequence) -> None:
         del self.by_slot[self.memory.slot(seq)]
@@ -428,14 +427,14 @@ class Scheduler:
             if child.finish_reason is not None:
                 self._retire(request, child)
             elif request.status is RequestStatus.RUNNING:
-                self._init_slot(request, child, parent_slot=self.memory.slot(seq))
+                self._init_slot(request, child, seq)
         if (
             len(tokens) > 1  # tokens that the grammar forced, which the device has not sampled
             and request.device_params.needs_history
             and seq.finish_reason is None
             and request.status is RequestStatus.RUNNING
         ):
-            self._init_slot(request, seq, parent_slot=self.memory.slot(seq))
+            self._init_slot(request, seq, seq)
         if request.prefix_name is not None and not slice_result.error:
             assert self.memory.prefix_cache is not None, "a prefix is registered without a prefix cache"
             if not self.memory.prefix_cache.pin(request.prefix_name, seq):
@@ -525,8 +524,3 @@ def _reset_request(request: Request) -> list[SeqEvent]:
         return []
     request.status = RequestStatus.DONE
     return [SeqEvent(request, None)] if request.method is not None or request.params.returns_best_of else []
-
-
-def _insert_by_order(queue: deque[Request], victim: Request) -> None:
-    """Insert a preempted request by its `order`."""
-    queue.insert(next((i for i, other in enumerate(queue) if other.order > victim.order), len(queue)), victim)

@@ -80,12 +80,9 @@ def _host_snapshot(memory: Any, g: int, group: KVCacheGroup, owner_codes: Mappin
 def _encode_cells(cells: bytearray) -> dict[str, Any]:
     """Return how many pages a cell stands for, and the cells in base64."""
     per = -(-len(cells) // MAX_CELLS) or 1
-    shown = cells if per == 1 else bytes(map(max, zip(*(_padded(cells[i::per], cells, per) for i in range(per)))))
+    size = -(-len(cells) // per)
+    shown = cells if per == 1 else bytes(map(max, zip(*(cells[i::per].ljust(size, b"\0") for i in range(per)))))
     return {"per": per, "cells": b64encode(shown).decode()}
-
-
-def _padded(part: bytearray, cells: bytearray, per: int) -> bytes:
-    return bytes(part).ljust(-(-len(cells) // per), b"\0")
 
 
 def _page_cells(

@@ -4,8 +4,6 @@ for two ranks and kernels.triton.copy_engine_allreduce for more."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,14 +13,6 @@ from quire.kernels.triton.all_reduce import PeerBuffers
 
 # Smaller pieces take longer in all, for products and for copies.
 MIN_CHUNK_ROWS, MIN_CHUNK_BYTES = 1024, 16 << 20
-
-
-def _new_event() -> Any:
-    return torch.cuda.Event()
-
-
-def _new_stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device, priority=-1)
 
 
 def make_copy_engine_all_reduce(peers: PeerBuffers, device: torch.device) -> CopyEngineAllReduce:
@@ -38,8 +28,8 @@ class CopyEngineAllReduce:
     def __init__(self, peers: PeerBuffers, device: torch.device) -> None:
         self.peers, self.call, self.chunk_rows = peers, 0, 0
         self.pending_delta: Tensor | None = None
-        self._stream = _new_stream(device)
-        *self._computed_events, self._sent_event = (_new_event() for _ in range(copy_engine_pair.MAX_PIECES + 1))
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        *self._computed_events, self._sent_event = (torch.cuda.Event() for _ in range(copy_engine_pair.MAX_PIECES + 1))
 
     def split_rows(self, rows: int, nbytes: int) -> tuple[slice, ...]:
         """Return the pieces in which `rows` rows of `nbytes` bytes in all are to be computed and passed to `send_rows`;
@@ -117,7 +107,7 @@ class TwoShotCopyEngineAllReduce(CopyEngineAllReduce):
 
     def __init__(self, peers: PeerBuffers, device: torch.device) -> None:
         super().__init__(peers, device)
-        self._reduce_stream = _new_stream(device)
+        self._reduce_stream = torch.cuda.Stream(device, priority=-1)
         me, ranks = peers.rank, peers.ranks
         self._other_ranks = tuple((me + i) % ranks for i in range(1, ranks))  # each rank begins with another one
 

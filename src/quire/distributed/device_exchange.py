@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.distributed.nccl import NcclCommunicator
-from quire.distributed.shared_memory_exchange import START_FACTOR, SharedMemoryExchange
+from quire.distributed.rendezvous import START_FACTOR
+from quire.distributed.shared_memory_exchange import SharedMemoryExchange
 from quire.errors import PeerLost
 from quire.kernels.peer_memory_layout import KERNEL_BYTES
 from quire.protocol.parallel_layout import Shard

@@ -49,12 +49,9 @@ class NcclCommunicator:
             for other in others:
                 total += other
             return x.copy_(total)
-        if x.is_contiguous():
-            dist.all_reduce(x)
-            return x
         dense = x.contiguous()
         dist.all_reduce(dense)
-        return x.copy_(dense)
+        return x if dense is x else x.copy_(dense)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See quire.layers.exchange."""

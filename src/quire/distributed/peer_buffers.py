@@ -33,10 +33,10 @@ def open_peer_buffers(
         except PeerError as error:
             why = str(error)
     handles = host.all_gather(torch.tensor(list(handle.ljust(HANDLE_BYTES, b"\0")), dtype=torch.uint8))
-    if not _all_ranks_ok(why, host):
+    if reason := _first_reason(why, host):
         if handle:
             peer_memory.free(address)
-        return None, _first_reason(why, host)
+        return None, reason
     addresses: list[int] = []
     try:
         for rank in range(shard.tp_size):
@@ -46,18 +46,17 @@ def open_peer_buffers(
                 peer_memory.stream_write_value(addresses[-1] + copy_engine_pair.flag_offset(0, 0), 0, 0)
     except PeerError as error:
         why = str(error)
-    if not _all_ranks_ok(why, host):
+    if reason := _first_reason(why, host):
         for one in addresses:
             if one != address:
                 peer_memory.close(one)
-        why = _first_reason(why, host)
+        host.barrier()  # all ranks have closed this rank's memory
         peer_memory.free(address)
-        return None, why
+        return None, reason
     polls = min(int(seconds * all_reduce.POLLS), 2**31 - 1)
     counters = torch.zeros(peer_memory_layout.PROGRAMS, dtype=torch.int64, device=device)
-    error_word = torch.zeros(
-        1, dtype=torch.int64, pin_memory=device.type == "cuda"
-    )  # the host reads it without asking the device
+    # The host reads this without asking the device.
+    error_word = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
     table = torch.tensor(addresses, dtype=torch.int64, device=device)
     return all_reduce.PeerBuffers(
         table, counters, error_word, shard.tp_rank, shard.tp_size, polls, tuple(addresses), copy_bytes
@@ -79,12 +78,8 @@ def _unreachable(shard: Shard, indices: Sequence[int]) -> str:
     return ""
 
 
-def _all_ranks_ok(why: str, host: SharedMemoryExchange) -> bool:
-    """Return True if no rank has a reason against it."""
-    return not host.all_gather(torch.tensor([bool(why)])).any()
-
-
 def _first_reason(why: str, host: SharedMemoryExchange) -> str:
-    """Return the reason of the first rank that has one, the same on all ranks."""
+    """Return the reason of the first rank that has one, the same on all ranks; "" if none has."""
     reasons = host.all_gather(torch.tensor(list(why.encode()[:200].ljust(200, b"\0")), dtype=torch.uint8))
-    return next(filter(None, (bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in reasons)))
+    texts = (bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in reasons)
+    return next(filter(None, texts), "")

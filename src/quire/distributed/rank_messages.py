@@ -20,26 +20,11 @@ from quire.protocol.kv_cache_config import KVCacheConfig, kv_cache_config_from_j
 from quire.protocol.parallel_layout import MAX_RANKS, Shard
 from quire.protocol.wire import KEY_BYTES
 
-KINDS = range(1, 18)
-(
-    INIT,
-    BIND,
-    WARM_UP,
-    ADD_IMAGE,
-    REMOVE_IMAGE,
-    PLAN,
-    COLLECT,
-    QUERY,
-    CLOSE,
-    READY,
-    DONE,
-    STEP_RESULT,
-    QUERY_REPLY,
-    FAILED,
-    OPEN_DEVICE,
-    SLEEP,
-    WAKE,
-) = KINDS
+KINDS = (
+    INIT, BIND, WARM_UP, ADD_IMAGE, REMOVE_IMAGE, PLAN, COLLECT, QUERY, CLOSE, READY, DONE, STEP_RESULT, QUERY_REPLY,
+    FAILED, OPEN_DEVICE, SLEEP, WAKE,
+) = range(1, 18)  # fmt: skip
+ANSWERED_BY_DONE = (BIND, WARM_UP, SLEEP, WAKE)
 WARM_UP_BODY = struct.Struct("<II")  # maximum tokens of a step, and of a sequence
 STEP_RESULT_HEAD = struct.Struct("<QQQ")  # the step, from 1; digests of what was applied, and of the samples
 MAX_FAILURE_CHARS = 1 << 12  # characters of a failure's text
@@ -78,7 +63,7 @@ def read_init(body: memoryview) -> InitMessage:
     """Read the body of an INIT. Raise WireError if it is malformed, StartupError for invalid settings."""
     data = read_json(body)
     part, meeting = read_field(data, "part", list), read_field(data, "meeting", list)
-    if len(part) != 4 or not all(type(one) is int for one in part) or not is_valid_shard(*part):
+    if len(part) != 4 or not all(type(one) is int for one in part) or not _is_valid_shard(*part):
         raise WireError("part", f"{str(part)[:80]} is not a rank and number of ranks, stage and number of stages")
     if len(meeting) > 2 + 4 * MAX_RANKS or not all(type(one) is int and one >= 0 for one in meeting):
         raise WireError("meeting", "not a list of descriptors")
@@ -89,7 +74,7 @@ def read_init(body: memoryview) -> InitMessage:
     )  # fmt: skip
 
 
-def is_valid_shard(rank: int, ranks: int, stage: int, stages: int) -> bool:
+def _is_valid_shard(rank: int, ranks: int, stage: int, stages: int) -> bool:
     """Return True if these are the fields of a valid Shard."""
     return 0 <= rank < ranks and 0 <= stage < stages and ranks * stages <= MAX_RANKS
 
@@ -154,14 +139,14 @@ class RankStepResult(NamedTuple):
 
     step: int
     applied: int
-    drawn: int
+    sampled: int
     result: memoryview
 
 
 def read_step_result(body: memoryview) -> RankStepResult:
     """Read the body of a STEP_RESULT. Raise WireError if it is malformed."""
-    step, applied, drawn = FrameReader(body).unpack(STEP_RESULT_HEAD, "answer")
-    return RankStepResult(step, applied, drawn, body[STEP_RESULT_HEAD.size :])
+    step, applied, sampled = FrameReader(body).unpack(STEP_RESULT_HEAD, "answer")
+    return RankStepResult(step, applied, sampled, body[STEP_RESULT_HEAD.size :])
 
 
 def write_failure(failed: RankFailure) -> bytes:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from quire.distributed.kernel_profiler import KernelProfiler
+import psutil
 
-RankQuery = Callable[[Any], Any]
+from quire.distributed.kernel_profiler import KernelProfiler
 
 
 def _query_mapping(runner: Any) -> list[float] | None:
@@ -19,8 +17,7 @@ def _query_mapping(runner: Any) -> list[float] | None:
 
 
 def _query_usage(runner: Any) -> list[float]:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return [time.process_time(), pages * mmap.PAGESIZE]
+    return [time.process_time(), psutil.Process().memory_info().rss]
 
 
 def _query_graphs(runner: Any) -> dict[str, list[Any]]:
@@ -31,7 +28,7 @@ def _query_graphs(runner: Any) -> dict[str, list[Any]]:
 
 _profiler = KernelProfiler()
 
-RANK_QUERIES: dict[str, RankQuery] = {
+RANK_QUERIES: dict[str, Callable[[Any], Any]] = {
     "depth": lambda runner: runner.depth,
     "attention": lambda runner: getattr(runner, "attention", ""),
     "device": lambda runner: str(getattr(runner, "device", "")),

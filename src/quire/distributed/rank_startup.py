@@ -101,7 +101,6 @@ def threads_per_rank(threads: int | None, ranks: int) -> int | None:
 def unused_threads_notice(threads: int | None, ranks: int) -> list[str]:
     """Return a notice that ranks leave some of --threads unused, if so: all ranks have equally many, so that they
     compute alike."""
-    each = max(threads // ranks, 1) if threads is not None else 0
-    if threads is None or each * ranks == threads:
+    if threads is None or (each := max(threads // ranks, 1)) * ranks == threads:
         return []
     return [f"--threads is {threads}, and {ranks} ranks use {each} each: {each * ranks}"]

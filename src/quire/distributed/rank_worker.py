@@ -15,37 +15,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from quire.distributed.rank_messages import (
-    ADD_IMAGE,
-    BIND,
-    CLOSE,
-    COLLECT,
-    DONE,
-    FAILED,
-    INIT,
-    KINDS,
-    OPEN_DEVICE,
-    PLAN,
-    QUERY,
-    QUERY_REPLY,
-    READY,
-    REMOVE_IMAGE,
-    SLEEP,
-    STEP_RESULT,
-    STEP_RESULT_HEAD,
-    WAKE,
-    WARM_UP,
-    InitMessage,
-    RankFailure,
-    read_add_image,
-    read_bind,
-    read_init,
-    read_remove_image,
-    read_sleep,
-    read_wake,
-    read_warm_up,
-    write_failure,
-)
+from quire.distributed import rank_messages
+from quire.distributed.rank_messages import InitMessage, RankFailure
 from quire.distributed.rank_queries import RANK_QUERIES
 from quire.distributed.shared_ring import RingReader
 from quire.errors import PeerLost, StartupError
@@ -98,27 +69,32 @@ class RankWorker:
     def execute(self, frame: Frame) -> None:
         """Carry out one order. Raise EngineGone after the last."""
         kind, body = frame
-        if kind == PLAN:
-            self._submit(body)
-        elif kind == COLLECT:
-            self._collect()
-        elif kind == ADD_IMAGE:
-            self.runner.add_image(read_add_image(body))
-        elif kind == REMOVE_IMAGE:
-            self.runner.remove_image(read_remove_image(body))
-        elif kind == QUERY:
-            request = read_json(body)
-            self._send(QUERY_REPLY, write_json({"told": RANK_QUERIES[request["question"]](self.runner)}))
-        elif kind in (BIND, WARM_UP):
-            self.runner.bind(read_bind(body)) if kind == BIND else self.runner.warm_up(*read_warm_up(body))
-            self._send(DONE, b"")
-        elif kind in (SLEEP, WAKE):
-            self.runner.sleep(read_sleep(body)) if kind == SLEEP else self.runner.wake(read_wake(body))
-            self._send(DONE, b"")
-        elif kind == CLOSE:
-            raise EngineGone
-        else:
-            raise WireError("kind", f"{kind} is not an order")
+        match kind:
+            case rank_messages.PLAN:
+                self._submit(body)
+            case rank_messages.COLLECT:
+                self._collect()
+            case rank_messages.ADD_IMAGE:
+                self.runner.add_image(rank_messages.read_add_image(body))
+            case rank_messages.REMOVE_IMAGE:
+                self.runner.remove_image(rank_messages.read_remove_image(body))
+            case rank_messages.QUERY:
+                answer = RANK_QUERIES[read_json(body)["question"]](self.runner)
+                self._send(rank_messages.QUERY_REPLY, write_json({"told": answer}))
+            case rank_messages.BIND:
+                self.runner.bind(rank_messages.read_bind(body))
+            case rank_messages.WARM_UP:
+                self.runner.warm_up(*rank_messages.read_warm_up(body))
+            case rank_messages.SLEEP:
+                self.runner.sleep(rank_messages.read_sleep(body))
+            case rank_messages.WAKE:
+                self.runner.wake(rank_messages.read_wake(body))
+            case rank_messages.CLOSE:
+                raise EngineGone
+            case _:
+                raise WireError("kind", f"{kind} is not an order")
+        if kind in rank_messages.ANSWERED_BY_DONE:
+            self._send(rank_messages.DONE, b"")
 
     def _submit(self, body: memoryview) -> None:
         plan = decode_frame(body)
@@ -134,8 +110,9 @@ class RankWorker:
         result = self.runner.collect(ticket)
         self.collected += 1
         applied = plan_digest(self.collected, body, getattr(self.runner, "op_checksum", 0))
+        head = rank_messages.STEP_RESULT_HEAD.pack(self.collected, applied, samples_digest(result))
         encoded_result = encode_frame(result) if self.shard.returns_result else b""
-        self._send(STEP_RESULT, STEP_RESULT_HEAD.pack(self.collected, applied, samples_digest(result)) + encoded_result)
+        self._send(rank_messages.STEP_RESULT, head + encoded_result)
 
     @property
     def activity(self) -> str:
@@ -153,11 +130,17 @@ def serve(
     """Build what the INIT on `connection` describes, then carry out the orders of the ring. Return the exit status.
     `end` is called on another thread when the engine's process has ended. If an OPEN_DEVICE precedes the INIT, `build`
     gets the result of `open_device` too."""
-    outgoing, orders = FrameCodec(KINDS), FrameCodec(KINDS)
+    outgoing, orders = FrameCodec(rank_messages.KINDS), FrameCodec(rank_messages.KINDS)
 
     def send(kind: int, body: bytes) -> None:
         with suppress(OSError):  # the engine has ended, which ends this rank
             connection.sendall(outgoing.encode(kind, body))
+
+    def fail(doing: str, error: BaseException) -> int:
+        if not isinstance(error, PeerLost | StartupError):  # the engine logs these in one line
+            log.error("rank %d failed %s", init_message.part.global_rank, doing, exc_info=error)
+        send(rank_messages.FAILED, rank_messages.write_failure(_to_failure(error)))
+        return 1
 
     init_messages = _read_init_messages(connection)
     try:
@@ -165,26 +148,25 @@ def serve(
     except (EOFError, OSError):
         return 1
     except (WireError, StartupError) as error:
-        send(FAILED, write_failure(_to_failure(error)))
+        send(rank_messages.FAILED, rank_messages.write_failure(_to_failure(error)))
         return 1
     parent = select.poll()
     parent.register(connection, HANGUP)
     threading.Thread(target=_exit_with_engine, args=(parent, end), name="quire-parent", daemon=True).start()
     logging.getLogger().setLevel(init_message.log_level)
     try:
-        if kind == OPEN_DEVICE:
+        if kind == rank_messages.OPEN_DEVICE:
             assert open_device is not None, "there is no GPU here"
             rank_device = open_device(init_message)
-            send(QUERY_REPLY, write_json({"told": rank_device.memory_info()}))
+            send(rank_messages.QUERY_REPLY, write_json({"told": rank_device.memory_info()}))
             build = partial(build, rank_device=rank_device)
             _, init_message = next(init_messages)
         runner = build(init_message)
     except BaseException as error:
-        _log_failure(init_message.part.global_rank, "at start", error)
-        send(FAILED, write_failure(_to_failure(error)))
-        return 1
+        return fail("at start", error)
     rank = RankWorker(init_message, runner, send)
-    send(READY, write_json({name: RANK_QUERIES[name](runner) for name in ("depth", "attention", "device", "notices")}))
+    answers = {name: RANK_QUERIES[name](runner) for name in ("depth", "attention", "device", "notices")}
+    send(rank_messages.READY, write_json(answers))
     poll = select.poll()
     poll.register(reader.event, select.POLLIN)
     poll.register(connection, select.POLLIN | HANGUP)
@@ -196,30 +178,21 @@ def serve(
         runner.close()
         return 0
     except BaseException as error:
-        _log_failure(init_message.part.global_rank, rank.activity, error)
-        send(FAILED, write_failure(_to_failure(error)))
-        return 1
-
-
-def _log_failure(rank: int, doing: str, error: BaseException) -> None:
-    """Log an unexpected error. The failures of other ranks, and errors of the user, are reported in one line
-    elsewhere."""
-    if not isinstance(error, PeerLost | StartupError):
-        log.error("rank %d failed %s", rank, doing, exc_info=error)
+        return fail(rank.activity, error)
 
 
 def _read_init_messages(connection: socket.socket) -> Iterator[tuple[int, InitMessage]]:
     """Yield the kind and message of the frames before orders: an INIT, or an OPEN_DEVICE, which has the same body, and
     an INIT."""
-    frames = FrameCodec(KINDS)
+    frames = FrameCodec(rank_messages.KINDS)
     while True:
         data = connection.recv(READ_SIZE)
         if not data:
             raise EOFError
         for frame in frames.decode(data):
-            if frame.kind not in (INIT, OPEN_DEVICE):
+            if frame.kind not in (rank_messages.INIT, rank_messages.OPEN_DEVICE):
                 raise WireError("kind", f"{frame.kind} before INIT")
-            yield frame.kind, read_init(frame.body)
+            yield frame.kind, rank_messages.read_init(frame.body)
 
 
 def _next_record(reader: RingReader, poll: select.poll) -> bytes:

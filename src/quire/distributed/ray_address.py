@@ -34,7 +34,7 @@ def resolve_ray_address(named: str) -> str:
     if not named and not (local and listening_users(int(port)) == {os.getuid()}):
         raise StartupError(
             f"RAY_ADDRESS is {address[:80]}, which isn't known to be this user's own cluster on this host",
-            f"Give --ray-address {address[:80]} if whoever reaches it may run code here, or unset RAY_ADDRESS",
+            f"Give --ray-address {address[:80]} if everyone who connects to it may run code here, or unset RAY_ADDRESS",
         )
     return address
 

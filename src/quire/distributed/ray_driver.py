@@ -63,9 +63,8 @@ class PlacementRequest(NamedTuple):
 def main() -> None:
     """Run the driver. The argument is the descriptor of the engine's connection."""
     os.setsid()  # signals of a terminal do not reach Ray's processes
-    ctypes.CDLL(None).prctl(
-        PR_SET_PDEATHSIG, signal.SIGCONT
-    )  # a stopped driver continues, and sees the end of the connection
+    # A stopped driver continues when the engine's process ends, and sees the end of the connection.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     connection = socket.socket(fileno=int(sys.argv[1]))
     frames, outgoing = FrameCodec(KINDS), FrameCodec(KINDS)
     gone = threading.Event()
@@ -168,8 +167,8 @@ def watch_ranks(
         for one in ended:
             rank = running.pop(one)
             try:
-                code, told = ray.get(one)
-                send(RANK_EXITED, rank=rank, code=code, told=told)
+                code, errors = ray.get(one)
+                send(RANK_EXITED, rank=rank, code=code, told=errors)
             except ray.exceptions.RayError as error:
                 send(RANK_LOST, rank=rank, told=f"Ray's actor: {first_line(error)}")
     return True

@@ -41,26 +41,26 @@ def main() -> None:
     exec_program(program, descriptors)
 
 
-def fetch_program(door: socket.socket, said: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+def fetch_program(connection: socket.socket, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     """Return what the engine sends for this rank, and the descriptors."""
-    _, user, _ = CREDENTIALS.unpack(door.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    _, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     if user != os.getuid():
         sys.exit(f"the engine's process is user {user}'s, and Ray's worker is user {os.getuid()}'s")
-    door.sendall(json.dumps({"token": said["token"], "rank": said["rank"]}).encode() + b"\n")
-    (length,) = LENGTH.unpack(receive_exactly(door, LENGTH.size))
-    told = json.loads(receive_exactly(door, length))
-    _, descriptors, _, _ = socket.recv_fds(door, 1, len(told["numbers"]))
-    if len(descriptors) != len(told["numbers"]):
-        sys.exit(f"{len(descriptors)} of {len(told['numbers'])} descriptors came (`ulimit -n` of Ray's worker)")
-    door.sendall(b".")
-    return told, descriptors
+    connection.sendall(json.dumps({"token": message["token"], "rank": message["rank"]}).encode() + b"\n")
+    (length,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size))
+    program = json.loads(receive_exactly(connection, length))
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, len(program["numbers"]))
+    if len(descriptors) != len(program["numbers"]):
+        sys.exit(f"{len(descriptors)} of {len(program['numbers'])} descriptors came (`ulimit -n` of Ray's worker)")
+    connection.sendall(b".")
+    return program, descriptors
 
 
-def receive_exactly(door: socket.socket, count: int) -> bytes:
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
     """Receive `count` bytes."""
     received = bytearray()
     while len(received) < count:
-        data = door.recv(count - len(received))
+        data = connection.recv(count - len(received))
         if not data:
             sys.exit("the engine's process refused this rank")
         received += data

@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from math import inf
 from typing import Any, NoReturn
 
+from quire.distributed import rank_messages
 from quire.distributed.rank_handle import (
     RankHandle,
     RankLauncher,
@@ -24,32 +25,8 @@ from quire.distributed.rank_handle import (
     launch_ranks,
     release_ranks,
 )
-from quire.distributed.rank_messages import (
-    ADD_IMAGE,
-    BIND,
-    CLOSE,
-    COLLECT,
-    DONE,
-    INIT,
-    KINDS,
-    OPEN_DEVICE,
-    PLAN,
-    QUERY,
-    QUERY_REPLY,
-    READY,
-    REMOVE_IMAGE,
-    SLEEP,
-    STEP_RESULT,
-    WAKE,
-    WARM_UP,
-    WARM_UP_BODY,
-    InitMessage,
-    read_step_result,
-    write_add_image,
-    write_bind,
-    write_init,
-)
-from quire.distributed.rendezvous import RankRendezvous
+from quire.distributed.rank_messages import InitMessage
+from quire.distributed.rendezvous import START_FACTOR, RankRendezvous
 from quire.distributed.shared_ring import RingFull, RingWriter
 from quire.errors import EngineDead, RanksLost, StartupError
 from quire.ipc.frames import Frame, FrameCodec, read_json, write_json
@@ -61,7 +38,6 @@ from quire.protocol.parallel_layout import ParallelLayout
 from quire.protocol.step_plan import MappingStats, RankUsage, StepPlan, StepResult
 from quire.protocol.wire import decode_frame, encode_frame
 
-START_FACTOR = 5  # a start may take this many times as long as a step
 # Timeout of one wait. Waits are counted, not seconds, so that an engine that was itself stopped does not fail ranks.
 POLL_SECONDS = 0.1
 CAUSE_SECONDS = 1.0  # seconds to wait for the cause of a failure after the failures that follow from it
@@ -85,7 +61,7 @@ class RemoteRunner:
         self.submitted = self.collected = 0
         self._virtual = False
         self._stopped_counts = Counter[int]()  # successive checks in which a rank was stopped
-        self._orders = FrameCodec(KINDS)
+        self._orders = FrameCodec(rank_messages.KINDS)
         with ExitStack() as undo:
             try:
                 self.rendezvous = rendezvous = RankRendezvous(layout)
@@ -110,24 +86,22 @@ class RemoteRunner:
         """Have each rank open its GPU and its exchange, and return the memory information of each. Of an InitMessage
         only part, seconds, meeting and the config's settings of the exchange are used. Raise StartupError if a rank
         fails."""
-        self._send_init_messages(OPEN_DEVICE, hellos)
-        return [
-            read_json(frame.body)["told"]
-            for frame in self._receive_all(QUERY_REPLY, START_FACTOR * self.seconds, "at start")
-        ]
+        self._send_init_messages(rank_messages.OPEN_DEVICE, hellos)
+        return self._receive_answers(START_FACTOR * self.seconds, "at start")
 
     def send_init(self, hellos: Sequence[InitMessage]) -> None:
         """Send each rank what to build; `wait_until_built` waits for it."""
-        self._send_init_messages(INIT, hellos)
+        self._send_init_messages(rank_messages.INIT, hellos)
 
     def _send_init_messages(self, kind: int, hellos: Sequence[InitMessage]) -> None:
         for rank, init_message in zip(self.ranks, hellos, strict=True):
             with suppress(OSError):  # the rank has ended, which `_receive_all` reports
-                rank.connection.sendall(rank.encoder.encode(kind, write_init(init_message)))
+                rank.connection.sendall(rank.encoder.encode(kind, rank_messages.write_init(init_message)))
 
     def wait_until_built(self) -> None:
         """Wait until all ranks have built their part. Raise StartupError if one fails."""
-        replies = [read_json(frame.body) for frame in self._receive_all(READY, START_FACTOR * self.seconds, "at start")]
+        frames = self._receive_all(rank_messages.READY, START_FACTOR * self.seconds, "at start")
+        replies = [read_json(frame.body) for frame in frames]
         self.depth = max(min(int(one["depth"]) for one in replies), self.layout.pp)
         self.attention, self.device = str(replies[0]["attention"]), str(replies[0]["device"])
         self.notices = tuple(map(str, replies[0]["notices"]))
@@ -144,8 +118,7 @@ class RemoteRunner:
     def bind(self, geometry: KVCacheConfig) -> None:
         """Allocate the memory's tensors on each rank; `geometry` is that of one rank."""
         self._virtual = geometry.layout is KVCacheLayout.CONTIGUOUS
-        self._send_order(BIND, write_bind(geometry), "at start")
-        self._receive_all(DONE, START_FACTOR * self.seconds, "at start")
+        self._send_and_wait(rank_messages.BIND, rank_messages.write_bind(geometry), "at start")
 
     def warm_up(self, tokens: int, max_len: int) -> None:
         """See ModelRunner. Raise StartupError if ranks have graphs of different sizes: they would wait for each other's
@@ -155,30 +128,27 @@ class RemoteRunner:
                 if (mine := graphs.get(kind)) != (first := captured[0].get(kind)):
                     cause = f"rank {rank} captures graphs of {kind} of {mine} rows, rank 0 of {first}"
                     self._fail(cause[:400], "at start")
-        self._send_order(WARM_UP, WARM_UP_BODY.pack(tokens, max_len), "at start")
-        self._receive_all(DONE, START_FACTOR * self.seconds, "at start")
+        self._send_and_wait(rank_messages.WARM_UP, rank_messages.WARM_UP_BODY.pack(tokens, max_len), "at start")
 
     def sleep(self, level: int) -> None:
         """See core.runner.SleepableRunner; on each rank."""
-        self._send_order(SLEEP, bytes((level,)))
-        self._receive_all(DONE, START_FACTOR * self.seconds, "falling asleep")
+        self._send_and_wait(rank_messages.SLEEP, bytes((level,)), "falling asleep")
 
     def wake(self, tags: Sequence[str]) -> None:
         """See core.runner.SleepableRunner; on each rank. Raise EngineDead if one fails: the others are awake then."""
-        self._send_order(WAKE, write_json({"tags": list(tags)}))
-        self._receive_all(DONE, START_FACTOR * self.seconds, "waking up")
+        self._send_and_wait(rank_messages.WAKE, write_json({"tags": list(tags)}), "waking up")
 
     def add_image(self, pixels: ImagePixels) -> None:
         """Send an image's pixels: plans that are submitted from now on may encode it."""
-        self._send_order(ADD_IMAGE, write_add_image(pixels))
+        self._send_order(rank_messages.ADD_IMAGE, rank_messages.write_add_image(pixels))
 
     def remove_image(self, key: bytes) -> None:
         """Drop an image's pixels: no later plan encodes it."""
-        self._send_order(REMOVE_IMAGE, key)
+        self._send_order(rank_messages.REMOVE_IMAGE, key)
 
     def submit(self, plan: StepPlan) -> int:
         """Send a step to all ranks and return its number."""
-        self._send_order(PLAN, encode_frame(plan))
+        self._send_order(rank_messages.PLAN, encode_frame(plan))
         self.submitted += 1
         return self.submitted
 
@@ -186,30 +156,32 @@ class RemoteRunner:
         """Wait for the step of that number and return its result. Raise RanksLost if a rank fails, or if ranks
         disagree."""
         if self.layout.pp == 1:  # stages reply without being asked
-            self._send_order(COLLECT, b"")
+            self._send_order(rank_messages.COLLECT, b"")
         self.collected += 1
         assert ticket == self.collected, f"step {ticket} is collected out of order, {self.collected} is due"
-        frames, first = self._receive_all(STEP_RESULT, self.seconds, f"in step {ticket}"), self.layout.result_rank
+        frames = self._receive_all(rank_messages.STEP_RESULT, self.seconds, f"in step {ticket}")
+        first = self.layout.result_rank
         try:
-            replies = [read_step_result(frame.body) for frame in frames]
+            replies = [rank_messages.read_step_result(frame.body) for frame in frames]
             result = decode_frame(replies[first].result)
         except WireError as error:
             self._fail(f"a rank's result of step {ticket} is malformed: {error}"[:300])
         assert replies[first].step == ticket, f"rank {first} answers step {replies[first].step}, and {ticket} is due"
         for rank, reply in enumerate(replies):
             samples = rank >= first  # only the last stage samples
-            if reply[:2] != replies[first][:2] or (samples and reply.drawn != replies[first].drawn):
+            if reply[:2] != replies[first][:2] or (samples and reply.sampled != replies[first].sampled):
                 self._fail(f"rank {rank} applied or sampled differently from rank {first} in step {ticket}")
         assert isinstance(result, StepResult), f"rank {first} answers with a result"
         return result
 
     def query(self, question: str) -> list[Any]:
         """Return each rank's answer to a question (quire.distributed.rank_queries)."""
-        self._send_order(QUERY, write_json({"question": question}))
-        return [
-            read_json(frame.body)["told"]
-            for frame in self._receive_all(QUERY_REPLY, self.seconds, f"asked for its {question}")
-        ]
+        self._send_order(rank_messages.QUERY, write_json({"question": question}))
+        return self._receive_answers(self.seconds, f"asked for its {question}")
+
+    def _receive_answers(self, seconds: float, when: str) -> list[Any]:
+        frames = self._receive_all(rank_messages.QUERY_REPLY, seconds, when)
+        return [read_json(frame.body)["told"] for frame in frames]
 
     @property
     def mapping_stats(self) -> MappingStats | None:
@@ -245,7 +217,7 @@ class RemoteRunner:
         """End the ranks and release all their resources."""
         if not self._death_cause:
             with suppress(EngineDead, RingFull, ValueError):
-                self._ring.write(self._orders.encode(CLOSE, b""), 0.0)
+                self._ring.write(self._orders.encode(rank_messages.CLOSE, b""), 0.0)
             # Stages may block in sending results that are no longer read.
             answering = self.layout.pp > 1 and self.submitted > self.collected
             end = time.monotonic() + (0.0 if answering else CLOSE_SECONDS)
@@ -272,6 +244,11 @@ class RemoteRunner:
         except RingFull as full:
             why = self._stopped_suffix(full.reader)
             self._fail(f"rank {full.reader} has not taken what it was sent for {seconds:g} s{why}", when)
+
+    def _send_and_wait(self, kind: int, body: bytes, when: str) -> None:
+        """Send an order and wait until all ranks have carried it out, for as long as a start may take."""
+        self._send_order(kind, body, when)
+        self._receive_all(rank_messages.DONE, START_FACTOR * self.seconds, when)
 
     def _when_ring_full(self, when: str) -> Callable[[], None]:
         """Return a function to be called while the ring is full. It reads the ranks' messages, since ranks must be able
@@ -367,8 +344,8 @@ def _no_resources_error(ranks: int, error: Exception) -> StartupError:
                         "Use fewer ranks, or see `ulimit -n`")  # fmt: skip
 
 
-def _as_predicate(said: str) -> str:
+def _as_predicate(text: str) -> str:
     """Make a predicate of a failure's text: the description of a process's end is one already, that of an exception is
     not."""
     known = ("was ended", "ended with", "left its connection", "sent what")
-    return said if said.startswith(known) else f"failed: {said}"
+    return text if text.startswith(known) else f"failed: {text}"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from quire.protocol.parallel_layout import ParallelLayout, Shard
 
+START_FACTOR = 5  # a start may take this many times as long as a step
 SLOT_BYTES = 1 << 20  # of a rank's tensor; larger ones are sent in pieces
 COUNTER_BYTES = 4096
 # Words for each rank: the count of its exchanges, then a flag that it waits for another stage, then padding.
@@ -20,16 +21,15 @@ COUNTER_STRIDE = 8
 
 
 class RankFds(NamedTuple):
-    """The descriptors of a RankRendezvous that one rank uses: the memory, of `bytes` bytes; a file through which groups
-    of torch.distributed connect; the events of its stage, two for each rank; and its sockets to the previous and the
-    next stage, or -1."""
+    """The descriptors of a RankRendezvous that one rank uses: the memory; a file through which groups of
+    torch.distributed connect; the events of its stage, two for each rank; and its sockets to the previous and the next
+    stage, or -1."""
 
     memory: int
     store: int
     events: Sequence[int]
     previous_stage: int
     next_stage: int
-    bytes: int
 
 
 def rank_fds(shard: Shard, descriptors: Sequence[int]) -> RankFds:
@@ -40,20 +40,13 @@ def rank_fds(shard: Shard, descriptors: Sequence[int]) -> RankFds:
     assert len(pipes) == 2 * (ranks - shard.tp_size), f"{len(rest)} descriptors do not match {ranks} ranks"
     previous_stage = -1 if shard.is_first_stage else pipes[2 * (shard.global_rank - shard.tp_size) + 1]
     next_stage = -1 if shard.is_last_stage else pipes[2 * shard.global_rank]
-    return RankFds(
-        memory,
-        store,
-        rest[stage * shard.pp_rank : stage * (shard.pp_rank + 1)],
-        previous_stage,
-        next_stage,
-        COUNTER_BYTES + ranks * 2 * SLOT_BYTES,
-    )
+    events = rest[stage * shard.pp_rank : stage * (shard.pp_rank + 1)]
+    return RankFds(memory, store, events, previous_stage, next_stage)
 
 
 class RankRendezvous:
-    """The descriptors that ranks inherit: the memory, a file through which groups of torch.distributed connect, the
-    events, two for each rank, and both ends of the sockets from each rank of a stage to the same rank of the next
-    one."""
+    """The descriptors that ranks inherit (see RankFds), with both ends of the sockets from each rank of a stage to the
+    same rank of the next one."""
 
     def __init__(self, layout: ParallelLayout) -> None:
         """Create them. Raise OSError if the system has no memory or descriptor left."""

@@ -15,11 +15,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from quire.distributed.rendezvous import COUNTER_BYTES, COUNTER_STRIDE, SLOT_BYTES, rank_fds
+from quire.distributed.rendezvous import COUNTER_BYTES, COUNTER_STRIDE, SLOT_BYTES, START_FACTOR, rank_fds
 from quire.errors import PeerLost
 from quire.protocol.parallel_layout import Shard
 
-START_FACTOR = 5.0  # as quire.distributed.remote_runner.START_FACTOR
 TIMEOUT_MARGIN = 30.0  # seconds more than the engine waits, so that the engine names the silent rank first
 
 
@@ -30,13 +29,13 @@ class SharedMemoryExchange:
         """Map the memory of the RankRendezvous of these `descriptors`."""
         self.shard, self._seconds = shard, seconds + TIMEOUT_MARGIN
         fds = rank_fds(shard, descriptors)
-        events, self.store = fds.events, fds.store
-        shared = mmap.mmap(fds.memory, fds.bytes)
+        self.store = fds.store
+        shared = mmap.mmap(fds.memory, 0)
         self._counters = memoryview(shared)[:COUNTER_BYTES].cast("Q")
         slots = torch.frombuffer(shared, dtype=torch.uint8, offset=COUNTER_BYTES).view(-1, shard.tp_size, 2, SLOT_BYTES)
         self._slots = slots[shard.pp_rank]
-        self._own_events = events[2 * shard.tp_rank : 2 * shard.tp_rank + 2]
-        self._other_events = [list(events[turn::2]) for turn in range(2)]
+        self._own_events = fds.events[2 * shard.tp_rank : 2 * shard.tp_rank + 2]
+        self._other_events = [list(fds.events[turn::2]) for turn in range(2)]
         for turn in range(2):
             self._other_events[turn].pop(shard.tp_rank)
         self._polls = [select.poll() for _ in range(2)]
@@ -89,7 +88,8 @@ class SharedMemoryExchange:
 
     def _all_gather_chunk(self, piece: Tensor) -> Tensor:
         """Return all ranks' bytes of one piece, [ranks, bytes], valid until the exchange after next."""
-        turn, missing = self._next_slot(), self.shard.tp_size - 1
+        self._slot = turn = 1 - self._slot
+        missing = self.shard.tp_size - 1
         self._counters[self.shard.global_rank * COUNTER_STRIDE] += 1
         self._slots[self.shard.tp_rank, turn, : len(piece)] = piece
         for event in self._other_events[turn]:
@@ -99,11 +99,6 @@ class SharedMemoryExchange:
                 raise PeerLost(f"{missing} of {self.shard.tp_size - 1} other ranks were silent in a step")
             missing -= os.eventfd_read(self._own_events[turn])
         return self._slots[:, turn, : len(piece)]
-
-    def _next_slot(self) -> int:
-        """Return the slot of the next piece."""
-        self._slot = 1 - self._slot
-        return self._slot
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Channel:
         self._frames = FrameCodec()
         self._lock = threading.Condition()
         self._queue: deque[bytes] = deque()
-        self._queued_bytes = 0
+        self.queued_bytes = 0  # that wait to be sent
         self._open = True
         self._sender: threading.Thread | None = None
 
@@ -42,11 +42,6 @@ class Channel:
             if sent < len(frame):
                 self._enqueue(frame[sent:])
             return self._open
-
-    @property
-    def queued_bytes(self) -> int:
-        """The number of bytes that wait to be sent."""
-        return self._queued_bytes
 
     def close(self, timeout: float = 1.0) -> None:
         """Send what is queued, for at most `timeout` seconds, then close the connection."""
@@ -64,13 +59,13 @@ class Channel:
             return len(frame)
 
     def _enqueue(self, rest: bytes) -> None:
-        if self._queued_bytes + len(rest) > MAX_QUEUED_BYTES:
+        if self.queued_bytes + len(rest) > MAX_QUEUED_BYTES:
             log.error("%s does not read: %d bytes wait for it, at most %d may; its connection is closed",
-                      self.name, self._queued_bytes, MAX_QUEUED_BYTES)  # fmt: skip
+                      self.name, self.queued_bytes, MAX_QUEUED_BYTES)  # fmt: skip
             self._shut_down()
             return
         self._queue.append(rest)
-        self._queued_bytes += len(rest)
+        self.queued_bytes += len(rest)
         if self._sender is None:
             self._sender = threading.Thread(target=self._send_loop, name="quire-link", daemon=True)
             self._sender.start()
@@ -93,7 +88,7 @@ class Channel:
                 if not self._open:
                     return
                 self._queue.popleft()
-                self._queued_bytes -= len(rest)
+                self.queued_bytes -= len(rest)
                 drained = None if self._queue else self._on_drained
                 self._lock.notify_all()
             if drained is not None:
@@ -102,7 +97,7 @@ class Channel:
     def _shut_down(self) -> None:
         self._open = False
         self._queue.clear()
-        self._queued_bytes = 0
+        self.queued_bytes = 0
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self._lock.notify_all()

@@ -69,10 +69,9 @@ class PendingReply(NamedTuple):
 class RequestTracker:
     """The requests in flight over `engine_client`. `observer` is notified of every step."""
 
-    def __init__(
-        self, engine_client: EngineClient, prompts: InputProcessor, observer: StepObserver | None = None
-    ) -> None:
-        self.prompts, self.observer = prompts, observer
+    def __init__(self, engine_client: EngineClient, prompts: InputProcessor) -> None:
+        self.prompts = prompts
+        self.observer: StepObserver | None = None
         self.num_aborted = self.num_rejected = 0
         self._rejected_lock = threading.Lock()  # requests are rejected on the engine's thread and on callers' threads
         self.on_death: Callable[[], object] | None = None
@@ -122,10 +121,14 @@ class RequestTracker:
         return OutputStream(number, record, detokenizer, answer, patient)
 
     async def _send_and_wait(
-        self, answer: asyncio.Future[Any], message: Callable[[int], ClientMessage], streams: Sequence[OutputStream] = ()
+        self,
+        message: Callable[[int], ClientMessage],
+        streams: Sequence[OutputStream] = (),
+        answer: asyncio.Future[Any] | None = None,
     ) -> Any:
         """Send the message that `message` makes of a key, and return the engine's reply. The requests of `streams`
-        share it."""
+        share it; `answer` is the future that they were made with."""
+        answer = answer or asyncio.get_running_loop().create_future()
         if self.error is not None or self._closing:
             raise engine_dead_error(self.error)
         for at, stream in enumerate(streams):
@@ -138,8 +141,8 @@ class RequestTracker:
         self.engine_client.attach_event_loop()
         try:
             if not self.engine_client.send(message(key)):
-                self._resolve_reply(key, None, engine_dead_error(self.error))
-        except BaseException as error:  # the message can't be encoded
+                raise engine_dead_error(self.error)
+        except BaseException as error:  # the engine has ended, or the message can't be encoded
             self._resolve_reply(key, None, error)
         try:
             return await answer

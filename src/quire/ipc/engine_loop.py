@@ -13,6 +13,8 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from quire.core.engine import Engine
@@ -55,17 +57,16 @@ SendToClient = Callable[[int, EngineMessage], None]
 """Sends a message to a client, on the engine's thread. One that has left is ignored."""
 
 
+@dataclass(slots=True, eq=False)
 class TrackedRequest:
     """A request of the engine, with the client that sent it and that client's number for it."""
 
-    __slots__ = ("client_index", "id", "image_keys", "is_reported", "number", "request")
-
-    def __init__(
-        self, client_index: int, number: int, id: str, request: Request, image_keys: Iterable[bytes] = ()
-    ) -> None:
-        self.client_index, self.number, self.id, self.request = client_index, number, id, request
-        self.is_reported = False  # its progress was sent
-        self.image_keys = image_keys
+    client_index: int
+    number: int
+    id: str
+    request: Request
+    image_keys: Iterable[bytes]
+    is_reported: bool = False  # its progress was sent
 
     def progress(self) -> RequestProgress:
         """Return how far the request has come."""
@@ -136,11 +137,10 @@ class EngineLoop:
 
     def health(self) -> Health:
         """Return the health of the loop, for as long as it runs."""
-        health = self.heartbeat.health("")
-        restarts = self.engine.restarter
-        return (
-            health._replace(stalled=True, why=restarts.status) if restarts is not None and restarts.status else health
-        )
+        health, restarter = self.heartbeat.health(), self.engine.restarter
+        if restarter is not None and restarter.status:
+            return health._replace(stalled=True, why=restarter.status)
+        return health
 
     # Called on the engine's thread
 
@@ -226,10 +226,8 @@ class EngineLoop:
             client_outputs.append((tracked.number, output))
             if output.done:
                 self._forget(tracked)
-        computed, self._reported_tokens = (
-            self.engine.stats.computed_tokens - self._reported_tokens,
-            self.engine.stats.computed_tokens,
-        )
+        reported, self._reported_tokens = self._reported_tokens, self.engine.stats.computed_tokens
+        computed = self._reported_tokens - reported
         facts, queues = self._metrics_if_due(), queue_sizes(self.engine)
         for client_index in self.client_indices:
             if facts is None and client_index not in by_client:
@@ -295,9 +293,7 @@ class EngineLoop:
             raise
 
     def _register_prefix(self, client_index: int, message: RegisterPrefix) -> None:
-        def register() -> None:
-            self.engine.register_prefix(message.name, message.tokens)
-
+        register = partial(self.engine.register_prefix, message.name, message.tokens)
         self._add_and_reply(client_index, message.key, register, {message.number: f"prefix:{message.name}"})
 
     def _add_and_reply(

@@ -15,23 +15,10 @@ from collections.abc import Callable
 
 from quire.core.engine import Engine
 from quire.errors import InputError, StartupError
+from quire.ipc import frames
 from quire.ipc.channel import MAX_QUEUED_BYTES, READ_SIZE, Channel
 from quire.ipc.child_process import ignore_signals
 from quire.ipc.engine_loop import ClientLeft, EngineLoop
-from quire.ipc.frames import (
-    INIT,
-    PING,
-    PONG,
-    READY,
-    START_FAILED,
-    Frame,
-    FrameCodec,
-    error_to_json,
-    read_add_key,
-    read_client_message,
-    write_engine_message,
-    write_json,
-)
 from quire.ipc.garbage_collection import freeze_loaded_objects
 from quire.ipc.grammar_queue import GrammarQueue
 from quire.ipc.handshake import EngineInitMessage, read_engine_init, write_heartbeat, write_ready
@@ -55,12 +42,12 @@ class ClientConnection:
     def __init__(self, client_index: int, connection: socket.socket) -> None:
         self.client_index, self.connection = client_index, connection
         self.channel = Channel(connection, f"the engine's client {client_index}", self._flush_output_buffer)
-        self.frames = FrameCodec()
+        self.frames = frames.FrameCodec()
         self._send_lock, self._output_buffer = threading.Lock(), OutputBuffer()
-        self._unread_frames: list[Frame] = []
+        self._unread_frames: list[frames.Frame] = []
         self._has_pinged = self._silence_logged = False
 
-    def read_frame(self, timeout: float | None = None) -> Frame | None:
+    def read_frame(self, timeout: float | None = None) -> frames.Frame | None:
         """Return the next frame, or None if there is none within `timeout` seconds. Raise EOFError if the client has
         left."""
         poll = select.poll()
@@ -83,7 +70,7 @@ class ClientConnection:
                 frame = self.read_frame(SILENCE_SECONDS)
                 if frame is None:
                     self._log_silence()
-                elif frame.kind == PING:
+                elif frame.kind == frames.PING:
                     self._handle_ping(engine_loop)
                 else:
                     self._handle_frame(queue, frame)
@@ -102,17 +89,17 @@ class ClientConnection:
             queue.close()
             engine_loop.enqueue(self.client_index, ClientLeft())
 
-    def _handle_frame(self, queue: GrammarQueue, frame: Frame) -> None:
+    def _handle_frame(self, queue: GrammarQueue, frame: frames.Frame) -> None:
         try:
-            queue.submit(read_client_message(frame))
+            queue.submit(frames.read_client_message(frame))
         except InputError as error:  # parameters that a correct client never sends
-            self.send(Reply(read_add_key(frame), error))
+            self.send(Reply(frames.read_add_key(frame), error))
 
     def _handle_ping(self, host: EngineLoop) -> None:
         if self._silence_logged:
             log.warning("the engine's client %d is heard of again", self.client_index)
         self._has_pinged, self._silence_logged = True, False
-        self.channel.send(PONG, write_heartbeat(host.health(), time.monotonic()))
+        self.channel.send(frames.PONG, write_heartbeat(host.health(), time.monotonic()))
 
     def _log_silence(self) -> None:
         if self._has_pinged and not self._silence_logged:
@@ -153,7 +140,7 @@ class ClientConnection:
     def _write_messages(self, *messages: EngineMessage) -> None:
         try:
             for message in messages:
-                self.channel.send(*write_engine_message(message))
+                self.channel.send(*frames.write_engine_message(message))
         except WireError as error:
             log.error(
                 "the engine's client %d is disconnected: a message to it can't be encoded: %s", self.client_index, error
@@ -181,7 +168,7 @@ def serve_clients(build: EngineBuilder, connections: list[socket.socket]) -> int
     try:
         frame = clients[0].read_frame()
         assert frame is not None, "without a timeout"
-        if frame.kind != INIT:
+        if frame.kind != frames.INIT:
             raise WireError("kind", f"{frame.kind} before INIT")
         init = read_engine_init(frame.body)
     except (EOFError, OSError):
@@ -195,7 +182,7 @@ def serve_clients(build: EngineBuilder, connections: list[socket.socket]) -> int
         engine, ready, grammar_compiler = build(init)
         building.set()
     except BaseException as error:  # a library may end the thread too, by SystemExit
-        clients[0].channel.send(START_FAILED, write_json(error_to_json(_to_startup_error(error))))
+        clients[0].channel.send(frames.START_FAILED, frames.write_json(frames.error_to_json(_to_startup_error(error))))
         clients[0].channel.close()
         return 1
     engine_loop = EngineLoop(
@@ -204,7 +191,7 @@ def serve_clients(build: EngineBuilder, connections: list[socket.socket]) -> int
     freeze_loaded_objects()
     readers = []
     for client in clients:
-        client.channel.send(READY, write_ready(ready))
+        client.channel.send(frames.READY, write_ready(ready))
         name = f"quire-client-{client.client_index}"
         readers.append(
             threading.Thread(target=client.serve, args=(engine_loop, grammar_compiler), name=name, daemon=True)

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
 from quire.core.validation import EngineLimits
-from quire.errors import StartupError
-from quire.ipc.frames import Frame, metrics_from_json, metrics_to_json, read_field, read_json, read_uint32, write_json
+from quire.ipc.frames import metrics_from_json, metrics_to_json, read_field, read_json, read_uint32, write_json
 from quire.ipc.heartbeat import Health
 from quire.ipc.messages import EngineReady
 from quire.protocol.columns import FrameReader, WireError
@@ -72,14 +71,12 @@ def read_ready(body: memoryview) -> EngineReady:
     """Read the body of a READY frame."""
     data = read_json(body)
     limits = read_field(data, "limits", dict)
-    vocab, longest, queued = (read_uint32(limits, name) for name in ("vocab_size", "max_len", "max_queued"))
-    hidden = read_uint32(limits, "hidden")
+    numbers = {name: read_uint32(limits, name) for name in ("vocab_size", "max_len", "max_queued", "hidden")}
     lines, notices = (tuple(map(str, read_field(data, name, list))) for name in ("lines", "notices"))
     cache: Mapping[str, Any] = read_field(data, "cache", dict)
     facts = metrics_from_json(read_field(data, "facts", dict))
-    return EngineReady(
-        EngineLimits(vocab, longest, queued, read_field(limits, "held_by", str), hidden), lines, notices, cache, facts
-    )
+    held_by = read_field(limits, "held_by", str)
+    return EngineReady(EngineLimits(**numbers, held_by=held_by), lines, notices, cache, facts)
 
 
 def write_heartbeat(health: Health, now: float) -> bytes:
@@ -91,11 +88,5 @@ def write_heartbeat(health: Health, now: float) -> bytes:
 def read_heartbeat(body: memoryview, now: float) -> Health:
     """Read the body of a PONG frame."""
     reader = FrameReader(body)
-    stalled, lasted, size = reader.unpack(HEARTBEAT, "pulse")
+    stalled, lasted, size = reader.unpack(HEARTBEAT, "heartbeat")
     return Health(True, bool(stalled), now - lasted, reader.read_bytes(size, "why").decode("utf-8", "replace"))
-
-
-def read_start_failure(frame: Frame) -> StartupError:
-    """Return the error in a START_FAILED frame: why the engine could not be built."""
-    data = read_json(frame.body)
-    return StartupError(read_field(data, "text", str), read_field(data, "remedy", str) if "remedy" in data else "")

@@ -34,8 +34,9 @@ class Heartbeat:
         """Note that the loop has nothing to do."""
         self._busy = False
 
-    def health(self, death: str) -> Health:
-        """Return the health of the loop. `death` is why it ended, or ""."""
-        lasted, beat = time.monotonic() - self._last_iteration, self._last_iteration
-        stalled = not death and self._busy and lasted > self.stall_after
-        return Health(not death, stalled, beat, f"step {self._step} has lasted {lasted:.0f} s" if stalled else death)
+    def health(self) -> Health:
+        """Return the health of the loop, which is alive."""
+        beat = self._last_iteration
+        lasted = time.monotonic() - beat
+        stalled = self._busy and lasted > self.stall_after
+        return Health(True, stalled, beat, f"step {self._step} has lasted {lasted:.0f} s" if stalled else "")

@@ -109,15 +109,9 @@ class AdminRequest(NamedTuple):
 
 
 ClientMessage = (
-    AddRequests
-    | AbortRequests
-    | StopBranch
-    | RegisterPrefix
-    | ReleasePrefix
-    | ListPrefixes
-    | SnapshotRequest
+    AddRequests | AbortRequests | StopBranch | RegisterPrefix | ReleasePrefix | ListPrefixes | SnapshotRequest
     | AdminRequest
-)
+)  # fmt: skip
 
 
 class Reply(NamedTuple):
@@ -210,9 +204,10 @@ def collect_metrics(engine: Engine, seconds: float = 0.0) -> EngineMetrics:
     scheduler = engine.scheduler
     mapped = getattr(engine.runner, "mapping_stats", None) or MappingStats()
     ranks = getattr(engine.runner, "used", ())
-    return EngineMetrics(scheduler.memory.account(), engine.stats.copy(), dict(scheduler.preemption_counts), seconds,
-    mapped, ranks,
-                 engine.sleep_controller.level)  # fmt: skip
+    return EngineMetrics(
+        scheduler.memory.account(), engine.stats.copy(), dict(scheduler.preemption_counts), seconds, mapped, ranks,
+        engine.sleep_controller.level,
+    )  # fmt: skip
 
 
 def engine_ready(engine: Engine, lines: list[str], notices: tuple[str, ...]) -> EngineReady:

@@ -8,36 +8,12 @@ from __future__ import annotations
 
 from array import array
 
-from quire.core.outputs import BranchOutput
+from quire.core.outputs import BranchOutput, MergedOutput
 from quire.ipc.messages import QueueSizes, StepOutputs
 from quire.protocol.columns import MAX_STEP_SLICES
-from quire.protocol.step_plan import TopLogprobs
 
 BRANCH_BYTES = 600  # approximate bytes of a branch without its tokens
 LOGPROB_BYTES = 400  # approximate bytes of a token's log-probabilities
-
-
-class MergedBranchOutput:
-    """The merged outputs of one branch: tokens are appended, all else is the last output's."""
-
-    __slots__ = ("_last_output", "_prompt_tops", "_tokens", "_tops")
-
-    def __init__(self) -> None:
-        self._tokens, self._tops = array("i"), list[TopLogprobs]()
-        self._prompt_tops: tuple[TopLogprobs, ...] | None = None
-
-    def add(self, output: BranchOutput) -> None:
-        """Merge one more output."""
-        self._last_output = output
-        self._tokens.extend(output.tokens)
-        self._tops += output.top_logprobs
-        if output.prompt_logprobs is not None:
-            self._prompt_tops = output.prompt_logprobs
-
-    def merge(self) -> BranchOutput:
-        """Return all outputs as one."""
-        tokens, tops = tuple(self._tokens), tuple(self._tops)
-        return self._last_output._replace(tokens=tokens, top_logprobs=tops, prompt_logprobs=self._prompt_tops)
 
 
 class OutputBuffer:
@@ -45,7 +21,7 @@ class OutputBuffer:
 
     def __init__(self) -> None:
         self.held_bytes = 0
-        self._by_request: dict[int, dict[int, MergedBranchOutput]] = {}  # by request number and branch
+        self._by_request: dict[int, dict[int, MergedOutput]] = {}  # by request number and branch
         self._now, self._last_queue_sizes = 0.0, QueueSizes()
 
     def __bool__(self) -> bool:
@@ -67,7 +43,7 @@ class OutputBuffer:
         branches = self._by_request.setdefault(number, {})
         merged = branches.pop(output.branch, None)
         if merged is None:
-            merged = MergedBranchOutput()
+            merged = MergedOutput(array("i"))
             self.held_bytes += BRANCH_BYTES
         branches[output.branch] = merged  # moved to the end: the output that ends a request is sent last
         merged.add(output)
@@ -80,6 +56,8 @@ class OutputBuffer:
         held = [(number, merged) for number, branches in self._by_request.items() for merged in branches.values()]
         self._by_request, self.held_bytes = {}, 0
         return [
-            StepOutputs(self._now, self._last_queue_sizes, 0, (), [(number, merged.merge()) for number, merged in part])
+            StepOutputs(
+                self._now, self._last_queue_sizes, 0, (), [(number, merged.to_output()) for number, merged in part]
+            )
             for part in (held[at : at + MAX_STEP_SLICES] for at in range(0, len(held), MAX_STEP_SLICES))
         ]

@@ -13,20 +13,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from quire.errors import EngineDead, StartupError
+from quire.ipc import frames
 from quire.ipc.channel import READ_SIZE, Channel
 from quire.ipc.child_process import ChildProcess
-from quire.ipc.frames import (
-    INIT,
-    PING,
-    PONG,
-    READY,
-    START_FAILED,
-    Frame,
-    FrameCodec,
-    read_engine_message,
-    write_client_message,
-)
-from quire.ipc.handshake import EngineInitMessage, read_heartbeat, read_ready, read_start_failure, write_engine_init
+from quire.ipc.handshake import EngineInitMessage, read_heartbeat, read_ready, write_engine_init
 from quire.ipc.heartbeat import SILENCE_SECONDS, Health
 from quire.ipc.messages import (
     ClientMessage,
@@ -53,43 +43,43 @@ class ProcessEngineClient:
     def __init__(self, child: ChildProcess, client_index: int = 0) -> None:
         self.child = child
         self._connection = child.connections[client_index]
-        self._channel, self._frames = Channel(self._connection, "the engine's process"), FrameCodec()
+        self._channel, self._frames = Channel(self._connection, "the engine's process"), frames.FrameCodec()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self._unanswered, self._silence_logged = 0, False
         self._health = Health(True, False, time.monotonic(), "")
         self._ended = self._replacement_cancelled = False
         self._replacement: ProcessEngineClient | None = None
-        self._queue_sizes = QueueSizes()
-        self._metrics: EngineMetrics
+        self.queue_sizes = QueueSizes()  # after the last step
+        self.metrics: EngineMetrics  # the latest
         self._init_message: EngineInitMessage
-        self._early_frames: list[Frame] = []  # received together with the first
+        self._early_frames: list[frames.Frame] = []  # received together with the first
         self._receive: Callable[[EngineMessage], None]
 
     def send_init(self, message: EngineInitMessage) -> None:
         """Send what is to be built."""
         self._init_message = message
-        self._channel.send(INIT, write_engine_init(message))
+        self._channel.send(frames.INIT, write_engine_init(message))
 
     def wait_ready(self) -> None:
         """Wait until the engine is built. Raise StartupError if it can't be, or if its process ends."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
-        frames: list[Frame] = []
+        received: list[frames.Frame] = []
         try:
-            while not frames:
+            while not received:
                 poll.poll()
                 data = self._connection.recv(READ_SIZE)
                 if not data:
                     raise EOFError
-                frames += self._frames.decode(data)
-            frame, *self._early_frames = frames
-            if frame.kind == START_FAILED:
-                raise read_start_failure(frame)
-            if frame.kind != READY:
+                received += self._frames.decode(data)
+            frame, *self._early_frames = received
+            if frame.kind == frames.START_FAILED:
+                raise frames.error_from_json(frames.read_json(frame.body))
+            if frame.kind != frames.READY:
                 raise WireError("kind", f"{frame.kind} before READY")
             self.ready = read_ready(frame.body)
-            self._metrics = self.ready.facts
+            self.metrics = self.ready.facts
         except (EOFError, OSError) as error:
             remedy = "What it wrote to the log says why; SIGKILL ends those that take too much memory, say"
             raise StartupError(f"the engine's process {self.child.describe_exit(5.0)} at start", remedy) from error
@@ -116,17 +106,7 @@ class ProcessEngineClient:
 
     def send(self, message: ClientMessage) -> bool:
         """Send a message, from any thread. Return False if the engine takes no more."""
-        return self._channel.send(*write_client_message(message))
-
-    @property
-    def queue_sizes(self) -> QueueSizes:
-        """The queue sizes after the last step."""
-        return self._queue_sizes
-
-    @property
-    def metrics(self) -> EngineMetrics:
-        """The latest metrics."""
-        return self._metrics
+        return self._channel.send(*frames.write_client_message(message))
 
     def health(self) -> Health:
         """Return the health that the engine's process reported last, or a stall if the process is silent."""
@@ -187,17 +167,17 @@ class ProcessEngineClient:
         except WireError as error:
             self._fail(EngineDead(f"its process sent what is no frame: {error}"))
 
-    def _handle_frame(self, frame: Frame) -> None:
-        if frame.kind == PONG:
+    def _handle_frame(self, frame: frames.Frame) -> None:
+        if frame.kind == frames.PONG:
             if self._silence_logged:
                 log.warning("the engine's process is heard of again")
             self._unanswered, self._silence_logged = 0, False
             self._health = read_heartbeat(frame.body, time.monotonic())
             return
-        message = read_engine_message(frame)
+        message = frames.read_engine_message(frame)
         if isinstance(message, StepOutputs):
-            self._queue_sizes = message.queues
-            self._metrics = message.facts or self._metrics
+            self.queue_sizes = message.queues
+            self.metrics = message.facts or self.metrics
         if isinstance(message, EngineExited):
             self._fail(message.error)
         else:
@@ -219,7 +199,7 @@ class ProcessEngineClient:
             self._fail(EngineDead(f"its process has not been heard of for {silent_seconds:g} s and is given up"))
             return
         self._unanswered += 1
-        self._channel.send(PING, b"")
+        self._channel.send(frames.PING, b"")
         self._loop.call_later(PING_INTERVAL, self._ping)
 
     def _fail(self, error: BaseException) -> None:

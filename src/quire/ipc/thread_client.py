@@ -18,7 +18,6 @@ from quire.ipc.messages import (
     StepOutputs,
     queue_sizes,
 )
-from quire.memory.answers import Account
 
 
 class ThreadEngineClient:
@@ -28,9 +27,7 @@ class ThreadEngineClient:
 
     def __init__(self, engine: Engine, ready: EngineReady, stall_after: float = 60.0) -> None:
         self.engine, self.ready = engine, ready
-        self._account: Account = ready.facts.account
-        self._mapped, self._ranks = ready.facts.mapped, ready.facts.ranks
-        self._seconds = 0.0
+        self._metrics = ready.facts
         self._engine_loop = EngineLoop(engine, self._on_message, stall_after)
         # A daemon, so that a hanging thread does not block the end of the program; others are closed by then.
         self._thread = threading.Thread(target=self._engine_loop.run, name="quire-engine", daemon=True)
@@ -56,11 +53,8 @@ class ThreadEngineClient:
     @property
     def metrics(self) -> EngineMetrics:
         """The current counters, with the latest memory usage."""
-        scheduler = self.engine.scheduler
-        mapped, ranks = self._mapped, self._ranks
-        return EngineMetrics(self._account, self.engine.stats, scheduler.preemption_counts, self._seconds, mapped,
-        ranks,
-                     self.engine.sleep_controller.level)  # fmt: skip
+        preempted, asleep = self.engine.scheduler.preemption_counts, self.engine.sleep_controller.level
+        return self._metrics._replace(stats=self.engine.stats, preempted=preempted, asleep=asleep)
 
     def health(self) -> Health:
         """Return the health of the engine's loop."""
@@ -84,7 +78,5 @@ class ThreadEngineClient:
 
     def _on_message(self, client_index: int, message: EngineMessage) -> None:
         if isinstance(message, StepOutputs) and message.facts is not None:
-            facts = message.facts
-            self._account, self._seconds, self._mapped = facts.account, facts.seconds, facts.mapped
-            self._ranks = facts.ranks
+            self._metrics = message.facts
         self._receive(message)

@@ -90,17 +90,6 @@ class TypeUsage(NamedTuple):
     cached: int
 
 
-class LargePageStats(NamedTuple):
-    """Large pages (Jenga §4): the number free, the numbers bound to each group, and counts of events from the start."""
-
-    free: int
-    active: list[int]
-    reclaimable: list[int]
-    evicted_large: int  # reclaimable large pages that were evicted
-    evicted_small: int  # cached small pages that were evicted one at a time
-    rebound: int  # large pages that moved from one group to another
-
-
 class Account(NamedTuple):
     """Memory statistics; `types` is empty where a memory has no layer types."""
 

@@ -222,7 +222,7 @@ class EncoderCache:
         """Handle a sequence that leaves its slot. Encodings that were not taken are undone, and an image that it had
         not finished is encoded anew by another sequence that needs it."""
         self.undo_untaken(seq_pages.slot)
-        for image_ref, encoding in seq_pages.pending_encodings.items():
+        for encoding in seq_pages.pending_encodings.values():
             encoding.num_waiting -= 1
             if (
                 not encoding.is_complete
@@ -231,12 +231,9 @@ class EncoderCache:
             ):
                 encoding.assigned_to, encoding.parts_done = None, 0
             if not encoding.num_waiting:
-                self._drop_encoding(image_ref[0], encoding)
+                for key in [key for key, other in self.encodings.items() if other is encoding]:
+                    del self.encodings[key]
         seq_pages.pending_encodings = {}
-
-    def _drop_encoding(self, g: int, encoding: EncodingState) -> None:
-        for key in [key for key, other in self.encodings.items() if other is encoding and key[0] == g]:
-            del self.encodings[key]
 
     def drop_incomplete(self) -> None:
         """Evict or unpublish the other pages of images that have lost a page to eviction."""

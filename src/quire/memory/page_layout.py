@@ -178,7 +178,9 @@ def group_layers(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[t
     owners = spec.kv_layers  # without the layers that use another layer's keys and values
     if spec.state_layers:
         check_states(config, spec)
-    embed_groups: list[tuple[int, ...]] = [()] if has_embed_pages(config, spec) else []  # pages of no layer
+    embed_groups: list[tuple[int, ...]] = []
+    if spec.images_replace_tokens and config.experiment.vision_cache == "pages":
+        embed_groups = [()]  # pages of no layer, for the embeddings that replace an image's tokens
     if spec.vision is not None:
         check_vision(config, spec, itemsize)
     if any(layer.has_int8_kv for layer in spec.layers):
@@ -201,11 +203,6 @@ def group_layers(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[t
             )
         return [layers[at : at + n] for layers, n in zip(sets, counts) for at in range(0, len(layers), n)]
     return sets + embed_groups
-
-
-def has_embed_pages(config: EngineConfig, spec: ModelSpec) -> bool:
-    """Return True if embeddings that replace an image's tokens have pages of their own."""
-    return spec.images_replace_tokens and config.experiment.vision_cache == "pages"
 
 
 def _is_state(spec: ModelSpec, layers: Sequence[int]) -> bool:
@@ -369,22 +366,13 @@ def _build_two_level_config(
 
 
 def _build_group(allocation: GroupAllocation, spec: ModelSpec, ids: range, host_ids: range) -> KVCacheGroup:
-    if not allocation.layers:
-        return KVCacheGroup(
-            (),
-            allocation.page_bytes,
-            allocation.token_bytes,
-            allocation.table_width,
-            ids,
-            host_ids,
-            allocation.run_tokens,
-            kind="vision",
-        )
-    first = spec.layers[allocation.layers[0]]
+    layers, page_bytes, token_bytes, _, width, run_tokens, run_pages, parts = allocation
+    if not layers:
+        return KVCacheGroup((), page_bytes, token_bytes, width, ids, host_ids, run_tokens, kind="vision")
+    first = spec.layers[layers[0]]
     return KVCacheGroup(
-        allocation.layers, allocation.page_bytes, allocation.token_bytes, allocation.table_width, ids, host_ids,
-        allocation.run_tokens,
-        allocation.run_pages, first.window, first.kind, allocation.parts, first.chunk, first.budget,
+        layers, page_bytes, token_bytes, width, ids, host_ids, run_tokens, run_pages, first.window, first.kind, parts,
+        first.chunk, first.budget,
     )  # fmt: skip
 
 

@@ -152,13 +152,9 @@ class PagePool:
         self.releases = self.evictions = 0
 
     def can_allocate(
-        self,
-        needs: Sequence[int],
-        cached_hits: CachedHits = NO_CACHED_HITS,
-        *,
-        margin: bool = False,
+        self, needs: Sequence[int], cached_hits: CachedHits = NO_CACHED_HITS, *, margin: bool = False,
         assume_empty: bool = False,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """Return True if needs[g] pages of each group g can be allocated, or, where cached, used again (`cached_hits`).
 
         With `margin` a small part of each size class (WATERMARK_DIVISOR) must stay free. With `assume_empty` the
@@ -205,7 +201,7 @@ class PagePool:
         self.used[group] += count
         return pages
 
-    def allocate_one(self, group: int, owner: int | None = None) -> int:
+    def allocate_one(self, group: int) -> int:
         """Return a new private page, which the caller has reserved."""
         pool = self.size_class_of[group]
         if pool.empty:
@@ -287,20 +283,13 @@ class PagePool:
         for group, stop in enumerate(stops):
             self.decref(group, tables[group][:stop])
 
-    def count_release(self) -> None:
-        """Count a slot that was released: an admission that was refused for want of it may succeed now."""
-        self.releases += 1
-
     def remove_owner(self, owner: int) -> None:
-        """Do nothing: this pool does not record which request holds a page."""
+        """Record that a request released its slot: an admission that was refused for want of it may succeed now."""
+        self.releases += 1
 
     def ref_count(self, group: int, page: int) -> int:
         """Return the number of tables that name the page."""
         return self.size_class_of[group].refs[page]
-
-    def is_shared(self, group: int, page: int) -> bool:
-        """Return True if several tables name the page."""
-        return self.size_class_of[group].refs[page] > 1
 
     def is_empty(self, group: int, page: int) -> bool:
         """Return True if no table names the page and it has no key."""

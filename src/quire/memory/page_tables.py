@@ -64,14 +64,9 @@ class PageTables:
         self.page_pool: PagePool | TwoLevelPagePool | PoolView
         if view is None:
             self.page_pool = build_page_pool(
-                kv_config,
-                ids,
-                association,
-                order,
-                self.make_empty_pages,
-                balanced=balanced,
+                kv_config, ids, association, order, self.make_empty_pages, balanced=balanced,
                 aligned_pages=aligned_pages,
-            )
+            )  # fmt: skip
         else:
             self.page_pool = view
         self.free_slots = list(range(kv_config.slots - 1, 0, -1))
@@ -136,10 +131,8 @@ class PageTables:
                     self.encoder_cache.decref_pages(found_pages)
                 seq_pages.capacity = self.capacity_of(seq, seq_pages)
             seq_pages.needs_cow_check = False
-        seq_pages.capacity, seq_pages.requested_tokens = (
-            max(seq_pages.capacity, length),
-            max(seq_pages.requested_tokens, length),
-        )
+        seq_pages.capacity = max(seq_pages.capacity, length)
+        seq_pages.requested_tokens = max(seq_pages.requested_tokens, length)
         return True
 
     def _find_shared_writes(self, seq: Sequence, seq_pages: SeqPages, start: int, length: int) -> list[tuple[int, int]]:
@@ -148,7 +141,7 @@ class PageTables:
         for g, (policy, table) in enumerate(zip(self.policies, seq_pages.tables)):
             writes = policy.writes(seq, start, length)
             existing = range(writes.start, min(writes.stop, len(table)))
-            shared += [(g, i) for i in existing if self.page_pool.is_shared(g, table[i])]
+            shared += [(g, i) for i in existing if self.page_pool.ref_count(g, table[i]) > 1]
         return shared
 
     def capacity_of(self, seq: Sequence, seq_pages: SeqPages) -> int:
@@ -219,7 +212,6 @@ class PageTables:
         self.page_pool.decref_tables(tables)
         self.page_pool.remove_owner(seq_pages.owner)
         self.free_slots.append(seq_pages.slot)
-        self.page_pool.count_release()
 
     def _tables_to_release(self, seq_pages: SeqPages) -> Tables:
         """Return the tables to release when a sequence leaves memory."""

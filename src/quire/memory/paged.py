@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import chain
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from quire.config import EngineConfig
 from quire.memory.answers import DEFERRED, Account, Admission, Deferred, Placement, Sharing, TypeUsage, Usage
@@ -64,8 +64,7 @@ class PagedMemory(PageTables):
     """Implement KVMemory with page tables, a prefix cache and swapping.
 
     `max_step_tokens` is the largest number of tokens computed in one step. Pages for `prefix_tokens` tokens are set
-    aside for registered prefixes. `retention`, `slack` and `every_tokens` select the dropped pages that stay cached,
-    see Retention."""
+    aside for registered prefixes. `retention` and `slack` select the dropped pages that stay cached, see Retention."""
 
     def __init__(
         self,
@@ -81,7 +80,6 @@ class PagedMemory(PageTables):
         association: str = "bulk",
         retention: str = "paper",
         slack: int = DEFAULT_SLACK,
-        every_tokens: int = 0,
         view: PoolView | None = None,
         **page_pool_options: Any,
     ) -> None:
@@ -90,7 +88,7 @@ class PagedMemory(PageTables):
         self.max_step_tokens, self.caching = max_step_tokens, caching
         # If True a sequence never holds all of its pages, or they change at the end of its prompt.
         self.drops_pages = bool(kv_config.budget) or len(self.retaining_policies) < len(self.policies)
-        self.retention = Retention(self.page_pool, self.policies, retention, slack, every_tokens)
+        self.retention = Retention(self.page_pool, self.policies, retention, slack)
         if self.caching:
             self.drop_delay = list(map(self.retention.drop_delay, self.policies))
         self.max_pages = [
@@ -109,15 +107,20 @@ class PagedMemory(PageTables):
         self.last_refused = (-1, -1)
 
     @classmethod
-    def build(cls, config: EngineConfig, spec: ModelSpec, size: MemorySize, model_id: str = "") -> PagedMemory:
+    def build(cls, config: EngineConfig, spec: ModelSpec, size: MemorySize, model_id: str = "") -> Self:
         """Make a memory of `size` for the layers of `spec`, grouped as `table_scope` says."""
         return cls.from_kv_config(build_kv_config(config, spec, size), config, model_id)
 
     @classmethod
     def from_kv_config(
-        cls, kv_config: KVCacheConfig, config: EngineConfig, model_id: str = "", view: PoolView | None = None
-    ) -> PagedMemory:
-        """Make a memory with this layout, in `view` of a pool if several models share one."""
+        cls,
+        kv_config: KVCacheConfig,
+        config: EngineConfig,
+        model_id: str = "",
+        view: PoolView | None = None,
+        **more: Any,
+    ) -> Self:
+        """Make a memory with this layout, in `view` of a pool if several models share one. `more`: as `__init__`."""
         assert config.max_num_batched_tokens is not None, "a memory is built for a known number of tokens in a step"
         return cls(
             kv_config,
@@ -130,6 +133,7 @@ class PagedMemory(PageTables):
             association=config.experiment.association,
             view=view,
             retention=config.experiment.retention,
+            **more,
         )
 
     # Admission
@@ -276,13 +280,11 @@ class PagedMemory(PageTables):
             needs = []
             for g, (policy, max_pages) in enumerate(zip(self.policies, self.max_pages)):
                 if policy.media:
-                    new_pages = image_needs[i].new_pages[g] if image_needs else 0
-                    peaks = (
-                        self.encoder_cache.peak_pages(g, seq, plan.hit_tokens, self.max_step_tokens)
-                        if image_needs and len(seqs) == 1
-                        else 0
-                    )
-                    needs.append(taken[g] + max(new_pages, peaks - sum(at == g for at, _ in image_pages)))
+                    peak = new_pages = image_needs[i].new_pages[g] if image_needs else 0
+                    if image_needs and len(seqs) == 1:
+                        peak = self.encoder_cache.peak_pages(g, seq, plan.hit_tokens, self.max_step_tokens)
+                        peak -= sum(at == g for at, _ in image_pages)
+                    needs.append(taken[g] + max(new_pages, peak))
                     taken[g] += new_pages
                     continue
                 required = policy.required(seq, plan.hit_tokens)

@@ -119,10 +119,8 @@ class PrefixCache:
         self.extend_keys(seq, end)
         for g, policy in self.keyed_groups:
             table = tables[g]
-            i, stop = (
-                max(policy.group.num_full_pages(start), first[g]),
-                min(policy.group.num_full_pages(end), len(table)),
-            )
+            i, stop = policy.group.num_full_pages(start), policy.group.num_full_pages(end)
+            i, stop = max(i, first[g]), min(stop, len(table))
             for key in self.page_keys(g, seq.page_keys, i, stop):
                 if policy.keeps(seq, i):
                     self.page_pool.publish(g, table[i], key)
@@ -321,12 +319,10 @@ class PrefixCache:
     def find_registered(self, seq: Sequence) -> PrefixHit:
         """Return the longest start of a registered prefix with which the sequence begins: the whole prefix, or a
         multiple of `prefix_granularity` tokens. It ends before the first image, and leaves a token to compute."""
+        if not self.registered_prefixes:
+            return self.no_hit()
         limit = min(seq.max_prefix_hit, len(seq.tokens) - 1, *(image.start for image in seq.images[:1]))
-        name = (
-            self.registered_index.find(self._registered_keys(seq, limit), seq.tokens, limit)
-            if self.registered_prefixes
-            else None
-        )
+        name = self.registered_index.find(self._registered_keys(seq, limit), seq.tokens, limit)
         if name is None:
             return self.no_hit()
         prefix = self.registered_prefixes[name]

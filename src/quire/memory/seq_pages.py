@@ -38,22 +38,9 @@ class SeqPages:
     """A sequence in memory: its slot, its tables, and cursors over them."""
 
     __slots__ = (
-        "capacity",
-        "drops_at",
-        "first_page",
-        "images",
-        "is_stale",
-        "needs_cow_check",
-        "owner",
-        "pending_encodings",
-        "pending_key_range",
-        "prefix_ends",
-        "pruned_tokens",
-        "published_tokens",
-        "recent_drops",
-        "requested_tokens",
-        "slot",
-        "tables",
+        "capacity", "drops_at", "first_page", "images", "is_stale", "needs_cow_check", "owner", "pending_encodings",
+        "pending_key_range", "prefix_ends", "pruned_tokens", "published_tokens", "recent_drops", "requested_tokens",
+        "slot", "tables",
     )  # fmt: skip
 
     def __init__(self, slot: int, tables: Tables, owner: int, images: tuple[ImageItem, ...] = ()) -> None:

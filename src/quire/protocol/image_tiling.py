@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,52 +35,47 @@ class PreparedImage(NamedTuple):
     grid: TileGrid
 
 
-class ImageTiling(Protocol):
-    """The tiling rules of a model. A tile has `tile_size` x `tile_size` pixels."""
-
-    @property
-    def tile_size(self) -> int: ...
-
-    @property
-    def max_parts(self) -> int:
-        """The most parts of an image."""
-        ...
-
-    @property
-    def max_embeds(self) -> int:
-        """The most embeddings of an image."""
-        ...
-
-    def choose_grid(self, height: int, width: int, is_only_image: bool = True) -> TileGrid:
-        """Return the grid of an image of `height` x `width` pixels, both at least 1. `is_only_image`: its prompt has no
-        other image."""
-        ...
-
-    def num_tiles(self, grid: TileGrid) -> int:
-        """Return the number of tiles that the encoder is given."""
-        ...
-
-    def num_parts(self, grid: TileGrid) -> int:
-        """Return the number of equal parts that can be encoded one after another: the tiles, with those that the
-        encoder makes itself; or 1 if tiles attend to one another."""
-        ...
-
-    def num_embeds(self, grid: TileGrid) -> int:
-        """Return the number of embeddings."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class SingleTile:
-    """One tile, whatever the image's shape (PaliGemma): an embedding for each of `patches_per_side` x
-    `patches_per_side` patches."""
+class ImageTiling:
+    """The tiling rules of a model. A tile has `tile_size` x `tile_size` pixels, and the encoder `patches_per_side` x
+    `patches_per_side` patches of it."""
 
     tile_size: int
     patches_per_side: int
 
     @property
     def max_parts(self) -> int:
+        """The most parts of an image."""
         return 1
+
+    @property
+    def max_embeds(self) -> int:
+        """The most embeddings of an image."""
+        raise NotImplementedError
+
+    def choose_grid(self, height: int, width: int, is_only_image: bool = True) -> TileGrid:
+        """Return the grid of an image of `height` x `width` pixels, both at least 1. `is_only_image`: its prompt has no
+        other image."""
+        raise NotImplementedError
+
+    def num_tiles(self, grid: TileGrid) -> int:
+        """Return the number of tiles that the encoder is given."""
+        return grid.rows * grid.columns
+
+    def num_parts(self, grid: TileGrid) -> int:
+        """Return the number of equal parts that can be encoded one after another: the tiles, with those that the
+        encoder makes itself; or 1 if tiles attend to one another."""
+        return 1
+
+    def num_embeds(self, grid: TileGrid) -> int:
+        """Return the number of embeddings."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class SingleTile(ImageTiling):
+    """One tile, whatever the image's shape (PaliGemma): an embedding for each of `patches_per_side` x
+    `patches_per_side` patches."""
 
     @property
     def max_embeds(self) -> int:
@@ -92,21 +87,16 @@ class SingleTile:
     def num_tiles(self, grid: TileGrid) -> int:
         return 1
 
-    def num_parts(self, grid: TileGrid) -> int:
-        return 1
-
     def num_embeds(self, grid: TileGrid) -> int:
         return self.patches_per_side**2
 
 
 @dataclass(frozen=True, slots=True)
-class ClosestAspectTiling:
+class ClosestAspectTiling(ImageTiling):
     """The grid of `min_tiles` to `max_tiles` tiles whose shape is closest to the image's, which is stretched to fill
     it; if it has several tiles, the whole image is added as a last tile (InternVL 1.5, §3.2). One embedding for `merge`
     x `merge` of the `patches_per_side` x `patches_per_side` patches of a tile."""
 
-    tile_size: int
-    patches_per_side: int
     merge: int
     min_tiles: int
     max_tiles: int
@@ -144,18 +134,12 @@ class ClosestAspectTiling:
 
 
 @dataclass(frozen=True, slots=True)
-class FittedCanvasTiling:
+class FittedCanvasTiling(ImageTiling):
     """The smallest canvas of up to `max_tiles` tiles that holds the image without shrinking it, else the one that
     shrinks it least (Llama 3.2 Vision). One embedding for each of `patches_per_side` x `patches_per_side` patches and
     for each tile's class token. Tiles attend to one another, so all of them are one part."""
 
-    tile_size: int
-    patches_per_side: int
     max_tiles: int
-
-    @property
-    def max_parts(self) -> int:
-        return 1
 
     @property
     def max_embeds(self) -> int:
@@ -178,12 +162,6 @@ class FittedCanvasTiling:
             return min(math.floor(grid.height * by_width) or 1, high), wide
         return high, min(math.floor(grid.width * by_height) or 1, wide)
 
-    def num_tiles(self, grid: TileGrid) -> int:
-        return grid.rows * grid.columns
-
-    def num_parts(self, grid: TileGrid) -> int:
-        return 1
-
     def num_embeds(self, grid: TileGrid) -> int:
         return self.num_tiles(grid) * (self.patches_per_side**2 + 1)
 
@@ -193,14 +171,12 @@ class FittedCanvasTiling:
 
 
 @dataclass(frozen=True, slots=True)
-class HDTiling:
+class HDTiling(ImageTiling):
     """The widest grid of up to `max_tiles` tiles in the shape of the image, which is padded above and below (an image
     that is higher than wide is treated as if on its side); and the whole image in one more tile, which the encoder
     makes (Phi-3-Vision). One embedding for 2 x 2 of the `patches_per_side` x `patches_per_side` patches of a tile, one
     at the end of each line, and one between the tiles and the whole image."""
 
-    tile_size: int
-    patches_per_side: int
     max_tiles: int
 
     @property
@@ -228,9 +204,6 @@ class HDTiling:
         longer = self.long_side_tiles(height, width) * self.tile_size
         return int(longer / (max(height, width) / min(height, width))) or 1, longer
 
-    def num_tiles(self, grid: TileGrid) -> int:
-        return grid.rows * grid.columns
-
     def num_parts(self, grid: TileGrid) -> int:
         return self.num_tiles(grid) + 1
 
@@ -240,15 +213,13 @@ class HDTiling:
 
 
 @dataclass(frozen=True, slots=True)
-class AnyResTiling:
+class AnyResTiling(ImageTiling):
     """The canvas of `canvas_sizes` (height, width) that shows most of the image, which is padded to it; before it the
     whole image in one tile (LLaVA-OneVision). One embedding for each patch that isn't all padding, and one at the end
     of each line of the grid. If the grid's patches exceed those of about 1.21 `max_area_tiles` tiles, they are
     interpolated to fewer. An image that isn't the only one of its prompt is padded to a square, in one tile with one
     more embedding."""
 
-    tile_size: int
-    patches_per_side: int
     canvas_sizes: tuple[tuple[int, int], ...]
     max_area_tiles: int
 
@@ -335,8 +306,7 @@ TILING_NAMES: dict[type[ImageTiling], str] = {
 
 def tiling_settings(tiling: ImageTiling) -> str:
     """Return the name of a tiling and its numbers in order, which differ for any two different tilings."""
-    fields: Any = tiling  # a dataclass, which the protocol can't require
-    return f"{TILING_NAMES[type(tiling)]} {' '.join(_number_texts(astuple(fields)))}"
+    return f"{TILING_NAMES[type(tiling)]} {' '.join(_number_texts(astuple(tiling)))}"
 
 
 def _number_texts(numbers: tuple[Any, ...]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from quire.errors import InputError
+from quire.errors import InputError, short_repr
 from quire.protocol.device_params import (
     DEVICE_NUMBERS,
     MAX_TOKENS,
@@ -43,7 +43,7 @@ def _check_int(name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(f"{name} must be an integer, got {type(value).__name__}", _param_name(name))
     if not low <= value <= high:
-        raise InputError(f"{name} must be between {low} and {high}, got {_short_repr(value)}", _param_name(name))
+        raise InputError(f"{name} must be between {low} and {high}, got {short_repr(value)}", _param_name(name))
     return value
 
 
@@ -54,10 +54,8 @@ def _param_name(name: str) -> str:
 def _check_float(name: str, value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{name} must be a number, got {type(value).__name__}", _param_name(name))
-    if isinstance(value, int) and abs(value) > 2**53:
-        raise InputError(f"{name} must be between {low} and {high}, got {_short_repr(value)}", _param_name(name))
-    if not math.isfinite(value) or not low <= value <= high:
-        raise InputError(f"{name} must be between {low} and {high}, got {_short_repr(value)}", _param_name(name))
+    if (isinstance(value, int) and abs(value) > 2**53) or not math.isfinite(value) or not low <= value <= high:
+        raise InputError(f"{name} must be between {low} and {high}, got {short_repr(value)}", _param_name(name))
     return float(value)
 
 
@@ -65,14 +63,6 @@ def _check_bool(name: str, value: Any, *_: None) -> bool:
     if not isinstance(value, bool):
         raise InputError(f"{name} must be true or false, got {type(value).__name__}", name)
     return value
-
-
-def _short_repr(value: object) -> str:
-    """Return a short text for a value in an error."""
-    if isinstance(value, int) and abs(value) >= 10**30:
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _check_strings(name: str, value: Any, count: int, chars: int) -> tuple[str, ...]:
@@ -113,7 +103,7 @@ def _check_logit_bias(value: Any) -> dict[int, float]:
     biases: dict[int, float] = {}
     for key, bias in value.items():
         token = int(key) if isinstance(key, str) and len(key) <= 12 and key.isascii() and key.isdigit() else key
-        _check_int(f"logit_bias key {_short_repr(key)}", token, 0, MAX_TOKENS)
+        _check_int(f"logit_bias key {short_repr(key)}", token, 0, MAX_TOKENS)
         biases[token] = _check_float(f"logit_bias[{token}]", bias, -100.0, 100.0)
     return biases
 
@@ -218,9 +208,7 @@ class SamplingParams(DeviceNumbers):
 
     def _check_pooling(self) -> None:
         if self.pooling not in POOLINGS:
-            raise InputError(
-                f"pooling must be one of {', '.join(POOLINGS)}, got {_short_repr(self.pooling)}", "pooling"
-            )
+            raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, got {short_repr(self.pooling)}", "pooling")
         for name, plain in (("n", 1), ("best_of", None), ("beam_width", None), ("method", None), ("logprobs", None),
                             ("logprob_token_ids", None), ("prompt_logprobs", None), ("structured", None)):  # fmt: skip
             if getattr(self, name) != plain:
@@ -251,7 +239,7 @@ class SamplingParams(DeviceNumbers):
             raise InputError(f"best_of must be at least n ({self.n}), got {self.best_of}", "best_of")
         if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
             raise InputError(
-                f'early_stopping must be true, false or "never", got {_short_repr(self.early_stopping)}',
+                f'early_stopping must be true, false or "never", got {short_repr(self.early_stopping)}',
                 "early_stopping",
             )
         if self.beam_width is None:

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from quire.core.outputs import BranchOutput
-from quire.text.output_stream import MergedOutput, OutputStream
+from quire.core.outputs import BranchOutput, MergedOutput
+from quire.text.output_stream import OutputStream
 
 MANY_TOKENS = 256  # tokens of an output, above which the event loop gets a turn
 IndexedOutputs = list[tuple[int, BranchOutput]]  # (prompt index, output)

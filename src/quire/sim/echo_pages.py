@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,23 +27,23 @@ def state_digest(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=STATE_BYTES).digest(), "little") >> 1
 
 
-class EchoRule(Protocol):
-    """Defines what one kind of group stores of a sequence, and what a token at a position attends to."""
+class EchoRule:
+    """Defines what one kind of group stores of a sequence, and what a token at a position attends to. This one is for
+    groups of image embeddings, which quire.sim.echo_images reads and writes."""
 
     def expected_visible(
         self, group: KVCacheGroup, number: int, tokens: Seq[int], states: States, position: int, prompt: int
     ) -> bytes:
         """Return what the token at `position` attends to, given all tokens, of which `prompt` are the prompt, and the
         states of the positions before it."""
-        ...
+        return b""
 
     def read_visible(self, pages: EchoPages, slot: int, position: int) -> bytes:
         """Return the same, read from pages."""
-        ...
+        return b""
 
     def write(self, pages: EchoPages, slot: int, position: int, token: int, state: int) -> None:
         """Write to the pages what later positions need of this one."""
-        ...
 
 
 class EchoPages:
@@ -90,7 +89,7 @@ class EchoPages:
             cell, begin = cell[count:], begin + count
 
 
-class AttentionRule:
+class AttentionRule(EchoRule):
     """Full, sliding-window and chunked attention: the states of all earlier positions, or of the visible ones."""
 
     def expected_visible(
@@ -105,7 +104,7 @@ class AttentionRule:
         pages.write_state(slot, position, state)
 
 
-class RecurrentStateRule:
+class RecurrentStateRule(EchoRule):
     """A running state: a hash of all tokens so far, with their number, in the page of the latest one. The page that is
     read may differ from the one that is written. Advancing a state twice is detected."""
 
@@ -142,7 +141,7 @@ class RecurrentStateRule:
         )
 
 
-class BudgetRule:
+class BudgetRule(EchoRule):
     """Pruned attention: of a complete prompt, the smallest states, at the first positions, followed by those of later
     tokens."""
 
@@ -177,24 +176,9 @@ class BudgetRule:
                 pages.write_state(slot, index, selected_state)
 
 
-class ImageRule:
-    """Groups of image embeddings, which quire.sim.echo_images reads and writes."""
-
-    def expected_visible(
-        self, group: KVCacheGroup, number: int, tokens: Seq[int], states: States, position: int, prompt: int
-    ) -> bytes:
-        return b""
-
-    def read_visible(self, pages: EchoPages, slot: int, position: int) -> bytes:
-        return b""
-
-    def write(self, pages: EchoPages, slot: int, position: int, token: int, state: int) -> None:
-        pass
-
-
 RULES: dict[str, EchoRule] = {
     "full": AttentionRule(), "uniform": AttentionRule(), "window": AttentionRule(), "chunked": AttentionRule(),
-    "budget": BudgetRule(), "state": RecurrentStateRule(), "cross": ImageRule(), "vision": ImageRule(),
+    "budget": BudgetRule(), "state": RecurrentStateRule(), "cross": EchoRule(), "vision": EchoRule(),
 }  # fmt: skip
 """The rules by kind of group."""
 FULL_GROUP = KVCacheGroup((0,), 16, 16, 1, range(1), run_tokens=1)

@@ -206,17 +206,10 @@ def _shrink(kv_config: KVCacheConfig) -> KVCacheConfig:
     ratios = [max(kv_config.large_bytes // group.page_bytes, 1) for group in kv_config.groups]
     whole = math.lcm(*ratios) * TOKEN_BYTES if kv_config.large_bytes else TOKEN_BYTES
     groups = tuple(
-        replace(
-            group,
-            layers=(g,),
-            page_bytes=whole // ratio,
-            token_bytes=TOKEN_BYTES,
-            run_tokens=1,
-            run_pages=1,
-            kind="full",
-        )
+        replace(group, layers=(g,), page_bytes=whole // ratio, token_bytes=TOKEN_BYTES, run_tokens=1, run_pages=1,
+                kind="full")
         for g, (group, ratio) in enumerate(zip(kv_config.groups, ratios))
-    )
+    )  # fmt: skip
     return replace(
         kv_config, groups=groups, bytes=max(group.ids.stop * group.page_bytes for group in groups), large_bytes=0,
         host_bytes=max(group.host_ids.stop * group.page_bytes for group in groups), itemsize=ITEM_BYTES, sight="",
@@ -299,7 +292,7 @@ def iter_differences(a: Any, b: Any, name: str) -> Iterator[str]:
     elif hasattr(a, "_fields"):
         for field in a._fields:
             yield from iter_differences(getattr(a, field), getattr(b, field), f"{name}.{field}")
-    elif isinstance(a, KVCacheConfig) or hasattr(a, "__dataclass_fields__"):
+    elif hasattr(a, "__dataclass_fields__"):
         for field in a.__dataclass_fields__:
             yield from iter_differences(getattr(a, field), getattr(b, field), f"{name}.{field}")
     elif isinstance(a, tuple):

@@ -212,9 +212,9 @@ def read_image_processor(checkpoint: Checkpoint, tokenizer: Tokenizer | None) ->
     if checkpoint.spec.vision is None or tokenizer is None:
         return None
     from quire.models.vision import VisionSettings
-    from quire.text.images.model_processor import ModelImageProcessor
     from quire.text.images.placeholders import read_placeholder
     from quire.text.images.preprocessor import read_image_preprocessor
+    from quire.text.images.processor import ImageProcessor
 
     settings = checkpoint.config.get(PREPROCESSOR_KEY) or {}
     vision = VisionSettings.from_config(checkpoint.config, settings)
@@ -227,7 +227,7 @@ def read_image_processor(checkpoint: Checkpoint, tokenizer: Tokenizer | None) ->
         )
     preprocessor = read_image_preprocessor(settings, vision.tiling, vision.normalization.mean)
     ending = tokenizer.encode(placeholder.prompt_suffix, add_special_tokens=False) if placeholder.prompt_suffix else []
-    return ModelImageProcessor(preprocessor, placeholder, tokenizer.id_to_token, ending)
+    return ImageProcessor(preprocessor, placeholder, tokenizer.id_to_token, ending)
 
 
 def image_tiling(checkpoint: Checkpoint) -> ImageTiling | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,11 +26,11 @@ from quire.text.images.processor import ImageProcessor
 from quire.text.template_fit import TemplateTraits, fit_messages, is_plain, probe_traits
 from quire.text.template_process import RenderError, TemplateProcess
 from quire.text.tokenizer_files import special_tokens, tokenizer_config
-from quire.text.tools import Tool
+from quire.text.tools import JsonCopier, Tool
 
 MAX_DOCUMENTS = 1024
 MAX_DOCUMENT_ENTRIES = 64  # of a document
-MAX_VALUES = 4096
+MAX_VALUES, MAX_DEPTH = 4096, 16  # of the variables that a request sets
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # end of the message to continue, as in transformers
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
@@ -76,11 +75,6 @@ class ChatTemplate:
         """The variables that a request may set."""
         return self._read_variables - {*RESERVED_VARIABLES, *self.special_tokens}
 
-    @property
-    def takes_tools(self) -> bool:
-        """True if the template uses descriptions of tools."""
-        return "tools" in self._read_variables
-
     def with_special_tokens(self, special_tokens: Mapping[str, str]) -> ChatTemplate:
         """Return the same template, in the same process, with other special tokens."""
         other = copy.copy(self)
@@ -91,18 +85,9 @@ class ChatTemplate:
         """End the template's process. It also ends with the last ChatTemplate that uses it."""
         self._process.close()
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        documents: Sequence[Mapping[str, str]] | None = None,
-        **kwargs: Any,
-    ) -> str:
-        """Return the prompt of messages without images; see `render_parsed`."""
-        return self.render_parsed(
-            read_messages(messages), None, add_generation_prompt, continue_final_message, documents, **kwargs
-        )
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any) -> str:
+        """Return the prompt of messages without images; see `render_parsed`, which takes `options`."""
+        return self.render_parsed(read_messages(messages), None, add_generation_prompt, **options)
 
     def render_parsed(
         self,
@@ -121,13 +106,14 @@ class ChatTemplate:
         Raise InputError for invalid arguments, for errors of the template and for exceeded limits."""
         if documents is not None and "documents" not in self._read_variables:
             raise InputError("the chat template does not use documents: put them into a message", "documents")
+        copier = JsonCopier("chat template variables", "chat_template_kwargs", MAX_VALUES, MAX_DEPTH)
         known = {name: value for name, value in kwargs.items() if name in self.variables}
-        variables = {**self.special_tokens, **dict(zip(known, _copy_json(list(known.values()))))}
-        messages, entries = conversation.messages, [tool.definition for tool in tools] or None
+        variables = {name: copier.copy(value, f"chat template variables: {name}") for name, value in known.items()}
+        variables = {**self.special_tokens, **variables}
+        messages, takes_tools = conversation.messages, "tools" in self._read_variables
         if tools or not is_plain(messages):
-            messages = fit_messages(messages, self.traits(processor), None if self.takes_tools else tools)
-        if not self.takes_tools:
-            entries = None
+            messages = fit_messages(messages, self.traits(processor), None if takes_tools else tools)
+        entries = [tool.definition for tool in tools] or None if takes_tools else None
         checked = self._formatted(messages, processor)
         variables |= {"messages": checked, "tools": entries, "documents": _documents(documents)}
         variables["add_generation_prompt"] = bool(add_generation_prompt)
@@ -273,29 +259,3 @@ def _documents(documents: Any) -> list[dict[str, str]] | None:
             if not isinstance(name, str) or not isinstance(value, str):
                 raise InputError(f"documents[{i}] has {short_repr(name)}: {short_repr(value)}, no string", "documents")
     return [dict(document) for document in documents]
-
-
-def _copy_json(values: list[Any]) -> list[Any]:
-    """Return bounded copies that consist of JSON types only, so that a template gets no object with methods."""
-    left = MAX_VALUES
-
-    def plain(value: Any, depth: int) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0 or depth > 16:
-            raise InputError(
-                f"chat template variables may hold {MAX_VALUES} values, 16 levels deep", "chat_template_kwargs"
-            )
-        if value is None or type(value) in (str, bool, int):
-            return value
-        if type(value) is float and math.isfinite(value):
-            return value
-        if type(value) is list:
-            return [plain(item, depth + 1) for item in value]
-        if type(value) is dict and all(type(key) is str for key in value):
-            return {key: plain(item, depth + 1) for key, item in value.items()}
-        raise InputError(
-            f"chat template variables must be JSON values, got {type(value).__name__}", "chat_template_kwargs"
-        )
-
-    return [plain(value, 0) for value in values]

@@ -6,7 +6,6 @@ once; the bytes of a piece then depend only on the piece and on whether it begin
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,14 @@ from typing import Any
 from tokenizers.decoders import Decoder
 
 from quire.errors import StartupError
+from quire.text.tokenizers_guard import flatten_steps
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# WordPiece's cleanup, in this order, as BERT's detokenizer does it.
+CLEANUPS = (
+    (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
+    (" do not", " don't"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
+)  # fmt: skip
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -47,7 +52,7 @@ class DecoderRules:
             return cls(spaced=True)
         rules: dict[str, Any] = {"replacements": ()}
         fused = False
-        for step in _flat(json.loads(decoder.__getstate__())):
+        for step in flatten_steps(decoder):
             match step:
                 case {"type": "ByteLevel"} if not fused:
                     rules["alphabet"], fused = _byte_alphabet(), True
@@ -85,23 +90,6 @@ class DecoderRules:
         if self.spaced and not first:
             glued = self.continuation_prefix and piece.startswith(self.continuation_prefix)
             piece = piece[len(self.continuation_prefix) :] if glued else " " + piece
-        return (_clean(piece) if self.cleanup else piece).encode()
-
-
-def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
-    if step.get("type") != "Sequence":
-        return [step]
-    return [inner for part in step["decoders"] for inner in _flat(part)]
-
-
-def _clean(piece: str) -> str:
-    """Apply WordPiece's cleanup, as BERT's detokenizer does."""
-    for mark in (".", "?", "!", ","):
-        piece = piece.replace(" " + mark, mark)
-    piece = piece.replace(" ' ", "'")
-    for clitic in ("n't", "'m"):
-        piece = piece.replace(" " + clitic, clitic)
-    piece = piece.replace(" do not", " don't")
-    for clitic in ("'s", "'ve", "'re"):
-        piece = piece.replace(" " + clitic, clitic)
-    return piece
+        for old, new in CLEANUPS if self.cleanup else ():
+            piece = piece.replace(old, new)
+        return piece.encode()

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from quire.config import EngineConfig
 from quire.core.validation import EngineLimits, check_salt
-from quire.errors import InputError, Overloaded, StartupError, input_error_at
+from quire.errors import InputError, StartupError, input_error_at
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.sampling_params import SamplingParams
+from quire.text.bounded_threads import BoundedThreads
 from quire.text.chat_messages import ImageSource, read_messages
 from quire.text.images.loader import ImageLoader, merge_adjacent, split_multi_modal
 from quire.text.images.processor import TOKEN_ESCAPE, escape_image_tokens, escape_image_tokens_in_json
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
     from quire.text.chat_template import ChatTemplate
+    from quire.text.grammars.compiler import GrammarCompiler
     from quire.text.text_backend import TextBackend
     from quire.text.tokenizer import Tokenizer
 
@@ -67,31 +69,6 @@ class PromptTruncation(NamedTuple):
         return Prompt(None, prompt.ids[: self.max_tokens] if self.keep_first else prompt.ids[-self.max_tokens :])
 
 
-class BoundedThreadPool:
-    """A pool of `count` threads for work of unknown cost, with a bounded queue. `waiting_text` describes the waiting
-    items in errors."""
-
-    def __init__(self, count: int, name: str, waiting_text: str) -> None:
-        self.count, self.name, self.waiting_text = count, name, waiting_text
-        self._pool: ThreadPoolExecutor | None = None
-        self._waiting = 0
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`. Raise Overloaded if too many wait."""
-        import asyncio
-        from concurrent.futures import ThreadPoolExecutor
-
-        if self._waiting >= MAX_WAITING:
-            raise Overloaded(f"{self._waiting} {self.waiting_text}")
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.count, thread_name_prefix=self.name)
-        self._waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-        finally:
-            self._waiting -= 1
-
-
 CONFIG_ALIASES = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp"}
 
 
@@ -126,9 +103,11 @@ class InputProcessor:
         names = {field.name for field in fields(SamplingParams)}
         self.defaults = {name: value for name, value in defaults.items() if name in names}
         self._long_text_pool: ThreadPoolExecutor | None = None
-        self._template_pool = BoundedThreadPool(1, "quire-chat-template", "conversations wait for the chat template")
-        self._grammar_pool = BoundedThreadPool(
-            GRAMMAR_THREADS, "quire-forms", "outputs of some form wait for their grammars"
+        self._template_threads = BoundedThreads(
+            1, "quire-chat-template", MAX_WAITING, "{} conversations wait for the chat template"
+        )
+        self._grammar_threads = BoundedThreads(
+            GRAMMAR_THREADS, "quire-forms", MAX_WAITING, "{} outputs of some form wait for their grammars"
         )
 
     @property
@@ -215,7 +194,7 @@ class InputProcessor:
         work = partial(
             self.render_chat, messages, add_generation_prompt, continue_final_message, documents, tools, **variables
         )  # fmt: skip
-        text, images, notes = await self._template_pool.run(work)
+        text, images, notes = await self._template_threads.run(work)
         pixels = await self._load_images(images, salt)
         prompt = await self.offload(len(text), lambda: self._tokenize(text, add_special_tokens, pixels, images))
         prompt = prompt if truncation is None else truncation.apply(prompt)
@@ -224,7 +203,7 @@ class InputProcessor:
 
     async def run_grammar_work(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which compiles a grammar. Raise Overloaded if too many wait."""
-        return await self._grammar_pool.run(work)
+        return await self._grammar_threads.run(work)
 
     def make_truncation(self, tokens: int, keep_first: bool, max_output_tokens: int) -> PromptTruncation:
         """Return the truncation for vLLM's truncate_prompt_tokens: -1 leaves room for `max_output_tokens` tokens. Raise
@@ -312,18 +291,15 @@ class InputProcessor:
         self,
         messages: Messages,
         add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        documents: Messages | None = None,
+        *,
         add_special_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        **options: Any,
     ) -> Prompt:
-        """Return a conversation as a prompt; see `render_chat`. `tools` are in OpenAI's form. The template adds special
-        tokens itself."""
-        checked_tools = read_tools(tools) if tools else ()
-        text, images, notes = self.render_chat(
-            messages, add_generation_prompt, continue_final_message, documents, checked_tools, **kwargs
-        )
+        """Return a conversation as a prompt; see `render_chat`, which takes `options`. `tools` are in OpenAI's form.
+        The template adds special tokens itself."""
+        checked = read_tools(tools) if tools else ()
+        text, images, notes = self.render_chat(messages, add_generation_prompt, tools=checked, **options)
         pixels = self._require_image_loader(images).load(images, "") if images else []
         return self._tokenize(text, add_special_tokens, pixels, images)._replace(notes=tuple(notes))
 
@@ -378,8 +354,8 @@ class InputProcessor:
         """End the processes of the chat template and of grammars."""
         if self.chat_template is not None:
             self.chat_template.close()
-        if self.text_backend is not None and self.text_backend.grammars is not None:
-            self.text_backend.grammars.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def validate(
         self,
@@ -404,7 +380,7 @@ class InputProcessor:
     async def nearest_supported(self, params: SamplingParams) -> tuple[SamplingParams, tuple[str, ...]]:
         """Return `params` with the nearest output form that has a grammar, and the pointers of the keywords that it
         lacks."""
-        grammars = None if self.text_backend is None else self.text_backend.grammars
+        grammars = self._grammars
         if params.structured is None or grammars is None or grammars.is_cached(params.structured):
             return params, ()
         form, dropped = await self.run_grammar_work(partial(grammars.nearest_supported, params.structured))
@@ -412,10 +388,14 @@ class InputProcessor:
 
     def is_grammar_ready(self, params: SamplingParams) -> bool:
         """Return True if `resolve_params` need not compile a grammar, which has unknown cost."""
-        grammars = None if self.text_backend is None else self.text_backend.grammars
+        grammars = self._grammars
         if params.structured is None or params.grammar is not None or grammars is None:
             return True
         return grammars.is_cached(params.structured)
+
+    @property
+    def _grammars(self) -> GrammarCompiler | None:
+        return None if self.text_backend is None else self.text_backend.grammars
 
     def make_params(self, **given: Any) -> SamplingParams:
         """Return parameters: those `given`, else the model's defaults (generation_config.json), else

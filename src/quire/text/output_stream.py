@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from quire.core.outputs import BranchOutput
+from quire.core.outputs import BranchOutput, MergedOutput
 from quire.errors import EngineDead
 from quire.protocol.sampling_params import SamplingParams
 from quire.text.request_detokenizer import RequestDetokenizer
@@ -20,17 +20,8 @@ class RequestRecord:
     `is_prefix`: the request computes a registered prefix."""
 
     __slots__ = (
-        "arrival_time",
-        "branch_progress",
-        "cached_tokens",
-        "first_token_time",
-        "id",
-        "is_prefix",
-        "max_tokens",
-        "params",
-        "preemptions",
-        "prompt_len",
-        "scheduled_time",
+        "arrival_time", "branch_progress", "cached_tokens", "first_token_time", "id", "is_prefix", "max_tokens",
+        "params", "preemptions", "prompt_len", "scheduled_time",
     )  # fmt: skip
 
     def __init__(
@@ -54,38 +45,6 @@ class StepObserver(Protocol):
     def on_outputs(self, outputs: Sequence[tuple[BranchOutput, RequestRecord]], now: float) -> None:
         """The outputs of a step that ended at `now` reached their streams. Called on the streams' event loop."""
         ...
-
-
-class MergedOutput:
-    """The outputs of one branch since the last read, merged."""
-
-    __slots__ = ("last", "prompt_tops", "texts", "tokens", "tops")
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.texts: list[str] = []
-        self.tops: list[Any] = []
-        self.prompt_tops: tuple[Any, ...] | None = None
-        self.last: BranchOutput | None = None
-
-    def add(self, output: BranchOutput) -> None:
-        """Merge an output."""
-        self.tokens += output.tokens
-        self.texts.append(output.text)
-        self.tops += output.top_logprobs
-        if output.prompt_logprobs is not None:
-            self.prompt_tops = output.prompt_logprobs
-        self.last = output
-
-    def to_output(self) -> BranchOutput:
-        """Return all of them as one BranchOutput."""
-        assert self.last is not None, "no output was merged"
-        return self.last._replace(
-            tokens=tuple(self.tokens),
-            text="".join(self.texts),
-            top_logprobs=tuple(self.tops),
-            prompt_logprobs=self.prompt_tops,
-        )
 
 
 class OutputStream:

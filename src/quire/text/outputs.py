@@ -94,16 +94,12 @@ class BeamSearchOutput:
 def make_logprobs(top: TopLogprobs, decode: Decode, from_token_ids: bool = False) -> dict[int, Logprob]:
     """Return TopLogprobs as a mapping: the sampled token first, then the most likely ones or, with `from_token_ids`,
     the requested ones without ranks."""
-    text = decode if decode is not None else _no_text
+    text = decode or (lambda token: None)
     ranked = zip(top.ids, top.logprobs, repeat(None) if from_token_ids else count(1))
     return {
         top.token: Logprob(top.logprob, top.rank, text(top.token)),
         **{token: Logprob(value, rank, text(token)) for token, value, rank in ranked if token != top.token},
     }
-
-
-def _no_text(token: int) -> None:
-    return None
 
 
 class RequestOutputBuilder:

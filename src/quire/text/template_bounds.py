@@ -117,13 +117,12 @@ def check_printf(text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
 
 
 def _checked_width(digits: str) -> int:
-    if len(digits) > 9:
-        digits = "9" * 9
-    check_integer(int(digits))
-    return int(digits)
+    width = int(digits) if len(digits) < 10 else MAX_INTEGER + 1
+    check_integer(width)
+    return width
 
 
-class _BoundedFormatter(SandboxedFormatter):
+class BoundedFormatter(SandboxedFormatter):
     """str.format with limits on each width and precision, and on the whole result."""
 
     size = 0
@@ -144,9 +143,5 @@ class _BoundedFormatter(SandboxedFormatter):
         return text
 
 
-class BoundedFormatter(_BoundedFormatter):
-    """For str."""
-
-
-class BoundedEscapeFormatter(_BoundedFormatter, SandboxedEscapeFormatter):
-    """For Markup, which escapes its arguments."""
+class BoundedEscapeFormatter(BoundedFormatter, SandboxedEscapeFormatter):
+    """The same for Markup, which escapes its arguments."""

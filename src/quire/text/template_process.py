@@ -6,18 +6,16 @@ frames, not messages.
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
 
-from quire.errors import EngineDead, Overloaded, StartupError
-from quire.protocol.json_frames import HEADER, pack, unpack
-from quire.text import isolated_process
+from quire.errors import Overloaded, StartupError
+from quire.protocol.json_frames import pack, unpack
+from quire.text.isolated_process import IsolatedProcess
 
 START_SECONDS = 20.0  # for the process to start and load Jinja, on a busy disk
 COMPILE_SECONDS = 5.0
@@ -26,7 +24,6 @@ STARVED_FRACTION = 0.05  # of a render's time: with less CPU time than this, the
 KILL_FRACTION = 0.9  # of a render's time: then the process is killed, so that the call ends in time
 MAX_FRAME = 16 << 20  # bytes
 MAX_REASON = 4096  # bytes of a reply without a text
-BOOT = "import sys; sys.path += sys.argv[1:]; from quire.text.template_worker import main; main()"
 
 
 class RenderError(Exception):
@@ -41,16 +38,16 @@ class TemplateProcessStarved(TemplateProcessEnded):
     """The process was late, and is gone or got hardly any CPU time. This is not the template's fault."""
 
 
-class TemplateProcess:
-    """The process of a template. It starts with this object, and ends with `close`, with this object or with the
-    program.
+class TemplateProcess(IsolatedProcess):
+    """The process of a template. It starts with this object."""
 
-    Thread-safe; serves one caller at a time."""
+    module, packages, purpose = "quire.text.template_worker", ("jinja2", "markupsafe"), "for the chat template"
+    variables = ("TZ",)  # for the template's clock
+    start_error, closed_reason = StartupError, "the chat template is closed"
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        super().__init__()
         self._source = ""
-        self._closed = False
         self._start()
 
     def compile(self, source: str) -> list[str]:
@@ -74,11 +71,6 @@ class TemplateProcess:
                 except TemplateProcessStarved as error:
                     raise Overloaded("the chat template's process gets no processor time", 1) from error
 
-    def close(self) -> None:
-        """End the process. Nothing can be rendered afterwards."""
-        self._closed = True
-        self._kill()
-
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         if not self._lock.acquire(timeout=LOCK_SECONDS):
@@ -89,23 +81,11 @@ class TemplateProcess:
             self._lock.release()
 
     def _start(self) -> None:
-        if self._closed:
-            raise EngineDead("the chat template is closed")
         self._is_up = self._is_compiled = False
-        command = ["-c", BOOT, *isolated_process.package_folders("quire", "jinja2", "markupsafe")]
-        # TZ: for the template's clock.
-        process, ours = isolated_process.start_isolated(
-            command, "for the chat template", StartupError, variables=("TZ",)
-        )
-        self._socket, self._kill = ours, weakref.finalize(self, isolated_process.kill, process, ours)
-        self._pid = process.pid
-        if self._closed:  # by another thread meanwhile
-            self._kill()
+        super()._start()
 
     def _restart(self) -> None:
         """Start another process, if possible now; otherwise the next call tries again."""
-        self._kill()
-        self._is_up = self._is_compiled = False
         with suppress(StartupError):
             self._start()
 
@@ -128,7 +108,7 @@ class TemplateProcess:
             raise Overloaded(f"the chat template's process can't be started again: {error}", 1) from error
 
     def _compile(self) -> list[str]:
-        if not self._kill.alive:
+        if not self._is_running:
             self._start()
         if not self._is_up:
             self._read_answer(time.monotonic() + START_SECONDS, START_SECONDS, MAX_REASON)
@@ -141,10 +121,8 @@ class TemplateProcess:
         frame = pack([seconds, request])
         if len(frame) > MAX_FRAME:
             raise RenderError(f"what it is given has {len(frame)} bytes; {MAX_FRAME} are the most")
-        end, spent = time.monotonic() + seconds, _cpu_seconds(self._pid)
-        with suppress(OSError):  # the process ended or hangs, which reading the answer reports
-            self._socket.settimeout(seconds)
-            self._socket.sendall(frame)
+        end, spent = time.monotonic() + seconds, self._cpu_seconds()
+        self._send(frame, end)
         return self._read_answer(end, seconds, max_bytes, spent)
 
     def _read_answer(self, deadline: float, seconds: float, max_bytes: int, cpu_seconds: float = 0.0) -> Any:
@@ -152,12 +130,9 @@ class TemplateProcess:
         CPU time before the request. After any failure the process is replaced, so that a late reply is never taken for
         that of the next request."""
         try:
-            size = int.from_bytes(self._receive(HEADER, deadline), "big")
-            if size > max_bytes:
-                raise ValueError
-            kind, value = unpack(self._receive(size, deadline))
+            kind, value = unpack(self._receive(max_bytes, deadline))
         except TimeoutError as error:
-            starved = _cpu_seconds(self._pid) - cpu_seconds < seconds * STARVED_FRACTION
+            starved = self._cpu_seconds() - cpu_seconds < seconds * STARVED_FRACTION
             self._restart()
             if starved:
                 raise TemplateProcessStarved(f"it got no answer in {seconds:g} s") from error
@@ -174,23 +149,19 @@ class TemplateProcess:
             raise RenderError(str(value))
         return value if kind == "done" else None
 
-    def _receive(self, size: int, deadline: float) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            chunk = self._socket.recv(min(size - len(data), 1 << 20))
-            if not chunk and time.monotonic() >= deadline:
-                raise TimeoutError  # it was late and ended itself
-            if not chunk:
-                raise EOFError
-            data += chunk
-        return bytes(data)
+    def _receive_exactly(self, size: int, deadline: float) -> bytes:
+        try:
+            return super()._receive_exactly(size, deadline)
+        except EOFError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError from None  # it was late and ended itself
+            raise
 
-
-def _cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process in seconds; 0 if it is gone."""
-    try:
-        times = psutil.Process(pid).cpu_times()
-        return float(times.user + times.system)
-    except psutil.Error:
-        return 0.0
+    def _cpu_seconds(self) -> float:
+        """Return the CPU time of the process in seconds; 0 if it is gone."""
+        assert self._process is not None, "the process was never started"
+        try:
+            times = psutil.Process(self._process.pid).cpu_times()
+            return float(times.user + times.system)
+        except psutil.Error:
+            return 0.0

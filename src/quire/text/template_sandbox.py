@@ -119,7 +119,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return True if a template may access the attribute."""
         return attr not in UNSAFE_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:

@@ -9,8 +9,6 @@ knows only the template.
 from __future__ import annotations
 
 import html  # noqa: F401 (imported before the limits, for templates)
-import os
-import resource
 import signal
 import sys
 import unicodedata  # noqa: F401 (for the names in a template's escapes)
@@ -20,7 +18,8 @@ from typing import Any
 import jinja2.debug  # noqa: F401 (as above, when a template fails)
 from jinja2 import Template, meta, nodes
 
-from quire.protocol.json_frames import HEADER, pack, unpack
+from quire.protocol.json_frames import unpack
+from quire.text.isolated_worker import read_frame, set_limits, set_signals, write_frame
 from quire.text.template_sandbox import RenderBudget, Sandbox
 
 MAX_MEMORY = 224 << 20  # bytes of address space beyond those at the start, to stay below 256 MiB in all
@@ -32,15 +31,13 @@ WARM_UP = r"{% for m in messages %}{{ m.role | striptags ~ '\u00e9' ~ strftime_n
 
 def main() -> None:
     """Serve requests until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it may be ignored or blocked by inheritance
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    set_signals(signal.SIGALRM)
     work = TemplateWorker()
     for request in (["compile", WARM_UP], ["render", {"messages": [{"role": "a"}]}, 10.0, 100]):
         work.handle(request)
-    _set_limits()
-    _write(pack(["done", None]))
-    while (header := _read(HEADER)) is not None and (body := _read(int.from_bytes(header, "big"))) is not None:
+    set_limits(MAX_MEMORY)
+    write_frame(["done", None])
+    while (body := read_frame()) is not None:
         try:
             seconds, request = unpack(body)
             # The signal ends the process: a C call may never return, and the parent may be gone.
@@ -48,9 +45,9 @@ def main() -> None:
             answer = work.handle(request)
             signal.setitimer(signal.ITIMER_REAL, 0)
         except MemoryError:
-            _write(pack(["exhausted", f"it needs more than {MAX_MEMORY >> 20} MiB of memory"]))
+            write_frame(["exhausted", f"it needs more than {MAX_MEMORY >> 20} MiB of memory"])
             sys.exit(1)
-        _write(pack(answer))
+        write_frame(answer)
 
 
 class TemplateWorker:
@@ -110,38 +107,3 @@ def _names_in_order(node: nodes.Node) -> Iterator[nodes.Name]:
         children.reverse()
     for child in children:
         yield from _names_in_order(child)
-
-
-def _set_limits() -> None:
-    """Limit the address space, where its use is known; allow no core dump, and no further file or descriptor."""
-    in_use = _address_space_bytes()
-    if in_use is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (in_use + MAX_MEMORY, in_use + MAX_MEMORY))
-    for what, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 3)):
-        resource.setrlimit(what, (most, most))
-
-
-def _address_space_bytes() -> int | None:
-    """Return the size of this process's address space in bytes, or None if the system does not report it."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:
-        return None
-
-
-def _read(size: int) -> bytes | None:
-    """Return exactly `size` bytes, or None at the end of the input."""
-    data = bytearray()
-    while len(data) < size:
-        chunk = os.read(0, size - len(data))
-        if not chunk:
-            return None
-        data += chunk
-    return bytes(data)
-
-
-def _write(data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(1, view) :]

@@ -21,7 +21,7 @@ PROMPT_TAIL = 16  # last tokens of the prompt that the detokenizer needs
 class TextBackend:
     """Makes the detokenizers of sequences, and resolves parameters with `tokenizer` and `grammars`."""
 
-    def __init__(self, tokenizer: Tokenizer, grammars: GrammarCompiler | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, grammars: GrammarCompiler) -> None:
         self.tokenizer, self.grammars = tokenizer, grammars
 
     def new_detokenizer(self, prompt: Sequence[int], params: SamplingParams) -> StopAwareDetokenizer:
@@ -33,8 +33,6 @@ class TextBackend:
         once for all branches, and for all requests that use the result. Raise InputError for a bad word without tokens,
         for too many tokens, or for an output form that is not supported."""
         if params.structured is not None and params.grammar is None:
-            if self.grammars is None:
-                raise InputError("structured output isn't offered here", "structured_outputs")
             params = replace(params, grammar=self.grammars.get(params.structured))
         automaton = get_stop_automaton(params)
         if not params.bad_words and automaton is params.stop_automaton:

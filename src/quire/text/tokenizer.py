@@ -83,15 +83,11 @@ class Tokenizer:
         text = self.special_tokens.get(name)
         return None if text is None else backend.token_to_id(text)
 
-    def encode(self, text: str, add_special_tokens: bool = True, max_chars: int | None = None) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. `add_special_tokens` applies the tokenizer's post-processor, which may add
-        BOS.
-
-        Raise InputError for text of more than `max_chars` characters, and for invalid Unicode."""
+        BOS. Raise InputError for invalid Unicode."""
         if not isinstance(text, str):
             raise InputError(f"text must be a string, got {type(text).__name__}")
-        if max_chars is not None and len(text) > max_chars:
-            raise InputError(f"text may have at most {max_chars} characters, got {len(text)}")
         with errors_to_input_error("text can't be encoded"):
             return encode(self._backend, text, add_special_tokens)
 
@@ -115,7 +111,7 @@ class Tokenizer:
 
     def has_id(self, id: int) -> bool:
         """Return True if `id` has a token."""
-        return 0 <= id < self.vocab_size and self._backend.id_to_token(id) is not None
+        return self._piece(id) is not None
 
     def token_to_id(self, text: str) -> int | None:
         """Return the id of the token `text`, or None."""
@@ -127,14 +123,14 @@ class Tokenizer:
         characters stay incomplete."""
         known = self._bytes.get(id)
         if known is None:
-            known = self._bytes[id] = (
-                self.decoder_rules.bytes_of(self._known_id_to_token(id), first=False) if self.has_id(id) else b""
-            )
+            piece = self._piece(id)
+            known = self._bytes[id] = b"" if piece is None else self.decoder_rules.bytes_of(piece, first=False)
         return known
 
     def first_token_bytes(self, id: int) -> bytes:
         """Return the bytes of a token that begins the text: some decoders drop its leading space."""
-        return self.decoder_rules.bytes_of(self._known_id_to_token(id), first=True) if self.has_id(id) else b""
+        piece = self._piece(id)
+        return b"" if piece is None else self.decoder_rules.bytes_of(piece, first=True)
 
     def token_text(self, id: int) -> str:
         """Return a token as text, for log-probabilities; incomplete characters become U+FFFD."""
@@ -142,12 +138,10 @@ class Tokenizer:
 
     def id_to_token(self, id: int) -> str:
         """Return a token as the vocabulary spells it, or "" for an id without a token."""
-        return self._known_id_to_token(id) if self.has_id(id) else ""
+        return self._piece(id) or ""
 
-    def _known_id_to_token(self, id: int) -> str:
-        piece = self._backend.id_to_token(id)
-        assert piece is not None, f"no token {id}"
-        return piece
+    def _piece(self, id: int) -> str | None:
+        return self._backend.id_to_token(id) if 0 <= id < self.vocab_size else None
 
 
 def _add_config_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:

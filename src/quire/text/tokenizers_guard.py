@@ -119,7 +119,7 @@ def check_replacement_growth(backend: tokenizers.Tokenizer) -> None:
     """Raise StartupError for nested replacements that lengthen a text without bound, which no time limit would stop."""
     for part in (backend.normalizer, backend.decoder):
         growth = 1
-        for step in _flatten_steps(json.loads(part.__getstate__())) if part is not None else ():
+        for step in flatten_steps(part):
             if step.get("type") == "Replace":
                 growth *= max(len(step["content"]), 1)
             if step.get("type") == "Prepend":
@@ -130,9 +130,12 @@ def check_replacement_growth(backend: tokenizers.Tokenizer) -> None:
                 )
 
 
-def _flatten_steps(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the steps of nested sequences."""
-    if step.get("type") != "Sequence":
-        yield step
-    for inner in step.get("normalizers", step.get("decoders", ())) if step.get("type") == "Sequence" else ():
-        yield from _flatten_steps(inner)
+def flatten_steps(part: Any) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or decoder, those of nested sequences in their place."""
+
+    def flat(step: dict[str, Any]) -> list[dict[str, Any]]:
+        if step.get("type") != "Sequence":
+            return [step]
+        return [one for inner in step.get("normalizers", step.get("decoders", ())) for one in flat(inner)]
+
+    return [] if part is None else flat(json.loads(part.__getstate__()))

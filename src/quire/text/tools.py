@@ -17,6 +17,8 @@ MAX_DEPTH = 32
 MAX_PROPERTIES = 1024  # of one tool's parameters
 MAX_CHARACTERS = 1 << 18  # of all tools
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+FUNCTION_FIELDS = (("description", str, "a string"), ("strict", bool, "true or false"),
+                   ("parameters", Mapping, "a JSON schema"))  # fmt: skip
 TOOL_SHAPE = 'a function, like {"type": "function", "function": {"name": ...}}'
 
 
@@ -64,10 +66,8 @@ def _tool(at: str, tool: Any, bound: JsonCopier) -> Tool:
         raise InputError(f"{at} must be {TOOL_SHAPE}", "tools")
     function = tool["function"]
     name = check_name(f"{at}.function.name", function.get("name"), "tools")
-    for key in ("description", "strict", "parameters"):
-        wanted = {"description": str, "strict": bool, "parameters": Mapping}[key]
+    for key, wanted, kind in FUNCTION_FIELDS:
         if function.get(key) is not None and not isinstance(function[key], wanted):
-            kind = {"description": "a string", "strict": "true or false", "parameters": "a JSON schema"}[key]
             raise InputError(f"{at}.function.{key} must be {kind}, got {type(function[key]).__name__}", "tools")
     parameters = function.get("parameters")
     if parameters:
@@ -96,14 +96,16 @@ def check_name(at: str, name: Any, param: str) -> str:
 class JsonCopier:
     """Makes bounded copies that consist of JSON types only, so that a template gets no object with methods."""
 
-    def __init__(self, what: str, param: str) -> None:
-        self._subject, self._param, self._values_left = what, param, MAX_VALUES
+    def __init__(self, subject: str, param: str, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> None:
+        self._subject, self._param, self._values_left = subject, param, max_values
+        self._limits = f"{max_values} JSON values, {max_depth} levels deep"
+        self._max_depth = max_depth
 
     def copy(self, value: Any, at: str, depth: int = 0) -> Any:
-        """Return a copy. Raise InputError beyond MAX_VALUES values in all, or MAX_DEPTH levels."""
+        """Return a copy. Raise InputError beyond `max_values` values in all, or `max_depth` levels."""
         self._values_left -= 1
-        if self._values_left < 0 or depth > MAX_DEPTH:
-            raise InputError(f"{self._subject} may hold {MAX_VALUES} JSON values, {MAX_DEPTH} levels deep", self._param)
+        if self._values_left < 0 or depth > self._max_depth:
+            raise InputError(f"{self._subject} may hold {self._limits}", self._param)
         if isinstance(value, Mapping):
             if not all(type(key) is str for key in value):
                 raise InputError(f"{at} has a key that is no string", self._param)

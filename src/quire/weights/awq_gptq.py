@@ -17,12 +17,12 @@ from torch import Tensor
 from quire.errors import StartupError, short_repr
 from quire.kernels.cpu.low_bit_linear import LowBitFormat, LowBitWeight
 from quire.models.quantization import LowBitScheme
+from quire.weights.checkpoint_files import FIT_REMEDY
 from quire.weights.tensor_slices import TensorSlice
 
 TENSOR_KINDS = ("qweight", "qzeros", "scales", "g_idx")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output of each four bits of a word, the lowest first."""
-FIT_REMEDY = "The checkpoint must fit its config.json"
 
 
 class PackedWeight:

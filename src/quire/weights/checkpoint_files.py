@@ -23,6 +23,7 @@ IGNORE_PATTERNS = ["*/*", "consolidated*"]  # the same weights once more: in sub
 HUB_TIMEOUT = 3.5  # seconds until the hub counts as unreachable
 HUB_ID_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+FIT_REMEDY = "The checkpoint must fit its config.json"
 MIN_PARAMETER_BYTES = 2  # bytes of a parameter in the smallest unquantised format
 REVISION_PATTERN = re.compile(r"(?!.*\.\.)\w[\w./-]{0,199}")
 HEAD_OR_EMBEDDING = re.compile(r"(.*\.)?(lm_head|embed_tokens|wte|embeddings)\.weight")
@@ -170,7 +171,7 @@ def check_weight_bytes(folder: Path, parameters: int, bytes_per_parameter: float
     size = sum(file.stat().st_size for file in tensor_files(folder))
     if size < bytes_per_parameter * parameters:
         cause = f"config.json makes {parameters} parameters, and the files of {folder} have {size} bytes"
-        raise StartupError(cause, "The checkpoint must fit its config.json")
+        raise StartupError(cause, FIT_REMEDY)
 
 
 def _raise_no_tensors(folder: Path) -> NoReturn:

@@ -6,7 +6,7 @@ On a GPU that multiplies FP8 the weights stay in FP8; elsewhere they are stored 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,15 +97,21 @@ def create_fp8_model(
         setattr(layer, name, nn.Parameter(numbers, requires_grad=False))
         scale = torch.empty(scheme.scales_per_row(weight.shape[1]), len(weight), dtype=torch.float32, device=device)
         setattr(layer, scale_attributes(layer)[name], scale)
+    allocate_parameters(model, device)
+    assert not any(buffer.is_meta for buffer in model.buffers()), "a buffer lost its values"
+    return model
+
+
+def allocate_parameters(model: nn.Module, device: torch.device, keep: Collection[Tensor] = ()) -> None:
+    """Replace the meta parameters of a model, other than those of `keep`, by uninitialised ones on `device`."""
     moved: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight is one parameter of two modules
     for module in list(model.modules()):
         for name, old in list(module.named_parameters(recurse=False)):
-            if old.is_meta and old not in moved:
-                moved[old] = nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device=device), requires_grad=False)
-            if old.is_meta:
+            if old.is_meta and old not in keep:
+                if old not in moved:
+                    new = torch.empty(old.shape, dtype=old.dtype, device=device)  # empty_like would import SymPy
+                    moved[old] = nn.Parameter(new, requires_grad=False)
                 setattr(module, name, moved[old])
-    assert not any(buffer.is_meta for buffer in model.buffers()), "a buffer lost its values"
-    return model
 
 
 def saved_bytes(config: dict[str, Any], scheme: FP8Scheme, itemsize: int, shard: Shard = UNSHARDED) -> int:

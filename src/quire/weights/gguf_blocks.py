@@ -5,7 +5,7 @@ a sequence of blocks with scales. NumPy only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,26 +16,39 @@ PIECE_NUMBERS = 1 << 17  # numbers dequantized at once: they stay in a core's ca
 
 
 class BlockFormat(NamedTuple):
-    """A format: `block_size` numbers in `block_bytes` bytes, with fp16 scales at `scale_offsets`."""
+    """A format: `block_size` numbers in `block_bytes` bytes, with fp16 scales at `scale_offsets`. `zero`: the unpacked
+    number that stands for 0."""
 
     block_size: int
     block_bytes: int
     scale_offsets: tuple[int, ...] = ()
+    zero: int = 0
 
 
 BLOCK_FORMATS = {
     "f32": BlockFormat(1, 4),
     "f16": BlockFormat(1, 2),
     "bf16": BlockFormat(1, 2),
-    "q4_0": BlockFormat(32, 18, (0,)),
+    "q4_0": BlockFormat(32, 18, (0,), 8),
     "q4_1": BlockFormat(32, 20, (0, 2)),
-    "q5_0": BlockFormat(32, 22, (0,)),
+    "q5_0": BlockFormat(32, 22, (0,), 128),
     "q5_1": BlockFormat(32, 24, (0, 2)),
-    "q8_0": BlockFormat(32, 34, (0,)),
+    "q8_0": BlockFormat(32, 34, (0,), 128),
     "q4_k": BlockFormat(256, 144, (0, 2)),
     "q5_k": BlockFormat(256, 176, (0, 2)),
-    "q6_k": BlockFormat(256, 210, (208,)),
+    "q6_k": BlockFormat(256, 210, (208,), 32),
 }
+
+
+class UnpackedBlocks(NamedTuple):
+    """B blocks: `numbers` uint8 [B, block_size], fp16 scales `d` and minima `e` [B, 1]; in K formats int8 [B, groups]
+    multiply both. A number stands for (number - zero) * (d * a) + e, with -e * b for e in K formats."""
+
+    numbers: ByteArray
+    d: NDArray[np.float16]
+    e: NDArray[np.float16] | None = None
+    a: NDArray[np.int8] | None = None
+    b: NDArray[np.int8] | None = None
 
 
 class GGUFTensor(NamedTuple):
@@ -93,8 +106,24 @@ class GGUFTensor(NamedTuple):
 
     def dequantize(self) -> FloatArray:
         """Return the numbers in fp32 [rows, columns], bit for bit as ggml dequantizes them."""
+        if self.is_float:
+            return _to_float32(self.format, np.ascontiguousarray(self.data)).reshape(self.rows, self.columns)
+        numbers, d, e, a, b = self.unpack()
+        scale = d.astype(np.float32)
+        scale = scale if a is None else scale * a
+        groups = numbers.reshape(*scale.shape, numbers.shape[1] // scale.shape[1]).astype(np.float32)
+        if zero := BLOCK_FORMATS[self.format].zero:
+            groups -= zero
+        groups *= scale[:, :, None]
+        if e is not None:
+            minimum = e.astype(np.float32)
+            groups += (minimum if b is None else -minimum * b)[:, :, None]
+        return groups.reshape(self.rows, self.columns)
+
+    def unpack(self) -> UnpackedBlocks:
+        """Return the numbers and scales of all blocks, row by row."""
         blocks = np.ascontiguousarray(self.data).reshape(-1, BLOCK_FORMATS[self.format].block_bytes)
-        return DEQUANTIZERS[self.format](blocks).reshape(self.rows, self.columns)
+        return UnpackedBlocks(*UNPACKERS[self.format](blocks))
 
 
 def row_bytes(kind: str, columns: int) -> int:
@@ -103,9 +132,15 @@ def row_bytes(kind: str, columns: int) -> int:
     return columns // BLOCK_FORMATS[kind].block_size * BLOCK_FORMATS[kind].block_bytes
 
 
-def _half(blocks: ByteArray, at: int) -> FloatArray:
+def _to_float32(kind: str, data: ByteArray) -> FloatArray:
+    if kind == "bf16":
+        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return data.view(np.float16 if kind == "f16" else np.float32).astype(np.float32, copy=False)
+
+
+def _half(blocks: ByteArray, at: int) -> NDArray[np.float16]:
     """Return the fp16 at byte `at` of each block, [B, 1]."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
 
 
 def _nibbles(packed: ByteArray) -> ByteArray:
@@ -118,80 +153,42 @@ def _fifth_bits(blocks: ByteArray, at: int) -> ByteArray:
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << np.uint8(4)
 
 
-def _f32(blocks: ByteArray) -> FloatArray:
-    return blocks.view(np.float32)
-
-
-def _f16(blocks: ByteArray) -> FloatArray:
-    return blocks.view(np.float16).astype(np.float32)
-
-
-def _bf16(blocks: ByteArray) -> FloatArray:
-    return (blocks.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
-def _q4_0(blocks: ByteArray) -> FloatArray:
-    return (_nibbles(blocks[:, 2:]).astype(np.float32) - 8) * _half(blocks, 0)
-
-
-def _q4_1(blocks: ByteArray) -> FloatArray:
-    return _nibbles(blocks[:, 4:]).astype(np.float32) * _half(blocks, 0) + _half(blocks, 2)
-
-
-def _q5_0(blocks: ByteArray) -> FloatArray:
-    numbers = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
-    return (numbers.astype(np.float32) - 16) * _half(blocks, 0)
-
-
-def _q5_1(blocks: ByteArray) -> FloatArray:
-    numbers = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
-    return numbers.astype(np.float32) * _half(blocks, 0) + _half(blocks, 2)
-
-
-def _q8_0(blocks: ByteArray) -> FloatArray:
-    return blocks[:, 2:].view(np.int8).astype(np.float32) * _half(blocks, 0)
-
-
-def _k_scales(blocks: ByteArray) -> tuple[FloatArray, FloatArray]:
-    """Return the scales and minima of a K block's 8 groups of 32 numbers, [B, 8, 1] each. They have six bits each, in
-    12 bytes. Of the last four groups, the lower four bits are in the last four bytes, and the upper two are the upper
-    bits of the first groups' bytes."""
-    packed = blocks[:, 4:16]
-    low, high, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+def _k_scales(blocks: ByteArray) -> tuple[Any, ...]:
+    """Return d, e, and the scales and minima of a K block's 8 groups of 32 numbers, [B, 8] each. They have six bits
+    each, in 12 bytes. Of the last four groups, the lower four bits are in the last four bytes, and the upper two are
+    the upper bits of the first groups' bytes."""
+    low, high, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([low & 63, (rest & 15) | (low >> 6 << 4)], axis=1)
     minima = np.concatenate([high & 63, (rest >> 4) | (high >> 6 << 4)], axis=1)
-    return (scales * _half(blocks, 0))[:, :, None], (minima * _half(blocks, 2))[:, :, None]
+    return _half(blocks, 0), _half(blocks, 2), scales.view(np.int8), minima.view(np.int8)
 
 
 def _k_nibbles(packed: ByteArray) -> ByteArray:
-    """[B, 128] -> [B, 8, 32]: each run of 32 bytes has a group in its lower four bits, and the next in the upper."""
-    runs = packed.reshape(len(packed), 4, 1, 32)
-    return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(packed), 8, 32)
+    """[B, 128] -> [B, 256]: each run of 32 bytes has a group in its lower four bits, and the next in the upper."""
+    runs = packed.reshape(-1, 4, 1, 32)
+    return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(-1, 256)
 
 
-def _q4_k(blocks: ByteArray) -> FloatArray:
-    scales, minima = _k_scales(blocks)
-    return _k_nibbles(blocks[:, 16:]) * scales - minima
-
-
-def _q5_k(blocks: ByteArray) -> FloatArray:
-    scales, minima = _k_scales(blocks)
+def _q5_k(blocks: ByteArray) -> tuple[Any, ...]:
     fifth = (blocks[:, 16:48, None] >> np.arange(8, dtype=np.uint8) & 1).swapaxes(1, 2)
-    return (_k_nibbles(blocks[:, 48:]) | fifth << 4) * scales - minima
+    return _k_nibbles(blocks[:, 48:]) | (fifth << 4).reshape(-1, 256), *_k_scales(blocks)
 
 
-def _q6_k(blocks: ByteArray) -> FloatArray:
+def _q6_k(blocks: ByteArray) -> tuple[Any, ...]:
     """Two halves of 128 numbers. Each has its lower four bits in 64 bytes and its upper two bits in 32 bytes."""
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    numbers = (low | high << 4).astype(np.float32) - 32
-    scales = blocks[:, 192:208].view(np.int8) * _half(blocks, 208)
-    return numbers.reshape(-1, 16, 16) * scales[:, :, None]
+    return (low | high << 4).reshape(-1, 256), _half(blocks, 208), None, blocks[:, 192:208].view(np.int8)
 
 
-DEQUANTIZERS: dict[str, Callable[[ByteArray], FloatArray]] = {
-    "f32": _f32, "f16": _f16, "bf16": _bf16, "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1,
-    "q8_0": _q8_0, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
+UNPACKERS: dict[str, Callable[[ByteArray], tuple[Any, ...]]] = {
+    "q8_0": lambda blocks: (blocks[:, 2:] ^ 128, _half(blocks, 0)),
+    "q5_0": lambda blocks: ((_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)) + 112, _half(blocks, 0)),
+    "q5_1": lambda blocks: (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4), _half(blocks, 0), _half(blocks, 2)),
+    "q4_0": lambda blocks: (_nibbles(blocks[:, 2:]), _half(blocks, 0)),
+    "q4_1": lambda blocks: (_nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)),
+    "q4_k": lambda blocks: (_k_nibbles(blocks[:, 16:]), *_k_scales(blocks)),
+    "q5_k": _q5_k, "q6_k": _q6_k,
 }  # fmt: skip
-"""Blocks [B, bytes of one] -> the numbers of each."""
+"""Blocks [B, bytes of one] -> UnpackedBlocks."""

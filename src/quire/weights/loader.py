@@ -23,7 +23,7 @@ from quire.layers.prepare import MappedWeights
 from quire.models.quantization import BLOCK, FP8Scheme, LowBitScheme
 from quire.weights import low_bit
 from quire.weights.awq_gptq import TENSOR_KINDS, PackedWeight
-from quire.weights.checkpoint_files import tensor_files
+from quire.weights.checkpoint_files import FIT_REMEDY, tensor_files
 from quire.weights.fp8 import (
     E4M3,
     MaxReduce,
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from quire.models import Model
     from quire.weights.gguf_file import GGUFFile
 
-FIT_REMEDY = "The checkpoint must fit its config.json"
 PROJECTOR_REMEDY = (
     "config.json has a projector, which maps the vision tower's features to the text model's rows: put its tensors, "
     "under these names, into the folder's safetensors files, or use a checkpoint that has all three parts"

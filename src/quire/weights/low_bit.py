@@ -6,7 +6,6 @@ values.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,8 @@ from quire.layers.linear import Linear
 from quire.models import resolve_model_class
 from quire.models.quantization import LowBitScheme
 from quire.protocol.parallel_layout import UNSHARDED, Shard
-from quire.weights.gguf_blocks import ByteArray, GGUFTensor
+from quire.weights.fp8 import allocate_parameters
+from quire.weights.gguf_blocks import BLOCK_FORMATS, GGUFTensor
 from quire.weights.gguf_config import open_hf_tensors
 
 if TYPE_CHECKING:
@@ -133,14 +133,7 @@ def create_model(
         if name in formats and supports(weight.shape[1], dtype, device):
             layer.low_bit_parts = [None] * len(formats[name])
             low_bit_weights.add(weight)
-    moved: dict[nn.Parameter, nn.Parameter] = {}
-    for module in list(model.modules()):
-        for name, old in list(module.named_parameters(recurse=False)):
-            if old.is_meta and old not in low_bit_weights:
-                if old not in moved:
-                    new = torch.empty(old.shape, dtype=old.dtype, device=device)  # empty_like would import SymPy
-                    moved[old] = nn.Parameter(new, requires_grad=False)
-                setattr(module, name, moved[old])
+    allocate_parameters(model, device, low_bit_weights)
     return model
 
 
@@ -234,82 +227,15 @@ def _inverse(d: Tensor) -> Tensor:
     return torch.where(wide > 0, 1 / wide, 0.0)[:, :, None]
 
 
-def from_gguf(blocks: GGUFTensor) -> LowBitWeight:
+def from_gguf(tensor: GGUFTensor) -> LowBitWeight:
     """Convert a GGUF file's blocks, without loss."""
-    block_bytes = BLOCK_BYTES[blocks.format]
-    data = np.ascontiguousarray(blocks.data).reshape(blocks.rows, blocks.data.shape[1] // block_bytes, block_bytes)
-    numbers, *scales = GGUF_UNPACKERS[blocks.format](data)
-    return LowBitWeight(
-        GGUF_FORMATS[blocks.format],
-        _flatten_rows(numbers),
-        *(_flatten_rows(part) for part in scales),
-    )
-
-
-def _flatten_rows(part: Any) -> Any:
-    """Flatten [rows, ...] to two dimensions; there may be no rows."""
-    if part is None:
-        return None
-    return torch.from_numpy(np.require(part, None, ["C", "W"]).reshape(len(part), math.prod(part.shape[1:])))
-
-
-BLOCK_BYTES = {"q8_0": 34, "q5_0": 22, "q5_1": 24, "q4_0": 18, "q4_1": 20, "q4_k": 144, "q5_k": 176, "q6_k": 210}
-
-
-def _half(data: ByteArray, at: int) -> Any:
-    return np.ascontiguousarray(data[:, :, at : at + 2]).view(np.float16)
-
-
-def _nibbles(packed: ByteArray) -> ByteArray:
-    numbers = np.empty((*packed.shape[:2], 2, packed.shape[2]), np.uint8)
-    np.bitwise_and(packed, 15, out=numbers[:, :, 0])
-    np.right_shift(packed, 4, out=numbers[:, :, 1])
-    return numbers.reshape(*packed.shape[:2], -1)
-
-
-def _fifth_bits(data: ByteArray, at: int) -> ByteArray:
-    bits = np.unpackbits(np.ascontiguousarray(data[:, :, at : at + 4]), axis=2, bitorder="little")
-    return bits << np.uint8(4)
-
-
-def _k_nibbles(packed: ByteArray) -> ByteArray:
-    runs = packed.reshape(*packed.shape[:2], 4, 1, 32)
-    return np.concatenate([runs & 15, runs >> 4], axis=3).reshape(*packed.shape[:2], 256)
-
-
-def _k_scales(data: ByteArray) -> tuple[Any, ...]:
-    """Return d, dmin, and the groups' scales and minima, six bits each (see quire.weights.gguf_blocks)."""
-    low, high, rest = data[:, :, 4:8], data[:, :, 8:12], data[:, :, 12:16]
-    a = np.concatenate([low & 63, (rest & 15) | (low >> 6 << 4)], axis=2)
-    b = np.concatenate([high & 63, (rest >> 4) | (high >> 6 << 4)], axis=2)
-    return _half(data, 0), _half(data, 2), a.view(np.int8), b.view(np.int8)
-
-
-def _q4_k(data: ByteArray) -> tuple[Any, ...]:
-    return _k_nibbles(data[:, :, 16:]), *_k_scales(data)
-
-
-def _q5_k(data: ByteArray) -> tuple[Any, ...]:
-    fifth = (data[:, :, 16:48, None] >> np.arange(8, dtype=np.uint8) & 1).swapaxes(2, 3)
-    return _k_nibbles(data[:, :, 48:]) | (fifth << 4).reshape(*data.shape[:2], 256), *_k_scales(data)
-
-
-def _q6_k(data: ByteArray) -> tuple[Any, ...]:
-    low = data[:, :, :128].reshape(*data.shape[:2], 2, 1, 64)
-    low = np.concatenate([low & 15, low >> 4], axis=3).reshape(*data.shape[:2], 2, 4, 32)
-    high = data[:, :, 128:192].reshape(*data.shape[:2], 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    return low | high << 4, _half(data, 208), None, np.ascontiguousarray(data[:, :, 192:208]).view(np.int8)
-
-
-GGUF_UNPACKERS: dict[str, Callable[[ByteArray], tuple[Any, ...]]] = {
-    "q8_0": lambda data: (data[:, :, 2:] ^ 128, _half(data, 0)),
-    "q5_0": lambda data: ((_nibbles(data[:, :, 6:]) | _fifth_bits(data, 2)) + 112, _half(data, 0)),
-    "q5_1": lambda data: (_nibbles(data[:, :, 8:]) | _fifth_bits(data, 4), _half(data, 0), _half(data, 2)),
-    "q4_0": lambda data: (_nibbles(data[:, :, 2:]), _half(data, 0)),
-    "q4_1": lambda data: (_nibbles(data[:, :, 4:]), _half(data, 0), _half(data, 2)),
-    "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
-}  # fmt: skip
-"""Blocks [rows, blocks of a row, bytes] -> numbers, d, e, a and b."""
+    blocks_per_row = tensor.columns // BLOCK_FORMATS[tensor.format].block_size  # explicit, since there may be no rows
+    parts = (
+        None if part is None
+        else torch.from_numpy(np.require(part, None, ["C", "W"]).reshape(tensor.rows, blocks_per_row * part.shape[1]))
+        for part in tensor.unpack()
+    )  # fmt: skip
+    return LowBitWeight(GGUF_FORMATS[tensor.format], *parts)  # type: ignore[arg-type]  # two to five tensors
 
 
 def saved_bytes(

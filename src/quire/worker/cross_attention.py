@@ -105,7 +105,6 @@ class CrossAttentionImages(ImageInputs):
         self.device_last_images = torch.from_numpy(self.last_images).to(store.device, copy=True)
 
     def init_slots(self, new_slots: Sequence[SlotInit]) -> None:
-        """See ImageInputs."""
         changed = [init for init in new_slots if init.images or init.slot in self.images]
         super().init_slots(new_slots)
         for init in changed:
@@ -190,7 +189,6 @@ class CrossAttentionImages(ImageInputs):
         )
 
     def cross_attention_context(self, flat_inputs: FlatInputs, backend: Any) -> CrossAttentionContext | None:
-        """See ImageInputs."""
         segments = list(self._segments(flat_inputs))
         if not segments:
             return None
@@ -226,26 +224,20 @@ class CrossAttentionImages(ImageInputs):
         )
 
     def decode_cross_context(
-        self, slots: Tensor, backend: Any, scratch: SplitScratch | None = None, splits: int | None = None
+        self, slots: Tensor, backend: Any, scratch: SplitScratch | None = None
     ) -> CrossAttentionContext:
         """Return the cross-attention of a decode step of `slots` [R], from tensors on the device only, for graphs."""
         places, rows = self.device_last_images.index_select(1, slots)
         batch = backend.decode_batch(places, rows - 1)
 
         def plan(cache: LayerCache) -> Any:
-            return backend.plan_decode(batch, self.flat_table(cache.group), cache, scratch, splits)
+            return backend.plan_decode(batch, self.flat_table(cache.group), cache, scratch)
 
         image_mask = (rows > 0)[:, None].to(self.store.buffer.dtype)
         return CrossAttentionContext(self.caches, backend, plan, image_mask)
 
     def _segments(self, flat_inputs: FlatInputs) -> Iterator[CrossSegment]:
-        rows = zip(
-            flat_inputs.slots.tolist(),
-            flat_inputs.starts.tolist(),
-            flat_inputs.lengths.tolist(),
-            flat_inputs.offsets.tolist(),
-        )
-        for slot, start, length, offset in rows:
+        for slot, start, length, offset in flat_inputs.rows():
             views = self.visibility.get(slot, [])
             ends = [view.start for view in views[1:]] + [start + length]
             for view, end in zip(views, ends):

@@ -180,13 +180,7 @@ class ImageInputs:
         return lambda x: x.index_copy_(0, index, self.embed_pages[pages, offsets])
 
     def _spans(self, flat_inputs: FlatInputs) -> Iterator[EmbedSpan]:
-        rows = zip(
-            flat_inputs.slots.tolist(),
-            flat_inputs.starts.tolist(),
-            flat_inputs.lengths.tolist(),
-            flat_inputs.offsets.tolist(),
-        )
-        for slot, start, length, offset in rows:
+        for slot, start, length, offset in flat_inputs.rows():
             for i, image in enumerate(self.images.get(slot, ())):
                 first, stop = max(start, image.start), min(start + length, image.end)
                 if first < stop:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,16 +41,16 @@ class FlatInputs(NamedTuple):
         sampled = np.flatnonzero(samples)
         return cls(inputs, slots, starts, lengths, offsets, sampled, (offsets + lengths - 1)[sampled])
 
-
-def build_batch(slices: Sequence[SeqSlice], store: Store, last_sampled: Tensor) -> ForwardBatch:
-    """Return the batch of a plan's slices. `last_sampled` [slots] has each slot's latest sample, for LAST_SAMPLED."""
-    return build_flat_batch(FlatInputs.from_slices(slices), store, last_sampled)
+    def rows(self) -> Iterator[tuple[int, int, int, int]]:
+        """Return the slot, start, length and offset of each row."""
+        return zip(*(column.tolist() for column in (self.slots, self.starts, self.lengths, self.offsets)))
 
 
 def build_flat_batch(
     flat_inputs: FlatInputs, store: Store, last_sampled: Tensor, bidirectional_rows: np.ndarray | None = None
 ) -> ForwardBatch:
-    """Return the batch of flat inputs. `bidirectional_rows`: see ForwardBatch."""
+    """Return the batch of flat inputs. `last_sampled` [slots] has each slot's latest sample, for LAST_SAMPLED.
+    `bidirectional_rows`: see ForwardBatch."""
     has_last_sampled = bool((flat_inputs.token_columns[0] == LAST_SAMPLED).any())
     columns, ends = store.staging.upload_all([flat_inputs.token_columns, flat_inputs.logits_indices])
     tokens, positions, token_slots = columns

@@ -145,11 +145,6 @@ class NativeSampling:
         slots: np.ndarray | None = None,
         last_sampled: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens [D] and faults [R], in one storage, of logits [R, V], params [R, 4], sample_to_row and uniforms
-        [D].
-
-        The first sample of each row is written to last_sampled[slots] too, if both are given.
-        """
         rows, count = len(params), len(sample_to_row)
         if slots is None or last_sampled is None:
             slots, last_sampled = np.zeros(rows, dtype=np.int64), torch.empty(1, dtype=torch.int64)
@@ -163,8 +158,6 @@ class NativeSampling:
         return tokens, faults
 
     def epilogues(self, last_sampled: Tensor, max_rows: int) -> dict[str, Epilogue]:
-        """Return the epilogues for up to `max_rows` rows of one sample each: "greedy", and "random" and "cut" for any
-        parameters. Call `fill_epilogue` before a replay of the latter two."""
         self._epilogue_params, self._epilogue_uniforms = np.zeros((max_rows, 4)), np.zeros(max_rows)
         params, uniforms = torch.from_numpy(self._epilogue_params), torch.from_numpy(self._epilogue_uniforms)
 
@@ -181,7 +174,6 @@ class NativeSampling:
         return {"greedy": greedy, "random": random, "cut": random}
 
     def fill_epilogue(self, params: np.ndarray, uniforms: np.ndarray) -> None:
-        """Set params [R, 4] and uniforms [R] of the next replay; padding is greedy."""
         rows = len(params)
         self._epilogue_params[rows : self._num_filled] = 0
         self._epilogue_params[:rows], self._epilogue_uniforms[:rows], self._num_filled = params, uniforms, rows

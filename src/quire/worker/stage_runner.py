@@ -63,7 +63,6 @@ class StageRunner(ModelRunner):
         return True
 
     def sleep(self, level: int) -> None:
-        """See ModelRunner."""
         super().sleep(level)
         self.kv_config = self.full_kv_cache_config
 
@@ -73,7 +72,6 @@ class StageRunner(ModelRunner):
             super().add_image(pixels)
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """See ModelRunner."""
         if self.image_inputs is None and self.spec.vision is not None:
             plan = plan._replace(page_ops=tuple(op for op in plan.page_ops if type(op) is not ImageEncoding))
         return super().submit(plan)

@@ -40,7 +40,8 @@ class StepStates:
 
 
 class StepContext:
-    """The ForwardContext of a step: attention by a backend and running states, planned once for each kind of layer."""
+    """The ForwardContext (quire.models.forward_context) of a step: attention by a backend and running states, planned
+    once for each kind of layer."""
 
     def __init__(
         self, positions: Tensor, caches: Mapping[int, LayerCache], backend: Any, make_plan: AttentionPlanner,
@@ -85,7 +86,6 @@ class StepContext:
         RMSNorm] | None = None,
         last: bool = False,
     ) -> Tensor:  # fmt: skip
-        """See quire.models.forward_context."""
         cache = self.caches[layer]
         query_batch = self.query_batch if last else None
         plan = self.plan_for(cache) if query_batch is None else self.make_plan(cache, query_batch)
@@ -103,26 +103,21 @@ class StepContext:
         return out
 
     def state(self, layer: int) -> tuple[StateCache, StatePlan]:
-        """See quire.models.forward_context."""
         assert self.states is not None, "a step without states was asked for one"
         return self.states.get(layer)
 
     @property
     def image_mask(self) -> Tensor | None:
-        """See quire.models.forward_context."""
         return None if self.cross_attention is None else self.cross_attention.image_mask
 
     def cross_attend(self, layer: int, q: Tensor) -> Tensor:
-        """See quire.models.forward_context."""
         assert self.cross_attention is not None, "a step without images was asked for cross-attention"
         return self.cross_attention.attend(layer, q)
 
     def merge_image_embeddings(self, x: Tensor) -> Tensor:
-        """See quire.models.forward_context."""
         return x if self.merge_images is None else self.merge_images(x)
 
     def select_logits_rows(self, x: Tensor) -> Tensor:
-        """See quire.models.forward_context."""
         return x if self.query_batch is None else x.index_select(0, self.query_batch.logits_indices)
 
     def plan_for(self, cache: LayerCache) -> Any:

@@ -38,7 +38,6 @@ class VocabParallelSampler(Sampler):
     def sample(
         self, logits: Tensor, rows: Sequence[tuple[int, int, int]], last_sampled: Tensor | None = None
     ) -> PendingSamples:
-        """See Sampler.sample."""
         batch = SamplingBatch.from_rows(rows)
         needs_gather = self._needs_processing_rows(batch)
         if not needs_gather.any():
@@ -76,7 +75,6 @@ class VocabParallelTritonSampler(Sampler):
     def sample(
         self, logits: Tensor, rows: Sequence[tuple[int, int, int]], last_sampled: Tensor | None = None
     ) -> PendingSamples:
-        """See Sampler.sample."""
         batch = SamplingBatch.from_rows(rows)
         if last_sampled is None or self._needs_processing_rows(batch).any():
             return super().sample(self.vocab_parallel.gather_logits(logits), rows, last_sampled)
@@ -133,7 +131,6 @@ class VocabParallelTritonSampling(TritonSampling):
         return tokens, faults
 
     def epilogues(self, last_sampled: Tensor, max_rows: int) -> dict[str, Epilogue]:
-        """See TritonSampling.epilogues."""
         full_epilogues = super().epilogues(last_sampled, max_rows)
         params, uniforms = self.epilogue_inputs(max_rows)
         sample_to_row = torch.arange(max_rows, device=self.device)

@@ -15,7 +15,7 @@ from quire.kernels.triton.backend import TritonBackend
 from quire.kernels.triton.decode import decode_scratch
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import LAST_SAMPLED, SeqSlice, SlotInit, StepPlan
-from quire.worker.inputs import build_batch
+from quire.worker.inputs import FlatInputs, build_flat_batch
 from quire.worker.model_runner import ModelRunner
 from quire.worker.step_context import StepContext, make_decode_context
 
@@ -45,7 +45,7 @@ def runners(request) -> tuple[ModelRunner, ModelRunner]:
 
 
 def logits(runner: ModelRunner, rows: tuple[SeqSlice, ...], backend: TritonBackend | None = None) -> torch.Tensor:
-    batch = build_batch(rows, runner.store, runner.last_sampled)
+    batch = build_flat_batch(FlatInputs.from_slices(rows), runner.store, runner.last_sampled)
     step = StepContext.from_batch(batch, runner.store.caches, backend or runner.backend)
     with torch.inference_mode():
         return runner.model.logits(runner.model(batch.tokens, step))

@@ -154,9 +154,9 @@ def test_sizes_that_the_kernel_does_not_know(monkeypatch: pytest.MonkeyPatch, st
 def test_what_the_benchmark_times(contiguous: bool) -> None:
     """A prompt in chunks by every kernel, one answer."""
     from quire.bench.kernels import chunked
-    from quire.bench.placed_kv import placed
+    from quire.bench.kv_batches import random_kv
 
-    where = placed(2, 50, KV_HEADS, DIM, 16, 1, DTYPE, HEADS, contiguous, str(DEVICE))
+    where = random_kv(2, 50, KV_HEADS, DIM, 16, 1, DTYPE, HEADS, contiguous, str(DEVICE))
     found = {name: torch.cat(call()) for name, call in chunked(where, 20).items()}
     ours = "prompt contiguous" if contiguous else "prompt paged"
     assert [*found] == [ours, *(VENDOR_ATTENTIONS if CUDA else ("flash", "cudnn")) * contiguous]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image
+from published_processors import PIECES, TEXT_CONFIGS, WORDS, published_processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
@@ -19,7 +20,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from quire.errors import InputError, StartupError
 from quire.models.vision import VisionSettings, build_encoder
-from quire.models.vision.named_configs import PREPROCESSOR_CONFIGS, VISION_CONFIGS
+from quire.models.vision.named_configs import PREPROCESSOR_CONFIGS
 from quire.protocol.image_tiling import (
     TILING_NAMES,
     AnyResTiling,
@@ -31,9 +32,9 @@ from quire.protocol.image_tiling import (
     TileGrid,
 )
 from quire.text.images import preprocessor
-from quire.text.images.model_processor import ModelImageProcessor
-from quire.text.images.placeholders import PLACEHOLDERS, expand_text, read_placeholder
+from quire.text.images.placeholders import PLACEHOLDERS, read_placeholder
 from quire.text.images.preprocessor import ImagePreprocessor, read_image_preprocessor
+from quire.text.images.processor import ImageProcessor
 
 TILE, SIDE = 56, 4
 HALF = (0.5, 0.5, 0.5)
@@ -216,27 +217,8 @@ def test_what_is_not_done_is_refused(said: dict[str, Any], words: str) -> None:
 # Families' eyes in the text plane: what users and templates write for pictures, the ids that stand for them
 
 
-WORDS = {"<image>": 90, "<img>": 91, "</img>": 92, "<IMG_CONTEXT>": 93, "<|image|>": 94, "<bos>": 2, "\n": 10}
-PIECES = {token: word for word, token in WORDS.items()}
-TEXTS = {
-    "llava-onevision-7b": {"text_config": {"hidden_size": 64}},
-    "internvl2-8b": {"llm_config": {"hidden_size": 64}},
-    "phi-3-vision": {"hidden_size": 64},
-    "paligemma2-10b": {"text_config": {"hidden_size": 3584}},
-}
-
-
-def eyes(name: str) -> ModelImageProcessor:
-    said = PREPROCESSOR_CONFIGS[name]
-    vision = VisionSettings.from_config({**VISION_CONFIGS[name], **TEXTS[name]}, said)
-    placeholder = read_placeholder(vision.kind, WORDS.get)
-    return ModelImageProcessor(
-        read_image_preprocessor(said, vision.tiling, vision.normalization.mean), placeholder, PIECES.__getitem__, [10]
-    )
-
-
 def test_what_stands_around_internvls_pictures() -> None:
-    one = eyes("internvl2-8b")
+    one = published_processor("internvl2-8b")
     assert one.normalize_placeholders("see <image> and <IMG_CONTEXT>") == "see <IMG_CONTEXT> and <IMG_CONTEXT>"
     assert {"<image>", "<img>", "</img>", "<IMG_CONTEXT>"} <= set(one.reserved_texts)
     grid = one.prepare(picture(100, 100)).grid
@@ -246,7 +228,7 @@ def test_what_stands_around_internvls_pictures() -> None:
 
 
 def test_phi3s_pictures_are_numbered() -> None:
-    one = eyes("phi-3-vision")
+    one = published_processor("phi-3-vision")
     assert [one.placeholder_text(1), one.placeholder_text(12)] == ["<|image_1|>", "<|image_12|>"]
     assert one.normalize_placeholders("<|image_1|> and <|image_2|>?") == "<|image|> and <|image|>?"
     assert one.normalize_placeholders("none") == "none"
@@ -257,7 +239,7 @@ def test_phi3s_pictures_are_numbered() -> None:
 
 
 def test_paligemmas_pictures_lead() -> None:
-    one: Any = eyes("paligemma2-10b")
+    one: Any = published_processor("paligemma2-10b")
     grid = one.prepare(picture(50, 80)).grid
     for given in ([2, 90, 5, 6], [90, 2, 5, 6], [2, 5, 90, 6], [2, 90, 5, 6, 10]):
         ids, spans = one.expand_placeholders(given, [grid])
@@ -269,14 +251,14 @@ def test_paligemmas_pictures_lead() -> None:
 
 
 def test_what_pictures_depend_on_is_told() -> None:
-    assert len({eyes(name).cache_settings for name in TEXTS}) == len(TEXTS)
+    assert len({published_processor(name).cache_settings for name in TEXT_CONFIGS}) == len(TEXT_CONFIGS)
     other = read_image_preprocessor({**PREPROCESSOR_CONFIGS["llava-onevision-7b"], "resample": 2},
-    eyes("llava-onevision-7b").preprocessor.tiling,
+    published_processor("llava-onevision-7b").preprocessor.tiling,
                              (0.5, 0.5, 0.5))  # fmt: skip
     placeholder = read_placeholder("llava", WORDS.get)
     assert (
-        ModelImageProcessor(other, placeholder, PIECES.__getitem__).cache_settings
-        != eyes("llava-onevision-7b").cache_settings
+        ImageProcessor(other, placeholder, PIECES.__getitem__).cache_settings
+        != published_processor("llava-onevision-7b").cache_settings
     )
 
 
@@ -285,7 +267,7 @@ def test_settings_in_keys_have_no_names_of_classes_or_fields() -> None:
 
     def settings(tiling: ImageTiling, background: tuple[int, int, int] = (127, 127, 127)) -> str:
         made = ImagePreprocessor(tiling, 3, background)
-        return ModelImageProcessor(made, read_placeholder("llava", WORDS.get), PIECES.__getitem__).cache_settings
+        return ImageProcessor(made, read_placeholder("llava", WORDS.get), PIECES.__getitem__).cache_settings
 
     end = "resample 3 background 127 127 127"
     tilings: dict[str, ImageTiling] = {
@@ -319,16 +301,6 @@ def test_marks_in_order_and_by_number() -> None:
     assert phi3.find_markers(f"<|image_{'1' * 7}|>") == [], "numbers are short"
     intern = read_placeholder("internvl", WORDS.get)
     assert intern.find_markers("<image>\n<IMG_CONTEXT>") == [(0, 7, 0), (8, 21, 1)]
-
-
-def test_spread() -> None:
-    intern = read_placeholder("internvl", WORDS.get)
-    ids, places = expand_text([[1, 1], [], [3]], [2, 1], intern)
-    assert ids == [1, 1, 91, 93, 93, 92, 91, 93, 92, 3]
-    assert places == [3, 7]
-    assert expand_text([[4]], [], intern) == ([4], [])
-    with pytest.raises(AssertionError):
-        expand_text([[4]], [1], intern)
 
 
 @pytest.mark.parametrize("kind", PLACEHOLDERS)

@@ -30,10 +30,7 @@ DROP_DELAY_DIVISOR = 64  # pages are held for at most this fraction of a window 
 
 
 class Retention:
-    """Decide which dropped pages of a memory with these policies stay cached.
-
-    `every_tokens`: also keep the window of a prefix after every multiple of this number, which should be at least twice
-    a window; 0: only what `mode` keeps."""
+    """Decide which dropped pages of a memory with these policies stay cached."""
 
     def __init__(
         self,
@@ -41,11 +38,10 @@ class Retention:
         policies: Seq[LayerPolicy],
         mode: str = "paper",
         slack: int = DEFAULT_SLACK,
-        every_tokens: int = 0,
     ) -> None:
         self.page_pool, self.policies = page_pool, policies
         self.tracks_drops, self.keeps_prefix_ends = mode != "paper", mode == "boundary"
-        self.slack, self.every_tokens = slack, every_tokens
+        self.slack = slack
         # Of each group: end of a prefix -> (slack, its window), since every drop asks for them
         self.windows: list[dict[int, tuple[int, range]]] = [{} for _ in policies]
 
@@ -72,18 +68,12 @@ class Retention:
         first_needed = self.policies[group].needed(max(seq.computed - self.slack, 0), seq.computed).start
         if not drops or drops[0][0] >= first_needed:
             return
-        kept = [self._window(group, mark) for mark in self._kept_prefix_ends(seq, seq_pages)]
+        ends = (seq.prompt_len, *seq_pages.prefix_ends) if self.keeps_prefix_ends else ()
+        kept = [self._window(group, end) for end in ends]
         while drops and drops[0][0] < first_needed:
             at, page, key = drops.popleft()
             if not any(at in window for window in kept) and self._is_cached(group, page, key):
                 self.page_pool.evict(group, page)
-
-    def _kept_prefix_ends(self, seq: Sequence, seq_pages: SeqPages) -> list[int]:
-        """Return the ends, in tokens, of the prefixes whose windows stay."""
-        ends = [seq.prompt_len, *seq_pages.prefix_ends] if self.keeps_prefix_ends else []
-        if self.every_tokens:
-            ends += range(self.every_tokens, seq.computed + self.every_tokens, self.every_tokens)
-        return ends
 
     def _window(self, group: int, mark: int) -> range:
         """Return the pages needed by the prefixes that end at most `slack` tokens before `mark`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from quire.memory.answers import LargePageStats
 from quire.memory.jenga.two_level_pool import TwoLevelPagePool
 from quire.memory.page_pool import NO_CACHED_HITS, CachedHits, PagePool, UnusedBytes
 from quire.protocol.kv_cache_config import KVCacheConfig
@@ -76,13 +75,9 @@ class PoolView:
     # Queries
 
     def can_allocate(
-        self,
-        needs: Sequence[int],
-        cached_hits: CachedHits = NO_CACHED_HITS,
-        *,
-        margin: bool = False,
+        self, needs: Sequence[int], cached_hits: CachedHits = NO_CACHED_HITS, *, margin: bool = False,
         assume_empty: bool = False,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """As PagePool.can_allocate. With `assume_empty` other models' registered prefixes keep their capacity."""
         wide = self._widen(needs)
         if assume_empty:
@@ -95,37 +90,26 @@ class PoolView:
         )
 
     def reserve(self, needs: Sequence[int], cached_hits: CachedHits = NO_CACHED_HITS, *, margin: bool = False) -> bool:
-        """As PagePool.reserve."""
         return self.page_pool.reserve(self._widen(needs), self._widen_hits(cached_hits), margin=margin)
 
     def find_cached_hits(self, pages: Iterable[tuple[int, int]]) -> CachedHits:
-        """As PagePool.find_cached_hits."""
         first = self.group_range.start
         hits = self.page_pool.find_cached_hits([(first + group, page) for group, page in pages])
         return CachedHits(hits.num_pages[first : self.group_range.stop], hits.num_large[first : self.group_range.stop])
 
     def fits_within(self, needs: Sequence[int], limits: Sequence[int]) -> bool:
-        """As PagePool.fits_within."""
         return self.page_pool.fits_within(self._widen(needs), self._widen(limits))
 
     def fragmentation_pages(self, group: int) -> int:
-        """As PagePool.fragmentation_pages."""
         return self.page_pool.fragmentation_pages(self.group_range[group])
 
     def find(self, group: int, key: bytes) -> int | None:
-        """As PagePool.find."""
         return self.index[group].get(key)
 
     def ref_count(self, group: int, page: int) -> int:
-        """As PagePool.ref_count."""
         return self.page_pool.ref_count(self.group_range[group], page)
 
-    def is_shared(self, group: int, page: int) -> bool:
-        """As PagePool.is_shared."""
-        return self.page_pool.is_shared(self.group_range[group], page)
-
     def is_empty(self, group: int, page: int) -> bool:
-        """As PagePool.is_empty."""
         return self.page_pool.is_empty(self.group_range[group], page)
 
     @property
@@ -137,10 +121,6 @@ class PoolView:
     def releases(self) -> int:
         """The number of releases by any model: what one releases another may allocate."""
         return self.page_pool.releases
-
-    def count_release(self) -> None:
-        """As PagePool.count_release."""
-        self.page_pool.count_release()
 
     @property
     def evictions(self) -> int:
@@ -154,7 +134,6 @@ class PoolView:
 
     @property
     def total(self) -> int:
-        """As PagePool.total."""
         return self.page_pool.total
 
     @property
@@ -168,7 +147,6 @@ class PoolView:
         return sum(view.used_bytes for view in self.shared_pool.views if view is not self)
 
     def iter_cached(self, group: int) -> Iterator[int]:
-        """As PagePool.iter_cached."""
         return self.page_pool.iter_cached(self.group_range.start + group)
 
     def count_unused_bytes(self, sizes: Sequence[int]) -> UnusedBytes:
@@ -177,65 +155,41 @@ class PoolView:
         space = self.page_pool.count_unused_bytes(self.shared_pool.page_bytes)
         return space._replace(external=space.external + self.other_used_bytes)
 
-    def get_stats(self) -> LargePageStats:
-        """As TwoLevelPagePool.get_stats, with the large pages of its own groups."""
-        assert isinstance(self.page_pool, TwoLevelPagePool), "there are no large pages"
-        counts, own = self.page_pool.get_stats(), slice(self.group_range.start, self.group_range.stop)
-        return counts._replace(active=counts.active[own], reclaimable=counts.reclaimable[own])
-
     # Changes
 
-    def allocate_one(self, group: int, owner: int | None = None) -> int:
-        """As PagePool.allocate_one."""
-        return self.page_pool.allocate_one(self.group_range[group], self._unique_owner(owner))
-
     def allocate(self, group: int, count: int, owner: int | None = None) -> list[int]:
-        """As PagePool.allocate."""
         return self.page_pool.allocate(self.group_range[group], count, self._unique_owner(owner))
 
     def incref(self, group: int, page: int, count: int = 1) -> None:
-        """As PagePool.incref."""
         self.page_pool.incref(self.group_range[group], page, count)
 
     def incref_used(self, group: int, pages: Sequence[int]) -> None:
-        """As PagePool.incref_used."""
         self.page_pool.incref_used(self.group_range[group], pages)
 
     def decref(self, group: int, pages: Sequence[int]) -> None:
-        """As PagePool.decref."""
         self.page_pool.decref(self.group_range[group], pages)
 
     def decref_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        """As PagePool.decref_tables."""
         wide: list[Sequence[int]] = [()] * len(self.shared_pool.page_bytes)
         wide[self.group_range.start : self.group_range.stop] = tables
         self.page_pool.decref_tables(wide)
 
     def remove_owner(self, owner: int) -> None:
-        """As PagePool.remove_owner."""
         unique_owner = self._unique_owner(owner)
         assert unique_owner is not None, "a request has a number"
         self.page_pool.remove_owner(unique_owner)
 
     def publish(self, group: int, page: int, key: bytes) -> None:
-        """As PagePool.publish."""
         self.page_pool.publish(self.group_range[group], page, key)
 
     def track_evictions(self, group: int) -> list[bytes]:
-        """As PagePool.track_evictions."""
         return self.page_pool.track_evictions(self.group_range[group])
 
     def unpublish(self, group: int, page: int) -> None:
-        """As PagePool.unpublish."""
         self.page_pool.unpublish(self.group_range[group], page)
 
     def evict(self, group: int, page: int) -> None:
-        """As PagePool.evict."""
         self.page_pool.evict(self.group_range[group], page)
-
-    def make_room(self, group: int) -> None:
-        """As PagePool.make_room."""
-        self.page_pool.make_room(self.group_range[group])
 
     def drop_cached(self) -> int:
         """Empty every cached page of its own groups, and return their number."""

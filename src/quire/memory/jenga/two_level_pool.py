@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from quire.memory.answers import LargePageStats
 from quire.memory.jenga.partial_pages import PartialPages
 from quire.memory.page_pool import NO_CACHED_HITS, SCRATCH, WATERMARK_DIVISOR, CachedHits, UnusedBytes
 
@@ -42,11 +41,8 @@ class TwoLevelPagePool:
         page_tokens: Sequence[int] | None = None,
     ) -> None:
         assert association in ASSOCIATIONS, f"association is {association!r}, not one of {ASSOCIATIONS}"
-        self.small_pages_per_large, self.num_large, self.association = (
-            list(small_pages_per_large),
-            num_large,
-            association,
-        )
+        self.small_pages_per_large = list(small_pages_per_large)
+        self.num_large, self.association = num_large, association
         self.page_tokens = list(page_tokens or [1] * len(small_pages_per_large))
         groups = range(len(small_pages_per_large))
         self.free_large = list(range(num_large, 0, -1))  # a stack
@@ -66,21 +62,15 @@ class TwoLevelPagePool:
         self.num_active, self.num_reclaimable = [0 for _ in groups], [0 for _ in groups]  # large pages of each group
         self.spare_large = 0  # large pages that may be taken where small ones would do
         self.releases = self.evictions = 0
-        self.evicted_large = self.evicted_small = self.rebound = 0
 
     def can_allocate(
-        self,
-        needs: Sequence[int],
-        cached_hits: CachedHits = NO_CACHED_HITS,
-        *,
-        margin: bool = False,
+        self, needs: Sequence[int], cached_hits: CachedHits = NO_CACHED_HITS, *, margin: bool = False,
         assume_empty: bool = False,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """As PagePool.can_allocate. `cached_hits` are the needed pages that are cached now."""
         return self._count_spare_large(needs, cached_hits, margin, assume_empty) >= 0
 
     def reserve(self, needs: Sequence[int], cached_hits: CachedHits = NO_CACHED_HITS, *, margin: bool = False) -> bool:
-        """As PagePool.reserve."""
         left = self._count_spare_large(needs, cached_hits, margin, assume_empty=False)
         self.spare_large = max(left, 0)
         return left >= 0
@@ -103,7 +93,6 @@ class TwoLevelPagePool:
         return left
 
     def find_cached_hits(self, pages: Iterable[tuple[int, int]]) -> CachedHits:
-        """As PagePool.find_cached_hits."""
         counts = [0] * len(self.small_pages_per_large)
         large: list[set[int]] = [set() for _ in self.small_pages_per_large]
         for group, page in pages:
@@ -125,26 +114,15 @@ class TwoLevelPagePool:
         return 2 * (self.small_pages_per_large[group] - 1)
 
     def find(self, group: int, key: bytes) -> int | None:
-        """As PagePool.find."""
         return self.index[group].get(key)
 
     def ref_count(self, group: int, page: int) -> int:
-        """As PagePool.ref_count."""
         return max(self.refs[group][page], 0)
 
-    def is_shared(self, group: int, page: int) -> bool:
-        """As PagePool.is_shared."""
-        return self.refs[group][page] > 1
-
     def is_empty(self, group: int, page: int) -> bool:
-        """As PagePool.is_empty."""
         return self.refs[group][page] == EMPTY
 
     # Allocation
-
-    def allocate_one(self, group: int, owner: int | None = None) -> int:
-        """As PagePool.allocate_one."""
-        return self.allocate(group, 1, owner)[0]
 
     def allocate(self, group: int, count: int, owner: int | None = None) -> list[int]:
         """Return new private pages for a request `owner`; the caller has reserved them.
@@ -186,21 +164,15 @@ class TwoLevelPagePool:
         )
         for _ in range(missing):
             self._evict_large()
-        ratio, refs, used_small, bound_group = (
-            self.small_pages_per_large[group],
-            self.refs[group],
-            self.used_small,
-            self.bound_group,
-        )
+        ratio, refs = self.small_pages_per_large[group], self.refs[group]
+        used_small, bound_group = self.used_small, self.bound_group
         large_pages = self.free_large[: -large - 1 : -1]
         del self.free_large[len(self.free_large) - large :]
         self.num_active[group] += large
         self.used[group] += small
         for large_page in large_pages:
             used_small[large_page] = ratio
-            if bound_group[large_page] != group:
-                self.rebound += bound_group[large_page] >= 0
-                bound_group[large_page] = group
+            bound_group[large_page] = group
         if ratio == 1:
             for large_page in large_pages:
                 refs[large_page] = 1
@@ -252,7 +224,6 @@ class TwoLevelPagePool:
             self.refs[group][page] = 1
             used_small[page // ratio] += 1
         self.used[group] += count
-        self.evicted_small += count
         self.evictions += count
         pages += victims
 
@@ -268,7 +239,6 @@ class TwoLevelPagePool:
                 self.evictions += 1
         self.num_reclaimable[group] -= 1
         self._free_large(large_page)
-        self.evicted_large += 1
 
     def _drop_content(self, group: int, page: int) -> None:
         """Remove the key of a cached page, and report it to `track_evictions`."""
@@ -282,7 +252,6 @@ class TwoLevelPagePool:
     # References
 
     def incref(self, group: int, page: int, count: int = 1) -> None:
-        """As PagePool.incref."""
         refs = self.refs[group]
         if refs[page] > 0:
             refs[page] += count
@@ -301,7 +270,6 @@ class TwoLevelPagePool:
                 self.partial[group].add(large_page)
 
     def incref_used(self, group: int, pages: Sequence[int]) -> None:
-        """As PagePool.incref_used."""
         refs = self.refs[group]
         for page in pages:
             refs[page] += 1
@@ -325,12 +293,8 @@ class TwoLevelPagePool:
 
         They are returned as integers that sort by depth: the tokens before their first page, and the large page in the
         low LARGE_ID_BITS bits."""
-        refs, keys, cached, ratio = (
-            self.refs[group],
-            self.keys[group],
-            self.cached[group],
-            self.small_pages_per_large[group],
-        )
+        refs, keys, cached = self.refs[group], self.keys[group], self.cached[group]
+        ratio = self.small_pages_per_large[group]
         used_small, empty_small, before, empty = self.used_small, self.empty_small, len(cached), 0
         touched: dict[int, int] = {}
         for at, page in zip(range(len(pages) - 1, -1, -1), reversed(pages)):
@@ -374,12 +338,9 @@ class TwoLevelPagePool:
         self.empty_small[large_page] = 0
         self.free_large.append(large_page)
 
-    def count_release(self) -> None:
-        """As PagePool.count_release."""
-        self.releases += 1
-
     def remove_owner(self, owner: int) -> None:
-        """Make the empty pages in the large pages of a finished request available to all requests."""
+        """As PagePool.remove_owner: the empty pages in the large pages of the request are available to all requests."""
+        self.releases += 1
         for partial in self.partial:
             partial.remove_owner(owner)
 
@@ -395,11 +356,9 @@ class TwoLevelPagePool:
         self.index[group][key] = page
 
     def track_evictions(self, group: int) -> list[bytes]:
-        """As PagePool.track_evictions."""
         return self.evicted_keys.setdefault(group, [])
 
     def unpublish(self, group: int, page: int) -> None:
-        """As PagePool.unpublish."""
         del self.index[group][self.keys[group][page] or b""]
         self.keys[group][page] = None
 
@@ -415,14 +374,6 @@ class TwoLevelPagePool:
             del self.reclaimable[large_page]
             self.num_reclaimable[group] -= 1
             self._free_large(large_page)
-
-    def make_room(self, group: int) -> None:
-        """Evict the oldest reclaimable large page, else the oldest cached page, if there is one."""
-        if self.reclaimable:
-            self._evict_large()
-        elif self.cached[group]:
-            self.evict(group, next(iter(self.cached[group])))
-            self.evictions += 1
 
     @property
     def total(self) -> int:
@@ -465,21 +416,8 @@ class TwoLevelPagePool:
         large = sizes[0] * self.small_pages_per_large[0]
         return UnusedBytes(sum(cached), unused - sum(cached) - sum(empty), large * len(self.free_large) + sum(empty))
 
-    def iter_coldest(self) -> Iterator[tuple[int, int]]:
-        """Iterate over the large pages that could leave the device, least recently used first, with their groups (§8:
-        one size to offload, and an order)."""
-        return ((large_page, self.bound_group[large_page]) for large_page in self.reclaimable)
-
     def iter_cached(self, group: int) -> Iterator[int]:
-        """As PagePool.iter_cached."""
         return iter(self.cached[group])
-
-    def get_stats(self) -> LargePageStats:
-        """Return the numbers of large pages by state, and counts of events."""
-        evicted = self.evicted_large, self.evicted_small
-        return LargePageStats(
-            len(self.free_large), list(self.num_active), list(self.num_reclaimable), *evicted, self.rebound
-        )
 
     def drop_cached(self) -> int:
         """Empty every cached page, and return their number."""

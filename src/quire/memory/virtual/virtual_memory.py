@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from itertools import islice
 from operator import eq
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
@@ -24,7 +24,6 @@ from quire.memory.answers import Usage
 from quire.memory.page_layout import GroupAllocation, MemorySize, assign_pages
 from quire.memory.page_pool import EmptyPageQueue, EmptyPages, PagePool, TablePosition
 from quire.memory.paged import AdmissionPlan, PagedMemory
-from quire.memory.policies import policies_for
 from quire.memory.seq_pages import SeqPages, Tables
 from quire.memory.virtual.buffers import BufferLayout, plan_buffers
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheLayout
@@ -69,6 +68,7 @@ class VirtualMemory(PagedMemory):
     of the slot that the next sequence will get (§6.2.2)."""
 
     make_empty_pages: Callable[[Iterable[int]], EmptyPages] = EmptyPageQueue
+    page_pool: PagePool
 
     def __init__(self, kv_config: KVCacheConfig, *, ahead: bool = True, **settings: Any) -> None:
         super().__init__(kv_config, **settings)
@@ -86,20 +86,10 @@ class VirtualMemory(PagedMemory):
         self.mean_admitted_pages = 0.0  # mean pages of a sequence at its admission
 
     @classmethod
-    def build(cls, config: EngineConfig, spec: ModelSpec, size: MemorySize, model_id: str = "") -> VirtualMemory:
+    def build(cls, config: EngineConfig, spec: ModelSpec, size: MemorySize, model_id: str = "") -> Self:
         """Make a memory of `size` for the layers of `spec`, with pages and buffers by the config."""
-        assert config.max_num_batched_tokens is not None, "a memory is built for a known number of tokens in a step"
-        return cls(
-            build_virtual_kv_config(config, spec, size),
-            ahead=config.experiment.map_ahead != "off",
-            max_step_tokens=config.max_num_batched_tokens,
-            caching=config.enable_prefix_caching,
-            model_id=model_id,
-            debug=config.debug,
-            prefix_tokens=config.prefix_tokens,
-            policies=policies_for(layer.kind for layer in spec.layers),
-            retention=config.experiment.retention,
-        )
+        kv_config = build_virtual_kv_config(config, spec, size)
+        return cls.from_kv_config(kv_config, config, model_id, ahead=config.experiment.map_ahead != "off")
 
     # Choice of slots and pages
 

@@ -81,7 +81,7 @@ class GrammarBackend:
         self.full_mask = np.packbits(tokens, bitorder="little").tobytes()
         self.no_eos_mask = np.packbits(tokens & ~ends, bitorder="little").tobytes()
         if not self._strings_as_expected():
-            self.string_tokens.disable_detection()
+            self.string_tokens.closing_ids = None
 
     def new_matcher(self, grammar: str, tokenizer: LLTokenizer | None = None) -> LLMatcher:
         """Return a matcher at the start of a grammar in llguidance's format. Its get_error() says why the grammar

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.errors import InputError
 from quire.protocol.structured_output import ANY_OUTPUT, PARAM_NAME, Structured, parse_source
@@ -32,6 +32,7 @@ from quire.text.grammars.trial_process import GrammarTooComplex, TrialProcess
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
 MAX_CACHED = 128  # grammars; the length of each source is bounded by MAX_SOURCE_CHARS
 MAX_DROPPED = 8  # keywords that may be dropped from a form; each takes a compilation
 
@@ -58,11 +59,14 @@ class GrammarCompiler:
         with self._lock:
             cached = self._cache.get(key)
         shared = self._compile(structured, backend) if cached is None else cached.usable()
-        with self._lock:
-            self._cache[key] = shared
-            while len(self._cache) > MAX_CACHED:
-                self._cache.popitem(last=False)
+        self._remember(self._cache, key, shared)
         return CompiledGrammar(backend, shared, structured)
+
+    def _remember(self, cache: OrderedDict[bytes, T], key: bytes, value: T) -> None:
+        with self._lock:
+            cache[key] = value
+            while len(cache) > MAX_CACHED:
+                cache.popitem(last=False)
 
     def get_cached(self, structured: Structured) -> CompiledGrammar | None:
         """Return the grammar if it is cached and usable, else None."""
@@ -93,18 +97,14 @@ class GrammarCompiler:
         while True:
             try:
                 self.get(form)
+                break
             except UnsupportedGrammar as error:
                 less = drop_keyword(form, error.pointer)
                 if less is None or len(dropped) == MAX_DROPPED:
                     raise
                 dropped.append(error.pointer)
                 form = less
-            else:
-                break
-        with self._lock:
-            self._nearest_cache[key] = form, tuple(dropped)
-            while len(self._nearest_cache) > MAX_CACHED:
-                self._nearest_cache.popitem(last=False)
+        self._remember(self._nearest_cache, key, (form, tuple(dropped)))
         return form, tuple(dropped)
 
     def close(self) -> None:

@@ -75,24 +75,9 @@ class GrammarMatcher:
     """
 
     __slots__ = (
-        "_chars_left",
-        "_counted_matcher",
-        "_end_marker",
-        "_forced",
-        "_forced_used",
-        "_in_free_string",
-        "_in_grammar",
-        "_num_fed",
-        "_num_fed_counted",
-        "_recent_tokens",
-        "_renewals_left",
-        "_thinking_left",
-        "_tokens",
-        "backend",
-        "mask",
-        "matcher",
-        "node",
-        "shared",
+        "_chars_left", "_counted_matcher", "_end_marker", "_forced", "_forced_used", "_in_free_string", "_in_grammar",
+        "_num_fed", "_num_fed_counted", "_recent_tokens", "_renewals_left", "_thinking_left", "_tokens", "backend",
+        "mask", "matcher", "node", "shared",
     )  # fmt: skip
 
     def __init__(self, backend: GrammarBackend, shared: SharedGrammar | None, structured: Structured) -> None:

@@ -73,10 +73,6 @@ class StringTokens:
         singles = [one for one in letters if len(one[1]) == 1]
         self.letter_tokens = [*[one for one in letters if 3 <= len(one[1]) <= 6][:MAX_PROBES], *singles]
 
-    def disable_detection(self) -> None:
-        """Turn off the detection of strings."""
-        self.closing_ids = None
-
 
 def _is_plain(token: bytes) -> bool:
     try:

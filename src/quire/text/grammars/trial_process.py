@@ -4,24 +4,21 @@ grammars, and restarts it if it ends. It handles llguidance's grammar format onl
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
-import threading
 import time
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from quire.errors import EngineDead, Overloaded
-from quire.text import isolated_process
-from quire.text.grammars.trial_worker import HEADER, MAX_ANSWER, MAX_MEMORY, MAX_SECONDS
+from quire.errors import Overloaded
+from quire.protocol.json_frames import pack, unpack
+from quire.text.grammars.trial_worker import MAX_ERROR, MAX_MEMORY, MAX_SECONDS
+from quire.text.isolated_process import KILL_SECONDS, IsolatedProcess
 
 START_SECONDS = 20.0  # for the process to start and load llguidance, on a busy disk
 WAIT_SECONDS = 30.0  # for an answer, on a busy machine
-PROGRAM = Path(__file__).resolve().with_name("trial_worker.py")
+MAX_ANSWER = 6 * MAX_ERROR + 2  # bytes, with each character escaped
 TIME_REASON = f"making its grammar takes more than {MAX_SECONDS:g} s of a processor"
 MEMORY_REASON = f"it is nested too deep, or making its grammar takes more than {MAX_MEMORY >> 20} MiB of memory"
 
@@ -38,17 +35,11 @@ class TrialProcessEnded(Exception):
         self.status = status
 
 
-class TrialProcess:
-    """A process that compiles grammars over one vocabulary to check them. It starts with the first grammar, and ends
-    with `close`, with this object or with the program.
+class TrialProcess(IsolatedProcess):
+    """A process that compiles grammars over one vocabulary to check them. It starts with the first grammar."""
 
-    Thread-safe; serves one caller at a time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._closed = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._kill: weakref.finalize[Any, Any] | None = None
+    module, packages, purpose = "quire.text.grammars.trial_worker", ("llguidance",), "to try grammars"
+    start_error, closed_reason = Overloaded, "the engine was closed"
 
     def check_grammar(self, grammar: str, vocabulary: Mapping[str, Any]) -> str:
         """Return what is wrong with a grammar, or "". `vocabulary` is GrammarBackend.description. Raise
@@ -65,20 +56,11 @@ class TrialProcess:
             except TrialProcessEnded as ended:
                 raise GrammarTooComplex(TIME_REASON if ended.status == -signal.SIGPROF else MEMORY_REASON) from ended
 
-    def close(self) -> None:
-        """End the process. No grammar can be checked afterwards."""
-        self._closed = True
-        end = self._kill
-        if end is not None:
-            end()
-
     def _check(self, grammar: str, vocabulary: Mapping[str, Any]) -> str:
-        if self._process is None or self._process.poll() is not None:
-            self._start(vocabulary)
-        end = time.monotonic() + WAIT_SECONDS
+        if not self._is_running:
+            self._start_over(vocabulary)
         try:
-            self._send(grammar.encode(), end)
-            return self._read_answer(end)
+            return self._ask(grammar, WAIT_SECONDS)
         except TrialProcessEnded:
             self._stop()
             raise
@@ -86,18 +68,10 @@ class TrialProcess:
             self._stop()
             raise Overloaded(f"a grammar could not be tried within {WAIT_SECONDS:g} s", 1) from error
 
-    def _start(self, vocabulary: Mapping[str, Any]) -> None:
-        self._stop()
-        command = [str(PROGRAM), *isolated_process.package_folders("llguidance")]
-        process, ours = isolated_process.start_isolated(command, "to try grammars", Overloaded)
-        self._process, self._socket = process, ours
-        self._kill = weakref.finalize(self, isolated_process.kill, process, ours)
-        if self._closed:  # by another thread meanwhile
-            self._kill()
-        end = time.monotonic() + START_SECONDS
+    def _start_over(self, vocabulary: Mapping[str, Any]) -> None:
+        self._start()
         try:
-            self._send(json.dumps(vocabulary).encode(), end)
-            if self._read_answer(end):
+            if self._ask(vocabulary, START_SECONDS):
                 raise TrialProcessEnded(None)
         except (TrialProcessEnded, TimeoutError) as error:
             self._stop()
@@ -105,43 +79,26 @@ class TrialProcess:
             raise Overloaded(f"the process that tries grammars {what} at its start", 1) from error
 
     def _stop(self) -> None:
-        if self._closed:
-            raise EngineDead("the engine was closed")
-        if self._kill is not None:
-            self._kill()
-        self._process = self._kill = None
+        self._check_open()
+        self._end()
 
-    def _send(self, body: bytes, deadline: float) -> None:
-        with suppress(BrokenPipeError, ConnectionError):  # the process ended, which reading the answer reports
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            self._socket.sendall(len(body).to_bytes(HEADER, "big") + body)
-
-    def _read_answer(self, deadline: float) -> str:
-        size = int.from_bytes(self._read_exactly(HEADER, deadline), "big")
-        if size > MAX_ANSWER:
-            raise TrialProcessEnded(None)
-        return self._read_exactly(size, deadline).decode(errors="replace")
-
-    def _read_exactly(self, size: int, deadline: float) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                chunk = self._socket.recv(size - len(data))
-            except TimeoutError:
-                raise
-            except OSError:  # closed, or reset
-                chunk = b""
-            if not chunk:
-                raise TrialProcessEnded(self._exit_status())
-            data += chunk
-        return bytes(data)
+    def _ask(self, message: Any, seconds: float) -> str:
+        """Send a message and return the answer."""
+        deadline = time.monotonic() + seconds
+        self._send(pack(message), deadline)
+        try:
+            return str(unpack(self._receive(MAX_ANSWER, deadline)))
+        except TimeoutError:
+            raise
+        except ValueError as error:
+            raise TrialProcessEnded(None) from error
+        except (EOFError, OSError) as error:
+            raise TrialProcessEnded(self._exit_status()) from error
 
     def _exit_status(self) -> int | None:
         """Return the exit status of the process after it closed its connection."""
-        if self._closed:
-            raise EngineDead("the engine was closed")
+        self._check_open()
         assert self._process is not None, "the process was never started"
         with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(isolated_process.KILL_SECONDS)
+            return self._process.wait(KILL_SECONDS)
         return None

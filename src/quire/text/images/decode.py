@@ -112,11 +112,6 @@ def decode_image(header: ImageHeader, at: str) -> Image:
         return apply_orientation(to_rgb(image), header.orientation)
 
 
-def decode_file(data: bytes, limits: ImageLimits, at: str = "image") -> Image:
-    """Check the header of a file and decode it."""
-    return decode_image(read_checked_header(data, limits, at), at)
-
-
 def _open_image(header: ImageHeader) -> ImageFile:
     """Return Pillow's image of the header's format, with no pixels read."""
     from PIL.GifImagePlugin import GifImageFile

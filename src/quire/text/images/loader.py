@@ -5,15 +5,16 @@ tokens. Images are decoded on threads of their own, so that they do not delay te
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from quire.core.validation import ROOM, EngineLimits, check_salt
 from quire.errors import InputError, Overloaded, short_repr
 from quire.protocol.columns import MAX_PIXEL_BYTES
 from quire.protocol.images import ImageItem, ImagePixels
+from quire.text.bounded_threads import BoundedThreads
 from quire.text.chat_messages import ImageSource
 from quire.text.images.decode import (
     ImageLimits,
@@ -28,13 +29,10 @@ from quire.text.images.headers import ImageHeader
 from quire.text.images.processor import ImageProcessor
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
-
     from PIL.Image import Image
 
 DECODE_THREADS = 2  # each may need about 20 bytes per pixel of --max-image-pixels
 MAX_WAITING = 256  # requests whose images wait to be decoded
-T = TypeVar("T")
 
 
 class ImageLoader:
@@ -42,32 +40,13 @@ class ImageLoader:
 
     def __init__(self, processor: ImageProcessor, limits: ImageLimits) -> None:
         self.processor, self.limits = processor, limits
-        self._threads: ThreadPoolExecutor | None = None
-        self._pending: set[Future[Any]] = set()
+        self._threads = BoundedThreads(
+            DECODE_THREADS, "quire-pictures", MAX_WAITING, "the images of {} requests wait to be decoded"
+        )
 
     async def load_async(self, given: Sequence[ImageSource], salt: str) -> list[ImagePixels]:
         """Load images on another thread. Raise Overloaded if too many requests wait."""
-        return await self._run_in_thread(partial(self.load, given, salt))
-
-    async def _run_in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` on another thread. On cancellation, work that has begun counts against MAX_WAITING until it ends;
-        work that has not begun is released at once, with its image data."""
-        import asyncio
-        from concurrent.futures import ThreadPoolExecutor
-
-        if len(self._pending) >= MAX_WAITING:
-            cause = f"the images of {len(self._pending)} requests wait to be decoded; the limit is {MAX_WAITING}"
-            raise Overloaded(cause)
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(DECODE_THREADS, thread_name_prefix="quire-pictures")
-        todo = [work]  # emptied by the thread, or on cancellation; the pool's queue would keep a reference
-        future = self._threads.submit(lambda: todo.pop()())
-        self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
-        try:
-            return await asyncio.wrap_future(future)
-        finally:
-            todo.clear()
+        return await self._threads.run(partial(self.load, given, salt))
 
     def load(self, given: Sequence[ImageSource], salt: str) -> list[ImagePixels]:
         """Return the encoder's input of each image, with its key. All headers are read before anything is decoded.

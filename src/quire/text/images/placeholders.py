@@ -5,7 +5,7 @@ family. Independent of image data.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from quire.errors import StartupError
@@ -36,11 +36,6 @@ class ImagePlaceholder(NamedTuple):
     def token_ids(self, rows: int) -> list[int]:
         """Return the ids that replace a marker."""
         return [*self.before, *[self.token] * (1 if self.single_token else rows), *self.after]
-
-    @property
-    def row_offset(self) -> int:
-        """The position of the first row among these ids."""
-        return len(self.before)
 
     @property
     def reserved_ids(self) -> frozenset[int]:
@@ -98,20 +93,6 @@ def read_placeholder(kind: str, find: TokenLookup, token: int | None = None) -> 
     """Return the placeholder of the models of this kind. `token` is the id in config.json. Raise StartupError if the
     tokenizer lacks a placeholder token, or has it under another id."""
     return PLACEHOLDERS[kind](find, token)
-
-
-def expand_text(
-    pieces: Sequence[Sequence[int]], image_rows: Sequence[int], placeholder: ImagePlaceholder
-) -> tuple[list[int], list[int]]:
-    """Join the ids of the text around the images with the images' placeholders. Return the prompt, and the position of
-    each image's first row."""
-    assert len(pieces) == len(image_rows) + 1, f"{len(pieces)} pieces of text around {len(image_rows)} images"
-    ids, places = list(pieces[0]), []
-    for rows, piece in zip(image_rows, pieces[1:], strict=True):
-        places.append(len(ids) + placeholder.row_offset)
-        ids += placeholder.token_ids(rows)
-        ids += piece
-    return ids, places
 
 
 def _placeholder_id(find: TokenLookup, text: str, token: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The events of an output parser, and the base classes of all parsers."""
+"""The events of tool call parsers, and their base class."""
 
 from __future__ import annotations
 
@@ -51,46 +51,23 @@ class EventBuffer:
         return num_takes == self._num_takes
 
 
-class OutputParser:
-    """A state machine that takes a text character by character. A state returns False if it did not consume the
-    character; it has then set another state, which gets the same character. `steps` counts the calls of states."""
+class ToolCallParser:
+    """Parser of text that contains tool calls: a state machine that takes it character by character. A state returns
+    False if it did not consume the character; it has then set another state, which gets the same character.
 
-    def __init__(self) -> None:
-        self.events = EventBuffer()
-        self.steps = 0
-        self.state: ParserState = self._in_content
-
-    def feed(self, text: str) -> list[ParsedEvent]:
-        """Consume the next text of the output and return its events."""
-        for char in text:
-            self.take(char)
-        return self.events.take()
-
-    def take(self, char: str) -> None:
-        """Consume the next character."""
-        self.steps += 1
-        while not self.state(char):
-            self.steps += 1
-
-    def finish(self) -> list[ParsedEvent]:
-        """Return the remaining events after the end of the output."""
-        return self.events.take()
-
-    def _in_content(self, char: str) -> bool:
-        self.events.add("content", char)
-        return True
-
-
-class ToolCallParser(OutputParser):
-    """Parser of text that contains tool calls. `marker` is what calls begin with; it is "" for formats that only allow
-    calls at the start of the output. Input that turns out not to be a call becomes text, unless a part of it was passed
-    on before. White space before and around calls is dropped."""
+    `marker` is what calls begin with; it is "" for formats that only allow calls at the start of the output. Input that
+    turns out not to be a call becomes text, unless a part of it was passed on before. White space before and around
+    calls is dropped. With `takes_any_name` every name can be called: the client reports an unknown tool. `steps` counts
+    the calls of states."""
 
     marker = ""
+    takes_any_name = False
 
     def __init__(self, tool_names: Iterable[str]) -> None:
         """`tool_names` are the names of the request's tools."""
-        super().__init__()
+        self.events = EventBuffer()
+        self.steps = 0
+        self.state: ParserState = self._in_content
         self.tool_names = frozenset(tool_names)
         self.num_calls = 0
         self.pending: list[str] = []  # characters that are either text or a part of a call
@@ -104,15 +81,30 @@ class ToolCallParser(OutputParser):
             "the first character of the marker occurs in it again"
         )
 
-    def is_tool(self, name: str) -> bool:
-        """Return True if `name` can be called. With a marker every name can: the client reports an unknown tool."""
-        return bool(self.marker) or name in self.tool_names
+    def feed(self, text: str) -> list[ParsedEvent]:
+        """Consume the next text of the output and return its events."""
+        for char in text:
+            self.take(char)
+        return self.events.take()
+
+    def take(self, char: str) -> None:
+        """Consume the next character."""
+        self.steps += 1
+        while not self.state(char):
+            self.steps += 1
+        if self._call_text is not None:
+            self._call_text.append(char)
 
     def finish(self) -> list[ParsedEvent]:
+        """Return the remaining events after the end of the output."""
         self.flush_as_text()
         if not self.num_calls:
             self._flush_space()
-        return super().finish()
+        return self.events.take()
+
+    def is_tool(self, name: str) -> bool:
+        """Return True if `name` can be called."""
+        return self.takes_any_name or name in self.tool_names
 
     def begin_call(self, name: str) -> None:
         """Begin a call with the text read since the marker."""
@@ -121,20 +113,10 @@ class ToolCallParser(OutputParser):
         self.events.add("call", name, self.num_calls)
         self.num_calls += 1
 
-    def take(self, char: str) -> None:
-        super().take(char)
-        if self._call_text is not None:
-            self._call_text.append(char)
-
     def add_arguments(self, text: str) -> None:
         """Add to the arguments of the last call."""
         self._arguments.append(text)
         self.events.add("arguments", text, self.num_calls - 1)
-
-    @property
-    def in_call(self) -> bool:
-        """True within a call."""
-        return self._call_text is not None
 
     def end_call(self, char: str = "") -> bool:
         """End the last call with `char`. Return False if its arguments are not a JSON object and it became text again.
@@ -153,13 +135,35 @@ class ToolCallParser(OutputParser):
         self.pending, self.state = [], self._in_content
         return False
 
-    def flush_as_text(self) -> None:
-        """Emit the pending characters as text."""
+    def flush_as_text(self) -> bool:
+        """Emit the pending characters as text. Return False: the character at hand is not consumed."""
         pending, self.pending = self.pending, []
         self._matched = 0
         for char in pending:
             self._add_content(char)
         self.state = self._in_content
+        return False
+
+    def take_closing(self, char: str, marker: str) -> bool:
+        """Consume a character of an optional closing marker. Other characters, and the part that was read, are text."""
+        at = len(self.pending)
+        if char != marker[at]:
+            pending, self.pending, self.state = self.pending, [], self._in_content
+            for one in pending:
+                self.steps += 1
+                self._in_content(one)
+            return False
+        self.pending.append(char)
+        if at + 1 == len(marker):
+            self.pending, self.state = [], self._in_content
+        return True
+
+    def is_marker_start(self, char: str) -> bool:
+        """If `char` may begin the marker before any call, prepare to read the marker, and return True."""
+        if char != self.marker[0] or "".join(self.pending).strip():
+            return False
+        self._pending_space, self.pending, self.state = self.pending, [], self._in_content
+        return True
 
     def on_marker(self) -> None:
         """Set the state that parses a call; called after the marker."""
@@ -185,8 +189,7 @@ class ToolCallParser(OutputParser):
                 self.on_marker()
             return True
         if self._matched:
-            self.flush_as_text()
-            return False
+            return self.flush_as_text()
         self._add_content(char)
         return True
 

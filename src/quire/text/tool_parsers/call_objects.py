@@ -5,7 +5,9 @@ with other members.
 from __future__ import annotations
 
 import json
-from typing import Literal, Protocol
+from typing import Literal
+
+from quire.text.tool_parsers.base import ToolCallParser
 
 MAX_NAME = 256  # characters of a tool's name, escapes counted
 CHARS_OUTSIDE_STRINGS = frozenset('{}[],:"+-. \t\r\n0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ')
@@ -13,22 +15,6 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", '"': '"', "\\": "\\", "/": "/"}
 ESCAPE_CHARS = frozenset((*ESCAPES, "u"))
 ConsumeResult = Literal["more", "done", "bad", "before"]
-
-
-class CallSink(Protocol):
-    """The receiver of parsed calls."""
-
-    def is_tool(self, name: str) -> bool:
-        """Return True if `name` can be called."""
-        ...
-
-    def begin_call(self, name: str) -> None:
-        """Begin a call."""
-        ...
-
-    def add_arguments(self, text: str) -> None:
-        """Add to the arguments of the call."""
-        ...
 
 
 class JsonValueReader:
@@ -119,7 +105,7 @@ class CallObjectParser:
     """Parses one object, from after its opening brace. The call begins once its name is known; arguments before it are
     buffered. Missing or null arguments become {}."""
 
-    def __init__(self, sink: CallSink) -> None:
+    def __init__(self, sink: ToolCallParser) -> None:
         self._sink = sink
         self.has_name = False
         self._has_arguments = False  # a member with arguments was read

@@ -46,8 +46,7 @@ class JsonToolParser(ToolCallParser):
             self.fence_left, self._line, self.state = len(CODE_FENCE), "", self._in_fence
             return False
         else:
-            self.flush_as_text()
-            return False
+            return self.flush_as_text()
         return True
 
     def _in_fence(self, char: str) -> bool:
@@ -55,8 +54,7 @@ class JsonToolParser(ToolCallParser):
         self._line += char
         begins = CODE_FENCE.startswith(self._line[:3]) and len(self._line) <= MAX_FENCE_CHARS
         if not begins or not (char.isalpha() or char in "` \n"):
-            self.flush_as_text()
-            return False
+            return self.flush_as_text()
         self.pending.append(char)
         if char == "\n":
             self.state = self._before_object
@@ -65,12 +63,11 @@ class JsonToolParser(ToolCallParser):
     def _in_object(self, char: str) -> bool:
         status = self.call_object.consume(char)
         if status == "bad":
-            if self.call_object.has_name:
-                self.state = self.after_object
-                self.end_call()
-            else:
+            if not self.call_object.has_name:
                 self.in_list = False
-                self.flush_as_text()
+                return self.flush_as_text()
+            self.state = self.after_object
+            self.end_call()
             return False
         if not self.call_object.has_name:
             self.pending.append(char)
@@ -86,17 +83,13 @@ class JsonToolParser(ToolCallParser):
         if char.isspace() or char in ",;":
             self.pending.append(char)
         elif char == "]" and self.in_list:
-            self.in_list, self.pending, self.state = (
-                False,
-                [],
-                self.after_object if self.fence_left else self._in_content,
-            )
+            self.in_list, self.pending = False, []
+            self.state = self.after_object if self.fence_left else self._in_content
         elif char == "{":
             self.state = self._before_object
             return False
         else:
-            self.flush_as_text()
-            return False
+            return self.flush_as_text()
         return True
 
 
@@ -104,9 +97,9 @@ class RequiredToolParser(JsonToolParser):
     """Parser of an output that a grammar restricts to a list of calls. Of a truncated output nothing becomes text,
     except a call without its name."""
 
-    def flush_as_text(self) -> None:
+    def flush_as_text(self) -> bool:
         self.pending = []
-        super().flush_as_text()
+        return super().flush_as_text()
 
 
 class Llama3JsonToolParser(JsonToolParser):
@@ -118,21 +111,15 @@ class Llama3JsonToolParser(JsonToolParser):
         super().__init__(names)
         self.state = self._before_object
 
-    def is_tool(self, name: str) -> bool:
-        return name in self.tool_names
-
     def _before_object(self, char: str) -> bool:
-        if char == self.marker[0] and not "".join(self.pending).strip():
-            self._pending_space, self.pending, self.state = self.pending, [], self._in_content
-            return False
-        return super()._before_object(char)
+        return not self.is_marker_start(char) and super()._before_object(char)
 
 
 class HermesToolParser(JsonToolParser):
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen 2.5 and Qwen 3."""
 
-    marker = "<tool_call>"
-    closing = "</tool_call>"
+    marker, closing = "<tool_call>", "</tool_call>"
+    takes_any_name = True
 
     def finish(self) -> list[ParsedEvent]:
         if self.state == self.after_object:
@@ -149,16 +136,7 @@ class HermesToolParser(JsonToolParser):
             self.in_list = char == ","
             self.state = self._before_object if self.in_list else self.after_object
             return True
-        if char == self.closing[at]:
-            self.pending.append(char)
-            if at + 1 == len(self.closing):
-                self.pending, self.state = [], self._in_content
-            return True
-        pending, self.pending, self.state = self.pending, [], self._in_content
-        for one in pending:
-            self.steps += 1
-            self._in_content(one)
-        return False
+        return self.take_closing(char, self.closing)
 
 
 class MistralToolParser(JsonToolParser):
@@ -166,6 +144,7 @@ class MistralToolParser(JsonToolParser):
     [TOOL_CALLS]name[ARGS]{...} for each call. Detokenization may drop [ARGS]."""
 
     marker = "[TOOL_CALLS]"
+    takes_any_name = True
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
@@ -190,8 +169,7 @@ class MistralToolParser(JsonToolParser):
             self._head.append(char)
             if len(self._head) <= MAX_NAME:
                 return True
-        self.flush_as_text()
-        return False
+        return self.flush_as_text()
 
     @staticmethod
     def _name_in_head(head: str) -> str:
@@ -221,8 +199,7 @@ class PythonicToolParser(ToolCallParser):
     """[name(key=value, ...), ...] at the start of the output or between Llama 4's markers. Arguments are converted to
     JSON."""
 
-    marker = "<|python_start|>"
-    closing = "<|python_end|>"
+    marker, closing = "<|python_start|>", "<|python_end|>"
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
@@ -236,15 +213,11 @@ class PythonicToolParser(ToolCallParser):
             self.pending = []
         return super().finish()
 
-    def is_tool(self, name: str) -> bool:
-        return name in self.tool_names
-
     def on_marker(self) -> None:
         self.state = self._before_list
 
     def _before_list(self, char: str) -> bool:
-        if char == self.marker[0] and not "".join(self.pending).strip():
-            self._pending_space, self.pending, self.state = self.pending, [], self._in_content
+        if self.is_marker_start(char):
             return False
         if char == "[":
             self.pending.append(char)
@@ -252,8 +225,7 @@ class PythonicToolParser(ToolCallParser):
         elif char.isspace():
             self.pending.append(char)
         else:
-            self.flush_as_text()
-            return False
+            return self.flush_as_text()
         return True
 
     def _in_name(self, char: str) -> bool:
@@ -264,8 +236,7 @@ class PythonicToolParser(ToolCallParser):
             self._num_keys, self._word, self.state = 0, [], self._in_key
             return True
         elif not (char.isspace() and not self._word):
-            self.flush_as_text()
-            return False
+            return self.flush_as_text()
         self.pending.append(char)
         return True
 
@@ -311,7 +282,7 @@ class PythonicToolParser(ToolCallParser):
     def _abandon_call(self) -> bool:
         """End the call where it stops being valid; what follows is text."""
         self.state = self._in_content
-        if self.in_call:
+        if self._call_text is not None:
             self.end_call()
         return False
 
@@ -325,18 +296,7 @@ class PythonicToolParser(ToolCallParser):
         return True
 
     def _after_list(self, char: str) -> bool:
-        """Expect the closing marker, which is optional."""
-        at = len(self.pending)
-        if char == self.closing[at]:
-            self.pending.append(char)
-            if at + 1 == len(self.closing):
-                self.pending, self.state = [], self._in_content
-            return True
-        pending, self.pending, self.state = self.pending, [], self._in_content
-        for one in pending:
-            self.steps += 1
-            self._in_content(one)
-        return False
+        return self.take_closing(char, self.closing)
 
 
 TOOL_PARSERS: dict[str, type[ToolCallParser]] = {

@@ -14,21 +14,12 @@ import torch
 
 from quire.errors import StartupError
 from quire.worker.virtual.dlpack_tensors import DLPackTensors
-from quire.worker.virtual.driver import (
-    CallTimes,
-    DriverCounters,
-    DriverError,
-    check_addresses,
-    check_page_size,
-    make_counters,
-    out_of_addresses,
-)
-from quire.worker.virtual.mapping_table import MappingTable
+from quire.worker.virtual.driver import DriverError, MappingDriver, check_page_size
 
 USE_PAGED = "Use --memory paged"
 
 
-class CudaDriver:
+class CudaDriver(MappingDriver):
     """A driver of pages of any multiple of the granularity (2 MiB on current GPUs) of CUDA device `index`.
 
     The content of a new page is undefined, so `map` zeroes a page when it is mapped for the first time, and waits for
@@ -36,32 +27,22 @@ class CudaDriver:
 
     def __init__(self, page: int, index: int = 0, api: Any = None) -> None:
         """`api` replaces the module cuda.bindings.driver in tests."""
+        super().__init__(page)
         self._api = api or _bindings()
-        self.page, self.device = page, torch.device("cuda", index)
+        self.device = torch.device("cuda", index)
         self.granularity = self._query_device(index)
         check_page_size(page, self.granularity, "device")
         self._call(
             "cuCtxSetCurrent", self._call("cuDevicePrimaryCtxRetain", self._cu_device)
         )  # the one that torch uses
-        self.calls, self.mapping_table, self.tensors = CallTimes(), MappingTable(page), DLPackTensors(self.device)
-        self._reservations: list[tuple[int, int]] = []  # first address and length, from CUDA
+        self.tensors = DLPackTensors(self.device)
         self._handles: list[Any] = []  # by page
         self._never_mapped: set[int] = set()
         self._free_bytes = 0  # of the device before `create`
         self._is_open = True
 
-    def reserve(self, nbytes: int) -> int:
-        nbytes = -(-nbytes // self.page) * self.page
-        check_addresses(nbytes)
-        whole = nbytes + 2 * self.page  # room to begin at a multiple of a page and to end before a free one
-        try:
-            start = int(self._timed_call("reserve", "cuMemAddressReserve", whole, 0, 0, 0))
-        except DriverError as error:
-            raise out_of_addresses(nbytes, str(error)) from None
-        self._reservations.append((start, whole))
-        address = -(-start // self.page) * self.page
-        self.mapping_table.reserve(address, nbytes)
-        return address
+    def _allocate_addresses(self, nbytes: int) -> int:
+        return int(self._timed_call("reserve", "cuMemAddressReserve", nbytes, 0, 0, 0))
 
     def create(self, count: int) -> None:
         assert not self.mapping_table.num_pages, "pages are created once"
@@ -99,12 +80,6 @@ class CudaDriver:
             self._timed_call("unmap", "cuMemUnmap", at, self.page)
             self.mapping_table.record_unmap(at, 1)
 
-    def tensor(
-        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        self.mapping_table.check_tensor(address, shape, strides, dtype.itemsize)
-        return self.tensors.create(address, shape, strides, dtype)
-
     def fence(self) -> None:
         """Wait for all streams of the device's context. Not while a graph is captured."""
         self._call("cuCtxSynchronize")
@@ -113,13 +88,6 @@ class CudaDriver:
         """Return the decrease of the device's free bytes since `create`: for tests, correct while no other process
         allocates."""
         return self._free_bytes - self._call("cuMemGetInfo")[0] if self._handles else 0
-
-    def regions(self) -> int:
-        return 0
-
-    @property
-    def counters(self) -> DriverCounters:
-        return make_counters(self.mapping_table, self.calls, self.mapping_table.num_pages * self.page)
 
     def close(self) -> None:
         """See Driver. After a fault every call in the context fails: try all of them and raise the first error."""

@@ -1,7 +1,7 @@
 """The interface of virtual-memory drivers: ranges of addresses, physical pages, and their mappings.
 
 A driver has bytes, addresses and page numbers, not tokens, sequences or layers. The common parts of all drivers are
-here too: call times, mapping a group of pages as a whole, limits of addresses.
+here too: reservations, call times, mapping a group of pages as a whole, limits of addresses.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quire.errors import QuireError, StartupError
+from quire.worker.virtual.mapping_table import MappingTable
 
 if TYPE_CHECKING:
     import torch
-
-    from quire.worker.virtual.mapping_table import MappingTable
 
 ADDRESS_BITS = 47  # of a process's own addresses on x86-64 and in CUDA's unified address space
 CALL_KINDS = ("reserve", "create", "map", "access", "unmap", "release", "free")  # of driver calls
@@ -121,10 +120,6 @@ class Driver(Protocol):
         """Return the bytes of physical memory in use as the system reports them, not as this driver counts them."""
         ...
 
-    def regions(self) -> int:
-        """Return the mappings of this process as the system counts them if they are limited, else 0."""
-        ...
-
     @property
     def counters(self) -> DriverCounters: ...
 
@@ -155,16 +150,47 @@ def map_all(driver: Driver, runs: Iterable[PageRun]) -> None:
         raise
 
 
-def make_counters(mapping_table: MappingTable, calls: CallTimes, physical_bytes: int) -> DriverCounters:
-    """Return a driver's counters from its mappings, its calls and the bytes of its pages."""
-    return DriverCounters(
-        mapping_table.num_maps,
-        mapping_table.num_unmaps,
-        len(mapping_table.page_by_address),
-        physical_bytes,
-        dict(calls.counts),
-        dict(calls.seconds),
-    )
+class MappingDriver:
+    """The parts of a Driver that all drivers share. `tensors` make tensors over addresses."""
+
+    tensors: Any
+
+    def __init__(self, page: int) -> None:
+        self.page, self.calls, self.mapping_table = page, CallTimes(), MappingTable(page)
+        self._reservations: list[tuple[int, int]] = []  # first address and length, from the system
+
+    def reserve(self, nbytes: int) -> int:
+        nbytes = -(-nbytes // self.page) * self.page
+        check_addresses(nbytes)
+        whole = nbytes + 2 * self.page  # room to begin at a multiple of a page and to end before a free one
+        try:
+            start = self._allocate_addresses(whole)
+        except DriverError as error:
+            cause = f"The memory 'virtual' asks for {nbytes:,} addresses in a row, which the system refuses ({error})"
+            raise StartupError(cause, "Lower --max-num-seqs or --max-model-len, or raise `ulimit -v`") from None
+        self._reservations.append((start, whole))
+        address = -(-start // self.page) * self.page
+        self.mapping_table.reserve(address, nbytes)
+        return address
+
+    def _allocate_addresses(self, nbytes: int) -> int:
+        """Return the first of `nbytes` free addresses in a row. Raise DriverError if the system refuses."""
+        raise NotImplementedError
+
+    def tensor(
+        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        self.mapping_table.check_tensor(address, shape, strides, dtype.itemsize)
+        tensor: torch.Tensor = self.tensors.create(address, shape, strides, dtype)
+        return tensor
+
+    @property
+    def counters(self) -> DriverCounters:
+        table, calls = self.mapping_table, self.calls
+        return DriverCounters(
+            table.num_maps, table.num_unmaps, len(table.page_by_address), table.num_pages * self.page,
+            dict(calls.counts), dict(calls.seconds),
+        )  # fmt: skip
 
 
 def check_page_size(page: int, granularity: int, owner: str) -> None:
@@ -189,9 +215,3 @@ def check_addresses(nbytes: int) -> None:
     if limit != resource.RLIM_INFINITY and nbytes >= limit:
         cause = f"The memory 'virtual' asks for {nbytes:,} addresses in a row; this process may have {limit:,}"
         raise StartupError(cause, f"Start it under `ulimit -v unlimited` (now {limit // 1024}). {fewer} otherwise")
-
-
-def out_of_addresses(nbytes: int, reason: str) -> StartupError:
-    """Return the error of a system that refuses `nbytes` addresses in a row."""
-    cause = f"The memory 'virtual' asks for {nbytes:,} addresses in a row, which the system refuses ({reason})"
-    return StartupError(cause, "Lower --max-num-seqs or --max-model-len, or raise `ulimit -v`")

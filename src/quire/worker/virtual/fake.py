@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from itertools import count as numbers
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from quire.worker.virtual.driver import CallTimes, DriverCounters, DriverError, check_addresses, make_counters
-from quire.worker.virtual.mapping_table import MappingTable
+from quire.worker.virtual.driver import DriverError, MappingDriver
 
 if TYPE_CHECKING:
     import torch
@@ -29,16 +28,14 @@ class ByteSpan(NamedTuple):
     nbytes: int
 
 
-class FakeDriver:
+class FakeDriver(MappingDriver):
     """The checking driver. The `fail_at`-th map of a page, counted from 1, fails once."""
 
     device: torch.device | None = None
 
     def __init__(self, page: int, fail_at: int = 0) -> None:
-        self.page = self.granularity = page
-        self.calls = CallTimes()
-        self.fail_at = fail_at
-        self.mapping_table = MappingTable(page)
+        super().__init__(page)
+        self.granularity, self.fail_at = page, fail_at
         self._next_address, self._map_attempts = FIRST_ADDRESS, 0
         self._pins: dict[int, tuple[int, int]] = {}  # id -> first address, end
         self._pin_ids = numbers(1)
@@ -46,14 +43,10 @@ class FakeDriver:
         self._kernel_accesses: dict[int, list[tuple[ByteSpan, int, bool]]] | None = None
         self._is_closed = False
 
-    def reserve(self, nbytes: int) -> int:
+    def _allocate_addresses(self, nbytes: int) -> int:
         self._count_call("reserve")
-        nbytes = -(-nbytes // self.page) * self.page
-        check_addresses(nbytes)
-        address = self._next_address = -(-self._next_address // self.page) * self.page
-        self.mapping_table.reserve(address, nbytes)
-        self._next_address += nbytes + self.page
-        return address
+        self._next_address += nbytes
+        return self._next_address - nbytes
 
     def create(self, count: int) -> None:
         self._count_call("create")
@@ -117,24 +110,8 @@ class FakeDriver:
         """Return the page mapped at this address, if any."""
         return self.mapping_table.page_by_address.get(address // self.page * self.page)
 
-    def num_mappings_of(self, page: int) -> int:
-        """Return the number of addresses at which a page is mapped."""
-        return sum(other == page for other in self.mapping_table.page_by_address.values())
-
-    @property
-    def num_pages(self) -> int:
-        """The number of existing pages."""
-        return self.mapping_table.num_pages
-
     def physical(self) -> int:
         return self.mapping_table.num_pages * self.page
-
-    def regions(self) -> int:
-        return 0
-
-    @property
-    def counters(self) -> DriverCounters:
-        return make_counters(self.mapping_table, self.calls, self.physical())
 
     def close(self) -> None:
         assert not self._pins, f"closed while {len(self._pins)} ranges are held"

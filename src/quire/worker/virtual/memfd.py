@@ -18,16 +18,7 @@ import torch
 
 from quire.errors import StartupError
 from quire.worker.virtual.dlpack_tensors import DLPackTensors
-from quire.worker.virtual.driver import (
-    CallTimes,
-    DriverCounters,
-    DriverError,
-    check_addresses,
-    check_page_size,
-    make_counters,
-    out_of_addresses,
-)
-from quire.worker.virtual.mapping_table import MappingTable
+from quire.worker.virtual.driver import DriverError, MappingDriver, check_page_size
 
 RESERVE_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
 MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0x8000)
@@ -38,35 +29,29 @@ MAP_FAILED = ctypes.c_void_p(-1).value
 MAX_MAP_COUNT_FILE = Path("/proc/sys/vm/max_map_count")
 
 
-class MemfdDriver:
+class MemfdDriver(MappingDriver):
     """A driver of pages of any multiple of the system's page size. Consecutive pages at consecutive addresses are one
     mapping of the process, even if mapped separately."""
 
     def __init__(self, page: int) -> None:
-        self.page, self.granularity = page, mmap.PAGESIZE
+        super().__init__(page)
+        self.granularity = mmap.PAGESIZE
         if not hasattr(os, "memfd_create"):
             raise StartupError(f"The memory 'virtual' needs Linux, this is {sys.platform}", "Use --memory paged")
         check_page_size(page, self.granularity, "system")
         self.device = torch.device("cpu")
-        self.calls, self.mapping_table, self.tensors = CallTimes(), MappingTable(page), DLPackTensors(self.device)
+        self.tensors = DLPackTensors(self.device)
         self._libc = _load_libc()
-        self._reservations: list[tuple[int, int]] = []  # first address and length, from mmap
         self._file = os.memfd_create("quire-pages", os.MFD_CLOEXEC)
         self._is_open = True
 
-    def reserve(self, nbytes: int) -> int:
-        nbytes = -(-nbytes // self.page) * self.page
-        check_addresses(nbytes)
+    def _allocate_addresses(self, nbytes: int) -> int:
         began = time.perf_counter()
-        whole = nbytes + 2 * self.page  # room to begin at a multiple of a page and to end before a free one
-        start: int = self._libc.mmap(None, whole, PROT_NONE, RESERVE_FLAGS, -1, 0)
+        start: int = self._libc.mmap(None, nbytes, PROT_NONE, RESERVE_FLAGS, -1, 0)
         if start == MAP_FAILED:
-            raise out_of_addresses(nbytes, _errno_message())
-        self._reservations.append((start, whole))
-        address = -(-start // self.page) * self.page
-        self.mapping_table.reserve(address, nbytes)
+            raise DriverError("mmap", _errno_message())
         self.calls.record_call("reserve", began)
-        return address
+        return start
 
     def create(self, count: int) -> None:
         assert not self.mapping_table.num_pages, "pages are created once"
@@ -101,25 +86,11 @@ class MemfdDriver:
         self.calls.record_call("unmap", began)
         self.mapping_table.record_unmap(address, count)
 
-    def tensor(
-        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        self.mapping_table.check_tensor(address, shape, strides, dtype.itemsize)
-        return self.tensors.create(address, shape, strides, dtype)
-
     def fence(self) -> None:
         """Do nothing: on a CPU no work is enqueued."""
 
     def physical(self) -> int:
         return 512 * os.fstat(self._file).st_blocks if self._is_open else 0
-
-    def regions(self) -> int:
-        with open("/proc/self/maps", "rb") as lines:
-            return sum(1 for _ in lines)
-
-    @property
-    def counters(self) -> DriverCounters:
-        return make_counters(self.mapping_table, self.calls, self.mapping_table.num_pages * self.page)
 
     def close(self) -> None:
         if not self._is_open:

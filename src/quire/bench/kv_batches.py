@@ -12,7 +12,7 @@ from quire.bench.replay import Call
 from quire.kernels.forward_batch import LayerCache
 
 
-class Placed(NamedTuple):
+class KVBatch(NamedTuple):
     """Sequences in pages: `caches` of several layers, each of which is read in turn, and device tensors."""
 
     caches: list[LayerCache]
@@ -21,18 +21,10 @@ class Placed(NamedTuple):
     lengths: Tensor
 
 
-def placed(
-    batch: int,
-    context: int,
-    kv_heads: int,
-    dim: int,
-    page: int,
-    layers: int,
-    dtype: torch.dtype,
-    heads: int,
-    contiguous: bool = False,
-    on: str = "cuda",
-) -> Placed:
+def random_kv(
+    batch: int, context: int, kv_heads: int, dim: int, page: int, layers: int, dtype: torch.dtype, heads: int,
+    contiguous: bool = False, on: str = "cuda",
+) -> KVBatch:  # fmt: skip
     """Return `batch` sequences of `context` random tokens in all layers, for `heads` query heads: in pages in random
     order, or each contiguous, with the tokens of a head one after another."""
     device = torch.device(on)
@@ -45,7 +37,7 @@ def placed(
     for i in range(layers):
         keys, values = rows[:, i].unbind(1)
         caches.append(LayerCache(keys, values, heads, dim**-0.5, contiguous=contiguous))
-    return Placed(
+    return KVBatch(
         caches, tables, torch.arange(1, batch + 1, device=device), torch.full((batch,), context, device=device)
     )
 
@@ -54,7 +46,7 @@ def random_tensor(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
 
 
-def decode_calls(where: Placed) -> list[Call]:
+def decode_calls(where: KVBatch) -> list[Call]:
     """Return a decode step's attention in each layer."""
     from quire.kernels.triton.decode import choose_splits, decode, decode_scratch, multiprocessors
 
@@ -63,9 +55,5 @@ def decode_calls(where: Placed) -> list[Call]:
     splits = choose_splits(batch, cache.kv_heads, multiprocessors(device))
     scratch = decode_scratch(batch, heads, cache.kv_heads, cache.head_dim, splits, device)
     q, out = (torch.randn(batch, heads, cache.head_dim, dtype=dtype, device=device) for _ in range(2))
-    return [
-        partial(
-            decode, q, layer, where.tables, where.slots, where.lengths, out, splits=splits, scratch=scratch,
-        )
-        for layer in where.caches
-    ]  # fmt: skip
+    call = partial(decode, q, splits=splits, scratch=scratch)
+    return [partial(call, layer, where.tables, where.slots, where.lengths, out) for layer in where.caches]
