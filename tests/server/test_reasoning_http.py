@@ -65,9 +65,8 @@ def test_what_was_cut_within_thoughts_can_be_sent_back(served: Talker) -> None:
         assert "(hm)" in "".join(found["token_strs"])
     for said in (cut, {"role": "assistant", "content": None, "reasoning": "once"}):
         assert served.chat(messages=[*TALK, said, *TALK]).choices[0].message.content == ANSWER
-    for nothing in ({"role": "assistant", "content": None}, {"role": "user", "content": None, "reasoning": "once"}):
-        with pytest.raises(BadRequestError, match="content must be a string"):
-            served.chat(messages=[*TALK, nothing, *TALK])
+    with pytest.raises(BadRequestError, match="content must be a string"):
+        served.chat(messages=[*TALK, {"role": "user", "content": None, "reasoning": "once"}, *TALK])
 
 
 @pytest.mark.parametrize(
@@ -174,10 +173,9 @@ def test_cut_within_thoughts_nothing_was_called(served: Talker) -> None:
 def test_what_is_wrong_is_named(served: Talker) -> None:
     for more, message in (
         ({"thinking_token_budget": -1}, "thinking_token_budget"),
-        ({"thinking_token_budget": "1"}, "thinking_token_budget"),
+        ({"thinking_token_budget": "x"}, "thinking_token_budget"),
         ({"thinking_token_budget": 4, "ignore_eos": True}, "ignore_eos can't be combined with thinking_token_budget"),
-        ({"include_reasoning": 1}, "include_reasoning"),
-        ({"chat_template_kwargs": {"enable_thought": True}}, "enable_thought"),
+        ({"include_reasoning": "x"}, "include_reasoning"),
     ):
         told = refusal(served.http, "/v1/chat/completions", {"messages": TALK, **more})
         assert message in json.dumps(told), told

@@ -82,7 +82,7 @@ def told_of(schema: Any, begin: str, text: str) -> int:
     ({"type": "object", "additionalProperties": {"type": "string", "minLength": 5}}, '{"', 9),
     ({"type": "object"}, '{"k":"', 0),
     ({"properties": {"k": {"maxLength": 9}}}, '{"k":"', 9),
-    ({"properties": {"k": {"maxLength": 9}}}, '{"m":"', 0),
+    ({"properties": {"k": {"maxLength": 9}}, "additionalProperties": True}, '{"m":"', 0),
     ({"enum": ["some text"]}, '"', 9),
     (listed({**FREE, "pattern": "^[a-z ]*$"}), '["', 9),
     ({"$ref": "#/examples/0", "examples": [{"type": "string", "pattern": "^[a-z ]*$"}]}, '"', 9),

@@ -184,11 +184,45 @@ def test_white_space_is_bounded(grammars: GrammarCompiler, white: str, allowed_:
 
 
 def test_members_come_in_the_order_of_properties(grammars: GrammarCompiler) -> None:
-    """Those that aren't named behind them."""
-    asked = form(json={"type": "object", "properties": {"a": {}, "b": {}}})
-    for text, fine in (('{"a":1,"b":2,"c":3}', True), ('{"b":2,"c":3}', True),
-                       ('{"b":2,"a":1}', False), ('{"c":3,"a":1}', False)):  # fmt: skip
-        assert accepted(grammars, asked, text) == fine, text
+    """Others come after them, and only where the schema says so: objects are closed by default."""
+    schema = {"type": "object", "properties": {"a": {}, "b": {}}}
+    closed = form(json=schema)
+    for asked in (closed, form(json=json.dumps(schema)), form(json={**schema, "additionalProperties": True})):
+        opened = "true" in asked.source
+        for text, fine in (('{"a":1,"b":2,"c":3}', opened), ('{"b":2,"c":3}', opened), ('{"a":1,"b":2}', True),
+                           ('{"b":2,"a":1}', False), ('{"c":3,"a":1}', False)):  # fmt: skip
+            assert accepted(grammars, asked, text) == fine, text
+
+
+GBNF = {  # a grammar in GBNF, texts of it, and others
+    'root ::= "a" | "b"': (["a", "b"], ["c", "ab"]),
+    'root ::= expr\nexpr ::= term ("+" term)*\nterm ::= [0-9]+  # digits\n': (["1", "12+3"], ["+", "1+"]),
+    'root  ::= item{2,3}\nitem ::= "- " [^\\r\\n]+ "\\n"': (["- x\n- y\n"], ["- x\n"]),
+}
+
+
+@pytest.mark.parametrize("source", GBNF)
+def test_grammars_in_gbnf(grammars: GrammarCompiler, source: str) -> None:
+    """As vLLM's and llama.cpp's documentation has them."""
+    right, wrong = GBNF[source]
+    for texts, fine in ((right, True), (wrong, False)):
+        for text in texts:
+            assert accepted(grammars, form(grammar=source), text) == fine, text
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ('root ::= "a"\nb ::= [a', r"in line 2: 'b ::= \[a'"),
+        ('start ::= "a"', "No 'root' rule found"),
+        ("root ::= " + "(" * 100_000, "GBNF"),
+        ("\n".join(f'r{i} ::= "a"' for i in range(600)), "600 rules in GBNF .* at most 512"),
+    ],
+)
+def test_what_is_wrong_in_gbnf_is_named(grammars: GrammarCompiler, source: str, words: str) -> None:
+    with pytest.raises(InputError, match=words) as error:
+        grammars.get(form(grammar=source))
+    assert "Lark" in str(error.value)
 
 
 def refused(grammars: GrammarCompiler, **asked: Any) -> str:

@@ -347,7 +347,7 @@ def unknown_fields(request: RequestFields) -> list[str]:
 def warning_header(request: RequestFields, ignored: Sequence[str] = (), texts: Sequence[str] = ()) -> dict[str, str]:
     """Return the Warning header, or {} if there is nothing to warn of. It names fields that are unknown or `ignored`,
     and contains `texts`, each cut to a limit."""
-    names = [re.sub(r"[^!#-\[\]-~]", "?", name[:40]) for name in (*ignored, *unknown_fields(request))]
+    names = [re.sub(r"[^ !#-\[\]-~]", "?", name[:54]) for name in (*ignored, *unknown_fields(request))]
     if names:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         texts = (f"fields were ignored: {', '.join(names[:8])}{more}", *texts)

@@ -107,7 +107,7 @@ def _unread_fields(body: ResponseRequest) -> Json:
     strict."""
     text, reasoning, options = body.text or {}, body.reasoning or {}, body.stream_options
     choice = body.tool_choice if isinstance(body.tool_choice, Mapping) else {}
-    unread = {"tool_choice": True} if choice and choice.get("type") not in NAMED_CHOICES else {}
+    unread = {"tool_choice.type": True} if choice and choice.get("type") not in NAMED_CHOICES else {}
     unread |= {f"text.{name}": value for name, value in text.items() if name != "format"}
     unread |= {f"reasoning.{name}": value for name, value in reasoning.items() if name != "effort"}
     if options is not None:
