@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.embedding import Embedding
-from quire.layers.exchange import Exchange, gather_logits
+from quire.layers.exchange import ShardedModule, gather_logits
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.module_list import module_list
@@ -99,7 +99,7 @@ def make_norm(
     return norm(post_norm=post_norm) if s.pre_norms or final else ResidualSum(post_norm)
 
 
-class Decoder(nn.Module):
+class Decoder(ShardedModule):
     """The model, with uninitialised weights: load them (quire.weights), call `prepare`, then `forward`."""
 
     def __init__(
@@ -109,7 +109,6 @@ class Decoder(nn.Module):
         self.config = s = read_model_config(config)
         s.for_shard(shard)  # raises StartupError if the model can't be divided so
         self.weight_prefixes = s.weight_prefixes
-        self.exchange: Exchange | None = None
         self.vocab_shard = shard_vocab(shard, s.vocab_size)
         rows = shard_vocab(shard, s.vocab_size + s.extra_tokens)
         embeds = shard.has_embedding(s.tied)

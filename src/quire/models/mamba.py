@@ -20,11 +20,8 @@ def make_mixer(s: DecoderConfig, dtype: torch.dtype, device: torch.device, shard
     """Return a layer's mixer, or a rank's part of it."""
     m = s.mamba
     assert m is not None, "a model with Mamba layers declares them"
-    dims, eps = MambaDims(m.hidden, m.d_inner, m.dt_rank, m.d_state, m.d_conv), m.norm_eps
-    mixer = MambaMixer(dims, "silu", m.bias, m.conv_bias, None if m.norms == "none" else eps, dtype, device, shard)
-    for norm in mixer.norms if m.norms == "plain" else ():
-        norm.register_parameter("weight", None)  # it is not loaded; `prepare` makes it of ones
-    return mixer
+    dims = MambaDims(m.hidden, m.d_inner, m.dt_rank, m.d_state, m.d_conv)
+    return MambaMixer(dims, m.bias, m.conv_bias, m.norms, m.norm_eps, dtype, device, shard)
 
 
 class MambaLayer(nn.Module):

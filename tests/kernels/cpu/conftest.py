@@ -29,6 +29,7 @@ def use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         made.append(own)
         for module in (linear, low_bit_linear):
             monkeypatch.setattr(module, "library", lambda: own)
+            monkeypatch.setattr(module, "required_library", lambda: own)
         return own
 
     monkeypatch.setattr(linear, "has_fast_bf16_dot", lambda: False)

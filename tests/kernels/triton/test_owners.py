@@ -288,22 +288,21 @@ def test_a_whole_step_of_a_wide_model_is_carried(
     assert len(pieces) == copy_engine_pair.MAX_PIECES
     assert one.split_rows(8193, 8193 * row) == ()
     assert (
-        copy_engine_allreduce.region_offset(one.peers, copy_engine_allreduce.PARTS) % 16
-        == copy_engine_allreduce.region_offset(one.peers, copy_engine_allreduce.SUMS) % 16
+        copy_engine_pair.region_offset(one.peers, copy_engine_allreduce.PARTS) % 16
+        == copy_engine_pair.region_offset(one.peers, copy_engine_allreduce.SUMS) % 16
         == 0
     )
     assert copy_engine_allreduce.flag_offset(
         copy_engine_allreduce.SUMS, copy_engine_pair.MAX_PIECES, 0
-    ) <= copy_engine_allreduce.region_offset(one.peers, copy_engine_allreduce.PARTS)
+    ) <= copy_engine_pair.region_offset(one.peers, copy_engine_allreduce.PARTS)
     for rows in (2048, 2049, 5000, 8191, 8192):
         pieces = one.split_rows(rows, rows * row)
         first, share = copy_engine_allreduce.parts_layout(ranks, pieces[0].stop, pieces[-1])
         parts = (
-            copy_engine_allreduce.region_offset(one.peers, copy_engine_allreduce.PARTS)
-            + (first + (ranks - 1) * share) * row
+            copy_engine_pair.region_offset(one.peers, copy_engine_allreduce.PARTS) + (first + (ranks - 1) * share) * row
         )
-        sums = copy_engine_allreduce.region_offset(one.peers, copy_engine_allreduce.SUMS) + rows * row
-        assert parts <= copy_engine_allreduce.region_offset(one.peers, copy_engine_allreduce.SUMS)
+        sums = copy_engine_pair.region_offset(one.peers, copy_engine_allreduce.SUMS) + rows * row
+        assert parts <= copy_engine_pair.region_offset(one.peers, copy_engine_allreduce.SUMS)
         assert sums <= whole
     assert sums == whole, "none is planned that isn't used"
 
@@ -327,7 +326,7 @@ def test_a_rehearsal_launches_what_a_call_does_within_its_scratch(
     assert set(told) == set(KERNELS)
     assert group.carriers[7].call == 0
     assert (scratch[whole:] == 0xFF).all()
-    sums = copy_engine_allreduce.region_offset(alone, copy_engine_allreduce.SUMS)
+    sums = copy_engine_pair.region_offset(alone, copy_engine_allreduce.SUMS)
     assert torch.equal(scratch[sums : sums + (1 << 16)].view(torch.float32), delta[0])
     assert torch.equal(delta, torch.ones_like(delta)), "a rehearsal changes nothing"
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.kernels.cpu.dispatch import DTYPE_SUFFIXES
-from quire.kernels.cpu.library_loader import library
+from quire.kernels.cpu.library_loader import required_library
 
 
 def sample(
@@ -22,12 +22,10 @@ def sample(
     fault 1. The first draw of a row is also written to last_sampled[slots[r]]. All other tensors are int64.
     """
     rows, vocab = logits.shape
-    kernels = library()
-    assert kernels is not None, "there are no CPU kernels; check has_kernels first"
     assert logits.stride(1) == 1, "a row's logits must be contiguous"
     for tensor in (params, draw_rows, uniforms, slots, last_sampled, tokens, faults):
         assert tensor is None or tensor.is_contiguous(), "vectors must be contiguous"
-    kernels.call(
+    required_library().call(
         f"sample_{DTYPE_SUFFIXES[logits.dtype]}", rows, logits, params, draw_rows, uniforms, slots, last_sampled,
         tokens, faults,
         logits.stride(0), vocab, len(tokens),

@@ -8,32 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.forward_batch import ForwardBatch, LayerCache, num_evicted, to_device
+from quire.kernels.forward_batch import ForwardBatch, HeadNorm, LayerCache, RotaryTable, num_evicted, to_device
 from quire.kernels.reference import write_pages
 from quire.kernels.triton.decode import SplitScratch, choose_splits, decode, decode_scratch, multiprocessors
 from quire.kernels.triton.launch import supports_hopper_kernel, supports_pdl
 from quire.kernels.triton.prefill import make_prefill_tiles, prefill, tile_queries
 from quire.kernels.triton.rope_write import rope_write
 from quire.protocol.kv_cache_config import KVCacheLayout
-
-
-class RotaryTable(Protocol):
-    """A rotary embedding: its fp32 table [length, 2, dim / 2] of cos and sin."""
-
-    table: Tensor | None
-
-
-class HeadNorm(Protocol):
-    """An RMS norm of one head."""
-
-    weight: Tensor
-    eps: float
 
 
 @dataclass(slots=True)
@@ -105,12 +92,9 @@ class TritonBackend:
         """Raise StartupError for a cache that this backend cannot read: there is none."""
 
     def plan(
-        self,
-        batch: ForwardBatch,
-        cache: LayerCache,
-        query_batch: ForwardBatch | None = None,
+        self, batch: ForwardBatch, cache: LayerCache, query_batch: ForwardBatch | None = None,
         excluded_rows: np.ndarray | None = None,
-    ) -> TritonAttentionPlan:
+    ) -> TritonAttentionPlan:  # fmt: skip
         """Return the plan for all layers with this `plan_key`, computed on the host once a step, with one upload: keys
         and values of `batch`, queries of `query_batch` if given, without rows of several tokens for which
         `excluded_rows` [R] is true."""
@@ -283,13 +267,9 @@ class TritonBackend:
         return self.attend_cached(q, cache, plan)
 
     def rotate_and_attend(
-        self,
-        qkv: Tensor,
-        rotary: RotaryTable | None,
-        norms: tuple[HeadNorm, HeadNorm] | None,
-        cache: LayerCache,
+        self, qkv: Tensor, rotary: RotaryTable | None, norms: tuple[HeadNorm, HeadNorm] | None, cache: LayerCache,
         plan: TritonAttentionPlan,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attend from qkv [T, heads + 2 kv_heads, dim], whose queries and keys are first normalised, if `norms`, and
         rotated, if `rotary`; the same launch writes keys and values. Queries are rotated in place."""
         q = qkv[:, : cache.heads]

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from quire.kernels.peer_memory_layout import KERNEL_BYTES, MAX_PEERS
 from quire.kernels.triton.all_reduce import PeerBuffers, load_norm_weights, peer_address, round_sum, store_row
-from quire.kernels.triton.copy_engine_pair import MAX_PIECES, wait_for_flag
-from quire.kernels.triton.copy_engine_pair import region_offset as carried_region_offset
+from quire.kernels.triton.copy_engine_pair import MAX_PIECES, region_offset, wait_for_flag
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2
 from quire.kernels.triton.norm import num_warps_for
@@ -33,11 +32,6 @@ PARTS, SUMS = 0, 1  # phases: sent to a row's owner, and by it
 def flag_offset(phase: int, piece: int, rank: int) -> int:
     """Return the offset in bytes, in a rank's memory, of the flag of a piece that `rank` sends."""
     return KERNEL_BYTES + ((phase * MAX_PIECES + piece) * MAX_PEERS + rank) * 8
-
-
-def region_offset(peers: PeerBuffers, phase: int) -> int:
-    """Return the offset in bytes of the region of parts or of sums."""
-    return carried_region_offset(peers, phase)
 
 
 def owned_rows(rows: slice, owner: int, ranks: int) -> slice:

@@ -62,14 +62,9 @@ def _fp8_option(scale: Tensor | None) -> dict[str, bool]:
 
 
 def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    tile: LinearTile,
-    activation: str | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, tile: LinearTile, activation: str | None,
     pdl: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Launch `_few`, or `_one` for a tile of 0 rows, which computes one row of x without tensor cores."""
     rows, depth = x.shape
     size = len(weight) if activation is None else len(weight) // 2

@@ -7,15 +7,13 @@ which the row's new state is written, so the program that reads it also writes a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.mamba_states import CONV_TILE, StateCache, StatePlan
-from quire.kernels.triton.activation import ACTIVATIONS, activate
+from quire.kernels.triton.activation import activate
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2
 
@@ -40,7 +38,7 @@ def _conv(
     x, weight, bias, out, states, offsets, lengths, starts, reads, writes, tiles,
     x_stride, out_stride, page_stride, width,
     RUN: tl.constexpr, INNER: tl.constexpr, TAPS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute TILE tokens of a row by BLOCK channels a program."""
     if PDL:
@@ -66,8 +64,7 @@ def _conv(
         else:
             values = _input(x, old, read, at, columns[None, :], mask, x_stride, TAPS - 1, False)
         acc = tl.fma(values, scale, acc)
-    if KIND is not None:
-        acc = activate(acc, KIND)
+    acc = activate(acc, "silu")
     target = out + (offset + t) * out_stride + columns[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
     if first == 0 and length > 0:
@@ -92,7 +89,7 @@ def _conv(
 def _conv_single(
     x, weight, bias, out, states, reads, writes, x_stride, out_stride, page_stride, width,
     INNER: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BIAS: tl.constexpr,
-    KIND: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute the same for rows of one token: BLOCK channels, one a thread, so that a warp's accesses are adjacent, as
     the few numbers of a channel in a state are. States are written in memory order."""
@@ -123,8 +120,7 @@ def _conv_single(
     for k in tl.static_range(BEHIND):
         acc = tl.fma(before[k].to(tl.float32), scales[k], acc)
     acc = tl.fma(token.to(tl.float32), scales[BEHIND], acc)
-    if KIND is not None:
-        acc = activate(acc, KIND)
+    acc = activate(acc, "silu")
     tl.store(out + row * out_stride + columns, acc.to(out.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # the page that is written may be the one that other threads read
     for k in tl.static_range(BEHIND):
@@ -133,9 +129,8 @@ def _conv_single(
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: StatePlan, activation: str | None = "silu",
-    *, pdl: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: StatePlan, *, pdl: bool = False
+) -> Tensor:
     """Return the causal convolution of x, as quire.kernels.mamba_states.causal_conv. x's rows may have any stride. A
     token's bits depend neither on other rows of the step, nor on how its row is cut into steps. pdl: programmatic
     dependent launch, on GPUs of capability 9 and more."""
@@ -144,7 +139,6 @@ def causal_conv(
     assert (weight.shape, weight.is_contiguous()) == ((inner, taps), True), "a weight for each tap of a channel"
     assert states.shape[1:] == (inner, taps - 1), f"states of {tuple(states.shape[1:])} do not fit the weight"
     out = torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
-    kind, options = None if activation is None else ACTIVATIONS[activation], _pdl_options(pdl)
     if plan.tiles is None:
         block, programs = min(max(power_of_2(inner), 32), SINGLE_BLOCK), len(plan.offsets)
     else:
@@ -152,20 +146,17 @@ def causal_conv(
     if not programs:
         return out
     blocks = cdiv(inner, block)
-    options |= {"INNER": inner, "TAPS": taps, "BLOCK": block, "BLOCKS": blocks, "BIAS": bias is not None, "KIND": kind}
+    options = {"INNER": inner, "TAPS": taps, "BLOCK": block, "BLOCKS": blocks, "BIAS": bias is not None, "PDL": pdl}
+    options |= {"launch_pdl": True} if pdl else {}
     strides = x.stride(0), out.stride(0), states.stride(0), plan.write_pages.stride(0)
     if plan.tiles is None:
         _conv_single[(programs * blocks,)](
-            x, weight, bias, out, states, plan.read_pages, plan.write_pages, *strides, PDL=pdl, num_warps=block // 32,
-            **options,
+            x, weight, bias, out, states, plan.read_pages, plan.write_pages, *strides,
+            num_warps=block // 32, **options,
         )  # fmt: skip
         return out
     _conv[(programs * blocks,)](
         x, weight, bias, out, states, plan.offsets, plan.lengths, plan.starts, plan.read_pages, plan.write_pages,
-        plan.tiles, *strides, RUN=plan.page_tokens, TILE=CONV_TILE, PDL=pdl, num_warps=8, **options,
+        plan.tiles, *strides, RUN=plan.page_tokens, TILE=CONV_TILE, num_warps=8, **options,
     )  # fmt: skip
     return out
-
-
-def _pdl_options(pdl: bool) -> dict[str, Any]:
-    return {"launch_pdl": True} if pdl else {}

@@ -368,14 +368,9 @@ def launch_options(pdl: bool) -> dict[str, bool]:
 
 
 def greedy(
-    logits: Tensor,
-    slots: Tensor,
-    last_sampled: Tensor,
-    tokens: Tensor,
-    faults: Tensor,
-    scratch: SamplingScratch,
+    logits: Tensor, slots: Tensor, last_sampled: Tensor, tokens: Tensor, faults: Tensor, scratch: SamplingScratch,
     pdl: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Set tokens[r] and last_sampled[slots[r]] to the lowest id of the greatest of logits [R, V], and faults[r] to 0.
 
     A row with a logit that is NaN or +infinite, or with none above -infinity, gets token 0 and fault 1. Logits are of
@@ -399,18 +394,9 @@ def greedy(
 
 
 def sample(
-    logits: Tensor,
-    params: Tensor,
-    draw_rows: Tensor,
-    uniforms: Tensor,
-    slots: Tensor,
-    last_sampled: Tensor,
-    tokens: Tensor,
-    faults: Tensor,
-    scratch: SamplingScratch,
-    has_truncation: bool = True,
-    pdl: bool = False,
-) -> None:
+    logits: Tensor, params: Tensor, draw_rows: Tensor, uniforms: Tensor, slots: Tensor, last_sampled: Tensor,
+    tokens: Tensor, faults: Tensor, scratch: SamplingScratch, has_truncation: bool = True, pdl: bool = False,
+) -> None:  # fmt: skip
     """Draw tokens [D] from the rows draw_rows [D] (ascending) of logits [R, V], as `greedy` where the temperature is 0.
 
     params [R, 4] float64: temperature, min_p, top_k (0: off), top_p; uniforms [D] float64 in [0, 1). `has_truncation`

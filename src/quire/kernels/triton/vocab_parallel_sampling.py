@@ -312,13 +312,9 @@ def weigh_tokens(logits: Tensor, own: VocabShard, shapes: Tensor, found: RowMax,
 
 
 def find_thresholds(
-    logits: Tensor,
-    own: VocabShard,
-    shapes: Tensor,
-    found: RowMax,
-    gather: Callable[[Tensor], Tensor],
+    logits: Tensor, own: VocabShard, shapes: Tensor, found: RowMax, gather: Callable[[Tensor], Tensor],
     pdl: bool = False,
-) -> TokenWeights:
+) -> TokenWeights:  # fmt: skip
     """Return the same as `weigh_tokens` for rows that may have top_k and top_p. `gather` returns a tensor of all ranks,
     stacked in rank order; it is called nine times."""
     (rows, _), blocks, device = logits.shape, max(triton.cdiv(own.count, BLOCK), 1), logits.device
