@@ -399,6 +399,7 @@ def read_opt(fields: ConfigReader) -> DecoderConfig:
         layers=(LayerConfig(),) * fields.get_int("num_hidden_layers", maximum=MAX_LAYERS),
         max_len=max_len,
         positions=max_len + OPT_POSITION_OFFSET,
+        position_offset=OPT_POSITION_OFFSET,
         weight_names=OPT_NAMES,
         weight_prefixes=("model.decoder.", "decoder."),
     )

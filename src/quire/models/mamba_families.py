@@ -25,8 +25,8 @@ ITEMSIZES = {"bfloat16": 2, "float16": 2}
 
 MAMBA_MODEL_NAMES: WeightNames = {
     "embed_tokens": "embeddings",
-    "layers.*.norm": "layers.*.norm",
-    **prefixed("layers.*.mixer", "layers.*.mixer.", MAMBA_NAMES),
+    "layers.*.mixer_norm": "layers.*.norm",
+    **prefixed("layers.*.mamba", "layers.*.mixer.", MAMBA_NAMES),
     "norm": "norm_f",
     "head": "lm_head",
 }
