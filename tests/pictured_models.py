@@ -91,6 +91,7 @@ class Model:
     """One of transformers', its folder, and our settings of its encoder."""
 
     vision: VisionSettings
+    settings: ClassVar[dict[str, Any]] = {"kv_tokens": 2048, "max_model_len": 1024}
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
@@ -156,6 +157,10 @@ class Model:
         if key not in self.said:
             self.said[key] = self.logits(prompt, more)[len(prompt.tokens) - 1 :].log_softmax(-1)
         return self.said[key]
+
+    def following(self, prompt: Prompt, tokens: list[int]) -> Tensor:
+        """[len(tokens), V]: of each of these tokens behind a prompt."""
+        return self.logprobs(prompt, tokens)[:-1]
 
     def logits(self, prompt: Prompt, more: list[int]) -> Tensor:
         ids = torch.tensor([prompt.tokens + more])

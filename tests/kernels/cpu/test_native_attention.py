@@ -72,7 +72,7 @@ def taped(
 ) -> tuple[RecordedOps, Tensor]:
     """A tape of a step of single tokens, and where it will leave what it finds."""
     with backend.library.record() as tape:
-        plan = backend.plan_decode(backend.decode_batch(*singles), table, cache)
+        plan = backend.plan_captured(backend.decode_batch(*singles), table, cache)
         return tape, backend.rotate_and_attend(qkv, None, None, cache, plan)
 
 

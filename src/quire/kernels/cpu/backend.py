@@ -143,7 +143,7 @@ class NativeBackend:
         run reads what these buffers hold then."""
         return CpuDecodeBatch(slots, positions, prompts)
 
-    def plan_decode(self, step: CpuDecodeBatch, tables: Tensor, cache: LayerCache) -> CpuAttentionPlan:
+    def plan_captured(self, step: CpuDecodeBatch, tables: Tensor, cache: LayerCache) -> CpuAttentionPlan:
         """Return the plan of such a step; `tables` are the page tables of the cache's group."""
         budget = 0 if step.prompts is None else cache.budget or 0
         tiles = step.slots.new_empty((len(step.slots), 6)) if self.deterministic else None
