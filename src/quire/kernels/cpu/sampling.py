@@ -11,8 +11,7 @@ from quire.kernels.cpu.library_loader import required_library
 
 def sample(
     logits: Tensor, params: Tensor | None, draw_rows: Tensor | None, uniforms: Tensor | None, slots: Tensor,
-    last_sampled: Tensor,
-    tokens: Tensor, faults: Tensor,
+    last_sampled: Tensor, tokens: Tensor, faults: Tensor,
 ) -> None:  # fmt: skip
     """Draw tokens [D] from the rows draw_rows [D] (ascending; None: one draw a row) of logits [R, V]. Where the
     temperature is 0 the token is the lowest id of the greatest logit.
@@ -27,6 +26,5 @@ def sample(
         assert tensor is None or tensor.is_contiguous(), "vectors must be contiguous"
     required_library().call(
         f"sample_{DTYPE_SUFFIXES[logits.dtype]}", rows, logits, params, draw_rows, uniforms, slots, last_sampled,
-        tokens, faults,
-        logits.stride(0), vocab, len(tokens),
+        tokens, faults, logits.stride(0), vocab, len(tokens),
     )  # fmt: skip

@@ -246,8 +246,7 @@ class TritonBackend:
 
     def write_kv(
         self, qkv: Tensor, q: Tensor, rotary: RotaryTable | None, norms: tuple[HeadNorm, HeadNorm] | None,
-        cache: LayerCache,
-        plan: TritonAttentionPlan,
+        cache: LayerCache, plan: TritonAttentionPlan,
     ) -> None:  # fmt: skip
         """Normalise, rotate and write: keys and values to their pages, queries to q [T, heads, dim]."""
         rope_write(

@@ -118,8 +118,7 @@ def _await_own(
 @triton.jit(do_not_specialize=["me", "polls", "parts_said", "sums_said", "sums", "call", "piece", "rows"])
 def _finish(
     x, delta, post_norm_weight, weight, bias, out, table, error, me, polls, parts_said, sums_said, sums, call, piece,
-    rows,
-    x_stride, delta_stride, out_stride, eps,
+    rows, x_stride, delta_stride, out_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, POST_NORM: tl.constexpr, LAYER: tl.constexpr,
     RANKS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
@@ -173,8 +172,7 @@ def all_reduce_norm_owned(
     _await_own[(1,)](*peer_args, *flags, call, piece, rows, peers.ranks, MAX_PEERS, num_warps=1)
     _finish[(rows,)](
         x, delta, post_norm_weight, weight, bias, out, *peer_args, *flags, region_offset(peers, SUMS), call, piece,
-        rows,
-        0 if x is None else x.stride(0), delta.stride(0), 0 if out is None else out.stride(0), eps,
+        rows, 0 if x is None else x.stride(0), delta.stride(0), 0 if out is None else out.stride(0), eps,
         size, block, x is not None, post_norm_weight is not None, bias is not None, peers.ranks, MAX_PEERS,
         num_warps=num_warps_for(block),
     )  # fmt: skip

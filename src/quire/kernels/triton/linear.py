@@ -77,8 +77,8 @@ def _launch(
     early = min(tile.prefetch, depth // tile.depth)
     even = (depth - early * tile.depth) % tile.depth == 0
     options: dict[str, Any] = {"BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "EARLY": early, "EVEN": even}
-    options |= {"num_warps": tile.warps, "GROUP": group, "BIAS": bias is not None, "KIND": activation, "PDL": pdl}
-    options |= {"launch_pdl": True} if pdl else {}
+    options |= {"num_warps": tile.warps, "GROUP": group, "BIAS": bias is not None, "KIND": activation}
+    options |= {"PDL": pdl, "launch_pdl": pdl}
     grid = (cdiv(size, tile.columns if activation is None else tile.columns // 2),)
     tensors = (x, weight, out if scale is None else scale, out if bias is None else bias, out)
     if tile.rows == 0:

@@ -146,13 +146,12 @@ def causal_conv(
     if not programs:
         return out
     blocks = cdiv(inner, block)
-    options = {"INNER": inner, "TAPS": taps, "BLOCK": block, "BLOCKS": blocks, "BIAS": bias is not None, "PDL": pdl}
-    options |= {"launch_pdl": True} if pdl else {}
+    options = {"INNER": inner, "TAPS": taps, "BLOCK": block, "BLOCKS": blocks, "BIAS": bias is not None}
+    options |= {"PDL": pdl, "launch_pdl": pdl}
     strides = x.stride(0), out.stride(0), states.stride(0), plan.write_pages.stride(0)
     if plan.tiles is None:
         _conv_single[(programs * blocks,)](
-            x, weight, bias, out, states, plan.read_pages, plan.write_pages, *strides,
-            num_warps=block // 32, **options,
+            x, weight, bias, out, states, plan.read_pages, plan.write_pages, *strides, num_warps=block // 32, **options,
         )  # fmt: skip
         return out
     _conv[(programs * blocks,)](
