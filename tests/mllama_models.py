@@ -113,7 +113,7 @@ class Saved:
         for layer in self.model.model.language_model.layers:
             if hasattr(layer, "cross_attn"):
                 layer.cross_attn.register_forward_hook(self._blind)
-        self.said: dict[tuple[int | str, ...], Tensor] = {}
+        self.kept: dict[tuple[int | str, ...], Tensor] = {}
 
     def _blind(self, module: Any, inputs: Any, found: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         """Tokens that see no picture get nothing of any, as the model's authors have it; transformers masks what the
@@ -152,9 +152,9 @@ class Saved:
     def logits(self, prompt: Mixed, tokens: Sequence[int]) -> Tensor:
         """[T, V]: of what follows each token of a prompt, and of those behind it."""
         key = (*prompt, *tokens)
-        if key not in self.said:
-            self.said[key] = self.model(**self.inputs(prompt, tokens)).logits[0]
-        return self.said[key]
+        if key not in self.kept:
+            self.kept[key] = self.model(**self.inputs(prompt, tokens)).logits[0]
+        return self.kept[key]
 
     def following(self, prompt: Mixed, tokens: Sequence[int]) -> Tensor:
         """[T, V]: of each of these tokens behind a prompt."""

@@ -139,20 +139,20 @@ def test_a_device_that_encodes_does_not_wait(saved: Any, monkeypatch: pytest.Mon
     """A step begins with its pictures: what a GPU waits for the host is counted up to them."""
     model = saved("llava")
     engine = engine_of(model)
-    runner, said = engine.runner, list[str]()
+    runner, events = engine.runner, list[str]()
     encode = runner.image_inputs.encode
 
     marks = SimpleNamespace(
-        start_step=lambda: said.append("begin") or "mark",
-        end_step=lambda began, replayed: said.append(f"{began}, {'replayed' if replayed else 'launched'}"),
+        start_step=lambda: events.append("begin") or "mark",
+        end_step=lambda began, replayed: events.append(f"{began}, {'replayed' if replayed else 'launched'}"),
         collect=lambda span: 0.0,
     )
     monkeypatch.setattr(runner, "idle_timer", marks)
-    monkeypatch.setattr(runner.image_inputs, "encode", lambda entries: said.append("encode") or encode(entries))
+    monkeypatch.setattr(runner.image_inputs, "encode", lambda entries: events.append("encode") or encode(entries))
     list(run(engine, prompts(model, "llava")[:1], sampled(temperature=0)))
     engine.close()
-    assert said[:3] == ["begin", "encode", "mark, launched"]
-    assert said[3:] == ["begin", "mark, replayed"] * (NEW - 1)
+    assert events[:3] == ["begin", "encode", "mark, launched"]
+    assert events[3:] == ["begin", "mark, replayed"] * (NEW - 1)
 
 
 @pytest.mark.share(360)
@@ -220,8 +220,8 @@ def test_greedy_tokens(saved: Any, case: str) -> None:
 @pytest.mark.parametrize("vision_cache", ["pages", "inside"])
 @pytest.mark.parametrize("case", ["llava", "internvl"])
 def test_a_picture_is_encoded_once(saved: Any, case: str, vision_cache: str) -> None:
-    """Each part of each picture of a prompt in its turn, though the prompt has many chunks; kept pages serve whoever
-    shows it again."""
+    """Each part of each picture of a prompt in its turn, though the prompt has many chunks; kept pages serve any
+    request that shows it again."""
     model = saved(case)
     engine = engine_of(model, max_num_batched_tokens=8, vision_cache=vision_cache, enable_prefix_caching=True)
     entries = encoded(engine)

@@ -53,7 +53,7 @@ class Saved:
         for name, parameter in self.model.named_parameters():
             self.draw(kind, name, parameter.data)
         self.model.save_pretrained(folder)
-        self.said: dict[tuple[int, ...], torch.Tensor] = {}
+        self.logprobs_by_tokens: dict[tuple[int, ...], torch.Tensor] = {}
         if case == "mistral, layer_types":  # as a checkpoint has it that came before there was a class for it
             path = folder / "config.json"
             config = json.loads(path.read_text())
@@ -66,9 +66,9 @@ class Saved:
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
         """[T, V]: of what follows each of them."""
         key = tuple(tokens)
-        if key not in self.said:
-            self.said[key] = self.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
-        return self.said[key]
+        if key not in self.logprobs_by_tokens:
+            self.logprobs_by_tokens[key] = self.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        return self.logprobs_by_tokens[key]
 
     def following(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
         """[len(tokens), V]: of each of these tokens behind a prompt."""
@@ -78,8 +78,8 @@ class Saved:
     def generate(self, prompt: list[int], **options: Any) -> list[list[int]]:
         """What follows the prompt: of each beam, or of the only row."""
         ids = torch.tensor([prompt])
-        told = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-        return self.model.generate(ids, **told, **options)[:, len(prompt) :].tolist()
+        limits = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        return self.model.generate(ids, **limits, **options)[:, len(prompt) :].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def run(
     engine: Engine, prompts: Sequence[Any], params: SamplingParams,
     request: Callable[[Any], tuple[list[int], dict[str, Any]]] = lambda prompt: (prompt, {}),
 ) -> Iterator[tuple[Any, list[int], list[TopLogprobs]]]:  # fmt: skip
-    """Each branch's prompt and tokens, and what was said of these. `request`: a prompt's tokens and images."""
+    """Each branch's prompt and tokens, and their log-probabilities. `request`: a prompt's tokens and images."""
     for i, prompt in enumerate(prompts):
         tokens, images = request(prompt)
         engine.add(str(i), tokens, params, **images)
@@ -130,7 +130,7 @@ def run(
 
 
 def finished(engine: Engine) -> Iterator[tuple[str, list[int], list[TopLogprobs]]]:
-    """Each branch's request and tokens, and what was said of these."""
+    """Each branch's request and tokens, and their log-probabilities."""
     found: dict[tuple[str, int], tuple[list[int], list[TopLogprobs]]] = {}
     while engine.has_unfinished_requests:
         for output in engine.step():

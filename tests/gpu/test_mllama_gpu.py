@@ -1,5 +1,5 @@
-"""Llama 3.2 Vision on a GPU: what is said is what transformers says, and tokens are the same however the memory is cut
-into pages, whoever is preempted, whether steps are graphs, and with what they share a step."""
+"""Llama 3.2 Vision on a GPU: log-probabilities are transformers', and tokens are the same however the memory is cut
+into pages, whichever is preempted, whether steps are graphs, and with what they share a step."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(params=VARIANTS or ["none"])
 def use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Library]]:
-    """Puts a library with so many threads in place of the process's own, for products."""
+    """Puts a library of a number of threads in place of the process's own, for products."""
     made = []
 
     def place(threads: int) -> Library:

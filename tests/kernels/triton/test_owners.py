@@ -44,7 +44,7 @@ KINDS = ("rms", "sum", "layer", "behind")
 
 
 class Ranks:
-    """So many, whose GPUs are `world`. What a call leaves is in `found`, what it should leave in `wanted`, by rank."""
+    """Ranks whose GPUs are `world`. What a call leaves is in `found`, what it should leave in `wanted`, by rank."""
 
     def __init__(self, world: World, ranks: int) -> None:
         self.world, self.ranks = world, ranks
@@ -145,16 +145,16 @@ class Queued:
             world.brief(work)
         elif self.name == "_await_own":
             table, _, me, _, _, _, call, piece, rows, ranks = given[:10]
-            world.put(work, said(table, me, call, piece, rows, ranks, [me]), work)
+            world.put(work, sums_arrived(table, me, call, piece, rows, ranks, [me]), work)
         else:
             table, me, (call, piece, rows), ranks = given[6], given[8], given[13:16], len(given[6])
-            world.fill(work, said(table, me, call, piece, rows, ranks, range(ranks)))
+            world.fill(work, sums_arrived(table, me, call, piece, rows, ranks, range(ranks)))
 
 
-def said(
+def sums_arrived(
     table: Tensor, me: int, call: int, piece: int, rows: int, ranks: int, owners: Iterable[int]
 ) -> Callable[[], bool]:
-    """Whether all sums of these owners have come to rank `me`."""
+    """Return a function that tells whether all sums of `owners` have come to rank `me`."""
     pieces = [slice(at, min(at + piece, rows)) for at in range(0, rows, piece)]
     words = [
         ctypes.c_int64.from_address(int(table[me]) + flag_offset(SUMS, number, owner))
@@ -175,7 +175,7 @@ def test_sums_are_those_in_rank_order_whatever_runs_first(
         for rows, kind in zip((7, 9, 6, 26, 10, 13), 2 * KINDS):
             group.call(rows, kind)
         group.world.run()
-        assert not any(group.missed), "somebody was waited for in vain"
+        assert not any(group.missed), "a rank was waited for in vain"
         assert all(len(found) == 6 for found in group.found)
         assert not group.wrong()
 
@@ -288,10 +288,10 @@ def test_a_rehearsal_launches_what_a_call_does_within_its_scratch(
 ) -> None:
     """Of rows as long as others are exchanged at most: 64 KiB."""
     group = made(0, 8)
-    monkeypatch.setattr(Queued, "launches", told := [])
+    monkeypatch.setattr(Queued, "launches", launched := [])
     whole = KERNEL_BYTES + WARMUP_BYTES
     scratch = torch.zeros(whole + WARMUP_BYTES, dtype=torch.uint8)
-    scratch[whole:] = 0xFF  # whoever reads this has no number
+    scratch[whole:] = 0xFF  # read as fp32, this is NaN
     there = (scratch.data_ptr(),) * 8
     alone = group.carriers[7].peers._replace(
         table=torch.tensor(there), addresses=there, polls=0, copy_bytes=WARMUP_BYTES
@@ -299,7 +299,7 @@ def test_a_rehearsal_launches_what_a_call_does_within_its_scratch(
     x, delta = torch.ones(2, 3, 1 << 14).unbind(0)
     group.carriers[7].warm_up(alone, x, delta, torch.ones(1 << 14), None, EPS, None)
     group.world.run()
-    assert set(told) == set(KERNELS)
+    assert set(launched) == set(KERNELS)
     assert group.carriers[7].call == 0
     assert (scratch[whole:] == 0xFF).all()
     sums = region_offset(alone, SUMS)

@@ -76,20 +76,20 @@ def _add_up(
 
 
 @triton.jit
-def _give_up(said, call, error, me, owner, RANKS: tl.constexpr):
+def _give_up(flags, call, error, me, owner, RANKS: tl.constexpr):
     """Store as error the rank that did not answer: the owner, or the first rank whose part is missing here too. Then
     set the flags of missing parts, so that the stream that waits for them continues: the sums are wrong, but the step
     has failed, and the stream's queue must end."""
     missed = owner
     for i in tl.static_range(RANKS):
         r = RANKS - 1 - i
-        came = tl.atomic_add((said + r * 8).to(tl.pointer_type(tl.int64)), 0, sem="acquire", scope="sys")
+        came = tl.atomic_add((flags + r * 8).to(tl.pointer_type(tl.int64)), 0, sem="acquire", scope="sys")
         missed = tl.where((came < call) & (me != r), r, missed)  # other ranks may have given up, and have continued
     if tl.load(error) == 0:  # the first cause is kept
         tl.store(error, missed + 1)
     for r in tl.static_range(RANKS):
         if r != me:
-            tl.atomic_max((said + r * 8).to(tl.pointer_type(tl.int64)), call, sem="release", scope="sys")
+            tl.atomic_max((flags + r * 8).to(tl.pointer_type(tl.int64)), call, sem="release", scope="sys")
 
 
 @triton.jit

@@ -22,13 +22,13 @@ SINGLE_BLOCK = 256
 
 
 @triton.jit
-def _input(x, old, read, at, columns, mask, x_stride, BEHIND: tl.constexpr, FIRST: tl.constexpr):
+def _input(x, old, read, at, columns, mask, x_stride, HISTORY: tl.constexpr, FIRST: tl.constexpr):
     """Return the inputs at positions `at` of a row, fp32. With FIRST, positions below 0 are read from the state, or are
     zero if there is none. `x`: address of the row's first input; `old`: of the state."""
     values = tl.load(x + at.to(tl.int64) * x_stride + columns, mask=mask & (at >= 0), other=0.0).to(tl.float32)
     if FIRST:
-        behind = tl.load(old + columns * BEHIND + at + BEHIND, mask=mask & (at < 0) & (read >= 0), other=0.0)
-        values = tl.where(at < 0, behind.to(tl.float32), values)
+        stored = tl.load(old + columns * HISTORY + at + HISTORY, mask=mask & (at < 0) & (read >= 0), other=0.0)
+        values = tl.where(at < 0, stored.to(tl.float32), values)
     return values
 
 
@@ -76,8 +76,8 @@ def _conv(
             end = tl.minimum((run + 1) * RUN - start, length)
             page = tl.load(writes + row * width + run - start // RUN)
             for k in tl.static_range(TAPS - 1):
-                behind = end + k - (TAPS - 1)
-                last = tl.load(x + behind * x_stride + columns, mask=inside & (behind >= 0), other=0.0)
+                token = end + k - (TAPS - 1)
+                last = tl.load(x + token * x_stride + columns, mask=inside & (token >= 0), other=0.0)
                 last = last.to(states.dtype.element_ty)
                 for m in tl.static_range(TAPS - 1):
                     last = tl.where(end + k == m, before[m], last)
@@ -95,7 +95,7 @@ def _conv_single(
     the few numbers of a channel in a state are. States are written in memory order."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    BEHIND: tl.constexpr = TAPS - 1
+    HISTORY: tl.constexpr = TAPS - 1
     row, begin = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS * BLOCK
     columns = begin + tl.arange(0, BLOCK)
     inside, scales = columns < INNER, ()
@@ -109,23 +109,23 @@ def _conv_single(
     read, page = tl.load(reads + row), tl.load(writes + row * width)
     x, old, new = x + row * x_stride, states + read * page_stride, states + page * page_stride
     token, before, after = tl.load(x + columns, mask=inside, other=0.0), (), ()
-    for k in tl.static_range(BEHIND):
-        before += (tl.load(old + columns * BEHIND + k, mask=inside & (read >= 0), other=0.0),)
-    for k in tl.static_range(BEHIND):
-        place = begin * BEHIND + k * BLOCK + tl.arange(0, BLOCK)
-        here, latest = place < INNER * BEHIND, place % BEHIND == BEHIND - 1
+    for k in tl.static_range(HISTORY):
+        before += (tl.load(old + columns * HISTORY + k, mask=inside & (read >= 0), other=0.0),)
+    for k in tl.static_range(HISTORY):
+        place = begin * HISTORY + k * BLOCK + tl.arange(0, BLOCK)
+        here, latest = place < INNER * HISTORY, place % HISTORY == HISTORY - 1
         moved = tl.load(old + place + 1, mask=here & (read >= 0) & (latest == 0), other=0.0)
-        added = tl.load(x + place // BEHIND, mask=here & latest, other=0.0)
+        added = tl.load(x + place // HISTORY, mask=here & latest, other=0.0)
         after += (tl.where(latest, added.to(moved.dtype), moved),)
-    for k in tl.static_range(BEHIND):
+    for k in tl.static_range(HISTORY):
         acc = tl.fma(before[k].to(tl.float32), scales[k], acc)
-    acc = tl.fma(token.to(tl.float32), scales[BEHIND], acc)
+    acc = tl.fma(token.to(tl.float32), scales[HISTORY], acc)
     acc = activate(acc, "silu")
     tl.store(out + row * out_stride + columns, acc.to(out.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # the page that is written may be the one that other threads read
-    for k in tl.static_range(BEHIND):
-        place = begin * BEHIND + k * BLOCK + tl.arange(0, BLOCK)
-        tl.store(new + place, after[k], mask=place < INNER * BEHIND)
+    for k in tl.static_range(HISTORY):
+        place = begin * HISTORY + k * BLOCK + tl.arange(0, BLOCK)
+        tl.store(new + place, after[k], mask=place < INNER * HISTORY)
 
 
 def causal_conv(

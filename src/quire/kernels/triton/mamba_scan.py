@@ -278,8 +278,8 @@ def _unrolled(
         if ENDS and begin + PART >= length:
             return
     for k in tl.static_range(GROUPS):
-        old, known = states + read * page_stride + channel[k] * SIZE, inside[k] & (read >= 0) & (begin == 0)
-        h += _load_channels(old, known, SIZE, BLOCK, WIDE)
+        old, has_state = states + read * page_stride + channel[k] * SIZE, inside[k] & (read >= 0) & (begin == 0)
+        h += _load_channels(old, has_state, SIZE, BLOCK, WIDE)
     if PART and not ENDS:
         for part in range(begin // PART):
             place, left = (slot + part) * INNER, ()
