@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import test_unlike_logits
 import torch
 import transformers
-from test_unlike_logits import finished
 from torch import Tensor
 from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
     get_cross_attention_token_mask,
 )
 
-from quire.config import EngineConfig
-from quire.core.engine import Engine
 from quire.models import resolve_model_class
 from quire.protocol.image_tiling import TileGrid
 from quire.protocol.images import ImageItem, ImagePixels
-from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.step_plan import TopLogprobs
-from quire.startup.build import build
 from quire.text.images.loader import merge_adjacent
 from quire.weights.checkpoint_files import read_config
 
@@ -92,6 +88,8 @@ def shown(prompt: Mixed) -> tuple[tuple[ImageItem, ...], tuple[ImagePixels, ...]
 class Saved:
     """The model, in `folder` under the names that transformers writes."""
 
+    settings: ClassVar[dict[str, Any]] = {"kv_tokens": 4096, "device": "cpu"}
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         torch.manual_seed(0)
@@ -115,7 +113,7 @@ class Saved:
         for layer in self.model.model.language_model.layers:
             if hasattr(layer, "cross_attn"):
                 layer.cross_attn.register_forward_hook(self._blind)
-        self.said: dict[tuple[int | str, ...], Tensor] = {}
+        self.kept: dict[tuple[int | str, ...], Tensor] = {}
 
     def _blind(self, module: Any, inputs: Any, found: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         """Tokens that see no picture get nothing of any, as the model's authors have it; transformers masks what the
@@ -154,11 +152,11 @@ class Saved:
     def logits(self, prompt: Mixed, tokens: Sequence[int]) -> Tensor:
         """[T, V]: of what follows each token of a prompt, and of those behind it."""
         key = (*prompt, *tokens)
-        if key not in self.said:
-            self.said[key] = self.model(**self.inputs(prompt, tokens)).logits[0]
-        return self.said[key]
+        if key not in self.kept:
+            self.kept[key] = self.model(**self.inputs(prompt, tokens)).logits[0]
+        return self.kept[key]
 
-    def logprobs(self, prompt: Mixed, tokens: Sequence[int]) -> Tensor:
+    def following(self, prompt: Mixed, tokens: Sequence[int]) -> Tensor:
         """[T, V]: of each of these tokens behind a prompt."""
         return self.logits(prompt, tokens)[len(prompt) - 1 : -1].log_softmax(-1)
 
@@ -171,20 +169,9 @@ class Saved:
         return rows
 
 
-def engine_of(model: Saved, **settings: Any) -> Engine:
-    config = {
-        "kv_tokens": 4096, "max_num_seqs": 8, "threads": 1, "debug": True, "dtype": "float32", "device": "cpu",
-        **settings,
-    }  # fmt: skip
-    return build(EngineConfig.of(model=str(model.folder), skip_tokenizer_init=True, **config)).engine
+def request(prompt: Mixed) -> tuple[list[int], dict[str, Any]]:
+    media, pixels = shown(prompt)
+    return tokens_of(prompt), {"images": media, "pixels": pixels}
 
 
-def run(
-    engine: Engine, prompts: Sequence[Mixed], params: SamplingParams
-) -> Iterator[tuple[Mixed, list[int], list[TopLogprobs]]]:
-    """Each branch's prompt and tokens, and what was said of these."""
-    for i, prompt in enumerate(prompts):
-        media, pixels = shown(prompt)
-        engine.add(str(i), tokens_of(prompt), params, images=media, pixels=pixels)
-    for request, tokens, tops in finished(engine):
-        yield prompts[int(request)], tokens, tops
+run = partial(test_unlike_logits.run, request=request)

@@ -91,12 +91,13 @@ class Model:
     """One of transformers', its folder, and our settings of its encoder."""
 
     vision: VisionSettings
+    settings: ClassVar[dict[str, Any]] = {"kv_tokens": 2048, "max_model_len": 1024}
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
         self.folder = folder
         self.make()
-        self.said: dict[tuple[int, ...], Tensor] = {}
+        self.kept: dict[tuple[int, ...], Tensor] = {}
 
     def make(self) -> None:
         raise NotImplementedError
@@ -153,9 +154,13 @@ class Model:
     def logprobs(self, prompt: Prompt, more: list[int]) -> Tensor:
         """[1 + len(more), V]: of what follows the prompt, and each of `more`."""
         key = (*prompt.tokens, -1, *(int.from_bytes(m.key[:7]) for m in prompt.media), -1, *more)
-        if key not in self.said:
-            self.said[key] = self.logits(prompt, more)[len(prompt.tokens) - 1 :].log_softmax(-1)
-        return self.said[key]
+        if key not in self.kept:
+            self.kept[key] = self.logits(prompt, more)[len(prompt.tokens) - 1 :].log_softmax(-1)
+        return self.kept[key]
+
+    def following(self, prompt: Prompt, tokens: list[int]) -> Tensor:
+        """[len(tokens), V]: of each of these tokens behind a prompt."""
+        return self.logprobs(prompt, tokens)[:-1]
 
     def logits(self, prompt: Prompt, more: list[int]) -> Tensor:
         ids = torch.tensor([prompt.tokens + more])
@@ -291,8 +296,8 @@ class Phi3Vision(Model):
         image = {"name": "clip_vision_model", "image_dim_out": 32, "layer_idx": -2, "vision_config": TOWER}
         layer = {"projection_cls": "mlp", "use_hd_transform": True, "with_learnable_separator": True,
                  "hd_transform_order": "sub_glb"}  # fmt: skip
-        said = {"architectures": ["Phi3VForCausalLM"], **text, "img_processor": image, "embd_layer": layer}
-        self.finish({**said, "rms_norm_eps": config.rms_norm_eps}, {"num_crops": 4})
+        stored = {"architectures": ["Phi3VForCausalLM"], **text, "img_processor": image, "embd_layer": layer}
+        self.finish({**stored, "rms_norm_eps": config.rms_norm_eps}, {"num_crops": 4})
 
     def finish(self, config: dict[str, Any], preprocessor: dict[str, Any]) -> None:
         from quire.models.vision import settings

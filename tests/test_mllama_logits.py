@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from mllama_models import PROMPTS, SIDE, VOCAB, Saved, engine_of, run, shown, text, tokens_of
+from mllama_models import PROMPTS, SIDE, VOCAB, Saved, run, shown, text, tokens_of
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_unlike_logits import assert_said, preempting
+from test_unlike_logits import assert_said, check_branches, engine_of, serving
 
 from quire import SamplingParams
 from quire.config import EngineConfig
@@ -29,6 +29,7 @@ from quire.weights.checkpoint_files import read_config
 from quire.weights.loader import load_weights
 
 NEW = 9
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=20)
 
 
 @pytest.fixture(scope="module")
@@ -36,31 +37,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(tmp_path_factory.mktemp("mllama"))
 
 
-def check(model: Saved, **settings: Any) -> None:
-    """Twice: the second time prompts and pictures are found in memory."""
-    how = settings.get("preemption")
-    if how is not None:
-        settings["depth"] = 1
-    engine = engine_of(model, enable_prefix_caching=True, **settings)
-    if how is not None:
-        preempting(engine, {3, 5, 8, 14, 22})
-    params = SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=NEW, ignore_eos=True, logprobs=20)
-    for _ in range(2):
-        answers = list(run(engine, PROMPTS, params))
-        assert len({tuple(tokens) for _, tokens, _ in answers}) == 2 * len(PROMPTS), "branches part"
-        for prompt, tokens, tops in answers:
-            assert_said(tops, model.logprobs(prompt, tokens))
-    assert how is None or engine.scheduler.preemption_counts[how] > 0
-    assert (engine.scheduler.memory.account().sharing.hits > 0) or how is not None
-    engine.close()
+def check(model: Saved, preemption: str | None = None, **settings: Any) -> None:
+    """Prompts and pictures are found in memory."""
+    with serving(model, preemption, enable_prefix_caching=True, **settings) as engine:
+        check_branches(engine, model, PROMPTS, run=run)
+        assert preemption is not None or engine.scheduler.memory.account().sharing.hits > 0
 
 
 @pytest.mark.share(8)
 @pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (4, 1), (16, 3), (16, 64)])
 def test_logits_of_branches(model: Saved, page_size: int, chunk: int, preemption: str | None) -> None:
-    how = {} if preemption is None else {"preemption": preemption}
-    check(model, page_size=page_size, max_num_batched_tokens=chunk, **how)
+    check(model, preemption, page_size=page_size, max_num_batched_tokens=chunk)
 
 
 @pytest.mark.usefixtures("threads")
@@ -87,19 +75,17 @@ def test_logits_of_ranks(model: Saved, settings: dict[str, Any], ranks: int) -> 
 )  # fmt: skip
 def test_logits_in_other_memories(model: Saved, settings: dict[str, Any]) -> None:
     engine = engine_of(model, max_num_batched_tokens=20, **settings)
-    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=20)
-    for prompt, tokens, tops in run(engine, PROMPTS, params):
-        assert_said(tops, model.logprobs(prompt, tokens))
+    for prompt, tokens, tops in run(engine, PROMPTS, GREEDY):
+        assert_said(tops, model.following(prompt, tokens))
     engine.close()
 
 
 def test_a_picture_hits_whatever_stands_before_it(model: Saved) -> None:
     engine = engine_of(model, max_num_batched_tokens=64, page_size=4)
-    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=20)
     gallery = engine.scheduler.memory.encoder_cache
     for before in (3, 8, 17):
-        for prompt, tokens, tops in run(engine, [[*text(before, before), "3", *text(5, 1)]], params):
-            assert_said(tops, model.logprobs(prompt, tokens))
+        for prompt, tokens, tops in run(engine, [[*text(before, before), "3", *text(5, 1)]], GREEDY):
+            assert_said(tops, model.following(prompt, tokens))
     assert (gallery.runs, gallery.hits) == (1, 2)
     engine.close()
 
@@ -112,9 +98,8 @@ def test_text_alone_holds_no_page_of_pictures_and_runs_no_layer_for_them(
     g = [group.kind for group in memory.kv_config.groups].index("cross")
     for layer in (1, 3):
         monkeypatch.setattr(engine.runner.model.layers[layer], "forward", pytest.fail)
-    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=20)
-    for prompt, tokens, tops in run(engine, [text(33, 2), text(5, 1)], params):
-        assert_said(tops, model.logprobs(prompt, tokens))
+    for prompt, tokens, tops in run(engine, [text(33, 2), text(5, 1)], GREEDY):
+        assert_said(tops, model.following(prompt, tokens))
         assert memory.page_pool.used[g] == 0
     assert memory.encoder_cache.runs == 0
     engine.close()
@@ -123,18 +108,13 @@ def test_text_alone_holds_no_page_of_pictures_and_runs_no_layer_for_them(
 @pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
 def test_beams(model: Saved, preemption: str | None) -> None:
     """Those of transformers, which decodes one token by one: keys and values of pictures are kept."""
-    how = {} if preemption is None else {"preemption": preemption, "depth": 1}
-    engine = engine_of(model, max_num_batched_tokens=24, page_size=4, max_num_seqs=16, **how)
-    if preemption is not None:
-        preempting(engine, {6, 9, 13})
     params = SamplingParams(n=3, beam_width=3, max_tokens=NEW, ignore_eos=True)
-    found: dict[int, list[list[int]]] = {}
-    for prompt, tokens, _ in run(engine, PROMPTS, params):
-        found.setdefault(PROMPTS.index(prompt), []).append(tokens)
-    for i, prompt in enumerate(PROMPTS):
-        assert found[i] == model.generate(prompt, NEW, num_beams=3, num_return_sequences=3)
-    assert preemption is None or engine.scheduler.preemption_counts[preemption] > 0
-    engine.close()
+    settings = {"max_num_batched_tokens": 24, "page_size": 4, "max_num_seqs": 16}
+    with serving(model, preemption, {6, 9, 13}, **settings) as engine:
+        answers = list(run(engine, PROMPTS, params))
+    for prompt in PROMPTS:
+        found = [tokens for one, tokens, _ in answers if one is prompt]
+        assert found == model.generate(prompt, NEW, num_beams=3, num_return_sequences=3)
 
 
 def test_what_penalties_count_of_pictures_is_nothing(model: Saved) -> None:

@@ -5,24 +5,21 @@ forks, beams, neighbours and memories, and wherever rows lie; and greedy tokens 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_unlike_logits
 from pictured_models import MODELS, TOKEN, Model, Prompt
-from test_unlike_logits import assert_said, finished, preempting
+from test_unlike_logits import assert_said, check_branches, engine_of, serving
 
 from quire import SamplingParams
-from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.errors import InputError, PromptTooLong
-from quire.protocol.step_plan import ImageEncoding, StepPlan, TopLogprobs
-from quire.startup.build import build
+from quire.protocol.step_plan import ImageEncoding, StepPlan
 
 NEW = 6
-SETTINGS: dict[str, Any] = {"kv_tokens": 2048, "max_num_seqs": 8, "threads": 1, "debug": True, "max_model_len": 1024}
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +52,11 @@ def sampled(**params: Any) -> SamplingParams:
     return SamplingParams(max_tokens=NEW, ignore_eos=True, logit_bias={TOKEN: -100.0}, **params)
 
 
-def engine_of(model: Model, **settings: Any) -> Engine:
-    config = EngineConfig.of(
-        model=str(model.folder), skip_tokenizer_init=True, dtype="float32", **{**SETTINGS, **settings}
-    )
-    return build(config).engine
+def request(prompt: Prompt) -> tuple[list[int], dict[str, Any]]:
+    return prompt.tokens, {"images": prompt.media, "pixels": [one.pixels for one in prompt.pictures]}
 
 
-def run(
-    engine: Engine, given: Sequence[Prompt], params: SamplingParams
-) -> Iterator[tuple[Prompt, list[int], list[TopLogprobs]]]:
-    """Each branch's prompt and tokens, and what was said of these."""
-    for i, prompt in enumerate(given):
-        pixels = [one.pixels for one in prompt.pictures]
-        engine.add(str(i), prompt.tokens, params, images=prompt.media, pixels=pixels)
-    for request, tokens, tops in finished(engine):
-        yield given[int(request)], tokens, tops
+run = partial(test_unlike_logits.run, request=request)
 
 
 def encoded(engine: Engine) -> list[ImageEncoding]:
@@ -101,23 +87,15 @@ def check(
     model: Model, case: str, branches: int = 2, within: float = 1e-4, given: list[Prompt] | None = None,
     preemption: str | None = None, **settings: Any,
 ) -> list[ImageEncoding]:  # fmt: skip
-    """Twice: the second time prompts, and pictures, may be found in memory. What was encoded."""
-    engine = engine_of(model, **settings, **({} if preemption is None else {"preemption": preemption, "depth": 1}))
-    entries = encoded(engine)
-    if preemption is not None:
-        preempting(engine, {3, 5, 8, 14, 22})
-    params = sampled(temperature=0.9, seed=3, n=branches, logprobs=20)
+    """Prompts, and pictures, may be found in memory. What was encoded."""
     given = prompts(model, case) if given is None else given
-    for _ in range(2):
-        answers = list(run(engine, given, params))
-        assert len({tuple(tokens) for _, tokens, _ in answers}) > len(given), "branches part"
-        for prompt, tokens, tops in answers:
-            assert_said(tops, model.logprobs(prompt, tokens)[:-1], within)
-    assert preemption is None or engine.scheduler.preemption_counts[preemption] > 0
-    if not {"tp", "pp"} & settings.keys():
-        assert not engine.runner.image_inputs.pixels_by_key, "pictures are let go with their requests"
-        assert not engine.runner.image_inputs.partial_images
-    engine.close()
+    hidden = {"logit_bias": {TOKEN: -100.0}, "max_tokens": NEW}
+    with serving(model, preemption, **settings) as engine:
+        entries = encoded(engine)
+        check_branches(engine, model, given, branches, within, run, len(given) + 1, **hidden)
+        if not {"tp", "pp"} & settings.keys():
+            assert not engine.runner.image_inputs.pixels_by_key, "pictures are let go with their requests"
+            assert not engine.runner.image_inputs.partial_images
     return entries
 
 
@@ -161,20 +139,20 @@ def test_a_device_that_encodes_does_not_wait(saved: Any, monkeypatch: pytest.Mon
     """A step begins with its pictures: what a GPU waits for the host is counted up to them."""
     model = saved("llava")
     engine = engine_of(model)
-    runner, said = engine.runner, list[str]()
+    runner, events = engine.runner, list[str]()
     encode = runner.image_inputs.encode
 
     marks = SimpleNamespace(
-        start_step=lambda: said.append("begin") or "mark",
-        end_step=lambda began, replayed: said.append(f"{began}, {'replayed' if replayed else 'launched'}"),
+        start_step=lambda: events.append("begin") or "mark",
+        end_step=lambda began, replayed: events.append(f"{began}, {'replayed' if replayed else 'launched'}"),
         collect=lambda span: 0.0,
     )
     monkeypatch.setattr(runner, "idle_timer", marks)
-    monkeypatch.setattr(runner.image_inputs, "encode", lambda entries: said.append("encode") or encode(entries))
+    monkeypatch.setattr(runner.image_inputs, "encode", lambda entries: events.append("encode") or encode(entries))
     list(run(engine, prompts(model, "llava")[:1], sampled(temperature=0)))
     engine.close()
-    assert said[:3] == ["begin", "encode", "mark, launched"]
-    assert said[3:] == ["begin", "mark, replayed"] * (NEW - 1)
+    assert events[:3] == ["begin", "encode", "mark, launched"]
+    assert events[3:] == ["begin", "mark, replayed"] * (NEW - 1)
 
 
 @pytest.mark.share(360)
@@ -242,8 +220,8 @@ def test_greedy_tokens(saved: Any, case: str) -> None:
 @pytest.mark.parametrize("vision_cache", ["pages", "inside"])
 @pytest.mark.parametrize("case", ["llava", "internvl"])
 def test_a_picture_is_encoded_once(saved: Any, case: str, vision_cache: str) -> None:
-    """Each part of each picture of a prompt in its turn, though the prompt has many chunks; kept pages serve whoever
-    shows it again."""
+    """Each part of each picture of a prompt in its turn, though the prompt has many chunks; kept pages serve any
+    request that shows it again."""
     model = saved(case)
     engine = engine_of(model, max_num_batched_tokens=8, vision_cache=vision_cache, enable_prefix_caching=True)
     entries = encoded(engine)
@@ -281,14 +259,11 @@ def test_parts_of_a_picture_are_let_go_with_its_request(saved: Any) -> None:
 @pytest.mark.parametrize("case", MODELS)
 def test_beams(saved: Any, case: str, page_size: int, chunk: int, preemption: str | None, vision_cache: str) -> None:
     model, width = saved(case), 3
-    how = {} if preemption is None else {"preemption": preemption, "depth": 1}
     settings = {"max_num_batched_tokens": chunk_of(case, chunk), "page_size": page_size, "vision_cache": vision_cache}
-    engine = engine_of(model, max_num_seqs=16, **settings, **how)
-    if preemption is not None:
-        preempting(engine, {3, 5})
     params = SamplingParams(n=width, beam_width=width, max_tokens=4, ignore_eos=True)
     given = prompts(model, case)[:3]
-    answers = list(run(engine, given, params))
+    with serving(model, preemption, {3, 5}, max_num_seqs=16, **settings) as engine:
+        answers = list(run(engine, given, params))
     for prompt in given:
         live = [(0.0, list[int]())]
         for _ in range(4):
@@ -300,7 +275,6 @@ def test_beams(saved: Any, case: str, page_size: int, chunk: int, preemption: st
             ]
             live = sorted(grown, key=lambda one: -one[0])[:width]
         assert [tokens for one, tokens, _ in answers if one is prompt] == [tokens for _, tokens in live]
-    engine.close()
 
 
 def test_longer_than_a_phi3_was_trained_for(saved: Any) -> None:
@@ -311,7 +285,7 @@ def test_longer_than_a_phi3_was_trained_for(saved: Any) -> None:
     params = sampled(temperature=0, logprobs=20)
     ((_, tokens, tops),) = run(engine, [prompt], params)
     assert len(prompt.tokens) > 1024
-    assert_said(tops, model.logprobs(prompt, tokens)[:-1])
+    assert_said(tops, model.following(prompt, tokens))
     engine.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import test_unlike_logits
 import torch
-from test_unlike_logits import NEW, check, check_greedy, check_scored, engine_of, preempting, run
+from test_unlike_logits import NEW, check, check_greedy, check_scored, engine_of, run, serving
 
 from quire import SamplingParams
 from quire.models import read_spec, resolve_model_class
@@ -132,7 +132,7 @@ def test_dummy_weights_forget_as_an_untrained_model_does(saved: Any) -> None:
     assert torch.equal(mixer.A_log[5].exp().round(), torch.arange(1.0, 9.0))
     assert (mixer.D == 1).all()
     engine = engine_of(saved("jamba"), dummy_weights=True, max_num_batched_tokens=512)
-    found = list(run(engine, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True), [LONG[0] + LONG[1]]))
+    found = list(run(engine, [LONG[0] + LONG[1]], SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)))
     assert len(found[0][1]) == NEW
 
 
@@ -149,14 +149,11 @@ def test_greedy_tokens_from_a_folder(saved: Any, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_beams(saved: Any, case: str, page_size: int, chunk: int, preemption: str | None) -> None:
     model, width = saved(case), 4
-    how = {} if preemption is None else {"preemption": preemption, "depth": 1}
-    engine = engine_of(model, max_num_batched_tokens=chunk, page_size=page_size, max_num_seqs=16, **how)
-    if preemption is not None:
-        preempting(engine, {6, 9, 13})
     params = SamplingParams(n=width, beam_width=width, max_tokens=NEW, ignore_eos=True)
-    for _ in range(2):
-        answers = list(run(engine, params, SHORT))
-        for prompt in SHORT:
-            found = [tokens for one, tokens, _ in answers if one is prompt]
-            assert found == model.generate(prompt, num_beams=width, num_return_sequences=width)
-    assert preemption is None or engine.scheduler.preemption_counts[preemption] > 0
+    settings = {"max_num_batched_tokens": chunk, "page_size": page_size, "max_num_seqs": 16}
+    with serving(model, preemption, {6, 9, 13}, **settings) as engine:
+        for _ in range(2):
+            answers = list(run(engine, SHORT, params))
+            for prompt in SHORT:
+                found = [tokens for one, tokens, _ in answers if one is prompt]
+                assert found == model.generate(prompt, num_beams=width, num_return_sequences=width)

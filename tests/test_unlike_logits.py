@@ -5,7 +5,8 @@ tokens are those of transformers' `generate`."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -52,7 +53,7 @@ class Saved:
         for name, parameter in self.model.named_parameters():
             self.draw(kind, name, parameter.data)
         self.model.save_pretrained(folder)
-        self.said: dict[tuple[int, ...], torch.Tensor] = {}
+        self.logprobs_by_tokens: dict[tuple[int, ...], torch.Tensor] = {}
         if case == "mistral, layer_types":  # as a checkpoint has it that came before there was a class for it
             path = folder / "config.json"
             config = json.loads(path.read_text())
@@ -65,16 +66,20 @@ class Saved:
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
         """[T, V]: of what follows each of them."""
         key = tuple(tokens)
-        if key not in self.said:
-            self.said[key] = self.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
-        return self.said[key]
+        if key not in self.logprobs_by_tokens:
+            self.logprobs_by_tokens[key] = self.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        return self.logprobs_by_tokens[key]
+
+    def following(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        """[len(tokens), V]: of each of these tokens behind a prompt."""
+        return self.logprobs(prompt + tokens)[len(prompt) - 1 : -1]
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], **options: Any) -> list[list[int]]:
         """What follows the prompt: of each beam, or of the only row."""
         ids = torch.tensor([prompt])
-        told = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-        return self.model.generate(ids, **told, **options)[:, len(prompt) :].tolist()
+        limits = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        return self.model.generate(ids, **limits, **options)[:, len(prompt) :].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +87,25 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cache(lambda case: Saved(case, tmp_path_factory.mktemp("saved")))
 
 
-def engine_of(model: Saved, **settings: Any) -> Engine:
-    config = {"max_num_seqs": 8, "threads": 1, "debug": True, **model.settings, **settings}
-    return build(EngineConfig.of(model=str(model.folder), skip_tokenizer_init=True, dtype="float32", **config)).engine
+def engine_of(model: Any, **settings: Any) -> Engine:
+    config = {"max_num_seqs": 8, "threads": 1, "debug": True, "dtype": "float32", **model.settings, **settings}
+    return build(EngineConfig.of(model=str(model.folder), skip_tokenizer_init=True, **config)).engine
 
 
-def preempting(engine: Engine, steps: set[int]) -> None:
+@contextmanager
+def serving(
+    model: Any, preemption: str | None = None, steps: Set[int] = frozenset({3, 5, 8, 14, 22}), **settings: Any
+) -> Iterator[Engine]:
+    """An engine, which with `preemption` preempts the youngest request before these steps."""
+    engine = engine_of(model, **settings, **({} if preemption is None else {"preemption": preemption, "depth": 1}))
+    if preemption is not None:
+        preempting(engine, steps)
+    yield engine
+    assert preemption is None or engine.scheduler.preemption_counts[preemption] > 0
+    engine.close()
+
+
+def preempting(engine: Engine, steps: Set[int]) -> None:
     """Preempt the youngest request before the steps of these numbers."""
     scheduler, inner, count = engine.scheduler, engine.scheduler.schedule, iter(range(1, 10**6))
 
@@ -100,17 +118,19 @@ def preempting(engine: Engine, steps: set[int]) -> None:
 
 
 def run(
-    engine: Engine, params: SamplingParams, prompts: Sequence[list[int]] = PROMPTS
-) -> Iterator[tuple[list[int], list[int], list[TopLogprobs]]]:
-    """Each branch's prompt and tokens, and what was said of these."""
+    engine: Engine, prompts: Sequence[Any], params: SamplingParams,
+    request: Callable[[Any], tuple[list[int], dict[str, Any]]] = lambda prompt: (prompt, {}),
+) -> Iterator[tuple[Any, list[int], list[TopLogprobs]]]:  # fmt: skip
+    """Each branch's prompt and tokens, and their log-probabilities. `request`: a prompt's tokens and images."""
     for i, prompt in enumerate(prompts):
-        engine.add(str(i), prompt, params)
-    for request, tokens, tops in finished(engine):
-        yield prompts[int(request)], tokens, tops
+        tokens, images = request(prompt)
+        engine.add(str(i), tokens, params, **images)
+    for name, tokens, tops in finished(engine):
+        yield prompts[int(name)], tokens, tops
 
 
 def finished(engine: Engine) -> Iterator[tuple[str, list[int], list[TopLogprobs]]]:
-    """Each branch's request and tokens, and what was said of these."""
+    """Each branch's request and tokens, and their log-probabilities."""
     found: dict[tuple[str, int], tuple[list[int], list[TopLogprobs]]] = {}
     while engine.has_unfinished_requests:
         for output in engine.step():
@@ -129,24 +149,29 @@ def assert_said(tops: list[TopLogprobs], logprobs: torch.Tensor, within: float =
         assert abs(top.logprob - row[top.token]) < within
 
 
+def check_branches(
+    engine: Engine, model: Any, prompts: Sequence[Any], branches: int = 2, within: float = 1e-4, run: Any = run,
+    least: int | None = None, **params: Any,
+) -> None:  # fmt: skip
+    """Twice: the second time prompts may be found in memory. `least` answers differ, by default all."""
+    drawn = {"temperature": 0.9, "seed": 3, "max_tokens": NEW, "ignore_eos": True, "logprobs": 20, **params}
+    for _ in range(2):
+        answers = list(run(engine, prompts, SamplingParams(n=branches, **drawn)))
+        different = len({tuple(tokens) for _, tokens, _ in answers})
+        assert different >= (branches * len(prompts) if least is None else least), "branches part"
+        for prompt, tokens, tops in answers:
+            assert_said(tops, model.following(prompt, tokens), within)
+
+
 def check(
     model: Saved, prompts: Sequence[list[int]], branches: int, within: float = 1e-4, preemption: str | None = None,
     **settings: Any,
 ) -> None:  # fmt: skip
-    """Twice: the second time prompts are found in memory, but without caching, and where pages keep no state."""
+    """Prompts are found in memory, but without caching, and where pages keep no state."""
     found = settings.get("enable_prefix_caching", True) and settings.get("memory") != "uniform"
-    engine = engine_of(model, **settings, **({} if preemption is None else {"preemption": preemption, "depth": 1}))
-    if preemption is not None:
-        preempting(engine, {3, 5, 8, 14, 22})
-    params = SamplingParams(temperature=0.9, seed=3, n=branches, max_tokens=NEW, ignore_eos=True, logprobs=20)
-    for _ in range(2):
-        answers = list(run(engine, params, prompts))
-        assert len({tuple(tokens) for _, tokens, _ in answers}) == branches * len(prompts), "branches part"
-        for prompt, tokens, tops in answers:
-            assert_said(tops, model.logprobs(prompt + tokens)[len(prompt) - 1 : -1], within)
-    assert preemption is None or engine.scheduler.preemption_counts[preemption] > 0
-    assert (engine.scheduler.memory.account().sharing.hits > 0) == found
-    engine.close()
+    with serving(model, preemption, **settings) as engine:
+        check_branches(engine, model, prompts, branches, within)
+        assert (engine.scheduler.memory.account().sharing.hits > 0) == found
 
 
 def check_scored(model: Saved, prompt: list[int], **settings: Any) -> None:

@@ -42,8 +42,8 @@ def answers(
             before()
             for output in engine.step():
                 tops = [top.logprob for top in output.top_logprobs]
-                told = zip(output.tokens, tops, strict=True) if tops else output.tokens
-                found[output.request_id, output.branch].extend(told)
+                answer = zip(output.tokens, tops, strict=True) if tops else output.tokens
+                found[output.request_id, output.branch].extend(answer)
 
     for i, (tokens, params) in enumerate(requests):
         engine.add(str(i), tokens, params)
@@ -60,7 +60,7 @@ class Served(NamedTuple):
 
 
 def served(requests: list[Request], *, every: int = 0, alone: bool = False, **settings: Any) -> Served:
-    """By an engine of its own. With `every`, between steps, so many apart, the youngest request is preempted; `depth`
+    """By an engine of its own. With `every`, after each `every` steps the youngest request is preempted; `depth`
     must be 1."""
     engine, steps = engine_of(**settings), 0
     scheduler = engine.scheduler

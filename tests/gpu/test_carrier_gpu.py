@@ -35,9 +35,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteRunner]:
 
 def found(ranks: RemoteRunner, rows: int, way: int) -> list[dict[str, Any]]:
     ranks.warm_up(rows, way)
-    told = ranks.query("found")
-    assert not [one["missing"] for one in told if "missing" in one]
-    return told
+    reports = ranks.query("found")
+    assert not [one["missing"] for one in reports if "missing" in one]
+    return reports
 
 
 def test_sums_of_four_ranks_are_exact_and_who_is_missing_is_named(ranks: RemoteRunner) -> None:

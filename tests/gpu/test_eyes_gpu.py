@@ -1,4 +1,4 @@
-"""Models that see, on a GPU: what is said of pictures is what transformers says; steps as graphs beside steps with
+"""Models that see, on a GPU: log-probabilities are transformers'; steps as graphs beside steps with
 pictures; shapes with tall heads in bf16, attending both ways; and no kernel is compiled when the first picture comes.
 """
 
@@ -61,9 +61,9 @@ def shape(name: str) -> dict[str, Any]:
 
 def started(name: str, folder: Path, **settings: Any) -> Engine:
     config = shape(name)
-    said = config.pop("preprocessor_config")
+    preprocessor = config.pop("preprocessor_config")
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(json.dumps(said))
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     both = {"kv_tokens": 24576, "max_num_batched_tokens": 2048, "max_num_seqs": 16, "max_model_len": 6144, **settings}
     return serving.engine_of(model=str(folder), swap_gib=0.25, **both)
 

@@ -38,12 +38,12 @@ SHAPES = {"llama-125m": named_config("llama-125m"), "jamba": JAMBA}
 def log_probs(
     tokens: int, follow: list[list[int]] | None = None, **settings: Any
 ) -> tuple[list[list[int]], torch.Tensor]:
-    """What greedy requests said, and the log-probabilities of their prompts and of that; `tokens` in a step. With
-    `follow` these are all prompts, and nothing is said."""
+    """The tokens of greedy requests, and the log-probabilities of their prompts and of that; `tokens` in a step. With
+    `follow` these are all prompts, and nothing is generated."""
     given = {"kv_tokens": 16384, "max_num_batched_tokens": tokens, "enable_prefix_caching": False}
     engine = engine_of(**given, **settings)
     prompts = follow or [prompt(i, length) for i, length in enumerate(LENGTHS)]
-    said: list[list[int]] = [list(one) for one in prompts]
+    tokens_by_request: list[list[int]] = [list(one) for one in prompts]
     found: list[list[float]] = [[] for _ in prompts]
     for i, one in enumerate(prompts):
         engine.add(str(i), one, greedy(1 if follow else OUTPUT, logprobs=0, prompt_logprobs=0))
@@ -53,18 +53,18 @@ def log_probs(
             if output.prompt_logprobs is not None:
                 found[which] += [top.logprob for top in output.prompt_logprobs]
             if not follow:
-                said[which] += output.tokens
+                tokens_by_request[which] += output.tokens
                 found[which] += [top.logprob for top in output.top_logprobs]
     engine.close()
-    return said, torch.tensor([number for one in found for number in one])
+    return tokens_by_request, torch.tensor([number for one in found for number in one])
 
 
 @pytest.fixture(scope="module", params=[None, BLOCKS], ids=["rows", "blocks"])
 def settings(request: Any, shape: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Weights rounded at start, and as a checkpoint has them."""
     folder: Path = tmp_path_factory.mktemp("shape")
-    said = {} if request.param is None else {"quantization_config": request.param}
-    (folder / "config.json").write_text(json.dumps({**SHAPES[shape], **said}))
+    quantization = {} if request.param is None else {"quantization_config": request.param}
+    (folder / "config.json").write_text(json.dumps({**SHAPES[shape], **quantization}))
     return {"model": str(folder), "quantization": "fp8"}
 
 
@@ -75,14 +75,14 @@ def shape(request: Any) -> Any:
 
 
 def test_log_probabilities(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    said, few = log_probs(16, **settings)
-    _, one = log_probs(1, said, **settings)  # a row isn't rounded
-    _, some = log_probs(16, said, **settings)
-    _, many = log_probs(4096, said, **settings)
+    tokens_by_request, few = log_probs(16, **settings)
+    _, one = log_probs(1, tokens_by_request, **settings)  # a row isn't rounded
+    _, some = log_probs(16, tokens_by_request, **settings)
+    _, many = log_probs(4096, tokens_by_request, **settings)
     monkeypatch.setattr(fp8, "has_fp8_matmul", lambda dtype, device: False)
-    _, plain = log_probs(1, said, **settings)
-    _, full = log_probs(4096, said, **settings)
-    assert len(few) == len(said) * (OUTPUT - 1) + sum(LENGTHS)
+    _, plain = log_probs(1, tokens_by_request, **settings)
+    _, full = log_probs(4096, tokens_by_request, **settings)
+    assert len(few) == len(tokens_by_request) * (OUTPUT - 1) + sum(LENGTHS)
     spread = full.std()
     assert spread > 0.05
     near = (plain - full).abs().mean()  # what bf16 alone makes of other tiles
@@ -105,9 +105,9 @@ def test_a_mixtures_batch_does_not_show_with_deterministic(tmp_path: Path) -> No
     """Nor do graphs."""
     (tmp_path / "config.json").write_text(json.dumps(JAMBA))
     given = {"quantization": "fp8", "model": str(tmp_path), "model_config": None}
-    said = serve(**given).tokens
-    assert said == serve(alone=True, **given).tokens
-    assert said == serve(cuda_graphs=False, **given).tokens
+    tokens_by_request = serve(**given).tokens
+    assert tokens_by_request == serve(alone=True, **given).tokens
+    assert tokens_by_request == serve(cuda_graphs=False, **given).tokens
 
 
 @pytest.mark.parametrize("name", ["llama-125m", "llama3.2-1b", "jamba"])

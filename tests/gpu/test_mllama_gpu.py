@@ -1,5 +1,5 @@
-"""Llama 3.2 Vision on a GPU: what is said is what transformers says, and tokens are the same however the memory is cut
-into pages, whoever is preempted, whether steps are graphs, and with what they share a step."""
+"""Llama 3.2 Vision on a GPU: log-probabilities are transformers', and tokens are the same however the memory is cut
+into pages, whichever is preempted, whether steps are graphs, and with what they share a step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mllama_models import PROMPTS, Mixed, Saved, engine_of, run, text
-from test_unlike_logits import assert_said, preempting
+from mllama_models import PROMPTS, Mixed, Saved, run, text
+from test_unlike_logits import check_branches, engine_of, preempting, serving
 
 from quire import SamplingParams
 
@@ -42,16 +42,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 @pytest.mark.parametrize("chunk", [7, 64, 1024])
 def test_logits(model: Saved, chunk: int, preemption: str | None) -> None:
     """To what fp32 sums in another order leave, and exponentials of another library."""
-    more = {} if preemption is None else {"preemption": preemption, "depth": 1}
-    engine = engine_of(model, device="cuda", max_num_batched_tokens=chunk, **more)
-    if preemption is not None:
-        preempting(engine, {3, 5, 8, 14, 22})
-    params = SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=9, ignore_eos=True, logprobs=20)
-    for _ in range(2):
-        for prompt, tokens, tops in run(engine, PROMPTS, params):
-            assert_said(tops, model.logprobs(prompt, tokens), 2e-3)
-    assert preemption is None or engine.scheduler.preemption_counts[preemption] > 0
-    engine.close()
+    with serving(model, preemption, device="cuda", max_num_batched_tokens=chunk) as engine:
+        check_branches(engine, model, PROMPTS, within=2e-3, run=run)
 
 
 def served(model: Saved, **settings: Any) -> list[list[int]]:

@@ -24,7 +24,7 @@ def engine() -> Engine:
 
 
 def serve(engine: Engine, count: int, length: int, output: int, params: SamplingParams | None = None) -> int:
-    """How many tokens are said."""
+    """How many tokens are generated."""
     prompts = [[(7 * i + j) % 1000 + 10 for j in range(length)] for i in range(count)]
     return sum(map(len, answers(engine, [(tokens, params or greedy(output)) for tokens in prompts])))
 

@@ -50,7 +50,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("QUIRE_SHARE_GPU", "1")
 
 
-def said(folder: Path, **settings: Any) -> dict[str, list[list[int]]]:
+def generate_all(folder: Path, **settings: Any) -> dict[str, list[list[int]]]:
     options = {"dtype": "float32", "dummy_weights": True, "skip_tokenizer_init": True, "kv_gib": 1.0,
                "max_num_seqs": 32, "max_num_batched_tokens": 8192, "enable_prefix_caching": False}  # fmt: skip
     llm = LLM(str(folder), **{**options, **settings})
@@ -80,9 +80,9 @@ def compared(one: dict[str, list[list[int]]], two: dict[str, list[list[int]]], s
 def test_two_ranks_say_what_one_says(folder: Path, settings: dict[str, Any]) -> None:
     assert LONG * HIDDEN * 4 > NCCL_MIN_BYTES, "prompts' sums are large"
     # Logits differ in their last bits, so that a draw may fall on the other side of a token's edge.
-    compared(said(folder, **settings), said(folder, tp=2, **settings), spared=2)
+    compared(generate_all(folder, **settings), generate_all(folder, tp=2, **settings), spared=2)
 
 
 @pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}, {"max_num_batched_tokens": 512}], ids=str)
 def test_two_stages_say_what_one_says(folder: Path, settings: dict[str, Any]) -> None:
-    compared(said(folder, **settings), said(folder, pp=2, **settings), spared=0)
+    compared(generate_all(folder, **settings), generate_all(folder, pp=2, **settings), spared=0)

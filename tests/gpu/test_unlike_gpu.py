@@ -1,5 +1,5 @@
 """Layers of unlike kinds, and ones that keep a running state, on a GPU: one model's tokens are the same however its
-memory is cut into pages, whoever is preempted, whether its steps are graphs, and with what they share a step."""
+memory is cut into pages, whichever is preempted, whether its steps are graphs, and with what they share a step."""
 
 from __future__ import annotations
 

@@ -94,8 +94,7 @@ def stored(sizes: Sizes, layer: LayerSpec, heads: int, page: int, dtype: torch.d
 
 def two_steps(
     backend: Any, store: Any, cache: LayerCache, sizes: Sizes, rotary: RotaryEmbedding | None = None,
-    fused: bool = False,
-    asked: bool = False,
+    fused: bool = False, asked: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What a backend finds in a second step, for the tokens of now, behind a first one for the tokens before; and dense
     attention. `asked`: for each sequence's last token alone."""

@@ -90,7 +90,7 @@ def hasty(ptx: str) -> int:
 
 
 def vague(llir: str) -> int:
-    """Sums of two products in LLVM's code: one of them may be fused with the sum, and it isn't said which."""
+    """Sums of two products in LLVM's code: one of them may be fused with the sum, and LLVM chooses which."""
     products = set(re.findall(r"(%\S+) = fmul (?:\w+ )*float ", llir))
     sums = re.findall(r"= f(?:add|sub) (?:\w+ )*float ([^\s,]+), ([^\s,]+)", llir)
     return sum(left in products and right in products for left, right in sums)
@@ -238,8 +238,8 @@ def samples() -> None:
         )
         own = vocab_parallel_sampling.VocabShard(1, 64_128, 64_128)
         part = logits[:, :64_128]
-        told = vocab_parallel_sampling.local_max(part, own, PDL)
-        found = vocab_parallel_sampling.merge_max(of_two(told), vocab, slots, last, tokens, faults, PDL)
+        best = vocab_parallel_sampling.local_max(part, own, PDL)
+        found = vocab_parallel_sampling.merge_max(of_two(best), vocab, slots, last, tokens, faults, PDL)
         weighed = vocab_parallel_sampling.weigh_tokens(part, own, shapes, found, PDL)
         for kept in (weighed, vocab_parallel_sampling.find_thresholds(part, own, shapes, found, of_two, PDL)):
             drawn = vocab_parallel_sampling.draw_local(
@@ -282,7 +282,7 @@ def sums() -> None:
 def together() -> None:
     lock_compilation()
     seen, sizes = Counter[bool](), (256, 512, 1024, 2048, 4096)
-    triton.knobs.compilation.listener = lambda **told: seen.update([told["cache_hit"]])
+    triton.knobs.compilation.listener = lambda **report: seen.update([report["cache_hit"]])
 
     def task(size: int) -> None:
         norm.rms_norm(zeros(4, size), zeros(size), 1e-5, delta=zeros(4, size))

@@ -75,7 +75,7 @@ def test_ranks_compile_each_kernel_once(tmp_path: Path) -> None:
         rank.stdin.write(f"{number} 2\n")
         rank.stdin.flush()
     answers = [rank.communicate()[0] for rank in ranks]
-    said = [answer.split() for answer in answers]
-    compiled, read = ([int(one[i]) for one in said] for i in (0, 1))
+    lines = [answer.split() for answer in answers]
+    compiled, read = ([int(one[i]) for one in lines] for i in (0, 1))
     assert sum(compiled) == sum(read) == 10, "kernels, each compiled by one and read by the other"
     assert min(compiled) > 0

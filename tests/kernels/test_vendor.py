@@ -30,7 +30,7 @@ def history(tokens: int, kv_heads: int, dim: int, layers: int = 3) -> tuple[torc
 
 
 def both(name: str, heads: int, kv_heads: int, dim: int, start: int, count: int, far: float = 1.0) -> tuple[Any, Any]:
-    """What the kernel finds, and dense attention. `far`: keys before the chunk are so many times as large."""
+    """What the kernel finds, and dense attention. `far`: the factor of keys before the chunk."""
     keys, values = history(start + count, kv_heads, dim)
     keys[:, :start] *= far
     width = torch.randn(count, heads + 2 * kv_heads, dim, generator=torch.Generator().manual_seed(2))

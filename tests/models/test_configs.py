@@ -131,8 +131,11 @@ OPTIONS["llama-125m"] = [
     ({"hidden_size": None}, "has no hidden_size"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers in config.json must be an integer from 1 to 4096"),
     ({"num_attention_heads": True}, "num_attention_heads"),
-    ({"num_attention_heads": 10, "num_key_value_heads": 4}, "not a multiple of num_key_value_heads 4"),
-    ({"head_dim": 7}, "head_dim must be even"),
+    (
+        {"num_attention_heads": 10, "num_key_value_heads": 4},
+        "not a multiple of num_key_value_heads 4. num_key_value_heads must divide it",
+    ),
+    ({"head_dim": 7}, "head_dim in config.json is 7, .* It must be even and above 0"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ({"eos_token_id": [1, "x"]}, "eos_token_id"),
     ({"rms_norm_eps": -1}, "rms_norm_eps"),
@@ -140,10 +143,10 @@ OPTIONS["llama-125m"] = [
 ]
 OPTIONS["qwen2-7b"] = [
     ({"layer_types": ["full_attention"]}, "a list of 28 names"),
-    ({"layer_types": ["sliding_attention"] * 28}, "no sliding window"),
+    ({"layer_types": ["sliding_attention"] * 28}, "no sliding window. Give a sliding_window of 1 or more"),
 ]
 OPTIONS["mistral-7b"] = [
-    ({"layer_types": "sliding_attention"}, "a list of 32 names, got 'sliding_attention'"),
+    ({"layer_types": "sliding_attention"}, "is 'sliding_attention'. It must be a list of 32 names"),
     ({"layer_types": ["linear_attention"] * 32}, "the layer type 'linear_attention'"),
     ({"layer_types": ["sliding_attention"] * 32, "sliding_window": None}, "no sliding window"),
 ]
@@ -177,8 +180,11 @@ OPTIONS["jamba-52b"] = [
     ({"num_experts_per_tok": 17}, "num_experts_per_tok in config.json must be an integer from 1 to 16, got 17"),
     ({"attn_layer_offset": 8}, "attn_layer_offset in config.json must be an integer from 0 to 7, got 8"),
     ({"expert_layer_period": 0}, "expert_layer_period in config.json must be an integer from 1 to 4096, got 0"),
-    ({"expert_layer_period": 1, "expert_layer_offset": None}, "expert_layer_offset 1 in config.json is not below"),
-    ({"num_key_value_heads": 5}, "num_attention_heads 32 is not a multiple of num_key_value_heads 5"),
+    (
+        {"expert_layer_period": 1, "expert_layer_offset": None},
+        "expert_layer_offset in config.json is 1. It must be below",
+    ),
+    ({"num_key_value_heads": 5}, "num_attention_heads 32 in config.json is not a multiple of num_key_value_heads 5"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ({"sliding_window": 8}, "sliding_window=8"),
     ({"mamba_inner_layernorms": False}, "mamba_inner_layernorms=False"),
@@ -194,7 +200,7 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
-    ("gpt2", {"n_head": 7}, "not a multiple of n_head 7"),
+    ("gpt2", {"n_head": 7}, "hidden size 768 in config.json is not a multiple of n_head 7. n_head must divide it"),
     ("opt-125m", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False"),
     ("llama-125m", {"architectures": [OLMO2], "clip_qkv": 8.0}, "clip_qkv=8.0"),
     (
@@ -277,7 +283,7 @@ KINDS = {
         ({"kv_sharing": [None, None, "x" * 900, None]}, "layer 2 shares with layer '?xxx"),
         ({"kv_sharing": [None, None, 0, None]}, "layer 2 shares with layer 0, but they attend to a window of 8 tokens"),
         ({"kv_sharing": [None, None, None, 1]}, "they attend to chunks of 4 tokens and a window of 8 tokens"),
-        ({"kv_sharing": [None, None, None]}, "kv_sharing in config.json must be a list of 4 layers or nulls"),
+        ({"kv_sharing": [None, None, None]}, "is .None, None, None.. It must be a list of 4 layers or nulls"),
         ({"layer_types": ["sliding_attention"] * 4, "kv_sharing": [None, 0, 1, None]}, "layer 1, which shares with 0"),
         ({"sliding_window": 0}, "sliding_window in config.json must be an integer from 1 to"),
         ({"sliding_window": None}, "config.json has no sliding_window"),

@@ -117,9 +117,9 @@ def test_tensors_that_do_not_fit(change: Any, message: str, tmp_path: Path, monk
     reference("Llama", LLAMA, tmp_path)
     write = gguf_files.write
 
-    def changed(path: Path, said: Any, tensors: Any) -> Path:
+    def changed(path: Path, metadata: Any, tensors: Any) -> Path:
         change(tensors)
-        return write(path, said, tensors)
+        return write(path, metadata, tensors)
 
     monkeypatch.setattr(gguf_files, "write", changed)
     path = gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf")
@@ -128,7 +128,7 @@ def test_tensors_that_do_not_fit(change: Any, message: str, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("metadata", "message"),
     [
         ({"general__architecture": "mamba"}, "architecture 'mamba', which is not supported.*llama, qwen2"),
         ({"block_count": 0}, "block_count in .*model.gguf must be an integer"),
@@ -141,9 +141,9 @@ def test_tensors_that_do_not_fit(change: Any, message: str, tmp_path: Path, monk
         ({"feed_forward_length": [48, 48, 48]}, "feed_forward_length"),
     ],
 )
-def test_settings_that_are_not_supported(said: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_settings_that_are_not_supported(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
     reference("Llama", LLAMA, tmp_path)
-    path = gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf", **said)
+    path = gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf", **metadata)
     file = read_gguf(path)
     if arch := file.metadata.pop("llama.general.architecture", None):
         file.metadata["general.architecture"] = arch
@@ -152,14 +152,14 @@ def test_settings_that_are_not_supported(said: dict[str, Any], message: str, tmp
 
 
 def test_end_tokens_and_sampling(tmp_path: Path) -> None:
-    said = {"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 7,
+    metadata = {"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 3, "tokenizer.ggml.eom_token_id": 7,
             "general.sampling.temp": 0.25, "general.sampling.top_k": 9, "general.sampling.top_p": 0.5,
             "general.sampling.min_p": 0.125, "general.sampling.penalty_repeat": 1.5}  # fmt: skip
-    file = read_gguf(gguf_files.write(tmp_path / "a.gguf", said, {}))
+    file = read_gguf(gguf_files.write(tmp_path / "a.gguf", metadata, {}))
     more = {"top_p": 0.5, "min_p": 0.125, "repetition_penalty": 1.5}
     assert to_hf_generation_config(file) == {"temperature": 0.25, "top_k": 9, "eos_token_id": [3, 7], **more}
-    odd = dict.fromkeys((name for name in said if "sampling" in name), "x") | {"general.sampling.temp": [1, 2]}
-    odd = {**said, **odd}
+    odd = dict.fromkeys((name for name in metadata if "sampling" in name), "x") | {"general.sampling.temp": [1, 2]}
+    odd = {**metadata, **odd}
     assert to_hf_generation_config(read_gguf(gguf_files.write(tmp_path / "b.gguf", odd, {}))) == {
         "eos_token_id": [3, 7]
     }

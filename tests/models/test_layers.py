@@ -9,9 +9,7 @@ import pytest
 import torch
 import transformers
 
-from quire.errors import StartupError
 from quire.layers.linear import Linear, pack_onednn
-from quire.layers.mamba import MambaDims, MambaMixer
 from quire.layers.norm import ResidualSum, RMSNorm
 
 CPU = torch.device("cpu")
@@ -116,11 +114,3 @@ def test_norms_in_place_and_added(prepared: bool) -> None:
     assert ResidualSum(norm)(some, delta) is some
     torch.testing.assert_close(some, total)
     assert ResidualSum()(some) is some
-
-
-WIDTHS = MambaDims(hidden=24, d_inner=48, dt_rank=6, d_state=5, d_conv=4)
-
-
-def test_mixer_refuses_other_activations() -> None:
-    with pytest.raises(StartupError, match="'gelu' of a Mamba layer"):
-        MambaMixer(WIDTHS, "gelu", False, True, None, torch.float32, CPU)

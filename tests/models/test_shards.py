@@ -59,36 +59,36 @@ def shard(folder: Path, part: Shard) -> Any:
     return model
 
 
-class Said(NamedTuple):
+class Outputs(NamedTuple):
     """Of TOKENS."""
 
     hidden: torch.Tensor
     logits: torch.Tensor
 
 
-def together(folder: Path, ranks: int) -> list[Said]:
+def together(folder: Path, ranks: int) -> list[Outputs]:
     """What each rank says."""
 
-    def work(exchange: ThreadExchange) -> Said:
+    def work(exchange: ThreadExchange) -> Outputs:
         model = shard(folder, exchange.shard)
         model.prepare()
         connect_ranks(model, exchange)
-        return said(model, read_spec(read_config(folder), exchange.shard))
+        return run_whole(model, read_spec(read_config(folder), exchange.shard))
 
     return Meeting(ranks).run(work)
 
 
-def said(model: Any, spec: ModelSpec) -> Said:
+def run_whole(model: Any, spec: ModelSpec) -> Outputs:
     """Computed in two steps."""
     context, parts = DenseContext(spec), []
     for tokens, start in ((TOKENS[:17], 0), (TOKENS[17:], 17)):
         positions = torch.arange(start, start + len(tokens))
         parts.append(model.forward(tokens, context.step(positions, torch.zeros_like(positions))))
     hidden = torch.cat(parts)
-    return Said(hidden, model.logits(hidden))
+    return Outputs(hidden, model.logits(hidden))
 
 
-def check(got: list[Said], expected: torch.Tensor) -> None:
+def check(got: list[Outputs], expected: torch.Tensor) -> None:
     for each in got:
         assert all(map(torch.equal, each, got[0])), "ranks have different bits"
     torch.testing.assert_close(got[0].logits, expected, atol=1e-4, rtol=0)
@@ -97,7 +97,7 @@ def check(got: list[Said], expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("case", DIVIDED)
 def test_ranks_together_say_what_transformers_says(case: str, tmp_path: Path) -> None:
     expected, config = published(case, tmp_path), read_config(tmp_path)
-    undivided = said(built(tmp_path), read_spec(config))
+    undivided = run_whole(built(tmp_path), read_spec(config))
     torch.testing.assert_close(undivided.logits, expected, atol=1e-4, rtol=0)
     assert expected.std() > 0.1
     assert all(map(torch.equal, together(tmp_path, 1)[0], undivided)), "one rank is the whole model"

@@ -63,7 +63,7 @@ IN_FP8 = {
     },
     "llama": {f"layers.{i}.{name}.weight" for i in (0, 1)
               for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")},
-    **{family: {f"layers.{i}.mixer.{name}.weight" for i in (0, 1) for name in ("in_proj", "out")}
+    **{family: {f"layers.{i}.mamba.{name}.weight" for i in (0, 1) for name in ("in_proj", "out")}
        for family in ("mamba", "falcon_mamba")},
 }  # fmt: skip
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}

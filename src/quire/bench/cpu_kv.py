@@ -86,7 +86,7 @@ def _tape(own: Library, store: Store, rows: int, context: int) -> RecordedOps:
         step = backend.decode_batch(torch.arange(1, rows + 1), torch.full((rows,), context - 1))
         for cache in store.caches.values():
             q = torch.randn(rows, cache.heads, cache.head_dim).to(torch.bfloat16)
-            backend.attend_cached(q, cache, backend.plan_decode(step, table, cache))
+            backend.attend_cached(q, cache, backend.plan_captured(step, table, cache))
     return tape
 
 

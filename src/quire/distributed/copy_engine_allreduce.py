@@ -125,7 +125,7 @@ class TwoShotCopyEngineAllReduce(CopyEngineAllReduce):
     def _send_chunk(self, delta: Tensor, rows: slice, number: int) -> None:
         """Send the other ranks their shares of a piece, and queue the sum of this rank's own share."""
         peers, row, stream = self.peers, delta.stride(0) * delta.itemsize, self._stream.cuda_stream
-        me, parts = peers.rank, copy_engine_allreduce.region_offset(peers, copy_engine_allreduce.PARTS)
+        me, parts = peers.rank, copy_engine_pair.region_offset(peers, copy_engine_allreduce.PARTS)
         first, share = copy_engine_allreduce.parts_layout(peers.ranks, self.chunk_rows, rows)
         for owner in self._other_ranks:
             owner_rows = copy_engine_allreduce.owned_rows(rows, owner, peers.ranks)
@@ -153,7 +153,7 @@ class TwoShotCopyEngineAllReduce(CopyEngineAllReduce):
             )
         with torch.cuda.stream(self._reduce_stream):
             copy_engine_allreduce.reduce_owned(peers, delta, own, first, share)
-        at = copy_engine_allreduce.region_offset(peers, copy_engine_allreduce.SUMS) + own.start * row
+        at = copy_engine_pair.region_offset(peers, copy_engine_allreduce.SUMS) + own.start * row
         for other in self._other_ranks:
             self._copy(peers.addresses[other] + at, mine + at, own, row, stream)
         for rank in (*self._other_ranks, me):  # after the copies; the own flag says that this rank has sent all

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,19 @@ from quire.protocol.model_spec import SnapKVSelection
 
 PositionT = TypeVar("PositionT", int, np.ndarray, Tensor)
 """One position or an array of them."""
+
+
+class RotaryTable(Protocol):
+    """A rotary embedding: its fp32 table [length, 2, dim / 2] of cos and sin."""
+
+    table: Tensor | None
+
+
+class HeadNorm(Protocol):
+    """An RMS norm of one head."""
+
+    weight: Tensor
+    eps: float
 
 
 @dataclass(frozen=True, eq=False)

@@ -114,26 +114,20 @@ def state_pages(
     return reads, table[slots[:, None], torch.minimum(runs, last[:, None])]
 
 
-def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: StatePlan, activation: str | None = "silu"
-) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: StatePlan) -> Tensor:
     """Return the causal convolution of x [T, d_inner], each channel with its weight [d_inner, d_conv] over the token
-    and those before it, plus bias, through the activation; computed in fp32 and rounded once. Reads and writes the
-    plan's states."""
-    assert activation in ACTIVATIONS, f"unknown activation {activation!r}"
+    and those before it, plus bias, through SiLU; computed in fp32 and rounded once. Reads and writes the plan's
+    states."""
     out, earlier = torch.empty_like(x, memory_format=torch.contiguous_format), weight.shape[1] - 1
     kernel, shift = weight.float()[:, None], None if bias is None else bias.float()
     for group in _row_groups(plan):
         tokens = x[group.tokens].view(len(group.rows), -1, x.shape[1]).transpose(1, 2)  # [rows, d_inner, length]
         inputs = torch.cat((_read_pages(cache.conv, plan.read_pages[group.rows]).to(x.dtype), tokens), dim=2)
         wide = F.conv1d(inputs.float(), kernel, shift, groups=len(weight))
-        out[group.tokens] = ACTIVATIONS[activation](wide).to(x.dtype).transpose(1, 2).reshape(-1, x.shape[1])
+        out[group.tokens] = F.silu(wide).to(x.dtype).transpose(1, 2).reshape(-1, x.shape[1])
         for j, end in enumerate(group.ends):
             cache.conv[plan.write_pages[group.rows, j]] = inputs[:, :, end : end + earlier].to(cache.conv.dtype)
     return out
-
-
-ACTIVATIONS = {"silu": F.silu, "swish": F.silu, None: lambda x: x}
 
 
 def selective_scan(

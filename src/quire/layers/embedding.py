@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from quire.kernels.cpu.dispatch import has_kernels
 from quire.kernels.cpu.embedding import embedding
-from quire.layers.exchange import Exchange
+from quire.layers.exchange import Exchange, ShardedModule
 from quire.layers.sharding import ShardRange, as_shard_range
 
 
-class Embedding(nn.Module):
+class Embedding(ShardedModule):
     """ids [T] int64 in [0, count) -> vectors [T, size], a new tensor, multiplied by `scale` (rounded to the dtype) if
     given. With `add_to` [T, size] they are added to it instead, in place; `offset` is added to the ids.
 
@@ -28,7 +28,6 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.shard_range = as_shard_range(count)
-        self.exchange: Exchange | None = None
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
         weight = nn.Parameter(
             torch.empty(self.shard_range.padded, size, dtype=dtype, device=device), requires_grad=False
@@ -36,6 +35,11 @@ class Embedding(nn.Module):
         self.weight: nn.Parameter | None = weight
         self.use_cpu_kernel = False
         self.packed_lookup: Callable[..., Tensor] | None = None
+
+    def connect(self, exchange: Exchange) -> None:
+        """See ShardedModule. A whole table needs no exchange."""
+        if self.shard_range.is_sharded:
+            super().connect(exchange)
 
     def tie_to_packed(self, product: object) -> None:
         """Look rows up in `product`, the packed weight of a tied head, and drop the plain weight, if rows can be read

@@ -1,11 +1,13 @@
-"""The communication of tensor-parallel ranks within a step: sums, and rows of the vocabulary. Interfaces only."""
+"""The communication of tensor-parallel ranks within a step: sums, and rows of the vocabulary; interfaces, and the base
+class of the modules that use them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.layers.sharding import ShardRange
 from quire.protocol.parallel_layout import Shard
@@ -46,6 +48,17 @@ class OverlappedAllReduce(Protocol):
     def send_rows(self, delta: Tensor, rows: slice) -> None:
         """Send these rows of delta, the next tensor to be all-reduced."""
         ...
+
+
+class ShardedModule(nn.Module):
+    """A module that communicates with the other ranks, once `connect` has been called."""
+
+    exchange: Exchange | None = None
+    all_reduce_norm: Callable[..., Tensor | None] | None = None  # all-reduce, residual sum and norm in one launch
+
+    def connect(self, exchange: Exchange) -> None:
+        """Communicate through `exchange` from now on. Call at most once, before or after `prepare`."""
+        self.exchange, self.all_reduce_norm = exchange, getattr(exchange, "all_reduce_norm", None)
 
 
 def gather_logits(logits: Tensor, vocabulary: ShardRange, exchange: Exchange | None) -> Tensor:

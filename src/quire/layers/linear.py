@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.kernels.onednn import limit_onednn_cache, round_up_bits
-from quire.layers.exchange import OverlappedAllReduce
+from quire.layers.exchange import Exchange, OverlappedAllReduce, ShardedModule
 from quire.layers.sharding import ShardRange, as_shard_range
 
 if TYPE_CHECKING:
@@ -29,14 +29,15 @@ ROW_COUNT_BITS = 4  # of a padded row count: at most an eighth more rows
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
-class Linear(nn.Module):
+class Linear(ShardedModule):
     """x [..., in_features] -> x weight^T + bias [..., out_features].
 
     `out_features` may be a tuple: the rows of the stacked projections, also in `output_sizes`. A `weight` that is given
     is shared (a head tied to the embedding), not allocated.
 
     With tensor parallelism a layer has a ShardRange of each projection's rows, or of the columns. In the latter case
-    its output is one rank's term of a sum, and only the first rank adds the bias (from `prepare` on).
+    its output is one rank's term of a sum, and only the first rank adds the bias (from `prepare` on). With
+    `output_modified` the output is changed before the sum, so it must not be sent while it is computed.
     """
 
     FP8: ClassVar[dict[str, str]] = {"weight": "scale"}
@@ -46,14 +47,9 @@ class Linear(nn.Module):
     __call__: Callable[..., Tensor]
 
     def __init__(
-        self,
-        in_features: int | ShardRange,
-        out_features: int | ShardRange | tuple[int | ShardRange, ...],
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        weight: nn.Parameter | None = None,
-    ) -> None:
+        self, in_features: int | ShardRange, out_features: int | ShardRange | tuple[int | ShardRange, ...], bias: bool,
+        dtype: torch.dtype, device: torch.device, weight: nn.Parameter | None = None, output_modified: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.column_shard = as_shard_range(in_features)
         self.row_shards = tuple(
@@ -78,7 +74,13 @@ class Linear(nn.Module):
         self.any_rows_kernel: Callable[..., Tensor] | None = None  # for any number of rows; None: F.linear
         self.pdl = False
         self.overlap: OverlappedAllReduce | None = None
-        self.output_modified = False  # before the all-reduce: the output must not be sent while it is computed
+        self.output_modified = output_modified
+
+    def connect(self, exchange: Exchange) -> None:
+        """See ShardedModule: send pieces of a term of a sum while the rest is computed, if `exchange` can. The last
+        product of a pipeline stage is summed by the next stage."""
+        if self.column_shard.is_sharded and not self.output_modified and isinstance(exchange, OverlappedAllReduce):
+            self.overlap = exchange if exchange.shard.pp_size == 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
@@ -155,6 +157,24 @@ class Linear(nn.Module):
         packed = pack_onednn(self.weight, self.bias)
         if packed is not None:
             self.packed, self.weight = packed, None
+
+    def pack_with_activation(
+        self, name: str, gated: bool, deterministic: bool = False
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Return the product with its activation as one operation, if the CPU has quire's kernels for it, and drop the
+        plain weight; else return None. `gated`: the weight is gate and up, stacked."""
+        if self.weight is None or self.weight.device.type not in ("cpu", "meta"):
+            return None
+        from quire.kernels.cpu import linear
+
+        packed: Callable[[Tensor], Tensor] | None = None
+        if name in linear.ACTIVATIONS and self.low_bit_parts is not None:
+            packed = self.pack_low_bit(deterministic, name, gated)
+        elif name in linear.ACTIVATIONS and linear.supports(self.weight):
+            self.load_deferred()
+            packed = linear.PackedLinear(self.weight, self.bias, name, gated, deterministic)
+        self.weight = self.weight if packed is None else None
+        return packed
 
     def load_deferred(self) -> None:
         """Run the deferred loads: the weight is complete afterwards."""

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quire.errors import StartupError, short_repr
 from quire.kernels import mamba_states
 from quire.kernels.mamba_states import StateCache, StatePlan
-from quire.layers.exchange import Exchange
+from quire.layers.exchange import ShardedModule
 from quire.layers.linear import Linear
 from quire.layers.module_list import module_list
 from quire.layers.norm import RMSNorm
@@ -32,7 +31,7 @@ class MambaDims(NamedTuple):
     d_conv: int
 
 
-class MambaMixer(nn.Module):
+class MambaMixer(ShardedModule):
     """x [T, hidden] -> [T, hidden], by `mix` and then `out`. The layer's states, in `cache`, are advanced over the
     step's tokens, as the plan says.
 
@@ -40,19 +39,15 @@ class MambaMixer(nn.Module):
     channels, so there is an all-reduce within the mixer; its output is one rank's term of a sum."""
 
     def __init__(
-        self, widths: MambaDims, act: str, bias: bool, conv_bias: bool, norm_eps: float | None,
-        dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED,
+        self, w: MambaDims, bias: bool, conv_bias: bool, norms: str, norm_eps: float, dtype: torch.dtype,
+        device: torch.device, shard: Shard = UNSHARDED,
     ) -> None:  # fmt: skip
-        """`norm_eps` is for the norms of dt, B and C; None: there are no norms."""
+        """`norms` of dt, B and C: "learned", "plain" without weights, or "none"."""
         super().__init__()
-        if act not in mamba_states.ACTIVATIONS:
-            raise StartupError(f"the activation {short_repr(act)} of a Mamba layer is not supported", "Supported: silu")
-        w, self.act = widths, act
         channels = shard_columns(shard, w.d_inner)
         self.param_shards = dict.fromkeys(
             ("conv_weight", "conv_bias", "dt_bias", "A_log", "D"), ParameterShards((channels,), None)
         )
-        self.exchange: Exchange | None = None
 
         def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
@@ -67,9 +62,8 @@ class MambaMixer(nn.Module):
         self.A_log = empty(channels.padded, w.d_state, dtype=torch.float32)
         self.D = empty(channels.padded, dtype=torch.float32)
         self.out = Linear(channels, w.hidden, bias, dtype, device)
-        sizes = (w.dt_rank, w.d_state, w.d_state)
-        norms = [] if norm_eps is None else [RMSNorm(size, norm_eps, dtype, device) for size in sizes]
-        self.norms = module_list(norms)
+        sizes, learned = () if norms == "none" else (w.dt_rank, w.d_state, w.d_state), norms == "learned"
+        self.norms = module_list(RMSNorm(size, norm_eps, dtype, device, learned=learned) for size in sizes)
         self.fused_norms: Callable[..., tuple[Tensor, ...]] | None = None  # all three in one launch
         self.A: Tensor | None = None
         self.conv, self.scan = mamba_states.causal_conv, mamba_states.selective_scan
@@ -78,7 +72,7 @@ class MambaMixer(nn.Module):
         """Return the scan's output [T, d_inner] (of the local channels), before `out`."""
         assert self.A is not None, "prepare() makes it"
         inner, gate = self.in_proj(x).chunk(2, dim=1)
-        inner = self.conv(inner, self.conv_weight[:, 0], self.conv_bias, cache, plan, self.act)
+        inner = self.conv(inner, self.conv_weight[:, 0], self.conv_bias, cache, plan)
         product = self.x_proj(inner)
         if self.exchange is not None:
             product = self.exchange.all_reduce(product)
@@ -99,7 +93,7 @@ class MambaMixer(nn.Module):
         self.A = -torch.exp(self.A_log)
         for norm_module in self.norms:
             if norm_module.weight is None:  # FalconMamba's norms have no weight
-                norm_module.weight = nn.Parameter(self.conv_weight.new_ones(norm_module.shape), requires_grad=False)
+                norm_module.set_unit_weight(self.conv_weight.device)
         if self.A.is_cuda:
             from quire.kernels.triton import mamba_conv, mamba_scan, norm
             from quire.kernels.triton.launch import supports_pdl

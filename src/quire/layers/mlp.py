@@ -38,19 +38,20 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)); gate and up are one product. Ranks divide the `intermediate` columns."""
+    """down(act(gate(x)) * up(x)); gate and up are one product. Ranks divide the `intermediate` columns.
+    `output_modified`: see Linear."""
 
     __call__: Callable[..., Tensor]
 
     def __init__(
         self, hidden: int, intermediate: int, act: str, bias: bool, dtype: torch.dtype, device: torch.device,
-        shard: Shard = UNSHARDED,
+        shard: Shard = UNSHARDED, output_modified: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.act, self.act_name, self.dtype, self.device = get_activation(act), act, dtype, device
         inner = shard_columns(shard, intermediate)
         self.gate_up = Linear(hidden, (inner, inner), bias, dtype, device)
-        self.down = Linear(inner, hidden, bias, dtype, device)
+        self.down = Linear(inner, hidden, bias, dtype, device, output_modified=output_modified)
         self.gate_kernel: Callable[..., Tensor] | None = None  # act(gate) * up in one launch
         self.gated_kernel: Callable[..., Tensor] | None = None  # act(gate(x)) * up(x) in one launch, for few rows
         self.packed_kernel: Callable[[Tensor], Tensor] | None = None  # the same on a CPU, for any number of rows
@@ -68,7 +69,7 @@ class GatedMLP(nn.Module):
 
     def prepare(self, deterministic: bool = False) -> None:
         """Choose kernels. Call once, after loading. `deterministic`: as for `Linear`."""
-        self.packed_kernel = _pack_with_activation(self.gate_up, self.act_name, True, deterministic)
+        self.packed_kernel = self.gate_up.pack_with_activation(self.act_name, True, deterministic)
         weight = self.gate_up.weight
         if dispatch.has_kernels(self.device, self.dtype) and self.act_name in CPU_ACTIVATIONS:
             self.gate_kernel = cpu.act_and_mul
@@ -109,7 +110,7 @@ class MLP(nn.Module):
 
     def prepare(self, deterministic: bool = False) -> None:
         """Choose kernels. Call once, after loading. `deterministic`: as for `Linear`."""
-        self.packed_kernel = _pack_with_activation(self.up, self.act_name, False, deterministic)
+        self.packed_kernel = self.up.pack_with_activation(self.act_name, False, deterministic)
         if dispatch.has_kernels(self.device, self.dtype) and self.act_name in CPU_ACTIVATIONS:
             self.act_in_place = cpu.act
         if self.up.weight is None or not self.up.weight.is_cuda:
@@ -118,26 +119,3 @@ class MLP(nn.Module):
 
         if self.act_name in activation.ACTIVATIONS:
             self.act_in_place = activation.act
-
-
-def _pack_with_activation(
-    product: Linear, name: str, gated: bool, deterministic: bool
-) -> Callable[[Tensor], Tensor] | None:
-    """Return the product with its activation as one operation, if the CPU has quire's kernels for it, and drop the
-    plain weight; else return None."""
-    if product.weight is None or product.weight.device.type not in ("cpu", "meta"):
-        return None
-    from quire.kernels.cpu import linear
-
-    if name not in linear.ACTIVATIONS:
-        return None
-    if product.low_bit_parts is not None:
-        inner = product.pack_low_bit(deterministic, name, gated)
-        product.weight = product.weight if inner is None else None
-        return inner
-    if not linear.supports(product.weight):
-        return None
-    product.load_deferred()
-    packed = linear.PackedLinear(product.weight, product.bias, name, gated, deterministic)
-    product.weight = None
-    return packed

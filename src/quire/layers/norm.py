@@ -11,28 +11,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.kernels.cpu import dispatch, norm
-from quire.layers.exchange import Exchange
+from quire.layers.exchange import ShardedModule
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(ShardedModule):
     """x [..., size] -> x / sqrt(mean(x^2) + eps) * weight. With `delta`, first x += delta, in place; if the norm has a
     `post_norm`, a norm of the same eps, x += post_norm(delta).
 
     With `offset` a checkpoint has weight - 1 (Gemma). The weight is then computed and stored in fp32, since a shorter
-    dtype would lose small differences from one.
+    dtype would lose small differences from one. Without `learned` there is no weight to load: call `set_unit_weight`.
     """
 
     __call__: Callable[..., Tensor]
+    weight: nn.Parameter
 
     def __init__(
         self, size: int, eps: float, dtype: torch.dtype, device: torch.device, *, offset: bool = False,
-        post_norm: RMSNorm | None = None,
+        post_norm: RMSNorm | None = None, learned: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         self.shape, self.eps, self.dtype, self.offset = (size,), eps, dtype, offset
-        self.exchange: Exchange | None = None
-        self.all_reduce_norm: Callable[..., Tensor | None] | None = None  # all-reduce, residual sum and norm in one
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+        weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False) if learned else None
+        self.register_parameter("weight", weight)
         self.post_norm = post_norm
         self.kernel: Callable[..., Tensor] | None = None
         self.pdl = False
@@ -69,6 +69,10 @@ class RMSNorm(nn.Module):
         else:
             x.add_(self(delta))
 
+    def set_unit_weight(self, device: torch.device) -> None:
+        """Set a weight of ones on `device`."""
+        self.weight = nn.Parameter(torch.ones(self.shape, dtype=self.dtype, device=device), requires_grad=False)
+
     def prepare(self) -> None:
         """Choose the kernel that computes sum and norm at once. Call once, after loading."""
         if self.offset:
@@ -82,7 +86,7 @@ class RMSNorm(nn.Module):
             self.kernel, self.pdl = rms_norm, supports_pdl(self.weight.device)
 
 
-class ResidualSum(nn.Module):
+class ResidualSum(ShardedModule):
     """x -> x, after x += delta, or x += post_norm(delta), in place: where other models have a norm."""
 
     __call__: Callable[..., Tensor]
@@ -90,7 +94,6 @@ class ResidualSum(nn.Module):
     def __init__(self, post_norm: RMSNorm | None = None) -> None:
         super().__init__()
         self.post_norm = post_norm
-        self.exchange: Exchange | None = None
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         if delta is None:
@@ -103,7 +106,7 @@ class ResidualSum(nn.Module):
         return x
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(ShardedModule):
     """x [..., size] -> (x - mean) / sqrt(variance + eps) * weight + bias. With `delta`, first x += delta, in place."""
 
     __call__: Callable[..., Tensor]
@@ -111,8 +114,6 @@ class LayerNorm(nn.Module):
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.shape, self.eps = (size,), eps
-        self.exchange: Exchange | None = None
-        self.all_reduce_norm: Callable[..., Tensor | None] | None = None  # as in RMSNorm
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.kernel: Callable[..., Tensor] | None = None

@@ -10,12 +10,12 @@ from typing import Protocol
 from torch import nn
 
 from quire.layers.embedding import Embedding
-from quire.layers.exchange import Exchange, OverlappedAllReduce
+from quire.layers.exchange import Exchange, ShardedModule
 from quire.layers.linear import Linear
 from quire.layers.mamba import MambaMixer
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.moe import SparseMLP
-from quire.layers.norm import LayerNorm, ResidualSum, RMSNorm
+from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.softcap import Softcap
 
 
@@ -50,19 +50,8 @@ def prepare_layers(model: nn.Module, deterministic: bool = False, mapped_files: 
 def connect_ranks(model: nn.Module, exchange: Exchange) -> None:
     """Connect a shard to the other ranks: at the norms that add a residual, within Mamba mixers, at the embedding, and
     at the logits. A vision encoder is whole on each rank. May be called before or after `prepare`."""
-    # The last product of a pipeline stage is reduced by the next stage.
-    overlap = exchange if isinstance(exchange, OverlappedAllReduce) and exchange.shard.pp_size == 1 else None
     vision_encoder: nn.Module | None = getattr(model, "vision_encoder", None)
     unsharded = set[nn.Module]() if vision_encoder is None else set(vision_encoder.modules())
     for module in model.modules():
-        if module in unsharded:
-            continue
-        if isinstance(module, RMSNorm | LayerNorm | ResidualSum | MambaMixer) or (
-            isinstance(module, Embedding) and module.shard_range.is_sharded
-        ):
-            module.exchange = exchange
-        if isinstance(module, RMSNorm | LayerNorm):
-            module.all_reduce_norm = getattr(exchange, "all_reduce_norm", None)
-        if isinstance(module, Linear) and module.column_shard.is_sharded and not module.output_modified:
-            module.overlap = overlap
-    model.__dict__["exchange"] = exchange
+        if isinstance(module, ShardedModule) and module not in unsharded:
+            module.connect(exchange)

@@ -35,8 +35,8 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(families.read_gemma3),
     "Gemma3ForConditionalGeneration": Architecture(families.read_gemma3_with_vision),  # its text
     "OPTForCausalLM": Architecture(families.read_opt, "opt:OPT"),
-    "GPT2LMHeadModel": Architecture(families.read_gpt2, "gpt2:GPT2"),
-    "JambaForCausalLM": Architecture(mamba_families.read_jamba, "jamba:Jamba"),
+    "GPT2LMHeadModel": Architecture(families.read_gpt2),
+    "JambaForCausalLM": Architecture(mamba_families.read_jamba, "mamba:Mamba"),
     "MambaForCausalLM": Architecture(mamba_families.read_mamba, "mamba:Mamba"),
     "FalconMambaForCausalLM": Architecture(mamba_families.read_falcon_mamba, "mamba:Mamba"),
     "MllamaForConditionalGeneration": Architecture(vision_language_families.read_mllama, "mllama:Mllama"),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.embedding import Embedding
-from quire.layers.exchange import Exchange, gather_logits
+from quire.layers.exchange import ShardedModule, gather_logits
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.module_list import module_list
@@ -99,7 +99,7 @@ def make_norm(
     return norm(post_norm=post_norm) if s.pre_norms or final else ResidualSum(post_norm)
 
 
-class Decoder(nn.Module):
+class Decoder(ShardedModule):
     """The model, with uninitialised weights: load them (quire.weights), call `prepare`, then `forward`."""
 
     def __init__(
@@ -109,7 +109,6 @@ class Decoder(nn.Module):
         self.config = s = read_model_config(config)
         s.for_shard(shard)  # raises StartupError if the model can't be divided so
         self.weight_prefixes = s.weight_prefixes
-        self.exchange: Exchange | None = None
         self.vocab_shard = shard_vocab(shard, s.vocab_size)
         rows = shard_vocab(shard, s.vocab_size + s.extra_tokens)
         embeds = shard.has_embedding(s.tied)
@@ -130,6 +129,9 @@ class Decoder(nn.Module):
         has_head = shard.has_lm_head(s.tied)
         self.head = Linear(s.embed_dim, self.vocab_shard, False, dtype, device, tied) if has_head else None
         self.softcap = None if s.final_softcap is None else Softcap(s.final_softcap, dtype, device)
+        projected = s.embed_dim != s.hidden
+        self.project_in = Linear(s.embed_dim, s.hidden, False, dtype, device) if projected else None
+        self.project_out = Linear(s.hidden, s.embed_dim, False, dtype, device) if projected else None
 
     def make_layer(self, layer: int, *args: Any) -> nn.Module:
         """Return the layer of that number; `args` are those of DecoderLayer after it."""
@@ -147,7 +149,11 @@ class Decoder(nn.Module):
     def embed_inputs(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the first layer's input [T, hidden], a new tensor."""
         assert self.embed_tokens is not None, "only the first stage embeds"
-        return self.embed_tokens(tokens)
+        x = self.embed_tokens(tokens)
+        x = x if self.project_in is None else self.project_in(x)
+        if self.positions is None:
+            return x
+        return self.positions(ctx.positions, add_to=x, offset=self.config.position_offset)
 
     def run_layers(self, x: Tensor, ctx: ForwardContext, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `embed`, from embeddings `x`, or from the previous stage's x and delta. x is overwritten."""
@@ -170,7 +176,7 @@ class Decoder(nn.Module):
         """Return the logits [R, vocab_size] of hidden [R, hidden], in the model's dtype; if `local`, this rank's
         columns, padding included."""
         assert self.head is not None, "only the last stage has logits"
-        logits = self.head(hidden)
+        logits = self.head(hidden if self.project_out is None else self.project_out(hidden))
         if self.softcap is not None:
             logits = self.softcap(logits)
         return gather_logits(logits, self.vocab_shard, None if local else self.exchange)

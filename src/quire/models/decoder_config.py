@@ -81,9 +81,10 @@ class DecoderConfig:
     together. Products of queries and keys are multiplied by `scale` (None: head_dim ** -0.5) and bounded by `softcap`,
     logits by `final_softcap`; embeddings have `embed_dim` numbers and are multiplied by `embed_scale`.
 
-    `max_len` includes the rope scaling. `positions` are the rows of a learned table of positions. `extra_tokens` have
-    embeddings, but are never generated. Layers with experts have `experts`, of which a token uses `experts_per_token`.
-    `intermediate_key` is the name of `intermediate` in config.json, for errors.
+    `max_len` includes the rope scaling. `positions` are the rows of a learned table of positions, whose first row is at
+    `position_offset`. `extra_tokens` have embeddings, but are never generated. Layers with experts have `experts`, of
+    which a token uses `experts_per_token`. `intermediate_key` is the name of `intermediate` in
+    config.json, for errors.
 
     `weight_names` are without the prefix, one of `weight_prefixes`; tensors that match `ignored_weights` are not
     loaded. `grouped_qkv`: a tensor of queries, keys and values has these of one key head after another. Parameters that
@@ -122,6 +123,7 @@ class DecoderConfig:
     experts_per_token: int = 0
     max_len: int
     positions: int = 0
+    position_offset: int = 0
     extra_tokens: int = 0
     eos_ids: tuple[int, ...]
     vision: VisionSettings | None = None

@@ -94,7 +94,10 @@ def declare_gated(
     hidden, heads = fields.get_int("hidden_size"), fields.get_int("num_attention_heads")
     kv_heads, head_dim = read_heads(fields, heads, kv_heads or heads, head_dim or hidden // heads)
     if head_dim % 2 or not head_dim:
-        raise StartupError(f"head_dim must be even for rotary embeddings, got {head_dim}")
+        raise StartupError(
+            f"head_dim in {fields.source} is {head_dim}, and rotary embeddings rotate pairs of numbers",
+            "It must be even and above 0",
+        )
     layers = tuple(layers)
     budgets, selection = read_budgets(fields, len(layers), max_len)
     if any(budgets) and any(layer != LayerConfig(rope=layer.rope) for layer in layers):
@@ -315,7 +318,10 @@ def read_heads(fields: ConfigReader, heads: int, kv_heads: int, head_dim: int) -
     """Return the number of key heads and the head size, for `heads` query heads; `kv_heads`, `head_dim`: defaults."""
     kv_heads, head_dim = fields.get_int("num_key_value_heads", kv_heads), fields.get_int("head_dim", head_dim)
     if heads % kv_heads:
-        raise StartupError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        raise StartupError(
+            f"num_attention_heads {heads} in {fields.source} is not a multiple of num_key_value_heads {kv_heads}",
+            "num_key_value_heads must divide it",
+        )
     return kv_heads, head_dim
 
 
@@ -393,6 +399,7 @@ def read_opt(fields: ConfigReader) -> DecoderConfig:
         layers=(LayerConfig(),) * fields.get_int("num_hidden_layers", maximum=MAX_LAYERS),
         max_len=max_len,
         positions=max_len + OPT_POSITION_OFFSET,
+        position_offset=OPT_POSITION_OFFSET,
         weight_names=OPT_NAMES,
         weight_prefixes=("model.decoder.", "decoder."),
     )
@@ -437,5 +444,7 @@ def read_gpt2(fields: ConfigReader) -> DecoderConfig:
 def _read_head_count(fields: ConfigReader, name: str, hidden: int) -> int:
     heads: int = fields.get_int(name)
     if hidden % heads:
-        raise StartupError(f"the hidden size {hidden} is not a multiple of {name} {heads}")
+        raise StartupError(
+            f"the hidden size {hidden} in {fields.source} is not a multiple of {name} {heads}", f"{name} must divide it"
+        )
     return heads

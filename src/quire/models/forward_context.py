@@ -18,13 +18,9 @@ class ForwardContext(Protocol):
     positions: Tensor  # [T] int64, each token's position in its own sequence
 
     def attend(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotary: RotaryEmbedding | None = None,
-        norms: tuple[RMSNorm, RMSNorm] | None = None,
-        last: bool = False,
-    ) -> Tensor:
+        self, layer: int, qkv: Tensor, rotary: RotaryEmbedding | None = None,
+        norms: tuple[RMSNorm, RMSNorm] | None = None, last: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Return the attention's output [T, heads, head_dim]; of the `last` layer, only that of the tokens that
         `select_logits_rows` keeps.
 

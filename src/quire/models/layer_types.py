@@ -30,10 +30,16 @@ def read_layer_types(fields: ConfigReader, known: tuple[str, ...] = LAYER_TYPES)
     if types is None:
         return None
     if not isinstance(types, list) or len(types) != layers:
-        raise StartupError(f"layer_types in {fields.source} must be a list of {layers} names, got {short_repr(types)}")
+        raise StartupError(
+            f"layer_types in {fields.source} is {short_repr(types)}",
+            f"It must be a list of {layers} names, one for each layer",
+        )
     for name in types:
         if name not in known:
-            raise StartupError(f"the layer type {short_repr(name)} is not supported", f"Supported: {', '.join(known)}")
+            raise StartupError(
+                f"the layer type {short_repr(name)} in {fields.source} is not supported",
+                f"Supported: {', '.join(known)}",
+            )
     return tuple(types)
 
 
@@ -46,7 +52,10 @@ def read_window(fields: ConfigReader) -> int | None:
 def windows_for_types(types: tuple[str, ...], window: int | None) -> Windows:
     """Return each layer's window, from its type."""
     if LOCAL in types and window is None:
-        raise StartupError("layer_types has sliding_attention, but there is no sliding window")
+        raise StartupError(
+            "layer_types has sliding_attention, but there is no sliding window",
+            "Give a sliding_window of 1 or more tokens",
+        )
     return tuple(window if name == LOCAL else None for name in types)
 
 
@@ -86,7 +95,8 @@ def read_llama_layers(fields: ConfigReader, rope: RopeConfig) -> tuple[LayerConf
     owners = [None] * len(layers) if owners is None else owners
     if not isinstance(owners, list) or len(owners) != len(layers):
         raise StartupError(
-            f"kv_sharing in {fields.source} must be a list of {len(layers)} layers or nulls, got {short_repr(owners)}"
+            f"kv_sharing in {fields.source} is {short_repr(owners)}",
+            f"It must be a list of {len(layers)} layers or nulls",
         )
     for layer, owner in enumerate(owners):
         if owner is not None:

@@ -25,8 +25,8 @@ ITEMSIZES = {"bfloat16": 2, "float16": 2}
 
 MAMBA_MODEL_NAMES: WeightNames = {
     "embed_tokens": "embeddings",
-    "layers.*.norm": "layers.*.norm",
-    **prefixed("layers.*.mixer", "layers.*.mixer.", MAMBA_NAMES),
+    "layers.*.mixer_norm": "layers.*.norm",
+    **prefixed("layers.*.mamba", "layers.*.mixer.", MAMBA_NAMES),
     "norm": "norm_f",
     "head": "lm_head",
 }
@@ -80,7 +80,7 @@ def read_jamba(fields: ConfigReader) -> DecoderConfig:
     hidden, heads = fields.get_int("hidden_size"), fields.get_int("num_attention_heads")
     kv_heads, head_dim = read_heads(fields, heads, 8, hidden // heads)
     if not head_dim:
-        raise StartupError(f"num_attention_heads {heads} is more than the hidden size {hidden}")
+        raise StartupError(f"num_attention_heads is {heads}, and hidden_size {hidden}", "Heads must be at most as many")
     count, eps = read_layer_count(fields), fields.get_float("rms_norm_eps", 1e-6)
     experts = fields.get_int("num_experts", 16, MAX_EXPERTS)
     attends, sparse = _periodic_layers(fields, "attn_layer", 8, 4), _periodic_layers(fields, "expert_layer", 2, 1)
@@ -145,5 +145,5 @@ def _periodic_layers(fields: ConfigReader, name: str, period: int, offset: int) 
     period = fields.get_int(f"{name}_period", period, MAX_LAYERS)
     offset = fields.get_int(f"{name}_offset", offset, period - 1, 0)
     if offset >= period:
-        raise StartupError(f"{name}_offset {offset} in {fields.source} is not below {name}_period {period}")
+        raise StartupError(f"{name}_offset in {fields.source} is {offset}", f"It must be below {name}_period {period}")
     return range(offset, read_layer_count(fields), period)

@@ -34,7 +34,7 @@ class CrossAttention(nn.Module):
         self.layer, self.head_dim = layer, s.head_dim
         self.q = Linear(s.hidden, queries, False, dtype, device)
         self.kv = Linear(s.hidden, (keys, keys), False, dtype, device)
-        self.out = Linear(queries, s.hidden, False, dtype, device)
+        self.out = Linear(queries, s.hidden, False, dtype, device, output_modified=True)  # by the layer's gate
         self.q_norm = RMSNorm(s.head_dim, s.norm_eps, dtype, device)
         self.k_norm = RMSNorm(s.head_dim, s.norm_eps, dtype, device)
 
@@ -59,8 +59,7 @@ class CrossAttentionLayer(nn.Module):
         self.attention_norm = make_norm(s, dtype, device)
         self.cross = CrossAttention(s, layer, dtype, device, shard)
         self.mlp_norm = make_norm(s, dtype, device)
-        self.mlp = GatedMLP(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device, shard)
-        self.cross.out.output_modified = self.mlp.down.output_modified = True  # by gates, in place
+        self.mlp = GatedMLP(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device, shard, True)
         self.attention_gate = nn.Parameter(torch.empty(1, dtype=dtype, device=device), requires_grad=False)
         self.mlp_gate = nn.Parameter(torch.empty(1, dtype=dtype, device=device), requires_grad=False)
 

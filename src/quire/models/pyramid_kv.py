@@ -69,7 +69,7 @@ def linear_budgets(average: int, queries: int, layers: int, groups: int) -> tupl
 
 def _read_listed_budgets(budgets: object, layers: int, queries: int, max_len: int) -> tuple[int | None, ...]:
     if not isinstance(budgets, list) or len(budgets) != layers:
-        raise StartupError(f"budgets in {SOURCE} must be a list of {layers} numbers, got {short_repr(budgets)}")
+        raise StartupError(f"budgets in {SOURCE} is {short_repr(budgets)}", f"It must be a list of {layers} numbers")
     most = min(max_len, MAX_SIZE)
     for budget in budgets:
         if budget is not None and (type(budget) is not int or not queries <= budget <= most):

@@ -142,7 +142,10 @@ def _read_compressed_tensors(fields: ConfigReader) -> FP8Scheme:
     strategy = _one_of(weights, "strategy", "tensor", "channel", "block")
     blocks = _read_block_size(weights, "block_structure")
     if blocks != (strategy == "block"):
-        raise StartupError(f"{weights.source} have the strategy {strategy!r} and a block_structure that doesn't fit it")
+        raise StartupError(
+            f"{weights.source} have the strategy {strategy!r} and a block_structure that doesn't fit it",
+            "Only the strategy block has one",
+        )
     return FP8Scheme(True, blocks, _read_module_names(fields, "ignore"))
 
 

@@ -60,13 +60,14 @@ def read_rope_section(
     if kind == "llama3":
         low, high = rope.get_float("low_freq_factor"), rope.get_float("high_freq_factor")
         if low == high:
-            raise StartupError(f"low_freq_factor and high_freq_factor of {rope.source} must differ, both are {low}")
+            raise StartupError(f"low_freq_factor and high_freq_factor of {rope.source} are {low}", "They must differ")
         factor = rope.get_float("factor")
         return replace(plain, factor=factor, low_freq_factor=low, high_freq_factor=high), max_position
     if kind == "longrope":  # LongRoPE (Ding et al., 2024) as Phi-3 has it
         short, long = (rope.get_floats(f"{name}_factor") for name in ("short", "long"))
         if len(short) != len(long):
-            raise StartupError(f"short_factor of {rope.source} has {len(short)} numbers, long_factor {len(long)}")
+            cause = f"short_factor of {rope.source} has {len(short)} numbers, long_factor {len(long)}"
+            raise StartupError(cause, "They must have equally many")
         factor = rope.get_float("factor", max_position / original)
         usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
         attention = rope.get_float("attention_factor", usual)

@@ -231,7 +231,7 @@ class CrossAttentionImages(ImageInputs):
         batch = backend.decode_batch(places, rows - 1)
 
         def plan(cache: LayerCache) -> Any:
-            return backend.plan_decode(batch, self.flat_table(cache.group), cache, scratch)
+            return backend.plan_captured(batch, self.flat_table(cache.group), cache, scratch)
 
         image_mask = (rows > 0)[:, None].to(self.store.buffer.dtype)
         return CrossAttentionContext(self.caches, backend, plan, image_mask)

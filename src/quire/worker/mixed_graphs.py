@@ -23,7 +23,7 @@ from torch import Tensor
 from quire.kernels.forward_batch import ForwardBatch, LayerCache
 from quire.kernels.limits import MAX_GRAPH_TOKENS
 from quire.kernels.mamba_states import CONV_TILE, StateCache, StatePlan, make_state_tiles, state_pages
-from quire.kernels.triton.backend import PaddedMixedBatch, TritonAttentionPlan, TritonBackend
+from quire.kernels.triton.backend import CapturedBatch, TritonAttentionPlan, TritonBackend
 from quire.kernels.triton.decode import choose_splits, multiprocessors
 from quire.kernels.triton.prefill import make_prefill_tiles
 from quire.layers.norm import RMSNorm
@@ -151,14 +151,14 @@ class MixedGraphInputs:
         """Return last tokens, slots and positions [3, S] on the device."""
         return self.buffer[self.sampled_capacity - 3 * num_sampled : self.sampled_capacity].view(3, num_sampled)
 
-    def padded_batch(self, tokens: int, num_decode_rows: int) -> tuple[Tensor, PaddedMixedBatch]:
+    def padded_batch(self, tokens: int, num_decode_rows: int) -> tuple[Tensor, CapturedBatch]:
         """Return tokens [T] and the batch of a step of these sizes, views of the buffer."""
         ends = self._part_ends(PaddedSizes(tokens, num_decode_rows, 0))
         _, token_columns, decode_rows, _, _, *tiles = (self.buffer[a:b] for a, b in pairwise((0, *ends)))
         ids, positions, token_slots = token_columns.view(3, -1)
         slots, lengths, rows = decode_rows.view(3, -1)
         tiles_by_size = {n: part.view(torch.int32).view(-1, 4) for n, part in zip(self.tile_queries, tiles)}
-        return ids, PaddedMixedBatch(token_slots, positions, slots, lengths, rows, tiles_by_size)
+        return ids, CapturedBatch(token_slots, positions, slots, lengths, rows, tiles_by_size)
 
     def state_plan(self, tokens: int, num_decode_rows: int, table: Tensor, page_tokens: int) -> StatePlan:
         """Return the plan of states in the pages of `table` for a step of these sizes, on the device."""
@@ -333,7 +333,7 @@ class MixedGraphs:
         def plan(cache: LayerCache, query_batch: ForwardBatch | None) -> TritonAttentionPlan:
             tables, splits = self.store.tables[cache.group], self.num_splits(cache, num_decode_rows)
             assert self.split_scratch is not None, "a model without attention layers plans none"
-            return self.backend.plan_mixed(padded, tables, cache, self.split_scratch, splits)
+            return self.backend.plan_captured(padded, tables, cache, self.split_scratch, splits)
 
         def plan_states(cache: StateCache) -> StatePlan:
             return self.inputs.state_plan(tokens, num_decode_rows, self.store.tables[cache.group], cache.page_tokens)
@@ -353,6 +353,6 @@ class MixedGraphs:
         if cache is not None:
             tables, splits = self.store.tables[cache.group], self.last_layer_splits(cache, num_sampled)
             batch = self.backend.decode_batch(slots, positions, self.prompt_lens)
-            plan = self.backend.plan_decode(batch, tables, cache, self.split_scratch, splits)
+            plan = self.backend.plan_captured(batch, tables, cache, self.split_scratch, splits)
             attended = self.backend.attend_cached(attended, cache, plan)
         return self.logits(self.model.finish_selected(self.hidden_states.index_select(0, ends), attended.flatten(1)))

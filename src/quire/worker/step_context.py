@@ -139,12 +139,12 @@ def make_decode_context(
     cross_attention: CrossAttentionContext | None = None,
 ) -> StepContext:  # fmt: skip
     """Return a step of one token a row, all of it on the device: a graph or recorded step reads both tensors at every
-    replay. `plan_args` are more arguments of the backend's `plan_decode`."""
+    replay. `plan_args` are more arguments of the backend's `plan_captured`."""
     prompt_lens = None if store.prompt_lengths is None else store.prompt_lengths.device_lengths
     decode_batch = backend.decode_batch(slots, positions, prompt_lens)
 
     def plan(cache: LayerCache, query_batch: ForwardBatch | None) -> Any:
-        return backend.plan_decode(decode_batch, store.tables[cache.group], cache, *plan_args)
+        return backend.plan_captured(decode_batch, store.tables[cache.group], cache, *plan_args)
 
     def plan_states(cache: StateCache) -> StatePlan:
         return StatePlan.for_decode(store.tables[cache.group], slots, positions, cache.page_tokens)

@@ -21,7 +21,7 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(params=VARIANTS or ["none"])
 def use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Library]]:
-    """Puts a library with so many threads in place of the process's own, for products."""
+    """Puts a library of a number of threads in place of the process's own, for products."""
     made = []
 
     def place(threads: int) -> Library:
@@ -29,6 +29,7 @@ def use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         made.append(own)
         for module in (linear, low_bit_linear):
             monkeypatch.setattr(module, "library", lambda: own)
+            monkeypatch.setattr(module, "required_library", lambda: own)
         return own
 
     monkeypatch.setattr(linear, "has_fast_bf16_dot", lambda: False)

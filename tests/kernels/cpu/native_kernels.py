@@ -21,7 +21,7 @@ NONE = "the kernels aren't built (no compiler?)"
 
 @contextmanager
 def served_by(variant: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
-    """The process's library is this variant's, with so many threads."""
+    """Make the process's library this variant's, with `threads` threads."""
     before = torch.get_num_threads()
     monkeypatch.setenv("QUIRE_CPU_KERNELS", variant)
     library.cache_clear()
@@ -37,7 +37,7 @@ def served_by(variant: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def guarded(regions: int, numbers: int, dtype: torch.dtype, first: bool = False) -> tuple[Tensor, int]:
-    """Regions of so many numbers, each ending before a page that nobody may touch, or beginning behind one (`first`):
+    """Regions of `numbers` numbers, each ending before a page that nobody may touch, or beginning behind one (`first`):
     all memory from the first region on, which the tensor keeps, and numbers from one region to the next."""
     size, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
     pages = -(-numbers * dtype.itemsize // size)

@@ -40,13 +40,11 @@ def sanitized() -> dict[str, Any]:
     cxx = compiler()
     if cxx is None:
         raise LookupError("there is no compiler")
-    runtime = said([*cxx, "-print-file-name=libasan.so"])
+    runtime = output_of([*cxx, "-print-file-name=libasan.so"])
     if not Path(runtime).is_absolute():
         raise LookupError(f"{cxx[0]} has no libasan.so")
-    began, kinds = (
-        time.monotonic(),
-        [kind for kind in machine_variants() if kind.needs <= usable_features(cpu_features())],
-    )
+    began = time.monotonic()
+    kinds = [kind for kind in machine_variants() if kind.needs <= usable_features(cpu_features())]
     if not kinds:
         raise LookupError("this machine runs none of the kernels")
     kinds = kinds[:1] + kinds[1:][-1:]  # the most and the least instructions
@@ -67,7 +65,7 @@ def sanitized() -> dict[str, Any]:
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)
     complaint = re.search(r"^.*(ERROR: AddressSanitizer|runtime error:).*$", done.stdout + done.stderr, re.MULTILINE)
     return {
-        "machine": machine(), "compiler": said([*cxx, "--version"]).splitlines()[0], "flags": WATCHED,
+        "machine": machine(), "compiler": output_of([*cxx, "--version"]).splitlines()[0], "flags": WATCHED,
         "variants": [variant.name for variant in kinds], "files": FILES, "left_out": LEFT_OUT,
         **{what: int(count) for count, what in counts},
         "exit": done.returncode, "complaint": complaint and complaint[0],
@@ -84,13 +82,13 @@ def built(folder: Path, cxx: tuple[str, ...], variant: Variant) -> None:
     link_library(folder / f"{variant.name}.so", (*cxx, *LINK_FLAGS, *WATCHED), objects)
 
 
-def said(command: list[str]) -> str:
+def output_of(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":
-    told = sanitized()
-    told["command"] = "python tests/kernels/cpu/sanitized.py " + " ".join(sys.argv[1:])
-    if not told["exit"]:
-        del told["last_lines"]
-    Path(sys.argv[1]).write_text(json.dumps(told, indent=1) + "\n")
+    report = sanitized()
+    report["command"] = "python tests/kernels/cpu/sanitized.py " + " ".join(sys.argv[1:])
+    if not report["exit"]:
+        del report["last_lines"]
+    Path(sys.argv[1]).write_text(json.dumps(report, indent=1) + "\n")

@@ -68,7 +68,7 @@ def test_what_changed_is_compiled_again(kernels: Kernels) -> None:
 
 @pytest.mark.skipif("avx2" not in NAMES, reason="other machines have other names for what they have")
 @pytest.mark.parametrize(
-    ("said", "built"),
+    ("features", "built"),
     [
         (sorted(machine_variants()[-1].needs) if NAMES else [], ["avx2"]),
         (sorted(machine_variants()[-1].needs | {"avx_vnni", "avx512f"}) if NAMES else [], ["avx2", "avxvnni"]),
@@ -76,13 +76,13 @@ def test_what_changed_is_compiled_again(kernels: Kernels) -> None:
         (["fpu"], []),
         ([], sorted(NAMES)),
     ],
-    ids=["avx2", "avxvnni", "amx", "an old one", "one that says nothing"],
+    ids=["avx2", "avxvnni", "amx", "an old one", "one that names none"],
 )
-def test_in_place_only_what_this_machine_runs_is_built(kernels: Kernels, said: list[str], built: list[str]) -> None:
-    told = kernels.folder / "cpuinfo"
-    told.write_text(f"flags : {' '.join(said)}\n" if said else "")
+def test_in_place_only_what_this_machine_runs_is_built(kernels: Kernels, features: list[str], built: list[str]) -> None:
+    cpuinfo = kernels.folder / "cpuinfo"
+    cpuinfo.write_text(f"flags : {' '.join(features)}\n" if features else "")
     script = kernels.folder / "variants.py"
-    script.write_text(script.read_text().replace('Path("/proc/cpuinfo")', f"Path({str(told)!r})"))
+    script.write_text(script.read_text().replace('Path("/proc/cpuinfo")', f"Path({str(cpuinfo)!r})"))
     assert kernels.build(here=True)[0] == built
     assert kernels.build()[0] == sorted(NAMES)
 
@@ -155,8 +155,8 @@ def test_what_the_compiler_may_use_is_needed(variant: Variant) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip("this compiler knows no such instructions")
-    said = {name.strip("_").lower() for name in re.findall(r"#define (__[A-Z0-9_]+__) 1$", done.stdout, re.MULTILINE)}
+    macros = {name.strip("_").lower() for name in re.findall(r"#define (__[A-Z0-9_]+__) 1$", done.stdout, re.MULTILINE)}
     called = {"bmi": "bmi1", "lzcnt": "abm", "avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
     known = {"avx", "avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe"}
-    may = {called.get(name, name) for name in said if name in known or name.startswith(("avx512", "amx_"))}
+    may = {called.get(name, name) for name in macros if name in known or name.startswith(("avx512", "amx_"))}
     assert may <= variant.needs

@@ -33,7 +33,7 @@ SHAPES = {
 
 
 def together(shape: Shape, groups: list[Group] = MIXED, own: list[int] = OWN) -> Rows:
-    """Rows with so many tokens of their own behind those of their groups; a row without a group has its own alone."""
+    """Rows with `own` tokens behind those of their groups; a row without a group has its own alone."""
     before = [next((tokens for rows, tokens in groups if i in rows), 0) for i in range(len(own))]
     rows = filled(shape, [(a + b - 1, 1) for a, b in zip(before, own)])
     table, cache = rows.batch.tables[0], rows.cache

@@ -38,8 +38,8 @@ V2 = {"proc/self/cgroup": "0::/user/app"}
 
 def v1(group: str, quota: int) -> dict[str, str]:
     """Files of the older cgroups."""
-    said = {"quota": quota, "period": 100_000}
-    files = {f"sys/fs/cgroup/{group}/cpu.cfs_{name}_us": str(value) for name, value in said.items()}
+    quotas = {"quota": quota, "period": 100_000}
+    files = {f"sys/fs/cgroup/{group}/cpu.cfs_{name}_us": str(value) for name, value in quotas.items()}
     return {"proc/self/cgroup": "5:memory:/a\n4:cpu,cpuacct:/docker/b\n1:cpuset:/c", **files}
 
 

@@ -42,7 +42,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def opened(built: Path) -> Iterator[Opened]:
-    """Opens the library with so many threads."""
+    """Opens the library with a number of threads."""
     with ExitStack() as stack:
         yield lambda threads: stack.enter_context(closing(Library(built, threads)))
 
@@ -136,7 +136,7 @@ def test_several_threads_use_it(opened: Opened) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_is_read_next_is_brought_to_the_cache_and_changes_nothing(opened: Opened, threads: int) -> None:
-    """Whatever is said to be read: more than there are chunks, less than a line, or nothing."""
+    """Any range to read: more than there are chunks, less than a line, or nothing."""
     library, counts = opened(threads), torch.zeros(64, dtype=torch.int64)
     weights = [torch.ones(size) for size in (1, 100, 1 << 18)]
     calls = (1, None), (16, weights[0]), (64, weights[2]), (1, weights[1]), (2, weights[2]), (3, None)

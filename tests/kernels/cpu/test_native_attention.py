@@ -72,7 +72,7 @@ def taped(
 ) -> tuple[RecordedOps, Tensor]:
     """A tape of a step of single tokens, and where it will leave what it finds."""
     with backend.library.record() as tape:
-        plan = backend.plan_decode(backend.decode_batch(*singles), table, cache)
+        plan = backend.plan_captured(backend.decode_batch(*singles), table, cache)
         return tape, backend.rotate_and_attend(qkv, None, None, cache, plan)
 
 
@@ -273,8 +273,7 @@ def between_guards(
     table, positions = torch.arange(pages + 1)[None].clamp(max=pages - 1), torch.arange(end - lengths, end)
     one = np.zeros(1, dtype=np.int64)
     batch = ForwardBatch(positions, positions, positions * 0, positions[:0], one, one + end - lengths, one + lengths,
-    one, one,
-                  [table])  # fmt: skip
+                         one, one, [table])  # fmt: skip
     backend.attend(q, k, k, cache, backend.plan(batch, cache))
 
 
@@ -283,11 +282,8 @@ def between_guards(
 def test_nothing_outside_of_a_sequence_is_touched(variant) -> None:
     """Every head's tokens of a page, and the queries, stand between pages that nobody may touch."""
     backend = NativeBackend(kernels=kernels(variant, 2))
-    dtypes, dims, pages = (
-        (torch.float32, torch.bfloat16),
-        (64, 80, 7, 8, 40, 128),
-        ((16, 48), (1, 5), (137, 137), (300, 600)),
-    )
+    dtypes, dims = (torch.float32, torch.bfloat16), (64, 80, 7, 8, 40, 128)
+    pages = (16, 48), (1, 5), (137, 137), (300, 600)
     for dtype, dim, (page, end), most, *how in product(dtypes, dims, pages, (1, 21), *[(False, True)] * 2):
         between_guards(backend, dtype, dim, page, end, min(end, most), *how)
 

@@ -9,8 +9,8 @@ from sanitized import sanitized
 @pytest.mark.soak
 def test_sanitizers_find_nothing() -> None:
     try:
-        told = sanitized()
+        report = sanitized()
     except LookupError as error:
         pytest.skip(str(error))
-    assert told["exit"] == 0, "\n".join(told["last_lines"])
-    assert told["passed"] > 300
+    assert report["exit"] == 0, "\n".join(report["last_lines"])
+    assert report["passed"] > 300

@@ -154,20 +154,20 @@ def late(rank: Rank, sent: ctypes.c_int64) -> None:
     its call 1."""
     load, mine = InterpreterBuilder.create_masked_load, rank.peers.addresses[rank.peers.rank]
 
-    def told() -> None:
+    def note_sent() -> None:
         if rank.peers.rank == 1 and rank.call == 1:
             sent.value = 1
 
     def loaded(builder: InterpreterBuilder, pointers: Any, *more: Any) -> Any:
         if all_reduce.FLAG_BYTES <= int(pointers.data.flat[0]) - mine < peer_memory_layout.KERNEL_BYTES:
-            told()
+            note_sent()
             end = time.monotonic() + 60
             while rank.peers.rank == 0 and rank.call == 0 and not sent.value and time.monotonic() < end:
                 time.sleep(0.001)
         return load(builder, pointers, *more)
 
     InterpreterBuilder.create_masked_load = loaded
-    InterpreterBuilder.create_barrier = lambda builder: told()
+    InterpreterBuilder.create_barrier = lambda builder: note_sent()
 
 
 class Immediate:
@@ -205,7 +205,7 @@ def immediate(patch: Callable[[Any, str, Any], None] = setattr, least: int = 4) 
 
 
 def silent(rank: Rank) -> None:
-    """One that never comes is told of, and nobody waits for ever."""
+    """A rank that never comes is named, and no rank waits for ever."""
     if rank.peers.rank:
         all_reduce.all_reduce(rank.peers._replace(polls=50), torch.ones(1, 16), shots=1)
         assert rank.error.item() == 1, f"rank 0 is missed, and the word is {rank.error.item()}"

@@ -140,8 +140,7 @@ def test_a_product_sends_its_rows_to_the_norm_behind(
 def test_what_is_replicated_or_small_is_not_sent(carriers: tuple[CopyEngineAllReduce, CopyEngineAllReduce]) -> None:
     exchange = Alone(0, carriers[0])
     whole = Linear(32, SIZE, False, torch.float32, CPU)
-    gated = Linear(shard_columns(Shard(0, 2), 32), SIZE, False, torch.float32, CPU)
-    gated.output_modified = True
+    gated = Linear(shard_columns(Shard(0, 2), 32), SIZE, False, torch.float32, CPU, output_modified=True)
     for layer in (whole, gated):
         connect_ranks(layer, exchange)  # type: ignore[arg-type]
         assert layer.overlap is None

@@ -145,9 +145,7 @@ def with_graphs(runner: ModelRunner, patch: pytest.MonkeyPatch, chosen: bool = T
     """Steps with prompts are replayed, their logits kept. Small sizes, so that all of them are met. As on a device of
     several multiprocessors; where parts are `chosen` here, contexts of few rows have four."""
     for module, name, value in (
-        (mixed_graphs, "TOKEN_SIZES", [4, 8, 16, 24]), (mixed_graphs, "MAX_PROMPT_ROWS", 2), (mixed_graphs,
-        "SMALL_DECODE_ROWS", 1),
-        (mixed_graphs, "MEDIUM_DECODE_ROWS", 3),
+        (mixed_graphs, "TOKEN_SIZES", [4, 8, 16, 24]), (mixed_graphs, "MAX_PROMPT_ROWS", 2),
         (mixed_graphs, "SMALL_DECODE_ROWS", 1), (mixed_graphs, "MEDIUM_DECODE_ROWS", 3),
         *((module, "multiprocessors", lambda device: 9) for module in (mixed_graphs, backend)),
         *[(mixed_graphs, "choose_splits", lambda rows, *_: 4 if rows < 3 else 1)] * chosen,
@@ -157,9 +155,8 @@ def with_graphs(runner: ModelRunner, patch: pytest.MonkeyPatch, chosen: bool = T
     kept = torch.zeros((SLOTS, 64), device=DEVICE)
     tails = {"": lambda logits, slots: kept[: len(logits)].copy_(logits)}
     runner.mixed_graphs = MixedGraphs(
-        runner.model, runner.model.logits, runner.store, runner.backend, runner.last_sampled, 32, [1, 2, 5,
-        SLOTS - 1], tails,
-        again,  # type: ignore[arg-type]
+        runner.model, runner.model.logits, runner.store, runner.backend, runner.last_sampled, 32,
+        [1, 2, 5, SLOTS - 1], tails, again,  # type: ignore[arg-type]
     )  # fmt: skip
     patch.setattr(runner.sampler, "epilogue_for", lambda rows: "")
     return again

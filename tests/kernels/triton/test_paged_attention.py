@@ -181,7 +181,7 @@ def check_rows(got: Tensor, q: Tensor, memory: Memory, shape: Shape, chunks: Chu
 def check_prompt(
     shape: Shape, dtype: torch.dtype, chunks: Chunks = CHUNKS, rows: tuple[int, ...] = (), small: bool = False
 ) -> None:
-    """With `rows`, so many are all there, and each query sees all of its sequence's."""
+    """With `rows`, sequences have these lengths, and each query sees all of its sequence's."""
     memory = filled(shape, rows or tuple(map(sum, chunks)), dtype)
     if memory.cache.is_local and shape.layout in PAGED:  # pages that all queries have left behind may hold anything
         for slot, (start, _) in enumerate(chunks, 1):

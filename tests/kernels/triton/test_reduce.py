@@ -36,10 +36,10 @@ def test_ranks_have_the_sums_and_norms_of_one(ranks: int) -> None:
 
 
 def test_an_exchange_buffer_that_is_used_again_one_call_early_is_named() -> None:
-    for planted, told in (
+    for planted, message in (
         ("sums", "1 rows of 32, 1 shots: sums differ"),
         ("gathers", "(4,) of torch.int32: gathered ones differ"),
     ):
         done = run("2", planted)
         assert done.returncode == 1
-        assert f"AssertionError: {told}\n" in done.stderr
+        assert f"AssertionError: {message}\n" in done.stderr

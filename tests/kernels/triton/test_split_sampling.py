@@ -83,8 +83,7 @@ class Rows(NamedTuple):
         logits[bad, place[bad]] = random.choice([np.nan, np.inf], bad.sum())
         edges = random.choice([1, 1, 0.9, 1e-6, 1e-300, 1 - 2.0**-53, 2.0**-33], rows)
         shape = np.stack((
-            random.choice([1, 1, 0.3, 1e-5, 4, 1e30, 0], rows),
-            random.choice([0, 0, 0.05, 1e-12, 1], rows),
+            random.choice([1, 1, 0.3, 1e-5, 4, 1e30, 0], rows), random.choice([0, 0, 0.05, 1e-12, 1], rows),
             random.choice([0, 0, 1, 2, 7, 50, vocab - 1], rows),
             np.where(random.random(rows) < 0.5, edges, random.uniform(1e-6, 1, rows)),
         ), axis=1)  # fmt: skip

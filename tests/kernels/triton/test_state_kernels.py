@@ -121,11 +121,7 @@ def test_no_bias() -> None:
     made = step([Row(0, 3)])
     want = looped(made._replace(conv_bias=torch.zeros_like(made.conv_bias))).conv
     for name in BOTH:
-        with_silu, plain = (
-            KERNELS[name][0](made.x, made.weight, None, made.cache, made.plan, *kind) for kind in ((), (None,))
-        )
-        near(with_silu, want)
-        torch.testing.assert_close(torch.nn.functional.silu(plain), with_silu)
+        near(KERNELS[name][0](made.x, made.weight, None, made.cache, made.plan), want)
 
 
 @pytest.mark.parametrize("name", BOTH[::-1])

@@ -90,10 +90,8 @@ def test_replayed_steps_compute_what_eager_ones_do(
 @given(chunks=CHUNKS, unsampled=st.integers(0, 5))
 def test_every_token_is_of_one_row(chunks: list[Chunk], unsampled: int) -> None:
     """Padding is a row too; and states are read and written as a plan for these rows alone has it."""
-    inputs, flat = (
-        MixedGraphInputs([1, 8, 61], (), False, CPU, has_states=True),
-        FlatInputs.from_slices(rows_of(chunks, unsampled)),
-    )
+    inputs = MixedGraphInputs([1, 8, 61], (), False, CPU, has_states=True)
+    flat = FlatInputs.from_slices(rows_of(chunks, unsampled))
     sizes = inputs.choose_sizes(flat)
     if sizes is None:
         return

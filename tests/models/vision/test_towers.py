@@ -85,9 +85,9 @@ def without_text(folder: Path, *parts: str) -> None:
     save_file({k: v for k, v in load_file(path).items() if not any(part in k for part in parts)}, path)
 
 
-def ours(config: dict[str, Any], folder: Path, prepare: bool = True, **said: Any) -> Any:
+def ours(config: dict[str, Any], folder: Path, prepare: bool = True, **preprocessor: Any) -> Any:
     """Our encoder, loaded, of as many parameters as its settings say."""
-    encoder = build_encoder(VisionSettings.from_config(config, said), torch.float32, torch.device("cpu"))
+    encoder = build_encoder(VisionSettings.from_config(config, preprocessor), torch.float32, torch.device("cpu"))
     assert sum(parameter.numel() for parameter in encoder.parameters()) == encoder.settings.parameters
     load_weights(encoder, folder)
     if prepare:

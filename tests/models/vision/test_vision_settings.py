@@ -74,12 +74,10 @@ def test_a_part_counts_as_about_the_tokens_that_take_as_long(name: str, expected
 
 def test_preprocessor_config_may_be_missing() -> None:
     for name in VISION_CONFIGS:
-        bare, said = (
-            VisionSettings.from_config(whole(name)),
-            VisionSettings.from_config(whole(name), PREPROCESSOR_CONFIGS[name]),
-        )
-        assert bare.tiling == said.tiling
-        assert bare.tower == said.tower
+        bare = VisionSettings.from_config(whole(name))
+        stored = VisionSettings.from_config(whole(name), PREPROCESSOR_CONFIGS[name])
+        assert bare.tiling == stored.tiling
+        assert bare.tower == stored.tower
 
 
 LLAVA, INTERN, PHI3, GEMMA, LLAMA = VISION_CONFIGS
@@ -149,7 +147,7 @@ def test_hostile_ones(name: str, field: str, value: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "words"),
+    ("name", "preprocessor", "words"),
     [
         (LLAVA, {"size": {"height": 336, "width": 336}}, "tiles of 336 pixels, the tower has 384"),
         (LLAVA, {"size": {"height": 384, "width": 336}}, "must be squares"),
@@ -165,9 +163,9 @@ def test_hostile_ones(name: str, field: str, value: Any, words: str) -> None:
         (INTERN, {"size": 336}, "tiles of 336"),
     ],
 )
-def test_hostile_preprocessors(name: str, said: dict[str, Any], words: str) -> None:
+def test_hostile_preprocessors(name: str, preprocessor: dict[str, Any], words: str) -> None:
     with pytest.raises(StartupError, match=words):
-        VisionSettings.from_config(whole(name), said)
+        VisionSettings.from_config(whole(name), preprocessor)
 
 
 def test_preprocessor_configs_old_and_new(tmp_path: Path) -> None:

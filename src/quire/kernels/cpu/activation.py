@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.dispatch import DTYPE_SUFFIXES, split_columns
-from quire.kernels.cpu.library_loader import library
+from quire.kernels.cpu.library_loader import required_library
 from quire.kernels.cpu.linear import ACTIVATIONS
 
 
@@ -22,7 +22,9 @@ def act_and_mul(gate_up: Tensor, activation: str, *, out: Tensor | None = None, 
     assert gate_up.stride(1) == out.stride(1) == 1, "rows are contiguous"
     kind, (part, parts) = ACTIVATIONS[activation], split_columns(size)
     strides = gate_up.stride(0), out.stride(0)
-    _run(f"gate_{DTYPE_SUFFIXES[gate_up.dtype]}", rows * parts, gate_up, out, size, part, *strides, kind)
+    required_library().call(
+        f"gate_{DTYPE_SUFFIXES[gate_up.dtype]}", rows * parts, gate_up, out, size, part, *strides, kind
+    )
     return out
 
 
@@ -34,7 +36,7 @@ def act(x: Tensor, activation: str, bias: Tensor | None = None, *, pdl: bool = F
         "one bias a column"
     )
     kind, (part, parts) = ACTIVATIONS[activation], split_columns(size)
-    _run(f"act_{DTYPE_SUFFIXES[x.dtype]}", rows * parts, x, bias, size, part, x.stride(0), kind)
+    required_library().call(f"act_{DTYPE_SUFFIXES[x.dtype]}", rows * parts, x, bias, size, part, x.stride(0), kind)
     return x
 
 
@@ -43,11 +45,5 @@ def softcap(x: Tensor, cap: float, *, pdl: bool = False) -> Tensor:
     rows, size = x.shape
     assert x.stride(1) == 1, "rows are contiguous"
     part, parts = split_columns(size)
-    _run(f"softcap_{DTYPE_SUFFIXES[x.dtype]}", rows * parts, x, size, part, x.stride(0), float(cap))
+    required_library().call(f"softcap_{DTYPE_SUFFIXES[x.dtype]}", rows * parts, x, size, part, x.stride(0), float(cap))
     return x
-
-
-def _run(name: str, chunks: int, *args: Tensor | int | float | None) -> None:
-    kernels = library()
-    assert kernels is not None, "there are no CPU kernels; check has_kernels first"
-    kernels.call(name, chunks, *args)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.errors import StartupError
 from quire.kernels.cpu.library import SCRATCH, Argument, Library
 from quire.kernels.cpu.library_loader import library, missing_reason
-from quire.kernels.forward_batch import ForwardBatch, LayerCache
+from quire.kernels.forward_batch import ForwardBatch, HeadNorm, LayerCache, RotaryTable
 from quire.kernels.limits import MAX_CPU_SPLITS
 from quire.protocol.kv_cache_config import KVCacheLayout
 
@@ -25,19 +25,6 @@ SHARED_PREFIX_SPLITS = 8  # COMMON_PARTS of attention.h
 MIN_SHARED_PREFIX_ROWS = 4  # with fewer rows, computing a shared prefix once does not pay
 TILE_ROWS = 192  # the most queries of a tile, times its heads
 BLOCK = 128  # keys at once, as in attention_prompt.cpp
-
-
-class RotaryTable(Protocol):
-    """A rotary embedding: its fp32 table [length, 2, dim / 2] of cos and sin."""
-
-    table: Tensor | None
-
-
-class HeadNorm(Protocol):
-    """An RMS norm of one head."""
-
-    weight: Tensor
-    eps: float
 
 
 @dataclass(slots=True)
@@ -156,7 +143,7 @@ class NativeBackend:
         run reads what these buffers hold then."""
         return CpuDecodeBatch(slots, positions, prompts)
 
-    def plan_decode(self, step: CpuDecodeBatch, tables: Tensor, cache: LayerCache) -> CpuAttentionPlan:
+    def plan_captured(self, step: CpuDecodeBatch, tables: Tensor, cache: LayerCache) -> CpuAttentionPlan:
         """Return the plan of such a step; `tables` are the page tables of the cache's group."""
         budget = 0 if step.prompts is None else cache.budget or 0
         tiles = step.slots.new_empty((len(step.slots), 6)) if self.deterministic else None
@@ -200,13 +187,9 @@ class NativeBackend:
         return self.attend_cached(q, cache, plan)
 
     def rotate_and_attend(
-        self,
-        qkv: Tensor,
-        rotary: RotaryTable | None,
-        norms: tuple[HeadNorm, HeadNorm] | None,
-        cache: LayerCache,
+        self, qkv: Tensor, rotary: RotaryTable | None, norms: tuple[HeadNorm, HeadNorm] | None, cache: LayerCache,
         plan: CpuAttentionPlan,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attend from qkv [T, heads + 2 kv_heads, dim], whose queries and keys are first normalised, if `norms`, and
         rotated, if `rotary`; the same operation writes keys and values. Queries are rotated in place. If the layer does
         not write, qkv may hold only the queries."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.dispatch import DTYPE_SUFFIXES, split_rows
-from quire.kernels.cpu.library_loader import library
+from quire.kernels.cpu.library_loader import required_library
 
 
 def embedding(
@@ -19,9 +19,8 @@ def embedding(
     assert ids.dtype == torch.int64, "ids are int64"
     assert all(x.is_contiguous() for x in (ids, table, out)), "tensors must be contiguous"
     assert (out.shape, out.dtype) == ((rows, size), table.dtype), "a row for each id"
-    kernels, (per, chunks) = library(), split_rows(rows, size)
-    assert kernels is not None, "there are no CPU kernels; check has_kernels first"
+    per, chunks = split_rows(rows, size)
     by = 1.0 if scale is None else float(scale)
     name = f"embedding_{DTYPE_SUFFIXES[table.dtype]}"
-    kernels.call(name, chunks, ids, table, out, rows, per, size, offset, int(add_to is not None), by)
+    required_library().call(name, chunks, ids, table, out, rows, per, size, offset, int(add_to is not None), by)
     return out

@@ -76,6 +76,13 @@ def library() -> Library | None:
         return None
 
 
+def required_library() -> Library:
+    """Return the process's library, of which the caller has checked that there is one."""
+    kernels = library()
+    assert kernels is not None, "there are no CPU kernels; check has_kernels first"
+    return kernels
+
+
 def use_threads(threads: int | None) -> None:
     """Set the number of threads of torch and of the kernels. None: one for each available core, unless OMP_NUM_THREADS
     is set. Raise StartupError if the system cannot start them."""

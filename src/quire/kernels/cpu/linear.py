@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.library import SCRATCH, Library
-from quire.kernels.cpu.library_loader import library
+from quire.kernels.cpu.library import SCRATCH
+from quire.kernels.cpu.library_loader import library, required_library
 from quire.kernels.cpu.weight_arena import weight_arena
 
 PANEL, KTILE, BLOCK = 32, 32, 256  # as in native/linear.h
@@ -44,7 +44,7 @@ class PackedLinear:
         self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, gated: bool = False,
         deterministic: bool = False,
     ) -> None:  # fmt: skip
-        kernels = _library()
+        kernels = required_library()
         self.rows, self.columns = weight.shape
         self.activation = 0 if activation is None else ACTIVATIONS[activation]
         self.dtype, self.gated, self.deterministic = weight.dtype, gated, deterministic
@@ -54,11 +54,7 @@ class PackedLinear:
         self.data = weight_arena().allocate(panels * PANEL, width, self.dtype)
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         kernels.call(f"pack_{kind}", panels, weight, self.data, self.rows, self.columns, weight.stride(0), int(gated))
-        self.bias: Tensor | None = None
-        if bias is not None:
-            self.bias = torch.empty(panels * PANEL)
-            column = bias.detach().float()[:, None].contiguous()
-            kernels.call("pack_f32", panels, column, self.bias, self.rows, 1, 1, int(gated))
+        self.bias = None if bias is None else pack_bias(bias, panels, gated)
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self)
@@ -68,10 +64,11 @@ class PackedLinear:
         return len(self.data) // PANEL
 
 
-def _library() -> Library:
-    kernels = library()
-    assert kernels is not None, "there are no CPU kernels; check supports first"
-    return kernels
+def pack_bias(bias: Tensor, panels: int, gated: bool) -> Tensor:
+    """Return the bias in fp32, in the order of a packed weight's rows."""
+    packed, column = torch.empty(panels * PANEL), bias.detach().float()[:, None].contiguous()
+    required_library().call("pack_f32", panels, column, packed, len(bias), 1, 1, int(gated))
+    return packed
 
 
 def supports(weight: Tensor) -> bool:
@@ -96,7 +93,7 @@ def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor
         out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    kernels = _library()
+    kernels = required_library()
     per, groups = _split_work(rows, packed, kernels.threads)
     kernels.call(
         f"linear_{DTYPES[x.dtype]}", -(-rows // per) * groups, x, packed.data, packed.bias, out, rows, packed.columns,
@@ -109,7 +106,7 @@ def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor
 def _split_work(rows: int, packed: PackedLinear, threads: int) -> tuple[int, int]:
     """Return (most rows of a chunk, number of groups of panels); each chunk is some rows by one group."""
     steps = packed.data.shape[1] * packed.dtype.itemsize // 4
-    if packed.dtype == torch.bfloat16 and packed.columns % KTILE == 0 and _library().native.linear_has_tiles():
+    if packed.dtype == torch.bfloat16 and packed.columns % KTILE == 0 and required_library().native.linear_has_tiles():
         most = min(TILED_ROWS, max(64, TILED_BYTES // (2 * packed.columns) // 32 * 32))
     else:
         most = min(MAX_CHUNK_ROWS, SCRATCH // _staged_bytes(steps, packed.dtype))
@@ -142,5 +139,5 @@ def lookup_rows(packed: PackedLinear, ids: Tensor, scale: float = 1.0) -> Tensor
         chunks = -(-len(ids) // LOOKUP_ROWS)
         kernel = f"packed_rows_{DTYPES[packed.dtype]}"
         args = ids, packed.data, out, len(ids), packed.columns, out.stride(0), scale, LOOKUP_ROWS
-        _library().call(kernel, chunks, *args)
+        required_library().call(kernel, chunks, *args)
     return out

@@ -15,8 +15,16 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.library import SCRATCH, Library
-from quire.kernels.cpu.library_loader import library
-from quire.kernels.cpu.linear import ACTIVATIONS, CHUNKS_PER_THREAD, DTYPES, LOOKUP_ROWS, MEMORY_BOUND_ROWS, PANEL
+from quire.kernels.cpu.library_loader import library, required_library
+from quire.kernels.cpu.linear import (
+    ACTIVATIONS,
+    CHUNKS_PER_THREAD,
+    DTYPES,
+    LOOKUP_ROWS,
+    MEMORY_BOUND_ROWS,
+    PANEL,
+    pack_bias,
+)
 from quire.kernels.cpu.weight_arena import weight_arena
 
 MAX_CHUNK_ROWS = 256
@@ -104,15 +112,10 @@ class PackedLowBitLinear:
     __slots__ = ("activation", "bias", "columns", "data", "deterministic", "dtype", "form", "gated", "rows")
 
     def __init__(
-        self,
-        weight: LowBitWeight,
-        dtype: torch.dtype,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        gated: bool = False,
-        deterministic: bool = False,
-    ) -> None:
-        kernels = _library()
+        self, weight: LowBitWeight, dtype: torch.dtype, bias: Tensor | None = None, activation: str | None = None,
+        gated: bool = False, deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        kernels = required_library()
         form = weight.form
         self.rows, self.columns = weight.numbers.shape
         self.form, self.dtype, self.gated, self.deterministic = form, dtype, gated, deterministic
@@ -123,11 +126,7 @@ class PackedLowBitLinear:
         tensors = [None if part is None else part.contiguous() for part in weight[1:]]
         args = *tensors, self.data, self.rows, self.columns, int(gated), *form.kernel_args
         kernels.call("pack_quantised", panels, *args)
-        self.bias: Tensor | None = None
-        if bias is not None:
-            self.bias = torch.empty(panels * PANEL)
-            column = bias.detach().float()[:, None].contiguous()
-            kernels.call("pack_f32", panels, column, self.bias, self.rows, 1, 1, int(gated))
+        self.bias = None if bias is None else pack_bias(bias, panels, gated)
 
     def __call__(self, x: Tensor) -> Tensor:
         return low_bit_linear(x, self)
@@ -153,12 +152,6 @@ class StackedLowBitLinear:
         return out
 
 
-def _library() -> Library:
-    kernels = library()
-    assert kernels is not None, "there are no CPU kernels; check supports first"
-    return kernels
-
-
 def supports(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if the kernels can multiply rows in `dtype` with weights of this number of columns."""
     fits = columns * MAX_UNSTAGED_ROWS * 2 <= SCRATCH // 2
@@ -178,7 +171,7 @@ def low_bit_linear(x: Tensor, packed: PackedLowBitLinear, out: Tensor | None = N
         out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    kernels = _library()
+    kernels = required_library()
     tiled = rows >= TILED_ROWS and packed.columns <= TILED_COLUMNS and not packed.deterministic and has_tiles(kernels)
     tiled = tiled and x.dtype == torch.bfloat16
     per, groups = _split_work(rows, packed, kernels.threads, tiled)
@@ -219,7 +212,7 @@ def lookup_rows(packed: PackedLowBitLinear, ids: Tensor, scale: float = 1.0) -> 
     """Return the rows `ids` [T] (int64, in range) of the weight, [T, columns], times `scale`."""
     assert not packed.gated, "a gated weight is no embedding"
     out = torch.empty(len(ids), packed.columns, dtype=packed.dtype, device=ids.device)
-    kernels = _library()
+    kernels = required_library()
     if len(ids):
         chunks, name = -(-len(ids) // LOOKUP_ROWS), f"quantised_rows_{DTYPES[packed.dtype]}"
         args = ids, packed.data, out, len(ids), packed.columns, out.stride(0), scale, LOOKUP_ROWS

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.dispatch import DTYPE_SUFFIXES, split_rows
-from quire.kernels.cpu.library_loader import library
+from quire.kernels.cpu.library_loader import required_library
 
 
 def rms_norm(
@@ -46,9 +46,9 @@ def _norm(
         assert vector is None or (vector.shape, vector.stride(), vector.dtype) == ((size,), (1,), weight.dtype), (
             "one weight and one bias a column, of one dtype"
         )
-    kernels, (per, chunks) = library(), split_rows(rows, size)
-    assert kernels is not None, "there are no CPU kernels; check has_kernels first"
+    per, chunks = split_rows(rows, size)
     name = f"norm_{DTYPE_SUFFIXES[x.dtype]}" + ("" if weight.dtype == x.dtype else f"_{DTYPE_SUFFIXES[weight.dtype]}")
     strides = x.stride(0), 0 if delta is None else delta.stride(0), out.stride(0)
-    kernels.call(name, chunks, x, delta, post_norm_weight, weight, bias, out, rows, per, size, *strides, float(eps))
+    args = x, delta, post_norm_weight, weight, bias, out, rows, per, size, *strides, float(eps)
+    required_library().call(name, chunks, *args)
     return out

@@ -6,13 +6,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.kernels.cpu.dispatch import DTYPE_SUFFIXES
-from quire.kernels.cpu.library_loader import library
+from quire.kernels.cpu.library_loader import required_library
 
 
 def sample(
     logits: Tensor, params: Tensor | None, draw_rows: Tensor | None, uniforms: Tensor | None, slots: Tensor,
-    last_sampled: Tensor,
-    tokens: Tensor, faults: Tensor,
+    last_sampled: Tensor, tokens: Tensor, faults: Tensor,
 ) -> None:  # fmt: skip
     """Draw tokens [D] from the rows draw_rows [D] (ascending; None: one draw a row) of logits [R, V]. Where the
     temperature is 0 the token is the lowest id of the greatest logit.
@@ -22,13 +21,10 @@ def sample(
     fault 1. The first draw of a row is also written to last_sampled[slots[r]]. All other tensors are int64.
     """
     rows, vocab = logits.shape
-    kernels = library()
-    assert kernels is not None, "there are no CPU kernels; check has_kernels first"
     assert logits.stride(1) == 1, "a row's logits must be contiguous"
     for tensor in (params, draw_rows, uniforms, slots, last_sampled, tokens, faults):
         assert tensor is None or tensor.is_contiguous(), "vectors must be contiguous"
-    kernels.call(
+    required_library().call(
         f"sample_{DTYPE_SUFFIXES[logits.dtype]}", rows, logits, params, draw_rows, uniforms, slots, last_sampled,
-        tokens, faults,
-        logits.stride(0), vocab, len(tokens),
+        tokens, faults, logits.stride(0), vocab, len(tokens),
     )  # fmt: skip

@@ -64,8 +64,7 @@ def _gate(
 @fast_launch
 @triton.jit
 def _act(
-    x, bias, x_stride,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, KIND: tl.constexpr,
+    x, bias, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, KIND: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -122,7 +121,7 @@ def act_and_mul(gate_up: Tensor, activation: str, *, out: Tensor | None = None, 
     blocks = cdiv(size, block)
     _gate[(rows * blocks,)](
         gate_up, out, gate_up.stride(0), out.stride(0), size, block, blocks, ACTIVATIONS[activation], pdl,
-        num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+        num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -136,7 +135,7 @@ def act(x: Tensor, activation: str, bias: Tensor | None = None, *, pdl: bool = F
     blocks = cdiv(size, block)
     _act[(rows * blocks,)](
         x, bias, x.stride(0), size, block, blocks, ACTIVATIONS[activation], bias is not None, pdl,
-        num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+        num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
     return x
 
@@ -147,7 +146,5 @@ def softcap(x: Tensor, cap: float, *, pdl: bool = False) -> Tensor:
     assert x.stride(1) == 1, "rows are contiguous"
     block, warps = launch_config(rows, size)
     blocks = cdiv(size, block)
-    _softcap[(rows * blocks,)](
-        x, x.stride(0), cap, size, block, blocks, pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {})
-    )
+    _softcap[(rows * blocks,)](x, x.stride(0), cap, size, block, blocks, pdl, num_warps=warps, launch_pdl=pdl)
     return x

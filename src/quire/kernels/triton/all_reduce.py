@@ -263,8 +263,7 @@ def _two_shot(
 @fast_launch
 @triton.jit(do_not_specialize=["me", "polls"])
 def _gather(
-    x, out, table, counters, error, me, polls, count,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
+    x, out, table, counters, error, me, polls, count, RANKS: tl.constexpr, BLOCK: tl.constexpr, HOLD: tl.constexpr,
     MOST: tl.constexpr, FLAGS: tl.constexpr, REGION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gather `count` numbers, BLOCK at a time; a rank's numbers take HOLD bytes."""
@@ -349,7 +348,7 @@ def _reduce(
         shots = 1 if shape.one_shot_rows and rows * size * itemsize <= one_shot_bytes else 2
     fit = shape.one_shot_rows if shots == 1 else shape.two_shot_rows
     block = power_of_2(size)
-    options: dict[str, int] = {"num_warps": num_warps_for(block)} | ({"launch_pdl": True} if pdl else {})
+    options: dict[str, int] = {"num_warps": num_warps_for(block), "launch_pdl": pdl}
     programs = PROGRAMS
     if options["num_warps"] <= 8:
         options["maxnreg"] = REGISTERS
@@ -361,8 +360,7 @@ def _reduce(
         grid = (min(len(d), programs),)
         args = (
             a, d, post_norm_weight, weight, bias, o, peers.table, peers.counters, peers.error, peers.rank,
-            peers.polls, len(d),
-            0 if a is None else a.stride(0), d.stride(0), 0 if o is None else o.stride(0), eps,
+            peers.polls, len(d), 0 if a is None else a.stride(0), d.stride(0), 0 if o is None else o.stride(0), eps,
             size, block, x is not None, post_norm_weight is not None, bias is not None, ranks, shape.row_bytes,
         )  # fmt: skip
         if shots == 1:
@@ -387,8 +385,7 @@ def all_gather(peers: PeerBuffers, x: Tensor, *, pdl: bool = False) -> Tensor:
         out = result_words if len(piece) == len(words) else result_words.new_empty((peers.ranks, len(piece)))
         _gather[(min(cdiv(len(piece), GATHER_WORDS), PROGRAMS),)](
             piece, out, peers.table, peers.counters, peers.error, peers.rank, peers.polls, len(piece),
-            peers.ranks, GATHER_WORDS, 4 * hold, MAX_PEERS, FLAG_BYTES, REGION_BYTES, pdl, num_warps=4,
-            **({"launch_pdl": True} if pdl else {}),
+            peers.ranks, GATHER_WORDS, 4 * hold, MAX_PEERS, FLAG_BYTES, REGION_BYTES, pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
         if out is not result_words:
             result_words[:, at : at + most] = out

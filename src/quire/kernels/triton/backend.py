@@ -8,32 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.forward_batch import ForwardBatch, LayerCache, num_evicted, to_device
+from quire.kernels.forward_batch import ForwardBatch, HeadNorm, LayerCache, RotaryTable, num_evicted, to_device
 from quire.kernels.reference import write_pages
 from quire.kernels.triton.decode import SplitScratch, choose_splits, decode, decode_scratch, multiprocessors
 from quire.kernels.triton.launch import supports_hopper_kernel, supports_pdl
 from quire.kernels.triton.prefill import make_prefill_tiles, prefill, tile_queries
 from quire.kernels.triton.rope_write import rope_write
 from quire.protocol.kv_cache_config import KVCacheLayout
-
-
-class RotaryTable(Protocol):
-    """A rotary embedding: its fp32 table [length, 2, dim / 2] of cos and sin."""
-
-    table: Tensor | None
-
-
-class HeadNorm(Protocol):
-    """An RMS norm of one head."""
-
-    weight: Tensor
-    eps: float
 
 
 @dataclass(slots=True)
@@ -64,28 +51,18 @@ class TritonAttentionPlan:
     bidirectional_tiles: Tensor | None = None
 
 
-class TritonDecodeBatch(NamedTuple):
-    """A step of one token a row on the device, each tensor [R]; `tiles` only where `prefill` computes these rows too,
+class CapturedBatch(NamedTuple):
+    """A step that a graph captures, on the device, with padding of slot 0. Tokens: `token_slots` and `positions` [T].
+    Rows of one token: `slots`, `lengths` and their query indices `rows` [D], -1 for padding (None: of all tokens).
+    Other rows are in `tiles`, by the queries of a tile; or if one kernel computes rows of one token too, these are.
     `prompts` [slots] only where layers have budgets."""
-
-    slots: Tensor
-    positions: Tensor
-    lengths: Tensor
-    tiles: Tensor | None
-    prompts: Tensor | None = None
-
-
-class PaddedMixedBatch(NamedTuple):
-    """A step of prompts and single tokens on the device, padded to the sizes of a captured graph. Tokens:
-    `token_slots` and `positions` [T]. Rows of one token: `slots`, `lengths` and their query indices `rows` [D]; padding
-    has slot 0 and index -1. Other rows are in `tiles`, by the queries of a tile; padding has slot 0 there too."""
 
     token_slots: Tensor
     positions: Tensor
     slots: Tensor
     lengths: Tensor
-    rows: Tensor
-    tiles: dict[int, Tensor]
+    rows: Tensor | None
+    tiles: dict[int, Tensor] | Tensor | None
     prompts: Tensor | None = None
 
 
@@ -105,12 +82,9 @@ class TritonBackend:
         """Raise StartupError for a cache that this backend cannot read: there is none."""
 
     def plan(
-        self,
-        batch: ForwardBatch,
-        cache: LayerCache,
-        query_batch: ForwardBatch | None = None,
+        self, batch: ForwardBatch, cache: LayerCache, query_batch: ForwardBatch | None = None,
         excluded_rows: np.ndarray | None = None,
-    ) -> TritonAttentionPlan:
+    ) -> TritonAttentionPlan:  # fmt: skip
         """Return the plan for all layers with this `plan_key`, computed on the host once a step, with one upload: keys
         and values of `batch`, queries of `query_batch` if given, without rows of several tokens for which
         `excluded_rows` [R] is true."""
@@ -155,64 +129,40 @@ class TritonBackend:
         tiles[:, 3] = [last[slot] for slot in tiles[:, 0].tolist()]
         return to_device(tiles, of.device)
 
-    def decode_batch(self, slots: Tensor, positions: Tensor, prompts: Tensor | None = None) -> TritonDecodeBatch:
+    def decode_batch(self, slots: Tensor, positions: Tensor, prompts: Tensor | None = None) -> CapturedBatch:
         """Return a step of one token a row, at `positions` [R], in `slots` [R], both on the device. A graph may capture
         this and its plans: a replay reads what these buffers hold then."""
         tiles = None
         if self.deterministic:
             queries = torch.arange(len(slots), device=slots.device)
             tiles = torch.stack((slots, queries, torch.ones_like(slots), positions), 1).to(torch.int32)
-        return TritonDecodeBatch(slots, positions, positions + 1, tiles, prompts)
+        return CapturedBatch(slots, positions, slots, positions + 1, None, tiles, prompts)
 
-    def plan_decode(
-        self, step: TritonDecodeBatch, tables: Tensor, cache: LayerCache, scratch: SplitScratch | None = None,
+    def plan_captured(
+        self, step: CapturedBatch, tables: Tensor, cache: LayerCache, scratch: SplitScratch | None = None,
         splits: int | None = None,
     ) -> TritonAttentionPlan:  # fmt: skip
         """Return the plan of such a step; `tables` are the page tables of the cache's group."""
-        device = step.slots.device
+        device, positions, prompts = step.positions.device, step.positions, step.prompts
         cache_positions, lengths, tiles = None, step.lengths, step.tiles
-        if step.prompts is not None and cache.budget is not None:
-            evicted = num_evicted(step.positions, step.prompts.index_select(0, step.slots), cache.budget)
-            cache_positions, lengths = step.positions - evicted, step.lengths - evicted
-            tiles = None if tiles is None else _shift_tiles(tiles, step.prompts, cache.budget)
-        return TritonAttentionPlan(
-            tables=tables,
-            token_slots=step.slots,
-            positions=step.positions,
-            slots=None if self.deterministic else step.slots,
-            lengths=lengths,
-            rows=None,
-            tiles=tiles,
-            prefill_kernel=self.default_prefill,
-            splits=splits or choose_splits(len(step.slots), cache.kv_heads, multiprocessors(device)),
-            scratch=scratch,
-            pdl=device.type == "cuda" and supports_pdl(device),
-            cache_positions=cache_positions,
-        )
-
-    def plan_mixed(
-        self, step: PaddedMixedBatch, tables: Tensor, cache: LayerCache, scratch: SplitScratch, splits: int
-    ) -> TritonAttentionPlan:
-        """Return the plan of a padded step; `tables` are the page tables of the cache's group."""
-        device = step.token_slots.device
-        cache_positions, lengths, tiles = None, step.lengths, step.tiles[self.tile_queries(cache)]
-        if step.prompts is not None and cache.budget is not None:
-            prompts = step.prompts
-            cache_positions = step.positions - num_evicted(
-                step.positions, prompts.index_select(0, step.token_slots), cache.budget
-            )
-            lengths = lengths - num_evicted(lengths - 1, prompts.index_select(0, step.slots), cache.budget)
-            tiles = _shift_tiles(tiles, prompts, cache.budget)
+        tiles = tiles[self.tile_queries(cache)] if isinstance(tiles, dict) else tiles
+        if prompts is not None and cache.budget is not None:
+            evicted = num_evicted(positions, prompts.index_select(0, step.token_slots), cache.budget)
+            cache_positions = positions - evicted
+            if step.rows is not None:
+                evicted = num_evicted(lengths - 1, prompts.index_select(0, step.slots), cache.budget)
+            lengths = lengths - evicted
+            tiles = None if tiles is None else _shift_tiles(tiles, prompts, cache.budget)
         return TritonAttentionPlan(
             tables=tables,
             token_slots=step.token_slots,
-            positions=step.positions,
-            slots=step.slots if len(step.slots) else None,
+            positions=positions,
+            slots=step.slots if len(step.slots) and not self.deterministic else None,
             lengths=lengths,
             rows=step.rows,
             tiles=tiles,
             prefill_kernel=self.default_prefill,
-            splits=splits,
+            splits=splits or choose_splits(len(step.slots), cache.kv_heads, multiprocessors(device)),
             scratch=scratch,
             pdl=device.type == "cuda" and supports_pdl(device),
             cache_positions=cache_positions,
@@ -283,13 +233,9 @@ class TritonBackend:
         return self.attend_cached(q, cache, plan)
 
     def rotate_and_attend(
-        self,
-        qkv: Tensor,
-        rotary: RotaryTable | None,
-        norms: tuple[HeadNorm, HeadNorm] | None,
-        cache: LayerCache,
+        self, qkv: Tensor, rotary: RotaryTable | None, norms: tuple[HeadNorm, HeadNorm] | None, cache: LayerCache,
         plan: TritonAttentionPlan,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attend from qkv [T, heads + 2 kv_heads, dim], whose queries and keys are first normalised, if `norms`, and
         rotated, if `rotary`; the same launch writes keys and values. Queries are rotated in place."""
         q = qkv[:, : cache.heads]
@@ -300,8 +246,7 @@ class TritonBackend:
 
     def write_kv(
         self, qkv: Tensor, q: Tensor, rotary: RotaryTable | None, norms: tuple[HeadNorm, HeadNorm] | None,
-        cache: LayerCache,
-        plan: TritonAttentionPlan,
+        cache: LayerCache, plan: TritonAttentionPlan,
     ) -> None:  # fmt: skip
         """Normalise, rotate and write: keys and values to their pages, queries to q [T, heads, dim]."""
         rope_write(

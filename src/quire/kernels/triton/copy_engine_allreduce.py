@@ -21,8 +21,7 @@ from torch import Tensor
 
 from quire.kernels.peer_memory_layout import KERNEL_BYTES, MAX_PEERS
 from quire.kernels.triton.all_reduce import PeerBuffers, load_norm_weights, peer_address, round_sum, store_row
-from quire.kernels.triton.copy_engine_pair import MAX_PIECES, wait_for_flag
-from quire.kernels.triton.copy_engine_pair import region_offset as carried_region_offset
+from quire.kernels.triton.copy_engine_pair import MAX_PIECES, region_offset, wait_for_flag
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2
 from quire.kernels.triton.norm import num_warps_for
@@ -33,11 +32,6 @@ PARTS, SUMS = 0, 1  # phases: sent to a row's owner, and by it
 def flag_offset(phase: int, piece: int, rank: int) -> int:
     """Return the offset in bytes, in a rank's memory, of the flag of a piece that `rank` sends."""
     return KERNEL_BYTES + ((phase * MAX_PIECES + piece) * MAX_PEERS + rank) * 8
-
-
-def region_offset(peers: PeerBuffers, phase: int) -> int:
-    """Return the offset in bytes of the region of parts or of sums."""
-    return carried_region_offset(peers, phase)
 
 
 def owned_rows(rows: slice, owner: int, ranks: int) -> slice:
@@ -82,20 +76,20 @@ def _add_up(
 
 
 @triton.jit
-def _give_up(said, call, error, me, owner, RANKS: tl.constexpr):
+def _give_up(flags, call, error, me, owner, RANKS: tl.constexpr):
     """Store as error the rank that did not answer: the owner, or the first rank whose part is missing here too. Then
     set the flags of missing parts, so that the stream that waits for them continues: the sums are wrong, but the step
     has failed, and the stream's queue must end."""
     missed = owner
     for i in tl.static_range(RANKS):
         r = RANKS - 1 - i
-        came = tl.atomic_add((said + r * 8).to(tl.pointer_type(tl.int64)), 0, sem="acquire", scope="sys")
+        came = tl.atomic_add((flags + r * 8).to(tl.pointer_type(tl.int64)), 0, sem="acquire", scope="sys")
         missed = tl.where((came < call) & (me != r), r, missed)  # other ranks may have given up, and have continued
     if tl.load(error) == 0:  # the first cause is kept
         tl.store(error, missed + 1)
     for r in tl.static_range(RANKS):
         if r != me:
-            tl.atomic_max((said + r * 8).to(tl.pointer_type(tl.int64)), call, sem="release", scope="sys")
+            tl.atomic_max((flags + r * 8).to(tl.pointer_type(tl.int64)), call, sem="release", scope="sys")
 
 
 @triton.jit
@@ -124,8 +118,7 @@ def _await_own(
 @triton.jit(do_not_specialize=["me", "polls", "parts_said", "sums_said", "sums", "call", "piece", "rows"])
 def _finish(
     x, delta, post_norm_weight, weight, bias, out, table, error, me, polls, parts_said, sums_said, sums, call, piece,
-    rows,
-    x_stride, delta_stride, out_stride, eps,
+    rows, x_stride, delta_stride, out_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, POST_NORM: tl.constexpr, LAYER: tl.constexpr,
     RANKS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
@@ -179,8 +172,7 @@ def all_reduce_norm_owned(
     _await_own[(1,)](*peer_args, *flags, call, piece, rows, peers.ranks, MAX_PEERS, num_warps=1)
     _finish[(rows,)](
         x, delta, post_norm_weight, weight, bias, out, *peer_args, *flags, region_offset(peers, SUMS), call, piece,
-        rows,
-        0 if x is None else x.stride(0), delta.stride(0), 0 if out is None else out.stride(0), eps,
+        rows, 0 if x is None else x.stride(0), delta.stride(0), 0 if out is None else out.stride(0), eps,
         size, block, x is not None, post_norm_weight is not None, bias is not None, peers.ranks, MAX_PEERS,
         num_warps=num_warps_for(block),
     )  # fmt: skip

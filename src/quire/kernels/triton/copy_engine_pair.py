@@ -36,7 +36,7 @@ def flag_offset(turn: int, piece: int) -> int:
 
 
 def region_offset(peers: PeerBuffers, turn: int) -> int:
-    """Return the offset in bytes of the region of a turn."""
+    """Return the offset in bytes of the region of a turn; of copy_engine_allreduce, of a phase."""
     return KERNEL_BYTES + COPY_FLAG_BYTES + turn * region_capacity(peers)
 
 

@@ -288,8 +288,7 @@ def decode(
     )  # fmt: skip
     if splits > 1:
         _join[(group, kv_heads, batch)](
-            *parts, slots, lengths, indices, out, out.stride(0),
-            SPLITS_PAD=power_of_2(splits), num_warps=4, **shared,
+            *parts, slots, lengths, indices, out, out.stride(0), SPLITS_PAD=power_of_2(splits), num_warps=4, **shared,
         )  # fmt: skip
     return out
 

@@ -78,5 +78,5 @@ def argument_kind(x: Any) -> Any:
 def fast_launch(kernel: Any) -> Any:
     """Return the kernel with faster launches, or the kernel itself if Triton's version is not in VERSIONS or it is
     interpreted."""
-    known = ".".join(triton.__version__.split(".")[:2]) in VERSIONS
-    return FastLauncher(kernel) if known and isinstance(kernel, JITFunction) else kernel
+    supported = ".".join(triton.__version__.split(".")[:2]) in VERSIONS
+    return FastLauncher(kernel) if supported and isinstance(kernel, JITFunction) else kernel

@@ -83,8 +83,7 @@ def scaled_matmul(
     _rounded[(cdiv(size, tile.columns if kind is None else tile.columns // 2),)](
         x, by, weight, scale, out if bias is None else bias, out, rows, size, depth,
         BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, EARLY=early, EVEN=even, GROUP=group,
-        BIAS=bias is not None, KIND=kind, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages,
-        **({"launch_pdl": True} if pdl else {}),
+        BIAS=bias is not None, KIND=kind, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -168,7 +167,7 @@ def quantize_rows(x: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     block = power_of_2(depth) if depth <= MAX_SINGLE_PASS else ROW_BLOCK
     warps = 16 if block > ROW_BLOCK else 8 if block > 2048 else 4
     options = {"BLOCK": block, "ONCE": depth <= MAX_SINGLE_PASS, "num_warps": warps, "PDL": pdl}
-    _rows_in_fp8[(rows,)](x, numbers, scales, depth, x.stride(0), **options, **({"launch_pdl": True} if pdl else {}))
+    _rows_in_fp8[(rows,)](x, numbers, scales, depth, x.stride(0), **options, launch_pdl=pdl)
     return numbers, scales
 
 

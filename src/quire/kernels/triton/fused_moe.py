@@ -11,7 +11,7 @@ Weights may be in FP8 (e4m3), as in `linear`: they are converted in registers, a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -87,7 +87,7 @@ def topk_softmax(logits: Tensor, top_k: int, renormalize: bool, *, pdl: bool = F
         _route[(tokens,)](
             logits, weights, chosen, logits.stride(0),
             EXPERTS=experts, PADDED=power_of_2(experts), TOP=top_k, NORMALISED=renormalize, PDL=pdl, num_warps=1,
-            **_pdl_options(pdl),
+            launch_pdl=pdl,
         )  # fmt: skip
     return weights, chosen
 
@@ -294,12 +294,12 @@ def fused_moe(
             source.stride(0), size, weight.shape[2],
             EXPERTS=experts, PADDED=power_of_2(experts), PAIRS=MAX_UNSORTED_PAIRS if few else 0, TOP=top,
             BLOCK_M=tile.pairs, BLOCK_N=tile.columns, BLOCK_K=tile.depth, SIDE=GROUP_TILES, GROUP=group, KIND=kind,
-            PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, **_pdl_options(pdl),
+            PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
         )  # fmt: skip
     block = min(power_of_2(hidden), 1024)
     blocks = cdiv(hidden, block)
     _sum[(tokens * blocks,)](
-        parts, out, SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, PDL=pdl, num_warps=4, **_pdl_options(pdl)
+        parts, out, SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return out
 
@@ -318,7 +318,7 @@ def fused_moe_one_token(
         tile = few_rows_tile(1, weight_rows, depth, fp8=scale is not None)
         if group > 0:
             tile = grouped_tile(tile, depth)
-        options = {"num_warps": tile.warps, **_pdl_options(pdl)}
+        options = {"num_warps": tile.warps, "launch_pdl": pdl}
         programs = cdiv(size, tile.columns) if kind is None else top * cdiv(size, tile.columns // 2)
         _one_token[(programs,)](
             source, weight, target if scale is None else scale, weights, target, expert_ids, size, depth,
@@ -351,7 +351,3 @@ def _scale_group(weight: Tensor, scale: Tensor | None) -> int:
     assert fits, f"the scale {tuple(scale.shape)} does not fit the weight {tuple(weight.shape)}"
     assert scale.is_contiguous(), "the scale must be dense"
     return 0 if len(scale) == 1 else SCALE_GROUP
-
-
-def _pdl_options(pdl: bool) -> dict[str, Any]:
-    return {"launch_pdl": True} if pdl else {}

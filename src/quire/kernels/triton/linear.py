@@ -62,14 +62,9 @@ def _fp8_option(scale: Tensor | None) -> dict[str, bool]:
 
 
 def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    tile: LinearTile,
-    activation: str | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, tile: LinearTile, activation: str | None,
     pdl: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Launch `_few`, or `_one` for a tile of 0 rows, which computes one row of x without tensor cores."""
     rows, depth = x.shape
     size = len(weight) if activation is None else len(weight) // 2
@@ -82,8 +77,8 @@ def _launch(
     early = min(tile.prefetch, depth // tile.depth)
     even = (depth - early * tile.depth) % tile.depth == 0
     options: dict[str, Any] = {"BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "EARLY": early, "EVEN": even}
-    options |= {"num_warps": tile.warps, "GROUP": group, "BIAS": bias is not None, "KIND": activation, "PDL": pdl}
-    options |= {"launch_pdl": True} if pdl else {}
+    options |= {"num_warps": tile.warps, "GROUP": group, "BIAS": bias is not None, "KIND": activation}
+    options |= {"PDL": pdl, "launch_pdl": pdl}
     grid = (cdiv(size, tile.columns if activation is None else tile.columns // 2),)
     tensors = (x, weight, out if scale is None else scale, out if bias is None else bias, out)
     if tile.rows == 0:

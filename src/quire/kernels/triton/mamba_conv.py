@@ -7,15 +7,13 @@ which the row's new state is written, so the program that reads it also writes a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.mamba_states import CONV_TILE, StateCache, StatePlan
-from quire.kernels.triton.activation import ACTIVATIONS, activate
+from quire.kernels.triton.activation import activate
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2
 
@@ -24,13 +22,13 @@ SINGLE_BLOCK = 256
 
 
 @triton.jit
-def _input(x, old, read, at, columns, mask, x_stride, BEHIND: tl.constexpr, FIRST: tl.constexpr):
+def _input(x, old, read, at, columns, mask, x_stride, HISTORY: tl.constexpr, FIRST: tl.constexpr):
     """Return the inputs at positions `at` of a row, fp32. With FIRST, positions below 0 are read from the state, or are
     zero if there is none. `x`: address of the row's first input; `old`: of the state."""
     values = tl.load(x + at.to(tl.int64) * x_stride + columns, mask=mask & (at >= 0), other=0.0).to(tl.float32)
     if FIRST:
-        behind = tl.load(old + columns * BEHIND + at + BEHIND, mask=mask & (at < 0) & (read >= 0), other=0.0)
-        values = tl.where(at < 0, behind.to(tl.float32), values)
+        stored = tl.load(old + columns * HISTORY + at + HISTORY, mask=mask & (at < 0) & (read >= 0), other=0.0)
+        values = tl.where(at < 0, stored.to(tl.float32), values)
     return values
 
 
@@ -40,7 +38,7 @@ def _conv(
     x, weight, bias, out, states, offsets, lengths, starts, reads, writes, tiles,
     x_stride, out_stride, page_stride, width,
     RUN: tl.constexpr, INNER: tl.constexpr, TAPS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute TILE tokens of a row by BLOCK channels a program."""
     if PDL:
@@ -66,8 +64,7 @@ def _conv(
         else:
             values = _input(x, old, read, at, columns[None, :], mask, x_stride, TAPS - 1, False)
         acc = tl.fma(values, scale, acc)
-    if KIND is not None:
-        acc = activate(acc, KIND)
+    acc = activate(acc, "silu")
     target = out + (offset + t) * out_stride + columns[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
     if first == 0 and length > 0:
@@ -79,8 +76,8 @@ def _conv(
             end = tl.minimum((run + 1) * RUN - start, length)
             page = tl.load(writes + row * width + run - start // RUN)
             for k in tl.static_range(TAPS - 1):
-                behind = end + k - (TAPS - 1)
-                last = tl.load(x + behind * x_stride + columns, mask=inside & (behind >= 0), other=0.0)
+                token = end + k - (TAPS - 1)
+                last = tl.load(x + token * x_stride + columns, mask=inside & (token >= 0), other=0.0)
                 last = last.to(states.dtype.element_ty)
                 for m in tl.static_range(TAPS - 1):
                     last = tl.where(end + k == m, before[m], last)
@@ -92,13 +89,13 @@ def _conv(
 def _conv_single(
     x, weight, bias, out, states, reads, writes, x_stride, out_stride, page_stride, width,
     INNER: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BIAS: tl.constexpr,
-    KIND: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute the same for rows of one token: BLOCK channels, one a thread, so that a warp's accesses are adjacent, as
     the few numbers of a channel in a state are. States are written in memory order."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    BEHIND: tl.constexpr = TAPS - 1
+    HISTORY: tl.constexpr = TAPS - 1
     row, begin = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS * BLOCK
     columns = begin + tl.arange(0, BLOCK)
     inside, scales = columns < INNER, ()
@@ -112,30 +109,28 @@ def _conv_single(
     read, page = tl.load(reads + row), tl.load(writes + row * width)
     x, old, new = x + row * x_stride, states + read * page_stride, states + page * page_stride
     token, before, after = tl.load(x + columns, mask=inside, other=0.0), (), ()
-    for k in tl.static_range(BEHIND):
-        before += (tl.load(old + columns * BEHIND + k, mask=inside & (read >= 0), other=0.0),)
-    for k in tl.static_range(BEHIND):
-        place = begin * BEHIND + k * BLOCK + tl.arange(0, BLOCK)
-        here, latest = place < INNER * BEHIND, place % BEHIND == BEHIND - 1
+    for k in tl.static_range(HISTORY):
+        before += (tl.load(old + columns * HISTORY + k, mask=inside & (read >= 0), other=0.0),)
+    for k in tl.static_range(HISTORY):
+        place = begin * HISTORY + k * BLOCK + tl.arange(0, BLOCK)
+        here, latest = place < INNER * HISTORY, place % HISTORY == HISTORY - 1
         moved = tl.load(old + place + 1, mask=here & (read >= 0) & (latest == 0), other=0.0)
-        added = tl.load(x + place // BEHIND, mask=here & latest, other=0.0)
+        added = tl.load(x + place // HISTORY, mask=here & latest, other=0.0)
         after += (tl.where(latest, added.to(moved.dtype), moved),)
-    for k in tl.static_range(BEHIND):
+    for k in tl.static_range(HISTORY):
         acc = tl.fma(before[k].to(tl.float32), scales[k], acc)
-    acc = tl.fma(token.to(tl.float32), scales[BEHIND], acc)
-    if KIND is not None:
-        acc = activate(acc, KIND)
+    acc = tl.fma(token.to(tl.float32), scales[HISTORY], acc)
+    acc = activate(acc, "silu")
     tl.store(out + row * out_stride + columns, acc.to(out.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # the page that is written may be the one that other threads read
-    for k in tl.static_range(BEHIND):
-        place = begin * BEHIND + k * BLOCK + tl.arange(0, BLOCK)
-        tl.store(new + place, after[k], mask=place < INNER * BEHIND)
+    for k in tl.static_range(HISTORY):
+        place = begin * HISTORY + k * BLOCK + tl.arange(0, BLOCK)
+        tl.store(new + place, after[k], mask=place < INNER * HISTORY)
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: StatePlan, activation: str | None = "silu",
-    *, pdl: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: StatePlan, *, pdl: bool = False
+) -> Tensor:
     """Return the causal convolution of x, as quire.kernels.mamba_states.causal_conv. x's rows may have any stride. A
     token's bits depend neither on other rows of the step, nor on how its row is cut into steps. pdl: programmatic
     dependent launch, on GPUs of capability 9 and more."""
@@ -144,7 +139,6 @@ def causal_conv(
     assert (weight.shape, weight.is_contiguous()) == ((inner, taps), True), "a weight for each tap of a channel"
     assert states.shape[1:] == (inner, taps - 1), f"states of {tuple(states.shape[1:])} do not fit the weight"
     out = torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
-    kind, options = None if activation is None else ACTIVATIONS[activation], _pdl_options(pdl)
     if plan.tiles is None:
         block, programs = min(max(power_of_2(inner), 32), SINGLE_BLOCK), len(plan.offsets)
     else:
@@ -152,20 +146,16 @@ def causal_conv(
     if not programs:
         return out
     blocks = cdiv(inner, block)
-    options |= {"INNER": inner, "TAPS": taps, "BLOCK": block, "BLOCKS": blocks, "BIAS": bias is not None, "KIND": kind}
+    options = {"INNER": inner, "TAPS": taps, "BLOCK": block, "BLOCKS": blocks, "BIAS": bias is not None}
+    options |= {"PDL": pdl, "launch_pdl": pdl}
     strides = x.stride(0), out.stride(0), states.stride(0), plan.write_pages.stride(0)
     if plan.tiles is None:
         _conv_single[(programs * blocks,)](
-            x, weight, bias, out, states, plan.read_pages, plan.write_pages, *strides, PDL=pdl, num_warps=block // 32,
-            **options,
+            x, weight, bias, out, states, plan.read_pages, plan.write_pages, *strides, num_warps=block // 32, **options,
         )  # fmt: skip
         return out
     _conv[(programs * blocks,)](
         x, weight, bias, out, states, plan.offsets, plan.lengths, plan.starts, plan.read_pages, plan.write_pages,
-        plan.tiles, *strides, RUN=plan.page_tokens, TILE=CONV_TILE, PDL=pdl, num_warps=8, **options,
+        plan.tiles, *strides, RUN=plan.page_tokens, TILE=CONV_TILE, num_warps=8, **options,
     )  # fmt: skip
     return out
-
-
-def _pdl_options(pdl: bool) -> dict[str, Any]:
-    return {"launch_pdl": True} if pdl else {}

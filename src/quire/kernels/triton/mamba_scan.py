@@ -186,8 +186,7 @@ def _load_tokens(base, stride, channel, inside, TILE: tl.constexpr, GROUPS: tl.c
 
 @triton.jit
 def _step_states(
-    h, decays, v, delta, skip, both,
-    FIRST: tl.constexpr, SIZE: tl.constexpr, ENDS: tl.constexpr,
+    h, decays, v, delta, skip, both, FIRST: tl.constexpr, SIZE: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """Return (a channel's states after a token, its output before the gate). Its states before are h from FIRST on."""
     moved, y, states = delta * v, skip * v, ()
@@ -279,8 +278,8 @@ def _unrolled(
         if ENDS and begin + PART >= length:
             return
     for k in tl.static_range(GROUPS):
-        old, known = states + read * page_stride + channel[k] * SIZE, inside[k] & (read >= 0) & (begin == 0)
-        h += _load_channels(old, known, SIZE, BLOCK, WIDE)
+        old, has_state = states + read * page_stride + channel[k] * SIZE, inside[k] & (read >= 0) & (begin == 0)
+        h += _load_channels(old, has_state, SIZE, BLOCK, WIDE)
     if PART and not ENDS:
         for part in range(begin // PART):
             place, left = (slot + part) * INNER, ()
@@ -350,8 +349,8 @@ def selective_scan(
     if not rows:
         return out
     numbers = (plan.offsets, plan.lengths, plan.starts, plan.read_pages, plan.write_pages)
-    options = {"RUN": plan.page_tokens, "INNER": inner, "SIZE": size, "BIAS": bias is not None, "PDL": pdl}
-    options |= {"launch_pdl": True} if pdl else {}
+    options = {"RUN": plan.page_tokens, "INNER": inner, "SIZE": size, "BIAS": bias is not None}
+    options |= {"PDL": pdl, "launch_pdl": pdl}
     ends = (cache.ssm.stride(0), plan.write_pages.stride(0))
     if size <= MAX_UNROLLED_STATES and (deterministic or plan.tiles is not None):
         bc = _interleave_bc(B, C)
@@ -364,8 +363,7 @@ def selective_scan(
     _scan[(rows * blocks,)](
         x, dt, A, B, C, D, z, bias, out, cache.ssm, *numbers,
         x.stride(0), dt.stride(0), B.stride(0), C.stride(0), z.stride(0), *ends,
-        PADDED=padded, BLOCK=block, BLOCKS=blocks, SINGLE=plan.tiles is None,
-        num_warps=SINGLE_WARPS, **options,
+        PADDED=padded, BLOCK=block, BLOCKS=blocks, SINGLE=plan.tiles is None, num_warps=SINGLE_WARPS, **options,
     )  # fmt: skip
     return out
 

@@ -121,9 +121,8 @@ def _launch(
     block = power_of_2(size)
     _norm[(rows,)](
         x, delta, post_norm_weight, weight, bias, out, x.stride(0), 0 if delta is None else delta.stride(0),
-        out.stride(0), eps,
-        size, block, delta is not None, post_norm_weight is not None, bias is not None, pdl,
-        num_warps=num_warps_for(block), **({"launch_pdl": True} if pdl else {}),
+        out.stride(0), eps, size, block, delta is not None, post_norm_weight is not None, bias is not None, pdl,
+        num_warps=num_warps_for(block), launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -178,6 +177,6 @@ def rms_norm_parts(
         block = power_of_2(size)
         _parts[(rows,)](
             x, *weights, out, both, x.stride(0), eps, size, block, pair, power_of_2(pair), pdl,
-            num_warps=num_warps_for(block), **({"launch_pdl": True} if pdl else {}),
+            num_warps=num_warps_for(block), launch_pdl=pdl,
         )  # fmt: skip
     return out, both[:, :pair], both[:, pair:]

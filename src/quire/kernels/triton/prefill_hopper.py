@@ -260,29 +260,12 @@ def _prompt_hopper(
             (_attend, (q, out, tile, q_parts, ring, inner, outer, 0, GROUP, DIM, WINDOW, CAPPED)),
             (_attend, (q, out, tile, q_parts, ring, inner, outer, 1, GROUP, DIM, WINDOW, CAPPED)),
             (_attend, (q, out, tile, q_parts, ring, inner, outer, 2, GROUP, DIM, WINDOW, CAPPED)),
-            (
-                _fetch,
-                (
-                    keys,
-                    values,
-                    table,
-                    earliest,
-                    earliest + many,
-                    stride,
-                    ring,
-                    DIM,
-                    PAGE,
-                    UNIT,
-                    TOKEN_STRIDE,
-                    VALUES_AFTER,
-                    CONTIGUOUS,
-                    WINDOW,
-                ),
-            ),
+            (_fetch, (keys, values, table, earliest, earliest + many, stride, ring, DIM, PAGE, UNIT, TOKEN_STRIDE,
+                      VALUES_AFTER, CONTIGUOUS, WINDOW)),
         ],
         [4, 4, 4],
         [COMPUTE_REGISTERS, COMPUTE_REGISTERS, FETCH_REGISTERS],
-    )
+    )  # fmt: skip
 
 
 def prefill(q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None) -> Tensor:

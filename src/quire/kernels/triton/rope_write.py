@@ -144,7 +144,7 @@ def rope_write(
         qkv.stride(0), q_out.stride(0), tables.stride(0), cache.page_stride_units, eps,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, TILE=tile, BLOCK=block, QUERY_BLOCKS=query_blocks, BLOCKS=blocks,
         ROTATE=rotary is not None, NORM=norms is not None, PDL=pdl, num_warps=warps, **layout_constants(cache),
-        **({"launch_pdl": True} if pdl else {}),
+        launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -357,25 +357,19 @@ def find_peaks(logits: Tensor, scratch: SamplingScratch, cut: bool, pdl: dict[st
     chunks = triton.cdiv(vocab, chunk)
     _peaks[(chunks, rows)](
         logits, logits.stride(0), vocab, scratch.peaks, scratch.peak_ids, scratch.mark_totals, scratch.list_sizes,
-        chunks,
-        CHUNK=chunk, CUT=cut, num_warps=4 if chunk == 1024 else 8, **pdl,
+        chunks, CHUNK=chunk, CUT=cut, num_warps=4 if chunk == 1024 else 8, **pdl,
     )  # fmt: skip
     return chunks, triton.next_power_of_2(chunks)
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
-    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+    return {"PDL": pdl, "launch_pdl": pdl}
 
 
 def greedy(
-    logits: Tensor,
-    slots: Tensor,
-    last_sampled: Tensor,
-    tokens: Tensor,
-    faults: Tensor,
-    scratch: SamplingScratch,
+    logits: Tensor, slots: Tensor, last_sampled: Tensor, tokens: Tensor, faults: Tensor, scratch: SamplingScratch,
     pdl: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Set tokens[r] and last_sampled[slots[r]] to the lowest id of the greatest of logits [R, V], and faults[r] to 0.
 
     A row with a logit that is NaN or +infinite, or with none above -infinity, gets token 0 and fault 1. Logits are of
@@ -385,32 +379,15 @@ def greedy(
     options = launch_options(pdl)
     chunks, lanes = find_peaks(logits, scratch, False, options)
     _choose[(len(logits),)](
-        scratch.peaks,
-        scratch.peak_ids,
-        chunks,
-        slots,
-        last_sampled,
-        tokens,
-        faults,
-        LANES=lanes,
-        num_warps=1,
+        scratch.peaks, scratch.peak_ids, chunks, slots, last_sampled, tokens, faults, LANES=lanes, num_warps=1,
         **options,
-    )
+    )  # fmt: skip
 
 
 def sample(
-    logits: Tensor,
-    params: Tensor,
-    draw_rows: Tensor,
-    uniforms: Tensor,
-    slots: Tensor,
-    last_sampled: Tensor,
-    tokens: Tensor,
-    faults: Tensor,
-    scratch: SamplingScratch,
-    has_truncation: bool = True,
-    pdl: bool = False,
-) -> None:
+    logits: Tensor, params: Tensor, draw_rows: Tensor, uniforms: Tensor, slots: Tensor, last_sampled: Tensor,
+    tokens: Tensor, faults: Tensor, scratch: SamplingScratch, has_truncation: bool = True, pdl: bool = False,
+) -> None:  # fmt: skip
     """Draw tokens [D] from the rows draw_rows [D] (ascending) of logits [R, V], as `greedy` where the temperature is 0.
 
     params [R, 4] float64: temperature, min_p, top_k (0: off), top_p; uniforms [D] float64 in [0, 1). `has_truncation`
@@ -433,12 +410,10 @@ def sample(
         )
         _search[(rows,)](
             *row[3:], vocab, scratch.mark_totals, scratch.list_sizes, scratch.key_lists, scratch.thresholds,
-            LANES=lanes,
-            LISTED=SEARCH_BLOCK if many else 2 * SEARCH_BLOCK, num_warps=8 if many else 16, **options,
+            LANES=lanes, LISTED=SEARCH_BLOCK if many else 2 * SEARCH_BLOCK, num_warps=8 if many else 16, **options,
         )  # fmt: skip
         weigh_kept[grid](*row, blocks, each, scratch.thresholds, scratch.block_weights, **tile)
     _draw[(len(draw_rows),)](
         *row, scratch.thresholds, scratch.block_weights, blocks, draw_rows, uniforms, slots, last_sampled, tokens,
-        faults,
-        BLOCKS=triton.next_power_of_2(blocks), CUT=has_truncation, **tile,
+        faults, BLOCKS=triton.next_power_of_2(blocks), CUT=has_truncation, **tile,
     )  # fmt: skip

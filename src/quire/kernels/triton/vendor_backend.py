@@ -55,12 +55,9 @@ class VendorBackend(TritonBackend):
             self.kernel(q, keys[:, :end], keys[:, :end], start, cache.scale)
 
     def plan(
-        self,
-        batch: ForwardBatch,
-        cache: LayerCache,
-        query_batch: ForwardBatch | None = None,
+        self, batch: ForwardBatch, cache: LayerCache, query_batch: ForwardBatch | None = None,
         without: np.ndarray | None = None,
-    ) -> TritonAttentionPlan:
+    ) -> TritonAttentionPlan:  # fmt: skip
         of = query_batch or batch
         external = self._external_rows(cache, of)
         plan = super().plan(batch, cache, query_batch, external)

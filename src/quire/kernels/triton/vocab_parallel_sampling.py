@@ -69,13 +69,13 @@ class TokenWeights(NamedTuple):
 
 
 @triton.jit
-def _best(peaks, places, chunks, first, told, LANES: tl.constexpr, PDL: tl.constexpr):
+def _best(peaks, places, chunks, first, outgoing, LANES: tl.constexpr, PDL: tl.constexpr):
     """Store a row's greatest logit of this rank, as bits, and its lowest id."""
     wait_predecessor(PDL)
     row = tl.program_id(0)
     best, token, _finite = row_max(peaks, places, row, chunks, LANES)
-    tl.store(told + 2 * row, best.to(tl.int32, bitcast=True))
-    tl.store(told + 2 * row + 1, token + first)
+    tl.store(outgoing + 2 * row, best.to(tl.int32, bitcast=True))
+    tl.store(outgoing + 2 * row + 1, token + first)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "last", "tokens", "faults"])
@@ -116,8 +116,8 @@ def _together(every, ranks, rows, totals, held, RANKS: tl.constexpr, PDL: tl.con
     wait_predecessor(PDL)
     row, rank, lanes = tl.program_id(0), tl.arange(0, RANKS), tl.arange(0, 2 * NUM_MARKS)
     at = (rank[:, None] * rows + row) * 2 * NUM_MARKS + lanes[None, :]
-    told = tl.load(every + at, mask=rank[:, None] < ranks, other=0)
-    tl.store(totals + row * 2 * NUM_MARKS + lanes, tl.sum(told, 0))
+    ranks_totals = tl.load(every + at, mask=rank[:, None] < ranks, other=0)
+    tl.store(totals + row * 2 * NUM_MARKS + lanes, tl.sum(ranks_totals, 0))
     tl.store(held + row, 0)
 
 
@@ -159,12 +159,12 @@ def _is_sampled(peaks, row, temperature):
 
 
 @triton.jit(do_not_specialize=["rows", "before", "step"])
-def _by_count(shapes, peaks, totals, held, lists, room, borders, every, ranks, rows, before, step, told, weighed,
+def _by_count(shapes, peaks, totals, held, lists, room, borders, every, ranks, rows, before, step, outgoing, weighed,
               RANKS: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
               PDL: tl.constexpr):  # fmt: skip
     """Do one step of the search for the key of a row's k-th token, which is at least borders[row]. Unless FIRST, narrow
-    it by the ranks' results for probes `before` apart. Store this rank's results for probes `step` apart to `told`, if
-    LAST with weights."""
+    it by the ranks' results for probes `before` apart. Store this rank's results for probes `step` apart to `outgoing`,
+    if LAST with weights."""
     wait_predecessor(PDL)
     row = tl.program_id(0)
     temperature, _min_p, top_k, top_p, cut = load_params(shapes, row)
@@ -178,16 +178,16 @@ def _by_count(shapes, peaks, totals, held, lists, room, borders, every, ranks, r
             keys, size, places = lists + row.to(tl.int64) * room, tl.load(held + row), tl.arange(0, PROBES)
             counts = _probe_list(keys, size, low, step, False, KEYS)
             if LAST:
-                tl.store(told + row * ROW_WORDS + 2 * PROBES + places, counts)
+                tl.store(outgoing + row * ROW_WORDS + 2 * PROBES + places, counts)
                 weights = _probe_list(keys, size, low, step, True, KEYS)
                 tl.store(weighed + row * (ROW_WORDS // 2) + places, weights)
             else:
-                tl.store(told + row * PROBES + places, counts)
+                tl.store(outgoing + row * PROBES + places, counts)
 
 
 @triton.jit(do_not_specialize=["rows", "before", "step"])
 def _by_weight(shapes, peaks, totals, held, lists, room, borders, needs, counted, every, ranks, rows, before, step,
-               told, RANKS: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+               outgoing, RANKS: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
                PDL: tl.constexpr):  # fmt: skip
     """Do one step of the search for the threshold, by weights. If FIRST, compute the k-th token's key from the ranks'
     results, and from it the weight of the first k tokens and needs[row], the weight that the bracket's keys from the
@@ -222,12 +222,12 @@ def _by_weight(shapes, peaks, totals, held, lists, room, borders, needs, counted
         if not LAST:  # noqa: SIM102
             if top_p < 1:
                 keys, size = lists + row.to(tl.int64) * room, tl.load(held + row)
-                tl.store(told + row * PROBES + places, _probe_list(keys, size, low, step, True, KEYS))
+                tl.store(outgoing + row * PROBES + places, _probe_list(keys, size, low, step, True, KEYS))
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["owners", "chances"])
 def _draw(logits, stride, count, first, rank, ranks, rows, shapes, peaks, masses, blocks, borders, every, owners,
-          chances, told, RANKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
+          chances, outgoing, RANKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
           PDL: tl.constexpr):  # fmt: skip
     """Store the token of one draw, as `sampling._draw`, if it is this rank's; else -1."""
     wait_predecessor(PDL)
@@ -248,7 +248,7 @@ def _draw(logits, stride, count, first, rank, ranks, rows, shapes, peaks, masses
             keys = tl.where(keys >= tl.load(borders + row, mask=cut, other=0), keys, 0)
         sums = tl.cumsum(key_weights(keys), 0)
         token = first + block * BLOCK + tl.minimum(tl.sum((sums <= goal).to(tl.int32), 0), BLOCK - 1)
-    tl.store(told + draw, token)
+    tl.store(outgoing + draw, token)
 
 
 @triton.jit(do_not_specialize=["draws"], do_not_specialize_on_alignment=["owners", "slots", "last", "tokens"])
@@ -312,13 +312,9 @@ def weigh_tokens(logits: Tensor, own: VocabShard, shapes: Tensor, found: RowMax,
 
 
 def find_thresholds(
-    logits: Tensor,
-    own: VocabShard,
-    shapes: Tensor,
-    found: RowMax,
-    gather: Callable[[Tensor], Tensor],
+    logits: Tensor, own: VocabShard, shapes: Tensor, found: RowMax, gather: Callable[[Tensor], Tensor],
     pdl: bool = False,
-) -> TokenWeights:
+) -> TokenWeights:  # fmt: skip
     """Return the same as `weigh_tokens` for rows that may have top_k and top_p. `gather` returns a tensor of all ranks,
     stacked in rank order; it is called nine times."""
     (rows, _), blocks, device = logits.shape, max(triton.cdiv(own.count, BLOCK), 1), logits.device

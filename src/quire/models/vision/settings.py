@@ -165,8 +165,7 @@ class VisionSettings:
 def _llava(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
     text, vision = _text_section(fields), _section(fields, "vision_config")
     tower = read_tower(vision, SIGLIP, _feature_layer(fields, "vision_feature_layer", -1), LLAVA_TOWER)
-    if fields.get_str("vision_feature_select_strategy", "full") != "full":
-        raise StartupError('vision_feature_select_strategy must be "full" for a tower without a class token')
+    fields.require_value("vision_feature_select_strategy", "full")  # there is no class token
     area = fields.get_str("vision_aspect_ratio", "anyres_max_9")
     tiles = area.removeprefix("anyres_max_")
     if tiles == area or not tiles.isdecimal() or not 1 <= int(tiles[:4]) <= MAX_TILES or len(tiles) > 4:
@@ -175,7 +174,8 @@ def _llava(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
         )
     sizes = _grid_sizes(fields, tower.image_size)
     if preprocessor.config.get("image_grid_pinpoints") not in (None, [list(size) for size in sizes]):
-        raise StartupError("image_grid_pinpoints of preprocessor_config.json are not those of config.json")
+        cause = "image_grid_pinpoints of preprocessor_config.json are not those of config.json"
+        raise StartupError(cause, "Both files must be of one model")
     return {
         "kind": "llava",
         "tower": tower,
@@ -190,8 +190,7 @@ def _llava(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
 
 def _internvl(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
     tower = read_tower(_section(fields, "vision_config"), INTERN, _feature_layer(fields, "vision_feature_layer", -1))
-    if fields.get_str("vision_feature_select_strategy", "default") != "default":
-        raise StartupError('vision_feature_select_strategy must be "default": the class token stands for no row')
+    fields.require_value("vision_feature_select_strategy", "default")  # the class token stands for no row
     limits = preprocessor.get_int("min_patches", 1), preprocessor.get_int("max_patches", 12, maximum=MAX_TILES)
     return {
         **_shuffled_tiles(fields, preprocessor, tower, *limits),
@@ -222,17 +221,13 @@ def _internvl_published(fields: ConfigReader, preprocessor: ConfigReader) -> dic
 
 
 def _shuffled_tiles(
-    fields: ConfigReader,
-    preprocessor: ConfigReader,
-    tower: TowerSettings,
-    least: int,
-    most: int,
+    fields: ConfigReader, preprocessor: ConfigReader, tower: TowerSettings, least: int, most: int,
     thumbnail: bool = True,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return what both forms of InternVL's config share: `least` to `most` tiles, whose patches are merged."""
     side, merge = tower.patches_per_side, _merge(fields, tower.patches_per_side)
     if least > most:
-        raise StartupError(f"the minimum of an image's tiles, {least}, is above the maximum, {most}")
+        raise StartupError(f"the minimum of an image's tiles, {least}, is above the maximum, {most}", "Lower it")
     return {
         "kind": "internvl",
         "tower": tower,
@@ -258,10 +253,12 @@ def _phi3(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
     tower = read_tower(vision, CLIP, _feature_layer(processor, "layer_idx", -2))
     if processor.get_int("image_dim_out", tower.hidden) != tower.hidden:
         raise StartupError(
-            f"image_dim_out is {processor.config['image_dim_out']}, and the tower's hidden size is {tower.hidden}"
+            f"image_dim_out is {processor.config['image_dim_out']}, and the tower's hidden size is {tower.hidden}",
+            "They must be the same",
         )
     if tower.patches_per_side % 2:
-        raise StartupError(f"{tower.patches_per_side} x {tower.patches_per_side} patches a tile can't be merged 2 x 2")
+        cause = f"{tower.patches_per_side} x {tower.patches_per_side} patches a tile can't be merged 2 x 2"
+        raise StartupError(cause, "image_size / patch_size must be even")
     most = preprocessor.get_int("num_crops", 16, maximum=MAX_TILES)
     return {
         "kind": "phi3",
@@ -297,7 +294,7 @@ def _mllama(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
     tower = read_tower(_section(fields, "vision_config"), MLLAMA, None)
     tiles = preprocessor.get_int("max_image_tiles", tower.max_tiles)
     if tiles > tower.max_tiles:
-        raise StartupError(f"max_image_tiles is {tiles}, the tower has {tower.max_tiles} at most")
+        raise StartupError(f"max_image_tiles is {tiles}", f"The tower takes {tower.max_tiles} at most")
     return {
         "kind": "mllama",
         "tower": tower,

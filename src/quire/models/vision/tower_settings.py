@@ -106,12 +106,9 @@ class TowerSettings:
 
 
 def read_tower(
-    fields: ConfigReader,
-    kind: str,
-    feature_layer: int | None,
-    defaults: dict[str, Any] | None = None,
+    fields: ConfigReader, kind: str, feature_layer: int | None, defaults: dict[str, Any] | None = None,
     published: bool = False,
-) -> TowerSettings:
+) -> TowerSettings:  # fmt: skip
     """Read a tower's section of config.json. `feature_layer`: -1 for the last layer's output, -2 for the one before;
     None for the last one's after the final norm. Raise StartupError for a value that is missing, wrong or not
     supported."""
@@ -125,12 +122,16 @@ def read_tower(
     layers = stored + 1 + (-1 if feature_layer is None else feature_layer)
     activation = fields.get_str("hidden_act", usual["hidden_act"])
     if hidden % heads or (hidden // heads) % 2:
-        raise StartupError(f"{fields.source}: hidden_size {hidden} is not {heads_name} ({heads}) times an even size")
+        raise StartupError(
+            f"hidden_size {hidden} is not {heads_name} {heads} times an even number", f"Mend {fields.source}"
+        )
     if not patch <= image <= MAX_IMAGE or (image // patch) ** 2 > MAX_PATCHES:
         cause = f"{fields.source}: tiles of {image} pixels in patches of {patch}"
         raise StartupError(cause, f"A tile has {MAX_IMAGE} pixels a side and {MAX_PATCHES} patches at most")
     if layers < 1:
-        raise StartupError(f"{fields.source}: {stored} layers are too few for the feature layer {feature_layer}")
+        raise StartupError(
+            f"num_hidden_layers in {fields.source} is {stored}", f"The feature layer {feature_layer} needs more"
+        )
     if activation not in ACTIVATIONS:
         raise StartupError(
             f"hidden_act {short_repr(activation)} in {fields.source}", f"Supported: {', '.join(ACTIVATIONS)}"
@@ -188,7 +189,7 @@ def _read_mllama(fields: ConfigReader, layers: int, hidden: int) -> dict[str, An
     outputs = 1 + len(indices)
     output_dim = fields.get_int("vision_output_dim", hidden * outputs)
     if output_dim != hidden * outputs:
-        raise StartupError(f"vision_output_dim is {output_dim}, but the tower's output is {outputs} times {hidden}")
+        raise StartupError(f"vision_output_dim is {output_dim}", f"It must be {outputs} times {hidden}")
     return {
         "qkv_bias": False,
         "global_layers": fields.get_int("num_global_layers", 8, maximum=MAX_LAYERS),
