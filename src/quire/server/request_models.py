@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, FailFast, Field, Strict, WithJsonSchema
 
 from quire.errors import InputError
 from quire.protocol.device_params import MAX_TOKENS
@@ -121,7 +121,7 @@ LOGIT_BIAS = _any_of(
 )
 
 Strings = Annotated[list[str], HashableFailFast()]
-Ids = Annotated[list[Annotated[int, WithJsonSchema(TOKEN)]], HashableFailFast()]
+Ids = Annotated[list[Annotated[int, Strict(), WithJsonSchema(TOKEN)]], HashableFailFast()]
 Objects = Annotated[list[dict[str, Any]], HashableFailFast()]
 Messages = Annotated[
     list[dict[str, Any]],
@@ -154,7 +154,7 @@ def ranged_field(low: float | None = None, high: float | None = None, **more: An
 
 
 class RequestFields(BaseModel):
-    """Types as pydantic's lax mode reads them: "8" and 8.0 are integers. Unknown fields are kept, to be named in a
+    """Types as pydantic's lax mode reads them: "8" and 8.0 are integers, but not as token ids. Unknown fields are kept, to be named in a
     warning."""
 
     model_config = ConfigDict(extra="allow")
