@@ -12,6 +12,7 @@ from typing import Any
 import asking
 import echo_service
 import pytest
+import seeing
 from asking import bearer
 from echo_service import Running, Servers
 from waiting import wait_until
@@ -24,6 +25,10 @@ pytestmark = pytest.mark.xdist_group(name="console")
 
 KEY, ADMIN = bearer(asking.KEY), bearer(asking.ADMIN)
 FOLDER = Path(quire.__file__).parent / "assets" / "console"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 Scene = dict[str, Any]
 
 
@@ -53,7 +58,7 @@ def test_its_files_are_open_and_hold_no_data(running: Running) -> None:
         answer = running.http.get(path)
         name = path.rpartition("/")[2] or "index.html"
         assert answer.content == (FOLDER / name).read_bytes()
-        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["content-security-policy"] == POLICY
         assert answer.headers["x-content-type-options"] == "nosniff"
     assert running.http.get("/console/other.js", headers=KEY).status_code == 404
 
@@ -73,6 +78,22 @@ def test_the_page_asks_nothing_of_other_hosts_and_makes_no_html_of_text() -> Non
     assert not re.findall(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|\son(?:click|load|error)", said
     )
+
+
+def test_fields_of_parameters_are_empty_and_say_what_holds_then() -> None:
+    fields = dict(re.findall(r'<input id="(\w+)" type="number"(.*?)>', (FOLDER / "index.html").read_text()))
+    held = {name: re.findall('placeholder="(.*?)"', field) for name, field in fields.items()}
+    default = ["model's default"]
+    assert held == {
+        "temperature": default, "top_p": default, "max_tokens": ["as many as fit"], "seed": ["none"], "n": ["1"]
+    }  # fmt: skip
+    assert not any("value=" in field for field in fields.values())
+
+
+def test_it_is_told_whether_the_model_takes_images(running: Running) -> None:
+    assert scenes(running.url, 1)[0]["images"] is False
+    with echo_service.serving(seeing.built()[0]) as found:
+        assert scenes(found.url, 1, {})[0]["images"] is True
 
 
 def test_bytes_are_those_of_the_metrics(running: Running) -> None:

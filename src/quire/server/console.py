@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.server.metrics import Metrics
 
-PAGE, SCRIPTS = "/console", ("console.js", "chat.js", "common.js", "draw.js", "engine.js", "tree.js")
+PAGE, SCRIPTS = "/console", ("console.js", "chat.js", "common.js", "draw.js", "engine.js", "markdown.js", "tree.js")
 FILES = {"console.css": "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
 OPEN_PATHS = ("/", PAGE, f"{PAGE}/", *(f"{PAGE}/{name}" for name in FILES))
 LATENCIES = {"first": "time_to_first_token_seconds", "between": "inter_token_latency_seconds"}  # as Metrics has them
@@ -106,7 +106,7 @@ class Console:
         while self.num_watchers:
             try:
                 snapshot = await self.llm.look()
-                latest, pause = self._add_latencies(snapshot), self._pause_seconds(snapshot)
+                latest, pause = self._add_fields(snapshot), self._pause_seconds(snapshot)
             except EngineDead:
                 latest, pause = "", 0.0
             async with self._updated:
@@ -116,12 +116,13 @@ class Console:
                 return
             await asyncio.sleep(pause)
 
-    def _add_latencies(self, snapshot: str) -> str:
+    def _add_fields(self, snapshot: str) -> str:
         """Return the snapshot with the number and the sum in seconds of each kind of latency that this frontend has
-        measured."""
+        measured, and with `images`: true if the model takes images."""
         histograms = {kind: self.metrics.histograms[name] for kind, name in LATENCIES.items()}
         latencies = {kind: [sum(of.counts), of.total] for kind, of in histograms.items()}
-        return f'{snapshot[:-1]}, "latencies": {json.dumps(latencies)}}}'
+        fields = {"latencies": latencies, "images": self.llm.prompts.image_loader is not None}
+        return f"{snapshot[:-1]}, {json.dumps(fields)[1:]}"
 
     def _pause_seconds(self, snapshot: str) -> float:
         """Return the seconds until the next snapshot. Only the head of the snapshot is parsed, since parsing all of it

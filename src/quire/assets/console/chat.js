@@ -1,16 +1,35 @@
 // The conversation.
 import { $, ask, events, make } from "./common.js";
+import { render } from "./markdown.js";
 import { show } from "./tree.js";
 
-// What was said, and what stops the answer under way. A new conversation takes its place: an answer that still ends is
-// the old one's.
-let talk = { turns: [], stopper: null };
+const STORED = "quire-conversation", MAX_STORED = 500_000; // UTF-16 units, which are 1 MB
+const PARAMETERS = ["temperature", "top_p", "max_tokens", "seed", "n"];
+
+// Exchanges {text, images, lost, samples}: a message with its pictures as data: URIs and the number of those that a
+// reload lost, and the samples {said, fate, thoughts} of the answer. `stopper` stops the answer that is under way. A new
+// conversation replaces this object, so that an answer that ends later belongs to the old one.
+let talk = { exchanges: [], stopper: null };
+let seesImages = false, images = []; // of the next message
 
 export function begin() {
   stop();
-  talk = { turns: [], stopper: null };
+  talk = { exchanges: [], stopper: null };
   $("log").replaceChildren();
+  attach([]);
+  store();
   settle();
+}
+
+// The log follows the answer unless the person has scrolled up.
+let following = true;
+export function noteScroll() {
+  const log = $("log");
+  following = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+}
+
+export function follow() {
+  if (following) $("log").scrollTop = $("log").scrollHeight;
 }
 
 export function stop() {
@@ -23,21 +42,79 @@ function settle() {
   if (!talk.stopper) $("message").focus();
 }
 
-function number(id) {
-  const value = $(id).value.trim();
-  return value === "" ? undefined : Number(value);
+// What the model sees of an answer: its first sample.
+const answer = ({ samples }) => samples[0] ? samples[0].said.map(([text]) => text).join("") : "";
+
+// Stores the newest exchanges that have an answer in this tab, without pictures.
+export function store() {
+  const kept = [];
+  let room = MAX_STORED;
+  for (const exchange of talk.exchanges.filter(answer).reverse()) {
+    const lost = exchange.lost + exchange.images.length, written = JSON.stringify({ ...exchange, images: [], lost });
+    room -= written.length + 1;
+    if (room < 1) break;
+    kept.unshift(written);
+  }
+  try {
+    sessionStorage.setItem(STORED, `[${kept.join()}]`);
+  } catch { // a browser may refuse to store; then a reload begins a new conversation
+  }
 }
 
+export function restore() {
+  talk.exchanges = JSON.parse(sessionStorage.getItem(STORED) || "[]");
+  for (const exchange of talk.exchanges) showExchange(exchange).draw();
+}
+
+function messages() {
+  return talk.exchanges.filter((exchange, at) => answer(exchange) || at === talk.exchanges.length - 1).flatMap((exchange) => {
+    const urls = exchange.images.map((url) => ({ type: "image_url", image_url: { url } })), said = answer(exchange);
+    const text = exchange.text ? [{ type: "text", text: exchange.text }] : [];
+    const asked = { role: "user", content: urls.length ? [...text, ...urls] : exchange.text };
+    return said ? [asked, { role: "assistant", content: said }] : [asked];
+  });
+}
+
+// Only parameters that the person has set are sent: for others the model's defaults hold.
 function request() {
-  const n = number("n") || 1;
-  const body = {
-    messages: talk.turns, stream: true, temperature: number("temperature"), top_p: number("top_p"),
-    max_tokens: number("max_tokens"), seed: number("seed"), n,
-  };
+  const body = { messages: messages(), stream: true };
+  for (const name of PARAMETERS) if ($(name).value.trim()) body[name] = Number($(name).value);
   if ($("logprobs").checked) Object.assign(body, { logprobs: true, top_logprobs: 1 });
   if ($("how").value === "beams") body.use_beam_search = true; // it looks for the likeliest, whatever the temperature
   return body;
 }
+
+// Pictures
+
+export function allowImages(allowed) {
+  seesImages = allowed;
+  $("pictures").hidden = !allowed;
+}
+
+// Adds files to the next message. What is no picture, or too large, the server refuses with its reason.
+export function addFiles(files) {
+  if (!seesImages) $("note").textContent = "This model reads only text: it takes no pictures.";
+  else for (const file of files) {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => attach([...images, reader.result]));
+    reader.readAsDataURL(file);
+  }
+}
+
+const picture = (url, i) => make("img", undefined, { src: url, alt: `picture ${i + 1}` });
+
+function attach(urls) {
+  images = urls;
+  $("note").textContent = "";
+  $("attached").replaceChildren(...urls.map((url, i) => {
+    const made = make("button", undefined, { type: "button", "aria-label": `Remove picture ${i + 1}`, title: "Remove" });
+    made.append(picture(url, i), "✕");
+    made.addEventListener("click", () => attach(images.filter((_, at) => at !== i)));
+    return made;
+  }));
+}
+
+// Turns
 
 function turn(who) {
   const shown = make("div", undefined, { class: "turn" });
@@ -49,14 +126,41 @@ function turn(who) {
 function showThoughts(place, samples) {
   for (const [at, sample] of samples.entries()) {
     if (!sample || !sample.thoughts) continue;
-    if (!sample.aside) {
+    let aside = place.querySelector(`[data-sample="${at}"]`);
+    if (!aside) {
       const box = make("details", undefined, { class: "thoughts" });
-      sample.aside = make("div", "", { class: "text" });
-      box.append(make("summary", samples.length > 1 ? `thoughts of sample ${at + 1}` : "thoughts"), sample.aside);
+      aside = make("div", "", { class: "text", "data-sample": at });
+      box.append(make("summary", samples.length > 1 ? `thoughts of sample ${at + 1}` : "thoughts"), aside);
       place.append(box);
     }
-    sample.aside.textContent = sample.thoughts;
+    aside.textContent = sample.thoughts;
   }
+}
+
+// One sample is shown as Markdown, several as a tree, and so is one whose tokens have probabilities.
+function showSamples(place, samples) {
+  if (!samples.length) return;
+  if (samples.length > 1 || samples[0].said.some(([, logprob]) => logprob !== null)) {
+    show(place, samples);
+    return;
+  }
+  if (!place.firstChild) place.append(make("div", undefined, { class: "markdown" }), make("span", "", { class: "fate" }));
+  render(place.firstChild, samples[0].said.map(([text]) => text).join(""));
+  place.lastChild.textContent = samples[0].fate;
+}
+
+// Adds an exchange to the log. Returns the model's turn, and what draws its answer.
+function showExchange(exchange) {
+  const asked = turn("you"), shown = turn("model"), aside = make("div"), place = make("div");
+  asked.append(make("div", exchange.text, { class: "text" }), ...exchange.images.map(picture));
+  if (exchange.lost) asked.append(make("p", `Pictures that were not kept: ${exchange.lost}`, { class: "fate" }));
+  shown.append(aside, place);
+  const draw = () => {
+    showThoughts(aside, exchange.samples);
+    showSamples(place, exchange.samples.filter(Boolean));
+    follow();
+  };
+  return { shown, draw };
 }
 
 function take(samples, choice) {
@@ -70,31 +174,28 @@ function take(samples, choice) {
     sample.said.push([one.token, one.logprob]);
     rest = rest.slice(one.token.length);
   }
-  if (rest) sample.said.push([rest, null]);
+  const last = sample.said.at(-1);
+  if (rest && last && last[1] === null) last[0] += rest;
+  else if (rest) sample.said.push([rest, null]);
   if (choice.finish_reason) sample.fate = choice.finish_reason === "stop" ? "" : `(${choice.finish_reason})`;
 }
 
 export async function send() {
   const text = $("message").value.trim(), mine = talk;
-  if (!text || mine.stopper) return;
+  if ((!text && !images.length) || mine.stopper) return;
+  const exchange = { text, images, lost: 0, samples: [] };
   $("message").value = "";
-  mine.turns.push({ role: "user", content: text });
-  turn("you").append(make("div", text, { class: "text" }));
-  const shown = turn("model"), aside = make("div"), place = make("div");
-  shown.append(aside, place);
+  attach([]);
+  mine.exchanges.push(exchange);
+  const { shown, draw } = showExchange(exchange);
+  following = true;
+  follow();
   mine.stopper = new AbortController();
   settle();
-  const samples = [];
   let due = false;
-  const draw = () => {
-    if (due) return;
+  const drawSoon = () => {
+    if (!due) requestAnimationFrame(() => { due = false; draw(); });
     due = true;
-    requestAnimationFrame(() => {
-      due = false;
-      showThoughts(aside, samples);
-      show(place, samples.filter(Boolean));
-      $("log").scrollTop = $("log").scrollHeight;
-    });
   };
   try {
     const response = await ask("../v1/chat/completions", {
@@ -106,17 +207,20 @@ export async function send() {
       if (data === "[DONE]") break;
       const said = JSON.parse(data);
       if (said.error) throw new Error(said.error.message);
-      for (const choice of said.choices) take(samples, choice);
-      draw();
+      for (const choice of said.choices) take(exchange.samples, choice);
+      drawSoon();
     }
   } catch (error) {
-    const said = error.name === "AbortError" ? "stopped" : error.message;
-    shown.append(make("p", said, { class: "error" }));
+    const stopped = error.name === "AbortError";
+    shown.append(make("p", stopped ? "stopped" : error.message, { class: "error" }));
+    if (!stopped && mine === talk && !answer(exchange) && !$("message").value) { // it can be changed and sent again
+      $("message").value = text;
+      attach(exchange.images);
+    }
   }
-  draw();
-  const first = samples[0] ? samples[0].said.map(([piece]) => piece).join("") : "";
-  if (first) mine.turns.push({ role: "assistant", content: first });
-  else mine.turns.pop();
+  drawSoon();
   mine.stopper = null;
-  if (mine === talk) settle();
+  if (mine !== talk) return;
+  store();
+  settle();
 }

@@ -1,15 +1,28 @@
 // The console: a conversation with the model, and the engine's memory as it changes.
-import { begin, send, stop } from "./chat.js";
+import { addFiles, begin, follow, noteScroll, restore, send, stop, store } from "./chat.js";
 import { $, useKey } from "./common.js";
 import { paint } from "./draw.js";
-import { watch } from "./engine.js";
+import { explain, toggleAll, watch } from "./engine.js";
 
 $("ask").addEventListener("submit", (event) => { event.preventDefault(); send(); });
 $("message").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
 });
+const takeFiles = (event, { files, types }) => {
+  if (!files.length || types.includes("text/plain")) return; // what office programs copy is a text and its picture
+  event.preventDefault();
+  addFiles(files);
+};
+$("message").addEventListener("paste", (event) => takeFiles(event, event.clipboardData));
+$("chat").addEventListener("dragover", (event) => event.preventDefault());
+$("chat").addEventListener("drop", (event) => takeFiles(event, event.dataTransfer));
+$("picture").addEventListener("change", (event) => { addFiles(event.target.files); event.target.value = ""; });
+$("log").addEventListener("scroll", noteScroll);
+new ResizeObserver(follow).observe($("log"));
 $("stop").addEventListener("click", stop);
+$("all").addEventListener("click", toggleAll);
 $("clear").addEventListener("click", begin);
+addEventListener("pagehide", store); // an answer may be under way
 $("unlock").addEventListener("submit", (event) => {
   event.preventDefault();
   useKey($("key").value);
@@ -17,5 +30,8 @@ $("unlock").addEventListener("submit", (event) => {
   watch();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
+if (matchMedia("(max-width: 820px)").matches) for (const panel of document.querySelectorAll("#engine details")) panel.open = false;
 paint();
+explain();
 watch();
+restore();

@@ -2,7 +2,6 @@
 import { $, make } from "./common.js";
 
 const FREE = 0, CACHED = 1, SHARED = 2, PINNED = 3, FIRST = 4;
-export const HISTORY = 240; // values of a line
 export let palette = [];
 
 function colour(cell) {
@@ -56,17 +55,20 @@ export function drawMap(canvas, cells) {
   return { ...found, owned: cells.length - Object.values(found).reduce((a, b) => a + b, 0) };
 }
 
-// A line through `values`, the last of them on the right; where one is null there is none, and one alone is a dot.
-export function drawLine(canvas, values) {
+// A line through `values` of `times`, from 0 at the bottom to the greatest at the top; where one is null there is none,
+// and one alone is a dot.
+export function drawLine(canvas, times, values) {
   const height = 48, [context, width] = fit(canvas, height), most = Math.max(...values, 1e-9);
+  const first = times[0], last = times.at(-1);
   context.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--strong");
   context.lineWidth = 1.5;
   context.lineCap = "round";
   context.beginPath();
   values.forEach((value, i) => {
     if (value === null) return;
-    const x = width * (1 - (values.length - 1 - i) / HISTORY), y = height - 2 - (height - 6) * (value / most);
-    if ((values[i - 1] ?? null) === null) context.moveTo(x, y);
+    const x = last > first ? 2 + (width - 4) * (times[i] - first) / (last - first) : width - 2;
+    const y = height - 2 - (height - 6) * (value / most);
+    if ((values[i - 1] ?? null) === null) context.moveTo(x - 1, y);
     context.lineTo(x, y);
   });
   context.stroke();

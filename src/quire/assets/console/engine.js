@@ -1,8 +1,27 @@
 // The engine: what it does, and its memory as it changes.
+import { allowImages } from "./chat.js";
 import { $, ask, events, make } from "./common.js";
-import { HISTORY, drawLine, drawMap, palette } from "./draw.js";
+import { drawLine, drawMap, palette } from "./draw.js";
 
-const series = {
+const HISTORY = 240; // values of a chart
+const ROWS = 12; // of a table, unless all are asked for
+const HELP = {
+  running: "Requests that take part in steps",
+  waiting: "Requests in the queue: new ones, and preempted ones that are computed again",
+  swapped: "Requests that were preempted and whose pages wait in the host's memory",
+  "tokens/s": "Tokens that the model computes each second, of prompts and outputs",
+  "ms per step": "Time of a step: one pass of the model over a batch",
+  "slices per step": "Sequences in a step's batch, on average",
+  "memory in use, %": "Part of the KV memory that requests hold, without cached pages that could be dropped",
+  "host pages": "Pages of the host's memory that hold swapped requests",
+  preempted: "How often a request gave up its memory to others, since the start",
+  "prefix hit rate, %": "Part of all prompts' tokens that was found in the prefix cache and not computed again, since the start",
+  steps: "Passes of the model over a batch, since the start",
+  "saved by sharing, %": "Part of the memory that requests would need without shared pages and that sharing saves",
+  "ms to the first token": "From a request's arrival to its first token, on average of the last moment",
+  "ms between tokens": "From one token of a request to its next, on average of the last moment",
+};
+const times = [], series = {
   "tokens/s": [], "ms to the first token": [], "ms between tokens": [], running: [], waiting: [], "memory in use, %": [],
 };
 let before = null, scene = null, painted = true;
@@ -17,11 +36,28 @@ const figures = new Map();
 function figure(place, name) {
   if (!figures.has(name)) {
     const made = make("figure"), canvas = make("canvas", undefined, { role: "img" }), caption = make("figcaption");
-    made.append(caption, canvas);
+    const scale = make("p", "", { class: "scale" });
+    if (HELP[name]) made.title = HELP[name];
+    made.append(caption, canvas, scale);
     place.append(made);
-    figures.set(name, { canvas, caption });
+    figures.set(name, { made, canvas, caption, scale });
   }
   return figures.get(name);
+}
+
+const boxes = new Map();
+function box(name) {
+  if (!boxes.has(name)) {
+    const made = make("div", undefined, { title: HELP[name] }), value = make("dd");
+    made.append(make("dt", name), value);
+    $("numbers").append(made);
+    boxes.set(name, value);
+  }
+  return boxes.get(name);
+}
+
+export function explain() {
+  $("help").replaceChildren(...Object.entries(HELP).flatMap(([name, text]) => [make("dt", name), make("dd", text)]));
 }
 
 const shortly = (value) => value === null ? "-" : value >= 1e6 ? `${(value / 1e6).toFixed(1)}M` : value >= 1e4 ? `${(value / 1e3).toFixed(1)}k`
@@ -48,24 +84,33 @@ function numbers(now) {
   const shown = {
     running: now.running, waiting: now.waiting, swapped: now.swapped, ...rates, "memory in use, %": held,
     "host pages": now.sharing.host_pages_used, preempted: Object.values(now.preempted).reduce((a, b) => a + b, 0),
-    "prefix hits, %": 100 * now.sharing.hits / Math.max(now.sharing.queries, 1), steps: now.steps,
+    "prefix hit rate, %": 100 * now.sharing.hits / Math.max(now.sharing.queries, 1), steps: now.steps,
     "saved by sharing, %": 100 * now.sharing.saved / Math.max(now.sharing.tables, 1),
   };
   const lines = { ...shown, "ms to the first token": latency(now, "first"), "ms between tokens": latency(now, "between") };
-  $("numbers").replaceChildren(...Object.entries(shown).map(([name, value]) => {
-    const box = make("div");
-    box.append(make("dt", name), make("dd", shortly(value)));
-    return box;
-  }));
-  for (const name of Object.keys(series)) {
-    series[name].push(lines[name]);
-    if (series[name].length > HISTORY) series[name].shift();
+  for (const [name, value] of Object.entries(shown)) box(name).textContent = shortly(value);
+  times.push(now.at);
+  for (const name of Object.keys(series)) series[name].push(lines[name]);
+  if (times.length > HISTORY) for (const values of [times, ...Object.values(series)]) values.shift();
+}
+
+function drawCharts() {
+  const seconds = Math.round((times.at(-1) - times[0]) / 1000), span = seconds < 120 ? `${seconds} s` : `${Math.round(seconds / 60)} min`;
+  for (const [name, values] of Object.entries(series)) {
+    const known = values.filter((value) => value !== null), { made, canvas, caption, scale } = figure($("charts"), name);
+    made.hidden = !known.length;
+    if (made.hidden) continue;
+    caption.textContent = `${name}: ${shortly(known.at(-1))}`;
+    scale.textContent = `min ${shortly(Math.min(...known))}, max ${shortly(Math.max(...known))}, last ${span}`;
+    canvas.setAttribute("aria-label", `${caption.textContent}; ${scale.textContent}`);
+    drawLine(canvas, times, values);
   }
 }
 
 // What is on a canvas is its label too, and says how many cells of each kind there are.
 function map(name, kind, of, told) {
   const { canvas, caption } = figure($("groups"), name);
+  canvas.hidden = !of.cells; // host pages of which none is used
   caption.textContent = told + (of.per > 1 ? `; a cell is ${of.per} pages` : "");
   canvas.setAttribute("aria-label", caption.textContent);
   Object.assign(canvas.dataset, { kind, pages: of.pages, used: of.used, ...drawMap(canvas, cellsOf(of)) });
@@ -85,11 +130,12 @@ function drawGroup(group, i) {
 }
 
 // The last steps, the latest first: as the engine notes them while somebody watches.
-const SHOWN = 12;
 let steps = [];
 function drawSteps(last) {
   const seen = steps.length ? steps[0][0] : 0, known = last.length && last[last.length - 1][0] < seen ? [] : steps;
-  steps = [...last.filter(([step]) => known !== steps || step > seen).reverse(), ...known].slice(0, SHOWN);
+  steps = [...last.filter(([step]) => known !== steps || step > seen).reverse(), ...known].slice(0, ROWS);
+  $("steps").closest("table").hidden = !steps.length;
+  $("no-steps").hidden = steps.length > 0;
   $("steps").replaceChildren(...steps.map((step) => {
     const row = make("tr");
     row.append(...step.map((value, i) => make("td", i < 5 ? String(value) : value.toFixed(1))));
@@ -97,27 +143,37 @@ function drawSteps(last) {
   }));
 }
 
-function draw() {
-  painted = true;
-  const now = scene;
-  numbers(now);
-  for (const [name, values] of Object.entries(series)) {
-    const { canvas, caption } = figure($("charts"), name);
-    caption.textContent = `${name}: ${shortly(values.findLast((value) => value !== null) ?? null)}`;
-    canvas.setAttribute("aria-label", caption.textContent);
-    drawLine(canvas, values);
-  }
-  now.groups.forEach(drawGroup);
-  drawSteps(now.last);
-  $("requests").replaceChildren(...now.requests.map((one) => {
-    const row = make("tr"), name = make("td"), swatch = make("span", undefined, { class: "swatch" });
+let all = false; // listed requests are shown, not the first only
+export function toggleAll() {
+  all = !all;
+  if (scene) drawRequests(scene);
+}
+
+function drawRequests(now) {
+  const shown = all ? now.requests : now.requests.slice(0, ROWS), unlisted = now.requests_in_all - now.requests.length;
+  $("count").textContent = now.requests_in_all;
+  $("requests").closest("table").hidden = !shown.length;
+  $("requests").replaceChildren(...shown.map((one) => {
+    const row = make("tr"), name = make("td", undefined, { title: one.id }), swatch = make("span", undefined, { class: "swatch" });
     swatch.style.background = palette[one.colour];
     name.append(swatch, one.id.slice(0, 24));
     row.append(name, ...[one.state, one.prompt, one.found, one.tokens, one.branches, one.pages, one.preempted].map((value) => make("td", String(value))));
     return row;
   }));
-  const rest = now.requests_in_all - now.requests.length;
-  $("more").textContent = rest > 0 ? `and ${rest} more` : now.requests_in_all ? "" : "none";
+  $("all").hidden = now.requests.length <= ROWS;
+  $("all").textContent = all ? "Fewer" : `${now.requests_in_all - ROWS} more`;
+  $("more").textContent = !now.requests_in_all ? "none" : all && unlisted ? `and ${unlisted} more, which are not listed` : "";
+}
+
+function draw() {
+  painted = true;
+  const now = scene;
+  numbers(now);
+  drawCharts();
+  now.groups.forEach(drawGroup);
+  drawSteps(now.last);
+  drawRequests(now);
+  allowImages(now.images);
   before = now;
   const scenes = Number(document.body.dataset.scenes || 0) + 1;
   Object.assign(document.body.dataset, { scenes, steps: now.steps, seconds: now.step_seconds });
