@@ -147,8 +147,10 @@ RESPONSES = {
     "parallel_tool_calls": "false: keep only the first call of an output",
     "text": '`{"format": ...}`: text, json_object or json_schema',
     "reasoning": '`{"effort": ...}`, for templates that read it',
-    "include": "only `reasoning.encrypted_content`, of which there is none",
-    "truncation": "only disabled: a prompt that is too long is refused",
+    "background": "answer at once, and generate on; see [responses](serving.md#responses)",
+    "include": "`message.output_text.logprobs`; `reasoning.encrypted_content`, of which there is none",
+    "top_logprobs": "log-probabilities of that many tokens at each place of a text",
+    "truncation": "auto: drop the first items of a conversation that is too long; disabled: refuse it",
     "stream_options": "no option has an effect",
     "max_output_tokens": "most tokens of the output; unset: as many as fit",
     "stop": "strings that end the output",
@@ -284,6 +286,8 @@ def limits() -> Iterator[str]:
         ("responses kept for previous_response_id", f"none, or N of --store-responses, in "
          f"{bytes_of(responses_routes.MAX_STORED_BYTES)}; the conversation of one: "
          f"{bytes_of(responses_routes.MAX_CONVERSATION)}", "the oldest go; 400", "`--store-responses`"),
+        ("responses in the background, and the items that they answer", f"N of --store-responses, "
+         f"{bytes_of(responses_routes.MAX_STORED_BYTES)}", "503", "`--store-responses`"),
         ("conversations that wait for the chat template", f"{input_processor.MAX_WAITING}", "503", ""),
         ("log-probabilities in all answers under way", f"{answer_size.MAX_HELD_LOGPROBS:,}", "503", ""),
         ("a request's body", f"{bytes_of(guards.MAX_BODY)}, and what images may take in base64, "

@@ -372,6 +372,8 @@ def test_responses_in_the_background_are_bounded_and_end(served: Any, monkeypatc
     cancelled = served.client.responses.cancel(begun[0].id)
     assert (cancelled.status, cancelled.output, cancelled.id) == ("cancelled", [], begun[0].id)
     assert served.client.responses.retrieve(begun[0].id).status == "cancelled"
+    with pytest.raises(BadRequestError, match="was cancelled can't be streamed"):
+        list(served.client.responses.retrieve(begun[0].id, stream=True))
     for response in begun[1:]:
         served.client.responses.delete(response.id)
         with pytest.raises(NotFoundError):

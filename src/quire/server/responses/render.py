@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from quire.core.outputs import BranchOutput
+from quire.errors import InputError
 from quire.server.errors import to_failure
 from quire.server.events import ItemRenderer, OutputItem, OutputItems, unfinished_error
 from quire.server.generation import Generation
@@ -181,8 +182,12 @@ class ResponseItems(OutputItems):
         self._items[-1].end(item["status"])
 
 
-def replay(response: Json, after: int) -> JsonPieces:
-    """Return the events of a response that has ended, each text in one delta, without those up to number `after`."""
+def replay(data: bytes, after: int) -> str:
+    """Return the events of a response that has ended, which is given as JSON, without those up to number `after`. Each
+    text is one delta. Raise InputError for a cancelled one, since no event says so."""
+    response = json.loads(data)
+    if response["status"] == "cancelled":
+        raise InputError("a response that was cancelled can't be streamed: leave out stream", "stream")
     texts = [item["content"][0] for item in response["output"] if item["type"] == "message"]
     items = ResponseItems(True, [[json.dumps(entry) for entry in text["logprobs"]] for text in texts], after)
     began = dict.fromkeys(("completed_at", "error", "incomplete_details", "usage"))
@@ -191,7 +196,7 @@ def replay(response: Json, after: int) -> JsonPieces:
     for item in response["output"]:
         items.replay(item)
     items.emit(f"response.{response['status']}", response=response)
-    return items.take_events()
+    return "".join(items.take_events())
 
 
 class ResponseRenderer(ItemRenderer):

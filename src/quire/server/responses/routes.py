@@ -32,6 +32,7 @@ from quire.server.responses.input import (
 from quire.server.responses.render import ResponseRenderer, new_id, replay
 from quire.server.service import Service
 from quire.server.streaming import EngineCall
+from quire.text.chat_messages import MAX_MESSAGES
 
 Json = dict[str, Any]
 MAX_STORED_BYTES = 256 << 20  # of all stored responses and their conversations
@@ -40,11 +41,13 @@ MAX_LISTED = 100  # items
 
 
 class StoredResponse(NamedTuple):
-    """A response as JSON, and the items of the conversation, including the response's output."""
+    """A response as JSON, and the items of the conversation, including `num_output` items of the response's output."""
 
     owner: bytes
     response: bytes
     items: bytes
+    num_output: int
+    is_background: bool
 
     @property
     def size(self) -> int:
@@ -87,7 +90,8 @@ class ResponseStore:
         # the conversation goes on without log-probabilities
         output = [json.dumps(item, separators=(",", ":"), default=lambda _: []) for item in response["output"]]
         items = b",".join([previous_items[:-1], *(item.encode() for item in output)]) + b"]"
-        stored = StoredResponse(owner, "".join(dump_pieces(response)).encode(), items)
+        data, is_background = "".join(dump_pieces(response)).encode(), bool(response.get("background"))
+        stored = StoredResponse(owner, data, items, len(output), is_background)
         self._responses[response["id"]] = stored
         self.bytes += stored.size
         while len(self._responses) > self.capacity or self.bytes > MAX_STORED_BYTES:
@@ -172,15 +176,16 @@ class ResponseRoutes:
         """Return a stored response, or one in the background. With `stream`, return its events, without those up to
         number `starting_after`."""
         run = self._find_run(name, owner := owner_of(http))
-        if run is not None and not stream:
+        if run is not None:
+            if stream:
+                raise InputError("a response in the background can't be streamed: leave out stream", "stream")
             return JSONResponse(run.to_json())
-        data = self.store.get(name, owner).response if run is None else b"{}"
+        data = self.store.get(name, owner).response
         if not stream:
             return Response(data, media_type="application/json")
-        response = json.loads(data)
-        if response.get("status") not in ("completed", "incomplete", "failed"):
-            raise InputError("only a response that has ended, and was not cancelled, can be streamed", "stream")
-        return Response("".join(replay(response, starting_after)), media_type="text/event-stream")
+        work = partial(replay, data, starting_after)
+        events = await self.service.input_processor.offload(len(data), work)
+        return Response(events, media_type="text/event-stream")
 
     async def list_items(
         self,
@@ -192,12 +197,9 @@ class ResponseRoutes:
     ) -> Response:
         """Return the items that a response answers, also those of the responses before it."""
         run = self._find_run(name, owner := owner_of(http))
-        if run is not None:
-            items = json.loads(run.items)
-        else:
-            stored = self.store.get(name, owner)
-            items = json.loads(stored.items)
-            items = items[: len(items) - len(json.loads(stored.response)["output"])]
+        data, num_output = (run.items, 0) if run is not None else self.store.get(name, owner)[2:4]
+        items = json.loads(data)
+        items = items[: len(items) - num_output]
         items = items if order == "asc" else items[::-1]
         start = next((i for i, item in enumerate(items, 1) if item["id"] == after), 0)
         if after is not None and not start:
@@ -212,10 +214,10 @@ class ResponseRoutes:
         if run is not None:
             self._abort(name)
             self.store.put(owner, run.items, run.renderer.response("cancelled"))
-        stored = self.store.get(name, owner).response
-        if not json.loads(stored)["background"]:
+        stored = self.store.get(name, owner)
+        if not stored.is_background:
             raise InputError("only a response that was made with background: true can be cancelled", "background")
-        return Response(stored, media_type="application/json")
+        return Response(stored.response, media_type="application/json")
 
     async def delete(self, name: str, http: Request) -> Response:
         """Delete a stored response, or abort one in the background."""
@@ -254,17 +256,18 @@ class ResponseRoutes:
         items = [*previous, *given]
         droppable = droppable_items(items) if body.truncation == "auto" else []
         longest = self.service.input_processor.max_len - (body.max_output_tokens or 1)
-        number, low, high, best = 0, 0, len(droppable), None  # most conversations fit, so 0 is tried first
+        high, best = len(droppable), None
+        number = low = min(max(len(items) + 1 - MAX_MESSAGES, 0), high)  # 0 is tried first: most conversations fit
         while low < high:
             resolved = None
             with suppress(PromptTooLong):
-                resolved = await self._resolve_items(body, items, len(previous), droppable[:number])
+                resolved = await self._resolve_items(body, items, len(previous), {*droppable[:number]})
             if resolved is not None and len(resolved[0].prompts[0].ids) <= longest:
                 best, high = resolved, number
             else:
                 low = number + 1
             number = (low + high) // 2
-        return best or await self._resolve_items(body, items, len(previous), droppable)
+        return best or await self._resolve_items(body, items, len(previous), {*droppable})
 
     async def _resolve_items(
         self, body: ResponseRequest, items: Sequence[Json], num_previous: int, dropped: Collection[int]
@@ -294,12 +297,12 @@ class ResponseRoutes:
 
 def to_listed_item(item: Json) -> Json:
     """Return an item of the input as it is listed: with an id and a type, and the content of a message as parts."""
-    kind = item.get("type", "message")
-    listed = {"type": kind, **item}
+    listed = {"type": "message", **item}
+    kind, content = listed["type"], listed.get("content")
     if not isinstance(listed.get("id"), str):
-        listed["id"] = new_id({"message": "msg", "function_call": "fc", "reasoning": "rs"}.get(kind, "item"))
-    if kind == "message" and isinstance(item["content"], str):
-        is_output = item["role"] == "assistant"
+        listed["id"] = new_id({"message": "msg", "function_call": "fc", "reasoning": "rs"}.get(str(kind), "item"))
+    if kind == "message" and isinstance(content, str):
+        is_output = listed.get("role") == "assistant"
         part = {"type": "output_text", "annotations": []} if is_output else {"type": "input_text"}
-        listed["content"] = [{**part, "text": item["content"]}]
+        listed["content"] = [{**part, "text": content}]
     return listed
