@@ -505,7 +505,7 @@ def test_thoughts_are_items_and_failures_events(monkeypatch: pytest.MonkeyPatch)
     template = "<think></think>{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     with saying(template, MARKERS) as (running, runner), openai_of(running) as client:
         runner.say("<think>\nonce upon\n</think>\n\nquire")
-        whole = client.responses.create(model="echo", input="So?")
+        whole = client.responses.create(model="echo", input="So?", top_logprobs=1)
         with client.responses.stream(model="echo", input="So?") as stream:
             told = [event.type for event in stream]
             last = stream.get_final_response()
@@ -514,6 +514,8 @@ def test_thoughts_are_items_and_failures_events(monkeypatch: pytest.MonkeyPatch)
             assert found.output[0].content[0].text == "once upon"
             assert found.output_text == "quire"
             assert 0 < found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
+        scored = whole.output[1].content[0].logprobs
+        assert b"".join(bytes(entry.bytes) for entry in scored).removesuffix(b"<|end|>") == b"quire"
         assert told.index("response.reasoning_text.done") < told.index("response.output_text.delta")
 
         def fails(*given: Any) -> Any:
