@@ -68,7 +68,7 @@ def test_routes_and_errors() -> None:
     paths = {path.replace("{name}", "NAME") for path in document["paths"]}
     assert len(paths) > 20
     assert paths <= quoted(section(REFERENCE, "Routes"))
-    assert {path.replace("/NAME", "") for path in paths} <= quoted(section(SERVING, "APIs"))
+    assert {path.removesuffix("/NAME") for path in paths} <= quoted(section(SERVING, "APIs"))
     errors = section(SERVING, "Errors")
     for code, kind in OPENAI_TYPES.items():
         assert str(code) in errors

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,19 +15,21 @@ from typing import Any
 import echo_service
 import httpx
 import pytest
-from asking import linked
+from asking import HERMES, MARKERS, SAID, linked, saying
 from echo_service import Running
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 import quire.server.app
 from quire.async_llm import AsyncLLM
 from quire.server.app import create_app
-from quire.server.response_models import STATUS_DESCRIPTIONS, Chunk
+from quire.server.response_models import STATUS_DESCRIPTIONS, Chunk, MessageStreamEvent, ResponseStreamEvent
 
 ALWAYS = ("POST /ping", "GET /health", "GET /metrics", "GET /v1/models", "GET /v1/prefixes", "GET /version")
 # No schema says which names are; the echo has no embeddings, and this server stores no responses.
 NEVER = ("GET /v1/models/{name}", "POST /v1/prefixes", "DELETE /v1/prefixes/{name}", "POST /v1/embeddings",
-         "POST /score", "POST /rerank", "GET /v1/responses/{name}", "DELETE /v1/responses/{name}")  # fmt: skip
+         "POST /score", "POST /rerank", "GET /v1/responses/{name}", "DELETE /v1/responses/{name}",
+         "GET /v1/responses/{name}/input_items", "POST /v1/responses/{name}/cancel")  # fmt: skip
 SETTINGS = Path(__file__).with_name("schemathesis.toml")
 
 
@@ -42,7 +45,7 @@ def explored(running: Running, examples: int, folder: Path) -> None:
     ]  # fmt: skip
     found = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=3000)
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
-    assert "24 selected / 27 total" in found.stdout, "the document has other operations than this test knows"
+    assert "27 selected / 30 total" in found.stdout, "the document has other operations than this test knows"
     for name, rates in json.loads((folder / "report.json").read_text())["valid_rates"].items():
         accepted, rejected = (sum(rate[kind] for rate in rates.values()) for kind in ("accepted", "rejected"))
         assert accepted or name in NEVER, (name, rates)
@@ -63,9 +66,13 @@ def document(running: Running) -> dict[str, Any]:
 
 def test_every_route_is_there_with_its_statuses(echo: Running) -> None:
     found = document(echo)
-    operations = [operation for methods in found["paths"].values() for operation in methods.values()]
-    assert len(operations) == 29
-    for operation in operations:
+    operations = {
+        f"{method.upper()} {path}": operation
+        for path, methods in found["paths"].items()
+        for method, operation in methods.items()
+    }
+    assert len(operations) == 32
+    for operation in operations.values():
         codes = set(operation["responses"])
         assert "422" not in codes
         assert codes <= {"200", *map(str, STATUS_DESCRIPTIONS)}
@@ -92,6 +99,37 @@ def test_chunks_are_as_described(echo: Running) -> None:
                 Chunk.model_validate(json.loads(line.removeprefix("data: ")), strict=True)
                 seen += 1
     assert seen >= 8  # chunks may be merged
+
+
+def test_events_are_as_described() -> None:
+    """Those of a thought, a text and calls; the document has their schemas."""
+    tools = [{"name": "weather"}]
+    asked: dict[str, Any] = {"model": "echo", "stream": True, "max_tokens": 500}
+    asked["messages"] = [{"role": "user", "content": "Weather?"}]
+    bodies: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+        "/v1/responses": (
+            ResponseStreamEvent,
+            {"input": "Weather?", "stream": True, "tools": [{"type": "function", **tools[0]}], "top_logprobs": 1},
+        ),
+        "/v1/messages": (
+            MessageStreamEvent,
+            asked | {"tools": [{**tools[0], "input_schema": {"type": "object"}}]},
+        ),
+    }
+    with saying("<think></think>" + HERMES, MARKERS) as (running, runner):
+        runner.say(f"<think>\nHm.\n</think>\n\n{SAID}")
+        schemas = document(running)["components"]["schemas"]
+        for path, (model, body) in bodies.items():
+            kinds = set()
+            for line in httpx.post(running.url + path, json=body).text.strip().split("\n\n"):
+                event = json.loads(line.partition("data: ")[2])
+                model.model_validate(event, strict=True)
+                kinds.add(event["type"])
+            described = set(schemas[model.__name__]["discriminator"]["mapping"])
+            ends = {"error", "response.failed", "response.incomplete"}
+            assert kinds == described - ends
+            for name in re.findall(r"#/components/schemas/(\w+)", json.dumps(schemas)):
+                assert name in schemas
 
 
 JSON = {"Content-Type": "application/json"}

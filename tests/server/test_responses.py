@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import echo_service
 import httpx
 import pytest
-from asking import CALLS, HERMES, MARKERS, SAID, Talker, refusal, saying
-from openai import APIStatusError
+from asking import CALLS, HERMES, MARKERS, SAID, Talker, openai_of, refusal, saying
+from openai import APIStatusError, BadRequestError, InternalServerError, NotFoundError
 from pydantic import BaseModel
+from waiting import wait_until
 
 from quire.errors import InputError, StartupError
 from quire.server.errors import UnknownResponse
 from quire.server.options import ServeOptions, check_options
-from quire.server.response_models import ResponsesResponse
+from quire.server.response_models import InputItemList, ResponsesResponse, ResponseStreamEvent
 from quire.server.responses import routes
 from quire.server.responses.render import ResponseItems
 from quire.server.responses.routes import ResponseStore
@@ -29,6 +31,7 @@ PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "req
 FUNCTION = {"name": "weather", "description": "of a city", "parameters": PARAMETERS, "strict": True}
 TOOL: Any = {"type": "function", **FUNCTION}
 CALLED = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
+ASKED = {"role": "user", "content": "Tell."}
 RETURNED = {"type": "function_call_output", "call_id": "a", "output": "rain"}
 
 
@@ -38,9 +41,14 @@ class Page(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Talker]:
-    with saying(HERMES, keys=["one", "two"], store_responses=4) as found:
-        yield found
+def served() -> Iterator[Any]:
+    """A Talker, its runner, and a client of another user."""
+    with (
+        saying(HERMES, keys=["one", "two"], store_responses=4) as found,
+        openai_of(found.running, "two") as other,
+    ):
+        runner = found.say.__self__  # type: ignore[attr-defined]
+        yield SimpleNamespace(**found._asdict(), chat=found.chat, respond=found.respond, other=other, runner=runner)
 
 
 def kinds(response: Any) -> list[str]:
@@ -80,6 +88,7 @@ def test_the_wire_is_as_described(served: Talker) -> None:
         name, data = line.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
+        ResponseStreamEvent.model_validate(event, strict=True)
     for found in (served.http.post("/v1/responses", json=body).json(), event["response"]):
         items = ResponsesResponse.model_validate(found).output
         assert [item.type for item in items] == ["message", "function_call", "function_call", "message"]
@@ -187,8 +196,6 @@ def test_a_conversation_goes_on(served: Talker) -> None:
     for event in served.respond(input="On.", previous_response_id=second.id, stream=True):
         last = event
     assert served.client.responses.retrieve(last.response.id).output_text == "once"
-    with pytest.raises(APIStatusError, match="can't be streamed"):
-        list(served.client.responses.retrieve(first.id, stream=True))
     served.client.responses.delete(first.id)
     for id in (first.id, third.id, "resp_0"):
         with pytest.raises(APIStatusError) as gone:
@@ -196,6 +203,177 @@ def test_a_conversation_goes_on(served: Talker) -> None:
         assert gone.value.status_code == 404
     refused = refusal(served.http, "/v1/responses", {"input": "a", "previous_response_id": first.id})
     assert refused["param"] == "previous_response_id"
+
+
+def test_log_probabilities_are_those_of_the_chat(served: Any) -> None:
+    served.say("once upon a time")
+    asked: Any = {"model": "echo", "top_logprobs": 2}
+    more: Any = {"temperature": 0, "extra_body": {"seed": 7}}
+    messages: Any = [ASKED]
+    chat = served.client.chat.completions.create(**asked, logprobs=True, messages=messages, seed=7, temperature=0)
+    told = [entry.to_dict() for entry in chat.choices[0].logprobs.content]
+    asked |= {"input": "Tell.", "include": ["message.output_text.logprobs"]}
+    whole = served.client.responses.create(**asked, **more)
+    assert whole.top_logprobs == 2
+    *events, last = served.client.responses.create(**asked, **more, stream=True)
+    for found in (whole, last.response, served.client.responses.retrieve(whole.id)):
+        assert [entry.to_dict() for entry in found.output[0].content[0].logprobs] == told
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [entry.token for event in deltas for entry in event.logprobs] == [entry["token"] for entry in told]
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    assert [entry.logprob for entry in done.logprobs] == [entry["logprob"] for entry in told]
+    del asked["top_logprobs"]
+    alone = served.client.responses.create(**asked, **more).output[0].content[0].logprobs
+    assert [entry.logprob for entry in alone] == [entry["logprob"] for entry in told]
+    assert not any(entry.top_logprobs for entry in alone)
+    served.say(SAID + " é.")
+    for stream in (False, True):
+        found = served.client.responses.create(**asked, **more, tools=[TOOL], stream=stream)
+        found = [*found][-1].response if stream else found
+        texts = [item.content[0] for item in found.output if item.type == "message"]
+        tokens = [b"".join(bytes(entry.bytes) for entry in text.logprobs).decode() for text in texts]
+        assert tokens == ["Let me see.", "Wait. é.<|end|>"]
+
+
+def test_a_conversation_is_truncated(served: Any) -> None:
+    served.say("once")
+    long = [{"role": "user" if i % 2 else "assistant", "content": f"{i} " + "once " * 20} for i in range(99)]
+    talk: Any = [{"role": "system", "content": "Be kind."}, *long, {"role": "user", "content": "Tell."}]
+    asked: Any = {"model": "echo", "input": talk, "truncation": "auto", "instructions": "Be brief."}
+    found = served.client.responses.with_raw_response.create(**asked, max_output_tokens=100)
+    response = found.parse()
+    assert (response.truncation, response.status) == ("auto", "completed")
+    assert response.usage.input_tokens <= 924
+    dropped = int(found.headers["warning"].split(" of its items")[0].split()[-1])
+    kept = [*talk[:1], *talk[dropped + 1 :]]
+    for items, fits in (kept, True), ([*talk[:1], *talk[dropped:]], False):
+        counted = served.client.responses.input_tokens.count(model="echo", input=items, instructions="Be brief.")
+        assert (counted.input_tokens <= 924) is fits
+    assert len(served.client.responses.input_items.list(response.id, limit=100).data) == 100
+    shorter = served.client.responses.create(**asked | {"max_output_tokens": 600})
+    assert shorter.usage.input_tokens <= 424
+    loop: Any = [ASKED, *({**item, "call_id": f"{i}"} for i in range(99) for item in (CALLED, RETURNED))]
+    loop = served.client.responses.with_raw_response.create(model="echo", input=loop, truncation="auto")
+    assert "of its items were dropped" in loop.headers["warning"]
+    fits = served.client.responses.with_raw_response.create(model="echo", input="Tell.", truncation="auto")
+    assert "warning" not in fits.headers
+
+
+def test_input_tokens_are_counted(served: Any) -> None:
+    served.say("once")
+    asked: Any = {"model": "echo", "input": "Tell.", "instructions": "Be kind.", "tools": [TOOL]}
+    first = served.client.responses.create(**asked)
+    counted = served.client.responses.input_tokens.count(**asked)
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", first.usage.input_tokens)
+    more: Any = {"model": "echo", "input": "More.", "previous_response_id": first.id}
+    counted = served.client.responses.input_tokens.count(**more)
+    assert counted.input_tokens == served.client.responses.create(**more).usage.input_tokens
+
+
+def test_input_items_are_listed(served: Any) -> None:
+    served.say("once")
+    talk: Any = [ASKED, {"role": "assistant", "content": "So."}, CALLED, {"id": "mine", **RETURNED}]
+    first = served.client.responses.create(model="echo", input=talk)
+    second = served.client.responses.create(model="echo", input="More.", previous_response_id=first.id)
+    found = list(served.client.responses.input_items.list(second.id, order="asc"))
+    assert [item.type for item in found] == ["message", "message", "function_call", "function_call_output", "message",
+                                             "message"]  # fmt: skip
+    assert [item.content[0].text for item in found if item.type == "message"] == ["Tell.", "So.", "once", "More."]
+    assert (found[3].id, found[4].id) == ("mine", first.output[0].id)
+    assert len({item.id for item in found}) == 6
+    pages = served.client.responses.input_items.list(second.id, limit=4)
+    assert [item.id for item in pages] == [item.id for item in found[::-1]]
+    path = f"/v1/responses/{second.id}/input_items"
+    page = served.http.get(path, params={"limit": 4, "after": found[5].id}).json()
+    InputItemList.model_validate(page, strict=True)
+    assert (page["first_id"], page["last_id"], page["has_more"]) == (found[4].id, found[1].id, True)
+    for params in ({"limit": 101}, {"order": "up"}, {"after": "none"}):
+        answer = served.http.get(path, params=params)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(params)))
+    with pytest.raises(APIStatusError, match="there is no response"):
+        served.other.responses.input_items.list(second.id)
+
+
+def test_a_stored_response_is_streamed(served: Any) -> None:
+    served.say(SAID)
+    *live, last = served.client.responses.create(model="echo", input="Tell.", tools=[TOOL], top_logprobs=1, stream=True)
+    events = list(served.client.responses.retrieve(last.response.id, stream=True))
+    assert events[-1].to_dict() == last.to_dict() | {"sequence_number": len(events) - 1}
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+    def joined(events: list[Any]) -> list[Any]:
+        """Each event, but the first delta only of several."""
+        named = [(event.type, getattr(event, "output_index", 0)) for event in events]
+        return [name for i, name in enumerate(named) if i == 0 or name != named[i - 1]]
+
+    assert joined(events[:-1]) == joined(live)
+    with served.client.responses.stream(response_id=last.response.id, starting_after=4) as stream:
+        assert next(event.sequence_number for event in stream) == 5
+
+
+def ended(served: Any, id: str) -> Any:
+    """The response, once it has ended."""
+
+    def get() -> Any:
+        found = served.client.responses.retrieve(id)
+        return found if found.status not in ("queued", "in_progress") else None
+
+    return wait_until(get, "the response has ended")
+
+
+def test_a_response_in_the_background(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Any = {"model": "echo", "input": "Tell.", "background": True}
+    served.say("once upon a time")
+    monkeypatch.setattr(served.runner, "pause", 0.1)
+    begun = served.client.responses.create(**asked)
+    assert (begun.status, begun.background, begun.output) == ("queued", True, [])
+    wait_until(lambda: served.client.responses.retrieve(begun.id).status == "in_progress", "it runs")
+    [item] = served.client.responses.input_items.list(begun.id)
+    assert item.content[0].text == "Tell."
+    for refused in (
+        lambda: list(served.client.responses.retrieve(begun.id, stream=True)),
+        lambda: served.client.responses.create(model="echo", input="On.", previous_response_id=begun.id),
+    ):
+        with pytest.raises(BadRequestError):
+            refused()
+    for hidden in (served.other.responses.retrieve, served.other.responses.cancel, served.other.responses.delete):
+        with pytest.raises(NotFoundError):
+            hidden(begun.id)
+    done = ended(served, begun.id)
+    assert (done.status, done.output_text) == ("completed", "once upon a time")
+    assert served.client.responses.cancel(begun.id).to_dict() == done.to_dict()
+    assert [*served.client.responses.retrieve(begun.id, stream=True)][-1].response.output_text == done.output_text
+    cut = served.client.responses.create(**asked, max_output_tokens=2)
+    assert ended(served, cut.id).status == "incomplete"
+    plain = served.client.responses.create(model="echo", input="Tell.")
+    with pytest.raises(BadRequestError, match="background"):
+        served.client.responses.cancel(plain.id)
+
+
+def test_responses_in_the_background_are_bounded_and_end(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Any = {"model": "echo", "input": "Tell.", "background": True}
+    served.say("once " * 800)
+    monkeypatch.setattr(served.runner, "pause", 0.05)
+    begun = [served.client.responses.create(**asked) for _ in range(4)]
+    with pytest.raises(InternalServerError, match="4 responses are in the background"):
+        served.client.responses.create(**asked)
+    cancelled = served.client.responses.cancel(begun[0].id)
+    assert (cancelled.status, cancelled.output, cancelled.id) == ("cancelled", [], begun[0].id)
+    assert served.client.responses.retrieve(begun[0].id).status == "cancelled"
+    with pytest.raises(BadRequestError, match="was cancelled can't be streamed"):
+        list(served.client.responses.retrieve(begun[0].id, stream=True))
+    for response in begun[1:]:
+        served.client.responses.delete(response.id)
+        with pytest.raises(NotFoundError):
+            served.client.responses.retrieve(response.id)
+    assert served.running.idle()
+
+    def fails(*given: Any) -> Any:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(ResponseItems, "finish", fails)
+    failed = ended(served, served.client.responses.create(**asked, max_output_tokens=1).id)
+    assert (failed.status, failed.error.message) == ("failed", "internal error")
 
 
 def test_a_key_finds_only_its_own(served: Talker) -> None:
@@ -244,18 +422,10 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", "1 to 1024"),
     ({"input": [{"role": "user", "content": "a"}] * 1025}, "input", "got 1025"),
     ({"input": [{"role": "robot", "content": "a"}]}, "input", "input[0].role"),
-    ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input", "web_search_call"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "item_reference"),
     ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input", "input_file"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input", "file_id"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input", "input[0].content[0].text"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input", "call_id"),
-    ({"input": [{"type": "function_call_output", "call_id": "c", "output": "a"}]}, "input", "input[0] has a tool's"),
-    ({"input": [{**CALLED, "arguments": "{"}]}, "input", "input[0].arguments is"),
-    ({"input": [CALLED, {**CALLED, "arguments": "5"}]}, "input", "input[1].arguments must be"),
-    ({"input": [CALLED, {**CALLED, "call_id": "b", "name": "a b"}]}, "input", "input[1].name must have"),
-    ({"input": [CALLED, {**RETURNED, "call_id": "b"}]}, "input", "input[1].call_id is 'b'"),
-    ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type is 'web_search'"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools", "tools[0].name must have"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools"),
@@ -266,10 +436,12 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
     ({"temperature": -1}, "temperature", "temperature"),
     ({"input": "once " * 1100}, "input", "1024"),
-    ({"truncation": "auto"}, "truncation", "auto"),
-    ({"include": ["message.output_text.logprobs"]}, "include", "logprobs"),
-    ({"top_logprobs": 3}, "top_logprobs", "not supported"),
-    ({"background": True}, "background", "not supported"),
+    ({"input": "once " * 1100, "truncation": "auto"}, "input", "1024"),
+    ({"include": ["file_search_call.results"]}, "include", "file_search_call.results"),
+    ({"top_logprobs": 21}, "top_logprobs", "top_logprobs must be between 0 and 20, got 21"),
+    ({"logprobs": True}, "logprobs", "it is top_logprobs here"),
+    ({"background": True, "store": False}, "background", "--store-responses"),
+    ({"background": True, "stream": True}, "stream", "can't be streamed"),
     ({"conversation": "conv_1"}, "conversation", "not supported"),
     ({"n": 2}, "n", "not supported"),
     ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
@@ -288,6 +460,26 @@ def test_refusals(served: Talker, body: dict[str, Any], param: str, text: str) -
     assert text in error["message"]
 
 
+LENIENT: list[tuple[dict[str, Any], str]] = [
+    ({"input": [ASKED, {"type": "web_search_call", "id": "ws_1"}]}, "web_search_call"),
+    ({"input": [ASKED, {"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": "a"}]}, ""),
+    ({"input": [{**CALLED, "arguments": "{"}]}, "input[0].arguments is no JSON"),
+    ({"input": [CALLED, {**CALLED, "arguments": "5"}]}, "input[1].arguments is no JSON object"),
+    ({"input": [CALLED, {**CALLED, "call_id": "b", "name": "a b"}]}, ""),
+    ({"input": [CALLED, {**RETURNED, "call_id": "b"}]}, ""),
+    ({"tools": [{"type": "web_search"}]}, "web_search"),
+]
+
+
+@pytest.mark.parametrize(("body", "text"), LENIENT)
+def test_what_of_the_past_cannot_be_read_is_named(served: Any, body: dict[str, Any], text: str) -> None:
+    served.say("a")
+    answer = served.http.post("/v1/responses", json={"input": "a", **body})
+    assert answer.status_code == 200, answer.text
+    assert text in answer.headers.get("warning", "")
+
+
 def test_what_is_ignored_is_named(served: Talker) -> None:
     served.say("a")
     body = {"input": "a", "text": {"verbosity": "low"}, "reasoning": {"effort": "low", "summary": "auto"}, "mood": 1,
@@ -302,7 +494,7 @@ def test_thoughts_are_items_and_failures_events(monkeypatch: pytest.MonkeyPatch)
     template = "<think></think>{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     with saying(template, MARKERS) as thinking:
         thinking.say("<think>\nonce upon\n</think>\n\nquire")
-        whole = thinking.respond()
+        whole = thinking.respond(input="So?", top_logprobs=1)
         with thinking.client.responses.stream(model="echo", input="So?") as stream:
             told = [event.type for event in stream]
             last = stream.get_final_response()
@@ -311,6 +503,8 @@ def test_thoughts_are_items_and_failures_events(monkeypatch: pytest.MonkeyPatch)
             assert found.output[0].content[0].text == "once upon"
             assert found.output_text == "quire"
             assert 0 < found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
+        scored = whole.output[1].content[0].logprobs
+        assert b"".join(bytes(entry.bytes) for entry in scored).removesuffix(b"<|end|>") == b"quire"
         assert told.index("response.reasoning_text.done") < told.index("response.output_text.delta")
 
         def fails(*given: Any) -> Any:
@@ -323,7 +517,8 @@ def test_thoughts_are_items_and_failures_events(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_without_a_store(http: httpx.Client) -> None:
-    body = {"input": "once", "max_output_tokens": 2, "store": True}
+    body: dict[str, Any] = {"input": "once", "max_output_tokens": 2, "store": True}
     assert http.post("/v1/responses", json=body).json()["store"] is False
+    assert "--store-responses" in refusal(http, "/v1/responses", body | {"background": True})["message"]
     answer = http.get("/v1/responses/resp_0")
     assert (answer.status_code, "--store-responses" in answer.text) == (404, True)

@@ -5,31 +5,28 @@ The same code writes a stream and a whole answer. For a whole answer it writes n
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from quire.core.outputs import BranchOutput
 from quire.errors import InputError, Overloaded, QuireError
 from quire.server.generation import Generation
-from quire.server.json_pieces import JsonPieces
+from quire.server.json_pieces import JsonPieces, dump_pieces
 from quire.server.message_parser import ChoiceParser, MessageParts, ParsedCall
 from quire.server.output_queue import IndexedOutputs, OutputQueue
 from quire.server.render import ChatRenderer, ChoicePieces, RenderSettings
 
 Json = dict[str, Any]
 NO_CALL = ParsedCall(0)
-EmitEvent = Callable[..., None]  # called with an event's type and its members
 
 
 class OutputItem:
     """An item of an answer that grows: reasoning, a text or, if `call` has an id, a tool call. `item` is its JSON in a
-    whole answer. It writes its events with `emit`."""
+    whole answer. It writes its events to `items`."""
 
     item: Json
 
-    def __init__(self, index: int, emit: EmitEvent, call: ParsedCall) -> None:
-        self._index, self._emit, self._call, self._texts = index, emit, call, list[str]()
+    def __init__(self, index: int, items: OutputItems, call: ParsedCall) -> None:
+        self._index, self._emit, self._call, self._texts = index, items.emit, call, list[str]()
 
     def add(self, text: str) -> None:
         """Append text."""
@@ -56,8 +53,7 @@ class OutputItems:
     def emit(self, kind: str, **members: Any) -> None:
         """Write an event."""
         if self.emits_events:
-            data = json.dumps({"type": kind, **members}, separators=(",", ":"))
-            self._events.append(f"event: {kind}\ndata: {data}\n\n")
+            self._events += [f"event: {kind}\ndata: ", *dump_pieces({"type": kind, **members}), "\n\n"]
 
     def take_events(self) -> JsonPieces:
         """Return and remove the events since the last call."""
@@ -94,7 +90,7 @@ class OutputItems:
         """Return the open item of that kind, or a new one. Every call is a new one."""
         if call.id or not self._is_open or type(self._items[-1]) is not kind:
             self.close_item("completed")
-            self._items.append(kind(len(self._items), self.emit, call))
+            self._items.append(kind(len(self._items), self, call))
             self._is_open = True
         return self._items[-1]
 
@@ -130,7 +126,7 @@ class ItemRenderer(ChatRenderer):
     async def whole(self, outputs: OutputQueue) -> JsonPieces:
         for at, output in await outputs.collect():
             await self.choice(at, output, whole=True)
-        return [json.dumps(self.body, separators=(",", ":"))]
+        return dump_pieces(self.body)
 
     def can_write_now(self, outputs: IndexedOutputs) -> bool:
         """Return True if the events of `outputs` are short. The last events of a stream may repeat all the text."""

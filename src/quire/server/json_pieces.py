@@ -7,9 +7,11 @@ import asyncio
 import json
 import math
 import time
+import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 from quire.errors import InputError
 from quire.server.answer_size import MAX_BYTES
@@ -20,6 +22,7 @@ SLICE_ENTRIES = 32  # entries of a list between two checks of the clock
 TURN_SECONDS = 0.004  # of writing before the event loop gets a turn
 SHORT_CHARS = 1 << 14  # an amount of text that is written without a turn of the event loop
 JsonPieces = list[str]
+RAW_JSON = uuid.uuid4().hex  # stands for a RawJsonList; no text of a client contains it, since it is secret
 
 
 class WriterTurns:
@@ -139,6 +142,25 @@ def json_array(slices: Iterable[str]) -> JsonPieces:
     for at, part in enumerate(slices):
         pieces += (",", part) if at else (part,)
     return [*pieces, "]"]
+
+
+class RawJsonList:
+    """A list, as the JSON of its entries: a value for `dump_pieces`."""
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        self.entries = entries
+
+
+def dump_pieces(value: Any) -> JsonPieces:
+    """Return a value as JSON. A RawJsonList in it is not copied."""
+    raw_lists: list[RawJsonList] = []
+
+    def stand_in(raw: RawJsonList) -> str:
+        raw_lists.append(raw)
+        return RAW_JSON
+
+    first, *others = json.dumps(value, separators=(",", ":"), default=stand_in).split(f'"{RAW_JSON}"')
+    return [first, *(piece for raw, text in zip(raw_lists, others) for piece in (*json_array(raw.entries), text))]
 
 
 async def ids_json(ids: Iterable[int], pace: WritePace) -> JsonPieces:

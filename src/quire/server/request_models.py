@@ -154,8 +154,8 @@ def ranged_field(low: float | None = None, high: float | None = None, **more: An
 
 
 class RequestFields(BaseModel):
-    """Types as pydantic's lax mode reads them: "8" and 8.0 are integers, but not as token ids. Unknown fields are kept, to be named in a
-    warning."""
+    """Types as pydantic's lax mode reads them: "8" and 8.0 are integers, but not as token ids. Unknown fields are kept,
+    to be named in a warning."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -367,8 +367,9 @@ UNION_TYPES = {
 
 
 def wrong_type_error(location: Any, message: str) -> InputError:
-    """Return the error for a wrong type at `location`, which may begin with FastAPI's "body"."""
-    path = [str(part)[:60] for part in location if part != "body"]
+    """Return the error for a wrong type at `location`, which may begin with FastAPI's "body" or "query"."""
+    path = [str(part)[:60] for part in location]
+    path = path[path[:1] in (["body"], ["query"]) :]
     where = path[0] if path and not path[0].isdigit() else None
     if where in UNION_TYPES and len(path) > 1:
         return InputError(f"{where} must be {UNION_TYPES[where]}", where)

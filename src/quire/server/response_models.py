@@ -6,9 +6,9 @@ two.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 from quire.core.sleep import MEMORY_TAGS, SLEEP_LEVELS
 from quire.ipc.messages import MAX_TAGS, SLEEP_MODES
@@ -195,20 +195,20 @@ class Chunk(Generated):
 
 # /v1/responses
 
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(StrictModel):
     type: Literal["output_text"]
     text: str
     annotations: list[str]
-    logprobs: list[str]
+    logprobs: list[ChatTokenLogprob]
 
 
 class OutputMessage(StrictModel):
     id: str
     type: Literal["message"]
-    status: Status
+    status: ItemStatus
     role: Literal["assistant"]
     content: list[OutputText]
 
@@ -216,7 +216,7 @@ class OutputMessage(StrictModel):
 class FunctionCall(StrictModel):
     id: str
     type: Literal["function_call"]
-    status: Status
+    status: ItemStatus
     call_id: str
     name: str
     arguments: str
@@ -230,9 +230,12 @@ class ReasoningText(StrictModel):
 class OutputReasoning(StrictModel):
     id: str
     type: Literal["reasoning"]
-    status: Status
+    status: ItemStatus
     summary: list[str]
     content: list[ReasoningText]
+
+
+OutputItem = OutputMessage | FunctionCall | OutputReasoning
 
 
 class ResponseError(StrictModel):
@@ -278,22 +281,21 @@ class ResponseTool(StrictModel):
 
 
 class ResponsesResponse(StrictModel):
-    """A response. `store` is whether it is stored. A stream has OpenAI's events, from response.created to
-    response.completed, .incomplete or .failed."""
+    """A response. `store` is whether it is stored. Only one in the background is queued or cancelled."""
 
     id: str
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Status
-    background: Literal[False]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | FunctionCall | OutputReasoning]
+    output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: ResponseReasoning
@@ -304,7 +306,7 @@ class ResponsesResponse(StrictModel):
     tools: list[ResponseTool]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: None
 
@@ -313,6 +315,109 @@ class DeletedResponse(StrictModel):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
+
+
+class InputTokens(StrictModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class InputItemList(StrictModel):
+    """Items as the client sent them, with ids."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class StateEvent(StrictModel):
+    """The last event has the whole response."""
+
+    type: Literal[
+        "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
+    ]
+    sequence_number: int
+    response: ResponsesResponse
+
+
+class ItemEvent(StrictModel):
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    sequence_number: int
+    output_index: int
+    item: OutputItem
+
+
+class InItemEvent(StrictModel):
+    """An event about a part of an item."""
+
+    sequence_number: int
+    output_index: int
+    item_id: str
+
+
+class PartEvent(InItemEvent):
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    content_index: Literal[0]
+    part: OutputText | ReasoningText
+
+
+class OutputTextDelta(InItemEvent):
+    type: Literal["response.output_text.delta"]
+    content_index: Literal[0]
+    delta: str
+    logprobs: list[ChatTokenLogprob]
+
+
+class OutputTextDone(InItemEvent):
+    type: Literal["response.output_text.done"]
+    content_index: Literal[0]
+    text: str
+    logprobs: list[ChatTokenLogprob]
+
+
+class ReasoningTextDelta(InItemEvent):
+    type: Literal["response.reasoning_text.delta"]
+    content_index: Literal[0]
+    delta: str
+
+
+class ReasoningTextDone(InItemEvent):
+    type: Literal["response.reasoning_text.done"]
+    content_index: Literal[0]
+    text: str
+
+
+class ArgumentsDelta(InItemEvent):
+    type: Literal["response.function_call_arguments.delta"]
+    delta: str
+
+
+class ArgumentsDone(InItemEvent):
+    type: Literal["response.function_call_arguments.done"]
+    name: str
+    arguments: str
+
+
+class ResponseStreamEvent(
+    RootModel[
+        Annotated[
+            StateEvent
+            | ItemEvent
+            | PartEvent
+            | OutputTextDelta
+            | OutputTextDone
+            | ReasoningTextDelta
+            | ReasoningTextDone
+            | ArgumentsDelta
+            | ArgumentsDone,
+            Field(discriminator="type"),
+        ]
+    ]
+):
+    """The data of one server-sent event, which is named by its type. The last event of a stream is response.completed,
+    .incomplete or .failed; there is no [DONE]."""
 
 
 # /v1/messages
@@ -336,6 +441,10 @@ class ToolUse(StrictModel):
     input: dict[str, Any]
 
 
+ContentBlock = TextContent | ThinkingContent | ToolUse
+StopReason = Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
+
+
 class ThinkingTokens(StrictModel):
     thinking_tokens: int
 
@@ -349,21 +458,101 @@ class MessageUsage(StrictModel):
 
 
 class MessagesResponse(StrictModel):
-    """A message. A stream has Anthropic's events: message_start, those of the content blocks, message_delta and
-    message_stop, or an error."""
-
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextContent | ThinkingContent | ToolUse]
-    stop_reason: Literal["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
+    content: list[ContentBlock]
+    stop_reason: StopReason
     stop_sequence: str | None
     usage: MessageUsage
 
 
 class CountTokensResponse(StrictModel):
     input_tokens: int
+
+
+class StartedMessage(MessagesResponse):
+    """A message without content."""
+
+    stop_reason: None  # type: ignore[assignment]  # not known yet
+
+
+class MessageStart(StrictModel):
+    type: Literal["message_start"]
+    message: StartedMessage
+
+
+class BlockStart(StrictModel):
+    """The block has no content yet. `index` is its place in the message."""
+
+    type: Literal["content_block_start"]
+    index: int
+    content_block: ContentBlock
+
+
+class TextDelta(StrictModel):
+    type: Literal["text_delta"]
+    text: str
+
+
+class ThinkingDelta(StrictModel):
+    type: Literal["thinking_delta"]
+    thinking: str
+
+
+class SignatureDelta(StrictModel):
+    type: Literal["signature_delta"]
+    signature: Literal[""]
+
+
+class InputJsonDelta(StrictModel):
+    """The input of a call is the JSON of all its deltas, joined."""
+
+    type: Literal["input_json_delta"]
+    partial_json: str
+
+
+class BlockDelta(StrictModel):
+    type: Literal["content_block_delta"]
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
+
+
+class BlockStop(StrictModel):
+    type: Literal["content_block_stop"]
+    index: int
+
+
+class MessageEnd(StrictModel):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(StrictModel):
+    type: Literal["message_delta"]
+    delta: MessageEnd
+    usage: MessageUsage
+
+
+class MessageStop(StrictModel):
+    type: Literal["message_stop"]
+
+
+class Ping(StrictModel):
+    type: Literal["ping"]
+
+
+class MessageStreamEvent(
+    RootModel[
+        Annotated[
+            MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping | MessageError,
+            Field(discriminator="type"),
+        ]
+    ]
+):
+    """The data of one server-sent event, which is named by its type. The last event of a stream is message_stop, or an
+    error."""
 
 
 # Embeddings
@@ -518,8 +707,8 @@ class TokenizerInfo(BaseModel):
 STREAM_MODELS: dict[str, type[BaseModel]] = {
     "/v1/completions": Chunk,
     "/v1/chat/completions": Chunk,
-    "/v1/responses": ResponsesResponse,
-    "/v1/messages": MessagesResponse,
+    "/v1/responses": ResponseStreamEvent,
+    "/v1/messages": MessageStreamEvent,
 }
 QUERY_PARAMETERS: dict[str, dict[str, dict[str, Any]]] = {
     "POST /sleep": {
@@ -596,8 +785,10 @@ def finish_openapi(document: dict[str, Any], requires_keys: bool) -> dict[str, A
     schemas = document["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    schemas["Chunk"] = Chunk.model_json_schema(ref_template="#/components/schemas/{model}")
-    schemas.update(schemas["Chunk"].pop("$defs", {}))
+    for model in STREAM_MODELS.values():
+        schemas[model.__name__] = schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        for name, definition in schema.pop("$defs", {}).items():
+            schemas.setdefault(name, definition)
     if requires_keys:
         scheme = {"type": "http", "scheme": "bearer", "description": "Or the key alone in the header x-api-key"}
         document["components"]["securitySchemes"] = {SECURITY_SCHEME: scheme}

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from reprlib import repr as short
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -45,6 +45,7 @@ from quire.text.input_processor import Prompt
 from quire.text.tools import read_tools
 
 MAX_PARAM_CHARS = 500  # characters of parameters
+R = TypeVar("R", bound=Renderer)
 log = logging.getLogger("quire.server")
 
 
@@ -80,6 +81,15 @@ class Service:
         self, generation: Generation, new_renderer: Callable[[Generation, RenderSettings], Renderer], http: Request
     ) -> Response:
         """Submit a resolved request and return the answer: a stream of its outputs, or all of them."""
+        call, renderer, headers = await self.start(generation, new_renderer, http)
+        if generation.request.stream:
+            return EventStream(call, renderer, headers)
+        return await respond(call, renderer.whole(call.outputs()), headers, http.receive)
+
+    async def start(
+        self, generation: Generation, new_renderer: Callable[[Generation, RenderSettings], R], http: Request
+    ) -> tuple[EngineCall, R, dict[str, str]]:
+        """Submit a resolved request. Return the call, the renderer of its outputs, and the headers of the answer."""
         id, request, prompts, params, size, _, _, warnings = generation
         headers = self.resolver.warning_headers(request, prompts, warnings)
         renderer = new_renderer(generation, self.render_settings)
@@ -89,9 +99,7 @@ class Service:
             if error.param == PARAM_NAME:  # the engine's name of the field
                 error.param = structured_field(request)
             raise
-        if request.stream:
-            return EventStream(call, renderer, headers)
-        return await respond(call, renderer.whole(call.outputs()), headers, http.receive)
+        return call, renderer, headers
 
     async def submit(
         self, id: str, prompts: list[Prompt], params: SamplingParams, size: AnswerSize, body: Any, http: Request,

@@ -7,7 +7,7 @@ from typing import Any
 from quire.core.outputs import BranchOutput
 from quire.server.adapter import parse_partial_arguments
 from quire.server.errors import to_failure
-from quire.server.events import EmitEvent, ItemRenderer, OutputItem, OutputItems, unfinished_error
+from quire.server.events import ItemRenderer, OutputItem, OutputItems, unfinished_error
 from quire.server.generation import Generation
 from quire.server.message_parser import ParsedCall
 from quire.server.render import ChoicePieces, RenderSettings
@@ -20,10 +20,10 @@ class TextBlock(OutputItem):
 
     kind = "text"
 
-    def __init__(self, index: int, emit: EmitEvent, call: ParsedCall) -> None:
-        super().__init__(index, emit, call)
+    def __init__(self, index: int, items: OutputItems, call: ParsedCall) -> None:
+        super().__init__(index, items, call)
         self.item: Json = self.new_block()
-        emit("content_block_start", index=index, content_block=self.item)
+        self._emit("content_block_start", index=index, content_block=self.item)
 
     def new_block(self) -> Json:
         """Return the block without content."""

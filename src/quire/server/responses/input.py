@@ -6,7 +6,7 @@ Nothing here reaches the engine. The ChatRequest is checked and answered like an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import WithJsonSchema
@@ -21,7 +21,7 @@ from quire.server.adapter import (
     check_kind,
     read_string,
 )
-from quire.server.request_models import OBJECT, ChatRequest, Objects, StreamOptions, Strings, ranged_field
+from quire.server.request_models import OBJECT, ChatRequest, Objects, StreamOptions, Strings, param_field, ranged_field
 from quire.text.chat_messages import CUSTOM_INPUT, MAX_MESSAGES
 
 Json = dict[str, Any]
@@ -32,14 +32,16 @@ TOOL_CHOICE_SCHEMA = {"anyOf": [{"enum": [None, "none", "auto", "required"]}, OB
 ROLES = ("user", "assistant", "system", "developer")
 PARTS = ("input_text", "output_text", "text", "refusal", "input_image")
 NAMED_CHOICES = ("function", "allowed_tools")
-KNOWN_INCLUDES = ("reasoning.encrypted_content",)  # ignored: no content is encrypted here
+LOGPROBS = "message.output_text.logprobs"
+KNOWN_INCLUDES = ("reasoning.encrypted_content", LOGPROBS)  # the first one is ignored: no content is encrypted here
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # OpenAI's limits of metadata
 # OpenAI's fields that would change the answer, or how it can be retrieved.
 UNSUPPORTED_FIELDS = frozenset({
-    "background", "background_options", "context_management", "conversation", "max_tool_calls", "moderation", "prompt",
+    "background_options", "context_management", "conversation", "max_tool_calls", "moderation", "prompt",
 })  # fmt: skip
 CLIENT_FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
-               "response_format": "text", "reasoning_effort": "reasoning"}  # fmt: skip
+               "response_format": "text", "reasoning_effort": "reasoning",
+               "logprobs": "top_logprobs"}  # fmt: skip
 
 
 class ResponseRequest(SharedChatFields):
@@ -49,6 +51,7 @@ class ResponseRequest(SharedChatFields):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
+    background: bool | None = None
     metadata: dict[str, Any] | None = None
     tools: Objects | None = None
     tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE_SCHEMA)] = None
@@ -56,6 +59,7 @@ class ResponseRequest(SharedChatFields):
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     include: Strings | None = None
+    top_logprobs: int | None = param_field("logprobs")
     truncation: Literal["auto", "disabled"] | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: int | None = ranged_field(1)
@@ -77,6 +81,8 @@ def to_chat_request(body: ResponseRequest, conversation: Conversation, left_out:
     _check_supported(body)
     given = body.chat_fields() | {"messages": conversation.messages, "max_completion_tokens": body.max_output_tokens}
     given |= {"stop": body.stop, "parallel_tool_calls": body.parallel_tool_calls}
+    scored = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
+    given |= {"logprobs": scored, "top_logprobs": body.top_logprobs}
     given["tools"] = None if body.tools is None else [_to_chat_tool(tool) for tool in body.tools]
     given["tool_choice"] = _to_chat_tool_choice(body.tool_choice)
     text, reasoning = body.text or {}, body.reasoning or {}
@@ -88,8 +94,6 @@ def to_chat_request(body: ResponseRequest, conversation: Conversation, left_out:
 
 def _check_supported(body: ResponseRequest) -> None:
     """Raise InputError for what is not supported here."""
-    if body.truncation == "auto":
-        raise InputError('truncation "auto" is not supported: what is too long is refused', "truncation")
     for name in body.include or ():
         if name not in KNOWN_INCLUDES:
             raise InputError(f"include may have {', '.join(KNOWN_INCLUDES)}; {name[:60]!r} is not supported", "include")
@@ -177,19 +181,27 @@ def input_items(body: ResponseRequest) -> list[Json]:
     return given
 
 
+def droppable_items(items: Sequence[Json]) -> list[int]:
+    """Return the numbers of the items that `truncation` may drop: all but the system's, the user's last message and the
+    last item."""
+    roles = [item.get("role") for item in items]
+    kept = {len(items) - 1, *[i for i, role in enumerate(roles) if role == "user"][-1:]}
+    return [i for i, role in enumerate(roles) if role not in ("system", "developer") and i not in kept]
+
+
 def items_to_conversation(
-    instructions: str | None, previous: Sequence[Json], items: Sequence[Json]
+    instructions: str | None, items: Sequence[Json], num_previous: int = 0, dropped: Collection[int] = ()
 ) -> tuple[Conversation, list[str]]:
-    """Return the messages of a request: its instructions, the items of previous responses, and its own items. Return
-    the names of the items that are left out too."""
+    """Return the messages of a request: its instructions, and its items without those `dropped`. The first
+    `num_previous` are those of previous responses. Return the names of the items that are left out too."""
     conversation = Conversation()
     if instructions is not None:
         conversation.append("instructions", {"role": "system", "content": instructions})
     reader = _ItemReader(conversation)
-    for i, item in enumerate(previous):
-        reader.add(f"previous_response_id: item {i}", item)
     for i, item in enumerate(items):
-        reader.add(f"input[{i}]", item)
+        if i not in dropped:
+            at = f"input[{i - num_previous}]" if i >= num_previous else f"previous_response_id: item {i}"
+            reader.add(at, item)
     reader.finish()
     for message in conversation.messages:
         if "reasoning_content" in message:

@@ -3,22 +3,26 @@ one in the last event of a stream."""
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Callable
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from quire.core.outputs import BranchOutput
+from quire.errors import InputError
 from quire.server.errors import to_failure
-from quire.server.events import EmitEvent, ItemRenderer, OutputItem, OutputItems, unfinished_error
+from quire.server.events import ItemRenderer, OutputItem, OutputItems, unfinished_error
 from quire.server.generation import Generation
-from quire.server.json_pieces import JsonPieces
-from quire.server.message_parser import ParsedCall
-from quire.server.render import RenderSettings
+from quire.server.json_pieces import JsonPieces, RawJsonList
+from quire.server.message_parser import ChoiceParser, MessageParts, ParsedCall
+from quire.server.render import ChoicePieces, RenderSettings
 from quire.server.responses.input import ResponseRequest
+from quire.text.input_processor import InputProcessor
 
 Json = dict[str, Any]
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 def new_id(kind: str) -> str:
@@ -26,37 +30,81 @@ def new_id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
+class TextLogprobs:
+    """The log-probabilities of an output's tokens, as JSON, for each of its texts, without the tokens of reasoning, of
+    calls and of the markers around these. The output is parsed once more, token by token."""
+
+    def __init__(self, generation: Generation, input_processor: InputProcessor) -> None:
+        self.texts: list[list[str]] = [[]]
+        self._parser = ChoiceParser(generation.tool_choice, generation.reasoning)
+        self._held: list[tuple[str, str]] = []  # text and JSON of tokens that no part was parsed from yet
+        self._decode = getincrementaldecoder("utf-8")("replace").decode
+        self._tokenizer, self._skips_special = input_processor.tokenizer, generation.params.skip_special_tokens
+
+    def add(self, token: int, entry: str) -> None:
+        """Add the next token and the JSON of its log-probabilities."""
+        assert self._tokenizer is not None, "a chat without a tokenizer"
+        is_skipped = self._skips_special and token in self._tokenizer.special_ids
+        text = "" if is_skipped else self._decode(self._tokenizer.token_bytes(token))
+        self._held.append((text, entry))
+        self._add(self._parser.push_runs(text, last=False))
+
+    def finish(self) -> None:
+        """End the output. The tokens at the end, which have no text, belong to the last text."""
+        self._add(self._parser.push_runs("", last=True))
+        self.texts[-1] += [entry for _, entry in self._held]
+
+    def _add(self, runs: Sequence[MessageParts]) -> None:
+        for parts in filter(None, runs):
+            if parts.content:  # of the last tokens held; those before it are markers
+                missing, start = len(parts.content), len(self._held)
+                while start and (missing > 0 or not self._held[start - 1][0]):
+                    start -= 1
+                    missing -= len(self._held[start][0])
+                self.texts[-1] += [entry for _, entry in self._held[start:]]
+            elif self.texts[-1]:
+                self.texts.append([])
+            self._held = []
+
+
 class TextItem(OutputItem):
     """A message with one text part, and its events."""
 
     kind, id_prefix = "output_text", "msg"
 
-    def __init__(self, index: int, emit: EmitEvent, call: ParsedCall) -> None:
-        super().__init__(index, emit, call)
-        self.item = self.new_item(new_id(self.id_prefix))
+    def __init__(self, index: int, items: ResponseItems, call: ParsedCall, id: str = "") -> None:
+        super().__init__(index, items, call)
+        self._logprobs, self._num_sent = items.text_logprobs(), 0
+        self.item = self.new_item(id or new_id(self.id_prefix))
         self._part_location: Json = {"item_id": self.item["id"], "output_index": index, "content_index": 0}
-        emit("response.output_item.added", output_index=index, item=self.item)
-        emit("response.content_part.added", **self._part_location, part=self.content_part(""))
+        self._emit("response.output_item.added", output_index=index, item=self.item)
+        self._emit("response.content_part.added", **self._part_location, part=self.content_part("", []))
 
     def new_item(self, id: str) -> Json:
         """Return the item without content."""
         return {"id": id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
 
-    def content_part(self, text: str) -> Json:
+    def content_part(self, text: str, logprobs: list[str]) -> Json:
         """Return the item's only part."""
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": self.kind, "text": text, "annotations": [], **self.scores(logprobs)}
+
+    def scores(self, logprobs: list[str]) -> Json:
+        """Return the member for log-probabilities."""
+        return {"logprobs": RawJsonList(logprobs)}
 
     def add(self, text: str) -> None:
         self._texts.append(text)
-        more: Json = {"logprobs": []} if self.kind == "output_text" else {}
-        self._emit(f"response.{self.kind}.delta", **self._part_location, delta=text, **more)
+        new, self._num_sent = self._logprobs[self._num_sent :], len(self._logprobs)
+        self._emit(f"response.{self.kind}.delta", **self._part_location, delta=text, **self.scores(new))
 
     def end(self, status: str) -> None:
-        text = "".join(self._texts)
-        more: Json = {"logprobs": []} if self.kind == "output_text" else {}
-        self._emit(f"response.{self.kind}.done", **self._part_location, text=text, **more)
-        self._emit("response.content_part.done", **self._part_location, part=self.content_part(text))
-        self.item |= {"status": status, "content": [self.content_part(text)]}
+        if self._num_sent < len(self._logprobs):  # of tokens without text
+            self.add("")
+        text, logprobs = "".join(self._texts), self._logprobs[:]
+        self._emit(f"response.{self.kind}.done", **self._part_location, text=text, **self.scores(logprobs))
+        part = self.content_part(text, logprobs)
+        self._emit("response.content_part.done", **self._part_location, part=part)
+        self.item |= {"status": status, "content": [part]}
         self._emit("response.output_item.done", output_index=self._index, item=self.item)
 
 
@@ -65,23 +113,30 @@ class ReasoningItem(TextItem):
 
     kind, id_prefix = "reasoning_text", "rs"
 
+    def __init__(self, index: int, items: ResponseItems, call: ParsedCall, id: str = "") -> None:
+        super().__init__(index, items, call, id)
+        self._logprobs = []
+
     def new_item(self, id: str) -> Json:
         return {"id": id, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
 
-    def content_part(self, text: str) -> Json:
-        return {"type": "reasoning_text", "text": text}
+    def content_part(self, text: str, logprobs: list[str]) -> Json:
+        return {"type": self.kind, "text": text}
+
+    def scores(self, logprobs: list[str]) -> Json:
+        return {}
 
 
 class CallItem(OutputItem):
     """A function call, and its events."""
 
-    def __init__(self, index: int, emit: EmitEvent, call: ParsedCall) -> None:
-        super().__init__(index, emit, call)
+    def __init__(self, index: int, items: ResponseItems, call: ParsedCall, id: str = "") -> None:
+        super().__init__(index, items, call)
         self.item = {
-            "id": new_id("fc"), "type": "function_call", "status": "in_progress", "call_id": call.id,
+            "id": id or new_id("fc"), "type": "function_call", "status": "in_progress", "call_id": call.id,
             "name": call.name, "arguments": "",
         }  # fmt: skip
-        emit("response.output_item.added", output_index=index, item=self.item)
+        self._emit("response.output_item.added", output_index=index, item=self.item)
 
     def add(self, text: str) -> None:
         self._texts.append(text)
@@ -98,38 +153,82 @@ class CallItem(OutputItem):
 
 
 class ResponseItems(OutputItems):
-    """The items of an output. Events are numbered."""
+    """The items of an output. Events are numbered, and those up to number `after` are not written. `logprobs` has the
+    log-probabilities of each text so far, as JSON."""
 
     text_item, reasoning_item, call_item = TextItem, ReasoningItem, CallItem
 
-    def __init__(self, emits_events: bool) -> None:
+    def __init__(self, emits_events: bool, logprobs: Sequence[list[str]] = (), after: int = -1) -> None:
         super().__init__(emits_events)
-        self._number = 0
+        self._logprobs, self._number, self._after = logprobs, 0, after
 
     def emit(self, kind: str, **members: Any) -> None:
-        super().emit(kind, sequence_number=self._number, **members)
+        if self._number > self._after:
+            super().emit(kind, sequence_number=self._number, **members)
         self._number += 1
+
+    def text_logprobs(self) -> list[str]:
+        """Return the log-probabilities of the next text. The list grows with the text."""
+        texts = sum(type(item) is TextItem for item in self._items)
+        return self._logprobs[texts] if texts < len(self._logprobs) else []
+
+    def replay(self, item: Json) -> None:
+        """Write the events of an item that has ended."""
+        kinds = {"message": TextItem, "reasoning": ReasoningItem, "function_call": CallItem}
+        call = ParsedCall(0, item.get("call_id", ""), item.get("name", ""))
+        self._items.append(kinds[item["type"]](len(self._items), self, call, item["id"]))
+        if text := item["arguments"] if call.id else item["content"][0]["text"]:
+            self._items[-1].add(text)
+        self._items[-1].end(item["status"])
+
+
+def replay(data: bytes, after: int) -> str:
+    """Return the events of a response that has ended, which is given as JSON, without those up to number `after`. Each
+    text is one delta. Raise InputError for a cancelled one, since no event says so."""
+    response = json.loads(data)
+    if response["status"] == "cancelled":
+        raise InputError("a response that was cancelled can't be streamed: leave out stream", "stream")
+    texts = [item["content"][0] for item in response["output"] if item["type"] == "message"]
+    items = ResponseItems(True, [[json.dumps(entry) for entry in text["logprobs"]] for text in texts], after)
+    began = dict.fromkeys(("completed_at", "error", "incomplete_details", "usage"))
+    for kind in ("response.created", "response.in_progress"):
+        items.emit(kind, response=response | began | {"status": "in_progress", "output": []})
+    for item in response["output"]:
+        items.replay(item)
+    items.emit(f"response.{response['status']}", response=response)
+    return "".join(items.take_events())
 
 
 class ResponseRenderer(ItemRenderer):
-    """Renders /v1/responses for the request `body`. `on_complete` is called with a response that is complete or was cut
-    off at a length limit, but not with a failed one."""
+    """Renders /v1/responses for the request `body`. `store` is called with a response that is complete or was cut off
+    at a length limit, and with a failed one if the client does not wait for it."""
 
     def __init__(
         self,
         generation: Generation,
         settings: RenderSettings,
         body: ResponseRequest,
-        on_complete: Callable[[Json], None] | None,
+        store: Callable[[Json], None] | None,
     ) -> None:
-        super().__init__(generation, settings, ResponseItems(bool(body.stream)))
-        self._on_complete = on_complete
-        named = {"id": self.id, "model": settings.model, "store": on_complete is not None}
+        self._logprobs = TextLogprobs(generation, settings.input_processor)
+        super().__init__(generation, settings, ResponseItems(bool(body.stream), self._logprobs.texts))
+        self._store = store
+        named = {"id": self.id, "model": settings.model, "store": store is not None}
         self.body = initial_body(body, generation) | named
 
     def response(self, status: Status, **more: Any) -> Json:
         """Return the current state of the response."""
         return self.body | {"status": status, "output": self._items.items(), **more}
+
+    async def choice(self, at: int, output: BranchOutput, whole: bool) -> ChoicePieces | None:
+        if self.has_logprobs:
+            for token, top in zip(output.tokens, output.top_logprobs):
+                entry = self._token_entry(token, top)
+                self._logprobs.add(token, entry)
+                await self.pace(entry)
+            if output.finish_reason is not None:
+                self._logprobs.finish()
+        return await super().choice(at, output, whole)
 
     async def opening_events(self) -> list[JsonPieces]:
         for kind in ("response.created", "response.in_progress"):
@@ -139,22 +238,25 @@ class ResponseRenderer(ItemRenderer):
     def _fail(self, error: BaseException) -> None:
         failure = {"code": "server_error", "message": to_failure(error).body()["error"]["message"]}
         self._items.close_item("incomplete")
-        self._items.emit("response.failed", response=self.response("failed", error=failure, usage=self.usage_json()))
+        self._end("failed", error=failure)
 
     def _finish(self, output: BranchOutput) -> None:
         ends: dict[str | None, Status] = {"stop": "completed", "length": "incomplete"}
         status = ends.get(output.finish_reason, "failed")
         self._items.finish("completed" if status == "completed" else "incomplete")
-        more: Json = {"usage": self.usage_json()}
+        more: Json = {}
         if status == "completed":
             more["completed_at"] = int(time.time())
         elif status == "incomplete":
             more["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             more["error"] = {"code": "server_error", "message": str(unfinished_error(output))}
-        self.body = self.response(status, **more)
-        if self._on_complete is not None and status != "failed":
-            self._on_complete(self.body)
+        self._end(status, **more)
+
+    def _end(self, status: Status, **more: Any) -> None:
+        self.body = self.response(status, usage=self.usage_json(), **more)
+        if self._store is not None and (status != "failed" or self.body["background"]):
+            self._store(self.body)
         self._items.emit(f"response.{status}", response=self.body)
 
     def usage_json(self) -> Json:
@@ -176,7 +278,7 @@ def initial_body(body: ResponseRequest, generation: Generation) -> Json:
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
-        "background": False,
+        "background": bool(body.background),
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
@@ -190,9 +292,9 @@ def initial_body(body: ResponseRequest, generation: Generation) -> Json:
         "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
         "tools": [{"type": "function", "description": None, "parameters": None, "strict": None,
                    **tool.definition["function"]} for tool in tool_choice.tools],
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
         "user": None,
     }  # fmt: skip

@@ -1,35 +1,53 @@
-"""/v1/responses: OpenAI's newer form of a chat, which is answered as a chat request, and the stored responses. These
-are in memory; their number and size are limited, and the oldest is dropped first."""
+"""/v1/responses: OpenAI's newer form of a chat, which is answered as a chat request, the stored responses, and those in
+the background. These are in memory; their number and size are limited, and the oldest stored one is dropped first."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from fastapi import Request
+from fastapi import Query, Request
 from starlette.responses import JSONResponse, Response
 
-from quire.errors import InputError
+from quire.errors import InputError, Overloaded, PromptTooLong
+from quire.server.adapter import Conversation
 from quire.server.errors import UnknownResponse
+from quire.server.generation import Generation
 from quire.server.guards import request_keys
-from quire.server.responses.input import NAMES, ResponseRequest, input_items, items_to_conversation, to_chat_request
-from quire.server.responses.render import ResponseRenderer
+from quire.server.json_pieces import dump_pieces
+from quire.server.responses.input import (
+    NAMES,
+    ResponseRequest,
+    droppable_items,
+    input_items,
+    items_to_conversation,
+    to_chat_request,
+)
+from quire.server.responses.render import ResponseRenderer, new_id, replay
 from quire.server.service import Service
+from quire.server.streaming import EngineCall
+from quire.text.chat_messages import MAX_MESSAGES
 
 Json = dict[str, Any]
 MAX_STORED_BYTES = 256 << 20  # of all stored responses and their conversations
 MAX_CONVERSATION = 16 << 20  # bytes of the conversation before a stored response
+MAX_LISTED = 100  # items
 
 
 class StoredResponse(NamedTuple):
-    """A response as JSON, and the items of the conversation, including the response's output."""
+    """A response as JSON, and the items of the conversation, including `num_output` items of the response's output."""
 
     owner: bytes
     response: bytes
     items: bytes
+    num_output: int
+    is_background: bool
 
     @property
     def size(self) -> int:
@@ -69,9 +87,11 @@ class ResponseStore:
     def put(self, owner: bytes, previous_items: bytes, response: Json) -> None:
         """Store a response of `owner`. `previous_items` is the JSON of the items that it answers, a list that is not
         empty."""
-        output = [json.dumps(item, separators=(",", ":")) for item in response["output"]]
+        # the conversation goes on without log-probabilities
+        output = [json.dumps(item, separators=(",", ":"), default=lambda _: []) for item in response["output"]]
         items = b",".join([previous_items[:-1], *(item.encode() for item in output)]) + b"]"
-        stored = StoredResponse(owner, json.dumps(response, separators=(",", ":")).encode(), items)
+        data, is_background = "".join(dump_pieces(response)).encode(), bool(response.get("background"))
+        stored = StoredResponse(owner, data, items, len(output), is_background)
         self._responses[response["id"]] = stored
         self.bytes += stored.size
         while len(self._responses) > self.capacity or self.bytes > MAX_STORED_BYTES:
@@ -93,43 +113,196 @@ class ResponseStore:
         del self._responses[id]
 
 
+class BackgroundRun(NamedTuple):
+    """A response on its way, which no client waits for. `items` is the JSON of the items that it answers."""
+
+    owner: bytes
+    items: bytes
+    call: EngineCall
+    renderer: ResponseRenderer
+    task: asyncio.Task[None]
+
+    def to_json(self) -> Json:
+        """Return the response so far."""
+        is_queued = any(stream.record.scheduled_time is None for stream in self.call.streams)
+        return self.renderer.response("queued" if is_queued else "in_progress")
+
+
 class ResponseRoutes:
-    """The routes of /v1/responses. At most `capacity` responses are stored."""
+    """The routes of /v1/responses. At most `capacity` responses are stored, and as many are in the background."""
 
     def __init__(self, service: Service, capacity: int = 0) -> None:
         self.service, self.store = service, ResponseStore(capacity)
+        self._runs: dict[str, BackgroundRun] = {}
 
     async def create(self, body: ResponseRequest, http: Request) -> Response:
         """Answer a list of items with items."""
-        service, owner = self.service, owner_of(http)
-        items, previous = input_items(body), self._previous_items(body, owner)
-        conversation, left_out = items_to_conversation(body.instructions, previous, items)
-        chat = to_chat_request(body, conversation, left_out)
-        on_complete = None
-        if self.store.capacity and body.store is not False:
-            on_complete = partial(self.store.put, owner, self.store.dump_items([*previous, *items]))
+        owner, store, items = owner_of(http), None, b""
+        stores = self.store.capacity > 0 and body.store is not False
+        if body.background and not stores:
+            how = "start the server with --store-responses, and leave out store"
+            raise InputError(f"background needs a response that is stored: {how}", "background")
+        if body.background and body.stream:
+            raise InputError("a response in the background can't be streamed: leave out stream, and get it", "stream")
+        previous, given = self._previous_items(body, owner), input_items(body)
+        generation, conversation = await self._resolve(body, previous, given)
+        if stores:
+            items = self.store.dump_items([*previous, *map(to_listed_item, given)])
+            store = partial(self.store.put, owner, items)
         with NAMES.rename_errors(conversation):
-            generation = NAMES.rename_warnings(await service.resolver.chat("resp", chat), conversation)
-            renderer = partial(ResponseRenderer, body=body, on_complete=on_complete)
-            return await service.answer(generation, renderer, http)
+            new_renderer = partial(ResponseRenderer, body=body, store=store)
+            if not body.background:
+                return await self.service.answer(generation, new_renderer, http)
+            call, renderer, headers = await self.service.start(generation, new_renderer, http)
+        held = len(items) + sum(len(run.items) for run in self._runs.values())
+        if len(self._runs) >= self.store.capacity or held > MAX_STORED_BYTES:
+            call.close()
+            limit = f"{self.store.capacity} (--store-responses), with {MAX_STORED_BYTES} bytes of items"
+            raise Overloaded(f"{len(self._runs)} responses are in the background; the limit is {limit}")
+        task = asyncio.create_task(self._run(call, renderer))
+        run = self._runs[renderer.id] = BackgroundRun(owner, items, call, renderer, task)
+        return JSONResponse(run.to_json(), headers=headers)
 
-    async def get(self, name: str, http: Request) -> Response:
-        """Return a stored response. It cannot be streamed, since its events are not stored."""
-        if http.query_params.get("stream", "false").lower() not in ("false", "0", ""):
-            raise InputError("a response that was kept can't be streamed: leave out stream", "stream")
-        return Response(self.store.get(name, owner_of(http)).response, media_type="application/json")
+    async def count(self, body: ResponseRequest, http: Request) -> Response:
+        """Return the number of tokens of the prompt for such items."""
+        generation, _ = await self._resolve(body, self._previous_items(body, owner_of(http)), input_items(body))
+        headers = self.service.resolver.warning_headers(generation.request, generation.prompts, generation.warnings)
+        tokens = len(generation.prompts[0].ids)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens}, headers=headers)
+
+    async def get(
+        self, name: str, http: Request, stream: bool = False, starting_after: Annotated[int, Query(ge=-1)] = -1
+    ) -> Response:
+        """Return a stored response, or one in the background. With `stream`, return its events, without those up to
+        number `starting_after`."""
+        run = self._find_run(name, owner := owner_of(http))
+        if run is not None:
+            if stream:
+                raise InputError("a response in the background can't be streamed: leave out stream", "stream")
+            return JSONResponse(run.to_json())
+        data = self.store.get(name, owner).response
+        if not stream:
+            return Response(data, media_type="application/json")
+        work = partial(replay, data, starting_after)
+        events = await self.service.input_processor.offload(len(data), work)
+        return Response(events, media_type="text/event-stream")
+
+    async def list_items(
+        self,
+        name: str,
+        http: Request,
+        limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """Return the items that a response answers, also those of the responses before it."""
+        run = self._find_run(name, owner := owner_of(http))
+        data, num_output = (run.items, 0) if run is not None else self.store.get(name, owner)[2:4]
+        items = json.loads(data)
+        items = items[: len(items) - num_output]
+        items = items if order == "asc" else items[::-1]
+        start = next((i for i, item in enumerate(items, 1) if item["id"] == after), 0)
+        if after is not None and not start:
+            raise InputError(f"after is {after[:80]!r}, and no item has this id", "after")
+        page, more = items[start : start + limit], len(items) > start + limit
+        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        return JSONResponse({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
+
+    async def cancel(self, name: str, http: Request) -> Response:
+        """Cancel a response in the background. Return it, or the response if it has ended already."""
+        run = self._find_run(name, owner := owner_of(http))
+        if run is not None:
+            self._abort(name)
+            self.store.put(owner, run.items, run.renderer.response("cancelled"))
+        stored = self.store.get(name, owner)
+        if not stored.is_background:
+            raise InputError("only a response that was made with background: true can be cancelled", "background")
+        return Response(stored.response, media_type="application/json")
 
     async def delete(self, name: str, http: Request) -> Response:
-        """Delete a stored response."""
-        self.store.drop(name, owner_of(http))
+        """Delete a stored response, or abort one in the background."""
+        if self._find_run(name, owner := owner_of(http)) is not None:
+            self._abort(name)
+        else:
+            self.store.drop(name, owner)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    async def _run(self, call: EngineCall, renderer: ResponseRenderer) -> None:
+        """Wait for the outputs of a response in the background. The renderer stores it."""
+        try:
+            await renderer.whole(call.outputs())
+        except (asyncio.CancelledError, SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # Rust's panics are not Exceptions
+            renderer.final_event(error)
+        finally:
+            call.close()
+            self._runs.pop(renderer.id, None)
+
+    def _find_run(self, name: str, owner: bytes) -> BackgroundRun | None:
+        run = self._runs.get(name)
+        return run if run is not None and run.owner == owner else None
+
+    def _abort(self, name: str) -> None:
+        run = self._runs.pop(name)
+        run.task.cancel()
+        run.call.close()  # a task that has not begun does not
+
+    async def _resolve(
+        self, body: ResponseRequest, previous: Sequence[Json], given: Sequence[Json]
+    ) -> tuple[Generation, Conversation]:
+        """Return the request as a chat. With truncation "auto", drop the fewest of the first items with which the
+        prompt fits, by bisection."""
+        items = [*previous, *given]
+        droppable = droppable_items(items) if body.truncation == "auto" else []
+        longest = self.service.input_processor.max_len - (body.max_output_tokens or 1)
+        high, best = len(droppable), None
+        number = low = min(max(len(items) + 1 - MAX_MESSAGES, 0), high)  # 0 is tried first: most conversations fit
+        while low < high:
+            resolved = None
+            with suppress(PromptTooLong):
+                resolved = await self._resolve_items(body, items, len(previous), {*droppable[:number]})
+            if resolved is not None and len(resolved[0].prompts[0].ids) <= longest:
+                best, high = resolved, number
+            else:
+                low = number + 1
+            number = (low + high) // 2
+        return best or await self._resolve_items(body, items, len(previous), {*droppable})
+
+    async def _resolve_items(
+        self, body: ResponseRequest, items: Sequence[Json], num_previous: int, dropped: Collection[int]
+    ) -> tuple[Generation, Conversation]:
+        """Return the request for the items without those `dropped`, and its conversation."""
+        conversation, left_out = items_to_conversation(body.instructions, items, num_previous, dropped)
+        chat = to_chat_request(body, conversation, left_out)
+        with NAMES.rename_errors(conversation):
+            generation = NAMES.rename_warnings(await self.service.resolver.chat("resp", chat), conversation)
+        if dropped:
+            text = f"truncation: the prompt was too long, and {len(dropped)} of its items were dropped"
+            generation = generation._replace(warnings=[*generation.warnings, text])
+        return generation, conversation
 
     def _previous_items(self, body: ResponseRequest, owner: bytes) -> list[Json]:
         """Return the items of the conversation that the request continues."""
         if body.previous_response_id is None:
             return []
+        if self._find_run(body.previous_response_id, owner) is not None:
+            raise InputError("previous_response_id: this response has not ended", "previous_response_id")
         try:
             items: list[Json] = json.loads(self.store.get(body.previous_response_id, owner).items)
         except UnknownResponse as error:
             raise InputError(f"previous_response_id: {error}", "previous_response_id") from None
         return items
+
+
+def to_listed_item(item: Json) -> Json:
+    """Return an item of the input as it is listed: with an id and a type, and the content of a message as parts."""
+    listed = {"type": "message", **item}
+    kind, content = listed["type"], listed.get("content")
+    if not isinstance(listed.get("id"), str):
+        listed["id"] = new_id({"message": "msg", "function_call": "fc", "reasoning": "rs"}.get(str(kind), "item"))
+    if kind == "message" and isinstance(content, str):
+        is_output = listed.get("role") == "assistant"
+        part = {"type": "output_text", "annotations": []} if is_output else {"type": "input_text"}
+        listed["content"] = [{**part, "text": content}]
+    return listed
