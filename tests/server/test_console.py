@@ -91,9 +91,9 @@ def test_fields_of_parameters_are_empty_and_say_what_holds_then() -> None:
 
 
 def test_it_is_told_whether_the_model_takes_images(running: Running) -> None:
-    assert scenes(running.url, 1)[0]["images"] is False
+    assert scenes(running, 1)[0]["images"] is False
     with echo_service.serving(seeing.built()[0]) as found:
-        assert scenes(found.url, 1, {})[0]["images"] is True
+        assert scenes(found, 1, {})[0]["images"] is True
 
 
 def test_bytes_are_those_of_the_metrics(running: Running) -> None:

@@ -116,8 +116,9 @@ def test_events_are_as_described() -> None:
             asked | {"tools": [{**tools[0], "input_schema": {"type": "object"}}]},
         ),
     }
-    with saying("<think></think>" + HERMES, MARKERS) as (running, runner):
-        runner.say(f"<think>\nHm.\n</think>\n\n{SAID}")
+    with saying("<think></think>" + HERMES, MARKERS) as talker:
+        running = talker.running
+        talker.say(f"<think>\nHm.\n</think>\n\n{SAID}")
         schemas = document(running)["components"]["schemas"]
         for path, (model, body) in bodies.items():
             kinds = set()

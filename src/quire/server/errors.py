@@ -167,7 +167,8 @@ def body_error(error: Mapping[str, Any]) -> InputError | None:
     """Return the error for a body that is not a JSON object, or None for other errors. curl's -d alone sends a form,
     which FastAPI does not parse."""
     if error["type"] == "json_invalid":
-        return InputError(f"the request body is not valid JSON: {error['msg'][:200]}")
+        place = f"{error['ctx']['error']} at character {error['loc'][-1]}"
+        return InputError(f"the request body is not valid JSON: {place[:200]}")
     if error["type"] == "model_attributes_type" and error["loc"] == ("body",):
         return InputError("the request body must be a JSON object, sent with Content-Type: application/json")
     return None

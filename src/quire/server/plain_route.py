@@ -54,9 +54,10 @@ async def read_body(request: Request, model: type[M]) -> M:
         try:
             given = json.loads(raw)
         except json.JSONDecodeError as error:
-            place = f"line {error.lineno}, column {error.colno}"
-            message = f"{error.msg} at {place}"
-            found = {"type": "json_invalid", "loc": ("body", error.pos), "msg": message, "input": {}}
+            found = {
+                "type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error", "input": {},
+                "ctx": {"error": error.msg},
+            }  # fmt: skip
             raise RequestValidationError([found]) from error
         except Exception as error:  # invalid UTF-8, too much nesting, too many digits
             raise HTTPException(400, "There was an error parsing the body") from error
