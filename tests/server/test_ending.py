@@ -37,7 +37,8 @@ from quire.async_llm import AsyncLLM
 quire.server.shutdown.LAST_RESPONSES_SECONDS, quire.server.shutdown.STALL_CHECK_SECONDS = 1, 0.1
 AsyncLLM.close.__defaults__ = (1.0,)
 run = quire.cli.serve.run
-quire.cli.serve.run = lambda config, options, say: run(config, options._replace(stall_after=0.5), say)
+from dataclasses import replace
+quire.cli.serve.run = lambda config, options, say: run(config, replace(options, stall_after=0.5), say)
 
 class Echo(Echo):
     def collect(self, ticket):
