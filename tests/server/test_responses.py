@@ -294,6 +294,25 @@ def test_input_items_are_listed(served: Any) -> None:
         served.other.responses.input_items.list(second.id)
 
 
+def test_items_are_referred_to(served: Any) -> None:
+    """An item of a stored response of the same user; others are left out with a warning."""
+    served.say("once")
+    first = served.respond()
+    talk: list[Any] = [
+        ASKED,
+        {"type": "item_reference", "id": first.output[0].id},
+        {"role": "user", "content": "More."},
+    ]
+    found = served.respond(input=talk)
+    whole = served.respond(input=[ASKED, {"role": "assistant", "content": "once"}, talk[2]])
+    assert found.usage.input_tokens == whole.usage.input_tokens
+    body = {"model": "echo", "input": talk}
+    left_out = served.http.post("/v1/responses", json=body, headers={"authorization": "Bearer two"})
+    assert "input[1] (item_reference)" in left_out.headers["warning"]
+    served.client.responses.delete(first.id)
+    assert "input[1] (item_reference)" in served.http.post("/v1/responses", json=body).headers["warning"]
+
+
 def test_a_stored_response_is_streamed(served: Any) -> None:
     served.say(SAID)
     *live, last = served.client.responses.create(model="echo", input="Tell.", tools=[TOOL], top_logprobs=1, stream=True)

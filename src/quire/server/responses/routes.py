@@ -41,18 +41,23 @@ MAX_LISTED = 100  # items
 
 
 class StoredResponse(NamedTuple):
-    """A response as JSON, and the items of the conversation, including `num_output` items of the response's output."""
+    """A response as JSON, the items that it answers, and those of its output by id."""
 
     owner: bytes
     response: bytes
-    items: bytes
-    num_output: int
+    input: bytes
+    output: dict[str, bytes]
     is_background: bool
 
     @property
     def size(self) -> int:
         """Return the size in bytes."""
-        return len(self.response) + len(self.items)
+        return len(self.response) + len(self.input) + sum(map(len, self.output.values()))
+
+    @property
+    def items(self) -> bytes:
+        """Return all items of the conversation as JSON. `input` is not empty."""
+        return b",".join([self.input[:-1], *self.output.values()]) + b"]"
 
 
 def owner_of(http: Request) -> bytes:
@@ -69,6 +74,7 @@ class ResponseStore:
     def __init__(self, capacity: int = 0) -> None:
         self.capacity, self.bytes = capacity, 0
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._ids_by_item: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._responses)
@@ -88,15 +94,32 @@ class ResponseStore:
         """Store a response of `owner`. `previous_items` is the JSON of the items that it answers, a list that is not
         empty."""
         # the conversation goes on without log-probabilities
-        output = [json.dumps(item, separators=(",", ":"), default=lambda _: []) for item in response["output"]]
-        items = b",".join([previous_items[:-1], *(item.encode() for item in output)]) + b"]"
+        output = {
+            str(item.get("id")): json.dumps(item, separators=(",", ":"), default=lambda _: []).encode()
+            for item in response["output"]
+        }
         data, is_background = "".join(dump_pieces(response)).encode(), bool(response.get("background"))
-        stored = StoredResponse(owner, data, items, len(output), is_background)
+        stored = StoredResponse(owner, data, previous_items, output, is_background)
         self._responses[response["id"]] = stored
+        self._ids_by_item |= dict.fromkeys(output, response["id"])
         self.bytes += stored.size
         while len(self._responses) > self.capacity or self.bytes > MAX_STORED_BYTES:
-            _, dropped = self._responses.popitem(last=False)
-            self.bytes -= dropped.size
+            self._drop(next(iter(self._responses)))
+
+    def _drop(self, id: str) -> None:
+        dropped = self._responses.pop(id)
+        self.bytes -= dropped.size
+        for item in dropped.output:
+            self._ids_by_item.pop(item, None)
+
+    def resolve_reference(self, item: Json, owner: bytes) -> Json:
+        """Return the item of a stored response of `owner` that an item_reference names, or `item` itself."""
+        id = item.get("id")
+        if item.get("type") != "item_reference" or not isinstance(id, str) or id not in self._ids_by_item:
+            return item
+        stored = self._responses[self._ids_by_item[id]]
+        found: Json = json.loads(stored.output[id]) if stored.owner == owner else item
+        return found
 
     def get(self, id: str, owner: bytes) -> StoredResponse:
         """Return a response of `owner`. Raise UnknownResponse if there is none."""
@@ -109,8 +132,8 @@ class ResponseStore:
 
     def drop(self, id: str, owner: bytes) -> None:
         """Delete a response of `owner`. Raise UnknownResponse if there is none."""
-        self.bytes -= self.get(id, owner).size
-        del self._responses[id]
+        self.get(id, owner)
+        self._drop(id)
 
 
 class BackgroundRun(NamedTuple):
@@ -144,7 +167,7 @@ class ResponseRoutes:
             raise InputError(f"background needs a response that is stored: {how}", "background")
         if body.background and body.stream:
             raise InputError("a response in the background can't be streamed: leave out stream, and get it", "stream")
-        previous, given = self._previous_items(body, owner), input_items(body)
+        previous, given = self._previous_items(body, owner), self._given_items(body, owner)
         generation, conversation = await self._resolve(body, previous, given)
         if stores:
             items = self.store.dump_items([*previous, *map(to_listed_item, given)])
@@ -165,7 +188,8 @@ class ResponseRoutes:
 
     async def count(self, body: ResponseRequest, http: Request) -> Response:
         """Return the number of tokens of the prompt for such items."""
-        generation, _ = await self._resolve(body, self._previous_items(body, owner_of(http)), input_items(body))
+        owner = owner_of(http)
+        generation, _ = await self._resolve(body, self._previous_items(body, owner), self._given_items(body, owner))
         headers = self.service.resolver.warning_headers(generation.request, generation.prompts, generation.warnings)
         tokens = len(generation.prompts[0].ids)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens}, headers=headers)
@@ -197,9 +221,7 @@ class ResponseRoutes:
     ) -> Response:
         """Return the items that a response answers, also those of the responses before it."""
         run = self._find_run(name, owner := owner_of(http))
-        data, num_output = (run.items, 0) if run is not None else self.store.get(name, owner)[2:4]
-        items = json.loads(data)
-        items = items[: len(items) - num_output]
+        items = json.loads(run.items if run is not None else self.store.get(name, owner).input)
         items = items if order == "asc" else items[::-1]
         start = next((i for i, item in enumerate(items, 1) if item["id"] == after), 0)
         if after is not None and not start:
@@ -281,6 +303,10 @@ class ResponseRoutes:
             text = f"truncation: the prompt was too long, and {len(dropped)} of its items were dropped"
             generation = generation._replace(warnings=[*generation.warnings, text])
         return generation, conversation
+
+    def _given_items(self, body: ResponseRequest, owner: bytes) -> list[Json]:
+        """Return the items of the input, with those that it refers to."""
+        return [self.store.resolve_reference(item, owner) for item in input_items(body)]
 
     def _previous_items(self, body: ResponseRequest, owner: bytes) -> list[Json]:
         """Return the items of the conversation that the request continues."""
