@@ -101,7 +101,8 @@ class ResponseStore:
         data, is_background = "".join(dump_pieces(response)).encode(), bool(response.get("background"))
         stored = StoredResponse(owner, data, previous_items, output, is_background)
         self._responses[response["id"]] = stored
-        self._ids_by_item |= dict.fromkeys(output, response["id"])
+        for item in output:
+            self._ids_by_item[item] = response["id"]
         self.bytes += stored.size
         while len(self._responses) > self.capacity or self.bytes > MAX_STORED_BYTES:
             self._drop(next(iter(self._responses)))
