@@ -93,11 +93,18 @@ def test_not_enforced_keywords_can_be_let_pass(http: httpx.Client) -> None:
     assert len(json.loads(text_of(ask(http, prompt="a", response_format=form, seed=2)))) <= 3
 
 
-def test_strict_objects_have_no_other_members(http: httpx.Client) -> None:
-    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
-    for seed in range(4):
-        assert json.loads(text_of(ask(http, prompt="a", response_format=form, seed=seed))) == {"a": 1}
+def test_objects_have_no_other_members(http: httpx.Client) -> None:
+    """However a schema is given, strict or not; where it says so they have."""
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    formats = [{"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": strict}}
+               for strict in (True, False, None)]  # fmt: skip
+    for asked in (*({"response_format": one} for one in formats), {"guided_json": schema},
+                  {"guided_json": json.dumps(schema)}, {"structured_outputs": {"json": schema}}):  # fmt: skip
+        for seed in range(4):
+            assert json.loads(text_of(ask(http, prompt="a", **asked, seed=seed))) == {"a": 1}
+    opened = {**schema, "additionalProperties": {"const": 2}}
+    texts = [text_of(ask(http, prompt="a", guided_json=opened, seed=seed)) for seed in range(8)]
+    assert any('"a":1,' in "".join(text.split()) for text in texts)
 
 
 def test_what_explodes_disturbs_nobody(placement: Placement) -> None:
