@@ -166,25 +166,38 @@ MESSAGES = {
     "stop_sequences": "strings that end the output",
     "metadata": "no effect",
 }
+EMBEDDINGS = {
+    "input": "what to embed: one text or several, unless there are `messages`",
+    "encoding_format": "how vectors are written",
+    "embed_dtype": "number format of base64",
+    "endianness": "byte order of base64",
+    "normalize": "false: vectors are not scaled to length 1",
+    "use_activation": "the same as `normalize`",
+    "dimensions": "keep this many numbers of each vector, scaled to length 1 again",
+}
 OTHERS: dict[str, tuple[type[RequestFields], dict[str, str]]] = {
-    "/v1/embeddings": (request_models.EmbeddingRequest, {
-        "input": "what to embed: one text or several, unless there are `messages`",
-        "encoding_format": "how vectors are written",
-        "embed_dtype": "number format of base64",
-        "endianness": "byte order of base64",
-        "normalize": "false: vectors are not scaled to length 1",
-        "use_activation": "the same as `normalize`",
-        "dimensions": "keep this many numbers of each vector, scaled to length 1 again",
-    }),
+    "/v1/embeddings": (request_models.EmbeddingRequest, EMBEDDINGS),
+    "/pooling": (request_models.PoolingRequest, EMBEDDINGS | {"task": "what to compute"}),
     "/score": (request_models.ScoreRequest, {
         "text_1": "one text, or as many as `text_2` has",
+        "queries": "the same as `text_1`",
+        "data_1": "the same as `text_1`",
         "text_2": "one text or several",
+        "documents": "the same as `text_2`",
+        "data_2": "the same as `text_2`",
     }),
     "/rerank": (request_models.RerankRequest, {
         "query": "the text that documents are compared with",
         "documents": "the documents",
         "top_n": "return only the nearest ones",
         "return_documents": "false: leave their texts out of the answer",
+    }),
+    "/generative_scoring": (request_models.GenerativeScoringRequest, {
+        "query": "a text or token ids",
+        "items": "what follows the query; each gets a score",
+        "label_token_ids": "the score is the probability of the first of these tokens",
+        "apply_softmax": "false: the probability among all tokens, not among these ones",
+        "item_first": "true: the query follows the item",
     }),
     "/tokenize": (request_models.TokenizeRequest, {
         "prompt": "a text, unless there are `messages`",

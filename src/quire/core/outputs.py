@@ -105,8 +105,8 @@ class OutputBuilder:
         first = len(seq.tokens) - seq.prompt_len <= len(tokens)
         wants_prompt_logprobs = first and not seq.branch_index and request.params.prompt_logprobs is not None
         return BranchOutput(
-            request.id, seq.branch_index, tokens, "", top_logprobs, seq.finish_reason, seq.stop_reason, done,
-            seq.cumulative_logprob,
+            request.id, seq.branch_index, tokens, "", top_logprobs if tokens else (), seq.finish_reason,
+            seq.stop_reason, done, seq.cumulative_logprob,
             tuple(seq.prompt_logprobs) if wants_prompt_logprobs else None,
             request.cached_tokens, seq.pooled,
         )  # fmt: skip
