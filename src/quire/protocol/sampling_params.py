@@ -288,8 +288,8 @@ class SamplingParams(DeviceNumbers):
 
     @property
     def width(self) -> int:
-        """The most sequences that the request has at once."""
-        return self.beam_width or self.best_of or self.n
+        """The most sequences that the request has at once: one if nothing is generated."""
+        return 1 if self.max_tokens == 0 else self.beam_width or self.best_of or self.n
 
     @property
     def min_output(self) -> int:
@@ -299,7 +299,7 @@ class SamplingParams(DeviceNumbers):
     @property
     def returns_best_of(self) -> bool:
         """True for best_of above n: which branches are returned is known only at the end."""
-        return self.beam_width is None and self.best_of is not None and self.best_of > self.n
+        return self.beam_width is None and self.best_of is not None and self.best_of > self.n and self.max_tokens != 0
 
     @property
     def num_logprobs(self) -> int:
