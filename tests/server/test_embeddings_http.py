@@ -217,6 +217,8 @@ def test_texts_of_the_model_s_length(http: httpx.Client) -> None:
         ("/generative_scoring", {**JUDGED, "items": ["a", "a b " * 5000]}, "items", "items[1]: This model's maximum"),
         ("/generative_scoring", {**JUDGED, "items": [[5], [5] * 3487]}, "items", "items[1]: This model's maximum"),
         ("/generative_scoring", {**JUDGED, "query": "a b " * 5000}, "query", "This model's maximum"),
+        ("/generative_scoring", {**JUDGED, "items": [[5], [3072]]}, "items", "token ids are integers from 0 to 3071"),
+        ("/generative_scoring", {**JUDGED, "query": [5] * 3000, "items": [[5]] * 2000}, "items", "have 6002000 tokens"),
         ("/generative_scoring", {**JUDGED, "label_token_ids": []}, "label_token_ids", "at least 1"),
         ("/generative_scoring", {**JUDGED, "label_token_ids": [5, 3072]}, "label_token_ids", "from 0 to 3071"),
         ("/rerank", {"query": "", "documents": ["a"]}, "query", "query is empty"),

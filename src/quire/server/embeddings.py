@@ -19,7 +19,7 @@ from starlette.responses import Response
 from quire.core.outputs import BranchOutput
 from quire.errors import InputError, Overloaded, input_error_at
 from quire.protocol.sampling_params import SamplingParams
-from quire.server.answer_size import AnswerSize, EchoedPrompt, embeddings_size, limit_answer
+from quire.server.answer_size import MAX_TOKENS, AnswerSize, EchoedPrompt, embeddings_size, limit_answer
 from quire.server.errors import rename_param
 from quire.server.json_pieces import JsonPieces, logprob_json
 from quire.server.render import UsageCounter
@@ -155,11 +155,14 @@ class EmbeddingRoutes:
         places, process = _field_paths("items", body.items), self.service.input_processor.process_prompts
         [query] = await process([body.query], body.add_special_tokens, field_names=["query"])
         items = await process(split_prompts(body.items, "items", MAX_INPUTS), False, field_names=places)
+        total = len(query.ids) * len(items) + sum(len(item.ids) for item in items)
+        if total > MAX_TOKENS:
+            raise InputError(f"the items have {total} tokens with the query; at most {MAX_TOKENS} are scored", "items")
         prompts = []
         for place, item in zip(places, items):
             prompts.append(Prompt(None, item.ids + query.ids if body.item_first else query.ids + item.ids))
             with input_error_at(place, True):
-                limits.check_prompt(prompts[-1].ids)
+                limits.check_length(len(prompts[-1].ids))
         params = SamplingParams(temperature=0, max_tokens=1, logprob_token_ids=body.label_token_ids, detokenize=False)
         params, size = limit_answer(params, [len(prompt.ids) for prompt in prompts], limits.max_len, EchoedPrompt())
 
