@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import echo_service
 import pytest
@@ -111,6 +112,24 @@ def test_branches_and_logprobs(llm: LLM) -> None:
     plain = llm.generate([[5]], PARAMS, use_tqdm=False)[0].outputs[0]
     assert plain.logprobs is None
     assert plain.cumulative_logprob is None
+
+
+@pytest.mark.parametrize("more", [{"kv_tokens": 64}, {"memory": "virtual"}])
+def test_a_prompt_of_the_model_s_length_is_scored(more: dict[str, Any]) -> None:
+    """In a memory that holds just this prompt, too."""
+    prompt, scored = [(7 * i) % 300 + 5 for i in range(64)], SamplingParams(max_tokens=0, prompt_logprobs=1, n=2)
+    found = []
+    for length, settings in ((64, more), (128, {})):
+        with LLM("", device="cpu", dtype="float32", max_model_len=length, max_num_batched_tokens=24, **settings) as llm:
+            [result] = llm.generate([prompt], scored, use_tqdm=False)
+            assert [(output.token_ids, output.finish_reason) for output in result.outputs] == [([], "length")] * 2
+            assert result.prompt_logprobs is not None
+            found.append([entry[token].logprob for entry, token in zip(result.prompt_logprobs, prompt) if entry])
+            for ids, params in (([5] * length, PARAMS), ([5] * (length + 1), scored)):
+                with pytest.raises(PromptTooLong, match=f"^This model's maximum context length is {length} tokens"):
+                    llm.generate([ids], params, use_tqdm=False)
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+    assert len(found[0]) == 63
 
 
 def test_named_logprobs(llm: LLM) -> None:

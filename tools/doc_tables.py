@@ -80,8 +80,9 @@ SAMPLING, GENERATION, RESPONSES, MESSAGES = (
     MEANINGS[name] for name in ("sampling", "generation", "responses", "messages")
 )
 OTHERS: dict[str, type[RequestFields]] = {
-    "/v1/embeddings": request_models.EmbeddingRequest, "/score": request_models.ScoreRequest,
-    "/rerank": request_models.RerankRequest, "/tokenize": request_models.TokenizeRequest,
+    "/v1/embeddings": request_models.EmbeddingRequest, "/pooling": request_models.PoolingRequest,
+    "/score": request_models.ScoreRequest, "/rerank": request_models.RerankRequest,
+    "/generative_scoring": request_models.GenerativeScoringRequest, "/tokenize": request_models.TokenizeRequest,
     "/detokenize": request_models.DetokenizeRequest, "/v1/prefixes": request_models.PrefixRequest,
 }  # fmt: skip
 """Bodies that generate nothing."""

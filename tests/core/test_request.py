@@ -29,7 +29,7 @@ NUMBERS = {  # field: (low, high)
 INTEGERS = {
     "n": (1, 128),
     "top_k": (-1, 2**31 - 1),
-    "max_tokens": (1, 2**31 - 1),
+    "max_tokens": (0, 2**31 - 1),
     "min_tokens": (0, 2**31 - 1),
     "logprobs": (0, 20),
     "prompt_logprobs": (0, 20),

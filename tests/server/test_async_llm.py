@@ -177,7 +177,7 @@ def test_another_engine_brings_its_own_limits() -> None:
         assert (llm.prompts.max_len, llm.limits.max_queued) == (100, 7)
         with pytest.raises(PromptTooLong, match="100"):
             await llm.submit([1] * 150, LONG)
-        with pytest.raises(PromptTooLong, match="for 100 tokens"):
+        with pytest.raises(PromptTooLong, match="length is 100 tokens"):
             await llm.prompts.process_prompts(["x" * 5000])
 
     run(work)

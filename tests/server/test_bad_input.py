@@ -12,15 +12,15 @@ import pytest
 from asking import TALK
 from echo_service import VOCAB, Running, tokenizer
 from test_structured_http import BOMB, LATE, TAG
-from test_tools_http import CALLED, HISTORY, MADE, TOOLS, tools_of
+from test_tools_http import CALLED, MADE, TOOLS, tools_of
 from waiting import wait_until
 
 from quire.protocol.sampling_params import PARAMS
-from quire.server.errors import Failure
+from quire.server.errors import OVERFLOW, Failure
 from quire.text.tools import MAX_TOOLS
 
 NUMERIC = tuple(one.name for one in PARAMS if one.kind is not bool)
-VALUES = ("null", '""', '"1"', "true", "-1", "0", "1e309", "NaN", "Infinity", "-Infinity", "2147483648",
+VALUES = ("null", '""', '"x"', "[1]", "{}", "-1", "0", "1e309", "NaN", "Infinity", "-Infinity", "2147483648",
           "9223372036854775808", "1e-320")  # fmt: skip
 # Which of the values a field may take, if it is more than null; everything else is an error.
 FINE = {
@@ -53,7 +53,7 @@ def refused(answer: httpx.Response) -> dict[str, Any]:
     assert len(answer.content) <= 4096
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == answer.status_code
+    assert error["code"] in (answer.status_code, OVERFLOW)
     assert error["message"]
     assert "0x" not in error["message"]
     assert "Traceback" not in error["message"]
@@ -72,6 +72,15 @@ def test_numbers(http: httpx.Client, field: str) -> None:
             named = refused(answer)["param"] in (field, None)
             assert named or field == "n" or (field, value) == ("max_tokens", "2147483648"), (field, value)
         assert canary(http) == before, (field, value)
+
+
+def test_numbers_may_be_texts(http: httpx.Client) -> None:
+    """As pydantic's lax mode reads them."""
+    for value in ("8", 8.0):
+        answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": value, "ignore_eos": True})
+        assert answer.json()["usage"]["completion_tokens"] == 8
+    answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, "stream": "true"})
+    assert answer.text.endswith("data: [DONE]\n\n")
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -112,14 +121,14 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         (b"\xff\xfe\x00", ANY, ""), (b'{"prompt": "\xff"}', ANY, ""), ("{}".encode("utf-16"), ANY, ""),
         (b"\x1f\x8b\x08\x00", ANY, ""),
         ({"n": 16, "max_tokens": 200}, ANY, ""),  # too many for the memory
-        ({"bad_words": [" "]}, "bad_words", ""), ({"stream": "yes"}, "stream", ""),
+        ({"bad_words": [" "]}, "bad_words", ""), ({"stream": "sure"}, "stream", ""),
         ({"stream_options": {"include_usage": True}}, "stream_options", ""), ({"model": 5}, "model", ""),
         ({"suffix": "b"}, "suffix", ""), ({"n": 3, "best_of": 2}, ANY, ""), ({"best_of": 2, "stream": True}, ANY, ""),
         ({"use_beam_search": True, "beam_width": 0}, "beam_width", ""), ({"beam_width": 65}, "beam_width", ""),
         ({"beam_width": 17}, ANY, ""),  # more than sequences
         ({"prompt": [1] * 40, "beam_width": 16, "max_tokens": 200}, ANY, ""),  # more than memory
         ({"beam_width": 2, "n": 3}, ANY, ""), ({"beam_width": 2, "best_of": 3}, ANY, ""),
-        ({"beam_width": 2, "use_beam_search": False}, ANY, ""), ({"use_beam_search": 1}, "use_beam_search", ""),
+        ({"beam_width": 2, "use_beam_search": False}, ANY, ""), ({"use_beam_search": 2}, "use_beam_search", ""),
         ({"beam_width": 2, "stop": "x"}, ANY, ""), ({"length_penalty": 2}, ANY, ""),
         ('{"prompt": "a", "beam_width": 2, "length_penalty": 1e999}', "length_penalty", ""),
         ({"beam_width": 2, "length_penalty": 11}, "length_penalty", ""), ({"early_stopping": "never"}, ANY, ""),
@@ -160,17 +169,13 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ("{}", "messages", ""), ({"messages": "hi"}, "messages", ""), ({"messages": [5]}, "messages", "messages.0"),
         ({"messages": [{"role": "user"}]}, "messages", ""),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, ANY, "reads only text"),
-        *(({"messages": [{**TALK[0], name: "x"}]}, "messages", f"messages[0] has an unsupported field {name!r}")
-          for name in ("audio", "function_call", "refusal")),
         ({"messages": [{"role": "user", "content": "a" * 1000}]}, "messages", ""),
         ({"messages": [{"role": "user", "content": "a" * 1_000_000}]}, "messages", ""),
         ({"messages": TALK * 1025}, "messages", ""),
         ({"chat_template": "x"}, "chat_template", ""), ({"documents": [{"text": "b"}]}, "documents", ""),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ""),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", ""),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", ""),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "'tools'"),
-        ({"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs", ""),
         (f'{{"messages": {json.dumps(TALK)}, "chat_template_kwargs": {{"shout": {"[" * 500 + "]" * 500}}}}}', ANY, ""),
         ({"response_format": {"type": "xml"}}, "response_format", ""),
         (form({}, strict="yes"), "response_format", ""), (form("x"), "response_format", ""),
@@ -198,7 +203,6 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"tools": {}}, "tools", "list"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools", "tools[0].function.name"),
         ({"tools": tools_of(name="a b")}, "tools", "got 'a b'"),
-        ({"tools": [*TOOLS, {"type": "web_search"}]}, "tools", "tools[2] must be a function"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools", "tools[2].function.name is 'weather', which another tool has"),
         ({"tools": TOOLS * MAX_TOOLS}, "tools", "at most 128 entries, got 256"),
         ({"tools": tools_of(parameters=WIDE)}, "tools",
@@ -210,16 +214,8 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "got 'maybe'"),
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "guided_regex"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "xml"}}, "response_format", ""),
-        ({"messages": [*TALK, {"role": "tool", "content": "x"}]}, "messages", "messages[1]"),
-        ({"messages": [*HISTORY[:2], {"role": "tool", "tool_call_id": "c2", "content": "x"}]}, "messages",
-         "messages[2].tool_call_id is 'c2'"),
         ({"messages": [{**CALLED, "role": "user"}]}, "messages", "only the assistant calls"),
         (called(), "messages", "function.name"),
-        (called(name="f", arguments="{a"), "messages", f"{ARGUMENTS} is no JSON"),
-        (called(name="f", arguments="[]"), "messages", "must be the JSON of an object"),
-        (called(name="f", arguments='{"a":' + "[" * 50_000 + "]" * 50_000 + "}"), "messages", ARGUMENTS),
-        *((called(name="f", arguments=f'{{"a": [{number}]}}'), "messages",
-           f"{ARGUMENTS} has the number {float(number)}") for number in ("NaN", "Infinity", "-Infinity", "1e999")),
         *((called(name="f", arguments={"a": number}), ANY, f"{ARGUMENTS} has the number {number}")
           for number in (float("nan"), float("-inf"))),
         ({"tools": tools_of(parameters={"maximum": float("inf")})}, ANY, "tools[0] has the number inf"),
@@ -270,9 +266,9 @@ def test_a_body_without_its_content_type_is_told_so(http: httpx.Client) -> None:
 
 def test_a_clients_own_names_are_no_param(http: httpx.Client) -> None:
     for name in ("\\ud800", "x" * 5000):
-        body = f'{{"messages": {json.dumps(TALK)}, "chat_template_kwargs": {{"{name}": 1}}}}'
+        body = f'{{"messages": {json.dumps(TALK)}, "logit_bias": {{"{name}": 1}}}}'
         answer = post(http, "/v1/chat/completions", body)
-        assert refused(answer)["param"] == "chat_template_kwargs"
+        assert refused(answer)["param"] == "logit_bias"
     body = Failure(400, "\ud800" * 2000, "\ud800" * 200).body()["error"]
     assert (body["message"], body["param"]) == ("?" * 1000, "?" * 100)
 

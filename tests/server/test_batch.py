@@ -62,7 +62,7 @@ def test_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["run-batch", "-i", str(source), "-o", str(tmp_path / "well.jsonl"), *CPU]) == 0
     assert found["chat"]["response"]["body"]["choices"][0]["message"]["content"].startswith("Hello")
     assert found["bad"]["response"]["status_code"] == 400
-    assert "max_tokens must be between 1 and" in found["bad"]["error"]["message"]
+    assert "max_tokens must be between 0 and" in found["bad"]["error"]["message"]
     assert found[None]["response"] is None
     assert found[None]["error"] == {
         "code": "invalid_line", "message": "line 5: it is not valid JSON at column 2", "line": 5,

@@ -1,4 +1,5 @@
-"""/v1/embeddings, /score and /rerank over HTTP, and in a batch: the bundled model's, and what they refuse."""
+"""/v1/embeddings, /pooling, /score, /rerank and /generative_scoring over HTTP, and in a batch: the bundled model's, and
+what they refuse."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ from echo_service import Running
 from quire import LLM
 from quire.config import EngineConfig
 from quire.errors import InputError
-from quire.server.answer_size import embeddings_size
+from quire.server.answer_size import AnswerBudget, embeddings_size
 from quire.server.app import create_app
 from quire.server.batch import run_batch
 from quire.server.request_models import MAX_INPUTS
+from quire.server.response_models import GenerativeScoringResponse, PoolingResponse
 
 pytestmark = pytest.mark.xdist_group(name="embeddings_http")
 
@@ -30,6 +32,7 @@ TEXTS = ["Once upon a time", "The sky is blue.", "A cat sat on the mat."]
 CPU = {"device": "cpu", "dtype": "float32", "kv_gib": 0.02}
 HIDDEN = 256
 BASE64 = {"input": TEXTS[0], "encoding_format": "base64"}
+JUDGED = {"query": "Is this a fruit?", "items": [" apple", " stone"], "label_token_ids": [7, 5]}
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +126,50 @@ def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[li
     for path in ("/v1/rerank", "/v2/rerank"):
         again = post(http, path, query=TEXTS[0], documents=TEXTS, top_n=1, return_documents=False)
         assert again["results"] == found["results"]
-    assert len(post(http, "/v1/score", text_1=TEXTS[0], text_2=TEXTS)["data"]) == len(TEXTS)
+    scores = post(http, "/v1/score", text_1=TEXTS[0], text_2=TEXTS)["data"]
+    assert len(scores) == len(TEXTS)
+    for names in (("queries", "documents"), ("data_1", "data_2")):
+        assert post(http, "/score", **dict(zip(names, (TEXTS[0], TEXTS))))["data"] == scores
+
+
+def test_pooling_is_embeddings_in_another_form(http: httpx.Client) -> None:
+    for asked in ({"input": TEXTS}, {"input": TEXTS, "encoding_format": "base64", "dimensions": 16}):
+        wanted = post(http, "/v1/embeddings", **asked)
+        found = post(http, "/pooling", **asked, task="embed")
+        assert [one["data"] for one in found["data"]] == [one["embedding"] for one in wanted["data"]]
+        assert [(one["index"], one["object"]) for one in found["data"]] == [(at, "pooling") for at in range(3)]
+        assert found["usage"] == wanted["usage"]
+        PoolingResponse.model_validate(found, strict=True)
+
+
+@pytest.mark.parametrize("item_first", [False, True])
+def test_generative_scoring_is_a_completions_probability(http: httpx.Client, item_first: bool) -> None:
+    query, items, labels = JUDGED["query"], JUDGED["items"], JUDGED["label_token_ids"]
+    first = post(http, "/tokenize", prompt=query)["tokens"]
+    prompts = []
+    for item in items:
+        ids = post(http, "/tokenize", prompt=item, add_special_tokens=False)["tokens"]
+        prompts.append(ids + first if item_first else first + ids)
+    asked = {"max_tokens": 1, "logprob_token_ids": labels, "return_tokens_as_token_ids": True}
+    choices = post(http, "/v1/completions", prompt=prompts, **asked)["choices"]
+    tops = [choice["logprobs"]["top_logprobs"][0] for choice in choices]
+    for softmax in (True, False):
+        found = post(http, "/generative_scoring", **JUDGED, item_first=item_first, apply_softmax=softmax)
+        yes, no = (np.exp([top[f"token_id:{label}"] for top in tops]) for label in labels)
+        wanted = yes / (yes + no) if softmax else yes
+        assert [one["score"] for one in found["data"]] == pytest.approx(list(wanted), rel=1e-4)
+        usage = found["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (sum(map(len, prompts)), 2)
+        GenerativeScoringResponse.model_validate(found, strict=True)
+    again = post(http, "/generative_scoring", **{**JUDGED, "items": [[5, 6]], "query": [7]}, item_first=item_first)
+    assert again["usage"]["prompt_tokens"] == 3
+
+
+def test_texts_of_the_model_s_length(http: httpx.Client) -> None:
+    longest = http.get("/v1/models").json()["data"][0]["max_model_len"]
+    assert post(http, "/v1/embeddings", input=[5] * longest)["usage"]["prompt_tokens"] == longest
+    answer = http.post("/v1/embeddings", json={"input": [5] * (longest + 1)})
+    assert answer.json()["error"]["message"].startswith("This model's maximum context length is")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +182,7 @@ def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[li
         ("/v1/embeddings", {"input": "a", "embed_dtype": "float16"}, "embed_dtype", ""),
         ("/v1/embeddings", {"input": "a", "normalize": True, "use_activation": False}, "normalize", ""),
         ("/v1/embeddings", {"input": ""}, "input", "at least one character"),
-        ("/v1/embeddings", {"input": ["a"] * 1025}, "input", "1 to 1024 entries"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "1 to 2048 entries"),
         ("/v1/embeddings", {"input": {"a": 1}}, "input", "must be a string"),
         ("/v1/embeddings", {"input": [5, 10**6]}, "input", "token ids are integers"),
         ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions", f"between 1 and {HIDDEN}, got 0"),
@@ -144,12 +190,33 @@ def test_score_and_rerank(http: httpx.Client, offline: tuple[np.ndarray, list[li
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "base64"),
         ("/v1/embeddings", {"input": "a", "cache_salt": ""}, "cache_salt", "not be empty"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1", "text_1 has 2 texts, text_2 has 3"),
-        ("/score", {"text_1": "a", "text_2": ["a"] * 1024}, "text_2", "1025 texts"),
+        ("/score", {"text_1": "a", "text_2": ["a"] * 2048}, "text_2", "2049 texts"),
         ("/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2", "text_2[1] is empty"),
+        ("/score", {"queries": "a", "documents": ["a", ""]}, "documents", "documents[1] is empty"),
+        ("/score", {"data_1": ["a", "b"], "data_2": ["a"] * 3}, "data_1", "data_1 has 2 texts, data_2 has 3"),
+        ("/score", {"queries": 5, "documents": "a"}, "queries", "a string or a list of strings"),
+        ("/score", {"queries": "a", "text_1": "a", "text_2": "a"}, "text_1", "got 2 of them"),
+        ("/score", {"queries": "a"}, "text_2", "give one of text_2, documents, data_2"),
+        ("/pooling", {"input": "a", "task": "classify"}, "task", "got 'classify'"),
+        ("/pooling", {"input": "a", "task": "token_embed"}, "task", "got 'token_embed'"),
+        ("/generative_scoring", {**JUDGED, "items": []}, "items", "1 to 2048 entries"),
+        ("/generative_scoring", {**JUDGED, "items": ["a", 5]}, "items", "strings, or lists of token ids"),
+        ("/generative_scoring", {**JUDGED, "items": ["a", "a b " * 5000]}, "items", "items[1]: This model's maximum"),
+        ("/generative_scoring", {**JUDGED, "items": [[5], [5] * 3487]}, "items", "items[1]: This model's maximum"),
+        ("/generative_scoring", {**JUDGED, "query": "a b " * 5000}, "query", "This model's maximum"),
+        ("/generative_scoring", {**JUDGED, "items": [[5], [3072]]}, "items", "token ids are integers from 0 to 3071"),
+        ("/generative_scoring", {**JUDGED, "query": [5] * 3000, "items": [[5]] * 2000}, "items", "have 6002000 tokens"),
+        ("/generative_scoring", {**JUDGED, "label_token_ids": []}, "label_token_ids", "at least 1"),
+        ("/generative_scoring", {**JUDGED, "label_token_ids": [5, 3072]}, "label_token_ids", "from 0 to 3071"),
         ("/rerank", {"query": "", "documents": ["a"]}, "query", "query is empty"),
-        ("/rerank", {"query": "a", "documents": ["a", "a b " * 5000]}, "documents", "documents[1]: the prompt has"),
-        ("/rerank", {"query": "a b " * 5000, "documents": ["a"]}, "query", "query: the prompt has"),
-        ("/v1/embeddings", {"input": [[7], [7], [7] * 5000]}, "input", "input[2]: the prompt has 5000 tokens"),
+        (
+            "/rerank",
+            {"query": "a", "documents": ["a", "a b " * 5000]},
+            "documents",
+            "documents[1]: This model's",
+        ),
+        ("/rerank", {"query": "a b " * 5000, "documents": ["a"]}, "query", "query: This model's maximum"),
+        ("/v1/embeddings", {"input": [[7], [7], [7] * 5000]}, "input", "the prompt has 5000 tokens"),
         ("/v1/embeddings", {"input": ["a", "\ud800"]}, "input", "input[1]: text holds a lone surrogate"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "surrogate"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b " * 5000}]}, "messages", "has 1000"),
@@ -176,9 +243,11 @@ def test_many_at_once(http: httpx.Client, offline: tuple[np.ndarray, list[list[i
 
 
 def test_how_much_an_answer_may_hold() -> None:
-    assert embeddings_size(1024, 4096, "input").logprobs == 1024 * 4096 // 8
-    with pytest.raises(InputError, match=r"numbers are 8388608, .*: give at most 512 texts") as caught:
-        embeddings_size(1024, 8192, "input")
+    largest = embeddings_size(MAX_INPUTS, 4096, "input")
+    assert largest.logprobs == MAX_INPUTS * 4096 // 8
+    AnswerBudget(num_frontends=64).reserve(largest)
+    with pytest.raises(InputError, match=r"numbers are 16777216, .*: give at most 1024 texts") as caught:
+        embeddings_size(MAX_INPUTS, 8192, "input")
     assert caught.value.param == "input"
 
 
@@ -192,10 +261,10 @@ def test_salts_reach_the_engine(http: httpx.Client, running: Running, monkeypatc
     monkeypatch.setattr(running.llm, "submit_all", noted)
     for path, body in (
         ("/v1/embeddings", {"input": "a"}), ("/score", {"text_1": "a", "text_2": "b"}),
-        ("/rerank", {"query": "a", "documents": ["b"]}),
+        ("/rerank", {"query": "a", "documents": ["b"]}), ("/generative_scoring", JUDGED),
     ):  # fmt: skip
         post(http, path, **body, cache_salt="mine")
-    assert salts == ["mine"] * 3
+    assert salts == ["mine"] * 4
 
 
 def test_no_embeddings_here(echo: Running) -> None:

@@ -315,6 +315,29 @@ def test_tokens_of_one_text_do_not_hide_each_other(http: httpx.Client) -> None:
         assert len(top) in (20, 21)
 
 
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"best_of": 2}, {"logprobs": None, "prompt_logprobs": 1}])
+def test_a_prompt_of_the_model_s_length_is_scored(http: httpx.Client, more: dict[str, Any]) -> None:
+    asked = {"prompt": [5] * MAX_LEN, "echo": True, "logprobs": 1, **more}
+    answer = http.post("/v1/completions", json={**asked, "max_tokens": 0}).json()
+    for choice in answer["choices"]:
+        scores = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else choice["prompt_logprobs"]
+        assert (len(scores), scores[0], None in scores[1:]) == (MAX_LEN, None, False)
+        assert choice["finish_reason"] == "length"
+    assert len(answer["choices"]) == more.get("n", 1)
+    assert answer["usage"]["completion_tokens"] == 0
+    for prompt, max_tokens in (([5] * MAX_LEN, 1), ([5] * (MAX_LEN + 1), 0)):
+        error = refusal(http, "/v1/completions", {**asked, "prompt": prompt, "max_tokens": max_tokens})
+        assert error["message"].startswith("This model's maximum context length is")
+
+
+def test_nothing_is_asked_for(http: httpx.Client) -> None:
+    """At least one token, unless the prompt is echoed."""
+    for body in ({"max_tokens": 0}, {"max_tokens": 0, "echo": True, "beam_width": 2}):
+        assert refusal(http, "/v1/completions", {"prompt": "a", **body})["param"] == "max_tokens"
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert refusal(http, "/v1/chat/completions", {"messages": TALK, "echo": True, name: 0})["param"] == name
+
+
 def test_what_is_not_a_number_is_null() -> None:
     with serving(built(Undefined()), placement="thread") as running:
         for path, asked in (

@@ -28,7 +28,7 @@ from quire.server.response_models import STATUS_DESCRIPTIONS, Chunk, MessageStre
 ALWAYS = ("POST /ping", "GET /health", "GET /metrics", "GET /v1/models", "GET /v1/prefixes", "GET /version")
 # No schema says which names are; the echo has no embeddings, and this server stores no responses.
 NEVER = ("GET /v1/models/{name}", "POST /v1/prefixes", "DELETE /v1/prefixes/{name}", "POST /v1/embeddings",
-         "POST /score", "POST /rerank", "GET /v1/responses/{name}", "DELETE /v1/responses/{name}",
+         "POST /pooling", "POST /score", "POST /rerank", "GET /v1/responses/{name}", "DELETE /v1/responses/{name}",
          "GET /v1/responses/{name}/input_items", "POST /v1/responses/{name}/cancel")  # fmt: skip
 SETTINGS = Path(__file__).with_name("schemathesis.toml")
 

@@ -119,10 +119,10 @@ def test_conversations_wait_for_the_template_alone() -> None:
     talk: list[dict[str, Any]] = [{"role": "user", "content": "once upon a time"}]
     go, threads = threading.Event(), []
 
-    def written(*args: Any, **kwargs: Any) -> tuple[str, list[Any]]:
+    def written(*args: Any, **kwargs: Any) -> tuple[str, list[Any], list[str]]:
         threads.append(threading.current_thread().name)
         assert go.wait(60)
-        return "once", []
+        return "once", [], []
 
     async def all_of_them() -> None:
         waiting = [asyncio.create_task(prompts.process_chat_async(talk, variables={})) for _ in range(3)]

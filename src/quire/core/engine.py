@@ -156,7 +156,7 @@ class Engine:
         self, prompt: Seq[int], params: SamplingParams, may_wait: bool, images: tuple[ImageItem, ...]
     ) -> ValidatedRequest:
         kv_config = self.scheduler.memory.kv_config
-        tokens = self.limits.check_prompt(prompt, () if kv_config.sight else images)
+        tokens = self.limits.check_prompt(prompt, () if kv_config.sight else images, params.min_output)
         if images and params.prompt_logprobs is not None and max(tokens) >= self.limits.vocab_size:
             raise InputError(
                 f"prompt_logprobs is {params.prompt_logprobs}, and token {max(tokens)}, which stands for an image, has "

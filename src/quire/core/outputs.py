@@ -107,7 +107,8 @@ class OutputBuilder:
             elif seq is None:
                 outputs += self._method_outputs(request)
             else:
-                outputs.append(self._branch_output(request, seq, tokens, tops))
+                output = self._branch_output(request, seq, tokens, tops)
+                outputs += _copies(output, request.params.n) if request.max_tokens == 0 else [output]
         return outputs
 
     def build_aborted(self, request: Request, seqs: list[Sequence]) -> list[BranchOutput]:
@@ -138,8 +139,8 @@ class OutputBuilder:
         first = len(seq.tokens) - seq.prompt_len <= len(tokens)
         wants_prompt_logprobs = first and not seq.branch_index and request.params.prompt_logprobs is not None
         return BranchOutput(
-            request.id, seq.branch_index, tokens, "", top_logprobs, seq.finish_reason, seq.stop_reason, done,
-            seq.cumulative_logprob,
+            request.id, seq.branch_index, tokens, "", top_logprobs if tokens else (), seq.finish_reason,
+            seq.stop_reason, done, seq.cumulative_logprob,
             tuple(seq.prompt_logprobs) if wants_prompt_logprobs else None,
             request.cached_tokens, seq.pooled,
         )  # fmt: skip
@@ -209,6 +210,14 @@ class OutputBuilder:
         """Count the end of a branch."""
         self.stats.finished[why] = self.stats.finished.get(why, 0) + 1
         request.num_reported += 1
+
+
+def _copies(output: BranchOutput, n: int) -> list[BranchOutput]:
+    """Return `n` branches that differ in nothing, as nothing is generated."""
+    return [
+        output._replace(branch=i, done=i == n - 1, prompt_logprobs=None if i else output.prompt_logprobs)
+        for i in range(n)
+    ]
 
 
 def _agreed_range(request: Request, seqs: list[Sequence]) -> tuple[int, int]:

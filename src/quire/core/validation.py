@@ -47,20 +47,20 @@ class EngineLimits(NamedTuple):
         if waiting + more > most:
             raise Overloaded(f"the queue is full: {waiting} of {most} prompts are waiting")
 
-    def check_length(self, length: int) -> None:
-        """Raise InputError (PromptTooLong) for an empty or too long prompt."""
+    def check_length(self, length: int, min_output: int = 1) -> None:
+        """Raise InputError (PromptTooLong) for an empty prompt, or one that leaves no room for `min_output` tokens."""
         if length == 0:
             raise InputError("the prompt is empty: it must have at least one token", "prompt")
-        if length >= self.max_len:
-            raise self.too_long(f"{length} tokens", f"{self.max_len}")
+        if length + min_output > self.max_len:
+            raise self.too_long(f"{length} tokens", f"{self.max_len}", ROOM * min_output)
 
-    def too_long(self, length: str, limit: str, more: str = "", param: str = "prompt") -> PromptTooLong:
+    def too_long(self, length: str, limit: str, more: str, param: str = "prompt") -> PromptTooLong:
         """Return the error for a prompt of `length`, such as "300 tokens", above the `limit`. `more` says more of the
         length. Clients know an overflow by its first words, which are OpenAI's."""
         held_by = "" if self.held_by == "the model" else f" ({self.held_by} holds no more)"
         return PromptTooLong(
             f"This model's maximum context length is {self.max_len} tokens{held_by}. However, the prompt has "
-            f"{length}{more or ROOM}: shorten it",
+            f"{length}{more}: shorten it",
             param, length, limit,
         )  # fmt: skip
 
@@ -77,7 +77,7 @@ class EngineLimits(NamedTuple):
         if params.pooling is not None:
             self.check_embedding()
             kind = pooling if params.pooling == "auto" else params.pooling
-            params = replace(params, pooling=kind, max_tokens=1, min_tokens=0)
+            params = replace(params, pooling=kind)
         if params.bad_words:
             raise InputError("bad_words need a tokenizer to make token ids of them", "bad_words")
         if params.structured is not None and params.grammar is None:
@@ -97,10 +97,11 @@ class EngineLimits(NamedTuple):
                 f"dimensions must be between 1 and {self.hidden}, got {str(dimensions)[:40]}", "dimensions"
             )
 
-    def check_prompt(self, prompt: Sequence[int], images: Sequence[ImageItem] = ()) -> list[int]:
-        """Return the prompt's tokens. Raise InputError (PromptTooLong) if there are none or too many, or for an invalid
-        id. Tokens that stand for `images` may have the extra ids after the vocabulary, which no output has."""
-        self.check_length(len(prompt))
+    def check_prompt(self, prompt: Sequence[int], images: Sequence[ImageItem] = (), min_output: int = 1) -> list[int]:
+        """Return the prompt's tokens. Raise InputError (PromptTooLong) if there are none, if they leave no room for
+        `min_output` tokens, or for an invalid id. Tokens that stand for `images` may have the extra ids after the
+        vocabulary, which no output has."""
+        self.check_length(len(prompt), min_output)
         for i, token in enumerate(prompt):
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 beyond = type(token) is int and 0 <= token < self.vocab_size + EXTRA_TOKEN_IDS
@@ -128,7 +129,7 @@ class EngineLimits(NamedTuple):
 
         if params.max_tokens is None and not fits_output(wanted):
             wanted = bisect(range(1, wanted + 1), False, key=lambda output: not fits_output(output))
-        if wanted == 0 or not fits_output(wanted):
+        if wanted < params.min_output or not fits_output(wanted):
             raise PromptTooLong(
                 f"{width} x ({prompt_len} prompt + {wanted} output) tokens don't fit into the KV memory; "
                 "ask for fewer branches or a smaller max_tokens, or start with a larger --kv-gib",

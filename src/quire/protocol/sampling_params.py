@@ -114,9 +114,10 @@ class SamplingParams(DeviceNumbers):
     values.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 keeps all tokens. `max_tokens` None means as many as the model's length
-    allows. `logprobs` k returns the log-probabilities of the sampled token and of the k most likely ones. With
-    `logprob_token_ids` those of exactly these tokens are returned instead of the most likely ones; `logprobs` must then
-    be None or their number (an empty list means None). `seed` makes the result a function of (seed, prompt), whatever
+    allows; with 0 nothing is generated, and the prompt may have the model's length. `logprobs` k returns the
+    log-probabilities of the sampled token and of the k most likely ones. With `logprob_token_ids` those of exactly
+    these tokens are returned instead of the most likely ones; `logprobs` must then be None or their number (an empty
+    list means None). `seed` makes the result a function of (seed, prompt), whatever
     else is in the batch. With `pooling` nothing is generated: hidden states of the prompt are returned, their "mean",
     the "last" token's, or the engine's setting ("auto"). `structured` is the form of the output, which may also be
     given with vLLM's names as `structured_outputs`. Before the request is queued, the tokenizer fills `bad_word_ids`
@@ -148,7 +149,7 @@ class SamplingParams(DeviceNumbers):
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     logit_bias: Mapping[int, float] | None = None
     ignore_eos: Annotated[bool, Param("continue after end tokens", owner="engine")] = False
-    max_tokens: Annotated[int | None, Param("tokens to generate", 1, MAX_TOKENS, "engine", shared=False)] = 16
+    max_tokens: Annotated[int | None, Param("tokens to generate", 0, MAX_TOKENS, "engine", shared=False)] = 16
     logprobs: Annotated[
         int | None, Param("most likely tokens to return", 0, MAX_LOGPROBS, "engine", flag=False, shared=False)
     ] = None
@@ -202,9 +203,13 @@ class SamplingParams(DeviceNumbers):
         self._check_logprob_ids()
         if self.stop and not self.detokenize:
             raise InputError("stop strings need detokenize=True", "stop")
+        if self.max_tokens == 0 and (self.beam_width is not None or self.method is not None):
+            raise InputError("max_tokens must be at least 1 with beam search or a method, got 0", "max_tokens")
         put("structured", self._resolve_structured())
         if self.pooling is not None:
             self._check_pooling()
+            put("max_tokens", 0)
+            put("min_tokens", 0)
 
     def _check_pooling(self) -> None:
         if self.pooling not in POOLINGS:
@@ -271,13 +276,18 @@ class SamplingParams(DeviceNumbers):
 
     @property
     def width(self) -> int:
-        """The most sequences that the request has at once."""
-        return self.beam_width or self.best_of or self.n
+        """The most sequences that the request has at once: one if nothing is generated."""
+        return 1 if self.max_tokens == 0 else self.beam_width or self.best_of or self.n
+
+    @property
+    def min_output(self) -> int:
+        """The fewest tokens that an output needs room for: 0 if nothing is generated, else 1."""
+        return int(self.max_tokens != 0)
 
     @property
     def returns_best_of(self) -> bool:
         """True for best_of above n: which branches are returned is known only at the end."""
-        return self.beam_width is None and self.best_of is not None and self.best_of > self.n
+        return self.beam_width is None and self.best_of is not None and self.best_of > self.n and self.max_tokens != 0
 
     @property
     def num_logprobs(self) -> int:

@@ -16,9 +16,10 @@ from quire.protocol.sampling_params import SamplingParams
 
 MAX_TOKENS = 1 << 22  # in one answer
 MAX_LOGPROBS = 1 << 19  # in one answer
-MAX_EMBEDDING_NUMBERS = 1 << 22  # elements of embeddings in one answer
+MAX_EMBEDDING_NUMBERS = 1 << 23  # elements of embeddings in one answer
 NUMBERS_PER_LOGPROB = 8  # elements of embeddings that are counted as one log-probability
-MAX_BYTES = 64_000_000  # of one answer
+MAX_BYTES = 64_000_000  # of one answer, unless it has embeddings: they take 16 bytes a number at most
+MAX_ANSWER_LOGPROBS = max(MAX_LOGPROBS, MAX_EMBEDDING_NUMBERS // NUMBERS_PER_LOGPROB)
 MAX_HELD_LOGPROBS = 16 * MAX_LOGPROBS  # in all answers in progress
 MAX_HELD_BYTES = 16 * MAX_BYTES  # of answers that are written but not yet sent
 
@@ -108,7 +109,7 @@ class AnswerBudget:
 
     def reserve(self, size: AnswerSize) -> None:
         """Reserve the size of an answer. Raise Overloaded if the limit would be exceeded."""
-        most = min(MAX_HELD_LOGPROBS, max(MAX_HELD_LOGPROBS // self._num_frontends, MAX_LOGPROBS))
+        most = min(MAX_HELD_LOGPROBS, max(MAX_HELD_LOGPROBS // self._num_frontends, MAX_ANSWER_LOGPROBS))
         if self.logprobs + size.logprobs > most:
             raise Overloaded(
                 f"answers under way hold up to {self.logprobs} log-probabilities ({NUMBERS_PER_LOGPROB} numbers of "
@@ -118,7 +119,7 @@ class AnswerBudget:
 
     def add_bytes(self, bytes: int) -> None:
         """Count the bytes of a written answer. Raise Overloaded if the limit would be exceeded."""
-        most = min(MAX_HELD_BYTES, max(MAX_HELD_BYTES // self._num_frontends, MAX_BYTES))
+        most = min(MAX_HELD_BYTES, max(MAX_HELD_BYTES // self._num_frontends, 16 * MAX_EMBEDDING_NUMBERS))
         if self.bytes + bytes > most:
             raise Overloaded(f"answers that wait for their clients hold {self.bytes} bytes; the limit is {most}")
         self.bytes += bytes

@@ -104,6 +104,7 @@ def add_routes(app: FastAPI, service: Service, store_responses: int = 0) -> None
     for method, path, route, model in (
         ("POST", "/v1/completions", service.completions, models.Completion),
         ("POST", "/v1/chat/completions", service.chat, models.ChatCompletion),
+        ("POST", "/v1/chat/completions/batch", service.chat_batch, models.ChatCompletion),
         ("POST", "/v1/responses", responses.create, models.ResponsesResponse),
         ("GET", "/v1/responses/{name}", responses.get, models.ResponsesResponse),
         ("DELETE", "/v1/responses/{name}", responses.delete, models.DeletedResponse),
@@ -113,8 +114,10 @@ def add_routes(app: FastAPI, service: Service, store_responses: int = 0) -> None
         ("POST", "/v1/messages", messages.create, models.MessagesResponse),
         ("POST", "/v1/messages/count_tokens", messages.count, models.CountTokensResponse),
         ("POST", "/v1/embeddings", embeddings.embeddings, models.EmbeddingResponse),
+        ("POST", "/pooling", embeddings.pooling, models.PoolingResponse),
         ("POST", "/score", embeddings.score, models.ScoreResponse),
         ("POST", "/rerank", embeddings.rerank, models.RerankResponse),
+        ("POST", "/generative_scoring", embeddings.generative_scoring, models.GenerativeScoringResponse),
         ("GET", "/v1/models", service.models, models.ModelList),
         ("GET", "/v1/models/{name:path}", service.model, models.ModelCard),
         ("POST", "/tokenize", service.tokenize, models.TokenizeResponse),

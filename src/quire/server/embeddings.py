@@ -1,10 +1,12 @@
-"""/v1/embeddings, /score and /rerank: embeddings of texts by the served model, and their cosines. A generative model is
-used as a bi-encoder: each text is embedded on its own, and pairs are not read together."""
+"""/v1/embeddings, /pooling, /score and /rerank: embeddings of texts by the served model, and their cosines. A
+generative model is used as a bi-encoder: each text is embedded on its own, and pairs are not read together.
+/generative_scoring reads a query and an item together, and returns the probability of a token that follows."""
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import sys
 import time
 import uuid
@@ -14,14 +16,26 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from starlette.responses import Response
 
-from quire.errors import InputError
-from quire.server.answer_size import embeddings_size
+from quire.core.outputs import BranchOutput
+from quire.errors import InputError, Overloaded, input_error_at
+from quire.protocol.sampling_params import SamplingParams
+from quire.server.answer_size import MAX_TOKENS, AnswerSize, EchoedPrompt, embeddings_size, limit_answer
 from quire.server.errors import rename_param
-from quire.server.json_pieces import JsonPieces
-from quire.server.request_models import MAX_INPUTS, EmbeddingRequest, RerankRequest, ScoreRequest
+from quire.server.json_pieces import JsonPieces, logprob_json
+from quire.server.render import UsageCounter
+from quire.server.request_models import (
+    MAX_INPUTS,
+    EmbeddingRequest,
+    GenerativeScoringRequest,
+    ModelFields,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from quire.server.request_params import split_prompts
 from quire.server.streaming import respond
 from quire.text.embedding import EMBEDDING_PARAMS, cosine, embedding_vector
+from quire.text.input_processor import Prompt
 from quire.text.tools import read_tools
 
 if TYPE_CHECKING:
@@ -36,13 +50,22 @@ Body = EmbeddingRequest | ScoreRequest | RerankRequest
 
 
 class EmbeddingRoutes:
-    """The routes of embeddings."""
+    """The routes of embeddings and scores."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
 
     async def embeddings(self, body: EmbeddingRequest, http: Request) -> Response:
         """Embed texts, token ids or a conversation."""
+        return await self._embed("embd", "embedding", body, http)
+
+    async def pooling(self, body: PoolingRequest, http: Request) -> Response:
+        """Embed as /v1/embeddings does; the answer has vLLM's form."""
+        if body.task not in (None, "embed"):
+            raise InputError(f'task must be "embed", got {body.task[:40]!r}, which this server does not have', "task")
+        return await self._embed("pool", "pooling", body, http)
+
+    async def _embed(self, kind: str, object_name: str, body: EmbeddingRequest, http: Request) -> Response:
         if (body.input is None) == (body.messages is None):
             raise InputError("give either input or messages", "input")
         if body.input is not None:
@@ -61,22 +84,28 @@ class EmbeddingRoutes:
 
         def written(vectors: list[np.ndarray], usage: str) -> JsonPieces:
             numbers = [_base64(one, dtype, big) if as_bytes else _floats(one) for one in vectors]
-            data = [f'{{"object":"embedding","index":{at},"embedding":{one}}}' for at, one in enumerate(numbers)]
+            member = "embedding" if kind == "embd" else "data"
+            data = [f'{{"object":"{object_name}","index":{at},"{member}":{one}}}' for at, one in enumerate(numbers)]
+            if kind == "pool":
+                return self._list_json(kind, data, usage)
             return ['{"object":"list","model":', self._model_json, ',"data":[', ",".join(data), f'],"usage":{usage}}}']
 
         name = "input" if body.messages is None else "messages"
-        return await self._respond("embd", body, name, given, _field_paths(name, given), http, written)
+        return await self._respond(kind, body, name, given, _field_paths(name, given), http, written)
 
     async def score(self, body: ScoreRequest, http: Request) -> Response:
         """Return the cosines of pairs of texts: one text with each of several, or two lists of equal length."""
-        first, second = ([one] if isinstance(one, str) else list(one) for one in (body.text_1, body.text_2))
+        name_1, given_1 = _only_field(body, ("text_1", "queries", "data_1"))
+        name_2, given_2 = _only_field(body, ("text_2", "documents", "data_2"))
+        first, second = ([one] if isinstance(one, str) else list(one) for one in (given_1, given_2))
         if not first or not second or len(first) not in (1, len(second)):
             raise InputError(
-                f"text_1 has {len(first)} texts, text_2 has {len(second)}: text_1 must have one, or as many as text_2",
-                "text_1",
+                f"{name_1} has {len(first)} texts, {name_2} has {len(second)}: {name_1} must have one, or as many as "
+                f"{name_2}",
+                name_1,
             )
-        _check_num_texts("text_2", len(first) + len(second))
-        places = [*_field_paths("text_1", body.text_1), *_field_paths("text_2", body.text_2)]
+        _check_num_texts(name_2, len(first) + len(second))
+        places = [*_field_paths(name_1, given_1), *_field_paths(name_2, given_2)]
 
         def written(vectors: list[np.ndarray], usage: str) -> JsonPieces:
             lefts, rights = vectors[: len(first)], vectors[len(first) :]
@@ -85,11 +114,9 @@ class EmbeddingRoutes:
                 f'{{"index":{at},"object":"score","score":{cosine(*pair)!r}}}'
                 for at, pair in enumerate(zip(lefts, rights))
             ]
-            head = f'{{"id":"score-{uuid.uuid4().hex}","object":"list","created":{int(time.time())},'
-            head += f'"model":{self._model_json}'
-            return [head, ',"data":[', ",".join(data), f'],"usage":{usage}}}']
+            return self._list_json("score", data, usage)
 
-        return await self._respond("score", body, "text_2", [*first, *second], places, http, written)
+        return await self._respond("score", body, name_2, [*first, *second], places, http, written)
 
     async def rerank(self, body: RerankRequest, http: Request) -> Response:
         """Return documents sorted by their cosine with the query."""
@@ -114,6 +141,49 @@ class EmbeddingRoutes:
         given, places = [body.query, *body.documents], ["query", *_field_paths("documents", body.documents)]
         return await self._respond("rerank", body, "documents", given, places, http, written)
 
+    async def generative_scoring(self, body: GenerativeScoringRequest, http: Request) -> Response:
+        """Return for each item the probability that the first label token follows the query and the item."""
+        resolver, limits = self.service.resolver, self.service.llm.limits
+        resolver.check(body)
+        _check_salt(body)
+        for token in body.label_token_ids:
+            if not 0 <= token < limits.vocab_size:
+                raise InputError(
+                    f"label_token_ids has {str(token)[:40]}; token ids are integers from 0 to {limits.vocab_size - 1}",
+                    "label_token_ids",
+                )
+        places, process = _field_paths("items", body.items), self.service.input_processor.process_prompts
+        [query] = await process([body.query], body.add_special_tokens, field_names=["query"])
+        items = await process(split_prompts(body.items, "items", MAX_INPUTS), False, field_names=places)
+        total = len(query.ids) * len(items) + sum(len(item.ids) for item in items)
+        if total > MAX_TOKENS:
+            raise InputError(f"the items have {total} tokens with the query; at most {MAX_TOKENS} are scored", "items")
+        prompts = []
+        for place, item in zip(places, items):
+            prompts.append(Prompt(None, item.ids + query.ids if body.item_first else query.ids + item.ids))
+            with input_error_at(place, True):
+                limits.check_length(len(prompts[-1].ids))
+        params = SamplingParams(temperature=0, max_tokens=1, logprob_token_ids=body.label_token_ids, detokenize=False)
+        params, size = limit_answer(params, [len(prompt.ids) for prompt in prompts], limits.max_len, EchoedPrompt())
+
+        def write(outputs: Sequence[BranchOutput]) -> JsonPieces:
+            usage = UsageCounter(prompts)
+            for at, output in enumerate(outputs):
+                usage.add(at, at, len(output.tokens), output.cached_tokens)
+            data = [
+                f'{{"index":{at},"object":"score","score":{logprob_json(_label_score(output, body.apply_softmax))}}}'
+                for at, output in enumerate(outputs)
+            ]
+            return self._list_json("generative-scoring", data, usage.total_json())
+
+        with rename_param("prompt", "items"):
+            return await self._submit("generative-scoring", prompts, params, size, body, http, write)
+
+    def _list_json(self, kind: str, data: Sequence[str], usage: str) -> JsonPieces:
+        """Return an answer in the form of vLLM's lists. `data` are its entries, as JSON."""
+        head = f'{{"id":"{kind}-{uuid.uuid4().hex}","object":"list","created":{int(time.time())},'
+        return [head, f'"model":{self._model_json},"data":[', ",".join(data), f'],"usage":{usage}}}']
+
     @property
     def _model_json(self) -> str:
         return json.dumps(self.service.render_settings.model)
@@ -124,41 +194,76 @@ class EmbeddingRoutes:
     ) -> Response:  # fmt: skip
         """Embed `given` and return the response that `write_answer` makes of the embeddings and the usage. Errors call
         the field `name` and its entries `field_paths`."""
-        service, resolver, limits = self.service, self.service.resolver, self.service.llm.limits
+        resolver, limits = self.service.resolver, self.service.llm.limits
         resolver.check(body)
-        if body.cache_salt == "":
-            raise InputError("cache_salt must not be empty", "cache_salt")
+        _check_salt(body)
         options = body if isinstance(body, EmbeddingRequest) else EmbeddingRequest()
         limits.check_embedding(options.dimensions)
         if "" in given:
             place = field_paths[given.index("")]
             raise InputError(f"{place} is empty: a text must have at least one character", place.partition("[")[0])
         with rename_param("prompt", name):
-            truncation = resolver.truncation(body)
+            truncation = resolver.truncation(body, EMBEDDING_PARAMS.max_tokens)
             if options.messages is not None:
                 prompts = [await resolver.render_chat(options, truncation, read_tools(options.tools or []))]
                 if prompts[0].images:
                     raise InputError("images can't be embedded: send text parts only", "messages")
             else:
                 special = options.add_special_tokens is not False
-                prompts = await service.input_processor.process_prompts(
-                    given, special, truncation, field_names=field_paths
+                prompts = await self.service.input_processor.process_prompts(
+                    given, special, truncation, field_names=field_paths, min_output=EMBEDDING_PARAMS.min_output
                 )
-            size, id = embeddings_size(len(given), limits.hidden, name), f"{kind}-{uuid.uuid4().hex}"
-            call = await service.submit(id, prompts, EMBEDDING_PARAMS, size, body, http)
+            size = embeddings_size(len(given), limits.hidden, name)
 
-        async def whole() -> JsonPieces:
-            outputs = await call.outputs().collect()
-
-            def write() -> JsonPieces:
+            def write(outputs: Sequence[BranchOutput]) -> JsonPieces:
                 normalize = False not in (options.normalize, options.use_activation)
-                vectors = [embedding_vector(output, options.dimensions, normalize) for _, output in outputs]
+                vectors = [embedding_vector(output, options.dimensions, normalize) for output in outputs]
                 tokens = sum(len(prompt.ids) for prompt in prompts)
                 return write_answer(vectors, f'{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}')
 
-            return await service.input_processor.offload(limits.hidden * len(outputs), write)
+            return await self._submit(kind, prompts, EMBEDDING_PARAMS, size, body, http, write)
 
-        return await respond(call, whole(), resolver.warning_headers(body, prompts), http.receive)
+    async def _submit(
+        self, kind: str, prompts: list[Prompt], params: SamplingParams, size: AnswerSize, body: Any, http: Request,
+        write: Callable[[Sequence[BranchOutput]], JsonPieces],
+    ) -> Response:  # fmt: skip
+        """Submit prompts that have one output each. Return the response that `write` makes of the outputs."""
+        service = self.service
+        call = await service.submit(f"{kind}-{uuid.uuid4().hex}", prompts, params, size, body, http)
+
+        async def whole() -> JsonPieces:
+            outputs = [output for _, output in await call.outputs().collect()]
+            numbers = sum(len(output.pooled) for output in outputs)
+            return await service.input_processor.offload(numbers, lambda: write(outputs))
+
+        return await respond(call, whole(), service.resolver.warning_headers(body, prompts), http.receive)
+
+
+def _check_salt(body: ModelFields) -> None:
+    if body.cache_salt == "":
+        raise InputError("cache_salt must not be empty", "cache_salt")
+
+
+def _only_field(body: ScoreRequest, names: Sequence[str]) -> tuple[str, str | list[str]]:
+    """Return the name and value of the only one of these fields that is given."""
+    given = [(name, value) for name in names if (value := getattr(body, name)) is not None]
+    if len(given) != 1:
+        raise InputError(f"give one of {', '.join(names)}, got {len(given)} of them", names[0])
+    return given[0]
+
+
+def _label_score(output: BranchOutput, among_labels: bool) -> float:
+    """Return the probability of the first of the tokens that have log-probabilities: among these, or among all. Raise
+    InputError if there is none, and Overloaded if the request was aborted."""
+    if output.finish_reason == "abort":
+        raise Overloaded("the request was ended before its scores", retry_after=10)
+    if output.finish_reason == "error":
+        raise InputError(f"an item has no score: {output.stop_reason}", "items")
+    logprobs = output.top_logprobs[0].logprobs
+    if not among_labels:
+        return math.exp(logprobs[0])
+    largest = max(logprobs)
+    return math.exp(logprobs[0] - largest) / sum(math.exp(logprob - largest) for logprob in logprobs)
 
 
 def _check_num_texts(name: str, number: int) -> None:

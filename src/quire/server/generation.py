@@ -17,6 +17,7 @@ from quire.server.reasoning import ModelReasoning, RequestReasoning
 from quire.server.request_models import (
     EMPTY_VALUES,
     REFUSED_FIELDS,
+    BatchChatRequest,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -29,6 +30,7 @@ from quire.server.request_models import (
 from quire.server.request_params import (
     RequestRules,
     chat_params,
+    check_batch,
     completion_params,
     last_assistant_text,
     split_prompts,
@@ -85,8 +87,9 @@ class RequestResolver:
         truncation = self.truncation(body, params.max_tokens)
         _, images = split_multi_modal({"multi_modal_data": body.multi_modal_data})
         prompts = await self.input_processor.process_prompts(
-            split_prompts(body.prompt), body.add_special_tokens, truncation, images, body.cache_salt or ""
-        )
+            split_prompts(body.prompt), body.add_special_tokens, truncation, images, body.cache_salt or "",
+            min_output=params.min_output,
+        )  # fmt: skip
         scored = (body.logprobs or 0) + 1 if body.echo and params.num_logprobs >= 0 else 0
         scored += 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
         echoed = EchoedPrompt(params.n, bool(body.echo or body.return_token_ids), scored)
@@ -95,11 +98,24 @@ class RequestResolver:
     async def chat(self, id_prefix: str, body: ChatRequest) -> Generation:
         """Return what a chat request asks for. `id_prefix` begins the answer's id."""
         self.check(body)
+        is_batch = isinstance(body, BatchChatRequest)
+        if is_batch:
+            check_batch(body)
         tool_choice = read_tool_choice(body, self.tool_format)
         params = tool_choice.apply_to(chat_params(body, self.rules), body)
-        prompt = await self.render_chat(body, self.truncation(body, params.max_tokens), tool_choice.tools)
-        continued = last_assistant_text(body) if body.continue_final_message else None
-        reasoning = self.reasoning.for_request(body, prompt, continued)
+        truncation = self.truncation(body, params.max_tokens)
+        prompts, reasonings = list[Prompt](), list[RequestReasoning | None]()
+        for at, messages in enumerate(body.conversations):
+            try:
+                prompts.append(await self.render_chat(body, truncation, tool_choice.tools, messages))
+            except InputError as error:
+                error.args = (f"{error} (conversation {at})" if is_batch else str(error),)
+                raise
+            continued = last_assistant_text(messages) if body.continue_final_message else None
+            reasonings.append(self.reasoning.for_request(body, prompts[-1], continued))
+        reasoning = reasonings[0]
+        if any(other != reasoning for other in reasonings):
+            raise InputError("the prompts of some conversations begin the reasoning, of others not", "messages")
         warnings: list[str] = []
         if tool_choice.mode in ("required", "named"):
             try:  # constrain calls to the schemas of the tools, as far as the grammar supports them
@@ -111,7 +127,7 @@ class RequestResolver:
         params = self.reasoning.apply_to(params, body, reasoning)
         scored = 0 if body.prompt_logprobs is None else body.prompt_logprobs + 1
         echoed = EchoedPrompt(1, bool(body.return_token_ids), scored)
-        generation = self._generation(id_prefix, body, [prompt], params, echoed)
+        generation = self._generation(id_prefix, body, prompts, params, echoed)
         return generation._replace(tool_choice=tool_choice, reasoning=reasoning, warnings=warnings)
 
     def _generation(
@@ -145,22 +161,25 @@ class RequestResolver:
                 f"the model {model[:60]!r} does not exist; this server has {self.model_names[0]!r}", "model"
             )
 
-    def truncation(self, body: TruncationFields, max_tokens: int | None = None) -> PromptTruncation | None:
+    def truncation(self, body: TruncationFields, max_tokens: int | None = 1) -> PromptTruncation | None:
         """Return how to truncate a prompt so that `max_tokens` fit after it, or None if the request does not ask for
         it."""
         if body.truncate_prompt_tokens is None:
             return None
         keep_first = body.truncation_side == "right"
-        return self.input_processor.make_truncation(body.truncate_prompt_tokens, keep_first, max_tokens or 1)
+        return self.input_processor.make_truncation(
+            body.truncate_prompt_tokens, keep_first, 1 if max_tokens is None else max_tokens
+        )
 
     async def render_chat(
         self,
         body: ChatRequest | TokenizeRequest | EmbeddingRequest,
         truncation: PromptTruncation | None,
         tools: Sequence[Tool],
+        messages: Sequence[Any] | None = None,
     ) -> Prompt:
-        """Render a conversation as a prompt, with the tools that may be called. Runs on another thread, since the cost
-        of a template is unknown."""
+        """Render a conversation as a prompt: `messages`, or else those of `body`, with the tools that may be called.
+        Runs on another thread, since the cost of a template is unknown."""
         given = dict(body.chat_template_kwargs or {})
         if taken := RESERVED_TEMPLATE_KWARGS & given.keys():
             raise InputError(f"chat_template_kwargs can't set {min(taken)!r}", "chat_template_kwargs")
@@ -168,7 +187,7 @@ class RequestResolver:
             given.setdefault("reasoning_effort", body.reasoning_effort)
         with input_error_at("messages", False):
             return await self.input_processor.process_chat_async(
-                drop_unknown_fields(body.messages or []),
+                drop_unknown_fields((body.messages if messages is None else messages) or []),
                 not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt,
                 bool(body.continue_final_message),
                 documents=body.documents,
@@ -177,6 +196,7 @@ class RequestResolver:
                 variables=given,
                 salt=getattr(body, "cache_salt", None) or "",
                 tools=tools,
+                min_output=0 if isinstance(body, EmbeddingRequest) else 1,
             )
 
     def warning_headers(

@@ -267,7 +267,6 @@ class CompletionRenderer(Renderer):
         super().__init__(generation, settings)
         request = self.request
         self.has_logprobs = request.logprobs is not None or self.num_logprob_ids > 0
-        self.scores_only = bool(request.echo) and request.max_tokens == 0
         self._offsets: dict[int, int] = {}  # by choice, where the next token's text begins
         self._prompt_tops: dict[int, tuple[TopLogprobs, ...]] = {}  # a prompt is scored once, before its branches
         self._echoed: dict[int, tuple[str, LogprobLists]] = {}
@@ -278,8 +277,6 @@ class CompletionRenderer(Renderer):
         first = index not in self._offsets
         if output.prompt_logprobs is not None:
             self._prompt_tops.setdefault(at, output.prompt_logprobs)
-        if self.scores_only:
-            output = output._replace(tokens=(), text="", top_logprobs=(), finish_reason="length")
         self.usage.add(at, index, len(output.tokens), output.cached_tokens)
         echoed, scored = first and bool(self.request.echo), self.has_logprobs
         offset = self._offsets.setdefault(index, 0)
@@ -360,7 +357,8 @@ class CompletionRenderer(Renderer):
 
 
 class ChatRenderer(Renderer):
-    """Renders /v1/chat/completions. `echoed_text` precedes each output if the request has `echo`."""
+    """Renders /v1/chat/completions. The text in `echoed_texts` of a conversation precedes its outputs if the request
+    has `echo`."""
 
     object_names = ("chat.completion", "chat.completion.chunk")
     text_wrapper = '"delta":{"content":', '},"logprobs":'
@@ -371,8 +369,9 @@ class ChatRenderer(Renderer):
         request, tool_choice, reasoning = self.request, generation.tool_choice, generation.reasoning
         self.has_reasoning = reasoning is not None
         is_parsed = self.has_reasoning or tool_choice.mode != "none"
-        self._parsers = [ChoiceParser(tool_choice, reasoning) for _ in range(self.n)] if is_parsed else None
-        self.echoed_text = last_assistant_text(request) if request.echo else ""
+        choices = self.n * len(self.prompts)
+        self._parsers = [ChoiceParser(tool_choice, reasoning) for _ in range(choices)] if is_parsed else None
+        self.echoed_texts = [last_assistant_text(each) if request.echo else "" for each in request.conversations]
         self.has_logprobs = bool(request.logprobs) or self.num_logprob_ids > 0
         self._prompt_tops: tuple[TopLogprobs, ...] = ()
 
@@ -380,8 +379,8 @@ class ChatRenderer(Renderer):
         """Return the first chunk of each choice, which has the role, and with `echo` a second one with the continued
         message."""
         deltas = ['{"role":"assistant","content":""}']
-        if self.echoed_text:
-            deltas.append(f'{{"content":{json.dumps(self.echoed_text)}}}')
+        if self.echoed_texts[0]:
+            deltas.append(f'{{"content":{json.dumps(self.echoed_texts[0])}}}')
         return [
             ChoicePieces(0, index, [f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}'])
             for delta in deltas
@@ -406,7 +405,7 @@ class ChatRenderer(Renderer):
         return parts, output._replace(finish_reason=parser.finish_reason(output.finish_reason))
 
     async def full_choice(self, at: int, output: BranchOutput, whole: bool) -> ChoicePieces | None:
-        index = output.branch
+        index = at * self.n + output.branch
         self._prompt_tops = output.prompt_logprobs or self._prompt_tops
         self.usage.add(at, index, len(output.tokens), output.cached_tokens)
         if not self._adds_something(output):
@@ -414,7 +413,7 @@ class ChatRenderer(Renderer):
         parts = MessageParts(output.text)
         if self._parsers is not None:
             parts, output = self._parse(self._parsers[index], output)
-        name, text = ("message", parts.to_message(self.echoed_text)) if whole else ("delta", parts.to_delta())
+        name, text = ("message", parts.to_message(self.echoed_texts[at])) if whole else ("delta", parts.to_delta())
         await self.pace(text)
         scores = await self._logprobs_content(output)
         pieces = [f'{{"index":{index},"{name}":', text, ',"logprobs":', *scores, finish_json(output)]
@@ -423,7 +422,9 @@ class ChatRenderer(Renderer):
         return ChoicePieces(at, index, [*pieces, "}"])
 
     async def extra_members(self, whole: bool) -> JsonPieces:
-        """Return the prompt's ids, and for a whole response its log-probabilities."""
+        """Return the prompt's ids, and for a whole response its log-probabilities. Of a batch there are none."""
+        if len(self.prompts) > 1:
+            return [',"prompt_token_ids":null,"prompt_logprobs":null']
         pieces = await self._ids_member("prompt_token_ids", self.prompts[0].ids) if whole or self.returns_ids else []
         if not whole:
             return pieces

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, Strict, WithJsonSchema
 
 from quire.errors import InputError
 from quire.protocol.device_params import MAX_TOKENS
-from quire.protocol.sampling_params import MAX_BIASES, MAX_STOP_CHARS, MAX_STOPS, PARAMS
+from quire.protocol.sampling_params import MAX_BIASES, MAX_LOGPROB_IDS, MAX_STOP_CHARS, MAX_STOPS, PARAMS
 from quire.text.chat_messages import MAX_MESSAGES, MAX_PARTS, unknown_message_fields
 from quire.text.tools import MAX_CALLS, MAX_TOOLS
 
@@ -278,6 +279,24 @@ class ChatRequest(SamplingFields, ChatTemplateFields):
     top_logprobs: int | None = param_field("logprobs")
     echo: bool | None = None
 
+    @property
+    def conversations(self) -> list[list[dict[str, Any]]]:
+        """The conversations to answer."""
+        return [self.messages]
+
+
+class BatchChatRequest(ChatRequest):
+    """The body of /v1/chat/completions/batch. `messages` are several conversations, each of which gets one choice."""
+
+    messages: Annotated[  # type: ignore[assignment]
+        list[Messages], HashableFailFast(), Field(min_length=1, max_length=MAX_PROMPTS)
+    ]
+
+    @property
+    def conversations(self) -> list[list[dict[str, Any]]]:
+        """The conversations to answer."""
+        return self.messages
+
 
 class EmbeddingRequest(ModelFields, TruncationFields, ChatTemplateFields):
     """The body of /v1/embeddings: texts, or a conversation. `dimensions` truncates each vector to its first numbers,
@@ -295,11 +314,21 @@ class EmbeddingRequest(ModelFields, TruncationFields, ChatTemplateFields):
     dimensions: int | None = ranged_field(1)
 
 
-class ScoreRequest(ModelFields, TruncationFields):
-    """The body of /score: one text with each of several, or pairs."""
+class PoolingRequest(EmbeddingRequest):
+    """The body of /pooling."""
 
-    text_1: str | Strings
-    text_2: str | Strings
+    task: Annotated[str | None, WithJsonSchema({"enum": [None, "embed"]})] = None
+
+
+class ScoreRequest(ModelFields, TruncationFields):
+    """The body of /score: one text with each of several, or pairs. Each of the two sides has several names."""
+
+    text_1: str | Strings | None = None
+    queries: str | Strings | None = None
+    data_1: str | Strings | None = None
+    text_2: str | Strings | None = None
+    documents: str | Strings | None = None
+    data_2: str | Strings | None = None
 
 
 class RerankRequest(ModelFields, TruncationFields):
@@ -309,6 +338,18 @@ class RerankRequest(ModelFields, TruncationFields):
     documents: Strings
     top_n: int | None = ranged_field(1)
     return_documents: bool | None = None
+
+
+class GenerativeScoringRequest(ModelFields):
+    """The body of /generative_scoring: the probability of the first of `label_token_ids` after the query and each item,
+    among all of these tokens, or without `apply_softmax` among all tokens."""
+
+    query: str | Ids
+    items: Strings | Annotated[list[Ids], HashableFailFast(), Field(max_length=MAX_INPUTS)]
+    label_token_ids: Annotated[Ids, Field(min_length=1, max_length=MAX_LOGPROB_IDS)]
+    apply_softmax: bool = True
+    item_first: bool = False
+    add_special_tokens: bool = True
 
 
 class PrefixRequest(RequestFields):
@@ -341,7 +382,10 @@ def unknown_fields(request: RequestFields) -> list[str]:
     names = [name for name in request.model_extra or () if name not in IGNORED_FIELDS and name not in REFUSED_FIELDS]
     options = getattr(request, "stream_options", None)
     names += [f"stream_options.{name}" for name in (options.model_extra if options is not None else None) or ()]
-    return names + [f"messages.{name}" for name in unknown_message_fields(getattr(request, "messages", None))]
+    messages = getattr(request, "messages", None)
+    if isinstance(request, BatchChatRequest):
+        messages = list(chain.from_iterable(request.conversations))
+    return names + [f"messages.{name}" for name in unknown_message_fields(messages)]
 
 
 def warning_header(request: RequestFields, ignored: Sequence[str] = (), texts: Sequence[str] = ()) -> dict[str, str]:
@@ -359,9 +403,11 @@ def warning_header(request: RequestFields, ignored: Sequence[str] = (), texts: S
 UNION_TYPES = {
     "prompt": f"a string, token ids, or a list of at most {MAX_PROMPTS} of either",
     "input": f"a string, token ids, or a list of at most {MAX_INPUTS} of either",
-    "text_1": "a string or a list of strings",
-    "text_2": "a string or a list of strings",
-    "stop": "a string or a list of strings",
+    **dict.fromkeys(
+        ("text_1", "text_2", "queries", "documents", "data_1", "data_2", "stop"), "a string or a list of strings"
+    ),
+    "query": "a string or token ids",
+    "items": f"a list of at most {MAX_INPUTS} strings, or lists of token ids",
     "early_stopping": 'true, false or "never"',
 }
 

@@ -3,7 +3,7 @@ the client's names in errors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -124,12 +124,14 @@ def _check_logprobs(name: str, value: int, rules: RequestRules) -> None:
 
 def completion_params(request: CompletionRequest, rules: RequestRules) -> SamplingParams:
     """Return the parameters of a completion. The default of max_tokens is 16. `echo` with `logprobs` scores the prompt.
-    `max_tokens` 0 with `echo` only scores; one token is sampled, and the response leaves it out."""
+    `max_tokens` 0 with `echo` generates nothing."""
     given = _given_params(request, rules)
-    if request.echo and request.max_tokens == 0:
+    if request.max_tokens == 0:
+        if not request.echo:
+            raise InputError("max_tokens must be at least 1 without echo, got 0", "max_tokens")
         if request.logprob_token_ids:
             raise InputError("logprob_token_ids are of generated tokens, and max_tokens is 0", "logprob_token_ids")
-        given |= {"max_tokens": 1, "min_tokens": 0}
+        given["min_tokens"] = 0
     if request.logprobs is not None:
         _check_logprobs("logprobs", request.logprobs, rules)
         if not request.logprob_token_ids:
@@ -143,16 +145,17 @@ def chat_params(request: ChatRequest, rules: RequestRules) -> SamplingParams:
     """Return the parameters of a chat. Without max_tokens the output may fill the context. `top_logprobs` needs
     `logprobs`."""
     given = _given_params(request, rules)
-    given["max_tokens"] = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    given["max_tokens"] = getattr(request, name)
+    if given["max_tokens"] == 0:
+        raise InputError(f"{name} must be at least 1, got 0", name)
     if request.top_logprobs is not None:
         _check_logprobs("top_logprobs", request.top_logprobs, rules)
         if not request.logprobs and request.top_logprobs:
             raise InputError("top_logprobs needs logprobs to be true", "top_logprobs")
     if request.logprobs and not request.logprob_token_ids:
         given["logprobs"] = request.top_logprobs or 0
-    names = {"logprobs": "top_logprobs"}
-    if request.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
+    names = {"logprobs": "top_logprobs", "max_tokens": name}
     try:
         return SamplingParams(**given)
     except InputError as error:
@@ -171,10 +174,22 @@ def split_prompts(prompt: Any, name: str = "prompt", max_prompts: int = MAX_PROM
     return list(prompts)
 
 
-def last_assistant_text(request: ChatRequest) -> str:
+def check_batch(request: ChatRequest) -> None:
+    """Raise InputError for a field that several conversations at once can't have."""
+    for name, plain in (
+        ("stream", False), ("tools", []), ("n", 1), ("use_beam_search", False), ("beam_width", None),
+        ("prompt_logprobs", None),
+    ):  # fmt: skip
+        if (value := getattr(request, name)) is not None and value != plain:
+            raise InputError(
+                f"{name} is not supported for a batch of conversations: send each to /v1/chat/completions", name
+            )
+
+
+def last_assistant_text(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the text of the last message if its role is assistant, else "". The messages must have been rendered by
     the template before, which checks them."""
-    last = request.messages[-1]
+    last = messages[-1]
     content = last.get("content")
     if last.get("role") != "assistant":
         return ""

@@ -578,6 +578,21 @@ class EmbeddingResponse(StrictModel):
     usage: EmbeddingUsage
 
 
+class PoolingData(StrictModel):
+    object: Literal["pooling"]
+    index: int
+    data: list[float] | str
+
+
+class PoolingResponse(StrictModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PoolingData]
+    usage: EmbeddingUsage
+
+
 class ScoreData(StrictModel):
     index: int
     object: Literal["score"]
@@ -591,6 +606,15 @@ class ScoreResponse(StrictModel):
     model: str
     data: list[ScoreData]
     usage: EmbeddingUsage
+
+
+class GenerativeScoringResponse(StrictModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreData]
+    usage: Usage
 
 
 class RerankDocument(StrictModel):

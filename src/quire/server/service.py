@@ -31,6 +31,7 @@ from quire.server.metrics import Metrics
 from quire.server.outer_middleware import REQUEST_ID
 from quire.server.render import ChatRenderer, CompletionRenderer, Renderer, RenderSettings
 from quire.server.request_models import (
+    BatchChatRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -75,6 +76,10 @@ class Service:
 
     async def chat(self, body: ChatRequest, http: Request) -> Response:
         """Answer a conversation."""
+        return await self.answer(await self.resolver.chat("chatcmpl", body), ChatRenderer, http)
+
+    async def chat_batch(self, body: BatchChatRequest, http: Request) -> Response:
+        """Answer several conversations, each with one choice."""
         return await self.answer(await self.resolver.chat("chatcmpl", body), ChatRenderer, http)
 
     async def answer(

@@ -12,7 +12,7 @@ from quire.protocol.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import numpy as np
 
-EMBEDDING_PARAMS = SamplingParams(pooling="auto", temperature=0, max_tokens=1, detokenize=False)
+EMBEDDING_PARAMS = SamplingParams(pooling="auto", temperature=0, detokenize=False)
 
 
 def embedding_vector(output: BranchOutput, dimensions: int | None = None, normalize: bool = True) -> np.ndarray:

@@ -136,15 +136,16 @@ class InputProcessor:
         images: Sequence[ImageSource] = (),
         salt: str = "",
         field_names: Sequence[str] = (),
+        min_output: int = 1,
     ) -> list[Prompt]:
         """Return several texts or lists of token ids as prompts, truncated; or one with its images. All lengths are
         checked first, and the longest text is tokenized first, so that a prompt that is too long is detected early.
-        `field_names` are the prompts' names in errors.
+        `field_names` are the prompts' names in errors. Prompts leave room for `min_output` tokens.
         """
         several, field_names = len(given) > 1, field_names or [f"prompt[{at}]" for at in range(len(given))]
         for field_name, item in zip(field_names, given, strict=True):
             with input_error_at(field_name, several):
-                self._check_length(item, truncation)
+                self._check_length(item, truncation, min_output)
         if images and len(given) > 1:
             raise InputError(f"images go with one prompt, and there are {len(given)} prompts", "multi_modal_data")
         pixels = await self._load_images(images, salt)
@@ -155,7 +156,7 @@ class InputProcessor:
                 with input_error_at(field_names[at], several):
                     prompt = self._tokenize(given[at], add_special_tokens, pixels, images)
                     prompts[at] = prompt if truncation is None else truncation.apply(prompt)
-                    self._check_length(prompts[at].ids, None)
+                    self._check_length(prompts[at].ids, None, min_output)
             return [prompts[at] for at in range(len(given))]
 
         return await self.offload(sum(map(num_chars, given)), encode)
@@ -187,6 +188,7 @@ class InputProcessor:
         variables: Mapping[str, Any],
         salt: str = "",
         tools: Sequence[Tool] = (),
+        min_output: int = 1,
     ) -> Prompt:
         """Like `process_chat`, with truncation. Templates are programs of unknown cost, so they always run on another
         thread."""
@@ -198,7 +200,7 @@ class InputProcessor:
         pixels = await self._load_images(images, salt)
         prompt = await self.offload(len(text), lambda: self._tokenize(text, add_special_tokens, pixels, images))
         prompt = prompt if truncation is None else truncation.apply(prompt)
-        self._check_length(prompt.ids, None)
+        self._check_length(prompt.ids, None, min_output)
         return prompt._replace(notes=tuple(notes))
 
     async def run_grammar_work(self, work: Callable[[], T]) -> T:
@@ -215,13 +217,13 @@ class InputProcessor:
             )
         return PromptTruncation(tokens if tokens != -1 else max(self.max_len - max_output_tokens, 1), keep_first)
 
-    def _check_length(self, given: Any, truncation: PromptTruncation | None) -> None:
+    def _check_length(self, given: Any, truncation: PromptTruncation | None, min_output: int = 1) -> None:
         """Raise PromptTooLong for token ids that do not fit, unless they will be truncated, and for text that cannot
         fit."""
         if isinstance(given, str):
             self._check_num_chars(len(given))
         elif truncation is None and len(given) >= self.max_len:
-            self.limits.check_length(len(given))
+            self.limits.check_length(len(given), min_output)
 
     def _check_num_chars(self, count: int) -> None:
         if count > CHARS_PER_TOKEN * self.max_len:
@@ -369,7 +371,9 @@ class InputProcessor:
         check_salt(salt)
         params.check_vocabulary(self.limits.vocab_size)
         each = zip(prompts, images or repeat(()))
-        return [self.limits.check_prompt(prompt, seen) for (_, prompt), seen in each], self.resolve_params(params)
+        return [
+            self.limits.check_prompt(prompt, seen, params.min_output) for (_, prompt), seen in each
+        ], self.resolve_params(params)
 
     def resolve_params(self, params: SamplingParams) -> SamplingParams:
         """Return `params` as the engine needs them: bad words as token ids, stop strings and grammar compiled. The cost
