@@ -146,6 +146,10 @@ def test_sampling_flags() -> None:
         (["plan", "--page-size", "0"], "--page-size is 0. It must be between 1 and 1024"),
         (["plan", "--dtype", "int3"], "invalid choice: 'int3'"),
         (["plan", "--quantization", "gptq"], "gptq"),
+        (["plan", "--model-config", "Llama-3-8B"], "--model-config is 'Llama-3-8B'. Did you mean llama3-8b?"),
+        (["plan", "--model-config", "nothing"], "--model-config is 'nothing'. Known shapes: characterai-70b, "),
+        (["plan", "llama-3-8b"], "Did you mean --model-config llama3-8b?"),
+        (["plan", "tiny_vision"], "Did you mean tiny-vision?"),
         (["plan", "--kv-gib", "nan"], "--kv-gib is nan"),
         (["generate", "--prompt", "a", "--temperature", "-3"], "temperature must be between"),
         (["generate", "--prompt-file", "/nonexistent/file"], "can't be read"),
@@ -162,7 +166,10 @@ def test_sampling_flags() -> None:
         (["serve", "--uvicorn-log-level", "trace"], "invalid choice: 'trace'"),
     ],
 )
-def test_failures_end_with_one_line(run: Run, arguments: list[str], words: str) -> None:
+def test_failures_end_with_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     status, out, error = run(*arguments)
     assert status == 2
     assert out == ""
