@@ -86,7 +86,8 @@ class MemoryPlan(NamedTuple):
             ("KV cache", f"{_format_bytes(self.kv_bytes)} = {self.kv_tokens:,} tokens of {self.token_bytes:,} bytes, "
                          + (f"in pages of {self.page_tokens}" if self.page_tokens else "in pages that are mapped")),
             *self._state_rows(),
-            ("left over", _format_bytes(left) + self.kv_note if left >= 0 else f"-{_format_bytes(-left)}: this does not fit"),
+            ("left over", _format_bytes(left) + self.kv_note if left >= 0 else
+             f"-{_format_bytes(-left)}: this does not fit"),
             ("longest", f"{self.max_len:,} tokens a sequence{self.limit_note}"),
             ("at once", ("" if self.state_bytes else f"{at_full:,.1f} sequences of that length, ")
                         + f"{self.max_seqs:,} sequences at most"),
