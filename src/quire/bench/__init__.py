@@ -187,13 +187,16 @@ GROUPS: dict[str, dict[str, Entry]] = {
                        _serve_flags, engine_flags=True, takes=MINUTES),
     },
     "Compare parts": {
-        "kernels": Entry.of("quire.bench.kernels", "every kernel, compared with the device's ceilings", False, MINUTES, True),
-        "structured": Entry.of("quire.bench.structured", "the cost of grammars, and the gain of forced tokens", True),
+        "kernels": Entry.of("quire.bench.kernels", "every kernel, compared with the device's ceilings",
+                            takes=MINUTES, gpu=True),
+        "structured": Entry.of("quire.bench.structured", "the cost of grammars, and the gain of forced tokens", True,
+                               MINUTES),
     },
     "Calibrate the scheduler and the simulator": {
         "preemption": Entry.of("quire.bench.preemption", "the cost of swapping and recomputation, for --calibration; "
-                               "--compare: their gain", True),
-        "calibrate": Entry.of("quire.bench.calibrate", "the cost of steps, for quire simulate --calibration", True),
+                               "--compare: their gain", True, MINUTES),
+        "calibrate": Entry.of("quire.bench.calibrate", "the cost of steps, for quire simulate --calibration", True,
+                              MINUTES),
     },
 }  # fmt: skip
 ENTRIES = {name: entry for entries in GROUPS.values() for name, entry in entries.items()}
