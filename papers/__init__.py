@@ -1,23 +1,33 @@
 """Run `quire reproduce NAME`: reproduce a figure, a table or a claim of the papers, and write the paper's numbers and
 ours as JSON and a picture.
 
-An entry of ENTRIES is data (see papers.entry). Without matplotlib, --no-pictures writes the documents alone; --draw
-makes their pictures on another machine.
+An entry of ENTRIES is data (see papers.entry). Without matplotlib only the documents are written; --draw makes their
+pictures on another machine.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from papers import jenga, pagedattention, vattention
 from papers.entry import DIFFERS, Reproduction
-from quire.bench.document import document, table, write
+from quire.bench.document import document, grouped_table, table, write
+from quire.bench.plots import figure, save
 from quire.cli.parser import Parser
 from quire.errors import StartupError
 
-ENTRIES = {**pagedattention.ENTRIES, **vattention.ENTRIES, **jenga.ENTRIES, **pagedattention.OWN}
+GROUPS = {
+    "PagedAttention": pagedattention.ENTRIES, "vAttention": vattention.ENTRIES, "Jenga": jenga.ENTRIES,
+    "quire": pagedattention.OWN,
+}  # fmt: skip
+ENTRIES = {name: entry for group in GROUPS.values() for name, entry in group.items()}
+SHOWN_AFTER = 3.0  # seconds that an entry runs before a terminal shows how long
 
 
 def main(args: list[str]) -> int:
@@ -28,8 +38,8 @@ def main(args: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="everything")
     parser.add_argument("--simulated", action="store_true", help="with --all: only what times nothing and needs no GPU")
     parser.add_argument("--full", action="store_true", help="larger samples, where a result is an average")
-    parser.add_argument("--out", metavar="DIR", help="write NAME.json and NAME.png there")
-    parser.add_argument("--no-pictures", action="store_true", help="with --out: NAME.json only, without matplotlib")
+    parser.add_argument("--out", metavar="DIR", help="write NAME.json there, and NAME.png if matplotlib is installed")
+    parser.add_argument("--no-pictures", action="store_true", help="with --out: NAME.json only")
     parser.add_argument("--draw", metavar="DIR", help="draw NAME.png of each NAME.json there that has all it needs")
     parser.add_argument("--report", metavar="FILE", help="write what the documents in --from say, as Markdown")
     parser.add_argument("--from", dest="folder", metavar="DIR", help="what was --out before")
@@ -44,14 +54,26 @@ def main(args: list[str]) -> int:
         if name not in ENTRIES:
             raise StartupError(f"there is nothing named {name[:40]!r} to reproduce", f"Known: {', '.join(ENTRIES)}")
     if given.list or not (names or given.report or given.draw):
-        print(table(("name", "what"), [(name, entry.about) for name, entry in ENTRIES.items()]))
+        rows = {
+            group: [
+                (name, one.takes, "GPU" if one.gpu else "", one.about.removeprefix(f"{group} "))
+                for name, one in entries.items()
+            ]
+            for group, entries in GROUPS.items()
+        }
+        print(grouped_table(("name", "takes", "needs", "what"), rows))
         return 0
-    if (given.out and names and not given.no_pictures) or given.draw:
-        from quire.bench.plots import figure
-
-        figure(1, 1)  # without matplotlib, fail now, not after the first entry
+    pictures = not given.no_pictures
+    if (given.out and names and pictures) or given.draw:
+        try:
+            figure(1, 1)  # without matplotlib, say so before the first entry
+        except StartupError as error:
+            if given.draw:
+                raise
+            pictures = False
+            print(f"no pictures: {error}; then --draw makes them", file=sys.stderr)
     out = Path(given.out) if given.out else None
-    done = [reproduce(name, args, out, given.full, pictures=not given.no_pictures) for name in names]
+    done = [reproduce(name, args, out, given.full, pictures=pictures) for name in names]
     if given.draw:
         draw(Path(given.draw))
     if given.report:
@@ -78,8 +100,6 @@ def _all(simulated: bool) -> list[str]:
 
 def draw(folder: Path) -> None:
     """Draw the pictures of the documents in `folder` that have points."""
-    from quire.bench.plots import save
-
     for path in sorted(folder.glob("*.json")):
         try:
             content = json.loads(path.read_text())
@@ -93,9 +113,35 @@ def draw(folder: Path) -> None:
             print(f"drew {path.with_suffix('.png')}", file=sys.stderr)
 
 
+@contextmanager
+def _elapsed_time(name: str) -> Iterator[None]:
+    """Show on a terminal how long the entry has run and usually takes, once it has run for SHOWN_AFTER seconds."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    began, ended = time.perf_counter(), threading.Event()
+
+    def show() -> None:
+        wait = SHOWN_AFTER
+        while not ended.wait(wait):
+            shown = f"{name}: {time.perf_counter() - began:.0f} s; it takes {ENTRIES[name].takes}"
+            print(f"\r\x1b[K{shown}\r", end="", file=sys.stderr, flush=True)
+            wait = 1.0
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
 def reproduce(name: str, args: list[str], out: Path | None, full: bool = False, pictures: bool = True) -> Reproduction:
     """Run one entry, print it, and write NAME.json and, with `pictures`, NAME.png into `out`."""
-    done = ENTRIES[name].run(full)
+    with _elapsed_time(name):
+        done = ENTRIES[name].run(full)
     rows = [
         (r.row, r.what, "-" if r.paper is None else r.paper, r.ours, r.unit, r.verdict, r.real_or_simulated)
         for r in done.results
@@ -111,7 +157,5 @@ def reproduce(name: str, args: list[str], out: Path | None, full: bool = False, 
         write(out / f"{name}.json", {**content, "text": done.text, "data": done.data})
         print(f"wrote {out / name}.json", file=sys.stderr)
         if pictures:
-            from quire.bench.plots import save
-
             save(done.draw(), out / f"{name}.png")
     return done

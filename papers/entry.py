@@ -34,6 +34,7 @@ ALL: Point = MappingProxyType({})
 """As `where`: all points."""
 HOLDS, DIFFERS = "holds", "differs"
 MEASURED = "measured"  # a measured number without a claim
+MINUTES = "minutes"
 CITED = "cited"  # the paper's number, not judged here
 
 
@@ -256,7 +257,8 @@ class Entry(NamedTuple):
     `runner`, `params` and `full` are those of a Run; the points of further runs, `also`, follow its points. `claims`,
     `tables` and `note` (or a function of the points) make the results and the text; `plot` draws the points. `gpu`: it
     needs a GPU. `timed`: its numbers are times of this machine; others are the same on any machine. `part_of`: --all
-    runs that entry instead. `by`: its numbers are "real" or "simulated", if a claim says no other."""
+    runs that entry instead. `by`: its numbers are "real" or "simulated", if a claim says no other. `takes`:
+    "seconds" or MINUTES, on two cores or an H200."""
 
     about: str
     runner: str
@@ -271,6 +273,7 @@ class Entry(NamedTuple):
     part_of: str | None = None
     also: Sequence[Run] = ()
     by: str = "real"
+    takes: str = "seconds"
 
     @property
     def runs(self) -> list[Run]:

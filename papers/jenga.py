@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from papers.entry import (
     ALL,
+    MINUTES,
     Each,
     Entry,
     Pivot,
@@ -444,6 +445,7 @@ ENTRIES["jenga-fig13"] = Entry(
     plot=bars("Jenga Figure 13: throughput of LCM pages, times that of uniform pages", "label", "ratio",
               horizontal=True, label="times", limit=1.0, of=lambda points: chosen(GAINS(points), {"pages": "jenga"})),
     by=SIMULATED,
+    takes=MINUTES,
 )  # fmt: skip
 
 # Figure 14: rates within the capacity of uniform pages, between both capacities, and about that of two-level pages. The
@@ -494,6 +496,7 @@ def _latencies(about: str, claims: Sequence[Each | Whole], real: bool = False, *
                        {**p, "way": f"{p['rule']}, {p['by']}"} for p in points
                    ])),
         gpu=real, timed=real,
+        takes=MINUTES if real else "seconds",
     )  # fmt: skip
 
 
@@ -709,6 +712,7 @@ ENTRIES["jenga-fig17"] = Entry(
                line="pages", panel="measure", labels=("articles", ""),
                of=tall({"hit_rate": "share of prompts that is found", "requests_per_s": "requests/s"}, "measure")),
     by=SIMULATED,
+    takes=MINUTES,
 )  # fmt: skip
 
 # Figures 13 to 18 on one GPU, with the KV memory left over on the paper's devices. Loads are shorter than the simulated
@@ -753,6 +757,7 @@ def _on_gpu(
         plot=bars(about, "way", "value", bar="by", panel="measure", label="",
                   of=tall({"requests_per_s": "requests/s", **measures}, "measure")),
         gpu=True, timed=True,
+        takes=MINUTES,
     )  # fmt: skip
 
 
@@ -849,6 +854,7 @@ ENTRIES["jenga-fig18"] = Entry(
                   "requests_per_s": "requests/s", "latency": "latency, s", "encoder_runs": "encoder runs",
               }, "measure")(chosen(points, {"load": "at once"}))),
     by=SIMULATED,
+    takes=MINUTES,
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from papers import block_tables
 from papers.code_size import KERNELS, MEASURING
 from papers.entry import (
+    MINUTES,
     Each,
     Entry,
     Pivot,
@@ -342,6 +343,7 @@ FasterTransformer depends on the latency at which it is read, as it doesn't for 
 steps is charged to FasterTransformer's too, which has no such scheduler.""",
         plot=curves("Figure 12: latency by request rate, simulated"),
         by="simulated",
+        takes=MINUTES,
     )
 
 
@@ -400,6 +402,7 @@ FIGURE_14 = Entry(
          "copy it where a beam forks (§4.4).",
     plot=curves("Figure 14: parallel sampling and beam search (OPT-13B, Alpaca, simulated)", 2 * LIMIT),
     by="simulated",
+    takes=MINUTES,
 )
 
 # LLaMA-13B in the memory of OPT-13B. In vLLM's memory the prefix is registered: computed in advance, and held once
@@ -538,6 +541,7 @@ FIGURE_13_GPU = Entry(
              of=lambda points: tall(MEMORY)(chosen(points, REAL))),
     ),
     gpu=True, timed=True,
+    takes=MINUTES,
 )
 
 
@@ -574,6 +578,7 @@ FIGURE_12A_GPU = Entry(
         for y, label in (("latency", LATENCY), ("tokens_per_s", "output tokens/s")) for by in ("simulated", "real")
     ), columns=2),
     gpu=True, timed=True,
+    takes=MINUTES,
 )
 
 # Figures 15, 18 and 19a, and overheads: real engines
@@ -714,6 +719,7 @@ FIGURE_19A = Entry(
                labels=(PAGE, "ms for 256 tokens"), log_x=True, log_y=True,
                of=tall({"out": "swap out", "back": "swap in", "recompute": "recompute", "pieces": "by pieces"})),
     timed=True,
+    takes=MINUTES,
 )
 TABLE_SCOPE = Entry(
     "PagedAttention footnote 1: one page table, or one a layer",
@@ -911,6 +917,7 @@ to 200 ms, found to 2%, of traces of the same lengths: shorter ones end before a
                              ("highest rate, requests/s", "rate"))
     )),
     by="simulated",
+    takes=MINUTES,
 )
 
 # All memories
@@ -975,6 +982,7 @@ Shares are of the KV memory that is neither free nor cached.""",
              of=partial(chosen, where={"run": run})),
     ))),
     timed=True,
+    takes=MINUTES,
 )
 
 
@@ -1002,6 +1010,7 @@ C5 = Entry(
     plot=bars("The same tokens by every way (bundled model, float32, CPU)", "group", "value", horizontal=True,
               label="% of greedy tokens that are equal",
               of=lambda points: [{**p, "value": _percent_equal(p)} for p in points]),
+    takes=MINUTES,
 )
 ENTRIES: dict[str, Entry] = {
     "fig1": FIGURE_1, "fig2": FIGURE_2, "fig6": FIGURE_6, "fig7": FIGURE_7, "fig11": FIGURE_11,

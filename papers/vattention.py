@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from papers.dummy_engines import PAGED, virtual
 from papers.entry import (
+    MINUTES,
     Each,
     Entry,
     Pivot,
@@ -393,6 +394,7 @@ ENTRIES["vattention-fig3"] = Entry(
     plot=lines("vAttention Figure 3: what paging adds to decodes, Yi-6B", "context", "percent", line="line",
                labels=("context, tokens", "% over contiguous memory"), log_x=True, bottom=None, of=_by_context),
     gpu=True, timed=True,
+    takes=MINUTES,
 )  # fmt: skip
 
 
@@ -425,6 +427,7 @@ ENTRIES["vattention-fig4"] = Entry(
     plot=lines("vAttention Figure 4: attention of prompts, Yi-6B", "context", "rate", line="way", panel="panel",
                labels=("tokens of a prompt", "TFLOP/s"), log_x=True, of=_tflops),
     gpu=True, timed=True,
+    takes=MINUTES,
 )  # fmt: skip
 
 
@@ -494,6 +497,7 @@ ENTRIES["vattention-fig9b"] = Entry(
     plot=lines("vAttention Figure 9b: attention of a decode step, 16K tokens a sequence", "batch", "ms", line="way",
                panel="model", labels=("batch", "ms, all layers"), log_x=True, log_y=True),
     gpu=True, timed=True,
+    takes=MINUTES,
 )  # fmt: skip
 
 
@@ -694,6 +698,7 @@ ENTRIES["vattention-fig9a"] = Entry(
     plot=lines("vAttention Figure 9a: decodes of 16K tokens a sequence", "batch", "tokens_s", line="way",
                panel="model", labels=("batch", "tokens/s"), log_x=True),
     gpu=True, timed=True,
+    takes=MINUTES,
 )  # fmt: skip
 
 
@@ -751,6 +756,7 @@ ENTRIES["vattention-fig11"] = Entry(
     plot=bars("vAttention Figure 11: a prompt, with pages mapped first and not", "way", "ms", horizontal=True,
               panel="model", label="ms until the first token", form="%.0f"),
     timed=True,
+    takes=MINUTES,
 )  # fmt: skip
 
 
@@ -828,6 +834,7 @@ ENTRIES["vattention-table6"] = Entry(
                labels=("tokens of a prompt", "s"), log_x=True, log_y=True,
                of=lambda points: [p for p in _with_papers_seconds(points) if p["way"] not in KERNELS[:2]]),
     gpu=True, timed=True,
+    takes=MINUTES,
 )  # fmt: skip
 
 

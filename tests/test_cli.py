@@ -146,6 +146,10 @@ def test_sampling_flags() -> None:
         (["plan", "--page-size", "0"], "--page-size is 0. It must be between 1 and 1024"),
         (["plan", "--dtype", "int3"], "invalid choice: 'int3'"),
         (["plan", "--quantization", "gptq"], "gptq"),
+        (["plan", "--model-config", "Llama-3-8B"], "--model-config is 'Llama-3-8B'. Did you mean llama3-8b?"),
+        (["plan", "--model-config", "nothing"], "--model-config is 'nothing'. Known shapes: characterai-70b, "),
+        (["plan", "llama-3-8b"], "Did you mean --model-config llama3-8b?"),
+        (["plan", "tiny_vision"], "Did you mean tiny-vision?"),
         (["plan", "--kv-gib", "nan"], "--kv-gib is nan"),
         (["generate", "--prompt", "a", "--temperature", "-3"], "temperature must be between"),
         (["generate", "--prompt-file", "/nonexistent/file"], "can't be read"),
@@ -162,7 +166,10 @@ def test_sampling_flags() -> None:
         (["serve", "--uvicorn-log-level", "trace"], "invalid choice: 'trace'"),
     ],
 )
-def test_failures_end_with_one_line(run: Run, arguments: list[str], words: str) -> None:
+def test_failures_end_with_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     status, out, error = run(*arguments)
     assert status == 2
     assert out == ""
@@ -444,7 +451,7 @@ def test_aliases_that_multiply_are_not_followed(file: Path, capsys: pytest.Captu
 
 TESTS = Path(__file__).parent
 PROGRAM = f"""
-import os, signal, sys, types
+import os, signal, sys, time, types
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored, by inheritance, where tests run in background
 os.close(os.open(os.ttyname(0), os.O_RDWR))  # a session's first terminal controls it: Ctrl-C interrupts
 sys.path.insert(0, {str(TESTS)!r})
@@ -453,7 +460,16 @@ stand_in = types.ModuleType("quire.startup.build")
 stand_in.build = lambda config, progress=False: echo_service.built()
 sys.modules["quire.startup.build"] = stand_in
 from quire.cli import chat, main
-chat.stream_answer = lambda llm, history, params: print([said["content"] for said in history]) or history
+from quire.llm import LLM
+from quire.text.input_processor import InputProcessor
+
+def stream(llm, history, params):
+    yield types.SimpleNamespace(branch=0, text=str([said["content"] for said in history if said["role"] == "user"]))
+    while history[-1]["content"] == "for ever":
+        yield types.SimpleNamespace(branch=0, text=".")
+        time.sleep(0.01)
+
+InputProcessor.process_chat, LLM.stream = lambda self, history: history, stream
 if len(sys.argv) > 1:
     chat.MAX_HISTORY = int(sys.argv[1])
 sys.exit(main(["chat"]))
@@ -495,6 +511,13 @@ class Terminal:
         self.type(line + "\r")
         return self.until(answer)
 
+    def interrupt(self) -> None:
+        """Press Ctrl-C at the prompt, which is shown again after a hint; once more where readline wasn't ready yet."""
+        time.sleep(0.1)
+        self.type(CONTROL_C)
+        self.until(r"\r\n" + chat.INTERRUPT_HINT + r"\r\n")
+        self.until("> ")
+
     def status(self, last: str) -> int:
         """The exit status after typing `last`; once more where readline wasn't ready for it yet, which Ctrl-C needs."""
         for _ in range(20):
@@ -515,13 +538,43 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
         os.close(opened.end)
 
 
-@pytest.mark.parametrize("last", ["/quit\r", "/exit\r", CONTROL_D, CONTROL_C])
+@pytest.mark.parametrize("last", ["/quit\r", "/exit\r", CONTROL_D])
 def test_commands_are_said_at_start_and_each_ends_it(last: str) -> None:
     with terminal() as opened:
         shown = opened.until("> ")
         for word in ("/quit", "/exit", "/reset", "/help", "arrow keys", "//"):
             assert word in shown
         assert opened.status(last) == 0
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_the_conversation() -> None:
+    with terminal() as opened:
+        opened.until("> ")
+        opened.say("first", r"\['first'\]")
+        opened.until("> ")
+        for stopped in (["first", "for ever"], ["first", "for ever", "for ever"]):
+            opened.say("for ever", re.escape(str(stopped)) + r"\.")
+            opened.type(CONTROL_C)
+            opened.until("> ")
+        for word in ("once", "twice"):
+            opened.interrupt()
+            opened.say(word, rf"'for ever', .*'{word}'\]")
+            opened.until("> ")
+        opened.interrupt()
+        assert opened.status(CONTROL_C) == 0
+
+
+@pytest.mark.parametrize("columns", [30, 47])
+def test_help_has_whole_words_within_the_width(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with terminal() as opened:
+        opened.until("> ")
+        opened.type("/help\r")
+        opened.until("/help\r\n")
+        lines = opened.until("> ").removesuffix("> ").splitlines()
+        assert " ".join(lines).strip() == chat.HELP
+        assert len(lines) > 3
+        assert max(map(len, lines)) <= columns
 
 
 def test_arrow_keys_recall_and_edit_the_last_lines() -> None:
@@ -545,7 +598,8 @@ def test_arrow_keys_recall_and_edit_the_last_lines() -> None:
 def test_an_unknown_command_is_not_said_to_the_model() -> None:
     with terminal() as opened:
         opened.until("> ")
-        assert "/quit or /exit ends it" in opened.say("/clear all", r"(?s)/clear is not a command.*\r\n")
+        shown = opened.say("/clear all", r"(?s)/clear is not a command.*begins\s+with /\r\n")
+        assert "/quit, /exit or Ctrl-D ends it" in " ".join(shown.split())
         opened.until("> ")
         assert chat.unknown_command_message("/" + "x" * 500).index(" is not a command: ") == 80, "a long one is cut"
         opened.say("//clear", r"\['/clear'\]")

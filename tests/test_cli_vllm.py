@@ -9,7 +9,13 @@ import pytest
 from quire.cli import main, parse_arguments
 from quire.cli.flags import config_from
 from quire.cli.serve import options_from
-from quire.cli.vllm_flags import NO_EFFECT_FLAGS, SINGLE_VALUE_FLAGS, no_effect_notices, parse_size
+from quire.cli.vllm_flags import (
+    NO_EFFECT_FLAGS,
+    NO_EFFECT_SETTINGS,
+    SINGLE_VALUE_FLAGS,
+    no_effect_notices,
+    parse_size,
+)
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.server.options import ServeOptions
@@ -37,6 +43,13 @@ from quire.server.options import ServeOptions
         (["--swap-space", "2"], ["--swap-gib", "2"]),
         (["--dtype", "half"], ["--dtype", "float16"]),
         (["--dtype", "float"], ["--dtype", "float32"]),
+        (["--max_model_len=2k"], ["--max-model-len", "2000"]),
+        (
+            ["--max-model-len", "2K", "--max_num_batched_tokens", "8k"],
+            ["--max-model-len", "2048", "--max-num-batched-tokens", "8000"],
+        ),
+        (["--max-model-len", "auto"], []),
+        (["--no_enable_prefix_caching", "--enforce_eager"], ["--no-enable-prefix-caching", "--no-cuda-graphs"]),
     ],
 )
 def test_the_same_settings(command: str, given: list[str], same: list[str]) -> None:
@@ -112,20 +125,20 @@ FOREIGN = {
     "--code-revision": "no code of a model's folder ever runs",
     "--api-key": "keys never come from the command line",
     "--hf-token": "set HF_TOKEN",
-    "--compilation-config": "see --cuda-graphs",
+    "--no-async-scheduling": "--depth 1 plans a step",
     "--task": "it runs models that generate text",
     "--ssl-ca-certs": "TLS has a key and a certificate",
     "--uds": "it listens on TCP",
     "--no-enable-chunked-prefill": "prompts are always computed in chunks",
 }
 HINTS = {
-    "--max_model_len": "--max-model-len", "--gpu_memory_utilization": "--gpu-memory-utilization",
+    "--max_model_length": "--max-model-len", "--gpu_memory_utilisation": "--gpu-memory-utilization",
     "--preemption-mode": "--preemption", "--max-num-seq": "--max-num-seqs", "--ssl-keyfil": "--ssl-keyfile",
     "--served-model-names": "--served-model-name", "--allowed-origin": "--allowed-origins",
     "--enforce-eager-mode": "--enforce-eager", "--kv-cache-memory": "--kv-cache-memory-bytes",
 }  # fmt: skip
 NEITHER = ("--response-role", "--otlp-traces-endpoint", "--disable-fastapi-docs", "--size", "-x",
-           "--log-config-file", "--async-scheduling", "--collect-detailed-traces", "--seeds-of-doubt",
+           "--log-config-file", "--collect-detailed-traces", "--seeds-of-doubt",
            "cpu-offload-gb")  # fmt: skip
 
 
@@ -149,11 +162,14 @@ def test_unknown_flags_have_a_hint_that_helps_or_none(capsys: pytest.CaptureFixt
 
 def test_what_changes_nothing_says_so() -> None:
     only = [text for flag, values in SINGLE_VALUE_FLAGS.items() for text in (flag, values[0])]
-    args = parse_arguments(["serve", *NO_EFFECT_FLAGS, *only])
+    settings = ["-O3", "-cc", "{}", "--optimization_level=2", "--compilation-config", '{"mode": 3}']
+    args = parse_arguments(["serve", *NO_EFFECT_FLAGS, *settings, *only])
     assert config_from(args) == EngineConfig()
     assert options_from(args) == ServeOptions()
     lines = no_effect_notices(args)
-    assert len(lines) == len(NO_EFFECT_FLAGS) + len(SINGLE_VALUE_FLAGS)
+    assert len(lines) == len(NO_EFFECT_FLAGS) + len(NO_EFFECT_SETTINGS) + len(SINGLE_VALUE_FLAGS)
+    assert '--compilation-config {"mode": 3} changes nothing: see --cuda-graphs and --warm-up' in lines
+    assert "-O 3 changes nothing: see --cuda-graphs and --warm-up" in lines
     assert all(" changes nothing: " in line for line in lines)
     assert no_effect_notices(parse_arguments(["serve"])) == []
     for flag in SINGLE_VALUE_FLAGS:
@@ -168,6 +184,12 @@ def test_notices_are_printed_at_start(capsys: pytest.CaptureFixture[str]) -> Non
         "--enable-chunked-prefill changes nothing: prompts are always computed in chunks",
         "--data-parallel-size 1 changes nothing: it is never anything else",
     ]
+
+
+def test_underscores_of_values_are_kept() -> None:
+    args = parse_arguments(["serve", "--served_model_name=a_b", "my_org/my_model", "--root_path", "/a_b"])
+    assert (args.model, args.served_model_name, args.root_path) == ("my_org/my_model", ["a_b"], "/a_b")
+    assert parse_arguments(["generate", "--prompt", "--max_tokens are few"]).prompt == ["--max_tokens are few"]
 
 
 def test_server_flags() -> None:

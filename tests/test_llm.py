@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import echo_service
@@ -83,14 +86,20 @@ def test_results_come_in_the_order_of_prompts() -> None:
 
 
 @pytest.mark.parametrize(("terminal", "asked"), [(True, True), (True, False), (False, True)])
-def test_a_progress_bar_on_terminals_only(
+def test_a_progress_bar_counts_tokens_on_terminals_only(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, terminal: bool, asked: bool
 ) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
     monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("COLUMNS", "120")
+    clock = SimpleNamespace(perf_counter=count(step=0.125).__next__)  # a step takes 0.125 s, and a bar is drawn in 0.2
+    monkeypatch.setattr("quire.llm.time", clock)
     llm.generate([[1]], PARAMS, use_tqdm=asked)
-    assert ("prompts" in stream.getvalue()) == (terminal and asked)
+    assert bool(stream.getvalue()) == (terminal and asked)
+    speeds = re.findall(r"([01])/1 .*?input: (.*?) toks/s, output: (.*?) toks/s", stream.getvalue())
+    drawn = [("0", "4.00", "8.00"), ("0", "2.00", "8.00"), ("0", "1.33", "8.00"), ("1", "1.00", "8.00")]
+    assert list(dict.fromkeys(speeds)) == drawn * (terminal and asked)
 
 
 def test_branches_and_logprobs(llm: LLM) -> None:

@@ -184,6 +184,23 @@ def test_what_a_plan_for_ranks_says() -> None:
     assert "and fewer bits" in fp8["model"], "a GPU that isn't there computes with FP8"
 
 
+@pytest.mark.parametrize(("device_gib", "settings", "kv", "left"), [
+    (24, {"device": "cpu"}, "4.00 GiB",
+     ": without --kv-gib, KV takes 40% of a CPU's free memory, and at most 4.00 GiB"),
+    (7, {"device": "cpu"}, "2.80 GiB",
+     ": without --kv-gib, KV takes 40% of a CPU's free memory, and at most 4.00 GiB"),
+    (24, {"device": "cpu", "kv_gib": 2}, "2.00 GiB", ""),
+    (80, {"kv_tokens": 32768}, "1.00 GiB", ""),
+    (80, {}, "64.93 GiB", ": --gpu-memory-utilization is 0.9"),
+    (80, {"max_num_seqs": 16, "max_model_len": 2048}, "1.00 GiB",
+     ": KV is for 16 sequences (--max-num-seqs) of 2,048 tokens"),
+])  # fmt: skip
+def test_a_plan_says_why_kv_has_its_size(device_gib: float, settings: dict[str, Any], kv: str, left: str) -> None:
+    lines = said("llama3.2-1b", device_gib, **settings)
+    assert lines["KV cache"].startswith(f"{kv} = ")
+    assert lines["left over"].endswith(f" GiB{left}")
+
+
 def test_what_a_plan_of_mapped_pages_says() -> None:
     """A token may be in two pages, and has fewer bytes on a rank (vAttention, Table 8)."""
     layers = said("yi-6b", 79, memory="virtual", virtual_layout="layer", virtual_page_kib=64, kv_gib=8, tp=2)

@@ -201,7 +201,9 @@ class EngineConfig:
         None, "a built-in configuration instead of a model, with --dummy-weights", metavar="NAME"
     )
     dummy_weights: bool = advanced(False, "random weights, for benchmarks")
-    max_model_len: int | None = setting(None, "longest sequence, in tokens", bounds=(1, 2**31 - 1))
+    max_model_len: int | None = setting(
+        None, "longest sequence, in tokens; 2k: 2000, 2K: 2048, auto: the default", bounds=(1, 2**31 - 1)
+    )
     max_num_seqs: int | None = setting(
         None, "most sequences in memory at once (default: 256; on a GPU 1024)", bounds=(1, MAX_SEQS)
     )

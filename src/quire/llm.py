@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from quire.text.request_detokenizer import RequestDetokenizer
 from quire.text.session import Node, session_params
 
 if TYPE_CHECKING:
+    from quire.core.engine import Engine
     from quire.pool import Pool
     from quire.startup.build import BuiltEngine
     from quire.startup.memory_plan import PoolMember
@@ -308,7 +310,7 @@ class LLM:
         }
         requests = {job.id: self.engine.requests[job.id] for job in jobs}
         try:
-            with _progress_bar(len(jobs), use_tqdm) as bar, _DeferredInterrupts() as interrupts:
+            with _ProgressBar(len(jobs), self.engine, use_tqdm) as bar, _DeferredInterrupts() as interrupts:
                 left = len(jobs)
                 while left:
                     for output in self._step(interrupts):
@@ -316,7 +318,7 @@ class LLM:
                         if output.done:
                             builders[output.request_id].finish(requests[output.request_id], self.engine.clock())
                             left -= 1
-                            bar.update()
+                    bar.show(len(jobs) - left)
         finally:
             self._abort_requests(jobs)
         return [builders[job.id].result for job in jobs]
@@ -426,7 +428,32 @@ class _DeferredInterrupts:
             signal.signal(signal.SIGINT, self._previous_handler)
 
 
-def _progress_bar(total: int, shown: bool) -> Any:
-    from tqdm import tqdm
+class _ProgressBar:
+    """A bar of finished prompts with the speed of input and output tokens, as vLLM's, if `shown` and stderr is a
+    terminal. It reads the engine's counters, and draws at most every INTERVAL seconds."""
 
-    return tqdm(total=total, desc="prompts", unit="req", disable=None if shown else True, dynamic_ncols=True)
+    INTERVAL = 0.2
+
+    def __init__(self, total: int, engine: Engine, shown: bool) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, desc="Processed prompts", disable=None if shown else True, dynamic_ncols=True)
+        self._stats, self._first = engine.stats, engine.stats.copy()
+        self._began = self._drawn = time.perf_counter()
+
+    def __enter__(self) -> _ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def show(self, finished: int) -> None:
+        """Draw the bar with `finished` prompts, if it is time to, or all are."""
+        now = time.perf_counter()
+        if self._bar.disable or (now - self._drawn < self.INTERVAL and finished < self._bar.total):
+            return
+        self._drawn, self._bar.n = now, finished
+        seconds = max(now - self._began, 1e-9)
+        inputs = (self._stats.prompt_tokens - self._first.prompt_tokens) / seconds
+        outputs = (self._stats.generated_tokens - self._first.generated_tokens) / seconds
+        self._bar.set_postfix_str(f"est. speed input: {inputs:.2f} toks/s, output: {outputs:.2f} toks/s")

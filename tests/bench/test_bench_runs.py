@@ -11,7 +11,7 @@ import pytest
 import torch
 from paced import Paced, serving
 
-from quire.bench import main
+from quire.bench import all_groups, main
 from quire.bench.client import Asking, Client
 from quire.bench.drive import Load
 from quire.bench.workloads import parse
@@ -100,7 +100,16 @@ def test_arrivals_of_serve(model: list[str], tmp_path: Path) -> None:
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("throughput", "latency", "serve", "control"))
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert shown in capsys.readouterr().out
+    head, *groups = shown.split("\n\n")
+    assert head.split() == ["name", "takes", "needs", "what"]
+    purposes = {line.split()[0]: purpose for purpose, *lines in map(str.splitlines, groups) for line in lines}
+    assert set(purposes) == {name for group in all_groups().values() for name in group}
+    assert purposes["throughput"] == purposes["serve"] == "Serve requests"
+    assert purposes["control"] == "Measure parts of the engine"
+    assert "profile     minutes  GPU" in shown
 
 
 def test_control(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from papers import ENTRIES, main
-from papers.entry import CITED, DIFFERS, HOLDS, MEASURED
+from papers.entry import CITED, DIFFERS, HOLDS, MEASURED, Points, Run
 from quire.errors import StartupError
 
 RESULT = {"row", "what", "paper", "ours", "unit", "verdict", "real_or_simulated"}
@@ -66,19 +68,45 @@ def test_lengths_are_judged_as_drawn_and_as_served(tmp_path: Path) -> None:
 
 def test_list_and_unknown_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in ENTRIES)
+    head, *groups = capsys.readouterr().out.split("\n\n")
+    assert head.split() == ["name", "takes", "needs", "what"]
+    listed = {paper: [line.split() for line in lines] for paper, *lines in map(str.splitlines, groups)}
+    assert [*listed] == ["PagedAttention", "vAttention", "Jenga", "quire"]
+    assert [line[0] for lines in listed.values() for line in lines] == [*ENTRIES]
+    assert ["fig6", "seconds", "Figure", "6:"] in [line[:4] for line in listed["PagedAttention"]]
+    assert ["vattention-table6", "minutes", "GPU"] in [line[:3] for line in listed["vAttention"]]
+    for name, *words in (line for lines in listed.values() for line in lines):
+        assert (words[1] == "GPU") == ENTRIES[name].gpu
     with pytest.raises(StartupError, match=r"fig99.*Known: fig1"):
         main(["fig99"])
 
 
-def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_shows_how_long_an_entry_runs(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    stream, points = io.StringIO(), Run.points
+    monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
+
+    def slow(run: Run, full: bool) -> Points:
+        if terminal:
+            wait_until(lambda: "x1: 0 s; it takes seconds" in stream.getvalue(), "no time is shown")
+        return points(run, full)
+
+    monkeypatch.setattr(Run, "points", slow)
+    monkeypatch.setattr("papers.SHOWN_AFTER", 0.0)
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert main(["x1"]) == 0
+    assert stream.getvalue().endswith("\r\x1b[K" if terminal else "")
+    assert bool(stream.getvalue()) == terminal
+
+
+def test_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(StartupError, match=r"pip install 'quire\[plot\]'"):
-        main(["x1", "fig6", "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists(), "nothing ran"
-    assert main(["x1", "--out", str(tmp_path), "--no-pictures"]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["x1.json"]
+    for flags, told in (([], 1), (["--no-pictures"], 0)):
+        assert main(["x1", "--out", str(tmp_path), *flags]) == 0
+        assert capsys.readouterr().err.count("pip install 'quire[plot]'") == told
+        assert [path.name for path in tmp_path.iterdir()] == ["x1.json"]
     with pytest.raises(StartupError, match="matplotlib is not installed"):
         main(["--draw", str(tmp_path)])
 

@@ -181,14 +181,13 @@ def test_what_is_wrong_is_named(served: Talker) -> None:
         assert message in json.dumps(told), told
 
 
-def test_thoughts_of_several_conversations(served: Served) -> None:
-    _, say, running = served
-    say(SAID)
+def test_thoughts_of_several_conversations(served: Talker) -> None:
+    served.say(SAID)
     body = {"messages": [TALK, TALK, [{"role": "user", "content": "a", "odd": 1}]], "max_tokens": 200}
-    answer = httpx.post(f"{running.url}/v1/chat/completions/batch", json=body)
+    answer = served.http.post("/v1/chat/completions/batch", json=body)
     messages = [choice["message"] for choice in answer.json()["choices"]]
     assert [(one["reasoning"], one["content"]) for one in messages] == [(THOUGHT, ANSWER)] * 3
     assert "messages.odd" in answer.headers["warning"]
     body["messages"] = [[*TALK, {"role": "assistant", "content": begun}] for begun in ("<think>once", "so")]
-    answer = httpx.post(f"{running.url}/v1/chat/completions/batch", json={**body, "continue_final_message": True})
+    answer = served.http.post("/v1/chat/completions/batch", json={**body, "continue_final_message": True})
     assert "begin the reasoning" in answer.json()["error"]["message"]

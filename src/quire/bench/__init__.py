@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from quire.bench import arrivals, runs, traces
 from quire.bench.arguments import add_numbers
-from quire.bench.document import document, table, write
+from quire.bench.document import document, grouped_table, write
 from quire.bench.drive import Load
 from quire.bench.fleet import EACH
 from quire.bench.workloads import EXPECTED
@@ -23,12 +23,14 @@ from quire.cli.flags import add_engine_flags
 from quire.cli.parser import Parser
 from quire.errors import StartupError
 
+MINUTES = "minutes"
 Run = Callable[[argparse.Namespace], list[dict[str, Any]]]
 
 
 class Entry(NamedTuple):
     """The functions of a measurement: `run` measures, `show` formats the results as a table, `flags` adds command-line
-    arguments, after those of the engine if `engine_flags`. `more` returns further fields of the document."""
+    arguments, after those of the engine if `engine_flags`. `more` returns further fields of the document. `takes`:
+    "seconds" or MINUTES with the bundled model on two cores, or on a GPU. `gpu`: it needs one."""
 
     about: str
     run: Run
@@ -36,29 +38,36 @@ class Entry(NamedTuple):
     flags: Callable[[argparse.ArgumentParser], None]
     engine_flags: bool = False
     more: Callable[[Sequence[dict[str, Any]]], dict[str, Any]] = lambda results: {}
+    takes: str = "seconds"
+    gpu: bool = False
 
     @classmethod
-    def of(cls, module: str, about: str, engine_flags: bool = False) -> Entry:
+    def of(
+        cls, module: str, about: str, engine_flags: bool = False, takes: str = "seconds", gpu: bool = False
+    ) -> Entry:
         """Return the entry whose functions have these names in a module, which is imported when one is called. `flags`
         and `more` may be missing there."""
 
         def function(name: str, absent: Any = None) -> Callable[[Any], Any]:
             return lambda argument: getattr(import_module(module), name, lambda _: absent)(argument)
 
-        return cls(about, function("run"), function("show"), function("flags"), engine_flags, function("more", {}))
+        return cls(
+            about, function("run"), function("show"), function("flags"), engine_flags, function("more", {}), takes, gpu
+        )
 
 
 def main(args: list[str]) -> int:
     """Run one measurement: print a table to stdout and progress to stderr, write JSON to --out."""
-    entries = all_entries()
+    groups = all_groups()
+    entries = {name: entry for group in groups.values() for name, entry in group.items()}
     if args and not args[0].startswith("-") and args[0] not in (*entries, "list"):
-        further = "; a checkout of the repository has further ones" if entries is ENTRIES else ""
+        further = "; a checkout of the repository has further ones" if groups is GROUPS else ""
         remedy = f"Known: {', '.join(entries)}{further}"
         raise StartupError(f"there is no benchmark named {args[0][:40]!r}", remedy)
-    given = _parser(entries, args[0] if args else "").parse_args(args)
+    given = _parser(groups, args[0] if args else "").parse_args(args)
     given.arguments = args
     if given.entry in (None, "list"):
-        print(table(("name", "what"), [(name, entry.about) for name, entry in entries.items()]))
+        print(_listing(groups))
         return 0
     entry = entries[given.entry]
     results = entry.run(given)
@@ -68,19 +77,30 @@ def main(args: list[str]) -> int:
     return 0
 
 
-def all_entries() -> dict[str, Entry]:
-    """Return ENTRIES and, in a checkout, those of its folder bench/."""
+def all_groups() -> dict[str, dict[str, Entry]]:
+    """Return GROUPS and, in a checkout, that of its folder bench/."""
     further = import_from_checkout("bench")
-    return ENTRIES if further is None else {**ENTRIES, **further.ENTRIES}
+    return GROUPS if further is None else {**GROUPS, "Measure parts of the engine": further.ENTRIES}
 
 
-def _parser(entries: Mapping[str, Entry], chosen: str) -> Parser:
+def _listing(groups: Mapping[str, Mapping[str, Entry]]) -> str:
+    """Return a table of all entries by their purpose."""
+    rows = {
+        purpose: [(name, one.takes, "GPU" if one.gpu else "", one.about) for name, one in entries.items()]
+        for purpose, entries in groups.items()
+    }
+    return grouped_table(("name", "takes", "needs", "what"), rows)
+
+
+def _parser(groups: Mapping[str, Mapping[str, Entry]], chosen: str) -> Parser:
     """Return the parser of all entries; only that of the `chosen` one has its arguments."""
-    parser = Parser(prog="quire bench", description="Measure this engine or a server.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="entry", metavar="NAME", parser_class=Parser)
-    commands.add_parser("list", help="list the measurements")
-    for name, entry in entries.items():
-        sub = commands.add_parser(name, help=entry.about, description=entry.about, allow_abbrev=False)
+    about = f"Measure this engine or a server. `quire bench NAME --help` shows the flags of one.\n\n{_listing(groups)}"
+    parser = Parser(prog="quire bench", description=about, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="entry", metavar="NAME", parser_class=Parser, help="a measurement, or list")
+    commands.add_parser("list")
+    for name, entry in ((name, entry) for entries in groups.values() for name, entry in entries.items()):
+        sub = commands.add_parser(name, description=entry.about, allow_abbrev=False)
         if name != chosen:
             continue
         if entry.engine_flags:
@@ -157,20 +177,26 @@ def _serve(args: argparse.Namespace) -> list[dict[str, Any]]:
     return runs.measure(args, lambda workload, seed: Load(workload.arrivals))
 
 
-ENTRIES: dict[str, Entry] = {
-    "throughput": Entry(
-        "all requests at once", _traced(runs.throughput), runs.show, _workload_flags("sharegpt@64"), engine_flags=True
-    ),
-    "latency": Entry(
-        "one request at a time", _traced(runs.latency), runs.show, _workload_flags("fixed:128:128@4"), engine_flags=True
-    ),
-    "serve": Entry(
-        "requests that arrive over time, at a local engine or a server", _traced(_serve), runs.show, _serve_flags,
-        engine_flags=True,
-    ),
-    "kernels": Entry.of("quire.bench.kernels", "every kernel, compared with the device's ceilings"),
-    "structured": Entry.of("quire.bench.structured", "the cost of grammars, and the gain of forced tokens", True),
-    "preemption": Entry.of("quire.bench.preemption",
-                           "the cost of swapping and recomputation, for --calibration; --compare: their gain", True),
-    "calibrate": Entry.of("quire.bench.calibrate", "the cost of steps, for quire simulate --calibration", True),
+GROUPS: dict[str, dict[str, Entry]] = {
+    "Serve requests": {
+        "throughput": Entry("all requests at once", _traced(runs.throughput), runs.show,
+                            _workload_flags("sharegpt@64"), engine_flags=True),
+        "latency": Entry("one request at a time", _traced(runs.latency), runs.show,
+                         _workload_flags("fixed:128:128@4"), engine_flags=True),
+        "serve": Entry("requests that arrive over time, at a local engine or a server", _traced(_serve), runs.show,
+                       _serve_flags, engine_flags=True, takes=MINUTES),
+    },
+    "Compare parts": {
+        "kernels": Entry.of("quire.bench.kernels", "every kernel, compared with the device's ceilings",
+                            takes=MINUTES, gpu=True),
+        "structured": Entry.of("quire.bench.structured", "the cost of grammars, and the gain of forced tokens", True,
+                               MINUTES),
+    },
+    "Calibrate the scheduler and the simulator": {
+        "preemption": Entry.of("quire.bench.preemption", "the cost of swapping and recomputation, for --calibration; "
+                               "--compare: their gain", True, MINUTES),
+        "calibrate": Entry.of("quire.bench.calibrate", "the cost of steps, for quire simulate --calibration", True,
+                              MINUTES),
+    },
 }  # fmt: skip
+ENTRIES = {name: entry for entries in GROUPS.values() for name, entry in entries.items()}

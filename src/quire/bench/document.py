@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         numbers = all(cell == "-" or cell[:1].isdigit() for cell in column[1:])
         padded.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in column])
     return "\n".join("  ".join(row).rstrip() for row in zip(*padded))
+
+
+def grouped_table(head: Sequence[str], groups: Mapping[str, Sequence[Sequence[object]]]) -> str:
+    """Format the rows of groups as one table, with the name of each group above its rows."""
+    lines = iter(table(head, [row for rows in groups.values() for row in rows]).splitlines())
+    parts = [next(lines)]
+    for name, rows in groups.items():
+        parts += ["", name, *islice(lines, len(rows))]
+    return "\n".join(parts)
 
 
 def short(value: float | None) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
-from collections.abc import Iterator
+import textwrap
 from contextlib import suppress
-from typing import Any
+from typing import TextIO
 
 from quire.cli.flags import config_from, sampling_from
 from quire.errors import InputError
@@ -14,16 +15,17 @@ from quire.llm import LLM
 from quire.protocol.sampling_params import SamplingParams
 
 HELP = (
-    "/reset forgets the conversation, /quit or /exit ends it, /help prints this; Ctrl-C stops an answer; "
+    "/reset forgets the conversation, /quit, /exit or Ctrl-D ends it, /help prints this; Ctrl-C stops an answer; "
     "arrow keys recall and edit lines; begin with // to send a line that begins with /"
 )
+INTERRUPT_HINT = "Ctrl-C again, Ctrl-D or /quit ends; the conversation is kept"
 QUIT_COMMANDS = ("/quit", "/exit")
 MAX_HISTORY = 1000  # lines, in memory only
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Read lines and answer each, until /quit or the end of input. A line that begins with / is a command and is not
-    sent to the model; one that begins with // is sent without its first slash."""
+    """Read lines and answer each, until /quit, the end of input or two Ctrl-C in a row at the prompt. A line that
+    begins with / is a command and is not sent to the model; one that begins with // is sent without its first slash."""
     config = config_from(args)
     interactive = sys.stdin.isatty()
     from quire.startup.build import build
@@ -32,20 +34,39 @@ def chat(args: argparse.Namespace) -> int:
         for notice in llm.built.notices:
             print(notice, file=sys.stderr)
         if interactive:
-            print(f"{llm.built.name}: {HELP}", file=sys.stderr)
+            _print_wrapped(f"{llm.built.name}: {HELP}", sys.stderr)
         params = llm.prompts.make_params(**{"max_tokens": None, **sampling_from(args)})
         opening = [{"role": "system", "content": args.system}] if args.system else []
         history: list[dict[str, str]] = list(opening)
-        for line in _read_lines(interactive):
-            if line == "/reset":
-                history = list(opening)
-            elif line == "/help":
-                print(HELP)
-            elif line.startswith("/") and not line.startswith("//"):
-                print(unknown_command_message(line), file=sys.stderr)
-            elif line:
-                history = stream_answer(llm, [*history, {"role": "user", "content": line.removeprefix("/")}], params)
-    return 0
+        interrupted = False  # at the prompt, after the last line
+        while True:
+            try:
+                line = _read_line(interactive)
+                interrupted = False
+                if line in QUIT_COMMANDS:
+                    return 0
+                if line == "/reset":
+                    history = list(opening)
+                elif line == "/help":
+                    _print_wrapped(HELP, sys.stdout)
+                elif line.startswith("/") and not line.startswith("//"):
+                    _print_wrapped(unknown_command_message(line), sys.stderr)
+                elif line:
+                    question = {"role": "user", "content": line.removeprefix("/")}
+                    history = stream_answer(llm, [*history, question], params)
+            except (EOFError, KeyboardInterrupt) as end:
+                if interactive:
+                    print()  # what follows begins on a new line
+                if not interactive or interrupted or isinstance(end, EOFError):
+                    return 0
+                interrupted = True
+                _print_wrapped(INTERRUPT_HINT, sys.stderr)
+
+
+def _print_wrapped(text: str, file: TextIO) -> None:
+    """Print text in lines of the terminal's width, without breaking words."""
+    width = shutil.get_terminal_size().columns
+    print(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False), file=file)
 
 
 def unknown_command_message(line: str) -> str:
@@ -74,24 +95,13 @@ def stream_answer(llm: LLM, history: list[dict[str, str]], params: SamplingParam
     return [*history, {"role": "assistant", "content": "".join(texts[0])}]
 
 
-def _read_lines(interactive: bool) -> Iterator[str]:
-    """Yield the user's lines, until /quit or the end of input."""
-    readline: Any = None
+def _read_line(interactive: bool) -> str:
     if interactive:
         with suppress(ImportError):
             import readline  # `input` uses it to edit and recall lines
-    with suppress(EOFError, KeyboardInterrupt):
-        while (line := _read_line(interactive)) not in QUIT_COMMANDS:
-            if readline is not None and readline.get_current_history_length() > MAX_HISTORY:
+
+            if readline.get_current_history_length() > MAX_HISTORY:
                 readline.remove_history_item(0)
-            yield line
-        return
-    if interactive:
-        print()  # the shell's prompt begins on a new line
-
-
-def _read_line(interactive: bool) -> str:
-    if interactive:
         return input("> ").strip()
     line = sys.stdin.readline()
     if not line:

@@ -13,7 +13,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from quire.cli.parser import Advanced, HelpAll
-from quire.cli.vllm_flags import add_vllm_flags, no_effect_notices, vllm_settings
+from quire.cli.vllm_flags import SETTING_PARSERS, add_vllm_flags, no_effect_notices, vllm_settings
 from quire.config import RESERVED_MEMORIES, EngineConfig, Experiment, Setting, flag_of
 from quire.errors import InputError
 from quire.protocol.device_params import Param
@@ -128,7 +128,7 @@ def _add(group: Any, name: str, kind: Callable[[str], Any], setting: Setting, de
         options["action"] = "store_false" if flag.startswith("--no-") else both
     else:
         metavar = setting.metavar or ("N" if kind is int else "X" if kind is float else None)
-        options |= {"type": kind, "metavar": metavar, "choices": setting.choices or None}
+        options |= {"type": SETTING_PARSERS.get(name, kind), "metavar": metavar, "choices": setting.choices or None}
     group.add_argument(flag, *setting.aliases, **options)
 
 

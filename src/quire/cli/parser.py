@@ -28,10 +28,15 @@ class ShortHelp(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with a short help, whose errors are one line."""
+    """An ArgumentParser with a short help, whose errors are one line. A flag may have underscores for dashes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, formatter_class=ShortHelp)
+
+    def _parse_optional(self, arg_string: str) -> Any:
+        name, equals, value = arg_string.partition("=")
+        dashed = name.replace("_", "-")
+        return super()._parse_optional(dashed + equals + value if dashed in self._option_string_actions else arg_string)
 
     def error(self, message: str) -> NoReturn:
         fail(message[:1].upper() + message[1:], f"See {self.prog} --help")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from typing import Any
 
 from quire.cli.parser import Advanced
@@ -25,6 +26,7 @@ SIZE_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**
 
 # Flags without effect, and the behavior that quire always has.
 NO_EFFECT_FLAGS = {
+    "--async-scheduling": "--depth is the number of steps in flight, 2 on a GPU",
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--disable-frontend-multiprocessing": "--engine-process off gives one process",
     "--disable-log-requests": "requests are logged only with --enable-log-requests",
@@ -38,6 +40,10 @@ NO_EFFECT_FLAGS = {
     "--enable-server-load-tracking": "/load always answers",
     "--no-trust-remote-code": "no code of a model's folder ever runs",
 }
+# Flags whose values, whatever they are, have no effect, and what quire has instead.
+NO_EFFECT_SETTINGS = dict.fromkeys(
+    ("-O", "--optimization-level", "-cc", "--compilation-config"), "see --cuda-graphs and --warm-up"
+)
 # Flags of which only these values are accepted, without effect; other values are refused for a reason below.
 SINGLE_VALUE_FLAGS = {
     "--data-parallel-size": ("1",), "--scheduling-policy": ("fcfs",),
@@ -71,7 +77,8 @@ UNSUPPORTED_FLAGS = (
     ("hf-token use-auth", "set HF_TOKEN in the environment"),
     ("tokenizer-mode config-format model-impl hf-config-path", "there is one way to read a model"),
     ("hf-overrides rope- override-neuron model-overrides", "a model is as its config.json says"),
-    ("compilation-config cudagraph compile- max-seq-len-to-capture", "see --cuda-graphs and --warm-up"),
+    ("no-async-scheduling", "--depth 1 plans a step when the last one has ended"),
+    ("cudagraph compile- max-seq-len-to-capture", "see --cuda-graphs and --warm-up"),
     ("num-gpu-blocks-override", "--kv-tokens is the size of the KV memory in tokens"),
     ("kv-transfer kv-events ec-transfer", "KV memory isn't shared between processes"),
     ("max-num-partial max-long-partial long-prefill", "--max-num-batched-tokens is the one budget of a step"),
@@ -86,17 +93,27 @@ UNSUPPORTED_FLAGS = (
     ("h11-", "headers have fixed limits"),
     ("no-enable-chunked-prefill", "prompts are always computed in chunks"),
 )  # fmt: skip
-SHORT_FLAGS = {"-dp": "--data-parallel-size",
-         "-O": "--compilation-config", "-cc": "--compilation-config",
-         "-sc": "--speculative-config"}  # fmt: skip
+SHORT_FLAGS = {"-dp": "--data-parallel-size", "-sc": "--speculative-config"}
 
 
 def parse_size(text: str) -> int:
-    """Return a size in bytes: 1k is a thousand, 1K is 1,024."""
+    """Return a number of bytes or tokens: 1k is a thousand, 1K is 1,024."""
     match = SIZE_PATTERN.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is no size: 2147483648, 2G (of 1024) or 2g (of 1000)")
     return int(float(match[1]) * SIZE_FACTORS[match[2]]) if "." in match[1] else int(match[1]) * SIZE_FACTORS[match[2]]
+
+
+def parse_length(text: str) -> int | None:
+    """Return a number of tokens, or None, the default, for auto."""
+    return None if text == "auto" else parse_size(text)
+
+
+SETTING_PARSERS: dict[str, Callable[[str], int | None]] = {
+    "max_model_len": parse_length,
+    "max_num_batched_tokens": parse_size,
+}
+"""Settings whose values are written as in vLLM too, and what parses them."""
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
@@ -115,6 +132,8 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--enforce-eager", action="store_true", help=Advanced("--no-cuda-graphs"), default=suppress)
     for flag in NO_EFFECT_FLAGS:
         parser.add_argument(flag, dest="needless", action="append_const", const=flag, help=suppress, default=suppress)
+    for flag in NO_EFFECT_SETTINGS:
+        parser.add_argument(flag, dest=f"any{flag}", help=suppress, metavar="VALUE", default=suppress)
     for flag, values in SINGLE_VALUE_FLAGS.items():
         parser.add_argument(flag, dest=f"only{flag}", help=suppress, metavar="/".join(values), default=suppress)
 
@@ -166,6 +185,9 @@ def no_effect_notices(args: argparse.Namespace) -> list[str]:
     lines = [
         f"{flag} changes nothing: {NO_EFFECT_FLAGS[flag]}" for flag in dict.fromkeys(getattr(args, "needless", ()))
     ]
+    for flag, why in NO_EFFECT_SETTINGS.items():
+        if (given := getattr(args, f"any{flag}", None)) is not None:
+            lines.append(f"{flag} {given[:80]} changes nothing: {why}")
     for flag, values in SINGLE_VALUE_FLAGS.items():
         given = getattr(args, f"only{flag}", None)
         if given is not None and given.lower() not in values:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -73,9 +74,9 @@ def read_checkpoint(config: EngineConfig, weights: bool = True) -> Checkpoint:
     """Find the model and read its configuration; nothing is loaded. `weights` is True if the weights will be loaded."""
     if config.model_config is not None:
         if config.model_config not in CONFIGS:
-            raise StartupError(
-                f"--model-config is {config.model_config!r}", f"Known shapes: {', '.join(sorted(CONFIGS))}"
-            )
+            near = get_close_matches(config.model_config.lower(), CONFIGS, n=1)
+            remedy = f"Did you mean {near[0]}?" if near else f"Known shapes: {', '.join(sorted(CONFIGS))}"
+            raise StartupError(f"--model-config is {config.model_config[:80]!r}", remedy)
         if weights and not config.dummy_weights:
             raise StartupError(f"{config.model_config} is a shape without weights", "Add --dummy-weights")
         shape = CONFIGS[config.model_config]
@@ -87,7 +88,7 @@ def read_checkpoint(config: EngineConfig, weights: bool = True) -> Checkpoint:
         raise StartupError(f"--revision is given, and {model} is the bundled model", "Give a model of the hub with it")
     if (file := _open_gguf(model)) is not None:
         return _read_gguf_checkpoint(config, model, file)
-    folder = bundled if named else locate_checkpoint(model, weights and not config.dummy_weights, config.revision)
+    folder = bundled if named else _locate_model(model, weights and not config.dummy_weights, config.revision)
     settings, generation = read_config(folder), read_generation_config(folder)
     settings[PREPROCESSOR_KEY] = read_preprocessor_config(folder)
     local = Path(model).expanduser()
@@ -101,6 +102,19 @@ def read_checkpoint(config: EngineConfig, weights: bool = True) -> Checkpoint:
         if larger.parameters > spec.parameters and has_untied_head(folder):
             settings, spec, notes = untied, larger, (*notes, UNTIED_NOTICE)
     return Checkpoint(name, folder, settings, generation, spec, defaults, None, notes)
+
+
+def _locate_model(model: str, weights: bool, revision: str | None) -> Path:
+    """Return the folder of a model. If there is none, the error suggests quire's own model, or shape, of a similar
+    name."""
+    try:
+        return locate_checkpoint(model, weights, revision)
+    except StartupError as error:
+        near = get_close_matches(model.lower(), (*BUNDLED_MODELS, *PACKAGED_MODELS, *CONFIGS), n=1, cutoff=0.8)
+        if not near:
+            raise
+        flag = "--model-config " if near[0] in CONFIGS else ""
+        raise StartupError(error.cause, f"Did you mean {flag}{near[0]}?") from error
 
 
 def _with_untied_head(settings: dict[str, Any]) -> dict[str, Any]:

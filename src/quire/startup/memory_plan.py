@@ -45,7 +45,7 @@ SHOWN_LENGTHS = (1024, 8192, 32768, 131072)
 
 class MemoryPlan(NamedTuple):
     """Sizes in bytes and tokens, of one rank. `max_len` is the maximum length of a sequence; `limit_note` names what
-    reduced it, if anything."""
+    reduced it, if anything. `kv_note` names what limits the KV cache, unless its size was given."""
 
     model: str
     parameters: int
@@ -68,6 +68,7 @@ class MemoryPlan(NamedTuple):
     world_size: int = 1  # ranks; all bytes and parameters are those of one rank
     pp_size: int = 1  # stages; other stages may have fewer weights
     peer_bytes: int = 0  # exchange memory of ranks on GPUs; 0 if it is allocated already
+    kv_note: str = ""
 
     def to_lines(self) -> list[str]:
         """Return the plan as lines of text for one screen."""
@@ -85,7 +86,8 @@ class MemoryPlan(NamedTuple):
             ("KV cache", f"{_format_bytes(self.kv_bytes)} = {self.kv_tokens:,} tokens of {self.token_bytes:,} bytes, "
                          + (f"in pages of {self.page_tokens}" if self.page_tokens else "in pages that are mapped")),
             *self._state_rows(),
-            ("left over", _format_bytes(left) if left >= 0 else f"-{_format_bytes(-left)}: this does not fit"),
+            ("left over", _format_bytes(left) + self.kv_note if left >= 0 else
+             f"-{_format_bytes(-left)}: this does not fit"),
             ("longest", f"{self.max_len:,} tokens a sequence{self.limit_note}"),
             ("at once", ("" if self.state_bytes else f"{at_full:,.1f} sequences of that length, ")
                         + f"{self.max_seqs:,} sequences at most"),
@@ -169,12 +171,22 @@ def plan_memory(
                 f"Use --max-model-len {max_len} or less, or a larger --kv-gib",
             )
         limit_note = f" (the model allows {wanted_len:,}; a larger --kv-gib would too)"
+    kv_note = ""
+    if kv.capped:
+        kv_note = f": KV is for {config.max_num_seqs:,} sequences (--max-num-seqs) of {wanted_len:,} tokens"
+    elif not fixed and device != "cpu":
+        kv_note = f": --gpu-memory-utilization is {config.gpu_memory_utilization:g}"
+    elif not fixed and share < room:
+        kv_note = (
+            f": without --kv-gib, KV takes {CPU_KV_SHARE:.0%} of a CPU's free memory, and at most "
+            f"{_format_bytes(MAX_CPU_KV_BYTES)}"
+        )
     interval = state_interval(config, spec)
     return MemoryPlan(
         name, spec.parameters, dtype, device, total, free, weights, activations, kv.bytes, kv.tokens,
         kv.token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, limit_note, config.max_num_seqs,
         spec.state_bytes, interval if interval == config.experiment.state_tokens else 0, quantization_savings,
-        config.world_size, config.pp, peers,
+        config.world_size, config.pp, peers, kv_note,
     )  # fmt: skip
 
 
@@ -218,11 +230,13 @@ class PoolMember(NamedTuple):
 
 
 class KVSize(NamedTuple):
-    """Bytes of the KV memory, the tokens that it holds in every layer, and the bytes of one token."""
+    """Bytes of the KV memory, the tokens that it holds in every layer, and the bytes of one token. `capped`: more than
+    these tokens would never be used."""
 
     bytes: int
     tokens: int
     token_bytes: int
+    capped: bool = False
 
 
 def _kv_size(config: EngineConfig, spec: ModelSpec, itemsize: int, available: int, max_tokens: int) -> KVSize:
@@ -241,11 +255,12 @@ def _kv_size(config: EngineConfig, spec: ModelSpec, itemsize: int, available: in
     if pool > 0:
         check_large_pages(layout, pool)
     tokens = layout.max_tokens(pool)
-    if config.kv_gib is None and tokens > max_tokens:
+    capped = config.kv_gib is None and tokens > max_tokens
+    if capped:
         tokens = max_tokens // layout.token_granularity * layout.token_granularity
         pool = layout.total_bytes(tokens, count_states(config, tokens))
     whole = pool // layout.large_bytes * layout.large_bytes if layout.large_bytes else layout.total_bytes(tokens)
-    return KVSize(whole, tokens, layout.token_bytes)
+    return KVSize(whole, tokens, layout.token_bytes, capped)
 
 
 def describe_pages(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: MemoryPlan) -> list[str]:
