@@ -107,14 +107,26 @@ $(VENV)/.tested: $(VENV)/.torch pyproject.toml
 	@$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
-# Clients that aren't ours have needs of their own: they live apart.
-CLIENTS := instructor==1.17.0 langchain-openai==1.7.4 openai==3.3.0 anthropic==2.14.0 openai-agents==0.24.0
-JS_CLIENTS := openai@6.49.0
-$(VENV)/.clients: Makefile
-	@echo "installing clients to test with"
-	@$(PYTHON) -m venv $(VENV)/clients
-	@$(VENV)/clients/bin/python -m pip --disable-pip-version-check install --quiet $(CLIENTS)
+# Clients that aren't ours have needs of their own: they live apart, and those that want other versions than others want
+# apart from these. lm-eval and guidellm use the torch and transformers of the tests.
+CLIENTS := clients clients-openai2 clients-pydantic clients-bench clients-aider
+clients := instructor==1.17.0 langchain-openai==1.7.4 openai==3.3.0 anthropic==2.14.0 openai-agents==0.24.0 llm==0.36
+clients-openai2 := litellm==1.110.2 llama-index-llms-openai-like==0.8.1
+clients-pydantic := pydantic-ai-slim[openai,anthropic]==2.68.0 openai==3.57.0
+clients-bench := lm-eval[api]==0.4.13 guidellm==0.8.1
+clients-aider := aider-chat==0.86.2
+JS_CLIENTS := openai@6.49.0 ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/openai-compatible@3.0.92 \
+	@ai-sdk/anthropic@4.0.105 zod@4.6.7
+$(VENV)/.clients: $(CLIENTS:%=$(VENV)/.with-%)
 	@if command -v npm >/dev/null 2>&1; then npm install --silent --no-audit --no-fund --prefix $(VENV)/clients $(JS_CLIENTS); fi
+	@touch $@
+
+$(VENV)/.with-%: Makefile $(VENV)/.tested
+	@echo "installing $* to test with"
+	@$(PYTHON) -m venv $(VENV)/$*
+	@test $* != clients-bench || $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(echo $(VENV)/$*/lib/python*/site-packages)/tests.pth"
+	@$(VENV)/$*/bin/python -m pip --disable-pip-version-check install --quiet '$(subst $() $(),' ',$($*))'
 	@touch $@
 
 # What the console's tests drive: Playwright with axe, and Debian's Chromium.

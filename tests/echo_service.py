@@ -35,7 +35,7 @@ from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.step_plan import SeqSlice, SliceResult, StepResult
+from quire.protocol.step_plan import SeqSlice, SliceResult, SlotInit, StepResult
 from quire.sim.echo_runner import EchoRunner
 from quire.text.chat_template import ChatTemplate
 from quire.text.images.loader import ImageLoader
@@ -102,18 +102,25 @@ class Saying(Echo):
     def __init__(self, words: Tokenizer | None = None) -> None:
         super().__init__()
         self._words = words or tokenizer()
-        self._script: list[int] = []
+        self._scripts: list[list[int]] = [[]]
+        self._slot_scripts: dict[int, list[int]] = {}
 
-    def say(self, text: str) -> None:
-        """What all outputs from now on are."""
-        self._script = self._words.encode(text, add_special_tokens=False)
+    def say(self, *texts: str) -> None:
+        """What the next outputs are, one a text; the last text is that of all after it too."""
+        self._scripts = [self._words.encode(text, add_special_tokens=False) for text in texts]
+
+    def init_slot(self, init: SlotInit) -> None:
+        super().init_slot(init)
+        self._slot_scripts[init.slot] = self._scripts[0]
+        self._scripts = self._scripts[1:] or self._scripts
 
     def compute_row(self, row: SeqSlice) -> SliceResult:
         sampled = super().compute_row(row)
         if not sampled.tokens:
             return sampled
         slot, at = self.slots[row.slot], row.start + len(row.tokens) - self.groups[0].prompt_lens[row.slot]
-        token = self._script[at] if at < len(self._script) else 0
+        script = self._slot_scripts[row.slot]
+        token = script[at] if at < len(script) else 0
         mask = self.masks.get(row.slot)
         if mask is not None and not mask[token // 8] >> token % 8 & 1:
             return sampled
@@ -122,8 +129,7 @@ class Saying(Echo):
         return sampled._replace(tokens=(token,) * len(sampled.tokens), top_logprobs=tops)
 
 
-@functools.cache
-def tokenizer(more: tuple[str, ...] = ()) -> Tokenizer:
+def trained(more: tuple[str, ...] = ()) -> tokenizers.Tokenizer:
     """Byte-level BPE over a few words, with ChatML's special tokens, and `more` that aren't special."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -134,7 +140,13 @@ def tokenizer(more: tuple[str, ...] = ()) -> Tokenizer:
     )  # fmt: skip
     backend.train_from_iterator(["once upon a time there was a quire of pages, and a reader of the pages"] * 4, trainer)
     backend.add_tokens([*more])
-    return Tokenizer(backend, {"eos_token": "<|end|>"})
+    return backend
+
+
+@functools.cache
+def tokenizer(more: tuple[str, ...] = ()) -> Tokenizer:
+    """What `trained` returns, as the text plane has it."""
+    return Tokenizer(trained(more), {"eos_token": "<|end|>"})
 
 
 def built(

@@ -179,6 +179,7 @@ FITTED: dict[str, tuple[str, list[Any], str]] = {  # a template, a history, and 
     "no system": (NO_SYSTEM, [say("system", "s"), USER, YO, USER], "<user>s\n\nhi<assistant>yo<user>hi"),
     "neighbors, strict": (STRICT, [USER, USER, YO, YO], "<user>hi\n\nhi<assistant>yo\n\nyo"),
     "assistant first, strict": (STRICT, [YO, USER], "<user><assistant>yo<user>hi"),
+    "assistant after system, strict": (STRICT, [say("system", "s"), YO, USER], "s|<user><assistant>yo<user>hi"),
     "two results, strict": (
         STRICT, [USER, call(), result(), result("rain"), USER],
         f'<user>hi<assistant>{{"name": "weather", "arguments": {{}}}}<user>{RESULT}sun\n\n{RESULT}rain\n\nhi',

@@ -117,8 +117,9 @@ def fit_messages(
     fitted = [_fit_message(i, message, fitted, traits) for i, message in enumerate(fitted)]
     if not traits.same_role or not traits.system:
         fitted = _join_neighbors(fitted)
-    if not traits.assistant_first and fitted[0]["role"] == "assistant":
-        fitted.insert(0, {"role": "user", "content": ""})
+    first = 1 if fitted[0]["role"] in SYSTEM_ROLES and len(fitted) > 1 else 0
+    if not traits.assistant_first and fitted[first]["role"] == "assistant":
+        fitted.insert(first, {"role": "user", "content": ""})
     return fitted
 
 
