@@ -28,7 +28,7 @@ class MessageRoutes:
             return await self.service.answer(generation, renderer, http)
 
     async def count(self, body: CountTokensRequest) -> Response:
-        """Return the number of tokens of the prompt for such messages."""
+        """Return the number of tokens of a request's prompt."""
         translated = TranslatedMessages(body, self.resolver)
         with NAMES.rename_errors(translated.conversation):
             generation = await self._resolve(translated)
