@@ -1,6 +1,6 @@
 """An agent: the model calls a tool until it answers. `python examples/agent.py http://127.0.0.1:8000/v1 "How many pages
-has a quire?"` asks what `make serve` serves. That never saw a tool: its first turn must call one, by a grammar. The
-agent survives a call that is cut, a wrong argument, and a conversation that outgrows the model."""
+has a quire?"` asks the model of `make serve`, which was not trained to call tools: a grammar makes its first turn a
+call. The agent survives a call that is cut off, a wrong argument, and a conversation longer than the model."""
 
 import json
 import sys
@@ -13,25 +13,25 @@ TOOLS = [{"type": "function", "function": {"name": "pages", "description": "how 
 
 
 def run(client: OpenAI, question: str, max_tokens: int = 100) -> list[dict]:
-    """The conversation, which ends with the answer."""
+    """Return the conversation, which ends with the answer."""
     messages = [{"role": "user", "content": question}]
-    asked = {"model": client.models.list().data[0].id, "messages": messages, "tools": TOOLS, "max_tokens": max_tokens}
+    fields = {"model": client.models.list().data[0].id, "messages": messages, "tools": TOOLS, "max_tokens": max_tokens}
     for choice in ("required", *["auto"] * 6, "none"):
         try:
-            said = client.chat.completions.create(**asked, tool_choice=choice).choices[0].message
+            answer = client.chat.completions.create(**fields, tool_choice=choice).choices[0].message
         except BadRequestError as error:
             if error.code != "context_length_exceeded" or len(messages) == 1:
                 raise
-            del messages[1 : 1 + len(messages) // 2]  # forget the older half, but not the question
+            del messages[1 : 1 + len(messages) // 2]  # drop the older half, except the question
             continue
-        messages.append(said.model_dump(exclude_none=True))
-        for call in said.tool_calls or ():
+        messages.append(answer.model_dump(exclude_none=True))
+        for call in answer.tool_calls or ():
             try:
                 result = str(PAGES[json.loads(call.function.arguments)["thing"]])
-            except (ValueError, KeyError, TypeError) as error:  # cut, or something else than was asked for
+            except (ValueError, KeyError, TypeError) as error:  # cut off, or not as the schema says
                 result = f"Error: {error!r}. The argument is one of {[*PAGES]}."
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-        if not said.tool_calls:
+        if not answer.tool_calls:
             break
     return messages
 

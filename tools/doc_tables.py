@@ -172,7 +172,7 @@ def limits() -> Iterator[str]:
         ("responses kept for previous_response_id", f"none, or N of --store-responses, in "
          f"{bytes_of(responses_routes.MAX_STORED_BYTES)}; the conversation of one: "
          f"{bytes_of(responses_routes.MAX_CONVERSATION)}", "the oldest go; 400", "`--store-responses`"),
-        ("responses in the background, and the items that they answer", f"N of --store-responses, "
+        ("responses in the background, and the items that they answer", "N of --store-responses, "
          f"{bytes_of(responses_routes.MAX_STORED_BYTES)}", "503", "`--store-responses`"),
         ("conversations that wait for the chat template", f"{input_processor.MAX_WAITING}", "503", ""),
         ("log-probabilities in all answers under way", f"{answer_size.MAX_HELD_LOGPROBS:,}", "503", ""),

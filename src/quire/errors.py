@@ -41,8 +41,8 @@ class InputError(QuireError, ValueError):
 
 
 class PromptTooLong(InputError):
-    """A prompt, or a prompt with its outputs, longer than the model or the KV memory can hold. `length` and `limit` say
-    how long, such as "300 tokens" and "256", if its own length is the reason."""
+    """A prompt, or a prompt with its outputs, longer than the model or the KV memory can hold. `length` and `limit`,
+    such as "300 tokens" and "256", are given if the prompt alone is too long."""
 
     def __init__(self, message: str, param: str | None = None, length: str = "", limit: str = "") -> None:
         super().__init__(message, param)

@@ -429,8 +429,8 @@ class _DeferredInterrupts:
 
 
 class _ProgressBar:
-    """A bar of finished prompts with the speed of input and output tokens, as vLLM's, if `shown` and stderr is a
-    terminal. It reads the engine's counters, and draws at most every INTERVAL seconds."""
+    """A progress bar of finished prompts, with the speed of input and output tokens as in vLLM. It is shown if `shown`
+    and if stderr is a terminal, and drawn at most every INTERVAL seconds."""
 
     INTERVAL = 0.2
 
@@ -448,7 +448,7 @@ class _ProgressBar:
         self._bar.close()
 
     def show(self, finished: int) -> None:
-        """Draw the bar with `finished` prompts, if it is time to, or all are."""
+        """Draw the bar with `finished` prompts, if INTERVAL has passed or all are finished."""
         now = time.perf_counter()
         if self._bar.disable or (now - self._drawn < self.INTERVAL and finished < self._bar.total):
             return

@@ -478,7 +478,7 @@ def test_beams_are_a_tree(page: Any, how: str, coloured: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "tree"),
+    ("parts", "tree"),
     [
         ([["The sk", "y is blue."], ["The sky", " is", " grey."]], ["The sky is", " blue.", " grey."]),
         ([["The sky"], ["The skies"]], ["The", " sky", " skies"]),
@@ -489,8 +489,8 @@ def test_beams_are_a_tree(page: Any, how: str, coloured: bool) -> None:
         ([["<b>a</b> c"], ["<b>a</b> d"]], ["<b>a</b>", " c", " d"]),
     ],
 )
-def test_texts_part_at_words_however_they_came(page: Any, said: list[list[str]], tree: list[str]) -> None:
-    samples = [{"said": [[text, None] for text in texts], "fate": ""} for texts in said]
+def test_texts_part_at_words_however_they_came(page: Any, parts: list[list[str]], tree: list[str]) -> None:
+    samples = [{"parts": [[text, None] for text in texts], "fate": ""} for texts in parts]
     page.evaluate(
         "samples => import('./tree.js').then(({show}) => show(document.querySelector('#log'), samples))", samples
     )

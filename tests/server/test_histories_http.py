@@ -261,7 +261,7 @@ def test_variables_that_the_template_does_not_read(served: Running) -> None:
     assert "chat_template_kwargs.enable_thinking is no variable of the chat template" in answer.headers["warning"]
 
 
-def test_an_overflow_is_told_in_the_words_of_each_api(served: Running) -> None:
+def test_an_overflow_has_the_words_of_each_api(served: Running) -> None:
     """Clients match them: OpenAI's first words and code, Anthropic's sentence."""
     long = "word " * 5000
     for path, body in (

@@ -29,8 +29,8 @@ Run = Callable[[argparse.Namespace], list[dict[str, Any]]]
 
 class Entry(NamedTuple):
     """The functions of a measurement: `run` measures, `show` formats the results as a table, `flags` adds command-line
-    arguments, after those of the engine if `engine_flags`. `more` returns further fields of the document. `takes`:
-    "seconds" or MINUTES with the bundled model on two cores, or on a GPU. `gpu`: it needs one."""
+    arguments, after those of the engine if `engine_flags`. `more` returns further fields of the document. `takes` is
+    "seconds" or MINUTES, with the bundled model on two cores or on a GPU. `gpu` is True if a GPU is needed."""
 
     about: str
     run: Run
@@ -78,13 +78,13 @@ def main(args: list[str]) -> int:
 
 
 def all_groups() -> dict[str, dict[str, Entry]]:
-    """Return GROUPS and, in a checkout, that of its folder bench/."""
+    """Return GROUPS and, in a checkout, the group of its folder bench/."""
     further = import_from_checkout("bench")
     return GROUPS if further is None else {**GROUPS, "Measure parts of the engine": further.ENTRIES}
 
 
 def _listing(groups: Mapping[str, Mapping[str, Entry]]) -> str:
-    """Return a table of all entries by their purpose."""
+    """Return a table of the entries, grouped by purpose."""
     rows = {
         purpose: [(name, one.takes, "GPU" if one.gpu else "", one.about) for name, one in entries.items()]
         for purpose, entries in groups.items()

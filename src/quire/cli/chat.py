@@ -38,7 +38,7 @@ def chat(args: argparse.Namespace) -> int:
         params = llm.prompts.make_params(**{"max_tokens": None, **sampling_from(args)})
         opening = [{"role": "system", "content": args.system}] if args.system else []
         history: list[dict[str, str]] = list(opening)
-        interrupted = False  # at the prompt, after the last line
+        interrupted = False  # True after a Ctrl-C at the prompt, until the next line
         while True:
             try:
                 line = _read_line(interactive)

@@ -28,7 +28,7 @@ class ShortHelp(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with a short help, whose errors are one line. A flag may have underscores for dashes."""
+    """An ArgumentParser with a short help, whose errors are one line. A flag may have underscores instead of dashes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, formatter_class=ShortHelp)

@@ -40,7 +40,7 @@ NO_EFFECT_FLAGS = {
     "--enable-server-load-tracking": "/load always answers",
     "--no-trust-remote-code": "no code of a model's folder ever runs",
 }
-# Flags whose values, whatever they are, have no effect, and what quire has instead.
+# Flags without effect that take any value, and quire's flags for the same purpose.
 NO_EFFECT_SETTINGS = dict.fromkeys(
     ("-O", "--optimization-level", "-cc", "--compilation-config"), "see --cuda-graphs and --warm-up"
 )
@@ -77,7 +77,7 @@ UNSUPPORTED_FLAGS = (
     ("hf-token use-auth", "set HF_TOKEN in the environment"),
     ("tokenizer-mode config-format model-impl hf-config-path", "there is one way to read a model"),
     ("hf-overrides rope- override-neuron model-overrides", "a model is as its config.json says"),
-    ("no-async-scheduling", "--depth 1 plans a step when the last one has ended"),
+    ("no-async-scheduling", "--depth 1 plans a step after the last one has ended"),
     ("cudagraph compile- max-seq-len-to-capture", "see --cuda-graphs and --warm-up"),
     ("num-gpu-blocks-override", "--kv-tokens is the size of the KV memory in tokens"),
     ("kv-transfer kv-events ec-transfer", "KV memory isn't shared between processes"),
@@ -113,7 +113,7 @@ SETTING_PARSERS: dict[str, Callable[[str], int | None]] = {
     "max_model_len": parse_length,
     "max_num_batched_tokens": parse_size,
 }
-"""Settings whose values are written as in vLLM too, and what parses them."""
+"""Parsers of the settings whose values may be written as in vLLM."""
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ def append_token(
     """Append the sampled token at `sample_index` to `seq`, then the tokens that its grammar forces, and set its finish
     reason if it ends there. Return the appended tokens."""
     token = sampled.tokens[sample_index]
-    if request.max_tokens == 0 and not sampled.error:  # only the prompt was asked for
+    if request.max_tokens == 0 and not sampled.error:  # the step was only for the prompt
         seq.finish_reason = "length"
         return ()
     seq.tokens.append(token)

@@ -213,7 +213,7 @@ class OutputBuilder:
 
 
 def _copies(output: BranchOutput, n: int) -> list[BranchOutput]:
-    """Return `n` branches that differ in nothing, as nothing is generated."""
+    """Return `n` branches with the same output. The first has the log-probabilities of the prompt."""
     return [
         output._replace(branch=i, done=i == n - 1, prompt_logprobs=None if i else output.prompt_logprobs)
         for i in range(n)

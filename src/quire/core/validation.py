@@ -18,7 +18,7 @@ MAX_SALT = 1024
 PROMPTS_PER_REQUEST = 16  # the average that the queue has room for
 # Token ids after the vocabulary that only stand for images; the embedding has rows for them (Mllama).
 EXTRA_TOKEN_IDS = 8
-ROOM = ", and the output needs at least one more"
+NEEDS_OUTPUT = ", and the output needs at least one more"
 
 FitsFunction = Callable[[list[int], int], bool]
 """Returns True if branches of these lengths, with a common prompt of this length, fit into an empty memory."""
@@ -52,15 +52,16 @@ class EngineLimits(NamedTuple):
         if length == 0:
             raise InputError("the prompt is empty: it must have at least one token", "prompt")
         if length + min_output > self.max_len:
-            raise self.too_long(f"{length} tokens", f"{self.max_len}", ROOM * min_output)
+            detail = NEEDS_OUTPUT if min_output else ""
+            raise self.length_error(f"{length} tokens", f"{self.max_len}", detail)
 
-    def too_long(self, length: str, limit: str, more: str, param: str = "prompt") -> PromptTooLong:
-        """Return the error for a prompt of `length`, such as "300 tokens", above the `limit`. `more` says more of the
-        length. Clients know an overflow by its first words, which are OpenAI's."""
+    def length_error(self, length: str, limit: str, detail: str, param: str = "prompt") -> PromptTooLong:
+        """Return the error for a prompt of `length`, such as "300 tokens", above the `limit`. `detail` follows the
+        length in the message. Clients recognize this error by its first words, which are OpenAI's."""
         held_by = "" if self.held_by == "the model" else f" ({self.held_by} holds no more)"
         return PromptTooLong(
             f"This model's maximum context length is {self.max_len} tokens{held_by}. However, the prompt has "
-            f"{length}{more}: shorten it",
+            f"{length}{detail}: shorten it",
             param, length, limit,
         )  # fmt: skip
 
@@ -99,7 +100,7 @@ class EngineLimits(NamedTuple):
 
     def check_prompt(self, prompt: Sequence[int], images: Sequence[ImageItem] = (), min_output: int = 1) -> list[int]:
         """Return the prompt's tokens. Raise InputError (PromptTooLong) if there are none, if they leave no room for
-        `min_output` tokens, or for an invalid id. Tokens that stand for `images` may have the extra ids after the
+        `min_output` tokens, or if an id is invalid. Tokens that stand for `images` may have the extra ids after the
         vocabulary, which no output has."""
         self.check_length(len(prompt), min_output)
         for i, token in enumerate(prompt):

@@ -117,11 +117,11 @@ class SamplingParams(DeviceNumbers):
     allows; with 0 nothing is generated, and the prompt may have the model's length. `logprobs` k returns the
     log-probabilities of the sampled token and of the k most likely ones. With `logprob_token_ids` those of exactly
     these tokens are returned instead of the most likely ones; `logprobs` must then be None or their number (an empty
-    list means None). `seed` makes the result a function of (seed, prompt), whatever
-    else is in the batch. With `pooling` nothing is generated: hidden states of the prompt are returned, their "mean",
-    the "last" token's, or the engine's setting ("auto"). `structured` is the form of the output, which may also be
-    given with vLLM's names as `structured_outputs`. Before the request is queued, the tokenizer fills `bad_word_ids`
-    and `stop_automaton` from `bad_words` and `stop`, and `grammar` is compiled from `structured`.
+    list means None). `seed` makes the result a function of (seed, prompt), whatever else is in the batch. With
+    `pooling` nothing is generated: hidden states of the prompt are returned, their "mean", the "last" token's, or the
+    engine's setting ("auto"). `structured` is the form of the output, which may also be given with vLLM's names as
+    `structured_outputs`. Before the request is queued, the tokenizer fills `bad_word_ids` and `stop_automaton` from
+    `bad_words` and `stop`, and `grammar` is compiled from `structured`.
     """
 
     n: Annotated[int, Param("continuations of each prompt", 1, MAX_N, "engine", shared=False)] = 1

@@ -107,7 +107,7 @@ def to_source(kind: StructuredKind, value: Any, name: str = PARAM_NAME) -> str:
             raise InputError(f"{name}: json_object must be true, got {str(value)[:40]}", name)
         return ""
     if kind == "json":
-        value = close_objects(_parsed(value))
+        value = close_objects(_parse_schema(value))
     if kind in ("json", "structural_tag"):
         if isinstance(value, str):
             return value
@@ -121,8 +121,9 @@ def to_source(kind: StructuredKind, value: Any, name: str = PARAM_NAME) -> str:
     return value
 
 
-def _parsed(schema: Any) -> Any:
-    """Return a schema that is given as JSON as a value; text that is no JSON is refused when it is compiled."""
+def _parse_schema(schema: Any) -> Any:
+    """Return a schema given as JSON as a value. Text that is not a schema is returned unchanged: compiling it raises
+    the error."""
     if not isinstance(schema, str):
         return schema
     try:
@@ -146,8 +147,8 @@ def with_lenient(spec: Structured) -> Structured:
 
 def close_objects(schema: Any) -> Any:
     """Return the schema with `additionalProperties: false` for objects with `properties` that say nothing of other
-    members, as vLLM's grammars have it: a small model would add members until it is cut. A schema that composes objects
-    of parts is returned unchanged: closed parts would exclude the members of one another."""
+    members, as in vLLM's grammars: a small model would add members until the length limit. A schema that composes
+    objects of parts is returned unchanged: closed parts would exclude the members of one another."""
     try:
         return schema if _composes_objects(schema) else _close_objects(schema)
     except RecursionError as error:

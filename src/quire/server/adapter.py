@@ -136,15 +136,15 @@ class ClientNames(NamedTuple):
             raise
 
     def rename_warnings(self, generation: Generation, conversation: Conversation) -> Generation:
-        """Return the request with the client's names in its warnings, which are about tools, and in the notes on its
-        prompt, which are about messages."""
+        """Return the request with the client's names in its warnings, which concern tools, and in the notes on its
+        prompt, which concern messages."""
         warnings = [self._rename(text, conversation, "tools") for text in generation.warnings]
         [prompt] = generation.prompts
         notes = tuple(self._rename(note, conversation, "messages") for note in prompt.notes)
         return generation._replace(warnings=warnings, prompts=[prompt._replace(notes=notes)])
 
     def _rename(self, text: str, conversation: Conversation, field: str) -> str:
-        """Return a text about a chat's field with the client's names."""
+        """Return `text`, which concerns a field of chats, with the client's names."""
         text = CHAT_PATH.sub(lambda match: self._client_path(conversation, match[0]), text)
         for old, new in self.message_replacements.get(field, ()):
             text = text.replace(old, new)

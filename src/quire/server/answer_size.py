@@ -18,7 +18,8 @@ MAX_TOKENS = 1 << 22  # in one answer
 MAX_LOGPROBS = 1 << 19  # in one answer
 MAX_EMBEDDING_NUMBERS = 1 << 23  # elements of embeddings in one answer
 NUMBERS_PER_LOGPROB = 8  # elements of embeddings that are counted as one log-probability
-MAX_BYTES = 64_000_000  # of one answer, unless it has embeddings: they take 16 bytes a number at most
+MAX_BYTES = 64_000_000  # of one answer without embeddings
+MAX_EMBEDDING_BYTES = 16 * MAX_EMBEDDING_NUMBERS  # of one answer with embeddings: 16 bytes a number at most
 MAX_ANSWER_LOGPROBS = max(MAX_LOGPROBS, MAX_EMBEDDING_NUMBERS // NUMBERS_PER_LOGPROB)
 MAX_HELD_LOGPROBS = 16 * MAX_LOGPROBS  # in all answers in progress
 MAX_HELD_BYTES = 16 * MAX_BYTES  # of answers that are written but not yet sent
@@ -119,7 +120,7 @@ class AnswerBudget:
 
     def add_bytes(self, bytes: int) -> None:
         """Count the bytes of a written answer. Raise Overloaded if the limit would be exceeded."""
-        most = min(MAX_HELD_BYTES, max(MAX_HELD_BYTES // self._num_frontends, 16 * MAX_EMBEDDING_NUMBERS))
+        most = min(MAX_HELD_BYTES, max(MAX_HELD_BYTES // self._num_frontends, MAX_EMBEDDING_BYTES))
         if self.bytes + bytes > most:
             raise Overloaded(f"answers that wait for their clients hold {self.bytes} bytes; the limit is {most}")
         self.bytes += bytes

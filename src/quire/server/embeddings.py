@@ -1,6 +1,6 @@
 """/v1/embeddings, /pooling, /score and /rerank: embeddings of texts by the served model, and their cosines. A
 generative model is used as a bi-encoder: each text is embedded on its own, and pairs are not read together.
-/generative_scoring reads a query and an item together, and returns the probability of a token that follows."""
+/generative_scoring reads a query and an item together, and returns the probability of a token after them."""
 
 from __future__ import annotations
 
@@ -62,10 +62,12 @@ class EmbeddingRoutes:
     async def pooling(self, body: PoolingRequest, http: Request) -> Response:
         """Embed as /v1/embeddings does; the answer has vLLM's form."""
         if body.task not in (None, "embed"):
-            raise InputError(f'task must be "embed", got {body.task[:40]!r}, which this server does not have', "task")
+            raise InputError(f'task must be "embed", got {body.task[:40]!r}', "task")
         return await self._embed("pool", "pooling", body, http)
 
     async def _embed(self, kind: str, object_name: str, body: EmbeddingRequest, http: Request) -> Response:
+        """Embed texts, token ids or a conversation. `kind` is "embd" for OpenAI's form of the answer, "pool" for
+        vLLM's."""
         if (body.input is None) == (body.messages is None):
             raise InputError("give either input or messages", "input")
         if body.input is not None:
@@ -253,10 +255,11 @@ def _only_field(body: ScoreRequest, names: Sequence[str]) -> tuple[str, str | li
 
 
 def _label_score(output: BranchOutput, among_labels: bool) -> float:
-    """Return the probability of the first of the tokens that have log-probabilities: among these, or among all. Raise
-    InputError if there is none, and Overloaded if the request was aborted."""
+    """Return the probability of the first token that has a log-probability. With `among_labels`, it is the probability
+    among the tokens that have one, else among all. Raise InputError if there is no score, and Overloaded if the request
+    was aborted."""
     if output.finish_reason == "abort":
-        raise Overloaded("the request was ended before its scores", retry_after=10)
+        raise Overloaded("the request was aborted before its scores", retry_after=10)
     if output.finish_reason == "error":
         raise InputError(f"an item has no score: {output.stop_reason}", "items")
     logprobs = output.top_logprobs[0].logprobs

@@ -55,7 +55,7 @@ ANTHROPIC_TYPES = {
     413: "request_too_large",
     503: "overloaded_error",
 }
-OVERFLOW = "context_length_exceeded"
+OVERFLOW = "context_length_exceeded"  # OpenAI's code of a prompt that is too long
 ANSWERED_ERROR = "quire.answered_error"  # in a request's scope: the exception that was answered and logged
 LAST_ANSWER_SECONDS = 1.0  # to send the response to an exception that ends a request
 log = logging.getLogger("quire.server")
@@ -70,7 +70,7 @@ class Failure(NamedTuple):
     headers: dict[str, str] | None = None
     details: dict[str, Any] | None = None  # a field of Anthropic's format that its clients act on
     reason: str | None = None  # OpenAI's code of an error that its clients act on
-    anthropic_message: str | None = None  # Anthropic's words for it
+    anthropic_message: str | None = None  # the message in Anthropic's format, if it differs
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's format."""
@@ -167,8 +167,8 @@ def body_error(error: Mapping[str, Any]) -> InputError | None:
     """Return the error for a body that is not a JSON object, or None for other errors. curl's -d alone sends a form,
     which FastAPI does not parse."""
     if error["type"] == "json_invalid":
-        place = f"{error['ctx']['error']} at character {error['loc'][-1]}"
-        return InputError(f"the request body is not valid JSON: {place[:200]}")
+        reason = f"{error['ctx']['error']} at character {error['loc'][-1]}"
+        return InputError(f"the request body is not valid JSON: {reason[:200]}")
     if error["type"] == "model_attributes_type" and error["loc"] == ("body",):
         return InputError("the request body must be a JSON object, sent with Content-Type: application/json")
     return None

@@ -115,7 +115,11 @@ class RequestResolver:
             reasonings.append(self.reasoning.for_request(body, prompts[-1], continued))
         reasoning = reasonings[0]
         if any(other != reasoning for other in reasonings):
-            raise InputError("the prompts of some conversations begin the reasoning, of others not", "messages")
+            raise InputError(
+                "the prompts of some conversations begin the reasoning, and those of others do not: send each to "
+                "/v1/chat/completions",
+                "messages",
+            )
         warnings: list[str] = []
         if tool_choice.mode in ("required", "named"):
             try:  # constrain calls to the schemas of the tools, as far as the grammar supports them
@@ -212,9 +216,8 @@ class RequestResolver:
         return warning_header(body, self._unread_fields(body), warnings)
 
     def _unread_fields(self, body: RequestFields) -> list[str]:
-        """Return the names of known fields without effect: tools that are not functions, and reasoning_effort if the
-        template does not use it; clients send it to any model. Raise InputError instead if unknown fields are
-        refused."""
+        """Return the names of known fields without effect: tools that are not functions, and reasoning_effort, which
+        clients send to any model, if the template does not use it. Raise InputError instead if the server is strict."""
         unread = [f"tools[{i}] ({kind})" for i, kind in other_tools(getattr(body, "tools", None) or ()).items()]
         if getattr(body, "reasoning_effort", None) is not None and "reasoning_effort" not in self.template_variables:
             unread.append("reasoning_effort")

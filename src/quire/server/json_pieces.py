@@ -22,7 +22,7 @@ SLICE_ENTRIES = 32  # entries of a list between two checks of the clock
 TURN_SECONDS = 0.004  # of writing before the event loop gets a turn
 SHORT_CHARS = 1 << 14  # an amount of text that is written without a turn of the event loop
 JsonPieces = list[str]
-RAW_JSON = uuid.uuid4().hex  # stands for a RawJsonList; no text of a client contains it, since it is secret
+RAW_JSON = uuid.uuid4().hex  # placeholder of a RawJsonList; it is secret, so no text of a client contains it
 
 
 class WriterTurns:
@@ -145,21 +145,21 @@ def json_array(slices: Iterable[str]) -> JsonPieces:
 
 
 class RawJsonList:
-    """A list, as the JSON of its entries: a value for `dump_pieces`."""
+    """A list whose `entries` are JSON already: a value for `dump_pieces`."""
 
     def __init__(self, entries: Sequence[str]) -> None:
         self.entries = entries
 
 
 def dump_pieces(value: Any) -> JsonPieces:
-    """Return a value as JSON. A RawJsonList in it is not copied."""
+    """Return a value as JSON. The entries of a RawJsonList in it are not encoded again."""
     raw_lists: list[RawJsonList] = []
 
-    def stand_in(raw: RawJsonList) -> str:
+    def to_placeholder(raw: RawJsonList) -> str:
         raw_lists.append(raw)
         return RAW_JSON
 
-    first, *others = json.dumps(value, separators=(",", ":"), default=stand_in).split(f'"{RAW_JSON}"')
+    first, *others = json.dumps(value, separators=(",", ":"), default=to_placeholder).split(f'"{RAW_JSON}"')
     return [first, *(piece for raw, text in zip(raw_lists, others) for piece in (*json_array(raw.entries), text))]
 
 

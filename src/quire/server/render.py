@@ -357,8 +357,8 @@ class CompletionRenderer(Renderer):
 
 
 class ChatRenderer(Renderer):
-    """Renders /v1/chat/completions. The text in `echoed_texts` of a conversation precedes its outputs if the request
-    has `echo`."""
+    """Renders /v1/chat/completions. If the request has `echo`, the entry of `echoed_texts` for a conversation precedes
+    its outputs."""
 
     object_names = ("chat.completion", "chat.completion.chunk")
     text_wrapper = '"delta":{"content":', '},"logprobs":'
@@ -422,7 +422,7 @@ class ChatRenderer(Renderer):
         return ChoicePieces(at, index, [*pieces, "}"])
 
     async def extra_members(self, whole: bool) -> JsonPieces:
-        """Return the prompt's ids, and for a whole response its log-probabilities. Of a batch there are none."""
+        """Return the prompt's ids, and for a whole response its log-probabilities. A batch has neither."""
         if len(self.prompts) > 1:
             return [',"prompt_token_ids":null,"prompt_logprobs":null']
         pieces = await self._ids_member("prompt_token_ids", self.prompts[0].ids) if whole or self.returns_ids else []

@@ -155,8 +155,8 @@ def ranged_field(low: float | None = None, high: float | None = None, **more: An
 
 
 class RequestFields(BaseModel):
-    """Types as pydantic's lax mode reads them: "8" and 8.0 are integers, but not as token ids. Unknown fields are kept,
-    to be named in a warning."""
+    """Values are converted as in pydantic's lax mode: "8" and 8.0 are integers, but not token ids. Unknown fields are
+    kept, to be named in a warning."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -321,7 +321,7 @@ class PoolingRequest(EmbeddingRequest):
 
 
 class ScoreRequest(ModelFields, TruncationFields):
-    """The body of /score: one text with each of several, or pairs. Each of the two sides has several names."""
+    """The body of /score: one text with each of several, or pairs. Each side has three names, of which one is given."""
 
     text_1: str | Strings | None = None
     queries: str | Strings | None = None
@@ -415,7 +415,8 @@ UNION_TYPES = {
 def wrong_type_error(location: Any, message: str) -> InputError:
     """Return the error for a wrong type at `location`, which may begin with FastAPI's "body" or "query"."""
     path = [str(part)[:60] for part in location]
-    path = path[path[:1] in (["body"], ["query"]) :]
+    if path[:1] in (["body"], ["query"]):
+        path = path[1:]
     where = path[0] if path and not path[0].isdigit() else None
     if where in UNION_TYPES and len(path) > 1:
         return InputError(f"{where} must be {UNION_TYPES[where]}", where)

@@ -175,7 +175,7 @@ def split_prompts(prompt: Any, name: str = "prompt", max_prompts: int = MAX_PROM
 
 
 def check_batch(request: ChatRequest) -> None:
-    """Raise InputError for a field that several conversations at once can't have."""
+    """Raise InputError for a field that is not supported in a batch of conversations."""
     for name, plain in (
         ("stream", False), ("tools", []), ("n", 1), ("use_beam_search", False), ("beam_width", None),
         ("prompt_logprobs", None),

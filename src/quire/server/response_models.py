@@ -281,7 +281,7 @@ class ResponseTool(StrictModel):
 
 
 class ResponsesResponse(StrictModel):
-    """A response. `store` is whether it is stored. Only one in the background is queued or cancelled."""
+    """A response. `store` is true if it is stored. Only a response in the background can be queued or cancelled."""
 
     id: str
     object: Literal["response"]
@@ -333,7 +333,7 @@ class InputItemList(StrictModel):
 
 
 class StateEvent(StrictModel):
-    """The last event has the whole response."""
+    """An event with the state of the response. The last one has the whole response."""
 
     type: Literal[
         "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"

@@ -28,7 +28,7 @@ ID_LETTERS = 9  # of a call's id for Mistral's templates, which require this len
 
 
 class ToolChoice(NamedTuple):
-    """The tools of a request, and those of them that may be called. `mode` is "none", "auto", "required", or "named"
+    """The tools of a request, and the `callable` ones among them. `mode` is "none", "auto", "required", or "named"
     for the tool `named_tool`. `format` is how the model writes calls. `parallel`: an output may have several calls."""
 
     tools: tuple[Tool, ...] = ()
@@ -151,7 +151,7 @@ def read_tool_choice(request: ChatRequest, format: str) -> ToolChoice:
     tools, given = tuple(read_tools(request.tools or [])), request.tool_choice
     choice = ToolChoice(tools, tools, "none", "", request.parallel_tool_calls is not False, format)
     if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
-        choice, given = _allowed(choice, given.get("allowed_tools"))
+        choice, given = _apply_allowed_tools(choice, given.get("allowed_tools"))
     if given == "none":
         return choice
     if given is None or given == "auto":
@@ -171,9 +171,9 @@ def read_tool_choice(request: ChatRequest, format: str) -> ToolChoice:
     raise InputError(f"tool_choice is none, auto, required or {form}, got {short_repr(given)}", "tool_choice")
 
 
-def _allowed(choice: ToolChoice, given: Any) -> tuple[ToolChoice, str]:
-    """Return the choice with only the allowed tools callable, and its mode. All tools stay in the prompt, which can
-    then be found in the prefix cache."""
+def _apply_allowed_tools(choice: ToolChoice, given: Any) -> tuple[ToolChoice, str]:
+    """Return the choice with only the allowed tools callable, and the mode. All tools stay in the prompt, so that it is
+    found in the prefix cache."""
     tools = given.get("tools") if isinstance(given, Mapping) else None
     functions = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools or ()]
     names = {function.get("name") if isinstance(function, Mapping) else None for function in functions}
@@ -183,5 +183,5 @@ def _allowed(choice: ToolChoice, given: Any) -> tuple[ToolChoice, str]:
     known = tuple(tool for tool in choice.tools if tool.name in names)
     if len(known) < len(names):
         unknown = short_repr(min(names - {tool.name for tool in known}, key=str))
-        raise InputError(f"tool_choice allows {unknown}, and there is no such tool", "tool_choice")
+        raise InputError(f"tool_choice allows {unknown}, which is not the name of a tool", "tool_choice")
     return choice._replace(callable=known), given["mode"]

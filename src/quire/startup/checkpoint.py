@@ -105,8 +105,8 @@ def read_checkpoint(config: EngineConfig, weights: bool = True) -> Checkpoint:
 
 
 def _locate_model(model: str, weights: bool, revision: str | None) -> Path:
-    """Return the folder of a model. If there is none, the error suggests quire's own model, or shape, of a similar
-    name."""
+    """Return the folder of a model. Without one, raise StartupError, which suggests a bundled model or a shape of a
+    similar name."""
     try:
         return locate_checkpoint(model, weights, revision)
     except StartupError as error:

@@ -230,8 +230,8 @@ class PoolMember(NamedTuple):
 
 
 class KVSize(NamedTuple):
-    """Bytes of the KV memory, the tokens that it holds in every layer, and the bytes of one token. `capped`: more than
-    these tokens would never be used."""
+    """Bytes of the KV memory, the tokens that it holds in every layer, and the bytes of one token. `capped` is True if
+    the tokens were limited to those that all sequences can use."""
 
     bytes: int
     tokens: int

@@ -1,8 +1,8 @@
-"""Reads a conversation's messages: roles, texts, images and calls, bounded and of plain types. Independent of
+"""Validation of a conversation's messages: roles, texts, images and calls, bounded and of plain types. Independent of
 templates.
 
-A history is the past: what an assistant or a tool once wrote is read as well as it can be, and notes say what was left
-out or changed. What a user writes is refused if it can't be read.
+Messages of an assistant or a tool are lenient: a part that can't be read is dropped or changed, and a note names it. A
+message of a user that can't be read is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IMAGE_DETAILS = (None, "auto", "low", "high")
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The types of text parts, and the field with the text."""
 REASONING_PARTS = ("thinking", "reasoning")
-PAST_ROLES = ("assistant", "tool")
+PAST_ROLES = ("assistant", "tool")  # of messages that a client replays
 CUSTOM_INPUT = "input"  # the argument that has the text of a custom tool's call
 EMPTY: tuple[Any, ...] = (None, [], ())
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -50,8 +50,8 @@ class ContentFormats(NamedTuple):
 
 
 class ParsedMessages(NamedTuple):
-    """Messages whose contents are strings or, with images, lists. `images` are their images in order; `notes` say what
-    of a history was left out or changed. The arguments of calls are objects, or text that is no JSON object."""
+    """Messages whose contents are strings or, with images, lists. `images` are their images in order. `notes` name the
+    parts that were dropped or changed. The arguments of calls are objects, or texts that are not JSON objects."""
 
     messages: list[Message]
     images: list[ImageSource]
@@ -95,7 +95,7 @@ def read_messages(messages: Any, processor: ImageProcessor | None = None) -> Par
 
 
 class _MessageReader:
-    """Reads messages. `notes` collects what was left out or changed."""
+    """Reads messages. `notes` names the parts that were dropped or changed."""
 
     def __init__(self, processor: ImageProcessor | None) -> None:
         self._processor, self.notes = processor, list[str]()
@@ -206,13 +206,13 @@ class _MessageReader:
         return read | ({"id": id} if id else {})
 
     def _arguments(self, at: str, given: Any) -> dict[str, Any] | str:
-        """Return the arguments of a call as an object, or as their text if they are no JSON object: models write such
-        calls, and an output may be cut in one."""
+        """Return the arguments of a call as an object, or as their text if they are not a JSON object: a model may
+        write such a call, and a length limit may cut one off."""
         if given is None or given == "":
             return {}
         try:
             value = json.loads(given) if isinstance(given, str) else JsonCopier(at, "messages").copy(given, at)
-            json.dumps(value, allow_nan=False)  # JSON has no NaN, and 1e999 is parsed as an infinity
+            json.dumps(value, allow_nan=False)  # refuses NaN, and 1e999, which is parsed as an infinity
         except (ValueError, RecursionError) as error:
             if not isinstance(given, str):
                 raise
@@ -233,7 +233,7 @@ class _MessageReader:
 
 
 def _thinking_text(part: Mapping[str, Any]) -> str | None:
-    """Return the text of a thinking part, which is a string or a list of text parts; None if there is none."""
+    """Return the text of a thinking part, which is a string or a list of text parts, or None without a text."""
     text = part.get("thinking", part.get("text"))
     if isinstance(text, list):
         texts = [str(entry["text"]) for entry in text if isinstance(entry, Mapping) and "text" in entry]

@@ -34,6 +34,7 @@ MAX_VALUES, MAX_DEPTH = 4096, 16  # of the variables that a request sets
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # end of the message to continue, as in transformers
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
+NO_DEFAULT = ("The model has chat templates, but no default one", "Give one: --chat-template")
 PROBE_TEXT = "quire tries out this template"
 
 
@@ -99,8 +100,9 @@ class ChatTemplate:
         tools: Sequence[Tool] = (),
         **kwargs: Any,
     ) -> str:
-        """Return the prompt. The conversation is fitted to what the template can express (template_fit.py). `kwargs`
-        may set the template's other `variables`, with plain JSON values; others have no effect, as in vLLM.
+        """Return the prompt. The conversation is converted to what the template can express (template_fit.py).
+        `kwargs` may set the template's other `variables`, with plain JSON values; other names have no effect, as in
+        vLLM.
 
         With `continue_final_message`, which excludes `add_generation_prompt`, the prompt ends within the last message.
         Raise InputError for invalid arguments, for errors of the template and for exceeded limits."""
@@ -114,17 +116,17 @@ class ChatTemplate:
         if tools or not is_plain(messages):
             messages = fit_messages(messages, self.traits(processor), None if takes_tools else tools)
         entries = [tool.definition for tool in tools] or None if takes_tools else None
-        checked = self._formatted(messages, processor)
-        variables |= {"messages": checked, "tools": entries, "documents": _documents(documents)}
+        formatted = self._format(messages, processor)
+        variables |= {"messages": formatted, "tools": entries, "documents": _documents(documents)}
         variables["add_generation_prompt"] = bool(add_generation_prompt)
         if not continue_final_message:
             return self._run(variables)
         if add_generation_prompt:
             raise InputError("continue_final_message needs add_generation_prompt to be false", "continue_final_message")
-        final_text = append_mark(checked, CONTINUE_MARK)
+        final_text = append_mark(formatted, CONTINUE_MARK)
         return _cut_at_mark(self._run(variables) if "content" in self.source else "", final_text)
 
-    def _formatted(self, messages: list[dict[str, Any]], processor: ImageProcessor | None) -> list[dict[str, Any]]:
+    def _format(self, messages: list[dict[str, Any]], processor: ImageProcessor | None) -> list[dict[str, Any]]:
         """Return the messages in the content format that the template takes."""
         if processor is None:
             return [dict(message) for message in messages]
@@ -136,7 +138,7 @@ class ChatTemplate:
 
             def render(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> str | None:
                 entries = [tool.definition for tool in tools] or None
-                variables = {"messages": self._formatted([*messages], processor), "tools": entries, "documents": None}
+                variables = {"messages": self._format([*messages], processor), "tools": entries, "documents": None}
                 try:
                     return self._run({**self.special_tokens, **variables, "add_generation_prompt": False})
                 except InputError:
@@ -176,8 +178,8 @@ class ChatTemplate:
     ) -> ChatTemplate | None:
         """Return a model folder's template, or None if there is none: the operator's file `override`, else
         chat_template.jinja, else that of chat_template.json (a processor's), else that of tokenizer_config.json. Of
-        several, `tool_use` is for requests with tools and `default` for others; those in additional_chat_templates/ are
-        added by their names."""
+        several named templates, `tool_use` is for requests with tools and `default` for others. Those two names are
+        looked for in additional_chat_templates/ as well."""
         folder, remedy, most = Path(folder), "Give --chat-template a UTF-8 file", MAX_BYTES_BY_FILE["chat template"]
         config = tokenizer_config(folder)
         if override is not None:
@@ -194,15 +196,15 @@ class ChatTemplate:
             source = read("chat_template.jinja")
             if source is None and (text := read("chat_template.json")) is not None:
                 source = _parse_template_file(text).get("chat_template")
-            sources = _sources(config.get("chat_template") if source is None else source)
+            sources = _read_sources(config.get("chat_template") if source is None else source)
             for name in (DEFAULT, TOOL_USE):
                 if (named := read(f"additional_chat_templates/{name}.jinja")) is not None:
                     sources.setdefault(name, named)
         if not sources:
             return None
         if DEFAULT not in sources:
-            raise StartupError("The model has chat templates, but no default one", "Give one: --chat-template")
-        return cls(_one_source(sources), special_tokens(config), process=process)
+            raise StartupError(*NO_DEFAULT)
+        return cls(_combine_sources(sources), special_tokens(config), process=process)
 
 
 def _cut_at_mark(rendered: str, final: str) -> str:
@@ -224,22 +226,22 @@ def _parse_template_file(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"chat_template": value}
 
 
-def _sources(value: Any) -> dict[str, str]:
+def _read_sources(value: Any) -> dict[str, str]:
     """Return the sources of templates by name. `value` is one source, or a list of {"name", "template"}."""
     if value is None or isinstance(value, str):
         return {DEFAULT: value} if value else {}
     entries = value if isinstance(value, list) else []
     named = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
-    if len(named) == 1:  # whatever its name
+    if len(named) == 1:  # the only one is the default, whatever its name
         named = {DEFAULT: next(iter(named.values()))}
     if not isinstance(named.get(DEFAULT), str):
-        raise StartupError("The model has chat templates, but no default one", "Give one: --chat-template")
+        raise StartupError(*NO_DEFAULT)
     return {name: source for name, source in named.items() if isinstance(source, str)}
 
 
-def _one_source(sources: Mapping[str, str]) -> str:
-    """Return one template for requests with tools and without. The empty outputs keep Jinja from taking white space
-    beside the tags for that of the tags."""
+def _combine_sources(sources: Mapping[str, str]) -> str:
+    """Return one template for requests with tools and without. The empty outputs protect white space at the ends of
+    the sources from Jinja's trimming around tags."""
     if TOOL_USE not in sources:
         return sources[DEFAULT]
     tool_use, default = (sources[name].removesuffix("\n") for name in (TOOL_USE, DEFAULT))

@@ -44,8 +44,8 @@ T = TypeVar("T")
 
 
 class Prompt(NamedTuple):
-    """A prompt: its text if given as text, its token ids, its images, and the encoder's input of each. `notes` say what
-    of a conversation was left out or changed."""
+    """A prompt: its text if given as text, its token ids, its images, and the encoder's input of each. `notes` name the
+    parts of a conversation that were dropped or changed."""
 
     text: str | None
     ids: list[int]
@@ -140,7 +140,7 @@ class InputProcessor:
     ) -> list[Prompt]:
         """Return several texts or lists of token ids as prompts, truncated; or one with its images. All lengths are
         checked first, and the longest text is tokenized first, so that a prompt that is too long is detected early.
-        `field_names` are the prompts' names in errors. Prompts leave room for `min_output` tokens.
+        `field_names` are the prompts' names in errors. A prompt must leave room for `min_output` tokens.
         """
         several, field_names = len(given) > 1, field_names or [f"prompt[{at}]" for at in range(len(given))]
         for field_name, item in zip(field_names, given, strict=True):
@@ -228,7 +228,7 @@ class InputProcessor:
     def _check_num_chars(self, count: int) -> None:
         if count > CHARS_PER_TOKEN * self.max_len:
             most = CHARS_PER_TOKEN * self.max_len
-            raise self.limits.too_long(f"{count} characters", f"{most}", f", and at most {most} are read")
+            raise self.limits.length_error(f"{count} characters", f"{most}", f", and at most {most} are read")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. Raise InputError without a tokenizer, and PromptTooLong for text that cannot
@@ -315,7 +315,7 @@ class InputProcessor:
         **kwargs: Any,
     ) -> tuple[str, list[ImageSource], list[str]]:
         """Return the text that the chat template makes of a conversation with `tools`, the conversation's images, and
-        notes on what of it was left out or changed. `kwargs` are variables of the template."""
+        notes on the parts that were dropped or changed. `kwargs` are variables of the template."""
         if self.chat_template is None:
             raise InputError("this model has no chat template: use completions, or start with --chat-template", "model")
         processor = self.image_loader.processor if self.image_loader is not None else None

@@ -1,9 +1,9 @@
-"""Fits a conversation to what a chat template can express.
+"""Conversion of a conversation to the nearest one that a chat template can express.
 
-Templates differ in what they accept: some raise an error or drop the message if a system message comes late, if two
-messages of one role follow one another, or if the result of a tool comes without its call. Each such trait is tested
-once, by rendering small conversations. A conversation that the template takes is left as it is, but for system messages
-at the start: several become one.
+Templates differ in what they accept. Some raise an error, or drop a message, for a late system message, for two
+consecutive messages of one role, or for a tool's result without its call. Each such trait is tested once, by rendering
+small conversations. A conversation that the template accepts is not changed, except that several system messages at the
+start become one.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from quire.text.tools import Tool
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Tool]], str | None]
-"""Renders messages with tools; None if the template fails."""
+"""Renders messages with tools. Returns None if the template fails."""
 
 SYSTEM_ROLES = ("system", "developer")
-LATE_SYSTEM = "System message:\n"  # before a system message that becomes a user's
-RESULT = "Result of the function:\n"  # before a tool's result that becomes a user's message
+LATE_SYSTEM = "System message:\n"  # begins a user message that was a system message
+RESULT = "Result of the function:\n"  # begins a user message that was a tool's result
 TOOLS_PROMPT = (
     "You can call functions. Their descriptions, one a line:\n{tools}\n"
     'To call one, answer only with JSON: {{"name": "...", "arguments": {{...}}}}'
 )
 PROBE_TOOL = "quire_probe"
-SHORT_ID = 9  # characters of a call's id in Mistral's templates, which take no other length
+SHORT_ID = 9  # characters of a call's id; Mistral's templates accept no other length
 _DEVELOPER = re.compile(r"""["']developer["']""")
 
 
@@ -36,23 +36,25 @@ class TemplateTraits(NamedTuple):
 
     developer: bool  # the role "developer"
     system: bool  # a system message at the start
-    late_system: bool  # one after other messages
-    same_role: bool  # messages of one role that follow one another
-    assistant_first: bool
+    late_system: bool  # a system message after other messages
+    same_role: bool  # consecutive messages of one role
+    assistant_first: bool  # an assistant's message at the start
     calls: bool  # calls and their results
     lone_results: bool  # results without a call just before them
-    argument_texts: bool  # arguments that are no JSON object, as they are
+    argument_texts: bool  # arguments that are texts, unchanged
     any_ids: bool  # ids of calls of any length
 
 
 def probe_traits(source: str, render: Render) -> TemplateTraits:
-    """Return the traits of the template `source`, whose `render` is tried out."""
+    """Return the traits of the template `source`, by calling its `render` with small conversations."""
     tool = Tool(
         PROBE_TOOL, None, {"type": "function", "function": {"name": PROBE_TOOL, "description": "", "parameters": {}}}
     )
 
     def output(*messages: Message) -> str | None:
-        return render(messages, [tool] if any("tool" in key for message in messages for key in message) else [])
+        has_calls = any("tool_calls" in message for message in messages)
+        has_results = any(message["role"] == "tool" for message in messages)
+        return render(messages, [tool] if has_calls or has_results else [])
 
     def takes(*messages: Message) -> bool:
         return output(*messages) is not None
@@ -91,7 +93,7 @@ def probe_traits(source: str, render: Render) -> TemplateTraits:
 
 
 def is_plain(messages: Sequence[Message]) -> bool:
-    """Return True if users and the assistant take turns in `messages`, without calls: every template takes these."""
+    """Return True if a user and the assistant take turns in `messages`, without calls: every template accepts these."""
     turns = ("user", "assistant")
     return all(message["role"] == turns[i % 2] and "tool_calls" not in message for i, message in enumerate(messages))
 
@@ -99,9 +101,9 @@ def is_plain(messages: Sequence[Message]) -> bool:
 def fit_messages(
     messages: Sequence[Message], traits: TemplateTraits, described_tools: Sequence[Tool] | None
 ) -> list[Message]:
-    """Return the nearest conversation that a template with `traits` can express. `described_tools` are given for a
-    template without tools: the system message describes them. If it has no calls either, calls are JSON, and results
-    are user messages."""
+    """Return the nearest conversation that a template with `traits` can express. `described_tools` is None if the
+    template reads `tools`; otherwise the system message describes these. If the template does not read
+    `tools` or does not show calls, calls become JSON, and results become user messages."""
     fitted: list[Message] = []
     for message in messages:
         if message["role"] == "developer" and not traits.developer:
@@ -124,7 +126,7 @@ def fit_messages(
 
 
 def _fit_message(at: int, message: Message, messages: Sequence[Message], traits: TemplateTraits) -> Message:
-    """Return the message in a form that the template takes after those before it."""
+    """Return the message at position `at` of `messages` in a form that the template accepts there."""
     role, content = message["role"], message["content"]
     if role in SYSTEM_ROLES and not (traits.late_system if at else traits.system):
         mark = LATE_SYSTEM if at else ""
@@ -140,7 +142,7 @@ def _fit_message(at: int, message: Message, messages: Sequence[Message], traits:
 
 
 def _follows_call(at: int, messages: Sequence[Message]) -> bool:
-    """Return True if the result at `at` comes after a call, or after other results of that message."""
+    """Return True if the result at position `at` follows a message with calls, or other results of one."""
     before = at - 1
     while before >= 0 and messages[before]["role"] == "tool":
         before -= 1
@@ -158,7 +160,7 @@ def _fit_call(call: Mapping[str, Any], traits: TemplateTraits) -> Message:
 
 
 def _short_id(id: str) -> str:
-    """Return `id`, or one of nine letters and digits that follows from it."""
+    """Return `id` if it has SHORT_ID letters and digits, else that many of its hash."""
     if len(id) == SHORT_ID and id.isalnum():
         return id
     from hashlib import sha256
@@ -167,7 +169,7 @@ def _short_id(id: str) -> str:
 
 
 def _join_neighbors(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with those of one role that follow one another joined."""
+    """Return the messages with consecutive ones of one role joined."""
     joined: list[Message] = []
     for message in messages:
         last = joined[-1] if joined else None

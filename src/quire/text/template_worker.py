@@ -74,8 +74,8 @@ class TemplateWorker:
             return ["failed", (str(error) or type(error).__name__)[:MAX_REASON]]
 
     def _compile(self, source: str) -> list[str]:
-        """Return the variables that the template is given by its caller, sorted. Those that it sets itself before it
-        reads them, as in a branch, are none of them."""
+        """Return the variables that the template expects from its caller, sorted. Those that it sets before it reads
+        them, even if only in one branch, are excluded."""
         self._template = self._sandbox.from_string(source)
         tree = self._sandbox.parse(source)
         first_uses: dict[str, str] = {}
@@ -99,7 +99,7 @@ class TemplateWorker:
 
 
 def _names_in_order(node: nodes.Node) -> Iterator[nodes.Name]:
-    """Return the names in a template in the order in which they are used: the target of an assignment comes last."""
+    """Yield the names in a template in the order of their use. The target of an assignment comes last."""
     if isinstance(node, nodes.Name):
         yield node
     children = [*node.iter_child_nodes()]

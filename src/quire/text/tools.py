@@ -32,8 +32,8 @@ class Tool(NamedTuple):
 
 
 def read_tools(tools: Any) -> list[Tool]:
-    """Return checked copies of a request's functions; tools of other types are left out (`other_tools`). Raise
-    InputError with the tool that is invalid, and why."""
+    """Return checked copies of a request's functions, without the `other_tools`. Raise InputError with the tool that is
+    invalid, and why."""
     if not isinstance(tools, list | tuple):
         raise InputError(f"tools must be a list, got {type(tools).__name__}", "tools")
     if len(tools) > MAX_TOOLS:
@@ -54,7 +54,8 @@ def read_tools(tools: Any) -> list[Tool]:
 
 
 def other_tools(tools: Any) -> dict[int, str]:
-    """Return the types of the tools that are not functions, by position: tools that a client's own server would run."""
+    """Return the types of the tools that are not functions, by position. Such tools, as web search, run on OpenAI's or
+    Anthropic's servers, and not here."""
     kinds = {i: tool.get("type") for i, tool in enumerate(tools) if isinstance(tool, Mapping)}
     return {i: kind[:40] for i, kind in kinds.items() if isinstance(kind, str) and kind != "function"}
 

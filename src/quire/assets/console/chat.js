@@ -7,10 +7,12 @@ const STORED = "quire-conversation", MAX_STORED = 500_000; // UTF-16 units, whic
 const PARAMETERS = ["temperature", "top_p", "max_tokens", "seed", "n"];
 
 // Exchanges {text, images, lost, samples}: a message with its pictures as data: URIs and the number of those that a
-// reload lost, and the samples {said, fate, thoughts} of the answer. `stopper` stops the answer that is under way. A new
-// conversation replaces this object, so that an answer that ends later belongs to the old one.
+// reload lost, and the samples {parts, fate, thoughts} of the answer. A part is [text, log-probability or null].
+// `stopper` stops the answer that is under way. A new conversation replaces this object, so that an answer that ends
+// later belongs to the old one.
 let talk = { exchanges: [], stopper: null };
-let seesImages = false, images = []; // of the next message
+let acceptsImages = false; // if the model does
+let images = []; // of the next message
 
 export function begin() {
   stop();
@@ -21,7 +23,7 @@ export function begin() {
   settle();
 }
 
-// The log follows the answer unless the person has scrolled up.
+// The log follows the answer unless the user has scrolled up.
 let following = true;
 export function noteScroll() {
   const log = $("log");
@@ -43,7 +45,8 @@ function settle() {
 }
 
 // What the model sees of an answer: its first sample.
-const answer = ({ samples }) => samples[0] ? samples[0].said.map(([text]) => text).join("") : "";
+const textOf = (sample) => sample.parts.map(([text]) => text).join("");
+const answer = ({ samples }) => samples[0] ? textOf(samples[0]) : "";
 
 // Stores the newest exchanges that have an answer in this tab, without pictures.
 export function store() {
@@ -68,14 +71,14 @@ export function restore() {
 
 function messages() {
   return talk.exchanges.filter((exchange, at) => answer(exchange) || at === talk.exchanges.length - 1).flatMap((exchange) => {
-    const urls = exchange.images.map((url) => ({ type: "image_url", image_url: { url } })), said = answer(exchange);
+    const urls = exchange.images.map((url) => ({ type: "image_url", image_url: { url } })), answered = answer(exchange);
     const text = exchange.text ? [{ type: "text", text: exchange.text }] : [];
-    const asked = { role: "user", content: urls.length ? [...text, ...urls] : exchange.text };
-    return said ? [asked, { role: "assistant", content: said }] : [asked];
+    const question = { role: "user", content: urls.length ? [...text, ...urls] : exchange.text };
+    return answered ? [question, { role: "assistant", content: answered }] : [question];
   });
 }
 
-// Only parameters that the person has set are sent: for others the model's defaults hold.
+// Only parameters that the user has set are sent: for others the model's defaults hold.
 function request() {
   const body = { messages: messages(), stream: true };
   for (const name of PARAMETERS) if ($(name).value.trim()) body[name] = Number($(name).value);
@@ -87,13 +90,13 @@ function request() {
 // Pictures
 
 export function allowImages(allowed) {
-  seesImages = allowed;
+  acceptsImages = allowed;
   $("pictures").hidden = !allowed;
 }
 
-// Adds files to the next message. What is no picture, or too large, the server refuses with its reason.
+// Adds files to the next message. The server refuses a file that is too large or not a picture, and says why.
 export function addFiles(files) {
-  if (!seesImages) $("note").textContent = "This model reads only text: it takes no pictures.";
+  if (!acceptsImages) $("note").textContent = "This model reads only text: it takes no pictures.";
   else for (const file of files) {
     const reader = new FileReader();
     reader.addEventListener("load", () => attach([...images, reader.result]));
@@ -140,12 +143,12 @@ function showThoughts(place, samples) {
 // One sample is shown as Markdown, several as a tree, and so is one whose tokens have probabilities.
 function showSamples(place, samples) {
   if (!samples.length) return;
-  if (samples.length > 1 || samples[0].said.some(([, logprob]) => logprob !== null)) {
+  if (samples.length > 1 || samples[0].parts.some(([, logprob]) => logprob !== null)) {
     show(place, samples);
     return;
   }
   if (!place.firstChild) place.append(make("div", undefined, { class: "markdown" }), make("span", "", { class: "fate" }));
-  render(place.firstChild, samples[0].said.map(([text]) => text).join(""));
+  render(place.firstChild, textOf(samples[0]));
   place.lastChild.textContent = samples[0].fate;
 }
 
@@ -164,19 +167,19 @@ function showExchange(exchange) {
 }
 
 function take(samples, choice) {
-  const sample = samples[choice.index] || (samples[choice.index] = { said: [], fate: "", thoughts: "" });
+  const sample = samples[choice.index] || (samples[choice.index] = { parts: [], fate: "", thoughts: "" });
   const delta = choice.delta || {}, text = delta.content || "", thought = delta.reasoning_content || "";
   const scored = !thought && choice.logprobs && choice.logprobs.content; // beside thoughts, tokens of both
   sample.thoughts += thought;
   let rest = text;
   for (const one of scored || []) {
     if (!one.token || !rest.startsWith(one.token)) continue; // an end token isn't part of the text
-    sample.said.push([one.token, one.logprob]);
+    sample.parts.push([one.token, one.logprob]);
     rest = rest.slice(one.token.length);
   }
-  const last = sample.said.at(-1);
+  const last = sample.parts.at(-1);
   if (rest && last && last[1] === null) last[0] += rest;
-  else if (rest) sample.said.push([rest, null]);
+  else if (rest) sample.parts.push([rest, null]);
   if (choice.finish_reason) sample.fate = choice.finish_reason === "stop" ? "" : `(${choice.finish_reason})`;
 }
 
@@ -205,15 +208,15 @@ export async function send() {
     if (!response.ok) throw new Error((await response.json()).error?.message || `status ${response.status}`);
     for await (const data of events(response)) {
       if (data === "[DONE]") break;
-      const said = JSON.parse(data);
-      if (said.error) throw new Error(said.error.message);
-      for (const choice of said.choices) take(exchange.samples, choice);
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Error(chunk.error.message);
+      for (const choice of chunk.choices) take(exchange.samples, choice);
       drawSoon();
     }
   } catch (error) {
     const stopped = error.name === "AbortError";
     shown.append(make("p", stopped ? "stopped" : error.message, { class: "error" }));
-    if (!stopped && mine === talk && !answer(exchange) && !$("message").value) { // it can be changed and sent again
+    if (!stopped && mine === talk && !answer(exchange) && !$("message").value) { // the user can change it and send it again
       $("message").value = text;
       attach(exchange.images);
     }

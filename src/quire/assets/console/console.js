@@ -9,7 +9,7 @@ $("message").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
 });
 const takeFiles = (event, { files, types }) => {
-  if (!files.length || types.includes("text/plain")) return; // what office programs copy is a text and its picture
+  if (!files.length || types.includes("text/plain")) return; // office programs copy a text with its picture
   event.preventDefault();
   addFiles(files);
 };

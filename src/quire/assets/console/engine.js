@@ -110,7 +110,7 @@ function drawCharts() {
 // What is on a canvas is its label too, and says how many cells of each kind there are.
 function map(name, kind, of, told) {
   const { canvas, caption } = figure($("groups"), name);
-  canvas.hidden = !of.cells; // host pages of which none is used
+  canvas.hidden = !of.cells; // there are no cells if no host page is used
   caption.textContent = told + (of.per > 1 ? `; a cell is ${of.per} pages` : "");
   canvas.setAttribute("aria-label", caption.textContent);
   Object.assign(canvas.dataset, { kind, pages: of.pages, used: of.used, ...drawMap(canvas, cellsOf(of)) });
@@ -143,7 +143,7 @@ function drawSteps(last) {
   }));
 }
 
-let all = false; // listed requests are shown, not the first only
+let all = false; // true: all listed requests are shown, not only the first
 export function toggleAll() {
   all = !all;
   if (scene) drawRequests(scene);

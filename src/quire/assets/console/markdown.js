@@ -1,8 +1,8 @@
-// Markdown as elements. Its text only ever becomes text nodes, and only links to http and https become links; pictures
-// are shown as links, since the page loads nothing from other hosts.
+// Markdown as elements. Text becomes text nodes, never HTML. Only links to http and https become links. Pictures become
+// links, since the page loads nothing from other hosts.
 import { make } from "./common.js";
 
-const MAX_DEPTH = 8; // of blocks and of marks; what is deeper stays text
+const MAX_DEPTH = 8; // of nested blocks and of nested marks; deeper ones stay text
 const FENCE = /^ {0,3}(`{3,}|~{3,}) *([^`]*)$/, HEADING = /^ {0,3}(#{1,6}) +(.*)$/, QUOTE = /^ {0,3}> ?/;
 const RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/, ITEM = /^( *)([-*+]|\d{1,9}[.)])( +|$)/;
 const DELIMITERS = /^ *\|?(?: *:?-+:? *\|)+(?: *:?-+:? *)?$/; // of a table, below its header
@@ -15,6 +15,7 @@ const INLINE = new RegExp([
 ].map(({ source }) => source).join("|"), "gs");
 const MARKS = { 1: ["em"], 2: ["strong"], 3: ["strong", "em"], "~~": ["del"] };
 
+// Appends a paragraph's text to `parent`, with its links, codes and marks as elements.
 function inline(parent, text, depth = 0) {
   let from = 0;
   for (const { index, 0: whole, groups } of depth > MAX_DEPTH ? [] : text.matchAll(INLINE)) {
@@ -83,8 +84,9 @@ function table([header, delimiters, ...rows]) {
   return box;
 }
 
-// The lines from `at` on that are one block, and what makes an element of them. `joined`: a paragraph goes on, which a
-// numbered list interrupts only if it begins with 1.
+// Returns the end of the block that begins at line `at`, and a function that makes its element. With `joined`, a
+// paragraph precedes the line: returns null if the line belongs to it. A numbered list ends a paragraph only if it begins
+// with 1.
 function block(lines, at, depth, joined = false) {
   const line = lines[at], until = (ends, end = at + 1) => {
     while (end < lines.length && !ends(lines[end], end)) end++;
@@ -122,6 +124,7 @@ function block(lines, at, depth, joined = false) {
   }];
 }
 
+// Returns the same as `block` for a list, whose first line matches ITEM.
 function list(lines, at, [, { length: indent }, marker], depth) {
   const starts = [], kind = /\d/.test(marker) ? "ol" : "ul";
   let end = at;
@@ -143,6 +146,7 @@ function list(lines, at, [, { length: indent }, marker], depth) {
   }];
 }
 
+// Yields the source of each block, and a function that makes its element.
 function* blocks(lines, depth) {
   for (let at = 0; at < lines.length;) {
     if (!lines[at].trim()) {

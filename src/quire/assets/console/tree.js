@@ -11,15 +11,16 @@ function words(text) {
   return found.flatMap((word) => SPACED.test(word) ? [word] : Array.from(letters.segment(word), ({ segment }) => segment));
 }
 
-// What was said, [text, log-probability or null] as it came, in pieces that don't depend on how it came.
-export function cut(said) {
+// The parts of an answer, [text, log-probability or null] as they came, cut into pieces that don't depend on how they
+// came.
+export function cut(parts) {
   const pieces = [];
   let loose = "";
   const settle = () => {
     for (const word of words(loose)) pieces.push([word, null]);
     loose = "";
   };
-  for (const [text, logprob] of said) {
+  for (const [text, logprob] of parts) {
     if (logprob === null) {
       loose += text;
     } else {
@@ -76,9 +77,9 @@ function grow(list, samples, from) {
   }
 }
 
-// `samples`: {said, fate}.
+// `samples`: {parts, fate}.
 export function show(place, samples) {
   const list = make("ul", undefined, { class: samples.length > 1 ? "tree" : "tree alone" });
-  grow(list, samples.map(({ said, fate }, at) => ({ pieces: cut(said), fate, name: `#${at + 1}` })), 0);
+  grow(list, samples.map(({ parts, fate }, at) => ({ pieces: cut(parts), fate, name: `#${at + 1}` })), 0);
   place.replaceChildren(list);
 }

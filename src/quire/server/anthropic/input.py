@@ -43,7 +43,7 @@ THINKING_TYPES = ("enabled", "adaptive", "disabled")
 THINKING_VARIABLES = ("enable_thinking", "thinking")  # names in chat templates
 UNSUPPORTED_FIELDS = ("container", "mcp_servers")  # Anthropic's fields that would change the answer
 ROLES = ("user", "assistant", "system")
-# Types of blocks by role, and the fields that are used of each type. Others of the past are left out.
+# Types of blocks by role, and the fields that are used of each type. Other types of PAST_OWNERS are left out.
 BLOCK_TYPES = {
     "system": ("text",),
     "user": ("text", "image", "document", "search_result", "tool_result"),
@@ -63,9 +63,9 @@ BLOCK_FIELDS = {
 }
 ERROR_PREFIX = "Error: "  # before the text of a tool result with is_error
 BILLING_HEADER = "x-anthropic-billing-header"
-"""A client's first block of the system message, which differs with each request: the rest would not be found
-in the prefix cache."""
-UNCHECKED_FIELDS = ("content", "is_error", "signature", "input", "title", "context")
+"""The beginning of a block that a client adds to the system message. It differs with each request, so that no prefix
+would be found in the cache."""
+UNCHECKED_FIELDS = ("content", "is_error", "signature", "input", "title", "context")  # not by `_read_blocks`
 NAMES = ClientNames(
     "/v1/messages",
     "messages",
@@ -271,8 +271,8 @@ class MessageReader:
         return blocks
 
     def _is_left_out(self, at: str, block: Any, owner: str) -> bool:
-        """Return True, and name the block in a warning, if it is left out: one of the past of an unknown type, or a
-        document that is no text; or a client's billing header."""
+        """Return True, and name the block in a warning, if it is left out: a client's billing header, or of PAST_OWNERS
+        a block of an unknown type or a document without text."""
         kind = block.get("type") if isinstance(block, Mapping) else None
         if not isinstance(kind, str):
             return False
@@ -372,7 +372,7 @@ def _block_text(at: str, block: Json) -> str:
 
 
 def _document_text(document: Json) -> str | None:
-    """Return the text of a document, or None if it is something else, as a PDF."""
+    """Return the text of a document, or None if it has none, such as a PDF."""
     source = document.get("source")
     if not isinstance(source, Mapping):
         return None

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from quire.server.anthropic.input import NAMES, CountTokensRequest, MessageRequest, TranslatedMessages
 from quire.server.anthropic.render import MessageRenderer
+from quire.server.generation import Generation
 from quire.server.service import Service
 
 
@@ -22,19 +23,20 @@ class MessageRoutes:
         """Answer messages with one."""
         translated = TranslatedMessages(body, self.resolver)
         with NAMES.rename_errors(translated.conversation):
-            generation = NAMES.rename_warnings(
-                await self.resolver.chat("msg", translated.chat_request), translated.conversation
-            )
+            generation = await self._resolve(translated)
             renderer = partial(MessageRenderer, max_tokens=body.max_tokens)
             return await self.service.answer(generation, renderer, http)
 
     async def count(self, body: CountTokensRequest) -> Response:
-        """Return the number of tokens of the prompt for such messages."""
+        """Return the number of tokens of a request's prompt."""
         translated = TranslatedMessages(body, self.resolver)
         with NAMES.rename_errors(translated.conversation):
-            generation = NAMES.rename_warnings(
-                await self.resolver.chat("msg", translated.chat_request), translated.conversation
-            )
+            generation = await self._resolve(translated)
             prompts = generation.prompts
             headers = self.resolver.warning_headers(translated.chat_request, prompts, generation.warnings)
         return JSONResponse({"input_tokens": len(prompts[0].ids)}, headers=headers)
+
+    async def _resolve(self, translated: TranslatedMessages) -> Generation:
+        """Return the request as a chat, with Anthropic's names in its warnings."""
+        generation = await self.resolver.chat("msg", translated.chat_request)
+        return NAMES.rename_warnings(generation, translated.conversation)

@@ -33,7 +33,7 @@ ROLES = ("user", "assistant", "system", "developer")
 PARTS = ("input_text", "output_text", "text", "refusal", "input_image")
 NAMED_CHOICES = ("function", "allowed_tools")
 LOGPROBS = "message.output_text.logprobs"
-KNOWN_INCLUDES = ("reasoning.encrypted_content", LOGPROBS)  # the first one is ignored: no content is encrypted here
+KNOWN_INCLUDES = ("reasoning.encrypted_content", LOGPROBS)  # the former has no effect: no content is encrypted here
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # OpenAI's limits of metadata
 # OpenAI's fields that would change the answer, or how it can be retrieved.
 UNSUPPORTED_FIELDS = frozenset({
@@ -75,8 +75,8 @@ NAMES = ClientNames(
 
 
 def to_chat_request(body: ResponseRequest, conversation: Conversation, left_out: Iterable[str]) -> ChatRequest:
-    """Return the chat request. `left_out` names items that are not in the conversation. Raise InputError for an
-    unsupported field."""
+    """Return the chat request. `left_out` names items that the conversation lacks. Raise InputError for an unsupported
+    field."""
     unknown = NAMES.check_fields(body.model_extra or {}, ResponseRequest.model_fields, UNSUPPORTED_FIELDS)
     _check_supported(body)
     given = body.chat_fields() | {"messages": conversation.messages, "max_completion_tokens": body.max_output_tokens}
@@ -182,8 +182,8 @@ def input_items(body: ResponseRequest) -> list[Json]:
 
 
 def droppable_items(items: Sequence[Json]) -> list[int]:
-    """Return the numbers of the items that `truncation` may drop: all but the system's, the user's last message and the
-    last item."""
+    """Return the positions of the items that `truncation` may drop: all except those of the roles system and developer,
+    the user's last message, and the last item."""
     roles = [item.get("role") for item in items]
     kept = {len(items) - 1, *[i for i, role in enumerate(roles) if role == "user"][-1:]}
     return [i for i, role in enumerate(roles) if role not in ("system", "developer") and i not in kept]
@@ -192,8 +192,9 @@ def droppable_items(items: Sequence[Json]) -> list[int]:
 def items_to_conversation(
     instructions: str | None, items: Sequence[Json], num_previous: int = 0, dropped: Collection[int] = ()
 ) -> tuple[Conversation, list[str]]:
-    """Return the messages of a request: its instructions, and its items without those `dropped`. The first
-    `num_previous` are those of previous responses. Return the names of the items that are left out too."""
+    """Return the messages of a request, and the names of items and parts that can't be read. The messages are its
+    instructions and its `items`, without those at the positions `dropped`. The first `num_previous` items are those of
+    previous responses."""
     conversation = Conversation()
     if instructions is not None:
         conversation.append("instructions", {"role": "system", "content": instructions})
@@ -216,7 +217,7 @@ class _ItemReader:
     def __init__(self, conversation: Conversation) -> None:
         self._conversation, self._reasoning_texts = conversation, list[str]()
         self._result_images: list[tuple[str, Json]] = []  # images in results, with their paths
-        self.left_out: list[str] = []
+        self.left_out: list[str] = []  # paths of items and parts that can't be read, with their types
 
     def add(self, at: str, item: Json) -> None:
         """Add the next item. `at` is its path in errors."""
@@ -226,7 +227,7 @@ class _ItemReader:
             "custom_tool_call": self._add_custom_call, "custom_tool_call_output": self._add_result,
         }  # fmt: skip
         kind = item.get("type", "message" if "role" in item else None)
-        if isinstance(kind, str) and kind not in adds:  # what tools that are not run here did, or a reference to it
+        if isinstance(kind, str) and kind not in adds:  # of a hosted tool, or an unresolved reference
             self.left_out.append(f"{at} ({kind[:40]})")
         else:
             adds[check_kind({"type": "message"} | item, adds, at, "input")](at, item)
@@ -287,7 +288,7 @@ class _ItemReader:
         self._conversation.add_call(at, id, name, given)
 
     def _add_custom_call(self, at: str, item: Json) -> None:
-        """Add the call of a tool that takes a text."""
+        """Add the call of a custom tool, whose input is a text."""
         arguments = {CUSTOM_INPUT: read_string(item, "input", at, "input")}
         self._add_call(at, {**item, "arguments": json.dumps(arguments, ensure_ascii=False)})
 
@@ -304,7 +305,7 @@ class _ItemReader:
         self._add_message(at, {"role": "tool", "tool_call_id": id, "content": output})
 
     def _content(self, at: str, content: Any, past: bool) -> str | list[Json]:
-        """Return a message's content. Parts of `past` content that can't be read are left out."""
+        """Return the content of a message or a result. If it is `past`, parts that can't be read are left out."""
         if isinstance(content, str):
             return content
         if past and isinstance(content, dict):

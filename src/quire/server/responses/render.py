@@ -31,13 +31,13 @@ def new_id(kind: str) -> str:
 
 
 class TextLogprobs:
-    """The log-probabilities of an output's tokens, as JSON, for each of its texts, without the tokens of reasoning, of
-    calls and of the markers around these. The output is parsed once more, token by token."""
+    """The log-probabilities of the tokens of each text of an output, as JSON. Tokens of reasoning, of calls and of
+    the markers around these are left out. The output is parsed a second time, token by token, to assign each token."""
 
     def __init__(self, generation: Generation, input_processor: InputProcessor) -> None:
         self.texts: list[list[str]] = [[]]
         self._parser = ChoiceParser(generation.tool_choice, generation.reasoning)
-        self._held: list[tuple[str, str]] = []  # text and JSON of tokens that no part was parsed from yet
+        self._held: list[tuple[str, str]] = []  # text and JSON of tokens that are not assigned yet
         self._decode = getincrementaldecoder("utf-8")("replace").decode
         self._tokenizer, self._skips_special = input_processor.tokenizer, generation.params.skip_special_tokens
 
@@ -50,13 +50,13 @@ class TextLogprobs:
         self._add(self._parser.push_runs(text, last=False))
 
     def finish(self) -> None:
-        """End the output. The tokens at the end, which have no text, belong to the last text."""
+        """End the output. Assign its last tokens, which have no text, to the last text."""
         self._add(self._parser.push_runs("", last=True))
         self.texts[-1] += [entry for _, entry in self._held]
 
     def _add(self, runs: Sequence[MessageParts]) -> None:
         for parts in filter(None, runs):
-            if parts.content:  # of the last tokens held; those before it are markers
+            if parts.content:  # the text of the last held tokens; those before them are markers
                 missing, start = len(parts.content), len(self._held)
                 while start and (missing > 0 or not self._held[start - 1][0]):
                     start -= 1
@@ -98,7 +98,7 @@ class TextItem(OutputItem):
         self._emit(f"response.{self.kind}.delta", **self._part_location, delta=text, **self.scores(new))
 
     def end(self, status: str) -> None:
-        if self._num_sent < len(self._logprobs):  # of tokens without text
+        if self._num_sent < len(self._logprobs):  # the last tokens have no text
             self.add("")
         text, logprobs = "".join(self._texts), self._logprobs[:]
         self._emit(f"response.{self.kind}.done", **self._part_location, text=text, **self.scores(logprobs))
@@ -153,7 +153,7 @@ class CallItem(OutputItem):
 
 
 class ResponseItems(OutputItems):
-    """The items of an output. Events are numbered, and those up to number `after` are not written. `logprobs` has the
+    """The items of an output. Events are numbered; those up to number `after` are not written. `logprobs` are the
     log-probabilities of each text so far, as JSON."""
 
     text_item, reasoning_item, call_item = TextItem, ReasoningItem, CallItem
@@ -168,7 +168,7 @@ class ResponseItems(OutputItems):
         self._number += 1
 
     def text_logprobs(self) -> list[str]:
-        """Return the log-probabilities of the next text. The list grows with the text."""
+        """Return the log-probabilities of the next text, in a list that grows with it."""
         texts = sum(type(item) is TextItem for item in self._items)
         return self._logprobs[texts] if texts < len(self._logprobs) else []
 
@@ -183,8 +183,8 @@ class ResponseItems(OutputItems):
 
 
 def replay(data: bytes, after: int) -> str:
-    """Return the events of a response that has ended, which is given as JSON, without those up to number `after`. Each
-    text is one delta. Raise InputError for a cancelled one, since no event says so."""
+    """Return the events of the response in `data`, JSON, that has ended, without events up to number `after`. Each text
+    is one delta. Raise InputError for a cancelled response, for which there is no last event."""
     response = json.loads(data)
     if response["status"] == "cancelled":
         raise InputError("a response that was cancelled can't be streamed: leave out stream", "stream")
@@ -201,7 +201,7 @@ def replay(data: bytes, after: int) -> str:
 
 class ResponseRenderer(ItemRenderer):
     """Renders /v1/responses for the request `body`. `store` is called with a response that is complete or was cut off
-    at a length limit, and with a failed one if the client does not wait for it."""
+    at a length limit, and with a failed one in the background."""
 
     def __init__(
         self,

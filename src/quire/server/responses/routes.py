@@ -1,5 +1,5 @@
-"""/v1/responses: OpenAI's newer form of a chat, which is answered as a chat request, the stored responses, and those in
-the background. These are in memory; their number and size are limited, and the oldest stored one is dropped first."""
+"""/v1/responses: OpenAI's newer form of a chat, answered as a chat request; stored responses; and responses in the
+background. Both are in memory, limited in number and size. The oldest stored response is dropped first."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ from quire.text.chat_messages import MAX_MESSAGES
 Json = dict[str, Any]
 MAX_STORED_BYTES = 256 << 20  # of all stored responses and their conversations
 MAX_CONVERSATION = 16 << 20  # bytes of the conversation before a stored response
-MAX_LISTED = 100  # items
+MAX_LISTED = 100  # items of a response in one answer
 
 
 class StoredResponse(NamedTuple):
-    """A response as JSON, the items that it answers, and those of its output by id."""
+    """A response, as JSON. `input` has the items that it answers, also those of the responses before it; `output` has
+    the items of its output by id."""
 
     owner: bytes
     response: bytes
@@ -56,7 +57,7 @@ class StoredResponse(NamedTuple):
 
     @property
     def items(self) -> bytes:
-        """Return all items of the conversation as JSON. `input` is not empty."""
+        """Return all items of the conversation as JSON. The list in `input` is not empty."""
         return b",".join([self.input[:-1], *self.output.values()]) + b"]"
 
 
@@ -93,7 +94,7 @@ class ResponseStore:
     def put(self, owner: bytes, previous_items: bytes, response: Json) -> None:
         """Store a response of `owner`. `previous_items` is the JSON of the items that it answers, a list that is not
         empty."""
-        # the conversation goes on without log-probabilities
+        # `default` drops log-probabilities (RawJsonList): a later request does not read them
         output = {
             str(item.get("id")): json.dumps(item, separators=(",", ":"), default=lambda _: []).encode()
             for item in response["output"]
@@ -114,13 +115,14 @@ class ResponseStore:
             self._ids_by_item.pop(item, None)
 
     def resolve_reference(self, item: Json, owner: bytes) -> Json:
-        """Return the item of a stored response of `owner` that an item_reference names, or `item` itself."""
+        """Return the output item of a stored response of `owner` that `item`, an item_reference, names. Return any
+        other `item` unchanged."""
         id = item.get("id")
         if item.get("type") != "item_reference" or not isinstance(id, str) or id not in self._ids_by_item:
             return item
         stored = self._responses[self._ids_by_item[id]]
-        found: Json = json.loads(stored.output[id]) if stored.owner == owner else item
-        return found
+        referenced: Json = json.loads(stored.output[id]) if stored.owner == owner else item
+        return referenced
 
     def get(self, id: str, owner: bytes) -> StoredResponse:
         """Return a response of `owner`. Raise UnknownResponse if there is none."""
@@ -138,7 +140,7 @@ class ResponseStore:
 
 
 class BackgroundRun(NamedTuple):
-    """A response on its way, which no client waits for. `items` is the JSON of the items that it answers."""
+    """A response that is generated in the background. `items` is the JSON of the items that it answers."""
 
     owner: bytes
     items: bytes
@@ -167,7 +169,7 @@ class ResponseRoutes:
             how = "start the server with --store-responses, and leave out store"
             raise InputError(f"background needs a response that is stored: {how}", "background")
         if body.background and body.stream:
-            raise InputError("a response in the background can't be streamed: leave out stream, and get it", "stream")
+            raise InputError("a response in the background can't be streamed: leave out stream, and poll GET", "stream")
         previous, given = self._previous_items(body, owner), self._given_items(body, owner)
         generation, conversation = await self._resolve(body, previous, given)
         if stores:
@@ -188,7 +190,7 @@ class ResponseRoutes:
         return JSONResponse(run.to_json(), headers=headers)
 
     async def count(self, body: ResponseRequest, http: Request) -> Response:
-        """Return the number of tokens of the prompt for such items."""
+        """Return the number of tokens of a request's prompt."""
         owner = owner_of(http)
         generation, _ = await self._resolve(body, self._previous_items(body, owner), self._given_items(body, owner))
         headers = self.service.resolver.warning_headers(generation.request, generation.prompts, generation.warnings)
@@ -200,10 +202,11 @@ class ResponseRoutes:
     ) -> Response:
         """Return a stored response, or one in the background. With `stream`, return its events, without those up to
         number `starting_after`."""
-        run = self._find_run(name, owner := owner_of(http))
+        owner = owner_of(http)
+        run = self._find_run(name, owner)
         if run is not None:
             if stream:
-                raise InputError("a response in the background can't be streamed: leave out stream", "stream")
+                raise InputError("a response that has not ended can't be streamed: leave out stream", "stream")
             return JSONResponse(run.to_json())
         data = self.store.get(name, owner).response
         if not stream:
@@ -221,19 +224,21 @@ class ResponseRoutes:
         after: str | None = None,
     ) -> Response:
         """Return the items that a response answers, also those of the responses before it."""
-        run = self._find_run(name, owner := owner_of(http))
+        owner = owner_of(http)
+        run = self._find_run(name, owner)
         items = json.loads(run.items if run is not None else self.store.get(name, owner).input)
         items = items if order == "asc" else items[::-1]
         start = next((i for i, item in enumerate(items, 1) if item["id"] == after), 0)
         if after is not None and not start:
-            raise InputError(f"after is {after[:80]!r}, and no item has this id", "after")
+            raise InputError(f"after is {after[:80]!r}, which is not the id of an item", "after")
         page, more = items[start : start + limit], len(items) > start + limit
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
         return JSONResponse({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
 
     async def cancel(self, name: str, http: Request) -> Response:
-        """Cancel a response in the background. Return it, or the response if it has ended already."""
-        run = self._find_run(name, owner := owner_of(http))
+        """Cancel a response in the background, unless it has ended. Return the response."""
+        owner = owner_of(http)
+        run = self._find_run(name, owner)
         if run is not None:
             self._abort(name)
             self.store.put(owner, run.items, run.renderer.response("cancelled"))
@@ -244,7 +249,8 @@ class ResponseRoutes:
 
     async def delete(self, name: str, http: Request) -> Response:
         """Delete a stored response, or abort one in the background."""
-        if self._find_run(name, owner := owner_of(http)) is not None:
+        owner = owner_of(http)
+        if self._find_run(name, owner) is not None:
             self._abort(name)
         else:
             self.store.drop(name, owner)
@@ -269,18 +275,19 @@ class ResponseRoutes:
     def _abort(self, name: str) -> None:
         run = self._runs.pop(name)
         run.task.cancel()
-        run.call.close()  # a task that has not begun does not
+        run.call.close()  # the task does so only if it has begun
 
     async def _resolve(
         self, body: ResponseRequest, previous: Sequence[Json], given: Sequence[Json]
     ) -> tuple[Generation, Conversation]:
-        """Return the request as a chat. With truncation "auto", drop the fewest of the first items with which the
-        prompt fits, by bisection."""
+        """Return the request as a chat, and its conversation. With truncation "auto", drop as few of the first items as
+        make the prompt fit. The number is found by bisection; each try renders and tokenizes the conversation."""
         items = [*previous, *given]
         droppable = droppable_items(items) if body.truncation == "auto" else []
         longest = self.service.input_processor.max_len - (body.max_output_tokens or 1)
         high, best = len(droppable), None
-        number = low = min(max(len(items) + 1 - MAX_MESSAGES, 0), high)  # 0 is tried first: most conversations fit
+        # The lower bound, mostly 0, is tried first: most conversations fit.
+        number = low = min(max(len(items) + 1 - MAX_MESSAGES, 0), high)
         while low < high:
             resolved = None
             with suppress(PromptTooLong):
@@ -306,7 +313,7 @@ class ResponseRoutes:
         return generation, conversation
 
     def _given_items(self, body: ResponseRequest, owner: bytes) -> list[Json]:
-        """Return the items of the input, with those that it refers to."""
+        """Return the items of the input, with references to stored items resolved."""
         return [self.store.resolve_reference(item, owner) for item in input_items(body)]
 
     def _previous_items(self, body: ResponseRequest, owner: bytes) -> list[Json]:

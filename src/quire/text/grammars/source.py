@@ -31,7 +31,7 @@ COUNT_KEYWORDS = frozenset(
 MAX_PROPERTIES = 2048  # in all of a schema
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 GBNF_ERROR_LINE = re.compile(r" at line (\d+)")
-MAX_GBNF_RULES = 512  # the converter's time grows with their square: a quarter of a second
+MAX_GBNF_RULES = 512  # converted in a quarter of a second; the time grows with the square of the number
 FREE_TEXT_RULE = r"TAG_TEXT: /(.|\n)*/"
 
 
@@ -68,8 +68,8 @@ def _compile_source(structured: Structured, tokenizer: Tokenizer) -> str:
 
 
 def to_lark(source: str) -> str:
-    """Return a grammar in Lark. `source` is in Lark, or in GBNF, llama.cpp's and vLLM's form of EBNF, whose rules are
-    written `name ::= ...` and begin at `root`. Raise InputError if it can't be converted."""
+    """Return a grammar in Lark. `source` is in Lark or in GBNF, the EBNF of llama.cpp and vLLM, with rules
+    `name ::= ...` that begin at `root`. Raise InputError if it can't be converted."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     rules = len(GBNF_RULE.findall(source))

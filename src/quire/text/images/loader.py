@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from quire.core.validation import ROOM, EngineLimits, check_salt
+from quire.core.validation import NEEDS_OUTPUT, EngineLimits, check_salt
 from quire.errors import InputError, Overloaded, short_repr
 from quire.protocol.columns import MAX_PIXEL_BYTES
 from quire.protocol.images import ImageItem, ImagePixels
@@ -146,8 +146,8 @@ class ImageLoader:
             taken = list(accumulate(tokens for _, tokens in spans))
             room = limits.max_len - len(placed) + taken[-1]  # left for images by the text
             over = next((one.param for one, tokens in zip(given, taken) if tokens >= room), "") if room > 0 else ""
-            more = f", {taken[-1]} of them for {len(spans)} images{over and f', with {over}'}{ROOM}"
-            raise limits.too_long(f"{len(placed)} tokens", f"{limits.max_len}", more, over or "prompt")
+            detail = f", {taken[-1]} of them for {len(spans)} images{over and f', with {over}'}{NEEDS_OUTPUT}"
+            raise limits.length_error(f"{len(placed)} tokens", f"{limits.max_len}", detail, over or "prompt")
         return placed, tuple(
             ImageItem(one.key, start, tokens, processor.num_rows(one.grid), processor.num_parts(one.grid))
             for one, (start, tokens) in zip(pixels, spans)
