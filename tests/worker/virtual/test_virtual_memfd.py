@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -70,9 +71,12 @@ def test_more_addresses_than_there_are() -> None:
     driver = MemfdDriver(2048 * KIB)
     with pytest.raises(StartupError, match=f"asks for {1 << 47:,} addresses.*--max-model-len"):
         driver.reserve(1 << 47)
+    most = (1 << 46) - (1 << 42)
+    with suppress(StartupError):  # two fit if the program lies at the end of the addresses
+        driver.reserve(most)
+        driver.reserve(most)
     with pytest.raises(StartupError, match=r"refuses \(mmap failed: Cannot allocate memory\).*--max-num-seqs"):
-        for _ in range(3):  # two may fit where the program lies at the end of the addresses
-            driver.reserve((1 << 46) - (1 << 42))
+        driver.reserve(most)
     driver.close()
 
 
