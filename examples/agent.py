@@ -18,12 +18,13 @@ def run(client: OpenAI, question: str, max_tokens: int = 100) -> list[dict]:
     fields = {"model": client.models.list().data[0].id, "messages": messages, "tools": TOOLS, "max_tokens": max_tokens}
     for choice in ("required", *["auto"] * 6, "none"):
         try:
-            answer = client.chat.completions.create(**fields, tool_choice=choice).choices[0].message
+            output = client.chat.completions.create(**fields, tool_choice=choice).choices[0]
         except BadRequestError as error:
             if error.code != "context_length_exceeded" or len(messages) == 1:
                 raise
             del messages[1 : 1 + len(messages) // 2]  # drop the older half, except the question
             continue
+        answer = output.message
         messages.append(answer.model_dump(exclude_none=True))
         for call in answer.tool_calls or ():
             try:
@@ -31,7 +32,7 @@ def run(client: OpenAI, question: str, max_tokens: int = 100) -> list[dict]:
             except (ValueError, KeyError, TypeError) as error:  # cut off, or not as the schema says
                 result = f"Error: {error!r}. The argument is one of {[*PAGES]}."
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-        if not answer.tool_calls:
+        if not answer.tool_calls and (choice != "required" or output.finish_reason != "length"):
             break
     return messages
 

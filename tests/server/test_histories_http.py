@@ -108,6 +108,13 @@ MESSAGES: dict[str, tuple[Body, list[Body], str]] = {
     "a name": (
         {"messages": [USER, said({**USE, "name": "a b"}), asked(RESULT)]}, [USER, call(name="a b"), result()], "",
     ),
+    "no input": ({"messages": [USER, said({"type": "tool_use", "id": "c1", "name": "weather"})]}, [USER, call()], ""),
+    "null content": (
+        {"messages": [USER, {"role": "assistant", "content": None}, USER]}, [USER, {"role": "assistant"}, USER], "",
+    ),
+    "a result of texts": (
+        {"messages": [USER, said(USE), asked({**RESULT, "content": ["a", "b"]})]}, [USER, call(), result("a\nb")], "",
+    ),
     "a tool's reference": (
         {"messages": [USER, said(USE), asked({**RESULT, "content": [{"type": "tool_reference", "tool_name": "f"}]})]},
         [USER, call(), result("")], "messages[2].content[0].content[0] (tool_reference)",
@@ -179,7 +186,13 @@ ITEMS: dict[str, tuple[list[Body], list[Body], str]] = {  # items, the chat that
         [USER, item("message", role="assistant", content=[item("x"), item("output_text", text="hi")]), USER],
         [USER, {"role": "assistant", "content": "hi"}, USER], "input[1].content[0] (x)",
     ),
-    "an object": ([USER, CALLED, {**OUTPUT, "output": {"a": 1}}], [USER, call(), result('{"a": 1}')], ""),
+    "no id": ([USER, {**CALLED, "call_id": None}, OUTPUT], [USER, call(id=""), result()], ""),
+    "an object": ([USER, {**CALLED, "arguments": {"a": 1}}, OUTPUT], [USER, call('{"a": 1}'), result()], ""),
+    "a user's other item": (
+        [item("input_message", role="user", content="hi"), item("input_text", text="you")],
+        [{**USER, "content": "hi"}, {**USER, "content": "you"}], "",
+    ),
+    "an object as output": ([USER, CALLED, {**OUTPUT, "output": {"a": 1}}], [USER, call(), result('{"a": 1}')], ""),
 }  # fmt: skip
 
 
@@ -247,11 +260,26 @@ def test_allowed_tools(served: Running) -> None:
         ({"mode": "required", "tools": [{"type": "function", "function": {"name": "z"}}]}, "allows 'z'"),
         ({"mode": "none", "tools": allowed}, "allowed_tools must be"),
         ({"mode": "auto", "tools": []}, "allowed_tools must be"),
+        ({"mode": "auto", "tools": 5}, "allowed_tools must be"),
+        ({"mode": "auto", "tools": [{"type": "function", "function": {"name": ["f"]}}]}, "allowed_tools must be"),
         (None, "allowed_tools must be"),
     ):
         choice = {"type": "allowed_tools", "allowed_tools": wrong}
         refused = http.post("/v1/chat/completions", json={"messages": [USER], "tools": tools, "tool_choice": choice})
         assert (refused.status_code, words in refused.text) == (400, True), refused.text
+
+
+def test_a_past_without_text_is_continued_and_echoed(served: Running) -> None:
+    for part in (
+        {"type": "refusal", "refusal": "no"},
+        {"type": "thinking", "thinking": "hm"},
+        {"type": "image", "x": 1},
+    ):
+        last = {"role": "assistant", "content": [part]}
+        for more in ({"echo": True}, {"continue_final_message": True, "add_generation_prompt": False}):
+            body = {"messages": [USER, last], "max_tokens": 1, **more}
+            answer = served.http.post("/v1/chat/completions", json=body)
+            assert answer.status_code in (200, 400), answer.text
 
 
 def test_variables_that_the_template_does_not_read(served: Running) -> None:

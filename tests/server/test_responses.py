@@ -292,6 +292,11 @@ def test_input_items_are_listed(served: Any) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(params)))
     with pytest.raises(APIStatusError, match="there is no response"):
         served.other.responses.input_items.list(second.id)
+    odd: Any = [{"id": "m", "role": "user", "content": text, "mood": "\ud83d"} for text in "abc"]
+    headers = {"content-type": "application/json"}
+    kept = served.http.post("/v1/responses", content=json.dumps({"input": odd}), headers=headers).json()["id"]
+    ids = [one["id"] for one in served.http.get(f"/v1/responses/{kept}/input_items").json()["data"]]
+    assert len({*ids}) == 3
 
 
 def test_items_are_referred_to(served: Any) -> None:
@@ -444,7 +449,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input", "input_file"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input", "file_id"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input", "input[0].content[0].text"),
-    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input", "call_id"),
+    ({"input": [{"type": "function_call", "call_id": "a", "arguments": "{}"}]}, "input", "name"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools", "tools[0].name must have"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools"),

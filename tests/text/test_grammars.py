@@ -351,7 +351,31 @@ def test_references_that_fan_out_are_looked_through_once(grammars: GrammarCompil
         ({"properties": {"a": {}}, "patternProperties": {"^b": {}}}, None),
         ({"type": "object"}, None),
         ({"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]}, None),
-        ({"$defs": {"A": {"properties": {}}}, "allOf": [{"$ref": "#/$defs/A"}]}, None),
+        ({"$defs": {"A": {"properties": {}}}, "allOf": [{"$ref": "#/$defs/A"}] * 2}, None),
+        ({"$defs": {"A": {"properties": {}}, "B": {"$ref": "#/$defs/A"}}, "allOf": [{"$ref": "#/$defs/B"}, {}]}, None),
+        ({"$defs": {"B": {"$ref": "#/$defs/A"}, "A": {"properties": {}}}, "allOf": [{"$ref": "#/$defs/B"}, {}]}, None),
+        (
+            {"$defs": {"A": {"properties": {}}}, "properties": {"x": {"allOf": [{"$ref": "#/$defs/A"}], "title": "X"}}},
+            {
+                "$defs": {"A": {"properties": {}, **NO_MORE}},
+                "properties": {"x": {"allOf": [{"$ref": "#/$defs/A"}], "title": "X"}},
+                **NO_MORE,
+            },
+        ),
+        (
+            {"properties": {"allOf": {"default": {"allOf": 1}}}},
+            {"properties": {"allOf": {"default": {"allOf": 1}}}, **NO_MORE},
+        ),
+        (
+            {"properties": {"a": {"properties": {}}, "b": {"allOf": [{"properties": {}}, {"properties": {}}]}}},
+            {
+                "properties": {
+                    "a": {"properties": {}, **NO_MORE},
+                    "b": {"allOf": [{"properties": {}}, {"properties": {}}]},
+                },
+                **NO_MORE,
+            },
+        ),
         ({"$defs": {"A": {"properties": {}}}}, {"$defs": {"A": {"properties": {}, **NO_MORE}}}),
         ({"items": {"anyOf": [{"properties": {}}, {}]}}, {"items": {"anyOf": [{"properties": {}, **NO_MORE}, {}]}}),
         ({"enum": [{"properties": {}}]}, None),

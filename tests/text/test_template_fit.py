@@ -72,6 +72,10 @@ NO_OBJECTS: dict[str, tuple[Any, Any]] = {  # arguments: what a template that ta
     '{"a": 1e999}': ('{"a": 1e999}', {"arguments": '{"a": 1e999}'}),
     "[" * 50_000: ("[" * 50_000, {"arguments": "[" * 50_000}),
     "null": ("{}", {}),
+    '{"a": ' + "[" * 40 + "]" * 40 + "}": (
+        '{"a": ' + "[" * 40 + "]" * 40 + "}",
+        {"arguments": '{"a": ' + "[" * 40 + "]" * 40 + "}"},
+    ),
 }
 
 
@@ -122,6 +126,9 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # a message, ho
     "tool object": (result({"é": 1}), say("tool", '{"é": 1}', tool_call_id="call_1"), 0),
     "empty id": (result(id=""), say("tool", "sun"), 0),
     "long id": (result(id="x" * 500), say("tool", "sun", tool_call_id="x" * 500), 0),
+    "number": (say("assistant", 5), say("assistant", "5"), 0),
+    "a tool's number": (result(1.5), say("tool", "1.5", tool_call_id="call_1"), 0),
+    "texts": (result(["a", "b"]), say("tool", "a\nb", tool_call_id="call_1"), 0),
     "function": ({"role": "function", "name": "f", "content": "1"}, say("tool", "1", name="f"), 0),
 }  # fmt: skip
 
@@ -156,8 +163,8 @@ def test_notes_are_bounded() -> None:
     [
         say("user", None), {"role": "user"}, say("user", [{"type": "document"}]), say("user", "a", tool_calls=[{}]),
         say("assistant", "", tool_calls=[{"function": {}}]), say("assistant", "", tool_calls=[{"type": "web"}]),
-        say("assistant", "", tool_calls=[{"function": {"name": ""}}]), say("assistant", 5), say("tool", 5),
-        say("user", "", tool_calls=[{"function": {"name": "f"}}]), call(id=5),  # type: ignore[arg-type]
+        say("assistant", "", tool_calls=[{"function": {"name": ""}}]), say("assistant", "", reasoning=5),
+        say("user", "", tool_calls=[{"function": {"name": "f"}}]), call(id=[]),  # type: ignore[arg-type]
         say("assistant", "", function_call="f"), call({"a": float("nan")}),
     ],
 )  # fmt: skip
@@ -173,6 +180,20 @@ FITTED: dict[str, tuple[str, list[Any], str]] = {  # a template, a history, and 
     "developer named": (CHATML + "{# 'developer' #}", [say("developer", "d"), USER], "<developer>d<user>hi"),
     "two systems": (CHATML, [say("system", "s"), say("developer", "d"), USER], "<system>s\n\nd<user>hi"),
     "late system": (CHATML, [USER, YO, say("system", "s"), USER], "<user>hi<assistant>yo<system>s<user>hi"),
+    "late system, moved": (
+        "{% for m in messages if m.role == 'system' %}{{ m.content }}|{% endfor %}"
+        "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        [USER, YO, say("system", "s"), USER], f"<user>hi<assistant>yo<user>{LATE_SYSTEM}s<user>hi",
+    ),
+    "another role": (CHATML, [say("critic", "c"), USER], "<critic>c<user>hi"),
+    "another role, dropped": (
+        "{% for m in messages if m.role in ['user', 'assistant'] %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        [USER, say("critic", "c"), YO], "<user>hi<user>critic:\nc<assistant>yo",
+    ),
+    "system alone, dropped": (
+        "{% for m in messages if m.role != 'system' or messages | length > 1 %}<{{ m.role }}>{{ m.content }}"
+        "{% endfor %}", [say("system", "s")], "<user>s",
+    ),
     "late system, strict": (
         STRICT, [USER, YO, say("system", "s"), USER], f"<user>hi<assistant>yo<user>{LATE_SYSTEM}s\n\nhi",
     ),

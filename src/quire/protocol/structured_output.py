@@ -96,7 +96,8 @@ SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions"
 SCHEMA_VALUE_KEYWORDS = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
 """Keywords of JSON Schema whose value is a schema or a list of schemas."""
 EXTRA_PROPERTY_KEYWORDS = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
-COMPOSITION_KEYWORDS = frozenset(("$ref", "anyOf", "oneOf", "if", "dependentSchemas"))
+COMPOSITION_KEYWORDS = frozenset(("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"))
+MAX_CLOSING_PASSES = 16  # one for each reference in a chain of references of parts
 
 
 def to_source(kind: StructuredKind, value: Any, name: str = PARAM_NAME) -> str:
@@ -147,28 +148,50 @@ def with_lenient(spec: Structured) -> Structured:
 
 def close_objects(schema: Any) -> Any:
     """Return the schema with `additionalProperties: false` for objects with `properties` that say nothing of other
-    members, as in vLLM's grammars: a small model would add members until the length limit. A schema that composes
-    objects of parts is returned unchanged: closed parts would exclude the members of one another."""
+    members, as vLLM's grammars have it: a small model would add members until it is cut. An object that is composed of
+    parts stays open, and so do its parts: closed ones would exclude the members of one another."""
+    open_refs: set[str] = set()
     try:
-        return schema if _composes_objects(schema) else _close_objects(schema)
+        for _ in range(MAX_CLOSING_PASSES):
+            known = len(open_refs)
+            closed = _close_objects(schema, False, open_refs)
+            if len(open_refs) == known:
+                return closed
     except RecursionError as error:
         raise InputError("json: the schema is nested too deep to be read", PARAM_NAME) from error
+    return schema
 
 
-def _composes_objects(schema: Any) -> bool:
-    if isinstance(schema, dict):
-        beside = "properties" in schema and not COMPOSITION_KEYWORDS.isdisjoint(schema)
-        return beside or "allOf" in schema or any(map(_composes_objects, schema.values()))
-    return isinstance(schema, list) and any(map(_composes_objects, schema))
-
-
-def _close_objects(schema: Any) -> Any:
+def _close_objects(schema: Any, is_part: bool, open_refs: set[str]) -> Any:
+    """Return the schema with its objects closed, but for the parts of composed objects. References of parts are added
+    to `open_refs`."""
     if isinstance(schema, list):
-        return [_close_objects(item) for item in schema]
+        return [_close_objects(item, is_part, open_refs) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = map_subschemas(schema, _close_objects)
-    if "properties" in closed and EXTRA_PROPERTY_KEYWORDS.isdisjoint(closed):
+    combined = schema.get("allOf")
+    composes = "properties" in schema and not COMPOSITION_KEYWORDS.isdisjoint(schema)
+    in_parts = is_part or composes
+    in_combined = in_parts or (isinstance(combined, list) and len(combined) > 1)
+    if in_parts and isinstance(schema.get("$ref"), str):
+        open_refs.add(schema["$ref"])
+
+    def close(value: Any) -> Any:
+        return _close_objects(value, False, open_refs)
+
+    closed = map_subschemas(schema, close, ("items", "prefixItems", "additionalProperties"))
+    for name in ("anyOf", "oneOf"):
+        if name in closed:
+            closed[name] = _close_objects(closed[name], in_parts, open_refs)
+    if isinstance(combined, list):
+        closed["allOf"] = _close_objects(combined, in_combined, open_refs)
+    for name in ("$defs", "definitions"):
+        if isinstance(definitions := schema.get(name), dict):
+            closed[name] = {
+                key: _close_objects(value, f"#/{name}/{key}" in open_refs, open_refs)
+                for key, value in definitions.items()
+            }
+    if "properties" in closed and EXTRA_PROPERTY_KEYWORDS.isdisjoint(closed) and not in_parts:
         closed["additionalProperties"] = False
     return closed
 

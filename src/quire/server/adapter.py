@@ -87,7 +87,7 @@ class Conversation:
         self.client_paths[f"messages[{len(self.messages)}]"] = at
         self.messages.append(message)
 
-    def add_call(self, at: str, id: str, name: str, arguments: Any) -> None:
+    def add_call(self, at: str, id: str | None, name: str, arguments: Any) -> None:
         """Append a tool call, which is at the path `at`, to the last message."""
         calls = self.last().setdefault("tool_calls", [])
         self.client_paths[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = at

@@ -190,8 +190,9 @@ def add_handlers(app: FastAPI, metrics: Metrics) -> None:
 
 
 def _methods(app: FastAPI, scope: Scope) -> set[str]:
+    """Return the methods of the first path in the order of routes that matches."""
     routes = [route for route in app.routes if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE]
-    return {method for route in routes for method in route.methods or ()}
+    return {method for route in routes if route.path == routes[0].path for method in route.methods or ()}
 
 
 class CatchAllMiddleware:

@@ -193,7 +193,10 @@ def last_assistant_text(messages: Sequence[Mapping[str, Any]]) -> str:
     content = last.get("content")
     if last.get("role") != "assistant":
         return ""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
+    if isinstance(content, str):
+        return content
+    texts = [part.get("text", part.get("refusal")) for part in content or () if isinstance(part, Mapping)]
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def structured_field(request: SamplingFields) -> str:

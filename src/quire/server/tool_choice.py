@@ -175,13 +175,14 @@ def _apply_allowed_tools(choice: ToolChoice, given: Any) -> tuple[ToolChoice, st
     """Return the choice with only the allowed tools callable, and the mode. All tools stay in the prompt, so that it is
     found in the prefix cache."""
     tools = given.get("tools") if isinstance(given, Mapping) else None
-    functions = [tool.get("function") if isinstance(tool, Mapping) else None for tool in tools or ()]
-    names = {function.get("name") if isinstance(function, Mapping) else None for function in functions}
+    listed = tools if isinstance(tools, list) else []
+    functions = [tool.get("function") for tool in listed if isinstance(tool, Mapping)]
+    found = [function.get("name") for function in functions if isinstance(function, Mapping)]
+    names = {name for name in found if isinstance(name, str)}
     if not names or given.get("mode") not in ("auto", "required"):
         form = '{"mode": "auto" or "required", "tools": [{"type": "function", "function": {"name": ...}}]}'
         raise InputError(f"tool_choice.allowed_tools must be {form}, got {short_repr(given)}", "tool_choice")
     known = tuple(tool for tool in choice.tools if tool.name in names)
-    if len(known) < len(names):
-        unknown = short_repr(min(names - {tool.name for tool in known}, key=str))
-        raise InputError(f"tool_choice allows {unknown}, which is not the name of a tool", "tool_choice")
+    if missing := names - {tool.name for tool in known}:
+        raise InputError(f"tool_choice allows {min(missing)[:64]!r}, which is not the name of a tool", "tool_choice")
     return choice._replace(callable=known), given["mode"]

@@ -120,6 +120,7 @@ class _MessageReader:
             raise InputError(what, "messages")
         content = self._content(f"{at}.content", fields.get("content", message.get("content")), role, reasoning)
         if refusal := fields.pop("refusal", ""):
+            refusal = self._escape_text(refusal)
             content = f"{content}\n{refusal}".lstrip("\n") if isinstance(content, str) else [*content, refusal]
         read: Message = {"role": role, "content": content}
         if calls:
@@ -143,7 +144,7 @@ class _MessageReader:
             return self._escape_text(content)
         if role in PAST_ROLES and content in EMPTY:
             return ""
-        if role == "tool" and isinstance(content, Mapping):
+        if role in PAST_ROLES and isinstance(content, Mapping | int | float):
             return self._escape_text(_to_json(JsonCopier(at, "messages").copy(content, at)))
         if not isinstance(content, list | tuple):
             raise InputError(f"{at} must be a string or a list of text parts, got {type(content).__name__}", "messages")
@@ -158,6 +159,8 @@ class _MessageReader:
 
     def _part(self, at: str, part: Any, role: str, reasoning: list[str]) -> str | ImageSource | None:
         """Return a part, or None if it is left out."""
+        if role in PAST_ROLES and isinstance(part, str):
+            return self._escape_text(part)
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(kind, str):
             raise InputError(f'{at} must be an object like {{"type": "text", "text": ...}}', at)
@@ -191,19 +194,19 @@ class _MessageReader:
         return read
 
     def _call(self, at: str, call: Any) -> dict[str, Any]:
-        kind = call.get("type", "function") if isinstance(call, Mapping) else None
+        kind = call.get("type") or "function" if isinstance(call, Mapping) else None
         function = call.get(kind) if kind in ("function", "custom") else None
         if not isinstance(function, Mapping):
             raise InputError(f"{at} must be a call of {TOOL_SHAPE}", "messages")
         name, id = function.get("name"), call.get("id")
         if not isinstance(name, str) or not name:
             raise InputError(f"{at}.{kind}.name must be a string with a character, got {short_repr(name)}", "messages")
-        if id is not None and not isinstance(id, str):
+        if id is not None and not isinstance(id, str | int):
             raise InputError(f"{at}.id must be a string, got {short_repr(id)}", "messages")
         given = function.get("arguments") if kind == "function" else {CUSTOM_INPUT: function.get(CUSTOM_INPUT)}
         arguments = self._arguments(f"{at}.function.arguments", given)
         read: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        return read | ({"id": id} if id else {})
+        return read | ({} if id in (None, "") else {"id": str(id)})
 
     def _arguments(self, at: str, given: Any) -> dict[str, Any] | str:
         """Return the arguments of a call as an object, or as their text if they are not a JSON object: a model may
@@ -211,16 +214,18 @@ class _MessageReader:
         if given is None or given == "":
             return {}
         try:
-            value = json.loads(given) if isinstance(given, str) else JsonCopier(at, "messages").copy(given, at)
+            text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"{at} is no JSON value: {str(error)[:80]}", "messages") from None
+        try:
+            value = json.loads(text)
             json.dumps(value, allow_nan=False)  # refuses NaN, and 1e999, which is parsed as an infinity
-        except (ValueError, RecursionError) as error:
-            if not isinstance(given, str):
-                raise
+            if isinstance(value, Mapping):
+                arguments: dict[str, Any] = JsonCopier(at, "messages").copy(value, at)
+                return arguments
+        except (ValueError, RecursionError) as error:  # InputError too, for too many values or levels
             self.notes.append(f"{at} is no JSON: {str(error)[:80]}")
-            return given
-        if isinstance(value, Mapping):
-            arguments: dict[str, Any] = JsonCopier(at, "messages").copy(value, at)
-            return arguments
+            return text
         self.notes.append(f"{at} is no JSON object")
         return {} if value is None else _to_json(value)
 

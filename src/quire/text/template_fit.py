@@ -28,14 +28,17 @@ TOOLS_PROMPT = (
 )
 PROBE_TOOL = "quire_probe"
 SHORT_ID = 9  # characters of a call's id; Mistral's templates accept no other length
-_DEVELOPER = re.compile(r"""["']developer["']""")
+KNOWN_ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
+_QUOTED_WORD = re.compile(r"""["']([A-Za-z0-9_-]{1,64})["']""")
 
 
 class TemplateTraits(NamedTuple):
     """What a template can express."""
 
-    developer: bool  # the role "developer"
+    words: frozenset[str]  # words in quotation marks, such as roles
+    other_roles: bool  # roles that it does not name
     system: bool  # a system message at the start
+    lone_system: bool  # a system message without others
     late_system: bool  # a system message after other messages
     same_role: bool  # consecutive messages of one role
     assistant_first: bool  # an assistant's message at the start
@@ -60,8 +63,13 @@ def probe_traits(source: str, render: Render) -> TemplateTraits:
         return output(*messages) is not None
 
     def shows(*messages: Message) -> bool:
-        text = output(*messages)
-        return text is not None and all(str(message["content"]) in text for message in messages)
+        """Return True if the contents are in the output, in order."""
+        text, at = output(*messages) or "", 0
+        for message in messages:
+            at = text.find(str(message["content"]), at)
+            if at < 0:
+                return False
+        return bool(text)
 
     def say(role: str, number: int, **fields: Any) -> Message:
         return {"role": role, "content": f"quire tries out {number}", **fields}
@@ -80,8 +88,10 @@ def probe_traits(source: str, render: Render) -> TemplateTraits:
     user, assistant, long, broken = say("user", 1), say("assistant", 2), "call_quire_tries_out", '{"quire tries": '
     text = output(user, call(arguments=broken), result(3))
     return TemplateTraits(
-        developer=_DEVELOPER.search(source) is not None,
+        words=frozenset(_QUOTED_WORD.findall(source)),
+        other_roles=shows(user, say("quire_role", 3), say("user", 4)),
         system=takes(say("system", 3), user),
+        lone_system=shows(say("system", 3)),
         late_system=shows(user, assistant, say("system", 3), say("user", 4)),
         same_role=takes(user, say("user", 3)) and takes(user, assistant, say("assistant", 3)),
         assistant_first=takes(assistant, say("user", 3)),
@@ -106,8 +116,11 @@ def fit_messages(
     `tools` or does not show calls, calls become JSON, and results become user messages."""
     fitted: list[Message] = []
     for message in messages:
-        if message["role"] == "developer" and not traits.developer:
+        role = message["role"]
+        if role == "developer" and role not in traits.words:
             message = {**message, "role": "system"}
+        elif role not in KNOWN_ROLES and role not in traits.words and not traits.other_roles:
+            message = {**message, "role": "user", "content": _join(f"{role}:\n", message["content"], "")}
         if message["role"] in SYSTEM_ROLES and fitted and all(other["role"] in SYSTEM_ROLES for other in fitted):
             fitted[-1] = {**fitted[-1], "content": _join(fitted[-1]["content"], message["content"])}
         else:
@@ -117,6 +130,8 @@ def fit_messages(
     if described_tools:
         fitted = _describe_tools(fitted, described_tools)
     fitted = [_fit_message(i, message, fitted, traits) for i, message in enumerate(fitted)]
+    if len(fitted) == 1 and fitted[0]["role"] in SYSTEM_ROLES and not traits.lone_system:
+        fitted = [{**fitted[0], "role": "user"}]
     if not traits.same_role or not traits.system:
         fitted = _join_neighbors(fitted)
     first = 1 if fitted[0]["role"] in SYSTEM_ROLES and len(fitted) > 1 else 0

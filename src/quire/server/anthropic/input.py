@@ -6,6 +6,7 @@ Nothing here reaches the engine. The ChatRequest is checked and answered like an
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -249,6 +250,10 @@ class MessageReader:
     def _read_blocks(self, at: str, content: Any, owner: str) -> list[tuple[str, Json]]:
         """Check the blocks of a message and return them with their paths."""
         param = at.partition("[")[0]
+        if owner == "assistant" and content is None:
+            return []
+        if owner == "tool_result" and isinstance(content, Mapping):
+            content = json.dumps(content, ensure_ascii=False)
         if isinstance(content, str):
             return [(at, {"type": "text", "text": content})]
         if not isinstance(content, list):
@@ -256,6 +261,8 @@ class MessageReader:
         blocks = []
         for i, block in enumerate(content):
             place = f"{at}[{i}]"
+            if owner == "tool_result" and isinstance(block, str):
+                block = {"type": "text", "text": block}
             if self._is_left_out(place, block, owner):
                 continue
             kind = check_kind(block, BLOCK_TYPES[owner], place, param, f" for {owner}")
@@ -351,7 +358,7 @@ class MessageReader:
             elif block["type"] == "text":
                 self._add_parts([(place, self._to_chat_part(place, block))])
             elif block["type"] == "tool_use":
-                self.conversation.add_call(place, block["id"], block["name"], block["input"])
+                self.conversation.add_call(place, block["id"], block["name"], block.get("input"))
 
 
 def _block_text(at: str, block: Json) -> str:

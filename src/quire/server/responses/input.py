@@ -143,7 +143,8 @@ def _to_chat_tool_choice(given: Any) -> Any:
     if kind == "function" and isinstance(given.get("name"), str):
         return {"type": "function", "function": {"name": given["name"]}}
     if kind == "allowed_tools":
-        allowed = [_to_chat_tool_choice(tool) for tool in given.get("tools") or () if isinstance(tool, Mapping)]
+        tools = given.get("tools") if isinstance(given.get("tools"), list) else []
+        allowed = [_to_chat_tool_choice(tool) for tool in tools if isinstance(tool, Mapping)]
         return {"type": kind, kind: {"mode": given.get("mode"), "tools": [tool for tool in allowed if tool]}}
     if isinstance(kind, str) and kind not in NAMED_CHOICES:  # a tool that OpenAI's servers run
         return None
@@ -227,7 +228,11 @@ class _ItemReader:
             "custom_tool_call": self._add_custom_call, "custom_tool_call_output": self._add_result,
         }  # fmt: skip
         kind = item.get("type", "message" if "role" in item else None)
-        if isinstance(kind, str) and kind not in adds:  # of a hosted tool, or an unresolved reference
+        if kind in PARTS:  # a part without its message
+            self._add_message_item(at, {"role": "user", "content": [item]})
+        elif isinstance(kind, str) and kind not in adds and "role" in item:
+            self._add_message_item(at, item)
+        elif isinstance(kind, str) and kind not in adds:  # of a hosted tool, or an unresolved reference
             self.left_out.append(f"{at} ({kind[:40]})")
         else:
             adds[check_kind({"type": "message"} | item, adds, at, "input")](at, item)
@@ -281,7 +286,8 @@ class _ItemReader:
             self._add_message(at, {"role": role, "content": content})
 
     def _add_call(self, at: str, item: Json) -> None:
-        id, name, given = (read_string(item, field, at, "input") for field in ("call_id", "name", "arguments"))
+        name, id = read_string(item, "name", at, "input"), item.get("call_id")
+        given = item.get("arguments")
         last = self._conversation.last()
         if last.get("role") != "assistant" or self._reasoning_texts:
             self._add_message(at, {"role": "assistant", "content": None})

@@ -80,6 +80,9 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._responses)
 
+    def __contains__(self, id: str) -> bool:
+        return id in self._responses
+
     def dump_items(self, items: list[Json]) -> bytes:
         """Return the items of a conversation as JSON, to be stored. Raise InputError if they are too large."""
         data = json.dumps(items, separators=(",", ":")).encode()
@@ -99,6 +102,8 @@ class ResponseStore:
             str(item.get("id")): json.dumps(item, separators=(",", ":"), default=lambda _: []).encode()
             for item in response["output"]
         }
+        if response["id"] in self._responses:
+            self._drop(response["id"])
         data, is_background = "".join(dump_pieces(response)).encode(), bool(response.get("background"))
         stored = StoredResponse(owner, data, previous_items, output, is_background)
         self._responses[response["id"]] = stored
@@ -148,10 +153,10 @@ class BackgroundRun(NamedTuple):
     renderer: ResponseRenderer
     task: asyncio.Task[None]
 
-    def to_json(self) -> Json:
-        """Return the response so far."""
+    def to_json(self) -> str:
+        """Return the response so far as JSON."""
         is_queued = any(stream.record.scheduled_time is None for stream in self.call.streams)
-        return self.renderer.response("queued" if is_queued else "in_progress")
+        return "".join(dump_pieces(self.renderer.response("queued" if is_queued else "in_progress")))
 
 
 class ResponseRoutes:
@@ -173,7 +178,7 @@ class ResponseRoutes:
         previous, given = self._previous_items(body, owner), self._given_items(body, owner)
         generation, conversation = await self._resolve(body, previous, given)
         if stores:
-            items = self.store.dump_items([*previous, *map(to_listed_item, given)])
+            items = self.store.dump_items(with_ids([*previous, *given]))
             store = partial(self.store.put, owner, items)
         with NAMES.rename_errors(conversation):
             new_renderer = partial(ResponseRenderer, body=body, store=store)
@@ -187,7 +192,7 @@ class ResponseRoutes:
             raise Overloaded(f"{len(self._runs)} responses are in the background; the limit is {limit}")
         task = asyncio.create_task(self._run(call, renderer))
         run = self._runs[renderer.id] = BackgroundRun(owner, items, call, renderer, task)
-        return JSONResponse(run.to_json(), headers=headers)
+        return Response(run.to_json(), headers=headers, media_type="application/json")
 
     async def count(self, body: ResponseRequest, http: Request) -> Response:
         """Return the number of tokens of a request's prompt."""
@@ -207,7 +212,7 @@ class ResponseRoutes:
         if run is not None:
             if stream:
                 raise InputError("a response that has not ended can't be streamed: leave out stream", "stream")
-            return JSONResponse(run.to_json())
+            return Response(run.to_json(), media_type="application/json")
         data = self.store.get(name, owner).response
         if not stream:
             return Response(data, media_type="application/json")
@@ -233,7 +238,8 @@ class ResponseRoutes:
             raise InputError(f"after is {after[:80]!r}, which is not the id of an item", "after")
         page, more = items[start : start + limit], len(items) > start + limit
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-        return JSONResponse({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
+        found = {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}
+        return Response(json.dumps(found), media_type="application/json")  # in ASCII: a text may have half a pair
 
     async def cancel(self, name: str, http: Request) -> Response:
         """Cancel a response in the background, unless it has ended. Return the response."""
@@ -269,8 +275,9 @@ class ResponseRoutes:
             self._runs.pop(renderer.id, None)
 
     def _find_run(self, name: str, owner: bytes) -> BackgroundRun | None:
+        """Return the response in the background, unless it is another owner's or stored already."""
         run = self._runs.get(name)
-        return run if run is not None and run.owner == owner else None
+        return run if run is not None and run.owner == owner and name not in self.store else None
 
     def _abort(self, name: str) -> None:
         run = self._runs.pop(name)
@@ -327,6 +334,15 @@ class ResponseRoutes:
         except UnknownResponse as error:
             raise InputError(f"previous_response_id: {error}", "previous_response_id") from None
         return items
+
+
+def with_ids(items: Sequence[Json]) -> list[Json]:
+    """Return the items as they are listed, each with an id of its own."""
+    listed: dict[str, Json] = {}
+    for item in items:
+        one = to_listed_item(item if item.get("id") not in listed else {**item, "id": None})
+        listed[one["id"]] = one
+    return [*listed.values()]
 
 
 def to_listed_item(item: Json) -> Json:
