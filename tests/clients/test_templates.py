@@ -99,6 +99,7 @@ def test_prompts(name: str) -> None:
             except Exception:
                 continue
             drops = "developer" in roles or (tools and not takes_tools) or (has_calls and not calls)
+            drops = drops or (name == "deepseek_v3" and "system" in roles[1:])  # it moves these to the start
             assert prompt == expected or drops or roles[:2] == ["system", "system"], (words, tools)
             equal += prompt == expected
     template.close()

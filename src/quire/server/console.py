@@ -91,10 +91,13 @@ class Console:
             if self._poll_task is None or self._poll_task.done():
                 self._poll_task = asyncio.create_task(self._poll_engine())
                 seen = self.snapshot_number  # the stored snapshot is outdated: skip it
-            while asyncio.get_running_loop().time() < end:
-                async with self._updated:
-                    await self._updated.wait_for(lambda seen=seen: self.snapshot_number != seen)  # type: ignore[misc]  # mypy infers no type for its default
-                    seen, latest = self.snapshot_number, self.latest_snapshot
+            while True:
+                try:
+                    async with asyncio.timeout_at(end), self._updated:
+                        await self._updated.wait_for(lambda seen=seen: self.snapshot_number != seen)  # type: ignore[misc]  # mypy infers no type for its default
+                        seen, latest = self.snapshot_number, self.latest_snapshot
+                except TimeoutError:
+                    return
                 if not latest or await request.is_disconnected():
                     return
                 yield f"data: {latest}\n\n"
