@@ -17,7 +17,7 @@ from quire.text.tools import read_tools
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": PARAMETERS}}]
-EQUAL = {"qwen3": 38, "llama3_1": 9, "gemma3": 4, "deepseek_v3": 10}  # prompts of HISTORIES, with and without TOOLS
+EQUAL = {"qwen3": 38, "llama3_1": 9, "gemma3": 4, "deepseek_v3": 9}  # prompts of HISTORIES, with and without TOOLS
 
 
 def said(role: str, content: str) -> dict[str, Any]:
