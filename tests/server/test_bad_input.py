@@ -216,7 +216,7 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "xml"}}, "response_format", ""),
         ({"messages": [{**CALLED, "role": "user"}]}, "messages", "only the assistant calls"),
         (called(), "messages", "function.name"),
-        *((called(name="f", arguments={"a": number}), ANY, f"{ARGUMENTS} has the number {number}")
+        *((called(name="f", arguments={"a": number}), ANY, f"{ARGUMENTS} is no JSON value")
           for number in (float("nan"), float("-inf"))),
         ({"tools": tools_of(parameters={"maximum": float("inf")})}, ANY, "tools[0] has the number inf"),
         ({"messages": [*TALK, {"role": "assistant", "tool_calls": [MADE] * 200}]}, "messages", "got 200"),
