@@ -389,6 +389,13 @@ def test_objects_are_closed_where_nothing_is_said_of_other_members(schema: Any, 
     assert json.dumps(schema) == before
 
 
+def test_nested_definitions_are_read_once() -> None:
+    schema: Any = {"properties": {}}
+    for _ in range(60):
+        schema = {"$defs": {"a": schema}, "allOf": [{"$ref": "#/$defs/a"}, {}]}
+    assert close_objects(schema) == schema
+
+
 def test_a_schema_that_is_too_deep_is_refused() -> None:
     schema: Any = {}
     for _ in range(2000):

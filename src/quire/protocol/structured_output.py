@@ -176,20 +176,16 @@ def _close_objects(schema: Any, is_part: bool, open_refs: set[str]) -> Any:
     if in_parts and isinstance(schema.get("$ref"), str):
         open_refs.add(schema["$ref"])
 
-    def close(value: Any) -> Any:
-        return _close_objects(value, False, open_refs)
-
-    closed = map_subschemas(schema, close, ("items", "prefixItems", "additionalProperties"))
-    for name in ("anyOf", "oneOf"):
-        if name in closed:
-            closed[name] = _close_objects(closed[name], in_parts, open_refs)
-    if isinstance(combined, list):
-        closed["allOf"] = _close_objects(combined, in_combined, open_refs)
-    for name in ("$defs", "definitions"):
-        if isinstance(definitions := schema.get(name), dict):
+    closed = dict(schema)
+    parts = {"items": False, "prefixItems": False, "additionalProperties": False, "anyOf": in_parts, "oneOf": in_parts,
+             "allOf": in_combined}  # fmt: skip
+    for name in parts.keys() & schema.keys():
+        closed[name] = _close_objects(schema[name], parts[name], open_refs)
+    for name in SCHEMA_MAP_KEYWORDS:
+        if isinstance(subschemas := schema.get(name), dict):
             closed[name] = {
-                key: _close_objects(value, f"#/{name}/{key}" in open_refs, open_refs)
-                for key, value in definitions.items()
+                key: _close_objects(subschema, f"#/{name}/{key}" in open_refs, open_refs)
+                for key, subschema in subschemas.items()
             }
     if "properties" in closed and EXTRA_PROPERTY_KEYWORDS.isdisjoint(closed) and not in_parts:
         closed["additionalProperties"] = False
