@@ -106,11 +106,12 @@ def add_routes(app: FastAPI, service: Service, store_responses: int = 0) -> None
         ("POST", "/v1/chat/completions", service.chat, models.ChatCompletion),
         ("POST", "/v1/chat/completions/batch", service.chat_batch, models.ChatCompletion),
         ("POST", "/v1/responses", responses.create, models.ResponsesResponse),
+        # before the routes of a name, which its path matches too
+        ("POST", "/v1/responses/input_tokens", responses.count, models.InputTokens),
         ("GET", "/v1/responses/{name}", responses.get, models.ResponsesResponse),
         ("DELETE", "/v1/responses/{name}", responses.delete, models.DeletedResponse),
         ("POST", "/v1/responses/{name}/cancel", responses.cancel, models.ResponsesResponse),
         ("GET", "/v1/responses/{name}/input_items", responses.list_items, models.InputItemList),
-        ("POST", "/v1/responses/input_tokens", responses.count, models.InputTokens),
         ("POST", "/v1/messages", messages.create, models.MessagesResponse),
         ("POST", "/v1/messages/count_tokens", messages.count, models.CountTokensResponse),
         ("POST", "/v1/embeddings", embeddings.embeddings, models.EmbeddingResponse),
