@@ -1,6 +1,6 @@
-"""The story templates of tiny_scenes.txt: slots, of which one sentence each is told, and scenes made of slots.
+"""The story templates of tiny_scenes.txt: slots, each of which gives a story one sentence, and scenes of slots.
 
-The sentences of a slot mean the same. Those that begin with `~` are never told in training: they are the unseen
+The sentences of a slot mean the same. Those that begin with `~` never occur in training: they are the unseen
 templates of the held-out text. A section `[scene MOVES: ...]` has its slots, with an empty line after each, then what
 may be asked about it, as `question = answer`.
 """
