@@ -24,6 +24,8 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 ASSOCIATIONS = ("paper", "bulk", "none")
 GENERATION_PARAMS = tuple(declared.name for declared in DEVICE_NUMBERS if declared.param.model_default)
 """The parameters of generation_config.json that become the defaults of requests."""
+SPECULATIONS = ("draft", "ngram", "both")
+MAX_DRAFT_TOKENS = 16
 MAX_SEQS = 65535  # the most blocks in a dimension of a CUDA grid
 DEFAULT_BATCH_LIMITS = {"cpu": (256, 2048), "cuda": (1024, 8192)}
 """The defaults of max_num_seqs and max_num_batched_tokens: a GPU needs many of both to be busy."""
@@ -246,6 +248,21 @@ class EngineConfig:
         True, "replay steps of up to 1,024 tokens as CUDA graphs; on a CPU, recorded decode steps"
     )
     warm_up: bool = advanced(True, "on a GPU, compile kernels and capture graphs at start, not at first use")
+    speculative_model: str | None = setting(
+        None, "draft model for speculative decoding: folder or hub id of a model of the same vocabulary", metavar="PATH"
+    )
+    speculative_method: str | None = setting(
+        None,
+        "source of draft tokens: draft: the draft model; ngram: earlier tokens of the request that follow the same "
+        "few tokens; both: ngram where it finds some, else the draft model (default: draft with "
+        "--speculative-model, else no speculation)",
+        SPECULATIONS,
+    )
+    num_speculative_tokens: int = setting(
+        3, "most draft tokens of a sequence that a step verifies", bounds=(1, MAX_DRAFT_TOKENS), metavar="K"
+    )
+    prompt_lookup_min: int = advanced(2, "fewest tokens that ngram looks up", bounds=(1, 64))
+    prompt_lookup_max: int = advanced(5, "most tokens that ngram looks up", bounds=(1, 64))
     tp: int = setting(
         1,
         "tensor parallelism: ranks that share each layer, each a process",
@@ -297,6 +314,7 @@ class EngineConfig:
         check_settings(self)
         self._check_combinations()
         self._check_ranks()
+        self._check_speculation()
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:
@@ -358,6 +376,29 @@ class EngineConfig:
         ):
             cause = f"--override-generation-config has {str(unknown)[:80]!r}"
             raise StartupError(cause, f"It may set: {', '.join(GENERATION_PARAMS)}")
+
+    def _check_speculation(self) -> None:
+        method, model = self.speculative_method, self.speculative_model
+        if method in ("draft", "both") and model is None:
+            raise StartupError(f"--speculative-method is {method}, and there is no draft model",
+                               "Give --speculative-model, or use --speculative-method ngram")  # fmt: skip
+        if method == "ngram" and model is not None:
+            raise StartupError("--speculative-method is ngram, and --speculative-model is given",
+                               "Leave one out, or use --speculative-method both")  # fmt: skip
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise StartupError(
+                f"--prompt-lookup-min is {self.prompt_lookup_min}, and --prompt-lookup-max {self.prompt_lookup_max}",
+                "The first must not be larger",
+            )
+        if model is not None and self.memory != "paged":
+            raise StartupError(f"--speculative-model is given, and --memory is {self.memory}", "Use --memory paged")
+        if self.speculation is not None and self.pp > 1:
+            raise StartupError(f"--pp is {self.pp}, and speculative decoding is on", "Use --tp, or leave one out")
+
+    @property
+    def speculation(self) -> str | None:
+        """The source of draft tokens, one of SPECULATIONS; None: each step samples one token of a sequence."""
+        return "draft" if self.speculative_method is None and self.speculative_model else self.speculative_method
 
     def with_device_defaults(self, device: str) -> EngineConfig:
         """Return the settings with the defaults of `device` ("cpu" or "cuda") for `max_num_seqs`,

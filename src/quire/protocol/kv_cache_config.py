@@ -55,8 +55,8 @@ def _group_from_json(data: dict[str, Any]) -> KVCacheGroup:
         start, stop = map(parse_count, values[name])
         values[name] = range(start, stop)
     values["layers"] = tuple(map(parse_count, values["layers"]))
-    if not isinstance(values["kind"], str):
-        raise TypeError("a group's kind is no string")
+    if not isinstance(values["kind"], str) or not isinstance(values["is_draft"], bool):
+        raise TypeError("a group's kind is no string, or is_draft no bool")
     lengths = ("window", "chunk", "budget")
     for name in ("page_bytes", "token_bytes", "table_width", "run_tokens", "run_pages", *lengths):
         if (name not in lengths or values[name] is not None) and not parse_count(values[name]):
@@ -96,7 +96,8 @@ class KVCacheGroup:
     the running state after the last token of its run, of `token_bytes` in all). The runs of two kinds are of image
     embeddings, each image in pages of its own: "cross" (their keys and values) and "vision" (the embeddings themselves;
     of no layer). With contiguous tokens a page consists of `parts` equal pages of the device, one in each buffer of the
-    group's keys and values.
+    group's keys and values. With `is_draft` the layers are those of a draft model, which only sequences that it drafts
+    for have.
     """
 
     layers: tuple[int, ...]
@@ -112,6 +113,7 @@ class KVCacheGroup:
     parts: int = 1
     chunk: int | None = None
     budget: int | None = None
+    is_draft: bool = False
 
     def first_visible(self, position: int) -> int:
         """Return the first position that the token at `position` attends to."""

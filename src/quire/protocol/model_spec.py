@@ -44,7 +44,7 @@ class LayerSpec:
     With `has_int8_kv` keys and values have 8 bits, and the numbers of each head are followed by their scale; such a
     cell is written once and can be copied as it is. A layer with `state_tensors` (Mamba) keeps these tensors for a
     sequence of any length, and nothing of tokens. A layer with `is_cross_attention` keeps keys and values of image
-    embeddings, and none of tokens.
+    embeddings, and none of tokens. A layer with `is_draft` belongs to the draft model.
     """
 
     kv_heads: int
@@ -60,6 +60,7 @@ class LayerSpec:
     state_tensors: tuple[StateTensor, ...] = ()
     is_cross_attention: bool = False
     has_int8_kv: bool = False
+    is_draft: bool = False
 
     def cell_bytes(self, itemsize: int) -> int:
         """Return the bytes of the key (or value) of one head and token."""
@@ -89,7 +90,8 @@ class LayerSpec:
     @property
     def group_key(self) -> tuple[str | int | tuple[StateTensor, ...] | None, ...]:
         """Layers with equal keys share page tables: they keep the same tokens in the same form."""
-        return self.kind, self.kv_heads, self.head_dim, self.window, self.chunk, self.budget, self.state_tensors
+        lengths = self.window, self.chunk, self.budget
+        return self.kind, self.kv_heads, self.head_dim, *lengths, self.state_tensors, self.is_draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,24 @@ class ModelSpec:
     def with_int8_kv(self) -> ModelSpec:
         """Return the spec with keys and values in 8 bits."""
         return replace(self, layers=tuple(replace(layer, has_int8_kv=True) for layer in self.layers))
+
+    def with_draft(self, draft: ModelSpec) -> ModelSpec:
+        """Return the spec of this model together with its draft model, whose layers follow: both keep what they keep
+        in one memory (Jenga §6.1). Weights add up; all other sizes are this model's."""
+        moved = (
+            replace(
+                layer, is_draft=True, heads=draft.heads if layer.heads is None else layer.heads,
+                kv_source_layer=None if layer.kv_source_layer is None else layer.kv_source_layer + len(self.layers),
+            )
+            for layer in draft.layers
+        )  # fmt: skip
+        return replace(
+            self,
+            layers=(*self.layers, *moved),
+            parameters=self.parameters + draft.parameters,
+            num_rope_tables=self.num_rope_tables + draft.num_rope_tables,
+            fp32_parameters=self.fp32_parameters + draft.fp32_parameters,
+        )
 
     @property
     def state_bytes(self) -> int:

@@ -14,6 +14,9 @@ from quire.protocol.images import ImageItem
 
 LAST_SAMPLED = -1
 """In `SeqSlice.tokens`: the slot's most recent sample, which only the device has."""
+FIRST_DRAFT = -2
+"""In `SeqSlice.draft_tokens`: FIRST_DRAFT - i is the i-th token, from 0, that the draft model proposes for the slot in
+this step; only the device has it."""
 
 
 class SlotInit(NamedTuple):
@@ -40,8 +43,10 @@ class SeqSlice(NamedTuple):
 
     `num_samples` tokens are sampled from the logits of the last position (0: none; n > 1: one for each branch to fork,
     the i-th with the seed of branch i). The log-probability of the prompt token `score_tokens[i]` after tokens[i] is
-    returned. `draft_tokens` are guesses of the tokens that follow: they are computed too, and accepted as far as
-    sampling gives the same tokens.
+    returned. `draft_tokens` are guesses of the tokens that follow, in a slice with one sample: they are computed too,
+    a token is sampled from the logits of each position, and the guesses are accepted as far as they are equal to these
+    samples. As the noise of a sample depends on its position alone, the accepted tokens are those that steps of one
+    token would have sampled.
     """
 
     slot: int
@@ -127,7 +132,8 @@ PageOps = tuple[PageOp, ...]
 
 class TokenBitmask(NamedTuple):
     """The tokens that may be sampled for `slot` in this step: `allowed` has one bit for each token, 32 in a
-    little-endian word, lowest bit first. Bits after the vocabulary are 0."""
+    little-endian word, lowest bit first. Bits after the vocabulary are 0. A slot whose slice has draft tokens has a
+    mask for each position that samples, in their order."""
 
     slot: int
     allowed: bytes
@@ -136,13 +142,15 @@ class TokenBitmask(NamedTuple):
 class StepPlan(NamedTuple):
     """A step: start the new slots, do the page operations in order, then compute the slices: a tuple or, in a decoded
     plan, SeqSlices, which are equal to it. `overlapped_page_ops` are page operations to do while the step computes.
-    Slots without a mask may sample any token; all masks have the same length."""
+    Slots without a mask may sample any token; all masks have the same length. `draft_slices` are what the draft model
+    computes before the slices, from known tokens: `num_samples` is the number of tokens that it then proposes."""
 
     new_slots: tuple[SlotInit, ...]
     page_ops: PageOps
     slices: Sequence[SeqSlice]
     overlapped_page_ops: PageOps = ()
     masks: tuple[TokenBitmask, ...] = ()
+    draft_slices: Sequence[SeqSlice] = ()
 
 
 class TopLogprobs(NamedTuple):
