@@ -10,9 +10,11 @@ import pytest
 from quire.config import EngineConfig
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.step_plan import StepPlan, StepResult
+from quire.protocol.step_plan import FIRST_DRAFT, SeqSlice, SlotInit, StepPlan, StepResult
+from quire.sim.clock import VirtualClock
 from quire.sim.cost_model import AttentionShape, Coefficients, CostModel, ModelShape
 from quire.sim.echo_runner import EchoRunner
+from quire.sim.runner import SimRunner
 from quire.sim.simulation import Simulation, TraceRequest
 
 SPEC = ModelSpec("none", (LayerSpec(2, 16),) * 2, 512, 256, 64, 4, 128, 10**6, eos_ids=(7, 8))
@@ -113,6 +115,29 @@ def test_tokens_end_no_sequence() -> None:
     assert sum(count for _, count in outcome.requests[0].token_times) == 9
     assert 7 not in simulation.runner.drawn_tokens
     assert 8 not in simulation.runner.drawn_tokens
+
+
+def accepted(acceptance: float, drafts: int, seq: int, steps: int) -> list[int]:
+    """Return the draft tokens that are accepted in verifications at each of the first positions of a sequence."""
+    runner = SimRunner(CostModel(SHAPE, NOTHING), VirtualClock(), acceptance=acceptance)
+    init, found = SlotInit(4, seq, -1, None, 0, 1), list[int]()
+    for start in range(1, steps):
+        row = SeqSlice(4, (7,), start, 1, (), tuple(range(FIRST_DRAFT, FIRST_DRAFT - drafts, -1)))
+        runner.submit(StepPlan((init,) * (start == 1), (), (row,)))
+        [result] = runner.collect(0).slice_results
+        assert set(result.tokens) == {7}
+        found.append(len(result.tokens) - 1)
+    return found
+
+
+def test_draft_tokens_are_accepted_by_sequence_and_position() -> None:
+    assert set(accepted(0.0, 3, 1, 9)) == {0}
+    assert set(accepted(1.0, 3, 1, 9)) == {3}
+    three, one = (accepted(0.7, drafts, 5, 2000) for drafts in (3, 1))
+    assert [min(count, 1) for count in three] == one, "with any number of draft tokens"
+    assert three[:-2] == [(*one[i : i + 3], 0).index(0) for i in range(len(one) - 2)]
+    assert sum(one) / len(one) == pytest.approx(0.7, abs=0.03)
+    assert accepted(0.7, 3, 6, 100) != three[:99]
 
 
 def test_static_batches_pay_for_their_padding() -> None:

@@ -57,12 +57,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEFAULT_SECONDS = 600.0  # duration of a generated trace
+ACCEPTANCE = 0.7  # of draft tokens, by default
 MIN_RATE, MAX_RATE = 1e-6, 1e5
 
 
 class SimulatedDeployment(NamedTuple):
     """A model on a device. The KV memory has `kv_bytes` bytes, or if that is 0 the size of `kv_tokens` tokens in every
-    layer. `image_processor` is set for a vision model."""
+    layer, those of the draft model in `spec` included. `image_processor` is set for a vision model. `acceptance`: see
+    SimRunner."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -71,6 +73,7 @@ class SimulatedDeployment(NamedTuple):
     kv_tokens: int
     kv_bytes: int = 0
     image_processor: Eyes | None = None
+    acceptance: float = 0.0
 
     @property
     def max_len(self) -> int:
@@ -84,7 +87,7 @@ class SimulatedDeployment(NamedTuple):
         kind, depth = self.calibration.kind, self.calibration.depth
         return Simulation(
             self.config, self.spec, self.cost, self.kv_tokens, kind=kind, depth=depth, draw=draw,
-            kv_bytes=self.kv_bytes,
+            acceptance=self.acceptance, kv_bytes=self.kv_bytes,
         )  # fmt: skip
 
     def simulate(self, trace: Sequence[TraceRequest], objectives: Sequence[Objective] = ()) -> SimulationResult:
@@ -96,7 +99,7 @@ def main(args: list[str]) -> int:
     """Simulate each --rate, or find the highest rate that meets the objectives."""
     given = _parser().parse_args(args)
     _check(given)
-    plant = read_deployment(config_from(given), given.costs)
+    plant = read_deployment(config_from(given), given.costs, given.acceptance)
     objectives = [parse_objective(text) for text in given.objective or ()]
     trace = _trace_source(given, plant)
     results = (
@@ -132,6 +135,13 @@ def _parser() -> Parser:
                        help="requests per second (Poisson; a trace is scaled in time); one run each")  # fmt: skip
     group.add_argument("--seconds", type=float, default=DEFAULT_SECONDS, metavar="S",
                        help="length of a workload without @N (default: %(default)g)")  # fmt: skip
+    group.add_argument(
+        "--acceptance",
+        type=float,
+        default=ACCEPTANCE,
+        metavar="A",
+        help="probability that a draft token is accepted, if those before it are (default: %(default)g)",
+    )
     group.add_argument("--find-rate", action="store_true", help="find the highest rate that meets the objectives")
     group.add_argument("--objective", action="append", metavar="NAME=MS",
                        help=f"{'|'.join(STATISTICS)}-{'|'.join(MEASURES)}-ms=NUMBER; may be repeated")  # fmt: skip
@@ -155,6 +165,8 @@ def _check(args: argparse.Namespace) -> None:
         raise StartupError("--find-rate needs an --objective", "Such as --objective p99-normalised-ms=200")
     if (args.workload is None) == (args.trace is None):
         raise StartupError("there must be one of --workload and --trace", f"A workload: {EXPECTED}")
+    if not 0 <= args.acceptance <= 1:
+        raise StartupError(f"--acceptance is {args.acceptance:g}", "Give a probability, 0 to 1")
     if not 1 <= args.seconds <= 1e7:
         raise StartupError(f"--seconds is {args.seconds}", "It must be between 1 and 10,000,000")
     if args.plot:
@@ -163,9 +175,14 @@ def _check(args: argparse.Namespace) -> None:
         figure(1, 1)  # fails now if matplotlib is missing, not after the simulation
 
 
-def read_deployment(config: EngineConfig, calibration: str) -> SimulatedDeployment:
+def read_deployment(config: EngineConfig, calibration: str, acceptance: float = ACCEPTANCE) -> SimulatedDeployment:
     """Return the deployment to simulate. Without --kv-gib or --kv-tokens the KV memory is what the calibration has
-    measured for its own model, or else what remains on its device."""
+    measured for its own model, less the weights of a draft model, or else what remains on its device."""
+    if config.speculation in ("ngram", "both"):
+        raise StartupError(
+            f"--speculative-method is {config.speculation}, and the tokens that are simulated have no content",
+            "Give --speculative-model alone",
+        )
     for name, count in (("tp", config.tp), ("pp", config.pp)):
         if count > 1:
             raise StartupError(f"--{name} is {count}, and what is simulated is one device", f"Leave --{name} out")
@@ -174,7 +191,7 @@ def read_deployment(config: EngineConfig, calibration: str) -> SimulatedDeployme
         if found.model not in CONFIGS:
             raise StartupError(f"the calibration's model, {found.model[:80]}, isn't known by name", "Give MODEL")
         config = replace(config, model_config=found.model)
-    source = read_checkpoint(config, weights=False)
+    source, draft = _read_models(config)
     dtype = config.dtype if config.dtype != "auto" else found.dtype
     itemsize = ITEMSIZE.get(dtype)
     if itemsize is None:
@@ -183,19 +200,40 @@ def read_deployment(config: EngineConfig, calibration: str) -> SimulatedDeployme
         )
     config, source = config.with_device_defaults(found.kind), source.with_stored_dtypes(config, itemsize)
     saved = _fp8_saved_bytes(config, source, itemsize, found)
+    cost = CostModel(shape_of(source, itemsize, saved), found.coefficients_for(source.name))
+    spec = source.spec
+    if draft is not None:
+        draft = draft.with_stored_dtypes(config, itemsize)
+        spec, cost = spec.with_draft(draft.spec), cost._replace(draft=shape_of(draft, itemsize))
     tokens, kv_bytes = config.kv_tokens, 0
     if tokens is None:
-        kv_bytes = max(_kv_bytes(config, source.spec, source.name, itemsize, found, saved), 0)
-        tokens = tokens_for_bytes(config, source.spec, itemsize, kv_bytes)
+        kv_bytes = max(_kv_bytes(config, spec, source, itemsize, found, saved), 0)
+        tokens = tokens_for_bytes(config, spec, itemsize, kv_bytes)
     if tokens < 2:
         raise StartupError(
             f"the weights of {source.name} leave no room for KV on {found.device}", "Give --kv-gib, or another model"
         )
     return SimulatedDeployment(
-        config, source.spec, CostModel(shape_of(source, itemsize, saved), found.coefficients_for(source.name)), found,
-        tokens, kv_bytes,
-        Eyes.of(source.config, source.spec),
-    )  # fmt: skip
+        config, spec, cost, found, tokens, kv_bytes, Eyes.of(source.config, source.spec), acceptance
+    )
+
+
+def _read_models(config: EngineConfig) -> tuple[Checkpoint, Checkpoint | None]:
+    """Return the model and its draft model, which may be a named shape too."""
+    name, alone = config.speculative_model, replace(config, speculative_model=None, speculative_method=None)
+    source = read_checkpoint(alone, weights=False)
+    if name is None:
+        return source, None
+    is_shape = name in CONFIGS and not Path(name).is_dir()
+    shape, model = (name, "") if is_shape else (None, name)
+    draft = read_checkpoint(replace(alone, model_config=shape, model=model, revision=None), weights=False)
+    if draft.spec.vocab_size != source.spec.vocab_size:
+        raise StartupError(
+            f"the draft model {draft.name[:80]} has {draft.spec.vocab_size:,} tokens, and {source.name[:80]} "
+            f"{source.spec.vocab_size:,}",
+            "Give a --speculative-model of the same vocabulary",
+        )
+    return source, draft
 
 
 def _fp8_saved_bytes(config: EngineConfig, source: Checkpoint, itemsize: int, found: Calibration) -> int:
@@ -208,11 +246,13 @@ def _fp8_saved_bytes(config: EngineConfig, source: Checkpoint, itemsize: int, fo
     return saved_bytes(source.config, scheme, itemsize)
 
 
-def _kv_bytes(config: EngineConfig, spec: ModelSpec, name: str, itemsize: int, found: Calibration, saved: int) -> int:
+def _kv_bytes(
+    config: EngineConfig, spec: ModelSpec, source: Checkpoint, itemsize: int, found: Calibration, saved: int
+) -> int:
     if config.kv_gib is not None:
         return int(config.kv_gib * 2**30)
-    if found.kv_bytes is not None and name == found.model:
-        return found.kv_bytes + saved
+    if found.kv_bytes is not None and source.name == found.model:
+        return found.kv_bytes + saved - (spec.parameters - source.spec.parameters) * itemsize
     room = found.memory_bytes * config.gpu_memory_utilization + saved
     eyes = spec.vision.parameters if spec.vision is not None else 0
     return int(room - (spec.parameters + eyes) * itemsize - activation_bytes(config, spec, itemsize))

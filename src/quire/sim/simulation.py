@@ -204,7 +204,7 @@ class StaticBatchPadding:
 
 class Simulation:
     """An engine of `config` for a model of `spec`, with `kv_tokens` tokens of KV (or as many as `kv_bytes` hold, see
-    MemorySize), on a device with costs `cost`."""
+    MemorySize), on a device with costs `cost`. `spec` has the layers of the draft model too, if there is one."""
 
     def __init__(
         self,
@@ -216,17 +216,20 @@ class Simulation:
         kind: str = "cuda",
         depth: int = 1,
         draw: DrawFunction | None = None,
+        acceptance: float = 0.0,
         kv_bytes: int = 0,
         on_step: Callable[[StepWork, float], None] | None = None,
     ) -> None:
-        """`kind`: "cuda" or "cpu". `depth`, `draw` and `on_step`: see SimRunner."""
+        """`kind`: "cuda" or "cpu". `depth`, `draw`, `acceptance` and `on_step`: see SimRunner."""
         config = config.with_device_defaults(kind)
         _check_pages(kv_tokens, config.page_size)
         size = MemorySize(kv_tokens, config.max_model_len or spec.max_len, cost.shape.itemsize, kv_bytes)
         size = size._replace(max_len=max_seq_len(config, spec, size))
         self.config, self.spec, self.clock = config, spec, VirtualClock()
         depth = config.depth or depth
-        self.runner = SimRunner(cost, self.clock, depth, avoid=frozenset(spec.eos_ids), draw=draw, on_step=on_step)
+        self.runner = SimRunner(
+            cost, self.clock, depth, avoid=frozenset(spec.eos_ids), draw=draw, acceptance=acceptance, on_step=on_step
+        )
         memory = build_memory(config, spec, size, "simulated")
         self.runner.bind(memory.kv_config)
         limits = EngineLimits(spec.vocab_size, size.max_len, sys.maxsize)
