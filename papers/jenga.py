@@ -927,9 +927,9 @@ ENTRIES["jenga-fig19"] = Entry(
         "* weights of one byte, the draft's too. Drafts: gemma-2-2b, ministral-1b, llama3.2-1b; 3 draft tokens, each\n"
         "accepted with a probability of 0.7 if those before it are: the paper gives neither, nor does its text say\n"
         f"which models its bars are. Gemma-2 and Ministral: {ARTICLES}, cut to the context; Llama: {QUESTIONS}; all at\n"
-        "once. KV GiB: 0.95 of the device less the weights of both models and 1.5 GB. vLLM-max: pages of the target's size for both.\n"
-        "vLLM-manual: a page of the target for each of the draft. A verification reads a sequence's keys and values\n"
-        "for each of its positions, as quire's kernels do and vLLM 0.6.3's did."
+        "once. KV GiB: 0.95 of the device less the weights of both models and 1.5 GB. vLLM-max: pages of the target's\n"
+        "size for both. vLLM-manual: a page of the target for each of the draft. A verification reads keys and values\n"
+        "for each position of a sequence, as quire's kernels do and vLLM 0.6.3's did."
     ),
     plot=bars("Jenga Figure 19: speculative decoding, throughput of vLLM-manual's", "label", "ratio", bar="way",
               label="times", limit=1.0, of=MANUAL_GAINS),

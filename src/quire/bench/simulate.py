@@ -359,6 +359,7 @@ def _result_record(outcome: SimulationResult, rate: float | None, objectives: Se
     """Return the record of a run in the document. Latencies are those of finished requests."""
     done = [Trace(one.arrival, one.prompt_len, one.token_times) for one in outcome.requests if one.done]
     run = outcome.totals
+    counts = ("drafts", "draft_tokens", "accepted_tokens") if run.drafts else ()
     return {
         "rate": rate,
         "meets": meets_objectives(outcome, objectives) if objectives else None,
@@ -366,7 +367,7 @@ def _result_record(outcome: SimulationResult, rate: float | None, objectives: Se
         **totals(done, run.seconds), **latencies(done),
         "finished": run.finished, "steps": run.steps, "busy": run.busy_share, "mean_batch": run.mean_batch,
         "mean_running": run.mean_running, "preemptions": run.preemptions, "swapped_bytes": run.swapped_bytes,
-        "sharing_saved": run.sharing_saved, "memory_bytes": mean_usage(outcome.timeline)._asdict(),
+        "sharing_saved": run.sharing_saved, **{name: getattr(run, name) for name in counts}, "memory_bytes": mean_usage(outcome.timeline)._asdict(),
         "moments": [{"time": m.time, "running": m.running, "waiting": m.waiting, **m.usage._asdict()}
                     for m in outcome.timeline],
     }  # fmt: skip
@@ -391,6 +392,10 @@ def format_results(results: Sequence[dict[str, Any]], plant: SimulatedDeployment
     error = plant.calibration.error
     accuracy = f"steps off by {error['median']:.1%} (median)" if error and "median" in error else "not measured"
     lines = [table(head, rows), f"simulated: {plant.calibration.device}, {plant.kv_tokens:,} tokens of KV; {accuracy}"]
+    for run in results:
+        if "drafts" in run:
+            tokens = 1 + run["accepted_tokens"] / run["drafts"]
+            lines.append(f"rate {short(run['rate'])}: {tokens:.2f} tokens a verification")
     if results and "highest_rate" in results[0]:
         highest = results[0]["highest_rate"]
         if highest is not None:

@@ -88,7 +88,8 @@ class TimelineSample(NamedTuple):
 
 class RunTotals(NamedTuple):
     """Totals of a run. `mean_batch` (rows) and `mean_running` (requests in memory) are averages over steps.
-    `busy_share` is the share of time in which the device computed. `finished` is False for an aborted run."""
+    `busy_share` is the share of time in which the device computed. `finished` is False for an aborted run. Of the
+    `draft_tokens` of `drafts` verifications `accepted_tokens` were accepted."""
 
     seconds: float
     finished: bool
@@ -99,6 +100,9 @@ class RunTotals(NamedTuple):
     preemptions: int
     swapped_bytes: int
     sharing_saved: float
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
 
 
 class SimulationResult(NamedTuple):
@@ -322,12 +326,13 @@ class _StepRecorder:
 
     def totals(self, finished: bool) -> RunTotals:
         engine, now = self.simulation.engine, self.simulation.clock.now
-        sharing = engine.scheduler.memory.account().sharing
+        sharing, stats = engine.scheduler.memory.account().sharing, engine.stats
         return RunTotals(
-            now, finished, engine.stats.steps, self.simulation.runner.busy_seconds / now if now else 0.0,
-            engine.stats.rows / max(engine.stats.steps, 1), self.running / max(self.steps, 1),
+            now, finished, stats.steps, self.simulation.runner.busy_seconds / now if now else 0.0,
+            stats.rows / max(stats.steps, 1), self.running / max(self.steps, 1),
             engine.scheduler.num_preemptions, sharing.swapped_out + sharing.swapped_in,
             self.saved_pages / self.table_pages if self.table_pages else 0.0,
+            stats.num_drafts, stats.draft_tokens, stats.accepted_tokens,
         )  # fmt: skip
 
 
