@@ -11,6 +11,7 @@ from quire.core.recovery import RunnerRestarter
 from quire.core.runner import Runner, can_defer_masks
 from quire.core.scheduler import Scheduler
 from quire.core.shared_memory import SharedMemoryGroup
+from quire.core.speculation import Speculator
 from quire.core.validation import EngineLimits
 from quire.memory.baselines.reserved import STATIC_BATCH_MEMORIES
 from quire.memory.interface import KVMemory
@@ -31,6 +32,7 @@ def assemble(
     pooling: str = "last",
     shared_memory_group: SharedMemoryGroup | None = None,
     restarter: RunnerRestarter | None = None,
+    speculator: Speculator | None = None,
 ) -> Engine:
     """Return an engine over `memory` and a runner that is bound to it. `config` has the defaults of its device.
     `depth`: by default the config's, else the runner's. The other arguments are the Engine's."""
@@ -49,6 +51,7 @@ def assemble(
         pp_size=min(config.pp, depth),  # sets of sequences: no more than steps in flight
         deferred_masks=can_defer_masks(runner, depth),
         shares_memory=shared_memory_group is not None,
+        speculator=speculator,
     )
     return Engine(
         scheduler,
