@@ -217,7 +217,11 @@ def choose_attention(config: EngineConfig, spec: ModelSpec, device: torch.device
 
 def head_shapes(spec: ModelSpec) -> set[tuple[int, int]]:
     """Return (query heads per KV head, head size) of each attention layer."""
-    return {(spec.heads // layer.kv_heads, layer.head_dim) for layer in spec.layers if not layer.state_tensors}
+    return {
+        ((layer.heads or spec.heads) // layer.kv_heads, layer.head_dim)
+        for layer in spec.layers
+        if not layer.state_tensors
+    }
 
 
 def has_native_attention(shapes: set[tuple[int, int]], dtype: torch.dtype) -> bool:
