@@ -78,8 +78,8 @@ class Case(NamedTuple):
 
     `halved`: weights take one byte (FP8 in the paper's Table 1). `kv_gib` replaces the memory left over on the device,
     `longest` the model's context, `chunk` and `seqs` the default tokens and sequences a step. `changes` are to its
-    config.json. `draft` is the draft model. `uniform`: the memory keeps every token in every layer, as vLLM 0.6.3 did,
-    whatever its pages are."""
+    config.json. `draft` is a draft model, which drafts in every step. `uniform`: the memory keeps every token in every
+    layer, as vLLM 0.6.3 did, whatever its pages are."""
 
     model: str
     device: Device
@@ -132,14 +132,17 @@ class Case(NamedTuple):
         return EngineConfig.of(**{
             "model_config": self.model, "kv_gib": self.budget, "max_model_len": self.longest, "swap_gib": 0.0,
             "preemption": "recompute", "enable_prefix_caching": self.caching, "seed": SEED,
-            "max_num_batched_tokens": self.chunk, "max_num_seqs": self.seqs, "speculative_model": self.draft,
-            **RULES[rule], **more,
+            "max_num_batched_tokens": self.chunk, "max_num_seqs": self.seqs, **RULES[rule], **more,
         })  # fmt: skip
 
     def plant(self, rule: str, **more: Any) -> SimulatedDeployment:
         """Return the same as a simulation. Weights of one byte are read twice as fast; compute costs the same."""
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(self.shape))
+            if self.draft is not None:
+                more["speculative_model"] = f"{folder}/draft"
+                Path(folder, "draft").mkdir()
+                Path(folder, "draft", "config.json").write_text(json.dumps(named_config(self.draft)))
             made = read_deployment(self.config(rule, model_config=None, model=folder, **more), CALIBRATION)
         if self.uniform:
             stored = as_uniform(made.spec)
@@ -150,7 +153,7 @@ class Case(NamedTuple):
             weight_byte=c.weight_byte * slower / (2 if self.halved else 1), kv_byte=c.kv_byte * slower,
             copied_byte=c.copied_byte * slower, operation=c.operation * longer, attention=c.attention * longer,
         )  # fmt: skip
-        return made._replace(cost=made.cost._replace(coefficients=scaled))
+        return made._replace(cost=made.cost._replace(coefficients=scaled), always_drafts=True)
 
     def specs(self) -> list[RequestSpec]:
         """Return the requests, cut to the model's context: a prompt that is too long loses its document's end."""

@@ -51,6 +51,7 @@ from quire.sim.simulation import (
 from quire.startup.checkpoint import DEFAULT_MODEL, Checkpoint, read_checkpoint
 from quire.startup.dtypes import ITEMSIZE
 from quire.startup.memory_plan import activation_bytes
+from quire.startup.speculation import check_speculation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,8 +64,8 @@ MIN_RATE, MAX_RATE = 1e-6, 1e5
 
 class SimulatedDeployment(NamedTuple):
     """A model on a device. The KV memory has `kv_bytes` bytes, or if that is 0 the size of `kv_tokens` tokens in every
-    layer, those of the draft model in `spec` included. `image_processor` is set for a vision model. `acceptance`: see
-    SimRunner."""
+    layer, those of the draft model in `spec` included. `image_processor` is set for a vision model. `acceptance`,
+    `always_drafts`: see Simulation."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -74,6 +75,7 @@ class SimulatedDeployment(NamedTuple):
     kv_bytes: int = 0
     image_processor: Eyes | None = None
     acceptance: float = 0.0
+    always_drafts: bool = False
 
     @property
     def max_len(self) -> int:
@@ -87,7 +89,7 @@ class SimulatedDeployment(NamedTuple):
         kind, depth = self.calibration.kind, self.calibration.depth
         return Simulation(
             self.config, self.spec, self.cost, self.kv_tokens, kind=kind, depth=depth, draw=draw,
-            acceptance=self.acceptance, kv_bytes=self.kv_bytes,
+            acceptance=self.acceptance, always_drafts=self.always_drafts, kv_bytes=self.kv_bytes,
         )  # fmt: skip
 
     def simulate(self, trace: Sequence[TraceRequest], objectives: Sequence[Objective] = ()) -> SimulationResult:
@@ -135,13 +137,9 @@ def _parser() -> Parser:
                        help="requests per second (Poisson; a trace is scaled in time); one run each")  # fmt: skip
     group.add_argument("--seconds", type=float, default=DEFAULT_SECONDS, metavar="S",
                        help="length of a workload without @N (default: %(default)g)")  # fmt: skip
-    group.add_argument(
-        "--acceptance",
-        type=float,
-        default=ACCEPTANCE,
-        metavar="A",
-        help="probability that a draft token is accepted, if those before it are (default: %(default)g)",
-    )
+    group.add_argument("--acceptance", type=float, default=ACCEPTANCE, metavar="A",
+                       help="probability that a draft token is accepted if those before it are "
+                       "(default: %(default)g)")  # fmt: skip
     group.add_argument("--find-rate", action="store_true", help="find the highest rate that meets the objectives")
     group.add_argument("--objective", action="append", metavar="NAME=MS",
                        help=f"{'|'.join(STATISTICS)}-{'|'.join(MEASURES)}-ms=NUMBER; may be repeated")  # fmt: skip
@@ -191,7 +189,7 @@ def read_deployment(config: EngineConfig, calibration: str, acceptance: float = 
         if found.model not in CONFIGS:
             raise StartupError(f"the calibration's model, {found.model[:80]}, isn't known by name", "Give MODEL")
         config = replace(config, model_config=found.model)
-    source, draft = _read_models(config)
+    source = check_speculation(config, read_checkpoint(config, weights=False))
     dtype = config.dtype if config.dtype != "auto" else found.dtype
     itemsize = ITEMSIZE.get(dtype)
     if itemsize is None:
@@ -201,10 +199,9 @@ def read_deployment(config: EngineConfig, calibration: str, acceptance: float = 
     config, source = config.with_device_defaults(found.kind), source.with_stored_dtypes(config, itemsize)
     saved = _fp8_saved_bytes(config, source, itemsize, found)
     cost = CostModel(shape_of(source, itemsize, saved), found.coefficients_for(source.name))
-    spec = source.spec
-    if draft is not None:
-        draft = draft.with_stored_dtypes(config, itemsize)
-        spec, cost = spec.with_draft(draft.spec), cost._replace(draft=shape_of(draft, itemsize))
+    if source.draft is not None:
+        cost = cost._replace(draft=shape_of(source.draft, itemsize))
+    spec = source.pool_spec
     tokens, kv_bytes = config.kv_tokens, 0
     if tokens is None:
         kv_bytes = max(_kv_bytes(config, spec, source, itemsize, found, saved), 0)
@@ -216,24 +213,6 @@ def read_deployment(config: EngineConfig, calibration: str, acceptance: float = 
     return SimulatedDeployment(
         config, spec, cost, found, tokens, kv_bytes, Eyes.of(source.config, source.spec), acceptance
     )
-
-
-def _read_models(config: EngineConfig) -> tuple[Checkpoint, Checkpoint | None]:
-    """Return the model and its draft model, which may be a named shape too."""
-    name, alone = config.speculative_model, replace(config, speculative_model=None, speculative_method=None)
-    source = read_checkpoint(alone, weights=False)
-    if name is None:
-        return source, None
-    is_shape = name in CONFIGS and not Path(name).is_dir()
-    shape, model = (name, "") if is_shape else (None, name)
-    draft = read_checkpoint(replace(alone, model_config=shape, model=model, revision=None), weights=False)
-    if draft.spec.vocab_size != source.spec.vocab_size:
-        raise StartupError(
-            f"the draft model {draft.name[:80]} has {draft.spec.vocab_size:,} tokens, and {source.name[:80]} "
-            f"{source.spec.vocab_size:,}",
-            "Give a --speculative-model of the same vocabulary",
-        )
-    return source, draft
 
 
 def _fp8_saved_bytes(config: EngineConfig, source: Checkpoint, itemsize: int, found: Calibration) -> int:
@@ -367,7 +346,8 @@ def _result_record(outcome: SimulationResult, rate: float | None, objectives: Se
         **totals(done, run.seconds), **latencies(done),
         "finished": run.finished, "steps": run.steps, "busy": run.busy_share, "mean_batch": run.mean_batch,
         "mean_running": run.mean_running, "preemptions": run.preemptions, "swapped_bytes": run.swapped_bytes,
-        "sharing_saved": run.sharing_saved, **{name: getattr(run, name) for name in counts}, "memory_bytes": mean_usage(outcome.timeline)._asdict(),
+        "sharing_saved": run.sharing_saved, **{name: getattr(run, name) for name in counts},
+        "memory_bytes": mean_usage(outcome.timeline)._asdict(),
         "moments": [{"time": m.time, "running": m.running, "waiting": m.waiting, **m.usage._asdict()}
                     for m in outcome.timeline],
     }  # fmt: skip

@@ -33,6 +33,8 @@ MAX_FILE_BYTES = 2**24  # of a calibration file
 MAX_COEFFICIENT = 1e6
 MAX_MEMORY_BYTES = 2**50
 MAX_DEPTH = 8
+MAX_SPLIT_TOKENS = 4
+"""A slice of the draft model of up to this many tokens is computed as rows of one token (quire.worker.drafter)."""
 
 
 class AttentionShape(NamedTuple):
@@ -181,8 +183,7 @@ def step_work(
 
 def draft_passes(plan: StepPlan, shape: ModelShape) -> list[StepWork]:
     """Count the work of each pass of a draft model of `shape`: over the known tokens of the draft slices, then over the
-    last proposal of each slot that another one follows. Two tokens before a proposal, after a verification that
-    accepted all, are rows of one token."""
+    last proposal of each slot that another one follows. Slices of few tokens are rows of one token."""
     if not plan.draft_slices:
         return []
     passes = [[row for known in plan.draft_slices for row in _draft_rows(known)]]
@@ -195,10 +196,13 @@ def draft_passes(plan: StepPlan, shape: ModelShape) -> list[StepWork]:
 
 
 def _draft_rows(known: SeqSlice) -> list[SeqSlice]:
-    tokens, start, samples = known.tokens, known.start, known.num_samples
-    if not samples or len(tokens) != 2:
+    count = len(known.tokens)
+    if count > MAX_SPLIT_TOKENS:
         return [known]
-    return [SeqSlice(known.slot, tokens[:1], start, 0), SeqSlice(known.slot, tokens[1:], start + 1, samples)]
+    return [
+        SeqSlice(known.slot, (token,), known.start + i, known.num_samples if i == count - 1 else 0)
+        for i, token in enumerate(known.tokens)
+    ]
 
 
 def add_padding(work: StepWork, shape: ModelShape, prompt: int, rows: int) -> StepWork:
@@ -264,16 +268,26 @@ class CostModel(NamedTuple):
         is_prompt = work.attention or work.encoded or work.tokens > work.rows
         return copies + (max(seconds, c.launch) if is_prompt else seconds)
 
+    @property
+    def draft_cost(self) -> CostModel | None:
+        """The costs of the draft model alone."""
+        return None if self.draft is None else CostModel(self.draft, self.coefficients)
+
     def draft_seconds(self, plan: StepPlan) -> float:
         """Return the seconds that the draft model takes before a step's own work."""
-        if self.draft is None:
-            return 0.0
-        alone = CostModel(self.draft, self.coefficients)
-        return sum(map(alone.device_seconds, draft_passes(plan, self.draft)))
+        alone = self.draft_cost
+        return 0.0 if alone is None else sum(map(alone.device_seconds, draft_passes(plan, alone.shape)))
 
     def host_seconds(self, work: StepWork) -> float:
         """Return the seconds that the host takes to plan a step."""
         return self.coefficients.host_step + (work.rows - work.drafts) * self.coefficients.host_row
+
+    def decode_costs(self) -> PreemptionCosts:
+        """Return the costs of a step that decodes, by which the scheduler chooses draft tokens."""
+        c, shape = self.coefficients, self.shape
+        token = 2 * (shape.weights_per_token + shape.head_weights) * c.operation + c.row
+        pair = sum(part.token_bytes for part in shape.attention) * c.kv_byte
+        return PreemptionCosts(0.0, 0.0, shape.bytes_read(1) * c.weight_byte + c.step, token, pair)
 
     def preemption_costs(self) -> PreemptionCosts:
         """Return the costs that the preemption policy `auto` needs."""
