@@ -927,8 +927,8 @@ ENTRIES["jenga-fig19"] = Entry(
     ],
     tables=[runs("label", "way")],
     note=assuming(
-        "* weights of one byte, the draft's too. Drafts: gemma-2-2b, ministral-1b, llama3.2-1b; 3 draft tokens in each\n"
-        "step that decodes, each accepted with a probability of 0.7 if those before it are. The paper gives neither\n"
+        "* weights of one byte, the draft's too. Drafts: gemma-2-2b, ministral-1b, llama3.2-1b; 3 draft tokens in\n"
+        "each step that decodes, each accepted with a probability of 0.7 if those before it are. The paper gives neither\n"
         f"number, nor does its text say which models its bars are. Gemma-2 and Ministral: {ARTICLES}, cut to the\n"
         f"context; Llama: {QUESTIONS}; all at once. KV GiB: 0.95 of the device less the weights of both models and\n"
         "1.5 GB. vLLM-max: pages of the target's size for both. vLLM-manual: a page of the target for each of the\n"
