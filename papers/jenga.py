@@ -928,16 +928,16 @@ ENTRIES["jenga-fig19"] = Entry(
     tables=[runs("label", "way")],
     note=assuming(
         "* weights of one byte, the draft's too. Drafts: gemma-2-2b, ministral-1b, llama3.2-1b; 3 draft tokens in\n"
-        "each step that decodes, each accepted with a probability of 0.7 if those before it are. The paper gives neither\n"
-        f"number, nor does its text say which models its bars are. Gemma-2 and Ministral: {ARTICLES}, cut to the\n"
-        f"context; Llama: {QUESTIONS}; all at once. KV GiB: 0.95 of the device less the weights of both models and\n"
-        "1.5 GB. vLLM-max: pages of the target's size for both. vLLM-manual: a page of the target for each of the\n"
-        "draft. Pages have 16 tokens; with Gemma-2's 8, since Jenga's large page would take 37.4 MiB otherwise, above\n"
-        "1/512 of this memory. A verification reads keys and values for each position of a sequence, as quire's\n"
-        "kernels do, so over long contexts drafts gain little. As in Figure 13 long prompts are arithmetic, whatever\n"
-        "the batch."
+        "each step that decodes, each accepted with a probability of 0.7 if those before it are. The paper gives\n"
+        f"neither number, nor does its text say which models its bars are. Gemma-2 and Ministral: {ARTICLES}, cut\n"
+        f"to the context; Llama: {QUESTIONS}; all at once. KV GiB: 0.95 of the device less the weights of both\n"
+        "models and 1.5 GB. vLLM-max: pages of the target's size for both. vLLM-manual: a page of the target for\n"
+        "each of the draft. Both keep every token in every layer. Pages have 16 tokens; with Gemma-2's 8, since\n"
+        "Jenga's large page would take 37.4 MiB otherwise, more than 1/512 of this memory. A verification reads keys\n"
+        "and values for each of its positions, as quire's kernels do, so over long contexts drafts gain little. As in\n"
+        "Figure 13 long prompts are arithmetic, whatever the batch."
     ),
-    plot=bars("Jenga Figure 19: speculative decoding, throughput of vLLM-manual's", "label", "ratio", bar="way",
+    plot=bars("Jenga Figure 19: throughput with speculative decoding, times vLLM-manual's", "label", "ratio", bar="way",
               label="times", limit=1.0, of=MANUAL_GAINS),
     by=SIMULATED,
     takes=MINUTES,
