@@ -99,7 +99,7 @@ def test_flags_become_settings(command: str) -> None:
              "table_scope": "layer", "page_sizes": "own", "association": "paper", "retention": "slack",
              "map_ahead": "off", "preemption": "swap", "quantization": "fp8", "kv_cache_dtype": "int8",
              "vision_cache": "inside", "executor": "process", "pooling": "mean",
-             "on_rank_failure": "restart"}  # fmt: skip
+             "on_rank_failure": "restart", "speculative_method": "ngram"}  # fmt: skip
     for field in (*fields(EngineConfig), *fields(Experiment)):
         if field.name in ("model", "kv_gib", "override_generation_config", "experiment"):
             continue
@@ -111,7 +111,7 @@ def test_flags_become_settings(command: str) -> None:
             value = texts.get(field.name, "x")
             given = [flag, str(value)]
         else:
-            value = 0.5 if "float" in str(field.type) else 1 if field.name == "pp" else 7
+            value = 0.5 if "float" in str(field.type) else {"pp": 1, "prompt_lookup_min": 3}.get(field.name, 7)
             given = [flag, str(value)]
         assert config_from(parse_arguments([command, *given])).flat()[field.name] == value, flag
     assert config_from(parse_arguments([command, "--kv-gib", "1.5"])).kv_gib == 1.5

@@ -249,16 +249,14 @@ class EngineConfig:
     )
     warm_up: bool = advanced(True, "on a GPU, compile kernels and capture graphs at start, not at first use")
     speculative_model: str | None = setting(
-        None, "draft model for speculative decoding: folder or hub id of a model of the same vocabulary", metavar="PATH"
+        None, "draft model for speculative decoding: folder or hub id", metavar="PATH"
     )
     speculative_method: str | None = setting(
         None,
-        "source of draft tokens: draft: the draft model; ngram: earlier tokens of the request that follow the same "
-        "few tokens; both: ngram where it finds some, else the draft model (default: draft with "
-        "--speculative-model, else no speculation)",
+        "source of draft tokens: the draft model, what followed the last tokens earlier (ngram), or both",
         SPECULATIONS,
     )
-    num_speculative_tokens: int = setting(
+    num_speculative_tokens: int = advanced(
         3, "most draft tokens of a sequence that a step verifies", bounds=(1, MAX_DRAFT_TOKENS), metavar="K"
     )
     prompt_lookup_min: int = advanced(2, "fewest tokens that ngram looks up", bounds=(1, 64))
@@ -379,6 +377,8 @@ class EngineConfig:
 
     def _check_speculation(self) -> None:
         method, model = self.speculative_method, self.speculative_model
+        if model == "":
+            raise StartupError("--speculative-model is ''", "Name a model, or leave the flag out")
         if method in ("draft", "both") and model is None:
             raise StartupError(f"--speculative-method is {method}, and there is no draft model",
                                "Give --speculative-model, or use --speculative-method ngram")  # fmt: skip
@@ -390,8 +390,8 @@ class EngineConfig:
                 f"--prompt-lookup-min is {self.prompt_lookup_min}, and --prompt-lookup-max {self.prompt_lookup_max}",
                 "The first must not be larger",
             )
-        if model is not None and self.memory != "paged":
-            raise StartupError(f"--speculative-model is given, and --memory is {self.memory}", "Use --memory paged")
+        if self.speculation is not None and self.memory != "paged":
+            raise StartupError(f"--memory is {self.memory}, and speculative decoding is on", "Use --memory paged")
         if self.speculation is not None and self.pp > 1:
             raise StartupError(f"--pp is {self.pp}, and speculative decoding is on", "Use --tp, or leave one out")
 
@@ -399,6 +399,11 @@ class EngineConfig:
     def speculation(self) -> str | None:
         """The source of draft tokens, one of SPECULATIONS; None: each step samples one token of a sequence."""
         return "draft" if self.speculative_method is None and self.speculative_model else self.speculative_method
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most draft tokens of a sequence in a step; 0 without speculative decoding."""
+        return 0 if self.speculation is None else self.num_speculative_tokens
 
     def with_device_defaults(self, device: str) -> EngineConfig:
         """Return the settings with the defaults of `device` ("cpu" or "cuda") for `max_num_seqs`,

@@ -48,7 +48,11 @@ class Pool:
         sources = [read_checkpoint(config) for config in sized]
         dtypes = [choose_dtype(config, source.config, self.device) for config, source in zip(sized, sources)]
         _check_compatible(sized, dtypes)
-        for source in sources:
+        for config, source in zip(sized, sources):
+            if config.speculation is not None:
+                raise StartupError(
+                    f"{source.name} decodes speculatively, which no model of a pool does", "Serve it by itself"
+                )
             if source.spec.min_budget:
                 raise StartupError(
                     f"{source.name} keeps a part of each prompt, which no model of a pool does", "Serve it by itself"

@@ -53,8 +53,17 @@ from quire.startup.dtypes import (
     with_resolved_attention,
 )
 from quire.startup.loader import build_runner, choose_attention, sharded_stage_spec
-from quire.startup.memory_plan import GIB, MemoryPlan, PoolMember, check_still_fits, describe_pages, plan_memory
+from quire.startup.memory_plan import (
+    GIB,
+    DraftSizes,
+    MemoryPlan,
+    PoolMember,
+    check_still_fits,
+    describe_pages,
+    plan_memory,
+)
 from quire.startup.prealloc import preallocate_weights
+from quire.startup.speculation import check_speculation
 
 if TYPE_CHECKING:
     from quire.distributed.remote_runner import RemoteRunner
@@ -85,20 +94,22 @@ def describe_memory_plan(config: EngineConfig, device_gib: float | None = None) 
         raise StartupError(f"--device-gib is {device_gib}", "It must be above 0")
     absent = device_gib is not None
     device = ("cpu" if config.device == "cpu" else "cuda") if absent else choose_device(config)
-    checkpoint = _with_shard_spec(config, read_checkpoint(config, weights=False), device)
+    checkpoint = check_speculation(config, read_checkpoint(config, weights=False))
+    checkpoint = _with_shard_spec(config, checkpoint, device)
     config = config.with_device_defaults(device).per_rank()
     dtype = choose_dtype(config, checkpoint.config, device)
     checkpoint = checkpoint.with_stored_dtypes(config, ITEMSIZE[dtype])
     saved = quantization_savings(config, checkpoint, dtype, device, absent)
-    config = with_resolved_attention(config, checkpoint.spec, device, dtype)
+    config = with_resolved_attention(config, checkpoint.pool_spec, device, dtype)
     absent_bytes = (
         None if device_gib is None else int(device_gib * GIB) // (config.world_size if device == "cpu" else 1)
     )
-    plan = plan_memory(config, checkpoint.spec, checkpoint.name, dtype, ITEMSIZE[dtype], device, saved, absent_bytes)
-    pages = describe_pages(config, checkpoint.spec, ITEMSIZE[dtype], plan)
+    spec, draft = checkpoint.pool_spec, _draft_sizes(config, checkpoint, dtype, device, absent)
+    plan = plan_memory(config, spec, checkpoint.name, dtype, ITEMSIZE[dtype], device, saved, absent_bytes, draft=draft)
+    pages = describe_pages(config, spec, ITEMSIZE[dtype], plan)
     if config.memory == "virtual":  # pages and buffers aren't always filled
         size = MemorySize(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
-        plan = plan._replace(kv_tokens=virtual_capacity_tokens(build_memory(config, checkpoint.spec, size).kv_config))
+        plan = plan._replace(kv_tokens=virtual_capacity_tokens(build_memory(config, spec, size).kv_config))
     if absent:
         plan = plan._replace(device=f"{device} (--device-gib)")
     return plan.to_lines() + pages
@@ -196,6 +207,7 @@ def build_engine(
     """Return the engine of `checkpoint`, its memory plan, and notices for the start. The tokenizer has the end tokens
     `tokenizer_eos_ids`. The memory is that of `pool_member`, if any. With ranks in processes of their own the model is
     loaded only there; `remote_runner` are ranks that were started already, which end if this fails."""
+    checkpoint = check_speculation(config, checkpoint)
     remote_runner = remote_runner or start_ranks(config, checkpoint)
     if not config.has_rank_processes:
         if config.on_rank_failure == "restart":
@@ -243,7 +255,7 @@ def _assemble(
     config = config.with_device_defaults(device).per_rank()
     dtype = choose_dtype(config, checkpoint.config, device)
     checkpoint = checkpoint.with_stored_dtypes(config, ITEMSIZE[dtype])
-    sized = with_resolved_attention(config, checkpoint.spec, device, dtype)
+    sized = with_resolved_attention(config, checkpoint.pool_spec, device, dtype)
     plan = (
         pool_member.plan if pool_member is not None else _plan_memory(sized, checkpoint, dtype, device, remote_runner)
     )
@@ -255,7 +267,7 @@ def _assemble(
     if config.log_plans:
         runner = with_plan_log(runner, Path(config.log_plans), checkpoint.spec.vocab_size)
     size = MemorySize(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
-    make_memory = partial(build_memory, config, checkpoint.spec, size, kv_namespace(config, checkpoint, dtype))
+    make_memory = partial(build_memory, config, checkpoint.pool_spec, size, kv_namespace(config, checkpoint, dtype))
     memory = pool_member.memory if pool_member else make_memory()
     if config.memory == "virtual":  # pages and buffers aren't always filled
         plan = plan._replace(kv_tokens=virtual_capacity_tokens(memory.kv_config))
@@ -270,7 +282,7 @@ def _assemble(
     if remote_runner is not None and config.on_rank_failure == "restart":
         from quire.distributed import rank_startup
 
-        resolved = replace(config, dtype=dtype, device=device, attention=remote_runner.attention)
+        resolved = _resolve(config, checkpoint, dtype, device, remote_runner.attention)
         folder = str(checkpoint.path or "")
         check_memory = partial(check_still_fits, config, plan)
         restarter = RunnerRestarter(
@@ -304,8 +316,29 @@ def _plan_memory(
         measured = rank_startup.open_devices(remote_runner, config)
     saved = quantization_savings(config, checkpoint, dtype, device)
     return plan_memory(
-        config, checkpoint.spec, checkpoint.name, dtype, ITEMSIZE[dtype], device, saved, measured=measured
-    )
+        config, checkpoint.pool_spec, checkpoint.name, dtype, ITEMSIZE[dtype], device, saved, measured=measured,
+        draft=_draft_sizes(config, checkpoint, dtype, device),
+    )  # fmt: skip
+
+
+def _draft_sizes(
+    config: EngineConfig, checkpoint: Checkpoint, dtype: str, device: str, device_absent: bool = False
+) -> DraftSizes | None:
+    """Return what the draft model takes of the memory plan; None without one."""
+    draft = checkpoint.draft
+    if draft is None:
+        return None
+    weights = draft.spec.weight_bytes(ITEMSIZE[dtype])
+    weights -= quantization_savings(config, draft, dtype, device, device_absent)
+    return DraftSizes(draft.name, draft.spec, weights, draft.spec.token_bytes(ITEMSIZE[dtype]))
+
+
+def _resolve(config: EngineConfig, checkpoint: Checkpoint, dtype: str, device: str, attention: str) -> EngineConfig:
+    """Return the config of ranks: with the dtype, the device, the attention and the draft model's folder resolved."""
+    draft, model = checkpoint.draft, config.speculative_model
+    if draft is not None and draft.path is not None:
+        model = str(draft.path)
+    return replace(config, dtype=dtype, device=device, attention=attention, speculative_model=model)
 
 
 def _engine_limits(config: EngineConfig, spec: ModelSpec, plan: MemoryPlan, kv_config: KVCacheConfig) -> EngineLimits:
@@ -338,8 +371,8 @@ def _make_runner(
         return build_runner(config, checkpoint, kind, where, eos_ids, max_len, progress, get_shared_buffer)
     from quire.distributed import rank_startup
 
-    attention = choose_attention(config, checkpoint.spec, where, kind)
-    resolved = replace(config, dtype=dtype, device=device, attention=attention)
+    attention = choose_attention(config, checkpoint.pool_spec, where, kind)
+    resolved = _resolve(config, checkpoint, dtype, device, attention)
     rank_startup.build_ranks(remote_runner, resolved, str(checkpoint.path or ""), eos_ids, max_len, progress)
     return remote_runner
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,7 +49,7 @@ STATE_ITEMSIZES = {"auto": 4, "float32": 4, "bfloat16": 2}
 class Checkpoint(NamedTuple):
     """A model before it is loaded. `path` is None for a named shape with dummy weights, and the file's path for a GGUF
     file, whose contents are `gguf`. `generation_config` is its generation_config.json, `default_sampling` the defaults
-    of requests' parameters. `notices` are shown at start."""
+    of requests' parameters. `notices` are shown at start. `draft` is the draft model of speculative decoding."""
 
     name: str
     path: Path | None
@@ -58,20 +59,59 @@ class Checkpoint(NamedTuple):
     default_sampling: dict[str, Any]
     gguf: GGUFFile | None = None
     notices: tuple[str, ...] = ()
+    draft: Checkpoint | None = None
+
+    @property
+    def pool_spec(self) -> ModelSpec:
+        """The spec of all that the memory holds: of the model and its draft model, if any. Sequences have at most the
+        length that both models take."""
+        if self.draft is None:
+            return self.spec
+        spec = self.spec.with_draft(self.draft.spec)
+        return replace(spec, max_len=min(spec.max_len, self.draft.spec.max_len))
 
     def for_shard(self, shard: Shard) -> Checkpoint:
         """Return the same with the spec of a rank's part. Raise StartupError if the model can't be divided so."""
-        return self._replace(spec=read_spec(self.config, shard))
+        spec = read_spec(self.config, shard)
+        try:
+            return self._replace(spec=spec, draft=self.draft and self.draft.for_shard(shard))
+        except StartupError as error:
+            raise StartupError(f"the draft model: {error.cause}", error.remedy) from error
 
     def with_stored_dtypes(self, config: EngineConfig, itemsize: int) -> Checkpoint:
         """Return the same for numbers of `itemsize` bytes, except for what `config` says of running states, keys and
         values."""
         spec = self.spec.with_state_itemsize(itemsize, STATE_ITEMSIZES[config.state_dtype])
-        return self._replace(spec=spec.with_int8_kv() if config.kv_cache_dtype == "int8" else spec)
+        return self._replace(
+            spec=spec.with_int8_kv() if config.kv_cache_dtype == "int8" else spec,
+            draft=self.draft and self.draft.with_stored_dtypes(config, itemsize),
+        )
 
 
 def read_checkpoint(config: EngineConfig, weights: bool = True) -> Checkpoint:
-    """Find the model and read its configuration; nothing is loaded. `weights` is True if the weights will be loaded."""
+    """Find the model, and its draft model if there is one, and read their configurations; nothing is loaded. `weights`
+    is True if the weights will be loaded."""
+    checkpoint = _read_model(config, weights)
+    return checkpoint._replace(draft=_read_draft(config, weights)) if config.speculative_model else checkpoint
+
+
+def _read_draft(config: EngineConfig, weights: bool) -> Checkpoint:
+    """Return the draft model: a bundled model, a folder, a file or a hub id, or, with --model-config, a named shape."""
+    name = config.speculative_model or ""
+    other = os.path.lexists(name) or "/" in name or name in (*BUNDLED_MODELS, *PACKAGED_MODELS)
+    shape = name if config.model_config is not None and not other else None
+    own = replace(
+        config, model=name, model_config=shape, revision=None, generation_config="vllm",
+        override_generation_config=None, speculative_model=None, speculative_method=None,
+    )  # fmt: skip
+    try:
+        return _read_model(own, weights)
+    except StartupError as error:
+        raise StartupError(f"--speculative-model {name[:80]!r} can't be used: {error.cause}", error.remedy) from error
+
+
+def _read_model(config: EngineConfig, weights: bool) -> Checkpoint:
+    """Return the model of `config` without a draft model."""
     if config.model_config is not None:
         if config.model_config not in CONFIGS:
             near = get_close_matches(config.model_config.lower(), CONFIGS, n=1)

@@ -91,8 +91,11 @@ def choose_dtype(config: EngineConfig, model: dict[str, Any], device: str) -> st
 def quantization_savings(
     config: EngineConfig, checkpoint: Checkpoint, dtype: str, device: str, device_absent: bool = False
 ) -> int:
-    """Return the bytes that the weights take less than in `dtype`, if they are in FP8 or in few bits and `device`
-    computes with them; a GPU that is `device_absent` does so with FP8."""
+    """Return the bytes that the weights take less than in `dtype`, those of the draft model included, if they are in
+    FP8 or in few bits and `device` computes with them; a GPU that is `device_absent` does so with FP8."""
+    if checkpoint.draft is not None:
+        models = checkpoint._replace(draft=None), checkpoint.draft
+        return sum(quantization_savings(config, model, dtype, device, device_absent) for model in models)
     scheme = resolve_scheme(checkpoint.config, config.quantization)
     if scheme is None or (isinstance(scheme, FP8Scheme) and device == "cpu"):
         return 0
@@ -113,7 +116,8 @@ def quantization_savings(
 def kv_namespace(config: EngineConfig, checkpoint: Checkpoint, dtype: str) -> str:
     """Return a key that differs for models whose keys and values differ."""
     rounded = f"kv-{config.kv_cache_dtype}" if config.kv_cache_dtype != "auto" else None
-    return ":".join(filter(None, (checkpoint.name, dtype, config.quantization, rounded)))
+    draft = None if checkpoint.draft is None else f"draft-{checkpoint.draft.name}"
+    return ":".join(filter(None, (checkpoint.name, dtype, config.quantization, rounded, draft)))
 
 
 def _has_low_bit_kernels(config: EngineConfig, model: dict[str, Any]) -> bool:

@@ -43,9 +43,20 @@ SHOWN_LENGTHS = (1024, 8192, 32768, 131072)
 """Lengths, in tokens, of the requests that a plan counts."""
 
 
+class DraftSizes(NamedTuple):
+    """What the draft model of speculative decoding takes of a plan: the bytes of its weights, and those of a token's
+    keys and values in its layers."""
+
+    model: str
+    spec: ModelSpec
+    weight_bytes: int
+    token_bytes: int
+
+
 class MemoryPlan(NamedTuple):
-    """Sizes in bytes and tokens, of one rank. `max_len` is the maximum length of a sequence; `limit_note` names what
-    reduced it, if anything. `kv_note` names what limits the KV cache, unless its size was given."""
+    """Sizes in bytes and tokens, of one rank, with what `draft` takes of them. `parameters` are the model's alone.
+    `max_len` is the maximum length of a sequence; `limit_note` names what reduced it, if anything. `kv_note` names what
+    limits the KV cache, unless its size was given."""
 
     model: str
     parameters: int
@@ -69,6 +80,7 @@ class MemoryPlan(NamedTuple):
     pp_size: int = 1  # stages; other stages may have fewer weights
     peer_bytes: int = 0  # exchange memory of ranks on GPUs; 0 if it is allocated already
     kv_note: str = ""
+    draft: DraftSizes | None = None
 
     def to_lines(self) -> list[str]:
         """Return the plan as lines of text for one screen."""
@@ -79,12 +91,16 @@ class MemoryPlan(NamedTuple):
                       + (" and fewer bits" if self.quantization_savings else "") + self._rank_text()),
             ("device", f"{self._device_text()}: {_format_bytes(self.free_bytes)} free of "
             f"{_format_bytes(self.device_bytes)}"),
-            ("weights", _format_bytes(self.weight_bytes)),
+            ("weights", _format_bytes(self.weight_bytes - (self.draft.weight_bytes if self.draft else 0))),
+            *([("draft model", f"{_format_bytes(self.draft.weight_bytes)}: {self.draft.model}, "
+                f"{self.draft.spec.parameters:,} parameters")] if self.draft else []),
             ("activations", f"{_format_bytes(self.activation_bytes)} at most"),
             *([("exchange",
             f"{_format_bytes(self.peer_bytes)} that the other ranks' GPUs reach")] if self.peer_bytes else []),
             ("KV cache", f"{_format_bytes(self.kv_bytes)} = {self.kv_tokens:,} tokens of {self.token_bytes:,} bytes, "
                          + (f"in pages of {self.page_tokens}" if self.page_tokens else "in pages that are mapped")),
+            *([("draft KV", f"{self.draft.token_bytes:,} bytes of each token's, in pages of the same memory")]
+              if self.draft else []),
             *self._state_rows(),
             ("left over", _format_bytes(left) + self.kv_note if left >= 0 else
              f"-{_format_bytes(-left)}: this does not fit"),
@@ -132,8 +148,10 @@ def plan_memory(
     quantization_savings: int = 0,
     device_bytes: int | None = None,
     measured: tuple[int, int, str] | None = None,
+    draft: DraftSizes | None = None,
 ) -> MemoryPlan:
-    """Divide the memory of the device, or of each rank's device: `config` and `spec` are a rank's.
+    """Divide the memory of the device, or of each rank's device: `config` and `spec` are a rank's. `spec` includes the
+    layers and weights of `draft`.
 
     `quantization_savings`: bytes that the weights take less than `itemsize` each. `device_bytes`: the size of a device
     that is not queried, and all free. `measured`: total and free bytes of a rank's device, and a description of it, if
@@ -146,9 +164,11 @@ def plan_memory(
         measured = device_bytes, device_bytes, device
     total, free, where = measured or (*rank_memory(config, device), device)
     weights = spec.weight_bytes(itemsize) - quantization_savings
-    activations = activation_bytes(config, spec, itemsize) + exchange_bytes(config, spec, itemsize, device)
+    models = [spec] if draft is None else [spec, draft.spec]  # one after the other, so the larger step counts
+    activations = max(activation_bytes(config, model, itemsize) for model in models)
+    activations += exchange_bytes(config, spec, itemsize, device)
     if device != "cpu":
-        activations += graph_bytes(config, spec, itemsize)
+        activations += sum(graph_bytes(config, model, itemsize) for model in models)
     usable = usable_bytes(config, device, total, free)
     room = usable - weights - activations - peers
     wanted_len = config.max_model_len or spec.max_len
@@ -183,10 +203,11 @@ def plan_memory(
         )
     interval = state_interval(config, spec)
     return MemoryPlan(
-        name, spec.parameters, dtype, device, total, free, weights, activations, kv.bytes, kv.tokens,
-        kv.token_bytes, 0 if config.memory == "virtual" else config.page_size, max_len, limit_note, config.max_num_seqs,
-        spec.state_bytes, interval if interval == config.experiment.state_tokens else 0, quantization_savings,
-        config.world_size, config.pp, peers, kv_note,
+        name, spec.parameters - (draft.spec.parameters if draft else 0), dtype, device, total, free, weights,
+        activations, kv.bytes, kv.tokens, kv.token_bytes, 0 if config.memory == "virtual" else config.page_size,
+        max_len, limit_note, config.max_num_seqs, spec.state_bytes,
+        interval if interval == config.experiment.state_tokens else 0, quantization_savings,
+        config.world_size, config.pp, peers, kv_note, draft,
     )  # fmt: skip
 
 
@@ -281,7 +302,8 @@ def describe_pages(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: M
             holds = f"{group.run_tokens} embeddings of an image"
         if group.run_pages > 1:
             holds = f"{group.run_tokens / group.run_pages:.2f} tokens"
-        parts = [f"{len(group.layers)} layers", kind, f"{group.page_bytes:,} bytes for {holds}"]
+        of_draft = " of the draft model" if group.is_draft else ""
+        parts = [f"{len(group.layers)} layers{of_draft}", kind, f"{group.page_bytes:,} bytes for {holds}"]
         if group.parts > 1:
             parts.append(f"{group.page_bytes // group.parts:,} in each of {group.parts} buffers")
         if config.world_size > 1:
@@ -304,12 +326,13 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
     """Return the bytes of the largest tensors of a step of `max_num_batched_tokens`: residual, projections and the
     MLP's inner layer; attention's scores, weights and mask, and the keys and values gathered for them, or, for kernels
     on CPUs, which gather nothing, the partial results of each context split; logits of every sequence, or of as many
-    prompt tokens as are scored at once, in float32 and in the sampler's working copies; the rotary tables."""
+    prompt tokens as are scored at once, in float32 and in the sampler's working copies; the rotary tables. A sequence
+    has logits of each of its draft tokens, too."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
     kv = max(layer.kv_heads * layer.head_dim for layer in spec.layers)
     step = config.max_num_batched_tokens * (6 * spec.hidden + 4 * kv + 3 * spec.intermediate) * itemsize
-    logits = min(max(config.max_num_seqs, MAX_SCORED_POSITIONS), config.max_num_batched_tokens) * spec.vocab_size * 16
+    logits = _logits_rows(config) * spec.vocab_size * 16
     head_dim = max(layer.head_dim for layer in spec.layers)
     gathered = MAX_SCORES * kv // max(spec.heads, 1)  # keys, for the positions of the scores
     attention = (
@@ -335,6 +358,14 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
     return int(step + logits + attention + spec.num_rope_tables * longest * head_dim * 4)
 
 
+def _logits_rows(config: EngineConfig) -> int:
+    """Return the most rows of logits over the vocabulary that a step has at once."""
+    assert config.max_num_batched_tokens is not None, "a sized config"
+    assert config.max_num_seqs is not None, "a sized config"
+    sampled = config.max_num_seqs * (1 + config.max_draft_tokens)
+    return min(max(sampled, MAX_SCORED_POSITIONS), config.max_num_batched_tokens)
+
+
 def _selection_bytes(spec: ModelSpec, longest: int, itemsize: int) -> int:
     """Return the bytes to select the tokens to keep of the longest prompt, some heads at once: scores and weights in
     float32, copies of keys and values, and keys in float32."""
@@ -349,7 +380,7 @@ def graph_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     often each sequence has each token, with room to double that; page tables."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
-    rows = min(config.max_num_seqs, MAX_GRAPH_ROWS)
+    rows = min(config.max_num_seqs * (1 + config.max_draft_tokens), MAX_GRAPH_ROWS)
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
     widths = []
     for layers in group_layers(config, spec, itemsize):
@@ -382,7 +413,7 @@ def exchange_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int, device:
         config.max_num_batched_tokens,
         config.tp * Shard(0, config.tp).padded_vocab_rows(spec.vocab_size),
     )
-    logits = min(max(config.max_num_seqs, MAX_SCORED_POSITIONS), tokens) * vocabulary * 2 * itemsize
+    logits = _logits_rows(config) * vocabulary * 2 * itemsize
     return stage_inputs + logits + tokens * spec.hidden * (config.tp * itemsize + 4 if device == "cpu" else itemsize)
 
 

@@ -26,10 +26,16 @@ def preallocate_weights(config: EngineConfig, checkpoint: Checkpoint) -> None:
         return
     if kernels.find_library(os.environ.get("QUIRE_CPU_KERNELS", "")) is None:
         return
+    models = [checkpoint] if checkpoint.draft is None else [checkpoint, checkpoint.draft]
+    wanted = sum(_packed_bytes(config, model) for model in models)
+    weight_arena().prefault(min(wanted, psutil.virtual_memory().available // 2))
+
+
+def _packed_bytes(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """Return about how many bytes the packed weights of one model will take."""
     spec, bits = checkpoint.spec, 32.0 if config.dtype == "float32" else 16.0
     if checkpoint.path is not None and not config.dummy_weights:
         files = [checkpoint.path] if checkpoint.gguf is not None else checkpoint.path.glob("*.safetensors")
         bits = min(bits, sum(file.stat().st_size for file in files if file.is_file()) * 8 / spec.parameters)
     table = 0 if checkpoint.config.get("tie_word_embeddings") else spec.vocab_size * spec.hidden
-    wanted = int((spec.parameters - table) * min(bits, QUANTIZED_BITS.get(config.quantization or "", bits)) / 8)
-    weight_arena().prefault(min(wanted, psutil.virtual_memory().available // 2))
+    return int((spec.parameters - table) * min(bits, QUANTIZED_BITS.get(config.quantization or "", bits)) / 8)

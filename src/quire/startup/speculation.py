@@ -1,0 +1,103 @@
+"""Check that a model and its draft model can decode speculatively together."""
+
+from __future__ import annotations
+
+import filecmp
+
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.files import find_checkpoint_file, read_json_config
+from quire.startup.checkpoint import POOLING_CONFIG, Checkpoint, read_tokenizer
+
+FAMILY_REMEDY = "Use a draft model of the same family, with the same tokens"
+
+
+def check_speculation(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint:
+    """Return `checkpoint`, of whole models, with a notice if the draft model limits the length of sequences. Raise
+    StartupError if the model's memory cannot go back by some tokens, or the draft model does not fit the model."""
+    if config.speculation is None:
+        return checkpoint
+    if reason := _irreversible_part(checkpoint):
+        raise StartupError(
+            f"speculative decoding is on, and {checkpoint.name} {reason}, which cannot go back by rejected tokens",
+            "Leave --speculative-model and --speculative-method out",
+        )
+    draft = checkpoint.draft
+    if draft is None:
+        return checkpoint
+    if reason := _unsuitable_part(draft):
+        raise StartupError(f"the draft model {draft.name} {reason}", "Use a text model that only attends to tokens")
+    if draft.spec.vocab_size != checkpoint.spec.vocab_size:
+        raise StartupError(
+            f"the draft model {draft.name} has {draft.spec.vocab_size} tokens, and {checkpoint.name} "
+            f"{checkpoint.spec.vocab_size}",
+            FAMILY_REMEDY,
+        )
+    if draft.spec.parameters > checkpoint.spec.parameters:
+        raise StartupError(
+            f"the draft model {draft.name} has {draft.spec.parameters:,} parameters, and {checkpoint.name} only "
+            f"{checkpoint.spec.parameters:,}",
+            "Use a smaller draft model: it computes each token that it proposes",
+        )
+    _check_tokens(config, checkpoint, draft)
+    return _limit_length(config, checkpoint, draft)
+
+
+def _irreversible_part(checkpoint: Checkpoint) -> str:
+    """Return what the model keeps that depends on later tokens; "" if there is nothing."""
+    spec = checkpoint.spec
+    if spec.state_layers:
+        return "keeps running states"
+    if spec.min_budget:
+        return "keeps a part of each prompt"
+    return "attends both ways in prompts" if spec.vision is not None and spec.vision.bidirectional_prompt else ""
+
+
+def _unsuitable_part(draft: Checkpoint) -> str:
+    """Return why a model can't be a draft model; "" if it can."""
+    if draft.spec.vision is not None:
+        return "takes images"
+    if draft.path is not None and draft.gguf is None and read_json_config(draft.path, POOLING_CONFIG):
+        return "makes embeddings"
+    return _irreversible_part(draft)
+
+
+def _check_tokens(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint) -> None:
+    """Raise StartupError if both models have tokenizers, and these give an id different tokens. Added tokens may
+    differ: fine-tuned models rename some."""
+    files = [
+        find_checkpoint_file(model.path, "tokenizer.json")
+        for model in (checkpoint, draft)
+        if model.path is not None and model.gguf is None
+    ]
+    if len(files) == 2 and files[0] and files[1] and filecmp.cmp(files[0], files[1], shallow=False):
+        return
+    try:
+        own, other = read_tokenizer(config, checkpoint), read_tokenizer(EngineConfig(), draft)
+    except StartupError:  # the draft model's is needed for nothing else, and the start reports the model's
+        return
+    if own is None or other is None:
+        return
+    added = own.added_tokens.keys() | other.added_tokens.keys()
+    for id in range(min(own.vocab_size, other.vocab_size)):
+        if id not in added and own.id_to_token(id) != other.id_to_token(id):
+            raise StartupError(
+                f"token {id} is {other.id_to_token(id)[:40]!r} for the draft model {draft.name}, and "
+                f"{own.id_to_token(id)[:40]!r} for {checkpoint.name}",
+                FAMILY_REMEDY,
+            )
+
+
+def _limit_length(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint) -> Checkpoint:
+    """Return `checkpoint` with a notice if the draft model takes shorter sequences. Raise StartupError if longer ones
+    are asked for."""
+    longest = draft.spec.max_len
+    if longest >= (config.max_model_len or checkpoint.spec.max_len):
+        return checkpoint
+    if config.max_model_len is not None:
+        raise StartupError(
+            f"--max-model-len is {config.max_model_len}, and the draft model {draft.name} takes {longest} tokens",
+            f"Use --max-model-len {longest} or less, or another draft model",
+        )
+    notice = f"sequences may have {longest:,} tokens, as many as the draft model was made for"
+    return checkpoint._replace(notices=(*checkpoint.notices, notice))
