@@ -268,6 +268,8 @@ def test_input_tokens_are_counted(served: Any) -> None:
     more: Any = {"model": "echo", "input": "More.", "previous_response_id": first.id}
     counted = served.client.responses.input_tokens.count(**more)
     assert counted.input_tokens == served.client.responses.create(**more).usage.input_tokens
+    long = served.client.responses.input_tokens.count(model="echo", input="once " * 7000)
+    assert long.input_tokens > 7000
 
 
 def test_input_items_are_listed(served: Any) -> None:

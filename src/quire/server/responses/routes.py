@@ -197,7 +197,8 @@ class ResponseRoutes:
     async def count(self, body: ResponseRequest, http: Request) -> Response:
         """Return the number of tokens of a request's prompt."""
         owner = owner_of(http)
-        generation, _ = await self._resolve(body, self._previous_items(body, owner), self._given_items(body, owner))
+        previous, given = self._previous_items(body, owner), self._given_items(body, owner)
+        generation, _ = await self._resolve(body, previous, given, min_output=None)
         headers = self.service.resolver.warning_headers(generation.request, generation.prompts, generation.warnings)
         tokens = len(generation.prompts[0].ids)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens}, headers=headers)
@@ -285,11 +286,13 @@ class ResponseRoutes:
         run.call.close()  # the task does so only if it has begun
 
     async def _resolve(
-        self, body: ResponseRequest, previous: Sequence[Json], given: Sequence[Json]
+        self, body: ResponseRequest, previous: Sequence[Json], given: Sequence[Json], min_output: int | None = 1
     ) -> tuple[Generation, Conversation]:
         """Return the request as a chat, and its conversation. With truncation "auto", drop as few of the first items as
-        make the prompt fit. The number is found by bisection; each try renders and tokenizes the conversation."""
+        make the prompt fit. The number is found by bisection; each try renders and tokenizes the conversation.
+        `min_output` is that of `RequestResolver.chat`."""
         items = [*previous, *given]
+        resolve = partial(self._resolve_items, body, items, len(previous), min_output)
         droppable = droppable_items(items) if body.truncation == "auto" else []
         longest = self.service.input_processor.max_len - (body.max_output_tokens or 1)
         high, best = len(droppable), None
@@ -298,22 +301,28 @@ class ResponseRoutes:
         while low < high:
             resolved = None
             with suppress(PromptTooLong):
-                resolved = await self._resolve_items(body, items, len(previous), {*droppable[:number]})
+                resolved = await resolve({*droppable[:number]})
             if resolved is not None and len(resolved[0].prompts[0].ids) <= longest:
                 best, high = resolved, number
             else:
                 low = number + 1
             number = (low + high) // 2
-        return best or await self._resolve_items(body, items, len(previous), {*droppable})
+        return best or await resolve({*droppable})
 
     async def _resolve_items(
-        self, body: ResponseRequest, items: Sequence[Json], num_previous: int, dropped: Collection[int]
+        self,
+        body: ResponseRequest,
+        items: Sequence[Json],
+        num_previous: int,
+        min_output: int | None,
+        dropped: Collection[int],
     ) -> tuple[Generation, Conversation]:
         """Return the request for the items without those `dropped`, and its conversation."""
         conversation, left_out = items_to_conversation(body.instructions, items, num_previous, dropped)
         chat = to_chat_request(body, conversation, left_out)
         with NAMES.rename_errors(conversation):
-            generation = NAMES.rename_warnings(await self.service.resolver.chat("resp", chat), conversation)
+            generation = await self.service.resolver.chat("resp", chat, min_output)
+            generation = NAMES.rename_warnings(generation, conversation)
         if dropped:
             text = f"truncation: the prompt was too long, and {len(dropped)} of its items were dropped"
             generation = generation._replace(warnings=[*generation.warnings, text])
