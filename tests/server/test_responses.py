@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from waiting import wait_until
 
 from quire.errors import InputError, StartupError
+from quire.server import answer_size
 from quire.server.errors import UnknownResponse
 from quire.server.options import ServeOptions, check_options
 from quire.server.response_models import InputItemList, ResponsesResponse, ResponseStreamEvent
@@ -376,6 +377,47 @@ def test_a_response_in_the_background(served: Any, monkeypatch: pytest.MonkeyPat
         served.client.responses.cancel(plain.id)
 
 
+def test_a_stream_in_the_background(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on without its client, and can be followed again from any event, while it runs and afterwards."""
+    asked: Any = {"model": "echo", "input": "Tell.", "background": True, "stream": True}
+    served.say("once upon a time there was")
+    monkeypatch.setattr(served.runner, "pause", 0.05)
+    whole = [event.to_dict() for event in served.client.responses.create(**asked)]
+    assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
+    assert (whole[0]["type"], whole[-1]["type"]) == ("response.created", "response.completed")
+    id = whole[0]["response"]["id"]
+    assert served.client.responses.retrieve(id).to_dict() == whole[-1]["response"]
+    for after in (-1, 5, len(whole) - 2, len(whole)):
+        again = served.client.responses.retrieve(id, stream=True, starting_after=after)
+        assert [event.to_dict() for event in again] == whole[after + 1 :]
+    with served.client.responses.create(**asked) as stream:
+        begun = [next(stream).to_dict() for _ in range(4)]
+    id = begun[0]["response"]["id"]
+    with served.client.responses.retrieve(id, stream=True, starting_after=1) as stream:
+        assert next(stream).to_dict() == begun[2]
+        assert served.client.responses.retrieve(id).status == "in_progress"
+        rest = [event.to_dict() for event in stream]
+    texts = [event["delta"] for event in begun + rest if event["type"] == "response.output_text.delta"]
+    assert ("".join(texts), rest[-1]["type"]) == ("once upon a time there was", "response.completed")
+    assert served.running.idle()
+
+
+def test_a_stream_in_the_background_is_cancelled_or_too_large(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Any = {"model": "echo", "input": "Tell.", "background": True, "stream": True}
+    served.say("once " * 800)
+    monkeypatch.setattr(served.runner, "pause", 0.05)
+    with served.client.responses.create(**asked) as stream:
+        id = next(stream).response.id
+        assert served.client.responses.cancel(id).status == "cancelled"
+        assert "response.completed" not in [event.type for event in stream]
+    monkeypatch.setattr(answer_size, "MAX_HELD_BYTES", 6000)
+    monkeypatch.setattr(answer_size, "MAX_EMBEDDING_BYTES", 0)
+    *_, last = served.client.responses.create(**asked)
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert "bytes; the limit is 6000" in ended(served, last.response.id).error.message
+    assert served.running.idle()
+
+
 def test_responses_in_the_background_are_bounded_and_end(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: Any = {"model": "echo", "input": "Tell.", "background": True}
     served.say("once " * 800)
@@ -467,7 +509,6 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 21}, "top_logprobs", "top_logprobs must be between 0 and 20, got 21"),
     ({"logprobs": True}, "logprobs", "it is top_logprobs here"),
     ({"background": True, "store": False}, "background", "--store-responses"),
-    ({"background": True, "stream": True}, "stream", "can't be streamed"),
     ({"conversation": "conv_1"}, "conversation", "not supported"),
     ({"n": 2}, "n", "not supported"),
     ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
