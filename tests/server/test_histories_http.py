@@ -8,7 +8,7 @@ from typing import Any
 
 import echo_service
 import pytest
-from echo_service import Running
+from echo_service import Running, Servers
 
 from quire.text.chat_template import ChatTemplate
 
@@ -222,6 +222,15 @@ def test_tools_that_are_not_run_are_left_out(served: Running) -> None:
     assert "tools[0]" in refused.json()["error"]["message"] or "tool_choice" in refused.json()["error"]["message"]
 
 
+def test_a_strict_server_names_a_block_by_the_client_s_path(servers: Servers) -> None:
+    """Here the second message of the client is the third of the chat."""
+    talk = [USER, {"role": "assistant", "content": [{"type": "server_tool_use", "id": "a"}]}, USER]
+    body = {"system": "Be kind.", "messages": talk, "max_tokens": 1}
+    refused = servers(strict=True).http.post("/v1/messages", json=body)
+    message = refused.json()["error"]["message"]
+    assert (refused.status_code, "'messages[1].content[0] (server_tool_use)'" in message) == (400, True), message
+
+
 def test_our_own_cut_call_can_be_sent_back(served: Running) -> None:
     """In chat, Responses and Messages: a call that max_tokens cut, as the client read it, and a result."""
     http, parameters = served.http, {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -304,8 +313,7 @@ def test_an_overflow_has_the_words_of_each_api(served: Running) -> None:
         assert error["message"].startswith("This model's maximum context length is 2048 tokens")
         assert "However, the prompt has" in error["message"]
     body = {"messages": [{"role": "user", "content": long}]}
-    for path, more in (("/v1/messages", {"max_tokens": 1}), ("/v1/messages/count_tokens", {})):
-        error = served.http.post(path, json=body | more).json()["error"]
-        assert error["type"] == "invalid_request_error"
-        assert error["message"].startswith("prompt is too long: ")
-        assert error["message"].endswith(" tokens > 2048 maximum")
+    error = served.http.post("/v1/messages", json=body | {"max_tokens": 1}).json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith("prompt is too long: ")
+    assert error["message"].endswith(" tokens > 2048 maximum")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from quire.errors import InputError, input_error_at
 from quire.protocol.sampling_params import SamplingParams
 from quire.server.answer_size import AnswerSize, EchoedPrompt, limit_answer
-from quire.server.errors import UnknownModel
+from quire.server.errors import UnknownField, UnknownModel
 from quire.server.reasoning import ModelReasoning, RequestReasoning
 from quire.server.request_models import (
     EMPTY_VALUES,
@@ -157,7 +157,7 @@ class RequestResolver:
         if getattr(body, "chat_template", None) is not None:
             raise InputError("chat_template can't be set by a request: start with --chat-template", "chat_template")
         if self.rules.strict and (names := unknown_fields(body)):
-            raise InputError(f"there is no field {names[0][:60]!r} (this server was started with --strict)", names[0])
+            raise UnknownField(f"there is no field {names[0][:60]!r} (this server was started with --strict)", names[0])
 
     def check_model(self, model: str | None) -> None:
         """Raise UnknownModel if `model` is given and is not served."""
