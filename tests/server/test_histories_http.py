@@ -231,6 +231,17 @@ def test_a_strict_server_names_a_block_by_the_client_s_path(servers: Servers) ->
     assert (refused.status_code, "'messages[1].content[0] (server_tool_use)'" in message) == (400, True), message
 
 
+def test_tokenize_names_what_was_left_out_as_a_chat_does(served: Running) -> None:
+    talk = [USER, {"role": "assistant", "content": [{"type": "image", "x": 1}]}, USER]
+    body = {"messages": talk, "chat_template_kwargs": {"enable_thinking": False}}
+    warnings = [
+        served.http.post(path, json=body | more).headers.get("warning")
+        for path, more in (("/tokenize", {}), ("/v1/chat/completions", {"max_tokens": 1}))
+    ]
+    assert warnings[0] == warnings[1]
+    assert "messages[1].content[0]" in warnings[0]
+
+
 def test_our_own_cut_call_can_be_sent_back(served: Running) -> None:
     """In chat, Responses and Messages: a call that max_tokens cut, as the client read it, and a result."""
     http, parameters = served.http, {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
