@@ -177,8 +177,16 @@ ITEMS: dict[str, tuple[list[Body], list[Body], str]] = {  # items, the chat that
         [USER, call('{"input": "ls"}', name="sh"), result("a")], "",
     ),
     "a shell": (
-        [USER, item("local_shell_call", id="a", call_id="b", action={}), item("local_shell_call_output", id="a"), USER],
-        [USER, USER], "input[1] (local_shell_call), input[2] (local_shell_call_output)",
+        [USER, item("local_shell_call", id="a", call_id="b", action={"command": ["ls"]}),
+         item("local_shell_call_output", id="a", output="x"), USER,
+         item("local_shell_call", call_id="c"), item("local_shell_call_output", id="c", output="y")],
+        [USER, call('{"command": ["ls"]}', name="local_shell", id="b"), result("x", id="b"), USER,
+         call(name="local_shell", id="c"), result("y", id="c")], "",
+    ),
+    "a shell whose result is a function's": (
+        [USER, item("local_shell_call", id="a", call_id="b", action={"command": ["ls"]}),
+         {**OUTPUT, "call_id": "b"}],
+        [USER, call('{"command": ["ls"]}', name="local_shell", id="b"), result(id="b")], "",
     ),
     "a search": ([item("web_search_call", id="a", status="completed"), USER], [USER], "input[0] (web_search_call)"),
     "a reference": ([item("item_reference", id="zz"), USER], [USER], "input[0] (item_reference)"),

@@ -31,6 +31,7 @@ INPUT_SCHEMA = {
 TOOL_CHOICE_SCHEMA = {"anyOf": [{"enum": [None, "none", "auto", "required"]}, OBJECT]}
 ROLES = ("user", "assistant", "system", "developer")
 PARTS = ("input_text", "output_text", "text", "refusal", "input_image")
+LOCAL_SHELL = "local_shell"  # the name of a call in chats
 NAMED_CHOICES = ("function", "allowed_tools")
 LOGPROBS = "message.output_text.logprobs"
 KNOWN_INCLUDES = ("reasoning.encrypted_content", LOGPROBS)  # the former has no effect: no content is encrypted here
@@ -218,6 +219,7 @@ class _ItemReader:
     def __init__(self, conversation: Conversation) -> None:
         self._conversation, self._reasoning_texts = conversation, list[str]()
         self._result_images: list[tuple[str, Json]] = []  # images in results, with their paths
+        self._shell_call_ids: dict[str, Any] = {}  # of calls of the local shell, by the ids of their items
         self.left_out: list[str] = []  # paths of items and parts that can't be read, with their types
 
     def add(self, at: str, item: Json) -> None:
@@ -226,6 +228,7 @@ class _ItemReader:
             "message": self._add_message_item, "function_call": self._add_call,
             "function_call_output": self._add_result, "reasoning": self._add_reasoning,
             "custom_tool_call": self._add_custom_call, "custom_tool_call_output": self._add_result,
+            "local_shell_call": self._add_shell_call, "local_shell_call_output": self._add_shell_result,
         }  # fmt: skip
         kind = item.get("type", "message" if "role" in item else None)
         if kind in PARTS:  # a part without its message
@@ -297,6 +300,17 @@ class _ItemReader:
         """Add the call of a custom tool, whose input is a text."""
         arguments = {CUSTOM_INPUT: read_string(item, "input", at, "input")}
         self._add_call(at, {**item, "arguments": json.dumps(arguments, ensure_ascii=False)})
+
+    def _add_shell_call(self, at: str, item: Json) -> None:
+        """Add a call of OpenAI's local shell, whose arguments are its action."""
+        id = item.get("call_id") or item.get("id")
+        self._shell_call_ids[str(item.get("id"))] = id
+        self._add_call(at, {"call_id": id, "name": LOCAL_SHELL, "arguments": item.get("action")})
+
+    def _add_shell_result(self, at: str, item: Json) -> None:
+        """Add a result of the local shell. Its `id` is that of the call or of the call's item."""
+        id = item.get("call_id") or item.get("id")
+        self._add_result(at, {**item, "call_id": self._shell_call_ids.get(str(id), id)})
 
     def _add_result(self, at: str, item: Json) -> None:
         id = read_string(item, "call_id", at, "input")
