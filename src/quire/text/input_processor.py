@@ -212,9 +212,11 @@ class InputProcessor:
         other.limits = self.limits._replace(max_len=sys.maxsize)
         return other
 
-    async def run_grammar_work(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which compiles a grammar. Raise Overloaded if too many wait."""
-        return await self._grammar_threads.run(work)
+    async def run_grammar_work(self, params: SamplingParams, work: Callable[[], T], client: str = "") -> T:
+        """Return the result of `work`, which compiles the grammar of `params`. Short grammars overtake long ones, and
+        those of another `client`. Raise Overloaded if too many wait."""
+        cost = 0 if params.structured is None else len(params.structured.source)
+        return await self._grammar_threads.run(work, cost, client)
 
     def make_truncation(self, tokens: int, keep_first: bool, max_output_tokens: int) -> PromptTruncation:
         """Return the truncation for vLLM's truncate_prompt_tokens: -1 leaves room for `max_output_tokens` tokens. Raise
@@ -396,7 +398,7 @@ class InputProcessor:
         grammars = self._grammars
         if params.structured is None or grammars is None or grammars.is_cached(params.structured):
             return params, ()
-        form, dropped = await self.run_grammar_work(partial(grammars.nearest_supported, params.structured))
+        form, dropped = await self.run_grammar_work(params, partial(grammars.nearest_supported, params.structured))
         return replace(params, structured=form), dropped
 
     def is_grammar_ready(self, params: SamplingParams) -> bool:
