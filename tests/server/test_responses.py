@@ -4,6 +4,7 @@ conversations that go on, what is stored for whom, and what is refused."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import echo_service
 import httpx
 import pytest
-from asking import CALLS, HERMES, MARKERS, SAID, Talker, openai_of, refusal, saying
+from asking import CALL, CALLS, HERMES, MARKERS, SAID, Talker, openai_of, refusal, saying
 from openai import APIStatusError, BadRequestError, InternalServerError, NotFoundError
 from pydantic import BaseModel
 from waiting import wait_until
@@ -22,7 +23,7 @@ from quire.server.errors import UnknownResponse
 from quire.server.options import ServeOptions, check_options
 from quire.server.response_models import InputItemList, ResponsesResponse, ResponseStreamEvent
 from quire.server.responses import routes
-from quire.server.responses.render import ResponseItems
+from quire.server.responses.render import ResponseItems, custom_input
 from quire.server.responses.routes import ResponseStore
 
 pytestmark = pytest.mark.xdist_group(name="responses")
@@ -156,6 +157,44 @@ def test_a_loop_with_a_tool(served: Talker) -> None:
     streamed = served.respond(**asked, input=talk[:1], tool_choice="required", stream=True)
     joined = "".join(event.delta for event in streamed if event.type == "response.function_call_arguments.delta")
     assert joined.startswith("{")
+
+
+def test_a_custom_tool(served: Talker) -> None:
+    """It is a function of a text for the model, and its call has the text, also one that is cut off or another's."""
+    shell: Any = {"type": "custom", "name": "shell", "description": "runs it"}
+    call = '<tool_call>\n{"name": "shell", "arguments": %s}\n</tool_call>'
+    served.say(call % '{"input": "ls \\"é\\""}' + CALL % "Oslo" + call % '{"command": 1}')
+    found = served.respond(tools=[shell, TOOL])
+    assert [tool.type for tool in found.tools] == ["custom", "function"]
+    assert kinds(found) == ["custom_tool_call", "function_call", "custom_tool_call"]
+    first, _, last = found.output
+    assert (first.name, first.input, json.loads(last.input)) == ("shell", 'ls "é"', {"command": 1})
+    ResponsesResponse.model_validate(served.http.get(f"/v1/responses/{found.id}").json())
+    again = [*served.client.responses.retrieve(found.id, stream=True)]
+    for events in (again, [*served.respond(tools=[shell, TOOL], stream=True)]):
+        for event in events:
+            ResponseStreamEvent.model_validate(event.to_dict())
+        done = [event.input for event in events if event.type == "response.custom_tool_call_input.done"]
+        deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+        assert done == deltas == [first.input, last.input]
+        assert [item.to_dict()["type"] for item in events[-1].response.output] == kinds(found)
+    output: Any = {"type": "custom_tool_call_output", "call_id": first.call_id, "output": "a"}
+    served.say("Good.")
+    assert served.respond(input=[output], previous_response_id=found.id).output_text == "Good."
+    assert custom_input('{"input": "ab') == "ab"
+
+
+def test_formats_of_custom_tools(served: Talker) -> None:
+    shell: Any = {"type": "custom", "name": "shell"}
+    for syntax, definition, warns in (("regex", "ab{3,5}c", False), ("lark", 'start: "a"', True)):
+        form = {"type": "grammar", "syntax": syntax, "definition": definition}
+        body = {"input": "Tell.", "tools": [{**shell, "format": form}], "tool_choice": {**shell, "format": None}}
+        answer = served.http.post("/v1/responses", json={**body, "max_output_tokens": 60})
+        assert ("tools[0].format" in answer.headers.get("warning", "")) is warns
+        [item] = answer.json()["output"]
+        assert item["type"] == "custom_tool_call"
+        assert answer.json()["tools"][0]["format"] == form
+        assert warns or re.fullmatch(definition, item["input"])
 
 
 def test_items_are_the_messages_of_a_chat(served: Talker) -> None:
@@ -351,7 +390,7 @@ def ended(served: Any, id: str) -> Any:
 def test_a_response_in_the_background(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: Any = {"model": "echo", "input": "Tell.", "background": True}
     served.say("once upon a time")
-    monkeypatch.setattr(served.runner, "pause", 0.1)
+    monkeypatch.setattr(served.runner, "pause", 0.3)
     begun = served.client.responses.create(**asked)
     assert (begun.status, begun.background, begun.output) == ("queued", True, [])
     wait_until(lambda: served.client.responses.retrieve(begun.id).status == "in_progress", "it runs")
