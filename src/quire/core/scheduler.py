@@ -243,7 +243,7 @@ class Scheduler:
         del self.running[victim]
         for seq in victim.live_seqs:
             self._free_seq(seq)
-            seq.computed = seq.planned = seq.drafted = seq.draft_planned = 0
+            seq.computed = seq.planned = seq.drafted = 0
         victim.candidates = {}  # they will be sampled again
         victim.status = RequestStatus.WAITING
         self.waiting.requeue(victim)
@@ -375,7 +375,7 @@ class Scheduler:
             return admitted
         for seq, (reused, prefix_source) in zip(request.live_seqs, admitted):
             seq.computed = seq.planned = reused
-            seq.drafted = seq.draft_planned = reused if seq.drafts else 0
+            seq.drafted = reused if seq.drafts else 0
             seq.prefix_source = prefix_source
         if not request.preemptions:
             request.cached_tokens = request.live_seqs[0].planned
@@ -458,7 +458,7 @@ class Scheduler:
                     break
             events.append(SeqEvent(request, seq, tuple(tokens), sampled.top_logprobs[: len(tokens)]))
         seq.computed = seq.planned = min(end, row.start + 1 + len(tokens))
-        seq.drafted = seq.draft_planned = min(drafted, seq.computed)
+        seq.drafted = min(drafted, seq.computed)
         if tokens and not sampled.error:
             self.memory.commit(seq)
         if seq.finish_reason is not None:
@@ -516,7 +516,7 @@ class Scheduler:
             if not self.memory.fork(parent, child):
                 absent = [child for _, child in pairs[i:]]
                 for child in absent:
-                    child.computed = child.planned = child.drafted = child.draft_planned = 0
+                    child.computed = child.planned = child.drafted = 0
                 order = request.live_seqs
                 request.live_seqs = [seq for seq in order if seq not in absent]
                 self._preempt_by_recompute(request)
@@ -583,7 +583,7 @@ def _reset_request(request: Request) -> list[SeqEvent]:
     request.preemptions += request.status is not RequestStatus.WAITING
     request.status, request.candidates = RequestStatus.WAITING, {}
     for seq in request.live_seqs:
-        seq.planned = seq.computed = seq.drafted = seq.draft_planned = seq.pending_samples = 0
+        seq.planned = seq.computed = seq.drafted = seq.pending_samples = 0
         seq.prefix_source = None
     request.finished_seqs += [seq for seq in request.live_seqs if seq.finish_reason is not None]
     request.live_seqs = [seq for seq in request.live_seqs if seq.finish_reason is None]

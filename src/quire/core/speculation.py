@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from quire.core.preemption_costs import PreemptionCosts
+from quire.core.preemption_costs import SpeculationCosts
 from quire.core.request import Request
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import FIRST_DRAFT, SeqSlice
@@ -118,9 +118,7 @@ class Candidate(NamedTuple):
 class Speculator:
     """Chooses the draft tokens of each step, at most `max_tokens` of a sequence.
 
-    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens. `costs` are those
-    of a step of the model, and one of the draft model takes `draft_share` of it. A step without another one in flight
-    before it takes `idle_seconds` more."""
+    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens."""
 
     def __init__(
         self,
@@ -128,13 +126,10 @@ class Speculator:
         max_tokens: int,
         *,
         lookup: tuple[int, int] = (2, 5),
-        costs: PreemptionCosts,
-        draft_share: float = 0.1,
-        idle_seconds: float = 0.0,
+        costs: SpeculationCosts,
     ) -> None:
         self.uses_ngrams, self.has_model = method != "draft", method != "ngram"
-        self.max_tokens, self.lookup = max_tokens, lookup
-        self.costs, self.draft_share, self.idle_seconds = costs, draft_share, idle_seconds
+        self.max_tokens, self.lookup, self.costs = max_tokens, lookup, costs
         self.markers = [tuple(FIRST_DRAFT - i for i in range(count)) for count in range(max_tokens + 1)]
         self.seqs: dict[int, SeqDrafts] = {}  # by id
 
@@ -165,7 +160,7 @@ class Speculator:
                     candidates += self._find_drafts(seq, most)
         if not candidates:
             return NO_DRAFTS
-        seconds = self.costs.recompute_seconds(rows, pairs)
+        seconds = self.costs.model.recompute_seconds(rows, pairs)
         return self._most_valuable(candidates, rows, seconds)
 
     @staticmethod
@@ -181,13 +176,15 @@ class Speculator:
         if drafts is None:
             drafts = self.seqs[seq.id] = SeqDrafts(*self.lookup)
         length = len(seq.tokens)
-        seconds = self.costs.compute_token + length * self.costs.compute_pair
+        model, draft = self.costs.model, self.costs.draft
+        seconds = model.compute_token + length * model.compute_pair
         if self.uses_ngrams:
             tokens = drafts.index.propose(seq.tokens, most + seq.pending_samples)[seq.pending_samples :]
             if tokens:
                 return [Candidate(seq, most, tokens, drafts.by_ngram.rate(length), seconds)]
         if seq.drafts:
-            return [Candidate(seq, most, (), drafts.by_model.rate(length), seconds * (1 + self.draft_share))]
+            seconds += draft.compute_token + length * draft.compute_pair
+            return [Candidate(seq, most, (), drafts.by_model.rate(length), seconds)]
         return []
 
     def _most_valuable(self, candidates: list[Candidate], rows: int, seconds: float) -> Mapping[int, tuple[int, ...]]:
@@ -197,8 +194,7 @@ class Speculator:
         yields more tokens than as much time of a plain step; a pass of the draft model pays for all its sequences."""
         tokens_per_second = rows / seconds
         counts: dict[int, int] = {}
-        gain, cost = 0.0, self.idle_seconds
-        pass_seconds = self.draft_share * self.costs.compute_fixed
+        gain, cost, pass_seconds = 0.0, self.costs.idle_seconds, self.costs.draft.compute_fixed
         active = candidates
         for i in range(1, self.max_tokens + 1):
             active = [one for one in active if one.most >= i and one.rate**i >= one.seconds * tokens_per_second]
@@ -238,7 +234,7 @@ def count_markers(row: SeqSlice) -> int:
 def step_tokens(row: SeqSlice, seq: Sequence) -> int:
     """Return how many tokens the model computes for a slice; or the draft model, if these are more."""
     tokens = len(row.tokens) + len(row.draft_tokens)
-    return max(tokens, row.start + 1 - seq.draft_planned) if count_markers(row) else tokens
+    return max(tokens, row.start + 1 - seq.drafted) if count_markers(row) else tokens
 
 
 def plan_draft_slices(
@@ -251,7 +247,7 @@ def plan_draft_slices(
     for row in slices:
         seq = by_slot[row.slot][1]
         if seq.drafts:
-            count, start = count_markers(row), seq.draft_planned
+            count, start = count_markers(row), seq.drafted if seq.not_in_flight else seq.draft_planned
             draft = SeqSlice(row.slot, tuple(seq.tokens[start : row.start + len(row.tokens)]), start, count)
             is_prompt = len(row.tokens) > 1 or not row.num_samples
             (continued if count else prompts if is_prompt else lagging).append(draft)

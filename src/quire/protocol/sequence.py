@@ -30,7 +30,7 @@ class Sequence:
     were collected. `planned` counts tokens in submitted plans, `pending_samples` samples that the host does not have
     yet. With draft tokens in flight `planned` counts these too; what is not accepted of them is taken back when the
     result is collected. If `drafts` the sequence has pages in the draft model's layers, where tokens[:drafted] are
-    computed, at most `computed` ones; `draft_planned` counts those in submitted plans.
+    computed, at most `computed` ones; while it is in flight `draft_planned` counts those in submitted plans.
     """
 
     __slots__ = (
@@ -71,7 +71,8 @@ class Sequence:
         self.planned = 0
         self.pending_samples = 0
         self.drafts = False
-        self.drafted = self.draft_planned = 0
+        self.drafted = 0
+        self.draft_planned = 0
         self.branch_index = branch_index
         self.num_forks = 0  # siblings to fork from this one
         self.max_total_len = 0  # the most tokens that it will have, with the prompt; 0: not known
@@ -104,7 +105,7 @@ class Sequence:
         assert not self.pending_samples, f"sequence {self.id} is forked with a sample unseen"
         child = Sequence(id, list(self.tokens), seed=seed, cache_salt=self.cache_salt, branch_index=branch_index)
         child.prompt_len, child.computed, child.planned = self.prompt_len, self.computed, self.planned
-        child.drafts, child.drafted, child.draft_planned = self.drafts, self.drafted, self.drafted
+        child.drafts, child.drafted = self.drafts, self.drafted
         child.max_total_len, child.max_prefix_hit = self.max_total_len, self.max_prefix_hit
         child.page_keys = list(self.page_keys)
         child.images = self.images

@@ -98,7 +98,8 @@ def build_runner(
 
     draft: Checkpoint | None = getattr(checkpoint, "draft", None)
     model, spec = make(checkpoint, progress), checkpoint.spec
-    speculation: dict[str, Any] = {"max_drafts": config.num_speculative_tokens if config.speculation else 0}
+    speculation: dict[str, Any] = {"synthetic_acceptance": config.experiment.synthetic_acceptance}
+    speculation["max_drafts"] = config.num_speculative_tokens if config.speculation else 0
     if draft is not None:
         spec = spec.with_draft(draft.spec)
         speculation |= {"draft_model": make(draft, progress), "draft_spec": draft.spec}
