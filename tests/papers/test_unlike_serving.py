@@ -121,7 +121,7 @@ def test_three_managers_serve_two_models_from_one_memory() -> None:
         points = simulations(
             [Run({"way": way}, case._replace(uniform=uniform), rule) for way, (rule, uniform) in jenga.MANAGED.items()]
         )
-        assert all(p["draft_tokens"] > 2 * p["drafts"] > 1.5 * p["accepted"] > 0 for p in points)
+        assert all(1.1 < p["accepted"] / p["drafts"] < 2 < p["draft_tokens"] / p["drafts"] for p in points)
         most, manual, ours = (p["batch"] for p in points)
         assert most < manual
         assert ours == pytest.approx(manual, rel=0.05) if model == "Llama 8B" else ours > manual

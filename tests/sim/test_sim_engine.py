@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, Experiment
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import FIRST_DRAFT, SeqSlice, SlotInit, StepPlan, StepResult
@@ -149,9 +149,14 @@ def speculating(
     """Serve requests with a draft model of a fifth of the size. Return the totals, and the times of the first one's
     tokens."""
     draft = ModelSpec("draft", (LayerSpec(2, 16),), 512, 256, 64, 4, 128, 2 * 10**5)
-    config = replace(SMALL, speculative_model="draft", num_speculative_tokens=3)
+    config = replace(
+        SMALL,
+        speculative_model="draft",
+        num_speculative_tokens=3,
+        experiment=Experiment(synthetic_acceptance=acceptance),
+    )
     cost = CostModel(SHAPE, coefficients, ModelShape.from_spec(draft, 2, tied=True))
-    simulation = Simulation(config, SPEC.with_draft(draft), cost, 640, acceptance=acceptance, **how)
+    simulation = Simulation(config, SPEC.with_draft(draft), cost, 640, **how)
     outcome = simulation.run([TraceRequest(0.0, [10 + i, 2, 3, 4], asked(output)) for i in range(requests)])
     assert all(sum(count for _, count in one.token_times) == output for one in outcome.requests)
     usage = simulation.engine.scheduler.memory.account().usage
