@@ -115,7 +115,7 @@ def test_each_request_encodes_once_or_once_a_chunk() -> None:
 
 def test_three_managers_serve_two_models_from_one_memory() -> None:
     """Windows that are left are kept by both of vLLM's; pages of one size waste most of the draft's."""
-    models = {"Ministral": ("longdoc@3", 40.0), "Llama 8B": ("mmlu-pro@60", 0.7)}
+    models = {"Ministral": ("longdoc@3", 40.0), "Llama 8B": ("mmlu-pro@24", 0.7)}
     for model, (workload, kv_gib) in models.items():
         case = jenga.PAIRS[model]._replace(workload=workload, kv_gib=kv_gib)
         points = simulations(
