@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from quire.core.grammar_masks import cut_drafts
 from quire.core.preemption_costs import SpeculationCosts
 from quire.core.request import Request
 from quire.protocol.sequence import Sequence
@@ -127,9 +128,10 @@ class Speculator:
         *,
         lookup: tuple[int, int] = (2, 5),
         costs: SpeculationCosts,
+        eos_ids: Iterable[int] = (),
     ) -> None:
         self.uses_ngrams, self.has_model = method != "draft", method != "ngram"
-        self.max_tokens, self.lookup, self.costs = max_tokens, lookup, costs
+        self.max_tokens, self.lookup, self.costs, self.eos_ids = max_tokens, lookup, costs, frozenset(eos_ids)
         self.markers = [tuple(FIRST_DRAFT - i for i in range(count)) for count in range(max_tokens + 1)]
         self.seqs: dict[int, SeqDrafts] = {}  # by id
 
@@ -167,7 +169,7 @@ class Speculator:
     def _is_eligible(request: Request, seq: Sequence) -> bool:
         """Return True if what follows the sequence's next token depends on nothing but that token."""
         return (
-            request.method is None and not seq.num_forks and seq.matcher is None and seq.prefix_source is None
+            request.method is None and not seq.num_forks and seq.prefix_source is None
             and request.params.pooling is None and request.prefix_name is None
         )  # fmt: skip
 
@@ -180,8 +182,10 @@ class Speculator:
         seconds = model.compute_token + length * model.compute_pair
         if self.uses_ngrams:
             tokens = drafts.index.propose(seq.tokens, most + seq.pending_samples)[seq.pending_samples :]
+            if seq.matcher is not None and not seq.pending_samples:
+                tokens = cut_drafts(seq.matcher, tokens, self.eos_ids)
             if tokens:
-                return [Candidate(seq, most, tokens, drafts.by_ngram.rate(length), seconds)]
+                return [Candidate(seq, len(tokens), tokens, drafts.by_ngram.rate(length), seconds)]
         if seq.drafts:
             seconds += draft.compute_token + length * draft.compute_pair
             return [Candidate(seq, most, (), drafts.by_model.rate(length), seconds)]
@@ -247,7 +251,9 @@ def plan_draft_slices(
     for row in slices:
         seq = by_slot[row.slot][1]
         if seq.drafts:
-            count, start = count_markers(row), seq.drafted if seq.not_in_flight else seq.draft_planned
+            if seq.not_in_flight:
+                seq.draft_planned = seq.drafted
+            count, start = count_markers(row), seq.draft_planned
             draft = SeqSlice(row.slot, tuple(seq.tokens[start : row.start + len(row.tokens)]), start, count)
             is_prompt = len(row.tokens) > 1 or not row.num_samples
             (continued if count else prompts if is_prompt else lagging).append(draft)
