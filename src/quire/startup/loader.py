@@ -97,7 +97,9 @@ def build_runner(
         return model
 
     model, spec, draft = make(checkpoint, progress), checkpoint.spec, checkpoint.draft
-    speculation: dict[str, Any] = {"max_drafts": config.max_draft_tokens}
+    speculation: dict[str, Any] = {
+        "max_drafts": config.max_draft_tokens, "synthetic_acceptance": config.experiment.synthetic_acceptance,
+    }  # fmt: skip
     if draft is not None:
         spec = spec.with_draft(draft.spec)
         speculation |= {"draft_model": make(draft, progress), "draft_spec": draft.spec}
