@@ -96,10 +96,10 @@ def build_runner(
         weight_arena().finish_block()
         return model
 
-    draft: Checkpoint | None = getattr(checkpoint, "draft", None)
-    model, spec = make(checkpoint, progress), checkpoint.spec
-    speculation: dict[str, Any] = {"synthetic_acceptance": config.experiment.synthetic_acceptance}
-    speculation["max_drafts"] = config.num_speculative_tokens if config.speculation else 0
+    model, spec, draft = make(checkpoint, progress), checkpoint.spec, checkpoint.draft
+    speculation: dict[str, Any] = {
+        "max_drafts": config.max_draft_tokens, "synthetic_acceptance": config.experiment.synthetic_acceptance,
+    }  # fmt: skip
     if draft is not None:
         spec = spec.with_draft(draft.spec)
         speculation |= {"draft_model": make(draft, progress), "draft_spec": draft.spec}
