@@ -138,7 +138,7 @@ class AsyncLLM(RequestTracker):
         if self.prompts.is_grammar_ready(params):
             tokens, resolved = await self.prompts.offload(size, validate)
         else:
-            tokens, resolved = await self.prompts.run_grammar_work(validate)
+            tokens, resolved = await self.prompts.run_grammar_work(params, validate, client)
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         streams = []
         for (id, _), ids in zip(prompts, tokens):

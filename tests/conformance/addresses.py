@@ -70,7 +70,7 @@ class Addressed(EchoPages):
 
     def touched(self, row: SeqSlice) -> tuple[int, int]:
         """The first token that a row reads, and the end of those that it writes."""
-        return self.group.first_visible(row.start), row.start + len(row.tokens)
+        return self.group.first_visible(row.start), row.start + len(row.tokens) + len(row.draft_tokens)
 
     def spans(self, slot: int, first: int, end: int) -> list[tuple[int, int]]:
         """The addresses, and how many bytes, of these tokens in each part."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
@@ -53,13 +54,15 @@ class Calls(RuleBasedStateMachine):
     """Admissions, steps (of which some stay in flight), forks and frees in any order."""
 
     name = "paged-4"
+    makes: ClassVar[dict[str, Callable[[Build], Any]]] = EVERY
+    host = 0
 
     def content(self, seq: Sequence, position: int) -> Content:
         return seq.cache_salt, tuple(seq.tokens[: position + 1])
 
     @initialize(tokens=st.integers(40, 160), chunk=st.integers(1, 20), max_seqs=st.integers(2, 6))
     def build(self, tokens: int, chunk: int, max_seqs: int) -> None:
-        self.memory = EVERY[self.name](Build(tokens, chunk, max_seqs))
+        self.memory = self.makes[self.name](Build(tokens, chunk, max_seqs, host=self.host))
         self.chunk = chunk
         self.total = total_bytes(self.memory.kv_config)
         self.device = Device()
@@ -126,23 +129,25 @@ class Calls(RuleBasedStateMachine):
         """Another one waits for it: then it isn't forked or freed, it computes."""
         return any(self.waits(other) and self.after[other.id] is seq for other in self.alive.values())
 
-    def begin(self, data: st.DataObject) -> None:
-        """Plan the next tokens of a sequence and write them; the result stays out."""
+    def begin(self, data: st.DataObject) -> Sequence | None:
+        """Plan the next tokens of a sequence and write them; the result stays out. Return the sequence, if any."""
         seq = self.pick(data, quiet=False)
         if seq is None or self.waits(seq):
-            return
+            return None
         end = min(seq.planned + data.draw(st.integers(1, self.chunk)), 48)
         seq.tokens += [data.draw(st.integers(1, 3))] * (end - len(seq.tokens))
         before = insides(self.memory)
         if not self.memory.grow(seq, end):
             assert insides(self.memory) == before
-            return
+            return None
         self.device.replay(self.memory.take_page_ops()[0], self.memory.kv_config.groups)
         slot = self.memory.slot(seq)
         for position in range(seq.planned, end):
             content = self.content(seq, position)
             self.contents[seq.id].append(content)
             for g, group in enumerate(self.memory.kv_config.groups):  # a token is where its first byte is
+                if group.is_draft:
+                    continue
                 if group.kind == "state" and position:  # computing goes on from what is there
                     last = self.device.tables[slot, g, group.num_full_pages(position - 1)] * group.page_bytes
                     before = self.device.cells.get((last, 0))
@@ -151,6 +156,7 @@ class Calls(RuleBasedStateMachine):
                 assert page, "a position to write has no page"
                 self.device.cells[page * group.page_bytes, offset(group, position)] = (g, content)
         seq.planned = end
+        return seq
 
     def valid(self, seq: Sequence) -> bool:
         """What it shares with others was confirmed by whoever computed it: results are taken in by steps, in order."""
@@ -160,8 +166,12 @@ class Calls(RuleBasedStateMachine):
     def confirm(self, data: st.DataObject) -> None:
         seq = self.pick(data, quiet=False)
         if seq is not None and self.valid(seq):
-            seq.computed = data.draw(st.integers(seq.computed, seq.planned))
-            self.memory.commit(seq)
+            self.settle(seq, data.draw(st.integers(seq.computed, seq.planned)))
+
+    def settle(self, seq: Sequence, computed: int) -> None:
+        """Take in the results of the first `computed` tokens."""
+        seq.computed = computed
+        self.memory.commit(seq)
 
     def step(self, data: st.DataObject) -> None:
         """As far as possible: everybody's tokens are computed and confirmed."""
@@ -169,8 +179,7 @@ class Calls(RuleBasedStateMachine):
             self.begin(data)
         for seq in self.alive.values():
             if self.valid(seq):
-                seq.computed = seq.planned
-                self.memory.commit(seq)
+                self.settle(seq, seq.planned)
 
     def fork(self, data: st.DataObject) -> None:
         parent = self.pick(data, quiet=True)
@@ -207,10 +216,13 @@ class Calls(RuleBasedStateMachine):
             for g, group in enumerate(self.memory.kv_config.groups):
                 table = place.tables[g]
                 assert tuple(self.device.tables[place.slot, g, i] for i in range(len(table))) == table
-                first = group.first_visible(seq.computed)
+                first, last = group.first_visible(seq.computed), seq.planned
                 if group.kind == "state":
                     first = max(seq.planned - 1, 0)
-                for position in range(first, seq.planned):
+                if group.is_draft:
+                    last = seq.drafted if seq.drafts else 0
+                    first = group.first_visible(last)
+                for position in range(first, last):
                     begin = table[group.num_full_pages(position)] * group.page_bytes
                     cell = self.device.cells.get((begin, offset(group, position)))
                     assert cell == (g, self.contents[seq.id][position]), f"position {position} of group {g} is wrong"

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from memories import Build
+from memories import Build, paged
 from sink import WITH_SINKS
 
 from quire.memory.jenga.shared_pool import SharedPool
 from quire.memory.page_tables import build_page_pool
 from quire.memory.paged import PagedMemory
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
-from quire.protocol.model_spec import place_page_ids
+from quire.protocol.model_spec import LayerSpec, place_page_ids
 from quire.protocol.sequence import Sequence
 
 Make = Callable[[Build], PagedMemory]
@@ -39,6 +39,7 @@ class Kind(NamedTuple):
     padding: int = 0
     chunk: int | None = None
     budget: int | None = None
+    is_draft: bool = False
 
     @property
     def page_bytes(self) -> int:
@@ -51,7 +52,7 @@ class Kind(NamedTuple):
         return KVCacheGroup(
             (i,), self.page_bytes, self.token_bytes, -(-build.max_len * self.pages // self.run), ids, host_ids,
             self.run, self.pages, self.window, self.kind or ("full" if self.window is None else "window"),
-            chunk=self.chunk, budget=self.budget,
+            chunk=self.chunk, budget=self.budget, is_draft=self.is_draft,
         )  # fmt: skip
 
 
@@ -188,3 +189,29 @@ UNLIKE: dict[str, Make] = {
     "not-whole-chunked": unlike(Kind(24, 8, 3, kind="chunked", chunk=7), FULL, debug=True),
     "all": unlike(WINDOW, CHUNKED, STATE, SINK, Kind(24, 8, 3), Kind(84 * 8, 1)),
 }
+
+DRAFT, DRAFT_WINDOW = Kind(16, 4, is_draft=True), Kind(8, 4, window=5, is_draft=True)
+DRAFT_LAYERS = LayerSpec(1, 4, is_draft=True), LayerSpec(1, 4, 6, is_draft=True)
+DRAFTED: dict[str, Make] = {
+    "draft": unlike(FULL, DRAFT),
+    "draft-window": unlike(FULL, WINDOW, DRAFT_WINDOW, debug=True),
+    "draft-of-windows": unlike(WINDOW, DRAFT),
+    "draft-windows-alone": unlike(WINDOW, DRAFT_WINDOW),
+    "draft-chunked": unlike(CHUNKED, FULL, Kind(24, 4, kind="chunked", chunk=10, is_draft=True)),
+    "draft-1-and-16-tokens": unlike(Kind(16, 16), Kind(16, 1, is_draft=True)),
+    "draft-16-and-1-tokens": unlike(Kind(16, 1), Kind(16, 16, is_draft=True), WINDOW),
+    "draft-not-whole": unlike(FULL, Kind(24, 8, 3, is_draft=True)),
+    "draft-boundary": unlike(FULL, WINDOW, DRAFT_WINDOW, retention="boundary", slack=5),
+    "draft-uncached": unlike(WINDOW, FULL, DRAFT, caching=False, debug=True),
+    "large-draft": large(FULL, DRAFT),
+    "large-draft-window": large(WINDOW, FULL, DRAFT, DRAFT_WINDOW, association="paper"),
+    "large-draft-6-10-15": large(*parts((6, 4, None), (10, 1, 6)), Kind(1920 // 15 // 16, 16, is_draft=True)),
+    "large-draft-slack": large(WINDOW, FULL, DRAFT_WINDOW, retention="slack", slack=3),
+    "large-draft-beside-another": large(WINDOW, FULL, Kind(96, 4), DRAFT, DRAFT_WINDOW, beside=2),
+    "draft-lcm": paged((None, 6, None, *DRAFT_LAYERS), page_size=4),
+    "draft-max": paged((None, 6, *DRAFT_LAYERS), page_size=16, page_sizes="max"),
+    "draft-gcd": paged((None, None, 6, 6, *DRAFT_LAYERS), page_size=1, page_sizes="gcd"),
+    "draft-own": paged((6, None, *DRAFT_LAYERS), page_size=4, page_sizes="own"),
+    "draft-tables": paged((None, 6, *DRAFT_LAYERS), page_size=4, table_scope="layer", page_sizes="max"),
+}
+"""Memories of a target and its draft model: some sequences have pages in the draft model's layers, others none."""

@@ -35,7 +35,7 @@ INTEGERS = {
     "prompt_logprobs": (0, 20),
     "seed": (-(2**63), 2**63 - 1),
 }
-FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize")
+FLAGS = ("ignore_eos", "speculate", "skip_special_tokens", "include_stop_str_in_output", "detokenize")
 MANY = dict.fromkeys(range(1025), 0.0)
 LISTS: dict[str, list[Any]] = {
     "stop": [5, b"x", [5], [""], ["x" * 257], ["x"] * 17, {"a": 1}, [None], "", 0, True],

@@ -27,7 +27,7 @@ def test_each_step_has_its_own_masks() -> None:
         bits[:, -1] &= (1 << VOCAB % 32) - 1 if VOCAB % 32 else 2**32 - 1
         masks.set_bitmasks([TokenBitmask(int(slot), one.tobytes()) for slot, one in zip(rows, bits) if slot % 5])
         logits = torch.zeros(len(rows), VOCAB, device=device, dtype=torch.bfloat16)
-        masks.apply(logits, rows)
+        masks.apply(logits, rows, rows)
         steps.append((rows, bits, logits))
         del logits
     for rows, bits, logits in steps:

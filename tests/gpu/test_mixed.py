@@ -70,7 +70,7 @@ class Compared:
             flat = FlatInputs.from_slices(rows)
             sizes = runner.mixed_graphs.choose_sizes(rows, flat)
             if sizes is not None:
-                batch = build_flat_batch(flat, runner.store, runner.last_sampled)
+                batch = build_flat_batch(flat, runner.store, runner.sampled_tokens)
                 step = StepContext.from_batch(
                     batch, runner.store.caches, runner.backend, len(batch.sampled_rows) < len(batch.tokens)
                 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import echo_service
 import pytest
-from echo_service import Running
+from echo_service import Running, Servers
 
 from quire.text.chat_template import ChatTemplate
 
@@ -177,8 +177,16 @@ ITEMS: dict[str, tuple[list[Body], list[Body], str]] = {  # items, the chat that
         [USER, call('{"input": "ls"}', name="sh"), result("a")], "",
     ),
     "a shell": (
-        [USER, item("local_shell_call", id="a", call_id="b", action={}), item("local_shell_call_output", id="a"), USER],
-        [USER, USER], "input[1] (local_shell_call), input[2] (local_shell_call_output)",
+        [USER, item("local_shell_call", id="a", call_id="b", action={"command": ["ls"]}),
+         item("local_shell_call_output", id="a", output="x"), USER,
+         item("local_shell_call", call_id="c"), item("local_shell_call_output", id="c", output="y")],
+        [USER, call('{"command": ["ls"]}', name="local_shell", id="b"), result("x", id="b"), USER,
+         call(name="local_shell", id="c"), result("y", id="c")], "",
+    ),
+    "a shell whose result is a function's": (
+        [USER, item("local_shell_call", id="a", call_id="b", action={"command": ["ls"]}),
+         {**OUTPUT, "call_id": "b"}],
+        [USER, call('{"command": ["ls"]}', name="local_shell", id="b"), result(id="b")], "",
     ),
     "a search": ([item("web_search_call", id="a", status="completed"), USER], [USER], "input[0] (web_search_call)"),
     "a reference": ([item("item_reference", id="zz"), USER], [USER], "input[0] (item_reference)"),
@@ -208,18 +216,38 @@ def test_items(served: Running, name: str) -> None:
 
 def test_tools_that_are_not_run_are_left_out(served: Running) -> None:
     function = {"type": "function", "name": "f", "parameters": {}}
-    tools = [{"type": "web_search"}, function, {"type": "custom", "name": "sh"}, {"type": "local_shell"}]
+    tools = [{"type": "web_search"}, function, {"type": "local_shell"}]
     body = {"input": "hi", "tools": tools, "tool_choice": {"type": "web_search"}, "max_output_tokens": 1}
     answer = served.http.post("/v1/responses", json=body)
     assert answer.status_code == 200, answer.text
     assert [tool["name"] for tool in answer.json()["tools"]] == ["f"]
-    for words in ("tools[0] (web_search)", "tools[2] (custom)", "tools[3] (local_shell)", "tool_choice"):
+    for words in ("tools[0] (web_search)", "tools[2] (local_shell)", "tool_choice"):
         assert words in answer.headers["warning"]
     strict = echo_service.serving(echo_service.built(echo_service.Saying()), strict=True)
     with strict as running:
         refused = running.http.post("/v1/responses", json=body)
     assert refused.status_code == 400
     assert "tools[0]" in refused.json()["error"]["message"] or "tool_choice" in refused.json()["error"]["message"]
+
+
+def test_a_strict_server_names_a_block_by_the_client_s_path(servers: Servers) -> None:
+    """Here the second message of the client is the third of the chat."""
+    talk = [USER, {"role": "assistant", "content": [{"type": "server_tool_use", "id": "a"}]}, USER]
+    body = {"system": "Be kind.", "messages": talk, "max_tokens": 1}
+    refused = servers(strict=True).http.post("/v1/messages", json=body)
+    message = refused.json()["error"]["message"]
+    assert (refused.status_code, "'messages[1].content[0] (server_tool_use)'" in message) == (400, True), message
+
+
+def test_tokenize_names_what_was_left_out_as_a_chat_does(served: Running) -> None:
+    talk = [USER, {"role": "assistant", "content": [{"type": "image", "x": 1}]}, USER]
+    body = {"messages": talk, "chat_template_kwargs": {"enable_thinking": False}}
+    warnings = [
+        served.http.post(path, json=body | more).headers.get("warning")
+        for path, more in (("/tokenize", {}), ("/v1/chat/completions", {"max_tokens": 1}))
+    ]
+    assert warnings[0] == warnings[1]
+    assert "messages[1].content[0]" in warnings[0]
 
 
 def test_our_own_cut_call_can_be_sent_back(served: Running) -> None:
@@ -304,8 +332,7 @@ def test_an_overflow_has_the_words_of_each_api(served: Running) -> None:
         assert error["message"].startswith("This model's maximum context length is 2048 tokens")
         assert "However, the prompt has" in error["message"]
     body = {"messages": [{"role": "user", "content": long}]}
-    for path, more in (("/v1/messages", {"max_tokens": 1}), ("/v1/messages/count_tokens", {})):
-        error = served.http.post(path, json=body | more).json()["error"]
-        assert error["type"] == "invalid_request_error"
-        assert error["message"].startswith("prompt is too long: ")
-        assert error["message"].endswith(" tokens > 2048 maximum")
+    error = served.http.post("/v1/messages", json=body | {"max_tokens": 1}).json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith("prompt is too long: ")
+    assert error["message"].endswith(" tokens > 2048 maximum")

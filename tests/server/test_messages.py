@@ -125,11 +125,12 @@ def test_a_format_is_held(served: Server, field: str) -> None:
     assert json.loads(block["text"]) == {"city": "Oslo"}
 
 
-def test_a_prompt_that_is_too_long_is_not_counted(served: Server) -> None:
-    long = {"messages": [{"role": "user", "content": "once " * 1100}]}
-    answer = served.http.post("/v1/messages/count_tokens", json=long)
-    assert answer.status_code == 400
-    assert "1024" in MessageError.model_validate(answer.json()).error.message
+def test_a_prompt_that_is_too_long_is_counted(served: Server) -> None:
+    long = {"messages": [{"role": "user", "content": "once " * 7000}]}  # more characters than a prompt may have too
+    assert served.counted(**long) > 7000
+    assert "prompt is too long" in served.ask(400, **long)["error"]["message"]
+    answer = served.http.post("/v1/messages/count_tokens", json={"messages": [{**USER, "content": "once " * 9000}]})
+    assert answer.status_code == 413
 
 
 def test_tools(served: Server) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import echo_service
 import httpx
 import pytest
-from asking import HERMES, MARKERS, SAID, linked, saying
+from asking import CALL, HERMES, MARKERS, SAID, linked, saying
 from echo_service import Running
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
@@ -109,7 +109,12 @@ def test_events_are_as_described() -> None:
     bodies: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
         "/v1/responses": (
             ResponseStreamEvent,
-            {"input": "Weather?", "stream": True, "tools": [{"type": "function", **tools[0]}], "top_logprobs": 1},
+            {
+                "input": "Weather?",
+                "stream": True,
+                "top_logprobs": 1,
+                "tools": [{"type": "function", **tools[0]}, {"type": "custom", "name": "shell"}],
+            },
         ),
         "/v1/messages": (
             MessageStreamEvent,
@@ -118,7 +123,7 @@ def test_events_are_as_described() -> None:
     }
     with saying("<think></think>" + HERMES, MARKERS) as talker:
         running = talker.running
-        talker.say(f"<think>\nHm.\n</think>\n\n{SAID}")
+        talker.say(f"<think>\nHm.\n</think>\n\n{SAID}" + (CALL % "ls").replace("weather", "shell"))
         schemas = document(running)["components"]["schemas"]
         for path, (model, body) in bodies.items():
             kinds = set()

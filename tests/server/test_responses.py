@@ -4,6 +4,7 @@ conversations that go on, what is stored for whom, and what is refused."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,17 +12,18 @@ from typing import Any
 import echo_service
 import httpx
 import pytest
-from asking import CALLS, HERMES, MARKERS, SAID, Talker, openai_of, refusal, saying
+from asking import CALL, CALLS, HERMES, MARKERS, SAID, Talker, openai_of, refusal, saying
 from openai import APIStatusError, BadRequestError, InternalServerError, NotFoundError
 from pydantic import BaseModel
 from waiting import wait_until
 
 from quire.errors import InputError, StartupError
+from quire.server import answer_size
 from quire.server.errors import UnknownResponse
 from quire.server.options import ServeOptions, check_options
 from quire.server.response_models import InputItemList, ResponsesResponse, ResponseStreamEvent
 from quire.server.responses import routes
-from quire.server.responses.render import ResponseItems
+from quire.server.responses.render import ResponseItems, custom_input
 from quire.server.responses.routes import ResponseStore
 
 pytestmark = pytest.mark.xdist_group(name="responses")
@@ -157,6 +159,44 @@ def test_a_loop_with_a_tool(served: Talker) -> None:
     assert joined.startswith("{")
 
 
+def test_a_custom_tool(served: Talker) -> None:
+    """It is a function of a text for the model, and its call has the text, also one that is cut off or another's."""
+    shell: Any = {"type": "custom", "name": "shell", "description": "runs it"}
+    call = '<tool_call>\n{"name": "shell", "arguments": %s}\n</tool_call>'
+    served.say(call % '{"input": "ls \\"é\\""}' + CALL % "Oslo" + call % '{"command": 1}')
+    found = served.respond(tools=[shell, TOOL])
+    assert [tool.type for tool in found.tools] == ["custom", "function"]
+    assert kinds(found) == ["custom_tool_call", "function_call", "custom_tool_call"]
+    first, _, last = found.output
+    assert (first.name, first.input, json.loads(last.input)) == ("shell", 'ls "é"', {"command": 1})
+    ResponsesResponse.model_validate(served.http.get(f"/v1/responses/{found.id}").json())
+    again = [*served.client.responses.retrieve(found.id, stream=True)]
+    for events in (again, [*served.respond(tools=[shell, TOOL], stream=True)]):
+        for event in events:
+            ResponseStreamEvent.model_validate(event.to_dict())
+        done = [event.input for event in events if event.type == "response.custom_tool_call_input.done"]
+        deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+        assert done == deltas == [first.input, last.input]
+        assert [item.to_dict()["type"] for item in events[-1].response.output] == kinds(found)
+    output: Any = {"type": "custom_tool_call_output", "call_id": first.call_id, "output": "a"}
+    served.say("Good.")
+    assert served.respond(input=[output], previous_response_id=found.id).output_text == "Good."
+    assert custom_input('{"input": "ab') == "ab"
+
+
+def test_formats_of_custom_tools(served: Talker) -> None:
+    shell: Any = {"type": "custom", "name": "shell"}
+    for syntax, definition, warns in (("regex", "ab{3,5}c", False), ("lark", 'start: "a"', True)):
+        form = {"type": "grammar", "syntax": syntax, "definition": definition}
+        body = {"input": "Tell.", "tools": [{**shell, "format": form}], "tool_choice": {**shell, "format": None}}
+        answer = served.http.post("/v1/responses", json={**body, "max_output_tokens": 60})
+        assert ("tools[0].format" in answer.headers.get("warning", "")) is warns
+        [item] = answer.json()["output"]
+        assert item["type"] == "custom_tool_call"
+        assert answer.json()["tools"][0]["format"] == form
+        assert warns or re.fullmatch(definition, item["input"])
+
+
 def test_items_are_the_messages_of_a_chat(served: Talker) -> None:
     served.say("Yes.")
     items: list[Any] = [
@@ -268,6 +308,8 @@ def test_input_tokens_are_counted(served: Any) -> None:
     more: Any = {"model": "echo", "input": "More.", "previous_response_id": first.id}
     counted = served.client.responses.input_tokens.count(**more)
     assert counted.input_tokens == served.client.responses.create(**more).usage.input_tokens
+    long = served.client.responses.input_tokens.count(model="echo", input="once " * 7000)
+    assert long.input_tokens > 7000
 
 
 def test_input_items_are_listed(served: Any) -> None:
@@ -348,7 +390,7 @@ def ended(served: Any, id: str) -> Any:
 def test_a_response_in_the_background(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: Any = {"model": "echo", "input": "Tell.", "background": True}
     served.say("once upon a time")
-    monkeypatch.setattr(served.runner, "pause", 0.1)
+    monkeypatch.setattr(served.runner, "pause", 0.3)
     begun = served.client.responses.create(**asked)
     assert (begun.status, begun.background, begun.output) == ("queued", True, [])
     wait_until(lambda: served.client.responses.retrieve(begun.id).status == "in_progress", "it runs")
@@ -372,6 +414,47 @@ def test_a_response_in_the_background(served: Any, monkeypatch: pytest.MonkeyPat
     plain = served.client.responses.create(model="echo", input="Tell.")
     with pytest.raises(BadRequestError, match="background"):
         served.client.responses.cancel(plain.id)
+
+
+def test_a_stream_in_the_background(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on without its client, and can be followed again from any event, while it runs and afterwards."""
+    asked: Any = {"model": "echo", "input": "Tell.", "background": True, "stream": True}
+    served.say("once upon a time there was")
+    monkeypatch.setattr(served.runner, "pause", 0.05)
+    whole = [event.to_dict() for event in served.client.responses.create(**asked)]
+    assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
+    assert (whole[0]["type"], whole[-1]["type"]) == ("response.created", "response.completed")
+    id = whole[0]["response"]["id"]
+    assert served.client.responses.retrieve(id).to_dict() == whole[-1]["response"]
+    for after in (-1, 5, len(whole) - 2, len(whole)):
+        again = served.client.responses.retrieve(id, stream=True, starting_after=after)
+        assert [event.to_dict() for event in again] == whole[after + 1 :]
+    with served.client.responses.create(**asked) as stream:
+        begun = [next(stream).to_dict() for _ in range(4)]
+    id = begun[0]["response"]["id"]
+    with served.client.responses.retrieve(id, stream=True, starting_after=1) as stream:
+        assert next(stream).to_dict() == begun[2]
+        assert served.client.responses.retrieve(id).status == "in_progress"
+        rest = [event.to_dict() for event in stream]
+    texts = [event["delta"] for event in begun + rest if event["type"] == "response.output_text.delta"]
+    assert ("".join(texts), rest[-1]["type"]) == ("once upon a time there was", "response.completed")
+    assert served.running.idle()
+
+
+def test_a_stream_in_the_background_is_cancelled_or_too_large(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Any = {"model": "echo", "input": "Tell.", "background": True, "stream": True}
+    served.say("once " * 800)
+    monkeypatch.setattr(served.runner, "pause", 0.05)
+    with served.client.responses.create(**asked) as stream:
+        id = next(stream).response.id
+        assert served.client.responses.cancel(id).status == "cancelled"
+        assert "response.completed" not in [event.type for event in stream]
+    monkeypatch.setattr(answer_size, "MAX_HELD_BYTES", 6000)
+    monkeypatch.setattr(answer_size, "MAX_EMBEDDING_BYTES", 0)
+    *_, last = served.client.responses.create(**asked)
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert "bytes; the limit is 6000" in ended(served, last.response.id).error.message
+    assert served.running.idle()
 
 
 def test_responses_in_the_background_are_bounded_and_end(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,7 +548,6 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 21}, "top_logprobs", "top_logprobs must be between 0 and 20, got 21"),
     ({"logprobs": True}, "logprobs", "it is top_logprobs here"),
     ({"background": True, "store": False}, "background", "--store-responses"),
-    ({"background": True, "stream": True}, "stream", "can't be streamed"),
     ({"conversation": "conv_1"}, "conversation", "not supported"),
     ({"n": 2}, "n", "not supported"),
     ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),

@@ -182,6 +182,41 @@ def test_forms_wait_for_their_grammars_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert {name.split("_")[0] for name in threads} == {"quire-forms"}
 
 
+def test_forms_wait_for_few_of_another_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short ones overtake long ones, those of a client keep their order otherwise, and those of another don't wait for
+    all of them."""
+    go, order = threading.Event(), list[str]()
+    get = GrammarCompiler.get
+
+    def held_up(self: GrammarCompiler, asked: Structured) -> Any:
+        order.append(asked.source)
+        assert go.wait(60)
+        return get(self, asked)
+
+    monkeypatch.setattr(GrammarCompiler, "get", held_up)
+    llm = echo_service.linked(echo_service.built())
+    llm.prompts._grammar_threads.count = 1
+    items = llm.prompts._grammar_threads.items
+
+    async def all_of_them() -> None:
+        waiting = []
+        many = [("one", text * 4000) for text in "abcdef"]
+        for number, (client, source) in enumerate([*many, ("one", "short"), ("other", "g" * 4000)]):
+            params = SamplingParams(max_tokens=1, structured=Structured("regex", source))
+            ask = llm.submit_all([(f"r{number}", [1])], params, client=client)
+            waiting.append(asyncio.ensure_future(ask))
+            await wait_until_async(lambda: len(items) == len(waiting) and bool(order), "it waits")
+        go.set()
+        await asyncio.gather(*waiting)
+
+    try:
+        asyncio.run(all_of_them())
+    finally:
+        llm.close()
+    assert "".join(source[0] for source in order if source[0] not in "sg") == "abcdef"
+    assert max(order.index("short"), order.index("g" * 4000)) <= 3
+
+
 def test_cuts() -> None:
     prompt = Prompt("abc", [1, 2, 3])
     assert PromptTruncation(3).apply(prompt) is prompt

@@ -21,7 +21,7 @@ from waiting import wait_until
 from quire.errors import EngineDead, InputError, Overloaded, StartupError
 from quire.text import template_process as renderer_module
 from quire.text.chat_template import ChatTemplate
-from quire.text.template_process import MAX_FRAME, RenderError, TemplateProcess
+from quire.text.template_process import MAX_FRAME, RenderError, RenderTimeout, TemplateProcess
 
 ASK = [{"role": "user", "content": "x" * 1000}]
 
@@ -48,6 +48,17 @@ def test_a_render_ends_in_its_time_whatever_it_calls(source: str) -> None:
         template.render(ASK, slow=True)
     assert time.monotonic() - began < 15
     assert template.render(ASK) == "fast"
+
+
+@pytest.mark.parametrize(
+    "source", ["{% for i in range(65536) %}{% for j in range(65536) %}{% endfor %}{% endfor %}", SLOW_CALLS[0]]
+)
+def test_a_template_that_is_late_is_told_from_one_that_fails(source: str) -> None:
+    """Whether it is stopped by itself or killed."""
+    template = ChatTemplate(source, {}, max_seconds=1.0)
+    with pytest.raises(InputError, match="ran longer than") as late:
+        template.render(ASK)
+    assert isinstance(late.value.__cause__, RenderTimeout)
 
 
 def test_a_render_has_so_much_memory() -> None:

@@ -15,6 +15,7 @@ from quire.errors import InputError, StartupError
 from quire.text.chat_messages import read_messages
 from quire.text.chat_template import ChatTemplate
 from quire.text.template_fit import LATE_SYSTEM, RESULT, TOOLS_PROMPT
+from quire.text.template_process import RenderTimeout
 from quire.text.tools import read_tools
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "The weather."}}]
@@ -301,3 +302,31 @@ def _tokenizer() -> Any:
     from tokenizers import Tokenizer, models
 
     return Tokenizer(models.BPE())
+
+
+def test_a_probe_that_is_late_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may make a template late. One that always is, is not probed for ever."""
+    template, renders, late = ChatTemplate(HERMES, {}), 0, True
+    render = template._process.render
+
+    def count(*given: Any) -> str | None:
+        nonlocal renders
+        renders += 1
+        if late:
+            raise RenderTimeout("it ran longer than 1 s")
+        return render(*given)
+
+    monkeypatch.setattr(template._process, "render", count)
+    assert not template.traits(None).calls
+    late = False
+    assert template.traits(None).calls
+    once = renders
+    assert template.traits(None).calls
+    assert renders == once
+
+    template, late = ChatTemplate(HERMES, {}), True
+    monkeypatch.setattr(template._process, "render", count)
+    for _ in range(4):
+        assert not template.content_formats().accepts_parts
+        assert not template.traits(None).calls
+    assert renders < 4 * once

@@ -545,7 +545,7 @@ def test_each_step_has_its_own_masks() -> None:
         masks.set_bitmasks([TokenBitmask(slot, bits) for slot, bits in step.items()])
         slots = rng.permutation(SLOTS)
         logits = torch.zeros(SLOTS, NARROW)
-        masks.apply(logits, slots)
+        masks.apply(logits, slots, slots)
         for slot, row in zip(slots.tolist(), logits):
             bits = np.frombuffer(step.get(slot, b"\xff" * 16), np.uint8)
             assert ((row == 0).numpy() == np.unpackbits(bits, bitorder="little")[:NARROW]).all()

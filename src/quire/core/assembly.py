@@ -6,11 +6,17 @@ from collections.abc import Callable
 
 from quire.config import EngineConfig
 from quire.core.engine import Engine
-from quire.core.preemption_costs import DEFAULT_COSTS, PreemptionCosts
+from quire.core.preemption_costs import (
+    DEFAULT_COSTS,
+    DEFAULT_SPECULATION_COSTS,
+    PreemptionCosts,
+    SpeculationCosts,
+)
 from quire.core.recovery import RunnerRestarter
 from quire.core.runner import Runner, can_defer_masks
 from quire.core.scheduler import Scheduler
 from quire.core.shared_memory import SharedMemoryGroup
+from quire.core.speculation import Speculator
 from quire.core.validation import EngineLimits
 from quire.memory.baselines.reserved import STATIC_BATCH_MEMORIES
 from quire.memory.interface import KVMemory
@@ -31,12 +37,22 @@ def assemble(
     pooling: str = "last",
     shared_memory_group: SharedMemoryGroup | None = None,
     restarter: RunnerRestarter | None = None,
+    speculation_costs: SpeculationCosts = DEFAULT_SPECULATION_COSTS,
 ) -> Engine:
     """Return an engine over `memory` and a runner that is bound to it. `config` has the defaults of its device.
-    `depth`: by default the config's, else the runner's. The other arguments are the Engine's."""
+    `depth`: by default the config's, else the runner's. `speculation_costs` say how many draft tokens pay. The other
+    arguments are the Engine's."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
     depth = depth or config.depth or runner.depth
+    speculator = None
+    if config.speculation is not None:
+        if depth == 1:  # the device waits for the host after every step
+            speculation_costs = speculation_costs._replace(idle_seconds=0.0)
+        lookup = (config.prompt_lookup_min, config.prompt_lookup_max)
+        speculator = Speculator(
+            config.speculation, config.num_speculative_tokens, lookup=lookup, costs=speculation_costs
+        )
     scheduler = Scheduler(
         memory,
         token_budget=config.max_num_batched_tokens,
@@ -49,6 +65,7 @@ def assemble(
         pp_size=min(config.pp, depth),  # sets of sequences: no more than steps in flight
         deferred_masks=can_defer_masks(runner, depth),
         shares_memory=shared_memory_group is not None,
+        speculator=speculator,
     )
     return Engine(
         scheduler,

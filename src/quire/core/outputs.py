@@ -10,9 +10,10 @@ from array import array
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from quire.config import MAX_DRAFT_TOKENS
 from quire.core.request import Request, RequestStatus, SeqEvent
 from quire.protocol.sequence import Sequence
-from quire.protocol.step_plan import TopLogprobs
+from quire.protocol.step_plan import StepPlan, StepResult, TopLogprobs
 
 
 class BranchOutput(NamedTuple):
@@ -80,10 +81,32 @@ class EngineStats:
     step_seconds: float = 0.0
     idle_seconds: float = 0.0  # the device waited for the host between two steps
     finished: dict[str, int] = field(default_factory=dict)
+    num_drafts: int = 0  # slices with draft tokens
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # draft tokens that were right
+    accepted_per_pos: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)  # first draft tokens, second...
 
     def copy(self) -> EngineStats:
         """Return a copy of the counters."""
-        return replace(self, finished=dict(self.finished))
+        return replace(self, finished=dict(self.finished), accepted_per_pos=list(self.accepted_per_pos))
+
+    def record_step(self, plan: StepPlan, result: StepResult) -> None:
+        """Count a collected step."""
+        self.step_seconds += result.seconds
+        self.idle_seconds += result.idle_seconds
+        self.computed_tokens += sum(len(row.tokens) for row in plan.slices)
+        if any(row.draft_tokens for row in plan.slices):
+            for row, sampled in zip(plan.slices, result.slice_results):
+                if row.draft_tokens:
+                    self._record_drafts(len(row.draft_tokens), len(sampled.tokens) - 1)
+
+    def _record_drafts(self, drafted: int, accepted: int) -> None:
+        self.num_drafts += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        self.computed_tokens += accepted
+        for i in range(accepted):
+            self.accepted_per_pos[i] += 1
 
 
 class OutputBuilder:

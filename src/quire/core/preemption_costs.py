@@ -1,11 +1,14 @@
 """The costs of a preemption by swapping and by recomputation (PagedAttention §4.5, §7.3), measured on a machine.
 
-`quire bench preemption` fits the numbers; the policy `auto` takes the cheaper mode for each victim.
+`quire bench preemption` fits the numbers; the policy `auto` takes the cheaper mode for each victim. Speculative
+decoding has as many draft tokens as pay by such costs.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from quire.protocol.model_spec import ModelSpec
 
 
 class PreemptionCosts(NamedTuple):
@@ -22,7 +25,7 @@ class PreemptionCosts(NamedTuple):
         return self.swap_fixed + held_bytes * self.swap_byte
 
     def recompute_seconds(self, tokens: int, pairs: float) -> float:
-        """Return the seconds to compute `tokens` again, which attend to `pairs` positions in all."""
+        """Return the seconds of a step of `tokens` tokens, which attend to `pairs` positions in all."""
         return self.compute_fixed + tokens * self.compute_token + pairs * self.compute_pair
 
     def cheaper_mode(self, held_bytes: int, tokens: int, lengths: list[int]) -> str:
@@ -34,3 +37,47 @@ class PreemptionCosts(NamedTuple):
 
 DEFAULT_COSTS = PreemptionCosts(1e-4, 1 / 5e9, 1e-3, 2.5e-4, 1e-8)
 """The default without a measurement: a small model on a few CPU cores."""
+
+
+class DeviceSpeed(NamedTuple):
+    """What a device does, about: bytes and operations per second, and the least seconds of a step."""
+
+    bytes: float
+    operations: float
+    step: float
+
+
+DEVICE_SPEEDS = {"cpu": DeviceSpeed(3e10, 3e11, 5e-4), "cuda": DeviceSpeed(2.5e12, 4e14, 5e-4)}
+"""A few CPU cores, and a large GPU."""
+IDLE_SECONDS = 5e-4
+"""How long a GPU waits for the host, about, if no step is in flight while the next one is planned."""
+
+
+class SpeculationCosts(NamedTuple):
+    """The costs of a step of the model, of a pass of the draft model, and of planning a step while none is in flight,
+    in seconds."""
+
+    model: PreemptionCosts
+    draft: PreemptionCosts
+    idle_seconds: float = 0.0
+
+    @classmethod
+    def estimate(cls, device: str, itemsize: int, spec: ModelSpec, draft: ModelSpec | None) -> SpeculationCosts:
+        """Return the costs on a "cpu" or "cuda" device without a measurement, for numbers of `itemsize` bytes. A step
+        reads all weights, and computes with them for each token; a token reads the keys and values before it."""
+        speed = DEVICE_SPEEDS[device]
+        model, draft_model = (
+            DEFAULT_COSTS._replace(
+                compute_fixed=speed.step + each.weight_bytes(itemsize) / speed.bytes,
+                compute_token=2 * each.parameters / speed.operations,
+                compute_pair=each.token_bytes(itemsize) / speed.bytes,
+            )
+            for each in (spec, draft or spec)
+        )
+        return cls(model, draft_model, IDLE_SECONDS if device == "cuda" else 0.0)
+
+
+DEFAULT_SPECULATION_COSTS = SpeculationCosts(
+    DEFAULT_COSTS, DEFAULT_COSTS._replace(compute_fixed=1e-4, compute_token=2.5e-5, compute_pair=1e-9)
+)
+"""The same, with a draft model that is ten times smaller."""

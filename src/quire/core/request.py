@@ -25,10 +25,10 @@ class Request:
     """The unit of scheduling and of preemption: one prompt and the branches that grow from it."""
 
     __slots__ = (
-        "aborted", "agreed_tokens", "arrival_time", "batch_id", "cached_tokens", "candidates", "client",
-        "device_params", "finished_seqs", "first_token_time", "id", "images", "live_seqs", "max_tokens", "method",
-        "num_logprobs", "num_reported", "order", "params", "preemptions", "prefix_name", "prompt_len", "results",
-        "scheduled_time", "seed", "status", "stop_ids",
+        "aborted", "accepted_tokens", "agreed_tokens", "arrival_time", "batch_id", "cached_tokens", "candidates",
+        "client", "device_params", "draft_tokens", "finished_seqs", "first_token_time", "id", "images", "live_seqs",
+        "max_tokens", "method", "num_logprobs", "num_reported", "order", "params", "preemptions", "prefix_name",
+        "prompt_len", "results", "scheduled_time", "seed", "status", "stop_ids",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +56,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.aborted = False
         self.cached_tokens = 0
+        self.draft_tokens = self.accepted_tokens = 0  # that were verified, and those of them that were right
         self.preemptions = 0
         self.num_reported = 0  # branches whose end was reported
         self.scheduled_time: float | None = None

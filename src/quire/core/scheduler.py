@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
+from collections.abc import Mapping
 from operator import attrgetter
 
 from quire.core.branching import BranchOps, MethodDriver
@@ -18,6 +19,7 @@ from quire.core.grammar_masks import build_masks, must_wait_for_token
 from quire.core.preemption_costs import DEFAULT_COSTS, PreemptionCosts
 from quire.core.request import Request, RequestStatus, SeqEvent
 from quire.core.request_queue import RequestQueue
+from quire.core.speculation import NO_DRAFTS, Speculator, plan_draft_slices, step_tokens
 from quire.memory.answers import Deferred
 from quire.memory.interface import KVMemory
 from quire.protocol.seeds import branch_seed
@@ -34,7 +36,8 @@ class Scheduler:
     different sequences, which are divided evenly among that many steps.
 
     `deferred_masks`: the runner accepts grammar masks after a step has started. `shares_memory`: other engines allocate
-    from the same memory, so page operations are sent in a plan without slices rather than kept for the next plan."""
+    from the same memory, so page operations are sent in a plan without slices rather than kept for the next plan.
+    `speculator` chooses draft tokens; a step that verifies some is the only one in flight."""
 
     def __init__(
         self,
@@ -50,12 +53,15 @@ class Scheduler:
         pp_size: int = 1,
         deferred_masks: bool = False,
         shares_memory: bool = False,
+        speculator: Speculator | None = None,
     ) -> None:
         self.memory, self.static_batching, self.pp_size = memory, static_batching, pp_size
         self.token_budget, self.max_seqs, self.max_len = token_budget, max_seqs, max_len
         self.eos_ids = frozenset(eos_ids)
         self.preemption, self.costs = preemption, costs
         self.deferred_masks, self.shares_memory = deferred_masks, shares_memory
+        self.speculator = speculator
+        self.drafts_in_flight = False
         kv_config = memory.kv_config
         self.clip_chunk = kv_config.clip_chunk if kv_config.budget or kv_config.both_ways else None
         self.encoder_budget = EncoderBudget(memory, token_budget) if kv_config.has_images else None
@@ -81,6 +87,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. It must fit the memory (`KVMemory.fits`)."""
         self.num_grammar_requests += request.params.grammar is not None
+        if self.speculator is not None:
+            request.live_seqs[0].drafts = self.speculator.drafts_for(request)
         self.waiting.add(request)
 
     @property
@@ -97,15 +105,20 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step. Return None if there is nothing to do, or if a result must be awaited first, as memory is
-        short or a preemption is due."""
+        short, a preemption is due, or draft tokens are or should be verified."""
         if self.rebalance_due:
             if self.num_in_flight:
                 return None
             self._rebalance()
+        drafts = NO_DRAFTS
+        if self.speculator is not None and not self.drafts_in_flight:
+            drafts = self.speculator.choose(self.running, self.max_len)
+        if self.num_in_flight and (drafts or self.drafts_in_flight):
+            return None
         slices: list[SeqSlice] = []
         if self.encoder_budget is not None:
             self.encoder_budget.start_step()
-        preempted = self._schedule_running(slices)
+        preempted = self._schedule_running(slices, drafts)
         # If nothing runs any more, admit at once: requests that were spread over large pages may fit when readmitted.
         if preempted is not None and (not preempted or not self.running):
             self._schedule_waiting(slices)
@@ -115,27 +128,33 @@ class Scheduler:
             encodes = self.encoder_budget is not None and self.encoder_budget.used_parts > 0
             must_send = (encodes and preempted is not None) or self._has_shared_page_ops()
             return self._make_plan([]) if must_send else None
+        draft_slices: tuple[SeqSlice, ...] = ()
+        if self.speculator is not None:
+            draft_slices = plan_draft_slices(slices, self.by_slot, self.token_budget)
+            self.drafts_in_flight = any(row.draft_tokens for row in slices)
         for row in slices:
             seq = self.by_slot[row.slot][1]
-            seq.planned = row.start + len(row.tokens)
-            seq.pending_samples += row.num_samples > 0
-        return self._make_plan(slices)  # without slices if a method suspends its branches, or victims were swapped out
+            seq.planned = row.start + len(row.tokens) + len(row.draft_tokens)
+            seq.pending_samples += (row.num_samples > 0) + len(row.draft_tokens)
+        # without slices if a method suspends its branches, or victims were swapped out
+        return self._make_plan(slices, draft_slices)
 
     def _has_shared_page_ops(self) -> bool:
         """Return True if page operations are pending on pages that other engines may take before the next plan."""
         page_ops = getattr(self.memory, "page_ops", ()) if self.shares_memory else ()
         return any(type(op) is not TableWrite for op in page_ops)
 
-    def _make_plan(self, slices: list[SeqSlice]) -> StepPlan:
+    def _make_plan(self, slices: list[SeqSlice], draft_slices: tuple[SeqSlice, ...] = ()) -> StepPlan:
         new_slots, self.new_slots = tuple(self.new_slots), []
         page_ops, ahead = self.memory.take_page_ops()
         self.num_in_flight += 1
         masks = build_masks(slices, self.by_slot) if self.num_grammar_requests and not self.deferred_masks else ()
-        return StepPlan(new_slots, page_ops, tuple(slices), ahead, masks)
+        return StepPlan(new_slots, page_ops, tuple(slices), ahead, masks, draft_slices)
 
-    def _schedule_running(self, slices: list[SeqSlice]) -> bool | None:
-        """Give each running sequence its next tokens, oldest request first. Preempt the youngest while memory is short.
-        Return True if a request was preempted, None if one must be but steps are in flight."""
+    def _schedule_running(self, slices: list[SeqSlice], drafts: Mapping[int, tuple[int, ...]]) -> bool | None:
+        """Give each running sequence its next tokens, oldest request first, with its `drafts` (by sequence id) if there
+        is room. Preempt the youngest while memory is short. Return True if a request was preempted, None if one must be
+        but steps are in flight."""
         preempted, budget, pipelined = False, self.token_budget, self.pp_size > 1
         # With stages: slices that sample in this step. The remaining ones are left to the next steps.
         max_samples, num_samples = -(-len(self.by_slot) // self.pp_size), 0
@@ -148,6 +167,9 @@ class Scheduler:
                 count = num_new_tokens(request, seq, budget)
                 if count <= 0 or (pipelined and num_samples == max_samples and seq.planned + count >= len(seq.tokens)):
                     continue
+                draft_tokens = drafts.get(seq.id, ()) if drafts else ()
+                if draft_tokens and not self._fits_drafts(seq, draft_tokens, budget):
+                    draft_tokens = ()
                 while not grow(seq, seq.planned + count):
                     if self.num_in_flight:
                         return None
@@ -158,10 +180,10 @@ class Scheduler:
                         return preempted
                 if encoder_budget is not None and not (count := encoder_budget.schedule_encoding(seq, count)):
                     continue
-                slices.append(self._make_slice(request, seq, count))
+                slices.append(self._make_slice(request, seq, count, draft_tokens))
                 if pipelined:
                     num_samples += slices[-1].num_samples > 0
-                budget -= count
+                budget -= step_tokens(slices[-1], seq) if draft_tokens else count
         return preempted
 
     def _num_new_tokens(self, request: Request, seq: Sequence, budget: int) -> int:
@@ -182,7 +204,13 @@ class Scheduler:
         count = min(len(seq.tokens) + seq.pending_samples - seq.planned, budget)
         return count if self.clip_chunk is None else self.clip_chunk(seq.prompt_len, seq.planned, count)
 
-    def _make_slice(self, request: Request, seq: Sequence, count: int) -> SeqSlice:
+    def _fits_drafts(self, seq: Sequence, draft_tokens: tuple[int, ...], budget: int) -> bool:
+        """Return True if the step and the memory have room for the next token of a sequence with these drafts; then the
+        memory has grown."""
+        row = SeqSlice(0, (), seq.planned, 1, (), draft_tokens)
+        return step_tokens(row, seq) < budget and self.memory.grow(seq, seq.planned + 1 + len(draft_tokens))
+
+    def _make_slice(self, request: Request, seq: Sequence, count: int, draft_tokens: tuple[int, ...] = ()) -> SeqSlice:
         start, end, known = seq.planned, seq.planned + count, len(seq.tokens)
         tokens: tuple[int, ...] = (LAST_SAMPLED,)
         if start < known:
@@ -193,7 +221,7 @@ class Scheduler:
         score: tuple[int, ...] = ()
         if start + 1 < seq.prompt_len and request.params.prompt_logprobs is not None:
             score = tuple(seq.tokens[start + 1 : min(end + 1, seq.prompt_len)])
-        return SeqSlice(self.memory.slot(seq), tokens, start, sample, score)
+        return SeqSlice(self.memory.slot(seq), tokens, start, sample, score, draft_tokens)
 
     # Preemption: all sequences of a request together (§4.5)
 
@@ -215,7 +243,7 @@ class Scheduler:
         del self.running[victim]
         for seq in victim.live_seqs:
             self._free_seq(seq)
-            seq.computed = seq.planned = 0
+            seq.computed = seq.planned = seq.drafted = 0
         victim.candidates = {}  # they will be sampled again
         victim.status = RequestStatus.WAITING
         self.waiting.requeue(victim)
@@ -240,7 +268,7 @@ class Scheduler:
         self.num_prefix_waiters = 0
         if (self.static_batching and self.running) or not (self.swapped or self.waiting):
             return
-        budget = self.token_budget - sum(len(row.tokens) for row in slices)
+        budget = self.token_budget - sum(step_tokens(row, self.by_slot[row.slot][1]) for row in slices)
         slots = self.max_seqs - sum(request.max_slots for request in self.running)  # slots of later forks count too
         deferred: list[Request] = []
         while (budget > 0 or self.static_batching) and (self.swapped or self.waiting):
@@ -347,6 +375,7 @@ class Scheduler:
             return admitted
         for seq, (reused, prefix_source) in zip(request.live_seqs, admitted):
             seq.computed = seq.planned = reused
+            seq.drafted = reused if seq.drafts else 0
             seq.prefix_source = prefix_source
         if not request.preemptions:
             request.cached_tokens = request.live_seqs[0].planned
@@ -388,10 +417,17 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
         """Process the result of the oldest plan in flight."""
         self.num_in_flight -= 1
+        self.drafts_in_flight = False
         events, by_slot, commit = list[SeqEvent](), self.by_slot, self.memory.commit
+        drafted = {row.slot: row.start + len(row.tokens) + max(row.num_samples - 1, 0) for row in plan.draft_slices}
         for row, sampled in zip(plan.slices, result.slice_results):
             request, seq = by_slot[row.slot]
+            if row.draft_tokens:
+                self._process_drafts(request, seq, row, sampled, drafted.get(row.slot, seq.drafted), events)
+                continue
             seq.computed = row.start + len(row.tokens)
+            if drafted:
+                seq.drafted = min(drafted.get(row.slot, seq.drafted), seq.computed)
             if row.score_tokens:
                 record_prompt_logprobs(row, seq, sampled)
             if seq.finish_reason is None and not sampled.error:  # pages with faulty values are not shared
@@ -403,10 +439,36 @@ class Scheduler:
             elif request.params.pooling is not None and record_pooled(request, seq, row, sampled):
                 events.append(SeqEvent(request, seq))
             if seq.finish_reason is not None and request.status is not RequestStatus.DONE:
-                self._retire(request, seq)
-                if not request.live_seqs and (request.method is not None or request.params.returns_best_of):
-                    events.append(SeqEvent(request, None))  # outputs that wait for the request's end
+                self._retire_and_report(request, seq, events)
         return events
+
+    def _process_drafts(
+        self, request: Request, seq: Sequence, row: SeqSlice, sampled: SliceResult, drafted: int, events: list[SeqEvent]
+    ) -> None:
+        """Append the accepted draft tokens of a slice and the sample after them, up to the sequence's end. What was
+        computed of rejected tokens is not kept; the next step overwrites it."""
+        assert self.speculator is not None, "a slice has draft tokens"
+        self.speculator.record(request, seq, row, len(sampled.tokens) - 1)
+        seq.pending_samples -= 1 + len(row.draft_tokens)
+        end, tokens = row.start + len(sampled.tokens), list[int]()
+        if seq.finish_reason is None:
+            for i in range(len(sampled.tokens)):
+                tokens += append_token(request, seq, sampled, i, self.eos_ids, self.max_len)
+                if seq.finish_reason is not None:
+                    break
+            events.append(SeqEvent(request, seq, tuple(tokens), sampled.top_logprobs[: len(tokens)]))
+        seq.computed = seq.planned = min(end, row.start + 1 + len(tokens))
+        seq.drafted = min(drafted, seq.computed)
+        if tokens and not sampled.error:
+            self.memory.commit(seq)
+        if seq.finish_reason is not None:
+            self._retire_and_report(request, seq, events)
+
+    def _retire_and_report(self, request: Request, seq: Sequence, events: list[SeqEvent]) -> None:
+        """Retire a sequence that has ended, and report the end of a request whose outputs wait for it."""
+        self._retire(request, seq)
+        if not request.live_seqs and (request.method is not None or request.params.returns_best_of):
+            events.append(SeqEvent(request, None))
 
     def _process_sampled(
         self, request: Request, seq: Sequence, slice_result: SliceResult, events: list[SeqEvent]
@@ -454,7 +516,7 @@ class Scheduler:
             if not self.memory.fork(parent, child):
                 absent = [child for _, child in pairs[i:]]
                 for child in absent:
-                    child.computed = child.planned = 0
+                    child.computed = child.planned = child.drafted = 0
                 order = request.live_seqs
                 request.live_seqs = [seq for seq in order if seq not in absent]
                 self._preempt_by_recompute(request)
@@ -478,6 +540,8 @@ class Scheduler:
             self._free_seq(seq)
         elif request.status is RequestStatus.SWAPPED:
             self.memory.free(seq)
+        if self.speculator is not None:
+            self.speculator.forget(seq)
         request.live_seqs.remove(seq)
         request.finished_seqs.append(seq)
         if not request.live_seqs:
@@ -499,6 +563,9 @@ class Scheduler:
         self.memory = memory
         self.by_slot, self.new_slots, self.running = {}, [], {}
         self.num_in_flight = self.num_prefix_waiters = 0
+        self.drafts_in_flight = False
+        if self.speculator is not None:
+            self.speculator.seqs.clear()
         self.rebalance_due, self.rebalance_target = False, None
         if self.encoder_budget is not None:
             self.encoder_budget = EncoderBudget(memory, self.token_budget)
@@ -516,7 +583,7 @@ def _reset_request(request: Request) -> list[SeqEvent]:
     request.preemptions += request.status is not RequestStatus.WAITING
     request.status, request.candidates = RequestStatus.WAITING, {}
     for seq in request.live_seqs:
-        seq.planned = seq.computed = seq.pending_samples = 0
+        seq.planned = seq.computed = seq.drafted = seq.pending_samples = 0
         seq.prefix_source = None
     request.finished_seqs += [seq for seq in request.live_seqs if seq.finish_reason is not None]
     request.live_seqs = [seq for seq in request.live_seqs if seq.finish_reason is None]

@@ -23,6 +23,7 @@ from quire.memory.policies import (
     Policies,
     drops_pages,
     grows_with_length,
+    make_policy,
 )
 from quire.memory.seq_pages import SeqPages, Tables
 from quire.protocol.kv_cache_config import KVCacheConfig
@@ -47,7 +48,7 @@ class PageTables:
     ) -> None:  # fmt: skip
         self.kv_config, self.debug, self.association = kv_config, debug, association
         self.groups = kv_config.groups
-        self.policies: list[LayerPolicy] = [policies[group.kind](group) for group in kv_config.groups]
+        self.policies: list[LayerPolicy] = [make_policy(policies, group) for group in kv_config.groups]
         if kv_config.sight == "inside":
             self.policies[kv_config.image_embed_group] = InlineImagePolicy(
                 kv_config.groups[kv_config.image_embed_group]
@@ -139,10 +140,14 @@ class PageTables:
         """Return the shared pages, as (group, logical page), that will be written."""
         shared = []
         for g, (policy, table) in enumerate(zip(self.policies, seq_pages.tables)):
-            writes = policy.writes(seq, start, length)
+            writes = policy.writes(seq, min(start, seq.drafted) if policy.group.is_draft else start, length)
             existing = range(writes.start, min(writes.stop, len(table)))
             shared += [(g, i) for i in existing if self.page_pool.ref_count(g, table[i]) > 1]
         return shared
+
+    def _computed(self, group: int, seq: Sequence) -> int:
+        """Return the number of tokens that the layers of a group have computed: a draft model may lag behind."""
+        return seq.drafted if self.groups[group].is_draft and seq.drafts else seq.computed
 
     def capacity_of(self, seq: Sequence, seq_pages: SeqPages) -> int:
         """Return the number of tokens that can be computed in these pages."""
@@ -223,8 +228,8 @@ class PageTables:
         Release also the pages that are free after a prompt was pruned, and those of images that were read."""
         seq_pages.drops_at = FAR
         for g, policy in self.dropping_policies:
-            table, old_first = seq_pages.tables[g], seq_pages.first_page[g]
-            start = max(seq.computed - self.drop_delay[g], 0)
+            table, old_first, computed = seq_pages.tables[g], seq_pages.first_page[g], self._computed(g, seq)
+            start = max(computed - self.drop_delay[g], 0)
             first = min(policy.reads(seq, start, start + 1).start, len(table))
             if first > old_first:
                 dropped = table[old_first:first]
@@ -233,7 +238,7 @@ class PageTables:
                 seq_pages.first_page[g] = first
                 self.page_pool.decref(g, dropped)
                 self._after_drop(seq, seq_pages, g, dropped)
-            if policy.shrinks and seq.computed >= seq.prompt_len:
+            if policy.shrinks and computed >= seq.prompt_len:
                 seq_pages.pruned_tokens[g] = policy.gone(seq)
                 stop = policy.reads(seq, seq.prompt_len, seq_pages.requested_tokens).stop
                 self.page_pool.decref(g, table[stop:])
@@ -248,14 +253,14 @@ class PageTables:
 
     def _next_drop(self, group: int, seq: Sequence, first: int) -> int:
         """Return the number of computed tokens at which a group stops needing page `first`, or an earlier number."""
-        policy, back = self.policies[group], self.drop_delay[group]
-        if policy.shrinks and seq.computed < seq.prompt_len:
+        policy, back, computed = self.policies[group], self.drop_delay[group], self._computed(group, seq)
+        if policy.shrinks and computed < seq.prompt_len:
             return seq.prompt_len
         if isinstance(policy, ImagePolicy):
             return policy.next_drop(seq)
         if policy.shrinks:
             return FAR
-        start = max(seq.computed + 1 - back, 0)
+        start = max(computed + 1 - back, 0)
         ends = range(start, start + policy.group.run_tokens)
         if policy.reads(seq, ends.stop - 2, ends.stop - 1).start <= first:  # the usual case: one page at a time
             return ends.stop - 1 + back

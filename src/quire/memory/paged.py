@@ -92,10 +92,15 @@ class PagedMemory(PageTables):
         if self.caching:
             self.drop_delay = list(map(self.retention.drop_delay, self.policies))
         self.max_pages = [
-            max_pages_at_once(policy, max_step_tokens, back) for policy, back in zip(self.policies, self.drop_delay)
+            # A draft model may lag behind by any number of tokens, whose pages it still needs.
+            FAR if policy.group.is_draft else max_pages_at_once(policy, max_step_tokens, back)
+            for policy, back in zip(self.policies, self.drop_delay)
         ]
         self.fragmentation_pages = [self.page_pool.fragmentation_pages(g) for g in range(len(self.groups))]
-        pinned_pages = [0 if policy.media else policy.group.num_pages(prefix_tokens) for policy in self.policies]
+        pinned_pages = [
+            0 if policy.media or policy.group.is_draft else policy.group.num_pages(prefix_tokens)
+            for policy in self.policies
+        ]
         self.prefix_cache = PrefixCache(self, model_id, pinned_pages, self.caching)
         self.key_tokens = self.prefix_cache.key_tokens
         self.prefix_waiters = PrefixWaiters(self)
@@ -142,7 +147,7 @@ class PagedMemory(PageTables):
         seq = None
         if images:
             seq = Sequence(0, [])
-            seq.images = tuple(images)
+            seq.images, seq.drafts = tuple(images), True
         needs = [
             sum(peak_pages(policy, length, max_pages + fragmentation, seq) for length in lengths) + pinned_pages
             for policy, max_pages, fragmentation, pinned_pages in zip(
@@ -287,6 +292,9 @@ class PagedMemory(PageTables):
                     needs.append(taken[g] + max(new_pages, peak))
                     taken[g] += new_pages
                     continue
+                if policy.group.is_draft and not seq.drafts:
+                    needs.append(taken[g])
+                    continue
                 required = policy.required(seq, plan.hit_tokens)
                 # A waiter's window is not shared.
                 held = 0 if plan.waits_for_sibling and policy not in self.retaining_policies else len(required)
@@ -359,8 +367,11 @@ class PagedMemory(PageTables):
 
     def commit(self, seq: Sequence) -> None:
         seq_pages, computed, unit = self.seq_pages[seq.id], seq.computed, self.key_tokens
-        if computed - seq_pages.published_tokens >= unit:
-            end = computed // unit * unit
+        if seq_pages.requested_tokens > seq.planned:  # draft tokens were rejected
+            seq_pages.requested_tokens = seq.planned
+        complete = min(computed, seq.drafted) if seq.drafts else computed
+        if complete - seq_pages.published_tokens >= unit:
+            end = complete // unit * unit
             if self.caching and not seq_pages.is_stale:
                 self.prefix_cache.publish(seq, seq_pages.published_tokens, end, seq_pages.tables, seq_pages.first_page)
                 self._resolve_pending(seq, seq_pages, end // unit)
@@ -526,7 +537,11 @@ class PagedMemory(PageTables):
             tables, tables - distinct, self.copies, self.swap.out_bytes, self.swap.in_bytes,
             host.total, sum(host.used),
             len(registered), sum(len(prefix.tokens) for prefix in registered),
-            min(group.tokens_in_pages(kept) for group, kept in zip(self.groups, self.prefix_cache.pinned_capacity)),
+            min(
+                group.tokens_in_pages(kept)
+                for group, kept in zip(self.groups, self.prefix_cache.pinned_capacity)
+                if not group.is_draft
+            ),
             self.prefix_cache.queries, self.prefix_cache.hits, self.prefix_cache.full_hits,
             self.encoder_cache.runs, self.encoder_cache.parts_encoded, self.encoder_cache.hits,
         )  # fmt: skip

@@ -271,6 +271,23 @@ class StatePolicy(FullPolicy):
         return range(max(self.group.num_full_pages(first) - 1, 0), self.group.num_full_pages(last))
 
 
+class DraftPolicy(FullPolicy):
+    """The layers of a draft model; a subclass inherits from it and from the policy of its kind. A sequence that the
+    model does not draft for has no pages there."""
+
+    def reads(self, seq: Sequence | None, start: int, end: int) -> range:
+        return super().reads(seq, start, end) if seq is None or seq.drafts else range(0)
+
+    def writes(self, seq: Sequence | None, start: int, end: int) -> range:
+        return super().writes(seq, start, end) if seq is None or seq.drafts else range(0)
+
+    def room(self, seq: Sequence, pages: int) -> int:
+        return super().room(seq, pages) if seq.drafts else FAR
+
+    def required(self, seq: Sequence | None, hit: int) -> range:
+        return super().required(seq, hit) if seq is None or seq.drafts else range(0)
+
+
 LayerPolicy = FullPolicy
 Policies = Mapping[str, Callable[[KVCacheGroup], LayerPolicy]]
 POLICIES: Policies = {
@@ -293,6 +310,15 @@ def policies_for(kinds: Iterable[str]) -> Policies:
             f"Install the package that offers it, as an entry point of the group {ENTRY_POINT_GROUP}",
         )
     return {**POLICIES, **{kind: offered[kind].load() for kind in missing}}
+
+
+def make_policy(policies: Policies, group: KVCacheGroup) -> LayerPolicy:
+    """Return the policy of a group's kind, for a draft model's layers as DraftPolicy says."""
+    policy = policies[group.kind](group)
+    if not group.is_draft:
+        return policy
+    kind: type[LayerPolicy] = type(f"Draft{type(policy).__name__}", (DraftPolicy, type(policy)), {})
+    return kind(group)
 
 
 def drops_pages(policy: LayerPolicy) -> bool:

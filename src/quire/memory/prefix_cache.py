@@ -65,6 +65,7 @@ class PrefixCache:
         self.root_key = hashlib.sha256(b"quire:" + model_id.encode()).digest()
         self.registered_prefixes: dict[str, RegisteredPrefix] = {}
         self.registered_index = PrefixIndex(self.prefix_granularity)
+        self.prefix_seq = Sequence(0, [])  # stands for any registered prefix: it has no images, and no drafts
         self.pin_counts: Counter[tuple[int, int]] = Counter()  # (group, page) -> registered prefixes that hold it
         self.pending_keys: Counter[bytes] = Counter()  # keys of whole prompt pages that are being computed
         self.deferred_by_key: dict[bytes, set[int]] = {}  # pending key -> ids of sequences that wait for it
@@ -268,12 +269,13 @@ class PrefixCache:
     def can_pin(self, length: int) -> bool:
         """Return True if a prefix of `length` tokens can be registered now."""
         pinned = Counter(group for group, _ in self.pin_counts)
-        needs = [pinned[g] + policy.reads(None, 0, length).stop for g, policy in enumerate(self.policies)]
+        needs = [pinned[g] + policy.reads(self.prefix_seq, 0, length).stop for g, policy in enumerate(self.policies)]
         return self.page_pool.fits_within(needs, self.pinned_capacity) and len(self.registered_prefixes) < MAX_PREFIXES
 
     def pin(self, name: str, seq: Sequence) -> bool:
         """Register the computed tokens of a sequence in memory as the prefix `name`; they stay until `unpin`. False if
-        they exceed the capacity for prefixes, or there are MAX_PREFIXES already."""
+        they exceed the capacity for prefixes, or there are MAX_PREFIXES already. The sequence must not draft."""
+        assert not seq.drafts, f"sequence {seq.id} is registered as a prefix, and drafts"
         if not self.can_pin(seq.computed):
             return False
         seq_pages = self.page_tables.seq_pages[seq.id]
@@ -318,8 +320,9 @@ class PrefixCache:
 
     def find_registered(self, seq: Sequence) -> PrefixHit:
         """Return the longest start of a registered prefix with which the sequence begins: the whole prefix, or a
-        multiple of `prefix_granularity` tokens. It ends before the first image, and leaves a token to compute."""
-        if not self.registered_prefixes:
+        multiple of `prefix_granularity` tokens. It ends before the first image, and leaves a token to compute. None for
+        a sequence that drafts: registered prefixes have no pages in the draft model's layers."""
+        if not self.registered_prefixes or seq.drafts:
             return self.no_hit()
         limit = min(seq.max_prefix_hit, len(seq.tokens) - 1, *(image.start for image in seq.images[:1]))
         name = self.registered_index.find(self._registered_keys(seq, limit), seq.tokens, limit)
@@ -350,7 +353,7 @@ class PrefixCache:
         """Return the pages of the tables that are needed to continue after `tokens` tokens; None if one is missing."""
         kept = []
         for policy, table in zip(self.policies, tables):
-            need = policy.required(None, tokens)
+            need = policy.required(self.prefix_seq, tokens)
             pages = table[need.start : need.stop]
             if len(pages) < len(need) or SCRATCH in pages:
                 return None
@@ -366,7 +369,7 @@ class PrefixCache:
         first_pages = [next((i for i, page in enumerate(table) if page), len(table)) for table in prefix.tables]
         for i, key in enumerate(prefix.keys):
             # The dropped pages must not be needed. An empty prefix is of no use.
-            needs = [policy.required(None, i * self.prefix_granularity) for policy in self.policies]
+            needs = [policy.required(self.prefix_seq, i * self.prefix_granularity) for policy in self.policies]
             yield PrefixEnd(
                 key, (), i > 0 and all(need.start >= min(first, need.stop) for need, first in zip(needs, first_pages))
             )

@@ -29,15 +29,19 @@ class PrefixWaiters:
         """Give pages to the waiters that need up to `tokens` tokens of `leader`, before it drops pages."""
         for seq in list(self.waiters.get(leader.id, ())):
             if self.leaders[seq.id][1] <= tokens:
+                seq.drafted = min(seq.drafted, leader.drafted)
                 self.attach_prefix(seq)
 
     def attach_prefix(self, seq: Sequence) -> None:
-        """Let a waiter share the pages that it needs to continue after the common tokens. It waits no more."""
+        """Let a waiter share the pages that it needs to continue after the common tokens, or, in a draft model's
+        layers, after its drafted ones. It waits no more."""
         leader, tokens = self.leaders[seq.id]
+        drafted = min(tokens, seq.drafted) if seq.drafts else tokens
         self._remove(seq)
         page_tables, seq_pages = self.page_tables, self.page_tables.seq_pages[seq.id]
         for g, (policy, table) in enumerate(zip(page_tables.policies, page_tables.seq_pages[leader.id].tables)):
-            need = policy.required(seq, tokens)
+            first = policy.required(seq, drafted if policy.group.is_draft else tokens).start
+            need = range(first, policy.required(seq, tokens).stop)
             pages = table[need.start : need.stop]
             assert len(pages) == len(need), f"sequence {leader.id} has too few pages"
             assert all(pages), f"sequence {leader.id} has dropped what sequence {seq.id} needs"
@@ -46,7 +50,9 @@ class PrefixWaiters:
             seq_pages.first_page[g] = need.start
             if seq_pages.tables[g]:
                 page_tables.page_ops.append(TableWrite(seq_pages.slot, g, 0, tuple(seq_pages.tables[g])))
-        seq_pages.published_tokens = seq_pages.requested_tokens = tokens
+        seq_pages.requested_tokens = tokens
+        seq_pages.published_tokens = tokens if drafted == tokens else 0
+        seq_pages.needs_cow_check = drafted < tokens
         seq_pages.capacity = page_tables.capacity_of(seq, seq_pages)
 
     def remove(self, seq: Sequence) -> None:

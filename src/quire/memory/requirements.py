@@ -103,7 +103,7 @@ def _full_attention_layer_sets(config: EngineConfig, spec: ModelSpec) -> list[li
         return [
             [i for i in spec.kv_layers if not spec.layers[i].is_cross_attention and not spec.layers[i].state_tensors]
         ]
-    full = [i for i in spec.kv_layers if spec.layers[i].kind == "full"]
+    full = [i for i in spec.kv_layers if spec.layers[i].kind == "full" and not spec.layers[i].is_draft]
     if config.experiment.table_scope == "layer":
         return [[i] for i in full]
     kinds = dict.fromkeys(spec.layers[i].group_key for i in full)

@@ -195,7 +195,11 @@ class KVCacheConfig:
     def image_embed_group(self) -> int:
         """With `sight` "inside": the group in whose pages image embeddings are stored. Its pages have room for as many
         embeddings as tokens."""
-        candidates = (g for g, group in enumerate(self.groups) if group.kind == "full" and group.run_pages == 1)
+        candidates = (
+            g
+            for g, group in enumerate(self.groups)
+            if group.kind == "full" and group.run_pages == 1 and not group.is_draft
+        )
         return next(g for g in candidates if self.groups[g].page_bytes >= self.row_bytes * self.groups[g].run_tokens)
 
     def clip_chunk(self, prompt_len: int, planned: int, count: int) -> int:

@@ -149,6 +149,7 @@ class SamplingParams(DeviceNumbers):
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     logit_bias: Mapping[int, float] | None = None
     ignore_eos: Annotated[bool, Param("continue after end tokens", owner="engine")] = False
+    speculate: Annotated[bool, Param("verify draft tokens, if the engine has a source of them", owner="engine")] = True
     max_tokens: Annotated[int | None, Param("tokens to generate", 0, MAX_TOKENS, "engine", shared=False)] = 16
     logprobs: Annotated[
         int | None, Param("most likely tokens to return", 0, MAX_LOGPROBS, "engine", flag=False, shared=False)

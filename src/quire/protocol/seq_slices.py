@@ -69,6 +69,23 @@ class SeqSlices(Sequence[SeqSlice]):
         draft_column = _append_column(numbers, drafts) if any(drafts) else EMPTY_COLUMN
         return cls(numbers, len(slices), token_column, score_column, draft_column, tuple(slices))
 
+    @classmethod
+    def from_arrays(
+        cls, fixed: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, score_lengths: np.ndarray, scores: np.ndarray
+    ) -> SeqSlices:
+        """Return R slices without draft tokens from int64 arrays: `fixed` [3, R] (num_samples, slots and starts), the
+        numbers of their tokens [R], all tokens, the numbers of their score tokens [R], and all score tokens."""
+        count = len(lengths)
+        parts, offset, columns = [fixed.reshape(-1)], FIXED_COLUMNS * count, []
+        for sizes, values in ((lengths, tokens), (score_lengths, scores)):
+            kind = int(sizes[0]) if (sizes == sizes[0]).all() and sizes[0] <= LENGTHS_ONE else LENGTHS_LISTED
+            start = offset + count * (kind == LENGTHS_LISTED)
+            columns.append(RaggedColumn(kind, offset, start, start + len(values)))
+            parts += [sizes, values] if kind == LENGTHS_LISTED else [values]
+            offset = start + len(values)
+        token_column, score_column = columns
+        return cls(np.concatenate(parts), count, token_column, score_column, EMPTY_COLUMN)
+
     # As lists
 
     @property
@@ -107,6 +124,11 @@ class SeqSlices(Sequence[SeqSlice]):
         return self.score_tokens.length_kind != LENGTHS_ZERO
 
     @property
+    def has_draft_tokens(self) -> bool:
+        """True if a slice has draft tokens."""
+        return self.draft_tokens.length_kind != LENGTHS_ZERO
+
+    @property
     def is_decode_only(self) -> bool:
         """True if every slice computes one token and samples, and nothing is scored."""
         return self.tokens.length_kind == LENGTHS_ONE and not self.has_score_tokens and 0 not in self.num_samples
@@ -124,12 +146,16 @@ class SeqSlices(Sequence[SeqSlice]):
         """Return all numbers."""
         return np.asarray(self.numbers, dtype=np.int64)
 
+    def lengths(self, column: RaggedColumn) -> np.ndarray:
+        """Return the number of integers of each slice [R] in a column."""
+        if column.length_kind != LENGTHS_LISTED:
+            return np.full(self.size, column.length_kind, dtype=np.int64)
+        return np.asarray(self.numbers[column.lengths_start : column.start], dtype=np.int64)
+
     @property
     def token_counts(self) -> np.ndarray:
         """The number of tokens of each slice [R]."""
-        if self.tokens.length_kind != LENGTHS_LISTED:
-            return np.full(self.size, self.tokens.length_kind, dtype=np.int64)
-        return np.asarray(self.numbers[self.tokens.lengths_start : self.tokens.start], dtype=np.int64)
+        return self.lengths(self.tokens)
 
     @property
     def decode_columns(self) -> np.ndarray:

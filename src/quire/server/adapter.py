@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 
 from quire.errors import InputError, short_repr
+from quire.server.errors import UnknownField
 from quire.server.generation import Generation
 from quire.server.request_models import (
     EMPTY_VALUES,
@@ -123,6 +124,8 @@ class ClientNames(NamedTuple):
         """Return a context manager in which errors about a chat are raised with the client's names."""
         try:
             yield
+        except UnknownField:
+            raise
         except InputError as error:
             param = error.param or ""
             field = re.split(r"[.\[]", param)[0]

@@ -207,7 +207,9 @@ class EmbeddingRoutes:
         with rename_param("prompt", name):
             truncation = resolver.truncation(body, EMBEDDING_PARAMS.max_tokens)
             if options.messages is not None:
-                prompts = [await resolver.render_chat(options, truncation, read_tools(options.tools or []))]
+                tools = read_tools(options.tools or [])
+                min_output = EMBEDDING_PARAMS.min_output
+                prompts = [await resolver.render_chat(options, truncation, tools, min_output=min_output)]
                 if prompts[0].images:
                     raise InputError("images can't be embedded: send text parts only", "messages")
             else:

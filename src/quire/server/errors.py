@@ -110,6 +110,10 @@ class UnknownModel(InputError):
     """A request names a model that is not served."""
 
 
+class UnknownField(InputError):
+    """A strict server does not know a field. The name is the client's."""
+
+
 class UnknownResponse(InputError):
     """No response with that id is stored for this client."""
 

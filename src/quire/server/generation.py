@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from quire.errors import InputError, input_error_at
 from quire.protocol.sampling_params import SamplingParams
 from quire.server.answer_size import AnswerSize, EchoedPrompt, limit_answer
-from quire.server.errors import UnknownModel
+from quire.server.errors import UnknownField, UnknownModel
 from quire.server.reasoning import ModelReasoning, RequestReasoning
 from quire.server.request_models import (
     EMPTY_VALUES,
@@ -95,8 +95,9 @@ class RequestResolver:
         echoed = EchoedPrompt(params.n, bool(body.echo or body.return_token_ids), scored)
         return self._generation("cmpl", body, prompts, params, echoed)
 
-    async def chat(self, id_prefix: str, body: ChatRequest) -> Generation:
-        """Return what a chat request asks for. `id_prefix` begins the answer's id."""
+    async def chat(self, id_prefix: str, body: ChatRequest, min_output: int | None = 1) -> Generation:
+        """Return what a chat request asks for. `id_prefix` begins the answer's id. A prompt must leave room for
+        `min_output` tokens; None: it may have any length, to be counted."""
         self.check(body)
         is_batch = isinstance(body, BatchChatRequest)
         if is_batch:
@@ -107,7 +108,7 @@ class RequestResolver:
         prompts, reasonings = list[Prompt](), list[RequestReasoning | None]()
         for at, messages in enumerate(body.conversations):
             try:
-                prompts.append(await self.render_chat(body, truncation, tool_choice.tools, messages))
+                prompts.append(await self.render_chat(body, truncation, tool_choice.tools, messages, min_output))
             except InputError as error:
                 error.args = (f"{error} (conversation {at})" if is_batch else str(error),)
                 raise
@@ -156,7 +157,7 @@ class RequestResolver:
         if getattr(body, "chat_template", None) is not None:
             raise InputError("chat_template can't be set by a request: start with --chat-template", "chat_template")
         if self.rules.strict and (names := unknown_fields(body)):
-            raise InputError(f"there is no field {names[0][:60]!r} (this server was started with --strict)", names[0])
+            raise UnknownField(f"there is no field {names[0][:60]!r} (this server was started with --strict)", names[0])
 
     def check_model(self, model: str | None) -> None:
         """Raise UnknownModel if `model` is given and is not served."""
@@ -181,9 +182,10 @@ class RequestResolver:
         truncation: PromptTruncation | None,
         tools: Sequence[Tool],
         messages: Sequence[Any] | None = None,
+        min_output: int | None = 1,
     ) -> Prompt:
         """Render a conversation as a prompt: `messages`, or else those of `body`, with the tools that may be called.
-        Runs on another thread, since the cost of a template is unknown."""
+        Runs on another thread, since the cost of a template is unknown. `min_output` is that of `chat`."""
         given = dict(body.chat_template_kwargs or {})
         if taken := RESERVED_TEMPLATE_KWARGS & given.keys():
             raise InputError(f"chat_template_kwargs can't set {min(taken)!r}", "chat_template_kwargs")
@@ -200,7 +202,7 @@ class RequestResolver:
                 variables=given,
                 salt=getattr(body, "cache_salt", None) or "",
                 tools=tools,
-                min_output=0 if isinstance(body, EmbeddingRequest) else 1,
+                min_output=min_output,
             )
 
     def warning_headers(

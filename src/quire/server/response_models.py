@@ -235,7 +235,16 @@ class OutputReasoning(StrictModel):
     content: list[ReasoningText]
 
 
-OutputItem = OutputMessage | FunctionCall | OutputReasoning
+class CustomToolCall(StrictModel):
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str
+
+
+OutputItem = OutputMessage | FunctionCall | CustomToolCall | OutputReasoning
 
 
 class ResponseError(StrictModel):
@@ -280,6 +289,13 @@ class ResponseTool(StrictModel):
     strict: bool | None
 
 
+class ResponseCustomTool(StrictModel):
+    type: Literal["custom"]
+    name: str
+    description: str | None
+    format: dict[str, Any]
+
+
 class ResponsesResponse(StrictModel):
     """A response. `store` is true if it is stored. Only a response in the background can be queued or cancelled."""
 
@@ -303,7 +319,7 @@ class ResponsesResponse(StrictModel):
     temperature: float
     text: ResponseText
     tool_choice: str | dict[str, Any]
-    tools: list[ResponseTool]
+    tools: list[ResponseTool | ResponseCustomTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["auto", "disabled"]
@@ -400,6 +416,16 @@ class ArgumentsDone(InItemEvent):
     arguments: str
 
 
+class CustomInputDelta(InItemEvent):
+    type: Literal["response.custom_tool_call_input.delta"]
+    delta: str
+
+
+class CustomInputDone(InItemEvent):
+    type: Literal["response.custom_tool_call_input.done"]
+    input: str
+
+
 class ResponseStreamEvent(
     RootModel[
         Annotated[
@@ -411,7 +437,9 @@ class ResponseStreamEvent(
             | ReasoningTextDelta
             | ReasoningTextDone
             | ArgumentsDelta
-            | ArgumentsDone,
+            | ArgumentsDone
+            | CustomInputDelta
+            | CustomInputDone,
             Field(discriminator="type"),
         ]
     ]

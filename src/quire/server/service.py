@@ -136,7 +136,7 @@ class Service:
         pieces += [*await ids_json(prompt.ids, pace), ',"token_strs":']
         texts = map(self.input_processor.id_to_token, prompt.ids)
         pieces += await texts_json(texts, pace) if body.return_token_strs else ["null"]
-        return JsonPiecesResponse([*pieces, "}"], self.resolver.warning_headers(body))
+        return JsonPiecesResponse([*pieces, "}"], self.resolver.warning_headers(body, [prompt]))
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """Return the text of token ids."""

@@ -76,10 +76,10 @@ class EngineCall:
         return OutputQueue(self.streams, writer)
 
     def hold_bytes(self, bytes: int) -> None:
-        """Count the bytes of the written answer until it is sent. Raise Overloaded if the limit of all answers is
+        """Count bytes of the written answer until the call is closed. Raise Overloaded if the limit of all answers is
         exceeded."""
         self._budget.add_bytes(bytes)
-        self._bytes = bytes
+        self._bytes += bytes
 
     def close(self) -> None:
         """Abort requests that have not ended, and release the answer's size."""
@@ -123,11 +123,12 @@ class EventStream(Response):
         direct = scope.get("extensions", {}).get(DIRECT_EXTENSION)
         writer = partial(self._try_write, direct) if direct is not None and self._renderer.is_text_only else None
         try:
-            await cancel_on_disconnect(receive, self._send(send, writer))
+            await cancel_on_disconnect(receive, self.send_events(send, writer))
         finally:
             self._call.close()
 
-    async def _send(self, send: Send, writer: TryWrite | None) -> None:
+    async def send_events(self, send: Send, writer: TryWrite | None = None) -> None:
+        """Send the response. `writer` may write outputs itself."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         failed: BaseException | None = None
         try:

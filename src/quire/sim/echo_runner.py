@@ -3,6 +3,9 @@
 The state of a position is a hash of its token and of the states that are visible there in each layer group; it is
 stored at the address that the page tables give, and tokens are hashes of it. So a wrong address, a missed copy or a
 stale prefix changes the output. `expected_tokens` computes the same tokens without a memory.
+
+A draft model is imitated likewise: its states are in the groups of its layers, and each says whether the token that
+is proposed there is the one that the model samples. `expected_proposals` computes the same without a memory.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from quire.protocol.method import Branch, Context
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
 from quire.protocol.step_plan import (  # fmt: skip
+    FIRST_DRAFT,
     LAST_SAMPLED,
     ImageEncoding,
     PageCopy,
@@ -46,6 +50,7 @@ from quire.sim.echo_images import EchoImages, visible_images
 from quire.sim.echo_pages import FULL_GROUP, POISON, RULES, EchoPages, state_digest
 
 CONSTANT_TOKEN = 7
+DRAFT_ACCEPTANCE = 0.7  # the share of right tokens among those that the draft model proposes
 
 
 def _state(token: int, position: int, seen: Seq[bytes]) -> int:
@@ -80,6 +85,17 @@ def _digest_of_later(tokens: Seq[int]) -> bytes:
     return struct.pack("<q", state_digest(array("q", tokens).tobytes()))
 
 
+def _is_right(draft_state: int) -> bool:
+    """Return True if the draft model proposes the token that will be sampled."""
+    return draft_state % 1000 < 1000 * DRAFT_ACCEPTANCE
+
+
+def expected_proposals(tokens: Seq[int], groups: Seq[KVCacheGroup], prompt: int = 0) -> list[bool]:
+    """Return for each position of `tokens`, which are a prompt and what was sampled after it, whether the token that
+    the draft model proposes to follow it is the right one."""
+    return list(map(_is_right, expected_states(tokens, groups, prompt=prompt, is_draft=True)))
+
+
 def expected_states(
     tokens: Seq[int],
     groups: Seq[KVCacheGroup] = (FULL_GROUP,),
@@ -87,14 +103,17 @@ def expected_states(
     prompt: int = 0,
     media: Seq[ImageItem] = (),
     both_ways: bool = False,
+    is_draft: bool = False,
 ) -> list[int]:
     """Return the states of all positions of `tokens`, of which the first `prompt` are the prompt, with these images,
-    computed without a memory. `known` are the first states."""
+    computed without a memory; with `is_draft` those of the draft model. `known` are the first states."""
     states = np.zeros(len(tokens), dtype=np.int64)
     states[: len(known)] = known
     for p in range(len(known), len(tokens)):
         visible = [
-            RULES[group.kind].expected_visible(group, g, tokens, states, p, prompt) for g, group in enumerate(groups)
+            RULES[group.kind].expected_visible(group, g, tokens, states, p, prompt)
+            for g, group in enumerate(groups)
+            if group.is_draft == is_draft
         ]
         if media:
             visible.append(visible_images(media, p, groups))
@@ -210,8 +229,9 @@ class EchoRunner:
         self.submitted = self.collected = 0
         self.op_checksum = 0  # a hash over all page operations, in order
         self.slots: dict[int, EchoSlot] = {}
-        self.masks: dict[int, bytes] = {}  # of the current step
+        self.masks: dict[int, list[bytes]] = {}  # of the current step, one for each position that samples
         self.groups: list[EchoPages] = []
+        self.draft_states: dict[int, int] = {}  # by slot, of the last token that the draft model computed in this step
         self.geometry: KVCacheConfig | None = None
         self.part: Callable[[int, int, int], int] | None = None  # see KVCacheConfig.clip_chunk
         self.images: EchoImages | None = None
@@ -278,7 +298,12 @@ class EchoRunner:
         for op in plan.page_ops:
             self.apply(op)
         # In reverse order: no slice may depend on writes of another slice of the same step.
-        self.masks = {mask.slot: mask.allowed for mask in plan.masks}
+        self.masks = {}
+        for mask in plan.masks:
+            self.masks.setdefault(mask.slot, []).append(mask.allowed)
+        self.draft_states = {}
+        for row in reversed(plan.draft_slices):
+            self.compute_draft(row)
         samples = tuple([self.compute_row(row) for row in reversed(plan.slices)][::-1])
         for op in plan.overlapped_page_ops:
             self.apply(op)
@@ -321,8 +346,26 @@ class EchoRunner:
         elif isinstance(op, Poison):
             group.pages[op.page] = POISON
 
+    def compute_draft(self, row: SeqSlice) -> None:
+        """Write the draft model's states of known tokens. What it proposes after them is known once the model samples
+        (`_verify`)."""
+        for i, token in enumerate(row.tokens):
+            assert token >= 0, f"the draft model gets the token {token} of slot {row.slot}, which is not known"
+            self.draft_states[row.slot] = self._compute_state(row.slot, token, row.start + i, is_draft=True)
+
+    def _compute_state(
+        self, slot: int, token: int, position: int, more: Seq[bytes] = (), is_draft: bool = False
+    ) -> int:
+        """Compute and write the state of a position, from what is visible there and `more`; with `is_draft` in the
+        groups of the draft model."""
+        groups = [group for group in self.groups if group.group.is_draft == is_draft]
+        state = _state(token, position, [*(group.rule.read_visible(group, slot, position) for group in groups), *more])
+        for group in groups:
+            group.rule.write(group, slot, position, token, state)
+        return state
+
     def compute_row(self, row: SeqSlice) -> SliceResult:
-        """Write a state for each position of the slice, then sample from the last one."""
+        """Write a state for each position of the slice, then sample from the last one; with draft tokens from each."""
         slot, count = self.slots[row.slot], len(row.tokens)
         prompt = self.groups[0].prompt_lens[row.slot]
         is_whole_chunk = self.part is None or self.part(prompt, row.start, count) == count
@@ -330,35 +373,63 @@ class EchoRunner:
         # Like a model, read all image embeddings before anything is written.
         image_states = []
         if self.images is not None and self.images.media[row.slot]:
-            image_states = [self.images.read_visible(row.slot, row.start + i) for i in range(count)]
+            reads = range(row.start, row.start + count + len(row.draft_tokens))
+            image_states = [self.images.read_visible(row.slot, position) for position in reads]
         state, scores = 0, []
         for i, token in enumerate(row.tokens):
             if token == LAST_SAMPLED:
                 assert slot.last is not None, f"slot {row.slot} has no last sample"
                 token = slot.last
-            position = row.start + i
-            visible = [group.rule.read_visible(group, row.slot, position) for group in self.groups]
-            if image_states:
-                visible.append(image_states[i])
-            if self.both_ways and position < prompt:
-                visible.append(_digest_of_later(row.tokens[i + 1 : prompt - row.start]))
-            state = _state(token, position, visible)
-            for group in self.groups:
-                group.rule.write(group, row.slot, position, token, state)
+            more = image_states[i : i + 1]
+            if self.both_ways and row.start + i < prompt:
+                more = [*more, _digest_of_later(row.tokens[i + 1 : prompt - row.start])]
+            state = self._compute_state(row.slot, token, row.start + i, more)
             if i < len(row.score_tokens):
                 num_logprobs = max(slot.sampling.prompt_logprobs, 0)
                 scores.append(fake_top(state, row.score_tokens[i], num_logprobs, self.vocab_size))
-        seeds = [branch_seed(slot.seed, i) for i in range(row.num_samples)]
-        tokens = tuple(_draw(state, seed, slot.history, self.vocab_size, self.masks.get(row.slot)) for seed in seeds)
+        states = [state] * row.num_samples
+        if row.draft_tokens:
+            tokens, states = self._verify(row, state, image_states)
+        else:
+            [mask] = self.masks.get(row.slot, [None])
+            seeds = [branch_seed(slot.seed, i) for i in range(row.num_samples)]
+            tokens = tuple(_draw(state, seed, slot.history, self.vocab_size, mask) for seed in seeds)
         if tokens:
-            slot.last = tokens[0]
+            slot.last = tokens[-1] if row.draft_tokens else tokens[0]
             if slot.history is not None:
-                slot.history.append(tokens[0])
+                slot.history += tokens if row.draft_tokens else tokens[:1]
         tops: tuple[TopLogprobs, ...] = ()
         if slot.top >= 0:
             named = slot.sampling.logprob_token_ids
-            tops = tuple(fake_top(state, token, slot.top, self.vocab_size, named) for token in tokens)
+            tops = tuple(
+                fake_top(state, token, slot.top, self.vocab_size, named) for state, token in zip(states, tokens)
+            )
         return SliceResult(tokens, tops, tuple(scores))
+
+    def _verify(self, row: SeqSlice, state: int, image_states: Seq[bytes]) -> tuple[tuple[int, ...], list[int]]:
+        """Compute the draft tokens of a slice whose token has `state`, and sample at all positions. Return the samples
+        up to the first one that differs from its draft token, that one included, and the states of their positions."""
+        slot, masks = self.slots[row.slot], self.masks.get(row.slot, [None] * (1 + len(row.draft_tokens)))
+        assert row.num_samples == len(row.tokens) == 1, f"slot {row.slot} has draft tokens after a prompt"
+        assert len(masks) == 1 + len(row.draft_tokens), f"slot {row.slot} has {len(masks)} masks"
+        history = None if slot.history is None else list(slot.history)
+        seed, samples, states, accepted = branch_seed(slot.seed, 0), list[int](), list[int](), 0
+        for i in range(len(row.draft_tokens) + 1):
+            samples.append(_draw(state, seed, history, self.vocab_size, masks[i]))
+            states.append(state)
+            if i == len(row.draft_tokens):
+                break
+            draft, position = row.draft_tokens[i], row.start + 1 + i
+            if draft < 0:
+                assert draft == FIRST_DRAFT - i, f"slot {row.slot} has {draft} as its draft token {i}"
+                draft = samples[i] if _is_right(self.draft_states[row.slot]) else (samples[i] + 1) % self.vocab_size
+                if i + 1 < len(row.draft_tokens):
+                    self.draft_states[row.slot] = self._compute_state(row.slot, draft, position, is_draft=True)
+            accepted += accepted == i and draft == samples[i]
+            if history is not None:
+                history.append(draft)
+            state = self._compute_state(row.slot, draft, position, image_states[1 + i : 2 + i])
+        return tuple(samples[: accepted + 1]), states[: accepted + 1]
 
     def close(self) -> None:
         """Drop the queued plans."""

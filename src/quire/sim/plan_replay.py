@@ -75,8 +75,9 @@ class PlanReplayer:
             self.echo.init_slot(init)
             self.images[init.slot] = init.images
         self._replay(plan.page_ops, "page_ops")
-        for i, seq_slice in enumerate(plan.slices):
-            self._check_slice(seq_slice, f"slices[{i}]")
+        for name, slices, is_draft in (("slices", plan.slices, False), ("draft_slices", plan.draft_slices, True)):
+            for i, seq_slice in enumerate(slices):
+                self._check_slice(seq_slice, f"{name}[{i}]", is_draft)
         self._replay(plan.overlapped_page_ops, "overlapped_page_ops")
         self._compare_tables({op.slot for op in (*plan.page_ops, *plan.overlapped_page_ops) if type(op) is TableWrite})
         if result is not None:
@@ -144,8 +145,9 @@ class PlanReplayer:
         if op.group >= 0 and not 0 <= op.first_page < self.kv_config.groups[op.group].table_width:
             raise ReplayError(f"{where}: place {op.first_page}, of {self.kv_config.groups[op.group].table_width}")
 
-    def _check_slice(self, seq_slice: SeqSlice, where: str) -> None:
-        """Check that the slot is initialized and has real pages for all positions that the slice reads and writes."""
+    def _check_slice(self, seq_slice: SeqSlice, where: str, is_draft: bool) -> None:
+        """Check that the slot is initialized and has real pages for all positions that the slice reads and writes, in
+        the groups of the model or those of the draft model."""
         self._check_slot(seq_slice.slot, where)
         if seq_slice.slot not in self.echo.slots:
             raise ReplayError(f"{where}: slot {seq_slice.slot} was never initialized")
@@ -159,9 +161,10 @@ class PlanReplayer:
                 f"{where}: {len(seq_slice.tokens)} tokens from position {seq_slice.start} on, "
                 f"{seq_slice.num_samples} samples"
             )
-        end = seq_slice.start + len(seq_slice.tokens) + len(seq_slice.draft_tokens)
+        more = max(seq_slice.num_samples - 1, 0) if is_draft else len(seq_slice.draft_tokens)
+        end = seq_slice.start + len(seq_slice.tokens) + more
         for g, group in enumerate(self.kv_config.groups):
-            if group.kind not in POSITIONAL_KINDS:
+            if group.kind not in POSITIONAL_KINDS or group.is_draft != is_draft:
                 continue
             first, last = group.num_full_pages(group.first_visible(seq_slice.start)), group.num_pages(end)
             pages = self.echo.groups[g].table[seq_slice.slot, first:last]
@@ -185,10 +188,10 @@ class PlanReplayer:
         if len(result.slice_results) != len(plan.slices):
             raise ReplayError(f"{len(result.slice_results)} samples for {len(plan.slices)} slices")
         for i, (seq_slice, sampled) in enumerate(zip(plan.slices, result.slice_results)):
-            if not seq_slice.draft_tokens and len(sampled.tokens) != seq_slice.num_samples:
-                raise ReplayError(
-                    f"samples[{i}]: {len(sampled.tokens)} tokens, and {seq_slice.num_samples} were to be drawn"
-                )
+            least, most = seq_slice.num_samples, seq_slice.num_samples + len(seq_slice.draft_tokens)
+            if not least <= len(sampled.tokens) <= most:
+                expected = f"{least} to {most}" if most > least else least
+                raise ReplayError(f"samples[{i}]: {len(sampled.tokens)} tokens, and {expected} were to be drawn")
 
     def digest(self) -> str:
         """Return a digest of all tables. Raise ReplayError if those of both implementations differ."""

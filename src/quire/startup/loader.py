@@ -88,19 +88,22 @@ def build_runner(
     from quire.layers.prepare import connect_ranks
     from quire.worker.model_runner import ModelRunner
 
-    def make(progress: bool = False) -> Any:
-        model, files = _load_model(config, checkpoint, dtype, device, progress, shard, exchange)
+    def make(source: Checkpoint, progress: bool = False) -> Any:
+        model, files = _load_model(config, source, dtype, device, progress, shard, exchange)
         model.prepare(max_len, config.deterministic, files.mapped)
         if exchange is not None:
             connect_ranks(model, exchange)
         weight_arena().finish_block()
         return model
 
-    model = make(progress)
-    attention, recorded = (
-        choose_attention(config, checkpoint.spec, device, dtype),
-        ("triton", "native", *VENDOR_ATTENTIONS),
-    )
+    draft: Checkpoint | None = getattr(checkpoint, "draft", None)
+    model, spec = make(checkpoint, progress), checkpoint.spec
+    speculation: dict[str, Any] = {"max_drafts": config.num_speculative_tokens if config.speculation else 0}
+    if draft is not None:
+        spec = spec.with_draft(draft.spec)
+        speculation |= {"draft_model": make(draft, progress), "draft_spec": draft.spec}
+        speculation["make_draft_model"] = partial(make, draft)
+    attention, recorded = choose_attention(config, spec, device, dtype), ("triton", "native", *VENDOR_ATTENTIONS)
     kind: Callable[..., Any] = ModelRunner
     if pipes is not None:
         from quire.worker.stage_runner import StageRunner
@@ -113,7 +116,7 @@ def build_runner(
         map_in_background=config.experiment.map_ahead == "thread",
         shared_buffer=get_shared_buffer() if get_shared_buffer is not None else None,
         state_dtype=torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32,
-        make_model=make, notices=notices,
+        make_model=partial(make, checkpoint), notices=notices, **speculation,
     )  # fmt: skip
 
 

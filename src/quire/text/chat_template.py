@@ -24,7 +24,7 @@ from quire.text.chat_messages import (
 )
 from quire.text.images.processor import ImageProcessor
 from quire.text.template_fit import TemplateTraits, fit_messages, is_plain, probe_traits
-from quire.text.template_process import RenderError, TemplateProcess
+from quire.text.template_process import RenderError, RenderTimeout, TemplateProcess
 from quire.text.tokenizer_files import special_tokens, tokenizer_config
 from quire.text.tools import JsonCopier, Tool
 
@@ -35,6 +35,7 @@ RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # end of the message to continue, as in transformers
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 NO_DEFAULT = ("The model has chat templates, but no default one", "Give one: --chat-template")
+MAX_LATE_PROBES = 8  # renders of probes that exceed their time, until what they show is taken as it is
 PROBE_TEXT = "quire tries out this template"
 
 
@@ -65,6 +66,7 @@ class ChatTemplate:
         self._process = process or TemplateProcess()
         self._content_formats: ContentFormats | None = None
         self._traits: TemplateTraits | None = None
+        self._late_probes = 0
         try:
             self._read_variables = frozenset(self._process.compile(source))
         except RenderError as error:
@@ -133,34 +135,42 @@ class ChatTemplate:
         return to_template_messages(messages, self.content_formats(), processor.placeholder_text)
 
     def traits(self, processor: ImageProcessor | None) -> TemplateTraits:
-        """Return what the template can express, tested once."""
-        if self._traits is None:
+        """Return what the template can express, tested once; again if the template was late."""
+        if self._traits is not None:
+            return self._traits
+        late = self._late_probes
+        traits = probe_traits(
+            self.source,
+            lambda messages, tools: self._probe(self._format([*messages], processor), tools),
+        )
+        if late in (self._late_probes, MAX_LATE_PROBES):
+            self._traits = traits
+        return traits
 
-            def render(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> str | None:
-                entries = [tool.definition for tool in tools] or None
-                variables = {"messages": self._format([*messages], processor), "tools": entries, "documents": None}
-                try:
-                    return self._run({**self.special_tokens, **variables, "add_generation_prompt": False})
-                except InputError:
-                    return None
-
-            self._traits = probe_traits(self.source, render)
-        return self._traits
+    def _probe(self, messages: list[dict[str, Any]], tools: Sequence[Tool] = ()) -> str | None:
+        """Return the prompt of messages, or None if the template fails. Renders that are late are counted."""
+        entries = [tool.definition for tool in tools] or None
+        variables = {**self.special_tokens, "messages": messages, "tools": entries, "documents": None}
+        try:
+            return self._run({**variables, "add_generation_prompt": False})
+        except InputError as error:
+            if isinstance(error.__cause__, RenderTimeout):
+                self._late_probes = min(self._late_probes + 1, MAX_LATE_PROBES)
+            return None
 
     def content_formats(self) -> ContentFormats:
-        """Return the content formats that the template takes, tested once: some only take lists of parts, and drop
-        strings."""
-        if self._content_formats is None:
-            parts = [{"type": "image"}, {"type": "text", "text": PROBE_TEXT}]
-            self._content_formats = ContentFormats(self._accepts_content(PROBE_TEXT), self._accepts_content(parts))
-        return self._content_formats
+        """Return the content formats that the template takes, tested as traits are: some only take lists of parts, and
+        drop strings."""
+        if self._content_formats is not None:
+            return self._content_formats
+        late, parts = self._late_probes, [{"type": "image"}, {"type": "text", "text": PROBE_TEXT}]
+        formats = ContentFormats(self._accepts_content(PROBE_TEXT), self._accepts_content(parts))
+        if late in (self._late_probes, MAX_LATE_PROBES):
+            self._content_formats = formats
+        return formats
 
     def _accepts_content(self, content: Any) -> bool:
-        variables = {**self.special_tokens, "messages": [{"role": "user", "content": content}], "tools": None}
-        try:
-            text = self._run({**variables, "documents": None, "add_generation_prompt": False})
-        except InputError:
-            return False
+        text = self._probe([{"role": "user", "content": content}]) or ""
         return PROBE_TEXT in text and "'type'" not in text  # else it printed the parts as a Python list
 
     def _run(self, variables: dict[str, Any]) -> str:

@@ -5,7 +5,9 @@ LLM, AsyncLLM and the server share it. Invalid input raises InputError here, bef
 
 from __future__ import annotations
 
+import copy
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -193,24 +195,33 @@ class InputProcessor:
         variables: Mapping[str, Any],
         salt: str = "",
         tools: Sequence[Tool] = (),
-        min_output: int = 1,
+        min_output: int | None = 1,
     ) -> Prompt:
         """Like `process_chat`, with truncation. Templates are programs of unknown cost, so they always run on another
-        thread."""
-        self._check_num_chars(estimate_chars(messages))
+        thread. The prompt must leave room for `min_output` tokens; None: it may have any length."""
+        checker = self if min_output is not None else self._without_max_len()
+        checker._check_num_chars(estimate_chars(messages))
         work = partial(
             self.render_chat, messages, add_generation_prompt, continue_final_message, documents, tools, **variables
         )  # fmt: skip
         text, images, notes = await self._template_threads.run(work)
         pixels = await self._load_images(images, salt)
-        prompt = await self.offload(len(text), lambda: self._tokenize(text, add_special_tokens, pixels, images))
+        prompt = await self.offload(len(text), lambda: checker._tokenize(text, add_special_tokens, pixels, images))
         prompt = prompt if truncation is None else truncation.apply(prompt)
-        self._check_length(prompt.ids, None, min_output)
+        checker._check_length(prompt.ids, None, min_output or 0)
         return prompt._replace(notes=tuple(notes))
 
-    async def run_grammar_work(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which compiles a grammar. Raise Overloaded if too many wait."""
-        return await self._grammar_threads.run(work)
+    def _without_max_len(self) -> InputProcessor:
+        """Return a copy that takes prompts of any length. The chat template's output is bounded still."""
+        other = copy.copy(self)
+        other.limits = self.limits._replace(max_len=sys.maxsize)
+        return other
+
+    async def run_grammar_work(self, params: SamplingParams, work: Callable[[], T], client: str = "") -> T:
+        """Return the result of `work`, which compiles the grammar of `params`. Short grammars overtake long ones, and
+        those of another `client`. Raise Overloaded if too many wait."""
+        cost = 0 if params.structured is None else len(params.structured.source)
+        return await self._grammar_threads.run(work, cost, client)
 
     def make_truncation(self, tokens: int, keep_first: bool, max_output_tokens: int) -> PromptTruncation:
         """Return the truncation for vLLM's truncate_prompt_tokens: -1 leaves room for `max_output_tokens` tokens. Raise
@@ -392,7 +403,7 @@ class InputProcessor:
         grammars = self._grammars
         if params.structured is None or grammars is None or grammars.is_cached(params.structured):
             return params, ()
-        form, dropped = await self.run_grammar_work(partial(grammars.nearest_supported, params.structured))
+        form, dropped = await self.run_grammar_work(params, partial(grammars.nearest_supported, params.structured))
         return replace(params, structured=form), dropped
 
     def is_grammar_ready(self, params: SamplingParams) -> bool:

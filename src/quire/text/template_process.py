@@ -30,6 +30,10 @@ class RenderError(Exception):
     """The template failed or exceeded its limits; the message says how."""
 
 
+class RenderTimeout(RenderError):
+    """The template ran too long, which may be the fault of a busy machine."""
+
+
 class TemplateProcessEnded(RenderError):
     """The process ended before it answered, because of the template or because the system killed it."""
 
@@ -136,7 +140,7 @@ class TemplateProcess(IsolatedProcess):
             self._restart()
             if starved:
                 raise TemplateProcessStarved(f"it got no answer in {seconds:g} s") from error
-            raise RenderError(f"it ran longer than {seconds:g} s") from error
+            raise RenderTimeout(f"it ran longer than {seconds:g} s") from error
         except (EOFError, OSError) as error:
             self._restart()
             raise TemplateProcessEnded("its process ended") from error
@@ -145,6 +149,8 @@ class TemplateProcess(IsolatedProcess):
             raise RenderError("its process gave no answer") from error
         if kind == "exhausted":
             self._restart()
+        if kind == "late":
+            raise RenderTimeout(str(value))
         if kind in ("failed", "exhausted"):
             raise RenderError(str(value))
         return value if kind == "done" else None

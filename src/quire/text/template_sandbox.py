@@ -48,6 +48,10 @@ WRITING_FILTERS = {  # filters that convert their arguments to text
 }  # fmt: skip
 
 
+class TimeExceeded(SecurityError):
+    """A render ran too long."""
+
+
 class RenderBudget:
     """The time budget of one render: a part of its `seconds` of wall-clock time, so that the template is stopped here
     with a reason before its process is killed."""
@@ -57,9 +61,9 @@ class RenderBudget:
         self._deadline = time.monotonic() + STOP_FRACTION * seconds
 
     def tick(self) -> None:
-        """Raise SecurityError once the time is over."""
+        """Raise TimeExceeded once the time is over."""
         if time.monotonic() > self._deadline:
-            raise SecurityError(f"the template ran longer than {self.seconds:g} s")
+            raise TimeExceeded(f"the template ran longer than {self.seconds:g} s")
 
 
 class GenerationTag(Extension):

@@ -20,7 +20,7 @@ from jinja2 import Template, meta, nodes
 
 from quire.protocol.json_frames import unpack
 from quire.text.isolated_worker import read_frame, set_limits, set_signals, write_frame
-from quire.text.template_sandbox import RenderBudget, Sandbox
+from quire.text.template_sandbox import RenderBudget, Sandbox, TimeExceeded
 
 MAX_MEMORY = 224 << 20  # bytes of address space beyond those at the start, to stay below 256 MiB in all
 SPARE_SECONDS = 1.0  # beyond the time after which the parent kills this process
@@ -59,7 +59,7 @@ class TemplateWorker:
 
     def handle(self, request: list[Any]) -> list[Any]:
         """Handle ["compile", source] or ["render", variables, seconds, bytes]. Return ["done", result], ["failed",
-        reason] or ["large", ""]. MemoryError is not caught."""
+        reason], ["late", reason] or ["large", ""]. MemoryError is not caught."""
         try:
             match request:
                 case ["compile", source]:
@@ -70,6 +70,8 @@ class TemplateWorker:
             raise AssertionError("an unknown frame")
         except MemoryError:
             raise
+        except TimeExceeded as error:
+            return ["late", str(error)]
         except Exception as error:  # a template is a program: it may fail in any way
             return ["failed", (str(error) or type(error).__name__)[:MAX_REASON]]
 

@@ -24,9 +24,9 @@ from quire.kernels.forward_batch import LayerCache
 from quire.kernels.triton.backend import TritonBackend
 from quire.kernels.triton.decode import SplitScratch, choose_splits, decode_scratch, multiprocessors
 from quire.protocol.seq_slices import SeqSlices
-from quire.protocol.step_plan import LAST_SAMPLED
 from quire.worker.cross_attention import CrossAttentionImages
 from quire.worker.image_inputs import ImageInputs
+from quire.worker.inputs import resolve_tokens
 from quire.worker.staging_buffer import StagingBuffer
 from quire.worker.step_context import make_decode_context
 from quire.worker.store import Store
@@ -61,8 +61,9 @@ def allocate_split_scratch(
 
 
 class DecodeGraphs:
-    """Graphs for up to `max_rows` rows. `logits` is applied to what `model` returns. `epilogues` are functions of the
-    logits [B, V] and the slots [B], by name, captured for each size; their results are valid until the next replay."""
+    """Graphs for up to `max_rows` rows. `logits` is applied to what `model` returns. `sampled_tokens`: see
+    resolve_tokens. `epilogues` are functions of the logits [B, V] and the slots [B], by name, captured for each size;
+    their results are valid until the next replay."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class DecodeGraphs:
         logits: Callable[[Any], Any],
         store: Store,
         backend: TritonBackend,
-        last_sampled: Tensor,
+        sampled_tokens: Tensor,
         staging: StagingBuffer,
         max_rows: int,
         epilogues: dict[str, AnyEpilogue],
@@ -78,7 +79,7 @@ class DecodeGraphs:
         image_inputs: ImageInputs | None = None,
     ) -> None:
         self.model, self.logits, self.epilogues, self.backend = model, logits, epilogues, backend
-        self.store, self.last_sampled, self.staging, self.capturer = store, last_sampled, staging, capturer
+        self.store, self.sampled_tokens, self.staging, self.capturer = store, sampled_tokens, staging, capturer
         self.max_rows, self.capture_sizes = max_rows, capture_sizes(max_rows)
         self.image_inputs = image_inputs
         # With cross-attention layers, a size has two graphs: for text only, and for rows that may attend to images.
@@ -86,8 +87,8 @@ class DecodeGraphs:
         self.model_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size and has_images
         self.epilogue_graphs: dict[tuple[int, bool, str], CapturedGraph] = {}
         # Zeros: slot 0 and position 0 are padding.
-        self.inputs = torch.zeros(3 * max_rows, dtype=torch.int64, device=last_sampled.device)
-        count = multiprocessors(last_sampled.device)
+        self.inputs = torch.zeros(3 * max_rows, dtype=torch.int64, device=sampled_tokens.device)
+        count = multiprocessors(sampled_tokens.device)
         self.split_scratch = allocate_split_scratch(
             chain(store.caches.values(), store.cross_caches.values()),
             lambda cache: ((size, choose_splits(size, cache.kv_heads, count)) for size in self.capture_sizes),
@@ -149,7 +150,7 @@ class DecodeGraphs:
 
     def _compute_logits(self, size: int, has_images: bool) -> Any:
         slots, positions, tokens = self._inputs_for(size)
-        tokens = torch.where(tokens == LAST_SAMPLED, self.last_sampled.index_select(0, slots), tokens)
+        tokens = resolve_tokens(tokens, slots, self.sampled_tokens)
         cross_attention = None
         if has_images:
             assert isinstance(self.image_inputs, CrossAttentionImages), "no layer attends to images"

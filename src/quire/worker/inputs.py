@@ -46,19 +46,26 @@ class FlatInputs(NamedTuple):
         return zip(*(column.tolist() for column in (self.slots, self.starts, self.lengths, self.offsets)))
 
 
+def resolve_tokens(tokens: Tensor, slots: Tensor, sampled_tokens: Tensor) -> Tensor:
+    """Return `tokens` with those that only the device has: LAST_SAMPLED is entry [0, slot] of `sampled_tokens`
+    [1 + D, slots], and FIRST_DRAFT - i entry [1 + i, slot]. `slots` is of the same shape, or can be broadcast to it."""
+    if len(sampled_tokens) == 1:
+        return torch.where(tokens == LAST_SAMPLED, sampled_tokens[0, slots], tokens)
+    return torch.where(tokens < 0, sampled_tokens[(LAST_SAMPLED - tokens).clamp_(min=0), slots], tokens)
+
+
 def build_flat_batch(
-    flat_inputs: FlatInputs, store: Store, last_sampled: Tensor, bidirectional_rows: np.ndarray | None = None
+    flat_inputs: FlatInputs, store: Store, sampled_tokens: Tensor, bidirectional_rows: np.ndarray | None = None
 ) -> ForwardBatch:
-    """Return the batch of flat inputs. `last_sampled` [slots] has each slot's latest sample, for LAST_SAMPLED.
-    `bidirectional_rows`: see ForwardBatch."""
-    has_last_sampled = bool((flat_inputs.token_columns[0] == LAST_SAMPLED).any())
+    """Return the batch of flat inputs. `sampled_tokens`: see resolve_tokens. `bidirectional_rows`: see ForwardBatch."""
+    needs_sampled = bool((flat_inputs.token_columns[0] < 0).any())
     columns, ends = store.staging.upload_all([flat_inputs.token_columns, flat_inputs.logits_indices])
     tokens, positions, token_slots = columns
     prompt_lens = None
     if store.prompt_lengths is not None:
         prompt_lens = store.prompt_lengths.gather(flat_inputs.slots, token_slots)
-    if has_last_sampled:
-        tokens = torch.where(tokens == LAST_SAMPLED, last_sampled[token_slots], tokens)
+    if needs_sampled:
+        tokens = resolve_tokens(tokens, token_slots, sampled_tokens)
     return ForwardBatch(
         tokens, positions, token_slots, ends, flat_inputs.slots, flat_inputs.starts, flat_inputs.lengths,
         flat_inputs.offsets, flat_inputs.sampled_rows, store.tables, prompt_lens, bidirectional_rows,

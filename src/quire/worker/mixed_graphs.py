@@ -29,9 +29,8 @@ from quire.kernels.triton.prefill import make_prefill_tiles
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.protocol.seq_slices import SeqSlices
-from quire.protocol.step_plan import LAST_SAMPLED
 from quire.worker.cuda_graphs import AnyEpilogue, CapturedGraph, GraphCapturer, allocate_split_scratch
-from quire.worker.inputs import FlatInputs
+from quire.worker.inputs import FlatInputs, resolve_tokens
 from quire.worker.step_context import AttentionPlanner, StepContext, StepStates
 from quire.worker.store import Store
 
@@ -206,25 +205,25 @@ class FirstHalfContext(StepContext):
 
 
 class MixedGraphs:
-    """Graphs for steps with rows of several tokens. `sampled_row_sizes` are the sizes of rows that sample. `logits` and
-    `epilogues` are as for DecodeGraphs, which use the same memory if `capturer` is the same."""
+    """Graphs for steps with rows of several tokens. `sampled_row_sizes` are the sizes of rows that sample. `logits`,
+    `sampled_tokens` and `epilogues` are as for DecodeGraphs, which use the same memory if `capturer` is the same."""
 
     def __init__(
         self, model: Any, logits: Callable[[Tensor], Tensor], store: Store, backend: TritonBackend,
-        last_sampled: Tensor, hidden_size: int, sampled_row_sizes: list[int], epilogues: dict[str, AnyEpilogue],
+        sampled_tokens: Tensor, hidden_size: int, sampled_row_sizes: list[int], epilogues: dict[str, AnyEpilogue],
         capturer: GraphCapturer,
     ) -> None:  # fmt: skip
         self.model, self.logits, self.epilogues, self.backend = model, logits, epilogues, backend
-        self.store, self.last_sampled, self.capturer = store, last_sampled, capturer
+        self.store, self.sampled_tokens, self.capturer = store, sampled_tokens, capturer
         self.prompt_lens = None if store.prompt_lengths is None else store.prompt_lengths.device_lengths
         self.first_graphs: dict[tuple[int, int], CapturedGraph] = {}  # by tokens and rows of one token
         self.second_graphs: dict[int, CapturedGraph] = {}  # by rows that sample
         self.epilogue_graphs: dict[tuple[int, str], CapturedGraph] = {}
-        self.num_sms = multiprocessors(last_sampled.device)
+        self.num_sms = multiprocessors(sampled_tokens.device)
         self.distinct_caches = list({cache.plan_key: cache for cache in store.caches.values()}.values())
         tiles = tuple(dict.fromkeys(backend.tile_queries(cache) for cache in self.distinct_caches))
         self.inputs = MixedGraphInputs(
-            sampled_row_sizes, tiles, backend.deterministic, last_sampled.device, bool(store.state_caches)
+            sampled_row_sizes, tiles, backend.deterministic, sampled_tokens.device, bool(store.state_caches)
         )
         # None if the last layer has states. Its input after the cut: queries, or the outputs of its states.
         self.last_layer_cache = store.caches.get(max((*store.caches, *store.state_caches)))
@@ -234,8 +233,8 @@ class MixedGraphs:
         else:
             shape = store.state_caches[max(store.state_caches)].conv.shape[1:2]
         most, dtype = self.inputs.token_sizes[-1], store.buffer.dtype
-        self.hidden_states = torch.zeros((most, hidden_size), dtype=dtype, device=last_sampled.device)
-        self.last_layer_inputs = torch.zeros((most, *shape), dtype=dtype, device=last_sampled.device)
+        self.hidden_states = torch.zeros((most, hidden_size), dtype=dtype, device=sampled_tokens.device)
+        self.last_layer_inputs = torch.zeros((most, *shape), dtype=dtype, device=sampled_tokens.device)
         self.split_scratch = allocate_split_scratch(store.caches.values(), self._split_launches)
 
     def half_sizes(self, max_tokens: int | None = None) -> tuple[list[tuple[int, int]], list[int]]:
@@ -328,7 +327,7 @@ class MixedGraphs:
         """Compute `hidden_states` and `last_layer_inputs`."""
         ids, padded = self.inputs.padded_batch(tokens, num_decode_rows)
         padded = padded._replace(prompts=self.prompt_lens)
-        ids = torch.where(ids == LAST_SAMPLED, self.last_sampled.index_select(0, padded.token_slots), ids)
+        ids = resolve_tokens(ids, padded.token_slots, self.sampled_tokens)
 
         def plan(cache: LayerCache, query_batch: ForwardBatch | None) -> TritonAttentionPlan:
             tables, splits = self.store.tables[cache.group], self.num_splits(cache, num_decode_rows)

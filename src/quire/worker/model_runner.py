@@ -9,9 +9,10 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -36,6 +37,7 @@ from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import ImageEncoding, MappingStats, SeqSlice, StepPlan, StepResult, TokenBitmask
 from quire.weights.mapped_files import trim_memory
 from quire.worker.cross_attention import CrossAttentionImages
+from quire.worker.drafter import Drafter
 from quire.worker.idle_timer import IdleTimer, StepEvents, StepStart
 from quire.worker.image_inputs import ImageInputs
 from quire.worker.inputs import FlatInputs, build_flat_batch
@@ -48,11 +50,12 @@ from quire.worker.sampler import Sampler
 from quire.worker.state_checker import StateChecker
 from quire.worker.step_context import StepContext
 from quire.worker.store import Store
+from quire.worker.verification import Verification
 from quire.worker.vocab_parallel_sampler import VocabParallelSampler, VocabParallelTritonSampler
 from quire.worker.warmup import warm_up
 
 if TYPE_CHECKING:
-    from quire.worker.cuda_graphs import DecodeGraphs
+    from quire.worker.cuda_graphs import DecodeGraphs, GraphCapturer
     from quire.worker.mixed_graphs import MixedGraphs
     from quire.worker.recorded_steps import RecordedDecodeSteps
 
@@ -76,12 +79,22 @@ class Ticket(NamedTuple):
     """A step in flight."""
 
     pending_samples: PendingSamples | None
-    prompt_logprobs: list[Tensor]
+    prompt_logprobs: Sequence[Tensor]
     plan: StepPlan
     submitted_at: float
     step_events: StepEvents | None  # on a GPU
-    pooled: dict[int, Tensor]  # by slot
+    pooled: Mapping[int, Tensor]  # by slot
     sample_later: DeferredSampling | None = None  # set until `submit_masks`
+    verification: Verification | None = None  # if slices have draft tokens
+
+
+class LaunchedRows(NamedTuple):
+    """The results of a batch that was enqueued: samples, log-probabilities of prompts, and pooled states by slot."""
+
+    samples: PendingSamples | DeferredSampling | None
+    prompt_logprobs: Sequence[Tensor] = ()
+    pooled: Mapping[int, Tensor] = MappingProxyType({})
+    replayed: bool = False  # by graphs
 
 
 class ModelRunner:
@@ -104,9 +117,15 @@ class ModelRunner:
         state_dtype: torch.dtype = torch.float32,
         make_model: Callable[[], RunnableModel] | None = None,
         notices: tuple[str, ...] = (),
+        max_drafts: int = 0,
+        draft_model: RunnableModel | None = None,
+        draft_spec: ModelSpec | None = None,
+        make_draft_model: Callable[[], RunnableModel] | None = None,
     ) -> None:
         """`map_in_background`: with virtual memory, a thread maps pages ahead of need. `shared_buffer`, `state_dtype`:
-        see Store. `make_model` loads the model again after a sleep of level 2. `notices` are reported at start."""
+        see Store. `make_model` loads the model again after a sleep of level 2, and `make_draft_model` the draft model.
+        `notices` are reported at start. `max_drafts`: the most draft tokens of a slice. `draft_model` of `draft_spec`
+        proposes them; its vocabulary is that of the model, and the memory is that of `spec.with_draft(draft_spec)`."""
         self.model: Any = model  # a RunnableModel, or None in a sleep of level 2
         self.make_model, self.notices = make_model, notices
         self.spec, self.dtype, self.device, self.eos_ids = spec, dtype, device, eos_ids
@@ -115,20 +134,36 @@ class ModelRunner:
         self.map_in_background, self.shared_buffer, self.state_dtype = map_in_background, shared_buffer, state_dtype
         self.exchange: Exchange | None = getattr(model, "exchange", None)  # with other ranks
         self.depth = 1 if device.type == "cpu" else 2
+        self.max_drafts = max_drafts
+        self.draft_runner: DraftModelRunner | None = None
+        if draft_model is not None:
+            assert draft_spec is not None, "a draft model needs its spec"
+            assert max_drafts > 0, "a draft model needs `max_drafts`"
+            assert draft_spec.vocab_size == spec.vocab_size, (
+                f"the draft model has {draft_spec.vocab_size} tokens, and the model {spec.vocab_size}"
+            )
+            # A slice of the draft model goes on with one known token, or with two if all drafts were accepted.
+            self.draft_runner = DraftModelRunner(
+                draft_model, draft_spec, dtype, device, attention, eos_ids, use_graphs=use_graphs,
+                deterministic=deterministic, make_model=make_draft_model, max_drafts=1,
+            )  # fmt: skip
         self.defers_sampling = False  # True in `submit_without_masks`
         self.last_collected_at = -math.inf
         self.idle_timer = IdleTimer(device)
         self.pooler = Pooler()
-        # `bind` sets what follows; `_release_pages` deletes the first three.
+        # `bind` sets what follows; `_release_pages` deletes the first four.
         self.store: Store
         self.sampler: Sampler
-        self.last_sampled: Tensor  # by slot, the latest token
+        self.sampled_tokens: Tensor  # see inputs.resolve_tokens
+        self.last_sampled: Tensor  # by slot, the latest token: the first row of these
+        self.drafter: Drafter | None = None
         self.prompt_lengths: PromptLengths | None = None  # if layers have budgets
         self.state_checker: StateChecker | None = None  # in debug mode, if layers have states
         self.image_inputs: ImageInputs | None = None  # if the model has images
         self.bidirectional_lens: np.ndarray | None = None  # by slot, the length of a prompt that is attended both ways
         self.decode_graphs: DecodeGraphs | RecordedDecodeSteps | None = None
         self.mixed_graphs: MixedGraphs | None = None  # of steps with prompts
+        self.capturer: GraphCapturer | None = None  # of all these graphs
         # For sleep and wake-up.
         self.offloaded_weights: OffloadedWeights | None = None  # weights in host memory
         self.kv_config: KVCacheConfig | None = None  # that of `bind`, once asleep
@@ -145,7 +180,15 @@ class ModelRunner:
                 f"memory is {kv_config.layout.value}",
                 "Use --attention auto",
             )
-        self.store = self._make_store(kv_config)
+        spec = self.spec if self.draft_runner is None else self.spec.with_draft(self.draft_runner.spec)
+        self._bind_store(self._make_store(kv_config, spec))
+        if self.draft_runner is not None:
+            self.draft_runner._bind_store(self.store.draft_view(), self.capturer)
+            self.drafter = Drafter(self.draft_runner, self.sampled_tokens[1:])
+
+    def _bind_store(self, store: Store, capturer: GraphCapturer | None = None) -> None:
+        """Use the pages and tables of `store`. Graphs share the memory of `capturer`'s other graphs, if given."""
+        self.store, kv_config = store, store.kv_config
         self.prompt_lengths = self.store.prompt_lengths
         self.state_checker = StateChecker(kv_config) if self.debug and self.store.state_caches else None
         for cache in self.store.caches.values():
@@ -162,30 +205,41 @@ class ModelRunner:
         if kv_config.both_ways:
             self.bidirectional_lens = np.zeros(kv_config.slots, dtype=np.int64)
         self.sampler = self._make_sampler(kv_config.slots)
-        self.last_sampled = torch.zeros(kv_config.slots, dtype=torch.int64, device=self.device)
+        rows = 1 if self.draft_runner is None else 1 + self.max_drafts
+        self.sampled_tokens = torch.zeros((rows, kv_config.slots), dtype=torch.int64, device=self.device)
+        self.last_sampled = self.sampled_tokens[0]
         if self.use_graphs:
-            self._prepare_graphs(min(kv_config.slots - 1, MAX_GRAPH_ROWS))
+            if self.device.type == "cuda":
+                from quire.worker.cuda_graphs import GraphCapturer
 
-    def _make_store(self, kv_config: KVCacheConfig) -> Store:
+                self.capturer = capturer or GraphCapturer(self.device)
+            self._prepare_graphs(min(self.max_rows, MAX_GRAPH_ROWS))
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows of a step that sample: each sequence has one, and one for each draft token."""
+        return (self.store.kv_config.slots - 1) * (1 + self.max_drafts)
+
+    def _make_store(self, kv_config: KVCacheConfig, spec: ModelSpec) -> Store:
         if kv_config.layout is not KVCacheLayout.CONTIGUOUS:
             return Store(
-                kv_config, self.spec, self.dtype, self.device, self.debug, self.shared_buffer, self.state_dtype,
+                kv_config, spec, self.dtype, self.device, self.debug, self.shared_buffer, self.state_dtype,
                 has_checksum=self.has_checksum,
             )  # fmt: skip
         from quire.worker.virtual.store import open_store
 
         return open_store(
-            kv_config, self.spec, self.dtype, self.device, self.debug, is_contiguous=self.backend.reads_contiguous,
+            kv_config, spec, self.dtype, self.device, self.debug, is_contiguous=self.backend.reads_contiguous,
             map_in_background=self.map_in_background, has_checksum=self.has_checksum,
         )  # fmt: skip
 
     def _make_sampler(self, slots: int) -> Sampler:
-        vocab, exchange = self.spec.vocab_size, self.exchange
+        vocab, exchange, rows = self.spec.vocab_size, self.exchange, 1 + self.max_drafts
         if exchange is None or exchange.shard.tp_size == 1:
-            return Sampler(slots, vocab, self.device, self.eos_ids)
+            return Sampler(slots, vocab, self.device, self.eos_ids, rows)
         if self.device.type == "cpu":
-            return VocabParallelSampler(slots, vocab, self.eos_ids, exchange)
-        return VocabParallelTritonSampler(slots, vocab, self.device, self.eos_ids, exchange)
+            return VocabParallelSampler(slots, vocab, self.eos_ids, exchange, rows)
+        return VocabParallelTritonSampler(slots, vocab, self.device, self.eos_ids, exchange, rows)
 
     @property
     def has_checksum(self) -> bool:
@@ -207,19 +261,28 @@ class ModelRunner:
             if native is not None and not self.store.cross_caches and self.exchange is None:
                 epilogues = self.sampler.epilogues(self.last_sampled, max_rows)
                 self.decode_graphs = RecordedDecodeSteps(
-                    self.model, self.store, self.backend, self.last_sampled, max_rows, epilogues, native
+                    self.model, self.store, self.backend, self.sampled_tokens, max_rows, epilogues, native
                 )
             return
-        from quire.worker.cuda_graphs import DecodeGraphs, GraphCapturer
+        from quire.worker.cuda_graphs import DecodeGraphs
         from quire.worker.mixed_graphs import MixedGraphs
 
-        epilogues, capturer, logits = self._graph_epilogues(max_rows), GraphCapturer(self.device), self._logits_fn()
-        model, store, backend, last = self.model, self.store, self.backend, self.last_sampled
+        assert self.capturer is not None, "graphs need a capturer"
+        epilogues, capturer, logits = self._graph_epilogues(max_rows), self.capturer, self._logits_fn()
+        model, store, backend, sampled = self.model, self.store, self.backend, self.sampled_tokens
         self.decode_graphs = DecodeGraphs(
-            model, logits, store, backend, last, store.staging, max_rows, epilogues, capturer, self.image_inputs
+            model, logits, store, backend, sampled, store.staging, max_rows, epilogues, capturer, self.image_inputs
         )
         self.mixed_graphs = MixedGraphs(
-            model, logits, store, backend, last, self.spec.hidden, self.decode_graphs.capture_sizes, epilogues, capturer
+            model,
+            logits,
+            store,
+            backend,
+            sampled,
+            self.spec.hidden,
+            self.decode_graphs.capture_sizes,
+            epilogues,
+            capturer,
         )
 
     def _logits_fn(self) -> Callable[[Tensor], Tensor]:
@@ -250,6 +313,8 @@ class ModelRunner:
         self.warmup_args = tokens, max_len
         if self.device.type == "cuda":
             warm_up(self, tokens, max_len)
+            if self.draft_runner is not None:
+                warm_up(self.draft_runner, tokens, max_len)
 
     def run_without_mixed_graphs(self, plan: StepPlan) -> None:
         """Run a step to its end, with prompts launched kernel by kernel."""
@@ -273,11 +338,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
-        """Enqueue a step: new slots, page operations and image encodings, in order; then the slices as one batch; then
-        the overlapped page operations."""
+        """Enqueue a step: new slots, page operations and image encodings, in order; then the draft slices; then the
+        slices as one batch; then the overlapped page operations."""
         submitted_at, start = time.perf_counter(), None
         for init in plan.new_slots:
             self.sampler.init_slot(init)
+        if self.drafter is not None:
+            self.drafter.init_slots(plan.new_slots)
         self.pooler.init_slots(plan.new_slots)
         if self.prompt_lengths is not None:
             self.prompt_lengths.init_slots(plan.new_slots)
@@ -296,6 +363,10 @@ class ModelRunner:
             self.state_checker.apply_page_ops(plan.page_ops)
             self.state_checker.check_and_advance(plan.slices, self.store.host_tables)
             self.state_checker.apply_page_ops(plan.overlapped_page_ops)
+        if plan.draft_slices:
+            assert self.drafter is not None, "a plan has draft slices, and there is no draft model"
+            start = start or (self.idle_timer.start_step() if plan.slices else None)
+            self.drafter.propose(SeqSlices.from_slices(plan.draft_slices))
         ticket = self._run_slices(plan, submitted_at, start)
         if self.image_inputs is not None:
             self.image_inputs.end_step()
@@ -315,40 +386,58 @@ class ModelRunner:
     @torch.inference_mode()
     def submit_masks(self, ticket: Ticket, masks: tuple[TokenBitmask, ...]) -> Ticket:
         """Sample a step of `submit_without_masks` under these masks."""
-        self.sampler.set_bitmasks(masks)
+        self.sampler.set_bitmasks(masks, ticket.plan.slices)
         if ticket.sample_later is None:
             return ticket
-        return ticket._replace(pending_samples=ticket.sample_later(), sample_later=None)
+        samples = self._accept_drafts(ticket.sample_later(), ticket.verification)
+        return ticket._replace(pending_samples=samples, sample_later=None)
 
     def _run_slices(self, plan: StepPlan, submitted_at: float, start: StepStart | None) -> Ticket:
         """Enqueue a plan's slices, as graphs if possible. `start` is set if the step has begun already."""
         if not plan.slices:
             return Ticket(None, [], plan, submitted_at, None, {})
-        rows = SeqSlices.from_slices(plan.slices)
-        prompt_logprobs: list[Tensor] = []
-        pooled: dict[int, Tensor] = {}
-        self.sampler.set_bitmasks(plan.masks)
-        start, replayed = start or self.idle_timer.start_step(), start is None
-        samples: PendingSamples | DeferredSampling | None
+        rows, verification = SeqSlices.from_slices(plan.slices), None
+        self.sampler.set_bitmasks(plan.masks, rows)
+        if rows.has_draft_tokens:
+            assert not self.store.state_caches, "running states can't drop draft tokens"
+            verification = Verification.from_slices(rows)
+            rows = verification.rows
+        start, is_first = start or self.idle_timer.start_step(), start is None
+        samples, prompt_logprobs, pooled, replayed = self.launch(rows)
+        pending = self._accept_drafts(samples, verification) if isinstance(samples, PendingSamples) else None
+        events = self.idle_timer.end_step(start, replayed and is_first)
+        later = None if samples is None or isinstance(samples, PendingSamples) else samples
+        return Ticket(pending, prompt_logprobs, plan, submitted_at, events, pooled, later, verification)
+
+    def launch(self, rows: SeqSlices) -> LaunchedRows:
+        """Enqueue slices without draft tokens as one batch, as graphs if possible."""
         has_images = self.image_inputs is not None and self.image_inputs.attends_to_images(rows)
         if self._needs_eager(rows):
-            replayed = False
-            samples, prompt_logprobs, pooled = self._run_eager(rows, FlatInputs.from_slices(rows))
-        elif self.decode_graphs is not None and self.decode_graphs.can_run(rows):
+            return self._run_eager(rows, FlatInputs.from_slices(rows))
+        if self.decode_graphs is not None and self.decode_graphs.can_run(rows):
             samples = self._replay_and_sample(rows, partial(self.decode_graphs.run, rows, has_images=has_images))
-        else:
-            flat = FlatInputs.from_slices(rows)
-            mixed_graphs = None if has_images else self.mixed_graphs
-            sizes = None if mixed_graphs is None else mixed_graphs.choose_sizes(rows, flat)
-            if mixed_graphs is not None and sizes is not None:
-                samples = self._replay_and_sample(rows.sampling_slices, partial(mixed_graphs.run, flat, sizes))
-            else:
-                replayed = False
-                samples, prompt_logprobs, pooled = self._run_eager(rows, flat)
-        events = self.idle_timer.end_step(start, replayed)
-        if samples is None or isinstance(samples, PendingSamples):
-            return Ticket(samples, prompt_logprobs, plan, submitted_at, events, pooled)
-        return Ticket(None, prompt_logprobs, plan, submitted_at, events, pooled, samples)
+            return LaunchedRows(samples, replayed=True)
+        flat = FlatInputs.from_slices(rows)
+        mixed_graphs = None if has_images else self.mixed_graphs
+        sizes = None if mixed_graphs is None else mixed_graphs.choose_sizes(rows, flat)
+        if mixed_graphs is not None and sizes is not None:
+            samples = self._replay_and_sample(rows.sampling_slices, partial(mixed_graphs.run, flat, sizes))
+            return LaunchedRows(samples, replayed=True)
+        return self._run_eager(rows, flat)
+
+    def _accept_drafts(self, samples: PendingSamples, verification: Verification | None) -> PendingSamples:
+        """Enqueue the verification of a step's draft tokens, if any, and the copy of its result to the host."""
+        if verification is None:
+            return samples
+        tokens = torch.as_tensor(samples.tokens)
+        accepted = verification.accept(tokens, self.sampled_tokens, self.store.staging)
+        if self.device.type == "cpu":
+            return samples._replace(accepted=accepted)
+        pinned = torch.empty(accepted.shape, dtype=accepted.dtype, pin_memory=True)
+        ready = torch.cuda.Event()
+        pinned.copy_(accepted, non_blocking=True)
+        ready.record()
+        return samples._replace(accepted=pinned, ready_event=ready)
 
     def _needs_eager(self, slices: SeqSlices) -> bool:
         """Return True if some slices need what graphs lack: pruning of a prompt, image embeddings, attention both ways,
@@ -363,10 +452,8 @@ class ModelRunner:
             start < self.bidirectional_lens[slot] for slot, start in zip(slices.slots, slices.starts)
         )
 
-    def _run_eager(
-        self, slices: SeqSlices, flat_inputs: FlatInputs
-    ) -> tuple[PendingSamples | DeferredSampling | None, list[Tensor], dict[int, Tensor]]:
-        """Enqueue slices kernel by kernel. Return their samples, log-probabilities of prompts, and pooled states."""
+    def _run_eager(self, slices: SeqSlices, flat_inputs: FlatInputs) -> LaunchedRows:
+        """Enqueue slices kernel by kernel."""
         pools = self.pooler.needs_hidden(slices)
         batch, step = self._build_context(flat_inputs, sampled_only=not pools and not slices.has_score_tokens)
         hidden = self._forward(batch.tokens, step)
@@ -374,10 +461,10 @@ class ModelRunner:
         prompt_logprobs = [self._score_prompt(row, int(offset), hidden) for row, offset in scored if row.score_tokens]
         pooled = self.pooler.pool(slices, batch.offsets, hidden) if pools else {}
         if not len(batch.sampled_rows):
-            return None, prompt_logprobs, pooled
+            return LaunchedRows(None, prompt_logprobs, pooled)
         ends = hidden if step.query_batch is not None else hidden.index_select(0, batch.logits_indices)
         logits = self.model.logits(ends, local=True) if self.is_vocab_parallel else self.model.logits(ends)
-        return self._sample(slices.sampling_slices, logits), prompt_logprobs, pooled
+        return LaunchedRows(self._sample(slices.sampling_slices, logits), prompt_logprobs, pooled)
 
     def _build_context(self, flat_inputs: FlatInputs, sampled_only: bool) -> tuple[ForwardBatch, StepContext]:
         """Return the batch of some slices and its step. With `sampled_only`, hidden states are returned only of tokens
@@ -385,7 +472,7 @@ class ModelRunner:
         bidirectional, merger, cross_attention = None, None, None
         if self.bidirectional_lens is not None:
             bidirectional = flat_inputs.starts < self.bidirectional_lens[flat_inputs.slots]
-        batch = build_flat_batch(flat_inputs, self.store, self.last_sampled, bidirectional)
+        batch = build_flat_batch(flat_inputs, self.store, self.sampled_tokens, bidirectional)
         if self.image_inputs is not None:
             merger = self.image_inputs.embedding_merger(flat_inputs)
             cross_attention = self.image_inputs.cross_attention_context(flat_inputs, self.backend)
@@ -434,7 +521,10 @@ class ModelRunner:
         count from its submission, or from the end of the step before if that was later: no second counts twice."""
         if ticket.pending_samples is None and ticket.step_events is not None:
             ticket.step_events.end.synchronize()
-        sampled = self.sampler.collect(ticket.pending_samples) if ticket.pending_samples is not None else []
+        pending = ticket.pending_samples
+        sampled = self.sampler.collect(pending) if pending is not None else []
+        if pending is not None and pending.accepted is not None and ticket.verification is not None:
+            sampled = ticket.verification.merge(sampled, pending.accepted.tolist())
         if self.exchange is not None:
             self.exchange.check_peers()
         if len(sampled) == len(ticket.plan.slices) and not ticket.prompt_logprobs:
@@ -472,22 +562,30 @@ class ModelRunner:
         if hasattr(self, "store"):
             self.kv_config = self.store.kv_config
         self._release_pages()
+        for runner in (self, *filter(None, [self.draft_runner])):
+            runner._release_weights(level)
+        self._release_memory()
+
+    def _release_weights(self, level: int) -> None:
         if level == 2:
             assert self.make_model is not None, "a sleep of level 2 needs `make_model`"
             self.model, self.offloaded_weights = None, None
         elif self.device.type == "cuda" and self.offloaded_weights is None and self.model is not None:
             self.offloaded_weights = OffloadedWeights(self.model, self.device)
-        self._release_memory()
+
+    def _restore_weights(self) -> None:
+        if self.offloaded_weights is not None:
+            self.offloaded_weights.restore()
+            self.offloaded_weights = None
+        if self.model is None:
+            assert self.make_model is not None, "a wake-up from level 2 needs `make_model`"
+            self.model = self.make_model()
 
     def wake(self, tags: Sequence[str]) -> None:
         """See core.runner.SleepableRunner. If memory does not suffice, the runner stays asleep."""
         if "weights" in tags:
-            if self.offloaded_weights is not None:
-                self.offloaded_weights.restore()
-                self.offloaded_weights = None
-            if self.model is None:
-                assert self.make_model is not None, "a wake-up from level 2 needs `make_model`"
-                self.model = self.make_model()
+            for runner in (self, *filter(None, [self.draft_runner])):
+                runner._restore_weights()
         if "kv_cache" in tags:
             assert self.kv_config is not None, "wake without sleep"
             try:
@@ -505,9 +603,12 @@ class ModelRunner:
         """Release the pages, once no page is being moved, and everything that refers to them."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        if self.draft_runner is not None:
+            self.draft_runner._release_pages()
+        self.drafter = self.capturer = None
         self.image_inputs = self.prompt_lengths = self.state_checker = None  # they refer to the store
         self.decode_graphs = self.mixed_graphs = None
-        for name in ("sampler", "last_sampled"):
+        for name in ("sampler", "sampled_tokens", "last_sampled"):
             if hasattr(self, name):
                 delattr(self, name)
         if hasattr(self, "store"):
@@ -538,6 +639,14 @@ class ModelRunner:
         if hasattr(getattr(self, "store", None), "driver") and not sys.is_finalizing():
             with suppress(Exception):
                 self.close()
+
+
+class DraftModelRunner(ModelRunner):
+    """Runs the draft model of a runner in the draft layers of its memory. All of its rows are sampled by epilogues, so
+    its graphs have none that returns logits."""
+
+    def _graph_epilogues(self, max_rows: int) -> dict[str, Callable[[Tensor, Tensor], Any]]:
+        return self.sampler.epilogues(self.last_sampled, max_rows)
 
 
 def _make_backend(name: str, deterministic: bool) -> Any:

@@ -6,7 +6,7 @@ of vLLM (repetition: CTRL, Keskar et al. 2019, §4.1; frequency and presence: Op
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -83,6 +83,21 @@ class TokenHistory:
         self._has_image_tokens &= bool(self._row_by_slot)
         if not self._row_by_slot and self.tokens.shape[1] > INITIAL_CAPACITY:
             self.tokens = self.tokens.new_zeros(len(self.tokens), INITIAL_CAPACITY)
+
+    def truncate(self, lengths: Mapping[int, int]) -> None:
+        """Drop the output tokens of each slot after its first `lengths[slot]` tokens."""
+        longer = {slot: length for slot, length in lengths.items() if length < self._lengths.get(slot, 0)}
+        if not longer:
+            return
+        kept, counts = np.array(list(longer.values())), [self._lengths[slot] - n for slot, n in longer.items()]
+        rows = self._rows_of(np.repeat(list(longer), counts).tolist())
+        places = np.repeat(kept, counts) + np.concatenate([np.arange(count) for count in counts])
+        index = rows, to_device(places, self.device)
+        dropped = self.tokens[index]
+        once = torch.full(dropped.shape, -1.0, device=self.device)
+        self.counts.index_put_((rows, dropped), once, accumulate=True)
+        self.tokens.index_put_(index, self.tokens[rows, 0])
+        self._lengths.update(longer)
 
     def record(self, slots: Sequence[int], tokens: Tensor) -> None:
         """Append one output token to each of `slots`, which must be distinct and have rows; tokens [len(slots)]."""

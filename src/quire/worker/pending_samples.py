@@ -35,10 +35,11 @@ class PendingSamples(NamedTuple):
     tokens: Tensor | np.ndarray  # [D] int64, on the device
     host_results: Tensor | np.ndarray  # [D + R] int64: the tokens, and a fault of each row
     logprob_details: Tensor | None  # float64: the details of each layout in rising order, sample by sample
-    ready_event: torch.cuda.Event | None  # after which `host_results` and `logprob_details` are valid
+    ready_event: torch.cuda.Event | None  # after which the results on the host are valid
     num_samples: np.ndarray  # [R]
     num_logprobs: np.ndarray  # [R]: alternatives that are returned; -1: no log-probabilities at all
     logprob_layouts: tuple[LogprobLayout | None, ...] | None  # by row; None if no row has log-probabilities
+    accepted: Tensor | None = None  # int64, on the host once ready: see Verification
 
     @classmethod
     def merge(cls, parts: Sequence[tuple[np.ndarray, PendingSamples]]) -> PendingSamples:

@@ -144,10 +144,10 @@ class RecordedDecodeSteps:
     slots [B], by name, recorded for each size; "" stands for none. Results are valid until the next replay."""
 
     def __init__(
-        self, model: Any, store: Store, backend: Any, last_sampled: Tensor, max_rows: int,
+        self, model: Any, store: Store, backend: Any, sampled_tokens: Tensor, max_rows: int,
         epilogues: dict[str, Callable[[Tensor, Tensor], Any]], library: Library,
     ) -> None:  # fmt: skip
-        self.model, self.store, self.backend, self.last_sampled = model, store, backend, last_sampled
+        self.model, self.store, self.backend, self.sampled_tokens = model, store, backend, sampled_tokens.numpy()
         self.epilogues, self.library = epilogues, library
         self.max_rows = min(max_rows, MAX_ROWS)
         self.capture_sizes = capture_sizes(self.max_rows)
@@ -177,10 +177,8 @@ class RecordedDecodeSteps:
         host[:, :count] = slices.decode_columns
         if count < size:
             host[:, count:size] = 0
-        if LAST_SAMPLED in (tokens := slices.values(slices.tokens)):
-            for place, token in enumerate(tokens):
-                if token == LAST_SAMPLED:
-                    host[2, place] = self.last_sampled[host[0, place]]
+        if len(places := (host[2, :count] < 0).nonzero()[0]):  # see resolve_tokens
+            host[2, places] = self.sampled_tokens[LAST_SAMPLED - host[2, places], host[0, places]]
         program, result = self.programs[size, epilogue]
         self.library.run(program)
         return result

@@ -6,6 +6,7 @@ parameters mean the same as in vLLM; `Sampler.sample` defines the order in which
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -83,10 +84,14 @@ class Sampler:
     """Samples for `slots` slots over a vocabulary of `vocab_size`; `eos_ids` are masked until min_tokens is reached.
 
     The sample of a row is a function of its own logits, parameters, tokens, seed and position, not of the other rows
-    of the batch or the slot. Call `init_slot` before the first row of a slot, in the order of the plan.
+    of the batch or the slot. Call `init_slot` before the first row of a slot, in the order of the plan. A slot may have
+    up to `max_rows` rows in a step, at one position after another: with draft tokens, of which these rows are samples.
+    What was sampled for a position counts until a row of the slot has this position again.
     """
 
-    def __init__(self, slots: int, vocab_size: int, device: torch.device, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, slots: int, vocab_size: int, device: torch.device, eos_ids: tuple[int, ...], max_rows: int = 1
+    ) -> None:
         assert vocab_size <= MAX_VOCAB, f"a vocabulary of {vocab_size} tokens, at most {MAX_VOCAB} can be sampled"
         self.vocab_size, self.device, self.eos_ids = vocab_size, device, eos_ids
         self._kernels: TritonSampling | NativeSampling | None = None
@@ -109,9 +114,10 @@ class Sampler:
         self._min_tokens_until = np.zeros(slots, dtype=np.int64)  # the position before which end tokens are masked
         self._min_tokens_slots: set[int] = set()  # slots with such a position
         self._slot_epilogue = [-1] * slots  # index in EPILOGUES; -1: an epilogue cannot sample this slot
-        self.bitmasks = TokenBitmasks(slots, vocab_size, device)
+        self.bitmasks = TokenBitmasks(slots, vocab_size, device, max_rows)
         # `num_samples` and `num_logprobs` of rows that an epilogue samples.
-        self._ones, self._no_logprobs = np.ones(slots, dtype=np.int64), np.full(slots, -1, dtype=np.int64)
+        rows = max_rows * slots
+        self._ones, self._no_logprobs = np.ones(rows, dtype=np.int64), np.full(rows, -1, dtype=np.int64)
 
     def warmup_tasks(self, dtypes: Iterable[torch.dtype], max_rows: int) -> Iterator[Callable[[], None]]:
         """On a GPU, yield functions that compile and load the kernels for up to `max_rows` rows of logits of `dtypes`.
@@ -159,9 +165,9 @@ class Sampler:
         """Return the sampling parameters of a slot."""
         return self._rules[slot].sampling
 
-    def set_bitmasks(self, bitmasks: Sequence[TokenBitmask]) -> None:
-        """Set the masks of the next step's rows; they hold until the next call."""
-        self.bitmasks.set_bitmasks(bitmasks)
+    def set_bitmasks(self, bitmasks: Sequence[TokenBitmask], slices: Sequence[SeqSlice]) -> None:
+        """Set the masks of the rows of a step's `slices`; they hold until the next call."""
+        self.bitmasks.set_bitmasks(bitmasks, slices)
 
     def sample(
         self, logits: Tensor, rows: Sequence[tuple[int, int, int]], last_sampled: Tensor | None = None
@@ -181,9 +187,53 @@ class Sampler:
         """
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} logits for {len(rows)} rows"
         batch = SamplingBatch.from_rows(rows)
-        changed: Tensor | None
         if self.bitmasks.has_masks:  # in place, except rows whose log-probabilities need the unchanged logits
-            self.bitmasks.apply(logits, np.where(self._num_logprobs[batch.slots] < 0, batch.slots, -1))
+            slots = np.where(self._num_logprobs[batch.slots] < 0, batch.slots, -1)
+            self.bitmasks.apply(logits, slots, batch.positions)
+        rounds = self._split_rounds(rows)
+        if len(rounds) == 1:
+            tokens, faults, changed = self._sample_round(logits, batch, rows, last_sampled)
+            return self._pack(logits, changed, tokens, faults, batch)
+        results = []
+        for part in rounds:
+            part_rows = [rows[i] for i in part]
+            part_batch, part_logits = SamplingBatch.from_rows(part_rows), self._select(logits, np.array(part))
+            results.append(self._sample_round(part_logits, part_batch, part_rows, last_sampled))
+
+        def merge(parts: list[Tensor], places: np.ndarray) -> Tensor:
+            return self._select(torch.cat(parts), np.argsort(places))
+
+        row_order = np.concatenate(rounds)
+        sample_order = np.concatenate([np.flatnonzero(np.isin(batch.sample_to_row, part)) for part in rounds])
+        changed_order = row_order if self._kernels is None else row_order[self._processed_rows(batch)[row_order]]
+        tokens, faults = merge([x for x, _, _ in results], sample_order), merge([x for _, x, _ in results], row_order)
+        changed = merge([x for _, _, x in results if x is not None], changed_order)
+        return self._pack(logits, changed, tokens, faults, batch)
+
+    def _split_rounds(self, rows: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+        """Drop what slots recorded from the position of their first row on. Return the indices of the rows in rounds,
+        to be sampled one after another: rows of one slot that needs its history are in different rounds."""
+        first_positions: dict[int, int] = {}
+        num_seen: Counter[int] = Counter()
+        rounds: list[list[int]] = [[]]
+        for i, (slot, position, _) in enumerate(rows):
+            number = 0
+            if slot in self._history:
+                first_positions.setdefault(slot, position)
+                number = num_seen[slot]
+                num_seen[slot] += 1
+            if number == len(rounds):
+                rounds.append([])
+            rounds[number].append(i)
+        self._history.truncate(first_positions)
+        return rounds
+
+    def _sample_round(
+        self, logits: Tensor, batch: SamplingBatch, rows: Sequence[tuple[int, int, int]], last_sampled: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Sample rows and record the tokens of slots with a history. Return tokens [D], faults [R], and logits after
+        masks, biases and penalties: with kernels of `_processed_rows`, else of all rows."""
+        changed: Tensor | None
         if self._kernels is not None:
             tokens, faults, changed = self._sample_by_kernels(self._kernels, logits, batch, rows, last_sampled)
         else:
@@ -195,7 +245,7 @@ class Sampler:
         if recorded:
             recorded_tokens = self._select(tokens, batch.first_sample[recorded])
             self._history.record(batch.slots[recorded].tolist(), recorded_tokens)
-        return self._pack(logits, changed, tokens, faults, batch)
+        return tokens, faults, changed
 
     def _sample_by_kernels(
         self,
@@ -280,14 +330,14 @@ class Sampler:
 
     def process_logits(self, logits: Tensor, rows: Sequence[tuple[int, int, int]]) -> Tensor:
         """Return logits [R, V] after masks, biases and penalties; `logits` itself if no row has any of these."""
-        slots = [slot for slot, _, _ in rows]
+        slots, positions = [slot for slot, _, _ in rows], [position for _, position, _ in rows]
         masked = self.bitmasks.is_masked(slots)
         if not (self._needs_processing[slots] | (self._min_tokens_until[slots] > 0) | masked).any():
             return logits
         changed = logits
         if masked.any():
             changed = changed.clone()
-            self.bitmasks.apply(changed, np.array(slots))
+            self.bitmasks.apply(changed, np.array(slots), np.array(positions))
         allowed = [i for i, slot in enumerate(slots) if self._rules[slot].allowed_mask is not None]
         if allowed:
             masks = torch.stack([mask for i in allowed if (mask := self._rules[slots[i]].allowed_mask) is not None])
@@ -452,7 +502,7 @@ class Sampler:
         slots, ends = np.array((slices.slots, slices.ends), dtype=np.int64)
         self._kernels.fill_epilogue(self._params[slots], uniform_noise(self._seeds[slots], ends))
         if self.bitmasks.has_masks:
-            self.bitmasks.fill_epilogue(slots)
+            self.bitmasks.fill_epilogue(slots, ends)
 
     def from_graph(self, tokens: Tensor | np.ndarray, faults: Any, slices: Sequence[SeqSlice]) -> PendingSamples:
         """Return the samples of `slices` from the results of an epilogue, which end with padding. Their copy to the

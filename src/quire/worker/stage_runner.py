@@ -19,9 +19,9 @@ from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.parallel_layout import Shard
 from quire.protocol.pipeline_stages import kv_config_of_stage
 from quire.protocol.seq_slices import SeqSlices
-from quire.protocol.step_plan import ImageEncoding, SliceResult, SlotInit, StepPlan, StepResult, TokenBitmask
+from quire.protocol.step_plan import ImageEncoding, SeqSlice, SliceResult, SlotInit, StepPlan, StepResult, TokenBitmask
 from quire.worker.inputs import FlatInputs
-from quire.worker.model_runner import DeferredSampling, ModelRunner, Ticket
+from quire.worker.model_runner import DeferredSampling, LaunchedRows, ModelRunner, Ticket
 from quire.worker.pending_samples import PendingSamples
 from quire.worker.sampler import Sampler
 from quire.worker.step_context import StepContext
@@ -36,7 +36,7 @@ class NullSampler(Sampler):
     def init_slot(self, init: SlotInit) -> None:
         """Do nothing."""
 
-    def set_bitmasks(self, bitmasks: Sequence[TokenBitmask]) -> None:
+    def set_bitmasks(self, bitmasks: Sequence[TokenBitmask], slices: Sequence[SeqSlice]) -> None:
         """Do nothing."""
 
     def warmup_tasks(self, dtypes: Iterable[torch.dtype], max_rows: int) -> Iterator[Callable[[], None]]:
@@ -81,14 +81,14 @@ class StageRunner(ModelRunner):
 
     def _prepare_graphs(self, max_rows: int) -> None:
         """Prepare graphs of decode steps only; other steps run kernel by kernel."""
-        from quire.worker.cuda_graphs import GraphCapturer
         from quire.worker.stage_graphs import StageGraphs
 
+        assert self.capturer is not None, "graphs need a capturer"
         is_last, store = self.shard.is_last_stage, self.store
         logits, epilogues = (self._logits_fn(), self._graph_epilogues(max_rows)) if is_last else (None, {})
         self.decode_graphs = StageGraphs(
             self.shard, self.pipes, self.spec.hidden, self.dtype, self.model, logits, store, self.backend,
-            self.last_sampled, store.staging, max_rows, epilogues, GraphCapturer(self.device), self.image_inputs,
+            self.sampled_tokens, store.staging, max_rows, epilogues, self.capturer, self.image_inputs,
         )  # fmt: skip
 
     def _replay_and_sample(
@@ -96,14 +96,12 @@ class StageRunner(ModelRunner):
     ) -> PendingSamples | DeferredSampling | None:
         return super()._replay_and_sample(slices, replay) if self.shard.is_last_stage else replay("")
 
-    def _run_eager(
-        self, slices: SeqSlices, flat_inputs: FlatInputs
-    ) -> tuple[PendingSamples | DeferredSampling | None, list[Tensor], dict[int, Tensor]]:
+    def _run_eager(self, slices: SeqSlices, flat_inputs: FlatInputs) -> LaunchedRows:
         if self.shard.is_last_stage:
             return super()._run_eager(slices, flat_inputs)
         batch, step = self._build_context(flat_inputs, sampled_only=False)
         self.pipes.send(*self._run_layers(batch.tokens, step))
-        return None, [], {}
+        return LaunchedRows(None)
 
     def _forward(self, tokens: Tensor, step: StepContext) -> Tensor:
         hidden: Tensor = self.model.finish(*self._run_layers(tokens, step), step)

@@ -7,6 +7,7 @@ replay before the step's writes: copies are batched, and tables are written last
 
 from __future__ import annotations
 
+from copy import copy
 from itertools import chain
 from zlib import crc32
 
@@ -32,11 +33,12 @@ class Store:
     """The pages and tables of `kv_config` on `device`.
 
     `group_pages` [pages, numbers] are the pages of each group, page 0 included, `tables` [slots, logical pages] its
-    page table. `caches` belong to layers with attention, `cross_caches` to layers that attend to images, `state_caches`
-    to layers with a state, whose `ssm` part has `state_dtype`. `prompt_lengths` exist if layers have budgets. `staging`
-    is for small uploads on the main stream. `shared_buffer` are the bytes of the pages, if other models' stores use
-    them too. With `debug` the content of every swapped page is compared. With `has_checksum`, `op_checksum` is a
-    checksum over everything that page operations and graph replays changed, in order; ranks compare it.
+    page table. `caches` belong to layers with attention, `draft_caches` to those of a draft model (numbered from 0),
+    `cross_caches` to layers that attend to images, `state_caches` to layers with a state, whose `ssm` part has
+    `state_dtype`. `prompt_lengths` exist if layers have budgets. `staging` is for small uploads on the main stream.
+    `shared_buffer` are the bytes of the pages, if other models' stores use them too. With `debug` the content of every
+    swapped page is compared. With `has_checksum`, `op_checksum` is a checksum over everything that page operations and
+    graph replays changed, in order; ranks compare it.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class Store:
         self.host_pool = HostPool(self.pages_by_size, kv_config.host_bytes, debug)
         self._make_tables()
         self.prompt_lengths = PromptLengths(kv_config.slots, spec.min_budget, self.staging) if spec.min_budget else None
-        self.caches = self._make_caches(spec)
+        caches, first_draft = self._make_caches(spec), sum(not layer.is_draft for layer in spec.layers)
+        self.caches = {i: cache for i, cache in caches.items() if i < first_draft}
+        self.draft_caches = {i - first_draft: cache for i, cache in caches.items() if i >= first_draft}
         self.cross_caches = cross_caches(self.buffer, kv_config, spec)
         self.state_caches: dict[int, StateCache] = {}
         if any(layer.state_tensors for layer in spec.layers):
@@ -76,6 +80,12 @@ class Store:
 
     def _make_caches(self, spec: ModelSpec) -> dict[int, LayerCache]:
         return layer_caches(self.buffer, self.kv_config, spec)
+
+    def draft_view(self) -> Store:
+        """Return the same pages and tables for a draft model's layers. It keeps no checksum."""
+        view = copy(self)
+        view.caches, view.draft_caches, view.op_checksum = self.draft_caches, {}, None
+        return view
 
     def close(self) -> None:
         """Release the pages. Nothing to do here."""

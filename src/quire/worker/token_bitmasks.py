@@ -10,51 +10,75 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.dispatch import has_kernels
-from quire.protocol.step_plan import TokenBitmask
+from quire.protocol.seq_slices import SeqSlices
+from quire.protocol.step_plan import SeqSlice, TokenBitmask
 from quire.worker.staging_buffer import StagingBuffer
 
 
 class TokenBitmasks:
-    """The bitmasks of one step, for `slots` slots over a vocabulary of `vocab_size`."""
+    """The bitmasks of one step, for `slots` slots over a vocabulary of `vocab_size`, up to `max_masks` for each."""
 
-    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size, self.device = vocab_size, device
+    def __init__(self, slots: int, vocab_size: int, device: torch.device, max_masks: int = 1) -> None:
+        self.slots, self.vocab_size, self.device = slots, vocab_size, device
         self.num_words = -(-vocab_size // 32)
         self.has_masks = False
         self._masked_slot = np.full(slots, -1, dtype=np.int64)  # by slot: the slot, if it has a mask in this step
-        self._bits = np.zeros((slots, self.num_words), dtype=np.int32)  # by slot; untouched rows take no memory
-        self._last_bitmasks: list[bytes | None] = [None] * slots  # the content of `_bits`: often the same as a step ago
+        # The i-th mask of a slot is row i * slots + slot. Untouched rows take no memory.
+        self._bits = np.zeros((max_masks * slots, self.num_words), dtype=np.int32)
+        # The content of `_bits`: often the same as a step ago.
+        self._last_bitmasks: list[bytes | None] = [None] * len(self._bits)
+        self._first_positions: np.ndarray | None = None  # by slot, if some slot has several masks
         self._upload: tuple[StagingBuffer, torch.cuda.Stream] | None = None
         if device.type == "cuda":  # bits are copied while the logits are computed
             self._upload = StagingBuffer(device, segment_bytes=1 << 21), torch.cuda.Stream(device)
-        self._epilogue_slots: np.ndarray | None = None  # slots of a recorded step's rows; -1 for those without a mask
+        self._epilogue_rows: np.ndarray | None = None  # rows of `_bits` for a recorded step; -1: no mask
 
-    def set_bitmasks(self, bitmasks: Sequence[TokenBitmask]) -> None:
-        """Set the masks of a step, before its rows are sampled. They hold until the next call."""
+    def set_bitmasks(self, bitmasks: Sequence[TokenBitmask], slices: Sequence[SeqSlice] = ()) -> None:
+        """Set the masks of a step, before its rows are sampled. They hold until the next call. `slices` are the step's,
+        needed if a slot has several masks, which are for its rows in the order of their positions."""
         if self.has_masks:
             self._masked_slot.fill(-1)
         self.has_masks = bool(bitmasks)
         if not bitmasks:
             return
+        slots, masks = zip(*bitmasks)
+        self._masked_slot[list(slots)] = slots
+        self._first_positions = None
+        rows: Sequence[int] = slots
+        if len(set(slots)) < len(slots):
+            columns = SeqSlices.from_slices(slices)
+            self._first_positions = np.zeros(self.slots, dtype=np.int64)
+            self._first_positions[columns.slots] = columns.ends
+            next_row = {slot: slot for slot in slots}
+            rows = []
+            for slot in slots:
+                rows.append(next_row[slot])
+                next_row[slot] += self.slots
         last = self._last_bitmasks
-        slots = [mask[0] for mask in bitmasks]
-        self._masked_slot[slots] = slots
-        if not (new := [mask for mask in bitmasks if last[mask[0]] is not mask[1]]):
+        if not (new := [(row, mask) for row, mask in zip(rows, masks) if last[row] is not mask]):
             return
-        slots, bits = [mask[0] for mask in new], [mask[1] for mask in new]
+        rows, bits = zip(*new)
         assert {*map(len, bits)} == {4 * self.num_words}, f"a mask doesn't have {4 * self.num_words} bytes"
-        self._bits[slots] = np.frombuffer(b"".join(bits), dtype="<i4").reshape(-1, self.num_words)
-        for slot, allowed in new:
-            last[slot] = allowed
+        self._bits[list(rows)] = np.frombuffer(b"".join(bits), dtype="<i4").reshape(-1, self.num_words)
+        for row, allowed in new:
+            last[row] = allowed
 
     def is_masked(self, slots: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return for each of these slots whether it has a mask."""
         masked: np.ndarray = self._masked_slot[slots] >= 0
         return masked
 
-    def apply(self, logits: Tensor, slots: np.ndarray) -> None:
-        """Set logits [R, V] to -inf where the mask of the row's slot has no bit. Slot -1 has no mask."""
-        places = np.where(slots < 0, -1, self._masked_slot[slots])
+    def _mask_rows(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return the rows of `_bits` for samples of the tokens at `positions`; -1 where there is no mask."""
+        rows = np.where(slots < 0, -1, self._masked_slot[slots])
+        if self._first_positions is not None:
+            rows = np.where(rows < 0, -1, rows + self.slots * (positions - self._first_positions[slots]))
+        return rows
+
+    def apply(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Set logits [R, V], of which the tokens at `positions` [R] of `slots` [R] are sampled, to -inf where the row's
+        mask has no bit. Slot -1 has no mask."""
+        places = self._mask_rows(slots, positions)
         if not (places >= 0).any():
             return
         if self._upload is not None:
@@ -84,9 +108,9 @@ class TokenBitmasks:
         `fill_epilogue` before each replay."""
         from quire.kernels.cpu import masking
 
-        if self._epilogue_slots is None or len(self._epilogue_slots) != max_rows:  # shared by all epilogues
-            self._epilogue_slots = np.full(max_rows, -1, dtype=np.int64)
-        places, bits = torch.from_numpy(self._epilogue_slots), torch.from_numpy(self._bits)
+        if self._epilogue_rows is None or len(self._epilogue_rows) != max_rows:  # shared by all epilogues
+            self._epilogue_rows = np.full(max_rows, -1, dtype=np.int64)
+        places, bits = torch.from_numpy(self._epilogue_rows), torch.from_numpy(self._bits)
 
         def masked_epilogue(logits: Tensor, slots: Tensor) -> Any:
             masking.mask_logits(logits, places[: len(logits)], bits)
@@ -94,7 +118,8 @@ class TokenBitmasks:
 
         return masked_epilogue
 
-    def fill_epilogue(self, slots: np.ndarray) -> None:
-        """Set the slots of the rows of the next replay; padding has no mask."""
-        assert self._epilogue_slots is not None, "`wrap_epilogue` comes first"
-        self._epilogue_slots[: len(slots)], self._epilogue_slots[len(slots) :] = self._masked_slot[slots], -1
+    def fill_epilogue(self, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Set the slots and positions of the rows of the next replay; padding has no mask."""
+        assert self._epilogue_rows is not None, "`wrap_epilogue` comes first"
+        self._epilogue_rows[: len(slots)] = self._mask_rows(slots, positions)
+        self._epilogue_rows[len(slots) :] = -1

@@ -31,8 +31,10 @@ class VocabParallelSampler(Sampler):
     masks, biases, penalties or a decoding method.
     """
 
-    def __init__(self, slots: int, vocab_size: int, eos_ids: tuple[int, ...], exchange: Exchange) -> None:
-        super().__init__(slots, vocab_size, torch.device("cpu"), eos_ids)
+    def __init__(
+        self, slots: int, vocab_size: int, eos_ids: tuple[int, ...], exchange: Exchange, max_rows: int = 1
+    ) -> None:
+        super().__init__(slots, vocab_size, torch.device("cpu"), eos_ids, max_rows)
         self.vocab_parallel = VocabParallelSampling(exchange, vocab_size)
 
     def sample(
@@ -67,9 +69,10 @@ class VocabParallelTritonSampler(Sampler):
     needs more than sampling, the logits of all rows are gathered."""
 
     def __init__(
-        self, slots: int, vocab_size: int, device: torch.device, eos_ids: tuple[int, ...], exchange: Exchange
-    ) -> None:
-        super().__init__(slots, vocab_size, device, eos_ids)
+        self, slots: int, vocab_size: int, device: torch.device, eos_ids: tuple[int, ...], exchange: Exchange,
+        max_rows: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(slots, vocab_size, device, eos_ids, max_rows)
         self._kernels = self.vocab_parallel = VocabParallelTritonSampling(vocab_size, device, exchange)
 
     def sample(

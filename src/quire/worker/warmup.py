@@ -60,6 +60,11 @@ class WarmupRunner(Protocol):
     @property
     def mixed_graphs(self) -> MixedGraphs | None: ...
 
+    @property
+    def max_rows(self) -> int:
+        """The most rows of a step that sample."""
+        ...
+
     def run_without_mixed_graphs(self, plan: StepPlan) -> None: ...
 
 
@@ -86,7 +91,7 @@ def warm_up(runner: WarmupRunner, max_tokens: int, max_len: int) -> None:
         with torch.inference_mode():
             runner.image_inputs.warmup()
     for plan in (
-        *_warmup_plans(max_tokens, max_len, runner.store.kv_config.slots - 1),
+        *_warmup_plans(max_tokens, max_len, runner.max_rows),
         *_long_prompt_plans(runner, min(max_tokens, max_len)),
     ):
         runner.run_without_mixed_graphs(plan)  # some steps with prompts have no graph, and need these kernels
@@ -130,7 +135,7 @@ def _run_task(device: torch.device, task: Callable[[], None]) -> None:
 def _compile_tasks(runner: WarmupRunner) -> Iterator[Callable[[], None]]:
     """Yield steps that may run side by side, those with the most different kernels first. Together they need nearly all
     kernels; the rest is compiled in the steps of `warm_up`."""
-    slots = runner.store.kv_config.slots - 1
+    slots = runner.max_rows
     decode_graphs: DecodeGraphs | None = runner.decode_graphs
     if decode_graphs is not None:
         for has_images in decode_graphs.image_variants:

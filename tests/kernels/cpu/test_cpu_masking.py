@@ -32,7 +32,7 @@ def test_by_torch_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         if name:
             monkeypatch.setattr("quire.worker.token_bitmasks.has_kernels", lambda *_: False)
         logits = torch.arange(3 * vocab, dtype=torch.float32).view(3, vocab)
-        masks.apply(logits, slots)
+        masks.apply(logits, slots, slots)
         results.append(logits)
     assert torch.equal(*results)
     assert torch.isinf(results[0][2]).sum() > 10

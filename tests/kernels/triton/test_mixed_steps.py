@@ -155,7 +155,7 @@ def with_graphs(runner: ModelRunner, patch: pytest.MonkeyPatch, chosen: bool = T
     kept = torch.zeros((SLOTS, 64), device=DEVICE)
     tails = {"": lambda logits, slots: kept[: len(logits)].copy_(logits)}
     runner.mixed_graphs = MixedGraphs(
-        runner.model, runner.model.logits, runner.store, runner.backend, runner.last_sampled, 32,
+        runner.model, runner.model.logits, runner.store, runner.backend, runner.sampled_tokens, 32,
         [1, 2, 5, SLOTS - 1], tails, again,  # type: ignore[arg-type]
     )  # fmt: skip
     patch.setattr(runner.sampler, "epilogue_for", lambda rows: "")

@@ -45,7 +45,7 @@ def runners(request) -> tuple[ModelRunner, ModelRunner]:
 
 
 def logits(runner: ModelRunner, rows: tuple[SeqSlice, ...], backend: TritonBackend | None = None) -> torch.Tensor:
-    batch = build_flat_batch(FlatInputs.from_slices(rows), runner.store, runner.last_sampled)
+    batch = build_flat_batch(FlatInputs.from_slices(rows), runner.store, runner.sampled_tokens)
     step = StepContext.from_batch(batch, runner.store.caches, backend or runner.backend)
     with torch.inference_mode():
         return runner.model.logits(runner.model(batch.tokens, step))

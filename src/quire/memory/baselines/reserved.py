@@ -228,7 +228,9 @@ class ReservedMemory:
         return True
 
     def commit(self, seq: Sequence) -> None:
-        pass  # nothing is published, and nothing is dropped before the end
+        """Nothing is published, and nothing is dropped before the end."""
+        reservation = self.seq_pages[seq.id]
+        reservation.requested_tokens = min(reservation.requested_tokens, seq.planned)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Give the child a run that was set aside for it, and a copy of every computed page (§4.4)."""

@@ -31,12 +31,12 @@ class MessageRoutes:
         """Return the number of tokens of a request's prompt."""
         translated = TranslatedMessages(body, self.resolver)
         with NAMES.rename_errors(translated.conversation):
-            generation = await self._resolve(translated)
+            generation = await self._resolve(translated, min_output=None)
             prompts = generation.prompts
             headers = self.resolver.warning_headers(translated.chat_request, prompts, generation.warnings)
         return JSONResponse({"input_tokens": len(prompts[0].ids)}, headers=headers)
 
-    async def _resolve(self, translated: TranslatedMessages) -> Generation:
-        """Return the request as a chat, with Anthropic's names in its warnings."""
-        generation = await self.resolver.chat("msg", translated.chat_request)
+    async def _resolve(self, translated: TranslatedMessages, min_output: int | None = 1) -> Generation:
+        """Return the request as a chat, with Anthropic's names in its warnings. `min_output` is that of `chat`."""
+        generation = await self.resolver.chat("msg", translated.chat_request, min_output)
         return NAMES.rename_warnings(generation, translated.conversation)

@@ -31,7 +31,8 @@ INPUT_SCHEMA = {
 TOOL_CHOICE_SCHEMA = {"anyOf": [{"enum": [None, "none", "auto", "required"]}, OBJECT]}
 ROLES = ("user", "assistant", "system", "developer")
 PARTS = ("input_text", "output_text", "text", "refusal", "input_image")
-NAMED_CHOICES = ("function", "allowed_tools")
+LOCAL_SHELL = "local_shell"  # the name of a call in chats
+NAMED_CHOICES = ("function", "custom", "allowed_tools")
 LOGPROBS = "message.output_text.logprobs"
 KNOWN_INCLUDES = ("reasoning.encrypted_content", LOGPROBS)  # the former has no effect: no content is encrypted here
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # OpenAI's limits of metadata
@@ -112,6 +113,9 @@ def _unread_fields(body: ResponseRequest) -> Json:
     text, reasoning, options = body.text or {}, body.reasoning or {}, body.stream_options
     choice = body.tool_choice if isinstance(body.tool_choice, Mapping) else {}
     unread = {"tool_choice.type": True} if choice and choice.get("type") not in NAMED_CHOICES else {}
+    for i, tool in enumerate(body.tools or ()):
+        if tool.get("type") == "custom" and _custom_pattern(tool) is None:
+            unread[f"tools[{i}].format"] = True
     unread |= {f"text.{name}": value for name, value in text.items() if name != "format"}
     unread |= {f"reasoning.{name}": value for name, value in reasoning.items() if name != "effort"}
     if options is not None:
@@ -128,7 +132,12 @@ def _string(at: str, value: Any) -> str | None:
 
 
 def _to_chat_tool(tool: Json) -> Json:
-    """Return a tool in the chat's format. Its name and parameters are checked there."""
+    """Return a tool in the chat's format. Its name and parameters are checked there. A custom tool becomes a function
+    of one text."""
+    if tool.get("type") == "custom":
+        text = {"type": "string"} | ({"pattern": pattern} if (pattern := _custom_pattern(tool)) else {})
+        parameters = {"type": "object", "properties": {CUSTOM_INPUT: text}, "required": [CUSTOM_INPUT]}
+        tool = {**tool, "type": "function", "parameters": parameters, "strict": None}
     if tool.get("type") != "function":
         return {"type": tool.get("type")}
     return {"type": "function", "function": {
@@ -136,11 +145,27 @@ def _to_chat_tool(tool: Json) -> Json:
     }}  # fmt: skip
 
 
+def _custom_pattern(tool: Json) -> str | None:
+    """Return the regular expression of a custom tool's input, "" for any text, and None for another format."""
+    form = tool.get("format") or {"type": "text"}
+    if not isinstance(form, Mapping):
+        raise InputError(f"the format of a custom tool must be an object, got {short_repr(form)}", "tools")
+    if form.get("type") == "text":
+        return ""
+    regex = form.get("definition") if form.get("syntax") == "regex" else None
+    return f"^(?:{regex})$" if isinstance(regex, str) else None
+
+
+def custom_tools(body: ResponseRequest) -> dict[str, Json]:
+    """Return the custom tools of a request that was checked, by name."""
+    return {tool["name"]: tool for tool in body.tools or () if tool.get("type") == "custom"}
+
+
 def _to_chat_tool_choice(given: Any) -> Any:
     if given in (None, "none", "auto", "required"):
         return given
     kind = given.get("type") if isinstance(given, Mapping) else None
-    if kind == "function" and isinstance(given.get("name"), str):
+    if kind in ("function", "custom") and isinstance(given.get("name"), str):
         return {"type": "function", "function": {"name": given["name"]}}
     if kind == "allowed_tools":
         tools = given.get("tools") if isinstance(given.get("tools"), list) else []
@@ -218,6 +243,7 @@ class _ItemReader:
     def __init__(self, conversation: Conversation) -> None:
         self._conversation, self._reasoning_texts = conversation, list[str]()
         self._result_images: list[tuple[str, Json]] = []  # images in results, with their paths
+        self._shell_call_ids: dict[str, Any] = {}  # of calls of the local shell, by the ids of their items
         self.left_out: list[str] = []  # paths of items and parts that can't be read, with their types
 
     def add(self, at: str, item: Json) -> None:
@@ -226,6 +252,7 @@ class _ItemReader:
             "message": self._add_message_item, "function_call": self._add_call,
             "function_call_output": self._add_result, "reasoning": self._add_reasoning,
             "custom_tool_call": self._add_custom_call, "custom_tool_call_output": self._add_result,
+            "local_shell_call": self._add_shell_call, "local_shell_call_output": self._add_shell_result,
         }  # fmt: skip
         kind = item.get("type", "message" if "role" in item else None)
         if kind in PARTS:  # a part without its message
@@ -297,6 +324,17 @@ class _ItemReader:
         """Add the call of a custom tool, whose input is a text."""
         arguments = {CUSTOM_INPUT: read_string(item, "input", at, "input")}
         self._add_call(at, {**item, "arguments": json.dumps(arguments, ensure_ascii=False)})
+
+    def _add_shell_call(self, at: str, item: Json) -> None:
+        """Add a call of OpenAI's local shell, whose arguments are its action."""
+        id = item.get("call_id") or item.get("id")
+        self._shell_call_ids[str(item.get("id"))] = id
+        self._add_call(at, {"call_id": id, "name": LOCAL_SHELL, "arguments": item.get("action")})
+
+    def _add_shell_result(self, at: str, item: Json) -> None:
+        """Add a result of the local shell. Its `id` is that of the call or of the call's item."""
+        id = item.get("call_id") or item.get("id")
+        self._add_result(at, {**item, "call_id": self._shell_call_ids.get(str(id), id)})
 
     def _add_result(self, at: str, item: Json) -> None:
         id = read_string(item, "call_id", at, "input")

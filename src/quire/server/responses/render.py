@@ -7,21 +7,25 @@ import json
 import time
 import uuid
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from quire.core.outputs import BranchOutput
 from quire.errors import InputError
 from quire.server.errors import to_failure
-from quire.server.events import ItemRenderer, OutputItem, OutputItems, unfinished_error
+from quire.server.events import NO_CALL, ItemRenderer, OutputItem, OutputItems, unfinished_error
 from quire.server.generation import Generation
 from quire.server.json_pieces import JsonPieces, RawJsonList
 from quire.server.message_parser import ChoiceParser, MessageParts, ParsedCall
 from quire.server.render import ChoicePieces, RenderSettings
-from quire.server.responses.input import ResponseRequest
+from quire.server.responses.input import ResponseRequest, custom_tools
+from quire.text.chat_messages import CUSTOM_INPUT
 from quire.text.input_processor import InputProcessor
 
 Json = dict[str, Any]
+CUSTOM_ARGUMENTS = TypeAdapter(dict[Literal["input"], str])
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
@@ -130,36 +134,64 @@ class ReasoningItem(TextItem):
 class CallItem(OutputItem):
     """A function call, and its events."""
 
+    kind, id_prefix, member, event = "function_call", "fc", "arguments", "response.function_call_arguments"
+    done_members: tuple[str, ...] = ("name", "arguments")
+
     def __init__(self, index: int, items: ResponseItems, call: ParsedCall, id: str = "") -> None:
         super().__init__(index, items, call)
         self.item = {
-            "id": id or new_id("fc"), "type": "function_call", "status": "in_progress", "call_id": call.id,
-            "name": call.name, "arguments": "",
+            "id": id or new_id(self.id_prefix), "type": self.kind, "status": "in_progress", "call_id": call.id,
+            "name": call.name, self.member: "",
         }  # fmt: skip
         self._emit("response.output_item.added", output_index=index, item=self.item)
 
     def add(self, text: str) -> None:
         self._texts.append(text)
         place = {"item_id": self.item["id"], "output_index": self._index}
-        self._emit("response.function_call_arguments.delta", **place, delta=text)
+        self._emit(f"{self.event}.delta", **place, delta=text)
 
     def end(self, status: str) -> None:
-        arguments = "".join(self._texts)
         place = {"item_id": self.item["id"], "output_index": self._index}
-        named = {"name": self.item["name"], "arguments": arguments}
-        self._emit("response.function_call_arguments.done", **place, **named)
-        self.item |= {"status": status, "arguments": arguments}
+        self.item |= {"status": status, self.member: "".join(self._texts)}
+        self._emit(f"{self.event}.done", **place, **{name: self.item[name] for name in self.done_members})
         self._emit("response.output_item.done", output_index=self._index, item=self.item)
+
+
+class CustomCallItem(CallItem):
+    """The call of a custom tool, whose input is one delta."""
+
+    kind, id_prefix, member, event = "custom_tool_call", "ctc", CUSTOM_INPUT, "response.custom_tool_call_input"
+    done_members = (CUSTOM_INPUT,)
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+
+    def end(self, status: str) -> None:
+        text, self._texts = custom_input("".join(self._texts)), []
+        if text:
+            super().add(text)
+        super().end(status)
+
+
+def custom_input(arguments: str) -> str:
+    """Return the input of a custom tool's call, as much as there is. Arguments of another form are the input."""
+    try:
+        return CUSTOM_ARGUMENTS.validate_json(arguments, experimental_allow_partial="trailing-strings").get("input", "")
+    except ValueError:
+        return arguments
 
 
 class ResponseItems(OutputItems):
     """The items of an output. Events are numbered; those up to number `after` are not written. `logprobs` are the
-    log-probabilities of each text so far, as JSON."""
+    log-probabilities of each text so far, as JSON. `custom` are the names of custom tools."""
 
     text_item, reasoning_item, call_item = TextItem, ReasoningItem, CallItem
 
-    def __init__(self, emits_events: bool, logprobs: Sequence[list[str]] = (), after: int = -1) -> None:
+    def __init__(
+        self, emits_events: bool, logprobs: Sequence[list[str]] = (), after: int = -1, custom: Collection[str] = ()
+    ) -> None:
         super().__init__(emits_events)
+        self._custom = custom
         self._logprobs, self._number, self._after = logprobs, 0, after
 
     def emit(self, kind: str, **members: Any) -> None:
@@ -172,12 +204,20 @@ class ResponseItems(OutputItems):
         texts = sum(type(item) is TextItem for item in self._items)
         return self._logprobs[texts] if texts < len(self._logprobs) else []
 
+    def _open(self, kind: type[OutputItem], call: ParsedCall = NO_CALL) -> OutputItem:
+        return super()._open(CustomCallItem if call.name in self._custom else kind, call)
+
     def replay(self, item: Json) -> None:
         """Write the events of an item that has ended."""
-        kinds = {"message": TextItem, "reasoning": ReasoningItem, "function_call": CallItem}
+        kinds = {"message": TextItem, "reasoning": ReasoningItem, "function_call": CallItem,
+                 "custom_tool_call": CustomCallItem}  # fmt: skip
         call = ParsedCall(0, item.get("call_id", ""), item.get("name", ""))
         self._items.append(kinds[item["type"]](len(self._items), self, call, item["id"]))
-        if text := item["arguments"] if call.id else item["content"][0]["text"]:
+        if CUSTOM_INPUT in item:
+            text = json.dumps({CUSTOM_INPUT: item[CUSTOM_INPUT]})
+        else:
+            text = item["arguments"] if call.id else item["content"][0]["text"]
+        if text:
             self._items[-1].add(text)
         self._items[-1].end(item["status"])
 
@@ -211,7 +251,8 @@ class ResponseRenderer(ItemRenderer):
         store: Callable[[Json], None] | None,
     ) -> None:
         self._logprobs = TextLogprobs(generation, settings.input_processor)
-        super().__init__(generation, settings, ResponseItems(bool(body.stream), self._logprobs.texts))
+        items = ResponseItems(bool(body.stream), self._logprobs.texts, custom=custom_tools(body))
+        super().__init__(generation, settings, items)
         self._store = store
         named = {"id": self.id, "model": settings.model, "store": store is not None}
         self.body = initial_body(body, generation) | named
@@ -273,7 +314,15 @@ class ResponseRenderer(ItemRenderer):
 
 def initial_body(body: ResponseRequest, generation: Generation) -> Json:
     """Return the members of a response that repeat its request, and the initial values of those set at its end."""
-    params, tool_choice = generation.params, generation.tool_choice
+    params, tool_choice, custom = generation.params, generation.tool_choice, custom_tools(body)
+    tools = [
+        {"type": "custom", "name": tool.name, "description": custom[tool.name].get("description"),
+         "format": custom[tool.name].get("format") or {"type": "text"}}
+        if tool.name in custom
+        else {"type": "function", "description": None, "parameters": None, "strict": None,
+              **tool.definition["function"]}
+        for tool in tool_choice.tools
+    ]  # fmt: skip
     return {
         "object": "response",
         "created_at": int(time.time()),
@@ -290,8 +339,7 @@ def initial_body(body: ResponseRequest, generation: Generation) -> Json:
         "temperature": params.temperature,
         "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
         "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
-        "tools": [{"type": "function", "description": None, "parameters": None, "strict": None,
-                   **tool.definition["function"]} for tool in tool_choice.tools],
+        "tools": tools,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",

@@ -6,14 +6,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import Query, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Message
 
 from quire.errors import InputError, Overloaded, PromptTooLong
 from quire.server.adapter import Conversation
@@ -31,29 +32,31 @@ from quire.server.responses.input import (
 )
 from quire.server.responses.render import ResponseRenderer, new_id, replay
 from quire.server.service import Service
-from quire.server.streaming import EngineCall
+from quire.server.streaming import EngineCall, EventStream
 from quire.text.chat_messages import MAX_MESSAGES
 
 Json = dict[str, Any]
 MAX_STORED_BYTES = 256 << 20  # of all stored responses and their conversations
 MAX_CONVERSATION = 16 << 20  # bytes of the conversation before a stored response
 MAX_LISTED = 100  # items of a response in one answer
+EVENTS_AT_ONCE = 256  # events of a log that are sent together
 
 
 class StoredResponse(NamedTuple):
     """A response, as JSON. `input` has the items that it answers, also those of the responses before it; `output` has
-    the items of its output by id."""
+    the items of its output by id. `events` are those of a stream in the background, else none."""
 
     owner: bytes
     response: bytes
     input: bytes
     output: dict[str, bytes]
     is_background: bool
+    events: Sequence[bytes] = ()
 
     @property
     def size(self) -> int:
         """Return the size in bytes."""
-        return len(self.response) + len(self.input) + sum(map(len, self.output.values()))
+        return len(self.response) + len(self.input) + sum(map(len, (*self.output.values(), *self.events)))
 
     @property
     def items(self) -> bytes:
@@ -110,6 +113,17 @@ class ResponseStore:
         for item in output:
             self._ids_by_item[item] = response["id"]
         self.bytes += stored.size
+        self._limit()
+
+    def put_events(self, id: str, events: Sequence[bytes]) -> None:
+        """Store the events of a response, unless it was dropped."""
+        if id in self._responses:
+            self._responses[id] = self._responses[id]._replace(events=events)
+            self.bytes += sum(map(len, events))
+            self._limit()
+
+    def _limit(self) -> None:
+        """Drop the oldest responses beyond the limits."""
         while len(self._responses) > self.capacity or self.bytes > MAX_STORED_BYTES:
             self._drop(next(iter(self._responses)))
 
@@ -144,14 +158,56 @@ class ResponseStore:
         self._drop(id)
 
 
+class EventLog:
+    """The events of a stream in the background, by sequence number. They are held until the stream ends, so that
+    several clients can follow it. `hold_bytes` counts them, and may raise Overloaded."""
+
+    def __init__(self, hold_bytes: Callable[[int], None]) -> None:
+        self.events: list[bytes] = []
+        self._hold_bytes, self._rest = hold_bytes, b""
+        self._has_ended, self._changed = False, asyncio.Event()
+
+    async def send(self, message: Message) -> None:
+        """Add a part of the stream, an ASGI message. The part may end within an event."""
+        part = message.get("body", b"")
+        if message.get("more_body"):  # the last event, which may be about this error, is always added
+            self._hold_bytes(len(part))
+        *events, self._rest = (self._rest + part).split(b"\n\n")
+        self.events += [event + b"\n\n" for event in events]
+        self._wake()
+
+    def end(self) -> None:
+        """End the streams of all clients that follow."""
+        self._has_ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def follow(self, start: int) -> AsyncIterator[bytes]:
+        """Yield the events from number `start` on, until the stream ends."""
+        while True:
+            changed, events = self._changed, self.events[start : start + EVENTS_AT_ONCE]
+            if events:
+                start += len(events)
+                yield b"".join(events)
+            elif self._has_ended:
+                return
+            else:
+                await changed.wait()
+
+
 class BackgroundRun(NamedTuple):
-    """A response that is generated in the background. `items` is the JSON of the items that it answers."""
+    """A response that is generated in the background. `items` is the JSON of the items that it answers. `log` has the
+    events of one that is streamed."""
 
     owner: bytes
     items: bytes
     call: EngineCall
     renderer: ResponseRenderer
     task: asyncio.Task[None]
+    log: EventLog | None
 
     def to_json(self) -> str:
         """Return the response so far as JSON."""
@@ -173,8 +229,6 @@ class ResponseRoutes:
         if body.background and not stores:
             how = "start the server with --store-responses, and leave out store"
             raise InputError(f"background needs a response that is stored: {how}", "background")
-        if body.background and body.stream:
-            raise InputError("a response in the background can't be streamed: leave out stream, and poll GET", "stream")
         previous, given = self._previous_items(body, owner), self._given_items(body, owner)
         generation, conversation = await self._resolve(body, previous, given)
         if stores:
@@ -190,14 +244,18 @@ class ResponseRoutes:
             call.close()
             limit = f"{self.store.capacity} (--store-responses), with {MAX_STORED_BYTES} bytes of items"
             raise Overloaded(f"{len(self._runs)} responses are in the background; the limit is {limit}")
-        task = asyncio.create_task(self._run(call, renderer))
-        run = self._runs[renderer.id] = BackgroundRun(owner, items, call, renderer, task)
+        log = EventLog(call.hold_bytes) if body.stream else None
+        task = asyncio.create_task(self._run(call, renderer, log))
+        run = self._runs[renderer.id] = BackgroundRun(owner, items, call, renderer, task, log)
+        if log is not None:
+            return event_stream(log.follow(0), headers)
         return Response(run.to_json(), headers=headers, media_type="application/json")
 
     async def count(self, body: ResponseRequest, http: Request) -> Response:
         """Return the number of tokens of a request's prompt."""
         owner = owner_of(http)
-        generation, _ = await self._resolve(body, self._previous_items(body, owner), self._given_items(body, owner))
+        previous, given = self._previous_items(body, owner), self._given_items(body, owner)
+        generation, _ = await self._resolve(body, previous, given, min_output=None)
         headers = self.service.resolver.warning_headers(generation.request, generation.prompts, generation.warnings)
         tokens = len(generation.prompts[0].ids)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens}, headers=headers)
@@ -209,15 +267,20 @@ class ResponseRoutes:
         number `starting_after`."""
         owner = owner_of(http)
         run = self._find_run(name, owner)
-        if run is not None:
-            if stream:
-                raise InputError("a response that has not ended can't be streamed: leave out stream", "stream")
-            return Response(run.to_json(), media_type="application/json")
-        data = self.store.get(name, owner).response
+        data = self.store.get(name, owner).response if run is None else run.to_json()
         if not stream:
             return Response(data, media_type="application/json")
-        work = partial(replay, data, starting_after)
-        events = await self.service.input_processor.offload(len(data), work)
+        run = self._runs.get(name)  # it may be stored before its last events
+        if run is not None and run.log is not None:
+            return event_stream(run.log.follow(starting_after + 1), {})
+        if name not in self.store:
+            how = "leave out stream, or make the response with stream: true"
+            raise InputError(f"a response that has not ended can't be streamed: {how}", "stream")
+        stored = self.store.get(name, owner)
+        if stored.events:
+            return Response(b"".join(stored.events[starting_after + 1 :]), media_type="text/event-stream")
+        work = partial(replay, stored.response, starting_after)
+        events = await self.service.input_processor.offload(len(stored.response), work)
         return Response(events, media_type="text/event-stream")
 
     async def list_items(
@@ -262,10 +325,15 @@ class ResponseRoutes:
             self.store.drop(name, owner)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
-    async def _run(self, call: EngineCall, renderer: ResponseRenderer) -> None:
-        """Wait for the outputs of a response in the background. The renderer stores it."""
+    async def _run(self, call: EngineCall, renderer: ResponseRenderer, log: EventLog | None) -> None:
+        """Wait for the outputs of a response in the background. The renderer stores it. The events of a stream go to
+        `log`."""
         try:
-            await renderer.whole(call.outputs())
+            if log is None:
+                await renderer.whole(call.outputs())
+            else:
+                await EventStream(call, renderer, {}).send_events(log.send)
+                self.store.put_events(renderer.id, log.events)
         except (asyncio.CancelledError, SystemExit, KeyboardInterrupt):
             raise
         except BaseException as error:  # Rust's panics are not Exceptions
@@ -273,6 +341,8 @@ class ResponseRoutes:
         finally:
             call.close()
             self._runs.pop(renderer.id, None)
+            if log is not None:
+                log.end()
 
     def _find_run(self, name: str, owner: bytes) -> BackgroundRun | None:
         """Return the response in the background, unless it is another owner's or stored already."""
@@ -283,13 +353,17 @@ class ResponseRoutes:
         run = self._runs.pop(name)
         run.task.cancel()
         run.call.close()  # the task does so only if it has begun
+        if run.log is not None:
+            run.log.end()
 
     async def _resolve(
-        self, body: ResponseRequest, previous: Sequence[Json], given: Sequence[Json]
+        self, body: ResponseRequest, previous: Sequence[Json], given: Sequence[Json], min_output: int | None = 1
     ) -> tuple[Generation, Conversation]:
         """Return the request as a chat, and its conversation. With truncation "auto", drop as few of the first items as
-        make the prompt fit. The number is found by bisection; each try renders and tokenizes the conversation."""
+        make the prompt fit. The number is found by bisection; each try renders and tokenizes the conversation.
+        `min_output` is that of `RequestResolver.chat`."""
         items = [*previous, *given]
+        resolve = partial(self._resolve_items, body, items, len(previous), min_output)
         droppable = droppable_items(items) if body.truncation == "auto" else []
         longest = self.service.input_processor.max_len - (body.max_output_tokens or 1)
         high, best = len(droppable), None
@@ -298,22 +372,28 @@ class ResponseRoutes:
         while low < high:
             resolved = None
             with suppress(PromptTooLong):
-                resolved = await self._resolve_items(body, items, len(previous), {*droppable[:number]})
+                resolved = await resolve({*droppable[:number]})
             if resolved is not None and len(resolved[0].prompts[0].ids) <= longest:
                 best, high = resolved, number
             else:
                 low = number + 1
             number = (low + high) // 2
-        return best or await self._resolve_items(body, items, len(previous), {*droppable})
+        return best or await resolve({*droppable})
 
     async def _resolve_items(
-        self, body: ResponseRequest, items: Sequence[Json], num_previous: int, dropped: Collection[int]
+        self,
+        body: ResponseRequest,
+        items: Sequence[Json],
+        num_previous: int,
+        min_output: int | None,
+        dropped: Collection[int],
     ) -> tuple[Generation, Conversation]:
         """Return the request for the items without those `dropped`, and its conversation."""
         conversation, left_out = items_to_conversation(body.instructions, items, num_previous, dropped)
         chat = to_chat_request(body, conversation, left_out)
         with NAMES.rename_errors(conversation):
-            generation = NAMES.rename_warnings(await self.service.resolver.chat("resp", chat), conversation)
+            generation = await self.service.resolver.chat("resp", chat, min_output)
+            generation = NAMES.rename_warnings(generation, conversation)
         if dropped:
             text = f"truncation: the prompt was too long, and {len(dropped)} of its items were dropped"
             generation = generation._replace(warnings=[*generation.warnings, text])
@@ -334,6 +414,12 @@ class ResponseRoutes:
         except UnknownResponse as error:
             raise InputError(f"previous_response_id: {error}", "previous_response_id") from None
         return items
+
+
+def event_stream(events: AsyncIterator[bytes], headers: dict[str, str]) -> Response:
+    """Return a response that streams events."""
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+    return StreamingResponse(events, headers=headers, media_type="text/event-stream")
 
 
 def with_ids(items: Sequence[Json]) -> list[Json]:

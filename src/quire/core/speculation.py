@@ -1,0 +1,262 @@
+"""Speculative decoding: which draft tokens a step verifies, and how many.
+
+Drafts are guesses of the tokens that follow, which are verified together with the next token (see SeqSlice). They come
+from earlier tokens of the request (n-grams, "prompt lookup"), or from a draft model, whose tokens only the device has.
+A guess is worth its cost if it is likely to be right: each sequence has an estimate of that, and the seconds of a step
+come from the costs of preemptions. There is no clock: the same calls give the same drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from quire.core.preemption_costs import SpeculationCosts
+from quire.core.request import Request
+from quire.protocol.sequence import Sequence
+from quire.protocol.step_plan import FIRST_DRAFT, SeqSlice
+
+FIRST_ACCEPTANCE = 0.7
+"""The estimated probability that a draft token is right, before any was verified."""
+FIRST_WEIGHT = 4.0  # tokens that the first estimate counts as
+DECAY = 0.9  # weight of earlier verifications after another one
+RETURN_PER_TOKEN = 0.98  # how an estimate returns to the first one while a sequence has no drafts
+MAX_INDEXED_TOKENS = 1 << 15  # of a sequence, the latest ones
+MAX_LAG = 16  # tokens by which the draft model may lag behind while it is not used: those of a page
+NO_DRAFTS: Mapping[int, tuple[int, ...]] = {}
+
+
+class NgramIndex:
+    """The latest places of the n-grams of one sequence, for n from `shortest` to `longest`.
+
+    A longer n-gram is added only when the shorter one at its end occurs again, so most tokens take one entry. A step
+    costs O(new tokens), and at most 2 * MAX_INDEXED_TOKENS tokens are indexed.
+    """
+
+    __slots__ = ("begin", "end", "last_ends", "longest", "match", "shortest")
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.shortest, self.longest = shortest, longest
+        self.last_ends: dict[int, int] = {}  # hash of an n-gram -> where it ended the last time
+        self.begin = self.end = 0  # the indexed tokens
+        self.match = 0  # where the longest n-gram that ends at `end` ended the time before; 0: nowhere
+
+    def extend(self, tokens: list[int]) -> None:
+        """Add the tokens after the first `end` ones."""
+        if len(tokens) - self.begin > 2 * MAX_INDEXED_TOKENS:
+            self.begin = self.end = len(tokens) - MAX_INDEXED_TOKENS
+            self.last_ends.clear()
+        ends = self.last_ends
+        for end in range(self.end + 1, len(tokens) + 1):
+            self.match = 0
+            for n in range(self.shortest, min(self.longest, end - self.begin) + 1):
+                key = hash(tuple(tokens[end - n : end]))
+                before = ends.get(key)
+                ends[key] = end
+                if before is None:
+                    break  # nor did any longer one occur
+                self.match = before
+                if n < self.longest and before - n > self.begin:
+                    ends.setdefault(hash(tuple(tokens[before - n - 1 : before])), before)
+        self.end = len(tokens)
+
+    def propose(self, tokens: list[int], count: int) -> tuple[int, ...]:
+        """Return the `count` tokens that followed the longest n-gram at the end of `tokens` the last time it occurred,
+        repeated if the repetition is not over; () if none occurred before."""
+        self.extend(tokens)
+        if not self.match:
+            return ()
+        period = len(tokens) - self.match
+        return tuple(tokens[self.match + i % period] for i in range(count))
+
+
+class Acceptance:
+    """The estimated probability that a draft token of a sequence is right if those before it are: a decayed mean."""
+
+    __slots__ = ("hits", "length", "trials")
+
+    def __init__(self) -> None:
+        self.hits, self.trials = FIRST_ACCEPTANCE * FIRST_WEIGHT, FIRST_WEIGHT
+        self.length = 0  # of the sequence, at the last verification
+
+    def record(self, drafted: int, accepted: int, length: int) -> None:
+        """Record that `accepted` of `drafted` tokens were right."""
+        self.hits = self.hits * DECAY + accepted
+        self.trials = self.trials * DECAY + min(accepted + 1, drafted)
+        self.length = length
+
+    def rate(self, length: int) -> float:
+        """Return the estimate for a sequence of now `length` tokens. It returns to the first estimate if no drafts are
+        verified, so that drafts are tried again."""
+        rate = self.hits / self.trials
+        if self.length:
+            rate += (FIRST_ACCEPTANCE - rate) * (1 - RETURN_PER_TOKEN ** max(length - self.length, 0))
+        return rate
+
+
+class SeqDrafts:
+    """What is known of the drafts of one sequence."""
+
+    __slots__ = ("by_model", "by_ngram", "index")
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.index = NgramIndex(shortest, longest)
+        self.by_model, self.by_ngram = Acceptance(), Acceptance()
+
+
+class Candidate(NamedTuple):
+    """A sequence that may have `most` draft tokens: `tokens` if known, else those of the draft model. Each is right
+    with the probability `rate`, if those before it are, and takes `seconds`."""
+
+    seq: Sequence
+    most: int
+    tokens: tuple[int, ...]
+    rate: float
+    seconds: float
+
+
+class Speculator:
+    """Chooses the draft tokens of each step, at most `max_tokens` of a sequence.
+
+    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens."""
+
+    def __init__(
+        self,
+        method: str,
+        max_tokens: int,
+        *,
+        lookup: tuple[int, int] = (2, 5),
+        costs: SpeculationCosts,
+    ) -> None:
+        self.uses_ngrams, self.has_model = method != "draft", method != "ngram"
+        self.max_tokens, self.lookup, self.costs = max_tokens, lookup, costs
+        self.markers = [tuple(FIRST_DRAFT - i for i in range(count)) for count in range(max_tokens + 1)]
+        self.seqs: dict[int, SeqDrafts] = {}  # by id
+
+    def drafts_for(self, request: Request) -> bool:
+        """Return True if the draft model is to compute the tokens of a new request, too. It has no images, and does not
+        know grammars."""
+        params = request.params
+        return (
+            self.has_model and params.speculate and request.method is None and params.pooling is None
+            and params.grammar is None and not request.images and request.prefix_name is None
+        )  # fmt: skip
+
+    def choose(self, running: Iterable[Request], max_len: int) -> Mapping[int, tuple[int, ...]]:
+        """Return the draft tokens of the next step by sequence id, those of the draft model as markers.
+
+        While steps are in flight their samples are not known, and the answer is an estimate. A sequence has at most
+        `max_len` tokens."""
+        candidates, rows, pairs = list[Candidate](), 0, 0
+        for request in running:
+            for seq in request.live_seqs:
+                length = len(seq)
+                if length - seq.planned != 1 or seq.finish_reason is not None:
+                    continue  # a prompt, or nothing to compute
+                rows += 1
+                pairs += length
+                most = min(self.max_tokens, seq.prompt_len + request.max_tokens - length - 1, max_len - length - 1)
+                if most > 0 and request.params.speculate and self._is_eligible(request, seq):
+                    candidates += self._find_drafts(seq, most)
+        if not candidates:
+            return NO_DRAFTS
+        seconds = self.costs.model.recompute_seconds(rows, pairs)
+        return self._most_valuable(candidates, rows, seconds)
+
+    @staticmethod
+    def _is_eligible(request: Request, seq: Sequence) -> bool:
+        """Return True if what follows the sequence's next token depends on nothing but that token."""
+        return (
+            request.method is None and not seq.num_forks and seq.matcher is None and seq.prefix_source is None
+            and request.params.pooling is None and request.prefix_name is None
+        )  # fmt: skip
+
+    def _find_drafts(self, seq: Sequence, most: int) -> list[Candidate]:
+        drafts = self.seqs.get(seq.id)
+        if drafts is None:
+            drafts = self.seqs[seq.id] = SeqDrafts(*self.lookup)
+        length = len(seq.tokens)
+        model, draft = self.costs.model, self.costs.draft
+        seconds = model.compute_token + length * model.compute_pair
+        if self.uses_ngrams:
+            tokens = drafts.index.propose(seq.tokens, most + seq.pending_samples)[seq.pending_samples :]
+            if tokens:
+                return [Candidate(seq, most, tokens, drafts.by_ngram.rate(length), seconds)]
+        if seq.drafts:
+            seconds += draft.compute_token + length * draft.compute_pair
+            return [Candidate(seq, most, (), drafts.by_model.rate(length), seconds)]
+        return []
+
+    def _most_valuable(self, candidates: list[Candidate], rows: int, seconds: float) -> Mapping[int, tuple[int, ...]]:
+        """Return the drafts that raise the tokens per second of a step of `rows` tokens that takes `seconds`.
+
+        The i-th draft token of a sequence is accepted with probability rate ** i. It pays if the time that it takes
+        yields more tokens than as much time of a plain step; a pass of the draft model pays for all its sequences."""
+        tokens_per_second = rows / seconds
+        counts: dict[int, int] = {}
+        gain, cost, pass_seconds = 0.0, self.costs.idle_seconds, self.costs.draft.compute_fixed
+        active = candidates
+        for i in range(1, self.max_tokens + 1):
+            active = [one for one in active if one.most >= i and one.rate**i >= one.seconds * tokens_per_second]
+            drafted = [one for one in active if not one.tokens]
+            worth = sum(one.rate**i - one.seconds * tokens_per_second for one in drafted)
+            if drafted and worth < pass_seconds * tokens_per_second:
+                active, drafted = [one for one in active if one.tokens], []
+            if not active:
+                break
+            gain += sum(one.rate**i for one in active)
+            cost += sum(one.seconds for one in active) + (pass_seconds if drafted else 0.0)
+            counts.update((one.seq.id, i) for one in active)
+        if gain < cost * tokens_per_second:
+            return NO_DRAFTS
+        by_id = {one.seq.id: one.tokens for one in candidates}
+        return {id: by_id[id][:count] or self.markers[count] for id, count in counts.items()}
+
+    def record(self, request: Request, seq: Sequence, row: SeqSlice, accepted: int) -> None:
+        """Record that `accepted` draft tokens of a slice were right."""
+        request.draft_tokens += len(row.draft_tokens)
+        request.accepted_tokens += accepted
+        drafts = self.seqs.get(seq.id)
+        if drafts is not None:
+            acceptance = drafts.by_model if count_markers(row) else drafts.by_ngram
+            acceptance.record(len(row.draft_tokens), accepted, row.start + 1)
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what is known of a sequence that leaves the memory."""
+        self.seqs.pop(seq.id, None)
+
+
+def count_markers(row: SeqSlice) -> int:
+    """Return how many of the draft tokens of a slice are the draft model's: all or none."""
+    return len(row.draft_tokens) if row.draft_tokens and row.draft_tokens[0] <= FIRST_DRAFT else 0
+
+
+def step_tokens(row: SeqSlice, seq: Sequence) -> int:
+    """Return how many tokens the model computes for a slice; or the draft model, if these are more."""
+    tokens = len(row.tokens) + len(row.draft_tokens)
+    return max(tokens, row.start + 1 - seq.drafted) if count_markers(row) else tokens
+
+
+def plan_draft_slices(
+    slices: Iterable[SeqSlice], by_slot: Mapping[int, tuple[Request, Sequence]], budget: int
+) -> tuple[SeqSlice, ...]:
+    """Return what the draft model computes in a step, at most `budget` tokens: those that it lacks of sequences which
+    it then continues, and those of prompts. Other sequences are left behind, and catch up together once one of them
+    lags by MAX_LAG tokens."""
+    continued, prompts, lagging = list[SeqSlice](), list[SeqSlice](), list[SeqSlice]()
+    for row in slices:
+        seq = by_slot[row.slot][1]
+        if seq.drafts:
+            count, start = count_markers(row), seq.drafted if seq.not_in_flight else seq.draft_planned
+            draft = SeqSlice(row.slot, tuple(seq.tokens[start : row.start + len(row.tokens)]), start, count)
+            is_prompt = len(row.tokens) > 1 or not row.num_samples
+            (continued if count else prompts if is_prompt else lagging).append(draft)
+    if all(len(draft.tokens) <= MAX_LAG for draft in lagging):
+        lagging = []
+    draft_slices = list[SeqSlice]()
+    for draft in (*continued, *prompts, *lagging):
+        if tokens := draft.tokens[:budget]:
+            draft_slices.append(draft._replace(tokens=tokens))
+            budget -= len(tokens)
+            by_slot[draft.slot][1].draft_planned = draft.start + len(tokens) + max(draft.num_samples - 1, 0)
+    return tuple(draft_slices)

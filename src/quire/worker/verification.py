@@ -1,0 +1,92 @@
+"""Verification of draft tokens. A slice with k of them is computed as rows of one sample each: its own tokens, then
+each draft token in a row of one token at its position. A layer writes the keys and values of all rows before any of
+them attends, so each row samples what a step of its own would have sampled. Draft tokens are accepted as far as they
+are equal to the samples before them ("drafter-invariant" speculative decoding, Daliri et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.protocol.seq_slices import SeqSlices
+from quire.protocol.step_plan import SliceResult
+from quire.worker.inputs import resolve_tokens
+from quire.worker.staging_buffer import StagingBuffer
+
+NO_TOKEN = np.iinfo(np.int64).max
+
+
+class Verification(NamedTuple):
+    """The rows of a step, V slices of which have draft tokens, at most K each. Arrays are int64."""
+
+    rows: SeqSlices
+    draft_counts: list[int]  # of each slice that samples
+    slots: np.ndarray  # [V]
+    first_samples: np.ndarray  # [V]: index, among all samples of the step, of the slice's first one
+    drafts: np.ndarray  # [V, K]: tokens, FIRST_DRAFT - i, or NO_TOKEN as padding
+
+    @classmethod
+    def from_slices(cls, slices: SeqSlices) -> Verification:
+        """Return the verification of slices, some of which have draft tokens. These have one sample each."""
+        numbers = slices.to_array()
+        fixed = numbers[: 3 * len(slices)].reshape(3, -1)
+        lengths, counts = slices.token_counts, slices.lengths(slices.draft_tokens)
+        verified, scores = np.flatnonzero(counts), slices.score_tokens
+        assert (fixed[0, verified] == 1).all(), "a slice with draft tokens has one sample"
+        of = np.repeat(np.arange(len(slices)), 1 + counts)  # the slice of each row
+        first_rows = np.cumsum(1 + counts) - 1 - counts
+        draft_number = np.arange(len(of)) - first_rows[of]  # 0: the slice's own tokens
+        rows = fixed[:, of]
+        rows[2] += np.where(draft_number > 0, lengths[of] + draft_number - 1, 0)
+        token_counts = lengths + counts
+        place = np.arange(token_counts.sum()) - np.repeat(np.cumsum(token_counts) - token_counts, token_counts)
+        is_draft = place >= np.repeat(lengths, token_counts)
+        drafts = numbers[slices.draft_tokens.start : slices.draft_tokens.end]
+        tokens = np.empty(len(place), dtype=np.int64)
+        tokens[is_draft], tokens[~is_draft] = drafts, numbers[slices.tokens.start : slices.tokens.end]
+        padded = np.full((len(verified), counts.max()), NO_TOKEN)
+        padded[np.arange(counts.max()) < counts[verified, None]] = drafts
+        return cls(
+            SeqSlices.from_arrays(
+                rows, np.where(draft_number > 0, 1, lengths[of]), tokens,
+                np.where(draft_number > 0, 0, slices.lengths(scores)[of]), numbers[scores.start : scores.end],
+            ),
+            counts[fixed[0] > 0].tolist(),
+            fixed[1, verified],
+            (np.cumsum(rows[0]) - rows[0])[first_rows[verified]],
+            padded,
+        )  # fmt: skip
+
+    def accept(self, tokens: Tensor, sampled_tokens: Tensor, staging: StagingBuffer) -> Tensor:
+        """Return the number of accepted draft tokens of each slice [V], on the device, from all samples of the step
+        [D]. Set the slots' LAST_SAMPLED to the sample after these. `sampled_tokens`: see resolve_tokens."""
+        slots, first, drafts = staging.upload_all([self.slots, self.first_samples, self.drafts])
+        drafts = resolve_tokens(drafts, slots[:, None], sampled_tokens)
+        places = first[:, None] + torch.arange(drafts.shape[1] + 1, device=tokens.device)
+        samples = tokens[places.clamp_(max=len(tokens) - 1)]
+        accepted = (samples[:, :-1] == drafts).long().cumprod(1).sum(1)
+        sampled_tokens[0].index_copy_(0, slots, samples.gather(1, accepted[:, None])[:, 0])
+        return accepted
+
+    def merge(self, results: Sequence[SliceResult], accepted: Sequence[int]) -> list[SliceResult]:
+        """Return the results of the slices that sample, from those of the rows that do and the accepted tokens of each
+        slice with draft tokens."""
+        merged, rows, next_accepted = [], iter(results), iter(accepted)
+        for count in self.draft_counts:
+            of_slice = list(islice(rows, 1 + count))
+            merged.append(_join(of_slice[: 1 + next(next_accepted)]) if count else of_slice[0])
+        return merged
+
+
+def _join(results: Sequence[SliceResult]) -> SliceResult:
+    """Return one result with the tokens of all, and the first error."""
+    error = next((result.error for result in results if result.error), "")
+    tokens = tuple(chain.from_iterable(result.tokens for result in results))
+    logprobs = tuple(chain.from_iterable(result.top_logprobs for result in results))
+    return SliceResult(tokens, () if error else logprobs, error=error)
