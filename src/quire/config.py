@@ -100,7 +100,7 @@ class Experiment:
     §6.2. For layers with a running state, states are kept after every `state_tokens` tokens, a multiple of `page_size`,
     where prefixes can be hit (§5.3). vAttention: the settings of `memory` "virtual" (quire.memory.virtual); without
     `virtual_page_kib` and `virtual_layout` they are 2048 and "sliced" on a GPU, and chosen by the memory on a CPU.
-    PagedAttention: `table_scope` is footnote 1."""
+    PagedAttention: `table_scope` is footnote 1. Speculation: `synthetic_acceptance`."""
 
     virtual_page_kib: int | None = advanced(
         None, "page size of --memory virtual in KiB (default: 2048 on a GPU, from 64 on a CPU)", bounds=(4, 2**20)
@@ -140,6 +140,12 @@ class Experiment:
         "cached pages that left a window, and recurrent states: paper: keep all; slack: the latest; boundary: "
         "also those where a prompt ends or prompts diverge",
         ("paper", "slack", "boundary"),
+    )
+    synthetic_acceptance: float | None = advanced(
+        None,
+        "accept draft tokens with this probability, whatever they are: for measurements with random weights, since "
+        "it makes outputs wrong",
+        bounds=(0, 1),
     )
 
     def __post_init__(self) -> None:

@@ -118,6 +118,7 @@ class ModelRunner:
         make_model: Callable[[], RunnableModel] | None = None,
         notices: tuple[str, ...] = (),
         max_drafts: int = 0,
+        synthetic_acceptance: float | None = None,
         draft_model: RunnableModel | None = None,
         draft_spec: ModelSpec | None = None,
         make_draft_model: Callable[[], RunnableModel] | None = None,
@@ -134,7 +135,7 @@ class ModelRunner:
         self.map_in_background, self.shared_buffer, self.state_dtype = map_in_background, shared_buffer, state_dtype
         self.exchange: Exchange | None = getattr(model, "exchange", None)  # with other ranks
         self.depth = 1 if device.type == "cpu" else 2
-        self.max_drafts = max_drafts
+        self.max_drafts, self.synthetic_acceptance = max_drafts, synthetic_acceptance
         self.draft_runner: DraftModelRunner | None = None
         if draft_model is not None:
             assert draft_spec is not None, "a draft model needs its spec"
@@ -430,7 +431,7 @@ class ModelRunner:
         if verification is None:
             return samples
         tokens = torch.as_tensor(samples.tokens)
-        accepted = verification.accept(tokens, self.sampled_tokens, self.store.staging)
+        accepted = verification.accept(tokens, self.sampled_tokens, self.store.staging, self.synthetic_acceptance)
         if self.device.type == "cpu":
             return samples._replace(accepted=accepted)
         pinned = torch.empty(accepted.shape, dtype=accepted.dtype, pin_memory=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import SliceResult
 from quire.worker.inputs import resolve_tokens
+from quire.worker.inverse_cdf import uniform_noise
 from quire.worker.staging_buffer import StagingBuffer
 
 NO_TOKEN = np.iinfo(np.int64).max
@@ -29,6 +30,7 @@ class Verification(NamedTuple):
     draft_counts: list[int]  # of each slice that samples
     slots: np.ndarray  # [V]
     first_samples: np.ndarray  # [V]: index, among all samples of the step, of the slice's first one
+    positions: np.ndarray  # [V]: that of the slice's first draft token
     drafts: np.ndarray  # [V, K]: tokens, FIRST_DRAFT - i, or NO_TOKEN as padding
 
     @classmethod
@@ -60,17 +62,26 @@ class Verification(NamedTuple):
             counts[fixed[0] > 0].tolist(),
             fixed[1, verified],
             (np.cumsum(rows[0]) - rows[0])[first_rows[verified]],
+            fixed[2, verified] + lengths[verified],
             padded,
         )  # fmt: skip
 
-    def accept(self, tokens: Tensor, sampled_tokens: Tensor, staging: StagingBuffer) -> Tensor:
+    def accept(
+        self, tokens: Tensor, sampled_tokens: Tensor, staging: StagingBuffer, synthetic: float | None = None
+    ) -> Tensor:
         """Return the number of accepted draft tokens of each slice [V], on the device, from all samples of the step
-        [D]. Set the slots' LAST_SAMPLED to the sample after these. `sampled_tokens`: see resolve_tokens."""
+        [D]. Set the slots' LAST_SAMPLED to the sample after these. `sampled_tokens`: see resolve_tokens. `synthetic`:
+        see Experiment.synthetic_acceptance."""
         slots, first, drafts = staging.upload_all([self.slots, self.first_samples, self.drafts])
         drafts = resolve_tokens(drafts, slots[:, None], sampled_tokens)
         places = first[:, None] + torch.arange(drafts.shape[1] + 1, device=tokens.device)
         samples = tokens[places.clamp_(max=len(tokens) - 1)]
-        accepted = (samples[:, :-1] == drafts).long().cumprod(1).sum(1)
+        agrees = samples[:, :-1] == drafts
+        if synthetic is not None:
+            positions = self.positions[:, None] + np.arange(drafts.shape[1])
+            noise = uniform_noise(np.broadcast_to(self.slots[:, None], positions.shape), positions)
+            agrees = staging.upload(((noise < synthetic) & (self.drafts != NO_TOKEN)).astype(np.int64))
+        accepted = agrees.long().cumprod(1).sum(1)
         sampled_tokens[0].index_copy_(0, slots, samples.gather(1, accepted[:, None])[:, 0])
         return accepted
 
