@@ -15,7 +15,9 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.core.assembly import assemble
+from quire.core.preemption_costs import PreemptionCosts
 from quire.core.scheduler import Scheduler
+from quire.core.speculation import Speculator
 from quire.core.validation import EngineLimits
 from quire.errors import StartupError
 from quire.memory.answers import Usage
@@ -88,7 +90,8 @@ class TimelineSample(NamedTuple):
 
 class RunTotals(NamedTuple):
     """Totals of a run. `mean_batch` (rows) and `mean_running` (requests in memory) are averages over steps.
-    `busy_share` is the share of time in which the device computed. `finished` is False for an aborted run."""
+    `busy_share` is the share of time in which the device computed. `finished` is False for an aborted run. Of the
+    `draft_tokens` of `drafts` verifications `accepted_tokens` were accepted."""
 
     seconds: float
     finished: bool
@@ -99,6 +102,9 @@ class RunTotals(NamedTuple):
     preemptions: int
     swapped_bytes: int
     sharing_saved: float
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
 
 
 class SimulationResult(NamedTuple):
@@ -204,7 +210,7 @@ class StaticBatchPadding:
 
 class Simulation:
     """An engine of `config` for a model of `spec`, with `kv_tokens` tokens of KV (or as many as `kv_bytes` hold, see
-    MemorySize), on a device with costs `cost`."""
+    MemorySize), on a device with costs `cost`. `spec` has the layers of the draft model too, if there is one."""
 
     def __init__(
         self,
@@ -216,23 +222,28 @@ class Simulation:
         kind: str = "cuda",
         depth: int = 1,
         draw: DrawFunction | None = None,
+        acceptance: float = 0.0,
+        always_drafts: bool = False,
         kv_bytes: int = 0,
         on_step: Callable[[StepWork, float], None] | None = None,
     ) -> None:
-        """`kind`: "cuda" or "cpu". `depth`, `draw` and `on_step`: see SimRunner."""
+        """`kind`: "cuda" or "cpu". `depth`, `draw`, `acceptance` and `on_step`: see SimRunner.
+        `always_drafts`: steps verify as many draft tokens as they may, not only those that pay."""
         config = config.with_device_defaults(kind)
         _check_pages(kv_tokens, config.page_size)
         size = MemorySize(kv_tokens, config.max_model_len or spec.max_len, cost.shape.itemsize, kv_bytes)
         size = size._replace(max_len=max_seq_len(config, spec, size))
         self.config, self.spec, self.clock = config, spec, VirtualClock()
         depth = config.depth or depth
-        self.runner = SimRunner(cost, self.clock, depth, avoid=frozenset(spec.eos_ids), draw=draw, on_step=on_step)
+        self.runner = SimRunner(
+            cost, self.clock, depth, avoid=frozenset(spec.eos_ids), draw=draw, acceptance=acceptance, on_step=on_step
+        )
         memory = build_memory(config, spec, size, "simulated")
         self.runner.bind(memory.kv_config)
         limits = EngineLimits(spec.vocab_size, size.max_len, sys.maxsize)
         self.engine = assemble(
             config, memory, self.runner, limits, clock=self.clock, eos_ids=spec.eos_ids, costs=cost.preemption_costs(),
-            depth=depth,
+            depth=depth, speculator=_make_speculator(config, cost, always_drafts),
         )  # fmt: skip
         if self.engine.scheduler.static_batching:
             self.runner.set_padding(StaticBatchPadding(self.engine.scheduler))
@@ -291,6 +302,20 @@ class Simulation:
         return SimulationResult(served, recorder.timeline, recorder.totals(finished))
 
 
+def _make_speculator(config: EngineConfig, cost: CostModel, always: bool) -> Speculator | None:
+    """Return what chooses draft tokens by the simulated costs, or as if they took no time (`always`); None without
+    speculative decoding."""
+    if config.speculation is None:
+        return None
+    costs, draft, idle_seconds = cost.decode_costs(), cost.draft_cost, cost.coefficients.host_step
+    share = draft.decode_costs().compute_fixed / costs.compute_fixed if draft and costs.compute_fixed else 0.0
+    if always:
+        costs, share, idle_seconds = PreemptionCosts(0.0, 0.0, 1.0, 0.0, 0.0), 0.0, 0.0
+    return Speculator(
+        config.speculation, config.num_speculative_tokens, costs=costs, draft_share=share, idle_seconds=idle_seconds
+    )
+
+
 class _StepRecorder:
     """Records averages over steps, and evenly spaced samples of the memory: if there are too many, every other one is
     dropped."""
@@ -319,12 +344,13 @@ class _StepRecorder:
 
     def totals(self, finished: bool) -> RunTotals:
         engine, now = self.simulation.engine, self.simulation.clock.now
-        sharing = engine.scheduler.memory.account().sharing
+        sharing, stats = engine.scheduler.memory.account().sharing, engine.stats
         return RunTotals(
-            now, finished, engine.stats.steps, self.simulation.runner.busy_seconds / now if now else 0.0,
-            engine.stats.rows / max(engine.stats.steps, 1), self.running / max(self.steps, 1),
+            now, finished, stats.steps, self.simulation.runner.busy_seconds / now if now else 0.0,
+            stats.rows / max(stats.steps, 1), self.running / max(self.steps, 1),
             engine.scheduler.num_preemptions, sharing.swapped_out + sharing.swapped_in,
             self.saved_pages / self.table_pages if self.table_pages else 0.0,
+            stats.num_drafts, stats.draft_tokens, stats.accepted_tokens,
         )  # fmt: skip
 
 
