@@ -96,7 +96,7 @@ def build_runner(
         weight_arena().finish_block()
         return model
 
-    model, spec, draft = make(checkpoint, progress), checkpoint.spec, checkpoint.draft
+    model, draft = make(checkpoint, progress), checkpoint.draft
     speculation: dict[str, Any] = {
         "max_drafts": config.max_draft_tokens, "synthetic_acceptance": config.experiment.synthetic_acceptance,
     }  # fmt: skip
