@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from quire.core.grammar_masks import cut_drafts
-from quire.core.preemption_costs import SpeculationCosts
+from quire.core.preemption_costs import PreemptionCosts, SpeculationCosts
 from quire.core.request import Request
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import FIRST_DRAFT, SeqSlice
@@ -25,6 +25,7 @@ RETURN_PER_TOKEN = 0.98  # how an estimate returns to the first one while a sequ
 MAX_INDEXED_TOKENS = 1 << 15  # of a sequence, the latest ones
 MAX_LAG = 16  # tokens by which the draft model may lag behind while it is not used: those of a page
 NO_DRAFTS: Mapping[int, tuple[int, ...]] = {}
+FREE_DRAFTS = SpeculationCosts(*[PreemptionCosts(0, 0, 0, 0, 0)] * 2)
 
 
 class NgramIndex:
@@ -119,7 +120,8 @@ class Candidate(NamedTuple):
 class Speculator:
     """Chooses the draft tokens of each step, at most `max_tokens` of a sequence.
 
-    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens."""
+    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens. Without `costs` a
+    sequence always has as many draft tokens as it can have."""
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class Speculator:
         max_tokens: int,
         *,
         lookup: tuple[int, int] = (2, 5),
-        costs: SpeculationCosts,
+        costs: SpeculationCosts | None,
         eos_ids: Iterable[int] = (),
     ) -> None:
         self.uses_ngrams, self.has_model = method != "draft", method != "ngram"
@@ -162,8 +164,9 @@ class Speculator:
                     candidates += self._find_drafts(seq, most)
         if not candidates:
             return NO_DRAFTS
-        seconds = self.costs.model.recompute_seconds(rows, pairs)
-        return self._most_valuable(candidates, rows, seconds)
+        if self.costs is None:
+            return {one.seq.id: one.tokens or self.markers[one.most] for one in candidates}
+        return self._most_valuable(candidates, rows, pairs, self.costs)
 
     @staticmethod
     def _is_eligible(request: Request, seq: Sequence) -> bool:
@@ -177,9 +180,8 @@ class Speculator:
         drafts = self.seqs.get(seq.id)
         if drafts is None:
             drafts = self.seqs[seq.id] = SeqDrafts(*self.lookup)
-        length = len(seq.tokens)
-        model, draft = self.costs.model, self.costs.draft
-        seconds = model.compute_token + length * model.compute_pair
+        length, costs = len(seq.tokens), self.costs or FREE_DRAFTS
+        seconds = costs.model.compute_token + length * costs.model.compute_pair
         if self.uses_ngrams:
             tokens = drafts.index.propose(seq.tokens, most + seq.pending_samples)[seq.pending_samples :]
             if seq.matcher is not None and not seq.pending_samples:
@@ -187,18 +189,21 @@ class Speculator:
             if tokens:
                 return [Candidate(seq, len(tokens), tokens, drafts.by_ngram.rate(length), seconds)]
         if seq.drafts:
-            seconds += draft.compute_token + length * draft.compute_pair
+            seconds += costs.draft.compute_token + length * costs.draft.compute_pair
             return [Candidate(seq, most, (), drafts.by_model.rate(length), seconds)]
         return []
 
-    def _most_valuable(self, candidates: list[Candidate], rows: int, seconds: float) -> Mapping[int, tuple[int, ...]]:
-        """Return the drafts that raise the tokens per second of a step of `rows` tokens that takes `seconds`.
+    def _most_valuable(
+        self, candidates: list[Candidate], rows: int, pairs: int, costs: SpeculationCosts
+    ) -> Mapping[int, tuple[int, ...]]:
+        """Return the drafts that raise the tokens per second of a step of `rows` tokens, which attend to `pairs`
+        positions.
 
         The i-th draft token of a sequence is accepted with probability rate ** i. It pays if the time that it takes
         yields more tokens than as much time of a plain step; a pass of the draft model pays for all its sequences."""
-        tokens_per_second = rows / seconds
+        tokens_per_second = rows / costs.model.recompute_seconds(rows, pairs)
         counts: dict[int, int] = {}
-        gain, cost, pass_seconds = 0.0, self.costs.idle_seconds, self.costs.draft.compute_fixed
+        gain, cost, pass_seconds = 0.0, costs.idle_seconds, costs.draft.compute_fixed
         active = candidates
         for i in range(1, self.max_tokens + 1):
             active = [one for one in active if one.most >= i and one.rate**i >= one.seconds * tokens_per_second]
