@@ -64,8 +64,7 @@ MIN_RATE, MAX_RATE = 1e-6, 1e5
 
 class SimulatedDeployment(NamedTuple):
     """A model on a device. The KV memory has `kv_bytes` bytes, or if that is 0 the size of `kv_tokens` tokens in every
-    layer, those of the draft model in `spec` included. `image_processor` is set for a vision model. `always_drafts` is
-    as in Simulation."""
+    layer, those of the draft model in `spec` included. `image_processor` is set for a vision model."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -74,7 +73,6 @@ class SimulatedDeployment(NamedTuple):
     kv_tokens: int
     kv_bytes: int = 0
     image_processor: Eyes | None = None
-    always_drafts: bool = False
 
     @property
     def max_len(self) -> int:
@@ -88,7 +86,7 @@ class SimulatedDeployment(NamedTuple):
         kind, depth = self.calibration.kind, self.calibration.depth
         return Simulation(
             self.config, self.spec, self.cost, self.kv_tokens, kind=kind, depth=depth, draw=draw,
-            always_drafts=self.always_drafts, kv_bytes=self.kv_bytes,
+            kv_bytes=self.kv_bytes,
         )  # fmt: skip
 
     def simulate(self, trace: Sequence[TraceRequest], objectives: Sequence[Objective] = ()) -> SimulationResult:

@@ -15,7 +15,6 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.core.assembly import assemble
-from quire.core.preemption_costs import PreemptionCosts, SpeculationCosts
 from quire.core.scheduler import Scheduler
 from quire.core.validation import EngineLimits
 from quire.errors import StartupError
@@ -37,7 +36,6 @@ STATISTICS = ("mean", "p50", "p90", "p99")
 MAX_PAGES = 2**24  # each is an entry of several lists
 MAX_RATE_FACTOR = 2.0**14  # limit of the search for a rate, relative to its start
 ACCEPTANCE = 0.7  # the default of Experiment.synthetic_acceptance
-FREE_DRAFTS = SpeculationCosts(PreemptionCosts(0.0, 0.0, 1.0, 0.0, 0.0), PreemptionCosts(0.0, 0.0, 0.0, 0.0, 0.0))
 
 
 class TraceRequest(NamedTuple):
@@ -223,12 +221,10 @@ class Simulation:
         kind: str = "cuda",
         depth: int = 1,
         draw: DrawFunction | None = None,
-        always_drafts: bool = False,
         kv_bytes: int = 0,
         on_step: Callable[[StepWork, float], None] | None = None,
     ) -> None:
-        """`kind`: "cuda" or "cpu". `depth`, `draw` and `on_step`: see SimRunner. `always_drafts`:
-        steps verify as many draft tokens as they may, not only those that pay."""
+        """`kind`: "cuda" or "cpu". `depth`, `draw` and `on_step`: see SimRunner."""
         config = config.with_device_defaults(kind)
         _check_pages(kv_tokens, config.page_size)
         size = MemorySize(kv_tokens, config.max_model_len or spec.max_len, cost.shape.itemsize, kv_bytes)
@@ -245,7 +241,7 @@ class Simulation:
         limits = EngineLimits(spec.vocab_size, size.max_len, sys.maxsize)
         self.engine = assemble(
             config, memory, self.runner, limits, clock=self.clock, eos_ids=spec.eos_ids, costs=cost.preemption_costs(),
-            depth=depth, speculation_costs=FREE_DRAFTS if always_drafts else cost.speculation_costs(),
+            depth=depth, speculation_costs=cost.speculation_costs(),
         )  # fmt: skip
         if self.engine.scheduler.static_batching:
             self.runner.set_padding(StaticBatchPadding(self.engine.scheduler))
