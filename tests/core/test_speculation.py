@@ -484,7 +484,7 @@ def test_a_batch_drafts_by_the_rate_of_each_sequence() -> None:
     speculator, requests = Speculator("draft", 4, costs=GPU), [lone([*range(100)]) for _ in range(40)]
     chosen(speculator, requests)
     for request in requests[::2]:
-        for accepted in (0, 4):
+        for accepted in (0, 4) * 4:
             row = SeqSlice(1, (1,), 99, 1, (), speculator.markers[4])
             speculator.record(request, request.live_seqs[0], row, accepted * (request is requests[0]))
     counts = chosen(speculator, requests)
