@@ -316,7 +316,7 @@ class Chain:
 
     def allowed(self, last: int) -> list[int]:
         rng = random.Random(f"{self.seed} {last}")
-        return rng.sample(range(1, VOCAB), rng.choice((1, 1, 2))) + [0] * (rng.random() < 0.2)
+        return rng.sample(range(1, VOCAB), rng.choice((1, 1, 1, 1, 2))) + [0] * (rng.random() < 0.1)
 
     def accept(self, token: int) -> str:
         if token not in self.allowed(self.last):
@@ -383,6 +383,39 @@ def test_drafts_follow_grammars(method: str, depth: int, deferred: bool) -> None
         assert not any(map(count_markers, grammar_rows)), "the draft model does not know grammars"
     assert (verified > 20) == (method != "draft")
     assert forced > 0
+
+
+class Cycle(Chain):
+    """Two choices of two tokens, then five that are forced, again and again."""
+
+    def allowed(self, last: int) -> list[int]:
+        return [1, 2] if self.count % 7 < 2 else [self.count % 7 + 1]
+
+    def forced_tokens(self) -> tuple[int, ...]:
+        return tuple(range(self.count % 7 + 1, 8)) if self.count % 7 >= 2 else ()
+
+    def copy(self) -> Cycle:
+        return Cycle(self.seed, self.last, self.count)
+
+
+class Cycles(Chains):
+    """A grammar of them."""
+
+    def new_matcher(self) -> Cycle:
+        return Cycle(self.seed)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_a_grammar_forces_tokens_after_a_run_only(penalty: float) -> None:
+    """A run goes on after a token that forces some, which it has already."""
+    trace = opened("ngram")
+    grammar: dict[str, Any] = {"structured": Structured("regex", "cycle"), "grammar": Cycles(0), "ignore_eos": False}
+    ask(trace, "a", (1, 2, 3), max_tokens=45, frequency_penalty=penalty, **grammar)
+    trace.finish()
+    check_counts(trace)
+    tokens = [output.tokens for output in trace.outputs["a"]]
+    assert trace.engine.stats.accepted_tokens > 0
+    assert max(map(len, tokens)) > 4, "nothing is forced"
 
 
 # What is drafted
