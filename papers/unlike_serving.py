@@ -140,7 +140,7 @@ class Case(NamedTuple):
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(self.shape))
             if self.draft is not None:
-                more["speculative_model"] = f"{folder}/draft"
+                more |= {"speculative_model": f"{folder}/draft", "adaptive_speculation": False}
                 Path(folder, "draft").mkdir()
                 Path(folder, "draft", "config.json").write_text(json.dumps(named_config(self.draft)))
             made = read_deployment(self.config(rule, model_config=None, model=folder, **more), CALIBRATION)
@@ -153,7 +153,7 @@ class Case(NamedTuple):
             weight_byte=c.weight_byte * slower / (2 if self.halved else 1), kv_byte=c.kv_byte * slower,
             copied_byte=c.copied_byte * slower, operation=c.operation * longer, attention=c.attention * longer,
         )  # fmt: skip
-        return made._replace(cost=made.cost._replace(coefficients=scaled), always_drafts=True)
+        return made._replace(cost=made.cost._replace(coefficients=scaled))
 
     def specs(self) -> list[RequestSpec]:
         """Return the requests, cut to the model's context: a prompt that is too long loses its document's end."""

@@ -115,13 +115,13 @@ def test_each_request_encodes_once_or_once_a_chunk() -> None:
 
 def test_three_managers_serve_two_models_from_one_memory() -> None:
     """Windows that are left are kept by both of vLLM's; pages of one size waste most of the draft's."""
-    models = {"Ministral": ("longdoc@3", 40.0), "Llama 8B": ("mmlu-pro@60", 0.7)}
+    models = {"Ministral": ("longdoc@3", 40.0), "Llama 8B": ("mmlu-pro@24", 0.7)}
     for model, (workload, kv_gib) in models.items():
         case = jenga.PAIRS[model]._replace(workload=workload, kv_gib=kv_gib)
         points = simulations(
             [Run({"way": way}, case._replace(uniform=uniform), rule) for way, (rule, uniform) in jenga.MANAGED.items()]
         )
-        assert all(p["draft_tokens"] > 2 * p["drafts"] > 1.5 * p["accepted"] > 0 for p in points)
+        assert all(1.1 < p["accepted"] / p["drafts"] < 2 < p["draft_tokens"] / p["drafts"] for p in points)
         most, manual, ours = (p["batch"] for p in points)
         assert most < manual
         assert ours == pytest.approx(manual, rel=0.05) if model == "Llama 8B" else ours > manual

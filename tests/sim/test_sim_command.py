@@ -146,7 +146,7 @@ def test_the_model_is_the_calibration_s_where_none_is_named(tmp_path: Path) -> N
         (["--workload", "fixed:4000:10@4", "--rate", "1"], "sequences may have 2048"),
         (["--workload", "fixed:9:9@4", "--rate", "1", "--memory", "orca-max", "--kv-tokens", "100"], "no room"),
         (["--trace", "/nonexistent/trace"], "can't be read"),
-        (["--workload", "alpaca@4", "--rate", "1", "--acceptance", "1.5"], "--acceptance is 1.5"),
+        (["--workload", "alpaca@4", "--rate", "1", "--acceptance", "1.5"], "acceptance is 1.5"),
         (["--workload", "alpaca@4", "--rate", "1", "--speculative-method", "ngram"], "have no content"),
         (["--workload", "alpaca@4", "--rate", "1", "--speculative-model", "llama3.2-1b"], "has 128256 tokens"),
     ],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, Experiment
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import FIRST_DRAFT, SeqSlice, SlotInit, StepPlan, StepResult
@@ -144,14 +144,20 @@ EACH = NOTHING._replace(step=1.0)
 
 
 def speculating(
-    acceptance: float, output: int, requests: int = 1, coefficients: Coefficients = EACH, **how: Any
+    acceptance: float, output: int, requests: int = 1, coefficients: Coefficients = EACH, adaptive: bool = True
 ) -> tuple[RunTotals, list[float]]:
     """Serve requests with a draft model of a fifth of the size. Return the totals, and the times of the first one's
     tokens."""
     draft = ModelSpec("draft", (LayerSpec(2, 16),), 512, 256, 64, 4, 128, 2 * 10**5)
-    config = replace(SMALL, speculative_model="draft", num_speculative_tokens=3)
+    config = replace(
+        SMALL,
+        speculative_model="draft",
+        num_speculative_tokens=3,
+        adaptive_speculation=adaptive,
+        experiment=Experiment(synthetic_acceptance=acceptance),
+    )
     cost = CostModel(SHAPE, coefficients, ModelShape.from_spec(draft, 2, tied=True))
-    simulation = Simulation(config, SPEC.with_draft(draft), cost, 640, acceptance=acceptance, **how)
+    simulation = Simulation(config, SPEC.with_draft(draft), cost, 640)
     outcome = simulation.run([TraceRequest(0.0, [10 + i, 2, 3, 4], asked(output)) for i in range(requests)])
     assert all(sum(count for _, count in one.token_times) == output for one in outcome.requests)
     usage = simulation.engine.scheduler.memory.account().usage
@@ -160,14 +166,14 @@ def speculating(
 
 
 def test_accepted_drafts_save_steps_and_others_none() -> None:
-    every, times = speculating(1.0, 41, always_drafts=True)
+    every, times = speculating(1.0, 41, adaptive=False)
     assert every[-3:] == (10, 30, 30)
     assert every.steps == 11
     assert times == [2, *(6 + 4 * i for i in range(10) for _ in range(4))], "three passes of the draft model and a step"
-    none, times = speculating(0.0, 41, always_drafts=True)
+    none, times = speculating(0.0, 41, adaptive=False)
     assert none.steps == 41
     assert none[-3:] == (39, 39 * 3 - 3, 0), "the last token needs no draft, the ones before it fewer"
-    some, _ = speculating(0.7, 41, 4, always_drafts=True)
+    some, _ = speculating(0.7, 41, 4, adaptive=False)
     assert some.accepted_tokens / some.drafts == pytest.approx(0.7 + 0.49 + 0.343, rel=0.25)
 
 

@@ -37,6 +37,7 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.sim.cost_model import Calibration, CostModel, calibration_names, load_calibration
 from quire.sim.runner import DrawFunction
 from quire.sim.simulation import (
+    ACCEPTANCE,
     MEASURES,
     STATISTICS,
     Objective,
@@ -58,14 +59,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEFAULT_SECONDS = 600.0  # duration of a generated trace
-ACCEPTANCE = 0.7  # of draft tokens, by default
 MIN_RATE, MAX_RATE = 1e-6, 1e5
 
 
 class SimulatedDeployment(NamedTuple):
     """A model on a device. The KV memory has `kv_bytes` bytes, or if that is 0 the size of `kv_tokens` tokens in every
-    layer, those of the draft model in `spec` included. `image_processor` is set for a vision model. `acceptance`,
-    `always_drafts`: see Simulation."""
+    layer, those of the draft model in `spec` included. `image_processor` is set for a vision model."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -74,8 +73,6 @@ class SimulatedDeployment(NamedTuple):
     kv_tokens: int
     kv_bytes: int = 0
     image_processor: Eyes | None = None
-    acceptance: float = 0.0
-    always_drafts: bool = False
 
     @property
     def max_len(self) -> int:
@@ -89,7 +86,7 @@ class SimulatedDeployment(NamedTuple):
         kind, depth = self.calibration.kind, self.calibration.depth
         return Simulation(
             self.config, self.spec, self.cost, self.kv_tokens, kind=kind, depth=depth, draw=draw,
-            acceptance=self.acceptance, always_drafts=self.always_drafts, kv_bytes=self.kv_bytes,
+            kv_bytes=self.kv_bytes,
         )  # fmt: skip
 
     def simulate(self, trace: Sequence[TraceRequest], objectives: Sequence[Objective] = ()) -> SimulationResult:
@@ -101,7 +98,7 @@ def main(args: list[str]) -> int:
     """Simulate each --rate, or find the highest rate that meets the objectives."""
     given = _parser().parse_args(args)
     _check(given)
-    plant = read_deployment(config_from(given), given.costs, given.acceptance)
+    plant = read_deployment(config_from(given), given.costs)
     objectives = [parse_objective(text) for text in given.objective or ()]
     trace = _trace_source(given, plant)
     results = (
@@ -137,9 +134,9 @@ def _parser() -> Parser:
                        help="requests per second (Poisson; a trace is scaled in time); one run each")  # fmt: skip
     group.add_argument("--seconds", type=float, default=DEFAULT_SECONDS, metavar="S",
                        help="length of a workload without @N (default: %(default)g)")  # fmt: skip
-    group.add_argument("--acceptance", type=float, default=ACCEPTANCE, metavar="A",
+    group.add_argument("--acceptance", dest="synthetic_acceptance", type=float, default=argparse.SUPPRESS, metavar="A",
                        help="probability that a draft token is accepted if those before it are "
-                       "(default: %(default)g)")  # fmt: skip
+                       f"(default: {ACCEPTANCE})")  # fmt: skip
     group.add_argument("--find-rate", action="store_true", help="find the highest rate that meets the objectives")
     group.add_argument("--objective", action="append", metavar="NAME=MS",
                        help=f"{'|'.join(STATISTICS)}-{'|'.join(MEASURES)}-ms=NUMBER; may be repeated")  # fmt: skip
@@ -163,8 +160,6 @@ def _check(args: argparse.Namespace) -> None:
         raise StartupError("--find-rate needs an --objective", "Such as --objective p99-normalised-ms=200")
     if (args.workload is None) == (args.trace is None):
         raise StartupError("there must be one of --workload and --trace", f"A workload: {EXPECTED}")
-    if not 0 <= args.acceptance <= 1:
-        raise StartupError(f"--acceptance is {args.acceptance:g}", "Give a probability, 0 to 1")
     if not 1 <= args.seconds <= 1e7:
         raise StartupError(f"--seconds is {args.seconds}", "It must be between 1 and 10,000,000")
     if args.plot:
@@ -173,7 +168,7 @@ def _check(args: argparse.Namespace) -> None:
         figure(1, 1)  # fails now if matplotlib is missing, not after the simulation
 
 
-def read_deployment(config: EngineConfig, calibration: str, acceptance: float = ACCEPTANCE) -> SimulatedDeployment:
+def read_deployment(config: EngineConfig, calibration: str) -> SimulatedDeployment:
     """Return the deployment to simulate. Without --kv-gib or --kv-tokens the KV memory is what the calibration has
     measured for its own model, less the weights of a draft model, or else what remains on its device."""
     if config.speculation in ("ngram", "both"):
@@ -210,9 +205,7 @@ def read_deployment(config: EngineConfig, calibration: str, acceptance: float = 
         raise StartupError(
             f"the weights of {source.name} leave no room for KV on {found.device}", "Give --kv-gib, or another model"
         )
-    return SimulatedDeployment(
-        config, spec, cost, found, tokens, kv_bytes, Eyes.of(source.config, source.spec), acceptance
-    )
+    return SimulatedDeployment(config, spec, cost, found, tokens, kv_bytes, Eyes.of(source.config, source.spec))
 
 
 def _fp8_saved_bytes(config: EngineConfig, source: Checkpoint, itemsize: int, found: Calibration) -> int:

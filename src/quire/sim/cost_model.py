@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.core.preemption_costs import PreemptionCosts
+from quire.core.preemption_costs import PreemptionCosts, SpeculationCosts
 from quire.errors import StartupError
 from quire.protocol.images import ImageItem
 from quire.protocol.model_spec import ModelSpec
@@ -268,26 +268,25 @@ class CostModel(NamedTuple):
         is_prompt = work.attention or work.encoded or work.tokens > work.rows
         return copies + (max(seconds, c.launch) if is_prompt else seconds)
 
-    @property
-    def draft_cost(self) -> CostModel | None:
-        """The costs of the draft model alone."""
-        return None if self.draft is None else CostModel(self.draft, self.coefficients)
-
     def draft_seconds(self, plan: StepPlan) -> float:
         """Return the seconds that the draft model takes before a step's own work."""
-        alone = self.draft_cost
-        return 0.0 if alone is None else sum(map(alone.device_seconds, draft_passes(plan, alone.shape)))
+        if self.draft is None:
+            return 0.0
+        alone = CostModel(self.draft, self.coefficients)
+        return sum(map(alone.device_seconds, draft_passes(plan, self.draft)))
 
     def host_seconds(self, work: StepWork) -> float:
         """Return the seconds that the host takes to plan a step."""
         return self.coefficients.host_step + (work.rows - work.drafts) * self.coefficients.host_row
 
-    def decode_costs(self) -> PreemptionCosts:
-        """Return the costs of a step that decodes, by which the scheduler chooses draft tokens."""
-        c, shape = self.coefficients, self.shape
-        token = 2 * (shape.weights_per_token + shape.head_weights) * c.operation + c.row
-        pair = sum(part.token_bytes for part in shape.attention) * c.kv_byte
-        return PreemptionCosts(0.0, 0.0, shape.bytes_read(1) * c.weight_byte + c.step, token, pair)
+    def speculation_costs(self) -> SpeculationCosts:
+        """Return the costs by which the scheduler chooses draft tokens, of steps that decode."""
+        c, found = self.coefficients, list[PreemptionCosts]()
+        for shape in (self.shape, self.draft or self.shape):
+            token = 2 * (shape.weights_per_token + shape.head_weights) * c.operation + c.row
+            pair = sum(part.token_bytes for part in shape.attention) * c.kv_byte
+            found.append(PreemptionCosts(0.0, 0.0, shape.bytes_read(1) * c.weight_byte + c.step, token, pair))
+        return SpeculationCosts(*found, idle_seconds=c.host_step)
 
     def preemption_costs(self) -> PreemptionCosts:
         """Return the costs that the preemption policy `auto` needs."""

@@ -15,9 +15,7 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.core.assembly import assemble
-from quire.core.preemption_costs import PreemptionCosts
 from quire.core.scheduler import Scheduler
-from quire.core.speculation import Speculator
 from quire.core.validation import EngineLimits
 from quire.errors import StartupError
 from quire.memory.answers import Usage
@@ -37,6 +35,7 @@ MEASURES = ("normalised", "ttft", "tpot", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p99")
 MAX_PAGES = 2**24  # each is an entry of several lists
 MAX_RATE_FACTOR = 2.0**14  # limit of the search for a rate, relative to its start
+ACCEPTANCE = 0.7  # the default of Experiment.synthetic_acceptance
 
 
 class TraceRequest(NamedTuple):
@@ -222,28 +221,27 @@ class Simulation:
         kind: str = "cuda",
         depth: int = 1,
         draw: DrawFunction | None = None,
-        acceptance: float = 0.0,
-        always_drafts: bool = False,
         kv_bytes: int = 0,
         on_step: Callable[[StepWork, float], None] | None = None,
     ) -> None:
-        """`kind`: "cuda" or "cpu". `depth`, `draw`, `acceptance` and `on_step`: see SimRunner.
-        `always_drafts`: steps verify as many draft tokens as they may, not only those that pay."""
+        """`kind`: "cuda" or "cpu". `depth`, `draw` and `on_step`: see SimRunner."""
         config = config.with_device_defaults(kind)
         _check_pages(kv_tokens, config.page_size)
         size = MemorySize(kv_tokens, config.max_model_len or spec.max_len, cost.shape.itemsize, kv_bytes)
         size = size._replace(max_len=max_seq_len(config, spec, size))
         self.config, self.spec, self.clock = config, spec, VirtualClock()
         depth = config.depth or depth
+        acceptance = config.experiment.synthetic_acceptance
         self.runner = SimRunner(
-            cost, self.clock, depth, avoid=frozenset(spec.eos_ids), draw=draw, acceptance=acceptance, on_step=on_step
-        )
+            cost, self.clock, depth, avoid=frozenset(spec.eos_ids), draw=draw, on_step=on_step,
+            acceptance=ACCEPTANCE if acceptance is None else acceptance,
+        )  # fmt: skip
         memory = build_memory(config, spec, size, "simulated")
         self.runner.bind(memory.kv_config)
         limits = EngineLimits(spec.vocab_size, size.max_len, sys.maxsize)
         self.engine = assemble(
             config, memory, self.runner, limits, clock=self.clock, eos_ids=spec.eos_ids, costs=cost.preemption_costs(),
-            depth=depth, speculator=_make_speculator(config, cost, always_drafts),
+            depth=depth, speculation_costs=cost.speculation_costs(),
         )  # fmt: skip
         if self.engine.scheduler.static_batching:
             self.runner.set_padding(StaticBatchPadding(self.engine.scheduler))
@@ -300,20 +298,6 @@ class Simulation:
                     return SimulationResult(served, recorder.timeline, recorder.totals(finished=False))
         finished = len(served) == len(trace) and not engine.has_unfinished_requests
         return SimulationResult(served, recorder.timeline, recorder.totals(finished))
-
-
-def _make_speculator(config: EngineConfig, cost: CostModel, always: bool) -> Speculator | None:
-    """Return what chooses draft tokens by the simulated costs, or as if they took no time (`always`); None without
-    speculative decoding."""
-    if config.speculation is None:
-        return None
-    costs, draft, idle_seconds = cost.decode_costs(), cost.draft_cost, cost.coefficients.host_step
-    share = draft.decode_costs().compute_fixed / costs.compute_fixed if draft and costs.compute_fixed else 0.0
-    if always:
-        costs, share, idle_seconds = PreemptionCosts(0.0, 0.0, 1.0, 0.0, 0.0), 0.0, 0.0
-    return Speculator(
-        config.speculation, config.num_speculative_tokens, costs=costs, draft_share=share, idle_seconds=idle_seconds
-    )
 
 
 class _StepRecorder:
