@@ -26,7 +26,7 @@ MAX_INDEXED_TOKENS = 1 << 15  # of a sequence, the latest ones
 MAX_LAG = 16  # tokens by which the draft model may lag behind while it is not used: those of a page
 ROWS_PER_SKIP = 16
 NO_DRAFTS: Mapping[int, tuple[int, ...]] = {}
-FREE_DRAFTS = SpeculationCosts(*[PreemptionCosts(0, 0, 0, 0, 0)] * 2)
+FREE_DRAFTS = SpeculationCosts(PreemptionCosts(0, 0, 0, 0, 0), PreemptionCosts(0, 0, 0, 0, 0))
 
 
 class NgramIndex:
