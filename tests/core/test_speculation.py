@@ -47,7 +47,7 @@ class Recorded(Scheduler):
 
     def record(self) -> None:
         self.log: list[tuple[Sequence, SeqSlice, int]] = []  # sequence, slice, accepted draft tokens
-        self.steps = 0
+        self.plans: list[StepPlan] = []
 
     def update(self, plan: StepPlan, result: StepResult) -> Any:
         drafts = [self.by_slot[row.slot][1] if row.draft_tokens else None for row in plan.slices]
@@ -58,7 +58,7 @@ class Recorded(Scheduler):
         tokens = sum(len(row.tokens) + len(row.draft_tokens) for row in plan.slices)
         assert tokens <= self.token_budget, "the model computes more than the budget"
         assert sum(len(row.tokens) for row in plan.draft_slices) <= self.token_budget, "the draft model does"
-        self.steps += 1
+        self.plans.append(plan)
         return super().update(plan, result)
 
 
@@ -93,6 +93,9 @@ def check_counts(trace: Trace) -> None:
             leading = len(list(takewhile(bool, right)))
             ended = leading == len(right) < count  # what it would have been followed by is not known
             assert accepted == leading or (ended and accepted > leading), "the draft model read other states"
+    for plan in trace.scheduler.plans:  # type: ignore[attr-defined]
+        for row in plan.draft_slices:
+            assert row.slot in {slice.slot for slice in plan.slices}
     assert not trace.scheduler.speculator.seqs, "a sequence is kept that has ended"  # type: ignore[union-attr]
 
 
@@ -313,7 +316,7 @@ class Chain:
 
     def allowed(self, last: int) -> list[int]:
         rng = random.Random(f"{self.seed} {last}")
-        return rng.sample(range(1, VOCAB), rng.choice((1, 1, 2))) + [0] * (rng.random() < 0.2)
+        return rng.sample(range(1, VOCAB), rng.choice((1, 1, 1, 1, 2))) + [0] * (rng.random() < 0.1)
 
     def accept(self, token: int) -> str:
         if token not in self.allowed(self.last):
@@ -382,6 +385,39 @@ def test_drafts_follow_grammars(method: str, depth: int, deferred: bool) -> None
     assert forced > 0
 
 
+class Cycle(Chain):
+    """Two choices of two tokens, then five that are forced, again and again."""
+
+    def allowed(self, last: int) -> list[int]:
+        return [1, 2] if self.count % 7 < 2 else [self.count % 7 + 1]
+
+    def forced_tokens(self) -> tuple[int, ...]:
+        return tuple(range(self.count % 7 + 1, 8)) if self.count % 7 >= 2 else ()
+
+    def copy(self) -> Cycle:
+        return Cycle(self.seed, self.last, self.count)
+
+
+class Cycles(Chains):
+    """A grammar of them."""
+
+    def new_matcher(self) -> Cycle:
+        return Cycle(self.seed)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_a_grammar_forces_tokens_after_a_run_only(penalty: float) -> None:
+    """A run goes on after a token that forces some, which it has already."""
+    trace = opened("ngram")
+    grammar: dict[str, Any] = {"structured": Structured("regex", "cycle"), "grammar": Cycles(0), "ignore_eos": False}
+    ask(trace, "a", (1, 2, 3), max_tokens=45, frequency_penalty=penalty, **grammar)
+    trace.finish()
+    check_counts(trace)
+    tokens = [output.tokens for output in trace.outputs["a"]]
+    assert trace.engine.stats.accepted_tokens > 0
+    assert max(map(len, tokens)) > 4, "nothing is forced"
+
+
 # What is drafted
 
 
@@ -434,16 +470,81 @@ def chosen(speculator: Speculator, requests: list[Request], max_len: int = 2**20
     return [len(drafts.get(i, ())) for i in range(len(requests))]
 
 
-def test_there_are_fewer_drafts_the_more_a_token_costs() -> None:
-    """A step of a GPU that reads 16 GB of weights takes as long for 300 tokens again; on a CPU a few do."""
-    gpu = SpeculationCosts(PreemptionCosts(0, 0, 6e-3, 2e-5, 5e-8), PreemptionCosts(0, 0, 1e-3, 3e-6, 1e-8))
-    cpu = SpeculationCosts(PreemptionCosts(0, 0, 9e-3, 3e-3, 1e-6), PreemptionCosts(0, 0, 3e-3, 1e-3, 1e-7))
-    for costs, count, wanted in (
-        (gpu, 1, 8), (gpu, 8, 8), (gpu, 64, 6), (gpu, 1000, 0), (cpu, 1, 2), (cpu, 8, 0),
-    ):  # fmt: skip
-        speculator = Speculator("draft", 16, costs=costs)
-        requests = [lone([*range(100)]) for _ in range(count)]
-        counts = chosen(speculator, requests)
-        assert len(set(counts)) == 1
-        assert (counts[0] > 0) == (wanted > 0), (costs, count, counts[0])
-        assert counts[0] <= 16
+GPU = SpeculationCosts(PreemptionCosts(0, 0, 6e-3, 2e-5, 5e-8), PreemptionCosts(0, 0, 1e-3, 3e-6, 1e-8))
+CPU = SpeculationCosts(PreemptionCosts(0, 0, 9e-3, 3e-3, 1e-6), PreemptionCosts(0, 0, 3e-3, 1e-3, 1e-7))
+"""Costs of a GPU, where a step takes as long for a hundred tokens as for one, and of a CPU, where it does not."""
+
+
+@pytest.mark.parametrize(
+    ("costs", "batch", "context", "wanted"),
+    [(GPU, 1, 100, 4), (GPU, 8, 100, 4), (GPU, 64, 100, 2), (GPU, 64, 20_000, 0), (GPU, 1000, 100, 0), (CPU, 1, 100, 1),
+     (CPU, 8, 100, 0)],
+)  # fmt: skip
+def test_there_are_fewer_drafts_the_more_they_cost(
+    costs: SpeculationCosts, batch: int, context: int, wanted: int
+) -> None:
+    """A pass of the draft model is shared by all sequences, a verified token is not."""
+    counts = chosen(Speculator("draft", 16, costs=costs), [lone([*range(context)]) for _ in range(batch)])
+    assert counts == [wanted] * batch
+
+
+def test_drafts_are_at_most_what_a_sequence_may_have() -> None:
+    speculator = Speculator("draft", 4, costs=FREE)
+    assert chosen(speculator, [lone([1] * 5, max_tokens=count) for count in (1, 2, 3, 9)]) == [0, 1, 2, 4]
+    assert chosen(speculator, [lone([1] * 5)], max_len=7) == [1]
+    assert chosen(speculator, [lone([1] * 5, speculate=False), lone([1] * 5, beam_width=2)]) == [0, 4]
+
+
+def test_drafts_that_are_wrong_are_given_up_and_tried_again() -> None:
+    speculator, request = Speculator("draft", 4, costs=GPU), lone([*range(100)])
+    [seq] = request.live_seqs
+    counts = []
+    for _ in range(200):
+        [count] = chosen(speculator, [request])
+        counts.append(count)
+        if count:
+            speculator.record(request, seq, SeqSlice(1, (1,), seq.planned, 1, (), speculator.markers[count]), 0)
+        seq.tokens.append(7)
+        seq.planned += 1
+    assert counts[0] == 4
+    assert counts[:40].count(0) > 20, "they are not given up"
+    assert any(counts[100:]), "they are not tried again"
+    assert counts.count(0) > 150
+    assert (request.draft_tokens, request.accepted_tokens) == (sum(counts), 0)
+
+
+def test_a_batch_drafts_by_the_rate_of_each_sequence() -> None:
+    speculator, requests = Speculator("draft", 4, costs=GPU), [lone([*range(100)]) for _ in range(40)]
+    chosen(speculator, requests)
+    for request in requests[::2]:
+        for accepted in (0, 4) * 4:
+            row = SeqSlice(1, (1,), 99, 1, (), speculator.markers[4])
+            speculator.record(request, request.live_seqs[0], row, accepted * (request is requests[0]))
+    counts = chosen(speculator, requests)
+    assert counts[2::2] == [0] * 19, "those of which all were wrong have none"
+    assert counts[0] >= counts[1] > 0
+    assert counts[1::2] == [counts[1]] * 20
+
+
+def test_a_draft_model_that_is_not_used_catches_up_for_all_at_once() -> None:
+    unused = SpeculationCosts(FREE.model, PreemptionCosts(0, 0, 1e9, 0, 0))
+    trace = opened("draft", costs=unused, page=4)
+    for id in "abc":
+        ask(trace, id, (1, 2, ord(id) % 8), max_tokens=40)
+    trace.finish()
+    plans = [plan for plan in trace.scheduler.plans if plan.slices]  # type: ignore[attr-defined]
+    counts = [len(plan.draft_slices) for plan in plans]
+    assert counts[0] == 3, "it computes the prompts"
+    assert [count for count in counts[1:] if count] == [3, 3], "it runs twice for 40 tokens of each"
+    assert {len(row.tokens) for plan in plans[1:] for row in plan.draft_slices} == {17}
+    check_counts(trace)
+
+
+def test_a_draft_model_catches_up_before_it_drafts() -> None:
+    """After n-grams it goes on where they ended, in the same step."""
+    trace = opened("both", k=2)
+    ask(trace, "a", (1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4), max_tokens=30)
+    trace.finish()
+    check_counts(trace)
+    caught_up = [len(row.tokens) for plan in trace.scheduler.plans for row in plan.draft_slices if row.num_samples]  # type: ignore
+    assert max(caught_up) > 2

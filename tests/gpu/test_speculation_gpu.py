@@ -20,7 +20,8 @@ REQUESTS = [
     (prompt(i, length), greedy(48, seed=i, **KINDS[i % len(KINDS)]))
     for i, length in enumerate((5, 130, 17, 64, 300, 1, 33, 250, 90, 16, 71, 128, 40, 200, 9, 77, 150, 31, 48, 260))
 ]
-SETTINGS: dict[str, Any] = {"model_config": "llama-125m", "kv_tokens": 32768, "max_model_len": 1024}
+SETTINGS: dict[str, Any] = {"model_config": "llama-125m", "kv_tokens": 32768, "max_model_len": 1024, "max_num_seqs": 16,
+                            "max_num_batched_tokens": 512}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -69,12 +70,14 @@ def test_tokens_are_the_same(expected: list[Any], settings: dict[str, Any]) -> N
 
 
 def test_a_draft_model_that_is_the_model_is_right() -> None:
-    """Nearly always: sums have another order in batches of another size."""
-    engine = a_speculating()
+    """Always, where it does not lack penalties or a least number of tokens; before and after a sleep."""
+    plain = [(tokens, params) for i, (tokens, params) in enumerate(REQUESTS) if i % len(KINDS) < 4]
+    engine = a_speculating(deterministic=True)
     with nothing_is_compiled():
-        answers(engine, REQUESTS)
-    assert engine.stats.accepted_tokens > 0.9 * engine.stats.draft_tokens > 500
+        expected = answers(engine, plain)
+    assert engine.stats.accepted_tokens == engine.stats.draft_tokens > 400
     engine.sleep(2)
     engine.wake()
-    assert {len(one) for one in answers(engine, REQUESTS)} == {48}
+    assert answers(engine, plain) == expected
+    assert engine.stats.accepted_tokens == engine.stats.draft_tokens > 800
     engine.close()

@@ -35,7 +35,8 @@ def build_masks(
                 matchers.append(seq.matcher)
                 for token in row.draft_tokens:
                     matchers.append(matchers[-1].copy())
-                    matchers[-1].accept(token)
+                    refusal = matchers[-1].accept(token)
+                    assert not refusal, f"slot {row.slot} has a draft token that its grammar refuses: {refusal}"
                 grammar = grammar or request.params.grammar
     return () if grammar is None else tuple(map(TokenBitmask, slots, grammar.compute_masks(matchers)))
 

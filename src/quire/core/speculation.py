@@ -8,7 +8,7 @@ come from the costs of preemptions. There is no clock: the same calls give the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from quire.core.grammar_masks import cut_drafts
@@ -24,8 +24,9 @@ DECAY = 0.9  # weight of earlier verifications after another one
 RETURN_PER_TOKEN = 0.98  # how an estimate returns to the first one while a sequence has no drafts
 MAX_INDEXED_TOKENS = 1 << 15  # of a sequence, the latest ones
 MAX_LAG = 16  # tokens by which the draft model may lag behind while it is not used: those of a page
+ROWS_PER_SKIP = 16
 NO_DRAFTS: Mapping[int, tuple[int, ...]] = {}
-FREE_DRAFTS = SpeculationCosts(*[PreemptionCosts(0, 0, 0, 0, 0)] * 2)
+FREE_DRAFTS = SpeculationCosts(PreemptionCosts(0, 0, 0, 0, 0), PreemptionCosts(0, 0, 0, 0, 0))
 
 
 class NgramIndex:
@@ -136,6 +137,8 @@ class Speculator:
         self.max_tokens, self.lookup, self.costs, self.eos_ids = max_tokens, lookup, costs, frozenset(eos_ids)
         self.markers = [tuple(FIRST_DRAFT - i for i in range(count)) for count in range(max_tokens + 1)]
         self.seqs: dict[int, SeqDrafts] = {}  # by id
+        # After drafts did not pay, `choose` is not tried again so many times, unless half of the requests have gone.
+        self.num_skips = self.skipped_requests = 0
 
     def drafts_for(self, request: Request) -> bool:
         """Return True if the draft model is to compute the tokens of a new request, too. It has no images, and does not
@@ -146,11 +149,14 @@ class Speculator:
             and params.grammar is None and not request.images and request.prefix_name is None
         )  # fmt: skip
 
-    def choose(self, running: Iterable[Request], max_len: int) -> Mapping[int, tuple[int, ...]]:
+    def choose(self, running: Collection[Request], max_len: int) -> Mapping[int, tuple[int, ...]]:
         """Return the draft tokens of the next step by sequence id, those of the draft model as markers.
 
         While steps are in flight their samples are not known, and the answer is an estimate. A sequence has at most
-        `max_len` tokens."""
+        `max_len` tokens. While drafts don't pay, a call costs no more on average than for ROWS_PER_SKIP sequences."""
+        if self.num_skips and len(running) >= self.skipped_requests // 2:
+            self.num_skips -= 1
+            return NO_DRAFTS
         candidates, rows, pairs = list[Candidate](), 0, 0
         for request in running:
             for seq in request.live_seqs:
@@ -162,11 +168,13 @@ class Speculator:
                 most = min(self.max_tokens, seq.prompt_len + request.max_tokens - length - 1, max_len - length - 1)
                 if most > 0 and request.params.speculate and self._is_eligible(request, seq):
                     candidates += self._find_drafts(seq, most)
-        if not candidates:
-            return NO_DRAFTS
-        if self.costs is None:
-            return {one.seq.id: one.tokens or self.markers[one.most] for one in candidates}
-        return self._most_valuable(candidates, rows, pairs, self.costs)
+        drafts = NO_DRAFTS
+        if candidates and self.costs is None:
+            drafts = {one.seq.id: one.tokens or self.markers[one.most] for one in candidates}
+        elif candidates and self.costs is not None:
+            drafts = self._most_valuable(candidates, rows, pairs, self.costs)
+        self.num_skips, self.skipped_requests = 0 if drafts else rows // ROWS_PER_SKIP, len(running)
+        return drafts
 
     @staticmethod
     def _is_eligible(request: Request, seq: Sequence) -> bool:
