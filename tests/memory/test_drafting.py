@@ -80,7 +80,8 @@ def test_a_page_is_published_when_both_models_have_computed_it(name: str) -> Non
     assert compute(memory, seq, 47)
     for drafted in (0, 1, 15, 16, 17, 31, 32, 46, 47):
         draft(memory, seq, drafted)
-        assert memory.seq_pages[1].published_tokens == drafted // memory.key_tokens * memory.key_tokens
+        published, ready = memory.seq_pages[1].published_tokens, drafted // memory.key_tokens * memory.key_tokens
+        assert published == ready, f"{published} tokens are published, and both models have computed {ready}"
         dropped = memory.drops_pages  # its windows have passed these ends before
         hits = [reused(memory, one) for one in (Sequence(2, TEXT), drafting(3, TEXT))]
         assert max(hits) <= drafted // stride * stride

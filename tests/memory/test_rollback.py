@@ -33,13 +33,17 @@ def step(memory: KVMemory, seq: Sequence, drafts: int, accepted: int) -> None:
     memory.check()
 
 
+def published(memory: KVMemory) -> list[set[bytes]]:
+    """The keys of the pages of each group that can be found."""
+    return [set(index) for index in memory.page_pool.index] if isinstance(memory, PagedMemory) else []
+
+
 def contents(memory: KVMemory, seq: Sequence) -> Any:
-    """What a memory holds and publishes, whatever the pages' ids are and how many are held ahead."""
+    """What a memory holds, whatever the pages' ids are and how many are held ahead."""
     if not isinstance(memory, PagedMemory):
         return memory.account().usage.used
     held, ends = memory.seq_pages[seq.id], [one.reads(seq, seq.computed, seq.computed).stop for one in memory.policies]
     return (
-        [set(index) for index in memory.page_pool.index],
         [[page > 0 for page in table[:end]] for table, end in zip(held.tables, ends)],
         (held.published_tokens, held.requested_tokens, held.pruned_tokens),
         memory.account().usage.used,
@@ -60,6 +64,7 @@ def compare(memory: KVMemory, plain: KVMemory, seed: int, prompt: int) -> None:
         accepted = rng.randint(0, drafts)
         step(memory, seqs[0], drafts, accepted)
         step(plain, seqs[1], accepted, accepted)
+        assert published(memory) == published(plain), "a page of rejected tokens is published"
         assert contents(memory, seqs[0]) == contents(plain, seqs[1])
     for one, seq in both:
         one.free(seq)
