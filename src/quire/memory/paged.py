@@ -373,7 +373,7 @@ class PagedMemory(PageTables):
             end = (min(computed, seq.drafted) if seq.drafts else computed) // unit * unit
             if self.caching and not seq_pages.is_stale:
                 self.prefix_cache.publish(seq, seq_pages.published_tokens, end, seq_pages.tables, seq_pages.first_page)
-                self._resolve_pending(seq, seq_pages, computed // unit)  # no one waits for a draft model
+                self._resolve_pending(seq, seq_pages, computed // unit)  # none waits until a draft model catches up
             seq_pages.published_tokens = end
         if seq.id in self.prefix_waiters.waiters:
             self.prefix_waiters.serve_waiters(seq, computed)
