@@ -54,7 +54,7 @@ def assemble(
             config.speculation,
             config.num_speculative_tokens,
             lookup=lookup,
-            costs=speculation_costs,
+            costs=speculation_costs if config.adaptive_speculation else None,
             eos_ids=eos_ids,
         )
     scheduler = Scheduler(

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from quire.core.grammar_masks import cut_drafts
-from quire.core.preemption_costs import SpeculationCosts
+from quire.core.preemption_costs import PreemptionCosts, SpeculationCosts
 from quire.core.request import Request
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import FIRST_DRAFT, SeqSlice
@@ -26,6 +26,7 @@ MAX_INDEXED_TOKENS = 1 << 15  # of a sequence, the latest ones
 MAX_LAG = 16  # tokens by which the draft model may lag behind while it is not used: those of a page
 ROWS_PER_SKIP = 16
 NO_DRAFTS: Mapping[int, tuple[int, ...]] = {}
+FREE_DRAFTS = SpeculationCosts(PreemptionCosts(0, 0, 0, 0, 0), PreemptionCosts(0, 0, 0, 0, 0))
 
 
 class NgramIndex:
@@ -120,7 +121,8 @@ class Candidate(NamedTuple):
 class Speculator:
     """Chooses the draft tokens of each step, at most `max_tokens` of a sequence.
 
-    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens."""
+    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens. Without `costs` a
+    sequence always has as many draft tokens as it can have."""
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class Speculator:
         max_tokens: int,
         *,
         lookup: tuple[int, int] = (2, 5),
-        costs: SpeculationCosts,
+        costs: SpeculationCosts | None,
         eos_ids: Iterable[int] = (),
     ) -> None:
         self.uses_ngrams, self.has_model = method != "draft", method != "ngram"
@@ -167,8 +169,10 @@ class Speculator:
                 if most > 0 and request.params.speculate and self._is_eligible(request, seq):
                     candidates += self._find_drafts(seq, most)
         drafts = NO_DRAFTS
-        if candidates:
-            drafts = self._most_valuable(candidates, rows, self.costs.model.recompute_seconds(rows, pairs))
+        if candidates and self.costs is None:
+            drafts = {one.seq.id: one.tokens or self.markers[one.most] for one in candidates}
+        elif candidates and self.costs is not None:
+            drafts = self._most_valuable(candidates, rows, pairs, self.costs)
         self.num_skips, self.skipped_requests = 0 if drafts else rows // ROWS_PER_SKIP, len(running)
         return drafts
 
@@ -184,9 +188,8 @@ class Speculator:
         drafts = self.seqs.get(seq.id)
         if drafts is None:
             drafts = self.seqs[seq.id] = SeqDrafts(*self.lookup)
-        length = len(seq.tokens)
-        model, draft = self.costs.model, self.costs.draft
-        seconds = model.compute_token + length * model.compute_pair
+        length, costs = len(seq.tokens), self.costs or FREE_DRAFTS
+        seconds = costs.model.compute_token + length * costs.model.compute_pair
         if self.uses_ngrams:
             tokens = drafts.index.propose(seq.tokens, most + seq.pending_samples)[seq.pending_samples :]
             if seq.matcher is not None and not seq.pending_samples:
@@ -194,18 +197,21 @@ class Speculator:
             if tokens:
                 return [Candidate(seq, len(tokens), tokens, drafts.by_ngram.rate(length), seconds)]
         if seq.drafts:
-            seconds += draft.compute_token + length * draft.compute_pair
+            seconds += costs.draft.compute_token + length * costs.draft.compute_pair
             return [Candidate(seq, most, (), drafts.by_model.rate(length), seconds)]
         return []
 
-    def _most_valuable(self, candidates: list[Candidate], rows: int, seconds: float) -> Mapping[int, tuple[int, ...]]:
-        """Return the drafts that raise the tokens per second of a step of `rows` tokens that takes `seconds`.
+    def _most_valuable(
+        self, candidates: list[Candidate], rows: int, pairs: int, costs: SpeculationCosts
+    ) -> Mapping[int, tuple[int, ...]]:
+        """Return the drafts that raise the tokens per second of a step of `rows` tokens, which attend to `pairs`
+        positions.
 
         The i-th draft token of a sequence is accepted with probability rate ** i. It pays if the time that it takes
         yields more tokens than as much time of a plain step; a pass of the draft model pays for all its sequences."""
-        tokens_per_second = rows / seconds
+        tokens_per_second = rows / costs.model.recompute_seconds(rows, pairs)
         counts: dict[int, int] = {}
-        gain, cost, pass_seconds = 0.0, self.costs.idle_seconds, self.costs.draft.compute_fixed
+        gain, cost, pass_seconds = 0.0, costs.idle_seconds, costs.draft.compute_fixed
         active = candidates
         for i in range(1, self.max_tokens + 1):
             active = [one for one in active if one.most >= i and one.rate**i >= one.seconds * tokens_per_second]
