@@ -275,16 +275,9 @@ class ModelRunner:
             model, logits, store, backend, sampled, store.staging, max_rows, epilogues, capturer, self.image_inputs
         )
         self.mixed_graphs = MixedGraphs(
-            model,
-            logits,
-            store,
-            backend,
-            sampled,
-            self.spec.hidden,
-            self.decode_graphs.capture_sizes,
-            epilogues,
+            model, logits, store, backend, sampled, self.spec.hidden, self.decode_graphs.capture_sizes, epilogues,
             capturer,
-        )
+        )  # fmt: skip
 
     def _logits_fn(self) -> Callable[[Tensor], Tensor]:
         """Return the function that computes a graph's logits: only this rank's if the vocabulary is sharded."""
@@ -563,11 +556,17 @@ class ModelRunner:
         if hasattr(self, "store"):
             self.kv_config = self.store.kv_config
         self._release_pages()
-        for runner in (self, *filter(None, [self.draft_runner])):
+        for runner in self._runners:
             runner._release_weights(level)
         self._release_memory()
 
+    @property
+    def _runners(self) -> tuple[ModelRunner, ...]:
+        """This runner and the draft model's, if there is one."""
+        return (self,) if self.draft_runner is None else (self, self.draft_runner)
+
     def _release_weights(self, level: int) -> None:
+        """Move the weights to host memory, or drop them (level 2)."""
         if level == 2:
             assert self.make_model is not None, "a sleep of level 2 needs `make_model`"
             self.model, self.offloaded_weights = None, None
@@ -575,6 +574,7 @@ class ModelRunner:
             self.offloaded_weights = OffloadedWeights(self.model, self.device)
 
     def _restore_weights(self) -> None:
+        """Undo `_release_weights`."""
         if self.offloaded_weights is not None:
             self.offloaded_weights.restore()
             self.offloaded_weights = None
@@ -585,7 +585,7 @@ class ModelRunner:
     def wake(self, tags: Sequence[str]) -> None:
         """See core.runner.SleepableRunner. If memory does not suffice, the runner stays asleep."""
         if "weights" in tags:
-            for runner in (self, *filter(None, [self.draft_runner])):
+            for runner in self._runners:
                 runner._restore_weights()
         if "kv_cache" in tags:
             assert self.kv_config is not None, "wake without sleep"
