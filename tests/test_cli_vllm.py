@@ -50,6 +50,22 @@ from quire.server.options import ServeOptions
         ),
         (["--max-model-len", "auto"], []),
         (["--no_enable_prefix_caching", "--enforce_eager"], ["--no-enable-prefix-caching", "--no-cuda-graphs"]),
+        (
+            ["--speculative_config", '{"model": "a/b", "num_speculative_tokens": 5, "method": "draft_model"}'],
+            ["--speculative-model", "a/b", "--num-speculative-tokens", "5", "--speculative-method", "draft"],
+        ),
+        (
+            ["-sc", '{"model": "a/b", "method": null, "draft_tensor_parallel_size": 2}', "-tp", "2"],
+            ["--speculative-model", "a/b", "-tp", "2"],
+        ),
+        (
+            ["--speculative-config", '{"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}'],
+            ["--speculative-method", "ngram", "--prompt-lookup-max", "4", "--prompt-lookup-min", "1"],
+        ),
+        (
+            ["--speculative-config", '{"model": "[ngram]", "prompt_lookup_max": 4}'],
+            ["--speculative-method", "ngram", "--prompt-lookup-max", "4", "--prompt-lookup-min", "4"],
+        ),
     ],
 )
 def test_the_same_settings(command: str, given: list[str], same: list[str]) -> None:
@@ -100,6 +116,24 @@ def test_what_is_no_size(text: str) -> None:
         (["--rank-timeout", "0"], "--rank-timeout is 0.0. It must be between 0.1 and 86400"),
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype: invalid choice: 'fp8' (choose from 'auto', 'int8')"),
         (["--calculate-kv-scales"], "every head and token has a scale of its own"),
+        (["-sc", "{}"], "names neither a method nor a model. It may have: method, model, num_speculative_tokens,"),
+        (["-sc", '{"method": "eagle3", "model": "a/b"}'], "has method 'eagle3', which is not supported yet. Choose"),
+        (["-sc", '{"method": "deepseek_mtp"}'], "has method 'deepseek_mtp', which is not supported yet. Choose one"),
+        (["-sc", '{"method": "guess"}'], "has method 'guess'. Choose one of: draft_model, draft, ngram, both"),
+        (["-sc", '{"method": 3}'], "has method '3'. It must be a string"),
+        (["-sc", '{"model": "a", "quantization": "fp8"}'], "has 'quantization'. It may have: method, model, num_spec"),
+        (["-sc", '{"method": "draft_model"}'], "--speculative-method is draft, and there is no draft model. Give"),
+        (["-sc", '{"method": "ngram", "model": "a"}'], "is ngram, and --speculative-model is given. Leave one out"),
+        (["-sc", '{"model": "a", "num_speculative_tokens": "3"}'], "tokens is '3'. It must be a whole number between"),
+        (["-sc", '{"model": "a", "num_speculative_tokens": 17}'], "tokens is 17. It must be between 1 and 16"),
+        (["-sc", '{"model": "a", "draft_tensor_parallel_size": 1}', "-tp", "2"], "size 1, and --tp is 2. Leave it out"),
+        (["-sc", '{"model": "a"}', "--speculative-model", "a"], "They set the same: give one of them"),
+        (["-sc", "ngram"], "'ngram' is not JSON"),
+        (["--speculative-model", ""], "--speculative-model is ''. Name a model"),
+        (["--speculative-method", "both"], "--speculative-method is both, and there is no draft model"),
+        (["--prompt-lookup-min", "6"], "--prompt-lookup-min is 6, and --prompt-lookup-max 5. The first must not be"),
+        (["--speculative-method", "ngram", "--memory", "ft"], "--memory is ft, and speculative decoding is on. Use"),
+        (["--speculative-method", "ngram", "--pp", "2"], "--pp is 2, and speculative decoding is on. Use --tp"),
     ],
 )
 def test_contradictions_and_refusals(capsys: pytest.CaptureFixture[str], given: list[str], words: str) -> None:
@@ -119,7 +153,8 @@ FOREIGN = {
     "--data-parallel-sizes": "--tp divides a model among ranks",
     "-dp": "--tp divides a model among ranks",
     "--enable-lora": "merge adapters",
-    "--speculative_config": "there is no speculative decoding",
+    "--speculative-max-model-len": "see --speculative-config",
+    "--ngram-prompt-lookup-max": "see --speculative-config",
     "--guided-decoding-backend": "llguidance makes all grammars",
     "--limit-mm-per-prompt": "see --max-images",
     "--code-revision": "no code of a model's folder ever runs",

@@ -1,96 +1,191 @@
-"""The bundled model with its draft model: the tokens are those without, whatever serves them; greedy ones are those of
-transformers."""
+"""A draft model at the start: where it is found, what is refused, and what it takes of the memory."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
-import quire
-from quire import LLM, SamplingParams
-from quire.core.speculation import Candidate, Speculator
+import quire.startup.checkpoint
+from quire.config import EngineConfig
+from quire.errors import StartupError
+from quire.llm import LLM
+from quire.pool import Pool
+from quire.protocol.parallel_layout import Shard
+from quire.startup.build import build_engine, describe_memory_plan
+from quire.startup.checkpoint import read_checkpoint
+from quire.startup.dtypes import kv_namespace, quantization_savings
+from quire.startup.memory_plan import activation_bytes, graph_bytes
+from quire.startup.speculation import check_speculation
+from quire.text.input_processor import engine_config
 
-FOLDER = Path(quire.__file__).parent / "assets" / "tiny"
-SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_tokens": 4096, "max_num_seqs": 8, "device": "cpu", "threads": 1}
-TEXTS = ("Once upon a time there was a little girl who", "The cat sat on the", "Tom and Lily went to the", "One day, a")
-KINDS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 20, "top_p": 0.9},
-    {"temperature": 0.7, "repetition_penalty": 1.2, "logprobs": 2}, {"temperature": 1.0, "min_tokens": 30},
-    {"temperature": 1.0, "bad_words": [" the girl", " was"]}, {"temperature": 0.9, "n": 2}, {"beam_width": 2},
-)  # fmt: skip
-PARAMS = [SamplingParams(max_tokens=40, ignore_eos=i % 2 == 0, seed=i, **kind) for i, kind in enumerate(KINDS)]
-
-
-def served(**settings: Any) -> tuple[list[Any], Any]:
-    """Return the tokens and the text of each request's branches, and the statistics."""
-    with LLM("tiny", **{**SETTINGS, **settings}) as llm:
-        outputs = llm.generate([TEXTS[i % len(TEXTS)] for i in range(len(PARAMS))], PARAMS)
-        return [[(one.token_ids, one.text) for one in output.outputs] for output in outputs], llm.engine.stats
+ASSETS = Path(quire.startup.checkpoint.__file__).parents[1] / "assets"
 
 
-@pytest.fixture(autouse=True)
-def _all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are verified wherever there are some, at any cost."""
-
-    def choose(self: Speculator, candidates: list[Candidate], *_: object) -> dict[int, tuple[int, ...]]:
-        counts = {one.seq.id: min(one.most, self.max_tokens) for one in candidates}
-        return {one.seq.id: one.tokens or self.markers[counts[one.seq.id]] for one in candidates}
-
-    monkeypatch.setattr(Speculator, "_most_valuable", choose)
+def edited(tmp_path: Path, name: str = "tiny-draft", /, **settings: Any) -> str:
+    """Return a copy of a bundled model with other settings in its config.json."""
+    folder = tmp_path / "copy"
+    shutil.copytree(ASSETS / name, folder)
+    config = json.loads((folder / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[Any]:
-    return served()[0]
+def checked(**settings: Any) -> Any:
+    config = EngineConfig(device="cpu", **settings)
+    return check_speculation(config, read_checkpoint(config, weights=False))
 
 
-DRAFT = {"speculative_model": "tiny-draft"}
+def plan_of(**settings: Any) -> dict[str, str]:
+    """Return the lines of `quire plan` by their names."""
+    return dict(line.split(maxsplit=1) if line.split()[0] not in ("draft",) else (line[:12].strip(), line[13:])
+                for line in describe_memory_plan(EngineConfig(**settings), 80.0))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tiny-draft", str(ASSETS / "tiny-draft")])
+def test_a_draft_model_is_found_as_the_model_is(name: str) -> None:
+    source = read_checkpoint(EngineConfig(speculative_model=name))
+    assert (source.name, source.draft.name, source.draft.path) == ("tiny", "tiny-draft", ASSETS / "tiny-draft")
+    assert source.draft.draft is None
+    assert read_checkpoint(EngineConfig(speculative_method="ngram")).draft is None
+
+
+def test_the_memory_has_both_models_layers() -> None:
+    source = read_checkpoint(EngineConfig(speculative_model="tiny-draft"))
+    assert [layer.is_draft for layer in source.pool_spec.layers] == [False] * 6 + [True] * 2
+    assert source.pool_spec.parameters == source.spec.parameters + source.draft.spec.parameters
+    assert read_checkpoint(EngineConfig()).pool_spec.parameters == source.spec.parameters
+    config = EngineConfig(kv_cache_dtype="int8")
+    assert all(layer.has_int8_kv for layer in source.with_stored_dtypes(config, 2).pool_spec.layers)
+    assert kv_namespace(config, source, "float32") != kv_namespace(config, source._replace(draft=None), "float32")
+
+
+def test_ranks_divide_the_draft_model_as_the_model() -> None:
+    config = EngineConfig(model_config="llama3-8b", speculative_model="llama3.2-1b", dummy_weights=True)
+    part = read_checkpoint(config).for_shard(Shard(1, 4))
+    assert {layer.kv_heads for layer in part.pool_spec.layers} == {2}
+    odd = EngineConfig(model="tiny", speculative_model="tiny-draft")
+    with pytest.raises(StartupError, match=r"^the draft model: .*heads"):
+        read_checkpoint(odd).for_shard(Shard(0, 4))
+
+
+def test_the_plan_has_the_draft_models_weights_and_kv() -> None:
+    few = {"device": "cuda", "model_config": "llama3.1-8b", "max_num_seqs": 64}
+    alone, both = plan_of(**few), plan_of(**few, speculative_model="llama3.2-1b")
+    assert both["model"] == alone["model"]
+    assert both["weights"] == alone["weights"]
+    assert both["draft model"] == "2.30 GiB: llama3.2-1b, 1,235,814,400 parameters"
+    assert "tokens of 131,072 bytes" in alone["KV"]
+    assert "tokens of 163,840 bytes" in both["KV"]
+    assert both["draft KV"].startswith("32,768 bytes of each token's")
+    assert "16 layers of the draft model, full, 524,288 bytes for 16 tokens" in "".join(
+        describe_memory_plan(EngineConfig(**few, speculative_model="llama3.2-1b"), 80.0)
+    )
+
+
+def test_rows_of_logits_count_draft_tokens() -> None:
+    """Each sequence has the logits of its draft tokens, too."""
+    config = EngineConfig(max_num_seqs=512, max_num_batched_tokens=8192)
+    spec = read_checkpoint(EngineConfig(model_config="llama3-8b"), weights=False).spec
+    speculating = EngineConfig(
+        max_num_seqs=512, max_num_batched_tokens=8192, speculative_method="ngram", num_speculative_tokens=4
+    )
+    more = activation_bytes(speculating, spec, 2) - activation_bytes(config, spec, 2)
+    assert more == 512 * 4 * 16 * spec.vocab_size
+    assert graph_bytes(speculating, spec, 2) > graph_bytes(config, spec, 2)
+
+
+def test_the_draft_models_weights_are_quantized_too() -> None:
+    config = EngineConfig(quantization="int8", device="cpu", speculative_model="tiny-draft")
+    source = read_checkpoint(config)
+    parts = [
+        quantization_savings(config, one, "bfloat16", "cpu") for one in (source._replace(draft=None), source.draft)
+    ]
+    assert quantization_savings(config, source, "bfloat16", "cpu") == sum(parts)
+    assert min(parts) > 0
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "words"),
     [
-        DRAFT,
-        {"speculative_method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1},
-        {**DRAFT, "speculative_method": "both", "num_speculative_tokens": 8, "prompt_lookup_min": 1},
-        {**DRAFT, "attention": "sdpa", "page_size": 4, "max_num_batched_tokens": 16},
-        {**DRAFT, "cuda_graphs": False, "kv_cache_dtype": "auto", "debug": True},
-        {**DRAFT, "kv_tokens": 256, "preemption": "recompute", "debug": True},
-        {**DRAFT, "kv_tokens": 256, "preemption": "swap", "swap_gib": 0.1, "debug": True},
-        {**DRAFT, "tp": 2},
+        ({"model_config": "llama3-8b", "speculative_model": "llama-125m"},
+         "the draft model llama-125m has 32000 tokens, and llama3-8b 128256"),
+        ({"model": "tiny-draft", "speculative_model": "tiny"},
+         "the draft model tiny has 5,213,440 parameters, and tiny-draft only 762,496"),
+        ({"speculative_model": "tiny-vision"}, "the draft model tiny-vision takes images"),
+        ({"model_config": "jamba-52b", "speculative_model": "jamba-52b"}, "jamba-52b keeps running states, which"),
+        ({"model_config": "jamba-52b", "speculative_method": "ngram"}, "jamba-52b keeps running states, which"),
+        ({"model_config": "pyramidkv-8b", "speculative_method": "ngram"}, "keeps a part of each prompt, which"),
+        ({"model_config": "paligemma2-10b", "speculative_method": "ngram"}, "attends both ways in prompts"),
+        ({"model_config": "llama3-8b", "speculative_model": "pyramidkv-8b"}, "keeps a part of each prompt"),
+        ({"model_config": "llama3-8b", "speculative_model": "llama3.2-1x"},
+         "--speculative-model 'llama3.2-1x' can't be used: .*Did you mean llama3.2-1b"),
+        ({"speculative_model": "/nonexistent"}, "--speculative-model '/nonexistent' can't be used: there is no folder"),
+        ({"speculative_model": str(ASSETS)}, "can't be used: .* has no config.json"),
+        ({"model_config": "llama3.1-8b", "speculative_model": "llama3-8b", "max_model_len": 9000},
+         "--max-model-len is 9000, and the draft model llama3-8b takes 8192 tokens"),
     ],
-    ids=str,
-)
-def test_tokens_are_those_without_drafts(expected: list[Any], settings: dict[str, Any]) -> None:
-    tokens, stats = served(**settings)
-    assert tokens == expected
-    assert stats.accepted_tokens > 0
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(StartupError, match=words) as error:
+        checked(**settings)
+    assert error.value.remedy
 
 
-def test_greedy_tokens_are_those_of_transformers() -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
-    with LLM("tiny", **SETTINGS, **DRAFT) as llm:
-        for text in TEXTS:
-            ids = llm.tokenizer.encode(text)
-            output = llm.generate([ids], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))[0].outputs[0]
-            given = torch.tensor([ids])
-            theirs = model.generate(
-                given, attention_mask=torch.ones_like(given), max_new_tokens=60, do_sample=False, eos_token_id=None
-            )
-            assert output.token_ids == theirs[0, len(ids) :].tolist()
+def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    """Of the same number, too. Added tokens may differ, and a draft model without a tokenizer is taken."""
+    folder = edited(tmp_path)
+    file = Path(folder) / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["added_tokens"][-1]["content"] = "<renamed>"
+    file.write_text(json.dumps(content))
+    assert checked(speculative_model=folder).draft.name == "copy"
+    words = content["model"]["vocab"]
+    first, second = list(words)[2000:2002]
+    words[first], words[second] = words[second], words[first]
+    file.write_text(json.dumps(content))
+    with pytest.raises(StartupError, match=r"token \d+ is '.*' for the draft model copy, and '.*' for tiny"):
+        checked(speculative_model=folder)
+    file.unlink()
+    (Path(folder) / "tokenizer_config.json").unlink()
+    assert checked(speculative_model=folder).draft.name == "copy"
 
 
-def test_both_models_sleep_and_wake() -> None:
-    with LLM("tiny", **SETTINGS, **DRAFT) as llm:
-        params = SamplingParams(temperature=0, max_tokens=30)
-        expected = llm.generate(list(TEXTS), params)
-        for level in (1, 2):
-            llm.engine.sleep(level)
-            llm.engine.wake()
-            again = llm.generate(list(TEXTS), params)
-            assert [one.outputs[0].token_ids for one in again] == [one.outputs[0].token_ids for one in expected]
-        assert llm.engine.stats.accepted_tokens > 0
+def test_a_model_of_embeddings_is_no_draft_model(tmp_path: Path) -> None:
+    folder = Path(edited(tmp_path))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    with pytest.raises(StartupError, match="the draft model copy makes embeddings"):
+        checked(speculative_model=str(folder))
+
+
+def test_a_draft_model_limits_sequences_to_its_length(tmp_path: Path) -> None:
+    folder = edited(tmp_path, max_position_embeddings=1000)
+    source = checked(speculative_model=folder)
+    assert source.pool_spec.max_len == 1000
+    assert "sequences may have 1,000 tokens, as many as the draft model was made for" in source.notices
+    assert checked(speculative_model=folder, max_model_len=1000).notices == ()
+    assert plan_of(device="cpu", speculative_model=folder)["longest"].startswith("1,000 tokens")
+
+
+def test_an_engine_is_refused_before_it_is_built() -> None:
+    config = EngineConfig(model="tiny-draft", device="cpu", speculative_model="tiny")
+    with pytest.raises(StartupError, match="has 5,213,440 parameters"):
+        build_engine(config, read_checkpoint(config), ())
+    with pytest.raises(StartupError, match="tiny decodes speculatively, which no model of a pool does"):
+        Pool([EngineConfig(device="cpu", speculative_method="ngram")], kv_gib=0.1)
+
+
+def test_vllms_form_of_the_settings() -> None:
+    config = engine_config("a/b", {"speculative_config": {"model": "c/d", "num_speculative_tokens": 2}})
+    assert config == EngineConfig(model="a/b", speculative_model="c/d", num_speculative_tokens=2)
+    two = {"method": "ngram", "draft_tensor_parallel_size": 2}
+    assert engine_config(None, {"tensor_parallel_size": 2, "speculative_config": two}).speculation == "ngram"
+    assert engine_config(None, {"speculative_config": None}) == EngineConfig()
+    with pytest.raises(StartupError, match="speculative_config and speculative_model are both given"):
+        engine_config(None, {"speculative_config": {"model": "c/d"}, "speculative_model": "c/d"})
+    with pytest.raises(StartupError, match=r"--speculative-config is '\[3\]'. It must be an object"):
+        LLM(speculative_config=[3])

@@ -25,6 +25,12 @@ ASSOCIATIONS = ("paper", "bulk", "none")
 GENERATION_PARAMS = tuple(declared.name for declared in DEVICE_NUMBERS if declared.param.model_default)
 """The parameters of generation_config.json that become the defaults of requests."""
 SPECULATIONS = ("draft", "ngram", "both")
+SPECULATION_NAMES = {"draft_model": "draft"} | {name: name for name in SPECULATIONS}
+"""SPECULATIONS by vLLM's names of methods, and by their own."""
+SPECULATIVE_CONFIG_KEYS = (
+    "method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",
+    "draft_tensor_parallel_size",
+)  # fmt: skip
 MAX_DRAFT_TOKENS = 16
 MAX_SEQS = 65535  # the most blocks in a dimension of a CUDA grid
 DEFAULT_BATCH_LIMITS = {"cpu": (256, 2048), "cuda": (1024, 8192)}
@@ -265,6 +271,9 @@ class EngineConfig:
     num_speculative_tokens: int = advanced(
         3, "most draft tokens of a sequence that a step verifies", bounds=(1, MAX_DRAFT_TOKENS), metavar="K"
     )
+    adaptive_speculation: bool = advanced(
+        True, "verify fewer draft tokens, or none, where more would not pay, by estimates of acceptance and time"
+    )
     prompt_lookup_min: int = advanced(2, "fewest tokens that ngram looks up", bounds=(1, 64))
     prompt_lookup_max: int = advanced(5, "most tokens that ngram looks up", bounds=(1, 64))
     tp: int = setting(
@@ -445,3 +454,45 @@ class EngineConfig:
     def has_rank_processes(self) -> bool:
         """True if ranks have processes of their own."""
         return self.world_size > 1 or self.executor in ("process", "ray")
+
+
+def parse_speculative_config(given: Any, tp: int) -> dict[str, Any]:
+    """Return the settings of EngineConfig that vLLM's speculative_config `given` sets, an object with some of
+    SPECULATIVE_CONFIG_KEYS. `tp` is the model's. Raise StartupError for an unknown key or method, and for a draft model
+    that is not divided as the model is. Values are checked by EngineConfig."""
+    known = f"It may have: {', '.join(SPECULATIVE_CONFIG_KEYS)}"
+    if not isinstance(given, Mapping):
+        raise StartupError(f"--speculative-config is {str(given)[:80]!r}", f"It must be an object. {known}")
+    values = {name: value for name, value in given.items() if value is not None}
+    if unknown := next((name for name in values if name not in SPECULATIVE_CONFIG_KEYS), None):
+        raise StartupError(f"--speculative-config has {str(unknown)[:80]!r}", known)
+    method, model = values.get("method"), values.get("model")
+    for name, value in (("method", method), ("model", model)):
+        if not isinstance(value, str | None):
+            raise StartupError(f"--speculative-config has {name} {str(value)[:80]!r}", "It must be a string")
+    if model in ("ngram", "[ngram]"):  # vLLM's older form
+        method, model = method or "ngram", None
+    if method is not None and method not in SPECULATION_NAMES:
+        unsupported = method in ("eagle", "eagle3", "medusa", "mlp_speculator", "suffix") or method.endswith("mtp")
+        raise StartupError(
+            f"--speculative-config has method {method[:80]!r}"
+            + (", which is not supported yet" if unsupported else ""),
+            f"Choose one of: {', '.join(SPECULATION_NAMES)}",
+        )
+    if method is None and model is None:
+        raise StartupError("--speculative-config names neither a method nor a model", known)
+    if values.get("draft_tensor_parallel_size", tp) != tp:
+        raise StartupError(
+            f"--speculative-config has draft_tensor_parallel_size {str(values['draft_tensor_parallel_size'])[:80]}, "
+            f"and --tp is {tp}",
+            "Leave it out: the draft model is divided as the model is",
+        )
+    lookups = [values[name] for name in ("prompt_lookup_min", "prompt_lookup_max") if name in values]
+    if lookups:  # as in vLLM, one alone is the other, too
+        values |= {"prompt_lookup_min": lookups[0], "prompt_lookup_max": lookups[-1]}
+    numbers = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+    return {
+        "speculative_model": model,
+        "speculative_method": None if method is None else SPECULATION_NAMES[method],
+        **{name: values[name] for name in numbers if name in values},
+    }

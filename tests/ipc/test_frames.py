@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from quire import errors
 from quire.config import EngineConfig
-from quire.core.outputs import BranchOutput, EngineStats
+from quire.core.outputs import NO_DRAFTS, BranchOutput, DraftCounts, EngineStats
 from quire.core.validation import EngineLimits
 from quire.errors import EngineDead, InputError, QuireError, StartupError
 from quire.ipc import frames
@@ -74,15 +74,16 @@ tokens = st.lists(small, max_size=5).map(tuple)
 tops = st.lists(
     st.builds(TopLogprobs, small, finite, small, tokens, st.lists(finite, max_size=3).map(tuple)), max_size=3
 )
+drafts = st.builds(DraftCounts, small, small)
 outputs = st.builds(
     BranchOutput, st.just(""), st.integers(0, 300), tokens, st.just(""), st.just(()), st.none(), st.none(),
     st.just(False),
-    finite, st.none(), small, st.just(()),
+    finite, st.none(), small, st.just(()), drafts,
 )  # fmt: skip
 ended = st.builds(
     BranchOutput, st.just(""), st.integers(0, 300), tokens, st.just(""), tops.map(tuple),
     st.sampled_from(["stop", "length", "abort", "error"]), st.none() | small | texts, st.booleans(), finite,
-    st.none() | tops.map(tuple), small, st.lists(finite, max_size=3).map(tuple),
+    st.none() | tops.map(tuple), small, st.lists(finite, max_size=3).map(tuple), st.just(NO_DRAFTS) | drafts,
 )  # fmt: skip
 progress = st.builds(RequestProgress, unsigned, unsigned, st.none() | finite, st.none() | finite, unsigned, unsigned)
 
@@ -90,6 +91,7 @@ progress = st.builds(RequestProgress, unsigned, unsigned, st.none() | finite, st
 def some_facts() -> EngineMetrics:
     stats = EngineStats()
     stats.steps, stats.rows, stats.prompt_tokens, stats.generated_tokens, stats.computed_tokens = 5, 4, 3, 2, 1
+    stats.num_drafts, stats.draft_tokens, stats.accepted_tokens, stats.accepted_per_pos = 6, 7, 8, [9] * 16
     stats.step_seconds, stats.idle_seconds, stats.finished = 0.25, 0.5, {"stop": 3}
     account = Account(
         Usage(1, 2, 3, 4, 5, 6), Sharing(*range(13)), (TypeUsage("full", 1, 2, 3), TypeUsage("window-6", 4, 5, 6))

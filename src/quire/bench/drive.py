@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from quire.bench.latency import Trace
+from quire.bench.latency import Trace, draft_facts
 from quire.bench.workloads import Job
 from quire.core.engine import Engine
 from quire.core.outputs import BranchOutput
@@ -77,7 +77,8 @@ class Watch:
             "swapped_out_bytes": sharing.swapped_out, "swapped_in_bytes": sharing.swapped_in,
             "copied_pages": sharing.copies, "prefix_hit_tokens": sharing.hits, "prefix_query_tokens": sharing.queries,
             "encoder_runs": sharing.encoder_runs, "encoder_parts": sharing.encoder_parts,
-            "picture_hits": sharing.picture_hits,
+            "picture_hits": sharing.picture_hits, "num_drafts": stats.num_drafts, "draft_tokens": stats.draft_tokens,
+            "accepted_tokens": stats.accepted_tokens,
         }  # fmt: skip
 
     def step(self, outputs: Sequence[BranchOutput]) -> None:
@@ -95,12 +96,13 @@ class Watch:
         """Return the counters since the start. `mean_batch` is rows a step: the sequences that a step computed."""
         counts = {name: count - self._before[name] for name, count in self._counters().items()}
         rows = counts.pop("rows")
+        drafts = draft_facts(*(counts.pop(name) for name in ("num_drafts", "draft_tokens", "accepted_tokens")))
         usage = {
             name: sum(sample[i] for sample in self._samples) / len(self._samples)
             for i, name in enumerate(Usage._fields)
         }
         return {
-            **counts, "mean_batch": rows / counts["steps"], "mean_running": self._running / self._steps,
+            **counts, **drafts, "mean_batch": rows / counts["steps"], "mean_running": self._running / self._steps,
             "memory_bytes": usage, "memory_samples": len(self._samples),
             "sharing_saved": self._saved / self._tables if self._tables else 0.0,
         }  # fmt: skip

@@ -5,8 +5,8 @@ Independent of any engine: a trace may come from this process, a server or a sim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,3 +69,22 @@ def totals(traces: Sequence[Trace], seconds: float) -> dict[str, float | int]:
         "output_tokens_per_s": output / seconds, "total_tokens_per_s": (prompt + output) / seconds,
         "requests_per_s": len(traces) / seconds,
     }  # fmt: skip
+
+
+def draft_facts(num_drafts: int, drafted: int, accepted: int) -> dict[str, float | int]:
+    """Return the results of speculative decoding, from the number of verifications, and of draft tokens and accepted
+    ones; nothing without any. The length counts the token that each verification adds."""
+    if not num_drafts:
+        return {}
+    return {
+        "num_drafts": num_drafts, "draft_tokens": drafted, "accepted_tokens": accepted,
+        "acceptance_rate": accepted / drafted, "mean_accepted_length": 1 + accepted / num_drafts,
+    }  # fmt: skip
+
+
+def draft_line(facts: Mapping[str, Any]) -> str:
+    """Describe the results of `draft_facts` in one line."""
+    return (
+        f"{facts['acceptance_rate']:.1%} of {facts['draft_tokens']:,} draft tokens accepted, mean accepted length "
+        f"{facts['mean_accepted_length']:.2f}"
+    )

@@ -17,7 +17,7 @@ from quire.bench.arrivals import poisson
 from quire.bench.client import Asking, Client, progress
 from quire.bench.document import document, short, table, write
 from quire.bench.drive import Decoding, Load, drive
-from quire.bench.latency import latencies, totals
+from quire.bench.latency import draft_line, latencies, totals
 from quire.bench.machine import QUIET, Others, peak_rss, seconds_alive
 from quire.bench.pictured import Eyes, posted
 from quire.bench.traces import tokenizer_of
@@ -205,6 +205,9 @@ def show(results: Sequence[dict[str, Any]]) -> str:
             short(run.get("mean_batch")), used, run.get("preemptions", "-"), f"{run['cores_used_by_others']:.2f}",
         ))  # fmt: skip
     lines = [table(head, rows)]
+    for result in results:
+        if "num_drafts" in result["median"]:
+            lines.append(f"{result['workload']}: {draft_line(result['median'])}")
     if results and "start_up_s" in results[0]:
         peak = max(result["peak_rss_bytes"] for result in results)
         ready = results[0]["start_up_s"]

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.bench.latency import draft_facts
+
 PREFIXES = ("quire_", "vllm:")
 LATENCIES = {
     "ttft_s": "time_to_first_token_seconds",
@@ -69,6 +71,9 @@ def between(before: Scrape | None, after: Scrape | None, tokens: int, seconds: f
     idle = difference(before, after, "engine_idle_seconds_total", "")
     if steps and idle:
         facts["steps"], facts["idle_ms_per_step"] = round(steps), 1000 * sum(idle.values()) / steps
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    counts = [difference(before, after, f"spec_decode_num_{name}_total", "") for name in names]
+    facts |= draft_facts(*(round(sum(count.values())) for count in counts))
     return facts or None
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from quire.bench.document import short, table
 from quire.bench.fleet import Sent
-from quire.bench.latency import spread
+from quire.bench.latency import draft_line, spread
 from quire.bench.workloads import Job
 
 BUSIEST = 0.9  # CPU use of a core, in a client's busiest half second
@@ -216,6 +216,8 @@ def _sides(run: dict[str, Any]) -> Iterable[str]:
         yield f"server's processor time: {each}"
     if "idle_ms_per_step" in server:
         yield f"its {server['steps']:,} steps waited for the host {server['idle_ms_per_step']:.3f} ms each on a GPU"
+    if "num_drafts" in server:
+        yield draft_line(server)
     if "memory" in server:
         yield from _held(server["memory"])
     clients = run["clients"]

@@ -8,6 +8,7 @@ import json
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from quire.cli.vllm_flags import SPECULATIVE_SETTINGS
 from quire.errors import StartupError
 from quire.files import read_bounded
 
@@ -20,6 +21,7 @@ EQUIVALENT_ARGUMENTS = (
     {"attention", "attention_backend"},
     {"cuda_graphs", "enforce_eager"},
     {"dummy_weights", "load_format"},
+    {"speculative_config", *SPECULATIVE_SETTINGS},
 )
 
 
@@ -76,7 +78,7 @@ def _format_argument(flag: str, value: Any, action: argparse.Action, actions: Co
     elif isinstance(value, list) and (action.nargs == "+" or isinstance(action, argparse._AppendAction)):
         items = [_format_scalar(flag, item) for item in value]
         yield from [flag, *items] if action.nargs == "+" and items else [f"{flag}={item}" for item in items]
-    elif isinstance(value, dict) and flag == "--override-generation-config":
+    elif isinstance(value, dict) and action.metavar == "JSON":
         yield f"{flag}={json.dumps({str(name): _check_scalar(flag, item) for name, item in value.items()})}"
     else:
         yield f"{flag}={_format_scalar(flag, value)}"

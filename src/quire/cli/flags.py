@@ -7,30 +7,17 @@ on.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import Field, fields
 from typing import Any
 
-from quire.cli.parser import Advanced, HelpAll
+from quire.cli.parser import Advanced, HelpAll, json_object
 from quire.cli.vllm_flags import SETTING_PARSERS, add_vllm_flags, no_effect_notices, vllm_settings
 from quire.config import RESERVED_MEMORIES, EngineConfig, Experiment, Setting, flag_of
 from quire.errors import InputError
 from quire.protocol.device_params import Param
 from quire.protocol.sampling_params import PARAMS
 from quire.server.options import FIRST_OPTIONS, ServeOptions
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object on the command line."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not JSON") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no JSON object")
-    return value
-
 
 KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "bool": bool}
 """What parses a flag, by the first type in its field's annotation; others are JSON."""

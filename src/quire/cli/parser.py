@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from typing import Any, NoReturn
 
@@ -50,6 +51,17 @@ class HelpAll(argparse.Action):
         parser.formatter_class = argparse.HelpFormatter
         parser.print_help()
         parser.exit()
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object on the command line."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not JSON") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no JSON object")
+    return value
 
 
 def fail(cause: str, remedy: str = "") -> NoReturn:

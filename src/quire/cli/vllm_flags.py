@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from quire.cli.parser import Advanced
+from quire.cli.parser import Advanced, json_object
+from quire.config import parse_speculative_config
 from quire.errors import StartupError
 
 BACKEND_NAMES = {
@@ -59,7 +60,7 @@ UNSUPPORTED_FLAGS = (
     ("enable-lora lora- max-lora max-cpu-lora fully-sharded-lora default-mm-lora", "merge adapters into the weights"),
     ("cpu-offload kv-offloading", "all is on the device; see --dtype, --quantization and --kv-cache-dtype"),
     ("calculate-kv-scales kv-cache-dtype-skip", "every head and token has a scale of its own, in all layers"),
-    ("speculative- num-speculative num-lookahead spec- ngram-", "there is no speculative decoding"),
+    ("speculative- num-lookahead spec- ngram-", "see --speculative-config and --speculative-model"),
     ("tool-parser-plugin tool-server", "no code is loaded by name; see --tool-call-parser"),
     ("exclude-tools", "a request leaves out the tools that its prompt shouldn't have"),
     ("reasoning-parser-plugin", "no code is loaded by name; see --reasoning-parser"),
@@ -93,7 +94,11 @@ UNSUPPORTED_FLAGS = (
     ("h11-", "headers have fixed limits"),
     ("no-enable-chunked-prefill", "prompts are always computed in chunks"),
 )  # fmt: skip
-SHORT_FLAGS = {"-dp": "--data-parallel-size", "-sc": "--speculative-config"}
+SHORT_FLAGS = {"-dp": "--data-parallel-size"}
+SPECULATIVE_SETTINGS = (
+    "speculative_model", "speculative_method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max",
+)  # fmt: skip
+"""The settings that --speculative-config sets."""
 
 
 def parse_size(text: str) -> int:
@@ -130,6 +135,8 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
                        help=Advanced("--executor; mp: process, uni: inline, ray: ray"), default=suppress)  # fmt: skip
     group.add_argument("--load-format", choices=LOAD_FORMATS, help=Advanced("dummy: --dummy-weights"), default=suppress)
     group.add_argument("--enforce-eager", action="store_true", help=Advanced("--no-cuda-graphs"), default=suppress)
+    group.add_argument("--speculative-config", "-sc", type=json_object, metavar="JSON", default=suppress,
+                       help=Advanced("method, model and num_speculative_tokens for speculation"))  # fmt: skip
     for flag in NO_EFFECT_FLAGS:
         parser.add_argument(flag, dest="needless", action="append_const", const=flag, help=suppress, default=suppress)
     for flag in NO_EFFECT_SETTINGS:
@@ -169,6 +176,9 @@ def vllm_settings(args: argparse.Namespace) -> dict[str, Any]:
         if given.get("cuda_graphs"):
             raise StartupError("--enforce-eager and --cuda-graphs contradict each other", "Choose one of them")
         settings["cuda_graphs"] = False
+    if "speculative_config" in given:
+        _check_conflict(given, "speculative_config", *SPECULATIVE_SETTINGS)
+        settings |= parse_speculative_config(args.speculative_config, given.get("tp", 1))
     return settings
 
 

@@ -16,11 +16,21 @@ from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import StepPlan, StepResult, TopLogprobs
 
 
+class DraftCounts(NamedTuple):
+    """The draft tokens of a request that were verified so far, and those of them that were right."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+NO_DRAFTS = DraftCounts()
+
+
 class BranchOutput(NamedTuple):
     """The output of a step for one branch of a request. `finish_reason` is None while the branch goes on; `done`: the
-    whole request has ended. Every output has `cached_tokens`, the first one of branch 0 `prompt_logprobs`, and the last
-    one of a request with pooling `pooled` [hidden]: the hidden state of the last token, or the mean of all. The
-    client sets `text`, and on a stop string also `finish_reason`, `stop_reason` and `done`."""
+    whole request has ended. Every output has `cached_tokens` and `drafts`, the first one of branch 0 `prompt_logprobs`,
+    and the last one of a request with pooling `pooled` [hidden]: the hidden state of the last token, or the mean of
+    all. The client sets `text`, and on a stop string also `finish_reason`, `stop_reason` and `done`."""
 
     request_id: str
     branch: int
@@ -34,6 +44,7 @@ class BranchOutput(NamedTuple):
     prompt_logprobs: tuple[TopLogprobs, ...] | None = None
     cached_tokens: int = 0
     pooled: tuple[float, ...] = ()
+    drafts: DraftCounts = NO_DRAFTS
 
 
 class MergedOutput:
@@ -85,6 +96,16 @@ class EngineStats:
     draft_tokens: int = 0
     accepted_tokens: int = 0  # draft tokens that were right
     accepted_per_pos: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)  # first draft tokens, second...
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The part of the draft tokens that were right."""
+        return self.accepted_tokens / max(self.draft_tokens, 1)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """The mean number of tokens of a slice with draft tokens: those that were right, and one more."""
+        return 1 + self.accepted_tokens / max(self.num_drafts, 1)
 
     def copy(self) -> EngineStats:
         """Return a copy of the counters."""
@@ -165,7 +186,7 @@ class OutputBuilder:
             request.id, seq.branch_index, tokens, "", top_logprobs if tokens else (), seq.finish_reason,
             seq.stop_reason, done, seq.cumulative_logprob,
             tuple(seq.prompt_logprobs) if wants_prompt_logprobs else None,
-            request.cached_tokens, seq.pooled,
+            request.cached_tokens, seq.pooled, _draft_counts(request),
         )  # fmt: skip
 
     # best_of and methods
@@ -216,6 +237,7 @@ class OutputBuilder:
         return BranchOutput(
             request.id, branch, tokens, "", tops, finish, seq.stop_reason if finish is not None else None, done,
             seq.cumulative_logprob, tuple(seq.prompt_logprobs) if first else None, request.cached_tokens,
+            drafts=_draft_counts(request),
         )  # fmt: skip
 
     def _outputs_without_result(
@@ -233,6 +255,10 @@ class OutputBuilder:
         """Count the end of a branch."""
         self.stats.finished[why] = self.stats.finished.get(why, 0) + 1
         request.num_reported += 1
+
+
+def _draft_counts(request: Request) -> DraftCounts:
+    return DraftCounts(request.draft_tokens, request.accepted_tokens) if request.draft_tokens else NO_DRAFTS
 
 
 def _copies(output: BranchOutput, n: int) -> list[BranchOutput]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quire.core.engine import Engine
+from quire.core.outputs import EngineStats
 from quire.core.request import Request
 from quire.core.request_queue import ORDER_STEP
 from quire.memory.page_tables import PageTables
@@ -39,11 +40,16 @@ def take_snapshot(engine: Engine) -> dict[str, Any]:
         "last": [*map(list, engine.step_history.steps)] if engine.step_history is not None else [],
         "finished": dict(stats.finished), "preempted": dict(scheduler.preemption_counts),
         "waiting": len(scheduler.waiting), "running": len(scheduler.running), "swapped": len(scheduler.swapped),
+        "drafts": _draft_snapshot(stats) if scheduler.speculator is not None else None,
         "bytes": account.usage._asdict(), "sharing": account.sharing._asdict(),
         "groups": _group_snapshots(memory, colours) if isinstance(memory, PageTables) else [],
         "requests": [_request_snapshot(request, memory, colours) for request in shown],
         "requests_in_all": len(engine.requests),
     }  # fmt: skip
+
+
+def _draft_snapshot(stats: EngineStats) -> dict[str, float]:
+    return {"accepted": stats.acceptance_rate, "length": stats.mean_accepted_length}
 
 
 def _group_snapshots(memory: Any, owner_codes: Mapping[int, int]) -> list[dict[str, Any]]:

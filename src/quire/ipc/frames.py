@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
-from quire.core.outputs import BranchOutput, EngineStats
+from quire.core.outputs import NO_DRAFTS, BranchOutput, DraftCounts, EngineStats
 from quire.errors import (
     EngineDead,
     InputError,
@@ -95,13 +95,17 @@ NOT_SENT_PARAMS = (
 )  # fmt: skip
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if field.name not in NOT_SENT_PARAMS}
 STOP_HEAD = struct.Struct("<III")  # request number, branch, bytes of the reason
-# now; the five queue sizes; computed; numbers of progress, of outputs, of outputs with details; bytes of the metrics
-STEP_HEAD = struct.Struct("<d5IIIIII")
+# now; the five queue sizes; computed; numbers of progress, of outputs, of outputs with details, of counts of drafts;
+# bytes of the metrics
+STEP_HEAD = struct.Struct("<d5IIIIIII")
 PROGRESS = struct.Struct("<IIddII")  # number, max_tokens, scheduled, first_token, cached_tokens, preemptions
 DETAILS = struct.Struct("<BBBqI")  # finish reason, done, kind of the stop reason, the reason as a number, its bytes
 FINISH_REASONS = (None, "stop", "length", "abort", "error")
 NO_REASON, NUMBER, TEXT = range(3)
-COUNTERS = ("computed_tokens", "generated_tokens", "prompt_tokens", "restarts", "rows", "steps")
+COUNTERS = (
+    "accepted_tokens", "computed_tokens", "draft_tokens", "generated_tokens", "num_drafts", "prompt_tokens", "restarts",
+    "rows", "steps",
+)  # fmt: skip
 T = TypeVar("T")
 
 
@@ -411,7 +415,10 @@ def write_step_outputs(message: StepOutputs) -> bytes:
     facts = b"" if message.facts is None else write_json(metrics_to_json(message.facts))
     outputs = [output for _, output in message.outputs]
     detailed = [at for at, output in enumerate(outputs) if _has_details(output)]
-    counts = len(message.progress), len(outputs), len(detailed), len(facts)
+    drafts = [output.drafts for output in outputs]
+    if not any(map(any, drafts)):
+        drafts = []
+    counts = len(message.progress), len(outputs), len(detailed), len(drafts), len(facts)
     parts = [STEP_HEAD.pack(message.now, *message.queues, message.computed, *counts)]
     parts += [_write_progress(progress) for progress in message.progress]
     if outputs:
@@ -420,6 +427,8 @@ def write_step_outputs(message: StepOutputs) -> bytes:
         parts += write_runs([output.tokens for output in outputs], "tokens")
         parts.append(write_floats([output.cumulative_logprob for output in outputs], "logprobs"))
         parts.append(write_ints([output.cached_tokens for output in outputs], "cached tokens", "b"))
+    if drafts:
+        parts += [write_ints(list(column), "drafts", "b") for column in zip(*drafts)]
     if detailed:
         parts.append(write_ints(detailed, "places"))
         parts += _write_details([outputs[at] for at in detailed])
@@ -456,7 +465,7 @@ def _write_details(outputs: Sequence[BranchOutput]) -> Iterator[bytes]:
 def read_step_outputs(body: memoryview) -> StepOutputs:
     """Read the body of a STEP_OUTPUTS frame. Raise WireError with the field and the offset where it is malformed."""
     reader = FrameReader(body)
-    now, *queued, computed, progressed, count, num_detailed, size = reader.unpack(STEP_HEAD, "head")
+    now, *queued, computed, progressed, count, num_detailed, num_drafts, size = reader.unpack(STEP_HEAD, "head")
     progress = [_progress(*fields) for fields in reader.unpack_each(PROGRESS, progressed, "progress")]
     numbers: Sequence[int] = ()
     outputs: list[BranchOutput] = []
@@ -466,9 +475,12 @@ def read_step_outputs(body: memoryview) -> StepOutputs:
         tokens = reader.read_runs(count, "tokens")
         logprobs = reader.read_floats(count, "logprobs")
         cached = reader.read_ints(count, "cached tokens")
+        drafts: Iterable[DraftCounts] = repeat(NO_DRAFTS)
+        if num_drafts:
+            drafts = map(DraftCounts, reader.read_ints(count, "drafts"), reader.read_ints(count, "drafts"))
         columns: Any = zip(
             repeat("", count), branches, tokens, repeat(""), repeat(()), repeat(None), repeat(None), repeat(False),
-            logprobs, repeat(None), cached, repeat(()),
+            logprobs, repeat(None), cached, repeat(()), drafts,
         )  # fmt: skip
         outputs = list(map(tuple_new, repeat(BranchOutput), columns))
     if num_detailed:
@@ -522,7 +534,7 @@ def metrics_to_json(facts: EngineMetrics) -> dict[str, Any]:
         "types": facts.account.types, "preempted": dict(facts.preempted),
         "counted": counted, "finished": stats.finished, "step_seconds": stats.step_seconds,
         "idle_seconds": stats.idle_seconds, "seconds": facts.seconds, "mapped": facts.mapped,
-        "ranks": facts.ranks, "asleep": facts.asleep,
+        "ranks": facts.ranks, "asleep": facts.asleep, "accepted_per_pos": stats.accepted_per_pos,
     }  # fmt: skip
 
 
@@ -533,7 +545,7 @@ def metrics_from_json(data: dict[str, Any]) -> EngineMetrics:
         finished = {str(why): _check_count(many) for why, many in data["finished"].items()}
         stats = EngineStats(
             **counted, step_seconds=float(data["step_seconds"]), idle_seconds=float(data["idle_seconds"]),
-            finished=finished,
+            finished=finished, accepted_per_pos=[_check_count(many) for many in data["accepted_per_pos"]],
         )  # fmt: skip
         usage, sharing = Usage(*map(_check_count, data["usage"])), Sharing(*map(_check_count, data["sharing"]))
         types = tuple(TypeUsage(str(name), *map(_check_count, sizes)) for name, *sizes in data["types"])

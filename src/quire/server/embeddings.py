@@ -171,7 +171,7 @@ class EmbeddingRoutes:
         def write(outputs: Sequence[BranchOutput]) -> JsonPieces:
             usage = UsageCounter(prompts)
             for at, output in enumerate(outputs):
-                usage.add(at, at, len(output.tokens), output.cached_tokens)
+                usage.add(at, at, output)
             data = [
                 f'{{"index":{at},"object":"score","score":{logprob_json(_label_score(output, body.apply_softmax))}}}'
                 for at, output in enumerate(outputs)

@@ -108,7 +108,7 @@ class ItemRenderer(ChatRenderer):
 
     def choice_nowait(self, at: int, output: BranchOutput) -> ChoicePieces | None:
         """Return the events of an output, or None if it has none."""
-        self.usage.add(at, 0, len(output.tokens), output.cached_tokens)
+        self.usage.add(at, 0, output)
         last = output.finish_reason is not None
         for parts in self._parser.push_runs(output.text, last, output.tokens):
             self._items.add(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from typing import NamedTuple
 
 from prometheus_client import generate_latest
@@ -295,6 +295,9 @@ def engine_counters(llm: AsyncLLM) -> Iterator[Family]:
         ("prompt_tokens", "Prompt tokens of scheduled requests", stats.prompt_tokens),
         ("generation_tokens", "Tokens generated", stats.generated_tokens),
         ("rank_restarts", "Restarts of ranks, with --on-rank-failure restart", stats.restarts),
+        ("spec_decode_num_drafts", "Runs of draft tokens that were verified", stats.num_drafts),
+        ("spec_decode_num_draft_tokens", "Draft tokens that were verified", stats.draft_tokens),
+        ("spec_decode_num_accepted_tokens", "Draft tokens that were accepted", stats.accepted_tokens),
         ("engine_steps", "Steps of the engine", stats.steps),
         ("engine_idle_seconds", "Seconds that the device waited for the host between two steps", stats.idle_seconds),
         ("engine_step_seconds", "Seconds of steps, overlap counted once", stats.step_seconds),
@@ -302,6 +305,9 @@ def engine_counters(llm: AsyncLLM) -> Iterator[Family]:
         yield name, text, (), [((), value)]
     ways = [((way,), count) for way, count in facts.preempted.items()]
     yield "preemptions", "Requests preempted, by method", ("way",), ways
+    positions = [((str(position),), count) for position, count in enumerate(takewhile(bool, stats.accepted_per_pos))]
+    text = "Draft tokens that were accepted, by their position in a run"
+    yield "spec_decode_num_accepted_tokens_per_pos", text, ("position",), positions
 
 
 def frontend_counters(counters: ServerCounters, facts: EngineMetrics) -> Iterator[Family]:

@@ -15,7 +15,7 @@ from itertools import accumulate
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
-from quire.core.outputs import BranchOutput
+from quire.core.outputs import BranchOutput, DraftCounts
 from quire.protocol.step_plan import TopLogprobs
 from quire.server.answer_size import MAX_BYTES
 from quire.server.errors import to_failure
@@ -53,25 +53,37 @@ class UsageCounter:
         self.prompt_lengths = [len(prompt.ids) for prompt in prompts]
         self.completion_tokens: dict[int, int] = {}  # by choice
         self.cached_tokens: dict[int, int] = {}  # by prompt
+        self.drafts: dict[int, DraftCounts] = {}  # by prompt; empty without draft tokens
         self.reasoning_tokens: dict[int, int] = {}  # by choice; empty if the model has no reasoning
 
-    def add(self, at: int, choice: int, tokens: int, cached: int) -> None:
-        """Count `tokens` of a choice of prompt `at`, of which `cached` tokens were found in the cache."""
-        self.completion_tokens[choice] = self.completion_tokens.get(choice, 0) + tokens
-        self.cached_tokens[at] = cached
+    def add(self, at: int, choice: int, output: BranchOutput) -> None:
+        """Count an output of a choice of prompt `at`."""
+        self.completion_tokens[choice] = self.completion_tokens.get(choice, 0) + len(output.tokens)
+        self.cached_tokens[at] = output.cached_tokens
+        if output.drafts.drafted:
+            self.drafts[at] = output.drafts
 
     def choice_json(self, at: int, choice: int) -> str:
         """Return the usage of one choice so far as JSON."""
         completion, cached = self.completion_tokens.get(choice, 0), self.cached_tokens.get(at, 0)
-        return self._to_json(self.prompt_lengths[at], completion, cached, self.reasoning_tokens.get(choice, 0))
+        drafts = (self.drafts[at],) if at in self.drafts else ()
+        return self._to_json(self.prompt_lengths[at], completion, cached, self.reasoning_tokens.get(choice, 0), drafts)
 
     def total_json(self) -> str:
         """Return OpenAI's usage object as JSON."""
         completion, cached = sum(self.completion_tokens.values()), sum(self.cached_tokens.values())
-        return self._to_json(sum(self.prompt_lengths), completion, cached, sum(self.reasoning_tokens.values()))
+        reasoning, drafts = sum(self.reasoning_tokens.values()), tuple(self.drafts.values())
+        return self._to_json(sum(self.prompt_lengths), completion, cached, reasoning, drafts)
 
-    def _to_json(self, prompt: int, completion: int, cached: int, reasoning: int) -> str:
-        details = f',"completion_tokens_details":{{"reasoning_tokens":{reasoning}}}' if self.reasoning_tokens else ""
+    def _to_json(
+        self, prompt: int, completion: int, cached: int, reasoning: int, drafts: tuple[DraftCounts, ...]
+    ) -> str:
+        parts = [f'"reasoning_tokens":{reasoning}'] if self.reasoning_tokens else []
+        if drafts:
+            accepted = sum(counts.accepted for counts in drafts)
+            rejected = sum(counts.drafted for counts in drafts) - accepted
+            parts.append(f'"accepted_prediction_tokens":{accepted},"rejected_prediction_tokens":{rejected}')
+        details = f',"completion_tokens_details":{{{",".join(parts)}}}' if parts else ""
         return (
             f'{{"prompt_tokens":{prompt},"completion_tokens":{completion},"total_tokens":{prompt + completion},'
             f'"prompt_tokens_details":{{"cached_tokens":{cached}}}{details}}}'
@@ -196,7 +208,7 @@ class Renderer:
         """Return the chunk of a text-only stream for an output, or None if it adds nothing. Like `choice`, without
         awaiting."""
         index = at * self.n + output.branch
-        self.usage.add(at, index, len(output.tokens), output.cached_tokens)
+        self.usage.add(at, index, output)
         if not output.text and output.finish_reason is None:
             return None
         before, after = self.text_wrapper
@@ -277,7 +289,7 @@ class CompletionRenderer(Renderer):
         first = index not in self._offsets
         if output.prompt_logprobs is not None:
             self._prompt_tops.setdefault(at, output.prompt_logprobs)
-        self.usage.add(at, index, len(output.tokens), output.cached_tokens)
+        self.usage.add(at, index, output)
         echoed, scored = first and bool(self.request.echo), self.has_logprobs
         offset = self._offsets.setdefault(index, 0)
         if not (self._adds_something(output) or echoed):
@@ -390,7 +402,7 @@ class ChatRenderer(Renderer):
     def choice_nowait(self, at: int, output: BranchOutput) -> ChoicePieces | None:
         if self._parsers is None:
             return super().choice_nowait(at, output)
-        self.usage.add(at, output.branch, len(output.tokens), output.cached_tokens)
+        self.usage.add(at, output.branch, output)
         parts, output = self._parse(self._parsers[output.branch], output)
         if not parts and output.finish_reason is None:
             return None
@@ -407,7 +419,7 @@ class ChatRenderer(Renderer):
     async def full_choice(self, at: int, output: BranchOutput, whole: bool) -> ChoicePieces | None:
         index = at * self.n + output.branch
         self._prompt_tops = output.prompt_logprobs or self._prompt_tops
-        self.usage.add(at, index, len(output.tokens), output.cached_tokens)
+        self.usage.add(at, index, output)
         if not self._adds_something(output):
             return None
         parts = MessageParts(output.text)

@@ -105,6 +105,9 @@ def status_line(llm: AsyncLLM, prompt_rate: float, output_rate: float) -> str:
         line += f", swapped {llm.swapped} in {sharing.host_pages_used} of {sharing.host_pages} host pages"
     if preemptions:
         line += f", preempted {preemptions} so far"
+    stats = llm.metrics.stats
+    if stats.num_drafts:
+        line += f", accepted {stats.acceptance_rate:.0%} of drafts, {stats.mean_accepted_length:.2f} tokens each"
     if sharing.prefixes:
         line += f", {sharing.prefixes} prefixes of {sharing.prefix_tokens} tokens"
     return line

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.config import EngineConfig
 from quire.core.assembly import assemble
 from quire.core.engine import Engine
-from quire.core.preemption_costs import DEFAULT_COSTS, PreemptionCosts
+from quire.core.preemption_costs import DEFAULT_COSTS, PreemptionCosts, SpeculationCosts
 from quire.core.recovery import RunnerRestarter
 from quire.core.validation import EngineLimits
 from quire.distributed.triton_cache import triton_cache_environment
@@ -300,6 +300,9 @@ def _assemble(
         pooling=pooling_type(config, checkpoint),
         shared_memory_group=pool_member.shared_memory_group if pool_member is not None else None,
         restarter=restarter,
+        speculation_costs=SpeculationCosts.estimate(
+            device, ITEMSIZE[dtype], checkpoint.spec, None if checkpoint.draft is None else checkpoint.draft.spec
+        ),
     )
     return engine, plan, (*_hardware_notices(config, runner, remote_runner, device), *checkpoint.notices,
                           *_notices(config, plan, eos_ids, checkpoint.default_sampling))  # fmt: skip

@@ -96,15 +96,15 @@ def build_runner(
         weight_arena().finish_block()
         return model
 
-    model, spec, draft = make(checkpoint, progress), checkpoint.spec, checkpoint.draft
+    model, draft = make(checkpoint, progress), checkpoint.draft
     speculation: dict[str, Any] = {
         "max_drafts": config.max_draft_tokens, "synthetic_acceptance": config.experiment.synthetic_acceptance,
     }  # fmt: skip
     if draft is not None:
-        spec = spec.with_draft(draft.spec)
         speculation |= {"draft_model": make(draft, progress), "draft_spec": draft.spec}
         speculation["make_draft_model"] = partial(make, draft)
-    attention, recorded = choose_attention(config, spec, device, dtype), ("triton", "native", *VENDOR_ATTENTIONS)
+    attention = choose_attention(config, checkpoint.pool_spec, device, dtype)
+    recorded = ("triton", "native", *VENDOR_ATTENTIONS)
     kind: Callable[..., Any] = ModelRunner
     if pipes is not None:
         from quire.worker.stage_runner import StageRunner

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, parse_speculative_config
 from quire.core.validation import EngineLimits, check_salt
 from quire.errors import InputError, StartupError, input_error_at
 from quire.protocol.images import ImageItem, ImagePixels
@@ -76,12 +76,17 @@ CONFIG_ALIASES = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp"}
 
 def engine_config(model: str | None, settings: Mapping[str, Any]) -> EngineConfig:
     """Return the configuration for `model`: a folder, a hub id, or None or "" for the bundled model. Parallel sizes may
-    have vLLM's names."""
+    have vLLM's names, and speculative_config may be an object of vLLM's form (see parse_speculative_config)."""
     named = {CONFIG_ALIASES.get(name, name): value for name, value in settings.items()}
     if len(named) < len(settings):
         raise StartupError(
             "a setting is given by two names", f"Give one of {', '.join(map(': '.join, CONFIG_ALIASES.items()))}"
         )
+    if (speculative := named.pop("speculative_config", None)) is not None:
+        given = parse_speculative_config(speculative, named.get("tp", 1))
+        if twice := next((name for name in given if name in named), None):
+            raise StartupError(f"speculative_config and {twice} are both given", "Give one of them")
+        named |= given
     return EngineConfig.of(model=model or "", **named)
 
 

@@ -40,7 +40,7 @@ class RequestDetokenizer:
         """Return the output with its text, which may end the branch, or None if its branch has ended before."""
         if self._backend is None:
             return output
-        id, branch, tokens, _, tops, finish, reason, done, logprob, scored, cached, _ = output
+        id, branch, tokens, _, tops, finish, reason, done, logprob, scored, cached, _, drafts = output
         if branch in self._ended_branches:
             return None
         # The end token is not part of the text.
@@ -61,7 +61,7 @@ class RequestDetokenizer:
             self._detokenizers.pop(branch, None)
             self._ended_branches.add(branch)
             done = done or len(self._ended_branches) == self._params.n
-        return BranchOutput(id, branch, tokens, text, tops, finish, reason, done, logprob, scored, cached)
+        return BranchOutput(id, branch, tokens, text, tops, finish, reason, done, logprob, scored, cached, (), drafts)
 
     def _new_detokenizer(self, branch: int) -> StopAwareDetokenizer:
         assert self._backend is not None, "a request without text has no detokenizer"

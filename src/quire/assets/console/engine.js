@@ -16,6 +16,8 @@ const HELP = {
   "host pages": "Pages of the host's memory that hold swapped requests",
   preempted: "How often a request gave up its memory to others, since the start",
   "prefix hit rate, %": "Part of all prompts' tokens that was found in the prefix cache and not computed again, since the start",
+  "drafts accepted, %": "Part of the draft tokens of speculative decoding that the model accepted, since the start",
+  "accepted length": "Tokens that a sequence with draft tokens gets from a step, on average since the start",
   steps: "Passes of the model over a batch, since the start",
   "saved by sharing, %": "Part of the memory that requests would need without shared pages and that sharing saves",
   "ms to the first token": "From a request's arrival to its first token, on average of the last moment",
@@ -84,8 +86,9 @@ function numbers(now) {
   const shown = {
     running: now.running, waiting: now.waiting, swapped: now.swapped, ...rates, "memory in use, %": held,
     "host pages": now.sharing.host_pages_used, preempted: Object.values(now.preempted).reduce((a, b) => a + b, 0),
-    "prefix hit rate, %": 100 * now.sharing.hits / Math.max(now.sharing.queries, 1), steps: now.steps,
-    "saved by sharing, %": 100 * now.sharing.saved / Math.max(now.sharing.tables, 1),
+    "prefix hit rate, %": 100 * now.sharing.hits / Math.max(now.sharing.queries, 1),
+    ...(now.drafts && { "drafts accepted, %": 100 * now.drafts.accepted, "accepted length": now.drafts.length }),
+    steps: now.steps, "saved by sharing, %": 100 * now.sharing.saved / Math.max(now.sharing.tables, 1),
   };
   const lines = { ...shown, "ms to the first token": latency(now, "first"), "ms between tokens": latency(now, "between") };
   for (const [name, value] of Object.entries(shown)) box(name).textContent = shortly(value);

@@ -92,7 +92,7 @@ class MessageRenderer(ItemRenderer):
     def choice_nowait(self, at: int, output: BranchOutput) -> ChoicePieces | None:
         if not self._has_started:
             self._has_started = True
-            self.usage.add(at, 0, 0, output.cached_tokens)
+            self.usage.cached_tokens[at] = output.cached_tokens
             self._items.emit("message_start", message={**self.body, "usage": self.usage_json()})
             self._items.emit("ping")
         return super().choice_nowait(at, output)
