@@ -309,6 +309,11 @@ class ModelRunner:
             warm_up(self, tokens, max_len)
             if self.draft_runner is not None:
                 warm_up(self.draft_runner, tokens, max_len)
+            if count := min(self.max_drafts, max_len - 1):
+                padding = SeqSlice(0, (0,), 0, 1, (), (0,) * count)
+                proposing = (SeqSlice(0, (0, 0), 0, count - 1),) if self.drafter is not None else ()
+                self.run_without_mixed_graphs(StepPlan((), (), (padding,), draft_slices=proposing))
+                self.store.clear_scratch()
 
     def run_without_mixed_graphs(self, plan: StepPlan) -> None:
         """Run a step to its end, with prompts launched kernel by kernel."""
@@ -643,11 +648,23 @@ class ModelRunner:
 
 
 class DraftModelRunner(ModelRunner):
-    """Runs the draft model of a runner in the draft layers of its memory. All of its rows are sampled by epilogues, so
-    its graphs have none that returns logits."""
+    """Runs the draft model of a runner in the draft layers of its memory. Its samples stay on the device. All of its
+    rows are sampled by epilogues, so its graphs have none that returns logits."""
 
     def _graph_epilogues(self, max_rows: int) -> dict[str, Callable[[Tensor, Tensor], Any]]:
         return self.sampler.epilogues(self.last_sampled, max_rows)
+
+    def _replay_and_sample(self, slices: SeqSlices, replay: Callable[[str], Any]) -> PendingSamples:
+        epilogue = self.sampler.epilogue_for(slices)
+        if epilogue != "greedy":
+            self.sampler.fill_epilogue(slices)
+        tokens, _ = replay(epilogue)
+        return PendingSamples.on_device(tokens[: len(slices)])
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for a step of the warm-up. It has no results."""
+        torch.cuda.synchronize(self.device)
+        return StepResult((), self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))
 
 
 def _make_backend(name: str, deterministic: bool) -> Any:
