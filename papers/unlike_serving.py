@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, cast
 
+from papers.layer_kinds import BF16
 from papers.serving import in_parallel, shares
 from quire.bench.pictured import Eyes
 from quire.bench.simulate import SimulatedDeployment, read_deployment
@@ -24,6 +25,7 @@ from quire.core.engine import Engine
 from quire.core.runner import Runner
 from quire.errors import QuireError, StartupError
 from quire.memory.answers import Usage
+from quire.memory.page_layout import as_uniform, tokens_for_bytes
 from quire.memory.paged import PagedMemory
 from quire.memory.policies import POLICIES
 from quire.models import read_spec
@@ -76,7 +78,8 @@ class Case(NamedTuple):
 
     `halved`: weights take one byte (FP8 in the paper's Table 1). `kv_gib` replaces the memory left over on the device,
     `longest` the model's context, `chunk` and `seqs` the default tokens and sequences a step. `changes` are to its
-    config.json."""
+    config.json. `draft` is a draft model, which drafts in every step. `uniform`: the memory keeps every token in every
+    layer, as vLLM 0.6.3 did, whatever its pages are."""
 
     model: str
     device: Device
@@ -88,6 +91,8 @@ class Case(NamedTuple):
     chunk: int | None = None
     seqs: int | None = None
     changes: tuple[tuple[str, Any], ...] = ()
+    draft: str | None = None
+    uniform: bool = False
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -96,7 +101,9 @@ class Case(NamedTuple):
 
     @property
     def spec(self) -> ModelSpec:
-        return read_spec(self.shape)
+        """Return the model's spec, with the layers and parameters of its draft model."""
+        spec = read_spec(self.shape)
+        return spec if self.draft is None else spec.with_draft(read_spec(named_config(self.draft)))
 
     @property
     def budget(self) -> float:
@@ -132,7 +139,14 @@ class Case(NamedTuple):
         """Return the same as a simulation. Weights of one byte are read twice as fast; compute costs the same."""
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(self.shape))
+            if self.draft is not None:
+                more |= {"speculative_model": f"{folder}/draft", "adaptive_speculation": False}
+                Path(folder, "draft").mkdir()
+                Path(folder, "draft", "config.json").write_text(json.dumps(named_config(self.draft)))
             made = read_deployment(self.config(rule, model_config=None, model=folder, **more), CALIBRATION)
+        if self.uniform:
+            stored = as_uniform(made.spec)
+            made = made._replace(spec=stored, kv_tokens=tokens_for_bytes(made.config, stored, BF16, made.kv_bytes))
         slower, longer = H200.bandwidth / self.device.bandwidth, H200.operations / self.device.operations
         c = made.calibration.coefficients_for(self.model)
         scaled = c._replace(
@@ -364,7 +378,8 @@ class Run(NamedTuple):
 
 def simulations(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return a point for each run: its names, its results (see Ran), the KV memory in GiB, the requests left out, the
-    prompt chunks that contain a part of an image, and the wasted share of allocated memory if it is sampled."""
+    prompt chunks that contain a part of an image, the wasted share of allocated memory if it is sampled, and with a
+    draft model the number of verifications (`drafts`), of the tokens that they verified, and of those accepted."""
     return in_parallel(_point, [(run,) for run in runs])
 
 
@@ -390,6 +405,9 @@ def _point(run: Run) -> dict[str, Any]:
     point = {**run.names, "label": case.label, "kv_gib": case.budget, **ran.facts(),
              "left_out": len(every) - len(trace), "image_chunks": sum(chunks),
              **{name: getattr(ran, name) for name in run.series}}  # fmt: skip
+    if case.draft is not None:
+        stats = made.engine.stats
+        point |= {"drafts": stats.num_drafts, "draft_tokens": stats.draft_tokens, "accepted": stats.accepted_tokens}
     if run.sampled is not None:
         point["wasted"] = sum(one.wasted for one in ran.memory) / sum(one.allocated for one in ran.memory)
     if run.peaks:

@@ -271,6 +271,9 @@ class EngineConfig:
     num_speculative_tokens: int = advanced(
         3, "most draft tokens of a sequence that a step verifies", bounds=(1, MAX_DRAFT_TOKENS), metavar="K"
     )
+    adaptive_speculation: bool = advanced(
+        True, "verify fewer draft tokens, or none, where more would not pay, by estimates of acceptance and time"
+    )
     prompt_lookup_min: int = advanced(2, "fewest tokens that ngram looks up", bounds=(1, 64))
     prompt_lookup_max: int = advanced(5, "most tokens that ngram looks up", bounds=(1, 64))
     tp: int = setting(

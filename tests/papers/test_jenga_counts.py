@@ -66,6 +66,8 @@ def scaled(field: str, factor: float, **where: Any) -> Callable[[Points], Points
     ("jenga-fig18", scaled("latency", 3, mode="pages"), "InternVL2 8B: latency, times that of off (no loss)"),
     ("jenga-fig18", scaled("encoder_runs", 2), "InternVL2 8B, off: encoder runs of 20 requests, one by one"),
     ("jenga-fig18", scaled("most", 2, mode="inside"), "InternVL2 8B, inside: peak of a request's memory, of off's"),
+    ("jenga-fig19", scaled("requests_per_s", 1.1, way="Jenga"), "llama3-8b, L4: Jenga / vLLM-manual (within 3%)"),
+    ("jenga-fig19", scaled("requests_per_s", 2, way="vLLM-max"), "ministral-8b, H100: Jenga / vLLM-max (above 1)"),
     ("jenga-table1", lambda points: [{**p, "fits": not p["fits"]} for p in points], "jamba-52b*, L4, mmlu-pro@400"),
     ("jenga-fig13-mllama-gpu", scaled("requests_per_s", 0.5, way="jenga"), "throughput: LCM pages / uniform (above 1)"),
     ("jenga-fig13-llama-gpu", scaled("requests_per_s", 1.1, way="jenga"),

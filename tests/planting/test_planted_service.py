@@ -11,9 +11,10 @@ import pytest
 from planted_data import BUGS as DATA
 from planted_ipc import BUGS as IPC
 from planted_server import BUGS as SERVER
+from planted_speculation import BUGS as SPECULATION
 from planting import Planter
 
-BUGS = {**SERVER, **IPC, **DATA}
+BUGS = {**SERVER, **IPC, **DATA, **SPECULATION}
 TESTS = tuple(dict.fromkeys(test for bug in BUGS.values() for test in bug.tests))
 
 pytestmark = pytest.mark.xdist_group(name="planted")

@@ -167,7 +167,7 @@ def test_small_steps_are_small() -> None:
 
 
 GOLDEN = (
-    "08 01 00000000 00000000 02000000 00000000 00000000 00000000"  # version, a plan; no new slots, no page ops, two slices, ...
+    "08 01 00000000 00000000 02000000 00000000 00000000 00000000"  # version, a plan; counts: two slices
     " 69 01 00 00 08000000"  # numbers of 4 bytes; a token a row, no scores, no drafts; eight numbers
     " 01000000 02000000  03000000 04000000  e8030000 00000000  ffffffff 07000000"  # samples, slots, starts, tokens
 )

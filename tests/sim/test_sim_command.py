@@ -98,6 +98,24 @@ def test_the_size_of_the_kv_memory() -> None:
         read_deployment(EngineConfig(model_config="opt-66b"), "a100-13b")
 
 
+def test_a_draft_model_shares_the_memory_and_saves_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, drafted = (
+        read_deployment(EngineConfig(model_config="llama3-8b", speculative_model=draft), "a100-13b")
+        for draft in (None, "llama3.2-1b")
+    )
+    assert len(drafted.spec.layers) == 32 + 16
+    assert plain.kv_bytes - drafted.kv_bytes > 2 * 1_235_814_400, "the draft model's weights, and logits of drafts"
+    assert drafted.kv_tokens == drafted.kv_bytes // (16 * (131072 + 32768)) * 16
+    command = ["--model-config", "llama3-8b", "--workload", "alpaca@20", "--rate", "1"]
+    [alone] = results(tmp_path, *command)
+    assert "drafts" not in alone
+    [with_draft] = results(tmp_path, *command, "--speculative-model", "llama3.2-1b", "--acceptance", "0.9")
+    assert with_draft["normalised_s"]["mean"] < 0.7 * alone["normalised_s"]["mean"]
+    tokens = 1 + with_draft["accepted_tokens"] / with_draft["drafts"]
+    assert 2.5 < tokens < 4
+    assert f"rate 1: {tokens:.2f} tokens a verification" in capsys.readouterr().out
+
+
 def test_the_model_is_the_calibration_s_where_none_is_named(tmp_path: Path) -> None:
     content = json.loads((FOLDER / "a100-13b.json").read_text())
     path = tmp_path / "mine.json"
@@ -128,6 +146,9 @@ def test_the_model_is_the_calibration_s_where_none_is_named(tmp_path: Path) -> N
         (["--workload", "fixed:4000:10@4", "--rate", "1"], "sequences may have 2048"),
         (["--workload", "fixed:9:9@4", "--rate", "1", "--memory", "orca-max", "--kv-tokens", "100"], "no room"),
         (["--trace", "/nonexistent/trace"], "can't be read"),
+        (["--workload", "alpaca@4", "--rate", "1", "--acceptance", "1.5"], "acceptance is 1.5"),
+        (["--workload", "alpaca@4", "--rate", "1", "--speculative-method", "ngram"], "have no content"),
+        (["--workload", "alpaca@4", "--rate", "1", "--speculative-model", "llama3.2-1b"], "has 128256 tokens"),
     ],
 )
 def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

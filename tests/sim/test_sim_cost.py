@@ -13,7 +13,7 @@ from quire.bench.workloads import parse
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.protocol.model_spec import LayerSpec, ModelSpec, StateTensor
-from quire.protocol.step_plan import PageCopy, SeqSlice, StepPlan, SwapIn, SwapOut, TableWrite
+from quire.protocol.step_plan import FIRST_DRAFT, PageCopy, SeqSlice, StepPlan, SwapIn, SwapOut, TableWrite
 from quire.sim.cost_model import (
     FOLDER,
     AttentionShape,
@@ -22,6 +22,7 @@ from quire.sim.cost_model import (
     ModelShape,
     add_padding,
     calibration_names,
+    draft_passes,
     load_calibration,
     step_work,
 )
@@ -119,6 +120,36 @@ def test_the_largest_coefficients_overflow_nothing() -> None:
     assert CostModel(SHAPE, NOTHING._replace(step=1.0, overlap=2.0)).device_seconds(work) == 1.0, (
         "neither takes any time"
     )
+
+
+DRAFTS = (FIRST_DRAFT, FIRST_DRAFT - 1, FIRST_DRAFT - 2)
+
+
+def test_a_verification_is_a_row_for_each_position() -> None:
+    work = step_work(StepPlan((), (), (SeqSlice(1, (5,), 9, 1, (), DRAFTS), SeqSlice(2, (5,), 4, 1))), SHAPE, ())
+    assert (work.rows, work.drafts, work.tokens) == (5, 3, 5)
+    assert work.operations == 2 * 5 * (100 + 10)
+    assert work.kv_bytes == (10 + 11 + 12 + 13 + 5) * 8 + 5 * 3 * 16
+    assert work.attention == 0
+    c = NOTHING._replace(row=1.0, host_row=10.0)
+    assert CostModel(SHAPE, c).device_seconds(work) == 5
+    assert CostModel(SHAPE, c).host_seconds(work) == 20, "the host plans sequences"
+
+
+def test_a_draft_model_makes_a_pass_for_each_token_that_it_proposes() -> None:
+    draft = ModelShape(20, 5, 2, (AttentionShape(None, 2, 1),))
+    slices = (SeqSlice(1, (5, 6), 8, 3), SeqSlice(2, (1, 2, 3, 4, 5), 2, 0), SeqSlice(3, (7,), 4, 2))
+    plan = StepPlan((), (), (SeqSlice(1, (6,), 9, 1, (), DRAFTS),), draft_slices=slices)
+    known, second, third = draft_passes(plan, draft)
+    assert (known.rows, known.tokens, known.operations) == (4, 8, 2 * (20 * 8 + 5 * 2))
+    assert (known.kv_bytes, known.attention) == (2 * (9 + 10 + 5), 3 + 4 + 5 + 6 + 7)
+    assert (second.rows, second.operations, second.kv_bytes) == (2, 2 * 2 * 25, 2 * (11 + 6))
+    assert (third.rows, third.operations, third.kv_bytes) == (1, 2 * 25, 2 * 12)
+    cost = CostModel(SHAPE, NOTHING._replace(weight_byte=1.0, step=3.0), draft)
+    assert cost.draft_seconds(plan) == 3 * (2 * 25 + 3), "every pass reads the weights"
+    assert cost.draft_seconds(plan._replace(draft_slices=())) == CostModel(SHAPE, NOTHING).draft_seconds(plan) == 0
+    again = cost._replace(coefficients=NOTHING._replace(operation=1.0, attention=1.0)).preemption_costs()
+    assert (again.compute_token, again.compute_pair) == (2 * (100 + 20), 4 + 2 + 1)
 
 
 def test_padding_costs_as_much_as_what_it_pads() -> None:

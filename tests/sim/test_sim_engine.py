@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from quire.config import EngineConfig
+from quire.config import EngineConfig, Experiment
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.step_plan import StepPlan, StepResult
+from quire.protocol.step_plan import FIRST_DRAFT, SeqSlice, SlotInit, StepPlan, StepResult
+from quire.sim.clock import VirtualClock
 from quire.sim.cost_model import AttentionShape, Coefficients, CostModel, ModelShape
 from quire.sim.echo_runner import EchoRunner
-from quire.sim.simulation import Simulation, TraceRequest
+from quire.sim.runner import SimRunner
+from quire.sim.simulation import RunTotals, Simulation, TraceRequest
 
 SPEC = ModelSpec("none", (LayerSpec(2, 16),) * 2, 512, 256, 64, 4, 128, 10**6, eos_ids=(7, 8))
 SHAPE = ModelShape.from_spec(SPEC, 2, tied=True)
@@ -113,6 +115,76 @@ def test_tokens_end_no_sequence() -> None:
     assert sum(count for _, count in outcome.requests[0].token_times) == 9
     assert 7 not in simulation.runner.drawn_tokens
     assert 8 not in simulation.runner.drawn_tokens
+
+
+def accepted(acceptance: float, drafts: int, seq: int, steps: int) -> list[int]:
+    """Return the draft tokens that are accepted in verifications at each of the first positions of a sequence."""
+    runner = SimRunner(CostModel(SHAPE, NOTHING), VirtualClock(), acceptance=acceptance)
+    init, found = SlotInit(4, seq, -1, None, 0, 1), list[int]()
+    for start in range(1, steps):
+        row = SeqSlice(4, (7,), start, 1, (), tuple(range(FIRST_DRAFT, FIRST_DRAFT - drafts, -1)))
+        runner.submit(StepPlan((init,) * (start == 1), (), (row,)))
+        [result] = runner.collect(0).slice_results
+        assert set(result.tokens) == {7}
+        found.append(len(result.tokens) - 1)
+    return found
+
+
+def test_draft_tokens_are_accepted_by_sequence_and_position() -> None:
+    assert set(accepted(0.0, 3, 1, 9)) == {0}
+    assert set(accepted(1.0, 3, 1, 9)) == {3}
+    three, one = (accepted(0.7, drafts, 5, 2000) for drafts in (3, 1))
+    assert [min(count, 1) for count in three] == one, "with any number of draft tokens"
+    assert three[:-2] == [(*one[i : i + 3], 0).index(0) for i in range(len(one) - 2)]
+    assert sum(one) / len(one) == pytest.approx(0.7, abs=0.03)
+    assert accepted(0.7, 3, 6, 100) != three[:99]
+
+
+EACH = NOTHING._replace(step=1.0)
+
+
+def speculating(
+    acceptance: float, output: int, requests: int = 1, coefficients: Coefficients = EACH, adaptive: bool = True
+) -> tuple[RunTotals, list[float]]:
+    """Serve requests with a draft model of a fifth of the size. Return the totals, and the times of the first one's
+    tokens."""
+    draft = ModelSpec("draft", (LayerSpec(2, 16),), 512, 256, 64, 4, 128, 2 * 10**5)
+    config = replace(
+        SMALL,
+        speculative_model="draft",
+        num_speculative_tokens=3,
+        adaptive_speculation=adaptive,
+        experiment=Experiment(synthetic_acceptance=acceptance),
+    )
+    cost = CostModel(SHAPE, coefficients, ModelShape.from_spec(draft, 2, tied=True))
+    simulation = Simulation(config, SPEC.with_draft(draft), cost, 640)
+    outcome = simulation.run([TraceRequest(0.0, [10 + i, 2, 3, 4], asked(output)) for i in range(requests)])
+    assert all(sum(count for _, count in one.token_times) == output for one in outcome.requests)
+    usage = simulation.engine.scheduler.memory.account().usage
+    assert usage.free + usage.cached == usage.total
+    return outcome.totals, [time for time, count in outcome.requests[0].token_times for _ in range(count)]
+
+
+def test_accepted_drafts_save_steps_and_others_none() -> None:
+    every, times = speculating(1.0, 41, adaptive=False)
+    assert every[-3:] == (10, 30, 30)
+    assert every.steps == 11
+    assert times == [2, *(6 + 4 * i for i in range(10) for _ in range(4))], "three passes of the draft model and a step"
+    none, times = speculating(0.0, 41, adaptive=False)
+    assert none.steps == 41
+    assert none[-3:] == (39, 39 * 3 - 3, 0), "the last token needs no draft, the ones before it fewer"
+    some, _ = speculating(0.7, 41, 4, adaptive=False)
+    assert some.accepted_tokens / some.drafts == pytest.approx(0.7 + 0.49 + 0.343, rel=0.25)
+
+
+def test_drafts_that_do_not_pay_are_not_verified() -> None:
+    slow, _ = speculating(1.0, 41)
+    assert slow.draft_tokens == 0, "a pass of the draft model takes as long as a step"
+    reading, computing = NOTHING._replace(weight_byte=1.0), NOTHING._replace(operation=1.0)
+    fast, _ = speculating(1.0, 41, coefficients=reading)
+    assert fast.steps == 11
+    assert speculating(1.0, 41, coefficients=computing)[0].steps == 41, "a token more takes as long as another step"
+    assert 39 * 3 > speculating(0.0, 41, coefficients=reading)[0].draft_tokens > 0, "few are tried if none is accepted"
 
 
 def test_static_batches_pay_for_their_padding() -> None:

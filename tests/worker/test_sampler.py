@@ -349,6 +349,41 @@ def test_a_sequence_born_again_with_its_history_goes_on_as_before() -> None:
             tokens += expected[0].tokens
 
 
+def test_rows_of_one_slot_see_the_samples_before_them() -> None:
+    """Runs of rows, of which the first few count: each row samples what a slot that is born with its tokens does."""
+    kinds = (
+        SamplingParams(temperature=0.7, repetition_penalty=1.5, frequency_penalty=0.8, logprobs=2),
+        SamplingParams(temperature=0, presence_penalty=2.0, bad_word_ids=((5, 7), (9,))),
+        SamplingParams(temperature=2.0, min_tokens=7, logprobs=0),
+        SamplingParams(temperature=0.9),
+    )
+    sampler, rng, narrow = Sampler(8, VOCAB, DEVICE, EOS, 4), np.random.default_rng(3), 60
+    tokens = {slot: list(history_of(slot, 4 + slot)) for slot in range(1, 1 + len(kinds))}
+
+    def init(slot: int) -> SlotInit:
+        params = kinds[slot - 1]
+        return SlotInit(
+            slot, slot, -1, params.to_device_params(), 7 * slot, 4 + slot, tuple(tokens[slot]), params.num_logprobs
+        )
+
+    for slot in tokens:
+        sampler.init_slot(init(slot))
+    for step in range(12):
+        rows = [(slot, len(tokens[slot]) + i, 1) for slot in tokens for i in range(rng.integers(1, 5))]
+        logits = some_logits(len(rows), seed=step)
+        logits[:, narrow:] = -30.0  # so that tokens come again
+        logits = logits.to(DEVICE)
+        results = sampler.collect(sampler.sample(logits.clone(), rows))
+        for slot, before in tokens.items():
+            of_slot = [i for i, row in enumerate(rows) if row[0] == slot]
+            for i in of_slot:
+                alone = Sampler(8, VOCAB, DEVICE, EOS)
+                alone.init_slot(init(slot))
+                assert alone.collect(alone.sample(logits[i : i + 1].clone(), [rows[i]])) == [results[i]]
+                before.extend(results[i].tokens)
+            del before[len(before) - int(rng.integers(0, len(of_slot))) :]
+
+
 def test_a_fork_starts_with_its_parents_tokens_and_its_own_seed() -> None:
     params = SamplingParams(repetition_penalty=1.8, frequency_penalty=0.7, bad_word_ids=((3, 4),))
     logits, history = some_logits(8, seed=15, spread=1.0), history_of(15, 12)

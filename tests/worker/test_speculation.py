@@ -17,9 +17,11 @@ from quire.models import read_spec, resolve_model_class
 from quire.models.named_configs import named_config
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import (
     FIRST_DRAFT,
     SeqSlice,
+    SliceResult,
     SlotInit,
     StepPlan,
     TableWrite,
@@ -28,6 +30,8 @@ from quire.protocol.step_plan import (
 )
 from quire.weights.dummy import fill_dummy_weights
 from quire.worker.model_runner import ModelRunner
+from quire.worker.staging_buffer import StagingBuffer
+from quire.worker.verification import Verification
 
 PAGE, WIDTH, SLOTS, VOCAB, EOS = 4, 16, 5, 64, 3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,13 +106,16 @@ def mask_at(slot: int, position: int) -> TokenBitmask:
 
 
 Drafts = Callable[[int, list[int]], tuple[int, ...]]
+Verified = Callable[[int, list[int], int, SliceResult], None]
 
 
 def serve(
-    runner: ModelRunner, kinds: list[str], drafts: Drafts, length: int = 40, proposes: bool = False
+    runner: ModelRunner, kinds: list[str], drafts: Drafts, proposes: bool = False, verified: Verified | None = None
 ) -> list[Served]:
-    """Serve a sequence of each kind in slots 1, 2, ...; `drafts` of a slot and its tokens. With `proposes` the draft
-    model computes what it needs to propose as many tokens."""
+    """Serve a sequence of each kind in slots 1, 2, ... With `drafts` of a slot and its tokens; with `proposes` the draft
+    model computes what it needs to propose as many. `verified` gets a slot, its tokens, its number
+    of drafts and their result. Masks come after the logits in half of the steps that have some."""
+    length = 40
     prompts = {slot: [(7 * slot + i) % VOCAB for i in range(3 + 2 * slot)] for slot in range(1, 1 + len(kinds))}
     served = {slot: Served(list(prompt), []) for slot, prompt in prompts.items()}
     drafted = dict.fromkeys(prompts, 0)
@@ -127,22 +134,28 @@ def serve(
             tokens = served[slot].tokens
             guesses = drafts(slot, tokens)[: WIDTH * PAGE - len(tokens)] if computed[slot] else ()
             slices.append(SeqSlice(slot, tuple(tokens[computed[slot] :]), computed[slot], 1, (), guesses))
-            if proposes:
+            if proposes and (guesses or not computed[slot]):
                 draft_slices.append(SeqSlice(slot, tuple(tokens[drafted[slot] :]), drafted[slot], len(guesses)))
             if "masked" in kinds[slot - 1]:
                 masks += [mask_at(slot, len(tokens) + i) for i in range(1 + len(guesses))]
         plan = StepPlan(inits, ops, tuple(slices), (), tuple(masks), tuple(draft_slices))
-        results = runner.collect(runner.submit(plan)).slice_results
+        if masks and sum(computed.values()) % 2:
+            ticket = runner.submit_masks(runner.submit_without_masks(plan._replace(masks=())), plan.masks)
+        else:
+            ticket = runner.submit(plan)
+        results = runner.collect(ticket).slice_results
         inits = ops = ()
         for seq_slice, result in zip(slices, results, strict=True):
             slot, end = seq_slice.slot, len(served[seq_slice.slot].tokens)
             assert not result.error
             assert 1 <= len(result.tokens) <= 1 + len(seq_slice.draft_tokens)
             assert runner.last_sampled[slot] == result.tokens[-1]
+            if verified is not None and seq_slice.draft_tokens:
+                verified(slot, served[slot].tokens, len(seq_slice.draft_tokens), result)
             served[slot].tokens.extend(result.tokens)
             served[slot].logprobs.extend(result.top_logprobs)
             computed[slot] = end + len(result.tokens) - 1
-            if proposes:
+            if slot in {one.slot for one in draft_slices}:
                 drafted[slot] = min(end + max(len(seq_slice.draft_tokens) - 1, 0), computed[slot])
     return [Served(one.tokens[:length], one.logprobs[: length - len(prompts[slot])]) for slot, one in served.items()]
 
@@ -180,16 +193,66 @@ def test_known_drafts_change_nothing(backend: str, graphs: bool, expected: dict[
         assert_equal(serve(runner, list(kinds), guess), truth)
 
 
+def continuation(runner: ModelRunner, params: SamplingParams, seed: int, tokens: list[int], count: int) -> list[int]:
+    """Return the tokens that steps of one token sample after `tokens`."""
+    init, table = SlotInit(1, 0, -1, params.to_device_params(), seed, len(tokens)), tuple(range(1, WIDTH))
+    plan = StepPlan((init,), (TableWrite(1, 0, 0, table),), (SeqSlice(1, tuple(tokens), 0, 1),))
+    sampled: list[int] = []
+    for position in range(len(tokens), len(tokens) + count):
+        sampled += runner.collect(runner.submit(plan)).slice_results[0].tokens
+        plan = StepPlan((), (), (SeqSlice(1, (sampled[-1],), position, 1),))
+    return sampled
+
+
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize(("backend", "graphs"), BACKENDS)
-def test_a_draft_model_changes_nothing(
+def test_a_draft_model_proposes_its_own_samples(
     backend: str, graphs: bool, same: bool, expected: dict[tuple[str, ...], list[Served]]
 ) -> None:
-    """It proposes what it would sample itself: the model itself has all of its drafts accepted."""
-    kinds = ["greedy", "random", "cut"]
-    runner, random = a_runner(backend, graphs, a_model(draft=not same)), np.random.default_rng(0)
+    """And changes nothing. If it is the model itself, all of its drafts are accepted. It lags behind by some tokens
+    where a slot has no drafts for a while."""
+    kinds, draft = ["greedy", "random", "cut"], a_model(draft=not same)
+    runner, random = a_runner(backend, graphs, draft), np.random.default_rng(0)
+    own = ModelRunner(*draft, torch.float32, DEVICE, "triton" if DEVICE.type == "cuda" else "sdpa")
+    layers = (tuple(range(len(draft[1].layers))), None)
+    page_bytes = PAGE * draft[1].token_bytes(4)
+    own.bind(one_size(layers, pages=WIDTH, page_bytes=page_bytes, slots=2, width=WIDTH, tokens=PAGE))
+    accepted: list[bool] = []
 
     def markers(slot: int, tokens: list[int]) -> tuple[int, ...]:
-        return tuple(FIRST_DRAFT - i for i in range(random.integers(0, 5)))
+        return tuple(FIRST_DRAFT - i for i in range(random.choice((0, 0, 0, 1, 2, 3, 4))))
 
-    assert_equal(serve(runner, kinds, markers, proposes=True), expected[tuple(kinds)])
+    def check(slot: int, tokens: list[int], count: int, result: SliceResult) -> None:
+        proposed = continuation(own, KINDS[kinds[slot - 1]], 11 * slot, tokens, count)
+        assert runner.sampled_tokens[1 : 1 + count, slot].tolist() == proposed
+        accepted.extend(i < len(result.tokens) - 1 for i in range(count))
+
+    assert_equal(serve(runner, kinds, markers, True, check), expected[tuple(kinds)])
+    assert len(accepted) > 30
+    assert all(accepted) == same
+
+
+def test_results_of_rows_are_joined() -> None:
+    """An error of a row that is not kept is none."""
+    rows = (
+        SeqSlice(1, (5,), 9, 1, (), (6, 7)), SeqSlice(2, (1, 2), 0, 0, (2,)), SeqSlice(3, (4, 5, 6), 2, 1, (), (8,)),
+        SeqSlice(4, (3,), 7, 2), SeqSlice(5, (2,), 3, 1, (), (FIRST_DRAFT, FIRST_DRAFT - 1)),
+    )  # fmt: skip
+    verification = Verification.from_slices(SeqSlices.from_slices(rows))
+    assert verification.rows == (
+        SeqSlice(1, (5,), 9, 1), SeqSlice(1, (6,), 10, 1), SeqSlice(1, (7,), 11, 1), SeqSlice(2, (1, 2), 0, 0, (2,)),
+        SeqSlice(3, (4, 5, 6), 2, 1), SeqSlice(3, (8,), 5, 1), SeqSlice(4, (3,), 7, 2), SeqSlice(5, (2,), 3, 1),
+        SeqSlice(5, (FIRST_DRAFT,), 4, 1), SeqSlice(5, (FIRST_DRAFT - 1,), 5, 1),
+    )  # fmt: skip
+    table = torch.tensor([[0] * 6, [0, 0, 0, 0, 0, 20], [0, 0, 0, 0, 0, 21]])
+    samples = torch.tensor([6, 9, 9, 8, 30, 40, 41, 20, 21, 22])
+    accepted = verification.accept(samples, table, StagingBuffer(torch.device("cpu"))).tolist()
+    assert accepted == [1, 1, 2]
+    assert table[0].tolist() == [0, 9, 0, 30, 0, 22]
+    results = [SliceResult((token,)) for token in samples.tolist()]
+    results[5:7] = [SliceResult((40, 41))]
+    for row, error in ((2, ""), (1, "bad"), (0, "bad")):
+        broken = [one._replace(error="bad") if i == row else one for i, one in enumerate(results)]
+        assert verification.merge(broken, accepted) == [
+            SliceResult((6, 9), error=error), SliceResult((8, 30)), SliceResult((40, 41)), SliceResult((20, 21, 22)),
+        ]  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.protocol.parallel_layout import Shard
 from quire.protocol.sampling_params import SamplingParams
-from quire.protocol.step_plan import SliceResult, SlotInit
+from quire.protocol.step_plan import SeqSlice, SliceResult, SlotInit, TokenBitmask
 from quire.worker.inverse_cdf import draw, token_weights
 from quire.worker.sampler import FAULT_MESSAGES, Sampler
 from quire.worker.vocab_parallel_sampler import VocabParallelSampler
@@ -271,6 +271,37 @@ def test_the_sampler_gathers_rows_that_ask_for_more(monkeypatch: pytest.MonkeyPa
             assert answer == expected
             gathered = 4 * exchange.shard.padded_vocab_rows(vocab) * (ASKED_MORE * len(steps) - 3)
             assert gathered < exchange.bytes < gathered + len(steps) * 5 * CUT
+
+
+def test_runs_of_rows_are_those_of_the_undivided_sampler() -> None:
+    """As draft tokens have them: rows of a slot at one position after another, of which the first few count; masks."""
+    kinds, vocab = [kind for kind in KINDS if "n" not in kind], 700
+    starts = [(2, 3), (3, 4), (7, 4), (8, 3)]  # of each step's runs, and their rows
+    generator = torch.Generator().manual_seed(7)
+    steps = [torch.randn(rows * len(kinds), vocab, generator=generator) * 3 for _, rows in starts]
+    masks = [[TokenBitmask(2, np.random.default_rng(i).bytes(88)) for i in range(rows)] for _, rows in starts]
+
+    def run(sampler: Sampler, parts: list[Tensor]) -> list[list[SliceResult]]:
+        for slot, kind in enumerate(kinds, 2):
+            params = SamplingParams(max_tokens=20, **kind)
+            top = 60 if params.beam_width else params.num_logprobs
+            sampler.init_slot(SlotInit(slot, slot, -1, params.to_device_params(), 77 + slot, 2, (5, 6), top))
+        results = []
+        for logits, (start, count), of_step in zip(parts, starts, masks):
+            slices = [SeqSlice(slot, (1,), start - 1, 1) for slot, _ in enumerate(kinds, 2)]
+            sampler.set_bitmasks(of_step, slices)
+            rows = [(slot, start + i, 1) for slot, _ in enumerate(kinds, 2) for i in range(count)]
+            results.append(sampler.collect(sampler.sample(logits, rows, torch.zeros(40, dtype=torch.int64))))
+        return results
+
+    expected = run(Sampler(40, vocab, torch.device("cpu"), (2, 7), 4), [logits.clone() for logits in steps])
+    for answer, _ in on_ranks(
+        3,
+        lambda exchange: run(
+            VocabParallelSampler(40, vocab, (2, 7), exchange, 4), [part_of(one, exchange.shard) for one in steps]
+        ),
+    ):
+        assert answer == expected
 
 
 @pytest.mark.parametrize("which", [[0, 1, 4], [5, 8]])

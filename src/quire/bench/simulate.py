@@ -37,6 +37,7 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.sim.cost_model import Calibration, CostModel, calibration_names, load_calibration
 from quire.sim.runner import DrawFunction
 from quire.sim.simulation import (
+    ACCEPTANCE,
     MEASURES,
     STATISTICS,
     Objective,
@@ -51,6 +52,7 @@ from quire.sim.simulation import (
 from quire.startup.checkpoint import DEFAULT_MODEL, Checkpoint, read_checkpoint
 from quire.startup.dtypes import ITEMSIZE
 from quire.startup.memory_plan import activation_bytes
+from quire.startup.speculation import check_speculation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +64,7 @@ MIN_RATE, MAX_RATE = 1e-6, 1e5
 
 class SimulatedDeployment(NamedTuple):
     """A model on a device. The KV memory has `kv_bytes` bytes, or if that is 0 the size of `kv_tokens` tokens in every
-    layer. `image_processor` is set for a vision model."""
+    layer, those of the draft model in `spec` included. `image_processor` is set for a vision model."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -132,6 +134,9 @@ def _parser() -> Parser:
                        help="requests per second (Poisson; a trace is scaled in time); one run each")  # fmt: skip
     group.add_argument("--seconds", type=float, default=DEFAULT_SECONDS, metavar="S",
                        help="length of a workload without @N (default: %(default)g)")  # fmt: skip
+    group.add_argument("--acceptance", dest="synthetic_acceptance", type=float, default=argparse.SUPPRESS, metavar="A",
+                       help="probability that a draft token is accepted if those before it are "
+                       f"(default: {ACCEPTANCE})")  # fmt: skip
     group.add_argument("--find-rate", action="store_true", help="find the highest rate that meets the objectives")
     group.add_argument("--objective", action="append", metavar="NAME=MS",
                        help=f"{'|'.join(STATISTICS)}-{'|'.join(MEASURES)}-ms=NUMBER; may be repeated")  # fmt: skip
@@ -165,7 +170,12 @@ def _check(args: argparse.Namespace) -> None:
 
 def read_deployment(config: EngineConfig, calibration: str) -> SimulatedDeployment:
     """Return the deployment to simulate. Without --kv-gib or --kv-tokens the KV memory is what the calibration has
-    measured for its own model, or else what remains on its device."""
+    measured for its own model, less the weights of a draft model, or else what remains on its device."""
+    if config.speculation in ("ngram", "both"):
+        raise StartupError(
+            f"--speculative-method is {config.speculation}, and the tokens that are simulated have no content",
+            "Give --speculative-model alone",
+        )
     for name, count in (("tp", config.tp), ("pp", config.pp)):
         if count > 1:
             raise StartupError(f"--{name} is {count}, and what is simulated is one device", f"Leave --{name} out")
@@ -174,7 +184,7 @@ def read_deployment(config: EngineConfig, calibration: str) -> SimulatedDeployme
         if found.model not in CONFIGS:
             raise StartupError(f"the calibration's model, {found.model[:80]}, isn't known by name", "Give MODEL")
         config = replace(config, model_config=found.model)
-    source = read_checkpoint(config, weights=False)
+    source = check_speculation(config, read_checkpoint(config, weights=False))
     dtype = config.dtype if config.dtype != "auto" else found.dtype
     itemsize = ITEMSIZE.get(dtype)
     if itemsize is None:
@@ -183,19 +193,19 @@ def read_deployment(config: EngineConfig, calibration: str) -> SimulatedDeployme
         )
     config, source = config.with_device_defaults(found.kind), source.with_stored_dtypes(config, itemsize)
     saved = _fp8_saved_bytes(config, source, itemsize, found)
+    cost = CostModel(shape_of(source, itemsize, saved), found.coefficients_for(source.name))
+    if source.draft is not None:
+        cost = cost._replace(draft=shape_of(source.draft, itemsize))
+    spec = source.pool_spec
     tokens, kv_bytes = config.kv_tokens, 0
     if tokens is None:
-        kv_bytes = max(_kv_bytes(config, source.spec, source.name, itemsize, found, saved), 0)
-        tokens = tokens_for_bytes(config, source.spec, itemsize, kv_bytes)
+        kv_bytes = max(_kv_bytes(config, spec, source, itemsize, found, saved), 0)
+        tokens = tokens_for_bytes(config, spec, itemsize, kv_bytes)
     if tokens < 2:
         raise StartupError(
             f"the weights of {source.name} leave no room for KV on {found.device}", "Give --kv-gib, or another model"
         )
-    return SimulatedDeployment(
-        config, source.spec, CostModel(shape_of(source, itemsize, saved), found.coefficients_for(source.name)), found,
-        tokens, kv_bytes,
-        Eyes.of(source.config, source.spec),
-    )  # fmt: skip
+    return SimulatedDeployment(config, spec, cost, found, tokens, kv_bytes, Eyes.of(source.config, source.spec))
 
 
 def _fp8_saved_bytes(config: EngineConfig, source: Checkpoint, itemsize: int, found: Calibration) -> int:
@@ -208,11 +218,13 @@ def _fp8_saved_bytes(config: EngineConfig, source: Checkpoint, itemsize: int, fo
     return saved_bytes(source.config, scheme, itemsize)
 
 
-def _kv_bytes(config: EngineConfig, spec: ModelSpec, name: str, itemsize: int, found: Calibration, saved: int) -> int:
+def _kv_bytes(
+    config: EngineConfig, spec: ModelSpec, source: Checkpoint, itemsize: int, found: Calibration, saved: int
+) -> int:
     if config.kv_gib is not None:
         return int(config.kv_gib * 2**30)
-    if found.kv_bytes is not None and name == found.model:
-        return found.kv_bytes + saved
+    if found.kv_bytes is not None and source.name == found.model:
+        return found.kv_bytes + saved - (spec.parameters - source.spec.parameters) * itemsize
     room = found.memory_bytes * config.gpu_memory_utilization + saved
     eyes = spec.vision.parameters if spec.vision is not None else 0
     return int(room - (spec.parameters + eyes) * itemsize - activation_bytes(config, spec, itemsize))
@@ -319,6 +331,7 @@ def _result_record(outcome: SimulationResult, rate: float | None, objectives: Se
     """Return the record of a run in the document. Latencies are those of finished requests."""
     done = [Trace(one.arrival, one.prompt_len, one.token_times) for one in outcome.requests if one.done]
     run = outcome.totals
+    counts = ("drafts", "draft_tokens", "accepted_tokens") if run.drafts else ()
     return {
         "rate": rate,
         "meets": meets_objectives(outcome, objectives) if objectives else None,
@@ -326,7 +339,8 @@ def _result_record(outcome: SimulationResult, rate: float | None, objectives: Se
         **totals(done, run.seconds), **latencies(done),
         "finished": run.finished, "steps": run.steps, "busy": run.busy_share, "mean_batch": run.mean_batch,
         "mean_running": run.mean_running, "preemptions": run.preemptions, "swapped_bytes": run.swapped_bytes,
-        "sharing_saved": run.sharing_saved, "memory_bytes": mean_usage(outcome.timeline)._asdict(),
+        "sharing_saved": run.sharing_saved, **{name: getattr(run, name) for name in counts},
+        "memory_bytes": mean_usage(outcome.timeline)._asdict(),
         "moments": [{"time": m.time, "running": m.running, "waiting": m.waiting, **m.usage._asdict()}
                     for m in outcome.timeline],
     }  # fmt: skip
@@ -351,6 +365,10 @@ def format_results(results: Sequence[dict[str, Any]], plant: SimulatedDeployment
     error = plant.calibration.error
     accuracy = f"steps off by {error['median']:.1%} (median)" if error and "median" in error else "not measured"
     lines = [table(head, rows), f"simulated: {plant.calibration.device}, {plant.kv_tokens:,} tokens of KV; {accuracy}"]
+    for run in results:
+        if "drafts" in run:
+            tokens = 1 + run["accepted_tokens"] / run["drafts"]
+            lines.append(f"rate {short(run['rate'])}: {tokens:.2f} tokens a verification")
     if results and "highest_rate" in results[0]:
         highest = results[0]["highest_rate"]
         if highest is not None:

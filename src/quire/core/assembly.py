@@ -51,7 +51,11 @@ def assemble(
             speculation_costs = speculation_costs._replace(idle_seconds=0.0)
         lookup = (config.prompt_lookup_min, config.prompt_lookup_max)
         speculator = Speculator(
-            config.speculation, config.num_speculative_tokens, lookup=lookup, costs=speculation_costs
+            config.speculation,
+            config.num_speculative_tokens,
+            lookup=lookup,
+            costs=speculation_costs if config.adaptive_speculation else None,
+            eos_ids=eos_ids,
         )
     scheduler = Scheduler(
         memory,

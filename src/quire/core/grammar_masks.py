@@ -24,17 +24,30 @@ StopCheck = Callable[[int], tuple[str | None, int | None]]
 def build_masks(
     slices: Iterable[SeqSlice], by_slot: Mapping[int, tuple[Request, Sequence]]
 ) -> tuple[TokenBitmask, ...]:
-    """Return the masks of the slices whose sequences have a grammar, computed in one call. Sequences that have ended
-    get none, as their samples are ignored."""
+    """Return the masks of the slices whose sequences have a grammar, computed in one call: one for each position that
+    samples. Sequences that have ended get none, as their samples are ignored."""
     slots, matchers, grammar = list[int](), list[GrammarMatcher](), None
     for row in slices:
         if row.num_samples:
             request, seq = by_slot[row.slot]
             if seq.matcher is not None and seq.finish_reason is None:
-                slots.append(row.slot)
+                slots += [row.slot] * (1 + len(row.draft_tokens))
                 matchers.append(seq.matcher)
+                for token in row.draft_tokens:
+                    matchers.append(matchers[-1].copy())
+                    refusal = matchers[-1].accept(token)
+                    assert not refusal, f"slot {row.slot} has a draft token that its grammar refuses: {refusal}"
                 grammar = grammar or request.params.grammar
     return () if grammar is None else tuple(map(TokenBitmask, slots, grammar.compute_masks(matchers)))
+
+
+def cut_drafts(matcher: GrammarMatcher, draft_tokens: tuple[int, ...], eos_ids: frozenset[int]) -> tuple[int, ...]:
+    """Return the draft tokens before the first one that a grammar refuses or that ends the output."""
+    matcher = matcher.copy()
+    for i, token in enumerate(draft_tokens):
+        if token in eos_ids or matcher.accept(token):
+            return draft_tokens[:i]
+    return draft_tokens
 
 
 def must_wait_for_token(request: Request, seq: Sequence, deferred_masks: bool) -> bool:

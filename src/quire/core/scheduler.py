@@ -453,6 +453,8 @@ class Scheduler:
         end, tokens = row.start + len(sampled.tokens), list[int]()
         if seq.finish_reason is None:
             for i in range(len(sampled.tokens)):
+                if row.start + 1 + i == end:  # after the last one the grammar may force tokens
+                    seq.computed = seq.planned = end
                 tokens += append_token(request, seq, sampled, i, self.eos_ids, self.max_len)
                 if seq.finish_reason is not None:
                     break
@@ -461,8 +463,20 @@ class Scheduler:
         seq.drafted = min(drafted, seq.computed)
         if tokens and not sampled.error:
             self.memory.commit(seq)
+        if len(tokens) > len(sampled.tokens):
+            self._send_history(request, seq)
         if seq.finish_reason is not None:
             self._retire_and_report(request, seq, events)
+
+    def _send_history(self, request: Request, seq: Sequence) -> None:
+        """Send the tokens of a sequence to the device if it needs them: its grammar forced some, which the device has
+        not sampled."""
+        if (
+            request.device_params.needs_history
+            and seq.finish_reason is None
+            and request.status is RequestStatus.RUNNING
+        ):
+            self._init_slot(request, seq, seq)
 
     def _retire_and_report(self, request: Request, seq: Sequence, events: list[SeqEvent]) -> None:
         """Retire a sequence that has ended, and report the end of a request whose outputs wait for it."""
@@ -490,13 +504,8 @@ class Scheduler:
                 self._retire(request, child)
             elif request.status is RequestStatus.RUNNING:
                 self._init_slot(request, child, seq)
-        if (
-            len(tokens) > 1  # tokens that the grammar forced, which the device has not sampled
-            and request.device_params.needs_history
-            and seq.finish_reason is None
-            and request.status is RequestStatus.RUNNING
-        ):
-            self._init_slot(request, seq, seq)
+        if len(tokens) > 1:
+            self._send_history(request, seq)
         if request.prefix_name is not None and not slice_result.error:
             assert self.memory.prefix_cache is not None, "a prefix is registered without a prefix cache"
             if not self.memory.prefix_cache.pin(request.prefix_name, seq):

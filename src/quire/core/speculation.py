@@ -8,10 +8,11 @@ come from the costs of preemptions. There is no clock: the same calls give the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from quire.core.preemption_costs import SpeculationCosts
+from quire.core.grammar_masks import cut_drafts
+from quire.core.preemption_costs import PreemptionCosts, SpeculationCosts
 from quire.core.request import Request
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import FIRST_DRAFT, SeqSlice
@@ -23,7 +24,9 @@ DECAY = 0.9  # weight of earlier verifications after another one
 RETURN_PER_TOKEN = 0.98  # how an estimate returns to the first one while a sequence has no drafts
 MAX_INDEXED_TOKENS = 1 << 15  # of a sequence, the latest ones
 MAX_LAG = 16  # tokens by which the draft model may lag behind while it is not used: those of a page
+ROWS_PER_SKIP = 16
 NO_DRAFTS: Mapping[int, tuple[int, ...]] = {}
+FREE_DRAFTS = SpeculationCosts(PreemptionCosts(0, 0, 0, 0, 0), PreemptionCosts(0, 0, 0, 0, 0))
 
 
 class NgramIndex:
@@ -118,7 +121,8 @@ class Candidate(NamedTuple):
 class Speculator:
     """Chooses the draft tokens of each step, at most `max_tokens` of a sequence.
 
-    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens."""
+    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens. Without `costs` a
+    sequence always has as many draft tokens as it can have."""
 
     def __init__(
         self,
@@ -126,12 +130,15 @@ class Speculator:
         max_tokens: int,
         *,
         lookup: tuple[int, int] = (2, 5),
-        costs: SpeculationCosts,
+        costs: SpeculationCosts | None,
+        eos_ids: Iterable[int] = (),
     ) -> None:
         self.uses_ngrams, self.has_model = method != "draft", method != "ngram"
-        self.max_tokens, self.lookup, self.costs = max_tokens, lookup, costs
+        self.max_tokens, self.lookup, self.costs, self.eos_ids = max_tokens, lookup, costs, frozenset(eos_ids)
         self.markers = [tuple(FIRST_DRAFT - i for i in range(count)) for count in range(max_tokens + 1)]
         self.seqs: dict[int, SeqDrafts] = {}  # by id
+        # After drafts did not pay, `choose` is not tried again so many times, unless half of the requests have gone.
+        self.num_skips = self.skipped_requests = 0
 
     def drafts_for(self, request: Request) -> bool:
         """Return True if the draft model is to compute the tokens of a new request, too. It has no images, and does not
@@ -142,11 +149,14 @@ class Speculator:
             and params.grammar is None and not request.images and request.prefix_name is None
         )  # fmt: skip
 
-    def choose(self, running: Iterable[Request], max_len: int) -> Mapping[int, tuple[int, ...]]:
+    def choose(self, running: Collection[Request], max_len: int) -> Mapping[int, tuple[int, ...]]:
         """Return the draft tokens of the next step by sequence id, those of the draft model as markers.
 
         While steps are in flight their samples are not known, and the answer is an estimate. A sequence has at most
-        `max_len` tokens."""
+        `max_len` tokens. While drafts don't pay, a call costs no more on average than for ROWS_PER_SKIP sequences."""
+        if self.num_skips and len(running) >= self.skipped_requests // 2:
+            self.num_skips -= 1
+            return NO_DRAFTS
         candidates, rows, pairs = list[Candidate](), 0, 0
         for request in running:
             for seq in request.live_seqs:
@@ -158,16 +168,19 @@ class Speculator:
                 most = min(self.max_tokens, seq.prompt_len + request.max_tokens - length - 1, max_len - length - 1)
                 if most > 0 and request.params.speculate and self._is_eligible(request, seq):
                     candidates += self._find_drafts(seq, most)
-        if not candidates:
-            return NO_DRAFTS
-        seconds = self.costs.model.recompute_seconds(rows, pairs)
-        return self._most_valuable(candidates, rows, seconds)
+        drafts = NO_DRAFTS
+        if candidates and self.costs is None:
+            drafts = {one.seq.id: one.tokens or self.markers[one.most] for one in candidates}
+        elif candidates and self.costs is not None:
+            drafts = self._most_valuable(candidates, rows, pairs, self.costs)
+        self.num_skips, self.skipped_requests = 0 if drafts else rows // ROWS_PER_SKIP, len(running)
+        return drafts
 
     @staticmethod
     def _is_eligible(request: Request, seq: Sequence) -> bool:
         """Return True if what follows the sequence's next token depends on nothing but that token."""
         return (
-            request.method is None and not seq.num_forks and seq.matcher is None and seq.prefix_source is None
+            request.method is None and not seq.num_forks and seq.prefix_source is None
             and request.params.pooling is None and request.prefix_name is None
         )  # fmt: skip
 
@@ -175,26 +188,30 @@ class Speculator:
         drafts = self.seqs.get(seq.id)
         if drafts is None:
             drafts = self.seqs[seq.id] = SeqDrafts(*self.lookup)
-        length = len(seq.tokens)
-        model, draft = self.costs.model, self.costs.draft
-        seconds = model.compute_token + length * model.compute_pair
+        length, costs = len(seq.tokens), self.costs or FREE_DRAFTS
+        seconds = costs.model.compute_token + length * costs.model.compute_pair
         if self.uses_ngrams:
             tokens = drafts.index.propose(seq.tokens, most + seq.pending_samples)[seq.pending_samples :]
+            if seq.matcher is not None and not seq.pending_samples:
+                tokens = cut_drafts(seq.matcher, tokens, self.eos_ids)
             if tokens:
-                return [Candidate(seq, most, tokens, drafts.by_ngram.rate(length), seconds)]
+                return [Candidate(seq, len(tokens), tokens, drafts.by_ngram.rate(length), seconds)]
         if seq.drafts:
-            seconds += draft.compute_token + length * draft.compute_pair
+            seconds += costs.draft.compute_token + length * costs.draft.compute_pair
             return [Candidate(seq, most, (), drafts.by_model.rate(length), seconds)]
         return []
 
-    def _most_valuable(self, candidates: list[Candidate], rows: int, seconds: float) -> Mapping[int, tuple[int, ...]]:
-        """Return the drafts that raise the tokens per second of a step of `rows` tokens that takes `seconds`.
+    def _most_valuable(
+        self, candidates: list[Candidate], rows: int, pairs: int, costs: SpeculationCosts
+    ) -> Mapping[int, tuple[int, ...]]:
+        """Return the drafts that raise the tokens per second of a step of `rows` tokens, which attend to `pairs`
+        positions.
 
         The i-th draft token of a sequence is accepted with probability rate ** i. It pays if the time that it takes
         yields more tokens than as much time of a plain step; a pass of the draft model pays for all its sequences."""
-        tokens_per_second = rows / seconds
+        tokens_per_second = rows / costs.model.recompute_seconds(rows, pairs)
         counts: dict[int, int] = {}
-        gain, cost, pass_seconds = 0.0, self.costs.idle_seconds, self.costs.draft.compute_fixed
+        gain, cost, pass_seconds = 0.0, costs.idle_seconds, costs.draft.compute_fixed
         active = candidates
         for i in range(1, self.max_tokens + 1):
             active = [one for one in active if one.most >= i and one.rate**i >= one.seconds * tokens_per_second]
@@ -247,7 +264,9 @@ def plan_draft_slices(
     for row in slices:
         seq = by_slot[row.slot][1]
         if seq.drafts:
-            count, start = count_markers(row), seq.drafted if seq.not_in_flight else seq.draft_planned
+            if seq.not_in_flight:
+                seq.draft_planned = seq.drafted
+            count, start = count_markers(row), seq.draft_planned
             draft = SeqSlice(row.slot, tuple(seq.tokens[start : row.start + len(row.tokens)]), start, count)
             is_prompt = len(row.tokens) > 1 or not row.num_samples
             (continued if count else prompts if is_prompt else lagging).append(draft)

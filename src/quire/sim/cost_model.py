@@ -4,11 +4,13 @@
                 + those of an encoder and operations of every part of an image that it encodes
     attention = keys and values read by decoding rows + operations of prompts + states read and written by all rows
     copies    = pages copied (copy on write) + pages swapped
+    drafts    = a pass of the draft model over known tokens, and one for each later token that it proposes
     host      = planning: a step and a row; it overlaps the device's work if steps overlap
 
 Reading and computing overlap in part, by a calibration's `overlap`. A step with a prompt is launched kernel by kernel,
-which takes the host at least `launch`. Coefficients belong to a device and its kernels, not to a model: for a model of
-another shape they are an extrapolation.
+which takes the host at least `launch`. A sequence whose draft tokens are verified has a row for each of its positions,
+as in the worker, and each row reads keys and values. Coefficients belong to a device and its kernels, not to a model:
+for a model of another shape, a draft model too, they are an extrapolation.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.core.preemption_costs import PreemptionCosts
+from quire.core.preemption_costs import PreemptionCosts, SpeculationCosts
 from quire.errors import StartupError
 from quire.protocol.images import ImageItem
 from quire.protocol.model_spec import ModelSpec
-from quire.protocol.step_plan import PageCopy, StepPlan, SwapIn, SwapOut
+from quire.protocol.step_plan import LAST_SAMPLED, PageCopy, SeqSlice, StepPlan, SwapIn, SwapOut
 from quire.sim.vision_cost import VisionShape, vision_work
 
 FOLDER = Path(__file__).parent / "calibrations"
@@ -31,6 +33,8 @@ MAX_FILE_BYTES = 2**24  # of a calibration file
 MAX_COEFFICIENT = 1e6
 MAX_MEMORY_BYTES = 2**50
 MAX_DEPTH = 8
+MAX_SPLIT_TOKENS = 4
+"""A slice of the draft model of up to this many tokens is computed as rows of one token (quire.worker.drafter)."""
 
 
 class AttentionShape(NamedTuple):
@@ -115,7 +119,7 @@ class ModelShape(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """The work of one step."""
+    """The work of one step. `drafts` of the `rows` verify a draft token: the host plans them with their sequence."""
 
     rows: int
     tokens: int
@@ -126,6 +130,7 @@ class StepWork(NamedTuple):
     swapped: int  # bytes of pages
     pictures: float = 0.0  # bytes of weights that are read only for images
     encoded: int = 0  # parts of images
+    drafts: int = 0
 
 
 def step_work(
@@ -134,15 +139,19 @@ def step_work(
     page_bytes: tuple[int, ...],
     media: Mapping[int, tuple[ImageItem, ...]] | None = None,
 ) -> StepWork:
-    """Count a plan's work. `page_bytes` are the bytes of a page by group, `media` the images of each slot."""
-    tokens = num_sampled = 0
+    """Count a plan's work, without its draft slices. `page_bytes` are the bytes of a page by group, `media` the images
+    of each slot."""
+    tokens = num_sampled = drafts = 0
     contexts: list[int] = []
     chunks: list[tuple[int, int]] = []
-    for _, computed, start, sample, _, _ in plan.slices:
+    for _, computed, start, sample, _, draft_tokens in plan.slices:
         count = len(computed)
         tokens += count
         num_sampled += sample > 0
-        if count == 1:
+        if draft_tokens:
+            drafts += len(draft_tokens)
+            contexts += range(start + count, start + count + len(draft_tokens) + 1)
+        elif count == 1:
             contexts.append(start + 1)
         else:
             chunks.append((start, start + count))
@@ -159,9 +168,10 @@ def step_work(
             copied += page_bytes[entry.group]
         elif isinstance(entry, SwapIn | SwapOut):
             swapped += page_bytes[entry.group]
-    read += 2 * shape.state_bytes * len(plan.slices)
+    rows, tokens, num_sampled = len(plan.slices) + drafts, tokens + drafts, num_sampled + drafts
+    read += 2 * shape.state_bytes * rows
     operations = 2.0 * (shape.weights_per_token * tokens + shape.head_weights * num_sampled)
-    work = StepWork(len(plan.slices), tokens, operations, read, attention, copied, swapped)
+    work = StepWork(rows, tokens, operations, read, attention, copied, swapped, drafts=drafts)
     if shape.vision is None or not media:
         return work
     images = vision_work(plan, shape.vision, media)
@@ -169,6 +179,30 @@ def step_work(
         operations=operations + images.operations, kv_bytes=read + images.kv_bytes,
         attention=attention + images.attention, pictures=images.weight_bytes, encoded=images.encoded_parts,
     )  # fmt: skip
+
+
+def draft_passes(plan: StepPlan, shape: ModelShape) -> list[StepWork]:
+    """Count the work of each pass of a draft model of `shape`: over the known tokens of the draft slices, then over the
+    last proposal of each slot that another one follows. Slices of few tokens are rows of one token."""
+    if not plan.draft_slices:
+        return []
+    passes = [[row for known in plan.draft_slices for row in _draft_rows(known)]]
+    for i in range(1, max(row.num_samples for row in plan.draft_slices)):
+        passes.append([
+            SeqSlice(row.slot, (LAST_SAMPLED,), row.start + len(row.tokens) + i - 1, 1)
+            for row in plan.draft_slices if row.num_samples > i
+        ])  # fmt: skip
+    return [step_work(StepPlan((), (), rows), shape, ()) for rows in passes]
+
+
+def _draft_rows(known: SeqSlice) -> list[SeqSlice]:
+    count = len(known.tokens)
+    if count > MAX_SPLIT_TOKENS:
+        return [known]
+    return [
+        SeqSlice(known.slot, (token,), known.start + i, known.num_samples if i == count - 1 else 0)
+        for i, token in enumerate(known.tokens)
+    ]
 
 
 def add_padding(work: StepWork, shape: ModelShape, prompt: int, rows: int) -> StepWork:
@@ -211,6 +245,7 @@ class CostModel(NamedTuple):
 
     shape: ModelShape
     coefficients: Coefficients
+    draft: ModelShape | None = None  # of the draft model
 
     def device_seconds(self, work: StepWork) -> float:
         """Return the seconds that the device takes for a step."""
@@ -233,15 +268,32 @@ class CostModel(NamedTuple):
         is_prompt = work.attention or work.encoded or work.tokens > work.rows
         return copies + (max(seconds, c.launch) if is_prompt else seconds)
 
+    def draft_seconds(self, plan: StepPlan) -> float:
+        """Return the seconds that the draft model takes before a step's own work."""
+        if self.draft is None:
+            return 0.0
+        alone = CostModel(self.draft, self.coefficients)
+        return sum(map(alone.device_seconds, draft_passes(plan, self.draft)))
+
     def host_seconds(self, work: StepWork) -> float:
         """Return the seconds that the host takes to plan a step."""
-        return self.coefficients.host_step + work.rows * self.coefficients.host_row
+        return self.coefficients.host_step + (work.rows - work.drafts) * self.coefficients.host_row
+
+    def speculation_costs(self) -> SpeculationCosts:
+        """Return the costs by which the scheduler chooses draft tokens, of steps that decode."""
+        c, found = self.coefficients, list[PreemptionCosts]()
+        for shape in (self.shape, self.draft or self.shape):
+            token = 2 * (shape.weights_per_token + shape.head_weights) * c.operation + c.row
+            pair = sum(part.token_bytes for part in shape.attention) * c.kv_byte
+            found.append(PreemptionCosts(0.0, 0.0, shape.bytes_read(1) * c.weight_byte + c.step, token, pair))
+        return SpeculationCosts(*found, idle_seconds=c.host_step)
 
     def preemption_costs(self) -> PreemptionCosts:
         """Return the costs that the preemption policy `auto` needs."""
-        c = self.coefficients
-        pair = sum(part.pair_operations for part in self.shape.attention) * c.attention
-        return PreemptionCosts(0.0, 2 * c.swapped_byte, 0.0, 2 * self.shape.weights_per_token * c.operation, pair)
+        c, shapes = self.coefficients, [self.shape, *([self.draft] if self.draft else [])]
+        pair = sum(part.pair_operations for shape in shapes for part in shape.attention) * c.attention
+        token = 2 * sum(shape.weights_per_token for shape in shapes) * c.operation
+        return PreemptionCosts(0.0, 2 * c.swapped_byte, 0.0, token, pair)
 
 
 class Calibration(NamedTuple):

@@ -1,7 +1,8 @@
 """A Runner without a device: each step takes the time of the cost model, on a virtual clock.
 
 The host plans while the device computes (`depth` 2) or waits for it (1), as with a real runner; steps run one after
-another. Tokens are constants that end no sequence: lengths are those of the requests.
+another. Tokens are constants that end no sequence: lengths are those of the requests. A draft token that is proposed is
+accepted with a given probability if those before it are, decided by its sequence and position alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import MAX_N
+from quire.protocol.seeds import WORD_MASK, splitmix64
 from quire.protocol.step_plan import SeqSlice, SliceResult, SlotInit, StepPlan, StepResult
 from quire.sim.clock import VirtualClock
 from quire.sim.cost_model import CostModel, StepWork, add_padding, step_work
@@ -39,7 +41,9 @@ class PaddingCounts(NamedTuple):
 class SimRunner:
     """See core.runner.Runner. All samples are one token that is not in `avoid`; branches of one row get different ones,
     so that they share only their prompt. `draw` replaces this: it returns the result of a slice of the sequence of a
-    SlotInit (beam search needs candidates). `on_step` is called with the work and the seconds of every step."""
+    SlotInit (beam search needs candidates). `acceptance` is the probability that a draft token is accepted if those
+    before it are; the same tokens are, whatever the batch and the number of draft tokens. `on_step` is called with the
+    work and the seconds of every step."""
 
     def __init__(
         self,
@@ -49,15 +53,17 @@ class SimRunner:
         *,
         avoid: frozenset[int] = frozenset(),
         draw: DrawFunction | None = None,
+        acceptance: float = 0.0,
         on_step: Callable[[StepWork, float], None] | None = None,
     ) -> None:
         self.cost, self.clock, self.depth, self.draw, self.on_step = cost, clock, depth, draw, on_step
+        self.acceptance = acceptance
         self.in_flight: deque[InFlightStep] = deque()
         self.padding: Callable[[StepPlan], PaddingCounts] | None = None
         self.device_free_at = 0.0  # end of all submitted steps
         self.busy_seconds = 0.0  # of the device
         self.page_bytes: tuple[int, ...] = ()
-        self.slot_inits: dict[int, SlotInit] = {}  # by slot; only with `draw`
+        self.slot_inits: dict[int, SlotInit] = {}  # by slot
         self.has_images = False
         self.media: dict[int, tuple[ImageItem, ...]] = {}  # by slot; only with images
         self.drawn_tokens = tuple(t for t in range(FIRST_TOKEN, FIRST_TOKEN + MAX_N + len(avoid)) if t not in avoid)
@@ -88,7 +94,7 @@ class SimRunner:
         if self.padding is not None:
             work = add_padding(work, self.cost.shape, *self.padding(plan))
         self.clock.advance(self.cost.host_seconds(work))
-        seconds = self.cost.device_seconds(work)
+        seconds = self.cost.draft_seconds(plan) + self.cost.device_seconds(work)
         self.device_free_at = max(self.device_free_at, self.clock.now) + seconds
         self.busy_seconds += seconds
         self.in_flight.append(InFlightStep(plan, self.device_free_at, seconds))
@@ -100,21 +106,28 @@ class SimRunner:
         """Advance the clock to the end of the oldest step and return its result."""
         plan, end, seconds = self.in_flight.popleft()
         self.clock.advance_to(end)
-        if self.draw is None:
-            return StepResult(tuple(self._sample(row) for row in plan.slices), seconds)
         for init in plan.new_slots:
             parent = self.slot_inits.get(init.parent_slot)
             sampling = init.sampling if init.sampling is not None or parent is None else parent.sampling
             self.slot_inits[init.slot] = init._replace(sampling=sampling)
-        results = tuple(
-            self.draw(row, self.slot_inits[row.slot]) if row.num_samples else self._no_sample for row in plan.slices
-        )
-        return StepResult(results, seconds)
+        return StepResult(tuple([self._sample(row) for row in plan.slices]), seconds)
 
     def _sample(self, row: SeqSlice) -> SliceResult:
+        if row.draft_tokens:
+            return SliceResult(self.drawn_tokens[:1] * (self._count_accepted(row) + 1))
+        if row.num_samples and self.draw is not None:
+            return self.draw(row, self.slot_inits[row.slot])
         if row.num_samples == 1:
             return self._one_sample
         return SliceResult(self.drawn_tokens[: row.num_samples]) if row.num_samples else self._no_sample
+
+    def _count_accepted(self, row: SeqSlice) -> int:
+        """Return the number of leading draft tokens that are accepted."""
+        seed, first = splitmix64(self.slot_inits[row.slot].seq_id), row.start + len(row.tokens)
+        for i in range(len(row.draft_tokens)):
+            if splitmix64(seed + first + i & WORD_MASK) >= self.acceptance * 2**64:
+                return i
+        return len(row.draft_tokens)
 
     def close(self) -> None:
         """Drop the steps in flight."""

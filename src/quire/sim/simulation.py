@@ -35,6 +35,7 @@ MEASURES = ("normalised", "ttft", "tpot", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p99")
 MAX_PAGES = 2**24  # each is an entry of several lists
 MAX_RATE_FACTOR = 2.0**14  # limit of the search for a rate, relative to its start
+ACCEPTANCE = 0.7  # the default of Experiment.synthetic_acceptance
 
 
 class TraceRequest(NamedTuple):
@@ -88,7 +89,8 @@ class TimelineSample(NamedTuple):
 
 class RunTotals(NamedTuple):
     """Totals of a run. `mean_batch` (rows) and `mean_running` (requests in memory) are averages over steps.
-    `busy_share` is the share of time in which the device computed. `finished` is False for an aborted run."""
+    `busy_share` is the share of time in which the device computed. `finished` is False for an aborted run. Of the
+    `draft_tokens` of `drafts` verifications `accepted_tokens` were accepted."""
 
     seconds: float
     finished: bool
@@ -99,6 +101,9 @@ class RunTotals(NamedTuple):
     preemptions: int
     swapped_bytes: int
     sharing_saved: float
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
 
 
 class SimulationResult(NamedTuple):
@@ -204,7 +209,7 @@ class StaticBatchPadding:
 
 class Simulation:
     """An engine of `config` for a model of `spec`, with `kv_tokens` tokens of KV (or as many as `kv_bytes` hold, see
-    MemorySize), on a device with costs `cost`."""
+    MemorySize), on a device with costs `cost`. `spec` has the layers of the draft model too, if there is one."""
 
     def __init__(
         self,
@@ -226,13 +231,17 @@ class Simulation:
         size = size._replace(max_len=max_seq_len(config, spec, size))
         self.config, self.spec, self.clock = config, spec, VirtualClock()
         depth = config.depth or depth
-        self.runner = SimRunner(cost, self.clock, depth, avoid=frozenset(spec.eos_ids), draw=draw, on_step=on_step)
+        acceptance = config.experiment.synthetic_acceptance
+        self.runner = SimRunner(
+            cost, self.clock, depth, avoid=frozenset(spec.eos_ids), draw=draw, on_step=on_step,
+            acceptance=ACCEPTANCE if acceptance is None else acceptance,
+        )  # fmt: skip
         memory = build_memory(config, spec, size, "simulated")
         self.runner.bind(memory.kv_config)
         limits = EngineLimits(spec.vocab_size, size.max_len, sys.maxsize)
         self.engine = assemble(
             config, memory, self.runner, limits, clock=self.clock, eos_ids=spec.eos_ids, costs=cost.preemption_costs(),
-            depth=depth,
+            depth=depth, speculation_costs=cost.speculation_costs(),
         )  # fmt: skip
         if self.engine.scheduler.static_batching:
             self.runner.set_padding(StaticBatchPadding(self.engine.scheduler))
@@ -319,12 +328,13 @@ class _StepRecorder:
 
     def totals(self, finished: bool) -> RunTotals:
         engine, now = self.simulation.engine, self.simulation.clock.now
-        sharing = engine.scheduler.memory.account().sharing
+        sharing, stats = engine.scheduler.memory.account().sharing, engine.stats
         return RunTotals(
-            now, finished, engine.stats.steps, self.simulation.runner.busy_seconds / now if now else 0.0,
-            engine.stats.rows / max(engine.stats.steps, 1), self.running / max(self.steps, 1),
+            now, finished, stats.steps, self.simulation.runner.busy_seconds / now if now else 0.0,
+            stats.rows / max(stats.steps, 1), self.running / max(self.steps, 1),
             engine.scheduler.num_preemptions, sharing.swapped_out + sharing.swapped_in,
             self.saved_pages / self.table_pages if self.table_pages else 0.0,
+            stats.num_drafts, stats.draft_tokens, stats.accepted_tokens,
         )  # fmt: skip
 
 

@@ -97,8 +97,9 @@ def build_runner(
         return model
 
     model, draft = make(checkpoint, progress), checkpoint.draft
-    speculation: dict[str, Any] = {"synthetic_acceptance": config.experiment.synthetic_acceptance}
-    speculation["max_drafts"] = config.max_draft_tokens
+    speculation: dict[str, Any] = {
+        "max_drafts": config.max_draft_tokens, "synthetic_acceptance": config.experiment.synthetic_acceptance,
+    }  # fmt: skip
     if draft is not None:
         speculation |= {"draft_model": make(draft, progress), "draft_spec": draft.spec}
         speculation["make_draft_model"] = partial(make, draft)

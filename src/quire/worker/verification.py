@@ -7,7 +7,7 @@ are equal to the samples before them ("drafter-invariant" speculative decoding, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -97,7 +97,9 @@ class Verification(NamedTuple):
 
 def _join(results: Sequence[SliceResult]) -> SliceResult:
     """Return one result with the tokens of all, and the first error."""
-    error = next((result.error for result in results if result.error), "")
-    tokens = tuple(chain.from_iterable(result.tokens for result in results))
-    logprobs = tuple(chain.from_iterable(result.top_logprobs for result in results))
+    if len(results) == 1:
+        return results[0]
+    tokens = tuple([token for result in results for token in result.tokens])
+    logprobs = tuple([details for result in results for details in result.top_logprobs])
+    error = "".join([result.error for result in results if result.error][:1])
     return SliceResult(tokens, () if error else logprobs, error=error)

@@ -64,6 +64,24 @@ def test_logits_of_a_mixed_step(runners: tuple[ModelRunner, ModelRunner]) -> Non
         assert_near(logits(runners[1], rows, TritonBackend(deterministic=deterministic)), expected)
 
 
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
+def test_rows_of_one_slot_are_steps_one_after_another(runners: tuple[ModelRunner, ModelRunner]) -> None:
+    """As draft tokens are computed: in eager steps and in those that graphs capture."""
+    reference, runner = runners
+    rows = tuple(SeqSlice(slot, (40 + i,), start + i, 1) for slot, start in ((1, 8), (3, 13)) for i in range(3))
+    expected = torch.cat([logits(reference, (row,)) for row in rows])
+    cache = runner.store.caches[0]
+    columns = torch.tensor([(row.tokens[0], row.slot, row.start) for row in (*rows, SeqSlice(0, (0,), 0, 1))])
+    tokens, slots, positions = columns.T.contiguous().to(DEVICE)
+    for splits, deterministic in ((1, False), (4, False), (1, True)):
+        backend = TritonBackend(deterministic=deterministic)
+        assert_near(logits(runner, rows, backend), expected)
+        scratch = decode_scratch(len(columns), cache.heads, cache.kv_heads, cache.head_dim, splits, DEVICE)
+        context = make_decode_context(runner.store, backend, slots, positions, scratch, splits)
+        with torch.inference_mode():
+            assert_near(runner.model.logits(runner.model(tokens, context))[:-1], expected)
+
+
 @pytest.mark.share(3)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
 def test_the_step_that_graphs_capture(

@@ -1,0 +1,128 @@
+"""Bugs planted in speculative decoding: in the scheduler, in the choice of draft tokens, and in the runner that stands
+for a model and its draft model."""
+
+from __future__ import annotations
+
+from bugs import Bug, bug
+
+TESTS = "tests/core/test_speculation.py::"
+SINGLE_STEPS = TESTS + "test_tokens_are_those_of_single_steps"
+RIGHT_DRAFTS = TESTS + "test_tokens_are_those_of_single_steps_if_many_drafts_are_right[0.3-recompute]"
+OTHER_TOKENS = r"AssertionError: request .*, branch .*: \[.*\] instead of \["
+SCHEDULER, CHOICE, ECHO = "core/scheduler.py", "core/speculation.py", "sim/echo_runner.py"
+
+BUGS: dict[str, Bug] = {
+    "one draft token too many is accepted": bug(
+        ECHO,
+        "return tuple(samples[: accepted + 1]), states[: accepted + 1]",
+        "return tuple(samples[: accepted + 2]), states[: accepted + 2]",
+        RIGHT_DRAFTS,
+        OTHER_TOKENS,
+    ),
+    "the token after a run is that of the last row": bug(
+        ECHO,
+        "return tuple(samples[: accepted + 1]), states[: accepted + 1]",
+        "return (*samples[:accepted], samples[-1]), states[: accepted + 1]",
+        RIGHT_DRAFTS,
+        OTHER_TOKENS,
+    ),
+    "a draft token is accepted after a wrong one": bug(
+        ECHO,
+        "accepted += accepted == i and draft == samples[i]",
+        "accepted += draft == samples[i]",
+        RIGHT_DRAFTS,
+        OTHER_TOKENS,
+    ),
+    "the device remembers rejected tokens": bug(
+        ECHO,
+        "history = None if slot.history is None else list(slot.history)",
+        "history = slot.history",
+        RIGHT_DRAFTS,
+        OTHER_TOKENS,
+    ),
+    "a page of rejected tokens counts as computed": bug(
+        SCHEDULER,
+        "seq.computed = seq.planned = min(end, row.start + 1 + len(tokens))",
+        "seq.computed = seq.planned = row.start + 1 + len(row.draft_tokens)",
+        TESTS + "test_a_rejected_tail_is_not_published",
+        r"AssertionError: a token that the sequence never got is published",
+    ),
+    "pages are published before the tokens of a run are appended": bug(
+        SCHEDULER,
+        "        if seq.finish_reason is None:\n            for i in range(len(sampled.tokens)):",
+        "        seq.computed = end\n        self.memory.commit(seq)\n"
+        "        if seq.finish_reason is None:\n            for i in range(len(sampled.tokens)):",
+        TESTS + "test_right_drafts_save_steps[1]",
+        r"AssertionError: a token that the sequence never got is published",
+    ),
+    "a stop token in the middle of a run is ignored": bug(
+        SCHEDULER,
+        "                if seq.finish_reason is not None:\n                    break\n",
+        "",
+        TESTS + "test_a_stop_token_ends_a_run_in_its_middle[3]",
+        OTHER_TOKENS,
+    ),
+    "another step is planned while drafts are in flight": bug(
+        SCHEDULER,
+        "if self.num_in_flight and (drafts or self.drafts_in_flight):",
+        "if self.num_in_flight and drafts:",
+        TESTS + "test_a_request_ends_while_its_drafts_are_in_flight[abort]",
+        r"AssertionError: another step is planned",
+    ),
+    "drafts take the memory that somebody else runs in": bug(
+        SCHEDULER,
+        "                    draft_tokens = ()\n",
+        "                    pass\n",
+        RIGHT_DRAFTS,
+        r"AssertionError: slot .* uses its page|IndexError",
+    ),
+    "tokens are drafted that the request may not have": bug(
+        CHOICE,
+        "request.max_tokens - length - 1",
+        "request.max_tokens - length",
+        TESTS + "test_drafts_are_at_most_what_a_sequence_may_have",
+        r"assert \[1, 2, 3, 4\] == \[0, 1, 2, 4\]",
+    ),
+    "the draft model has computed its last proposal": bug(
+        SCHEDULER,
+        "drafted = {row.slot: row.start + len(row.tokens) + max(row.num_samples - 1, 0) for row in plan.draft_slices}",
+        "drafted = {row.slot: row.start + len(row.tokens) + row.num_samples for row in plan.draft_slices}",
+        SINGLE_STEPS + "[draft-4-1]",
+        r"AssertionError: the draft model read other states",
+    ),
+    "the draft model goes on where it was before a step without it": bug(
+        CHOICE,
+        "            if seq.not_in_flight:\n                seq.draft_planned = seq.drafted\n",
+        "            if seq.drafted == 0:\n                seq.draft_planned = seq.drafted\n",
+        SINGLE_STEPS + "[both-16-2]",
+        r"AssertionError: (page .* is published before it is computed|the draft model read other states)",
+    ),
+    "a mask is that of the position before": bug(
+        ECHO,
+        "history, self.vocab_size, masks[i]))",
+        "history, self.vocab_size, masks[max(i - 1, 0)]))",
+        TESTS + "test_drafts_follow_grammars[ngram-1-False]",
+        r"AssertionError: request .*, branch ",
+    ),
+    "tokens are drafted that the grammar refuses": bug(
+        "core/grammar_masks.py",
+        "        if token in eos_ids or matcher.accept(token):\n            return draft_tokens[:i]\n",
+        "        matcher.accept(token)\n",
+        TESTS + "test_drafts_follow_grammars[ngram-1-False]",
+        r"AssertionError: slot .* has a draft token that its grammar refuses: token .* can't follow",
+    ),
+    "a grammar forces tokens in the middle of a run": bug(
+        SCHEDULER,
+        "                if row.start + 1 + i == end:",
+        "                if i >= 0:",
+        TESTS + "test_a_grammar_forces_tokens_after_a_run_only[0.0]",
+        OTHER_TOKENS,
+    ),
+    "an n-gram is proposed again from the place where it was first": bug(
+        CHOICE,
+        "                ends[key] = end\n",
+        "                ends.setdefault(key, end)\n",
+        TESTS + "test_ngrams_are_found_as_by_search[lookup1]",
+        r"assert \[.*\] == \[",
+    ),
+}
