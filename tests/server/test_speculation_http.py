@@ -14,11 +14,8 @@ from test_console import scenes
 from test_metrics import samples
 
 from quire.config import EngineConfig
-from quire.core.preemption_costs import PreemptionCosts, SpeculationCosts
 from quire.server.shutdown import status_line
 
-FREE = SpeculationCosts(PreemptionCosts(0.0, 0.0, 1.0, 0.0, 0.0), PreemptionCosts(0.0, 0.0, 0.0, 0.0, 0.0))
-"""Costs with which drafts are always worth it."""
 DETAILS = "completion_tokens_details"
 LONG = {"max_tokens": 48, "ignore_eos": True, "seed": 3, "temperature": 0.5}
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}]}
@@ -28,12 +25,10 @@ NAMES = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     config = EngineConfig(
-        device="cpu", kv_tokens=4096, threads=1, speculative_model="tiny-draft", speculative_method="both"
-    )
-    with echo_service.serving(config, placement="thread", metrics_prefix="vllm") as found:
-        speculator = found.engine.scheduler.speculator
-        assert speculator is not None
-        speculator.costs = FREE
+        device="cpu", kv_tokens=4096, threads=1, speculative_model="tiny-draft", speculative_method="both",
+        adaptive_speculation=False,
+    )  # fmt: skip
+    with echo_service.serving(config, metrics_prefix="vllm") as found:
         yield found
 
 
