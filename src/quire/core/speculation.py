@@ -233,7 +233,6 @@ class Speculator:
     def record(self, request: Request, seq: Sequence, row: SeqSlice, accepted: int) -> None:
         """Record that `accepted` draft tokens of a slice were right."""
         request.draft_tokens += len(row.draft_tokens)
-        request.accepted_tokens += accepted
         drafts = self.seqs.get(seq.id)
         if drafts is not None:
             acceptance = drafts.by_model if count_markers(row) else drafts.by_ngram
