@@ -32,7 +32,7 @@ ANY_STORY = words.phrases(
     "| Write a story. | Can you tell me a story? | A story, please. | Tell me another story. | Tell me another story "
     "| tell me another story | Can you tell me another story? | Tell me another one. | Tell me another one "
     "| Another one, please | Another one, please. | Another story, please. | Another story! | Another one! "
-    "| One more story, please. | One more, please. | Once more, a story please. | Yes, please. | Again, please."
+    "| One more story, please. | One more, please. | Once more, a story please. | Yes, please. | Again, please. | More!"
 )
 STORY_ABOUT = (
     "Tell me a story about {0}. | Tell me a story about {0} | Tell a story about {0}. | Write a story about {0}. "
@@ -110,7 +110,7 @@ def short_answer(rng: random.Random, split: Split) -> Turns:
 def draw_turns(rng: random.Random, split: Split) -> Turns:
     """A riddle, facts, small talk, a story with questions, or requests for stories."""
     draws = (rng.choice(RIDDLES), facts, talk, about_story, story_request)
-    return rng.choices(draws, (34, 26, 10, 16, 10))[0](rng, split)
+    return rng.choices(draws, (42, 28, 9, 14, 7))[0](rng, split)
 
 
 def draw_conversation(rng: random.Random, split: Split = TRAIN) -> tuple[str, Turns]:
@@ -118,7 +118,7 @@ def draw_conversation(rng: random.Random, split: Split = TRAIN) -> tuple[str, Tu
     style = rng.random()
     if style < 0.96:
         turns = draw_turns(rng, split)
-        while rng.random() < 0.2:
+        while rng.random() < 0.15:
             turns += draw_turns(rng, split)
         return rng.choice(words.SYSTEMS) if rng.random() < 0.4 else "", turns
     if style < 0.98:

@@ -341,7 +341,9 @@ def run(options: argparse.Namespace) -> Json:
                         "held_out_characters": amount}  # fmt: skip
     gpu = torch.cuda.get_device_name() if device == "cuda" else f"{cores} cores of {platform.machine()}"
     report |= {"device": gpu, "torch": torch.__version__, "seconds": round(time.perf_counter() - begun, 1)}
-    report["command"] = "python tools/train_tiny.py " + f"--device {device} --minutes {options.minutes:g}"
+    report["command"] = f"python tools/train_tiny.py --device {device} --minutes {options.minutes:g}"
+    if options.tokenizer:
+        report["command"] += f" --tokenizer {options.tokenizer}"
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     plot(report, out / "loss.png")
     return report
