@@ -44,6 +44,17 @@ def append_token(
     return tuple(seq.tokens[start:])
 
 
+def goes_on_after(request: Request, seq: Sequence, sampled: SliceResult, eos_ids: frozenset[int], max_len: int) -> bool:
+    """Return True if appending these tokens one by one does nothing else: none ends the sequence, and there are no
+    log-probabilities and no grammar."""
+    length, tokens = len(seq.tokens) + len(sampled.tokens), sampled.tokens
+    return (
+        length < max_len and length - seq.prompt_len < request.max_tokens
+        and eos_ids.isdisjoint(tokens) and request.stop_ids.isdisjoint(tokens)
+        and seq.matcher is None and not sampled.top_logprobs and not sampled.error
+    )  # fmt: skip
+
+
 def resolve_num_logprobs(request: Request, eos_ids: frozenset[int]) -> int:
     """Return how many of the likeliest tokens a slice returns with its sample; -1: no log-probabilities at all."""
     top = request.params.num_logprobs

@@ -397,12 +397,7 @@ class Engine:
 
     def _advance(self, outputs: list[BranchOutput]) -> bool:
         """Plan and submit, then add the outputs of the oldest step in flight to `outputs`. Return False if none is."""
-        while len(self.in_flight) < self.depth and not self.is_awaiting_masks:
-            plan = self.scheduler.schedule()
-            if plan is None:
-                break
-            self._record_plan(plan)
-            self._submit(plan)
+        self._fill()
         if not self.in_flight:
             return False
         plan, ticket = self.in_flight.popleft()
@@ -413,8 +408,19 @@ class Engine:
         events = self.scheduler.update(plan, result)
         if self.is_awaiting_masks and len(self.in_flight) == 1:
             self._submit_masks()
+        if self.depth > 1 and not self.in_flight and self.scheduler.speculator is not None:
+            self._fill()  # the device has nothing to do: drafts had to be verified before this step could be planned
         outputs += self.finish_outputs(self.output_builder.build(events, self.clock()))
         return True
+
+    def _fill(self) -> None:
+        """Plan and submit until `depth` steps are in flight."""
+        while len(self.in_flight) < self.depth and not self.is_awaiting_masks:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self._record_plan(plan)
+            self._submit(plan)
 
     def _submit(self, plan: StepPlan) -> None:
         """Submit a plan to the runner. Grammar masks depend on all earlier tokens, so with steps in flight the step

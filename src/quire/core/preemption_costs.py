@@ -40,14 +40,16 @@ DEFAULT_COSTS = PreemptionCosts(1e-4, 1 / 5e9, 1e-3, 2.5e-4, 1e-8)
 
 
 class DeviceSpeed(NamedTuple):
-    """What a device does, about: bytes and operations per second, and the least seconds of a step."""
+    """What a device does, about: bytes and operations per second, the least seconds of a step, and those of a pass of a
+    draft model within one."""
 
     bytes: float
     operations: float
     step: float
+    draft_pass: float
 
 
-DEVICE_SPEEDS = {"cpu": DeviceSpeed(3e10, 3e11, 5e-4), "cuda": DeviceSpeed(2.5e12, 4e14, 5e-4)}
+DEVICE_SPEEDS = {"cpu": DeviceSpeed(3e10, 3e11, 5e-4, 1.5e-4), "cuda": DeviceSpeed(3e12, 8e14, 3e-4, 3e-4)}
 """A few CPU cores, and a large GPU."""
 IDLE_SECONDS = 5e-4
 """How long a GPU waits for the host, about, if no step is in flight while the next one is planned."""
@@ -68,11 +70,11 @@ class SpeculationCosts(NamedTuple):
         speed = DEVICE_SPEEDS[device]
         model, draft_model = (
             DEFAULT_COSTS._replace(
-                compute_fixed=speed.step + each.weight_bytes(itemsize) / speed.bytes,
+                compute_fixed=fixed + each.weight_bytes(itemsize) / speed.bytes,
                 compute_token=2 * each.parameters / speed.operations,
                 compute_pair=each.token_bytes(itemsize) / speed.bytes,
             )
-            for each in (spec, draft or spec)
+            for each, fixed in ((spec, speed.step), (draft or spec, speed.draft_pass))
         )
         return cls(model, draft_model, IDLE_SECONDS if device == "cuda" else 0.0)
 

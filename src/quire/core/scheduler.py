@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from quire.core.branching import BranchOps, MethodDriver
-from quire.core.decoding import append_token, record_pooled, record_prompt_logprobs, resolve_num_logprobs
+from quire.core.decoding import append_token, goes_on_after, record_pooled, record_prompt_logprobs, resolve_num_logprobs
 from quire.core.encoder_budget import EncoderBudget
 from quire.core.grammar_masks import build_masks, must_wait_for_token
 from quire.core.preemption_costs import DEFAULT_COSTS, PreemptionCosts
@@ -451,7 +451,11 @@ class Scheduler:
         self.speculator.record(request, seq, row, len(sampled.tokens) - 1)
         seq.pending_samples -= 1 + len(row.draft_tokens)
         end, tokens = row.start + len(sampled.tokens), list[int]()
-        if seq.finish_reason is None:
+        if seq.finish_reason is None and goes_on_after(request, seq, sampled, self.eos_ids, self.max_len):
+            seq.tokens += sampled.tokens
+            tokens += sampled.tokens
+            events.append(SeqEvent(request, seq, sampled.tokens))
+        elif seq.finish_reason is None:
             for i in range(len(sampled.tokens)):
                 if row.start + 1 + i == end:  # after the last one the grammar may force tokens
                     seq.computed = seq.planned = end

@@ -281,12 +281,17 @@ class CostModel(NamedTuple):
 
     def speculation_costs(self) -> SpeculationCosts:
         """Return the costs by which the scheduler chooses draft tokens, of steps that decode."""
-        c, found = self.coefficients, list[PreemptionCosts]()
-        for shape in (self.shape, self.draft or self.shape):
-            token = 2 * (shape.weights_per_token + shape.head_weights) * c.operation + c.row
-            pair = sum(part.token_bytes for part in shape.attention) * c.kv_byte
-            found.append(PreemptionCosts(0.0, 0.0, shape.bytes_read(1) * c.weight_byte + c.step, token, pair))
-        return SpeculationCosts(*found, idle_seconds=c.host_step)
+        c = self.coefficients
+        model, draft = (
+            PreemptionCosts(
+                0.0, 0.0,
+                compute_fixed=shape.bytes_read(1) * c.weight_byte + c.step,
+                compute_token=2 * (shape.weights_per_token + shape.head_weights) * c.operation + c.row,
+                compute_pair=sum(part.token_bytes for part in shape.attention) * c.kv_byte,
+            )
+            for shape in (self.shape, self.draft or self.shape)
+        )  # fmt: skip
+        return SpeculationCosts(model, draft, c.host_step)
 
     def preemption_costs(self) -> PreemptionCosts:
         """Return the costs that the preemption policy `auto` needs."""
