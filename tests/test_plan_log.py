@@ -36,7 +36,7 @@ from quire.protocol.step_plan import (
 )
 from quire.protocol.wire import decode_frame, encode_frame
 from quire.sim.echo_runner import EchoRunner
-from quire.sim.plan_replay import PlanReplayer, compare_files, iter_differences, replay
+from quire.sim.plan_replay import PlanReplayer, ReplayError, compare_files, iter_differences, replay
 
 PROMPT = "Once upon a time, there was a"
 SMALL = one_size(((0, 1), None), ((2,), 8), pages=40, page_bytes=64, slots=5, width=8, tokens=4, host=6)
@@ -104,6 +104,37 @@ def test_a_served_log_replays_to_the_tables_of_its_runner(served: tuple[Path, np
         done.op_counts
     )
     assert done.counts["collected"] == done.counts["steps"]
+
+
+def test_draft_slices_are_replayed(tmp_path: Path) -> None:
+    """In the pages of the draft model's layers, as far as they are proposed."""
+    settings: dict[str, Any] = {"kv_tokens": 240, "page_size": 4, "preemption": "swap", "swap_gib": 0.01}
+    settings |= {"speculative_model": "tiny-draft", "speculative_method": "both", "log_plans": str(tmp_path / "log")}
+    with quire.LLM(dtype="float32", threads=1, debug=True, max_num_seqs=8, **settings) as llm:
+        params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40, ignore_eos=True) for i in range(6)]
+        llm.generate([PROMPT] * len(params), params, use_tqdm=False)
+        tables = np.array(llm.engine.runner.store.host_tables)
+    done = replayed(tmp_path / "log")
+    assert all(np.array_equal(mine.table, other) for mine, other in zip(done.echo.groups, tables))
+    with PlanLog(tmp_path / "log") as log:
+        step = next(step for step in log if any(row.num_samples > 1 for row in step.plan.draft_slices))
+        kv_config = log.kv_config
+    assert step.result is not None
+    more = [result._replace(tokens=result.tokens * 5) for result in step.result.slice_results]
+    for plan, result, why in (
+        (step.plan, step.result._replace(slice_results=tuple(more)), r"samples\[0\]: \d+ tokens, and 1 to 4"),
+        (step.plan._replace(page_ops=()), None, r"draft_slices\[0\]: slot \d+ has no real page .* in group 1"),
+    ):
+        replayer = PlanReplayer(kv_config)
+        with PlanLog(tmp_path / "log") as log:
+            for earlier in log:
+                if earlier.number == step.number:
+                    break
+                replayer.step(earlier.plan, earlier.result)
+        if result is None:
+            replayer.echo.groups[1].table[:] = 0
+        with pytest.raises(ReplayError, match=why):
+            replayer.step(plan, result)
 
 
 def test_the_command_tells_what_a_log_holds(

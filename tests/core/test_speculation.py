@@ -249,7 +249,7 @@ def test_a_request_ends_while_its_drafts_are_in_flight(end: str) -> None:
         assert engine.stop("a", 0, "text")
         del trace.asked["a"]
     result = trace.runner.collect(ticket)
-    engine.stats.record_step(plan, result)
+    engine.stats.record_drafts(plan, result)
     events = scheduler.update(plan, result)
     assert [(event.request.id, len(event.tokens)) for event in events] == [("b", 4)]
     trace.outputs["b"] += engine.finish_outputs(engine.output_builder.build(events, 0.0))

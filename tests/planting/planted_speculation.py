@@ -71,8 +71,8 @@ BUGS: dict[str, Bug] = {
     ),
     "drafts take the memory that somebody else runs in": bug(
         SCHEDULER,
-        "                    draft_tokens = ()\n",
-        "                    pass\n",
+        "        return drafting if fits else row\n",
+        "        return drafting\n",
         RIGHT_DRAFTS,
         r"AssertionError: slot .* uses its page|IndexError",
     ),

@@ -402,7 +402,11 @@ class Engine:
             return False
         plan, ticket = self.in_flight.popleft()
         result = self.runner.collect(ticket)
-        self.stats.record_step(plan, result)
+        self.stats.step_seconds += result.seconds
+        self.stats.idle_seconds += result.idle_seconds
+        self.stats.computed_tokens += sum(len(row.tokens) for row in plan.slices)
+        if self.scheduler.drafts_in_flight:
+            self.stats.record_drafts(plan, result)
         if self.step_history is not None:
             self.step_history.record_result(self.stats.steps - len(self.in_flight), result.seconds)
         events = self.scheduler.update(plan, result)

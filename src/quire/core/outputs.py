@@ -111,23 +111,17 @@ class EngineStats:
         """Return a copy of the counters."""
         return replace(self, finished=dict(self.finished), accepted_per_pos=list(self.accepted_per_pos))
 
-    def record_step(self, plan: StepPlan, result: StepResult) -> None:
-        """Count a collected step."""
-        self.step_seconds += result.seconds
-        self.idle_seconds += result.idle_seconds
-        self.computed_tokens += sum(len(row.tokens) for row in plan.slices)
-        if any(row.draft_tokens for row in plan.slices):
-            for row, sampled in zip(plan.slices, result.slice_results):
-                if row.draft_tokens:
-                    self._record_drafts(len(row.draft_tokens), len(sampled.tokens) - 1)
-
-    def _record_drafts(self, drafted: int, accepted: int) -> None:
-        self.num_drafts += 1
-        self.draft_tokens += drafted
-        self.accepted_tokens += accepted
-        self.computed_tokens += accepted
-        for i in range(accepted):
-            self.accepted_per_pos[i] += 1
+    def record_drafts(self, plan: StepPlan, result: StepResult) -> None:
+        """Count the draft tokens of a collected step."""
+        for row, sampled in zip(plan.slices, result.slice_results):
+            if row.draft_tokens:
+                accepted = len(sampled.tokens) - 1
+                self.num_drafts += 1
+                self.draft_tokens += len(row.draft_tokens)
+                self.accepted_tokens += accepted
+                self.computed_tokens += accepted
+                for i in range(accepted):
+                    self.accepted_per_pos[i] += 1
 
 
 class OutputBuilder:

@@ -128,14 +128,17 @@ class Scheduler:
             encodes = self.encoder_budget is not None and self.encoder_budget.used_parts > 0
             must_send = (encodes and preempted is not None) or self._has_shared_page_ops()
             return self._make_plan([]) if must_send else None
-        draft_slices: tuple[SeqSlice, ...] = ()
+        draft_slices, has_drafts = tuple[SeqSlice, ...](), False
         if self.speculator is not None:
             draft_slices = plan_draft_slices(slices, self.by_slot, self.token_budget)
-            self.drafts_in_flight = any(row.draft_tokens for row in slices)
+            has_drafts = self.drafts_in_flight = any(row.draft_tokens for row in slices)
         for row in slices:
             seq = self.by_slot[row.slot][1]
-            seq.planned = row.start + len(row.tokens) + len(row.draft_tokens)
-            seq.pending_samples += (row.num_samples > 0) + len(row.draft_tokens)
+            seq.planned = row.start + len(row.tokens)
+            seq.pending_samples += row.num_samples > 0
+            if has_drafts:
+                seq.planned += len(row.draft_tokens)
+                seq.pending_samples += len(row.draft_tokens)
         # without slices if a method suspends its branches, or victims were swapped out
         return self._make_plan(slices, draft_slices)
 
@@ -167,9 +170,6 @@ class Scheduler:
                 count = num_new_tokens(request, seq, budget)
                 if count <= 0 or (pipelined and num_samples == max_samples and seq.planned + count >= len(seq.tokens)):
                     continue
-                draft_tokens = drafts.get(seq.id, ()) if drafts else ()
-                if draft_tokens and not self._fits_drafts(seq, draft_tokens, budget):
-                    draft_tokens = ()
                 while not grow(seq, seq.planned + count):
                     if self.num_in_flight:
                         return None
@@ -180,10 +180,13 @@ class Scheduler:
                         return preempted
                 if encoder_budget is not None and not (count := encoder_budget.schedule_encoding(seq, count)):
                     continue
-                slices.append(self._make_slice(request, seq, count, draft_tokens))
+                slices.append(self._make_slice(request, seq, count))
                 if pipelined:
                     num_samples += slices[-1].num_samples > 0
-                budget -= step_tokens(slices[-1], seq) if draft_tokens else count
+                if drafts and seq.id in drafts:
+                    slices[-1] = self._with_drafts(slices[-1], seq, drafts[seq.id], budget)
+                    count = step_tokens(slices[-1], seq)
+                budget -= count
         return preempted
 
     def _num_new_tokens(self, request: Request, seq: Sequence, budget: int) -> int:
@@ -204,13 +207,13 @@ class Scheduler:
         count = min(len(seq.tokens) + seq.pending_samples - seq.planned, budget)
         return count if self.clip_chunk is None else self.clip_chunk(seq.prompt_len, seq.planned, count)
 
-    def _fits_drafts(self, seq: Sequence, draft_tokens: tuple[int, ...], budget: int) -> bool:
-        """Return True if the step and the memory have room for the next token of a sequence with these drafts; then the
-        memory has grown."""
-        row = SeqSlice(0, (), seq.planned, 1, (), draft_tokens)
-        return step_tokens(row, seq) < budget and self.memory.grow(seq, seq.planned + 1 + len(draft_tokens))
+    def _with_drafts(self, row: SeqSlice, seq: Sequence, draft_tokens: tuple[int, ...], budget: int) -> SeqSlice:
+        """Return the slice with these draft tokens, or as it is if the step or the memory has no room for them."""
+        drafting = row._replace(draft_tokens=draft_tokens)
+        fits = step_tokens(drafting, seq) <= budget and self.memory.grow(seq, seq.planned + 1 + len(draft_tokens))
+        return drafting if fits else row
 
-    def _make_slice(self, request: Request, seq: Sequence, count: int, draft_tokens: tuple[int, ...] = ()) -> SeqSlice:
+    def _make_slice(self, request: Request, seq: Sequence, count: int) -> SeqSlice:
         start, end, known = seq.planned, seq.planned + count, len(seq.tokens)
         tokens: tuple[int, ...] = (LAST_SAMPLED,)
         if start < known:
@@ -221,7 +224,7 @@ class Scheduler:
         score: tuple[int, ...] = ()
         if start + 1 < seq.prompt_len and request.params.prompt_logprobs is not None:
             score = tuple(seq.tokens[start + 1 : min(end + 1, seq.prompt_len)])
-        return SeqSlice(self.memory.slot(seq), tokens, start, sample, score, draft_tokens)
+        return SeqSlice(self.memory.slot(seq), tokens, start, sample, score)
 
     # Preemption: all sequences of a request together (§4.5)
 
@@ -417,12 +420,12 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
         """Process the result of the oldest plan in flight."""
         self.num_in_flight -= 1
-        self.drafts_in_flight = False
+        has_drafts, self.drafts_in_flight = self.drafts_in_flight, False
         events, by_slot, commit = list[SeqEvent](), self.by_slot, self.memory.commit
         drafted = {row.slot: row.start + len(row.tokens) + max(row.num_samples - 1, 0) for row in plan.draft_slices}
         for row, sampled in zip(plan.slices, result.slice_results):
             request, seq = by_slot[row.slot]
-            if row.draft_tokens:
+            if has_drafts and row.draft_tokens:
                 self._process_drafts(request, seq, row, sampled, drafted.get(row.slot, seq.drafted), events)
                 continue
             seq.computed = row.start + len(row.tokens)

@@ -1,0 +1,55 @@
+"""Speculative decoding with the bundled model and its draft model: outputs equal those without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import quire
+from quire import SamplingParams
+from quire.core.outputs import EngineStats
+from quire.protocol.structured_output import StructuredOutputsParams
+
+PROMPTS = ["The cat sat on the mat. The cat sat on the", "1 2 3 4 5 1 2 3 4 5 1 2", "Once upon a time there was"]
+ITEM = {"type": "object", "properties": {"kind": {"enum": ["alpha", "beta"]}}, "required": ["kind"]}
+SCHEMA = {"type": "array", "minItems": 5, "maxItems": 5, "items": ITEM}
+PARAMS: tuple[dict[str, Any], ...] = (
+    {},
+    {"stop": ["the", " a"]},
+    {"stop": ["cat"], "min_tokens": 10, "n": 2},
+    {"logprobs": 2, "prompt_logprobs": 1},
+    {"best_of": 2},
+    {"repetition_penalty": 1.2, "bad_words": ["the cat"]},
+    {"frequency_penalty": 0.3, "structured_outputs": StructuredOutputsParams(json=SCHEMA), "max_tokens": 80},
+    {"logprobs": 1, "structured_outputs": StructuredOutputsParams(regex="(the cat |a dog ){9}")},
+)
+
+
+def generate(**settings: Any) -> tuple[list[Any], EngineStats]:
+    """Return all that is generated, greedily and not, and the engine's counts."""
+    with quire.LLM(
+        dtype="float32", threads=1, deterministic=True, debug=True, page_size=4, max_num_seqs=4, **settings
+    ) as llm:
+        params = [SamplingParams(**{"temperature": temperature, "max_tokens": 32, "seed": 3, **more})
+                  for more in PARAMS for temperature in (0.0, 0.9)]  # fmt: skip
+        prompts = PROMPTS * len(params)
+        outputs = llm.generate(prompts, [one for one in params for _ in PROMPTS], use_tqdm=False)
+        return [output.outputs for output in outputs], llm.engine.stats.copy()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    return generate(kv_tokens=4096)[0]
+
+
+@pytest.mark.parametrize("kv_tokens", [4096, 400])
+@pytest.mark.parametrize(
+    "settings",
+    [{"speculative_method": "ngram"}, {"speculative_model": "tiny-draft"},
+     {"speculative_model": "tiny-draft", "speculative_method": "both", "num_speculative_tokens": 6}],
+)  # fmt: skip
+def test_outputs_are_those_without_it(settings: dict[str, Any], kv_tokens: int, expected: list[Any]) -> None:
+    outputs, stats = generate(kv_tokens=kv_tokens, swap_gib=0.01, **settings)
+    assert outputs == expected
+    assert stats.accepted_tokens > 20
