@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.protocol.device_params import DeviceSamplingParams
@@ -57,18 +56,19 @@ class Drafter:
         """Enqueue the computation of draft slices, whose `num_samples` are the numbers of tokens to propose, and set
         `drafts` of their slots."""
         numbers, lengths, last = slices.to_array(), slices.token_counts, self.runner.last_sampled
-        counts, slots, starts = fixed = numbers[: 3 * len(slices)].reshape(3, -1)
+        fixed = numbers[: 3 * len(slices)].reshape(3, -1)
+        counts, slots, starts = fixed
         tokens = numbers[slices.tokens.start : slices.tokens.end]
-        longest = int(lengths.max())
-        if longest == 1 and counts.all():
-            self.runner.decode(np.stack((slots, starts, tokens)))
-        else:
+        if not counts.all() or lengths.max() > MAX_SPLIT_TOKENS:
             samples, final = self._compute_known(fixed, lengths, tokens)
-            if not counts.any():
-                return
-            if len(samples) > len(final):  # a slot has several: keep the last one
-                index, proposing = self.runner.store.staging.upload_all([final, slots[counts > 0]])
-                last.index_copy_(0, proposing, samples.index_select(0, index))
+        elif len(tokens) == len(slots):
+            samples, final = self.runner.decode(np.stack((slots, starts, tokens))), None
+        else:
+            of, number = _split_slices(lengths)
+            samples = self.runner.decode(np.stack((slots[of], starts[of] + number, tokens)))
+            final = lengths.cumsum() - 1
+        if final is not None and len(samples) > len(final):  # a slot has several: keep the last one
+            self._keep_last(slots[counts > 0], samples, final)
         self.drafts[0].copy_(last)
         columns = np.stack((slots, starts + lengths, np.full(len(slots), LAST_SAMPLED)))
         for i in range(1, int(counts.max())):
@@ -76,21 +76,33 @@ class Drafter:
             self.drafts[i].copy_(last)
             columns[1] += 1
 
-    def _compute_known(self, fixed: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> tuple[Tensor, np.ndarray]:
-        """Compute known tokens. Return all samples, and the indices of those that follow a slice which proposes."""
-        proposes = fixed[0] > 0
+    def _keep_last(self, slots: np.ndarray, samples: Tensor | np.ndarray, final: np.ndarray) -> None:
+        """Set the latest samples of `slots` to those at the indices `final`."""
+        if isinstance(samples, np.ndarray):
+            self.runner.last_sampled.numpy()[slots] = samples[final]
+            return
+        index, proposing = self.runner.store.staging.upload_all([final, slots])
+        self.runner.last_sampled.index_copy_(0, proposing, samples.index_select(0, index))
+
+    def _compute_known(
+        self, fixed: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
+    ) -> tuple[Tensor | np.ndarray, np.ndarray]:
+        """Compute known tokens, of prompts too. Return all samples, and the indices of those that follow a slice which
+        proposes."""
         splits = np.where(lengths <= MAX_SPLIT_TOKENS, lengths, 1)  # rows of each slice
-        of = np.repeat(np.arange(len(lengths)), splits)
-        number = np.arange(len(of)) - (np.cumsum(splits) - splits)[of]
+        of, number = _split_slices(splits)
         rows = fixed[:, of]
         rows[2] += number
-        is_final = (number == splits[of] - 1) & proposes[of]
-        if proposes.all() and len(of) == len(tokens):  # all rows sample, as graphs of decode steps do
-            samples = self.runner.decode(np.stack((rows[1], rows[2], tokens)))
-            return torch.as_tensor(samples), np.flatnonzero(is_final)
-        rows[0] = is_final
+        rows[0] = (number == splits[of] - 1) & (fixed[0] > 0)[of]
+        is_final = rows[0] > 0
         rows[0, -1] |= not is_final.any()  # graphs of steps with prompts have at least one sample
         none = np.zeros(len(of), dtype=np.int64)
         slices = SeqSlices.from_arrays(rows, np.where(splits[of] > 1, 1, lengths[of]), tokens, none, none[:0])
-        launched = self.runner.launch(slices)
-        return torch.as_tensor(launched.samples.tokens), np.flatnonzero(is_final[rows[0] > 0])
+        samples: Tensor | np.ndarray = self.runner.launch(slices).samples.tokens
+        return samples, np.flatnonzero(is_final[rows[0] > 0])
+
+
+def _split_slices(rows_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each row of slices with so many rows each its slice, and its number in the slice, from 0."""
+    of = np.repeat(np.arange(len(rows_of)), rows_of)
+    return of, np.arange(len(of)) - (rows_of.cumsum() - rows_of)[of]

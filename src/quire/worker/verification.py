@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from quire.protocol.seq_slices import SeqSlices
+from quire.protocol.columns import LENGTHS_ONE, LENGTHS_ZERO
+from quire.protocol.seq_slices import EMPTY_COLUMN, RaggedColumn, SeqSlices
 from quire.protocol.step_plan import LAST_SAMPLED, SliceResult
 from quire.worker.inverse_cdf import uniform_noise
 from quire.worker.staging_buffer import StagingBuffer
@@ -36,8 +37,11 @@ class Verification(NamedTuple):
         """Return the verification of slices, some of which have draft tokens. These have one sample each."""
         numbers = slices.to_array()
         fixed = numbers[: 3 * len(slices)].reshape(3, -1)
-        lengths, counts = slices.token_counts, slices.lengths(slices.draft_tokens)
-        verified, scores = np.flatnonzero(counts), slices.score_tokens
+        lengths, counts, scores = slices.token_counts, slices.lengths(slices.draft_tokens), slices.score_tokens
+        is_decode = slices.tokens.length_kind == LENGTHS_ONE and scores.length_kind == LENGTHS_ZERO
+        if is_decode and counts.min() == counts.max():
+            return cls._from_equal_slices(slices, fixed, numbers)
+        verified = np.flatnonzero(counts)
         assert (fixed[0, verified] == 1).all(), "a slice with draft tokens has one sample"
         of = np.repeat(np.arange(len(slices)), 1 + counts)  # the slice of each row
         first_rows = np.cumsum(1 + counts) - 1 - counts
@@ -63,6 +67,20 @@ class Verification(NamedTuple):
             fixed[2, verified] + lengths[verified],
             padded,
         )  # fmt: skip
+
+    @classmethod
+    def _from_equal_slices(cls, slices: SeqSlices, fixed: np.ndarray, numbers: np.ndarray) -> Verification:
+        """Return the same, faster, of slices with one token and equally many draft tokens each."""
+        count = len(slices)
+        drafts = numbers[slices.draft_tokens.start : slices.draft_tokens.end].reshape(count, -1)
+        width = 1 + drafts.shape[1]
+        rows = np.empty((4, count, width), dtype=np.int64)
+        rows[:3], rows[2] = fixed[:, :, None], fixed[2, :, None] + np.arange(width)
+        rows[3, :, 0], rows[3, :, 1:] = numbers[slices.tokens.start : slices.tokens.end], drafts
+        first = np.arange(count) * width
+        tokens = RaggedColumn(LENGTHS_ONE, 3 * rows[0].size, 3 * rows[0].size, rows.size)
+        expanded = SeqSlices(rows.reshape(-1), rows[0].size, tokens, EMPTY_COLUMN, EMPTY_COLUMN)
+        return cls(expanded, [width - 1] * count, fixed[1], first, fixed[2] + 1, drafts)
 
     def accept(
         self, tokens: Tensor, sampled_tokens: Tensor, staging: StagingBuffer, synthetic: float | None = None
