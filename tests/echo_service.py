@@ -121,8 +121,8 @@ class Saying(Echo):
         slot, at = self.slots[row.slot], row.start + len(row.tokens) - self.groups[0].prompt_lens[row.slot]
         script = self._slot_scripts[row.slot]
         token = script[at] if at < len(script) else 0
-        mask = self.masks.get(row.slot)
-        if mask is not None and not mask[token // 8] >> token % 8 & 1:
+        masks = self.masks.get(row.slot)
+        if masks and not masks[0][token // 8] >> token % 8 & 1:
             return sampled
         slot.last = token
         tops = tuple(top._replace(token=token) for top in sampled.top_logprobs)

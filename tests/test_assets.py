@@ -92,6 +92,24 @@ def test_the_readme_s_chat_is_answered_well():
             assert {one.outputs[0].text for one in given} == {answer}
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}])
+def test_a_story_follows_other_turns_and_other_stories(options: dict[str, float]):
+    """Its second and third turns are stories of usual length, and the story told before is not told again."""
+    first = ("Tell me a story", "Write a poem about the sea.", "What is the capital of France?", "Hello!")
+    later = ("Tell me a story", "Tell me another story", "Another one, please", "Tell me a story about a cat")
+    with quire.LLM("tiny", dtype="float32", threads=1) as llm:
+        params = llm.prompts.make_params(seed=0, max_tokens=300, **options)
+        chats = [[{"role": "user", "content": opening}] for opening in first for _ in later]
+        for turn in range(3):
+            answers = [one.outputs[0].text for one in llm.chat(chats, params, use_tqdm=False)]
+            if turn > 0:
+                assert min(len(answer.split()) for answer in answers) >= 60
+                assert all(answer not in [one["content"] for one in chat] for chat, answer in zip(chats, answers))
+            for at, (chat, answer) in enumerate(zip(chats, answers)):
+                ask = later[(at + turn) % len(later)]
+                chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": ask}]
+
+
 def test_every_text_survives_a_round_trip():
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
     text = "".join(map(chr, (*range(1, 0x800), 0x20AC, 0xFFFD, 0x1F600, 0x10FFFF)))

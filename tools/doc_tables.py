@@ -168,7 +168,8 @@ def limits() -> Iterator[str]:
          "the prompt in each choice that shows them", "400; unset `max_tokens` are what this leaves", ""),
         ("tokens in an answer", f"{answer_size.MAX_TOKENS:,}: n x prompts x tokens", "as above", ""),
         ("bytes of an answer that isn't streamed", f"{answer_size.MAX_BYTES:,}", "400", ""),
-        ("bytes of all answers that wait for their clients, and of streams in the background", f"{answer_size.MAX_HELD_BYTES:,}", "503", ""),
+        ("bytes of all answers that wait for their clients, and of streams in the background",
+         f"{answer_size.MAX_HELD_BYTES:,}", "503", ""),
         ("responses kept for previous_response_id", f"none, or N of --store-responses, in "
          f"{bytes_of(responses_routes.MAX_STORED_BYTES)}; the conversation of one: "
          f"{bytes_of(responses_routes.MAX_CONVERSATION)}", "the oldest go; 400", "`--store-responses`"),

@@ -27,6 +27,19 @@ TALK: tuple[tuple[tuple[str, ...], str], ...] = tuple((words.phrases(asks), answ
      "Why did the hen cross the road? To get to the other side!"),
     ("Ok | OK. | Good. | Great! | Nice.", "I am glad. What else can I do for you?"),
 ))  # fmt: skip
+ANY_STORY = words.phrases(
+    "Tell me a story. | Tell me a story | Tell me a story! | tell me a story | Please tell me a story. "
+    "| Write a story. | Can you tell me a story? | A story, please. | Tell me another story. | Tell me another story "
+    "| tell me another story | Can you tell me another story? | Tell me another one. | Tell me another one "
+    "| Another one, please | Another one, please. | Another story, please. | Another story! | Another one! "
+    "| One more story, please. | One more, please. | Once more, a story please. | Yes, please. | Again, please. | More!"
+)
+STORY_ABOUT = (
+    "Tell me a story about {0}. | Tell me a story about {0} | Tell a story about {0}. | Write a story about {0}. "
+    "| Can you tell me a story about {0}? | Please tell me a story about {0}. | I want to hear a story about {0}. "
+    "| Write a short story about {0}. | tell me a story about {0} | Tell me another story about {0}. "
+    "| Now tell me a story about {0}."
+)
 UNKNOWN = "I am sorry, I do not know that. I am a very small model, but I can tell you a story."
 
 
@@ -60,22 +73,15 @@ def talk(rng: random.Random, split: Split) -> Turns:
 
 
 def story_request(rng: random.Random, split: Split) -> Turns:
-    """`Tell me a story about a fox.`, the story, and questions about it."""
-    asks = (
-        "Tell me a story about {0}. | Tell a story about {0}. | Write a story about {0}. "
-        "| Can you tell me a story about {0}? | Please tell me a story about {0}. | I want to hear a story about {0}. "
-        "| Write a short story about {0}. | tell me a story about {0}"
-    )
+    """`Tell me a story about a fox.`, the story, and questions about it; one time in three another request follows."""
     style = rng.random()
-    if style < 0.15:
-        story = tell_story(rng, split)
-        question = rng.choice(("Tell me a story.", "Tell me a story!", "Please tell me a story.", "Write a story.",
-                               "Once more, a story please."))  # fmt: skip
+    if style < 0.3:
+        story, question = tell_story(rng, split), rng.choice(ANY_STORY)
     else:
-        if style < 0.4:
+        if style < 0.5:
             kind = rng.choice(words.ANIMALS)
             story, about = tell_story(rng, split, kind=kind), words.article(kind)
-        elif style < 0.6:
+        elif style < 0.65:
             name = draw_people(rng, 1)[0]
             story, about = tell_story(rng, split, hero=name), name
         elif style < 0.85:
@@ -84,12 +90,12 @@ def story_request(rng: random.Random, split: Split) -> Turns:
         else:
             story = tell_story(rng, split)
             about = f"{story.hero.a_kind} and {words.article(story.thing)}"
-        question = ask(rng, split, about, words.phrases(asks.format(about)))
+        question = ask(rng, split, about, words.phrases(STORY_ABOUT.format(about)))
     turns = [(question, story.text)]
     if rng.random() < 0.4:
         facts = [*story.facts, ("Who was the story about?", f"The story was about {story.hero}.")]
         turns += rng.sample(facts, min(len(facts), rng.randint(1, 2)))
-    return turns
+    return turns + story_request(rng, split) if rng.random() < 1 / 3 else turns
 
 
 def short_answer(rng: random.Random, split: Split) -> Turns:
@@ -101,20 +107,20 @@ def short_answer(rng: random.Random, split: Split) -> Turns:
     return [(question.format(key), table[key]) for key in rng.sample(tuple(table), rng.randint(1, 3))]
 
 
+def draw_turns(rng: random.Random, split: Split) -> Turns:
+    """A riddle, facts, small talk, a story with questions, or requests for stories."""
+    draws = (rng.choice(RIDDLES), facts, talk, about_story, story_request)
+    return rng.choices(draws, (42, 28, 9, 14, 7))[0](rng, split)
+
+
 def draw_conversation(rng: random.Random, split: Split = TRAIN) -> tuple[str, Turns]:
-    """A system prompt (often empty) and the turns."""
+    """A system prompt (often empty) and the turns, sometimes of several kinds one after another."""
     style = rng.random()
-    system = rng.choice(words.SYSTEMS) if rng.random() < 0.4 else ""
-    if style < 0.34:
-        return system, rng.choice(RIDDLES)(rng, split)
-    if style < 0.60:
-        return system, facts(rng, split)
-    if style < 0.70:
-        return system, talk(rng, split)
-    if style < 0.86:
-        return system, about_story(rng, split)
     if style < 0.96:
-        return system, story_request(rng, split)
+        turns = draw_turns(rng, split)
+        while rng.random() < 0.15:
+            turns += draw_turns(rng, split)
+        return rng.choice(words.SYSTEMS) if rng.random() < 0.4 else "", turns
     if style < 0.98:
         return rng.choice(("Answer with one word.", "Answer in one word only.")), short_answer(rng, split)
     name = rng.choice((*words.ANIMAL_NAMES, invented_name(rng)))

@@ -67,7 +67,7 @@ def draw_document(rng: random.Random, split: Split = TRAIN) -> str:
     style = rng.random()
     if style < 0.02 and not split.unseen_templates:
         return f"{BEGIN}{' '.join(free_sentence(rng) for _ in range(rng.randint(3, 30)))}{END_OF_TEXT}"
-    if style < 0.22:
+    if style < 0.12:
         return f"{BEGIN}{tell_story(rng, split).text}{END_OF_TEXT}"
     if style < 0.965:
         return render_chat(*draw_conversation(rng, split))

@@ -301,7 +301,10 @@ def run(options: argparse.Namespace) -> Json:
     questions = read_questions()
     without = frozenset(prompt_of(question, system=False) for question in questions)
     characters = 2_000_000 if small else options.characters
-    tokenizer = train_tokenizer(TINY.vocab, 1_000_000 if small else 30_000_000, without)
+    if options.tokenizer:
+        tokenizer = Tokenizer.from_file(options.tokenizer)
+    else:
+        tokenizer = train_tokenizer(TINY.vocab, 1_000_000 if small else 30_000_000, without)
     tokens = encode_corpus(tokenizer, characters, 1000, without, cores=cores)
     amount = 60_000 if small else 600_000
     held_out = {
@@ -338,7 +341,9 @@ def run(options: argparse.Namespace) -> Json:
                         "held_out_characters": amount}  # fmt: skip
     gpu = torch.cuda.get_device_name() if device == "cuda" else f"{cores} cores of {platform.machine()}"
     report |= {"device": gpu, "torch": torch.__version__, "seconds": round(time.perf_counter() - begun, 1)}
-    report["command"] = "python tools/train_tiny.py " + f"--device {device} --minutes {options.minutes:g}"
+    report["command"] = f"python tools/train_tiny.py --device {device} --minutes {options.minutes:g}"
+    if options.tokenizer:
+        report["command"] += f" --tokenizer {options.tokenizer}"
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     plot(report, out / "loss.png")
     return report
@@ -352,6 +357,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="train each model for exactly so many steps instead")
     parser.add_argument("--characters", type=int, default=800_000_000, help="size of the training text")
     parser.add_argument("--small-corpus", action="store_true", help="a small text, for smoke runs")
+    parser.add_argument("--tokenizer", metavar="FILE", help="keep this tokenizer.json instead of training one")
     parser.add_argument("--batch-tokens", type=int, help="tokens a step (default 65536, on a CPU 4096)")
     parser.add_argument("--cores", type=int, help="processes that write text (default: all cores)")
     parser.add_argument("--archive", help="also write the folder as one uncompressed tar file")

@@ -16,7 +16,7 @@ import pytest
 from served_process import Served, served
 from waiting import wait_until
 
-TEXT = ", there was a boy named Eric. Next door lived Eric"
+TEXT = ", there was a girl named Anna. Her best friend was"
 
 
 def gone(processes: list[psutil.Process], seconds: float = 60.0) -> bool:

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import pytest
 from planted_data import BUGS as DATA
 from planted_ipc import BUGS as IPC
+from planted_memory import BUGS as MEMORY
 from planted_server import BUGS as SERVER
 from planted_speculation import BUGS as SPECULATION
 from planting import Planter
 
-BUGS = {**SERVER, **IPC, **DATA, **SPECULATION}
+BUGS = {**SERVER, **IPC, **DATA, **MEMORY, **SPECULATION}
 TESTS = tuple(dict.fromkeys(test for bug in BUGS.values() for test in bug.tests))
 
 pytestmark = pytest.mark.xdist_group(name="planted")

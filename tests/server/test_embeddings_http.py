@@ -169,7 +169,9 @@ def test_texts_of_the_model_s_length(http: httpx.Client) -> None:
     longest = http.get("/v1/models").json()["data"][0]["max_model_len"]
     assert post(http, "/v1/embeddings", input=[5] * longest)["usage"]["prompt_tokens"] == longest
     answer = http.post("/v1/embeddings", json={"input": [5] * (longest + 1)})
-    assert answer.json()["error"]["message"].startswith("This model's maximum context length is")
+    message = answer.json()["error"]["message"]
+    assert message.startswith(f"This model's maximum context length is {longest} tokens")
+    assert message.endswith(f" the prompt has {longest + 1} tokens. Please reduce the length of the input prompt")
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,9 @@ def test_tokens_as_ids(http: httpx.Client) -> None:
 
 
 def test_logprobs_of_named_tokens(http: httpx.Client) -> None:
-    """They come in place of the likeliest, in their order; the chosen token's own is there too."""
-    named = [9, 300, 7]
+    """They come in place of the likeliest, in their order, after the generated token's."""
+    chat_tokens = tokens_of(ids_of(http, messages=TALK), 3, 0, 3)
+    named = [9, chat_tokens[1], 7]
     common = {"max_tokens": 3, "seed": 3, "ignore_eos": True, "return_tokens_as_token_ids": True}
     common |= {"logprob_token_ids": named}
     drawn = tokens_of([5, 6], 3, 0, 3)
@@ -103,8 +104,10 @@ def test_logprobs_of_named_tokens(http: httpx.Client) -> None:
     for given in ({}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 3}):
         chat = {**common, **given, "messages": TALK}
         [choice] = http.post("/v1/chat/completions", json=chat).json()["choices"]
-        for entry in choice["logprobs"]["content"]:
-            assert [top["token"] for top in entry["top_logprobs"]] == [f"token_id:{id}" for id in named]
+        for token, entry in zip(chat_tokens, choice["logprobs"]["content"], strict=True):
+            leaders = entry["top_logprobs"]
+            assert [top["token"] for top in leaders] == [f"token_id:{id}" for id in dict.fromkeys([token, *named])]
+            assert leaders[0] == {key: entry[key] for key in ("token", "logprob", "bytes")}
 
 
 def test_what_ended_an_output_is_told(http: httpx.Client) -> None:

@@ -90,7 +90,7 @@ UNSUPPORTED_FLAGS = (
     ("uds", "it listens on TCP: --host, --port"),
     ("allowed-methods allowed-headers allow-credentials", "--allowed-origins is enough: keys come in a header"),
     ("max-log-len enable-log-outputs enable-log-deltas", "texts of requests are never logged"),
-    ("tokens-only return-tokens-as-token-ids", "requests ask for that themselves"),
+    ("tokens-only return-tokens-as-token-ids enable-force-include-usage", "requests ask for that themselves"),
     ("h11-", "headers have fixed limits"),
     ("no-enable-chunked-prefill", "prompts are always computed in chunks"),
 )  # fmt: skip

@@ -48,7 +48,7 @@ def assemble(
     speculator = None
     if config.speculation is not None:
         if depth == 1:  # the device waits for the host after every step
-            speculation_costs = speculation_costs._replace(idle_seconds=0.0)
+            speculation_costs = speculation_costs._replace(idle_seconds=0.0, idle_row=0.0)
         lookup = (config.prompt_lookup_min, config.prompt_lookup_max)
         speculator = Speculator(
             config.speculation,

@@ -17,7 +17,7 @@ from quire.protocol.step_plan import StepPlan, StepResult, TopLogprobs
 
 
 class DraftCounts(NamedTuple):
-    """The draft tokens of a request that were verified so far, and those of them that were right."""
+    """The draft tokens of a request that were verified so far, and those of them that are in its outputs."""
 
     drafted: int = 0
     accepted: int = 0

@@ -51,17 +51,19 @@ class DeviceSpeed(NamedTuple):
 
 DEVICE_SPEEDS = {"cpu": DeviceSpeed(3e10, 3e11, 5e-4, 1.5e-4), "cuda": DeviceSpeed(3e12, 8e14, 3e-4, 3e-4)}
 """A few CPU cores, and a large GPU."""
-IDLE_SECONDS = 5e-4
-"""How long a GPU waits for the host, about, if no step is in flight while the next one is planned."""
+IDLE_SECONDS, IDLE_ROW_SECONDS = 5e-4, 1.5e-5
+"""How long a GPU waits for the host, about, if no step is in flight while the next one is planned: for a step, and for
+each of its sequences."""
 
 
 class SpeculationCosts(NamedTuple):
     """The costs of a step of the model, of a pass of the draft model, and of planning a step while none is in flight,
-    in seconds."""
+    and each of its sequences, in seconds."""
 
     model: PreemptionCosts
     draft: PreemptionCosts
     idle_seconds: float = 0.0
+    idle_row: float = 0.0
 
     @classmethod
     def estimate(cls, device: str, itemsize: int, spec: ModelSpec, draft: ModelSpec | None) -> SpeculationCosts:
@@ -76,7 +78,7 @@ class SpeculationCosts(NamedTuple):
             )
             for each, fixed in ((spec, speed.step), (draft or spec, speed.draft_pass))
         )
-        return cls(model, draft_model, IDLE_SECONDS if device == "cuda" else 0.0)
+        return cls(model, draft_model, *((IDLE_SECONDS, IDLE_ROW_SECONDS) if device == "cuda" else ()))
 
 
 DEFAULT_SPECULATION_COSTS = SpeculationCosts(

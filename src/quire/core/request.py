@@ -56,7 +56,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.aborted = False
         self.cached_tokens = 0
-        self.draft_tokens = self.accepted_tokens = 0  # that were verified, and those of them that were right
+        self.draft_tokens = self.accepted_tokens = 0  # that were verified, and those that are in outputs
         self.preemptions = 0
         self.num_reported = 0  # branches whose end was reported
         self.scheduled_time: float | None = None

@@ -468,6 +468,7 @@ class Scheduler:
             events.append(SeqEvent(request, seq, tuple(tokens), sampled.top_logprobs[: len(tokens)]))
         seq.computed = seq.planned = min(end, row.start + 1 + len(tokens))
         seq.drafted = min(drafted, seq.computed)
+        request.accepted_tokens += min(len(sampled.tokens) - 1, len(tokens))
         if tokens and not sampled.error:
             self.memory.commit(seq)
         if len(tokens) > len(sampled.tokens):

@@ -22,6 +22,7 @@ FIRST_ACCEPTANCE = 0.7
 FIRST_WEIGHT = 4.0  # tokens that the first estimate counts as
 DECAY = 0.9  # weight of earlier verifications after another one
 RETURN_PER_TOKEN = 0.98  # how an estimate returns to the first one while a sequence has no drafts
+MIN_GAIN = 1.15  # how many times their estimated cost drafts must be worth: estimates are rough
 MAX_INDEXED_TOKENS = 1 << 15  # of a sequence, the latest ones
 MAX_LAG = 64
 """The tokens by which the draft model may lag behind while it is not used. Pages are published only as far as it has
@@ -216,7 +217,7 @@ class Speculator:
         yields more tokens than as much time of a plain step; a pass of the draft model pays for all its sequences."""
         tokens_per_second = rows / costs.model.recompute_seconds(rows, pairs)
         counts: dict[int, int] = {}
-        gain, cost, pass_seconds = 0.0, costs.idle_seconds, costs.draft.compute_fixed
+        gain, cost, pass_seconds = 0.0, costs.idle_seconds + rows * costs.idle_row, costs.draft.compute_fixed
         active = candidates
         for i in range(1, self.max_tokens + 1):
             active = [one for one in active if one.most >= i and one.rate**i >= one.seconds * tokens_per_second]
@@ -229,7 +230,7 @@ class Speculator:
             gain += sum(one.rate**i for one in active)
             cost += sum(one.seconds for one in active) + (pass_seconds if drafted else 0.0)
             counts.update((one.seq.id, i) for one in active)
-        if gain < cost * tokens_per_second:
+        if gain < MIN_GAIN * cost * tokens_per_second:
             return NO_DRAFTS
         by_id = {one.seq.id: one.tokens for one in candidates}
         return {id: by_id[id][:count] or self.markers[count] for id, count in counts.items()}
@@ -237,7 +238,6 @@ class Speculator:
     def record(self, request: Request, seq: Sequence, row: SeqSlice, accepted: int) -> None:
         """Record that `accepted` draft tokens of a slice were right."""
         request.draft_tokens += len(row.draft_tokens)
-        request.accepted_tokens += accepted
         drafts = self.seqs.get(seq.id)
         if drafts is not None:
             acceptance = drafts.by_model if count_markers(row) else drafts.by_ngram

@@ -57,11 +57,11 @@ class EngineLimits(NamedTuple):
 
     def length_error(self, length: str, limit: str, detail: str, param: str = "prompt") -> PromptTooLong:
         """Return the error for a prompt of `length`, such as "300 tokens", above the `limit`. `detail` follows the
-        length in the message. Clients recognize this error by its first words, which are OpenAI's."""
+        length in the message. Clients recognize this error by its first and last words, which are OpenAI's."""
         held_by = "" if self.held_by == "the model" else f" ({self.held_by} holds no more)"
         return PromptTooLong(
             f"This model's maximum context length is {self.max_len} tokens{held_by}. However, the prompt has "
-            f"{length}{detail}: shorten it",
+            f"{length}{detail}. Please reduce the length of the input prompt",
             param, length, limit,
         )  # fmt: skip
 

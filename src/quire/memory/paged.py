@@ -369,12 +369,11 @@ class PagedMemory(PageTables):
         seq_pages, computed, unit = self.seq_pages[seq.id], seq.computed, self.key_tokens
         if seq_pages.requested_tokens > seq.planned:  # draft tokens were rejected
             seq_pages.requested_tokens = seq.planned
-        complete = min(computed, seq.drafted) if seq.drafts else computed
-        if complete - seq_pages.published_tokens >= unit:
-            end = complete // unit * unit
+        if computed - seq_pages.published_tokens >= unit:
+            end = (min(computed, seq.drafted) if seq.drafts else computed) // unit * unit
             if self.caching and not seq_pages.is_stale:
                 self.prefix_cache.publish(seq, seq_pages.published_tokens, end, seq_pages.tables, seq_pages.first_page)
-                self._resolve_pending(seq, seq_pages, end // unit)
+                self._resolve_pending(seq, seq_pages, computed // unit)  # none waits until a draft model catches up
             seq_pages.published_tokens = end
         if seq.id in self.prefix_waiters.waiters:
             self.prefix_waiters.serve_waiters(seq, computed)

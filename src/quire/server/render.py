@@ -455,7 +455,9 @@ class ChatRenderer(Renderer):
 
     def _token_entry(self, token: int, top: TopLogprobs) -> str:
         k = self.num_logprob_ids or self.request.top_logprobs or 0
-        leaders = ",".join(f"{{{self._token_members(id, value)}}}" for id, value in zip(top.ids[:k], top.logprobs[:k]))
+        values = {token: top.logprob} if self.num_logprob_ids else {}
+        values |= zip(top.ids[:k], top.logprobs[:k])
+        leaders = ",".join(f"{{{self._token_members(id, value)}}}" for id, value in values.items())
         return f'{{{self._token_members(token, top.logprob)},"top_logprobs":[{leaders}]}}'
 
     def _token_members(self, token: int, logprob: float) -> str:

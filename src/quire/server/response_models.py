@@ -55,11 +55,18 @@ class PromptTokensDetails(StrictModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(StrictModel):
+    reasoning_tokens: int = Field(default=0)
+    accepted_prediction_tokens: int = Field(default=0)
+    rejected_prediction_tokens: int = Field(default=0)
+
+
 class Usage(StrictModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = Field(default=CompletionTokensDetails())
 
 
 class PromptLogprob(StrictModel):

@@ -291,7 +291,7 @@ class CostModel(NamedTuple):
             )
             for shape in (self.shape, self.draft or self.shape)
         )  # fmt: skip
-        return SpeculationCosts(model, draft, c.host_step)
+        return SpeculationCosts(model, draft, c.host_step, c.host_row)
 
     def preemption_costs(self) -> PreemptionCosts:
         """Return the costs that the preemption policy `auto` needs."""

@@ -426,12 +426,16 @@ def _notices(
     config: EngineConfig, plan: MemoryPlan, eos_ids: tuple[int, ...], defaults: dict[str, Any]
 ) -> tuple[str, ...]:
     notices = []
+    draft = "" if plan.draft is None else plan.draft.model
     if config.dtype == "auto":
         notices.append(f"dtype {plan.dtype}, chosen for {plan.device}")
     if plan.limit_note:
         notices.append(f"sequences may have {plan.max_len:,} tokens{plan.limit_note}")
     if eos_ids:
         notices.append(f"end tokens {', '.join(map(str, eos_ids))}")
+    if config.speculation is not None:
+        source = {"draft": draft, "ngram": "n-grams", "both": f"n-grams and {draft}"}[config.speculation]
+        notices.append(f"speculative decoding: up to {config.num_speculative_tokens} draft tokens from {source}")
     if defaults:
         shown = ", ".join(f"{key}={value}" for key, value in defaults.items())
         if config.override_generation_config:

@@ -275,16 +275,9 @@ class ModelRunner:
             model, logits, store, backend, sampled, store.staging, max_rows, epilogues, capturer, self.image_inputs
         )
         self.mixed_graphs = MixedGraphs(
-            model,
-            logits,
-            store,
-            backend,
-            sampled,
-            self.spec.hidden,
-            self.decode_graphs.capture_sizes,
-            epilogues,
+            model, logits, store, backend, sampled, self.spec.hidden, self.decode_graphs.capture_sizes, epilogues,
             capturer,
-        )
+        )  # fmt: skip
 
     def _logits_fn(self) -> Callable[[Tensor], Tensor]:
         """Return the function that computes a graph's logits: only this rank's if the vocabulary is sharded."""
@@ -316,6 +309,11 @@ class ModelRunner:
             warm_up(self, tokens, max_len)
             if self.draft_runner is not None:
                 warm_up(self.draft_runner, tokens, max_len)
+            if count := min(self.max_drafts, max_len - 1):
+                padding = SeqSlice(0, (0,), 0, 1, (), (0,) * count)
+                proposing = (SeqSlice(0, (0, 0), 0, count - 1),) if self.drafter is not None else ()
+                self.run_without_mixed_graphs(StepPlan((), (), (padding,), draft_slices=proposing))
+                self.store.clear_scratch()
 
     def run_without_mixed_graphs(self, plan: StepPlan) -> None:
         """Run a step to its end, with prompts launched kernel by kernel."""
@@ -563,11 +561,17 @@ class ModelRunner:
         if hasattr(self, "store"):
             self.kv_config = self.store.kv_config
         self._release_pages()
-        for runner in (self, *filter(None, [self.draft_runner])):
+        for runner in self._runners:
             runner._release_weights(level)
         self._release_memory()
 
+    @property
+    def _runners(self) -> tuple[ModelRunner, ...]:
+        """This runner and the draft model's, if there is one."""
+        return (self,) if self.draft_runner is None else (self, self.draft_runner)
+
     def _release_weights(self, level: int) -> None:
+        """Move the weights to host memory, or drop them (level 2)."""
         if level == 2:
             assert self.make_model is not None, "a sleep of level 2 needs `make_model`"
             self.model, self.offloaded_weights = None, None
@@ -575,6 +579,7 @@ class ModelRunner:
             self.offloaded_weights = OffloadedWeights(self.model, self.device)
 
     def _restore_weights(self) -> None:
+        """Undo `_release_weights`."""
         if self.offloaded_weights is not None:
             self.offloaded_weights.restore()
             self.offloaded_weights = None
@@ -585,7 +590,7 @@ class ModelRunner:
     def wake(self, tags: Sequence[str]) -> None:
         """See core.runner.SleepableRunner. If memory does not suffice, the runner stays asleep."""
         if "weights" in tags:
-            for runner in (self, *filter(None, [self.draft_runner])):
+            for runner in self._runners:
                 runner._restore_weights()
         if "kv_cache" in tags:
             assert self.kv_config is not None, "wake without sleep"
@@ -643,11 +648,23 @@ class ModelRunner:
 
 
 class DraftModelRunner(ModelRunner):
-    """Runs the draft model of a runner in the draft layers of its memory. All of its rows are sampled by epilogues, so
-    its graphs have none that returns logits."""
+    """Runs the draft model of a runner in the draft layers of its memory. Its samples stay on the device. All of its
+    rows are sampled by epilogues, so its graphs have none that returns logits."""
 
     def _graph_epilogues(self, max_rows: int) -> dict[str, Callable[[Tensor, Tensor], Any]]:
         return self.sampler.epilogues(self.last_sampled, max_rows)
+
+    def _replay_and_sample(self, slices: SeqSlices, replay: Callable[[str], Any]) -> PendingSamples:
+        epilogue = self.sampler.epilogue_for(slices)
+        if epilogue != "greedy":
+            self.sampler.fill_epilogue(slices)
+        tokens, _ = replay(epilogue)
+        return PendingSamples.on_device(tokens[: len(slices)])
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """Wait for a step of the warm-up. It has no results."""
+        torch.cuda.synchronize(self.device)
+        return StepResult((), self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))
 
 
 def _make_backend(name: str, deterministic: bool) -> Any:

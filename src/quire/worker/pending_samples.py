@@ -42,6 +42,12 @@ class PendingSamples(NamedTuple):
     accepted: Tensor | None = None  # int64, on the host once ready: see Verification
 
     @classmethod
+    def on_device(cls, tokens: Tensor | np.ndarray) -> PendingSamples:
+        """Return samples that are not copied to the host."""
+        none = np.zeros(0, dtype=np.int64)
+        return cls(tokens, none, None, None, none, none, None)
+
+    @classmethod
     def merge(cls, parts: Sequence[tuple[np.ndarray, PendingSamples]]) -> PendingSamples:
         """Return the samples of all rows on a CPU, given parts: the rows of each in rising order, and its samples. At
         most one part has details."""

@@ -20,7 +20,7 @@ from quire.worker.inputs import resolve_tokens
 from quire.worker.inverse_cdf import uniform_noise
 from quire.worker.staging_buffer import StagingBuffer
 
-NO_TOKEN = np.iinfo(np.int64).max
+NO_TOKEN = -1
 
 
 class Verification(NamedTuple):
@@ -72,15 +72,21 @@ class Verification(NamedTuple):
         """Return the number of accepted draft tokens of each slice [V], on the device, from all samples of the step
         [D]. Set the slots' LAST_SAMPLED to the sample after these. `sampled_tokens`: see resolve_tokens. `synthetic`:
         see Experiment.synthetic_acceptance."""
-        slots, first, drafts = staging.upload_all([self.slots, self.first_samples, self.drafts])
-        drafts = resolve_tokens(drafts, slots[:, None], sampled_tokens)
-        places = first[:, None] + torch.arange(drafts.shape[1] + 1, device=tokens.device)
-        samples = tokens[places.clamp_(max=len(tokens) - 1)]
-        agrees = samples[:, :-1] == drafts
         if synthetic is not None:
-            positions = self.positions[:, None] + np.arange(drafts.shape[1])
+            positions = self.positions[:, None] + np.arange(self.drafts.shape[1])
             noise = uniform_noise(np.broadcast_to(self.slots[:, None], positions.shape), positions)
-            agrees = staging.upload(((noise < synthetic) & (self.drafts != NO_TOKEN)).astype(np.int64))
+            counts = ((noise < synthetic) & (self.drafts != NO_TOKEN)).cumprod(1).sum(1)
+            slots, first, accepted = staging.upload_all([self.slots, self.first_samples, counts])
+            sampled_tokens[0].index_copy_(0, slots, tokens[first + accepted])
+            return accepted
+        slots, first, drafts = staging.upload_all([self.slots, self.first_samples, self.drafts])
+        if tokens.device.type == "cuda":
+            from quire.kernels.triton.verification import accept_drafts
+
+            return accept_drafts(tokens, sampled_tokens, slots, first, drafts)
+        places = first[:, None] + torch.arange(drafts.shape[1] + 1)
+        samples = tokens[places.clamp_(max=len(tokens) - 1)]
+        agrees = (samples[:, :-1] == resolve_tokens(drafts, slots[:, None], sampled_tokens)) & (drafts != NO_TOKEN)
         accepted = agrees.long().cumprod(1).sum(1)
         sampled_tokens[0].index_copy_(0, slots, samples.gather(1, accepted[:, None])[:, 0])
         return accepted

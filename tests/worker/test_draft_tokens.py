@@ -112,9 +112,9 @@ Verified = Callable[[int, list[int], int, SliceResult], None]
 def serve(
     runner: ModelRunner, kinds: list[str], drafts: Drafts, proposes: bool = False, verified: Verified | None = None
 ) -> list[Served]:
-    """Serve a sequence of each kind in slots 1, 2, ... With `drafts` of a slot and its tokens; with `proposes` the draft
-    model computes what it needs to propose as many. `verified` gets a slot, its tokens, its number
-    of drafts and their result. Masks come after the logits in half of the steps that have some."""
+    """Serve a sequence of each kind in slots 1, 2, ... With `drafts` of a slot and its tokens; with `proposes` the
+    draft model computes what it needs to propose as many. `verified` gets a slot, its tokens, its number of drafts and
+    their result. Masks come after the logits in half of the steps that have some."""
     length = 40
     prompts = {slot: [(7 * slot + i) % VOCAB for i in range(3 + 2 * slot)] for slot in range(1, 1 + len(kinds))}
     served = {slot: Served(list(prompt), []) for slot, prompt in prompts.items()}

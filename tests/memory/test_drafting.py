@@ -1,0 +1,232 @@
+"""Sequences that a draft model drafts for have pages in its layers, and others none."""
+
+from __future__ import annotations
+
+import pytest
+from memories import MAX_LEN, Build, admit_one, insides
+from test_followers import group_of
+from test_invariants import admit, compute, serve
+from unlike import DRAFT, DRAFTED, FULL, WINDOW, unlike
+
+from quire.memory.paged import PagedMemory
+from quire.memory.policies import POLICIES, FullPolicy, make_policy
+from quire.protocol.kv_cache_config import KVCacheGroup
+from quire.protocol.sequence import Sequence
+from quire.protocol.step_plan import PageCopy
+
+CACHED = [name for name in DRAFTED if "uncached" not in name]
+every = pytest.mark.parametrize("name", DRAFTED)
+# Not those of which pages are emptied early, or where a prefix may end before a page that no layer reads.
+WHOLE = [name for name in CACHED if not {"slack", "boundary", "chunked"} & {*name.split("-")}]
+every_whole = pytest.mark.parametrize("name", WHOLE)
+every_cached = pytest.mark.parametrize("name", CACHED)
+TEXT = list(range(200, 200 + MAX_LEN))
+
+
+def drafting(id: int, tokens: list[int]) -> Sequence:
+    seq = Sequence(id, list(tokens))
+    seq.drafts = True
+    return seq
+
+
+def draft(memory: PagedMemory, seq: Sequence, drafted: int) -> None:
+    """Let the draft model catch up to `drafted` tokens."""
+    seq.drafted = drafted
+    memory.commit(seq)
+    memory.check()
+
+
+def reused(memory: PagedMemory, seq: Sequence) -> int:
+    """The tokens of a sequence that are found; it leaves again."""
+    found = admit(memory, seq)
+    assert found is not None
+    memory.free(seq)
+    seq.computed = seq.planned = 0
+    return found
+
+
+class Own(FullPolicy):
+    """A policy that says itself what a hit requires."""
+
+    def required(self, seq: Sequence | None, hit: int) -> range:
+        return range(min(self.group.num_pages(hit), 1))
+
+
+@pytest.mark.parametrize("kind", [*POLICIES, "own"])
+def test_without_drafts_no_page_is_needed(kind: str) -> None:
+    group = KVCacheGroup(
+        (0,), 64, 16, 99, range(99), window=6, chunk=6, budget=6, kind=kind, run_tokens=4, is_draft=True
+    )
+    policies = {**POLICIES, "own": Own}
+    policy, plain, seq = make_policy(policies, group), policies[kind](group), Sequence(1, TEXT)
+    for start in (0, 7, 30):
+        asked = ((policy.reads, start, start + 9), (policy.writes, start, start + 9), (policy.required, start))
+        assert [list(ask(seq, *args)) for ask, *args in asked] == [[], [], []]
+        assert policy.room(seq, 0) >= 10**9
+        seq.drafts = True
+        for any_seq in (seq, None):
+            assert policy.reads(any_seq, start, start + 9) == plain.reads(any_seq, start, start + 9)
+            assert policy.required(any_seq, start) == plain.required(any_seq, start)
+        assert policy.room(seq, 5) == plain.room(seq, 5)
+        seq.drafts = False
+
+
+@every_cached
+def test_a_page_is_published_when_both_models_have_computed_it(name: str) -> None:
+    memory = DRAFTED[name](Build(chunk=MAX_LEN))
+    stride = memory.prefix_cache.prefix_granularity
+    seq = drafting(1, TEXT[:47])
+    assert admit(memory, seq) == 0
+    assert compute(memory, seq, 47)
+    for drafted in (0, 1, 15, 16, 17, 31, 32, 46, 47):
+        draft(memory, seq, drafted)
+        published, ready = memory.seq_pages[1].published_tokens, drafted // memory.key_tokens * memory.key_tokens
+        assert published == ready, f"{published} tokens are published, and both models have computed {ready}"
+        dropped = memory.drops_pages  # its windows have passed these ends before
+        hits = [reused(memory, one) for one in (Sequence(2, TEXT), drafting(3, TEXT))]
+        assert max(hits) <= drafted // stride * stride
+        assert dropped or hits == [drafted // stride * stride] * 2
+    memory.free(seq)
+    memory.check()
+    assert memory.account().usage.used == 0
+
+
+@every_whole
+def test_a_hit_with_drafts_needs_pages_of_both_models(name: str) -> None:
+    memory = DRAFTED[name](Build(chunk=MAX_LEN))
+    stride = memory.prefix_cache.prefix_granularity
+    plain = Sequence(1, list(TEXT))
+    assert serve(memory, plain) == 0
+    assert not any(table for table, group in zip(memory.get_placement(plain).tables, memory.groups) if group.is_draft)
+    memory.free(plain)
+    memory.check()
+    longest = (MAX_LEN - 1) // stride * stride
+    assert reused(memory, Sequence(2, list(TEXT))) == longest
+    seq = drafting(3, TEXT)
+    assert serve(memory, seq) == 0
+    draft(memory, seq, MAX_LEN)
+    memory.free(seq)
+    assert reused(memory, drafting(4, TEXT)) == reused(memory, Sequence(5, list(TEXT))) == longest
+
+
+@every
+def test_copies_begin_where_the_draft_model_is(name: str) -> None:
+    memory = DRAFTED[name](Build(tokens=640, chunk=MAX_LEN))
+    parent = drafting(1, TEXT[:40])
+    assert admit(memory, parent) == 0
+    assert compute(memory, parent, 40)
+    draft(memory, parent, 18)
+    child = parent.fork(2, 1, 0)
+    assert memory.fork(parent, child)
+    memory.take_page_ops()
+    assert memory.grow(child, 41)
+    copied = [op.group for op in memory.take_page_ops()[0] if isinstance(op, PageCopy)]
+    for g, group in enumerate(memory.groups):
+        start = 18 if group.is_draft else 40
+        assert copied.count(g) == group.num_pages(40) - group.num_full_pages(start)
+    memory.check()
+
+
+@every
+def test_a_sequence_fits_however_far_the_draft_model_lags(name: str) -> None:
+    for lag in (0, MAX_LEN):
+        memory = DRAFTED[name](Build(tokens=24, chunk=4, max_seqs=2))
+        length = next(length for length in range(MAX_LEN, 0, -1) if memory.fits([length]))
+        seq = drafting(1, TEXT[:length])
+        assert admit(memory, seq, 4) == 0
+        while seq.planned < length:
+            assert memory.grow(seq, min(seq.planned + 4, length))
+            seq.planned = min(seq.planned + 4, length)
+            memory.check()
+            seq.computed, seq.drafted = seq.planned, max(seq.planned - MAX_LEN + lag, 0)
+            memory.commit(seq)
+            memory.check()
+
+
+def test_without_drafts_there_may_be_no_room_for_them() -> None:
+    memory = unlike(FULL, WINDOW, DRAFT)(Build(tokens=64, chunk=64))
+    assert admit(memory, drafting(1, TEXT[:40])) == 0
+    before = insides(memory)
+    assert admit_one(memory, drafting(2, TEXT[1:28])) is None
+    assert insides(memory)[1:] == before[1:]
+    plain = Sequence(3, TEXT[2:14])
+    plain.num_forks = 3
+    memory.page_pool.reserve([0, 0, 6])
+    memory.page_pool.allocate(2, 6)  # all that are left
+    assert admit(memory, plain) == 0
+    assert compute(memory, plain, 12)
+    child = plain.fork(4, 1, 0)
+    assert memory.fork(plain, child)
+    assert compute(memory, child, 2)
+
+
+@pytest.mark.parametrize("name", [*WHOLE, "draft-uncached"])
+def test_registered_prefixes_are_of_no_draft_model(name: str) -> None:
+    memory = DRAFTED[name](Build(chunk=MAX_LEN, prefix_tokens=32, tokens=320))
+    prefix = Sequence(1, TEXT[:30])
+    assert memory.prefix_cache.can_pin(30)
+    capacity = memory.prefix_cache.pinned_capacity
+    assert [pages > 0 for pages in capacity] == [not group.is_draft for group in memory.groups]
+    assert serve(memory, prefix) == 0
+    assert memory.prefix_cache.pin("prefix", prefix)
+    memory.free(prefix)
+    assert reused(memory, drafting(2, TEXT)) == 0
+    assert reused(memory, Sequence(3, list(TEXT))) == 30
+    sharing = memory.account().sharing
+    assert (sharing.prefix_tokens, sharing.prefix_capacity) == (30, 32)
+    assert not any(memory.groups[g].is_draft for g, _ in memory.prefix_cache.pin_counts)
+    memory.check()
+
+
+@pytest.mark.parametrize("name", [name for name in CACHED if "window" in name or "slack" in name or "lcm" in name])
+def test_waiters_draft_from_where_their_leader_does(name: str) -> None:
+    """The leader passes the common tokens before its draft model does."""
+    memory = DRAFTED[name](Build(tokens=640))
+    group = group_of(3, 33, 6)
+    for seq in group:
+        seq.drafts = True
+    told = memory.admit(group, 64)
+    assert isinstance(told, list)
+    for seq, (length, _) in zip(group, told):
+        seq.computed = seq.planned = seq.drafted = length
+    leader, *waiters = group
+    common, drafted = waiters[0].computed, 13
+    while leader.computed < len(leader.tokens):
+        assert compute(memory, leader, 3)
+        draft(memory, leader, min(leader.computed, drafted))
+    for seq in waiters:
+        assert (seq.computed, seq.drafted) == (common, drafted)
+        assert compute(memory, seq, 1)
+        for policy, table in zip(memory.policies, memory.get_placement(seq).tables):
+            start = seq.drafted if policy.group.is_draft else seq.computed
+            assert all(table[policy.reads(seq, start, start + 1).start :])
+            if policy.group.is_draft:
+                first = policy.writes(seq, start, seq.planned).start
+                assert all(
+                    memory.page_pool.ref_count(memory.policies.index(policy), page) == 1 for page in table[first:]
+                )
+        assert memory.seq_pages[seq.id].published_tokens <= drafted
+        draft(memory, seq, seq.computed)
+    for seq in group:
+        memory.free(seq)
+        memory.check()
+
+
+@every
+def test_draft_pages_are_swapped(name: str) -> None:
+    memory = DRAFTED[name](Build(chunk=MAX_LEN, host=1000))
+    seqs = [drafting(1, TEXT[:33]), Sequence(2, TEXT[1:34])]
+    for seq in seqs:
+        assert serve(memory, seq) == 0
+    draft(memory, seqs[0], 21)
+    held = [[[page > 0 for page in table] for table in memory.get_placement(seq).tables] for seq in seqs]
+    for seq in seqs:
+        assert memory.swap_out([seq])
+        memory.check()
+    for seq in seqs:
+        assert memory.swap_in([seq])
+        memory.check()
+    assert held == [[[page > 0 for page in table] for table in memory.get_placement(seq).tables] for seq in seqs]
+    for seq in seqs:
+        assert compute(memory, seq, 5)
+    draft(memory, seqs[0], 38)
