@@ -1,5 +1,5 @@
-"""Bugs planted in speculative decoding: in the scheduler, in the choice of draft tokens, and in the runner that stands
-for a model and its draft model."""
+"""Bugs planted in speculative decoding: in the scheduler, in the choice of draft tokens, in the text of runs of tokens,
+and in the runner that stands for a model and its draft model."""
 
 from __future__ import annotations
 
@@ -117,6 +117,13 @@ BUGS: dict[str, Bug] = {
         "                if i >= 0:",
         TESTS + "test_a_grammar_forces_tokens_after_a_run_only[0.0]",
         OTHER_TOKENS,
+    ),
+    "tokens of a run are kept after a stop string": bug(
+        "text/request_detokenizer.py",
+        "tokens, tops = tokens[:num_read], tops[:num_read]",
+        "tops = tops[:num_read]",
+        "tests/text/test_stream.py::test_a_stop_string_may_begin_in_one_run_of_tokens_and_end_in_the_next",
+        r"assert \[.*\] == \[",
     ),
     "an n-gram is proposed again from the place where it was first": bug(
         CHOICE,
