@@ -1,4 +1,4 @@
-"""Speculative decoding with the bundled model: stop strings, log-probabilities, branches and grammars are those without."""
+"""Speculation with the bundled model: stop strings, log-probabilities, branches and grammars are those without it."""
 
 from __future__ import annotations
 
