@@ -128,17 +128,16 @@ class Scheduler:
             encodes = self.encoder_budget is not None and self.encoder_budget.used_parts > 0
             must_send = (encodes and preempted is not None) or self._has_shared_page_ops()
             return self._make_plan([]) if must_send else None
-        draft_slices, has_drafts = tuple[SeqSlice, ...](), False
-        if self.speculator is not None:
-            draft_slices = plan_draft_slices(slices, self.by_slot, self.token_budget)
-            has_drafts = self.drafts_in_flight = any(row.draft_tokens for row in slices)
+        draft_slices = () if self.speculator is None else plan_draft_slices(slices, self.by_slot, self.token_budget)
         for row in slices:
             seq = self.by_slot[row.slot][1]
             seq.planned = row.start + len(row.tokens)
             seq.pending_samples += row.num_samples > 0
-            if has_drafts:
-                seq.planned += len(row.draft_tokens)
-                seq.pending_samples += len(row.draft_tokens)
+        for row in slices if drafts else ():
+            seq = self.by_slot[row.slot][1]
+            seq.planned += len(row.draft_tokens)
+            seq.pending_samples += len(row.draft_tokens)
+            self.drafts_in_flight |= bool(row.draft_tokens)
         # without slices if a method suspends its branches, or victims were swapped out
         return self._make_plan(slices, draft_slices)
 
@@ -420,17 +419,18 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
         """Process the result of the oldest plan in flight."""
         self.num_in_flight -= 1
-        has_drafts, self.drafts_in_flight = self.drafts_in_flight, False
+        is_speculating, self.drafts_in_flight = self.drafts_in_flight or bool(plan.draft_slices), False
         events, by_slot, commit = list[SeqEvent](), self.by_slot, self.memory.commit
         drafted = {row.slot: row.start + len(row.tokens) + max(row.num_samples - 1, 0) for row in plan.draft_slices}
         for row, sampled in zip(plan.slices, result.slice_results):
             request, seq = by_slot[row.slot]
-            if has_drafts and row.draft_tokens:
-                self._process_drafts(request, seq, row, sampled, drafted.get(row.slot, seq.drafted), events)
-                continue
             seq.computed = row.start + len(row.tokens)
-            if drafted:
-                seq.drafted = min(drafted.get(row.slot, seq.drafted), seq.computed)
+            if is_speculating:
+                end = drafted.get(row.slot, seq.drafted)
+                if row.draft_tokens:
+                    self._process_drafts(request, seq, row, sampled, end, events)
+                    continue
+                seq.drafted = min(end, seq.computed)
             if row.score_tokens:
                 record_prompt_logprobs(row, seq, sampled)
             if seq.finish_reason is None and not sampled.error:  # pages with faulty values are not shared
