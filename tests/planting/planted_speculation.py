@@ -71,8 +71,8 @@ BUGS: dict[str, Bug] = {
     ),
     "drafts take the memory that somebody else runs in": bug(
         SCHEDULER,
-        "        return drafting if fits else row\n",
-        "        return drafting\n",
+        "if more <= budget and self.memory.grow(seq, seq.planned + 1 + len(drafting.draft_tokens)):",
+        "if more <= budget:",
         RIGHT_DRAFTS,
         r"AssertionError: slot .* uses its page|IndexError",
     ),

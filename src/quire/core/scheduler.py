@@ -118,7 +118,11 @@ class Scheduler:
         slices: list[SeqSlice] = []
         if self.encoder_budget is not None:
             self.encoder_budget.start_step()
-        preempted = self._schedule_running(slices, drafts)
+        # Half of the step at most is left for drafts.
+        budget = self.token_budget - min(sum(map(len, drafts.values())), self.token_budget // 2)
+        preempted = self._schedule_running(slices, budget)
+        if drafts and not preempted:
+            self._add_drafts(slices, drafts)
         # If nothing runs any more, admit at once: requests that were spread over large pages may fit when readmitted.
         if preempted is not None and (not preempted or not self.running):
             self._schedule_waiting(slices)
@@ -153,11 +157,10 @@ class Scheduler:
         masks = build_masks(slices, self.by_slot) if self.num_grammar_requests and not self.deferred_masks else ()
         return StepPlan(new_slots, page_ops, tuple(slices), ahead, masks, draft_slices)
 
-    def _schedule_running(self, slices: list[SeqSlice], drafts: Mapping[int, tuple[int, ...]]) -> bool | None:
-        """Give each running sequence its next tokens, oldest request first, with its `drafts` (by sequence id) if there
-        is room. Preempt the youngest while memory is short. Return True if a request was preempted, None if one must be
-        but steps are in flight."""
-        preempted, budget, pipelined = False, self.token_budget, self.pp_size > 1
+    def _schedule_running(self, slices: list[SeqSlice], budget: int) -> bool | None:
+        """Give each running sequence its next tokens, oldest request first. Preempt the youngest while memory is short.
+        Return True if a request was preempted, None if one must be but steps are in flight."""
+        preempted, pipelined = False, self.pp_size > 1
         # With stages: slices that sample in this step. The remaining ones are left to the next steps.
         max_samples, num_samples = -(-len(self.by_slot) // self.pp_size), 0
         grow, num_new_tokens, encoder_budget = self.memory.grow, self._num_new_tokens, self.encoder_budget
@@ -182,9 +185,6 @@ class Scheduler:
                 slices.append(self._make_slice(request, seq, count))
                 if pipelined:
                     num_samples += slices[-1].num_samples > 0
-                if drafts and seq.id in drafts:
-                    slices[-1] = self._with_drafts(slices[-1], seq, drafts[seq.id], budget)
-                    count = step_tokens(slices[-1], seq)
                 budget -= count
         return preempted
 
@@ -206,11 +206,18 @@ class Scheduler:
         count = min(len(seq.tokens) + seq.pending_samples - seq.planned, budget)
         return count if self.clip_chunk is None else self.clip_chunk(seq.prompt_len, seq.planned, count)
 
-    def _with_drafts(self, row: SeqSlice, seq: Sequence, draft_tokens: tuple[int, ...], budget: int) -> SeqSlice:
-        """Return the slice with these draft tokens, or as it is if the step or the memory has no room for them."""
-        drafting = row._replace(draft_tokens=draft_tokens)
-        fits = step_tokens(drafting, seq) <= budget and self.memory.grow(seq, seq.planned + 1 + len(draft_tokens))
-        return drafting if fits else row
+    def _add_drafts(self, slices: list[SeqSlice], drafts: Mapping[int, tuple[int, ...]]) -> None:
+        """Add draft tokens (by sequence id) to slices, oldest request first, where the step and the memory have room
+        for them: they take what no other token needs."""
+        budget = self.token_budget - sum(len(row.tokens) for row in slices)
+        for i, row in enumerate(slices):
+            seq = self.by_slot[row.slot][1]
+            if seq.id in drafts:
+                drafting = row._replace(draft_tokens=drafts[seq.id])
+                more = step_tokens(drafting, seq) - len(row.tokens)
+                if more <= budget and self.memory.grow(seq, seq.planned + 1 + len(drafting.draft_tokens)):
+                    slices[i] = drafting
+                    budget -= more
 
     def _make_slice(self, request: Request, seq: Sequence, count: int) -> SeqSlice:
         start, end, known = seq.planned, seq.planned + count, len(seq.tokens)
