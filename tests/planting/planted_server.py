@@ -80,8 +80,8 @@ BUGS: dict[str, Bug] = {
     ),
     "usage counts the last chunk alone": bug(
         "server/render.py",
-        "self.completion_tokens[choice] = self.completion_tokens.get(choice, 0) + tokens",
-        "self.completion_tokens[choice] = tokens",
+        "self.completion_tokens[choice] = self.completion_tokens.get(choice, 0) + len(output.tokens)",
+        "self.completion_tokens[choice] = len(output.tokens)",
         f"{SERVER}test_openai_client.py::test_streamed_completion_equals_the_whole[thread]",
         r"assert \d+ == 40\nE .*completion_tokens",
     ),
