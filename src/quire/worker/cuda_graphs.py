@@ -96,30 +96,34 @@ class DecodeGraphs:
 
     def can_run(self, slices: SeqSlices) -> bool:
         """Return True if a graph is large enough and every slice computes one token and samples the next."""
-        return len(slices) <= self.max_rows and slices.is_decode_only
+        return self.has_room(len(slices)) and slices.is_decode_only
 
-    def run(self, slices: SeqSlices, epilogue: str, has_images: bool = False) -> Any:
-        """Enqueue the step and return the result of its epilogue on the device, padding included. With `has_images`,
-        some row attends to images."""
-        size = self.ensure_captured(slices, has_images)
+    def has_room(self, rows: int) -> bool:
+        """Return True if a graph is large enough."""
+        return rows <= self.max_rows
+
+    def run(self, columns: np.ndarray, epilogue: str, has_images: bool = False) -> Any:
+        """Enqueue a step of rows, `columns` [3, R] of which are their slots, positions and tokens. Return the result of
+        its epilogue on the device, padding included. With `has_images`, some row attends to images."""
+        size = self.ensure_captured(columns.shape[1], has_images)
         self.store.record_graph_replay(size, has_images)
-        self.replay(slices, size, has_images)
+        self.replay(columns, size, has_images)
         captured = self.epilogue_graphs[size, has_images, epilogue]
         captured.graph.replay()
         return captured.result
 
-    def ensure_captured(self, slices: SeqSlices, has_images: bool) -> int:
-        """Return the size of the graphs for these slices, capturing them if necessary."""
-        size = self.capture_sizes[bisect_left(self.capture_sizes, len(slices))]
+    def ensure_captured(self, rows: int, has_images: bool) -> int:
+        """Return the size of the graphs for so many rows, capturing them if necessary."""
+        size = self.capture_sizes[bisect_left(self.capture_sizes, rows)]
         if (size, has_images) not in self.model_graphs:
             self.capture(size, has_images)
         return size
 
-    def replay(self, slices: SeqSlices, size: int, has_images: bool) -> None:
+    def replay(self, columns: np.ndarray, size: int, has_images: bool) -> None:
         """Enqueue the step up to its logits."""
-        columns = np.zeros((3, size), dtype=np.int64)
-        columns[:, : len(slices)] = slices.decode_columns
-        self.staging.upload(columns, self._inputs_for(size))
+        padded = np.zeros((3, size), dtype=np.int64)
+        padded[:, : columns.shape[1]] = columns
+        self.staging.upload(padded, self._inputs_for(size))
         self.model_graphs[size, has_images].replay()
 
     def warmup(self, size: int, has_images: bool = False) -> None:

@@ -32,9 +32,8 @@ class DraftRunner(Protocol):
     sampler: Sampler
     last_sampled: Tensor
 
-    def launch(self, rows: SeqSlices) -> Any:
-        """See ModelRunner."""
-        ...
+    def launch(self, rows: SeqSlices) -> Any: ...
+    def decode(self, columns: np.ndarray) -> Tensor | np.ndarray: ...
 
 
 class Drafter:
@@ -57,23 +56,25 @@ class Drafter:
     def propose(self, slices: SeqSlices) -> None:
         """Enqueue the computation of draft slices, whose `num_samples` are the numbers of tokens to propose, and set
         `drafts` of their slots."""
-        counts, slots, _ = fixed = slices.to_array()[: 3 * len(slices)].reshape(3, -1)
-        lengths, last = slices.token_counts, self.runner.last_sampled
-        ends = fixed[2] + lengths
-        tokens = slices.to_array()[slices.tokens.start : slices.tokens.end]
-        samples, final = self._compute_known(fixed, lengths, tokens)
-        if not counts.any():
-            return
-        if len(samples) > len(final):  # a slot has several: keep the last one
-            index, proposing = self.runner.store.staging.upload_all([final, slots[counts > 0]])
-            last.index_copy_(0, proposing, samples.index_select(0, index))
+        numbers, lengths, last = slices.to_array(), slices.token_counts, self.runner.last_sampled
+        counts, slots, starts = fixed = numbers[: 3 * len(slices)].reshape(3, -1)
+        tokens = numbers[slices.tokens.start : slices.tokens.end]
+        longest = int(lengths.max())
+        if longest == 1 and counts.all():
+            self.runner.decode(np.stack((slots, starts, tokens)))
+        else:
+            samples, final = self._compute_known(fixed, lengths, tokens)
+            if not counts.any():
+                return
+            if len(samples) > len(final):  # a slot has several: keep the last one
+                index, proposing = self.runner.store.staging.upload_all([final, slots[counts > 0]])
+                last.index_copy_(0, proposing, samples.index_select(0, index))
         self.drafts[0].copy_(last)
+        columns = np.stack((slots, starts + lengths, np.full(len(slots), LAST_SAMPLED)))
         for i in range(1, int(counts.max())):
-            active = np.flatnonzero(counts > i)
-            ones = np.ones(len(active), dtype=np.int64)
-            rows = np.stack((ones, slots[active], ends[active] + i - 1))
-            self._launch(rows, ones, np.full(len(active), LAST_SAMPLED))
+            self.runner.decode(columns[:, counts > i])
             self.drafts[i].copy_(last)
+            columns[1] += 1
 
     def _compute_known(self, fixed: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> tuple[Tensor, np.ndarray]:
         """Compute known tokens. Return all samples, and the indices of those that follow a slice which proposes."""
@@ -83,15 +84,13 @@ class Drafter:
         number = np.arange(len(of)) - (np.cumsum(splits) - splits)[of]
         rows = fixed[:, of]
         rows[2] += number
-        # If all tokens are in rows of one token, all sample, as graphs of decode steps do.
         is_final = (number == splits[of] - 1) & proposes[of]
-        rows[0] = is_final | (proposes.all() and len(of) == len(tokens))
-        rows[0, -1] |= not rows[0].any()  # graphs of steps with prompts have at least one sample
-        samples = self._launch(rows, np.where(splits[of] > 1, 1, lengths[of]), tokens)
-        return samples, np.flatnonzero(is_final[rows[0] > 0])
-
-    def _launch(self, rows: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> Tensor:
-        """Enqueue rows and return their samples."""
-        none = np.zeros(len(lengths), dtype=np.int64)
-        launched = self.runner.launch(SeqSlices.from_arrays(rows, lengths, tokens, none, none[:0]))
-        return torch.as_tensor(launched.samples.tokens if launched.samples is not None else none[:0])
+        if proposes.all() and len(of) == len(tokens):  # all rows sample, as graphs of decode steps do
+            samples = self.runner.decode(np.stack((rows[1], rows[2], tokens)))
+            return torch.as_tensor(samples), np.flatnonzero(is_final)
+        rows[0] = is_final
+        rows[0, -1] |= not is_final.any()  # graphs of steps with prompts have at least one sample
+        none = np.zeros(len(of), dtype=np.int64)
+        slices = SeqSlices.from_arrays(rows, np.where(splits[of] > 1, 1, lengths[of]), tokens, none, none[:0])
+        launched = self.runner.launch(slices)
+        return torch.as_tensor(launched.samples.tokens), np.flatnonzero(is_final[rows[0] > 0])

@@ -414,7 +414,9 @@ class ModelRunner:
         if self._needs_eager(rows):
             return self._run_eager(rows, FlatInputs.from_slices(rows))
         if self.decode_graphs is not None and self.decode_graphs.can_run(rows):
-            samples = self._replay_and_sample(rows, partial(self.decode_graphs.run, rows, has_images=has_images))
+            samples = self._replay_and_sample(
+                rows, partial(self.decode_graphs.run, rows.decode_columns, has_images=has_images)
+            )
             return LaunchedRows(samples, replayed=True)
         flat = FlatInputs.from_slices(rows)
         mixed_graphs = None if has_images else self.mixed_graphs
@@ -428,10 +430,12 @@ class ModelRunner:
         """Enqueue the verification of a step's draft tokens, if any, and the copy of its result to the host."""
         if verification is None:
             return samples
+        if self.device.type == "cpu":
+            host_tokens, sampled = np.asarray(samples.tokens), self.sampled_tokens.numpy()
+            counts = verification.accept_on_host(host_tokens, sampled, self.synthetic_acceptance)
+            return samples._replace(accepted=counts)
         tokens = torch.as_tensor(samples.tokens)
         accepted = verification.accept(tokens, self.sampled_tokens, self.store.staging, self.synthetic_acceptance)
-        if self.device.type == "cpu":
-            return samples._replace(accepted=accepted)
         pinned = torch.empty(accepted.shape, dtype=accepted.dtype, pin_memory=True)
         ready = torch.cuda.Event()
         pinned.copy_(accepted, non_blocking=True)
@@ -655,11 +659,27 @@ class DraftModelRunner(ModelRunner):
         return self.sampler.epilogues(self.last_sampled, max_rows)
 
     def _replay_and_sample(self, slices: SeqSlices, replay: Callable[[str], Any]) -> PendingSamples:
-        epilogue = self.sampler.epilogue_for(slices)
+        slots, ends = np.array((slices.slots, slices.ends), dtype=np.int64)
+        return PendingSamples.on_device(self._replay_rows(slots, ends, replay))
+
+    def _replay_rows(self, slots: np.ndarray, ends: np.ndarray, replay: Callable[[str], Any]) -> Tensor | np.ndarray:
+        epilogue = self.sampler.epilogue_of(slots.tolist(), ends.tolist())
         if epilogue != "greedy":
-            self.sampler.fill_epilogue(slices)
-        tokens, _ = replay(epilogue)
-        return PendingSamples.on_device(tokens[: len(slices)])
+            self.sampler.fill_rows(slots, ends)
+        tokens: Tensor | np.ndarray = replay(epilogue)[0]
+        return tokens[: len(slots)]
+
+    def decode(self, columns: np.ndarray) -> Tensor | np.ndarray:
+        """Enqueue rows of one token, `columns` [3, R] of which are their slots, positions and tokens. Return their
+        samples [R]."""
+        graphs, (slots, positions, tokens) = self.decode_graphs, columns
+        if graphs is not None and graphs.has_room(len(slots)):
+            return self._replay_rows(slots, positions + 1, partial(graphs.run, columns))
+        ones, none = np.ones(len(slots), dtype=np.int64), np.zeros(len(slots), dtype=np.int64)
+        rows = SeqSlices.from_arrays(np.stack((ones, slots, positions)), ones, tokens, none, none[:0])
+        samples = self.launch(rows).samples
+        assert isinstance(samples, PendingSamples), "a draft model's samples are not deferred"
+        return samples.tokens
 
     def collect(self, ticket: Ticket) -> StepResult:
         """Wait for a step of the warm-up. It has no results."""

@@ -39,7 +39,7 @@ class PendingSamples(NamedTuple):
     num_samples: np.ndarray  # [R]
     num_logprobs: np.ndarray  # [R]: alternatives that are returned; -1: no log-probabilities at all
     logprob_layouts: tuple[LogprobLayout | None, ...] | None  # by row; None if no row has log-probabilities
-    accepted: Tensor | None = None  # int64, on the host once ready: see Verification
+    accepted: Tensor | np.ndarray | None = None  # int64, on the host once ready: see Verification
 
     @classmethod
     def on_device(cls, tokens: Tensor | np.ndarray) -> PendingSamples:

@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -160,21 +161,25 @@ class RecordedDecodeSteps:
 
     def can_run(self, slices: SeqSlices) -> bool:
         """Return True if every slice computes one token and samples the next, and the model can be recorded."""
-        count = len(slices)
-        if count > self.max_rows or self.is_unsupported or not slices.is_decode_only:
+        return slices.is_decode_only and self.has_room(len(slices))
+
+    def has_room(self, rows: int) -> bool:
+        """Return True if so many rows can be recorded."""
+        if rows > self.max_rows or self.is_unsupported:
             return False
-        size = self._padded_size(count)
+        size = self._padded_size(rows)
         return size in self.model_ops or self._record(size)
 
-    def run(self, slices: SeqSlices, epilogue: str, has_images: bool = False) -> Any:
-        """Run the step and return the result of its epilogue, padding included."""
+    def run(self, columns: np.ndarray, epilogue: str, has_images: bool = False) -> Any:
+        """Run a step of rows, `columns` [3, R] of which are their slots, positions and tokens. Return the result of its
+        epilogue, padding included."""
         assert not has_images, "recorded steps have no cross-attention"
-        count = len(slices)
+        count = columns.shape[1]
         size = self._padded_size(count)
         if (size, epilogue) not in self.programs:
             self._append_epilogue(size, epilogue)
         host = self.host_inputs
-        host[:, :count] = slices.decode_columns
+        host[:, :count] = columns
         if count < size:
             host[:, count:size] = 0
         if len(places := (host[2, :count] < 0).nonzero()[0]):  # see resolve_tokens

@@ -486,20 +486,28 @@ class Sampler:
         if self.bitmasks.has_masks and not isinstance(self._kernels, NativeSampling):
             return ""
         slices = SeqSlices.from_slices(slices)
-        by_slot, slots, num_samples = self._slot_epilogue, slices.slots, slices.num_samples
+        num_samples = slices.num_samples
+        return "" if num_samples.count(1) < len(num_samples) else self.epilogue_of(slices.slots, slices.ends)
+
+    def epilogue_of(self, slots: Sequence[int], ends: Sequence[int]) -> str:
+        """Return the same for one sample each of `slots`, for the positions `ends`."""
+        by_slot = self._slot_epilogue
         indices = [by_slot[slot] for slot in slots]
-        if min(indices, default=0) < 0 or num_samples.count(1) < len(num_samples):
+        if min(indices, default=0) < 0:
             return ""
-        if self._min_tokens_slots and any(end < self._min_tokens_until[slot] for slot, end in zip(slots, slices.ends)):
+        if self._min_tokens_slots and any(end < self._min_tokens_until[slot] for slot, end in zip(slots, ends)):
             return ""
         index = max(indices, default=0)
         return f"masked {EPILOGUES[max(index, 1)]}" if self.bitmasks.has_masks else EPILOGUES[index]
 
     def fill_epilogue(self, slices: Sequence[SeqSlice]) -> None:
         """Set the parameters and noise of `slices` for the next replay of an epilogue other than "greedy"."""
-        assert self._kernels is not None, "graphs need sampling kernels"
         slices = SeqSlices.from_slices(slices)
-        slots, ends = np.array((slices.slots, slices.ends), dtype=np.int64)
+        self.fill_rows(*np.array((slices.slots, slices.ends), dtype=np.int64))
+
+    def fill_rows(self, slots: np.ndarray, ends: np.ndarray) -> None:
+        """Do the same for samples of `slots` for the positions `ends`."""
+        assert self._kernels is not None, "graphs need sampling kernels"
         self._kernels.fill_epilogue(self._params[slots], uniform_noise(self._seeds[slots], ends))
         if self.bitmasks.has_masks:
             self.bitmasks.fill_epilogue(slots, ends)

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.layers.exchange import StageNeighbours
 from quire.protocol.parallel_layout import Shard
-from quire.protocol.seq_slices import SeqSlices
 from quire.worker.cuda_graphs import DecodeGraphs
 from quire.worker.step_context import StepContext
 
@@ -32,15 +32,16 @@ class StageGraphs(DecodeGraphs):
         self.output = None if shard.is_last_stage else torch.zeros(shape, dtype=dtype, device=device)
         self.has_delta: dict[tuple[int, bool], bool] = {}  # by size and has_images: the output has a delta
 
-    def run(self, slices: SeqSlices, epilogue: str, has_images: bool = False) -> Any:
+    def run(self, columns: np.ndarray, epilogue: str, has_images: bool = False) -> Any:
         """See DecodeGraphs; only the last stage returns a result."""
         # Capture before receiving: the run before a capture uses the input buffer too.
-        size, count = self.ensure_captured(slices, has_images), len(slices)
+        count = columns.shape[1]
+        size = self.ensure_captured(count, has_images)
         if self.received is not None:
             x, delta = self.pipes.receive(count, self.received.shape[2], self.dtype)
             self.received[0, :count].copy_(x)
             self.received[1, :count].zero_() if delta is None else self.received[1, :count].copy_(delta)
-        self.replay(slices, size, has_images)
+        self.replay(columns, size, has_images)
         if self.output is None:
             end = self.epilogue_graphs[size, has_images, epilogue]
             end.graph.replay()

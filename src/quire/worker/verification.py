@@ -11,12 +11,10 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.protocol.seq_slices import SeqSlices
-from quire.protocol.step_plan import SliceResult
-from quire.worker.inputs import resolve_tokens
+from quire.protocol.step_plan import LAST_SAMPLED, SliceResult
 from quire.worker.inverse_cdf import uniform_noise
 from quire.worker.staging_buffer import StagingBuffer
 
@@ -73,23 +71,35 @@ class Verification(NamedTuple):
         [D]. Set the slots' LAST_SAMPLED to the sample after these. `sampled_tokens`: see resolve_tokens. `synthetic`:
         see Experiment.synthetic_acceptance."""
         if synthetic is not None:
-            positions = self.positions[:, None] + np.arange(self.drafts.shape[1])
-            noise = uniform_noise(np.broadcast_to(self.slots[:, None], positions.shape), positions)
-            counts = ((noise < synthetic) & (self.drafts != NO_TOKEN)).cumprod(1).sum(1)
+            counts = self._agree_synthetically(synthetic).cumprod(1).sum(1)
             slots, first, accepted = staging.upload_all([self.slots, self.first_samples, counts])
             sampled_tokens[0].index_copy_(0, slots, tokens[first + accepted])
             return accepted
         slots, first, drafts = staging.upload_all([self.slots, self.first_samples, self.drafts])
-        if tokens.device.type == "cuda":
-            from quire.kernels.triton.verification import accept_drafts
+        from quire.kernels.triton.verification import accept_drafts
 
-            return accept_drafts(tokens, sampled_tokens, slots, first, drafts)
-        places = first[:, None] + torch.arange(drafts.shape[1] + 1)
-        samples = tokens[places.clamp_(max=len(tokens) - 1)]
-        agrees = (samples[:, :-1] == resolve_tokens(drafts, slots[:, None], sampled_tokens)) & (drafts != NO_TOKEN)
-        accepted = agrees.long().cumprod(1).sum(1)
-        sampled_tokens[0].index_copy_(0, slots, samples.gather(1, accepted[:, None])[:, 0])
+        return accept_drafts(tokens, sampled_tokens, slots, first, drafts)
+
+    def accept_on_host(self, tokens: np.ndarray, sampled_tokens: np.ndarray, synthetic: float | None) -> np.ndarray:
+        """Do the same on a CPU, with arrays."""
+        drafts = self.drafts
+        if drafts.min() < 0:
+            drafts = np.where(
+                drafts < 0, sampled_tokens[np.maximum(LAST_SAMPLED - drafts, 0), self.slots[:, None]], drafts
+            )
+        samples = tokens[np.minimum(self.first_samples[:, None] + np.arange(drafts.shape[1]), len(tokens) - 1)]
+        agrees = (samples == drafts) & (self.drafts != NO_TOKEN)
+        if synthetic is not None:
+            agrees = self._agree_synthetically(synthetic)
+        accepted: np.ndarray = agrees.cumprod(1).sum(1)
+        sampled_tokens[0, self.slots] = tokens[self.first_samples + accepted]
         return accepted
+
+    def _agree_synthetically(self, probability: float) -> np.ndarray:
+        positions = self.positions[:, None] + np.arange(self.drafts.shape[1])
+        noise = uniform_noise(np.broadcast_to(self.slots[:, None], positions.shape), positions)
+        agrees: np.ndarray = (noise < probability) & (self.drafts != NO_TOKEN)
+        return agrees
 
     def merge(self, results: Sequence[SliceResult], accepted: Sequence[int]) -> list[SliceResult]:
         """Return the results of the slices that sample, from those of the rows that do and the accepted tokens of each
