@@ -1,4 +1,4 @@
-"""Speculative decoding with the bundled model and its draft model: outputs equal those without it."""
+"""Speculation with the bundled model: stop strings, log-probabilities, branches and grammars are those without it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ PROMPTS = ["The cat sat on the mat. The cat sat on the", "1 2 3 4 5 1 2 3 4 5 1 
 ITEM = {"type": "object", "properties": {"kind": {"enum": ["alpha", "beta"]}}, "required": ["kind"]}
 SCHEMA = {"type": "array", "minItems": 5, "maxItems": 5, "items": ITEM}
 PARAMS: tuple[dict[str, Any], ...] = (
-    {},
     {"stop": ["the", " a"]},
     {"stop": ["cat"], "min_tokens": 10, "n": 2},
     {"logprobs": 2, "prompt_logprobs": 1},
     {"best_of": 2},
-    {"repetition_penalty": 1.2, "bad_words": ["the cat"]},
     {"frequency_penalty": 0.3, "structured_outputs": StructuredOutputsParams(json=SCHEMA), "max_tokens": 80},
     {"logprobs": 1, "structured_outputs": StructuredOutputsParams(regex="(the cat |a dog ){9}")},
 )
@@ -43,13 +41,11 @@ def expected() -> list[Any]:
     return generate(kv_tokens=4096)[0]
 
 
-@pytest.mark.parametrize("kv_tokens", [4096, 400])
 @pytest.mark.parametrize(
     "settings",
-    [{"speculative_method": "ngram"}, {"speculative_model": "tiny-draft"},
-     {"speculative_model": "tiny-draft", "speculative_method": "both", "num_speculative_tokens": 6}],
-)  # fmt: skip
-def test_outputs_are_those_without_it(settings: dict[str, Any], kv_tokens: int, expected: list[Any]) -> None:
-    outputs, stats = generate(kv_tokens=kv_tokens, swap_gib=0.01, **settings)
+    [{"speculative_method": "ngram"}, {"speculative_model": "tiny-draft", "speculative_method": "both"}],
+)
+def test_outputs_are_those_without_it(settings: dict[str, Any], expected: list[Any]) -> None:
+    outputs, stats = generate(kv_tokens=400, swap_gib=0.01, **settings)
     assert outputs == expected
     assert stats.accepted_tokens > 20

@@ -39,6 +39,7 @@ METHODS = ("ngram", "draft", "both")
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "VOCAB", VOCAB)
+    monkeypatch.setattr(speculation, "MAX_LAG", 16)  # sequences are short
     monkeypatch.setattr(traces, "STEMS", tuple(tuple(token % 7 + 1 for token in stem) for stem in traces.STEMS))
 
 
@@ -538,6 +539,21 @@ def test_a_draft_model_that_is_not_used_catches_up_for_all_at_once() -> None:
     assert [count for count in counts[1:] if count] == [3, 3], "it runs twice for 40 tokens of each"
     assert {len(row.tokens) for plan in plans[1:] for row in plan.draft_slices} == {17}
     check_counts(trace)
+
+
+def test_ngrams_that_are_wrong_give_way_to_the_draft_model() -> None:
+    speculator, request = Speculator("both", 4, costs=FREE), lone([1, 2, 3] * 20)
+    [seq] = request.live_seqs
+    sources = []
+    for _ in range(20):
+        seq.tokens += [1, 2, 3]
+        seq.planned = seq.computed = len(seq.tokens) - 1
+        seq.drafts = True
+        row = SeqSlice(1, (3,), seq.planned, 1, (), speculator.choose([request], 2**20)[seq.id])
+        sources.append(count_markers(row) > 0)
+        speculator.record(request, seq, row, 4 if sources[-1] else 0)
+    assert not any(sources[:3])
+    assert sources.count(True) > 5
 
 
 def test_a_draft_model_catches_up_before_it_drafts() -> None:

@@ -122,6 +122,20 @@ def test_what_is_behind_a_stop_is_dropped_with_its_log_probabilities() -> None:
     assert told == [(0, "upon")]
 
 
+def test_a_stop_string_may_begin_in_one_run_of_tokens_and_end_in_the_next() -> None:
+    ids = tokenizer().encode("once upon a time")
+    read = len(tokenizer().encode("once upon"))
+    params = TEXT.resolve(SamplingParams(stop=["upon"]))
+    for cut in range(1, len(ids)):
+        told = list[tuple[int, str]]()
+        transcript = RequestDetokenizer(TEXT, [1], params, lambda branch, stop, told=told: told.append((branch, stop)))
+        runs = [BranchOutput("r", 0, tuple(run), "", (), None, None, False, 0.0) for run in (ids[:cut], ids[cut:])]
+        found = [output for output in map(transcript.process, runs) if output is not None]
+        assert "".join(output.text for output in found) == "once "
+        assert [token for output in found for token in output.tokens] == ids[:read]
+        assert told == [(0, "upon")]
+
+
 def test_resolving_twice_changes_nothing() -> None:
     params = TEXT.resolve(SamplingParams(stop=["a", "b"], bad_words=["upon", "quire of"]))
     assert params.bad_word_ids

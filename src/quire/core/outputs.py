@@ -180,7 +180,7 @@ class OutputBuilder:
             request.id, seq.branch_index, tokens, "", top_logprobs if tokens else (), seq.finish_reason,
             seq.stop_reason, done, seq.cumulative_logprob,
             tuple(seq.prompt_logprobs) if wants_prompt_logprobs else None,
-            request.cached_tokens, seq.pooled, _draft_counts(request),
+            request.cached_tokens, seq.pooled, _draft_counts(request) if request.draft_tokens else NO_DRAFTS,
         )  # fmt: skip
 
     # best_of and methods

@@ -118,7 +118,11 @@ class Scheduler:
         slices: list[SeqSlice] = []
         if self.encoder_budget is not None:
             self.encoder_budget.start_step()
-        preempted = self._schedule_running(slices, drafts)
+        # Half of the step at most is left for drafts.
+        budget = self.token_budget - min(sum(map(len, drafts.values())), self.token_budget // 2)
+        preempted = self._schedule_running(slices, budget)
+        if drafts and not preempted:
+            self._add_drafts(slices, drafts)
         # If nothing runs any more, admit at once: requests that were spread over large pages may fit when readmitted.
         if preempted is not None and (not preempted or not self.running):
             self._schedule_waiting(slices)
@@ -128,17 +132,16 @@ class Scheduler:
             encodes = self.encoder_budget is not None and self.encoder_budget.used_parts > 0
             must_send = (encodes and preempted is not None) or self._has_shared_page_ops()
             return self._make_plan([]) if must_send else None
-        draft_slices, has_drafts = tuple[SeqSlice, ...](), False
-        if self.speculator is not None:
-            draft_slices = plan_draft_slices(slices, self.by_slot, self.token_budget)
-            has_drafts = self.drafts_in_flight = any(row.draft_tokens for row in slices)
+        draft_slices = () if self.speculator is None else plan_draft_slices(slices, self.by_slot, self.token_budget)
         for row in slices:
             seq = self.by_slot[row.slot][1]
             seq.planned = row.start + len(row.tokens)
             seq.pending_samples += row.num_samples > 0
-            if has_drafts:
-                seq.planned += len(row.draft_tokens)
-                seq.pending_samples += len(row.draft_tokens)
+        for row in slices if drafts else ():
+            seq = self.by_slot[row.slot][1]
+            seq.planned += len(row.draft_tokens)
+            seq.pending_samples += len(row.draft_tokens)
+            self.drafts_in_flight |= bool(row.draft_tokens)
         # without slices if a method suspends its branches, or victims were swapped out
         return self._make_plan(slices, draft_slices)
 
@@ -154,11 +157,10 @@ class Scheduler:
         masks = build_masks(slices, self.by_slot) if self.num_grammar_requests and not self.deferred_masks else ()
         return StepPlan(new_slots, page_ops, tuple(slices), ahead, masks, draft_slices)
 
-    def _schedule_running(self, slices: list[SeqSlice], drafts: Mapping[int, tuple[int, ...]]) -> bool | None:
-        """Give each running sequence its next tokens, oldest request first, with its `drafts` (by sequence id) if there
-        is room. Preempt the youngest while memory is short. Return True if a request was preempted, None if one must be
-        but steps are in flight."""
-        preempted, budget, pipelined = False, self.token_budget, self.pp_size > 1
+    def _schedule_running(self, slices: list[SeqSlice], budget: int) -> bool | None:
+        """Give each running sequence its next tokens, oldest request first. Preempt the youngest while memory is short.
+        Return True if a request was preempted, None if one must be but steps are in flight."""
+        preempted, pipelined = False, self.pp_size > 1
         # With stages: slices that sample in this step. The remaining ones are left to the next steps.
         max_samples, num_samples = -(-len(self.by_slot) // self.pp_size), 0
         grow, num_new_tokens, encoder_budget = self.memory.grow, self._num_new_tokens, self.encoder_budget
@@ -183,9 +185,6 @@ class Scheduler:
                 slices.append(self._make_slice(request, seq, count))
                 if pipelined:
                     num_samples += slices[-1].num_samples > 0
-                if drafts and seq.id in drafts:
-                    slices[-1] = self._with_drafts(slices[-1], seq, drafts[seq.id], budget)
-                    count = step_tokens(slices[-1], seq)
                 budget -= count
         return preempted
 
@@ -207,11 +206,18 @@ class Scheduler:
         count = min(len(seq.tokens) + seq.pending_samples - seq.planned, budget)
         return count if self.clip_chunk is None else self.clip_chunk(seq.prompt_len, seq.planned, count)
 
-    def _with_drafts(self, row: SeqSlice, seq: Sequence, draft_tokens: tuple[int, ...], budget: int) -> SeqSlice:
-        """Return the slice with these draft tokens, or as it is if the step or the memory has no room for them."""
-        drafting = row._replace(draft_tokens=draft_tokens)
-        fits = step_tokens(drafting, seq) <= budget and self.memory.grow(seq, seq.planned + 1 + len(draft_tokens))
-        return drafting if fits else row
+    def _add_drafts(self, slices: list[SeqSlice], drafts: Mapping[int, tuple[int, ...]]) -> None:
+        """Add draft tokens (by sequence id) to slices, oldest request first, where the step and the memory have room
+        for them: they take what no other token needs."""
+        budget = self.token_budget - sum(len(row.tokens) for row in slices)
+        for i, row in enumerate(slices):
+            seq = self.by_slot[row.slot][1]
+            if seq.id in drafts:
+                drafting = row._replace(draft_tokens=drafts[seq.id])
+                more = step_tokens(drafting, seq) - len(row.tokens)
+                if more <= budget and self.memory.grow(seq, seq.planned + 1 + len(drafting.draft_tokens)):
+                    slices[i] = drafting
+                    budget -= more
 
     def _make_slice(self, request: Request, seq: Sequence, count: int) -> SeqSlice:
         start, end, known = seq.planned, seq.planned + count, len(seq.tokens)
@@ -420,17 +426,18 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
         """Process the result of the oldest plan in flight."""
         self.num_in_flight -= 1
-        has_drafts, self.drafts_in_flight = self.drafts_in_flight, False
+        is_speculating, self.drafts_in_flight = self.drafts_in_flight or bool(plan.draft_slices), False
         events, by_slot, commit = list[SeqEvent](), self.by_slot, self.memory.commit
         drafted = {row.slot: row.start + len(row.tokens) + max(row.num_samples - 1, 0) for row in plan.draft_slices}
         for row, sampled in zip(plan.slices, result.slice_results):
             request, seq = by_slot[row.slot]
-            if has_drafts and row.draft_tokens:
-                self._process_drafts(request, seq, row, sampled, drafted.get(row.slot, seq.drafted), events)
-                continue
             seq.computed = row.start + len(row.tokens)
-            if drafted:
-                seq.drafted = min(drafted.get(row.slot, seq.drafted), seq.computed)
+            if is_speculating:
+                end = drafted.get(row.slot, seq.drafted)
+                if row.draft_tokens:
+                    self._process_drafts(request, seq, row, sampled, end, events)
+                    continue
+                seq.drafted = min(end, seq.computed)
             if row.score_tokens:
                 record_prompt_logprobs(row, seq, sampled)
             if seq.finish_reason is None and not sampled.error:  # pages with faulty values are not shared

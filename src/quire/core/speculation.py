@@ -24,7 +24,9 @@ DECAY = 0.9  # weight of earlier verifications after another one
 RETURN_PER_TOKEN = 0.98  # how an estimate returns to the first one while a sequence has no drafts
 MIN_GAIN = 1.15  # how many times their estimated cost drafts must be worth: estimates are rough
 MAX_INDEXED_TOKENS = 1 << 15  # of a sequence, the latest ones
-MAX_LAG = 16  # tokens by which the draft model may lag behind while it is not used: those of a page
+MAX_LAG = 64
+"""The tokens by which the draft model may lag behind while it is not used. Pages are published only as far as it has
+computed them, too; catching up more often costs more passes."""
 ROWS_PER_SKIP = 16
 NO_DRAFTS: Mapping[int, tuple[int, ...]] = {}
 FREE_DRAFTS = SpeculationCosts(PreemptionCosts(0, 0, 0, 0, 0), PreemptionCosts(0, 0, 0, 0, 0))
@@ -186,6 +188,8 @@ class Speculator:
         )  # fmt: skip
 
     def _find_drafts(self, seq: Sequence, most: int) -> list[Candidate]:
+        """Return the drafts of a sequence, if there are any: by an n-gram, unless those were right less than half as
+        often as the draft model's."""
         drafts = self.seqs.get(seq.id)
         if drafts is None:
             drafts = self.seqs[seq.id] = SeqDrafts(*self.lookup)
@@ -195,8 +199,9 @@ class Speculator:
             tokens = drafts.index.propose(seq.tokens, most + seq.pending_samples)[seq.pending_samples :]
             if seq.matcher is not None and not seq.pending_samples:
                 tokens = cut_drafts(seq.matcher, tokens, self.eos_ids)
-            if tokens:
-                return [Candidate(seq, len(tokens), tokens, drafts.by_ngram.rate(length), seconds)]
+            rate = drafts.by_ngram.rate(length)
+            if tokens and not (seq.drafts and rate < drafts.by_model.rate(length) / 2):
+                return [Candidate(seq, len(tokens), tokens, rate, seconds)]
         if seq.drafts:
             seconds += costs.draft.compute_token + length * costs.draft.compute_pair
             return [Candidate(seq, most, (), drafts.by_model.rate(length), seconds)]
