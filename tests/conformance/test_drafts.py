@@ -1,4 +1,5 @@
-"""Tokens that are taken back, and draft models, which lag behind: any calls of a memory, against the same reference."""
+"""Tokens that are taken back, and draft models, which lag behind: any calls of a memory, against the same reference,
+and random traces of an engine that speculates."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 from memories import EVERY, Build, insides
 from test_stateful import OPS, Calls, Device, machine, offset
-from traces import AT_LENGTH
+from traces import AT_LENGTH, WAYS, open_trace
 from unlike import DRAFTED
 
+from quire.core.speculation import Speculator
 from quire.memory.paged import PagedMemory
 from quire.protocol.kv_cache_config import KVCacheGroup
 from quire.protocol.sequence import Sequence
@@ -160,3 +162,17 @@ def test_any_calls_with_tokens_taken_back(name: str, examples: int, steps: int) 
     run_state_machine_as_test(
         machine(Drafts, name), settings=settings(max_examples=examples, stateful_step_count=steps)
     )
+
+
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 300), marks=AT_LENGTH)])
+@pytest.mark.parametrize("name", DRAFTED)
+def test_traces_with_a_draft_model(name: str, seeds: range) -> None:
+    for seed in seeds:
+        trace = open_trace(
+            DRAFTED[name], seed=seed, depth=seed % 3 + 1, tokens=(96, 160)[seed % 2], budget=(16, 6, 64)[seed % 3],
+            preemption=WAYS[seed % 3], host=(1000, 20)[seed % 2], prefix_tokens=(0, 24)[seed % 2],
+        )  # fmt: skip
+        method, most = ("draft", "both")[seed % 2], (3, 1, 6)[seed % 3]
+        trace.scheduler.speculator = Speculator(method, most, lookup=(1, 3), costs=None)
+        trace.run(12, 0.06)
+        assert trace.engine.stats.accepted_tokens > 0

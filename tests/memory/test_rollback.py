@@ -6,13 +6,12 @@ import random
 from typing import Any
 
 import pytest
-from memories import CHUNKED, EVERY, MAX_LEN, STATE, Build, paged, spec
+from memories import CHUNKED, EVERY, MAX_LEN, Build, paged
 from test_invariants import admit
 from unlike import UNLIKE
 
 from quire.memory.interface import KVMemory
 from quire.memory.paged import PagedMemory
-from quire.protocol.model_spec import LayerSpec
 from quire.protocol.sequence import Sequence
 
 WITHOUT_STATES = {name: make for name, make in {**EVERY, **UNLIKE}.items() if not {"state", "all"} & {*name.split("-")}}
@@ -109,11 +108,3 @@ def test_surplus_pages_are_swapped() -> None:
     memory.check()
     step(memory, seq, 3, 3)
     assert memory.account().usage.used == 2 * 16 * seq.computed
-
-
-def test_states_cannot_be_taken_back() -> None:
-    pruned, draft = LayerSpec(1, 4, budget=9), LayerSpec(1, 4, budget=9, is_draft=True)
-    possible = [
-        spec(layers, MAX_LEN).can_roll_back for layers in ((None, 6), (None, pruned), (None, STATE), (6, draft))
-    ]
-    assert possible == [True, True, False, False]

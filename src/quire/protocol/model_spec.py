@@ -208,13 +208,6 @@ class ModelSpec:
         )
 
     @property
-    def can_roll_back(self) -> bool:
-        """True if computed tokens can be taken back, as rejected draft tokens are: the layers have a place for each
-        token, not a running state. A draft model's layers must not prune the prompt: when they compute what they lag
-        behind, a step does not end with the prompt."""
-        return not any(layer.state_tensors or (layer.is_draft and layer.budget) for layer in self.layers)
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of a sequence's running state over all layers (Jamba 52B in bf16: 8,716,288)."""
         return sum(layer.state_bytes for layer in self.layers)

@@ -86,6 +86,7 @@ class Drafter:
         # If all tokens are in rows of one token, all sample, as graphs of decode steps do.
         is_final = (number == splits[of] - 1) & proposes[of]
         rows[0] = is_final | (proposes.all() and len(of) == len(tokens))
+        rows[0, -1] |= not rows[0].any()  # graphs of steps with prompts have at least one sample
         samples = self._launch(rows, np.where(splits[of] > 1, 1, lengths[of]), tokens)
         return samples, np.flatnonzero(is_final[rows[0] > 0])
 
