@@ -97,6 +97,22 @@ def test_arrivals_of_serve(model: list[str], tmp_path: Path) -> None:
     assert (run["steps"], run["mean_running"], run["output_tokens"]) == (4, 20, 80)
 
 
+def test_accepted_drafts_are_recorded(model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that is its own draft model is always right."""
+    given = [*model, "--workload", "fixed:8:13@2", "--repeat", "1", "--warmup", "0"]
+    config = f'{{"model": "{model[0]}", "num_speculative_tokens": 3}}'
+    drafts = ["--speculative-config", config, "--no-adaptive-speculation"]
+    for name in ("latency", "throughput", "serve"):
+        [result] = bench(tmp_path, name, *given, *drafts)
+        run = result["median"]  # one token of the prompt's step, and three runs of three drafts and one more
+        assert (run["num_drafts"], run["draft_tokens"], run["accepted_tokens"]) == (2 * 3, 2 * 9, 2 * 9)
+        assert (run["acceptance_rate"], run["mean_accepted_length"]) == (1, 4)
+        assert "100.0% of 18 draft tokens accepted, mean accepted length 4.00" in capsys.readouterr().out
+    [result] = bench(tmp_path, "latency", *given)
+    assert "acceptance_rate" not in result["median"]
+    assert "draft tokens" not in capsys.readouterr().out
+
+
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     shown = capsys.readouterr().out

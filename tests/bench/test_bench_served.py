@@ -200,10 +200,11 @@ class Server:
         self.gaps = Histogram(f"{prefix}inter_token_latency_seconds", text, labels, registry=self.registry,
                               buckets=BOUNDS).labels("m", "0")  # fmt: skip
         self.cpu = Counter(f"{prefix}process_cpu_seconds", text, (*labels, "process"), registry=self.registry)
-        self.tokens, self.steps, self.idle = (
+        self.tokens, self.steps, self.idle, *self.drafts = (
             Counter(prefix + name, text, labels, registry=self.registry).labels("m", "0")
-            for name in ("generation_tokens", "engine_steps", "engine_idle_seconds")
-        )
+            for name in ("generation_tokens", "engine_steps", "engine_idle_seconds", "spec_decode_num_drafts",
+                         "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+        )  # fmt: skip
 
     def scrape(self) -> Scrape:
         found = Scrape.of(generate_latest(self.registry).decode())
@@ -229,10 +230,13 @@ def test_what_happened_between(prefix: str) -> None:
     server.tokens.inc(5010)
     server.steps.inc(100)
     server.idle.inc(0.02)
+    for counter, count in zip(server.drafts, (10, 30, 24)):
+        counter.inc(count)
     facts = between(before, server.scrape(), tokens=5000, seconds=4.0)
     assert facts is not None
     assert facts["output_tokens"] == 5010
     assert (facts["steps"], facts["idle_ms_per_step"]) == (100, pytest.approx(0.2))
+    assert (facts["draft_tokens"], facts["acceptance_rate"], facts["mean_accepted_length"]) == (30, 0.8, 3.4)
     assert facts["cpu_cores"] == {"front": 0.5, "engine": 0.25, "late": 0.5}
     assert facts["cpu_us_per_token"] == {"front": 400, "engine": 200, "late": 400}
     seen = facts["inter_token_s"]
