@@ -48,9 +48,9 @@ def check_replay_size(kv_config: KVCacheConfig) -> None:
 
 
 def _group_from_json(data: dict[str, Any]) -> KVCacheGroup:
-    if set(data) != {field.name for field in fields(KVCacheGroup)}:
+    values = {"is_draft": False, **data}  # logs of earlier revisions have no draft model
+    if set(values) != {field.name for field in fields(KVCacheGroup)}:
         raise ValueError("a group has other fields than it has here")
-    values = dict(data)
     for name in ("ids", "host_ids"):
         start, stop = map(parse_count, values[name])
         values[name] = range(start, stop)

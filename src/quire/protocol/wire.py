@@ -8,7 +8,7 @@ numbers, up to a hundred times the frame. No pickle."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from quire.protocol.step_plan import (  # fmt: skip
     PageOp,
     PageOps,
     Poison,
+    SeqSlice,
     SliceResult,
     SlotInit,
     StepPlan,
@@ -48,7 +49,7 @@ from quire.protocol.step_plan import (  # fmt: skip
     TokenBitmask,
 )
 
-VERSION = 8
+VERSION = 7
 PLAN, RESULT = 1, 2
 
 Message = StepPlan | StepResult
@@ -74,8 +75,7 @@ PAGE_OP_FORMATS = (
 PAGE_OP_CODES = {op_format.op_type: code for code, op_format in enumerate(PAGE_OP_FORMATS)}
 
 HEAD = struct.Struct("<BB")  # version, kind
-# counts: new slots, page operations, slices, overlapped page operations, masks, draft slices
-PLAN_HEAD = struct.Struct("<IIIIII")
+PLAN_HEAD = struct.Struct("<IIIII")  # counts: new slots, page operations, slices, overlapped page operations, masks
 RESULT_HEAD = struct.Struct("<I?dd")  # slice results, whether some are pooled, seconds, idle seconds
 # slot, seq_id, parent_slot, seed, prompt_len, num_logprobs, length of history, whether sampling follows, images
 SLOT_INIT = struct.Struct("<iqiqiiIBI")
@@ -103,7 +103,7 @@ def encode_frame(message: Message) -> bytes:
 def _write_plan(plan: StepPlan) -> Iterator[bytes]:
     new_slots, page_ops, slices, overlapped, masks, draft_slices = plan
     yield HEAD.pack(VERSION, PLAN)
-    yield PLAN_HEAD.pack(*map(len, plan))
+    yield PLAN_HEAD.pack(len(new_slots), len(page_ops), len(slices), len(overlapped), len(masks))
     for slot_init in new_slots:
         yield from _write_slot_init(slot_init)
     if page_ops:
@@ -119,7 +119,8 @@ def _write_plan(plan: StepPlan) -> Iterator[bytes]:
         yield COUNT.pack(size // 4)
         yield write_ints([mask.slot for mask in masks], "mask slots")
         yield from (mask.allowed for mask in masks)
-    if draft_slices:
+    if draft_slices:  # at the end, so that plans without them are as they were before drafts were known
+        yield COUNT.pack(len(draft_slices))
         yield write_slices(draft_slices)
 
 
@@ -221,7 +222,7 @@ def decode_frame(frame: bytes | bytearray | memoryview) -> Message:
 
 
 def _read_plan(reader: FrameReader) -> StepPlan:
-    num_inits, num_ops, num_slices, num_overlapped, num_masks, num_drafts = reader.unpack(PLAN_HEAD, "plan head")
+    num_inits, num_ops, num_slices, num_overlapped, num_masks = reader.unpack(PLAN_HEAD, "plan head")
     if num_inits * SLOT_INIT.size > reader.end - reader.offset:
         raise reader.error("slot inits", f"{num_inits} are announced, {reader.end - reader.offset} bytes remain")
     new_slots = tuple([_read_slot_init(reader) for _ in range(num_inits)])
@@ -229,7 +230,12 @@ def _read_plan(reader: FrameReader) -> StepPlan:
     slices = read_slices(reader, num_slices) if reader.check_count(num_slices, "slices") else ()
     overlapped = _read_page_ops(reader, num_overlapped) if num_overlapped else ()
     masks = _read_masks(reader, num_masks) if num_masks else ()
-    draft_slices = read_slices(reader, num_drafts) if reader.check_count(num_drafts, "draft slices") else ()
+    draft_slices: Sequence[SeqSlice] = ()
+    if reader.offset < reader.end:
+        [num_drafts] = reader.unpack(COUNT, "draft slices")
+        if not reader.check_count(num_drafts, "draft slices"):
+            raise reader.error("draft slices", "their count is 0")
+        draft_slices = read_slices(reader, num_drafts)
     return StepPlan(new_slots, page_ops, slices, overlapped, masks, draft_slices)
 
 
