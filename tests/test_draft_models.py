@@ -15,6 +15,7 @@ from quire.errors import StartupError
 from quire.llm import LLM
 from quire.pool import Pool
 from quire.protocol.parallel_layout import Shard
+from quire.protocol.step_plan import MAX_STEP_DRAFTS
 from quire.startup.build import build_engine, describe_memory_plan
 from quire.startup.checkpoint import read_checkpoint
 from quire.startup.dtypes import kv_namespace, quantization_savings
@@ -87,14 +88,14 @@ def test_the_plan_has_the_draft_models_weights_and_kv() -> None:
 
 
 def test_rows_of_logits_count_draft_tokens() -> None:
-    """Each sequence has the logits of its draft tokens, too."""
+    """Each sequence has the logits of its draft tokens, too, up to the most that a step has."""
     config = EngineConfig(max_num_seqs=512, max_num_batched_tokens=8192)
     spec = read_checkpoint(EngineConfig(model_config="llama3-8b"), weights=False).spec
     speculating = EngineConfig(
         max_num_seqs=512, max_num_batched_tokens=8192, speculative_method="ngram", num_speculative_tokens=4
     )
     more = activation_bytes(speculating, spec, 2) - activation_bytes(config, spec, 2)
-    assert more == 512 * 4 * 16 * spec.vocab_size
+    assert more == MAX_STEP_DRAFTS * 16 * spec.vocab_size
     assert graph_bytes(speculating, spec, 2) > graph_bytes(config, spec, 2)
 
 

@@ -269,7 +269,7 @@ class EngineConfig:
         SPECULATIONS,
     )
     num_speculative_tokens: int = advanced(
-        3, "most draft tokens of a sequence that a step verifies", bounds=(1, MAX_DRAFT_TOKENS), metavar="K"
+        5, "most draft tokens of a sequence that a step verifies", bounds=(1, MAX_DRAFT_TOKENS), metavar="K"
     )
     adaptive_speculation: bool = advanced(
         True, "verify fewer draft tokens, or none, where more would not pay, by estimates of acceptance and time"

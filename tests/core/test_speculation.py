@@ -496,6 +496,18 @@ def test_drafts_are_at_most_what_a_sequence_may_have() -> None:
     assert chosen(speculator, [lone([1] * 5, speculate=False), lone([1] * 5, beam_width=2)]) == [0, 4]
 
 
+def test_a_step_has_a_bounded_number_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest sequences have them."""
+    monkeypatch.setattr("quire.core.scheduler.MAX_STEP_DRAFTS", 7)
+    trace = opened("draft", k=3, page=4)
+    for i in range(4):
+        ask(trace, f"r{i}", (i + 1, 2, 3, 4))
+    trace.finish()
+    counts = [[len(row.draft_tokens) for row in plan.slices] for plan in trace.scheduler.plans]  # type: ignore[attr-defined]
+    assert max(map(sum, counts)) == 6
+    assert [3, 3, 0, 0] in counts
+
+
 def test_drafts_that_are_wrong_are_given_up_and_tried_again() -> None:
     speculator, request = Speculator("draft", 4, costs=GPU), lone([*range(100)])
     [seq] = request.live_seqs

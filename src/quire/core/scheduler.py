@@ -24,7 +24,16 @@ from quire.memory.answers import Deferred
 from quire.memory.interface import KVMemory
 from quire.protocol.seeds import branch_seed
 from quire.protocol.sequence import Sequence
-from quire.protocol.step_plan import LAST_SAMPLED, SeqSlice, SliceResult, SlotInit, StepPlan, StepResult, TableWrite
+from quire.protocol.step_plan import (
+    LAST_SAMPLED,
+    MAX_STEP_DRAFTS,
+    SeqSlice,
+    SliceResult,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    TableWrite,
+)
 
 
 class Scheduler:
@@ -209,15 +218,16 @@ class Scheduler:
     def _add_drafts(self, slices: list[SeqSlice], drafts: Mapping[int, tuple[int, ...]]) -> None:
         """Add draft tokens (by sequence id) to slices, oldest request first, where the step and the memory have room
         for them: they take what no other token needs."""
-        budget = self.token_budget - sum(len(row.tokens) for row in slices)
+        budget, num_left = self.token_budget - sum(len(row.tokens) for row in slices), MAX_STEP_DRAFTS
         for i, row in enumerate(slices):
             seq = self.by_slot[row.slot][1]
             if seq.id in drafts:
                 drafting = row._replace(draft_tokens=drafts[seq.id])
                 more = step_tokens(drafting, seq) - len(row.tokens)
-                if more <= budget and self.memory.grow(seq, seq.planned + 1 + len(drafting.draft_tokens)):
+                count = len(drafting.draft_tokens)
+                if more <= budget and count <= num_left and self.memory.grow(seq, seq.planned + 1 + count):
                     slices[i] = drafting
-                    budget -= more
+                    budget, num_left = budget - more, num_left - count
 
     def _make_slice(self, request: Request, seq: Sequence, count: int) -> SeqSlice:
         start, end, known = seq.planned, seq.planned + count, len(seq.tokens)

@@ -18,6 +18,9 @@ FIRST_DRAFT = -2
 """In `SeqSlice.draft_tokens`: FIRST_DRAFT - i is the i-th token, from 0, that the draft model proposes for the slot in
 this step; only the device has it."""
 
+MAX_STEP_DRAFTS = 256
+"""The most draft tokens of a step. Each has logits over the whole vocabulary."""
+
 
 class SlotInit(NamedTuple):
     """The start of a sequence in a slot (on admission, fork or swap-in), with all that the device must know of it. It

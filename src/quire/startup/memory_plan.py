@@ -31,6 +31,7 @@ from quire.memory.paged import PagedMemory
 from quire.protocol.model_spec import ModelSpec, max_parts_per_step
 from quire.protocol.parallel_layout import Shard
 from quire.protocol.pipeline_stages import STAGE_BUFFER_STEPS
+from quire.protocol.step_plan import MAX_STEP_DRAFTS
 from quire.startup.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -362,8 +363,13 @@ def _logits_rows(config: EngineConfig) -> int:
     """Return the most rows of logits over the vocabulary that a step has at once."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
-    sampled = config.max_num_seqs * (1 + config.max_draft_tokens)
-    return min(max(sampled, MAX_SCORED_POSITIONS), config.max_num_batched_tokens)
+    return min(max(_sampled_rows(config), MAX_SCORED_POSITIONS), config.max_num_batched_tokens)
+
+
+def _sampled_rows(config: EngineConfig) -> int:
+    """Return the most tokens that a step samples: one of each sequence, and one for each draft token."""
+    assert config.max_num_seqs is not None, "a sized config"
+    return config.max_num_seqs + min(config.max_num_seqs * config.max_draft_tokens, MAX_STEP_DRAFTS)
 
 
 def _selection_bytes(spec: ModelSpec, longest: int, itemsize: int) -> int:
@@ -380,7 +386,7 @@ def graph_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     often each sequence has each token, with room to double that; page tables."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     assert config.max_num_seqs is not None, "a sized config"
-    rows = min(config.max_num_seqs * (1 + config.max_draft_tokens), MAX_GRAPH_ROWS)
+    rows = min(_sampled_rows(config), MAX_GRAPH_ROWS)
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
     widths = []
     for layers in group_layers(config, spec, itemsize):

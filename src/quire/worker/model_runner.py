@@ -34,7 +34,15 @@ from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheLayout
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.sampling_params import MAX_LOGPROBS
 from quire.protocol.seq_slices import SeqSlices
-from quire.protocol.step_plan import ImageEncoding, MappingStats, SeqSlice, StepPlan, StepResult, TokenBitmask
+from quire.protocol.step_plan import (
+    MAX_STEP_DRAFTS,
+    ImageEncoding,
+    MappingStats,
+    SeqSlice,
+    StepPlan,
+    StepResult,
+    TokenBitmask,
+)
 from quire.weights.mapped_files import trim_memory
 from quire.worker.cross_attention import CrossAttentionImages
 from quire.worker.drafter import Drafter
@@ -219,7 +227,8 @@ class ModelRunner:
     @property
     def max_rows(self) -> int:
         """The most rows of a step that sample: each sequence has one, and one for each draft token."""
-        return (self.store.kv_config.slots - 1) * (1 + self.max_drafts)
+        seqs = self.store.kv_config.slots - 1
+        return seqs + min(seqs * self.max_drafts, MAX_STEP_DRAFTS)
 
     def _make_store(self, kv_config: KVCacheConfig, spec: ModelSpec) -> Store:
         if kv_config.layout is not KVCacheLayout.CONTIGUOUS:
