@@ -211,6 +211,7 @@ class Scheduler:
         if seq.prefix_source is not None:
             if seq.prefix_source.prefix_source is not None or seq.prefix_source.planned < seq.planned:
                 return 0  # its prefix is not computed yet, by the sibling or by the sibling's own source
+            seq.drafted = min(seq.drafted, seq.prefix_source.draft_planned)
             seq.prefix_source = None
         count = min(len(seq.tokens) + seq.pending_samples - seq.planned, budget)
         return count if self.clip_chunk is None else self.clip_chunk(seq.prompt_len, seq.planned, count)
@@ -392,10 +393,9 @@ class Scheduler:
         admitted = self.memory.admit(request.live_seqs, budget)
         if not isinstance(admitted, list):
             return admitted
-        for seq, (reused, prefix_source) in zip(request.live_seqs, admitted):
+        for seq, (reused, prefix_source, drafted) in zip(request.live_seqs, admitted):
             seq.computed = seq.planned = reused
-            seq.drafted = reused if seq.drafts else 0
-            seq.prefix_source = prefix_source
+            seq.drafted, seq.prefix_source = drafted, prefix_source
         if not request.preemptions:
             request.cached_tokens = request.live_seqs[0].planned
         return self._start_request(request, budget)

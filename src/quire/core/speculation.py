@@ -263,8 +263,9 @@ def plan_draft_slices(
     slices: Iterable[SeqSlice], by_slot: Mapping[int, tuple[Request, Sequence]], budget: int
 ) -> tuple[SeqSlice, ...]:
     """Return what the draft model computes in a step, at most `budget` tokens: those that it lacks of sequences which
-    it then continues, and those of prompts. Other sequences are left behind, and catch up together once one of them
-    lags by MAX_LAG tokens."""
+    it then continues, and those of prompts of which it has computed all before. Other sequences are left behind, and
+    catch up together, in chunks, once one of them lags by MAX_LAG tokens. So where it does not lag behind when a
+    sequence is admitted, it does not before the end of the prompt."""
     continued, prompts, lagging = list[SeqSlice](), list[SeqSlice](), list[SeqSlice]()
     for row in slices:
         seq = by_slot[row.slot][1]
@@ -273,7 +274,7 @@ def plan_draft_slices(
                 seq.draft_planned = seq.drafted
             count, start = count_markers(row), seq.draft_planned
             draft = SeqSlice(row.slot, tuple(seq.tokens[start : row.start + len(row.tokens)]), start, count)
-            is_prompt = len(row.tokens) > 1 or not row.num_samples
+            is_prompt = start == row.start and (len(row.tokens) > 1 or not row.num_samples)
             (continued if count else prompts if is_prompt else lagging).append(draft)
     if all(len(draft.tokens) <= MAX_LAG for draft in lagging):
         lagging = []

@@ -51,7 +51,8 @@ class PrefixWaiters:
             if seq_pages.tables[g]:
                 page_tables.page_ops.append(TableWrite(seq_pages.slot, g, 0, tuple(seq_pages.tables[g])))
         seq_pages.requested_tokens = tokens
-        seq_pages.published_tokens = tokens if drafted == tokens else 0
+        seq_pages.published_tokens = tokens
+        seq_pages.published_drafts = tokens if drafted == tokens else 0
         seq_pages.needs_cow_check = drafted < tokens
         seq_pages.capacity = page_tables.capacity_of(seq, seq_pages)
 
