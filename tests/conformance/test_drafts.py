@@ -70,7 +70,7 @@ class Drafts(Calls):
     def begin(self, data: st.DataObject) -> Sequence | None:
         starts = {seq.id: seq.planned for seq in self.alive.values()}
         seq = super().begin(data)
-        if seq is not None and seq.drafts:
+        if seq is not None and seq.drafts and seq.planned > starts[seq.id]:
             covered = self.covered(seq)
             keeps_up = starts[seq.id] <= covered < self.known[seq.id]
             end = seq.planned if keeps_up else data.draw(st.integers(seq.drafted, seq.planned))
@@ -148,7 +148,7 @@ class Drafts(Calls):
             for seq in self.alive.values():
                 seq_pages = self.memory.seq_pages[seq.id]
                 published = seq_pages.published_drafts <= seq_pages.published_tokens <= seq.computed
-                if not self.waits(seq) and self.valid(seq):
+                if not self.waits(seq) and self.valid(seq) and seq.id not in self.memory.prefix_waiters.leaders:
                     assert published
                     assert seq_pages.published_drafts <= seq.drafted
                 for table, group in zip(seq_pages.tables, self.memory.groups):

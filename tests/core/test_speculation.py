@@ -576,3 +576,70 @@ def test_a_draft_model_catches_up_before_it_drafts() -> None:
     check_counts(trace)
     caught_up = [len(row.tokens) for plan in trace.scheduler.plans for row in plan.draft_slices if row.num_samples]  # type: ignore
     assert max(caught_up) > 2
+
+
+LONG = tuple(i * i % 7 + 1 for i in range(24))
+
+
+def test_a_prompt_cached_without_drafts_is_found_by_a_request_with_drafts() -> None:
+    """Its draft model catches up in chunks of the budget, and drafts only then; other prompts go before."""
+    trace = opened("draft", k=2, budget=8)
+    ask(trace, "plain", LONG, speculate=False, max_tokens=1)
+    trace.finish()
+    scheduler, plans = trace.scheduler, trace.scheduler.plans  # type: ignore[attr-defined]
+    assert not any(plan.draft_slices for plan in plans)
+    plans.clear()
+    ask(trace, "a", LONG)
+    ask(trace, "b", LONG[1:14], max_tokens=4)
+    trace.step()
+    [a], [b] = [request.live_seqs for request in scheduler.running]
+    slots = {seq: trace.memory.slot(seq) for seq in (a, b)}
+    assert (a.planned, a.drafted) == (24, 4)
+    assert next(iter(scheduler.running)).cached_tokens == 20
+    trace.finish()
+    check_counts(trace)
+    caught_up = [row for plan in plans for row in plan.draft_slices if row.slot == slots[a]]
+    first = next(i for i, row in enumerate(caught_up) if row.num_samples)
+    assert first > 24 // 8
+    ends = [row.start + len(row.tokens) for row in caught_up[:first]]
+    assert [0, *ends[:-1]] == [row.start for row in caught_up[:first]]
+    for plan in plans:
+        rows = {row.slot: row for row in plan.draft_slices}
+        for row in plan.slices:
+            if row.slot == slots[b] and row.start < 12:
+                assert (rows[row.slot].start, rows[row.slot].tokens) == (row.start, row.tokens)
+    assert trace.engine.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("windows", [(None, None), (None, 6)])
+@pytest.mark.parametrize("speculate", [False, True])
+def test_a_prompt_is_found_whether_it_was_drafted_for_or_not(speculate: bool, windows: tuple[Any, ...]) -> None:
+    trace = opened("draft", windows=windows)
+    for id, drafts in (("a", speculate), ("b", not speculate), ("c", True)):
+        ask(trace, id, LONG, speculate=drafts, max_tokens=20)
+        trace.step()
+        [request] = trace.scheduler.running
+        assert request.cached_tokens == (20 if id != "a" else 0)
+        starts = [row.start for row in trace.scheduler.plans[-1].draft_slices]  # type: ignore[attr-defined]
+        assert starts == [20 * (id == "c")] * drafts
+        trace.finish()
+    check_counts(trace)
+    assert trace.engine.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("windows", [(None, None), (None, 6)])
+def test_branches_go_on_where_their_draft_model_is(windows: tuple[Any, ...]) -> None:
+    """They are forked while it lags behind, preempted, and return together."""
+    trace = opened("draft", windows=windows, budget=8, tokens=120, k=2)
+    ask(trace, "plain", LONG, speculate=False, max_tokens=1)
+    trace.finish()
+    ask(trace, "a", LONG, n=3, max_tokens=20)
+    for _ in range(3):
+        trace.step()
+    [request] = trace.scheduler.running
+    assert len(request.live_seqs) == 3
+    lags = [seq.computed - seq.drafted for seq in request.live_seqs]
+    assert max(lags) > 8
+    trace.scheduler._preempt_by_recompute(request)
+    trace.finish()
+    check_counts(trace)

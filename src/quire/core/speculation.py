@@ -264,8 +264,8 @@ def plan_draft_slices(
 ) -> tuple[SeqSlice, ...]:
     """Return what the draft model computes in a step, at most `budget` tokens: those that it lacks of sequences which
     it then continues, and those of prompts of which it has computed all before. Other sequences are left behind, and
-    catch up together, in chunks, once one of them lags by MAX_LAG tokens. So where it does not lag behind when a
-    sequence is admitted, it does not before the end of the prompt."""
+    catch up together, in chunks, once one of them lags by MAX_LAG tokens. So a draft model that has all tokens before a
+    prompt's first slice keeps up with the prompt."""
     continued, prompts, lagging = list[SeqSlice](), list[SeqSlice](), list[SeqSlice]()
     for row in slices:
         seq = by_slot[row.slot][1]
@@ -276,7 +276,8 @@ def plan_draft_slices(
             draft = SeqSlice(row.slot, tuple(seq.tokens[start : row.start + len(row.tokens)]), start, count)
             is_prompt = start == row.start and (len(row.tokens) > 1 or not row.num_samples)
             (continued if count else prompts if is_prompt else lagging).append(draft)
-    if all(len(draft.tokens) <= MAX_LAG for draft in lagging):
+    max_lag = min(MAX_LAG, budget // 2)  # so that a step has room to catch up and draft
+    if all(len(draft.tokens) <= max_lag for draft in lagging):
         lagging = []
     draft_slices = list[SeqSlice]()
     for draft in (*continued, *prompts, *lagging):
