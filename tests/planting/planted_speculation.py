@@ -69,10 +69,10 @@ BUGS: dict[str, Bug] = {
         TESTS + "test_a_request_ends_while_its_drafts_are_in_flight[abort]",
         r"AssertionError: another step is planned",
     ),
-    "drafts take the memory that somebody else runs in": bug(
+    "drafts take the memory of other sequences": bug(
         SCHEDULER,
-        "if more <= budget and self.memory.grow(seq, seq.planned + 1 + len(drafting.draft_tokens)):",
-        "if more <= budget:",
+        "if more <= budget and count <= num_left and self.memory.grow(seq, seq.planned + 1 + count):",
+        "if more <= budget and count <= num_left:",
         RIGHT_DRAFTS,
         r"AssertionError: slot .* uses its page|IndexError",
     ),
