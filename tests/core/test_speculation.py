@@ -194,6 +194,7 @@ def test_right_drafts_save_steps(depth: int) -> None:
     stats = trace.engine.stats
     assert [len(output.tokens) for output in trace.outputs["a"]] == [1, 4, 4, 4, 4, 4, 1], "no draft beyond the end"
     assert (stats.num_drafts, stats.draft_tokens, stats.accepted_tokens) == (5, 15, 15)
+    assert trace.outputs["a"][-1].drafts == (15, 15)
     assert stats.accepted_per_pos[:4] == [5, 5, 5, 0]
     assert stats.computed_tokens == 3 + 21
 
@@ -516,14 +517,13 @@ def test_drafts_that_are_wrong_are_given_up_and_tried_again() -> None:
         [count] = chosen(speculator, [request])
         counts.append(count)
         if count:
-            speculator.record(request, seq, SeqSlice(1, (1,), seq.planned, 1, (), speculator.markers[count]), 0)
+            speculator.record(seq, SeqSlice(1, (1,), seq.planned, 1, (), speculator.markers[count]), 0)
         seq.tokens.append(7)
         seq.planned += 1
     assert counts[0] == 4
     assert counts[:40].count(0) > 20, "they are not given up"
     assert any(counts[100:]), "they are not tried again"
     assert counts.count(0) > 150
-    assert (request.draft_tokens, request.accepted_tokens) == (sum(counts), 0)
 
 
 def test_a_batch_drafts_by_the_rate_of_each_sequence() -> None:
@@ -532,7 +532,7 @@ def test_a_batch_drafts_by_the_rate_of_each_sequence() -> None:
     for request in requests[::2]:
         for accepted in (0, 4) * 4:
             row = SeqSlice(1, (1,), 99, 1, (), speculator.markers[4])
-            speculator.record(request, request.live_seqs[0], row, accepted * (request is requests[0]))
+            speculator.record(request.live_seqs[0], row, accepted * (request is requests[0]))
     counts = chosen(speculator, requests)
     assert counts[2::2] == [0] * 19, "those of which all were wrong have none"
     assert counts[0] >= counts[1] > 0
@@ -563,7 +563,7 @@ def test_ngrams_that_are_wrong_give_way_to_the_draft_model() -> None:
         seq.drafts = True
         row = SeqSlice(1, (3,), seq.planned, 1, (), speculator.choose([request], 2**20)[seq.id])
         sources.append(count_markers(row) > 0)
-        speculator.record(request, seq, row, 4 if sources[-1] else 0)
+        speculator.record(seq, row, 4 if sources[-1] else 0)
     assert not any(sources[:3])
     assert sources.count(True) > 5
 

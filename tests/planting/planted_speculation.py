@@ -57,7 +57,7 @@ BUGS: dict[str, Bug] = {
     ),
     "a stop token in the middle of a run is ignored": bug(
         SCHEDULER,
-        "                if seq.finish_reason is not None:\n                    break\n",
+        "                    if seq.finish_reason is not None:\n                        break\n",
         "",
         TESTS + "test_a_stop_token_ends_a_run_in_its_middle[3]",
         OTHER_TOKENS,
@@ -69,10 +69,10 @@ BUGS: dict[str, Bug] = {
         TESTS + "test_a_request_ends_while_its_drafts_are_in_flight[abort]",
         r"AssertionError: another step is planned",
     ),
-    "drafts take the memory that somebody else runs in": bug(
+    "drafts take the memory of other sequences": bug(
         SCHEDULER,
-        "if more <= budget and self.memory.grow(seq, seq.planned + 1 + len(drafting.draft_tokens)):",
-        "if more <= budget:",
+        "if more <= budget and count <= num_left and self.memory.grow(seq, seq.planned + 1 + count):",
+        "if more <= budget and count <= num_left:",
         RIGHT_DRAFTS,
         r"AssertionError: slot .* uses its page|IndexError",
     ),
@@ -85,8 +85,8 @@ BUGS: dict[str, Bug] = {
     ),
     "the draft model has computed its last proposal": bug(
         SCHEDULER,
-        "drafted = {row.slot: row.start + len(row.tokens) + max(row.num_samples - 1, 0) for row in plan.draft_slices}",
-        "drafted = {row.slot: row.start + len(row.tokens) + row.num_samples for row in plan.draft_slices}",
+        "draft_ends = {row.slot: draft_end(row) for row in plan.draft_slices}",
+        "draft_ends = {row.slot: draft_end(row) + (row.num_samples > 0) for row in plan.draft_slices}",
         SINGLE_STEPS + "[draft-4-1]",
         r"AssertionError: the draft model read other states",
     ),
@@ -113,8 +113,8 @@ BUGS: dict[str, Bug] = {
     ),
     "a grammar forces tokens in the middle of a run": bug(
         SCHEDULER,
-        "                if row.start + 1 + i == end:",
-        "                if i >= 0:",
+        "                    if i == accepted:",
+        "                    if i >= 0:",
         TESTS + "test_a_grammar_forces_tokens_after_a_run_only[0.0]",
         OTHER_TOKENS,
     ),

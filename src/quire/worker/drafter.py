@@ -14,14 +14,14 @@ import numpy as np
 from torch import Tensor
 
 from quire.protocol.device_params import DeviceSamplingParams
-from quire.protocol.seq_slices import SeqSlices
+from quire.protocol.seq_slices import SeqSlices, split_slices
 from quire.protocol.step_plan import LAST_SAMPLED, SlotInit
 from quire.worker.sampler import Sampler
 from quire.worker.store import Store
 
 MAX_SPLIT_TOKENS = 4
-"""A slice of up to this many tokens is computed as rows of one token, as decode steps have: of two tokens if the model
-accepted all drafts."""
+"""A slice of up to this many tokens is computed as rows of one token, as in decode steps. After a step that accepts all
+draft tokens it has two tokens."""
 
 
 class DraftRunner(Protocol):
@@ -54,7 +54,7 @@ class Drafter:
 
     def propose(self, slices: SeqSlices) -> None:
         """Enqueue the computation of draft slices, whose `num_samples` are the numbers of tokens to propose, and set
-        `drafts` of their slots."""
+        `drafts` of their slots: one pass over the known tokens, then one for each later proposal."""
         numbers, lengths, last = slices.to_array(), slices.token_counts, self.runner.last_sampled
         fixed = numbers[: 3 * len(slices)].reshape(3, -1)
         counts, slots, starts = fixed
@@ -64,10 +64,10 @@ class Drafter:
         elif len(tokens) == len(slots):
             samples, final = self.runner.decode(np.stack((slots, starts, tokens))), None
         else:
-            of, number = _split_slices(lengths)
+            of, number = split_slices(lengths)
             samples = self.runner.decode(np.stack((slots[of], starts[of] + number, tokens)))
             final = lengths.cumsum() - 1
-        if final is not None and len(samples) > len(final):  # a slot has several: keep the last one
+        if final is not None and len(samples) > len(final):  # a slot has several samples: keep the last one
             self._keep_last(slots[counts > 0], samples, final)
         self.drafts[0].copy_(last)
         columns = np.stack((slots, starts + lengths, np.full(len(slots), LAST_SAMPLED)))
@@ -87,22 +87,16 @@ class Drafter:
     def _compute_known(
         self, fixed: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
     ) -> tuple[Tensor | np.ndarray, np.ndarray]:
-        """Compute known tokens, of prompts too. Return all samples, and the indices of those that follow a slice which
-        proposes."""
-        splits = np.where(lengths <= MAX_SPLIT_TOKENS, lengths, 1)  # rows of each slice
-        of, number = _split_slices(splits)
+        """Compute known tokens, of prompts too. Return all samples, and the indices of those after a slice that
+        proposes tokens."""
+        row_counts = np.where(lengths <= MAX_SPLIT_TOKENS, lengths, 1)
+        of, number = split_slices(row_counts)
         rows = fixed[:, of]
         rows[2] += number
-        rows[0] = (number == splits[of] - 1) & (fixed[0] > 0)[of]
+        rows[0] = (number == row_counts[of] - 1) & (fixed[0] > 0)[of]
         is_final = rows[0] > 0
         rows[0, -1] |= not is_final.any()  # graphs of steps with prompts have at least one sample
         none = np.zeros(len(of), dtype=np.int64)
-        slices = SeqSlices.from_arrays(rows, np.where(splits[of] > 1, 1, lengths[of]), tokens, none, none[:0])
+        slices = SeqSlices.from_arrays(rows, np.where(row_counts[of] > 1, 1, lengths[of]), tokens, none, none[:0])
         samples: Tensor | np.ndarray = self.runner.launch(slices).samples.tokens
         return samples, np.flatnonzero(is_final[rows[0] > 0])
-
-
-def _split_slices(rows_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each row of slices with so many rows each its slice, and its number in the slice, from 0."""
-    of = np.repeat(np.arange(len(rows_of)), rows_of)
-    return of, np.arange(len(of)) - (rows_of.cumsum() - rows_of)[of]
