@@ -79,8 +79,7 @@ def opened(
     )
     if defers_masks:
         runner: Any = trace.runner
-        runner.submit_without_masks = runner.submit
-        runner.proposed_tokens, runner.submit_masks = runner.runner.proposed_tokens, runner.runner.submit_masks
+        runner.submit_without_masks, runner.submit_masks = runner.submit, runner.runner.submit_masks
     scheduler = trace.scheduler
     scheduler.speculator = Speculator(method, k, lookup=(1, 3), costs=costs, deferred_masks=defers_masks)
     scheduler.__class__ = Recorded
