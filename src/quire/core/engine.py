@@ -400,6 +400,8 @@ class Engine:
         self._fill()
         if not self.in_flight:
             return False
+        if self.is_awaiting_masks and len(self.in_flight) == 1:
+            self._submit_masks()
         plan, ticket = self.in_flight.popleft()
         result = self.runner.collect(ticket)
         self.stats.step_seconds += result.seconds
@@ -428,15 +430,16 @@ class Engine:
 
     def _submit(self, plan: StepPlan) -> None:
         """Submit a plan to the runner. Grammar masks depend on all earlier tokens, so with steps in flight the step
-        starts without masks, and they are submitted once the results of those steps are processed. The masks after
-        tokens of the draft model are made while the model computes these."""
+        starts without masks, and they are submitted once the results of those steps are processed. Masks after tokens
+        of the draft model are made while the model computes these, by the next `step`."""
         scheduler = self.scheduler
         if scheduler.num_grammar_requests:
-            if scheduler.deferred_masks or needs_proposals(plan.slices, scheduler.by_slot):
+            must_wait = needs_proposals(plan.slices, scheduler.by_slot)
+            if scheduler.deferred_masks or must_wait:
                 assert isinstance(self.runner, DeferredMaskRunner), "masks are deferred"
                 self.is_awaiting_masks = True
                 self.in_flight.append((plan, self.runner.submit_without_masks(plan)))
-                if len(self.in_flight) == 1:
+                if len(self.in_flight) == 1 and not must_wait:
                     self._submit_masks()
                 return
             plan = plan._replace(masks=build_masks(plan.slices, scheduler.by_slot, scheduler.eos_ids, {}))
