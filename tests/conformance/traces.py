@@ -208,6 +208,9 @@ class Checked:
                     assert there == lying, f"in slot {slot} lie pages {there}, not {lying}"
         return ticket
 
+    def proposed_tokens(self, ticket: int) -> dict[int, tuple[int, ...]]:
+        return self.runner.proposed_tokens(ticket)
+
     def _bounded(self, encodes: Seq[ImageEncoding]) -> None:
         """A step encodes no more than is planned for, where nothing is kept but for a picture, or a prompt's, alone."""
         geometry = self.memory.kv_config

@@ -28,8 +28,8 @@ BUGS: dict[str, Bug] = {
     ),
     "a draft token is accepted after a wrong one": bug(
         ECHO,
-        "accepted += accepted == i and draft == samples[i]",
-        "accepted += draft == samples[i]",
+        "accepted += accepted == i and drafts[i] == samples[i]",
+        "accepted += drafts[i] == samples[i]",
         RIGHT_DRAFTS,
         OTHER_TOKENS,
     ),
@@ -104,12 +104,19 @@ BUGS: dict[str, Bug] = {
         TESTS + "test_drafts_follow_grammars[ngram-1-False]",
         r"AssertionError: request .*, branch ",
     ),
+    "a mask after a token of the draft model is that of the position before": bug(
+        "core/grammar_masks.py",
+        "indices += [min(first + i, len(matchers) - 1) for i in range(num_masks)]",
+        "indices += [min(first + max(i - 1, 0), len(matchers) - 1) for i in range(num_masks)]",
+        TESTS + "test_drafts_follow_grammars[draft-2-True]",
+        r"AssertionError: request .*, branch ",
+    ),
     "tokens are drafted that the grammar refuses": bug(
         "core/grammar_masks.py",
         "        if token in eos_ids or matcher.accept(token):\n            return draft_tokens[:i]\n",
         "        matcher.accept(token)\n",
         TESTS + "test_drafts_follow_grammars[ngram-1-False]",
-        r"AssertionError: slot .* has a draft token that its grammar refuses: token .* can't follow",
+        r"AssertionError: slot .* has a draft token that its grammar refuses: (token .* can't|it is an end)",
     ),
     "a grammar forces tokens in the middle of a run": bug(
         SCHEDULER,

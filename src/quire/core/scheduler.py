@@ -21,7 +21,7 @@ from quire.core.decoding import (
     resolve_num_logprobs,
 )
 from quire.core.encoder_budget import EncoderBudget
-from quire.core.grammar_masks import build_masks, must_wait_for_token
+from quire.core.grammar_masks import must_wait_for_token
 from quire.core.preemption_costs import DEFAULT_COSTS, PreemptionCosts
 from quire.core.request import Request, RequestStatus, SeqEvent
 from quire.core.request_queue import RequestQueue
@@ -119,8 +119,8 @@ class Scheduler:
     # schedule
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step. Return None if there is nothing to do, or if a result must be awaited first, as memory is
-        short, a preemption is due, or draft tokens are or should be verified."""
+        """Plan the next step, without grammar masks. Return None if there is nothing to do, or if a result must be
+        awaited first, as memory is short, a preemption is due, or draft tokens are or should be verified."""
         if self.rebalance_due:
             if self.num_in_flight:
                 return None
@@ -170,8 +170,7 @@ class Scheduler:
         new_slots, self.new_slots = tuple(self.new_slots), []
         page_ops, ahead = self.memory.take_page_ops()
         self.num_in_flight += 1
-        masks = build_masks(slices, self.by_slot) if self.num_grammar_requests and not self.deferred_masks else ()
-        return StepPlan(new_slots, page_ops, tuple(slices), ahead, masks, draft_slices)
+        return StepPlan(new_slots, page_ops, tuple(slices), ahead, (), draft_slices)
 
     def _schedule_running(self, slices: list[SeqSlice], budget: int) -> bool | None:
         """Give each running sequence its next tokens, oldest request first. Preempt the youngest while memory is short.

@@ -126,7 +126,8 @@ class Speculator:
     """Chooses the draft tokens of each step, at most `max_tokens` of a sequence.
 
     `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens. Without `costs`
-    draft tokens always pay."""
+    draft tokens always pay. `deferred_masks`: the runner accepts grammar masks after a step has started, once the draft
+    model's tokens are known."""
 
     def __init__(
         self,
@@ -136,7 +137,9 @@ class Speculator:
         lookup: tuple[int, int] = (2, 5),
         costs: SpeculationCosts | None,
         eos_ids: Iterable[int] = (),
+        deferred_masks: bool = False,
     ) -> None:
+        self.deferred_masks = deferred_masks
         self.uses_ngrams, self.has_model = method != "draft", method != "ngram"
         self.max_tokens, self.lookup, self.costs, self.eos_ids = max_tokens, lookup, costs, frozenset(eos_ids)
         self.markers = [tuple(FIRST_DRAFT - i for i in range(count)) for count in range(max_tokens + 1)]
@@ -146,12 +149,11 @@ class Speculator:
         self.num_skips = self.skipped_requests = 0
 
     def drafts_for(self, request: Request) -> bool:
-        """Return True if the draft model is to compute the tokens of a new request, too. It has no images, and does not
-        know grammars."""
+        """Return True if the draft model is to compute the tokens of a new request, too. It has no images."""
         params = request.params
         return (
             self.has_model and params.speculate and request.method is None and params.pooling is None
-            and params.grammar is None and not request.images and request.prefix_name is None
+            and (self.deferred_masks or params.grammar is None) and not request.images and request.prefix_name is None
         )  # fmt: skip
 
     def choose(self, running: Collection[Request], max_len: int) -> Mapping[int, tuple[int, ...]]:

@@ -1,16 +1,17 @@
 """The draft model's part of a step: it computes known tokens of some slots, then proposes tokens after them.
 
 It samples as the model does, with the same noise at the same positions, so that both agree as often as their
-probabilities allow. Only temperature, top_k, top_p and min_p count: what depends on earlier tokens does not. All
-proposals stay on the device.
+probabilities allow. Only temperature, top_k, top_p and min_p count: what depends on earlier tokens does not, nor do
+grammars. All proposals stay on the device; the host gets a copy for the masks of grammars.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from quire.protocol.device_params import DeviceSamplingParams
@@ -33,6 +34,13 @@ class DraftRunner(Protocol):
 
     def launch(self, rows: SeqSlices) -> Any: ...
     def decode(self, columns: np.ndarray) -> Tensor | np.ndarray: ...
+
+
+class HostDrafts(NamedTuple):
+    """The `drafts` of a Drafter on the host."""
+
+    tokens: Tensor  # [D, slots]
+    ready_event: torch.cuda.Event | None  # after which they are valid
 
 
 class Drafter:
@@ -75,6 +83,16 @@ class Drafter:
             self.runner.decode(columns[:, counts > i])
             self.drafts[i].copy_(last)
             columns[1] += 1
+
+    def copy_to_host(self) -> HostDrafts:
+        """Enqueue a copy of `drafts` to the host."""
+        if self.drafts.device.type == "cpu":
+            return HostDrafts(self.drafts, None)
+        pinned = torch.empty(self.drafts.shape, dtype=self.drafts.dtype, pin_memory=True)
+        pinned.copy_(self.drafts, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return HostDrafts(pinned, ready)
 
     def _keep_last(self, slots: np.ndarray, samples: Tensor | np.ndarray, final: np.ndarray) -> None:
         """Set the latest samples of `slots` to those at the indices `final`."""
