@@ -72,6 +72,7 @@ GATE_CASES = {
     "tests/models/test_shards.py": 8,
     "tests/weights/test_grouped_shards.py": 1,
     # One long run of what short tests show.
+    "tests/test_draft_prompts.py": 0,
     "tests/server/test_openapi.py::test_schemathesis_finds_nothing": 0,
     "tests/test_virtual_cycles.py": 0,
     "tests/test_assets.py::test_held_out_loss_is_below_the_n_grams": 0,

@@ -3,6 +3,7 @@ transformers."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,18 @@ import transformers
 
 import quire
 from quire import LLM, SamplingParams
-from quire.core.speculation import Candidate, Speculator
 
-FOLDER = Path(quire.__file__).parent / "assets" / "tiny"
-SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_tokens": 4096, "max_num_seqs": 8, "device": "cpu", "threads": 1}
+ASSETS = Path(quire.__file__).parent / "assets"
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32", "kv_tokens": 4096, "max_num_seqs": 8, "device": "cpu", "threads": 1,
+    "adaptive_speculation": False,
+}  # fmt: skip
 TEXTS = ("Once upon a time there was a little girl who", "The cat sat on the", "Tom and Lily went to the", "One day, a")
+MORE_TEXTS = tuple(
+    f"{opening} {rest}"
+    for opening in ("There was a", "This is the story of Eric, a", "One evening, the", "\"Oh no!\" said the")
+    for rest in ("quiet boy", "fox who", "black key was", "very big")
+)
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 20, "top_p": 0.9},
     {"temperature": 0.7, "repetition_penalty": 1.2, "logprobs": 2}, {"temperature": 1.0, "min_tokens": 30},
@@ -30,17 +38,6 @@ def served(**settings: Any) -> tuple[list[Any], Any]:
     with LLM("tiny", **{**SETTINGS, **settings}) as llm:
         outputs = llm.generate([TEXTS[i % len(TEXTS)] for i in range(len(PARAMS))], PARAMS)
         return [[(one.token_ids, one.text) for one in output.outputs] for output in outputs], llm.engine.stats
-
-
-@pytest.fixture(autouse=True)
-def _all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are verified wherever there are some, at any cost."""
-
-    def choose(self: Speculator, candidates: list[Candidate], *_: object) -> dict[int, tuple[int, ...]]:
-        counts = {one.seq.id: min(one.most, self.max_tokens) for one in candidates}
-        return {one.seq.id: one.tokens or self.markers[counts[one.seq.id]] for one in candidates}
-
-    monkeypatch.setattr(Speculator, "_most_valuable", choose)
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +69,60 @@ def test_tokens_are_those_without_drafts(expected: list[Any], settings: dict[str
 
 
 def test_greedy_tokens_are_those_of_transformers() -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    """Those of its plain generation and of its own assisted generation."""
+    model, draft = (
+        transformers.AutoModelForCausalLM.from_pretrained(ASSETS / name, dtype=torch.float32)
+        for name in ("tiny", "tiny-draft")
+    )
     with LLM("tiny", **SETTINGS, **DRAFT) as llm:
-        for text in TEXTS:
-            ids = llm.tokenizer.encode(text)
-            output = llm.generate([ids], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))[0].outputs[0]
+        prompts = [llm.tokenizer.encode(text) for text in (*TEXTS, *MORE_TEXTS)]
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+        assert llm.engine.stats.accepted_tokens > 100
+    assert len(prompts) == 20
+    for ids, output in zip(prompts, outputs):
+        for how in ({}, {"assistant_model": draft}):
             given = torch.tensor([ids])
             theirs = model.generate(
-                given, attention_mask=torch.ones_like(given), max_new_tokens=60, do_sample=False, eos_token_id=None
-            )
-            assert output.token_ids == theirs[0, len(ids) :].tolist()
+                given, attention_mask=torch.ones_like(given), max_new_tokens=16, do_sample=False, eos_token_id=None,
+                **how,
+            )  # fmt: skip
+            assert output.outputs[0].token_ids == theirs[0, len(ids) :].tolist()
+
+
+def test_sampled_tokens_have_the_models_distribution() -> None:
+    """A chi-square test of the tokens at positions 0 to 4 after a prompt, given those before them. The first one comes
+    from the prompt's step, nearly all others are accepted draft tokens."""
+    positions, samples, temperature, top_k = 5, 4096, 1.5, 3
+    params = [
+        SamplingParams(temperature=temperature, top_k=top_k, max_tokens=positions + 1, ignore_eos=True, seed=seed)
+        for seed in range(samples)
+    ]
+    with LLM("tiny", **{**SETTINGS, "max_num_seqs": 64}, **DRAFT) as llm:
+        prompt = llm.tokenizer.encode(TEXTS[0])
+        outputs = llm.generate([prompt] * samples, params)
+        assert llm.engine.stats.accepted_tokens > 0.7 * samples * (positions - 1)
+    counts = Counter(
+        tuple(output.outputs[0].token_ids[:length]) for output in outputs for length in range(positions + 1)
+    )
+    prefixes = [prefix for prefix in counts if len(prefix) < positions]
+    model = transformers.AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
+    rows = [[*prompt, *prefix, *[0] * (positions - len(prefix))] for prefix in prefixes]
+    with torch.inference_mode():
+        logits = model(torch.tensor(rows)).logits / temperature
+    statistics, freedoms = [0.0] * positions, [0] * positions
+    for prefix, row in zip(prefixes, logits):
+        likely = row[len(prompt) - 1 + len(prefix)].topk(top_k)
+        cells = [(counts[*prefix, token], counts[prefix] * probability) for token, probability in
+                 zip(likely.indices.tolist(), likely.values.softmax(0).tolist())]  # fmt: skip
+        assert sum(observed for observed, _ in cells) == counts[prefix], "a token is sampled that top_k leaves out"
+        if min(expected for _, expected in cells) >= 5:
+            statistics[len(prefix)] += sum((observed - expected) ** 2 / expected for observed, expected in cells)
+            freedoms[len(prefix)] += top_k - 1
+    for position, (statistic, freedom) in enumerate(zip(statistics, freedoms)):
+        # Wilson and Hilferty: this power of chi-square is nearly normal. 4 deviations: a probability of 3e-5.
+        deviations = ((statistic / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / (2 / (9 * freedom)) ** 0.5
+        print(position, statistic, freedom, deviations)
+        assert deviations < 4, f"position {position}: chi-square {statistic:.1f} with {freedom} degrees of freedom"
 
 
 def test_both_models_sleep_and_wake() -> None:
