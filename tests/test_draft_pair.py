@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
 TEXTS = ("Once upon a time there was a little girl who", "The cat sat on the", "Tom and Lily went to the", "One day, a")
 MORE_TEXTS = tuple(
     f"{opening} {rest}"
-    for opening in ("There was a", "This is the story of Eric, a", "One evening, the", "\"Oh no!\" said the")
+    for opening in ("There was a", "This is the story of Eric, a", "One evening, the", '"Oh no!" said the')
     for rest in ("quiet boy", "fox who", "black key was", "very big")
 )
 KINDS: tuple[dict[str, Any], ...] = (

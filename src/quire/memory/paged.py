@@ -36,7 +36,7 @@ from quire.memory.prefix_waiters import PrefixWaiters
 from quire.memory.seq_pages import SeqPages, Tables
 from quire.memory.swap import Swap
 from quire.protocol.images import ImageItem
-from quire.protocol.kv_cache_config import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageOps
