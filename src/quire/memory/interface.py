@@ -59,9 +59,9 @@ class KVMemory(Protocol):
         ...
 
     def commit(self, seq: Sequence) -> None:
-        """Record that tokens[:seq.computed] are valid, and seq.drafted of them in a draft model's layers: publish full
-        pages of each, and drop pages that no layer needs. Tokens that were planned and rejected are taken back before: then
-        seq.planned is less than a length that `grow` was given, and the pages stay for the next tokens."""
+        """Record that tokens[:seq.computed] are valid, and seq.drafted of them in a draft model's layers: publish the
+        full pages of each, and drop pages that no layer needs. Tokens that were planned and rejected are taken back
+        before: then seq.planned is less than a length that `grow` was given, and the pages stay for the next tokens."""
         ...
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:

@@ -58,8 +58,8 @@ class AdmissionPlan(NamedTuple):
     ready_tokens: int
     target_len: int
     full_hit_tokens: int
-    drafted_tokens: int = 0
-    waits_for_sibling: bool = False
+    drafted_tokens: int
+    waits_for_sibling: bool
 
     def hit_of(self, group: KVCacheGroup) -> int:
         """Return the number of tokens that the layers of a group do not compute."""
@@ -247,7 +247,7 @@ class PagedMemory(PageTables):
             if use_cache and ready == shared:  # cached pages are not used after pages that are still to be computed
                 hit = self.prefix_cache.find_cached(seq, shared)
             pinned = self.prefix_cache.find_registered(seq)
-            # It has no draft pages, and siblings would compute those of a common prefix each: `fits` counts them once.
+            # Siblings would have draft pages of their own after a registered prefix, and `fits` counts them once.
             if pinned.tokens >= max(hit.tokens, 1) and not (seq.drafts and len(seqs) > 1):
                 shared, ready, hit = 0, 0, pinned
             room = budget if len(seqs) == 1 else len(seq.tokens)

@@ -325,8 +325,8 @@ class PrefixCache:
 
     def find_registered(self, seq: Sequence) -> PrefixHit:
         """Return the longest start of a registered prefix with which the sequence begins: the whole prefix, or a
-        multiple of `prefix_granularity` tokens. It ends before the first image, and leaves a token to compute. It has no
-        pages in a draft model's layers."""
+        multiple of `prefix_granularity` tokens. It ends before the first image, and leaves a token to compute. The
+        draft model has no pages of it."""
         if not self.registered_prefixes:
             return self.no_hit()
         limit = min(seq.max_prefix_hit, len(seq.tokens) - 1, *(image.start for image in seq.images[:1]))
