@@ -20,6 +20,9 @@ this step; only the device has it."""
 
 MAX_STEP_DRAFTS = 256
 """The most draft tokens of a step. Each has logits over the whole vocabulary."""
+MAX_SPLIT_TOKENS = 4
+"""A draft slice of up to this many tokens is computed as rows of one token, as in decode steps. It has two tokens after
+a step that accepts all draft tokens."""
 
 
 class SlotInit(NamedTuple):
