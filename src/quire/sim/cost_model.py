@@ -194,6 +194,7 @@ def draft_passes(plan: StepPlan, shape: ModelShape) -> list[StepWork]:
 
 
 def _draft_rows(known: SeqSlice) -> list[SeqSlice]:
+    """Return the rows of the first pass for a draft slice; one of few tokens has a row for each."""
     count = len(known.tokens)
     if count > MAX_SPLIT_TOKENS:
         return [known]
