@@ -173,10 +173,11 @@ class Speculator:
                 most = min(self.max_tokens, seq.prompt_len + request.max_tokens - length - 1, max_len - length - 1)
                 if most > 0 and request.params.speculate and self._is_eligible(request, seq):
                     candidates += self._find_drafts(seq, most)
-        drafts = NO_DRAFTS
-        if candidates and self.costs is None:
+        if not candidates:
+            drafts = NO_DRAFTS
+        elif self.costs is None:
             drafts = {one.seq.id: one.tokens or self.markers[one.most] for one in candidates}
-        elif candidates and self.costs is not None:
+        else:
             drafts = self._most_valuable(candidates, rows, pairs, self.costs)
         self.num_skips, self.skipped_requests = 0 if drafts else rows // ROWS_PER_SKIP, len(running)
         return drafts
