@@ -125,8 +125,8 @@ class Candidate(NamedTuple):
 class Speculator:
     """Chooses the draft tokens of each step, at most `max_tokens` of a sequence.
 
-    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens. Without `costs`
-    draft tokens always pay."""
+    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens. Without `costs` a
+    sequence always has as many draft tokens as it can have."""
 
     def __init__(
         self,
