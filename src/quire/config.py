@@ -25,13 +25,14 @@ ASSOCIATIONS = ("paper", "bulk", "none")
 GENERATION_PARAMS = tuple(declared.name for declared in DEVICE_NUMBERS if declared.param.model_default)
 """The parameters of generation_config.json that become the defaults of requests."""
 SPECULATIONS = ("draft", "ngram", "both")
+"""The sources of draft tokens: a draft model, n-grams of the request, or both."""
 SPECULATION_NAMES = {"draft_model": "draft"} | {name: name for name in SPECULATIONS}
 """SPECULATIONS by vLLM's names of methods, and by their own."""
 SPECULATIVE_CONFIG_KEYS = (
     "method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",
     "draft_tensor_parallel_size",
 )  # fmt: skip
-MAX_DRAFT_TOKENS = 16
+MAX_DRAFT_TOKENS = 16  # of a sequence in a step
 MAX_SEQS = 65535  # the most blocks in a dimension of a CUDA grid
 DEFAULT_BATCH_LIMITS = {"cpu": (256, 2048), "cuda": (1024, 8192)}
 """The defaults of max_num_seqs and max_num_batched_tokens: a GPU needs many of both to be busy."""
@@ -457,9 +458,9 @@ class EngineConfig:
 
 
 def parse_speculative_config(given: Any, tp: int) -> dict[str, Any]:
-    """Return the settings of EngineConfig that vLLM's speculative_config `given` sets, an object with some of
+    """Return the settings of EngineConfig that `given` sets, vLLM's speculative_config: an object with some of
     SPECULATIVE_CONFIG_KEYS. `tp` is the model's. Raise StartupError for an unknown key or method, and for a draft model
-    that is not divided as the model is. Values are checked by EngineConfig."""
+    that is not divided as the model is. EngineConfig checks the values."""
     known = f"It may have: {', '.join(SPECULATIVE_CONFIG_KEYS)}"
     if not isinstance(given, Mapping):
         raise StartupError(f"--speculative-config is {str(given)[:80]!r}", f"It must be an object. {known}")

@@ -49,9 +49,9 @@ BUGS: dict[str, Bug] = {
     ),
     "pages are published before the tokens of a run are appended": bug(
         SCHEDULER,
-        "        if seq.finish_reason is None and goes_on_after(",
+        "        if seq.finish_reason is None:\n            if can_append_all(",
         "        seq.computed = end\n        self.memory.commit(seq)\n"
-        "        if seq.finish_reason is None and goes_on_after(",
+        "        if seq.finish_reason is None:\n            if can_append_all(",
         TESTS + "test_right_drafts_save_steps[1]",
         r"AssertionError: a token that the sequence never got is published",
     ),
@@ -72,7 +72,7 @@ BUGS: dict[str, Bug] = {
     "drafts take the memory of other sequences": bug(
         SCHEDULER,
         "if more <= budget and count <= num_left and self.memory.grow(seq, seq.planned + 1 + count):",
-        "if more <= budget and count <= num_left:",
+        "if more <= budget:",
         RIGHT_DRAFTS,
         r"AssertionError: slot .* uses its page|IndexError",
     ),

@@ -72,8 +72,8 @@ def totals(traces: Sequence[Trace], seconds: float) -> dict[str, float | int]:
 
 
 def draft_facts(num_drafts: int, drafted: int, accepted: int) -> dict[str, float | int]:
-    """Return the results of speculative decoding, from the number of verifications, and of draft tokens and accepted
-    ones; nothing without any. The length counts the token that each verification adds."""
+    """Return the results of speculative decoding from the numbers of verifications, of draft tokens and of accepted
+    ones; {} without verifications. The length counts the sample that each verification adds."""
     if not num_drafts:
         return {}
     return {

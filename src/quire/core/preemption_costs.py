@@ -1,7 +1,7 @@
 """The costs of a preemption by swapping and by recomputation (PagedAttention §4.5, §7.3), measured on a machine.
 
 `quire bench preemption` fits the numbers; the policy `auto` takes the cheaper mode for each victim. Speculative
-decoding has as many draft tokens as pay by such costs.
+decoding chooses the number of draft tokens by costs of the same form.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ DEFAULT_COSTS = PreemptionCosts(1e-4, 1 / 5e9, 1e-3, 2.5e-4, 1e-8)
 
 
 class DeviceSpeed(NamedTuple):
-    """What a device does, about: bytes and operations per second, the least seconds of a step, and those of a pass of a
-    draft model within one."""
+    """Rough numbers of a device: bytes and operations per second, and the least seconds of a step and of a pass of a
+    draft model within it."""
 
     bytes: float
     operations: float
@@ -52,13 +52,13 @@ class DeviceSpeed(NamedTuple):
 DEVICE_SPEEDS = {"cpu": DeviceSpeed(3e10, 3e11, 5e-4, 1.5e-4), "cuda": DeviceSpeed(3e12, 8e14, 3e-4, 3e-4)}
 """A few CPU cores, and a large GPU."""
 IDLE_SECONDS, IDLE_ROW_SECONDS = 5e-4, 1.5e-5
-"""How long a GPU waits for the host, about, if no step is in flight while the next one is planned: for a step, and for
-each of its sequences."""
+"""The seconds, roughly, that a GPU waits for the host if no step is in flight while the next one is planned: for a step
+and for each of its sequences."""
 
 
 class SpeculationCosts(NamedTuple):
-    """The costs of a step of the model, of a pass of the draft model, and of planning a step while none is in flight,
-    and each of its sequences, in seconds."""
+    """Costs in seconds: of a step of the model, of a pass of the draft model, and of planning a step while none is in
+    flight (`idle_row` for each of its sequences)."""
 
     model: PreemptionCosts
     draft: PreemptionCosts

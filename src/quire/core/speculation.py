@@ -125,9 +125,9 @@ class Candidate(NamedTuple):
 class Speculator:
     """Chooses the draft tokens of each step, at most `max_tokens` of a sequence.
 
-    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens. Without `costs`
-    draft tokens always pay. `deferred_masks`: the runner accepts grammar masks after a step has started, once the draft
-    model's tokens are known."""
+    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens. Without `costs` a
+    sequence always has as many draft tokens as it can have. `deferred_masks`: the runner accepts grammar masks after a
+    step has started, once the draft model's tokens are known."""
 
     def __init__(
         self,
@@ -175,10 +175,11 @@ class Speculator:
                 most = min(self.max_tokens, seq.prompt_len + request.max_tokens - length - 1, max_len - length - 1)
                 if most > 0 and request.params.speculate and self._is_eligible(request, seq):
                     candidates += self._find_drafts(seq, most)
-        drafts = NO_DRAFTS
-        if candidates and self.costs is None:
+        if not candidates:
+            drafts = NO_DRAFTS
+        elif self.costs is None:
             drafts = {one.seq.id: one.tokens or self.markers[one.most] for one in candidates}
-        elif candidates and self.costs is not None:
+        else:
             drafts = self._most_valuable(candidates, rows, pairs, self.costs)
         self.num_skips, self.skipped_requests = 0 if drafts else rows // ROWS_PER_SKIP, len(running)
         return drafts

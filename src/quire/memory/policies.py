@@ -272,8 +272,8 @@ class StatePolicy(FullPolicy):
 
 
 class DraftPolicy(FullPolicy):
-    """The layers of a draft model; a subclass inherits from it and from the policy of its kind. A sequence that the
-    model does not draft for has no pages there."""
+    """The layers of a draft model, where sequences without `drafts` have no pages. None stands for a sequence with
+    `drafts`. `make_policy` combines this class with the policy of the layers' kind."""
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
         return super().reads(seq, start, end) if seq is None or seq.drafts else range(0)
@@ -313,7 +313,7 @@ def policies_for(kinds: Iterable[str]) -> Policies:
 
 
 def make_policy(policies: Policies, group: KVCacheGroup) -> LayerPolicy:
-    """Return the policy of a group's kind, for a draft model's layers as DraftPolicy says."""
+    """Return the policy of a group's kind; for a draft model's layers it inherits from DraftPolicy, too."""
     policy = policies[group.kind](group)
     if not group.is_draft:
         return policy

@@ -20,6 +20,9 @@ this step; only the device has it."""
 
 MAX_STEP_DRAFTS = 256
 """The most draft tokens of a step. Each has logits over the whole vocabulary."""
+MAX_SPLIT_TOKENS = 4
+"""A draft slice of up to this many tokens is computed as rows of one token, as in decode steps. It has two tokens after
+a step that accepts all draft tokens."""
 
 
 class SlotInit(NamedTuple):
@@ -47,9 +50,9 @@ class SeqSlice(NamedTuple):
     `num_samples` tokens are sampled from the logits of the last position (0: none; n > 1: one for each branch to fork,
     the i-th with the seed of branch i). The log-probability of the prompt token `score_tokens[i]` after tokens[i] is
     returned. `draft_tokens` are guesses of the tokens that follow, in a slice with one sample: they are computed too,
-    a token is sampled from the logits of each position, and the guesses are accepted as far as they are equal to these
-    samples. As the noise of a sample depends on its position alone, the accepted tokens are those that steps of one
-    token would have sampled.
+    a token is sampled from the logits of each position, and draft tokens are accepted as far as they are equal to these
+    samples. The noise of a sample depends only on its seed and position, so the accepted tokens are those that steps of
+    one token would have sampled.
     """
 
     slot: int

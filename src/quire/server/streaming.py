@@ -27,6 +27,7 @@ from quire.text.output_stream import OutputStream
 
 PART_CHARS = 1 << 16  # characters sent at once
 CLIENT_CLOSED_REQUEST = 499
+EVENT_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 T = TypeVar("T")
 
 
@@ -115,7 +116,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, call: EngineCall, renderer: Renderer, headers: dict[str, str]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+        super().__init__(headers=EVENT_STREAM_HEADERS | headers)
         del self.headers["content-length"]
         self._call, self._renderer = call, renderer
 

@@ -25,7 +25,7 @@ from quire.core.preemption_costs import PreemptionCosts, SpeculationCosts
 from quire.errors import StartupError
 from quire.protocol.images import ImageItem
 from quire.protocol.model_spec import ModelSpec
-from quire.protocol.step_plan import LAST_SAMPLED, PageCopy, SeqSlice, StepPlan, SwapIn, SwapOut
+from quire.protocol.step_plan import LAST_SAMPLED, MAX_SPLIT_TOKENS, PageCopy, SeqSlice, StepPlan, SwapIn, SwapOut
 from quire.sim.vision_cost import VisionShape, vision_work
 
 FOLDER = Path(__file__).parent / "calibrations"
@@ -33,8 +33,6 @@ MAX_FILE_BYTES = 2**24  # of a calibration file
 MAX_COEFFICIENT = 1e6
 MAX_MEMORY_BYTES = 2**50
 MAX_DEPTH = 8
-MAX_SPLIT_TOKENS = 4
-"""A slice of the draft model of up to this many tokens is computed as rows of one token (quire.worker.drafter)."""
 
 
 class AttentionShape(NamedTuple):
@@ -196,6 +194,7 @@ def draft_passes(plan: StepPlan, shape: ModelShape) -> list[StepWork]:
 
 
 def _draft_rows(known: SeqSlice) -> list[SeqSlice]:
+    """Return the rows of the first pass for a draft slice; one of few tokens has a row for each."""
     count = len(known.tokens)
     if count > MAX_SPLIT_TOKENS:
         return [known]

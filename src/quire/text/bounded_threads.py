@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
 T = TypeVar("T")
-BASE_COST = 1000  # of each item, beside its own
+BASE_COST = 1000  # added to the cost of each item
 
 
 class BoundedThreads:
     """A pool of `count` threads. At most `max_items` items wait or run; `refusal` is the error for another one, with
     {} for their number.
 
-    The order is a fair queue: an item's turn comes after its cost times the number of items of its client that wait,
-    counted from the last turn. So cheap items overtake costly ones, one client's many do not hold up another's, and
-    every turn comes."""
+    The order is a fair queue. The turn of a new item is the turn of the last item that began, plus the new item's cost
+    times the number of waiting items of its client, itself included; the item of the least turn begins next. So cheap
+    items overtake costly ones, many items of one client do not hold up another's, and no item waits forever."""
 
     def __init__(self, count: int, name: str, max_items: int, refusal: str) -> None:
         self.count, self.name, self.max_items, self.refusal = count, name, max_items, refusal
@@ -48,8 +48,8 @@ class BoundedThreads:
         self.items.add(future)
         future.add_done_callback(self.items.discard)
         with self._lock:
-            same = 1 + sum(other == client for _, _, other, _, _ in self._waiting)
-            turn = self._turn + (BASE_COST + cost) * same
+            num_waiting = 1 + sum(other == client for _, _, other, _, _ in self._waiting)
+            turn = self._turn + (BASE_COST + cost) * num_waiting
             heappush(self._waiting, (turn, next(self._numbers), client, todo, future))
         self._pool.submit(self._run_first)
         try:
@@ -58,7 +58,7 @@ class BoundedThreads:
             todo.clear()
 
     def _run_first(self) -> None:
-        """Run the item whose turn it is. Called once for each item."""
+        """Run the item of the least turn. Called once for each item."""
         with self._lock:
             self._turn, _, _, todo, future = heappop(self._waiting)
         if not future.set_running_or_notify_cancel():

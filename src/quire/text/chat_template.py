@@ -135,20 +135,25 @@ class ChatTemplate:
         return to_template_messages(messages, self.content_formats(), processor.placeholder_text)
 
     def traits(self, processor: ImageProcessor | None) -> TemplateTraits:
-        """Return what the template can express, tested once; again if the template was late."""
+        """Return what the template can express, tested once, or again after a probe was late."""
         if self._traits is not None:
             return self._traits
-        late = self._late_probes
+        late_before = self._late_probes
         traits = probe_traits(
             self.source,
             lambda messages, tools: self._probe(self._format([*messages], processor), tools),
         )
-        if late in (self._late_probes, MAX_LATE_PROBES):
+        if self._is_final(late_before):
             self._traits = traits
         return traits
 
+    def _is_final(self, late_before: int) -> bool:
+        """Return True if the result of probes is kept: none of them was late, or MAX_LATE_PROBES were before. Before
+        them `late_before` probes were."""
+        return late_before in (self._late_probes, MAX_LATE_PROBES)
+
     def _probe(self, messages: list[dict[str, Any]], tools: Sequence[Tool] = ()) -> str | None:
-        """Return the prompt of messages, or None if the template fails. Renders that are late are counted."""
+        """Return the prompt of messages, or None if the template fails. Count it as late if it exceeds its time."""
         entries = [tool.definition for tool in tools] or None
         variables = {**self.special_tokens, "messages": messages, "tools": entries, "documents": None}
         try:
@@ -163,9 +168,9 @@ class ChatTemplate:
         drop strings."""
         if self._content_formats is not None:
             return self._content_formats
-        late, parts = self._late_probes, [{"type": "image"}, {"type": "text", "text": PROBE_TEXT}]
+        late_before, parts = self._late_probes, [{"type": "image"}, {"type": "text", "text": PROBE_TEXT}]
         formats = ContentFormats(self._accepts_content(PROBE_TEXT), self._accepts_content(parts))
-        if late in (self._late_probes, MAX_LATE_PROBES):
+        if self._is_final(late_before):
             self._content_formats = formats
         return formats
 

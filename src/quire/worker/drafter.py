@@ -16,13 +16,9 @@ from torch import Tensor
 
 from quire.protocol.device_params import DeviceSamplingParams
 from quire.protocol.seq_slices import SeqSlices, split_slices
-from quire.protocol.step_plan import LAST_SAMPLED, SlotInit
+from quire.protocol.step_plan import LAST_SAMPLED, MAX_SPLIT_TOKENS, SlotInit
 from quire.worker.sampler import Sampler
 from quire.worker.store import Store
-
-MAX_SPLIT_TOKENS = 4
-"""A slice of up to this many tokens is computed as rows of one token, as in decode steps. After a step that accepts all
-draft tokens it has two tokens."""
 
 
 class DraftRunner(Protocol):

@@ -152,7 +152,7 @@ class ModelRunner:
             assert draft_spec.vocab_size == spec.vocab_size, (
                 f"the draft model has {draft_spec.vocab_size} tokens, and the model {spec.vocab_size}"
             )
-            # A slice of the draft model goes on with one known token, or with two if all drafts were accepted.
+            # A draft slice has one known token, or two if all draft tokens were accepted: rows as of one draft token.
             self.draft_runner = DraftModelRunner(
                 draft_model, draft_spec, dtype, device, attention, eos_ids, use_graphs=use_graphs,
                 deterministic=deterministic, make_model=make_draft_model, max_drafts=1,
@@ -426,10 +426,13 @@ class ModelRunner:
             rows = verification.rows
         start, is_first = start or self.idle_timer.start_step(), start is None
         samples, prompt_logprobs, pooled, replayed = self.launch(rows)
-        pending = self._accept_drafts(samples, verification) if isinstance(samples, PendingSamples) else None
+        pending, sample_later = None, None
+        if isinstance(samples, PendingSamples):
+            pending = self._accept_drafts(samples, verification)
+        else:
+            sample_later = samples
         events = self.idle_timer.end_step(start, replayed and is_first)
-        later = None if samples is None or isinstance(samples, PendingSamples) else samples
-        return Ticket(pending, prompt_logprobs, plan, submitted_at, events, pooled, later, verification)
+        return Ticket(pending, prompt_logprobs, plan, submitted_at, events, pooled, sample_later, verification)
 
     def launch(self, rows: SeqSlices) -> LaunchedRows:
         """Enqueue slices without draft tokens as one batch, as graphs if possible."""

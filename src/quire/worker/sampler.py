@@ -85,8 +85,8 @@ class Sampler:
 
     The sample of a row is a function of its own logits, parameters, tokens, seed and position, not of the other rows
     of the batch or the slot. Call `init_slot` before the first row of a slot, in the order of the plan. A slot may have
-    up to `max_rows` rows in a step, at one position after another: with draft tokens, of which these rows are samples.
-    What was sampled for a position counts until a row of the slot has this position again.
+    up to `max_rows` rows in a step, at consecutive positions, which verify draft tokens. A slot's history has the
+    sample of a position until a row of the slot has this position again: samples after a rejected token are replaced.
     """
 
     def __init__(
@@ -211,8 +211,8 @@ class Sampler:
         return self._pack(logits, changed, tokens, faults, batch)
 
     def _split_rounds(self, rows: Sequence[tuple[int, int, int]]) -> list[list[int]]:
-        """Drop what slots recorded from the position of their first row on. Return the indices of the rows in rounds,
-        to be sampled one after another: rows of one slot that needs its history are in different rounds."""
+        """Return the indices of the rows in rounds, to be sampled one after another: rows of one slot with a history
+        are in different rounds. Drop what these slots recorded for the positions of their rows."""
         first_positions: dict[int, int] = {}
         num_seen: Counter[int] = Counter()
         rounds: list[list[int]] = [[]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,16 @@ class TokenBitmasks:
         self._bits = np.zeros((max_masks * slots, self.num_words), dtype=np.int32)
         # The content of `_bits`: often the same as a step ago.
         self._last_bitmasks: list[bytes | None] = [None] * len(self._bits)
-        self._first_positions: np.ndarray | None = None  # by slot, if some slot has several masks
+        # By slot, the position of the token that its first mask is for; None if no slot has several masks.
+        self._first_positions: np.ndarray | None = None
         self._upload: tuple[StagingBuffer, torch.cuda.Stream] | None = None
         if device.type == "cuda":  # bits are copied while the logits are computed
             self._upload = StagingBuffer(device, segment_bytes=1 << 21), torch.cuda.Stream(device)
         self._epilogue_rows: np.ndarray | None = None  # rows of `_bits` for a recorded step; -1: no mask
 
     def set_bitmasks(self, bitmasks: Sequence[TokenBitmask], slices: Sequence[SeqSlice] = ()) -> None:
-        """Set the masks of a step, before its rows are sampled. They hold until the next call. `slices` are the step's,
-        needed if a slot has several masks, which are for its rows in the order of their positions."""
+        """Set the masks of a step, before its rows are sampled. They hold until the next call. The masks of a slot are
+        in the order of positions. `slices` are the step's; they are needed if a slot has several masks."""
         if self.has_masks:
             self._masked_slot.fill(-1)
         self.has_masks = bool(bitmasks)
@@ -49,11 +51,8 @@ class TokenBitmasks:
             columns = SeqSlices.from_slices(slices)
             self._first_positions = np.zeros(self.slots, dtype=np.int64)
             self._first_positions[columns.slots] = columns.ends
-            next_row = {slot: slot for slot in slots}
-            rows = []
-            for slot in slots:
-                rows.append(next_row[slot])
-                next_row[slot] += self.slots
+            next_rows = {slot: count(slot, self.slots) for slot in slots}
+            rows = [next(next_rows[slot]) for slot in slots]
         last = self._last_bitmasks
         if not (new := [(row, mask) for row, mask in zip(rows, masks) if last[row] is not mask]):
             return
@@ -69,7 +68,7 @@ class TokenBitmasks:
         return masked
 
     def _mask_rows(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return the rows of `_bits` for samples of the tokens at `positions`; -1 where there is no mask."""
+        """Return the rows of `_bits` for samples of the tokens at `positions` of `slots`; -1: no mask."""
         rows = np.where(slots < 0, -1, self._masked_slot[slots])
         if self._first_positions is not None:
             rows = np.where(rows < 0, -1, rows + self.slots * (positions - self._first_positions[slots]))

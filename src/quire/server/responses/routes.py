@@ -32,7 +32,7 @@ from quire.server.responses.input import (
 )
 from quire.server.responses.render import ResponseRenderer, new_id, replay
 from quire.server.service import Service
-from quire.server.streaming import EngineCall, EventStream
+from quire.server.streaming import EVENT_STREAM_HEADERS, EngineCall, EventStream
 from quire.text.chat_messages import MAX_MESSAGES
 
 Json = dict[str, Any]
@@ -418,8 +418,7 @@ class ResponseRoutes:
 
 def event_stream(events: AsyncIterator[bytes], headers: dict[str, str]) -> Response:
     """Return a response that streams events."""
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
-    return StreamingResponse(events, headers=headers, media_type="text/event-stream")
+    return StreamingResponse(events, headers=EVENT_STREAM_HEADERS | headers, media_type="text/event-stream")
 
 
 def with_ids(items: Sequence[Json]) -> list[Json]:
