@@ -623,9 +623,9 @@ def test_branches_that_wait_for_a_common_prefix_draft_from_where_the_first_does(
     trace = opened("draft", windows=(None, 6), budget=4, depth=depth, k=2)
     scheduler, trace.engine.depth = trace.scheduler, 1
     ask(trace, "a", LONG, n=3, max_tokens=20)
-    while not scheduler.running or len(next(iter(scheduler.running)).live_seqs) < 3:
+    request = trace.engine.requests["a"]
+    while len(request.live_seqs) < 3 or len(request.live_seqs[0].tokens) < 28:
         trace.step()
-    [request] = scheduler.running
     scheduler._preempt_by_recompute(request)
     trace.memory.memory.prefix_cache.reset()
     scheduler.waiting.pop(request)
