@@ -655,3 +655,28 @@ def test_branches_go_on_where_their_draft_model_is(windows: tuple[Any, ...]) -> 
     trace.scheduler._preempt_by_recompute(request)
     trace.finish()
     check_counts(trace)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_branches_that_wait_for_a_common_prefix_draft_from_where_the_first_does(depth: int) -> None:
+    """With windows the first branch computes it, after a hit without drafts, and passes it on while in flight."""
+    trace = opened("draft", windows=(None, 6), budget=4, depth=depth, k=2)
+    scheduler, trace.engine.depth = trace.scheduler, 1
+    ask(trace, "a", LONG, n=3, max_tokens=20)
+    request = trace.engine.requests["a"]
+    while len(request.live_seqs) < 3 or len(request.live_seqs[0].tokens) < 28:
+        trace.step()
+    scheduler._preempt_by_recompute(request)
+    trace.memory.memory.prefix_cache.reset()
+    scheduler.waiting.pop(request)
+    ask(trace, "plain", LONG[:17], speculate=False, max_tokens=1)
+    while scheduler.has_unfinished_requests:
+        trace.step()
+    scheduler.waiting.requeue(request)
+    trace.engine.depth = depth
+    trace.step()
+    assert (request.live_seqs[0].computed, request.live_seqs[0].drafted) == (20, 4)
+    assert [seq.planned for seq in request.live_seqs[1:]] == [24, 24]
+    trace.finish()
+    check_counts(trace)
+    assert trace.engine.stats.accepted_tokens > 0

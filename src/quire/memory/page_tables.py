@@ -201,7 +201,7 @@ class PageTables:
         seq_pages.requested_tokens = computed
         if source.pending_encodings:
             self.encoder_cache.copy_waits(seq_pages, source)
-        seq_pages.capacity = min(source.capacity, self.capacity_of(child, seq_pages))
+        seq_pages.capacity = max(min(source.capacity, self.capacity_of(child, seq_pages)), computed)
         source.needs_cow_check = seq_pages.needs_cow_check = True
         return True
 

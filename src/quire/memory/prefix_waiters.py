@@ -40,8 +40,7 @@ class PrefixWaiters:
         self._remove(seq)
         page_tables, seq_pages = self.page_tables, self.page_tables.seq_pages[seq.id]
         for g, (policy, table) in enumerate(zip(page_tables.policies, page_tables.seq_pages[leader.id].tables)):
-            first = policy.required(seq, drafted if policy.group.is_draft else tokens).start
-            need = range(first, policy.required(seq, tokens).stop)
+            need = policy.required(seq, drafted if policy.group.is_draft else tokens)
             pages = table[need.start : need.stop]
             assert len(pages) == len(need), f"sequence {leader.id} has too few pages"
             assert all(pages), f"sequence {leader.id} has dropped what sequence {seq.id} needs"
@@ -54,7 +53,7 @@ class PrefixWaiters:
         seq_pages.published_tokens = tokens
         seq_pages.published_drafts = tokens if drafted == tokens else 0
         seq_pages.needs_cow_check = seq.drafts and drafted < tokens
-        seq_pages.capacity = page_tables.capacity_of(seq, seq_pages)
+        seq_pages.capacity = max(page_tables.capacity_of(seq, seq_pages), tokens)
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence that leaves memory, and give its waiters the pages that it has. Others leave with it."""
