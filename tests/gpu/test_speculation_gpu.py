@@ -117,7 +117,7 @@ def test_a_draft_model_that_is_the_model_is_right() -> None:
 @pytest.mark.parametrize("settings", [{}, {"depth": 1}, {"speculative_method": "both"}], ids=str)
 def test_the_draft_model_drafts_under_grammars(settings: dict[str, Any]) -> None:
     """Masks follow its tokens while the model computes them; half of the requests have none."""
-    form = {"structured": Structured("regex", "parity"), "grammar": Parity(), "ignore_eos": False}
+    form = {"structured": Structured("regex", "parity"), "grammar": Parity(), "ignore_eos": False, "min_tokens": 0}
     requests = [(tokens, replace(params, **form) if i % 2 else params) for i, (tokens, params) in enumerate(REQUESTS)]
     engine = engine_of(**SETTINGS, deterministic=True)
     expected = answers(engine, requests)
@@ -125,6 +125,6 @@ def test_the_draft_model_drafts_under_grammars(settings: dict[str, Any]) -> None
     engine = a_speculating(deterministic=True, **settings)
     with nothing_is_compiled():
         assert answers(engine, requests[1::2]) == expected[1::2]
-    assert engine.stats.accepted_tokens > 50
+    assert engine.stats.accepted_tokens > 20
     assert answers(engine, requests) == expected
     engine.close()

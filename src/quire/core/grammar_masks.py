@@ -18,11 +18,9 @@ JUMP_AHEAD_MIN_TOKENS = 4
 """The least number of forced tokens that are appended at once. Fewer are sampled, one a step: steps in which each slice
 computes one token are the fastest."""
 
+BySlot = Mapping[int, tuple[Request, Sequence]]
 StopCheck = Callable[[int], tuple[str | None, int | None]]
 """Returns the finish and the stop reason after a token, the grammar aside."""
-
-
-BySlot = Mapping[int, tuple[Request, Sequence]]
 
 
 def needs_proposals(slices: Iterable[SeqSlice], by_slot: BySlot) -> bool:
@@ -34,10 +32,7 @@ def needs_proposals(slices: Iterable[SeqSlice], by_slot: BySlot) -> bool:
 
 
 def build_masks(
-    slices: Iterable[SeqSlice],
-    by_slot: BySlot,
-    eos_ids: frozenset[int],
-    proposals: Mapping[int, Seq[int]],
+    slices: Iterable[SeqSlice], by_slot: BySlot, eos_ids: frozenset[int], proposals: Mapping[int, Seq[int]]
 ) -> tuple[TokenBitmask, ...]:
     """Return the masks of the slices whose sequences have a grammar, computed in one call: one for each position that
     samples. Sequences that have ended get none, as their samples are ignored. `proposals` are the draft model's tokens

@@ -63,7 +63,7 @@ def _draw(state: int, seed: int, history: Seq[int] | None, vocab_size: int, mask
     past = b"" if history is None else array("q", history).tobytes()
     digest = state_digest(struct.pack("<qq", state, seed) + past)
     token = digest % vocab_size
-    if mask is None or mask[token // 8] >> token % 8 & 1:  # as with fixed noise, a mask changes no token that it allows
+    if mask is None or mask[token // 8] >> token % 8 & 1:  # it is what is drawn, and drafted, without a mask
         return token
     allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size])
     assert len(allowed), "a mask allows no token"
