@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
 TEXTS = ("Once upon a time there was a little girl who", "The cat sat on the", "Tom and Lily went to the", "One day, a")
 MORE_TEXTS = tuple(
     f"{opening} {rest}"
-    for opening in ("There was a", "This is the story of Eric, a", "One evening, the", "\"Oh no!\" said the")
+    for opening in ("There was a", "This is the story of Eric, a", "One evening, the", '"Oh no!" said the')
     for rest in ("quiet boy", "fox who", "black key was", "very big")
 )
 KINDS: tuple[dict[str, Any], ...] = (
@@ -104,7 +104,9 @@ def test_sampled_tokens_have_the_models_distribution() -> None:
     prefixes = [prefix for prefix in counts if len(prefix) < positions]
     model = transformers.AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
     with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *prefix, *[0] * (positions - len(prefix))] for prefix in prefixes])).logits
+        logits = model(
+            torch.tensor([[*prompt, *prefix, *[0] * (positions - len(prefix))] for prefix in prefixes])
+        ).logits
     statistics, freedoms, cut = [0.0] * positions, [0] * positions, 0
     for prefix, rows in zip(prefixes, logits):
         likely = rows[len(prompt) - 1 + len(prefix)].topk(top_k)
