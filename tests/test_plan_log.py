@@ -122,7 +122,7 @@ def test_draft_slices_are_replayed(tmp_path: Path) -> None:
     assert step.result is not None
     more = [result._replace(tokens=result.tokens * 5) for result in step.result.slice_results]
     for plan, result, why in (
-        (step.plan, step.result._replace(slice_results=tuple(more)), r"samples\[0\]: \d+ tokens, and 1 to 4"),
+        (step.plan, step.result._replace(slice_results=tuple(more)), r"samples\[0\]: \d+ tokens, and 1 to 5"),
         (step.plan, None, r"draft_slices\[0\]: slot \d+ has no real page .* in group 1"),
     ):
         replayer = PlanReplayer(kv_config)

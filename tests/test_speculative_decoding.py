@@ -14,6 +14,8 @@ from quire.protocol.structured_output import StructuredOutputsParams
 PROMPTS = ["The cat sat on the mat. The cat sat on the", "1 2 3 4 5 1 2 3 4 5 1 2", "Once upon a time there was"]
 ITEM = {"type": "object", "properties": {"kind": {"enum": ["alpha", "beta"]}}, "required": ["kind"]}
 SCHEMA = {"type": "array", "minItems": 5, "maxItems": 5, "items": ITEM}
+TEXT = {"type": "string", "maxLength": 60}
+NOTE = {"type": "object", "properties": {"name": TEXT, "text": TEXT}, "required": ["name", "text"]}
 PARAMS: tuple[dict[str, Any], ...] = (
     {"stop": ["the", " a"]},
     {"stop": ["cat"], "min_tokens": 10, "n": 2},
@@ -21,16 +23,18 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"best_of": 2},
     {"frequency_penalty": 0.3, "structured_outputs": StructuredOutputsParams(json=SCHEMA), "max_tokens": 80},
     {"logprobs": 1, "structured_outputs": StructuredOutputsParams(regex="(the cat |a dog ){9}")},
+    {"structured_outputs": StructuredOutputsParams(regex="[a-z ,.]{99}"), "logprobs": 0},
+    {"structured_outputs": StructuredOutputsParams(json=NOTE), "presence_penalty": 0.1, "max_tokens": 60},
 )
 
 
-def generate(**settings: Any) -> tuple[list[Any], EngineStats]:
+def generate(kinds: tuple[dict[str, Any], ...] = PARAMS, **settings: Any) -> tuple[list[Any], EngineStats]:
     """Return all that is generated, greedily and not, and the engine's counts."""
     with quire.LLM(
         dtype="float32", threads=1, deterministic=True, debug=True, page_size=4, max_num_seqs=4, **settings
     ) as llm:
         params = [SamplingParams(**{"temperature": temperature, "max_tokens": 32, "seed": 3, **more})
-                  for more in PARAMS for temperature in (0.0, 0.9)]  # fmt: skip
+                  for more in kinds for temperature in (0.0, 0.9)]  # fmt: skip
         prompts = PROMPTS * len(params)
         outputs = llm.generate(prompts, [one for one in params for _ in PROMPTS], use_tqdm=False)
         return [output.outputs for output in outputs], llm.engine.stats.copy()
@@ -49,3 +53,14 @@ def test_outputs_are_those_without_it(settings: dict[str, Any], expected: list[A
     outputs, stats = generate(kv_tokens=400, swap_gib=0.01, **settings)
     assert outputs == expected
     assert stats.accepted_tokens > 20
+
+
+@pytest.mark.parametrize("kind", [6, 7])
+def test_the_draft_model_drafts_under_grammars(kind: int, expected: list[Any]) -> None:
+    """Their masks are made while its tokens are verified."""
+    settings = {"speculative_model": "tiny-draft", "adaptive_speculation": False, "num_speculative_tokens": 3}
+    outputs, stats = generate(PARAMS[kind : kind + 1], kv_tokens=4096, **settings)
+    count = 2 * len(PROMPTS)
+    assert outputs == expected[kind * count :][:count]
+    assert stats.accepted_tokens > 20
+    assert stats.accepted_per_pos[2] > 2

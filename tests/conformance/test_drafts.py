@@ -41,8 +41,8 @@ class Swapping(Device):
 
 
 class Drafts(Calls):
-    """Calls of which results are partly taken back, of sequences with and without a draft model. It computes all of a
-    prompt at once with the target, and then may lag behind."""
+    """Calls of which results are partly taken back, of sequences with and without a draft model. It computes a prompt
+    together with the target if it has all that precedes, and otherwise may lag behind."""
 
     makes: ClassVar[dict[str, Callable[[Build], Any]]] = TOLD_BACK
     host = 1000
@@ -65,16 +65,28 @@ class Drafts(Calls):
             seq.drafts = self.has_drafts and self.born % 3 > 0
         super().enter(seqs)
         for seq in seqs:
-            self.known[seq.id], seq.drafted = len(seq.tokens), seq.planned
+            self.known[seq.id] = len(seq.tokens)
 
     def begin(self, data: st.DataObject) -> Sequence | None:
+        starts = {seq.id: seq.planned for seq in self.alive.values()}
         seq = super().begin(data)
-        if seq is not None and seq.drafts:
-            covered = max(self.drafting.get(seq.id, 0), seq.drafted)
-            end = seq.planned if covered < self.known[seq.id] else data.draw(st.integers(seq.drafted, seq.planned))
+        if seq is not None and seq.drafts and seq.planned > starts[seq.id]:
+            covered = self.covered(seq)
+            keeps_up = starts[seq.id] <= covered < self.known[seq.id]
+            end = seq.planned if keeps_up else data.draw(st.integers(seq.drafted, seq.planned))
             self.draft(seq, end)
             self.drafting[seq.id] = max(covered, end)
         return seq
+
+    def covered(self, seq: Sequence) -> int:
+        """The tokens that the draft model has computed, or does in the steps in flight."""
+        return max(self.drafting.get(seq.id, 0), seq.drafted)
+
+    def waits(self, seq: Sequence) -> bool:
+        owner, waits = self.after.get(seq.id), super().waits(seq)
+        if owner is not None and not waits:
+            seq.drafted = min(seq.drafted, self.covered(owner))
+        return waits
 
     def draft(self, seq: Sequence, end: int) -> None:
         """Let the draft model read what precedes its tokens, and write those up to `end`."""
@@ -135,8 +147,10 @@ class Drafts(Calls):
         if isinstance(getattr(self, "memory", None), PagedMemory):
             for seq in self.alive.values():
                 seq_pages = self.memory.seq_pages[seq.id]
-                confirmed = min(seq.computed, seq.drafted) if seq.drafts else seq.computed
-                assert seq_pages.published_tokens <= confirmed or self.waits(seq) or not self.valid(seq)
+                published = seq_pages.published_drafts <= seq_pages.published_tokens <= seq.computed
+                if not self.waits(seq) and self.valid(seq) and seq.id not in self.memory.prefix_waiters.leaders:
+                    assert published
+                    assert seq_pages.published_drafts <= seq.drafted
                 for table, group in zip(seq_pages.tables, self.memory.groups):
                     assert seq.drafts or not group.is_draft or not table, "a sequence without drafts has their pages"
 

@@ -163,9 +163,9 @@ def test_what_branches_have_in_common_is_computed_by_one_and_held_once(name: str
     memory.check()
     size = memory.prefix_cache.prefix_granularity
     common, more = 33 // size * size, 36 // size * size
-    assert admitted[0] == (0, None)
-    assert admitted[1] == admitted[2] == (common, group[0])
-    assert admitted[3] == (more, group[2] if more > common else group[0])
+    assert admitted[0] == (0, None, 0)
+    assert admitted[1] == admitted[2] == (common, group[0], 0)
+    assert admitted[3] == (more, group[2] if more > common else group[0], 0)
     tables = [memory.get_placement(seq).tables for seq in group]
     assert not memory.drops_pages or not any(map(any, tables[1:]))
     for g, pages in enumerate(() if memory.drops_pages else memory.kv_config.groups):
@@ -473,10 +473,10 @@ def test_what_fits_with_a_common_prefix_comes_back_together(
         group.append(seq)
     admitted = memory.admit(group, chunk)
     assert isinstance(admitted, list), f"{lengths} fit with {shared} in common, but aren't admitted"
-    for seq, (reused, _) in zip(group, admitted):
+    for seq, (reused, *_) in zip(group, admitted):
         seq.computed = seq.planned = reused
     while any(seq.planned < length for seq, length in zip(group, lengths)):
-        for seq, length, (reused, after) in zip(group, lengths, admitted):
+        for seq, length, (reused, after, _) in zip(group, lengths, admitted):
             if after is not None and after.planned < reused:
                 continue  # that one's rows come first
             count = min(length - seq.planned, data.draw(st.integers(1, chunk)))

@@ -144,9 +144,9 @@ def hit_one_page_too_long(admit: Any, memory: PagedMemory, seqs: Seq[Sequence], 
 
 
 @instead_of(PrefixCache, "find_cached")
-def hit_of_a_whole_prompt(longest: Any, prefixes: PrefixCache, seq: Sequence, known: int = 0) -> PrefixHit:
+def hit_of_a_whole_prompt(longest: Any, prefixes: PrefixCache, seq: Sequence, *more: Any, **named: Any) -> PrefixHit:
     seq.tokens.append(0)
-    hit = longest(prefixes, seq, known)
+    hit = longest(prefixes, seq, *more, **named)
     seq.tokens.pop()
     return hit
 

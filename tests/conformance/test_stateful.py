@@ -106,9 +106,9 @@ class Calls(RuleBasedStateMachine):
         if not isinstance(admitted, list):
             assert insides(self.memory) == before
             return
-        for seq, (reused, after) in zip(seqs, admitted):
-            assert reused < len(seq.tokens)
-            seq.computed = seq.planned = reused
+        for seq, (reused, after, drafted) in zip(seqs, admitted):
+            assert drafted <= reused < len(seq.tokens)
+            seq.computed, seq.planned, seq.drafted = reused, reused, drafted
             self.alive[seq.id] = seq
             self.contents[seq.id] = [self.content(seq, i) for i in range(reused)]
             if after is not None:

@@ -79,8 +79,9 @@ class Watched:
             self.later |= {seq.id for seq in seqs} if admitted else set()
             return admitted
         assert len(admitted) == len(seqs), "a branch was left behind"
-        for seq, (reused, after) in zip(seqs, admitted):
+        for seq, (reused, after, drafted) in zip(seqs, admitted):
             assert 0 <= reused < len(seq.tokens), f"{reused} of {len(seq.tokens)} tokens are reused"
+            assert 0 <= drafted <= reused * seq.drafts, f"{drafted} of {reused} tokens are drafted"
             if len(seqs) == 1:  # what branches share was scored before they were forked
                 assert reused <= seq.max_prefix_hit, "more is reused than the sequence allows"
             groups = self.memory.kv_config.groups
@@ -88,7 +89,8 @@ class Watched:
             self.partial += any(groups[g].num_pages(reused) > groups[g].num_full_pages(reused) for g in of_tokens)
             self.residents[seq.id] = seq
             for g, table in enumerate(self.memory.get_placement(seq).tables):
-                for i, page in enumerate(table[: groups[g].num_full_pages(reused)] if g in of_tokens else ()):
+                end = groups[g].num_full_pages(drafted if groups[g].is_draft else reused)
+                for i, page in enumerate(table[:end] if g in of_tokens else ()):
                     if page and after is None and len(seqs) == 1:
                         assert self.content.get((g, page)) == self._prefix(seq, g, i), "a hit has another content"
         return admitted
@@ -104,7 +106,8 @@ class Watched:
         """Note what the sequence's full pages hold."""
         for g, table in enumerate(self.memory.get_placement(seq).tables):
             group = self.memory.kv_config.groups[g]
-            for i, page in enumerate(table[: group.num_full_pages(seq.computed)]):
+            computed = seq.drafted if group.is_draft else seq.computed
+            for i, page in enumerate(table[: group.num_full_pages(computed)]):
                 if page and group.kind not in ("cross", "vision"):
                     self.content[g, page] = self._prefix(seq, g, i)
 
@@ -204,6 +207,9 @@ class Checked:
                     there = group.lying[slot, : len(lying)].tolist()
                     assert there == lying, f"in slot {slot} lie pages {there}, not {lying}"
         return ticket
+
+    def proposed_tokens(self, ticket: int) -> dict[int, tuple[int, ...]]:
+        return self.runner.proposed_tokens(ticket)
 
     def _bounded(self, encodes: Seq[ImageEncoding]) -> None:
         """A step encodes no more than is planned for, where nothing is kept but for a picture, or a prompt's, alone."""

@@ -47,7 +47,8 @@ class Recorded(Scheduler):
     """A scheduler that records what was drafted and accepted."""
 
     def record(self) -> None:
-        self.log: list[tuple[Sequence, SeqSlice, int]] = []  # sequence, slice, accepted draft tokens
+        # Sequence, slice, accepted draft tokens, and if they have masks.
+        self.log: list[tuple[Sequence, SeqSlice, int, bool]] = []
         self.plans: list[StepPlan] = []
 
     def update(self, plan: StepPlan, result: StepResult) -> Any:
@@ -55,7 +56,7 @@ class Recorded(Scheduler):
         for seq, row, sampled in zip(drafts, plan.slices, result.slice_results):
             if seq is not None:
                 assert self.num_in_flight == 1, "a step with draft tokens is not the only one"
-                self.log.append((seq, row, len(sampled.tokens) - 1))
+                self.log.append((seq, row, len(sampled.tokens) - 1, seq.matcher is not None))
         tokens = sum(len(row.tokens) + len(row.draft_tokens) for row in plan.slices)
         assert tokens <= self.token_budget, "the model computes more than the budget"
         assert sum(len(row.tokens) for row in plan.draft_slices) <= self.token_budget, "the draft model does"
@@ -66,16 +67,21 @@ class Recorded(Scheduler):
 def opened(
     method: str, *, k: int = 3, page: int = 4, windows: tuple[Any, ...] = (None, None), tokens: int = 192,
     budget: int = 64, max_seqs: int = 8, host: int = 0, prefix_tokens: int = 0, costs: SpeculationCosts = FREE,
-    settings: dict[str, Any] | None = None, **how: Any,
+    settings: dict[str, Any] | None = None, depth: int = 1, defers_masks: bool = False, **how: Any,
 ) -> Trace:  # fmt: skip
-    """A trace over a memory with a draft layer, if `method` has a draft model."""
+    """A trace over a memory with a draft layer, if `method` has a draft model. `defers_masks`: if the runner does."""
     layers = windows if method == "ngram" else (*windows, DRAFT)
     memory = paged(layers, page_size=page, **(settings or {}))(
         Build(tokens, budget, max_seqs, MAX_LEN, host, prefix_tokens)
     )
-    trace = Trace(memory, budget=budget, max_seqs=max_seqs, **how)
+    trace = Trace(
+        memory, budget=budget, max_seqs=max_seqs, depth=depth, deferred_masks=defers_masks and depth > 1, **how
+    )
+    if defers_masks:
+        runner: Any = trace.runner
+        runner.submit_without_masks, runner.submit_masks = runner.submit, runner.runner.submit_masks
     scheduler = trace.scheduler
-    scheduler.speculator = Speculator(method, k, lookup=(1, 3), costs=costs)
+    scheduler.speculator = Speculator(method, k, lookup=(1, 3), costs=costs, deferred_masks=defers_masks)
     scheduler.__class__ = Recorded
     scheduler.record()  # type: ignore[attr-defined]
     return trace
@@ -85,11 +91,11 @@ def check_counts(trace: Trace) -> None:
     """Compare the counts with what was drafted, and the draft model's share of it with what it must propose."""
     log, stats = trace.scheduler.log, trace.engine.stats  # type: ignore[attr-defined]
     assert stats.num_drafts == len(log)
-    assert stats.draft_tokens == sum(len(row.draft_tokens) for _, row, _ in log)
-    assert stats.accepted_tokens == sum(accepted for _, _, accepted in log) == sum(stats.accepted_per_pos)
-    assert stats.accepted_per_pos == [sum(accepted > i for _, _, accepted in log) for i in range(16)]
-    for seq, row, accepted in log:
-        if count := count_markers(row):
+    assert stats.draft_tokens == sum(len(row.draft_tokens) for _, row, _, _ in log)
+    assert stats.accepted_tokens == sum(accepted for _, _, accepted, _ in log) == sum(stats.accepted_per_pos)
+    assert stats.accepted_per_pos == [sum(accepted > i for _, _, accepted, _ in log) for i in range(16)]
+    for seq, row, accepted, is_masked in log:
+        if (count := count_markers(row)) and not is_masked:  # proposals are not masked
             right = expected_proposals(seq.tokens, trace.groups, seq.prompt_len)[row.start : row.start + count]
             leading = len(list(takewhile(bool, right)))
             ended = leading == len(right) < count  # what it would have been followed by is not known
@@ -194,6 +200,7 @@ def test_right_drafts_save_steps(depth: int) -> None:
     stats = trace.engine.stats
     assert [len(output.tokens) for output in trace.outputs["a"]] == [1, 4, 4, 4, 4, 4, 1], "no draft beyond the end"
     assert (stats.num_drafts, stats.draft_tokens, stats.accepted_tokens) == (5, 15, 15)
+    assert trace.outputs["a"][-1].drafts == (15, 15)
     assert stats.accepted_per_pos[:4] == [5, 5, 5, 0]
     assert stats.computed_tokens == 3 + 21
 
@@ -310,14 +317,15 @@ def test_branches_fork_in_a_step_without_drafts(kind: dict[str, int]) -> None:
 
 class Chain:
     """A matcher that allows one or two tokens after each, so that what followed once follows again; where it allows one
-    at a time, these are forced."""
+    at a time, these are forced. With every third seed it allows most tokens."""
 
     def __init__(self, seed: int, last: int = 0, count: int = 0) -> None:
         self.seed, self.last, self.count = seed, last, count
 
     def allowed(self, last: int) -> list[int]:
         rng = random.Random(f"{self.seed} {last}")
-        return rng.sample(range(1, VOCAB), rng.choice((1, 1, 1, 1, 2))) + [0] * (rng.random() < 0.1)
+        counts = (1, 1, 1, 1, 2) if self.seed % 3 else (4, 5, 6)
+        return rng.sample(range(1, VOCAB), rng.choice(counts)) + [0] * (rng.random() < 0.1)
 
     def accept(self, token: int) -> str:
         if token not in self.allowed(self.last):
@@ -356,14 +364,13 @@ class Chains:
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_follow_grammars(method: str, depth: int, deferred: bool) -> None:
-    """N-grams are drafted up to the first token that the grammar refuses, and it may force tokens after a run."""
-    verified = forced = 0
+    """N-grams are drafted up to the first token that the grammar refuses, and it may force tokens after a run. The
+    draft model's tokens are masked once they are known, if masks can be deferred."""
+    forced, accepted = 0, {"ngram": list[int](), "draft": list[int]()}
     for seed in range(8):
-        trace = opened(method, depth=depth, seed=seed, host=12, preemption=WAYS[seed % 3], tokens=96,
-                       deferred_masks=deferred and depth > 1)  # fmt: skip
-        if deferred:
-            trace.runner.submit_without_masks = trace.runner.submit  # type: ignore[attr-defined]
-            trace.runner.submit_masks = trace.runner.runner.submit_masks  # type: ignore[attr-defined]
+        trace = opened(
+            method, depth=depth, seed=seed, host=12, preemption=WAYS[seed % 3], tokens=96, defers_masks=deferred
+        )
         draw = trace.draw
 
         def drawn(rng: random.Random, id: str, draw: Any = draw) -> Asked:
@@ -378,12 +385,18 @@ def test_drafts_follow_grammars(method: str, depth: int, deferred: bool) -> None
         trace.draw = drawn  # type: ignore[method-assign]
         trace.run(10)
         check_counts(trace)
-        grammar_rows = [row for seq, row, accepted in trace.scheduler.log if seq.matcher is not None]  # type: ignore
-        verified += len(grammar_rows)
+        for _, row, count, is_masked in trace.scheduler.log:  # type: ignore[attr-defined]
+            if is_masked:
+                accepted["draft" if count_markers(row) else "ngram"].append(count)
         forced += sum(len(output.tokens) > 5 for outputs in trace.outputs.values() for output in outputs)
-        assert not any(map(count_markers, grammar_rows)), "the draft model does not know grammars"
-    assert (verified > 20) == (method != "draft")
     assert forced > 0
+    for kind, counts in accepted.items():
+        if method in (kind, "both") and (deferred or kind == "ngram"):
+            assert len(counts) > 20
+            assert sum(counts) > 10
+            assert max(counts) > 1
+        else:
+            assert not counts, f"there are drafts of the {kind}"
 
 
 class Cycle(Chain):
@@ -516,14 +529,13 @@ def test_drafts_that_are_wrong_are_given_up_and_tried_again() -> None:
         [count] = chosen(speculator, [request])
         counts.append(count)
         if count:
-            speculator.record(request, seq, SeqSlice(1, (1,), seq.planned, 1, (), speculator.markers[count]), 0)
+            speculator.record(seq, SeqSlice(1, (1,), seq.planned, 1, (), speculator.markers[count]), 0)
         seq.tokens.append(7)
         seq.planned += 1
     assert counts[0] == 4
     assert counts[:40].count(0) > 20, "they are not given up"
     assert any(counts[100:]), "they are not tried again"
     assert counts.count(0) > 150
-    assert (request.draft_tokens, request.accepted_tokens) == (sum(counts), 0)
 
 
 def test_a_batch_drafts_by_the_rate_of_each_sequence() -> None:
@@ -532,7 +544,7 @@ def test_a_batch_drafts_by_the_rate_of_each_sequence() -> None:
     for request in requests[::2]:
         for accepted in (0, 4) * 4:
             row = SeqSlice(1, (1,), 99, 1, (), speculator.markers[4])
-            speculator.record(request, request.live_seqs[0], row, accepted * (request is requests[0]))
+            speculator.record(request.live_seqs[0], row, accepted * (request is requests[0]))
     counts = chosen(speculator, requests)
     assert counts[2::2] == [0] * 19, "those of which all were wrong have none"
     assert counts[0] >= counts[1] > 0
@@ -563,7 +575,7 @@ def test_ngrams_that_are_wrong_give_way_to_the_draft_model() -> None:
         seq.drafts = True
         row = SeqSlice(1, (3,), seq.planned, 1, (), speculator.choose([request], 2**20)[seq.id])
         sources.append(count_markers(row) > 0)
-        speculator.record(request, seq, row, 4 if sources[-1] else 0)
+        speculator.record(seq, row, 4 if sources[-1] else 0)
     assert not any(sources[:3])
     assert sources.count(True) > 5
 
@@ -576,3 +588,70 @@ def test_a_draft_model_catches_up_before_it_drafts() -> None:
     check_counts(trace)
     caught_up = [len(row.tokens) for plan in trace.scheduler.plans for row in plan.draft_slices if row.num_samples]  # type: ignore
     assert max(caught_up) > 2
+
+
+LONG = tuple(i * i % 7 + 1 for i in range(24))
+
+
+def test_a_prompt_cached_without_drafts_is_found_by_a_request_with_drafts() -> None:
+    """Its draft model catches up in chunks of the budget, and drafts only then; other prompts go before."""
+    trace = opened("draft", k=2, budget=8)
+    ask(trace, "plain", LONG, speculate=False, max_tokens=1)
+    trace.finish()
+    scheduler, plans = trace.scheduler, trace.scheduler.plans  # type: ignore[attr-defined]
+    assert not any(plan.draft_slices for plan in plans)
+    plans.clear()
+    ask(trace, "a", LONG)
+    ask(trace, "b", LONG[1:14], max_tokens=4)
+    trace.step()
+    [a], [b] = [request.live_seqs for request in scheduler.running]
+    slots = {seq: trace.memory.slot(seq) for seq in (a, b)}
+    assert (a.planned, a.drafted) == (24, 4)
+    assert next(iter(scheduler.running)).cached_tokens == 20
+    trace.finish()
+    check_counts(trace)
+    caught_up = [row for plan in plans for row in plan.draft_slices if row.slot == slots[a]]
+    first = next(i for i, row in enumerate(caught_up) if row.num_samples)
+    assert first > 24 // 8
+    ends = [row.start + len(row.tokens) for row in caught_up[:first]]
+    assert [0, *ends[:-1]] == [row.start for row in caught_up[:first]]
+    for plan in plans:
+        rows = {row.slot: row for row in plan.draft_slices}
+        for row in plan.slices:
+            if row.slot == slots[b] and row.start < 12:
+                assert (rows[row.slot].start, rows[row.slot].tokens) == (row.start, row.tokens)
+    assert trace.engine.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("windows", [(None, None), (None, 6)])
+@pytest.mark.parametrize("speculate", [False, True])
+def test_a_prompt_is_found_whether_it_was_drafted_for_or_not(speculate: bool, windows: tuple[Any, ...]) -> None:
+    trace = opened("draft", windows=windows)
+    for id, drafts in (("a", speculate), ("b", not speculate), ("c", True)):
+        ask(trace, id, LONG, speculate=drafts, max_tokens=20)
+        trace.step()
+        [request] = trace.scheduler.running
+        assert request.cached_tokens == (20 if id != "a" else 0)
+        starts = [row.start for row in trace.scheduler.plans[-1].draft_slices]  # type: ignore[attr-defined]
+        assert starts == [20 * (id == "c")] * drafts
+        trace.finish()
+    check_counts(trace)
+    assert trace.engine.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("windows", [(None, None), (None, 6)])
+def test_branches_go_on_where_their_draft_model_is(windows: tuple[Any, ...]) -> None:
+    """They are forked while it lags behind, preempted, and return together."""
+    trace = opened("draft", windows=windows, budget=8, tokens=120, k=2)
+    ask(trace, "plain", LONG, speculate=False, max_tokens=1)
+    trace.finish()
+    ask(trace, "a", LONG, n=3, max_tokens=20)
+    for _ in range(3):
+        trace.step()
+    [request] = trace.scheduler.running
+    assert len(request.live_seqs) == 3
+    lags = [seq.computed - seq.drafted for seq in request.live_seqs]
+    assert max(lags) > 8
+    trace.scheduler._preempt_by_recompute(request)
+    trace.finish()
+    check_counts(trace)

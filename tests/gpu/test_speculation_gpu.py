@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from gpu_serving import answers, engine_of, greedy, nothing_is_compiled, prompt
 
 from quire.core.engine import Engine
 from quire.core.speculation import Candidate, Speculator
+from quire.protocol.structured_output import Structured
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +26,9 @@ SETTINGS: dict[str, Any] = {"model_config": "llama-125m", "kv_tokens": 32768, "m
                             "max_num_batched_tokens": 512}  # fmt: skip
 
 
+VOCAB = 32_000
+
+
 @pytest.fixture(autouse=True)
 def _all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are verified wherever there are some, at any cost."""
@@ -33,6 +38,32 @@ def _all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
         return {one.seq.id: one.tokens or self.markers[counts[one.seq.id]] for one in candidates}
 
     monkeypatch.setattr(Speculator, "_most_valuable", choose)
+
+
+class Parity:
+    """A grammar and its matcher: a token is even after an odd one, and odd after an even one."""
+
+    def __init__(self, last: int = 0) -> None:
+        self.last = last
+
+    def new_matcher(self) -> Parity:
+        return Parity()
+
+    def copy(self) -> Parity:
+        return Parity(self.last)
+
+    def accept(self, token: int) -> str:
+        refused, self.last = token % 2 == self.last % 2, token
+        return f"token {token} can't follow" if refused else ""
+
+    def forced_tokens(self) -> tuple[int, ...]:
+        return ()
+
+    def is_unconstrained(self) -> bool:
+        return False
+
+    def compute_masks(self, matchers: list[Parity]) -> list[bytes]:
+        return [(b"\x55" if matcher.last % 2 else b"\xaa") * (VOCAB // 8) for matcher in matchers]
 
 
 def a_speculating(**settings: Any) -> Engine:
@@ -80,4 +111,20 @@ def test_a_draft_model_that_is_the_model_is_right() -> None:
     engine.wake()
     assert answers(engine, plain) == expected
     assert engine.stats.accepted_tokens == engine.stats.draft_tokens > 800
+    engine.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"depth": 1}, {"speculative_method": "both"}], ids=str)
+def test_the_draft_model_drafts_under_grammars(settings: dict[str, Any]) -> None:
+    """Masks follow its tokens while the model computes them; half of the requests have none."""
+    form = {"structured": Structured("regex", "parity"), "grammar": Parity(), "ignore_eos": False}
+    requests = [(tokens, replace(params, **form) if i % 2 else params) for i, (tokens, params) in enumerate(REQUESTS)]
+    engine = engine_of(**SETTINGS, deterministic=True)
+    expected = answers(engine, requests)
+    engine.close()
+    engine = a_speculating(deterministic=True, **settings)
+    with nothing_is_compiled():
+        assert answers(engine, requests[1::2]) == expected[1::2]
+    assert engine.stats.accepted_tokens > 50
+    assert answers(engine, requests) == expected
     engine.close()

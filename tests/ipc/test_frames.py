@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from quire import errors
 from quire.config import EngineConfig
-from quire.core.outputs import NO_DRAFTS, BranchOutput, DraftCounts, EngineStats
+from quire.core.outputs import NO_DRAFT_COUNTS, BranchOutput, DraftCounts, EngineStats
 from quire.core.validation import EngineLimits
 from quire.errors import EngineDead, InputError, QuireError, StartupError
 from quire.ipc import frames
@@ -83,7 +83,7 @@ outputs = st.builds(
 ended = st.builds(
     BranchOutput, st.just(""), st.integers(0, 300), tokens, st.just(""), tops.map(tuple),
     st.sampled_from(["stop", "length", "abort", "error"]), st.none() | small | texts, st.booleans(), finite,
-    st.none() | tops.map(tuple), small, st.lists(finite, max_size=3).map(tuple), st.just(NO_DRAFTS) | drafts,
+    st.none() | tops.map(tuple), small, st.lists(finite, max_size=3).map(tuple), st.just(NO_DRAFT_COUNTS) | drafts,
 )  # fmt: skip
 progress = st.builds(RequestProgress, unsigned, unsigned, st.none() | finite, st.none() | finite, unsigned, unsigned)
 

@@ -36,13 +36,13 @@ def draft(memory: PagedMemory, seq: Sequence, drafted: int) -> None:
     memory.check()
 
 
-def reused(memory: PagedMemory, seq: Sequence) -> int:
-    """The tokens of a sequence that are found; it leaves again."""
-    found = admit(memory, seq)
-    assert found is not None
+def reused(memory: PagedMemory, seq: Sequence) -> tuple[int, int]:
+    """The tokens of a sequence that are found, of it and of its draft model; it leaves again."""
+    admitted = memory.admit([seq], 64)
+    assert isinstance(admitted, list)
+    memory.check()
     memory.free(seq)
-    seq.computed = seq.planned = 0
-    return found
+    return admitted[0].reused_tokens, admitted[0].drafted_tokens
 
 
 class Own(FullPolicy):
@@ -72,27 +72,29 @@ def test_without_drafts_no_page_is_needed(kind: str) -> None:
 
 
 @every_cached
-def test_a_page_is_published_when_both_models_have_computed_it(name: str) -> None:
+def test_a_page_is_published_when_its_model_has_computed_it(name: str) -> None:
     memory = DRAFTED[name](Build(chunk=MAX_LEN))
-    stride = memory.prefix_cache.prefix_granularity
+    stride, unit = memory.prefix_cache.prefix_granularity, memory.key_tokens
     seq = drafting(1, TEXT[:47])
     assert admit(memory, seq) == 0
     assert compute(memory, seq, 47)
-    for drafted in (0, 1, 15, 16, 17, 31, 32, 46, 47):
+    assert memory.seq_pages[1].published_tokens == 47 // unit * unit
+    longest, _ = reused(memory, Sequence(2, TEXT))
+    assert longest == 47 // stride * stride
+    for drafted in (0, 1, 4, 15, 16, 17, 31, 32, 46, 47):
         draft(memory, seq, drafted)
-        published, ready = memory.seq_pages[1].published_tokens, drafted // memory.key_tokens * memory.key_tokens
-        assert published == ready, f"{published} tokens are published, and both models have computed {ready}"
-        dropped = memory.drops_pages  # its windows have passed these ends before
-        hits = [reused(memory, one) for one in (Sequence(2, TEXT), drafting(3, TEXT))]
-        assert max(hits) <= drafted // stride * stride
-        assert dropped or hits == [drafted // stride * stride] * 2
+        published, ready = memory.seq_pages[1].published_drafts, drafted // unit * unit
+        assert published == ready, f"{published} draft tokens are published, and {ready} are computed"
+        assert reused(memory, Sequence(3, TEXT)) == (longest, 0)
+        found = reused(memory, drafting(4, TEXT))
+        assert found == (longest, drafted // stride * stride) or "chunked" in name  # where chunks end all is there
     memory.free(seq)
     memory.check()
     assert memory.account().usage.used == 0
 
 
 @every_whole
-def test_a_hit_with_drafts_needs_pages_of_both_models(name: str) -> None:
+def test_a_hit_needs_no_pages_of_the_draft_model(name: str) -> None:
     memory = DRAFTED[name](Build(chunk=MAX_LEN))
     stride = memory.prefix_cache.prefix_granularity
     plain = Sequence(1, list(TEXT))
@@ -101,12 +103,59 @@ def test_a_hit_with_drafts_needs_pages_of_both_models(name: str) -> None:
     memory.free(plain)
     memory.check()
     longest = (MAX_LEN - 1) // stride * stride
-    assert reused(memory, Sequence(2, list(TEXT))) == longest
-    seq = drafting(3, TEXT)
-    assert serve(memory, seq) == 0
+    assert reused(memory, Sequence(2, list(TEXT))) == reused(memory, drafting(3, TEXT)) == (longest, 0)
+    seq = drafting(4, TEXT)
+    assert serve(memory, seq) == longest
+    for table, policy in zip(memory.get_placement(seq).tables, memory.policies):
+        assert all(table[policy.reads(seq, 0 if policy.group.is_draft else MAX_LEN, MAX_LEN).start :])
     draft(memory, seq, MAX_LEN)
     memory.free(seq)
-    assert reused(memory, drafting(4, TEXT)) == reused(memory, Sequence(5, list(TEXT))) == longest
+    assert reused(memory, drafting(5, TEXT)) == (longest, longest)
+    assert reused(memory, Sequence(6, list(TEXT))) == (longest, 0)
+
+
+@every_whole
+def test_siblings_of_a_sequence_whose_draft_model_lags_share_only_what_it_has(name: str) -> None:
+    """Sequences that return together: the first one finds all of the prefix, of its draft model's pages only some."""
+    memory = DRAFTED[name](Build(tokens=640, chunk=MAX_LEN))
+    stride = memory.prefix_cache.prefix_granularity
+    total = (MAX_LEN - 1) // stride * stride
+    common, part = total - stride, total - 2 * stride
+    for seq in (drafting(1, TEXT[:part]), Sequence(2, TEXT[:common])):
+        if seq.tokens:
+            assert serve(memory, seq) is not None
+            draft(memory, seq, len(seq.tokens) * seq.drafts)
+            memory.free(seq)
+    assert reused(memory, drafting(3, TEXT[: common + 1])) == (common, part)
+    group = [drafting(i, [*TEXT[:total], i]) for i in (4, 5, 6)]
+    admitted = memory.admit(group, 64)
+    assert isinstance(admitted, list)
+    assert [one.depends_on for one in admitted] == [None, group[0], group[0]]
+    memory.check()
+    for seq, one in zip(group, admitted):
+        seq.computed, seq.drafted = one.reused_tokens, one.drafted_tokens
+    assert [seq.computed for seq in group] == [common, total, total]
+    if not memory.drops_pages:
+        assert [seq.drafted for seq in group] == [part] * 3
+        assert all(memory.groups[g].num_pages(len(group[1].tokens)) == len(table)
+                   for g, table in enumerate(memory.get_placement(group[1]).tables))  # fmt: skip
+        for g, policy in enumerate(memory.policies):
+            if policy.group.is_draft:
+                first = policy.group.num_full_pages(part)
+                tables = [memory.get_placement(seq).tables[g][first:] for seq in group]
+                assert len(set().union(*tables)) == sum(map(len, tables)), "what each computes itself is shared"
+
+
+def test_siblings_that_would_not_fit_without_common_draft_pages_start_anew() -> None:
+    memory = unlike(FULL, DRAFT)(Build(tokens=80, chunk=64))
+    assert memory.fits([40, 40], 32)
+    plain = Sequence(1, TEXT[:40])
+    assert serve(memory, plain) == 0
+    memory.free(plain)
+    admitted = memory.admit([drafting(i, [*TEXT[:36], i]) for i in (2, 3, 4)], 64)
+    assert isinstance(admitted, list)
+    assert [(one.reused_tokens, one.drafted_tokens) for one in admitted] == [(0, 0), (36, 36), (36, 36)]
+    memory.check()
 
 
 @every
@@ -170,8 +219,7 @@ def test_registered_prefixes_are_of_no_draft_model(name: str) -> None:
     assert serve(memory, prefix) == 0
     assert memory.prefix_cache.pin("prefix", prefix)
     memory.free(prefix)
-    assert reused(memory, drafting(2, TEXT)) == 0
-    assert reused(memory, Sequence(3, list(TEXT))) == 30
+    assert reused(memory, drafting(2, TEXT)) == reused(memory, Sequence(3, list(TEXT))) == (30, 0)
     sharing = memory.account().sharing
     assert (sharing.prefix_tokens, sharing.prefix_capacity) == (30, 32)
     assert not any(memory.groups[g].is_draft for g, _ in memory.prefix_cache.pin_counts)
@@ -187,8 +235,9 @@ def test_waiters_draft_from_where_their_leader_does(name: str) -> None:
         seq.drafts = True
     told = memory.admit(group, 64)
     assert isinstance(told, list)
-    for seq, (length, _) in zip(group, told):
-        seq.computed = seq.planned = seq.drafted = length
+    for seq, (length, _, drafts) in zip(group, told):
+        seq.computed = seq.planned = length
+        seq.drafted = drafts
     leader, *waiters = group
     common, drafted = waiters[0].computed, 13
     while leader.computed < len(leader.tokens):
@@ -205,7 +254,7 @@ def test_waiters_draft_from_where_their_leader_does(name: str) -> None:
                 assert all(
                     memory.page_pool.ref_count(memory.policies.index(policy), page) == 1 for page in table[first:]
                 )
-        assert memory.seq_pages[seq.id].published_tokens <= drafted
+        assert memory.seq_pages[seq.id].published_drafts <= drafted
         draft(memory, seq, seq.computed)
     for seq in group:
         memory.free(seq)

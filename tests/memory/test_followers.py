@@ -24,7 +24,7 @@ def group_of(count: int, common: int, own: int) -> list[Sequence]:
 def admitted(memory: PagedMemory, group: list[Sequence]) -> list[int]:
     told = memory.admit(group, 64)
     assert isinstance(told, list)
-    for seq, (reused, after) in zip(group, told):
+    for seq, (reused, after, _) in zip(group, told):
         seq.computed = seq.planned = reused
         seq.prefix_source = after
     return [one.reused_tokens for one in told]

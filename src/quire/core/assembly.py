@@ -13,7 +13,7 @@ from quire.core.preemption_costs import (
     SpeculationCosts,
 )
 from quire.core.recovery import RunnerRestarter
-from quire.core.runner import Runner, can_defer_masks
+from quire.core.runner import DeferredMaskRunner, Runner, can_defer_masks
 from quire.core.scheduler import Scheduler
 from quire.core.shared_memory import SharedMemoryGroup
 from quire.core.speculation import Speculator
@@ -56,6 +56,7 @@ def assemble(
             lookup=lookup,
             costs=speculation_costs if config.adaptive_speculation else None,
             eos_ids=eos_ids,
+            deferred_masks=isinstance(runner, DeferredMaskRunner),
         )
     scheduler = Scheduler(
         memory,

@@ -44,8 +44,10 @@ def append_token(
     return tuple(seq.tokens[start:])
 
 
-def goes_on_after(request: Request, seq: Sequence, sampled: SliceResult, eos_ids: frozenset[int], max_len: int) -> bool:
-    """Return True if appending these tokens one by one does nothing else: none ends the sequence, and there are no
+def can_append_all(
+    request: Request, seq: Sequence, sampled: SliceResult, eos_ids: frozenset[int], max_len: int
+) -> bool:
+    """Return True if `append_token` would only append each sampled token: none ends the sequence, and there are no
     log-probabilities and no grammar."""
     length, tokens = len(seq.tokens) + len(sampled.tokens), sampled.tokens
     return (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from quire.core.checked_method import CheckedMethod, make_checked_method
 from quire.core.decoding import method_context
-from quire.core.grammar_masks import build_masks
+from quire.core.grammar_masks import build_masks, needs_proposals
 from quire.core.image_registry import ImageRegistry
 from quire.core.outputs import BranchOutput, EngineStats, OutputBuilder
 from quire.core.recovery import RunnerRestarter
@@ -400,6 +400,8 @@ class Engine:
         self._fill()
         if not self.in_flight:
             return False
+        if self.is_awaiting_masks and len(self.in_flight) == 1:
+            self._submit_masks()
         plan, ticket = self.in_flight.popleft()
         result = self.runner.collect(ticket)
         self.stats.step_seconds += result.seconds
@@ -428,20 +430,26 @@ class Engine:
 
     def _submit(self, plan: StepPlan) -> None:
         """Submit a plan to the runner. Grammar masks depend on all earlier tokens, so with steps in flight the step
-        starts without masks, and they are submitted once the results of those steps are processed."""
-        if not self.scheduler.deferred_masks or not self.scheduler.num_grammar_requests:
-            self.in_flight.append((plan, self.runner.submit(plan)))
-            return
-        assert isinstance(self.runner, DeferredMaskRunner), "the scheduler defers masks"
-        self.is_awaiting_masks = True
-        self.in_flight.append((plan, self.runner.submit_without_masks(plan)))
-        if len(self.in_flight) == 1:
-            self._submit_masks()
+        starts without masks, and they are submitted once the results of those steps are processed. Masks after tokens
+        of the draft model are made while the model computes these, by the next `step`."""
+        scheduler = self.scheduler
+        if scheduler.num_grammar_requests:
+            must_wait = needs_proposals(plan.slices, scheduler.by_slot)
+            if scheduler.deferred_masks or must_wait:
+                assert isinstance(self.runner, DeferredMaskRunner), "masks are deferred"
+                self.is_awaiting_masks = True
+                self.in_flight.append((plan, self.runner.submit_without_masks(plan)))
+                if len(self.in_flight) == 1 and not must_wait:
+                    self._submit_masks()
+                return
+            plan = plan._replace(masks=build_masks(plan.slices, scheduler.by_slot, scheduler.eos_ids, {}))
+        self.in_flight.append((plan, self.runner.submit(plan)))
 
     def _submit_masks(self) -> None:
-        assert isinstance(self.runner, DeferredMaskRunner), "the scheduler defers masks"
-        plan, ticket = self.in_flight.pop()
-        masks = build_masks(plan.slices, self.scheduler.by_slot)
+        assert isinstance(self.runner, DeferredMaskRunner), "masks are deferred"
+        (plan, ticket), by_slot = self.in_flight.pop(), self.scheduler.by_slot
+        proposals = self.runner.proposed_tokens(ticket) if needs_proposals(plan.slices, by_slot) else {}
+        masks = build_masks(plan.slices, by_slot, self.scheduler.eos_ids, proposals)
         self.in_flight.append((plan, self.runner.submit_masks(ticket, masks)))
         self.is_awaiting_masks = False
 

@@ -7,10 +7,11 @@ preemptions and prefix hits don't affect it; a fork copies it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 
 from quire.core.request import Request
 from quire.protocol.sequence import Sequence
-from quire.protocol.step_plan import SeqSlice, TokenBitmask
+from quire.protocol.step_plan import FIRST_DRAFT, SeqSlice, TokenBitmask
 from quire.protocol.structured_output import GrammarMatcher
 
 JUMP_AHEAD_MIN_TOKENS = 4
@@ -21,24 +22,50 @@ StopCheck = Callable[[int], tuple[str | None, int | None]]
 """Returns the finish and the stop reason after a token, the grammar aside."""
 
 
+BySlot = Mapping[int, tuple[Request, Sequence]]
+
+
+def needs_proposals(slices: Iterable[SeqSlice], by_slot: BySlot) -> bool:
+    """Return True if the masks of some slices depend on tokens that the draft model proposes."""
+    return any(
+        row.draft_tokens and row.draft_tokens[0] <= FIRST_DRAFT and by_slot[row.slot][1].matcher is not None
+        for row in slices
+    )
+
+
 def build_masks(
-    slices: Iterable[SeqSlice], by_slot: Mapping[int, tuple[Request, Sequence]]
+    slices: Iterable[SeqSlice],
+    by_slot: BySlot,
+    eos_ids: frozenset[int],
+    proposals: Mapping[int, Seq[int]],
 ) -> tuple[TokenBitmask, ...]:
     """Return the masks of the slices whose sequences have a grammar, computed in one call: one for each position that
-    samples. Sequences that have ended get none, as their samples are ignored."""
-    slots, matchers, grammar = list[int](), list[GrammarMatcher](), None
+    samples. Sequences that have ended get none, as their samples are ignored. `proposals` are the draft model's tokens
+    by slot.
+
+    After a draft token that the grammar refuses, or that ends the output, no sample is used: it can't be accepted, or
+    nothing follows. Such positions have the mask of the token's own position."""
+    slots, indices, matchers, grammar = list[int](), list[int](), list[GrammarMatcher](), None
     for row in slices:
         if row.num_samples:
             request, seq = by_slot[row.slot]
             if seq.matcher is not None and seq.finish_reason is None:
-                slots += [row.slot] * (1 + len(row.draft_tokens))
+                first, num_masks = len(matchers), 1 + len(row.draft_tokens)
                 matchers.append(seq.matcher)
-                for token in row.draft_tokens:
-                    matchers.append(matchers[-1].copy())
-                    refusal = matchers[-1].accept(token)
-                    assert not refusal, f"slot {row.slot} has a draft token that its grammar refuses: {refusal}"
+                for token in proposals.get(row.slot, row.draft_tokens):
+                    matcher = matchers[-1].copy()
+                    if refusal := "it is an end token" if token in eos_ids else matcher.accept(token):
+                        message = f"slot {row.slot} has a draft token that its grammar refuses: {refusal}"
+                        assert row.slot in proposals, message
+                        break
+                    matchers.append(matcher)
+                slots += [row.slot] * num_masks
+                indices += [min(first + i, len(matchers) - 1) for i in range(num_masks)]
                 grammar = grammar or request.params.grammar
-    return () if grammar is None else tuple(map(TokenBitmask, slots, grammar.compute_masks(matchers)))
+    if grammar is None:
+        return ()
+    masks = grammar.compute_masks(matchers)
+    return tuple(TokenBitmask(slot, masks[i]) for slot, i in zip(slots, indices))
 
 
 def cut_drafts(matcher: GrammarMatcher, draft_tokens: tuple[int, ...], eos_ids: frozenset[int]) -> tuple[int, ...]:

@@ -17,13 +17,13 @@ from quire.protocol.step_plan import StepPlan, StepResult, TopLogprobs
 
 
 class DraftCounts(NamedTuple):
-    """The draft tokens of a request that were verified so far, and those of them that are in its outputs."""
+    """The numbers of draft tokens of a request that were verified so far, and of those that are in its outputs."""
 
     drafted: int = 0
     accepted: int = 0
 
 
-NO_DRAFTS = DraftCounts()
+NO_DRAFT_COUNTS = DraftCounts()
 
 
 class BranchOutput(NamedTuple):
@@ -44,7 +44,7 @@ class BranchOutput(NamedTuple):
     prompt_logprobs: tuple[TopLogprobs, ...] | None = None
     cached_tokens: int = 0
     pooled: tuple[float, ...] = ()
-    drafts: DraftCounts = NO_DRAFTS
+    drafts: DraftCounts = NO_DRAFT_COUNTS
 
 
 class MergedOutput:
@@ -94,17 +94,17 @@ class EngineStats:
     finished: dict[str, int] = field(default_factory=dict)
     num_drafts: int = 0  # slices with draft tokens
     draft_tokens: int = 0
-    accepted_tokens: int = 0  # draft tokens that were right
-    accepted_per_pos: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)  # first draft tokens, second...
+    accepted_tokens: int = 0  # draft tokens that were accepted
+    accepted_per_pos: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)  # by position in their slice
 
     @property
     def acceptance_rate(self) -> float:
-        """The part of the draft tokens that were right."""
+        """The share of the draft tokens that were accepted."""
         return self.accepted_tokens / max(self.draft_tokens, 1)
 
     @property
     def mean_accepted_length(self) -> float:
-        """The mean number of tokens of a slice with draft tokens: those that were right, and one more."""
+        """The mean number of tokens from a slice with draft tokens: the accepted ones, and the sample after them."""
         return 1 + self.accepted_tokens / max(self.num_drafts, 1)
 
     def copy(self) -> EngineStats:
@@ -180,7 +180,7 @@ class OutputBuilder:
             request.id, seq.branch_index, tokens, "", top_logprobs if tokens else (), seq.finish_reason,
             seq.stop_reason, done, seq.cumulative_logprob,
             tuple(seq.prompt_logprobs) if wants_prompt_logprobs else None,
-            request.cached_tokens, seq.pooled, _draft_counts(request) if request.draft_tokens else NO_DRAFTS,
+            request.cached_tokens, seq.pooled, _draft_counts(request),
         )  # fmt: skip
 
     # best_of and methods
@@ -252,7 +252,7 @@ class OutputBuilder:
 
 
 def _draft_counts(request: Request) -> DraftCounts:
-    return DraftCounts(request.draft_tokens, request.accepted_tokens) if request.draft_tokens else NO_DRAFTS
+    return DraftCounts(request.draft_tokens, request.accepted_tokens) if request.draft_tokens else NO_DRAFT_COUNTS
 
 
 def _copies(output: BranchOutput, n: int) -> list[BranchOutput]:

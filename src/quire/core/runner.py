@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from quire.protocol.images import ImagePixels
@@ -62,6 +62,11 @@ class DeferredMaskRunner(Protocol):
 
     def submit_without_masks(self, plan: StepPlan) -> Any:
         """As `submit`, without sampling; no plan follows before `submit_masks`."""
+        ...
+
+    def proposed_tokens(self, ticket: Any) -> Mapping[int, Sequence[int]]:
+        """Wait for what the draft model proposes in a step that was submitted without masks, by slot. The model goes on
+        with the step meanwhile."""
         ...
 
     def submit_masks(self, ticket: Any, masks: tuple[TokenBitmask, ...]) -> Any:

@@ -13,13 +13,19 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from quire.core.branching import BranchOps, MethodDriver
-from quire.core.decoding import append_token, goes_on_after, record_pooled, record_prompt_logprobs, resolve_num_logprobs
+from quire.core.decoding import (
+    append_token,
+    can_append_all,
+    record_pooled,
+    record_prompt_logprobs,
+    resolve_num_logprobs,
+)
 from quire.core.encoder_budget import EncoderBudget
-from quire.core.grammar_masks import build_masks, must_wait_for_token
+from quire.core.grammar_masks import must_wait_for_token
 from quire.core.preemption_costs import DEFAULT_COSTS, PreemptionCosts
 from quire.core.request import Request, RequestStatus, SeqEvent
 from quire.core.request_queue import RequestQueue
-from quire.core.speculation import NO_DRAFTS, Speculator, plan_draft_slices, step_tokens
+from quire.core.speculation import NO_DRAFTS, Speculator, draft_end, plan_draft_slices, step_tokens
 from quire.memory.answers import Deferred
 from quire.memory.interface import KVMemory
 from quire.protocol.seeds import branch_seed
@@ -113,8 +119,8 @@ class Scheduler:
     # schedule
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step. Return None if there is nothing to do, or if a result must be awaited first, as memory is
-        short, a preemption is due, or draft tokens are or should be verified."""
+        """Plan the next step, without grammar masks. Return None if there is nothing to do, or if a result must be
+        awaited first, as memory is short, a preemption is due, or draft tokens are or should be verified."""
         if self.rebalance_due:
             if self.num_in_flight:
                 return None
@@ -127,7 +133,7 @@ class Scheduler:
         slices: list[SeqSlice] = []
         if self.encoder_budget is not None:
             self.encoder_budget.start_step()
-        # Half of the step at most is left for drafts.
+        # Draft tokens take at most half of the budget from other tokens.
         budget = self.token_budget - min(sum(map(len, drafts.values())), self.token_budget // 2)
         preempted = self._schedule_running(slices, budget)
         if drafts and not preempted:
@@ -146,12 +152,13 @@ class Scheduler:
             seq = self.by_slot[row.slot][1]
             seq.planned = row.start + len(row.tokens)
             seq.pending_samples += row.num_samples > 0
-        for row in slices if drafts else ():
-            seq = self.by_slot[row.slot][1]
-            seq.planned += len(row.draft_tokens)
-            seq.pending_samples += len(row.draft_tokens)
-            self.drafts_in_flight |= bool(row.draft_tokens)
-        # without slices if a method suspends its branches, or victims were swapped out
+        if drafts:
+            for row in slices:
+                seq = self.by_slot[row.slot][1]
+                seq.planned += len(row.draft_tokens)
+                seq.pending_samples += len(row.draft_tokens)
+                self.drafts_in_flight |= bool(row.draft_tokens)
+        # There are no slices if a method suspends its branches, or victims were swapped out.
         return self._make_plan(slices, draft_slices)
 
     def _has_shared_page_ops(self) -> bool:
@@ -163,8 +170,7 @@ class Scheduler:
         new_slots, self.new_slots = tuple(self.new_slots), []
         page_ops, ahead = self.memory.take_page_ops()
         self.num_in_flight += 1
-        masks = build_masks(slices, self.by_slot) if self.num_grammar_requests and not self.deferred_masks else ()
-        return StepPlan(new_slots, page_ops, tuple(slices), ahead, masks, draft_slices)
+        return StepPlan(new_slots, page_ops, tuple(slices), ahead, (), draft_slices)
 
     def _schedule_running(self, slices: list[SeqSlice], budget: int) -> bool | None:
         """Give each running sequence its next tokens, oldest request first. Preempt the youngest while memory is short.
@@ -211,22 +217,23 @@ class Scheduler:
         if seq.prefix_source is not None:
             if seq.prefix_source.prefix_source is not None or seq.prefix_source.planned < seq.planned:
                 return 0  # its prefix is not computed yet, by the sibling or by the sibling's own source
+            seq.drafted = min(seq.drafted, seq.prefix_source.draft_planned)
             seq.prefix_source = None
         count = min(len(seq.tokens) + seq.pending_samples - seq.planned, budget)
         return count if self.clip_chunk is None else self.clip_chunk(seq.prompt_len, seq.planned, count)
 
     def _add_drafts(self, slices: list[SeqSlice], drafts: Mapping[int, tuple[int, ...]]) -> None:
-        """Add draft tokens (by sequence id) to slices, oldest request first, where the step and the memory have room
-        for them: they take what no other token needs."""
+        """Add draft tokens (by sequence id) to slices, oldest request first, where the budget and the memory have room
+        for them: nothing is preempted."""
         budget, num_left = self.token_budget - sum(len(row.tokens) for row in slices), MAX_STEP_DRAFTS
         for i, row in enumerate(slices):
             seq = self.by_slot[row.slot][1]
             if seq.id in drafts:
-                drafting = row._replace(draft_tokens=drafts[seq.id])
-                more = step_tokens(drafting, seq) - len(row.tokens)
-                count = len(drafting.draft_tokens)
+                with_drafts = row._replace(draft_tokens=drafts[seq.id])
+                more = step_tokens(with_drafts, seq) - len(row.tokens)
+                count = len(with_drafts.draft_tokens)
                 if more <= budget and count <= num_left and self.memory.grow(seq, seq.planned + 1 + count):
-                    slices[i] = drafting
+                    slices[i] = with_drafts
                     budget, num_left = budget - more, num_left - count
 
     def _make_slice(self, request: Request, seq: Sequence, count: int) -> SeqSlice:
@@ -392,10 +399,9 @@ class Scheduler:
         admitted = self.memory.admit(request.live_seqs, budget)
         if not isinstance(admitted, list):
             return admitted
-        for seq, (reused, prefix_source) in zip(request.live_seqs, admitted):
+        for seq, (reused, prefix_source, drafted) in zip(request.live_seqs, admitted):
             seq.computed = seq.planned = reused
-            seq.drafted = reused if seq.drafts else 0
-            seq.prefix_source = prefix_source
+            seq.drafted, seq.prefix_source = drafted, prefix_source
         if not request.preemptions:
             request.cached_tokens = request.live_seqs[0].planned
         return self._start_request(request, budget)
@@ -436,18 +442,18 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
         """Process the result of the oldest plan in flight."""
         self.num_in_flight -= 1
-        is_speculating, self.drafts_in_flight = self.drafts_in_flight or bool(plan.draft_slices), False
+        has_drafts, self.drafts_in_flight = self.drafts_in_flight or bool(plan.draft_slices), False
         events, by_slot, commit = list[SeqEvent](), self.by_slot, self.memory.commit
-        drafted = {row.slot: row.start + len(row.tokens) + max(row.num_samples - 1, 0) for row in plan.draft_slices}
+        draft_ends = {row.slot: draft_end(row) for row in plan.draft_slices}
         for row, sampled in zip(plan.slices, result.slice_results):
             request, seq = by_slot[row.slot]
             seq.computed = row.start + len(row.tokens)
-            if is_speculating:
-                end = drafted.get(row.slot, seq.drafted)
+            if has_drafts:
+                drafted = draft_ends.get(row.slot, seq.drafted)
                 if row.draft_tokens:
-                    self._process_drafts(request, seq, row, sampled, end, events)
+                    self._process_drafts(request, seq, row, sampled, drafted, events)
                     continue
-                seq.drafted = min(end, seq.computed)
+                seq.drafted = min(drafted, seq.computed)
             if row.score_tokens:
                 record_prompt_logprobs(row, seq, sampled)
             if seq.finish_reason is None and not sampled.error:  # pages with faulty values are not shared
@@ -465,27 +471,29 @@ class Scheduler:
     def _process_drafts(
         self, request: Request, seq: Sequence, row: SeqSlice, sampled: SliceResult, drafted: int, events: list[SeqEvent]
     ) -> None:
-        """Append the accepted draft tokens of a slice and the sample after them, up to the sequence's end. What was
-        computed of rejected tokens is not kept; the next step overwrites it."""
+        """Append the accepted draft tokens of a slice and the sample after them, up to the sequence's end. `drafted`
+        tokens were computed by the draft model. The state of rejected tokens is overwritten by the next step."""
         assert self.speculator is not None, "a slice has draft tokens"
-        self.speculator.record(request, seq, row, len(sampled.tokens) - 1)
+        accepted = len(sampled.tokens) - 1
+        self.speculator.record(seq, row, accepted)
         seq.pending_samples -= 1 + len(row.draft_tokens)
         end, tokens = row.start + len(sampled.tokens), list[int]()
-        if seq.finish_reason is None and goes_on_after(request, seq, sampled, self.eos_ids, self.max_len):
-            seq.tokens += sampled.tokens
-            tokens += sampled.tokens
-            events.append(SeqEvent(request, seq, sampled.tokens))
-        elif seq.finish_reason is None:
-            for i in range(len(sampled.tokens)):
-                if row.start + 1 + i == end:  # after the last one the grammar may force tokens
-                    seq.computed = seq.planned = end
-                tokens += append_token(request, seq, sampled, i, self.eos_ids, self.max_len)
-                if seq.finish_reason is not None:
-                    break
+        if seq.finish_reason is None:
+            if can_append_all(request, seq, sampled, self.eos_ids, self.max_len):
+                seq.tokens += sampled.tokens
+                tokens += sampled.tokens
+            else:
+                for i in range(len(sampled.tokens)):
+                    if i == accepted:  # after the last one the grammar may force tokens
+                        seq.computed = seq.planned = end
+                    tokens += append_token(request, seq, sampled, i, self.eos_ids, self.max_len)
+                    if seq.finish_reason is not None:
+                        break
             events.append(SeqEvent(request, seq, tuple(tokens), sampled.top_logprobs[: len(tokens)]))
         seq.computed = seq.planned = min(end, row.start + 1 + len(tokens))
         seq.drafted = min(drafted, seq.computed)
-        request.accepted_tokens += min(len(sampled.tokens) - 1, len(tokens))
+        request.draft_tokens += len(row.draft_tokens)
+        request.accepted_tokens += min(accepted, len(tokens))
         if tokens and not sampled.error:
             self.memory.commit(seq)
         if len(tokens) > len(sampled.tokens):

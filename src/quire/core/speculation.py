@@ -1,9 +1,11 @@
 """Speculative decoding: which draft tokens a step verifies, and how many.
 
-Drafts are guesses of the tokens that follow, which are verified together with the next token (see SeqSlice). They come
-from earlier tokens of the request (n-grams, "prompt lookup"), or from a draft model, whose tokens only the device has.
-A guess is worth its cost if it is likely to be right: each sequence has an estimate of that, and the seconds of a step
-come from the costs of preemptions. There is no clock: the same calls give the same drafts.
+Draft tokens are guesses of a sequence's next tokens, which one step verifies (see SeqSlice). They come from earlier
+tokens of the request (n-grams, "prompt lookup"), or from a draft model. Only the device has the tokens of the latter: a
+plan has the markers FIRST_DRAFT - i in their place.
+
+A draft token pays if it is likely enough to be accepted for the time that it takes. The probability is estimated for
+each sequence, and the time from SpeculationCosts. There is no clock: the same calls give the same draft tokens.
 """
 
 from __future__ import annotations
@@ -12,28 +14,27 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from quire.core.grammar_masks import cut_drafts
-from quire.core.preemption_costs import PreemptionCosts, SpeculationCosts
+from quire.core.preemption_costs import SpeculationCosts
 from quire.core.request import Request
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import FIRST_DRAFT, SeqSlice
 
 FIRST_ACCEPTANCE = 0.7
-"""The estimated probability that a draft token is right, before any was verified."""
-FIRST_WEIGHT = 4.0  # tokens that the first estimate counts as
-DECAY = 0.9  # weight of earlier verifications after another one
-RETURN_PER_TOKEN = 0.98  # how an estimate returns to the first one while a sequence has no drafts
-MIN_GAIN = 1.15  # how many times their estimated cost drafts must be worth: estimates are rough
-MAX_INDEXED_TOKENS = 1 << 15  # of a sequence, the latest ones
+"""The estimated probability that a draft token is accepted, before any was verified."""
+FIRST_WEIGHT = 4.0  # the first estimate counts as much as this many verified tokens
+DECAY = 0.9  # factor of the weight of earlier verifications at each verification
+RETURN_PER_TOKEN = 0.98  # factor of the distance to FIRST_ACCEPTANCE for each token without a verification
+MIN_GAIN = 1.15  # the least ratio of the value of draft tokens to their cost: both estimates are rough
+MAX_INDEXED_TOKENS = 1 << 15  # of a sequence: the latest ones
 MAX_LAG = 64
 """The tokens by which the draft model may lag behind while it is not used. Pages are published only as far as it has
 computed them, too; catching up more often costs more passes."""
-ROWS_PER_SKIP = 16
+ROWS_PER_SKIP = 16  # once draft tokens do not pay, none are chosen for one call for each 16 decoding sequences
 NO_DRAFTS: Mapping[int, tuple[int, ...]] = {}
-FREE_DRAFTS = SpeculationCosts(PreemptionCosts(0, 0, 0, 0, 0), PreemptionCosts(0, 0, 0, 0, 0))
 
 
 class NgramIndex:
-    """The latest places of the n-grams of one sequence, for n from `shortest` to `longest`.
+    """The latest positions of the n-grams of one sequence, for n from `shortest` to `longest`.
 
     A longer n-gram is added only when the shorter one at its end occurs again, so most tokens take one entry. A step
     costs O(new tokens), and at most 2 * MAX_INDEXED_TOKENS tokens are indexed.
@@ -60,7 +61,7 @@ class NgramIndex:
                 before = ends.get(key)
                 ends[key] = end
                 if before is None:
-                    break  # nor did any longer one occur
+                    break  # no longer one occurred either
                 self.match = before
                 if n < self.longest and before - n > self.begin:
                     ends.setdefault(hash(tuple(tokens[before - n - 1 : before])), before)
@@ -77,7 +78,7 @@ class NgramIndex:
 
 
 class Acceptance:
-    """The estimated probability that a draft token of a sequence is right if those before it are: a decayed mean."""
+    """The estimated probability that a draft token of a sequence is accepted if those before it are: a decayed mean."""
 
     __slots__ = ("hits", "length", "trials")
 
@@ -86,14 +87,14 @@ class Acceptance:
         self.length = 0  # of the sequence, at the last verification
 
     def record(self, drafted: int, accepted: int, length: int) -> None:
-        """Record that `accepted` of `drafted` tokens were right."""
+        """Record that `accepted` of `drafted` tokens were accepted. Those after the first rejected one do not count."""
         self.hits = self.hits * DECAY + accepted
         self.trials = self.trials * DECAY + min(accepted + 1, drafted)
         self.length = length
 
     def rate(self, length: int) -> float:
-        """Return the estimate for a sequence of now `length` tokens. It returns to the first estimate if no drafts are
-        verified, so that drafts are tried again."""
+        """Return the estimate for a sequence that has `length` tokens now. Without verifications it approaches
+        FIRST_ACCEPTANCE, so that draft tokens are tried again."""
         rate = self.hits / self.trials
         if self.length:
             rate += (FIRST_ACCEPTANCE - rate) * (1 - RETURN_PER_TOKEN ** max(length - self.length, 0))
@@ -101,7 +102,7 @@ class Acceptance:
 
 
 class SeqDrafts:
-    """What is known of the drafts of one sequence."""
+    """The n-grams of one sequence, and how many of its draft tokens are accepted, by their source."""
 
     __slots__ = ("by_model", "by_ngram", "index")
 
@@ -111,8 +112,8 @@ class SeqDrafts:
 
 
 class Candidate(NamedTuple):
-    """A sequence that may have `most` draft tokens: `tokens` if known, else those of the draft model. Each is right
-    with the probability `rate`, if those before it are, and takes `seconds`."""
+    """A sequence that may have up to `most` draft tokens: `tokens` of an n-gram, or if () those of the draft model. A
+    token is accepted with the probability `rate`, if those before it are, and takes `seconds`."""
 
     seq: Sequence
     most: int
@@ -124,8 +125,9 @@ class Candidate(NamedTuple):
 class Speculator:
     """Chooses the draft tokens of each step, at most `max_tokens` of a sequence.
 
-    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens. Without `costs` a
-    sequence always has as many draft tokens as it can have."""
+    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens. Without `costs`
+    draft tokens always pay. `deferred_masks`: the runner accepts grammar masks after a step has started, once the draft
+    model's tokens are known."""
 
     def __init__(
         self,
@@ -135,28 +137,30 @@ class Speculator:
         lookup: tuple[int, int] = (2, 5),
         costs: SpeculationCosts | None,
         eos_ids: Iterable[int] = (),
+        deferred_masks: bool = False,
     ) -> None:
+        self.deferred_masks = deferred_masks
         self.uses_ngrams, self.has_model = method != "draft", method != "ngram"
         self.max_tokens, self.lookup, self.costs, self.eos_ids = max_tokens, lookup, costs, frozenset(eos_ids)
         self.markers = [tuple(FIRST_DRAFT - i for i in range(count)) for count in range(max_tokens + 1)]
         self.seqs: dict[int, SeqDrafts] = {}  # by id
-        # After drafts did not pay, `choose` is not tried again so many times, unless half of the requests have gone.
+        # After draft tokens did not pay for `skipped_requests` requests, the next `num_skips` calls of `choose` return
+        # none, unless half of the requests have ended.
         self.num_skips = self.skipped_requests = 0
 
     def drafts_for(self, request: Request) -> bool:
-        """Return True if the draft model is to compute the tokens of a new request, too. It has no images, and does not
-        know grammars."""
+        """Return True if the draft model is to compute the tokens of a new request, too. It has no images."""
         params = request.params
         return (
             self.has_model and params.speculate and request.method is None and params.pooling is None
-            and params.grammar is None and not request.images and request.prefix_name is None
+            and (self.deferred_masks or params.grammar is None) and not request.images and request.prefix_name is None
         )  # fmt: skip
 
     def choose(self, running: Collection[Request], max_len: int) -> Mapping[int, tuple[int, ...]]:
-        """Return the draft tokens of the next step by sequence id, those of the draft model as markers.
+        """Return the draft tokens of the next step by sequence id. A sequence has at most `max_len` tokens.
 
-        While steps are in flight their samples are not known, and the answer is an estimate. A sequence has at most
-        `max_len` tokens. While drafts don't pay, a call costs no more on average than for ROWS_PER_SKIP sequences."""
+        While steps are in flight their samples are not known, and the answer only says whether to wait for them. While
+        draft tokens don't pay, a call takes on average the time of ROWS_PER_SKIP sequences."""
         if self.num_skips and len(running) >= self.skipped_requests // 2:
             self.num_skips -= 1
             return NO_DRAFTS
@@ -181,70 +185,76 @@ class Speculator:
 
     @staticmethod
     def _is_eligible(request: Request, seq: Sequence) -> bool:
-        """Return True if what follows the sequence's next token depends on nothing but that token."""
+        """Return True if no fork, method or sibling decides what follows the sequence's next token."""
         return (
             request.method is None and not seq.num_forks and seq.prefix_source is None
             and request.params.pooling is None and request.prefix_name is None
         )  # fmt: skip
 
     def _find_drafts(self, seq: Sequence, most: int) -> list[Candidate]:
-        """Return the drafts of a sequence, if there are any: by an n-gram, unless those were right less than half as
-        often as the draft model's."""
+        """Return the candidate for a sequence, or []: by an n-gram, unless these are accepted less than half as often
+        as the draft model's tokens."""
         drafts = self.seqs.get(seq.id)
         if drafts is None:
             drafts = self.seqs[seq.id] = SeqDrafts(*self.lookup)
-        length, costs = len(seq.tokens), self.costs or FREE_DRAFTS
-        seconds = costs.model.compute_token + length * costs.model.compute_pair
+        length = len(seq.tokens)
         if self.uses_ngrams:
             tokens = drafts.index.propose(seq.tokens, most + seq.pending_samples)[seq.pending_samples :]
             if seq.matcher is not None and not seq.pending_samples:
                 tokens = cut_drafts(seq.matcher, tokens, self.eos_ids)
             rate = drafts.by_ngram.rate(length)
             if tokens and not (seq.drafts and rate < drafts.by_model.rate(length) / 2):
-                return [Candidate(seq, len(tokens), tokens, rate, seconds)]
+                return [Candidate(seq, len(tokens), tokens, rate, self._token_seconds(length, False))]
         if seq.drafts:
-            seconds += costs.draft.compute_token + length * costs.draft.compute_pair
-            return [Candidate(seq, most, (), drafts.by_model.rate(length), seconds)]
+            return [Candidate(seq, most, (), drafts.by_model.rate(length), self._token_seconds(length, True))]
         return []
+
+    def _token_seconds(self, length: int, by_model: bool) -> float:
+        """Return the seconds of one draft token of a sequence of `length` tokens: to verify it, and if `by_model` to
+        propose it, without the fixed time of a pass."""
+        if self.costs is None:
+            return 0.0
+        models = (self.costs.model, self.costs.draft) if by_model else (self.costs.model,)
+        return sum(costs.compute_token + length * costs.compute_pair for costs in models)
 
     def _most_valuable(
         self, candidates: list[Candidate], rows: int, pairs: int, costs: SpeculationCosts
     ) -> Mapping[int, tuple[int, ...]]:
-        """Return the drafts that raise the tokens per second of a step of `rows` tokens, which attend to `pairs`
+        """Return the draft tokens that raise the tokens per second of a step of `rows` tokens, which attend to `pairs`
         positions.
 
-        The i-th draft token of a sequence is accepted with probability rate ** i. It pays if the time that it takes
-        yields more tokens than as much time of a plain step; a pass of the draft model pays for all its sequences."""
+        The i-th draft token of a sequence is accepted with probability rate ** i. It pays if that is more than the
+        tokens of a step without draft tokens in the same time. The i-th pass of the draft model pays if the i-th tokens
+        of all its sequences together do."""
         tokens_per_second = rows / costs.model.recompute_seconds(rows, pairs)
         counts: dict[int, int] = {}
         gain, cost, pass_seconds = 0.0, costs.idle_seconds + rows * costs.idle_row, costs.draft.compute_fixed
         active = candidates
         for i in range(1, self.max_tokens + 1):
             active = [one for one in active if one.most >= i and one.rate**i >= one.seconds * tokens_per_second]
-            drafted = [one for one in active if not one.tokens]
-            worth = sum(one.rate**i - one.seconds * tokens_per_second for one in drafted)
-            if drafted and worth < pass_seconds * tokens_per_second:
-                active, drafted = [one for one in active if one.tokens], []
+            by_model = [one for one in active if not one.tokens]
+            worth = sum(one.rate**i - one.seconds * tokens_per_second for one in by_model)
+            if by_model and worth < pass_seconds * tokens_per_second:
+                active, by_model = [one for one in active if one.tokens], []
             if not active:
                 break
             gain += sum(one.rate**i for one in active)
-            cost += sum(one.seconds for one in active) + (pass_seconds if drafted else 0.0)
+            cost += sum(one.seconds for one in active) + (pass_seconds if by_model else 0.0)
             counts.update((one.seq.id, i) for one in active)
         if gain < MIN_GAIN * cost * tokens_per_second:
             return NO_DRAFTS
         by_id = {one.seq.id: one.tokens for one in candidates}
         return {id: by_id[id][:count] or self.markers[count] for id, count in counts.items()}
 
-    def record(self, request: Request, seq: Sequence, row: SeqSlice, accepted: int) -> None:
-        """Record that `accepted` draft tokens of a slice were right."""
-        request.draft_tokens += len(row.draft_tokens)
+    def record(self, seq: Sequence, row: SeqSlice, accepted: int) -> None:
+        """Record that `accepted` draft tokens of a slice were accepted."""
         drafts = self.seqs.get(seq.id)
         if drafts is not None:
             acceptance = drafts.by_model if count_markers(row) else drafts.by_ngram
             acceptance.record(len(row.draft_tokens), accepted, row.start + 1)
 
     def forget(self, seq: Sequence) -> None:
-        """Drop what is known of a sequence that leaves the memory."""
+        """Drop the n-grams and the estimates of a sequence that has ended."""
         self.seqs.pop(seq.id, None)
 
 
@@ -254,17 +264,24 @@ def count_markers(row: SeqSlice) -> int:
 
 
 def step_tokens(row: SeqSlice, seq: Sequence) -> int:
-    """Return how many tokens the model computes for a slice; or the draft model, if these are more."""
+    """Return how many tokens of the step's budget a slice takes: those that the model computes, or those that the draft
+    model computes for it, if these are more."""
     tokens = len(row.tokens) + len(row.draft_tokens)
     return max(tokens, row.start + 1 - seq.drafted) if count_markers(row) else tokens
+
+
+def draft_end(row: SeqSlice) -> int:
+    """Return the number of tokens that the draft model has computed after a draft slice: all but its last proposal."""
+    return row.start + len(row.tokens) + max(row.num_samples - 1, 0)
 
 
 def plan_draft_slices(
     slices: Iterable[SeqSlice], by_slot: Mapping[int, tuple[Request, Sequence]], budget: int
 ) -> tuple[SeqSlice, ...]:
     """Return what the draft model computes in a step, at most `budget` tokens: those that it lacks of sequences which
-    it then continues, and those of prompts. Other sequences are left behind, and catch up together once one of them
-    lags by MAX_LAG tokens."""
+    it then continues, and those of prompts of which it has computed all before. Other sequences are left behind, and
+    catch up together, in chunks, once one of them lags by MAX_LAG tokens. So a draft model that has all tokens before a
+    prompt's first slice keeps up with the prompt."""
     continued, prompts, lagging = list[SeqSlice](), list[SeqSlice](), list[SeqSlice]()
     for row in slices:
         seq = by_slot[row.slot][1]
@@ -273,14 +290,15 @@ def plan_draft_slices(
                 seq.draft_planned = seq.drafted
             count, start = count_markers(row), seq.draft_planned
             draft = SeqSlice(row.slot, tuple(seq.tokens[start : row.start + len(row.tokens)]), start, count)
-            is_prompt = len(row.tokens) > 1 or not row.num_samples
+            is_prompt = start == row.start and (len(row.tokens) > 1 or not row.num_samples)
             (continued if count else prompts if is_prompt else lagging).append(draft)
-    if all(len(draft.tokens) <= MAX_LAG for draft in lagging):
+    max_lag = min(MAX_LAG, budget // 2)  # so that a step has room to catch up and draft
+    if all(len(draft.tokens) <= max_lag for draft in lagging):
         lagging = []
     draft_slices = list[SeqSlice]()
     for draft in (*continued, *prompts, *lagging):
         if tokens := draft.tokens[:budget]:
             draft_slices.append(draft._replace(tokens=tokens))
             budget -= len(tokens)
-            by_slot[draft.slot][1].draft_planned = draft.start + len(tokens) + max(draft.num_samples - 1, 0)
+            by_slot[draft.slot][1].draft_planned = draft_end(draft_slices[-1])
     return tuple(draft_slices)

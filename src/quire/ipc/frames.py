@@ -15,7 +15,7 @@ from dataclasses import fields
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
-from quire.core.outputs import NO_DRAFTS, BranchOutput, DraftCounts, EngineStats
+from quire.core.outputs import NO_DRAFT_COUNTS, BranchOutput, DraftCounts, EngineStats
 from quire.errors import (
     EngineDead,
     InputError,
@@ -475,7 +475,7 @@ def read_step_outputs(body: memoryview) -> StepOutputs:
         tokens = reader.read_runs(count, "tokens")
         logprobs = reader.read_floats(count, "logprobs")
         cached = reader.read_ints(count, "cached tokens")
-        drafts: Iterable[DraftCounts] = repeat(NO_DRAFTS)
+        drafts: Iterable[DraftCounts] = repeat(NO_DRAFT_COUNTS)
         if num_drafts:
             drafts = map(DraftCounts, reader.read_ints(count, "drafts"), reader.read_ints(count, "drafts"))
         columns: Any = zip(

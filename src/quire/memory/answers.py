@@ -12,10 +12,12 @@ class Admission(NamedTuple):
     """The result of an admission: the first `reused_tokens` tokens of the sequence need not be computed.
 
     They are in memory, or the sequence `depends_on` computes the missing ones in the same step; its slices must come
-    first."""
+    first. So are the first `drafted_tokens` of them in the layers of a draft model, as far as that of `depends_on` has
+    computed them when the sequence continues."""
 
     reused_tokens: int
     depends_on: Sequence | None = None
+    drafted_tokens: int = 0
 
 
 class Deferred(Enum):

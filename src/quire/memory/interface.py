@@ -34,7 +34,7 @@ class KVMemory(Protocol):
 
     def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admission] | Deferred | None:
         """Admit all live sequences of a request, and reuse cached prefixes and what the sequences have in common. All
-        of them draft, or none does; if they do, what is reused is computed in the draft model's layers too.
+        of them draft, or none does; a draft model may have computed less of what is reused.
 
         Make room for up to `budget` more tokens of one sequence, or for all tokens of several. At least one token of
         each is left to compute. None: there is no room, and the caller may wait until something is released; a memory
@@ -59,9 +59,9 @@ class KVMemory(Protocol):
         ...
 
     def commit(self, seq: Sequence) -> None:
-        """Record that tokens[:seq.computed] are valid, and seq.drafted of them in a draft model's layers: publish full
-        pages, and drop pages that no layer needs. Tokens that were planned and rejected are taken back before: then
-        seq.planned is less than a length that `grow` was given, and the pages stay for the next tokens."""
+        """Record that tokens[:seq.computed] are valid, and seq.drafted of them in a draft model's layers: publish the
+        full pages of each, and drop pages that no layer needs. Tokens that were planned and rejected are taken back
+        before: then seq.planned is less than a length that `grow` was given, and the pages stay for the next tokens."""
         ...
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:

@@ -36,7 +36,7 @@ from quire.memory.prefix_waiters import PrefixWaiters
 from quire.memory.seq_pages import SeqPages, Tables
 from quire.memory.swap import Swap
 from quire.protocol.images import ImageItem
-from quire.protocol.kv_cache_config import KVCacheConfig
+from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageOps
@@ -48,7 +48,8 @@ class AdmissionPlan(NamedTuple):
     It has the first `shared_tokens` of these in common with an earlier sequence of its request, at index
     `sibling_index`, and names the same pages. `hit_tables` has the pages of the other hit tokens, one table for each
     group. `ready_tokens` of the hit tokens are computed already. `full_hit_tokens` is as in PrefixHit. A sequence that
-    `waits_for_sibling` has no pages yet, see PrefixWaiters."""
+    `waits_for_sibling` has no pages yet, see PrefixWaiters. The draft model goes on after `drafted_tokens` of the hit
+    tokens: it computes the other ones later, into pages that are not shared."""
 
     hit_tokens: int
     hit_tables: Tables
@@ -57,7 +58,16 @@ class AdmissionPlan(NamedTuple):
     ready_tokens: int
     target_len: int
     full_hit_tokens: int
-    waits_for_sibling: bool = False
+    drafted_tokens: int
+    waits_for_sibling: bool
+
+    def hit_of(self, group: KVCacheGroup) -> int:
+        """Return the number of tokens that the layers of a group do not compute."""
+        return self.drafted_tokens if group.is_draft else self.hit_tokens
+
+    def shared_of(self, group: KVCacheGroup) -> int:
+        """Return how many of them are in pages that the sibling names too."""
+        return min(self.shared_tokens, self.hit_of(group))
 
 
 class PagedMemory(PageTables):
@@ -213,7 +223,11 @@ class PagedMemory(PageTables):
         self._incref_shared(plans, admitted)
         self.encoder_cache.decref_pages(image_pages)
         return [
-            Admission(plan.hit_tokens, seqs[plan.sibling_index] if plan.ready_tokens < plan.hit_tokens else None)
+            Admission(
+                plan.hit_tokens,
+                seqs[plan.sibling_index] if plan.ready_tokens < plan.hit_tokens else None,
+                plan.drafted_tokens,
+            )
             for plan in plans
         ]
 
@@ -233,7 +247,8 @@ class PagedMemory(PageTables):
             if use_cache and ready == shared:  # cached pages are not used after pages that are still to be computed
                 hit = self.prefix_cache.find_cached(seq, shared)
             pinned = self.prefix_cache.find_registered(seq)
-            if pinned.tokens >= max(hit.tokens, 1):
+            # Siblings would have draft pages of their own after a registered prefix, and `fits` counts them once.
+            if pinned.tokens >= max(hit.tokens, 1) and not (seq.drafts and len(seqs) > 1):
                 shared, ready, hit = 0, 0, pinned
             room = budget if len(seqs) == 1 else len(seq.tokens)
             if self.drops_pages:
@@ -246,10 +261,16 @@ class PagedMemory(PageTables):
                     room = 0  # until the common prefix is computed
             tokens, tables, full_hit = hit
             ready = tokens if ready == shared else ready
+            waits, drafted = self.drops_pages and shared > 0, 0
+            if seq.drafts:
+                drafted = shared
+                if shared and not waits and plans[sibling].drafted_tokens < plans[sibling].hit_tokens:
+                    drafted = min(shared, plans[sibling].drafted_tokens)  # its draft model lags behind
+                elif use_cache:
+                    drafted, draft_tables, _ = self.prefix_cache.find_cached(seq, shared, tokens, is_draft=True)
+                    tables = list(map(add, tables, draft_tables))
             end = min(len(seq.tokens), tokens + room)
-            plans.append(
-                AdmissionPlan(tokens, tables, sibling, shared, ready, end, full_hit, self.drops_pages and shared > 0)
-            )
+            plans.append(AdmissionPlan(tokens, tables, sibling, shared, ready, end, full_hit, drafted, waits))
         return plans
 
     def _find_shared_prefix(self, seq: Sequence, index: int, owners: dict[bytes, int]) -> tuple[int, int]:
@@ -295,11 +316,12 @@ class PagedMemory(PageTables):
                 if policy.group.is_draft and not seq.drafts:
                     needs.append(taken[g])
                     continue
-                required = policy.required(seq, plan.hit_tokens)
+                start = plan.hit_of(policy.group)
+                required = policy.required(seq, start)
                 # A waiter's window is not shared.
                 held = 0 if plan.waits_for_sibling and policy not in self.retaining_policies else len(required)
-                new_pages = policy.reads(seq, plan.hit_tokens, plan.target_len).stop - required.stop
-                writes = policy.writes(seq, plan.hit_tokens, plan.target_len)
+                new_pages = policy.reads(seq, start, plan.target_len).stop - required.stop
+                writes = policy.writes(seq, start, plan.target_len)
                 copied = max(required.stop - writes.start, 0) if writes else 0
                 whole = max(new_pages, peak_pages(policy, len(seq.tokens), max_pages) - held)
                 needs.append(taken[g] + whole + copied + seq.num_forks)
@@ -333,12 +355,13 @@ class PagedMemory(PageTables):
         tables = plan.hit_tables
         if plan.shared_tokens and not plan.waits_for_sibling:
             sibling_tables = admitted[plan.sibling_index].tables
-            stops = [policy.required(seq, plan.shared_tokens).stop for policy in self.policies]
+            stops = [policy.required(seq, plan.shared_of(policy.group)).stop for policy in self.policies]
             tables = [pages[:stop] + more for pages, stop, more in zip(sibling_tables, stops, tables)]
         if seq.images and not plan.waits_for_sibling:
             tables = self.encoder_cache.drop_image_tables(seq, tables, plan.hit_tokens)
         seq_pages = self.attach(seq, tables, plan.target_len, admitted[0].owner if admitted else seq.id)
-        seq_pages.published_tokens = plan.ready_tokens // self.prefix_cache.key_tokens * self.prefix_cache.key_tokens
+        seq_pages.published_tokens = plan.ready_tokens // self.key_tokens * self.key_tokens
+        seq_pages.published_drafts = min(plan.drafted_tokens, seq_pages.published_tokens)
         seq_pages.capacity = self.capacity_of(seq, seq_pages)
         seq_pages.needs_cow_check = plan.hit_tokens % self.prefix_cache.prefix_granularity > 0
         seq_pages.prefix_ends = (plan.hit_tokens, plan.full_hit_tokens)
@@ -351,13 +374,13 @@ class PagedMemory(PageTables):
 
     def _incref_shared(self, plans: list[AdmissionPlan], seq_pages_list: list[SeqPages]) -> None:
         """Count the references to pages that siblings share, in one call for each page."""
-        lengths_by_sibling: dict[int, list[int]] = {}
+        sharing_by_sibling: dict[int, list[AdmissionPlan]] = {}
         for plan in plans:
             if plan.shared_tokens and not plan.waits_for_sibling:
-                lengths_by_sibling.setdefault(plan.sibling_index, []).append(plan.shared_tokens)
-        for sibling, lengths in lengths_by_sibling.items():
+                sharing_by_sibling.setdefault(plan.sibling_index, []).append(plan)
+        for sibling, sharing in sharing_by_sibling.items():
             for g, policy in enumerate(self.policies):
-                first, stops = 0, sorted(policy.required(None, length).stop for length in lengths)
+                first, stops = 0, sorted(policy.required(None, plan.shared_of(policy.group)).stop for plan in sharing)
                 for i, stop in enumerate(stops):
                     for page in seq_pages_list[sibling].tables[g][first:stop]:
                         self.page_pool.incref(g, page, len(stops) - i)
@@ -370,11 +393,16 @@ class PagedMemory(PageTables):
         if seq_pages.requested_tokens > seq.planned:  # draft tokens were rejected
             seq_pages.requested_tokens = seq.planned
         if computed - seq_pages.published_tokens >= unit:
-            end = (min(computed, seq.drafted) if seq.drafts else computed) // unit * unit
+            end = computed // unit * unit
             if self.caching and not seq_pages.is_stale:
-                self.prefix_cache.publish(seq, seq_pages.published_tokens, end, seq_pages.tables, seq_pages.first_page)
-                self._resolve_pending(seq, seq_pages, computed // unit)  # none waits until a draft model catches up
+                self.prefix_cache.publish(seq, seq_pages, seq_pages.published_tokens, end, is_draft=False)
+                self._resolve_pending(seq, seq_pages, end // unit)  # none waits until a draft model catches up
             seq_pages.published_tokens = end
+        if seq.drafted - seq_pages.published_drafts >= unit:
+            end = seq.drafted // unit * unit
+            if self.caching and not seq_pages.is_stale:
+                self.prefix_cache.publish(seq, seq_pages, seq_pages.published_drafts, end, is_draft=True)
+            seq_pages.published_drafts = end
         if seq.id in self.prefix_waiters.waiters:
             self.prefix_waiters.serve_waiters(seq, computed)
         if computed >= seq_pages.drops_at:  # not only when a page is full: a window passes a page at any token

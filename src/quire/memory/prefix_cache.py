@@ -21,7 +21,7 @@ from quire.memory.jenga.compaction import compact
 from quire.memory.page_pool import SCRATCH
 from quire.memory.page_tables import PageTables
 from quire.memory.policies import FAR, LayerPolicy
-from quire.memory.seq_pages import Tables
+from quire.memory.seq_pages import SeqPages, Tables
 from quire.protocol.sequence import Sequence, common_prefix_len
 from quire.protocol.step_plan import PageCopy
 
@@ -29,7 +29,8 @@ MAX_PREFIXES = 1024
 
 
 class PrefixHit(NamedTuple):
-    """The first `tokens` tokens of a sequence, and the pages that hold them, one table for each group (0: not needed).
+    """The first `tokens` tokens of a sequence, and the pages that hold them, one table for each group (0: not needed),
+    which are empty for the groups of another model.
 
     `full_hit_tokens` is the hit of the groups that drop no pages alone."""
 
@@ -115,13 +116,16 @@ class PrefixCache:
         ends = [-(-(i + 1) * tokens // (pages * self.key_tokens)) for i in range(first, last)]
         return [keys[end - 1] + (i % pages).to_bytes(2) for i, end in zip(range(first, last), ends)]
 
-    def publish(self, seq: Sequence, start: int, end: int, tables: Tables, first: Seq[int]) -> None:
-        """Make the full pages of the computed tokens[start : end] findable; both are multiples of `key_tokens`."""
+    def publish(self, seq: Sequence, seq_pages: SeqPages, start: int, end: int, is_draft: bool) -> None:
+        """Make the full pages of the computed tokens[start : end] findable; both are multiples of `key_tokens`. The
+        pages are those of the model, or of its draft model."""
         self.extend_keys(seq, end)
         for g, policy in self.keyed_groups:
-            table = tables[g]
+            if policy.group.is_draft != is_draft:
+                continue
+            table = seq_pages.tables[g]
             i, stop = policy.group.num_full_pages(start), policy.group.num_full_pages(end)
-            i, stop = max(i, first[g]), min(stop, len(table))
+            i, stop = max(i, seq_pages.first_page[g]), min(stop, len(table))
             for key in self.page_keys(g, seq.page_keys, i, stop):
                 if policy.keeps(seq, i):
                     self.page_pool.publish(g, table[i], key)
@@ -129,38 +133,39 @@ class PrefixCache:
 
     # Cached pages
 
-    def find_cached(self, seq: Sequence, known: int = 0) -> PrefixHit:
-        """Return the longest prefix whose pages every group can find (Jenga §5.3); one token is left to compute.
+    def find_cached(self, seq: Sequence, known: int = 0, longest: int = FAR, is_draft: bool = False) -> PrefixHit:
+        """Return the longest prefix, of at most `longest` tokens, whose pages every group of the model, or of its draft
+        model, can find (Jenga §5.3); one token is left to compute.
 
         All pages of the first `known` tokens, a multiple of `prefix_granularity`, are known: they are neither looked up
         nor returned. Each page is looked up once. Groups that need all pages are searched from the left, up to the
         first missing page. Others are searched from the right, where the last missing page bounds the length of the
         prefix."""
-        limit = max(
-            min(seq.max_prefix_hit, len(seq.tokens) - 1) // self.prefix_granularity * self.prefix_granularity, known
-        )
+        limit = min(seq.max_prefix_hit, len(seq.tokens) - 1, longest)
+        limit = max(limit // self.prefix_granularity * self.prefix_granularity, known)
         self.extend_keys(seq, limit)
         ends = [policy.group.num_full_pages(limit) for policy in self.policies]
         keys = [self.page_keys(g, seq.page_keys, 0, end) if self.policies[g].unit else () for g, end in enumerate(ends)]
         first_found = list(ends)  # of each group: its pages from here to `hit` are present
         hit, is_final = limit, False
-        for g, policy in enumerate(self.policies):
+        searched = [(g, policy) for g, policy in enumerate(self.policies) if policy.group.is_draft == is_draft]
+        for g, policy in searched:
             if policy in self.page_tables.retaining_policies:
                 hit, first_found[g] = self._shorten_hit(g, seq, keys[g], range(known, hit), first_found[g])
         full_hit = hit
         while not is_final and hit > known:
             is_final = True
-            for g, group_keys in enumerate(keys):
-                shorter, first_found[g] = self._shorten_hit(g, seq, group_keys, range(known, hit), first_found[g])
+            for g, _ in searched:
+                shorter, first_found[g] = self._shorten_hit(g, seq, keys[g], range(known, hit), first_found[g])
                 if shorter < hit:
                     hit, is_final = shorter, False
         hit = self.usable_tokens(seq, hit)
-        tables = []
-        for g, policy in enumerate(self.policies):
+        tables = self.no_hit().tables
+        for g, policy in searched:
             need, begin = policy.required(seq, hit), 0 if policy.media else policy.group.num_full_pages(known)
             group_keys = keys[g][max(need.start, begin) : need.stop]
             pages = [page for page in map(self.page_pool.index[g].get, group_keys) if page is not None]
-            tables.append([SCRATCH] * (need.start - begin) + pages)
+            tables[g] = [SCRATCH] * (need.start - begin) + pages
         return PrefixHit(hit, tables, full_hit)
 
     def _shorten_hit(
@@ -320,9 +325,9 @@ class PrefixCache:
 
     def find_registered(self, seq: Sequence) -> PrefixHit:
         """Return the longest start of a registered prefix with which the sequence begins: the whole prefix, or a
-        multiple of `prefix_granularity` tokens. It ends before the first image, and leaves a token to compute. None for
-        a sequence that drafts: registered prefixes have no pages in the draft model's layers."""
-        if not self.registered_prefixes or seq.drafts:
+        multiple of `prefix_granularity` tokens. It ends before the first image, and leaves a token to compute. The
+        draft model has no pages of it."""
+        if not self.registered_prefixes:
             return self.no_hit()
         limit = min(seq.max_prefix_hit, len(seq.tokens) - 1, *(image.start for image in seq.images[:1]))
         name = self.registered_index.find(self._registered_keys(seq, limit), seq.tokens, limit)

@@ -36,7 +36,7 @@ class PrefixWaiters:
         """Let a waiter share the pages that it needs to continue after the common tokens, or, in a draft model's
         layers, after its drafted ones. It waits no more."""
         leader, tokens = self.leaders[seq.id]
-        drafted = min(tokens, seq.drafted) if seq.drafts else tokens
+        drafted = min(tokens, seq.drafted)
         self._remove(seq)
         page_tables, seq_pages = self.page_tables, self.page_tables.seq_pages[seq.id]
         for g, (policy, table) in enumerate(zip(page_tables.policies, page_tables.seq_pages[leader.id].tables)):
@@ -51,8 +51,9 @@ class PrefixWaiters:
             if seq_pages.tables[g]:
                 page_tables.page_ops.append(TableWrite(seq_pages.slot, g, 0, tuple(seq_pages.tables[g])))
         seq_pages.requested_tokens = tokens
-        seq_pages.published_tokens = tokens if drafted == tokens else 0
-        seq_pages.needs_cow_check = drafted < tokens
+        seq_pages.published_tokens = tokens
+        seq_pages.published_drafts = tokens if drafted == tokens else 0
+        seq_pages.needs_cow_check = seq.drafts and drafted < tokens
         seq_pages.capacity = page_tables.capacity_of(seq, seq_pages)
 
     def remove(self, seq: Sequence) -> None:

@@ -39,8 +39,8 @@ class SeqPages:
 
     __slots__ = (
         "capacity", "drops_at", "first_page", "images", "is_stale", "needs_cow_check", "owner", "pending_encodings",
-        "pending_key_range", "prefix_ends", "pruned_tokens", "published_tokens", "recent_drops", "requested_tokens",
-        "slot", "tables",
+        "pending_key_range", "prefix_ends", "pruned_tokens", "published_drafts", "published_tokens", "recent_drops",
+        "requested_tokens", "slot", "tables",
     )  # fmt: skip
 
     def __init__(self, slot: int, tables: Tables, owner: int, images: tuple[ImageItem, ...] = ()) -> None:
@@ -51,6 +51,7 @@ class SeqPages:
         self.capacity = 0  # tokens for which all tables have pages
         self.requested_tokens = 0  # tokens that are or will be written: the largest length passed to `grow`
         self.published_tokens = 0  # tokens whose pages were published
+        self.published_drafts = 0  # the same of a draft model's pages
         self.drops_at = 0  # number of computed tokens at which another page can be dropped
         self.pruned_tokens = [0] * len(tables)  # of each group: prompt tokens that were removed from its pages
         self.pending_key_range = (0, 0)  # keys of its prompt that other sequences may wait for
@@ -63,6 +64,7 @@ class SeqPages:
 
     def copy_progress(self, other: SeqPages) -> None:
         """Copy the progress of `other`: a fork's parent, or this sequence before it was swapped out."""
-        self.published_tokens, self.drops_at = other.published_tokens, other.drops_at
+        self.published_tokens, self.published_drafts = other.published_tokens, other.published_drafts
+        self.drops_at = other.drops_at
         self.pruned_tokens, self.prefix_ends = list(other.pruned_tokens), other.prefix_ends
         self.is_stale = other.is_stale

@@ -143,7 +143,8 @@ class Swap:
                 continue
             for g, policy in enumerate(self.page_tables.policies):
                 table, first = seq_pages.tables[g], seq_pages.first_page[g]
-                last = min(policy.group.num_full_pages(seq_pages.published_tokens), len(table))
+                published = seq_pages.published_drafts if policy.group.is_draft else seq_pages.published_tokens
+                last = min(policy.group.num_full_pages(published), len(table))
                 if policy.unit:
                     names = self.prefix_cache.page_keys(g, seq.page_keys, first, last)
                     keys |= {(g, page): key for page, key in zip(table[first:last], names)}

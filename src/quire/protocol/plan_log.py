@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -94,6 +94,11 @@ class LoggingDeferredMaskRunner(LoggingRunner):
         """Submit the plan, and keep it to log it with its masks."""
         self.held_plan = plan
         return self.runner.submit_without_masks(plan)
+
+    def proposed_tokens(self, ticket: Any) -> Mapping[int, Sequence[int]]:
+        """Return what the draft model proposes."""
+        proposals: Mapping[int, Sequence[int]] = self.runner.proposed_tokens(ticket)
+        return proposals
 
     def submit_masks(self, ticket: Any, masks: tuple[TokenBitmask, ...]) -> Any:
         """Log the plan with its masks, then submit the masks."""

@@ -209,6 +209,13 @@ class SeqSlices(Sequence[SeqSlice]):
 EMPTY_COLUMN = RaggedColumn(LENGTHS_ZERO, 0, 0, 0)
 
 
+def split_slices(row_counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each row, of slices that have `row_counts` [S] rows: the index of its slice, and its number in the
+    slice, from 0."""
+    of = np.repeat(np.arange(len(row_counts)), row_counts)
+    return of, np.arange(len(of)) - (row_counts.cumsum() - row_counts)[of]
+
+
 def _append_column(numbers: list[int], runs: Sequence[Sequence[int]]) -> RaggedColumn:
     """Append runs, not all of them empty, to `numbers`, after their lengths unless all have length 1."""
     first, last, (kind, values) = len(numbers), len(numbers) + len(runs), flatten_runs(runs)

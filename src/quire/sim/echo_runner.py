@@ -62,8 +62,9 @@ def _draw(state: int, seed: int, history: Seq[int] | None, vocab_size: int, mask
     """Return a token for (state, seed), and the history if the parameters need it, that `mask` allows."""
     past = b"" if history is None else array("q", history).tobytes()
     digest = state_digest(struct.pack("<qq", state, seed) + past)
-    if mask is None:
-        return digest % vocab_size
+    token = digest % vocab_size
+    if mask is None or mask[token // 8] >> token % 8 & 1:  # as with fixed noise, a mask changes no token that it allows
+        return token
     allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size])
     assert len(allowed), "a mask allows no token"
     return int(allowed[digest % len(allowed)])
@@ -285,6 +286,31 @@ class EchoRunner:
         self.queue.append(self.queue.pop()._replace(masks=masks))
         return ticket
 
+    def proposed_tokens(self, ticket: int) -> dict[int, tuple[int, ...]]:
+        """Return what the draft model proposes, by slot. Compute the only plan in flight as far as that takes; what is
+        left of it has the proposals as known draft tokens."""
+        assert ticket == self.submitted == self.collected + 1, "a step with draft tokens is not the only one in flight"
+        plan = self.queue.pop()
+        self._start(plan)
+        rows = {row.slot: row for row in plan.slices}
+        proposals = {
+            row.slot: self._compute_proposals(rows[row.slot]) for row in reversed(plan.draft_slices) if row.num_samples
+        }
+        slices = [row._replace(draft_tokens=proposals.get(row.slot, row.draft_tokens)) for row in plan.slices]
+        self.queue.append(plan._replace(new_slots=(), page_ops=(), slices=tuple(slices), draft_slices=()))
+        return proposals
+
+    def _start(self, plan: StepPlan) -> None:
+        """Apply a plan up to its draft slices."""
+        for init in plan.new_slots:
+            self.init_slot(init)
+        for op in plan.page_ops:
+            self.apply(op)
+        # In reverse order: no slice may depend on writes of another slice of the same step.
+        self.draft_states = {}
+        for row in reversed(plan.draft_slices):
+            self.compute_draft(row)
+
     def collect(self, ticket: int) -> StepResult:
         """Apply the oldest plan: new slots, page operations, slices."""
         self.collected += 1
@@ -293,17 +319,10 @@ class EchoRunner:
         if self.is_constant:
             one, none = self._constant_samples
             return StepResult(tuple(self._constant_sample(row, one, none) for row in plan.slices), 0.0)
-        for init in plan.new_slots:
-            self.init_slot(init)
-        for op in plan.page_ops:
-            self.apply(op)
-        # In reverse order: no slice may depend on writes of another slice of the same step.
+        self._start(plan)
         self.masks = {}
         for mask in plan.masks:
             self.masks.setdefault(mask.slot, []).append(mask.allowed)
-        self.draft_states = {}
-        for row in reversed(plan.draft_slices):
-            self.compute_draft(row)
         samples = tuple([self.compute_row(row) for row in reversed(plan.slices)][::-1])
         for op in plan.overlapped_page_ops:
             self.apply(op)
@@ -347,8 +366,8 @@ class EchoRunner:
             group.pages[op.page] = POISON
 
     def compute_draft(self, row: SeqSlice) -> None:
-        """Write the draft model's states of known tokens. What it proposes after them is known once the model samples
-        (`_verify`)."""
+        """Write the draft model's states of known tokens. What it proposes depends on the model's states
+        (`_compute_drafts`)."""
         for i, token in enumerate(row.tokens):
             assert token >= 0, f"the draft model gets the token {token} of slot {row.slot}, which is not known"
             self.draft_states[row.slot] = self._compute_state(row.slot, token, row.start + i, is_draft=True)
@@ -412,24 +431,42 @@ class EchoRunner:
         slot, masks = self.slots[row.slot], self.masks.get(row.slot, [None] * (1 + len(row.draft_tokens)))
         assert row.num_samples == len(row.tokens) == 1, f"slot {row.slot} has draft tokens after a prompt"
         assert len(masks) == 1 + len(row.draft_tokens), f"slot {row.slot} has {len(masks)} masks"
+        drafts, states = self._compute_drafts(row, state, image_states)
         history = None if slot.history is None else list(slot.history)
-        seed, samples, states, accepted = branch_seed(slot.seed, 0), list[int](), list[int](), 0
-        for i in range(len(row.draft_tokens) + 1):
+        seed, samples, accepted = branch_seed(slot.seed, 0), list[int](), 0
+        for i, state in enumerate(states):
             samples.append(_draw(state, seed, history, self.vocab_size, masks[i]))
-            states.append(state)
-            if i == len(row.draft_tokens):
-                break
-            draft, position = row.draft_tokens[i], row.start + 1 + i
+            if i < len(drafts):
+                accepted += accepted == i and drafts[i] == samples[i]
+                if history is not None:
+                    history.append(drafts[i])
+        return tuple(samples[: accepted + 1]), states[: accepted + 1]
+
+    def _compute_drafts(
+        self, row: SeqSlice, state: int, image_states: Seq[bytes] = ()
+    ) -> tuple[tuple[int, ...], list[int]]:
+        """Compute the draft tokens of a slice whose token has `state`. Return them, and the states of all positions of
+        the slice. The draft model proposes what the model would sample without a mask, or another token."""
+        slot, drafts, states = self.slots[row.slot], list[int](), [state]
+        known, seed = None if slot.history is None else list(slot.history), branch_seed(slot.seed, 0)
+        for i, draft in enumerate(row.draft_tokens):
+            position = row.start + 1 + i
             if draft < 0:
                 assert draft == FIRST_DRAFT - i, f"slot {row.slot} has {draft} as its draft token {i}"
-                draft = samples[i] if _is_right(self.draft_states[row.slot]) else (samples[i] + 1) % self.vocab_size
+                is_right = _is_right(self.draft_states[row.slot])
+                draft = (_draw(states[i], seed, known, self.vocab_size) + (not is_right)) % self.vocab_size
                 if i + 1 < len(row.draft_tokens):
                     self.draft_states[row.slot] = self._compute_state(row.slot, draft, position, is_draft=True)
-            accepted += accepted == i and draft == samples[i]
-            if history is not None:
-                history.append(draft)
-            state = self._compute_state(row.slot, draft, position, image_states[1 + i : 2 + i])
-        return tuple(samples[: accepted + 1]), states[: accepted + 1]
+            drafts.append(draft)
+            if known is not None:
+                known.append(draft)
+            states.append(self._compute_state(row.slot, draft, position, image_states[1 + i : 2 + i]))
+        return tuple(drafts), states
+
+    def _compute_proposals(self, row: SeqSlice) -> tuple[int, ...]:
+        """Return the tokens that the draft model proposes for a slice."""
+        [token] = row.tokens
+        return self._compute_drafts(row, self._compute_state(row.slot, token, row.start))[0]
 
     def close(self) -> None:
         """Drop the queued plans."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quire.core.speculation import draft_end
 from quire.protocol.images import ImageItem
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.model_spec import LayerSpec, ModelSpec
@@ -161,8 +162,9 @@ class PlanReplayer:
                 f"{where}: {len(seq_slice.tokens)} tokens from position {seq_slice.start} on, "
                 f"{seq_slice.num_samples} samples"
             )
-        more = max(seq_slice.num_samples - 1, 0) if is_draft else len(seq_slice.draft_tokens)
-        end = seq_slice.start + len(seq_slice.tokens) + more
+        end = seq_slice.start + len(seq_slice.tokens) + len(seq_slice.draft_tokens)
+        if is_draft:
+            end = draft_end(seq_slice)
         for g, group in enumerate(self.kv_config.groups):
             if group.kind not in POSITIONAL_KINDS or group.is_draft != is_draft:
                 continue

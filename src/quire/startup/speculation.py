@@ -17,7 +17,7 @@ def check_speculation(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoin
     StartupError if the model's memory cannot go back by some tokens, or the draft model does not fit the model."""
     if config.speculation is None:
         return checkpoint
-    if reason := _irreversible_part(checkpoint):
+    if reason := _irreversible_reason(checkpoint):
         raise StartupError(
             f"speculative decoding is on, and {checkpoint.name} {reason}, which cannot go back by rejected tokens",
             "Leave --speculative-model and --speculative-method out",
@@ -25,7 +25,7 @@ def check_speculation(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoin
     draft = checkpoint.draft
     if draft is None:
         return checkpoint
-    if reason := _unsuitable_part(draft):
+    if reason := _unsuitable_reason(draft):
         raise StartupError(f"the draft model {draft.name} {reason}", "Use a text model that only attends to tokens")
     if draft.spec.vocab_size != checkpoint.spec.vocab_size:
         raise StartupError(
@@ -43,8 +43,8 @@ def check_speculation(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoin
     return _limit_length(config, checkpoint, draft)
 
 
-def _irreversible_part(checkpoint: Checkpoint) -> str:
-    """Return what the model keeps that depends on later tokens; "" if there is nothing."""
+def _irreversible_reason(checkpoint: Checkpoint) -> str:
+    """Return why the model's memory cannot go back by some tokens, as a predicate; "" if it can."""
     spec = checkpoint.spec
     if spec.state_layers:
         return "keeps running states"
@@ -53,13 +53,13 @@ def _irreversible_part(checkpoint: Checkpoint) -> str:
     return "attends both ways in prompts" if spec.vision is not None and spec.vision.bidirectional_prompt else ""
 
 
-def _unsuitable_part(draft: Checkpoint) -> str:
-    """Return why a model can't be a draft model; "" if it can."""
+def _unsuitable_reason(draft: Checkpoint) -> str:
+    """Return why a model can't be a draft model, as a predicate; "" if it can."""
     if draft.spec.vision is not None:
         return "takes images"
     if draft.path is not None and draft.gguf is None and read_json_config(draft.path, POOLING_CONFIG):
         return "makes embeddings"
-    return _irreversible_part(draft)
+    return _irreversible_reason(draft)
 
 
 def _check_tokens(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint) -> None:

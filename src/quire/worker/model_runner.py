@@ -45,7 +45,7 @@ from quire.protocol.step_plan import (
 )
 from quire.weights.mapped_files import trim_memory
 from quire.worker.cross_attention import CrossAttentionImages
-from quire.worker.drafter import Drafter
+from quire.worker.drafter import Drafter, HostDrafts
 from quire.worker.idle_timer import IdleTimer, StepEvents, StepStart
 from quire.worker.image_inputs import ImageInputs
 from quire.worker.inputs import FlatInputs, build_flat_batch
@@ -94,6 +94,7 @@ class Ticket(NamedTuple):
     pooled: Mapping[int, Tensor]  # by slot
     sample_later: DeferredSampling | None = None  # set until `submit_masks`
     verification: Verification | None = None  # if slices have draft tokens
+    host_drafts: HostDrafts | None = None  # of `submit_without_masks`, if there are draft slices
 
 
 class LaunchedRows(NamedTuple):
@@ -371,11 +372,13 @@ class ModelRunner:
             self.state_checker.apply_page_ops(plan.page_ops)
             self.state_checker.check_and_advance(plan.slices, self.store.host_tables)
             self.state_checker.apply_page_ops(plan.overlapped_page_ops)
+        host_drafts = None
         if plan.draft_slices:
             assert self.drafter is not None, "a plan has draft slices, and there is no draft model"
             start = start or (self.idle_timer.start_step() if plan.slices else None)
             self.drafter.propose(SeqSlices.from_slices(plan.draft_slices))
-        ticket = self._run_slices(plan, submitted_at, start)
+            host_drafts = self.drafter.copy_to_host() if self.defers_sampling else None
+        ticket = self._run_slices(plan, submitted_at, start)._replace(host_drafts=host_drafts)
         if self.image_inputs is not None:
             self.image_inputs.end_step()
         if plan.overlapped_page_ops:
@@ -390,6 +393,17 @@ class ModelRunner:
             return self.submit(plan)
         finally:
             self.defers_sampling = False
+
+    def proposed_tokens(self, ticket: Ticket) -> dict[int, list[int]]:
+        """Wait until the draft model has proposed the tokens of a step of `submit_without_masks`. Return them by
+        slot."""
+        if ticket.host_drafts is None:
+            return {}
+        tokens, ready = ticket.host_drafts
+        if ready is not None:
+            ready.synchronize()
+        by_slot = tokens.numpy().T
+        return {row.slot: by_slot[row.slot, : row.num_samples].tolist() for row in ticket.plan.draft_slices}
 
     @torch.inference_mode()
     def submit_masks(self, ticket: Ticket, masks: tuple[TokenBitmask, ...]) -> Ticket:

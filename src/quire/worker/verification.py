@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.protocol.columns import LENGTHS_ONE, LENGTHS_ZERO
-from quire.protocol.seq_slices import EMPTY_COLUMN, RaggedColumn, SeqSlices
+from quire.protocol.seq_slices import EMPTY_COLUMN, RaggedColumn, SeqSlices, split_slices
 from quire.protocol.step_plan import LAST_SAMPLED, SliceResult
 from quire.worker.inverse_cdf import uniform_noise
 from quire.worker.staging_buffer import StagingBuffer
@@ -43,23 +43,21 @@ class Verification(NamedTuple):
             return cls._from_equal_slices(slices, fixed, numbers)
         verified = np.flatnonzero(counts)
         assert (fixed[0, verified] == 1).all(), "a slice with draft tokens has one sample"
-        of = np.repeat(np.arange(len(slices)), 1 + counts)  # the slice of each row
-        first_rows = np.cumsum(1 + counts) - 1 - counts
-        draft_number = np.arange(len(of)) - first_rows[of]  # 0: the slice's own tokens
+        of, number = split_slices(1 + counts)  # row 0 of a slice has its own tokens, row i its i-th draft token
+        first_rows = np.flatnonzero(number == 0)
         rows = fixed[:, of]
-        rows[2] += np.where(draft_number > 0, lengths[of] + draft_number - 1, 0)
-        token_counts = lengths + counts
-        place = np.arange(token_counts.sum()) - np.repeat(np.cumsum(token_counts) - token_counts, token_counts)
-        is_draft = place >= np.repeat(lengths, token_counts)
+        rows[2] += np.where(number > 0, lengths[of] + number - 1, 0)
+        token_slices, token_numbers = split_slices(lengths + counts)
+        is_draft = token_numbers >= lengths[token_slices]
         drafts = numbers[slices.draft_tokens.start : slices.draft_tokens.end]
-        tokens = np.empty(len(place), dtype=np.int64)
+        tokens = np.empty(len(is_draft), dtype=np.int64)
         tokens[is_draft], tokens[~is_draft] = drafts, numbers[slices.tokens.start : slices.tokens.end]
         padded = np.full((len(verified), counts.max()), NO_TOKEN)
         padded[np.arange(counts.max()) < counts[verified, None]] = drafts
         return cls(
             SeqSlices.from_arrays(
-                rows, np.where(draft_number > 0, 1, lengths[of]), tokens,
-                np.where(draft_number > 0, 0, slices.lengths(scores)[of]), numbers[scores.start : scores.end],
+                rows, np.where(number > 0, 1, lengths[of]), tokens,
+                np.where(number > 0, 0, slices.lengths(scores)[of]), numbers[scores.start : scores.end],
             ),
             counts[fixed[0] > 0].tolist(),
             fixed[1, verified],
@@ -70,7 +68,7 @@ class Verification(NamedTuple):
 
     @classmethod
     def _from_equal_slices(cls, slices: SeqSlices, fixed: np.ndarray, numbers: np.ndarray) -> Verification:
-        """Return the same, faster, of slices with one token and equally many draft tokens each."""
+        """Return the same, faster, for slices that have one token and equally many draft tokens each."""
         count = len(slices)
         drafts = numbers[slices.draft_tokens.start : slices.draft_tokens.end].reshape(count, -1)
         width = 1 + drafts.shape[1]
@@ -114,6 +112,7 @@ class Verification(NamedTuple):
         return accepted
 
     def _agree_synthetically(self, probability: float) -> np.ndarray:
+        """Return which draft tokens [V, K] count as right, each with `probability`, by its slot and position."""
         positions = self.positions[:, None] + np.arange(self.drafts.shape[1])
         noise = uniform_noise(np.broadcast_to(self.slots[:, None], positions.shape), positions)
         agrees: np.ndarray = (noise < probability) & (self.drafts != NO_TOKEN)

@@ -65,7 +65,9 @@ class Retention:
         if drops is None:
             drops = seq_pages.recent_drops[group] = deque()
         drops.extend(zip(range(first, first + len(pages)), pages, page_keys))
-        first_needed = self.policies[group].needed(max(seq.computed - self.slack, 0), seq.computed).start
+        policy = self.policies[group]
+        computed = seq.drafted if policy.group.is_draft else seq.computed
+        first_needed = policy.needed(max(computed - self.slack, 0), computed).start
         if not drops or drops[0][0] >= first_needed:
             return
         ends = (seq.prompt_len, *seq_pages.prefix_ends) if self.keeps_prefix_ends else ()
