@@ -1,5 +1,5 @@
 """Bugs planted in speculative decoding: in the scheduler, in the choice of draft tokens, in the text of runs of tokens,
-and in the runner that stands for a model and its draft model."""
+in the verification of a model's samples, and in the runner that stands for a model and its draft model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ SINGLE_STEPS = TESTS + "test_tokens_are_those_of_single_steps"
 RIGHT_DRAFTS = TESTS + "test_tokens_are_those_of_single_steps_if_many_drafts_are_right[0.3-recompute]"
 OTHER_TOKENS = r"AssertionError: request .*, branch .*: \[.*\] instead of \["
 SCHEDULER, CHOICE, ECHO = "core/scheduler.py", "core/speculation.py", "sim/echo_runner.py"
+VERIFICATION = "worker/verification.py"
+KNOWN_DRAFTS = "tests/worker/test_draft_tokens.py::test_known_drafts_change_nothing[reference-False]"
 
 BUGS: dict[str, Bug] = {
     "one draft token too many is accepted": bug(
@@ -138,5 +140,33 @@ BUGS: dict[str, Bug] = {
         "                ends.setdefault(key, end)\n",
         TESTS + "test_ngrams_are_found_as_by_search[lookup1]",
         r"assert \[.*\] == \[",
+    ),
+    "a result has one token more than is accepted": bug(
+        VERIFICATION,
+        "of_slice[: 1 + next(next_accepted)]",
+        "of_slice[: 2 + next(next_accepted)]",
+        KNOWN_DRAFTS,
+        r"assert tensor\(\d+\) == \d+",
+    ),
+    "a model's draft token is accepted after a wrong one": bug(
+        VERIFICATION,
+        "accepted: np.ndarray = agrees.cumprod(1).sum(1)",
+        "accepted: np.ndarray = agrees.sum(1)",
+        KNOWN_DRAFTS,
+        r"assert \[\[.*\] == \[\[",
+    ),
+    "a model's first draft token is accepted without a look": bug(
+        VERIFICATION,
+        "agrees = (samples == drafts) & (self.drafts != NO_TOKEN)",
+        "agrees = ((samples == drafts) | (np.arange(drafts.shape[1]) == 0)) & (self.drafts != NO_TOKEN)",
+        KNOWN_DRAFTS,
+        r"assert \[\[.*\] == \[\[",
+    ),
+    "a model goes on with the token of another row": bug(
+        VERIFICATION,
+        "sampled_tokens[0, self.slots] = tokens[self.first_samples + accepted]",
+        "sampled_tokens[0, self.slots] = tokens[self.first_samples]",
+        KNOWN_DRAFTS,
+        r"assert tensor\(\d+\) == \d+",
     ),
 }
