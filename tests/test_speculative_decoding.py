@@ -21,6 +21,8 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"best_of": 2},
     {"frequency_penalty": 0.3, "structured_outputs": StructuredOutputsParams(json=SCHEMA), "max_tokens": 80},
     {"logprobs": 1, "structured_outputs": StructuredOutputsParams(regex="(the cat |a dog ){9}")},
+    # ends with an error, as the grammar allows nothing but a banned word
+    {"logprobs": 1, "structured_outputs": StructuredOutputsParams(regex="( 3 4 5 1 2){9}"), "bad_words": ["5 1"]},
 )
 
 

@@ -476,10 +476,12 @@ class Scheduler:
             tokens += sampled.tokens
             events.append(SeqEvent(request, seq, sampled.tokens))
         elif seq.finish_reason is None:
+            right = sampled._replace(error="")  # an error is the last token's
             for i in range(len(sampled.tokens)):
-                if row.start + 1 + i == end:  # after the last one the grammar may force tokens
+                is_last = row.start + 1 + i == end
+                if is_last:  # after it the grammar may force tokens
                     seq.computed = seq.planned = end
-                tokens += append_token(request, seq, sampled, i, self.eos_ids, self.max_len)
+                tokens += append_token(request, seq, sampled if is_last else right, i, self.eos_ids, self.max_len)
                 if seq.finish_reason is not None:
                     break
             events.append(SeqEvent(request, seq, tuple(tokens), sampled.top_logprobs[: len(tokens)]))
