@@ -25,6 +25,8 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"logprobs": 1, "structured_outputs": StructuredOutputsParams(regex="(the cat |a dog ){9}")},
     {"structured_outputs": StructuredOutputsParams(regex="[a-z ,.]{99}"), "logprobs": 0},
     {"structured_outputs": StructuredOutputsParams(json=NOTE), "presence_penalty": 0.1, "max_tokens": 60},
+    # ends with an error, as the grammar allows nothing but a banned word
+    {"logprobs": 1, "structured_outputs": StructuredOutputsParams(regex="( 3 4 5 1 2){9}"), "bad_words": ["5 1"]},
 )
 
 

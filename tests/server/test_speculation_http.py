@@ -70,6 +70,15 @@ def test_each_chunk_has_the_counts_so_far(running: Running) -> None:
     assert total["usage"][DETAILS] == {name: last[0][name] + last[1][name] for name in last[0]}
 
 
+def test_tokens_after_a_stop_string_are_not_accepted(running: Running) -> None:
+    body = {"prompt": [300] * 12, "temperature": 0, "logit_bias": {"300": 100}, "ignore_eos": True}
+    text = post(running, "/v1/completions", **body, max_tokens=1)["choices"][0]["text"]
+    usage = post(running, "/v1/completions", **body, max_tokens=40, stop=[text * 2])["usage"]
+    details, completion = usage[DETAILS], usage["completion_tokens"]
+    assert 0 <= details["accepted_prediction_tokens"] <= completion == 2
+    assert details["rejected_prediction_tokens"] > 0
+
+
 def test_metrics_have_the_places_of_accepted_tokens(running: Running) -> None:
     post(running, "/v1/completions", prompt="Once upon", **LONG)
     assert running.idle()

@@ -237,7 +237,7 @@ def test_a_draft_model_proposes_its_own_samples(
 
 
 def test_results_of_rows_are_joined() -> None:
-    """An error of a row that is not kept is none."""
+    """An error is the last token's. That of a row that is not kept is none."""
     rows = (
         SeqSlice(1, (5,), 9, 1, (), (6, 7)), SeqSlice(2, (1, 2), 0, 0, (2,)), SeqSlice(3, (4, 5, 6), 2, 1, (), (8,)),
         SeqSlice(4, (3,), 7, 2), SeqSlice(5, (2,), 3, 1, (), (FIRST_DRAFT, FIRST_DRAFT - 1)),
@@ -255,8 +255,8 @@ def test_results_of_rows_are_joined() -> None:
     assert table[0].tolist() == [0, 9, 0, 30, 0, 22]
     results = [SliceResult((token,)) for token in samples.tolist()]
     results[5:7] = [SliceResult((40, 41))]
-    for row, error in ((2, ""), (1, "bad"), (0, "bad")):
+    for row, tokens, error in ((2, (6, 9), ""), (1, (6, 9), "bad"), (0, (6,), "bad")):
         broken = [one._replace(error="bad") if i == row else one for i, one in enumerate(results)]
         assert verification.merge(broken, accepted) == [
-            SliceResult((6, 9), error=error), SliceResult((8, 30)), SliceResult((40, 41)), SliceResult((20, 21, 22)),
+            SliceResult(tokens, error=error), SliceResult((8, 30)), SliceResult((40, 41)), SliceResult((20, 21, 22)),
         ]  # fmt: skip

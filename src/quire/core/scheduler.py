@@ -483,10 +483,12 @@ class Scheduler:
                 seq.tokens += sampled.tokens
                 tokens += sampled.tokens
             else:
+                without_error = sampled._replace(error="")  # an error is the last token's
                 for i in range(len(sampled.tokens)):
                     if i == accepted:  # after the last one the grammar may force tokens
                         seq.computed = seq.planned = end
-                    tokens += append_token(request, seq, sampled, i, self.eos_ids, self.max_len)
+                    one = sampled if i == accepted else without_error
+                    tokens += append_token(request, seq, one, i, self.eos_ids, self.max_len)
                     if seq.finish_reason is not None:
                         break
             events.append(SeqEvent(request, seq, tuple(tokens), sampled.top_logprobs[: len(tokens)]))

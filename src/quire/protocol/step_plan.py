@@ -173,7 +173,8 @@ class TopLogprobs(NamedTuple):
 class SliceResult(NamedTuple):
     """The result of a slice: the sampled `tokens` (one for each branch; with a draft, its accepted tokens and one
     more), `top_logprobs` for each of them if log-probabilities are wanted, and `prompt_logprobs` for each of the
-    slice's score tokens. `error` is set if logits or pooled states were not finite.
+    slice's score tokens. `error` is set if logits or pooled states were not finite; with a draft, those of the last
+    token, which then has no `top_logprobs`.
 
     `pooled` [hidden], with pooling: the sum of the hidden states of the slice's tokens ("mean"), or the hidden state of
     the prompt's last token, in the slice that has it."""

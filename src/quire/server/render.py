@@ -80,7 +80,8 @@ class UsageCounter:
     ) -> str:
         parts = [f'"reasoning_tokens":{reasoning}'] if self.reasoning_tokens else []
         if drafts:
-            accepted = sum(counts.accepted for counts in drafts)
+            # tokens after a stop string are not in the answer
+            accepted = min(sum(counts.accepted for counts in drafts), completion)
             rejected = sum(counts.drafted for counts in drafts) - accepted
             parts.append(f'"accepted_prediction_tokens":{accepted},"rejected_prediction_tokens":{rejected}')
         details = f',"completion_tokens_details":{{{",".join(parts)}}}' if parts else ""

@@ -129,10 +129,10 @@ class Verification(NamedTuple):
 
 
 def _join(results: Sequence[SliceResult]) -> SliceResult:
-    """Return one result with the tokens of all, and the first error."""
-    if len(results) == 1:
+    """Return one result with the tokens of all up to the first one with an error, which is then the last token's."""
+    count = next((i for i, result in enumerate(results, 1) if result.error), len(results))
+    if count == 1:
         return results[0]
-    tokens = tuple([token for result in results for token in result.tokens])
-    logprobs = tuple([details for result in results for details in result.top_logprobs])
-    error = "".join([result.error for result in results if result.error][:1])
-    return SliceResult(tokens, () if error else logprobs, error=error)
+    tokens = tuple([token for result in results[:count] for token in result.tokens])
+    logprobs = tuple([details for result in results[:count] for details in result.top_logprobs])
+    return SliceResult(tokens, logprobs, error=results[count - 1].error)
