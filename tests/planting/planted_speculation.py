@@ -73,7 +73,7 @@ BUGS: dict[str, Bug] = {
     ),
     "drafts take the memory of other sequences": bug(
         SCHEDULER,
-        "if more <= budget and count <= num_left and self.memory.grow(seq, seq.planned + 1 + count):",
+        "if more <= budget and self.memory.grow(seq, seq.planned + 1 + count):",
         "if more <= budget:",
         RIGHT_DRAFTS,
         r"AssertionError: slot .* uses its page|IndexError",

@@ -223,16 +223,16 @@ class Scheduler:
         return count if self.clip_chunk is None else self.clip_chunk(seq.prompt_len, seq.planned, count)
 
     def _add_drafts(self, slices: list[SeqSlice], drafts: Mapping[int, tuple[int, ...]]) -> None:
-        """Add draft tokens (by sequence id) to slices, oldest request first, where the budget and the memory have room
-        for them: nothing is preempted."""
+        """Add draft tokens (by sequence id) to slices, oldest request first, as many as the budget has room for, if the
+        memory has: nothing is preempted."""
         budget, num_left = self.token_budget - sum(len(row.tokens) for row in slices), MAX_STEP_DRAFTS
         for i, row in enumerate(slices):
             seq = self.by_slot[row.slot][1]
-            if seq.id in drafts:
-                with_drafts = row._replace(draft_tokens=drafts[seq.id])
+            draft_tokens = drafts.get(seq.id, ())[: max(min(num_left, budget), 0)]
+            if draft_tokens:
+                with_drafts, count = row._replace(draft_tokens=draft_tokens), len(draft_tokens)
                 more = step_tokens(with_drafts, seq) - len(row.tokens)
-                count = len(with_drafts.draft_tokens)
-                if more <= budget and count <= num_left and self.memory.grow(seq, seq.planned + 1 + count):
+                if more <= budget and self.memory.grow(seq, seq.planned + 1 + count):
                     slices[i] = with_drafts
                     budget, num_left = budget - more, num_left - count
 
