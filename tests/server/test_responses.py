@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from threading import Semaphore
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from pydantic import BaseModel
 from waiting import wait_until
 
 from quire.errors import InputError, StartupError
+from quire.protocol.step_plan import StepResult
 from quire.server import answer_size
 from quire.server.errors import UnknownResponse
 from quire.server.options import ServeOptions, check_options
@@ -390,9 +392,16 @@ def ended(served: Any, id: str) -> Any:
 def test_a_response_in_the_background(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: Any = {"model": "echo", "input": "Tell.", "background": True}
     served.say("once upon a time")
-    monkeypatch.setattr(served.runner, "pause", 0.3)
+    steps, collect = Semaphore(0), served.runner.collect  # the steps that may end
+
+    def wait_and_collect(ticket: int) -> StepResult:
+        steps.acquire(timeout=30)
+        return collect(ticket)
+
+    monkeypatch.setattr(served.runner, "collect", wait_and_collect)
     begun = served.client.responses.create(**asked)
     assert (begun.status, begun.background, begun.output) == ("queued", True, [])
+    steps.release(2)
     wait_until(lambda: served.client.responses.retrieve(begun.id).status == "in_progress", "it runs")
     [item] = served.client.responses.input_items.list(begun.id)
     assert item.content[0].text == "Tell."
@@ -405,6 +414,7 @@ def test_a_response_in_the_background(served: Any, monkeypatch: pytest.MonkeyPat
     for hidden in (served.other.responses.retrieve, served.other.responses.cancel, served.other.responses.delete):
         with pytest.raises(NotFoundError):
             hidden(begun.id)
+    steps.release(100)
     done = ended(served, begun.id)
     assert (done.status, done.output_text) == ("completed", "once upon a time")
     assert served.client.responses.cancel(begun.id).to_dict() == done.to_dict()
