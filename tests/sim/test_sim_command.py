@@ -98,6 +98,10 @@ def test_the_size_of_the_kv_memory() -> None:
         read_deployment(EngineConfig(model_config="opt-66b"), "a100-13b")
 
 
+def fits(tokens: int, large_pages: int) -> bool:
+    return -(-tokens // 16) + -(-tokens // 64) <= large_pages
+
+
 def test_a_draft_model_shares_the_memory_and_saves_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, drafted = (
         read_deployment(EngineConfig(model_config="llama3-8b", speculative_model=draft), "a100-13b")
@@ -105,14 +109,16 @@ def test_a_draft_model_shares_the_memory_and_saves_time(tmp_path: Path, capsys: 
     )
     assert len(drafted.spec.layers) == 32 + 16
     assert plain.kv_bytes - drafted.kv_bytes > 2 * 1_235_814_400, "the draft model's weights, and logits of drafts"
-    assert drafted.kv_tokens == drafted.kv_bytes // (16 * (131072 + 32768)) * 16
+    large_pages = drafted.kv_bytes // 2**21  # 16 tokens of the model, or 4 pages of 16 tokens of the draft model
+    assert fits(drafted.kv_tokens, large_pages)
+    assert not fits(drafted.kv_tokens + 16, large_pages)
     command = ["--model-config", "llama3-8b", "--workload", "alpaca@20", "--rate", "1"]
     [alone] = results(tmp_path, *command)
     assert "drafts" not in alone
     [with_draft] = results(tmp_path, *command, "--speculative-model", "llama3.2-1b", "--acceptance", "0.9")
     assert with_draft["normalised_s"]["mean"] < 0.7 * alone["normalised_s"]["mean"]
     tokens = 1 + with_draft["accepted_tokens"] / with_draft["drafts"]
-    assert 2.5 < tokens < 4
+    assert 4 < tokens < 4.8  # 4.69 if five tokens were drafted each time
     assert f"rate 1: {tokens:.2f} tokens a verification" in capsys.readouterr().out
 
 
