@@ -41,7 +41,7 @@ PATCH: Json = {
     "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" /(.|\\n)+/'},
 }  # fmt: skip
 TOOLS = [SHELL, PLAN, PATCH, {"type": "local_shell"}, {"type": "web_search", "external_web_access": False}]
-LEFT_OUT = ("tools[2] (custom)", "tools[3] (local_shell)", "tools[4] (web_search)")
+LEFT_OUT = ("tools[2].format", "tools[3] (local_shell)", "tools[4] (web_search)")
 HEADERS = {
     "accept": "text/event-stream", "originator": "codex_cli_rs", "openai-beta": "responses=experimental",
     "user-agent": "codex_cli_rs/0.98.0", "session_id": "0", "conversation_id": "0",
@@ -127,5 +127,6 @@ def test_a_conversation(served: Any) -> None:
     [message], third, warning = codex.ask()
     assert message["content"][0]["text"] == "Nothing more."
     assert third["input_tokens_details"]["cached_tokens"] > 0.9 * second["input_tokens"]
-    for name in ("(local_shell_call)", "(web_search_call)", "and 2 more"):
+    for name in ("(web_search_call)", "(ghost_snapshot)", "and 1 more"):
         assert name in warning
+    assert "(local_shell_call)" not in warning  # it is shown as a call

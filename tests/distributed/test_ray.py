@@ -31,7 +31,9 @@ from quire.distributed.remote_runner import RemoteRunner
 from quire.errors import EngineDead, StartupError
 
 TESTS = Path(__file__).parents[1]
-SETTINGS: dict[str, Any] = {"device": "cpu", "threads": 1, "max_num_seqs": 4, "kv_tokens": 1024, "rank_timeout": 60.0}
+SETTINGS: dict[str, Any] = {
+    "device": "cpu", "dtype": "float32", "threads": 1, "max_num_seqs": 4, "kv_tokens": 1024, "rank_timeout": 60.0,
+}  # fmt: skip
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray isn't installed: pip install 'quire[ray]'")

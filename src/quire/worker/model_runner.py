@@ -218,11 +218,8 @@ class ModelRunner:
         rows = 1 if self.draft_runner is None else 1 + self.max_drafts
         self.sampled_tokens = torch.zeros((rows, kv_config.slots), dtype=torch.int64, device=self.device)
         self.last_sampled = self.sampled_tokens[0]
+        self.capturer = capturer
         if self.use_graphs:
-            if self.device.type == "cuda":
-                from quire.worker.cuda_graphs import GraphCapturer
-
-                self.capturer = capturer or GraphCapturer(self.device)
             self._prepare_graphs(min(self.max_rows, MAX_GRAPH_ROWS))
 
     @property
@@ -278,8 +275,7 @@ class ModelRunner:
         from quire.worker.cuda_graphs import DecodeGraphs
         from quire.worker.mixed_graphs import MixedGraphs
 
-        assert self.capturer is not None, "graphs need a capturer"
-        epilogues, capturer, logits = self._graph_epilogues(max_rows), self.capturer, self._logits_fn()
+        epilogues, capturer, logits = self._graph_epilogues(max_rows), self._graph_capturer(), self._logits_fn()
         model, store, backend, sampled = self.model, self.store, self.backend, self.sampled_tokens
         self.decode_graphs = DecodeGraphs(
             model, logits, store, backend, sampled, store.staging, max_rows, epilogues, capturer, self.image_inputs
@@ -288,6 +284,14 @@ class ModelRunner:
             model, logits, store, backend, sampled, self.spec.hidden, self.decode_graphs.capture_sizes, epilogues,
             capturer,
         )  # fmt: skip
+
+    def _graph_capturer(self) -> GraphCapturer:
+        """Return what captures the graphs on a GPU."""
+        if self.capturer is None:
+            from quire.worker.cuda_graphs import GraphCapturer
+
+            self.capturer = GraphCapturer(self.device)
+        return self.capturer
 
     def _logits_fn(self) -> Callable[[Tensor], Tensor]:
         """Return the function that computes a graph's logits: only this rank's if the vocabulary is sharded."""

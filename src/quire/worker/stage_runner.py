@@ -83,12 +83,11 @@ class StageRunner(ModelRunner):
         """Prepare graphs of decode steps only; other steps run kernel by kernel."""
         from quire.worker.stage_graphs import StageGraphs
 
-        assert self.capturer is not None, "graphs need a capturer"
         is_last, store = self.shard.is_last_stage, self.store
         logits, epilogues = (self._logits_fn(), self._graph_epilogues(max_rows)) if is_last else (None, {})
         self.decode_graphs = StageGraphs(
             self.shard, self.pipes, self.spec.hidden, self.dtype, self.model, logits, store, self.backend,
-            self.sampled_tokens, store.staging, max_rows, epilogues, self.capturer, self.image_inputs,
+            self.sampled_tokens, store.staging, max_rows, epilogues, self._graph_capturer(), self.image_inputs,
         )  # fmt: skip
 
     def _replay_and_sample(
