@@ -113,7 +113,7 @@ class DecodeGraphs:
         return captured.result
 
     def ensure_captured(self, rows: int, has_images: bool) -> int:
-        """Return the size of the graphs for so many rows, capturing them if necessary."""
+        """Return the size of the graphs that run `rows` rows. Capture them first if needed."""
         size = self.capture_sizes[bisect_left(self.capture_sizes, rows)]
         if (size, has_images) not in self.model_graphs:
             self.capture(size, has_images)

@@ -164,7 +164,7 @@ class RecordedDecodeSteps:
         return slices.is_decode_only and self.has_room(len(slices))
 
     def has_room(self, rows: int) -> bool:
-        """Return True if so many rows can be recorded."""
+        """Return True if a step of `rows` rows can be recorded."""
         if rows > self.max_rows or self.is_unsupported:
             return False
         size = self._padded_size(rows)
