@@ -26,7 +26,7 @@ from quire.kernels.triton.decode import SplitScratch, choose_splits, decode_scra
 from quire.protocol.seq_slices import SeqSlices
 from quire.worker.cross_attention import CrossAttentionImages
 from quire.worker.image_inputs import ImageInputs
-from quire.worker.inputs import resolve_tokens
+from quire.worker.inputs import resolve_positions, resolve_tokens
 from quire.worker.staging_buffer import StagingBuffer
 from quire.worker.step_context import make_decode_context
 from quire.worker.store import Store
@@ -62,8 +62,8 @@ def allocate_split_scratch(
 
 class DecodeGraphs:
     """Graphs for up to `max_rows` rows. `logits` is applied to what `model` returns. `sampled_tokens`: see
-    resolve_tokens. `epilogues` are functions of the logits [B, V] and the slots [B], by name, captured for each size;
-    their results are valid until the next replay."""
+    resolve_tokens. `base_positions`: see resolve_positions. `epilogues` are functions of the logits [B, V] and the
+    slots [B], by name, captured for each size; their results are valid until the next replay."""
 
     def __init__(
         self,
@@ -77,7 +77,9 @@ class DecodeGraphs:
         epilogues: dict[str, AnyEpilogue],
         capturer: GraphCapturer,
         image_inputs: ImageInputs | None = None,
+        base_positions: Tensor | None = None,
     ) -> None:
+        self.base_positions = base_positions
         self.model, self.logits, self.epilogues, self.backend = model, logits, epilogues, backend
         self.store, self.sampled_tokens, self.staging, self.capturer = store, sampled_tokens, staging, capturer
         self.max_rows, self.capture_sizes = max_rows, capture_sizes(max_rows)
@@ -155,6 +157,7 @@ class DecodeGraphs:
     def _compute_logits(self, size: int, has_images: bool) -> Any:
         slots, positions, tokens = self._inputs_for(size)
         tokens = resolve_tokens(tokens, slots, self.sampled_tokens)
+        positions = resolve_positions(positions, slots, self.base_positions)
         cross_attention = None
         if has_images:
             assert isinstance(self.image_inputs, CrossAttentionImages), "no layer attends to images"
