@@ -62,8 +62,8 @@ class TritonSampling:
             [params, sample_to_row, seeds, positions, slots]
         )
         self.kernels.sample(
-            logits, device_params, device_rows, device_seeds, device_positions, device_slots, last_sampled, tokens, faults, scratch,
-            has_truncation, self.pdl,
+            logits, device_params, device_rows, device_seeds, device_positions, device_slots, last_sampled, tokens,
+            faults, scratch, has_truncation, self.pdl,
         )  # fmt: skip
         return tokens, faults
 

@@ -124,17 +124,9 @@ class VocabParallelTritonSampling(TritonSampling):
             [params, sample_to_row, seeds, positions, slots]
         )
         self._draw_random(
-            logits,
-            device_params,
-            device_rows,
-            device_seeds,
-            device_positions,
-            device_slots,
-            last_sampled,
-            tokens,
-            faults,
-            has_truncation,
-        )
+            logits, device_params, device_rows, device_seeds, device_positions, device_slots, last_sampled, tokens,
+            faults, has_truncation,
+        )  # fmt: skip
         return tokens, faults
 
     def epilogues(self, last_sampled: Tensor, max_rows: int) -> dict[str, Epilogue]:
