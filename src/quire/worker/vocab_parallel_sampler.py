@@ -88,8 +88,8 @@ class VocabParallelTritonSampler(Sampler):
 
 class VocabParallelTritonSampling(TritonSampling):
     """A TritonSampling whose epilogues and `draw_local` take this rank's logits, padded to the same width on all ranks;
-    `draw` takes full logits. A rank sends 8 bytes a sample, and 3,848 a row if some have min_p, top_k or top_p. Of up
-    to MAX_GATHERED_ROWS rows of which some have, all logits are gathered."""
+    `draw` takes full logits. A rank sends 8 bytes a sample, and 3,848 more a row if some have min_p, top_k or top_p.
+    Of up to MAX_GATHERED_ROWS rows of which some have, all logits are gathered."""
 
     def __init__(self, vocab_size: int, device: torch.device, exchange: Exchange) -> None:
         from quire.kernels.triton import vocab_parallel_sampling
