@@ -244,7 +244,7 @@ def sampling() -> Iterator[Case]:
     from quire.kernels.triton.sampling import SamplingScratch, greedy
 
     for rows in (1, 32, 256, 1024):
-        scratch = SamplingScratch.allocate(rows, VOCAB, torch.device("cuda"), has_random=False)
+        scratch = SamplingScratch.allocate(rows, VOCAB, torch.device("cuda"), has_truncation=False)
         slots = torch.arange(1, rows + 1, device="cuda")
         last, tokens, faults = (torch.zeros(rows + 1, dtype=torch.int64, device="cuda") for _ in range(3))
         several = [random_tensor(rows, VOCAB) for _ in range(inputs(rows * VOCAB * 2))]

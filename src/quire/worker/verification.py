@@ -14,9 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from quire.protocol.columns import LENGTHS_ONE, LENGTHS_ZERO
+from quire.protocol.seeds import splitmix64
 from quire.protocol.seq_slices import EMPTY_COLUMN, RaggedColumn, SeqSlices, split_slices
 from quire.protocol.step_plan import LAST_SAMPLED, SliceResult
-from quire.worker.inverse_cdf import uniform_noise
 from quire.worker.staging_buffer import StagingBuffer
 
 NO_TOKEN = -1
@@ -137,8 +137,8 @@ class Verification(NamedTuple):
     def _agree_synthetically(self, probability: float) -> np.ndarray:
         """Return which draft tokens [V, K] count as right, each with `probability`, by its slot and position."""
         positions = self.positions[:, None] + np.arange(self.drafts.shape[1])
-        noise = uniform_noise(np.broadcast_to(self.slots[:, None], positions.shape), positions)
-        agrees: np.ndarray = (noise < probability) & (self.drafts != NO_TOKEN)
+        bits = splitmix64(splitmix64(self.slots.astype(np.uint64))[:, None] + positions.astype(np.uint64))
+        agrees: np.ndarray = (bits >> np.uint64(11) < probability * 2.0**53) & (self.drafts != NO_TOKEN)
         return agrees
 
     def merge(self, results: Sequence[SliceResult], accepted: Sequence[int]) -> list[SliceResult]:
