@@ -136,7 +136,10 @@ def attend() -> None:
             splits = decode.choose_splits(batch, kv, COUNT)
             decode.decode(zeros(batch, heads, dim), cache, tables, ints(batch), ints(batch), splits=splits, pdl=PDL)
         rows = ints(256)
-        decode.decode(zeros(256, heads, dim), cache, tables, rows, rows, splits=2, pdl=PDL, rows=rows)
+        for shared in {1, decode.num_shared_rows(6, cache)}:
+            decode.decode(
+                zeros(256, heads, dim), cache, tables, rows, rows, splits=2, pdl=PDL, rows=rows, shared_rows=shared
+            )
         for small in (False, True):
             tiles = zeros(3, 4, dtype=torch.int32)
             for whole in (False, True):

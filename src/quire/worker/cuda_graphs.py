@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quire.kernels.forward_batch import LayerCache
 from quire.kernels.triton.backend import TritonBackend
-from quire.kernels.triton.decode import SplitScratch, choose_splits, decode_scratch, multiprocessors
+from quire.kernels.triton.decode import SplitScratch, decode_scratch
 from quire.protocol.seq_slices import SeqSlices
 from quire.worker.cross_attention import CrossAttentionImages
 from quire.worker.image_inputs import ImageInputs
@@ -90,10 +90,9 @@ class DecodeGraphs:
         self.epilogue_graphs: dict[tuple[int, bool, str], CapturedGraph] = {}
         # Zeros: slot 0 and position 0 are padding.
         self.inputs = torch.zeros(3 * max_rows, dtype=torch.int64, device=sampled_tokens.device)
-        count = multiprocessors(sampled_tokens.device)
         self.split_scratch = allocate_split_scratch(
             chain(store.caches.values(), store.cross_caches.values()),
-            lambda cache: ((size, choose_splits(size, cache.kv_heads, count)) for size in self.capture_sizes),
+            lambda cache: ((size, backend.num_splits(size, cache)) for size in self.capture_sizes),
         )
 
     def can_run(self, slices: SeqSlices) -> bool:

@@ -140,7 +140,7 @@ class ModelRunner:
         self.model: Any = model  # a RunnableModel, or None in a sleep of level 2
         self.make_model, self.notices = make_model, notices
         self.spec, self.dtype, self.device, self.eos_ids = spec, dtype, device, eos_ids
-        self.attention, self.backend = attention, _make_backend(attention, deterministic)
+        self.attention, self.backend = attention, _make_backend(attention, deterministic, max_drafts)
         self.use_graphs, self.deterministic, self.debug = use_graphs, deterministic, debug
         self.map_in_background, self.shared_buffer, self.state_dtype = map_in_background, shared_buffer, state_dtype
         self.exchange: Exchange | None = getattr(model, "exchange", None)  # with other ranks
@@ -752,7 +752,7 @@ class DraftModelRunner(ModelRunner):
         return StepResult((), self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))
 
 
-def _make_backend(name: str, deterministic: bool) -> Any:
+def _make_backend(name: str, deterministic: bool, max_drafts: int) -> Any:
     if name in TORCH_BACKENDS:
         return TORCH_BACKENDS[name]()
     if name == "native":
@@ -762,7 +762,7 @@ def _make_backend(name: str, deterministic: bool) -> Any:
     if name == "triton":
         from quire.kernels.triton.backend import TritonBackend
 
-        return TritonBackend(deterministic=deterministic)
+        return TritonBackend(deterministic=deterministic, max_drafts=max_drafts)
     from quire.kernels.triton.vendor_backend import VendorBackend
 
-    return VendorBackend(name)
+    return VendorBackend(name, max_drafts)
