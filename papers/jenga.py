@@ -894,6 +894,7 @@ PAIRS = {
     "Llama 8B": CASES["Llama"][1]._replace(draft="llama3.2-1b"),
 }  # fmt: skip
 UNLIKE = ("Gemma-2", "Ministral")
+PAGE_TOKENS = {model: 8 if model == "Gemma-2" else 16 for model in PAIRS}
 MANAGED = {"vLLM-max": ("max", True), "vLLM-manual": ("own", True), "Jenga": ("jenga", False)}
 MANUAL_GAINS = against("requests_per_s", {"way": "vLLM-manual"}, "label")
 MAX_GAINS = against("requests_per_s", {"way": "vLLM-max"}, "label")
@@ -908,7 +909,7 @@ def _mean_of_unlike(way: str, gains: Callable[[Points], Points], paper: Any, rul
 ENTRIES["jenga-fig19"] = Entry(
     "Jenga Figure 19: speculative decoding by three managers of the memory of two models",
     "unlike_serving:simulations",
-    {"runs": [Run({"model": model, "way": way}, case._replace(uniform=uniform), rule, {"page_size": 16})
+    {"runs": [Run({"model": model, "way": way}, case._replace(uniform=uniform), rule, {"page_size": PAGE_TOKENS[model]})
               for model, case in PAIRS.items() for way, (rule, uniform) in MANAGED.items()]},
     claims=[
         Each("J-F19", "{label}: Jenga / vLLM-manual (within 3%)", "ratio", "times", 1.0, near(0.03),
@@ -931,10 +932,10 @@ ENTRIES["jenga-fig19"] = Entry(
         f"neither number, nor does its text say which models its bars are. Gemma-2 and Ministral: {ARTICLES}, cut\n"
         f"to the context; Llama: {QUESTIONS}; all at once. KV GiB: 0.95 of the device less the weights of both\n"
         "models and 1.5 GB. vLLM-max: pages of the target's size for both. vLLM-manual: a page of the target for\n"
-        "each of the draft. Both keep every token in every layer. Pages have 16 tokens; Jenga's of Gemma-2 are padded\n"
-        "by 0.8 and 1.9 %, or its large page would take 37.4 MiB, more than 1/512 of this memory. A verification\n"
-        "reads keys and values for each of its positions, as quire's kernels do, so over long contexts drafts gain\n"
-        "little. As in Figure 13 long prompts are arithmetic, whatever the batch."
+        "each of the draft. Both keep every token in every layer. Pages have 16 tokens; with Gemma-2's 8, since\n"
+        "Jenga's large page would take 37.4 MiB otherwise, more than 1/512 of this memory, and pages be padded. A\n"
+        "verification reads keys and values for each of its positions, as quire's kernels do, so over long contexts\n"
+        "drafts gain little. As in Figure 13 long prompts are arithmetic, whatever the batch."
     ),
     plot=bars("Jenga Figure 19: throughput with speculative decoding, times vLLM-manual's", "label", "ratio", bar="way",
               label="times", limit=1.0, of=MANUAL_GAINS),
