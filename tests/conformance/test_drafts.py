@@ -107,6 +107,9 @@ class Drafts(Calls):
             seq.drafted = max(seq.drafted, min(self.drafting.get(seq.id, 0), computed))
         super().settle(seq, computed)
 
+    def commit(self, seq: Sequence) -> None:
+        self.memory.commit_drafts(seq)
+
     def take_back(self, data: st.DataObject) -> None:
         """Confirm some of the tokens in flight; the others are not what the sequence goes on with."""
         seq = self.pick(data, quiet=False)

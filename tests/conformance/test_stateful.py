@@ -171,6 +171,9 @@ class Calls(RuleBasedStateMachine):
     def settle(self, seq: Sequence, computed: int) -> None:
         """Take in the results of the first `computed` tokens."""
         seq.computed = computed
+        self.commit(seq)
+
+    def commit(self, seq: Sequence) -> None:
         self.memory.commit(seq)
 
     def step(self, data: st.DataObject) -> None:

@@ -116,6 +116,11 @@ class Watched:
         self._hold(seq)
         self.memory.commit(seq)
 
+    def commit_drafts(self, seq: Sequence) -> None:
+        assert seq.computed <= len(seq.tokens), "a token that the sequence never got is published"
+        self._hold(seq)
+        self.memory.commit_drafts(seq)
+
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         if self.rng.random() < self.unforked:
             return False  # no memory of ours does this, but one may

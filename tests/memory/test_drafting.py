@@ -32,7 +32,7 @@ def drafting(id: int, tokens: list[int]) -> Sequence:
 def draft(memory: PagedMemory, seq: Sequence, drafted: int) -> None:
     """Let the draft model catch up to `drafted` tokens."""
     seq.drafted = drafted
-    memory.commit(seq)
+    memory.commit_drafts(seq)
     memory.check()
 
 
@@ -188,7 +188,7 @@ def test_a_sequence_fits_however_far_the_draft_model_lags(name: str) -> None:
             seq.planned = min(seq.planned + 4, length)
             memory.check()
             seq.computed, seq.drafted = seq.planned, max(seq.planned - MAX_LEN + lag, 0)
-            memory.commit(seq)
+            memory.commit_drafts(seq)
             memory.check()
 
 

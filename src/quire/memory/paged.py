@@ -390,19 +390,12 @@ class PagedMemory(PageTables):
 
     def commit(self, seq: Sequence) -> None:
         seq_pages, computed, unit = self.seq_pages[seq.id], seq.computed, self.key_tokens
-        if seq_pages.requested_tokens > seq.planned:  # draft tokens were rejected
-            seq_pages.requested_tokens = seq.planned
         if computed - seq_pages.published_tokens >= unit:
             end = computed // unit * unit
             if self.caching and not seq_pages.is_stale:
                 self.prefix_cache.publish(seq, seq_pages, seq_pages.published_tokens, end, is_draft=False)
                 self._resolve_pending(seq, seq_pages, end // unit)  # none waits until a draft model catches up
             seq_pages.published_tokens = end
-        if seq.drafted - seq_pages.published_drafts >= unit:
-            end = seq.drafted // unit * unit
-            if self.caching and not seq_pages.is_stale:
-                self.prefix_cache.publish(seq, seq_pages, seq_pages.published_drafts, end, is_draft=True)
-            seq_pages.published_drafts = end
         if seq.id in self.prefix_waiters.waiters:
             self.prefix_waiters.serve_waiters(seq, computed)
         if computed >= seq_pages.drops_at:  # not only when a page is full: a window passes a page at any token
@@ -411,6 +404,16 @@ class PagedMemory(PageTables):
             self._drop_unneeded(seq, seq_pages)
             if seq_pages.pending_encodings:
                 seq_pages.drops_at = 0
+
+    def commit_drafts(self, seq: Sequence) -> None:
+        seq_pages, unit = self.seq_pages[seq.id], self.key_tokens
+        seq_pages.requested_tokens = min(seq_pages.requested_tokens, seq.planned)
+        if seq.drafted - seq_pages.published_drafts >= unit:
+            end = seq.drafted // unit * unit
+            if self.caching and not seq_pages.is_stale:
+                self.prefix_cache.publish(seq, seq_pages, seq_pages.published_drafts, end, is_draft=True)
+            seq_pages.published_drafts = end
+        self.commit(seq)
 
     def free(self, seq: Sequence) -> None:
         if seq.id in self.swap.seq_pages:

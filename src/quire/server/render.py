@@ -15,7 +15,8 @@ from itertools import accumulate
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
-from quire.core.outputs import BranchOutput, DraftCounts
+from quire.core.outputs import BranchOutput
+from quire.core.request import DraftCounts
 from quire.protocol.step_plan import TopLogprobs
 from quire.server.answer_size import MAX_BYTES
 from quire.server.errors import to_failure
