@@ -479,7 +479,7 @@ def lone(tokens: list[int], **params: Any) -> Request:
 def chosen(speculator: Speculator, requests: list[Request], max_len: int = 2**20) -> list[int]:
     """How many draft tokens each one-branch request gets."""
     for i, request in enumerate(requests):
-        request.live_seqs[0].id, request.live_seqs[0].drafts = i, speculator.has_model
+        request.live_seqs[0].id, request.live_seqs[0].uses_draft_model = i, speculator.has_model
     drafts = speculator.choose(requests, max_len)
     return [len(drafts.get(i, ())) for i in range(len(requests))]
 
@@ -572,7 +572,7 @@ def test_ngrams_that_are_wrong_give_way_to_the_draft_model() -> None:
     for _ in range(20):
         seq.tokens += [1, 2, 3]
         seq.planned = seq.computed = len(seq.tokens) - 1
-        seq.drafts = True
+        seq.uses_draft_model = True
         row = SeqSlice(1, (3,), seq.planned, 1, (), speculator.choose([request], 2**20)[seq.id])
         sources.append(count_markers(row) > 0)
         speculator.record(seq, row, 4 if sources[-1] else 0)

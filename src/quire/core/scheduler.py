@@ -103,7 +103,7 @@ class Scheduler:
         """Queue a request. It must fit the memory (`KVMemory.fits`)."""
         self.num_grammar_requests += request.params.grammar is not None
         if self.speculator is not None:
-            request.live_seqs[0].drafts = self.speculator.drafts_for(request)
+            request.live_seqs[0].uses_draft_model = self.speculator.drafts_for(request)
         self.waiting.add(request)
 
     @property

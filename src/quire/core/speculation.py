@@ -204,9 +204,9 @@ class Speculator:
             if seq.matcher is not None and not seq.pending_samples:
                 tokens = cut_drafts(seq.matcher, tokens, self.eos_ids)
             rate = drafts.by_ngram.rate(length)
-            if tokens and not (seq.drafts and rate < drafts.by_model.rate(length) / 2):
+            if tokens and not (seq.uses_draft_model and rate < drafts.by_model.rate(length) / 2):
                 return [Candidate(seq, len(tokens), tokens, rate, self._token_seconds(length, False))]
-        if seq.drafts:
+        if seq.uses_draft_model:
             return [Candidate(seq, most, (), drafts.by_model.rate(length), self._token_seconds(length, True))]
         return []
 
@@ -286,7 +286,7 @@ def plan_draft_slices(
     continued, prompts, lagging = list[SeqSlice](), list[SeqSlice](), list[SeqSlice]()
     for row in slices:
         seq = by_slot[row.slot][1]
-        if seq.drafts:
+        if seq.uses_draft_model:
             if seq.not_in_flight:
                 seq.draft_planned = seq.drafted
             count, start = count_markers(row), seq.draft_planned

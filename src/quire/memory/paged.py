@@ -157,7 +157,7 @@ class PagedMemory(PageTables):
         seq = None
         if images:
             seq = Sequence(0, [])
-            seq.images, seq.drafts = tuple(images), True
+            seq.images, seq.uses_draft_model = tuple(images), True
         needs = [
             sum(peak_pages(policy, length, max_pages + fragmentation, seq) for length in lengths) + pinned_pages
             for policy, max_pages, fragmentation, pinned_pages in zip(
@@ -248,7 +248,7 @@ class PagedMemory(PageTables):
                 hit = self.prefix_cache.find_cached(seq, shared)
             pinned = self.prefix_cache.find_registered(seq)
             # Siblings would have draft pages of their own after a registered prefix, and `fits` counts them once.
-            if pinned.tokens >= max(hit.tokens, 1) and not (seq.drafts and len(seqs) > 1):
+            if pinned.tokens >= max(hit.tokens, 1) and not (seq.uses_draft_model and len(seqs) > 1):
                 shared, ready, hit = 0, 0, pinned
             room = budget if len(seqs) == 1 else len(seq.tokens)
             if self.drops_pages:
@@ -262,7 +262,7 @@ class PagedMemory(PageTables):
             tokens, tables, full_hit = hit
             ready = tokens if ready == shared else ready
             waits, drafted = self.drops_pages and shared > 0, 0
-            if seq.drafts:
+            if seq.uses_draft_model:
                 drafted = shared
                 if shared and not waits and plans[sibling].drafted_tokens < plans[sibling].hit_tokens:
                     drafted = min(shared, plans[sibling].drafted_tokens)  # its draft model lags behind
@@ -313,7 +313,7 @@ class PagedMemory(PageTables):
                     needs.append(taken[g] + max(new_pages, peak))
                     taken[g] += new_pages
                     continue
-                if policy.group.is_draft and not seq.drafts:
+                if policy.group.is_draft and not seq.uses_draft_model:
                     needs.append(taken[g])
                     continue
                 start = plan.hit_of(policy.group)

@@ -280,7 +280,7 @@ class PrefixCache:
     def pin(self, name: str, seq: Sequence) -> bool:
         """Register the computed tokens of a sequence in memory as the prefix `name`; they stay until `unpin`. False if
         they exceed the capacity for prefixes, or there are MAX_PREFIXES already. The sequence must not draft."""
-        assert not seq.drafts, f"sequence {seq.id} is registered as a prefix, and drafts"
+        assert not seq.uses_draft_model, f"sequence {seq.id} is registered as a prefix, and drafts"
         if not self.can_pin(seq.computed):
             return False
         seq_pages = self.page_tables.seq_pages[seq.id]
