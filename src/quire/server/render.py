@@ -81,7 +81,7 @@ class UsageCounter:
     ) -> str:
         parts = [f'"reasoning_tokens":{reasoning}'] if self.reasoning_tokens else []
         if drafts:
-            # tokens after a stop string are not in the answer
+            # branches that best_of does not return had accepted tokens, too
             accepted = min(sum(counts.accepted for counts in drafts), completion)
             rejected = sum(counts.drafted for counts in drafts) - accepted
             parts.append(f'"accepted_prediction_tokens":{accepted},"rejected_prediction_tokens":{rejected}')
