@@ -933,9 +933,9 @@ ENTRIES["jenga-fig19"] = Entry(
         f"to the context; Llama: {QUESTIONS}; all at once. KV GiB: 0.95 of the device less the weights of both\n"
         "models and 1.5 GB. vLLM-max: pages of the target's size for both. vLLM-manual: a page of the target for\n"
         "each of the draft. Both keep every token in every layer. Pages have 16 tokens; with Gemma-2's 8, since\n"
-        "Jenga's large page would take 37.4 MiB otherwise, more than 1/512 of this memory. A verification reads keys\n"
-        "and values for each of its positions, as quire's kernels do, so over long contexts drafts gain little. As in\n"
-        "Figure 13 long prompts are arithmetic, whatever the batch."
+        "Jenga's large page would take 37.4 MiB otherwise, more than 1/512 of this memory, and pages be padded. A\n"
+        "verification reads keys and values for each of its positions, as quire's kernels do, so over long contexts\n"
+        "drafts gain little. As in Figure 13 long prompts are arithmetic, whatever the batch."
     ),
     plot=bars("Jenga Figure 19: throughput with speculative decoding, times vLLM-manual's", "label", "ratio", bar="way",
               label="times", limit=1.0, of=MANUAL_GAINS),
@@ -1059,8 +1059,7 @@ ENTRIES["jenga-x1"] = Entry(
     note="bfloat16, pages of 16 tokens or of one state. The paper doesn't say in which formats Jamba's keys, values\n"
          "and states were. From the published shape (28 states of 8,192 channels, 16 numbers and 3 inputs each; 4\n"
          "layers of attention) 84 doesn't follow, in 16 bits or in 32; with KV in 8 bits and 48 bytes a channel it\n"
-         "would. Pages are padded where the LCM is above 16 MiB, if 3 % of a page brings it down: of Gemma-2 27B\n"
-         "with its draft nothing does.",
+         "would. Where the LCM is above 16 MiB, pages are padded by at most 3 %.",
     plot=bars("Jenga §4.4: compatible pages (dotted: the paper's Jamba)", "model", "small", bar="plan", limit=LCM,
               horizontal=True, label="small pages of the smallest kind in a large page", of=lambda points: [
                   {"model": p["model"], "plan": plan, "small": max(p[field])} for p in points for field, plan in (

@@ -113,6 +113,8 @@ def test_flags_become_settings(command: str) -> None:
         else:
             value = 0.5 if "float" in str(field.type) else {"pp": 1, "prompt_lookup_min": 3}.get(field.name, 7)
             given = [flag, str(value)]
+        if field.name == "synthetic_acceptance":  # of draft tokens
+            given += ["--speculative-method", "ngram"]
         assert config_from(parse_arguments([command, *given])).flat()[field.name] == value, flag
     assert config_from(parse_arguments([command, "--kv-gib", "1.5"])).kv_gib == 1.5
     override = ["--override-generation-config", '{"temperature": 0.5, "top_k": 3}']

@@ -100,6 +100,8 @@ def test_what_is_no_size(text: str) -> None:
         (["--load-format", "auto", "--dummy-weights"], "--load-format is auto, and --dummy-weights is given"),
         (["--load-format", "pt"], "invalid choice: 'pt'"),
         (["--enforce-eager", "--cuda-graphs"], "contradict each other"),
+        (["--speculative-config", '{"method": "ngram", "prompt_lookup_max": 0}'], "--prompt-lookup-max is 0"),
+        (["--speculative-config", '{"method": "ngram", "prompt_lookup_min": 65}'], "--prompt-lookup-min is 65"),
         (["--override-generation-config", "{"], "'{' is not JSON"),
         (["--override-generation-config", "[1]"], "'[1]' is no JSON object"),
         (["--override-generation-config", '{"max_new_tokens": 3}'], "has 'max_new_tokens'. It may set: temperature"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import quire.startup.checkpoint
-from quire.config import EngineConfig
+from quire.config import EngineConfig, Experiment
 from quire.errors import StartupError
 from quire.llm import LLM
 from quire.pool import Pool
@@ -190,3 +190,5 @@ def test_vllms_form_of_the_settings() -> None:
         engine_config(None, {"speculative_config": {"model": "c/d"}, "speculative_model": "c/d"})
     with pytest.raises(StartupError, match=r"--speculative-config is '\[3\]'. It must be an object"):
         LLM(speculative_config=[3])
+    with pytest.raises(StartupError, match=r"an acceptance of 0\.5 is given, and there are no draft tokens"):
+        EngineConfig(experiment=Experiment(synthetic_acceptance=0.5))

@@ -186,6 +186,44 @@ def test_every_named_shape_has_a_plan(name: str, page_size: int, monkeypatch: py
     assert plan.kv_bytes <= memory.kv_config.bytes <= plan.kv_bytes + max(16 * 2**20, 40 * GIB // 512)
 
 
+PAIRS = {
+    "gemma-2-27b": "gemma-2-2b",
+    "ministral-8b": "ministral-1b",
+    "llama3-70b": "llama3.2-1b",
+    "llama3-8b": "llama3.2-1b",
+}
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 16, 24, 32, 64])
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_pair_of_models_has_a_plan(name: str, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pairs of `quire reproduce jenga-fig19`, in the memory that Gemma-2 27B leaves there, whatever their layers:
+    the bytes of a token are padded by at most 3 %, and one type's pages are not padded alone."""
+    monkeypatch.setattr(memory_plan, "device_memory", lambda device: (2000 * GIB, 2000 * GIB))
+    spec = read_spec(named_config(name)).with_draft(read_spec(named_config(PAIRS[name])))
+    config = settings(kv_gib=13.8, page_size=page_size, max_num_seqs=64).with_device_defaults("cuda")
+    layout = plan_page_layout(config, spec, 2, int(13.8 * GIB))
+    assert layout.large_bytes <= 13.8 * GIB / 512
+    assert sum(len(one.layers) for one in layout.specs) == len(spec.layers)
+    assert all(layout.large_bytes % one.page_bytes == 0 for one in layout.specs)
+    held = [one.page_tokens * one.token_bytes for one in layout.specs]
+    assert all(size <= one.page_bytes <= 1.03 * size for size, one in zip(held, layout.specs))
+    assert sum(one.token_bytes for one in layout.specs) == spec.token_bytes(2)
+    plan = plan_memory(config, spec, name, "bfloat16", 2, "cuda")
+    memory = build_memory(config, spec, MemorySize(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes))
+    assert memory.fits([plan.max_len])
+    check_kv_cache_config(memory.kv_config, spec)
+
+
+def test_a_plan_of_a_pair_shows_the_padding() -> None:
+    spec = read_spec(named_config("gemma-2-27b")).with_draft(read_spec(named_config("gemma-2-2b")))
+    config, plan = settings(kv_gib=14).with_device_defaults("cuda"), planned(spec, kv_gib=14)
+    lines = describe_pages(config, spec, 2, plan)
+    assert sum("23 layers" in line and "0.8% padding, 2 in a large page" in line for line in lines) == 2
+    assert sum("13 layers of the draft model" in line and "1.9% padding, 7 in" in line for line in lines) == 2
+    assert any("large pages" in line and "of 6,078,464 bytes" in line for line in lines)
+
+
 SEEING = [name for name in CONFIGS if read_spec(named_config(name)).vision is not None]
 
 

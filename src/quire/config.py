@@ -74,22 +74,30 @@ def check_settings(config: Any) -> None:
     """Raise StartupError for a value in the dataclass `config` that its setting does not allow."""
     for one in fields(config):
         value = getattr(config, one.name)
-        if not one.metadata or (value is None and one.default is None):
-            continue
-        flag, (_, choices, bounds, *_) = flag_of(one), one.metadata["setting"]
-        if choices and value not in choices:
-            raise StartupError(f"{flag} is {str(value)[:80]!r}", f"Choose one of: {', '.join(choices)}")
-        if bounds is None:
-            continue
-        low, high = bounds
-        integer = str(one.type).startswith("int")
-        number = not isinstance(value, bool) and hasattr(value, "__index__" if integer else "__float__")
-        if not number or not low <= value <= high:
-            whole = "a whole number " if integer and not number else ""
-            shown = str(value) if number else repr(value)
-            raise StartupError(f"{flag} is {shown[:80]}", f"It must be {whole}between {low} and {high}")
-        if type(value) not in (int, float):  # NumPy's, which JSON doesn't take
-            object.__setattr__(config, one.name, index(value) if integer else float(value))
+        if one.metadata and (value is not None or one.default is not None):
+            checked = check_setting(one, value)
+            if checked is not value:
+                object.__setattr__(config, one.name, checked)
+
+
+def check_setting(field: Field[Any], value: Any) -> Any:
+    """Return the value of a setting, NumPy's numbers as Python's, which JSON takes. Raise StartupError if the setting
+    does not allow it."""
+    flag, (_, choices, bounds, *_) = flag_of(field), field.metadata["setting"]
+    if choices and value not in choices:
+        raise StartupError(f"{flag} is {str(value)[:80]!r}", f"Choose one of: {', '.join(choices)}")
+    if bounds is None:
+        return value
+    low, high = bounds
+    integer = str(field.type).startswith("int")
+    number = not isinstance(value, bool) and hasattr(value, "__index__" if integer else "__float__")
+    if not number or not low <= value <= high:
+        whole = "a whole number " if integer and not number else ""
+        shown = str(value) if number else repr(value)
+        raise StartupError(f"{flag} is {shown[:80]}", f"It must be {whole}between {low} and {high}")
+    if type(value) not in (int, float):
+        return index(value) if integer else float(value)
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,6 +409,11 @@ class EngineConfig:
         if method == "ngram" and model is not None:
             raise StartupError("--speculative-method is ngram, and --speculative-model is given",
                                "Leave one out, or use --speculative-method both")  # fmt: skip
+        if self.experiment.synthetic_acceptance is not None and self.speculation is None:
+            raise StartupError(
+                f"an acceptance of {self.experiment.synthetic_acceptance} is given, and there are no draft tokens",
+                "Give --speculative-method or --speculative-model, or leave it out",
+            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise StartupError(
                 f"--prompt-lookup-min is {self.prompt_lookup_min}, and --prompt-lookup-max {self.prompt_lookup_max}",
@@ -460,7 +473,7 @@ class EngineConfig:
 def parse_speculative_config(given: Any, tp: int) -> dict[str, Any]:
     """Return the settings of EngineConfig that `given` sets, vLLM's speculative_config: an object with some of
     SPECULATIVE_CONFIG_KEYS. `tp` is the model's. Raise StartupError for an unknown key or method, and for a draft model
-    that is not divided as the model is. EngineConfig checks the values."""
+    that is not divided as the model is."""
     known = f"It may have: {', '.join(SPECULATIVE_CONFIG_KEYS)}"
     if not isinstance(given, Mapping):
         raise StartupError(f"--speculative-config is {str(given)[:80]!r}", f"It must be an object. {known}")
@@ -488,10 +501,13 @@ def parse_speculative_config(given: Any, tp: int) -> dict[str, Any]:
             f"and --tp is {tp}",
             "Leave it out: the draft model is divided as the model is",
         )
-    lookups = [values[name] for name in ("prompt_lookup_min", "prompt_lookup_max") if name in values]
+    numbers = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+    for one in fields(EngineConfig):
+        if one.name in numbers and one.name in values:
+            check_setting(one, values[one.name])
+    lookups = [values[name] for name in numbers[1:] if name in values]
     if lookups:  # as in vLLM, one alone is the other, too
         values |= {"prompt_lookup_min": lookups[0], "prompt_lookup_max": lookups[-1]}
-    numbers = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
     return {
         "speculative_model": model,
         "speculative_method": None if method is None else SPECULATION_NAMES[method],

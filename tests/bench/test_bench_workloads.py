@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from quire.bench.arrivals import Burst, Poisson, Ramp, Uniform, parse_arrivals, poisson
+from quire.bench.copying import PARTS
 from quire.bench.endless import BLOCK, Endless
-from quire.bench.workloads import MAX_PROMPT_TOKENS, MAX_REQUESTS, RequestSpec, parse
+from quire.bench.workloads import MAX_PROMPT_TOKENS, MAX_REQUESTS, Copying, RequestSpec, parse
 from quire.errors import StartupError
 
 # From the generators that the other engines' runs used: name, seed, first lengths, sums of prompts and of outputs.
@@ -266,3 +267,19 @@ def test_bad_names_are_refused(text: str) -> None:
     with pytest.raises(StartupError, match=r"Expected|whole number") as caught:
         parse_arrivals(text)
     assert len(str(caught.value)) < 400
+
+
+def test_texts_to_copy_are_of_a_seed_and_no_part_is_twice_in_one() -> None:
+    copying = parse("copy:8@3")
+    assert isinstance(copying, Copying)
+    texts = copying.texts(seed=5)
+    assert texts == copying.texts(seed=5)
+    assert len({*texts, *copying.texts(seed=6)}) == 6
+    for text in texts:
+        assert text.count(".") == 8
+        assert all(sum(text.count(part) for part in parts) == 8 for parts in PARTS)
+        assert max(text.count(part) for parts in PARTS for part in parts) == 1
+    with pytest.raises(StartupError, match="lengths only a model's tokenizer gives"):
+        copying.jobs(1000)
+    with pytest.raises(StartupError, match="'13' in the workload 'copy:13@1' is not a whole number from 1 to 12"):
+        parse("copy:13@1")

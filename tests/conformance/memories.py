@@ -208,7 +208,7 @@ def check_published(memory: KVMemory, seqs: Iterable[Sequence]) -> None:
     for seq in seqs:
         for g, table in enumerate(memory.get_placement(seq).tables):
             published = set(memory.page_pool.index[g].values())
-            computed = seq.drafted if seq.drafts and memory.groups[g].is_draft else seq.computed
+            computed = seq.drafted if seq.uses_draft_model and memory.groups[g].is_draft else seq.computed
             coming = memory.policies[g].writes(seq, computed, computed + 1)
             for page in table[coming.start :] if coming else ():
                 assert page not in published, f"page {page} is published before it is computed"

@@ -62,7 +62,7 @@ class Drafts(Calls):
 
     def enter(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
-            seq.drafts = self.has_drafts and self.born % 3 > 0
+            seq.uses_draft_model = self.has_drafts and self.born % 3 > 0
         super().enter(seqs)
         for seq in seqs:
             self.known[seq.id] = len(seq.tokens)
@@ -70,7 +70,7 @@ class Drafts(Calls):
     def begin(self, data: st.DataObject) -> Sequence | None:
         starts = {seq.id: seq.planned for seq in self.alive.values()}
         seq = super().begin(data)
-        if seq is not None and seq.drafts and seq.planned > starts[seq.id]:
+        if seq is not None and seq.uses_draft_model and seq.planned > starts[seq.id]:
             covered = self.covered(seq)
             keeps_up = starts[seq.id] <= covered < self.known[seq.id]
             end = seq.planned if keeps_up else data.draw(st.integers(seq.drafted, seq.planned))
@@ -103,9 +103,12 @@ class Drafts(Calls):
                 assert self.device.cells.get(cell) == (g, contents[position]), f"position {position} is wrong"
 
     def settle(self, seq: Sequence, computed: int) -> None:
-        if seq.drafts:
+        if seq.uses_draft_model:
             seq.drafted = max(seq.drafted, min(self.drafting.get(seq.id, 0), computed))
         super().settle(seq, computed)
+
+    def commit(self, seq: Sequence) -> None:
+        self.memory.commit_drafts(seq)
 
     def take_back(self, data: st.DataObject) -> None:
         """Confirm some of the tokens in flight; the others are not what the sequence goes on with."""
@@ -152,7 +155,9 @@ class Drafts(Calls):
                     assert published
                     assert seq_pages.published_drafts <= seq.drafted
                 for table, group in zip(seq_pages.tables, self.memory.groups):
-                    assert seq.drafts or not group.is_draft or not table, "a sequence without drafts has their pages"
+                    assert seq.uses_draft_model or not group.is_draft or not table, (
+                        "a sequence without drafts has their pages"
+                    )
 
     def read(self, data: st.DataObject | None = None) -> None:
         super().read(data)

@@ -171,6 +171,9 @@ class Calls(RuleBasedStateMachine):
     def settle(self, seq: Sequence, computed: int) -> None:
         """Take in the results of the first `computed` tokens."""
         seq.computed = computed
+        self.commit(seq)
+
+    def commit(self, seq: Sequence) -> None:
         self.memory.commit(seq)
 
     def step(self, data: st.DataObject) -> None:
@@ -220,7 +223,7 @@ class Calls(RuleBasedStateMachine):
                 if group.kind == "state":
                     first = max(seq.planned - 1, 0)
                 if group.is_draft:
-                    last = seq.drafted if seq.drafts else 0
+                    last = seq.drafted if seq.uses_draft_model else 0
                     first = group.first_visible(last)
                 for position in range(first, last):
                     begin = table[group.num_full_pages(position)] * group.page_bytes

@@ -81,7 +81,7 @@ class Watched:
         assert len(admitted) == len(seqs), "a branch was left behind"
         for seq, (reused, after, drafted) in zip(seqs, admitted):
             assert 0 <= reused < len(seq.tokens), f"{reused} of {len(seq.tokens)} tokens are reused"
-            assert 0 <= drafted <= reused * seq.drafts, f"{drafted} of {reused} tokens are drafted"
+            assert 0 <= drafted <= reused * seq.uses_draft_model, f"{drafted} of {reused} tokens are drafted"
             if len(seqs) == 1:  # what branches share was scored before they were forked
                 assert reused <= seq.max_prefix_hit, "more is reused than the sequence allows"
             groups = self.memory.kv_config.groups
@@ -115,6 +115,11 @@ class Watched:
         assert seq.computed <= len(seq.tokens), "a token that the sequence never got is published"
         self._hold(seq)
         self.memory.commit(seq)
+
+    def commit_drafts(self, seq: Sequence) -> None:
+        assert seq.computed <= len(seq.tokens), "a token that the sequence never got is published"
+        self._hold(seq)
+        self.memory.commit_drafts(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         if self.rng.random() < self.unforked:

@@ -480,7 +480,7 @@ def lone(tokens: list[int], **params: Any) -> Request:
 def chosen(speculator: Speculator, requests: list[Request], max_len: int = 2**20) -> list[int]:
     """How many tokens the draft model is to propose for each one-branch request."""
     for i, request in enumerate(requests):
-        request.live_seqs[0].id, request.live_seqs[0].drafts = i, speculator.has_model
+        request.live_seqs[0].id, request.live_seqs[0].uses_draft_model = i, speculator.has_model
     drafts, proposals = speculator.choose(requests, max_len)
     assert not drafts, "nothing was proposed yet"
     return [proposals.get(i, 0) for i in range(len(requests))]
@@ -518,7 +518,7 @@ def test_what_was_proposed_is_verified_before_more_is_proposed(
     """All of it may be accepted: with 5 tokens, 3 drafts and a sample, the last of 10 is proposed for nothing."""
     speculator, request = Speculator("draft", 4, costs=FREE), lone([1] * 5, max_tokens=max_tokens)
     [seq] = request.live_seqs
-    seq.drafts, seq.proposed = True, 3
+    seq.uses_draft_model, seq.proposed = True, 3
     drafts, proposals = speculator.choose([request], max_len)
     assert (len(drafts[seq.id]), proposals.get(seq.id, 0)) == wanted
 
@@ -586,7 +586,7 @@ def test_ngrams_that_are_wrong_give_way_to_the_draft_model() -> None:
     for _ in range(20):
         seq.tokens += [1, 2, 3]
         seq.planned = seq.computed = len(seq.tokens) - 1
-        seq.drafts = True
+        seq.uses_draft_model = True
         drafts, proposals = speculator.choose([request], 2**20)
         row, seq.proposed = SeqSlice(1, (3,), seq.planned, 1, (), drafts.get(seq.id, ())), proposals.get(seq.id, 0)
         sources.append(count_markers(row) > 0)

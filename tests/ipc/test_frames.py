@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from quire import errors
 from quire.config import EngineConfig
-from quire.core.outputs import NO_DRAFT_COUNTS, BranchOutput, DraftCounts, EngineStats
+from quire.core.outputs import BranchOutput, EngineStats
+from quire.core.request import NO_DRAFT_COUNTS, DraftCounts
 from quire.core.validation import EngineLimits
 from quire.errors import EngineDead, InputError, QuireError, StartupError
 from quire.ipc import frames

@@ -25,14 +25,14 @@ TEXT = list(range(200, 200 + MAX_LEN))
 
 def drafting(id: int, tokens: list[int]) -> Sequence:
     seq = Sequence(id, list(tokens))
-    seq.drafts = True
+    seq.uses_draft_model = True
     return seq
 
 
 def draft(memory: PagedMemory, seq: Sequence, drafted: int) -> None:
     """Let the draft model catch up to `drafted` tokens."""
     seq.drafted = drafted
-    memory.commit(seq)
+    memory.commit_drafts(seq)
     memory.check()
 
 
@@ -63,12 +63,12 @@ def test_without_drafts_no_page_is_needed(kind: str) -> None:
         asked = ((policy.reads, start, start + 9), (policy.writes, start, start + 9), (policy.required, start))
         assert [list(ask(seq, *args)) for ask, *args in asked] == [[], [], []]
         assert policy.room(seq, 0) >= 10**9
-        seq.drafts = True
+        seq.uses_draft_model = True
         for any_seq in (seq, None):
             assert policy.reads(any_seq, start, start + 9) == plain.reads(any_seq, start, start + 9)
             assert policy.required(any_seq, start) == plain.required(any_seq, start)
         assert policy.room(seq, 5) == plain.room(seq, 5)
-        seq.drafts = False
+        seq.uses_draft_model = False
 
 
 @every_cached
@@ -124,7 +124,7 @@ def test_siblings_of_a_sequence_whose_draft_model_lags_share_only_what_it_has(na
     for seq in (drafting(1, TEXT[:part]), Sequence(2, TEXT[:common])):
         if seq.tokens:
             assert serve(memory, seq) is not None
-            draft(memory, seq, len(seq.tokens) * seq.drafts)
+            draft(memory, seq, len(seq.tokens) * seq.uses_draft_model)
             memory.free(seq)
     assert reused(memory, drafting(3, TEXT[: common + 1])) == (common, part)
     group = [drafting(i, [*TEXT[:total], i]) for i in (4, 5, 6)]
@@ -188,7 +188,7 @@ def test_a_sequence_fits_however_far_the_draft_model_lags(name: str) -> None:
             seq.planned = min(seq.planned + 4, length)
             memory.check()
             seq.computed, seq.drafted = seq.planned, max(seq.planned - MAX_LEN + lag, 0)
-            memory.commit(seq)
+            memory.commit_drafts(seq)
             memory.check()
 
 
@@ -232,7 +232,7 @@ def test_waiters_draft_from_where_their_leader_does(name: str) -> None:
     memory = DRAFTED[name](Build(tokens=640))
     group = group_of(3, 33, 6)
     for seq in group:
-        seq.drafts = True
+        seq.uses_draft_model = True
     told = memory.admit(group, 64)
     assert isinstance(told, list)
     for seq, (length, _, drafts) in zip(group, told):

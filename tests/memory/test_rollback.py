@@ -28,7 +28,7 @@ def step(memory: KVMemory, seq: Sequence, drafts: int, accepted: int) -> None:
     memory.check()
     seq.computed = seq.planned = start + 1 + accepted
     seq.tokens += TEXT[len(seq.tokens) : seq.computed + 1]
-    memory.commit(seq)
+    memory.commit_drafts(seq)
     memory.check()
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.core.outputs import BranchOutput
+from quire.core.request import DraftCounts
 from quire.errors import InputError
 from quire.protocol.sampling_params import MAX_BAD_WORD_IDS, SamplingParams
 from quire.protocol.step_plan import TopLogprobs
@@ -134,6 +135,26 @@ def test_a_stop_string_may_begin_in_one_run_of_tokens_and_end_in_the_next() -> N
         assert "".join(output.text for output in found) == "once "
         assert [token for output in found for token in output.tokens] == ids[:read]
         assert told == [(0, "upon")]
+
+
+def test_draft_tokens_after_a_stop_string_are_not_accepted() -> None:
+    """Of a run all tokens but the last one are draft tokens, and those up to the stop string count."""
+    ids = tokenizer().encode("once upon a time")
+    read = len(tokenizer().encode("once upon"))
+    params = TEXT.resolve(SamplingParams(stop=["upon"]))
+    for cut in range(1, read):
+        transcript = RequestDetokenizer(TEXT, [1], params, lambda branch, stop: None)
+        counts = DraftCounts(20, cut - 1), DraftCounts(40, len(ids) - 2)
+        runs = [
+            BranchOutput("r", 0, tuple(run), "", (), None, None, False, 0.0, drafts=drafts)
+            for run, drafts in zip((ids[:cut], ids[cut:]), counts)
+        ]
+        first, last = map(transcript.process, runs)
+        assert first is not None
+        assert first.drafts == counts[0]
+        assert last is not None
+        accepted = min(len(ids) - cut - 1, read - cut)
+        assert last.drafts == (40, cut - 1 + accepted)
 
 
 def test_resolving_twice_changes_nothing() -> None:

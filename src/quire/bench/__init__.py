@@ -125,6 +125,8 @@ def _workload_flags(default: str) -> Callable[[argparse.ArgumentParser], None]:
                            help=f"{EXPECTED}; may be given repeatedly (default: {default})")  # fmt: skip
         group.add_argument("--trace", action="append", metavar="FILE",
                            help="requests of a file, JSONL or ShareGPT's JSON; may be given repeatedly")  # fmt: skip
+        group.add_argument("--compare-speculation", action="store_true",
+                           help="after each run measure another one without draft tokens")  # fmt: skip
         parser.set_defaults(default_workload=default)
 
     return add

@@ -42,6 +42,7 @@ class Decoding(NamedTuple):
     n: int = 1
     best_of: int | None = None
     beam_width: int | None = None
+    speculate: bool = True
 
     @property
     def plain(self) -> bool:
@@ -52,7 +53,7 @@ class Decoding(NamedTuple):
         """Return parameters that generate exactly the job's output length."""
         return SamplingParams(
             temperature=self.temperature, n=self.n, best_of=self.best_of, beam_width=self.beam_width,
-            max_tokens=job.output, ignore_eos=True, detokenize=False, seed=len(job.prompt),
+            max_tokens=job.output, ignore_eos=True, detokenize=False, seed=len(job.prompt), speculate=self.speculate,
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from quire.bench.copying import MAX_SENTENCES, random_text
 from quire.errors import StartupError
 from quire.protocol.images import ImageItem, ImagePixels
 
@@ -157,7 +158,7 @@ NUMBERS = {
 }  # fmt: skip
 EXPECTED = ", ".join((
     "sharegpt@N, alpaca@N, longdoc@N, fixed:IN:OUT@N, range:IN:OUT:RATIO@N, shared:PREFIX:OWN:OUT@N",
-    "docqa:DOCUMENTS:TOKENS@N, ramp:FIRST:LAST@N",
+    "docqa:DOCUMENTS:TOKENS@N, ramp:FIRST:LAST@N, copy:SENTENCES@N",
     *(f"{kind}@N" for kind, count in NUMBERS.items() if not count and kind not in ("sharegpt", "alpaca", "longdoc")),
 ))  # fmt: skip
 
@@ -241,6 +242,27 @@ class Named(Workload):
         return [RequestSpec(sum(prefix_and_own), output, *shared)] * self.requests
 
 
+@dataclass(frozen=True)
+class Copying(Workload):
+    """Requests to repeat a text of `sentences` sentences, for a model that follows instructions: their tokens are those
+    of its tokenizer and chat template."""
+
+    name: str
+    sentences: int
+    requests: int
+
+    def specs(self, seed: int = 0) -> Sequence[RequestSpec]:
+        raise StartupError(
+            f"the requests of {self.name} are texts, whose lengths only a model's tokenizer gives",
+            "Use it in quire bench throughput, latency or serve, without --url",
+        )
+
+    def texts(self, seed: int = 0) -> list[str]:
+        """Return the text of every request."""
+        rng = np.random.default_rng(seed)
+        return [random_text(rng, self.sentences) for _ in range(self.requests)]
+
+
 def around(mean: int, ratio: float) -> Uniform:
     """Return lengths within `ratio` of `mean`: the limits of vLLM's random data set."""
     return Uniform(max(1, math.floor(mean * (1 - ratio))), math.ceil(mean * (1 + ratio)))
@@ -300,6 +322,8 @@ def parse(name: str | Workload) -> Workload:
         return name
     what, at, count = name.partition("@")
     kind, *given = what.split(":")
+    if at and kind == "copy" and len(given) == 1:
+        return Copying(name, _number(name, given[0], MAX_SENTENCES), _number(name, count, MAX_REQUESTS))
     if not at or NUMBERS.get(kind) != len(given):
         raise StartupError(f"there is no workload {name[:60]!r}", f"Expected {EXPECTED}")
     ratio = _ratio(name, given.pop()) if kind == "range" else 0.0

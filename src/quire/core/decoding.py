@@ -26,7 +26,7 @@ def append_token(
         seq.finish_reason = "length"
         return ()
     seq.tokens.append(token)
-    if sample_index < len(sampled.top_logprobs):  # there are none of a token with an error
+    if sampled.top_logprobs and sample_index < len(sampled.top_logprobs):  # there are none of a token with an error
         seq.cumulative_logprob += sampled.top_logprobs[sample_index].logprob
         if request.params.returns_best_of and request.params.num_logprobs >= 0:
             seq.top_logprobs.append(sampled.top_logprobs[sample_index])

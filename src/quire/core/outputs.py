@@ -11,19 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from quire.config import MAX_DRAFT_TOKENS
-from quire.core.request import Request, RequestStatus, SeqEvent
+from quire.core.request import NO_DRAFT_COUNTS, DraftCounts, Request, RequestStatus, SeqEvent
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import StepPlan, StepResult, TopLogprobs
-
-
-class DraftCounts(NamedTuple):
-    """The numbers of draft tokens of a request that were verified so far, and of those that are in its outputs."""
-
-    drafted: int = 0
-    accepted: int = 0
-
-
-NO_DRAFT_COUNTS = DraftCounts()
 
 
 class BranchOutput(NamedTuple):
@@ -133,12 +123,13 @@ class OutputBuilder:
     def build(self, events: list[SeqEvent], now: float) -> list[BranchOutput]:
         """Return the outputs of a step's events."""
         outputs: list[BranchOutput] = []
+        generated_tokens = 0
         for request, seq, tokens, tops in events:
             if request.aborted:
                 continue
             if request.first_token_time is None:
                 request.first_token_time = now
-            self.stats.generated_tokens += len(tokens)
+            generated_tokens += len(tokens)
             if request.params.returns_best_of:
                 if request.status is RequestStatus.DONE and not request.num_reported:
                     outputs += self._best_of_outputs(request)
@@ -147,6 +138,7 @@ class OutputBuilder:
             else:
                 output = self._branch_output(request, seq, tokens, tops)
                 outputs += _copies(output, request.params.n) if request.max_tokens == 0 else [output]
+        self.stats.generated_tokens += generated_tokens
         return outputs
 
     def build_aborted(self, request: Request, seqs: list[Sequence]) -> list[BranchOutput]:
@@ -180,7 +172,7 @@ class OutputBuilder:
             request.id, seq.branch_index, tokens, "", top_logprobs if tokens else (), seq.finish_reason,
             seq.stop_reason, done, seq.cumulative_logprob,
             tuple(seq.prompt_logprobs) if wants_prompt_logprobs else None,
-            request.cached_tokens, seq.pooled, _draft_counts(request),
+            request.cached_tokens, seq.pooled, request.draft_counts,
         )  # fmt: skip
 
     # best_of and methods
@@ -231,7 +223,7 @@ class OutputBuilder:
         return BranchOutput(
             request.id, branch, tokens, "", tops, finish, seq.stop_reason if finish is not None else None, done,
             seq.cumulative_logprob, tuple(seq.prompt_logprobs) if first else None, request.cached_tokens,
-            drafts=_draft_counts(request),
+            drafts=request.draft_counts,
         )  # fmt: skip
 
     def _outputs_without_result(
@@ -249,10 +241,6 @@ class OutputBuilder:
         """Count the end of a branch."""
         self.stats.finished[why] = self.stats.finished.get(why, 0) + 1
         request.num_reported += 1
-
-
-def _draft_counts(request: Request) -> DraftCounts:
-    return DraftCounts(request.draft_tokens, request.accepted_tokens) if request.draft_tokens else NO_DRAFT_COUNTS
 
 
 def _copies(output: BranchOutput, n: int) -> list[BranchOutput]:

@@ -21,12 +21,22 @@ class RequestStatus(Enum):
     DONE = "done"
 
 
+class DraftCounts(NamedTuple):
+    """The numbers of draft tokens of a request that were verified so far, and of those that are in its outputs."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+NO_DRAFT_COUNTS = DraftCounts()
+
+
 class Request:
     """The unit of scheduling and of preemption: one prompt and the branches that grow from it."""
 
     __slots__ = (
-        "aborted", "accepted_tokens", "agreed_tokens", "arrival_time", "batch_id", "cached_tokens", "candidates",
-        "client", "device_params", "draft_tokens", "finished_seqs", "first_token_time", "id", "images", "live_seqs",
+        "aborted", "agreed_tokens", "arrival_time", "batch_id", "cached_tokens", "candidates", "client",
+        "device_params", "draft_counts", "finished_seqs", "first_token_time", "id", "images", "live_seqs",
         "max_tokens", "method", "num_logprobs", "num_reported", "order", "params", "preemptions", "prefix_name",
         "prompt_len", "results", "scheduled_time", "seed", "status", "stop_ids",
     )  # fmt: skip
@@ -56,7 +66,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.aborted = False
         self.cached_tokens = 0
-        self.draft_tokens = self.accepted_tokens = 0  # that were verified, and those that are in outputs
+        self.draft_counts = NO_DRAFT_COUNTS
         self.preemptions = 0
         self.num_reported = 0  # branches whose end was reported
         self.scheduled_time: float | None = None

@@ -23,7 +23,7 @@ from quire.core.decoding import (
 from quire.core.encoder_budget import EncoderBudget
 from quire.core.grammar_masks import must_wait_for_token
 from quire.core.preemption_costs import DEFAULT_COSTS, PreemptionCosts
-from quire.core.request import Request, RequestStatus, SeqEvent
+from quire.core.request import DraftCounts, Request, RequestStatus, SeqEvent
 from quire.core.request_queue import RequestQueue
 from quire.core.speculation import NO_DRAFTS, Speculator, StepDrafts, plan_draft_slices, step_tokens
 from quire.memory.answers import Deferred
@@ -103,7 +103,7 @@ class Scheduler:
         """Queue a request. It must fit the memory (`KVMemory.fits`)."""
         self.num_grammar_requests += request.params.grammar is not None
         if self.speculator is not None:
-            request.live_seqs[0].drafts = self.speculator.drafts_for(request)
+            request.live_seqs[0].uses_draft_model = self.speculator.drafts_for(request)
         self.waiting.add(request)
 
     @property
@@ -133,8 +133,9 @@ class Scheduler:
         slices: list[SeqSlice] = []
         if self.encoder_budget is not None:
             self.encoder_budget.start_step()
-        # Draft tokens take at most half of the budget from other tokens.
-        budget = self.token_budget - min(sum(map(len, chosen.drafts.values())), self.token_budget // 2)
+        budget = self.token_budget
+        if chosen.drafts:  # they take at most half of the budget from other tokens
+            budget -= min(sum(map(len, chosen.drafts.values())), budget // 2)
         preempted, proposals = self._schedule_running(slices, budget), dict[int, int]()
         if chosen is not NO_DRAFTS and not preempted:
             proposals = self._add_drafts(slices, chosen)
@@ -450,8 +451,9 @@ class Scheduler:
         """Process the result of the oldest plan in flight."""
         self.num_in_flight -= 1
         has_drafts, self.drafts_in_flight = self.drafts_in_flight or bool(plan.draft_slices), False
-        events, by_slot, commit = list[SeqEvent](), self.by_slot, self.memory.commit
-        draft_slices = {row.slot: row for row in plan.draft_slices}
+        events, by_slot = list[SeqEvent](), self.by_slot
+        commit = self.memory.commit_drafts if has_drafts else self.memory.commit
+        draft_slices = {row.slot: row for row in plan.draft_slices} if has_drafts else {}
         for row, sampled in zip(plan.slices, result.slice_results):
             request, seq = by_slot[row.slot]
             seq.computed = row.start + len(row.tokens)
@@ -504,10 +506,12 @@ class Scheduler:
             events.append(SeqEvent(request, seq, tuple(tokens), sampled.top_logprobs[: len(tokens)]))
         seq.computed = seq.planned = min(end, row.start + 1 + len(tokens))
         seq.drafted = min(seq.drafted, seq.computed)
-        request.draft_tokens += len(row.draft_tokens)
-        request.accepted_tokens += min(accepted, len(tokens))
+        counts = request.draft_counts
+        request.draft_counts = DraftCounts(
+            counts.drafted + len(row.draft_tokens), counts.accepted + min(accepted, len(tokens))
+        )
         if tokens and not sampled.error:
-            self.memory.commit(seq)
+            self.memory.commit_drafts(seq)
         if len(tokens) > len(sampled.tokens):
             self._send_history(request, seq)
         if seq.finish_reason is not None:

@@ -225,9 +225,9 @@ class Speculator:
             if seq.matcher is not None and not seq.pending_samples:
                 tokens = cut_drafts(seq.matcher, tokens, self.eos_ids)
             rate = drafts.by_ngram.rate(length)
-            if tokens and not (seq.drafts and rate < drafts.by_model.rate(length) / 2):
+            if tokens and not (seq.uses_draft_model and rate < drafts.by_model.rate(length) / 2):
                 return [Candidate(seq, len(tokens), tokens, rate, self._token_seconds(length, False))]
-        if seq.drafts and room > 0:
+        if seq.uses_draft_model and room > 0:
             most = min(self.max_tokens, room)
             return [Candidate(seq, most, (), drafts.by_model.rate(length), self._token_seconds(length, True))]
         return []
@@ -303,7 +303,7 @@ def plan_draft_slices(
     continued, prompts, lagging = list[SeqSlice](), list[SeqSlice](), list[SeqSlice]()
     for row in slices:
         seq = by_slot[row.slot][1]
-        if seq.drafts:
+        if seq.uses_draft_model:
             if seq.not_in_flight:
                 seq.draft_planned = seq.drafted + (seq.proposed > 0)  # the last token is computed before proposals
             seq.proposed = 0

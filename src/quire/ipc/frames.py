@@ -15,7 +15,8 @@ from dataclasses import fields
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
-from quire.core.outputs import NO_DRAFT_COUNTS, BranchOutput, DraftCounts, EngineStats
+from quire.core.outputs import BranchOutput, EngineStats
+from quire.core.request import NO_DRAFT_COUNTS, DraftCounts
 from quire.errors import (
     EngineDead,
     InputError,

@@ -59,9 +59,14 @@ class KVMemory(Protocol):
         ...
 
     def commit(self, seq: Sequence) -> None:
-        """Record that tokens[:seq.computed] are valid, and seq.drafted of them in a draft model's layers: publish the
-        full pages of each, and drop pages that no layer needs. Tokens that were planned and rejected are taken back
-        before: then seq.planned is less than a length that `grow` was given, and the pages stay for the next tokens."""
+        """Record that tokens[:seq.computed] are valid: publish their full pages, and drop pages that no layer needs."""
+        ...
+
+    def commit_drafts(self, seq: Sequence) -> None:
+        """Commit after a step with draft tokens or a draft model, in whose layers tokens[:seq.drafted] are valid.
+
+        Tokens that were planned and rejected are taken back before: then seq.planned is less than a length that `grow`
+        was given, and the pages stay for the next tokens."""
         ...
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:

@@ -147,7 +147,7 @@ class PageTables:
 
     def _computed(self, group: int, seq: Sequence) -> int:
         """Return the number of tokens that the layers of a group have computed: a draft model may lag behind."""
-        return seq.drafted if self.groups[group].is_draft and seq.drafts else seq.computed
+        return seq.drafted if self.groups[group].is_draft and seq.uses_draft_model else seq.computed
 
     def capacity_of(self, seq: Sequence, seq_pages: SeqPages) -> int:
         """Return the number of tokens that can be computed in these pages."""

@@ -157,7 +157,7 @@ class PagedMemory(PageTables):
         seq = None
         if images:
             seq = Sequence(0, [])
-            seq.images, seq.drafts = tuple(images), True
+            seq.images, seq.uses_draft_model = tuple(images), True
         needs = [
             sum(peak_pages(policy, length, max_pages + fragmentation, seq) for length in lengths) + pinned_pages
             for policy, max_pages, fragmentation, pinned_pages in zip(
@@ -248,7 +248,7 @@ class PagedMemory(PageTables):
                 hit = self.prefix_cache.find_cached(seq, shared)
             pinned = self.prefix_cache.find_registered(seq)
             # Siblings would have draft pages of their own after a registered prefix, and `fits` counts them once.
-            if pinned.tokens >= max(hit.tokens, 1) and not (seq.drafts and len(seqs) > 1):
+            if pinned.tokens >= max(hit.tokens, 1) and not (seq.uses_draft_model and len(seqs) > 1):
                 shared, ready, hit = 0, 0, pinned
             room = budget if len(seqs) == 1 else len(seq.tokens)
             if self.drops_pages:
@@ -262,7 +262,7 @@ class PagedMemory(PageTables):
             tokens, tables, full_hit = hit
             ready = tokens if ready == shared else ready
             waits, drafted = self.drops_pages and shared > 0, 0
-            if seq.drafts:
+            if seq.uses_draft_model:
                 drafted = shared
                 if shared and not waits and plans[sibling].drafted_tokens < plans[sibling].hit_tokens:
                     drafted = min(shared, plans[sibling].drafted_tokens)  # its draft model lags behind
@@ -313,7 +313,7 @@ class PagedMemory(PageTables):
                     needs.append(taken[g] + max(new_pages, peak))
                     taken[g] += new_pages
                     continue
-                if policy.group.is_draft and not seq.drafts:
+                if policy.group.is_draft and not seq.uses_draft_model:
                     needs.append(taken[g])
                     continue
                 start = plan.hit_of(policy.group)
@@ -390,19 +390,12 @@ class PagedMemory(PageTables):
 
     def commit(self, seq: Sequence) -> None:
         seq_pages, computed, unit = self.seq_pages[seq.id], seq.computed, self.key_tokens
-        if seq_pages.requested_tokens > seq.planned:  # draft tokens were rejected
-            seq_pages.requested_tokens = seq.planned
         if computed - seq_pages.published_tokens >= unit:
             end = computed // unit * unit
             if self.caching and not seq_pages.is_stale:
                 self.prefix_cache.publish(seq, seq_pages, seq_pages.published_tokens, end, is_draft=False)
                 self._resolve_pending(seq, seq_pages, end // unit)  # none waits until a draft model catches up
             seq_pages.published_tokens = end
-        if seq.drafted - seq_pages.published_drafts >= unit:
-            end = seq.drafted // unit * unit
-            if self.caching and not seq_pages.is_stale:
-                self.prefix_cache.publish(seq, seq_pages, seq_pages.published_drafts, end, is_draft=True)
-            seq_pages.published_drafts = end
         if seq.id in self.prefix_waiters.waiters:
             self.prefix_waiters.serve_waiters(seq, computed)
         if computed >= seq_pages.drops_at:  # not only when a page is full: a window passes a page at any token
@@ -411,6 +404,16 @@ class PagedMemory(PageTables):
             self._drop_unneeded(seq, seq_pages)
             if seq_pages.pending_encodings:
                 seq_pages.drops_at = 0
+
+    def commit_drafts(self, seq: Sequence) -> None:
+        seq_pages, unit = self.seq_pages[seq.id], self.key_tokens
+        seq_pages.requested_tokens = min(seq_pages.requested_tokens, seq.planned)
+        if seq.drafted - seq_pages.published_drafts >= unit:
+            end = seq.drafted // unit * unit
+            if self.caching and not seq_pages.is_stale:
+                self.prefix_cache.publish(seq, seq_pages, seq_pages.published_drafts, end, is_draft=True)
+            seq_pages.published_drafts = end
+        self.commit(seq)
 
     def free(self, seq: Sequence) -> None:
         if seq.id in self.swap.seq_pages:

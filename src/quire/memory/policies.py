@@ -276,16 +276,16 @@ class DraftPolicy(FullPolicy):
     `drafts`. `make_policy` combines this class with the policy of the layers' kind."""
 
     def reads(self, seq: Sequence | None, start: int, end: int) -> range:
-        return super().reads(seq, start, end) if seq is None or seq.drafts else range(0)
+        return super().reads(seq, start, end) if seq is None or seq.uses_draft_model else range(0)
 
     def writes(self, seq: Sequence | None, start: int, end: int) -> range:
-        return super().writes(seq, start, end) if seq is None or seq.drafts else range(0)
+        return super().writes(seq, start, end) if seq is None or seq.uses_draft_model else range(0)
 
     def room(self, seq: Sequence, pages: int) -> int:
-        return super().room(seq, pages) if seq.drafts else FAR
+        return super().room(seq, pages) if seq.uses_draft_model else FAR
 
     def required(self, seq: Sequence | None, hit: int) -> range:
-        return super().required(seq, hit) if seq is None or seq.drafts else range(0)
+        return super().required(seq, hit) if seq is None or seq.uses_draft_model else range(0)
 
 
 LayerPolicy = FullPolicy

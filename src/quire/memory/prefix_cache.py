@@ -60,8 +60,10 @@ class PrefixCache:
         self.has_dropping_policies = any(
             not policy.media and policy not in page_tables.retaining_policies for policy in page_tables.policies
         )
-        self.keyed_groups = [(g, p) for g, p in enumerate(self.policies) if p.unit]  # pages are found by tokens
-        units = [policy.unit for _, policy in self.keyed_groups]
+        keyed_groups = [(g, policy) for g, policy in enumerate(self.policies) if policy.unit]  # pages found by tokens
+        self.model_groups = [(g, policy) for g, policy in keyed_groups if not policy.group.is_draft]
+        self.draft_groups = [(g, policy) for g, policy in keyed_groups if policy.group.is_draft]
+        units = [policy.unit for _, policy in keyed_groups]
         self.key_tokens, self.prefix_granularity = math.gcd(*units) or FAR, math.lcm(*units)
         self.root_key = hashlib.sha256(b"quire:" + model_id.encode()).digest()
         self.registered_prefixes: dict[str, RegisteredPrefix] = {}
@@ -120,9 +122,7 @@ class PrefixCache:
         """Make the full pages of the computed tokens[start : end] findable; both are multiples of `key_tokens`. The
         pages are those of the model, or of its draft model."""
         self.extend_keys(seq, end)
-        for g, policy in self.keyed_groups:
-            if policy.group.is_draft != is_draft:
-                continue
+        for g, policy in self.draft_groups if is_draft else self.model_groups:
             table = seq_pages.tables[g]
             i, stop = policy.group.num_full_pages(start), policy.group.num_full_pages(end)
             i, stop = max(i, seq_pages.first_page[g]), min(stop, len(table))
@@ -280,7 +280,7 @@ class PrefixCache:
     def pin(self, name: str, seq: Sequence) -> bool:
         """Register the computed tokens of a sequence in memory as the prefix `name`; they stay until `unpin`. False if
         they exceed the capacity for prefixes, or there are MAX_PREFIXES already. The sequence must not draft."""
-        assert not seq.drafts, f"sequence {seq.id} is registered as a prefix, and drafts"
+        assert not seq.uses_draft_model, f"sequence {seq.id} is registered as a prefix, and drafts"
         if not self.can_pin(seq.computed):
             return False
         seq_pages = self.page_tables.seq_pages[seq.id]

@@ -52,7 +52,7 @@ class PrefixWaiters:
         seq_pages.requested_tokens = tokens
         seq_pages.published_tokens = tokens
         seq_pages.published_drafts = tokens if drafted == tokens else 0
-        seq_pages.needs_cow_check = seq.drafts and drafted < tokens
+        seq_pages.needs_cow_check = seq.uses_draft_model and drafted < tokens
         seq_pages.capacity = max(page_tables.capacity_of(seq, seq_pages), tokens)
 
     def remove(self, seq: Sequence) -> None:

@@ -29,9 +29,10 @@ class Sequence:
     computed <= planned <= len(tokens) + pending_samples. tokens[:computed] have valid state in memory, as their results
     were collected. `planned` counts tokens in submitted plans, `pending_samples` samples that the host does not have
     yet. With draft tokens in flight `planned` counts these too; what is not accepted of them is taken back when the
-    result is collected. If `drafts` the sequence has pages in the draft model's layers, where tokens[:drafted] are
-    computed, at most `computed` ones; while it is in flight `draft_planned` counts those in submitted plans. `proposed`
-    draft tokens for its next slice are on the device; the draft model has computed all tokens before them.
+    result is collected. With `uses_draft_model` the sequence has pages in the draft model's layers, where
+    tokens[:drafted] are computed, at most `computed` ones; while it is in flight `draft_planned` counts those in
+    submitted plans. `proposed` draft tokens for its next slice are on the device; the draft model has computed all
+    tokens before them.
     """
 
     __slots__ = (
@@ -41,7 +42,6 @@ class Sequence:
         "cumulative_logprob",
         "draft_planned",
         "drafted",
-        "drafts",
         "finish_reason",
         "id",
         "images",
@@ -61,6 +61,7 @@ class Sequence:
         "stop_reason",
         "tokens",
         "top_logprobs",
+        "uses_draft_model",
     )  # fmt: skip
 
     def __init__(
@@ -72,7 +73,7 @@ class Sequence:
         self.computed = 0
         self.planned = 0
         self.pending_samples = 0
-        self.drafts = False
+        self.uses_draft_model = False
         self.drafted = 0
         self.draft_planned = self.proposed = 0
         self.branch_index = branch_index
@@ -107,7 +108,7 @@ class Sequence:
         assert not self.pending_samples, f"sequence {self.id} is forked with a sample unseen"
         child = Sequence(id, list(self.tokens), seed=seed, cache_salt=self.cache_salt, branch_index=branch_index)
         child.prompt_len, child.computed, child.planned = self.prompt_len, self.computed, self.planned
-        child.drafts, child.drafted = self.drafts, self.drafted
+        child.uses_draft_model, child.drafted = self.uses_draft_model, self.drafted
         child.max_total_len, child.max_prefix_hit = self.max_total_len, self.max_prefix_hit
         child.page_keys = list(self.page_keys)
         child.images = self.images

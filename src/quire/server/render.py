@@ -15,7 +15,8 @@ from itertools import accumulate
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
-from quire.core.outputs import BranchOutput, DraftCounts
+from quire.core.outputs import BranchOutput
+from quire.core.request import DraftCounts
 from quire.protocol.step_plan import TopLogprobs
 from quire.server.answer_size import MAX_BYTES
 from quire.server.errors import to_failure
@@ -80,7 +81,7 @@ class UsageCounter:
     ) -> str:
         parts = [f'"reasoning_tokens":{reasoning}'] if self.reasoning_tokens else []
         if drafts:
-            # tokens after a stop string are not in the answer
+            # branches that best_of does not return had accepted tokens, too
             accepted = min(sum(counts.accepted for counts in drafts), completion)
             rejected = sum(counts.drafted for counts in drafts) - accepted
             parts.append(f'"accepted_prediction_tokens":{accepted},"rejected_prediction_tokens":{rejected}')

@@ -23,7 +23,9 @@ class RequestDetokenizer:
     """The text of one request that continues `prompt`. Without a tokenizer, or with `detokenize` off, outputs pass
     unchanged."""
 
-    __slots__ = ("_backend", "_detokenizers", "_ended_branches", "_params", "_prompt", "_stop", "_token_by_token")
+    __slots__ = (
+        "_accepted", "_backend", "_detokenizers", "_ended_branches", "_params", "_prompt", "_stop", "_token_by_token",
+    )  # fmt: skip
 
     def __init__(
         self, text: TextBackend | None, prompt: Sequence[int], params: SamplingParams, stop: StopCallback
@@ -33,6 +35,7 @@ class RequestDetokenizer:
         # A stop drops the tokens after it, so tokens of one output are decoded one by one. Ranked branches and those of
         # a method are final results and are kept whole.
         self._token_by_token = bool(params.stop) and not params.returns_best_of and params.method is None
+        self._accepted = 0  # draft tokens in the outputs so far
         self._detokenizers: dict[int, StopAwareDetokenizer] = {}
         self._ended_branches: set[int] = set()  # branches whose end was reported
 
@@ -51,6 +54,8 @@ class RequestDetokenizer:
             if stop is not None:
                 logprob -= sum(top.logprob for top in tops[num_read:])
                 tokens, tops = tokens[:num_read], tops[:num_read]
+                drafts = drafts._replace(accepted=min(drafts.accepted, self._accepted + num_read))
+            self._accepted = drafts.accepted
         else:
             text, stop = flow.push(tokens[:-1] if bare else tokens, last)
         if stop is not None:

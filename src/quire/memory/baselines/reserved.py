@@ -228,7 +228,9 @@ class ReservedMemory:
         return True
 
     def commit(self, seq: Sequence) -> None:
-        """Nothing is published, and nothing is dropped before the end."""
+        """Do nothing: nothing is published, and nothing is dropped before the end."""
+
+    def commit_drafts(self, seq: Sequence) -> None:
         reservation = self.seq_pages[seq.id]
         reservation.requested_tokens = min(reservation.requested_tokens, seq.planned)
 

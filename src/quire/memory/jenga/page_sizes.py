@@ -5,7 +5,7 @@ Plain numbers: a type is a name and the bytes of one of its pages, whether of to
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import product
 from typing import NamedTuple
@@ -27,10 +27,19 @@ class LayerType(NamedTuple):
     page_multiple: int = PAGE_ALIGNMENT
 
     @property
+    def grain(self) -> int:
+        """The bytes of which the size of an aligned page is a multiple."""
+        return math.lcm(self.page_multiple, PAGE_ALIGNMENT)
+
+    @property
     def aligned_bytes(self) -> int:
         """The bytes of its smallest aligned page."""
-        grain = math.lcm(self.page_multiple, PAGE_ALIGNMENT)
-        return -(-self.page_bytes // grain) * grain
+        return -(-self.page_bytes // self.grain) * self.grain
+
+    @property
+    def max_padded_bytes(self) -> int:
+        """The bytes of its largest page: padded by MAX_PADDING, or by its alignment if that is more."""
+        return max(self.aligned_bytes, int(self.page_bytes * (1 + MAX_PADDING)))
 
 
 class PagePlan(NamedTuple):
@@ -60,25 +69,43 @@ def plan_pages(types: Iterable[LayerType], limit: int | None = MAX_LARGE_BYTES) 
     """Return pages by the least common multiple of the types' pages (Jenga §4.1).
 
     If that is above `limit`, pages are padded by at most MAX_PADDING each to make it as small as possible, and of equal
-    results the one with the least padding is taken. The result may still be above `limit`."""
+    results the one with the least padding is taken. Pages become multiples of each other's sizes, or, if that is not
+    enough, fractions of a large page. The result may still be above `limit`."""
     types = tuple(types)
     exact = {kind: kind.aligned_bytes for kind in types}
-    sizes = exact
+    plans = [exact]
     if limit is not None and math.lcm(*exact.values()) > limit:
         options = [_paddings(kind, exact.values()) for kind in exact]
         best = min(product(*options), key=lambda found: (math.lcm(*found), sum(found)))
-        sizes = dict(zip(exact, best))
+        plans = [dict(zip(exact, best))]
+        if math.lcm(*best) > limit:
+            plans += _fractions(exact)
+    sizes = min(plans, key=lambda plan: (math.lcm(*plan.values()), sum(plan.values())))
     return PagePlan(types, tuple(sizes[kind] for kind in types), math.lcm(*sizes.values()))
 
 
 def _paddings(kind: LayerType, others: Iterable[int]) -> list[int]:
     """Return the sizes to which a type's page may be padded: multiples of another type's page, or of a power of two."""
-    grain = math.lcm(kind.page_multiple, PAGE_ALIGNMENT)
-    steps = {math.lcm(step, grain) for step in (*others, *(1 << k for k in range(kind.aligned_bytes.bit_length() + 1)))}
+    powers = (1 << k for k in range(kind.aligned_bytes.bit_length() + 1))
+    steps = {math.lcm(step, kind.grain) for step in (*others, *powers)}
     sizes = {-(-kind.page_bytes // step) * step for step in steps}
-    return sorted(
-        {kind.aligned_bytes} | {size for size in sizes if size - kind.page_bytes <= MAX_PADDING * kind.page_bytes}
-    )
+    return sorted(size for size in sizes if size <= kind.max_padded_bytes)
+
+
+def _fractions(types: Iterable[LayerType]) -> Iterator[dict[LayerType, int]]:
+    """Yield sizes of pages of which a whole number fills a large page of about 1, 2, ... pages of the largest type.
+
+    Of a type with smaller pages as many are taken as fit. The padding of a page is then less than a page divided by
+    their number, besides the alignment, so no more than 1 / MAX_PADDING pages of the largest type have to be tried."""
+    types = tuple(types)
+    largest = max(kind.aligned_bytes for kind in types)
+    for n in range(1, math.ceil(1 / MAX_PADDING) + 1):
+        counts = {kind: n * largest // kind.aligned_bytes for kind in types}
+        step = math.lcm(*(kind.grain * count for kind, count in counts.items()))
+        large = -(-n * largest // step) * step
+        sizes = {kind: large // count for kind, count in counts.items()}
+        if all(size <= kind.max_padded_bytes for kind, size in sizes.items()):
+            yield sizes
 
 
 def max_page(types: Iterable[LayerType]) -> int:
