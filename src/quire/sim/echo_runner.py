@@ -431,6 +431,7 @@ class EchoRunner:
         slot, masks = self.slots[row.slot], self.masks.get(row.slot, [None] * (1 + len(row.draft_tokens)))
         assert row.num_samples == len(row.tokens) == 1, f"slot {row.slot} has draft tokens after a prompt"
         assert len(masks) == 1 + len(row.draft_tokens), f"slot {row.slot} has {len(masks)} masks"
+        restore_states = self._save_states(row, row.start + 1)
         drafts, states = self._compute_drafts(row, state, image_states)
         history = None if slot.history is None else list(slot.history)
         seed, samples, accepted = branch_seed(slot.seed, 0), list[int](), 0
@@ -440,7 +441,24 @@ class EchoRunner:
                 accepted += accepted == i and drafts[i] == samples[i]
                 if history is not None:
                     history.append(drafts[i])
+        restore_states(drafts[:accepted])
         return tuple(samples[: accepted + 1]), states[: accepted + 1]
+
+    def _save_states(self, row: SeqSlice, start: int) -> Callable[[Seq[int]], None]:
+        """Return a function that restores the running states before the positions of a slice from `start` on, and
+        advances them over the tokens that it gets."""
+        end = row.start + len(row.tokens) + len(row.draft_tokens)
+        groups = [group for group in self.groups if not group.group.is_draft]
+        saved = [(group, group.rule.save(group, row.slot, start, end)) for group in groups]
+
+        def restore(tokens: Seq[int]) -> None:
+            for group, pages in saved:
+                for page, content in pages.items():
+                    group.pages[page] = content
+                for i, token in enumerate(tokens if pages else ()):
+                    group.rule.write(group, row.slot, start + i, token, 0)
+
+        return restore
 
     def _compute_drafts(
         self, row: SeqSlice, state: int, image_states: Seq[bytes] = ()
@@ -466,7 +484,10 @@ class EchoRunner:
     def _compute_proposals(self, row: SeqSlice) -> tuple[int, ...]:
         """Return the tokens that the draft model proposes for a slice."""
         [token] = row.tokens
-        return self._compute_drafts(row, self._compute_state(row.slot, token, row.start))[0]
+        restore_states = self._save_states(row, row.start)
+        proposals = self._compute_drafts(row, self._compute_state(row.slot, token, row.start))[0]
+        restore_states(())
+        return proposals
 
     def close(self) -> None:
         """Drop the queued plans."""
