@@ -145,7 +145,6 @@ class RecurrentStateRule(EchoRule):
             np.frombuffer(struct.pack("<qq", position + 1, after), np.uint8), pages.used_page_bytes
         )
 
-
     def save(self, pages: EchoPages, slot: int, start: int, end: int) -> dict[int, Bytes]:
         run = pages.group.run_tokens
         page_ids = [pages.page_at(slot, i) for i in range(max(start - 1, 0) // run, (end - 1) // run + 1)]

@@ -589,9 +589,7 @@ class ModelRunner:
         """Count the tokens of states after a verification that accepted so many tokens of each slice with drafts."""
         assert self.state_checker is not None, "states are counted in debug mode"
         for row, count in zip((row for row in plan.slices if row.draft_tokens), accepted):
-            self.state_checker.advance(
-                row.slot, row.start, row.start + len(row.tokens) + count, self.store.host_tables
-            )
+            self.state_checker.advance(row.slot, row.start, row.start + len(row.tokens) + count, self.store.host_tables)
 
     def _step_seconds(self, ticket: Ticket) -> float:
         began, self.last_collected_at = max(ticket.submitted_at, self.last_collected_at), time.perf_counter()

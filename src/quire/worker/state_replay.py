@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.mamba_states import StateCache, StatePlan, state_pages
+from quire.kernels.mamba_states import StateCache, StatePlan, make_state_tiles, state_pages
 from quire.worker.step_context import StepStates
 from quire.worker.store import Store
 from quire.worker.verification import Verification
@@ -50,21 +50,21 @@ class StateReplay:
 
     def run(self, verification: Verification, accepted: Tensor | np.ndarray) -> None:
         """Enqueue the computation of the states after `accepted` [V] draft tokens of each slice that has some."""
-        slots, starts, lengths, offsets, has_drafts = verification.state_rows().columns
-        at = np.flatnonzero(has_drafts)
-        most = lengths[at]  # with all draft tokens
-        first = most - verification.draft_counts_of_verified
-        numbers = np.stack((slots[at], starts[at], first, np.cumsum(most) - most))
-        tiles = np.stack((np.arange(len(at)), np.zeros(len(at))), axis=1).astype(np.int32)
-        columns, tiles_there = self.store.staging.upload_all([numbers, tiles])
-        there, start, length, offset = columns
-        length = length + torch.as_tensor(accepted)
-        longest = int(first.max()) + self.max_drafts
+        columns = verification.state_rows().columns
+        slots, starts, lengths = columns[:3, columns[4] > 0]
+        known = lengths - verification.num_drafts
+        longest = (
+            int(known.max()) + self.max_drafts
+        )  # not that of this step: kernels are compiled for the table's width
+        numbers = np.stack((slots, starts, known, np.cumsum(lengths) - lengths))
+        uploaded, tiles = self.store.staging.upload_all([numbers, make_state_tiles(np.ones_like(lengths))])
+        there, first, known_there, offsets = uploaded
+        advanced = known_there + torch.as_tensor(accepted)
 
         def plan(cache: StateCache) -> StatePlan:
-            width = (longest - 2) // cache.page_tokens + 2
-            pages = state_pages(self.store.tables[cache.group], there, start, length, cache.page_tokens, width)
-            return StatePlan(offset, length, start, *pages, cache.page_tokens, tiles_there)
+            run, width = cache.page_tokens, (longest - 2) // cache.page_tokens + 2
+            pages = state_pages(self.store.tables[cache.group], there, first, advanced, run, width)
+            return StatePlan(offsets, advanced, first, *pages, run, tiles)
 
-        self.model.advance_states(int(most.sum()), StepStates(self.store.state_caches, plan).get)
+        self.model.advance_states(int(lengths.sum()), StepStates(self.store.state_caches, plan).get)
         self.store.host_pool.record_writes()  # these pages may be swapped out once the samples are known

@@ -35,10 +35,10 @@ class Store:
     `group_pages` [pages, numbers] are the pages of each group, page 0 included, `tables` [slots, logical pages] its
     page table. `caches` belong to layers with attention, `draft_caches` to those of a draft model (numbered from 0),
     `cross_caches` to layers that attend to images, `state_caches` to layers with a state, whose `ssm` part has
-    `state_dtype`, with room for the inputs of `saved_tokens` tokens. `prompt_lengths` exist if layers have budgets. `staging` is for small uploads on the main stream.
-    `shared_buffer` are the bytes of the pages, if other models' stores use them too. With `debug` the content of every
-    swapped page is compared. With `has_checksum`, `op_checksum` is a checksum over everything that page operations and
-    graph replays changed, in order; ranks compare it.
+    `state_dtype`, with room for the inputs of `saved_tokens` tokens. `prompt_lengths` exist if layers have budgets.
+    `staging` is for small uploads on the main stream. `shared_buffer` are the bytes of the pages, if other models'
+    stores use them too. With `debug` the content of every swapped page is compared. With `has_checksum`, `op_checksum`
+    is a checksum over everything that page operations and graph replays changed, in order; ranks compare it.
     """
 
     def __init__(

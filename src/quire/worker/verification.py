@@ -84,7 +84,7 @@ class Verification(NamedTuple):
         return cls(expanded, [width - 1] * count, fixed[1], first, fixed[2] + 1, drafts, slices)
 
     @property
-    def draft_counts_of_verified(self) -> np.ndarray:
+    def num_drafts(self) -> np.ndarray:
         """The number of draft tokens of each slice that has some [V]."""
         counts: np.ndarray = (self.drafts != NO_TOKEN).sum(1)
         return counts
