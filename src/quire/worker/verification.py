@@ -1,7 +1,8 @@
 """Verification of draft tokens. A slice with k of them is computed as rows of one sample each: its own tokens, then
 each draft token in a row of one token at its position. A layer writes the keys and values of all rows before any of
 them attends, so each row samples what a step of its own would have sampled. Draft tokens are accepted as far as they
-are equal to the samples before them ("drafter-invariant" speculative decoding, Daliri et al. 2024).
+are equal to the samples before them ("drafter-invariant" speculative decoding, Daliri et al. 2024). To layers with
+running states a slice is one row, whose states are advanced afterwards (quire.worker.state_replay).
 """
 
 from __future__ import annotations
