@@ -117,7 +117,6 @@ def step_of(geometry: KVCacheConfig, slices: list[SeqSlice]) -> StepPlan:
     return StepPlan(inits, tuple(op for slot in slots for op in named(geometry, slot)), tuple(slices))
 
 
-@pytest.mark.share(2)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize(("attention", "replayed"), [("triton", True), ("triton", False), ("reference", False)])
 @pytest.mark.parametrize("name", SMALL)
