@@ -21,8 +21,8 @@ from quire.protocol.kv_cache_config import KVCacheGroup
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import SwapIn, SwapOut
 
-TOLD_BACK = {name: make for name, make in {**EVERY, **DRAFTED}.items() if "states" not in name and "beside" not in name}
-"""The memories in which computed tokens can be taken back, all of whose pages are of one model and its draft model."""
+TOLD_BACK = {name: make for name, make in {**EVERY, **DRAFTED}.items() if "beside" not in name}
+"""The memories all of whose pages are of one model and its draft model."""
 
 
 class Swapping(Device):
@@ -120,6 +120,11 @@ class Drafts(Calls):
         del seq.tokens[max(end, known) :], self.contents[seq.id][end:]
         self.drafting[seq.id] = min(self.drafting.get(seq.id, 0), end)
         seq.planned = end
+        slot = self.memory.slot(seq)
+        for g, group in enumerate(self.memory.kv_config.groups):  # the runner leaves the state after the last one kept
+            if group.kind == "state" and end:
+                page = self.device.tables[slot, g, group.num_full_pages(end - 1)]
+                self.device.cells[page * group.page_bytes, 0] = (g, self.contents[seq.id][end - 1])
         self.settle(seq, end)
         if self.memory.prefix_cache is not None:
             assert len(seq.page_keys) * self.memory.prefix_cache.key_tokens <= max(end, known), "a key is taken back"
@@ -163,9 +168,12 @@ class Drafts(Calls):
         super().read(data)
         if isinstance(self.memory, PagedMemory):
             for g, group in enumerate(self.memory.kv_config.groups):
+                is_state = group.kind == "state"
                 for page in self.memory.page_pool.index[g].values() if group.run_pages == 1 else ():
-                    cells = [self.device.cells.get((page * group.page_bytes, i)) for i in range(group.run_tokens)]
+                    places = range(1 if is_state else group.run_tokens)
+                    cells = [self.device.cells.get((page * group.page_bytes, i)) for i in places]
                     assert all(cell and cell[0] == g for cell in cells), f"page {page} is found, and not complete"
+                    assert not is_state or len(cells[0][1][1]) % group.run_tokens == 0, "it is no state of a run's end"
 
     def teardown(self) -> None:
         if hasattr(self, "memory"):

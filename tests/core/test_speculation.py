@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import traces
-from memories import MAX_LEN, Build, paged
+from memories import MAX_LEN, STATE, Build, paged
 from traces import DEPTHS, WAYS, Asked, Checked, Trace, Watched
 
 from quire.core import speculation
@@ -192,6 +192,24 @@ def test_tokens_are_those_of_single_steps_if_many_drafts_are_right(wrong: float,
     assert accepted > 150
 
 
+@pytest.mark.parametrize("windows", [(STATE,), (None, STATE, 6)])
+@pytest.mark.parametrize("method", [*METHODS, "foreseen"])
+def test_running_states_are_those_after_accepted_tokens(method: str, windows: tuple[Any, ...]) -> None:
+    accepted = 0
+    for seed in range(9):
+        page = (1, 4, 16)[seed % 3]
+        settings: dict[str, Any] = {
+            "k": (3, 1, 6)[seed // 3], "page": page, "windows": windows, "settings": {"state_tokens": max(page, 8)},
+            "depth": seed % 3 + 1, "seed": seed, "budget": (8, 64, 16)[seed % 3], "tokens": (96, 192)[seed % 2],
+            "host": (12, 1000)[seed % 2], "preemption": WAYS[seed // 3], "prefix_tokens": (0, 24)[seed % 2],
+        }  # fmt: skip
+        trace = foreseen(wrong=0.3, **settings) if method == "foreseen" else opened(method, **settings)
+        trace.run(12)
+        check_counts(trace)
+        accepted += trace.engine.stats.accepted_tokens
+    assert accepted > 50
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_right_drafts_save_steps(depth: int) -> None:
     trace = foreseen(depth=depth)
@@ -370,8 +388,9 @@ def test_drafts_follow_grammars(method: str, depth: int, deferred: bool) -> None
     forced, accepted = 0, {"ngram": list[int](), "draft": list[int]()}
     for seed in range(12):
         trace = opened(
-            method, depth=depth, seed=seed, host=12, preemption=WAYS[seed % 3], tokens=96, defers_masks=deferred
-        )
+            method, depth=depth, seed=seed, host=12, preemption=WAYS[seed % 3], tokens=96, defers_masks=deferred,
+            windows=((None, None), (None, STATE))[seed % 2], settings={"state_tokens": 8},
+        )  # fmt: skip
         draw = trace.draw
 
         def drawn(rng: random.Random, id: str, draw: Any = draw) -> Asked:

@@ -11,6 +11,10 @@ RIGHT_DRAFTS = TESTS + "test_tokens_are_those_of_single_steps_if_many_drafts_are
 OTHER_TOKENS = r"AssertionError: request .*, branch .*: \[.*\] instead of \["
 SCHEDULER, CHOICE, ECHO = "core/scheduler.py", "core/speculation.py", "sim/echo_runner.py"
 VERIFICATION = "worker/verification.py"
+REPLAY = "worker/state_replay.py"
+STATE_TRACES = "tests/conformance/test_drafts.py::test_traces_with_a_draft_model[draft-states-alone-seeds0]"
+STATES = "tests/test_state_speculation.py::test_other_memories[mamba-{'state_tokens': 4}]"
+OTHER_STATE = r"AssertionError: slot \d+ needs the state of \d+ tokens, its page has that of \d+"
 KNOWN_DRAFTS = "tests/worker/test_draft_tokens.py::test_known_drafts_change_nothing[reference-False]"
 
 BUGS: dict[str, Bug] = {
@@ -189,5 +193,57 @@ BUGS: dict[str, Bug] = {
         "sampled_tokens[0, self.slots] = tokens[self.first_samples]",
         KNOWN_DRAFTS,
         r"assert tensor\(\d+\) == \d+",
+    ),
+    "the state of a rejected token is kept": bug(
+        ECHO, "restore_states(drafts[:accepted])", "restore_states(drafts)", STATE_TRACES, OTHER_STATE
+    ),
+    "a state is a token short": bug(
+        ECHO, "restore_states(drafts[:accepted])", "restore_states(drafts[1:accepted])", STATE_TRACES, OTHER_STATE
+    ),
+    "states are advanced before the draft tokens are verified, too": bug(
+        ECHO, "        restore_states(())\n", "", TESTS + "test_drafts_follow_grammars[draft-2-True]", OTHER_STATE
+    ),
+    "the state of a rejected token is published": bug(
+        SCHEDULER,
+        "        if tokens and not sampled.error:\n            self.memory.commit(seq)\n",
+        "        kept, seq.computed = seq.computed, row.start + 1 + len(row.draft_tokens)\n"
+        "        self.memory.commit(seq)\n        seq.computed = kept\n",
+        STATE_TRACES,
+        r"AssertionError: page \d+ is published before it is computed",
+    ),
+    "a model's state of a rejected token is kept": bug(
+        REPLAY,
+        "known_there + torch.as_tensor(accepted)",
+        "known_there + torch.as_tensor(verification.num_drafts)",
+        STATES,
+        r"StopIteration|AssertionError",
+    ),
+    "a model's state is a token short": bug(
+        REPLAY,
+        "known_there + torch.as_tensor(accepted)",
+        "known_there + torch.as_tensor(accepted) - 1",
+        STATES,
+        r"StopIteration|AssertionError",
+    ),
+    "a model's states are advanced by the verification, too": bug(
+        "kernels/mamba_states.py",
+        "writes = writes.masked_fill(has_drafts[:, None] > 0, -1)",
+        "writes = writes.contiguous()",
+        STATES,
+        r"StopIteration|AssertionError",
+    ),
+    "a model's states are advanced over another sequence's tokens": bug(
+        REPLAY,
+        "np.cumsum(lengths) - lengths",
+        "np.zeros_like(lengths)",
+        STATES,
+        r"StopIteration|AssertionError",
+    ),
+    "a model's state at the end of a page is not written": bug(
+        REPLAY,
+        "StatePlan(offsets, advanced, first, *pages, run, tiles)",
+        "StatePlan(offsets, advanced, first, pages[0], pages[1][:, -1:], 1 << 40, tiles)",
+        STATES,
+        r"StopIteration|AssertionError",
     ),
 }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -154,6 +154,22 @@ class LayerCache:
         return self.keys.device
 
 
+class StateRows(NamedTuple):
+    """A step's rows on the host, int64: `columns` [5, R] are slots, starts, lengths, offsets, and 1 for a row that has
+    draft tokens, else 0. `saved_tokens` [N] are the indices of the tokens of the latter, in order."""
+
+    columns: np.ndarray
+    saved_tokens: np.ndarray
+
+    @classmethod
+    def without_drafts(
+        cls, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, offsets: np.ndarray
+    ) -> StateRows:
+        """Return rows without draft tokens."""
+        columns = np.stack((slots, starts, lengths, offsets, np.zeros_like(slots))).astype(np.int64)
+        return cls(columns, np.empty(0, dtype=np.int64))
+
+
 @dataclass
 class ForwardBatch:
     """T tokens of R rows.
@@ -164,6 +180,7 @@ class ForwardBatch:
     device. `prompt_lens`, only where layers have budgets: the prompt lengths of the rows [R] on the host, and of the
     tokens [T] on the device. `bidirectional` [R], on the host, is true for prompts with bidirectional attention: each
     token sees all positions up to the row's last one, whatever the layer's window (None: no row is bidirectional).
+    `state_rows` are the rows of layers with states, if these have others.
     """
 
     tokens: Tensor
@@ -178,6 +195,7 @@ class ForwardBatch:
     tables: Sequence[Tensor]
     prompt_lens: tuple[np.ndarray, Tensor] | None = None
     bidirectional: np.ndarray | None = None
+    state_rows: StateRows | None = None
     _per_budget: dict[int, ForwardBatch] = field(default_factory=dict)
     _slot_mappings: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 

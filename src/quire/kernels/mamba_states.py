@@ -4,19 +4,24 @@ and the two operations that advance them, in plain torch: for any device, but sl
 A page holds the state for a run of `page_tokens` tokens. The state after a sequence's latest token is in the page of
 that token's run. A row reads the page of the token before its first one, and writes the pages of all runs that its
 tokens belong to. The page of a complete run is a checkpoint: the state at the run's end.
+
+A slice with draft tokens is one row, whose states are not written: only after the step is it known how many of its
+tokens are accepted. The inputs of these tokens are saved, and the states are then advanced over the accepted ones
+(quire.worker.state_replay).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.forward_batch import ForwardBatch, to_device
+from quire.kernels.forward_batch import ForwardBatch, StateRows, to_device
 
 CONV_TILE = 64
 """Tokens of a row that one program of the convolution computes."""
@@ -25,19 +30,45 @@ SCAN_CHUNK = 64
 """Tokens whose states are in memory together in this module's `selective_scan`."""
 
 
+class SavedInputs(NamedTuple):
+    """A layer's inputs of M tokens, from which its states can be advanced later: those of the convolution x and the
+    step sizes dt [M, d_inner] in the model's dtype, and B [M, d_state] in the first half of `bc`, in fp32. (The scan
+    reads B and C side by side. The second half is zero: no output is needed.)"""
+
+    x: Tensor
+    dt: Tensor
+    bc: Tensor
+
+    @classmethod
+    def allocate(cls, tokens: int, cache: StateCache) -> SavedInputs:
+        """Return room for the inputs of a layer with these states."""
+        (_, channels, _), size, device = cache.conv.shape, cache.ssm.shape[2], cache.conv.device
+        x, dt = torch.zeros((2, tokens, channels), dtype=cache.conv.dtype, device=device)
+        return cls(x, dt, torch.zeros((tokens, 2 * size), device=device))
+
+    def save(self, tokens: Tensor, x: Tensor, dt: Tensor, B: Tensor) -> None:
+        """Save the inputs of the tokens with these indices [N] as the first N ones."""
+        count = len(tokens)
+        torch.index_select(x, 0, tokens, out=self.x[:count])
+        torch.index_select(dt, 0, tokens, out=self.dt[:count])
+        self.bc[:count, : B.shape[1]].copy_(B.index_select(0, tokens))
+
+
 @dataclass(frozen=True, eq=False)
 class StateCache:
     """One layer's states: views of the pages of a group, one page for each run of `page_tokens` tokens.
 
     `conv` [pages, d_inner, d_conv - 1] holds the last inputs of the convolution, oldest first, in the model's dtype;
     `ssm` [pages, d_inner, d_state] is in fp32, or in a shorter dtype, to which a state is rounded when it is written.
-    In both, a page's numbers are contiguous; the stride between pages is the page size.
+    In both, a page's numbers are contiguous; the stride between pages is the page size. `saved` is set where steps may
+    have draft tokens.
     """
 
     conv: Tensor
     ssm: Tensor
     group: int = 0
     page_tokens: int = 512
+    saved: SavedInputs | None = None
 
     def __post_init__(self) -> None:
         assert self.conv.shape[:2] == self.ssm.shape[:2], "conv and ssm differ in pages or channels"
@@ -56,11 +87,14 @@ class StatePlan:
 
     Row r has `lengths[r]` tokens from `offsets[r]` on in the batch, after `starts[r]` earlier tokens of its sequence.
     It reads page `read_pages[r]`; below 0 nothing is read, and the state is zero. It writes page `write_pages[r, j]` at
-    the end of the j-th run of `page_tokens` that its tokens belong to, or at the end of the row. No row writes what
-    another one reads or writes, except padding, whose rows have no tokens or share scratch page 0.
+    the end of the j-th run of `page_tokens` that its tokens belong to, or at the end of the row; with `tiles`, below 0
+    nothing is written. No row writes what another one reads or writes, except padding, whose rows have no tokens or
+    share scratch page 0.
 
     `tiles`, int32 [*, 2], are (row, first token in the row) of all parts of rows, of at most `CONV_TILE` tokens. None:
     each row is one token, and row r's is token r. A tile of a row without tokens does nothing.
+
+    `saved_tokens` [N], if set, are the tokens whose inputs a layer saves (see StateCache.saved).
 
     (For the state after each token, not only at the end of runs: `page_tokens` 1, and a page for each token.)
     """
@@ -72,19 +106,32 @@ class StatePlan:
     write_pages: Tensor
     page_tokens: int
     tiles: Tensor | None = None
+    saved_tokens: Tensor | None = None
 
     @classmethod
     def from_batch(cls, batch: ForwardBatch, cache: StateCache) -> StatePlan:
         """Return the plan of an eager step."""
-        table, run = batch.tables[cache.group], cache.page_tokens
-        if (batch.lengths == 1).all():
-            return cls.for_decode(table, to_device(batch.slots, batch.device), batch.positions, run)
-        numbers = np.stack((batch.offsets, batch.lengths, batch.starts, batch.slots)).astype(np.int64)
-        offsets, lengths, starts, slots = to_device(numbers, batch.device)
-        ends = batch.starts + batch.lengths
-        width = int(((ends - 1) // run - batch.starts // run).max()) + 1
-        tiles = to_device(make_state_tiles(batch.lengths), batch.device)
-        return cls(offsets, lengths, starts, *state_pages(table, slots, starts, lengths, run, width), run, tiles)
+        table, run, rows = batch.tables[cache.group], cache.page_tokens, batch.state_rows
+        if rows is None:
+            if (batch.lengths == 1).all():
+                return cls.for_decode(table, to_device(batch.slots, batch.device), batch.positions, run)
+            rows = StateRows.without_drafts(batch.slots, batch.starts, batch.lengths, batch.offsets)
+        _, starts, lengths, _, _ = rows.columns
+        width = int(((starts + lengths - 1) // run - starts // run).max()) + 1
+        tiles = to_device(make_state_tiles(lengths), batch.device)
+        saved = to_device(rows.saved_tokens, batch.device) if len(rows.saved_tokens) else None
+        return cls.for_rows(table, to_device(rows.columns, batch.device), run, width, tiles, saved)
+
+    @classmethod
+    def for_rows(
+        cls, table: Tensor, columns: Tensor, page_tokens: int, width: int, tiles: Tensor, saved_tokens: Tensor | None
+    ) -> StatePlan:
+        """Return the plan of rows, `columns` [5, R] of which are those of StateRows, each in at most `width` runs. It
+        reads only device memory."""
+        slots, starts, lengths, offsets, has_drafts = columns
+        reads, writes = state_pages(table, slots, starts, lengths, page_tokens, width)
+        writes = writes.masked_fill(has_drafts[:, None] > 0, -1)
+        return cls(offsets, lengths, starts, reads, writes, page_tokens, tiles, saved_tokens)
 
     @classmethod
     def for_decode(cls, table: Tensor, slots: Tensor, positions: Tensor, page_tokens: int) -> StatePlan:
@@ -126,7 +173,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCach
         wide = F.conv1d(inputs.float(), kernel, shift, groups=len(weight))
         out[group.tokens] = F.silu(wide).to(x.dtype).transpose(1, 2).reshape(-1, x.shape[1])
         for j, end in enumerate(group.ends):
-            cache.conv[plan.write_pages[group.rows, j]] = inputs[:, :, end : end + earlier].to(cache.conv.dtype)
+            _write_pages(cache.conv, plan.write_pages[group.rows, j], inputs[:, :, end : end + earlier])
     return out
 
 
@@ -151,7 +198,7 @@ def selective_scan(
                 x_chunk, dt_chunk, b_chunk, c_chunk, z_chunk = (tensor[:, chunk] for tensor in wide)
                 y, h = _scan_chunk(x_chunk, dt_chunk, b_chunk, c_chunk, z_chunk, A, D, bias, h)
                 parts.append(y)
-            cache.ssm[plan.write_pages[group.rows, j]] = h.to(cache.ssm.dtype)
+            _write_pages(cache.ssm, plan.write_pages[group.rows, j], h)
             done = end
         out[at] = torch.cat(parts, dim=1).view(-1, x.shape[1]).to(x.dtype)
     return out
@@ -179,6 +226,12 @@ def _read_pages(states: Tensor, pages: Tensor) -> Tensor:
     """Return a copy of these pages [rows, d_inner, *], zero where the id is below 0. Selects instead of multiplying,
     because page 0 may hold any bytes."""
     return torch.where((pages < 0)[:, None, None], 0, states[pages.clamp(min=0)])
+
+
+def _write_pages(states: Tensor, pages: Tensor, values: Tensor) -> None:
+    """Write `values` [rows, d_inner, *] to these pages, except where the id is below 0."""
+    written = pages >= 0
+    states[pages[written]] = values[written].to(states.dtype)
 
 
 @dataclass(frozen=True)

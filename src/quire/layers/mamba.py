@@ -71,13 +71,26 @@ class MambaMixer(ShardedModule):
     def mix(self, x: Tensor, cache: StateCache, plan: StatePlan) -> Tensor:
         """Return the scan's output [T, d_inner] (of the local channels), before `out`."""
         assert self.A is not None, "prepare() makes it"
-        inner, gate = self.in_proj(x).chunk(2, dim=1)
-        inner = self.conv(inner, self.conv_weight[:, 0], self.conv_bias, cache, plan)
+        projected, gate = self.in_proj(x).chunk(2, dim=1)
+        inner = self.conv(projected, self.conv_weight[:, 0], self.conv_bias, cache, plan)
         product = self.x_proj(inner)
         if self.exchange is not None:
             product = self.exchange.all_reduce(product)
         dt, b, c = self.split_norm(product)
-        return self.scan(inner, self.dt_proj(dt), self.A, b, c, self.D, gate, self.dt_bias, cache, plan)
+        steps = self.dt_proj(dt)
+        if plan.saved_tokens is not None:
+            assert cache.saved is not None, "a step has draft tokens, and there is no room for their inputs"
+            cache.saved.save(plan.saved_tokens, projected, steps, b)
+        return self.scan(inner, steps, self.A, b, c, self.D, gate, self.dt_bias, cache, plan)
+
+    def advance(self, cache: StateCache, plan: StatePlan, tokens: int) -> None:
+        """Advance the states over the plan's rows, which consist of some of the first `tokens` saved tokens."""
+        assert self.A is not None, "prepare() makes it"
+        assert cache.saved is not None, "no inputs are saved"
+        projected, steps, bc = (part[:tokens] for part in cache.saved)
+        inner = self.conv(projected, self.conv_weight[:, 0], self.conv_bias, cache, plan)
+        b, c = bc.chunk(2, dim=1)
+        self.scan(inner, steps, self.A, b, c, self.D, steps, self.dt_bias, cache, plan)  # the output is not needed
 
     def split_norm(self, product: Tensor) -> tuple[Tensor, ...]:
         """Split `x_proj`'s output into dt [T, dt_rank], B and C [T, d_state], and normalise them if there are norms."""

@@ -6,11 +6,13 @@ a checkpoint has `residual_in_fp32`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.mamba_states import StateCache, StatePlan
 from quire.layers.mamba import MambaDims, MambaMixer
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import SparseMLP
@@ -65,3 +67,10 @@ class Mamba(Decoder):
     def make_layer(self, layer: int, *args: Any) -> nn.Module:
         """See Decoder."""
         return MambaLayer(self.config, layer, *args)
+
+    def advance_states(self, tokens: int, state: Callable[[int], tuple[StateCache, StatePlan]]) -> None:
+        """Advance all layers' states over rows of the first `tokens` saved tokens: see MambaMixer.advance. `state`
+        returns those of a layer, and the plan."""
+        for layer in self.layers:
+            if layer.mamba is not None:
+                layer.mamba.advance(*state(layer.layer), tokens)

@@ -24,6 +24,11 @@ MAX_SPLIT_TOKENS = 4
 """A draft slice of up to this many tokens is computed as rows of one token, as in decode steps."""
 
 
+def max_verified_tokens(max_seqs: int, max_drafts: int) -> int:
+    """Return the most tokens that slices with draft tokens have in a step: `max_drafts` draft tokens, and one more."""
+    return min(max_seqs * max_drafts, MAX_STEP_DRAFTS) + (min(max_seqs, MAX_STEP_DRAFTS) if max_drafts else 0)
+
+
 class SlotInit(NamedTuple):
     """The start of a sequence in a slot (on admission, fork or swap-in), with all that the device must know of it. It
     ends the slot's previous sequence.

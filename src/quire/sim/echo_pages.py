@@ -45,6 +45,11 @@ class EchoRule:
     def write(self, pages: EchoPages, slot: int, position: int, token: int, state: int) -> None:
         """Write to the pages what later positions need of this one."""
 
+    def save(self, pages: EchoPages, slot: int, start: int, end: int) -> dict[int, Bytes]:
+        """Return the content, by page, that writing the positions [start, end) would destroy though the tokens before
+        them need it. Nothing, where each position has a place of its own."""
+        return {}
+
 
 class EchoPages:
     """The pages of group `group_index` in the buffer of all groups, through its tables [slots, pages of a sequence]."""
@@ -139,6 +144,11 @@ class RecurrentStateRule(EchoRule):
         pages.pages[page] = np.resize(
             np.frombuffer(struct.pack("<qq", position + 1, after), np.uint8), pages.used_page_bytes
         )
+
+    def save(self, pages: EchoPages, slot: int, start: int, end: int) -> dict[int, Bytes]:
+        run = pages.group.run_tokens
+        page_ids = [pages.page_at(slot, i) for i in range(max(start - 1, 0) // run, (end - 1) // run + 1)]
+        return {page: pages.pages[page].copy() for page in page_ids}
 
 
 class BudgetRule(EchoRule):

@@ -369,7 +369,7 @@ class EchoRunner:
             assert token >= 0, f"the draft model gets the token {token} of slot {row.slot}, which is not known"
             draft_state = self._compute_state(row.slot, token, position, is_draft=True)
         known, seed = None if slot.history is None else list(slot.history), branch_seed(slot.seed, 0)
-        proposals = list[int]()
+        proposals, restore_states = list[int](), self._save_states(row.slot, position, position + row.num_samples)
         for i in range(row.num_samples):
             token = proposals[-1] if i else sampled_tokens[-1]
             if i:
@@ -379,6 +379,7 @@ class EchoRunner:
             proposals.append((_draw(state, seed, known, self.vocab_size) + wrong) % self.vocab_size)
             if known is not None:
                 known.append(proposals[-1])
+        restore_states(())
         slot.proposals = tuple(proposals)
 
     def _compute_state(
@@ -442,6 +443,7 @@ class EchoRunner:
         assert row.num_samples == len(row.tokens) == 1, f"slot {row.slot} has draft tokens after a prompt"
         assert len(masks) == 1 + len(row.draft_tokens), f"slot {row.slot} has {len(masks)} masks"
         drafts, states = tuple(map(partial(self._draft_token, row), range(len(row.draft_tokens)))), [state]
+        restore_states = self._save_states(row.slot, row.start + 1, row.start + 1 + len(drafts))
         for i, draft in enumerate(drafts):
             states.append(self._compute_state(row.slot, draft, row.start + 1 + i, image_states[1 + i : 2 + i]))
         history = None if slot.history is None else list(slot.history)
@@ -452,6 +454,7 @@ class EchoRunner:
                 accepted += accepted == i and drafts[i] == samples[i]
                 if history is not None:
                     history.append(drafts[i])
+        restore_states(drafts[:accepted])
         return tuple(samples[: accepted + 1]), states[: accepted + 1]
 
     def _draft_token(self, row: SeqSlice, i: int) -> int:
@@ -462,6 +465,21 @@ class EchoRunner:
         assert token == FIRST_DRAFT - i, f"slot {row.slot} has {token} as its draft token {i}"
         assert i < len(proposals), f"slot {row.slot} has {len(proposals)} proposals, and verifies the one after them"
         return proposals[i]
+
+    def _save_states(self, slot: int, start: int, end: int) -> Callable[[Seq[int]], None]:
+        """Return a function that restores the running states before the positions `start` to `end` of a slot, and
+        advances them over the tokens that it gets."""
+        groups = [group for group in self.groups if not group.group.is_draft]
+        saved = [(group, group.rule.save(group, slot, start, end)) for group in groups]
+
+        def restore(tokens: Seq[int]) -> None:
+            for group, pages in saved:
+                for page, content in pages.items():
+                    group.pages[page] = content
+                for i, token in enumerate(tokens if pages else ()):
+                    group.rule.write(group, slot, start + i, token, 0)
+
+        return restore
 
     def close(self) -> None:
         """Drop the queued plans."""

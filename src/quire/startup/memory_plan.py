@@ -31,7 +31,7 @@ from quire.memory.paged import PagedMemory
 from quire.protocol.model_spec import ModelSpec, max_parts_per_step
 from quire.protocol.parallel_layout import Shard
 from quire.protocol.pipeline_stages import STAGE_BUFFER_STEPS
-from quire.protocol.step_plan import MAX_STEP_DRAFTS
+from quire.protocol.step_plan import MAX_STEP_DRAFTS, max_verified_tokens
 from quire.startup.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class MemoryPlan(NamedTuple):
     peer_bytes: int = 0  # exchange memory of ranks on GPUs; 0 if it is allocated already
     kv_note: str = ""
     draft: DraftSizes | None = None
+    saved_input_bytes: int = 0  # of the activations: inputs of running states for draft tokens
 
     def to_lines(self) -> list[str]:
         """Return the plan as lines of text for one screen."""
@@ -95,7 +96,9 @@ class MemoryPlan(NamedTuple):
             ("weights", _format_bytes(self.weight_bytes - (self.draft.weight_bytes if self.draft else 0))),
             *([("draft model", f"{_format_bytes(self.draft.weight_bytes)}: {self.draft.model}, "
                 f"{self.draft.spec.parameters:,} parameters")] if self.draft else []),
-            ("activations", f"{_format_bytes(self.activation_bytes)} at most"),
+            ("activations", f"{_format_bytes(self.activation_bytes)} at most"
+                            + (f", {_format_bytes(self.saved_input_bytes)} of them the states' inputs of draft tokens"
+                               if self.saved_input_bytes else "")),
             *([("exchange",
             f"{_format_bytes(self.peer_bytes)} that the other ranks' GPUs reach")] if self.peer_bytes else []),
             ("KV cache", f"{_format_bytes(self.kv_bytes)} = {self.kv_tokens:,} tokens of {self.token_bytes:,} bytes, "
@@ -167,7 +170,8 @@ def plan_memory(
     weights = spec.weight_bytes(itemsize) - quantization_savings
     models = [spec] if draft is None else [spec, draft.spec]  # one after the other, so the larger step counts
     activations = max(activation_bytes(config, model, itemsize) for model in models)
-    activations += exchange_bytes(config, spec, itemsize, device)
+    saved_inputs = saved_input_bytes(config, spec, itemsize)
+    activations += exchange_bytes(config, spec, itemsize, device) + saved_inputs
     if device != "cpu":
         activations += sum(graph_bytes(config, model, itemsize) for model in models)
     usable = usable_bytes(config, device, total, free)
@@ -208,7 +212,7 @@ def plan_memory(
         activations, kv.bytes, kv.tokens, kv.token_bytes, 0 if config.memory == "virtual" else config.page_size,
         max_len, limit_note, config.max_num_seqs, spec.state_bytes,
         interval if interval == config.experiment.state_tokens else 0, quantization_savings,
-        config.world_size, config.pp, peers, kv_note, draft,
+        config.world_size, config.pp, peers, kv_note, draft, saved_inputs,
     )  # fmt: skip
 
 
@@ -357,6 +361,19 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
     if spec.min_budget:
         attention = max(attention, _selection_bytes(spec, longest, itemsize))
     return int(step + logits + attention + spec.num_rope_tables * longest * head_dim * 4)
+
+
+def saved_input_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
+    """Return the bytes of the inputs of running states that the draft tokens of a step have: see
+    kernels.mamba_states.SavedInputs."""
+    assert config.max_num_seqs is not None, "a sized config"
+    token = 0
+    for layer in spec.layers:
+        sizes = {tensor.name: tensor.shape for tensor in layer.state_tensors}
+        if sizes:
+            channels, d_state = sizes["ssm"]
+            token += 2 * channels * itemsize + 2 * d_state * 4
+    return token * max_verified_tokens(config.max_num_seqs, config.max_draft_tokens)
 
 
 def _logits_rows(config: EngineConfig) -> int:

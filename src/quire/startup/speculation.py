@@ -46,8 +46,6 @@ def check_speculation(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoin
 def _irreversible_reason(checkpoint: Checkpoint) -> str:
     """Return why the model's memory cannot go back by some tokens, as a predicate; "" if it can."""
     spec = checkpoint.spec
-    if spec.state_layers:
-        return "keeps running states"
     if spec.min_budget:
         return "keeps a part of each prompt"
     return "attends both ways in prompts" if spec.vision is not None and spec.vision.bidirectional_prompt else ""
@@ -59,6 +57,8 @@ def _unsuitable_reason(draft: Checkpoint) -> str:
         return "takes images"
     if draft.path is not None and draft.gguf is None and read_json_config(draft.path, POOLING_CONFIG):
         return "makes embeddings"
+    if draft.spec.state_layers:
+        return "keeps running states"
     return _irreversible_reason(draft)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.errors import StartupError
 from quire.kernels.forward_batch import LayerCache
 from quire.kernels.limits import MAX_INDEX_ROWS
-from quire.kernels.mamba_states import StateCache
+from quire.kernels.mamba_states import SavedInputs, StateCache
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
 from quire.protocol.model_spec import STATE_ALIGNMENT, ModelSpec, StateTensor
 
@@ -114,10 +114,10 @@ def add_shared_layers(caches: dict[int, LayerCache], spec: ModelSpec) -> dict[in
 
 
 def state_caches(
-    buffer: Tensor, kv_config: KVCacheConfig, spec: ModelSpec, state_dtype: torch.dtype
+    buffer: Tensor, kv_config: KVCacheConfig, spec: ModelSpec, state_dtype: torch.dtype, saved_tokens: int = 0
 ) -> dict[int, StateCache]:
     """Return the running states of each layer that has one: the convolution's in the buffer's dtype, the SSM's in
-    `state_dtype`."""
+    `state_dtype`. Each has room for the inputs of `saved_tokens` tokens."""
     caches: dict[int, StateCache] = {}
     for g, group in enumerate(kv_config.groups):
         at = 0
@@ -127,7 +127,8 @@ def state_caches(
                 dtype = state_dtype if part.name == "ssm" else buffer.dtype
                 views[part.name] = _state_view(buffer, group, part, at, dtype)
                 at += part.padded_bytes
-            caches[i] = StateCache(views["conv"], views["ssm"], g, group.run_tokens)
+            cache = StateCache(views["conv"], views["ssm"], g, group.run_tokens)
+            caches[i] = replace(cache, saved=SavedInputs.allocate(saved_tokens, cache)) if saved_tokens else cache
     return caches
 
 

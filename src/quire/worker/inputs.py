@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.forward_batch import ForwardBatch
+from quire.kernels.forward_batch import ForwardBatch, StateRows
 from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import LAST_SAMPLED, SeqSlice
 from quire.worker.store import Store
@@ -25,6 +25,7 @@ class FlatInputs(NamedTuple):
     offsets: np.ndarray  # [R]: index of the first token
     sampled_rows: np.ndarray  # [S]: the rows that sample
     logits_indices: np.ndarray  # [S]: index of their last tokens
+    state_rows: StateRows | None = None  # the rows of layers with states, if these have others
 
     @classmethod
     def from_slices(cls, slices: Sequence[SeqSlice]) -> FlatInputs:
@@ -77,4 +78,5 @@ def build_flat_batch(
     return ForwardBatch(
         tokens, positions, token_slots, ends, flat_inputs.slots, flat_inputs.starts, flat_inputs.lengths,
         flat_inputs.offsets, flat_inputs.sampled_rows, store.tables, prompt_lens, bidirectional_rows,
+        flat_inputs.state_rows,
     )  # fmt: skip

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.forward_batch import ForwardBatch, LayerCache
+from quire.kernels.forward_batch import ForwardBatch, LayerCache, StateRows
 from quire.kernels.limits import MAX_GRAPH_TOKENS
-from quire.kernels.mamba_states import CONV_TILE, StateCache, StatePlan, make_state_tiles, state_pages
+from quire.kernels.mamba_states import CONV_TILE, StateCache, StatePlan, make_state_tiles
 from quire.kernels.triton.backend import CapturedBatch, TritonAttentionPlan, TritonBackend
 from quire.kernels.triton.prefill import make_prefill_tiles
 from quire.layers.norm import RMSNorm
@@ -41,6 +41,8 @@ TOKEN_SIZES = [
 cuda_graphs.capture_sizes): the multiples of 16 that take less time than every larger one measured (shapes of
 Llama-3-8B, H200: 816 tokens 18.8 ms, 832 20.5). With more tokens, launching kernels one by one takes the host less time
 than the kernels run."""
+VERIFIED_TOKEN_SIZES = [8, 16]
+"""More of these sizes, where the draft tokens of layers with states are verified by these graphs."""
 MAX_PROMPT_ROWS = 16
 """Rows of several tokens that a graph has room for, however short: each may need one tile more than its tokens fill."""
 SMALL_DECODE_ROWS, MEDIUM_DECODE_ROWS = 32, 256
@@ -62,17 +64,20 @@ class MixedGraphInputs:
     - of rows that sample, their last tokens, slots and positions [3, S]; this part ends at the same index for all S
     - tokens, positions and slots of all tokens [3, T]
     - of rows of one token, slot, length and offset [3, D]; with `deterministic` D is 0 and these rows are in tiles too
-    - with `has_states`, slot, start, length and offset of all rows, padding included [4, R], and tiles [M, 2] int32
+    - with `has_states`, the columns [5, R] of StateRows, padding included, and tiles [M, 2] int32; and the tokens whose
+      inputs are saved [D], at most `saved_tokens`
     - tiles [N, 4] int32, for each number in `tile_queries`
     """
 
     def __init__(
         self, sampled_row_sizes: list[int], tile_queries: tuple[int, ...], deterministic: bool, device: torch.device,
-        has_states: bool = False,
+        has_states: bool = False, saved_tokens: int = 0,
     ) -> None:  # fmt: skip
         """`sampled_row_sizes`: the sizes of S, rising."""
         self.token_sizes, self.sampled_row_sizes, self.tile_queries = TOKEN_SIZES, sampled_row_sizes, tile_queries
-        self.deterministic, self.has_states = deterministic, has_states
+        if saved_tokens:
+            self.token_sizes = [*(size for size in VERIFIED_TOKEN_SIZES if size < TOKEN_SIZES[0]), *TOKEN_SIZES]
+        self.deterministic, self.has_states, self.saved_tokens = deterministic, has_states, saved_tokens
         self.sampled_capacity = 3 * sampled_row_sizes[-1]
         largest = PaddedSizes(TOKEN_SIZES[-1], self.decode_row_sizes(TOKEN_SIZES[-1])[-1], sampled_row_sizes[-1])
         self.buffer = torch.zeros(self._part_ends(largest)[-1], dtype=torch.int64, device=device)
@@ -102,7 +107,7 @@ class MixedGraphInputs:
         """Return a step's inputs, to be copied to `region`."""
         ends = self._part_ends(padded_sizes)
         array = np.zeros(ends[-1], dtype=np.int64)
-        _, tokens, decode_rows, state_rows, state_tiles, *tiles = np.split(array, ends[:-1])
+        _, tokens, decode_rows, state_rows, state_tiles, saved_tokens, *tiles = np.split(array, ends[:-1])
         sampled = array[self.sampled_capacity - 3 * padded_sizes.num_sampled : self.sampled_capacity]
         count, total = len(flat_inputs.logits_indices), flat_inputs.token_columns.shape[1]
         sampled.reshape(3, -1)[:, :count] = (
@@ -127,16 +132,23 @@ class MixedGraphInputs:
             padding_rows[:, 1], padding_rows[:, 2] = padding, np.minimum(padded_sizes.num_tokens - padding, queries)
         if self.has_states:
             num_padding, int32_tiles = padded_sizes.num_tokens - total, state_tiles.view(np.int32).reshape(-1, 2)
-            self._fill_state_rows(flat_inputs, num_padding, state_rows.reshape(4, -1), int32_tiles)
+            self._fill_state_rows(flat_inputs, num_padding, state_rows.reshape(5, -1), int32_tiles)
+            if flat_inputs.state_rows is not None:
+                saved_tokens[: len(flat_inputs.state_rows.saved_tokens)] = flat_inputs.state_rows.saved_tokens
         return array[self.sampled_capacity - 3 * padded_sizes.num_sampled :]
 
     def _fill_state_rows(
         self, flat_inputs: FlatInputs, padding: int, state_rows: np.ndarray, tiles: np.ndarray
     ) -> None:
         """Fill rows and tiles of states. All padding tokens are one row of slot 0; later rows have no tokens."""
-        count, total = len(flat_inputs.slots), flat_inputs.token_columns.shape[1]
-        state_rows[:, :count] = flat_inputs.slots, flat_inputs.starts, flat_inputs.lengths, flat_inputs.offsets
-        state_rows[:, count] = 0, 0, padding, total
+        rows, total = flat_inputs.state_rows, flat_inputs.token_columns.shape[1]
+        if rows is None:
+            rows = StateRows.without_drafts(
+                flat_inputs.slots, flat_inputs.starts, flat_inputs.lengths, flat_inputs.offsets
+            )
+        count = rows.columns.shape[1]
+        state_rows[:, :count] = rows.columns
+        state_rows[:, count] = 0, 0, padding, total, 0
         real = make_state_tiles(state_rows[2, : count + 1])
         tiles[: len(real)] = real
         tiles[len(real) :, 0] = state_rows.shape[1] - 1
@@ -152,7 +164,7 @@ class MixedGraphInputs:
     def padded_batch(self, tokens: int, num_decode_rows: int) -> tuple[Tensor, CapturedBatch]:
         """Return tokens [T] and the batch of a step of these sizes, views of the buffer."""
         ends = self._part_ends(PaddedSizes(tokens, num_decode_rows, 0))
-        _, token_columns, decode_rows, _, _, *tiles = (self.buffer[a:b] for a, b in pairwise((0, *ends)))
+        _, token_columns, decode_rows, _, _, _, *tiles = (self.buffer[a:b] for a, b in pairwise((0, *ends)))
         ids, positions, token_slots = token_columns.view(3, -1)
         slots, lengths, rows = decode_rows.view(3, -1)
         tiles_by_size = {n: part.view(torch.int32).view(-1, 4) for n, part in zip(self.tile_queries, tiles)}
@@ -161,11 +173,12 @@ class MixedGraphInputs:
     def state_plan(self, tokens: int, num_decode_rows: int, table: Tensor, page_tokens: int) -> StatePlan:
         """Return the plan of states in the pages of `table` for a step of these sizes, on the device."""
         ends = self._part_ends(PaddedSizes(tokens, num_decode_rows, 0))
-        slots, starts, lengths, offsets = self.buffer[ends[2] : ends[3]].view(4, -1)
-        tiles = self.buffer[ends[3] : ends[4]].view(torch.int32).view(-1, 2)
+        columns, tiles, saved = (self.buffer[a:b] for a, b in pairwise(ends[2:6]))
         width = (tokens - 2) // page_tokens + 2  # pages that the tokens of one row may span
-        reads, writes = state_pages(table, slots, starts, lengths, page_tokens, width)
-        return StatePlan(offsets, lengths, starts, reads, writes, page_tokens, tiles)
+        return StatePlan.for_rows(
+            table, columns.view(5, -1), page_tokens, width, tiles.view(torch.int32).view(-1, 2),
+            saved if len(saved) else None,
+        )  # fmt: skip
 
     def _part_ends(self, padded_sizes: PaddedSizes) -> list[int]:
         """Return the end index of each part of the buffer. The first has room for the largest S."""
@@ -177,7 +190,8 @@ class MixedGraphInputs:
         # All rows, one of padding, and one without tokens, to which unused tiles belong.
         rows = self.has_states * (num_decode_rows + MAX_PROMPT_ROWS + 2)
         state_tiles = self.has_states * (rows + num_tokens // CONV_TILE)
-        return list(accumulate((self.sampled_capacity, 3 * num_tokens, decode, 4 * rows, state_tiles, *tiles)))
+        saved = min(num_decode_rows, self.saved_tokens)
+        return list(accumulate((self.sampled_capacity, 3 * num_tokens, decode, 5 * rows, state_tiles, saved, *tiles)))
 
 
 class FirstHalfContext(StepContext):
@@ -221,8 +235,9 @@ class MixedGraphs:
         self.distinct_caches = list({cache.plan_key: cache for cache in store.caches.values()}.values())
         tiles = tuple(dict.fromkeys(backend.tile_queries(cache) for cache in self.distinct_caches))
         self.inputs = MixedGraphInputs(
-            sampled_row_sizes, tiles, backend.deterministic, sampled_tokens.device, bool(store.state_caches)
-        )
+            sampled_row_sizes, tiles, backend.deterministic, sampled_tokens.device, bool(store.state_caches),
+            store.saved_tokens,
+        )  # fmt: skip
         # None if the last layer has states. Its input after the cut: queries, or the outputs of its states.
         self.last_layer_cache = store.caches.get(max((*store.caches, *store.state_caches)))
         shape: Sequence[int]

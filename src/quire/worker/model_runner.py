@@ -23,7 +23,7 @@ from quire.errors import StartupError
 from quire.kernels.contiguous import ContiguousBackend
 from quire.kernels.cpu.library_loader import library
 from quire.kernels.cpu.weight_arena import weight_arena
-from quire.kernels.forward_batch import ForwardBatch, to_device
+from quire.kernels.forward_batch import ForwardBatch, StateRows, to_device
 from quire.kernels.limits import MAX_GRAPH_ROWS
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.sdpa import SdpaBackend
@@ -43,6 +43,7 @@ from quire.protocol.step_plan import (
     StepPlan,
     StepResult,
     TokenBitmask,
+    max_verified_tokens,
 )
 from quire.weights.mapped_files import trim_memory
 from quire.worker.cross_attention import CrossAttentionImages
@@ -57,6 +58,7 @@ from quire.worker.pooler import Pooler, pooled_result
 from quire.worker.prompt_lengths import PromptLengths
 from quire.worker.sampler import Sampler
 from quire.worker.state_checker import StateChecker
+from quire.worker.state_replay import StateReplay
 from quire.worker.step_context import StepContext
 from quire.worker.store import Store
 from quire.worker.verification import Verification
@@ -170,6 +172,7 @@ class ModelRunner:
         self.drafter: Drafter | None = None
         self.prompt_lengths: PromptLengths | None = None  # if layers have budgets
         self.state_checker: StateChecker | None = None  # in debug mode, if layers have states
+        self.state_replay: StateReplay | None = None  # if layers have states, and steps draft tokens
         self.image_inputs: ImageInputs | None = None  # if the model has images
         self.bidirectional_lens: np.ndarray | None = None  # by slot, the length of a prompt that is attended both ways
         self.decode_graphs: DecodeGraphs | RecordedDecodeSteps | None = None
@@ -202,6 +205,7 @@ class ModelRunner:
         self.store, kv_config = store, store.kv_config
         self.prompt_lengths = self.store.prompt_lengths
         self.state_checker = StateChecker(kv_config) if self.debug and self.store.state_caches else None
+        self.state_replay = StateReplay(self.model, store, self.max_drafts) if store.saved_tokens else None
         for cache in self.store.caches.values():
             self.backend.check_cache(cache)
         if kv_config.has_images:
@@ -235,7 +239,7 @@ class ModelRunner:
         if kv_config.layout is not KVCacheLayout.CONTIGUOUS:
             return Store(
                 kv_config, spec, self.dtype, self.device, self.debug, self.shared_buffer, self.state_dtype,
-                has_checksum=self.has_checksum,
+                has_checksum=self.has_checksum, saved_tokens=max_verified_tokens(kv_config.slots - 1, self.max_drafts),
             )  # fmt: skip
         from quire.worker.virtual.store import open_store
 
@@ -428,11 +432,11 @@ class ModelRunner:
         rows, verification = SeqSlices.from_slices(plan.slices), None
         self.sampler.set_bitmasks(plan.masks, rows)
         if rows.has_draft_tokens:
-            assert not self.store.state_caches, "running states can't drop draft tokens"
             verification = Verification.from_slices(rows)
             rows = verification.rows
         start, is_first = start or self.idle_timer.start_step(), start is None
-        samples, prompt_logprobs, pooled, replayed = self.launch(rows)
+        state_rows = None if verification is None or self.state_replay is None else verification.state_rows()
+        samples, prompt_logprobs, pooled, replayed = self.launch(rows, state_rows)
         pending, sample_later = None, None
         if isinstance(samples, PendingSamples) or not self.defers_sampling:
             assert samples is None or isinstance(samples, PendingSamples), "samples are not deferred"
@@ -442,17 +446,18 @@ class ModelRunner:
         events = self.idle_timer.end_step(start, replayed and is_first)
         return Ticket(pending, prompt_logprobs, plan, submitted_at, events, pooled, sample_later, verification)
 
-    def launch(self, rows: SeqSlices) -> LaunchedRows:
-        """Enqueue slices without draft tokens as one batch, as graphs if possible."""
+    def launch(self, rows: SeqSlices, state_rows: StateRows | None = None) -> LaunchedRows:
+        """Enqueue slices without draft tokens as one batch, as graphs if possible. `state_rows` are the rows of layers
+        with states, if these have others."""
         has_images = self.image_inputs is not None and self.image_inputs.attends_to_images(rows)
         if self._needs_eager(rows):
-            return self._run_eager(rows, FlatInputs.from_slices(rows))
-        if self.decode_graphs is not None and self.decode_graphs.can_run(rows):
+            return self._run_eager(rows, FlatInputs.from_slices(rows)._replace(state_rows=state_rows))
+        if self.decode_graphs is not None and state_rows is None and self.decode_graphs.can_run(rows):
             samples = self._replay_and_sample(
                 rows, partial(self.decode_graphs.run, rows.decode_columns, has_images=has_images)
             )
             return LaunchedRows(samples, replayed=True)
-        flat = FlatInputs.from_slices(rows)
+        flat = FlatInputs.from_slices(rows)._replace(state_rows=state_rows)
         mixed_graphs = None if has_images else self.mixed_graphs
         sizes = None if mixed_graphs is None else mixed_graphs.choose_sizes(rows, flat)
         if mixed_graphs is not None and sizes is not None:
@@ -476,6 +481,8 @@ class ModelRunner:
                 pinned.copy_(accepted, non_blocking=True)
                 ready.record()
                 samples = samples._replace(accepted=pinned, ready_event=ready)
+            if self.state_replay is not None:
+                self.state_replay.run(verification, accepted)
         if plan.draft_slices:
             assert self.drafter is not None, "a plan has draft slices, and there is no draft model"
             self.drafter.propose(SeqSlices.from_slices(plan.draft_slices), verification, accepted)
@@ -575,6 +582,8 @@ class ModelRunner:
         sampled = self.sampler.collect(pending) if pending is not None else []
         if pending is not None and pending.accepted is not None and ticket.verification is not None:
             sampled = ticket.verification.merge(sampled, pending.accepted.tolist())
+            if self.state_checker is not None:
+                self._check_advanced_states(ticket.plan, pending.accepted.tolist())
         if self.exchange is not None:
             self.exchange.check_peers()
         if len(sampled) == len(ticket.plan.slices) and not ticket.prompt_logprobs:
@@ -590,6 +599,12 @@ class ModelRunner:
                 )
             results.append(result)
         return StepResult(tuple(results), self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))
+
+    def _check_advanced_states(self, plan: StepPlan, accepted: list[int]) -> None:
+        """Count the tokens of states after a verification that accepted so many tokens of each slice with drafts."""
+        assert self.state_checker is not None, "states are counted in debug mode"
+        for row, count in zip((row for row in plan.slices if row.draft_tokens), accepted):
+            self.state_checker.advance(row.slot, row.start, row.start + len(row.tokens) + count, self.store.host_tables)
 
     def _step_seconds(self, ticket: Ticket) -> float:
         began, self.last_collected_at = max(ticket.submitted_at, self.last_collected_at), time.perf_counter()
@@ -663,13 +678,9 @@ class ModelRunner:
         if self.draft_runner is not None:
             self.draft_runner._release_pages()
         self.drafter = self.capturer = None
-        self.image_inputs = self.prompt_lengths = self.state_checker = None  # they refer to the store
+        self.image_inputs = self.prompt_lengths = self.state_checker = self.state_replay = None  # they refer to it
         self.decode_graphs = self.mixed_graphs = self.base_positions = None
-        for name in (
-            "sampler",
-            "sampled_tokens",
-            "last_sampled",
-        ):
+        for name in ("sampler", "sampled_tokens", "last_sampled"):
             if hasattr(self, name):
                 delattr(self, name)
         if hasattr(self, "store"):

@@ -46,19 +46,25 @@ class StateChecker:
 
     def check_and_advance(self, slices: Iterable[SeqSlice], tables: list[ndarray]) -> None:
         """Check and update the states that slices read and write by their groups' tables. Raise AssertionError if a
-        slice reads a state of another number of tokens than its start."""
+        slice reads a state of another number of tokens than its start. Slices with draft tokens write none yet: see
+        `advance`."""
+        for row in slices:
+            start, slot = row.start, row.slot
+            for group, run in self.state_intervals.items() if start and slot else ():  # slot 0 is padding
+                page = int(tables[group][slot][(start - 1) // run])
+                seen = self.tokens_seen.get(PageKey(group, page))
+                assert seen == start, (
+                    f"slot {slot} goes on after {start} tokens from page {page} of group {group}, whose state has seen "
+                    f"{seen}"
+                )
+            if not row.draft_tokens:
+                self.advance(slot, start, start + len(row.tokens), tables)
+
+    def advance(self, slot: int, start: int, end: int, tables: list[ndarray]) -> None:
+        """Update the states that the tokens [start, end) of a slot have advanced."""
         for group, run in self.state_intervals.items():
-            for row in slices:
-                start, end, table = row.start, row.start + len(row.tokens), tables[group][row.slot]
-                if start and row.slot:  # slot 0 is padding
-                    page = int(table[(start - 1) // run])
-                    seen = self.tokens_seen.get(PageKey(group, page))
-                    assert seen == start, (
-                        f"slot {row.slot} goes on after {start} tokens from page {page} of group {group}, whose state "
-                        f"has seen {seen}"
-                    )
-                for at in range(start // run, (end - 1) // run + 1):
-                    self.tokens_seen[PageKey(group, int(table[at]))] = min((at + 1) * run, end)
+            for at in range(start // run, (end - 1) // run + 1):
+                self.tokens_seen[PageKey(group, int(tables[group][slot][at]))] = min((at + 1) * run, end)
 
     def _move(self, src: PageKey, dst: PageKey) -> None:
         if src.group in self.state_intervals:

@@ -35,18 +35,19 @@ class Store:
     `group_pages` [pages, numbers] are the pages of each group, page 0 included, `tables` [slots, logical pages] its
     page table. `caches` belong to layers with attention, `draft_caches` to those of a draft model (numbered from 0),
     `cross_caches` to layers that attend to images, `state_caches` to layers with a state, whose `ssm` part has
-    `state_dtype`. `prompt_lengths` exist if layers have budgets. `staging` is for small uploads on the main stream.
-    `shared_buffer` are the bytes of the pages, if other models' stores use them too. With `debug` the content of every
-    swapped page is compared. With `has_checksum`, `op_checksum` is a checksum over everything that page operations and
-    graph replays changed, in order; ranks compare it.
+    `state_dtype`, with room for the inputs of `saved_tokens` tokens. `prompt_lengths` exist if layers have budgets.
+    `staging` is for small uploads on the main stream. `shared_buffer` are the bytes of the pages, if other models'
+    stores use them too. With `debug` the content of every swapped page is compared. With `has_checksum`, `op_checksum`
+    is a checksum over everything that page operations and graph replays changed, in order; ranks compare it.
     """
 
     def __init__(
         self, kv_config: KVCacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool = False,
         shared_buffer: torch.Tensor | None = None, state_dtype: torch.dtype = torch.float32, has_checksum: bool = False,
+        saved_tokens: int = 0,
     ) -> None:  # fmt: skip
         check_kv_cache_config(kv_config, spec)
-        self.kv_config, self.device, self.shared_buffer = kv_config, device, shared_buffer
+        self.kv_config, self.device, self.shared_buffer, self.saved_tokens = kv_config, device, shared_buffer, 0
         self.op_checksum = 0 if has_checksum else None
         self.staging = StagingBuffer(device)
         self.buffer = self._allocate_pages(dtype)
@@ -62,7 +63,8 @@ class Store:
         self.cross_caches = cross_caches(self.buffer, kv_config, spec)
         self.state_caches: dict[int, StateCache] = {}
         if any(layer.state_tensors for layer in spec.layers):
-            self.state_caches = state_caches(self.buffer, kv_config, spec, state_dtype)
+            self.saved_tokens = saved_tokens
+            self.state_caches = state_caches(self.buffer, kv_config, spec, state_dtype, saved_tokens)
         if device.type != "cpu":  # compile the kernels now, not while requests wait
             for size in self.pages_by_size:
                 self._copy({0: 0}, size)
@@ -85,6 +87,7 @@ class Store:
         """Return the same pages and tables for a draft model's layers. It keeps no checksum."""
         view = copy(self)
         view.caches, view.draft_caches, view.op_checksum = self.draft_caches, {}, None
+        view.state_caches, view.saved_tokens = {}, 0
         return view
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Verification of draft tokens. A slice with k of them is computed as rows of one sample each: its own tokens, then
 each draft token in a row of one token at its position. A layer writes the keys and values of all rows before any of
 them attends, so each row samples what a step of its own would have sampled. Draft tokens are accepted as far as they
-are equal to the samples before them ("drafter-invariant" speculative decoding, Daliri et al. 2024).
+are equal to the samples before them ("drafter-invariant" speculative decoding, Daliri et al. 2024). To layers with
+running states a slice is one row, whose states are advanced afterwards (quire.worker.state_replay).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from quire.kernels.forward_batch import StateRows
 from quire.protocol.columns import LENGTHS_ONE, LENGTHS_ZERO
 from quire.protocol.seeds import splitmix64
 from quire.protocol.seq_slices import EMPTY_COLUMN, RaggedColumn, SeqSlices, split_slices
@@ -31,6 +33,7 @@ class Verification(NamedTuple):
     first_samples: np.ndarray  # [V]: index, among all samples of the step, of the slice's first one
     positions: np.ndarray  # [V]: that of the slice's first draft token
     drafts: np.ndarray  # [V, K]: tokens, FIRST_DRAFT - i, or NO_TOKEN as padding
+    slices: SeqSlices  # that the rows are made of
 
     @classmethod
     def from_slices(cls, slices: SeqSlices) -> Verification:
@@ -64,6 +67,7 @@ class Verification(NamedTuple):
             (np.cumsum(rows[0]) - rows[0])[first_rows[verified]],
             fixed[2, verified] + lengths[verified],
             padded,
+            slices,
         )  # fmt: skip
 
     @classmethod
@@ -78,7 +82,22 @@ class Verification(NamedTuple):
         first = np.arange(count) * width
         tokens = RaggedColumn(LENGTHS_ONE, 3 * rows[0].size, 3 * rows[0].size, rows.size)
         expanded = SeqSlices(rows.reshape(-1), rows[0].size, tokens, EMPTY_COLUMN, EMPTY_COLUMN)
-        return cls(expanded, [width - 1] * count, fixed[1], first, fixed[2] + 1, drafts)
+        return cls(expanded, [width - 1] * count, fixed[1], first, fixed[2] + 1, drafts, slices)
+
+    @property
+    def num_drafts(self) -> np.ndarray:
+        """The number of draft tokens of each slice that has some [V]."""
+        counts: np.ndarray = (self.drafts != NO_TOKEN).sum(1)
+        return counts
+
+    def state_rows(self) -> StateRows:
+        """Return the rows of layers with states: each slice is one, since its states follow from one another."""
+        slices, counts = self.slices, self.slices.lengths(self.slices.draft_tokens)
+        _, slots, starts = slices.to_array()[: 3 * len(slices)].reshape(3, -1)
+        lengths = slices.token_counts + counts
+        rows = StateRows.without_drafts(slots, starts, lengths, np.cumsum(lengths) - lengths)
+        rows.columns[4] = counts > 0
+        return rows._replace(saved_tokens=np.flatnonzero(np.repeat(counts > 0, lengths)))
 
     @property
     def num_drafts(self) -> np.ndarray:

@@ -17,7 +17,8 @@ from running_states import Row, Shape, Step, looped, numpy, step
 from torch import Tensor
 
 from quire.kernels import mamba_states
-from quire.kernels.mamba_states import StatePlan
+from quire.kernels.forward_batch import StateRows
+from quire.kernels.mamba_states import SavedInputs, StatePlan, state_pages
 from quire.kernels.triton import mamba_conv as conv
 from quire.kernels.triton import mamba_scan
 from quire.kernels.triton import mamba_scan as scan
@@ -115,6 +116,44 @@ def test_padding(name: str) -> None:
         near(got[2:], wanted)
     for page, state in want.ssm_states.items():
         near(made.cache.ssm[page], state)
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(20, 40), Shape(72, 16, 3, 4)])
+@pytest.mark.parametrize("name", BOTH[::-1])
+def test_states_are_advanced_later_over_some_tokens(name: str, shape: Shape) -> None:
+    """Rows 0 and 3 have draft tokens: their outputs are computed, and no state of theirs is written. Then they are
+    advanced over the first 4 tokens and the first one, from what was saved."""
+    rows, (conv, scan) = [Row(3, 9), Row(6, 1), Row(0, 2), Row(7, 6)], KERNELS[name]
+    made = step(rows, shape)
+    batch, cache = made.batch, replace(made.cache, saved=SavedInputs.allocate(20, made.cache))
+    columns = np.stack((batch.slots, batch.starts, batch.lengths, batch.offsets, [1, 0, 0, 1]))
+    state_rows = StateRows(columns, np.flatnonzero(np.repeat(columns[4], batch.lengths)))
+    made = made._replace(cache=cache, batch=replace(batch, state_rows=state_rows))
+    short = [rows[0]._replace(length=4), *rows[1:3], rows[3]._replace(length=1)]
+    want, advanced = looped(made), looped(made._replace(rows=short))
+    before, plan = [view.clone() for view in (cache.conv, cache.ssm)], made.plan
+    for got, wanted in zip(outputs(made, KERNELS[name], plan), (want.conv, want.scan)):
+        near(got, wanted)
+    written = {made.page(row, position) for row, position in ((1, 6), (2, 1))}
+    others = [page for page in range(len(cache.ssm)) if page not in written]
+    for view, old in zip((cache.conv, cache.ssm), before):
+        torch.testing.assert_close(view[others], old[others], atol=0, rtol=0, equal_nan=True)
+
+    assert cache.saved is not None
+    assert plan.saved_tokens is not None
+    cache.saved.save(plan.saved_tokens, made.x, made.dt, made.B)
+    x, steps, bc = (part[: len(plan.saved_tokens)] for part in cache.saved)
+    slots, starts, lengths, offsets = torch.tensor([[1, 4], [3, 7], [4, 1], [0, 9]], device=DEVICE)
+    tiles = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32, device=DEVICE)
+    pages = state_pages(batch.tables[0], slots, starts, lengths, shape.run, 4)
+    later = StatePlan(offsets, lengths, starts, *pages, shape.run, tiles)
+    conv(x, made.weight, made.conv_bias, cache, later)
+    scan(x, steps, made.A, *bc.chunk(2, dim=1), made.D, steps, made.bias, cache, later)
+    for view, old, states in zip((cache.conv, cache.ssm), before, (advanced.conv_states, advanced.ssm_states)):
+        for page, state in states.items():
+            near(view[page], state)
+        others = [page for page in range(len(view)) if page not in states]
+        torch.testing.assert_close(view[others], old[others], atol=0, rtol=0, equal_nan=True)
 
 
 def test_no_bias() -> None:

@@ -75,13 +75,14 @@ def _conv(
         for run in range(start // RUN, (start + length - 1) // RUN + 1):
             end = tl.minimum((run + 1) * RUN - start, length)
             page = tl.load(writes + row * width + run - start // RUN)
-            for k in tl.static_range(TAPS - 1):
-                token = end + k - (TAPS - 1)
-                last = tl.load(x + token * x_stride + columns, mask=inside & (token >= 0), other=0.0)
-                last = last.to(states.dtype.element_ty)
-                for m in tl.static_range(TAPS - 1):
-                    last = tl.where(end + k == m, before[m], last)
-                tl.store(states + page * page_stride + columns * (TAPS - 1) + k, last, mask=inside)
+            if page >= 0:
+                for k in tl.static_range(TAPS - 1):
+                    token = end + k - (TAPS - 1)
+                    last = tl.load(x + token * x_stride + columns, mask=inside & (token >= 0), other=0.0)
+                    last = last.to(states.dtype.element_ty)
+                    for m in tl.static_range(TAPS - 1):
+                        last = tl.where(end + k == m, before[m], last)
+                    tl.store(states + page * page_stride + columns * (TAPS - 1) + k, last, mask=inside)
 
 
 @fast_launch

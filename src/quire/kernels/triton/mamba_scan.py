@@ -122,7 +122,7 @@ def _scan(
         after = start + i + 1
         if (after % RUN == 0) | (i + 1 == length):
             page = tl.load(writes + row * width + (after - 1) // RUN - start // RUN)
-            tl.store(states + page * page_stride + cells, h.to(states.dtype.element_ty), mask=mask)
+            tl.store(states + page * page_stride + cells, h.to(states.dtype.element_ty), mask=mask & (page >= 0))
 
 
 @triton.jit
@@ -325,7 +325,8 @@ def _unrolled(
             )  # fmt: skip
         if not ENDS and ((start + end) % RUN == 0 or end == length):
             page = tl.load(writes + row * width + run - start // RUN)
-            _store_states(states + page * page_stride, channel, inside, h, SIZE, BLOCK, GROUPS, WIDE)
+            if page >= 0:
+                _store_states(states + page * page_stride, channel, inside, h, SIZE, BLOCK, GROUPS, WIDE)
     if ENDS:
         place = (slot + begin // PART) * INNER
         for k in tl.static_range(GROUPS):
