@@ -140,7 +140,8 @@ class ModelSpec:
     """The sizes of a model, for the memory and the memory plan. `parameters` counts weights, tied ones once.
     `num_rope_tables` are its rotary embeddings, each a table for all positions. Of `parameters`, `expert_parameters`
     belong to experts, of which layers have `experts` each and a token uses `active_experts`; `fp32_parameters` are in
-    float32 whatever the dtype."""
+    float32 whatever the dtype. `captured_width`, of a speculation head: the numbers of another model's hidden states
+    that it reads for each token."""
 
     family: str
     layers: tuple[LayerSpec, ...]
@@ -158,6 +159,7 @@ class ModelSpec:
     active_experts: int = 0
     expert_parameters: int = 0
     fp32_parameters: int = 0
+    captured_width: int = 0
 
     def weight_bytes(self, itemsize: int) -> int:
         """Return the bytes of all weights, the vision encoder included, with `itemsize` bytes a number."""
