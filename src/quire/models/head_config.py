@@ -60,7 +60,9 @@ class HeadConfig(DecoderConfig):
 
     def spec(self) -> ModelSpec:
         """See DecoderConfig."""
-        return replace(DecoderConfig.spec(self), captured_width=self.captured_width)
+        spec = DecoderConfig.spec(self)
+        layers = tuple(replace(layer, reads_hidden_states=True) for layer in spec.layers)
+        return replace(spec, layers=layers, captured_width=self.captured_width)
 
 
 def eagle3_config(config: dict[str, Any], target: ModelSpec, tensors: Collection[str] | None) -> dict[str, Any]:

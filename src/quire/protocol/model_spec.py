@@ -44,7 +44,8 @@ class LayerSpec:
     With `has_int8_kv` keys and values have 8 bits, and the numbers of each head are followed by their scale; such a
     cell is written once and can be copied as it is. A layer with `state_tensors` (Mamba) keeps these tensors for a
     sequence of any length, and nothing of tokens. A layer with `is_cross_attention` keeps keys and values of image
-    embeddings, and none of tokens. A layer with `is_draft` belongs to the draft model.
+    embeddings, and none of tokens. A layer with `is_draft` belongs to the draft model; with `reads_hidden_states` that
+    is a speculation head, which computes a token only in the step in which the model does.
     """
 
     kv_heads: int
@@ -61,6 +62,7 @@ class LayerSpec:
     is_cross_attention: bool = False
     has_int8_kv: bool = False
     is_draft: bool = False
+    reads_hidden_states: bool = False
 
     def cell_bytes(self, itemsize: int) -> int:
         """Return the bytes of the key (or value) of one head and token."""
@@ -91,7 +93,8 @@ class LayerSpec:
     def group_key(self) -> tuple[str | int | tuple[StateTensor, ...] | None, ...]:
         """Layers with equal keys share page tables: they keep the same tokens in the same form."""
         lengths = self.window, self.chunk, self.budget
-        return self.kind, self.kv_heads, self.head_dim, *lengths, self.state_tensors, self.is_draft
+        flags = self.is_draft, self.reads_hidden_states
+        return self.kind, self.kv_heads, self.head_dim, *lengths, self.state_tensors, *flags
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,7 @@ def load_draft_ids(folder: Path, count: int, vocab_size: int) -> Tensor:
     for path in tensor_files(folder):
         with safe_open(path, framework="pt") as file:
             for key in {"d2t", "model.d2t"} & {*file.keys()}:
-                offsets = file.get_tensor(key)
+                offsets: Tensor = file.get_tensor(key)
                 _check_shape(tuple(offsets.shape), (count,), False, key, path)
                 if offsets.dtype not in (torch.int64, torch.int32):
                     kind = str(offsets.dtype).removeprefix("torch.")
