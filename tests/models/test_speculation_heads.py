@@ -3,21 +3,18 @@ together here; checkpoints as they are published; and which ones are refused."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from dense_context import DenseContext
+from published_heads import DRAFTED, HEAD, TARGET, VOCAB, PublishedEagle3, mimo, randomized, saved
 from safetensors.torch import load_file, save_file
-from test_against_transformers import LLAMA, built, reference
+from test_against_transformers import built
 from thread_ranks import Meeting, ThreadExchange
-from torch import Tensor, nn
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from torch import Tensor
 
 from quire.errors import StartupError
 from quire.layers.prepare import connect_ranks
@@ -29,94 +26,9 @@ from quire.weights.checkpoint_files import read_config, tensor_names
 from quire.weights.loader import load_draft_ids, load_weights
 
 CPU = torch.device("cpu")
-HIDDEN, VOCAB, DRAFTED, LENGTH = 32, 97, 40, 20
-TARGET = {**LLAMA, "num_hidden_layers": 6}
-HEAD = {
-    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": HIDDEN, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": VOCAB,
-    "draft_vocab_size": DRAFTED, "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}  # fmt: skip
+LENGTH = 20
 OTHER_LAYERS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4], "use_aux_hidden_state": True}}
 TOKENS = torch.randint(0, VOCAB, (LENGTH + 3,), generator=torch.Generator().manual_seed(4))
-
-
-def attended(module: nn.Module, x: Tensor, cfg: Any, rotary: type[nn.Module]) -> Tensor:
-    """transformers' attention of rows x [T, ...] at positions 0 to T - 1, causal."""
-    positions = torch.arange(len(x))[None]
-    mask = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
-    out: Tensor = module(x[None], position_embeddings=rotary(cfg)(x[None], positions), attention_mask=mask)[0][0]
-    return out
-
-
-class PublishedEagle3(nn.Module):
-    """An EAGLE-3 head as it is published: names of the tensors, and the equation."""
-
-    def __init__(self, config: dict[str, Any], embeds: bool) -> None:
-        super().__init__()
-        self.before = config.get("norm_before_residual", False)
-        self.cfg = cfg = transformers.LlamaConfig(
-            **{name: value for name, value in config.items() if name != "architectures"}, attn_implementation="eager"
-        )
-        width = config.get("target_hidden_size", cfg.hidden_size)
-        layer = llama.LlamaDecoderLayer(cfg, 0)
-        for name in "qkv":
-            old = getattr(layer.self_attn, f"{name}_proj")
-            setattr(layer.self_attn, f"{name}_proj", nn.Linear(2 * cfg.hidden_size, old.out_features, bias=False))
-        layer.hidden_norm = llama.LlamaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.midlayer, self.fc = layer, nn.Linear(3 * width, cfg.hidden_size, bias=False)
-        self.norm = llama.LlamaRMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.lm_head = nn.Linear(cfg.hidden_size, config["draft_vocab_size"], bias=False)
-        self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size) if embeds else None
-        ids = torch.randperm(cfg.vocab_size, generator=torch.Generator().manual_seed(5))[: config["draft_vocab_size"]]
-        self.d2t = ids.sort().values - torch.arange(config["draft_vocab_size"])
-
-    def forward(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        layer = self.midlayer
-        normed = layer.hidden_norm(hidden)
-        both = torch.cat((layer.input_layernorm(embeddings), normed), dim=-1)
-        x = (normed if self.before else hidden) + attended(layer.self_attn, both, self.cfg, llama.LlamaRotaryEmbedding)
-        return x + layer.mlp(layer.post_attention_layernorm(x))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = torch.full((len(hidden), self.cfg.vocab_size), -torch.inf)
-        logits[:, torch.arange(len(self.d2t)) + self.d2t] = self.lm_head(self.norm(hidden))
-        return logits
-
-    def save(self, folder: Path, config: dict[str, Any], rename: Callable[[str], str] = str) -> None:
-        folder.mkdir()
-        tensors = {rename(name): tensor.contiguous() for name, tensor in self.state_dict().items()}
-        is_drafted = torch.zeros(self.cfg.vocab_size, dtype=torch.bool)
-        is_drafted[torch.arange(len(self.d2t)) + self.d2t] = True
-        save_file({**tensors, "d2t": self.d2t, "t2d": is_drafted}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(config))
-
-
-class PublishedMtp(nn.Module):
-    """MiMo's MTP layer as it is published."""
-
-    def __init__(self, cfg: Any) -> None:
-        super().__init__()
-        self.cfg = cfg
-        for name in ("token", "hidden", "input_", "post_attention_", "final_"):
-            norm = qwen2.Qwen2RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-            setattr(self, f"{name}layernorm" if name.endswith("_") else f"{name}_layernorm", norm)
-        self.input_proj = nn.Linear(2 * cfg.hidden_size, cfg.hidden_size, bias=False)
-        self.self_attn, self.mlp = qwen2.Qwen2Attention(cfg, 0), qwen2.Qwen2MLP(cfg)
-
-    def forward(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        embeddings = torch.cat((torch.zeros_like(embeddings[:1]), embeddings[1:]))
-        x = self.input_proj(torch.cat((self.hidden_layernorm(hidden), self.token_layernorm(embeddings)), dim=-1))
-        x = x + attended(self.self_attn, self.input_layernorm(x), self.cfg, qwen2.Qwen2RotaryEmbedding)
-        out: Tensor = self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
-        return out
-
-
-@torch.no_grad()
-def randomized(module: nn.Module) -> nn.Module:
-    for parameter in module.parameters():
-        parameter.add_(torch.randn_like(parameter) * 0.15)
-    return module.eval()
 
 
 def head_of(folder: Path, config: dict[str, Any], part: Shard = UNSHARDED) -> Any:
@@ -181,7 +93,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_an_eagle3_head_as_it_is_published(case: str, tmp_path: Path) -> None:
     config = {**HEAD, **CASES[case]}
     embeds = bool(config.pop("embeds", False))
-    theirs = reference("Llama", TARGET, tmp_path / "target")
+    theirs = saved("llama", TARGET, tmp_path / "target")
     published = randomized(PublishedEagle3(config, embeds))
     speculators = "counted" in case
     published.save(tmp_path / "head", config, (lambda s: s.replace("midlayer", "layers.0")) if speculators else str)
@@ -204,19 +116,6 @@ def test_an_eagle3_head_as_it_is_published(case: str, tmp_path: Path) -> None:
     count = sum(parameter.numel() for parameter in published.parameters())
     assert read_spec(full).parameters == count == sum(parameter.numel() for parameter in head_of(
         tmp_path / "head", full).parameters())  # fmt: skip
-
-
-def mimo(folder: Path, **settings: Any) -> tuple[Any, Any]:
-    """A MiMo with an MTP layer, saved as it is published: transformers' Qwen2, and the layer."""
-    theirs = reference("Qwen2", {**TARGET, **settings}, folder)
-    layer = randomized(PublishedMtp(theirs.config))
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= {f"model.mtp_layers.0.{name}": tensor for name, tensor in layer.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config))
-    return theirs, layer
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -248,13 +147,22 @@ def test_mimo_without_its_mtp_layers(tmp_path: Path) -> None:
     assert spec.parameters == sum(parameter.numel() for parameter in theirs.parameters())
 
 
+def test_mtp_layers_that_a_checkpoint_lacks_are_named(tmp_path: Path) -> None:
+    mimo(tmp_path)
+    config, tensors = read_config(tmp_path), load_file(tmp_path / "model.safetensors")
+    del tensors["model.mtp_layers.0.input_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(StartupError, match=r"lacks mtp_layers\.0\.input_proj\.weight"):
+        head_of(tmp_path, mtp_config(config, read_spec(config)))
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 def test_ranks_share_out_a_head(kind: str, tmp_path: Path) -> None:
     wide = {**TARGET, "hidden_size": 64, "num_attention_heads": 8}
     if kind == "mtp":
         mimo(tmp_path / "target", **{**wide, "vocab_size": 256})
     else:
-        reference("Llama", {**wide, "vocab_size": 256}, tmp_path / "target")
+        saved("llama", {**wide, "vocab_size": 256}, tmp_path / "target")
     where, config = tmp_path / "target", read_config(tmp_path / "target")
     if kind == "mtp":
         full = mtp_config(config, read_spec(config))
@@ -305,7 +213,7 @@ def test_ranks_share_out_a_head(kind: str, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_other_heads_are_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
-    reference("Llama", TARGET, tmp_path)
+    saved("llama", TARGET, tmp_path)
     with pytest.raises(StartupError, match=words) as error:
         read_spec(eagle3_config({**HEAD, **settings}, read_spec(read_config(tmp_path)), None))
     assert error.value.remedy
@@ -320,7 +228,7 @@ def test_other_heads_are_refused(settings: dict[str, Any], words: str, tmp_path:
     ],
 )
 def test_incomplete_heads_are_refused(tensors: set[str], words: str, tmp_path: Path) -> None:
-    reference("Llama", TARGET, tmp_path)
+    saved("llama", TARGET, tmp_path)
     with pytest.raises(StartupError, match=words):
         read_spec(eagle3_config(HEAD, read_spec(read_config(tmp_path)), tensors))
 

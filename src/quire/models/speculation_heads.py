@@ -42,6 +42,7 @@ class SpeculationHead(ShardedModule):
     context."""
 
     __call__: Callable[..., Tensor]
+    norm: RMSNorm
 
     def __init__(
         self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED
@@ -93,7 +94,7 @@ class SpeculationHead(ShardedModule):
         self, max_len: int | None = None, deterministic: bool = False, mapped_files: Sequence[MappedWeights] = ()
     ) -> None:
         """See Decoder."""
-        self.rotary.prepare(next(self.parameters()).device, max_len)
+        self.rotary.prepare(self.norm.weight.device, max_len)
         prepare_layers(self, deterministic, mapped_files)
 
 
@@ -142,12 +143,18 @@ class Eagle3Head(SpeculationHead):
         self.draft_shard = shard_vocab(shard, s.draft_vocab)
         if s.has_lm_head:
             self.head = Linear(s.hidden, self.draft_shard, False, dtype, device)
-        # The token of each of the head's logits; with dummy weights the first ones.
-        self.draft_ids = torch.arange(s.draft_vocab, device="cpu" if device.type == "meta" else device)
+        self.draft_ids = torch.arange(s.draft_vocab)  # the token of each of the head's logits; with dummy weights
 
     def set_draft_ids(self, ids: Tensor) -> None:
-        """Set the tokens [draft_vocab] that the head drafts."""
-        self.draft_ids = ids.to(self.draft_ids.device)
+        """Set the tokens [draft_vocab] that the head drafts. Call it before `prepare`."""
+        self.draft_ids = ids
+
+    def prepare(
+        self, max_len: int | None = None, deterministic: bool = False, mapped_files: Sequence[MappedWeights] = ()
+    ) -> None:
+        """See SpeculationHead."""
+        self.draft_ids = self.draft_ids.to(self.norm.weight.device)
+        super().prepare(max_len, deterministic, mapped_files)
 
     def combine(self, states: Tensor) -> Tensor:
         """See SpeculationHead."""

@@ -167,6 +167,7 @@ def plan_memory(
     weights = spec.weight_bytes(itemsize) - quantization_savings
     models = [spec] if draft is None else [spec, draft.spec]  # one after the other, so the larger step counts
     activations = max(activation_bytes(config, model, itemsize) for model in models)
+    activations += 0 if draft is None else hidden_states_bytes(config, draft.spec, itemsize)
     activations += exchange_bytes(config, spec, itemsize, device)
     if device != "cpu":
         activations += sum(graph_bytes(config, model, itemsize) for model in models)
@@ -357,6 +358,13 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> in
     if spec.min_budget:
         attention = max(attention, _selection_bytes(spec, longest, itemsize))
     return int(step + logits + attention + spec.num_rope_tables * longest * head_dim * 4)
+
+
+def hidden_states_bytes(config: EngineConfig, head: ModelSpec, itemsize: int) -> int:
+    """Return the bytes of the hidden states of a step's tokens that a speculation head reads: as the model leaves them,
+    and as the head's input."""
+    assert config.max_num_batched_tokens is not None, "a sized config"
+    return 2 * config.max_num_batched_tokens * head.captured_width * itemsize
 
 
 def _logits_rows(config: EngineConfig) -> int:
