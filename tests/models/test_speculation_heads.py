@@ -4,6 +4,7 @@ together here; checkpoints as they are published; and which ones are refused."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from quire.errors import StartupError
 from quire.layers.prepare import connect_ranks
-from quire.models import read_spec, resolve_model_class
+from quire.models import read_model_config, read_spec, resolve_model_class
 from quire.models.head_config import eagle3_config, mtp_config
 from quire.models.hidden_states import HiddenStates
+from quire.protocol.model_spec import ModelSpec
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 from quire.weights.checkpoint_files import read_config, tensor_names
 from quire.weights.loader import load_draft_ids, load_weights
@@ -29,6 +31,11 @@ CPU = torch.device("cpu")
 LENGTH = 20
 OTHER_LAYERS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4], "use_aux_hidden_state": True}}
 TOKENS = torch.randint(0, VOCAB, (LENGTH + 3,), generator=torch.Generator().manual_seed(4))
+
+
+def target_spec(folder: Path) -> ModelSpec:
+    saved("llama", TARGET, folder)
+    return read_spec(read_config(folder))
 
 
 def head_of(folder: Path, config: dict[str, Any], part: Shard = UNSHARDED) -> Any:
@@ -203,6 +210,8 @@ def test_ranks_share_out_a_head(kind: str, tmp_path: Path) -> None:
         ({"architectures": ["EagleLlamaForCausalLM"]}, "'EagleLlamaForCausalLM', and that is no EAGLE-3 head"),
         ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}, "no EAGLE-3 head"),
         ({"num_hidden_layers": 2}, "num_hidden_layers in config.json is 2"),
+        ({"norm_before_fc": True}, "norm_before_fc=True in config.json is not supported"),
+        ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm=False in eagle_config"),
         ({"vocab_size": 96}, "made for 96 tokens, and the model has 97"),
         ({"draft_vocab_size": 98}, "draft_vocab_size in config.json is 98, more than the 97 tokens"),
         ({"hidden_size": 40}, "hidden states of 40 numbers, and has 40 itself; the model's have 32"),
@@ -213,10 +222,24 @@ def test_ranks_share_out_a_head(kind: str, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_other_heads_are_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
-    saved("llama", TARGET, tmp_path)
     with pytest.raises(StartupError, match=words) as error:
-        read_spec(eagle3_config({**HEAD, **settings}, read_spec(read_config(tmp_path)), None))
+        read_spec(eagle3_config({**HEAD, **settings}, target_spec(tmp_path), None))
     assert error.value.remedy
+
+
+def test_the_format_of_speculators_means_the_same(tmp_path: Path) -> None:
+    theirs = target_spec(tmp_path)
+    outer = {"draft_vocab_size": DRAFTED, "eagle_aux_hidden_state_layer_ids": [1, 3, 5], "norm_before_residual": False}
+    layer = {name: value for name, value in HEAD.items() if name not in outer}
+    nested = {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "target_hidden_size": None,
+        "transformer_layer_config": layer, **outer,
+    }  # fmt: skip
+    tensors = {"layers.0.mlp.up_proj.weight", "lm_head.weight", "d2t", "embed_tokens.weight"}
+    read = [read_model_config(eagle3_config(config, theirs, tensors)) for config in (nested, {**HEAD, **outer})]
+    assert read[0] == read[1]
+    del nested["norm_before_residual"]
+    assert read_model_config(eagle3_config(nested, theirs, tensors)) == replace(read[0], norm_before_residual=True)
 
 
 @pytest.mark.parametrize(
@@ -228,15 +251,15 @@ def test_other_heads_are_refused(settings: dict[str, Any], words: str, tmp_path:
     ],
 )
 def test_incomplete_heads_are_refused(tensors: set[str], words: str, tmp_path: Path) -> None:
-    saved("llama", TARGET, tmp_path)
     with pytest.raises(StartupError, match=words):
-        read_spec(eagle3_config(HEAD, read_spec(read_config(tmp_path)), tensors))
+        read_spec(eagle3_config(HEAD, target_spec(tmp_path), tensors))
 
 
 def test_a_head_is_no_model_of_its_own() -> None:
-    for name in ("LlamaForCausalLMEagle3", "LlamaForCausalLM"):
+    speculators = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
+    for settings in ({}, {"architectures": ["LlamaForCausalLM"]}, speculators):
         with pytest.raises(StartupError, match="a speculation head") as error:
-            read_spec({**HEAD, "architectures": [name]})
+            read_spec({**HEAD, **settings})
         assert '"method": "eagle3"' in error.value.remedy
 
 

@@ -61,7 +61,8 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     remedy = f"Supported architectures: {', '.join(ARCHITECTURES)}"
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise StartupError("config.json names no architecture", remedy)
-    if names[0] == "LlamaForCausalLM" and config.get("draft_vocab_size") is not None:
+    is_unnamed_head = names[0] == "LlamaForCausalLM" and config.get("draft_vocab_size") is not None
+    if is_unnamed_head or config.get("speculators_model_type") == "eagle3":
         return HEADS[head_config.EAGLE3]
     if names[0] in HEADS:
         return HEADS[names[0]]

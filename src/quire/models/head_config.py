@@ -20,6 +20,15 @@ TARGET_KEY = "speculation_target"
 """The key under which the configuration of a head has what it depends on besides its own config.json."""
 EAGLE3, MTP = "Eagle3LlamaForCausalLM", "MiMoMTPModel"
 EAGLE3_ARCHITECTURES = (EAGLE3, "LlamaForCausalLMEagle3", "LlamaForCausalLM")
+PLAIN_OPTIONS = {
+    "norm_before_fc": False, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}  # fmt: skip
+"""Options of EAGLE-3 heads that change their equation, and the only values that are supported."""
+SPECULATORS_KEYS = (
+    "draft_vocab_size", "norm_before_residual", "norm_before_fc", "target_hidden_size",
+    "eagle_aux_hidden_state_layer_ids",
+)  # fmt: skip
 MTP_ARCHITECTURES = {"MiMoForCausalLM": MTP}
 """The models whose checkpoints have MTP layers that are supported -> the architecture of these."""
 
@@ -68,6 +77,8 @@ class HeadConfig(DecoderConfig):
 def eagle3_config(config: dict[str, Any], target: ModelSpec, tensors: Collection[str] | None) -> dict[str, Any]:
     """Return the configuration of an EAGLE-3 head for `target`, from its config.json and the names of its checkpoint's
     tensors (None: not known, those of most heads are assumed). Raise StartupError if it is no such head."""
+    if config.get("speculators_model_type") == "eagle3":
+        config = _from_speculators(config)
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if name not in EAGLE3_ARCHITECTURES or (name == "LlamaForCausalLM" and config.get("draft_vocab_size") is None):
@@ -92,6 +103,14 @@ def eagle3_config(config: dict[str, Any], target: ModelSpec, tensors: Collection
         "has_draft_ids": "d2t" in known,
     }
     return {**config, "architectures": [EAGLE3], TARGET_KEY: described}
+
+
+def _from_speculators(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the flat form of a config.json of the library speculators, which has the layer's settings in an object of
+    their own."""
+    layer = ConfigReader(config).get_object("transformer_layer_config")
+    outer = {name: value for name, value in config.items() if name in SPECULATORS_KEYS and value is not None}
+    return {**layer, "norm_before_residual": True, **outer, "architectures": [EAGLE3]}
 
 
 def mtp_config(config: dict[str, Any], target: ModelSpec) -> dict[str, Any]:
@@ -134,6 +153,9 @@ def read_eagle3(own: ConfigReader) -> HeadConfig:
     target = _read_target(own, "eagle3")
     if (count := own.get_int("num_hidden_layers", 1, maximum=MAX_LAYERS)) != 1:
         raise StartupError(f"num_hidden_layers in {own.source} is {count}", "Only heads of one layer are supported")
+    for section in (own, ConfigReader(own.get_object("eagle_config"), f"eagle_config of {own.source}")):
+        for name, value in PLAIN_OPTIONS.items():
+            section.require_value(name, value)
     vocab = own.get_int("vocab_size")
     draft_vocab = own.get_int("draft_vocab_size", vocab)
     if vocab != target["vocab_size"]:

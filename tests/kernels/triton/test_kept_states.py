@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from grids import DEVICE
@@ -13,7 +15,7 @@ from quire.models.hidden_states import HiddenStates
 from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import SeqSlice
 from quire.worker import cuda_graphs
-from quire.worker.cuda_graphs import DecodeGraphs
+from quire.worker.cuda_graphs import DecodeGraphs, GraphCapturer
 from quire.worker.inputs import FlatInputs, build_flat_batch
 from quire.worker.mixed_graphs import MixedGraphs
 from quire.worker.step_context import StepContext
@@ -38,8 +40,9 @@ def test_graphs_keep_hidden_states(layers: tuple[int, ...], monkeypatch: pytest.
     logits = torch.zeros((SLOTS, spec.vocab_size), device=DEVICE)
     ends = {"": lambda found, slots: logits[: len(found)].copy_(found)}
     of_runner = model, model.logits, runner.store, runner.backend, runner.sampled_tokens
-    decode = DecodeGraphs(*of_runner, runner.store.staging, SLOTS - 1, ends, Again(), None, kept)  # type: ignore[arg-type]
-    mixed = MixedGraphs(*of_runner, spec.hidden, [1, 2, 5, SLOTS - 1], ends, Again(), kept)  # type: ignore[arg-type]
+    capturer: Any = GraphCapturer(DEVICE) if DEVICE.type == "cuda" else Again()
+    decode = DecodeGraphs(*of_runner, runner.store.staging, SLOTS - 1, ends, capturer, None, kept)
+    mixed = MixedGraphs(*of_runner, spec.hidden, [1, 2, 5, SLOTS - 1], ends, capturer, kept)
     for each in (reference, runner):
         each.store.apply_page_ops(tuple(pages_of(1, 2, 3)))
     for slices in STEPS:
