@@ -64,12 +64,13 @@ class SpeculationHead(ShardedModule):
         self.target = TargetParts(target.embed_tokens, target.logits)
 
     def combine(self, states: Tensor) -> Tensor:
-        """Return the hidden states [T, hidden] of a first pass, a new tensor, from the target's [T, captured_width]."""
+        """Return the hidden states [T, hidden] of a first pass from the target's [T, captured_width], which `forward`
+        leaves as they are."""
         raise NotImplementedError
 
     def forward(self, tokens: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """Run tokens [T] int64 with hidden [T, hidden], which is overwritten: return the hidden states [R, hidden] of
-        those that `ctx` selects, for `logits` and for the next pass."""
+        """Run tokens [T] int64 with hidden [T, hidden], which may be overwritten: return the hidden states [R, hidden]
+        of those that `ctx` selects, for `logits` and for the next pass."""
         x, mixed = self.embed(tokens, hidden, ctx)
         return self.finish_selected(ctx.select_logits_rows(x), mixed)
 
