@@ -18,7 +18,7 @@ class DensePyramid:
     then one a token."""
 
     def __init__(self, spec: ModelSpec, prompt: int) -> None:
-        self.spec, self.prompt = spec, prompt
+        self.spec, self.prompt, self.hidden_states = spec, prompt, None
         self.keys: list[list[Tensor]] = [[] for _ in spec.layers]  # [kv_heads, dim], a position
         self.values: list[list[Tensor]] = [[] for _ in spec.layers]
         self.kept: list[list[list[int]]] = [[list(range(prompt))] * layer.kv_heads for layer in spec.layers]

@@ -24,9 +24,11 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 ASSOCIATIONS = ("paper", "bulk", "none")
 GENERATION_PARAMS = tuple(declared.name for declared in DEVICE_NUMBERS if declared.param.model_default)
 """The parameters of generation_config.json that become the defaults of requests."""
-SPECULATIONS = ("draft", "ngram", "both")
-"""The sources of draft tokens: a draft model, n-grams of the request, or both."""
-SPECULATION_NAMES = {"draft_model": "draft"} | {name: name for name in SPECULATIONS}
+SPECULATION_HEADS = ("eagle3", "mtp")
+SPECULATIONS = ("draft", "ngram", "both", *SPECULATION_HEADS)
+"""The sources of draft tokens: a draft model, n-grams of the request, or both; or a head that reads the model's hidden
+states."""
+SPECULATION_NAMES = {"draft_model": "draft", **{name: name for name in SPECULATIONS}, "mimo_mtp": "mtp"}
 """SPECULATIONS by vLLM's names of methods, and by their own."""
 SPECULATIVE_CONFIG_KEYS = (
     "method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",
@@ -270,11 +272,12 @@ class EngineConfig:
     )
     warm_up: bool = advanced(True, "on a GPU, compile kernels and capture graphs at start, not at first use")
     speculative_model: str | None = setting(
-        None, "draft model for speculative decoding: folder or hub id", metavar="PATH"
+        None, "draft model or head for speculative decoding: folder or hub id", metavar="PATH"
     )
     speculative_method: str | None = setting(
         None,
-        "source of draft tokens: the draft model, what followed the last tokens earlier (ngram), or both",
+        "source of draft tokens: the draft model, what followed the last tokens earlier (ngram), or both; or a head on "
+        "the model's hidden states: an EAGLE-3 head, given as --speculative-model, or the model's own MTP layer",
         SPECULATIONS,
     )
     num_speculative_tokens: int = advanced(
@@ -414,6 +417,12 @@ class EngineConfig:
                 f"an acceptance of {self.experiment.synthetic_acceptance} is given, and there are no draft tokens",
                 "Give --speculative-method or --speculative-model, or leave it out",
             )
+        if method == "eagle3" and model is None:
+            raise StartupError("--speculative-method is eagle3, and there is no head",
+                               "Give the folder or hub id of one as --speculative-model")  # fmt: skip
+        if method == "mtp" and model not in (None, self.model):
+            raise StartupError("--speculative-method is mtp, and --speculative-model is given",
+                               "Leave it out: the MTP layer is in the model's own checkpoint")  # fmt: skip
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise StartupError(
                 f"--prompt-lookup-min is {self.prompt_lookup_min}, and --prompt-lookup-max {self.prompt_lookup_max}",
@@ -487,7 +496,7 @@ def parse_speculative_config(given: Any, tp: int) -> dict[str, Any]:
     if model in ("ngram", "[ngram]"):  # vLLM's older form
         method, model = method or "ngram", None
     if method is not None and method not in SPECULATION_NAMES:
-        unsupported = method in ("eagle", "eagle3", "medusa", "mlp_speculator", "suffix") or method.endswith("mtp")
+        unsupported = method in ("eagle", "medusa", "mlp_speculator", "suffix", "dflash") or method.endswith("mtp")
         raise StartupError(
             f"--speculative-config has method {method[:80]!r}"
             + (", which is not supported yet" if unsupported else ""),

@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize, invariant, rule, run_state_machine_a
 from memories import EVERY, Build, insides
 from test_stateful import OPS, Calls, Device, machine, offset
 from traces import AT_LENGTH, WAYS, open_trace
-from unlike import DRAFTED
+from unlike import DRAFTED, HEADS
 
 from quire.core.speculation import Speculator
 from quire.memory.paged import PagedMemory
@@ -21,7 +21,7 @@ from quire.protocol.kv_cache_config import KVCacheGroup
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import SwapIn, SwapOut
 
-TOLD_BACK = {name: make for name, make in {**EVERY, **DRAFTED}.items() if "beside" not in name}
+TOLD_BACK = {name: make for name, make in {**EVERY, **DRAFTED, **HEADS}.items() if "beside" not in name}
 """The memories all of whose pages are of one model and its draft model."""
 
 

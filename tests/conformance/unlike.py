@@ -40,6 +40,7 @@ class Kind(NamedTuple):
     chunk: int | None = None
     budget: int | None = None
     is_draft: bool = False
+    reads_hidden_states: bool = False
 
     @property
     def page_bytes(self) -> int:
@@ -53,6 +54,7 @@ class Kind(NamedTuple):
             (i,), self.page_bytes, self.token_bytes, -(-build.max_len * self.pages // self.run), ids, host_ids,
             self.run, self.pages, self.window, self.kind or ("full" if self.window is None else "window"),
             chunk=self.chunk, budget=self.budget, is_draft=self.is_draft,
+            reads_hidden_states=self.reads_hidden_states,
         )  # fmt: skip
 
 
@@ -218,3 +220,18 @@ DRAFTED: dict[str, Make] = {
     "draft-tables": paged((None, 6, *DRAFT_LAYERS), page_size=4, table_scope="layer", page_sizes="max"),
 }
 """Memories of a target and its draft model: some sequences have pages in the draft model's layers, others none."""
+
+HEAD = DRAFT._replace(reads_hidden_states=True)
+HEAD_LAYER = replace(DRAFT_LAYERS[0], reads_hidden_states=True)
+HEADS: dict[str, Make] = {
+    "head": unlike(FULL, HEAD),
+    "head-window": unlike(FULL, WINDOW, HEAD),
+    "head-of-windows": unlike(WINDOW, HEAD, debug=True),
+    "head-1-and-16-tokens": unlike(Kind(16, 16), Kind(16, 1, is_draft=True, reads_hidden_states=True)),
+    "head-16-and-1-tokens": unlike(Kind(16, 1), Kind(16, 16, is_draft=True, reads_hidden_states=True), WINDOW),
+    "head-not-whole": unlike(FULL, Kind(24, 8, 3, is_draft=True, reads_hidden_states=True)),
+    "head-uncached": unlike(WINDOW, FULL, HEAD, caching=False, debug=True),
+    "large-head-window": large(WINDOW, FULL, HEAD, association="paper"),
+    "head-lcm": paged((None, 6, None, HEAD_LAYER), page_size=4),
+}
+"""Memories of a target and a speculation head: a sequence that drafts reuses only what is cached of both."""

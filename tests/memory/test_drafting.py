@@ -6,7 +6,7 @@ import pytest
 from memories import MAX_LEN, Build, admit_one, insides
 from test_followers import group_of
 from test_invariants import admit, compute, serve
-from unlike import DRAFT, DRAFTED, FULL, WINDOW, unlike
+from unlike import DRAFT, DRAFTED, FULL, HEADS, WINDOW, unlike
 
 from quire.memory.paged import PagedMemory
 from quire.memory.policies import POLICIES, FullPolicy, make_policy
@@ -279,3 +279,56 @@ def test_draft_pages_are_swapped(name: str) -> None:
     for seq in seqs:
         assert compute(memory, seq, 5)
     draft(memory, seqs[0], 38)
+
+
+@pytest.mark.parametrize("name", [name for name in HEADS if "uncached" not in name])
+def test_a_hit_of_a_sequence_with_a_speculation_head_is_of_both(name: str) -> None:
+    """The head can't compute a prefix later. Other sequences reuse all that the model has."""
+    memory = HEADS[name](Build(tokens=640, chunk=MAX_LEN))
+    stride = memory.prefix_cache.prefix_granularity
+    longest, part = (MAX_LEN - 1) // stride * stride, 2 * stride
+    plain, seq = Sequence(1, list(TEXT)), drafting(2, TEXT[: part + 1])
+    assert serve(memory, plain) == 0
+    memory.free(plain)
+    assert reused(memory, Sequence(3, list(TEXT))) == (longest, 0)
+    assert reused(memory, drafting(4, TEXT)) == (0, 0)
+    assert serve(memory, seq) == 0
+    draft(memory, seq, part + 1)
+    memory.free(seq)
+    assert reused(memory, drafting(5, TEXT)) == (part, part)
+    whole = drafting(6, TEXT)
+    assert serve(memory, whole) == part
+    draft(memory, whole, MAX_LEN)
+    memory.free(whole)
+    assert reused(memory, drafting(7, TEXT)) == (longest, longest)
+    assert reused(memory, Sequence(8, list(TEXT))) == (longest, 0)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_registered_prefix_is_not_reused_by_sequences_with_a_speculation_head(name: str) -> None:
+    memory = HEADS[name](Build(chunk=MAX_LEN, prefix_tokens=32, tokens=320))
+    prefix = Sequence(1, TEXT[:30])
+    assert serve(memory, prefix) == 0
+    assert memory.prefix_cache.pin("prefix", prefix)
+    memory.free(prefix)
+    assert reused(memory, Sequence(2, list(TEXT))) == (30, 0)
+    assert reused(memory, drafting(3, TEXT)) == (0, 0)
+
+
+@pytest.mark.parametrize("name", [name for name in HEADS if "uncached" not in name])
+def test_siblings_share_the_pages_of_a_speculation_head(name: str) -> None:
+    memory = HEADS[name](Build(tokens=640, chunk=MAX_LEN))
+    stride = memory.prefix_cache.prefix_granularity
+    first = drafting(1, TEXT[: stride + 1])
+    assert serve(memory, first) == 0
+    draft(memory, first, stride + 1)
+    memory.free(first)
+    plain = Sequence(2, list(TEXT))
+    assert serve(memory, plain) == stride
+    memory.free(plain)
+    admitted = memory.admit([drafting(i, [*TEXT[: 2 * stride], i]) for i in (3, 4, 5)], 64)
+    assert isinstance(admitted, list)
+    memory.check()
+    assert [(one.reused_tokens, one.drafted_tokens) for one in admitted] == [
+        (stride, stride), (2 * stride, 2 * stride), (2 * stride, 2 * stride)
+    ]  # fmt: skip

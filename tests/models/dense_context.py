@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.rotary import prepare_qkv
+from quire.models.hidden_states import HiddenStates
 from quire.protocol.model_spec import ModelSpec
 
 
@@ -14,6 +15,7 @@ class DenseContext:
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
+        self.hidden_states: HiddenStates | None = None
         self.keys: list[list[Tensor]] = [[] for _ in spec.layers]
         self.values: list[list[Tensor]] = [[] for _ in spec.layers]
         self.seen_positions = torch.empty(0, dtype=torch.int64)

@@ -146,7 +146,13 @@ def run(model: Any, context: DenseContext, tokens: torch.Tensor, start: int = 0)
 
 def test_every_declared_family_has_a_case() -> None:
     declared = {name for name, one in ARCHITECTURES.items() if one == Architecture(one.read)}
-    elsewhere = {"InternLM2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GPT2LMHeadModel"}
+    elsewhere = {
+        "InternLM2ForCausalLM",
+        "MiMoForCausalLM",
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "GPT2LMHeadModel",
+    }
     assert declared == {f"{name}ForCausalLM" for name, _ in CASES.values()} & declared | elsewhere
 
 

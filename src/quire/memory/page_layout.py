@@ -372,7 +372,7 @@ def _build_group(allocation: GroupAllocation, spec: ModelSpec, ids: range, host_
     first = spec.layers[layers[0]]
     return KVCacheGroup(
         layers, page_bytes, token_bytes, width, ids, host_ids, run_tokens, run_pages, first.window, first.kind, parts,
-        first.chunk, first.budget, first.is_draft,
+        first.chunk, first.budget, first.is_draft, first.reads_hidden_states,
     )  # fmt: skip
 
 

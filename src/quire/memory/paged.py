@@ -99,6 +99,7 @@ class PagedMemory(PageTables):
         # If True a sequence never holds all of its pages, or they change at the end of its prompt.
         self.drops_pages = bool(kv_config.budget) or len(self.retaining_policies) < len(self.policies)
         self.retention = Retention(self.page_pool, self.policies, retention, slack)
+        self.has_speculation_head = any(group.reads_hidden_states for group in self.groups)
         if self.caching:
             self.drop_delay = list(map(self.retention.drop_delay, self.policies))
         self.max_pages = [
@@ -247,8 +248,11 @@ class PagedMemory(PageTables):
             if use_cache and ready == shared:  # cached pages are not used after pages that are still to be computed
                 hit = self.prefix_cache.find_cached(seq, shared)
             pinned = self.prefix_cache.find_registered(seq)
-            # Siblings would have draft pages of their own after a registered prefix, and `fits` counts them once.
-            if pinned.tokens >= max(hit.tokens, 1) and not (seq.uses_draft_model and len(seqs) > 1):
+            # Siblings would have draft pages of their own after a registered prefix, and `fits` counts them once. A
+            # speculation head cannot draft after it.
+            if pinned.tokens >= max(hit.tokens, 1) and not (
+                seq.uses_draft_model and (len(seqs) > 1 or self.has_speculation_head)
+            ):
                 shared, ready, hit = 0, 0, pinned
             room = budget if len(seqs) == 1 else len(seq.tokens)
             if self.drops_pages:
@@ -262,7 +266,9 @@ class PagedMemory(PageTables):
             tokens, tables, full_hit = hit
             ready = tokens if ready == shared else ready
             waits, drafted = self.drops_pages and shared > 0, 0
-            if seq.uses_draft_model:
+            if seq.uses_draft_model and self.has_speculation_head:
+                drafted = tokens  # the hit is of its pages, too
+            elif seq.uses_draft_model:
                 drafted = shared
                 if shared and not waits and plans[sibling].drafted_tokens < plans[sibling].hit_tokens:
                     drafted = min(shared, plans[sibling].drafted_tokens)  # its draft model lags behind

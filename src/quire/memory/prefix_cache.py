@@ -135,7 +135,8 @@ class PrefixCache:
 
     def find_cached(self, seq: Sequence, known: int = 0, longest: int = FAR, is_draft: bool = False) -> PrefixHit:
         """Return the longest prefix, of at most `longest` tokens, whose pages every group of the model, or of its draft
-        model, can find (Jenga §5.3); one token is left to compute.
+        model, can find (Jenga §5.3); one token is left to compute. For a sequence that drafts, the groups of the model
+        include those of a speculation head.
 
         All pages of the first `known` tokens, a multiple of `prefix_granularity`, are known: they are neither looked up
         nor returned. Each page is looked up once. Groups that need all pages are searched from the left, up to the
@@ -148,7 +149,11 @@ class PrefixCache:
         keys = [self.page_keys(g, seq.page_keys, 0, end) if self.policies[g].unit else () for g, end in enumerate(ends)]
         first_found = list(ends)  # of each group: its pages from here to `hit` are present
         hit, is_final = limit, False
-        searched = [(g, policy) for g, policy in enumerate(self.policies) if policy.group.is_draft == is_draft]
+        searched = [
+            (g, policy)
+            for g, policy in enumerate(self.policies)
+            if policy.group.is_draft == is_draft or (seq.uses_draft_model and policy.group.reads_hidden_states)
+        ]
         for g, policy in searched:
             if policy in self.page_tables.retaining_policies:
                 hit, first_found[g] = self._shorten_hit(g, seq, keys[g], range(known, hit), first_found[g])

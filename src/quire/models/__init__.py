@@ -9,8 +9,9 @@ from quire.models.architectures import ARCHITECTURES, architecture_of, read_mode
 
 if TYPE_CHECKING:
     from quire.models.decoder import Decoder
+    from quire.models.speculation_heads import SpeculationHead
 
-    Model: TypeAlias = Decoder
+    Model: TypeAlias = Decoder | SpeculationHead
 
 __all__ = ["ARCHITECTURES", "read_model_config", "read_spec", "resolve_model_class"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from quire.errors import StartupError, short_repr
-from quire.models import families, mamba_families, vision_language_families
+from quire.models import families, head_config, mamba_families, vision_language_families
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import DecoderConfig
 from quire.protocol.model_spec import ModelSpec
@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": Architecture(families.read_mistral),
     "MinistralForCausalLM": Architecture(families.read_mistral),
     "Qwen2ForCausalLM": Architecture(families.read_qwen2),
+    "MiMoForCausalLM": Architecture(families.read_mimo),
     "Qwen3ForCausalLM": Architecture(families.read_qwen3),
     "InternLM2ForCausalLM": Architecture(families.read_internlm2),
     "Phi3ForCausalLM": Architecture(families.read_phi3),
@@ -46,6 +47,12 @@ ARCHITECTURES = {
     "Phi3VForCausalLM": VISION_LANGUAGE,
     "PaliGemmaForConditionalGeneration": VISION_LANGUAGE,
 }
+HEADS = {
+    head_config.EAGLE3: Architecture(head_config.read_eagle3, "speculation_heads:Eagle3Head"),
+    "LlamaForCausalLMEagle3": Architecture(head_config.read_eagle3, "speculation_heads:Eagle3Head"),
+    head_config.MTP: Architecture(head_config.read_mimo_mtp, "speculation_heads:MtpHead"),
+}
+"""Speculation heads, which are used beside a model."""
 
 
 def architecture_of(config: dict[str, Any]) -> Architecture:
@@ -54,6 +61,11 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     remedy = f"Supported architectures: {', '.join(ARCHITECTURES)}"
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise StartupError("config.json names no architecture", remedy)
+    is_unnamed_head = names[0] == "LlamaForCausalLM" and config.get("draft_vocab_size") is not None
+    if is_unnamed_head or config.get("speculators_model_type") == "eagle3":
+        return HEADS[head_config.EAGLE3]
+    if names[0] in HEADS:
+        return HEADS[names[0]]
     if names[0] not in ARCHITECTURES:
         raise StartupError(f"the architecture {short_repr(names[0])} is not supported", remedy)
     return ARCHITECTURES[names[0]]

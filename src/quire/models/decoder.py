@@ -38,13 +38,15 @@ class Attention(nn.Module):
 
     def __init__(
         self, s: DecoderConfig, layer: int, rotary: RotaryEmbedding | None, dtype: torch.dtype, device: torch.device,
-        shard: Shard = UNSHARDED,
+        shard: Shard = UNSHARDED, inputs: int | None = None,
     ) -> None:  # fmt: skip
+        """`inputs`: the numbers of a row of its input (None: `s.hidden`)."""
         super().__init__()
         self.layer, self.head_dim, self.rotary = layer, s.head_dim, rotary
         queries, keys = shard_heads(shard, s.heads, s.kv_heads, s.head_dim)
         shares_kv = s.layers[layer].kv_sharing_layer is not None
-        self.qkv = Linear(s.hidden, (queries,) if shares_kv else (queries, keys, keys), s.qkv_bias, dtype, device)
+        products = (queries,) if shares_kv else (queries, keys, keys)
+        self.qkv = Linear(inputs or s.hidden, products, s.qkv_bias, dtype, device)
         self.out = Linear(queries, s.hidden, s.out_bias, dtype, device)
         self.head_norms = self.projection_norms = None
         if s.qk_norm:
@@ -158,15 +160,25 @@ class Decoder(ShardedModule):
     def run_layers(self, x: Tensor, ctx: ForwardContext, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `embed`, from embeddings `x`, or from the previous stage's x and delta. x is overwritten."""
         *layers, last = self.layers
-        for layer in layers:
-            x, delta = layer.feed_forward(x, layer.mix(x, delta, ctx))
-        return x, last.mix(x, delta, ctx, last=True)
+        states = ctx.hidden_states
+        for number, layer in enumerate(layers):
+            mixed = layer.mix(x, delta, ctx)
+            if states is not None:  # x includes delta now
+                states.store_layer(number, x)
+            x, delta = layer.feed_forward(x, mixed)
+        mixed = last.mix(x, delta, ctx, last=True)
+        if states is not None:
+            states.store_layer(len(layers), x)
+        return x, mixed
 
     def finish(self, x: Tensor, mixed: Tensor, ctx: ForwardContext) -> Tensor:
         """Call `finish_selected` for the tokens that `ctx` selects."""
         if self.config.layers[-1].mixer == "mamba":
             mixed = ctx.select_logits_rows(mixed)
-        return self.finish_selected(ctx.select_logits_rows(x), mixed)
+        hidden = self.finish_selected(ctx.select_logits_rows(x), mixed)
+        if ctx.hidden_states is not None:
+            ctx.hidden_states.store_final(hidden)
+        return hidden
 
     def finish_selected(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Run what follows the last mixer, for the selected tokens: return hidden states [R, hidden]."""

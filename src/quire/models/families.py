@@ -171,6 +171,12 @@ def read_qwen2(fields: ConfigReader) -> DecoderConfig:
     return declare_windowed(fields, read_qwen_windows, qkv_bias=True)
 
 
+def read_mimo(fields: ConfigReader) -> DecoderConfig:
+    """MiMo-7B (Xiaomi, 2025): a Qwen2 whose checkpoint has layers for multi-token prediction (see
+    quire.models.head_config)."""
+    return declare_windowed(fields, read_qwen_windows, qkv_bias=True, ignored_weights=(r"mtp_layers\..*",))
+
+
 def read_qwen3(fields: ConfigReader) -> DecoderConfig:
     """Qwen3 (Yang et al., 2025): queries and keys are normalised per head."""
     return declare_windowed(fields, read_qwen_windows, head_dim=128, qk_norm="head", **read_biases(fields))

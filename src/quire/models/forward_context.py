@@ -10,12 +10,15 @@ from torch import Tensor
 from quire.kernels.mamba_states import StateCache, StatePlan
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
+from quire.models.hidden_states import HiddenStates
 
 
 class ForwardContext(Protocol):
     """One step's batch: the T tokens of all its sequences, concatenated without padding."""
 
     positions: Tensor  # [T] int64, each token's position in its own sequence
+    hidden_states: HiddenStates | None
+    """Keeps hidden states of all tokens for a speculation head, if there is one."""
 
     def attend(
         self, layer: int, qkv: Tensor, rotary: RotaryEmbedding | None = None,

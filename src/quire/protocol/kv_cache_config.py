@@ -48,15 +48,16 @@ def check_replay_size(kv_config: KVCacheConfig) -> None:
 
 
 def _group_from_json(data: dict[str, Any]) -> KVCacheGroup:
-    values = {"is_draft": False, **data}  # logs of earlier revisions have no draft model
+    values = {"is_draft": False, "reads_hidden_states": False, **data}  # logs of earlier revisions have no draft model
     if set(values) != {field.name for field in fields(KVCacheGroup)}:
         raise ValueError("a group has other fields than it has here")
     for name in ("ids", "host_ids"):
         start, stop = map(parse_count, values[name])
         values[name] = range(start, stop)
     values["layers"] = tuple(map(parse_count, values["layers"]))
-    if not isinstance(values["kind"], str) or not isinstance(values["is_draft"], bool):
-        raise TypeError("a group's kind is no string, or is_draft no bool")
+    flags = values["is_draft"], values["reads_hidden_states"]
+    if not isinstance(values["kind"], str) or not all(isinstance(flag, bool) for flag in flags):
+        raise TypeError("a group's kind is no string, or is_draft or reads_hidden_states no bool")
     lengths = ("window", "chunk", "budget")
     for name in ("page_bytes", "token_bytes", "table_width", "run_tokens", "run_pages", *lengths):
         if (name not in lengths or values[name] is not None) and not parse_count(values[name]):
@@ -97,7 +98,8 @@ class KVCacheGroup:
     embeddings, each image in pages of its own: "cross" (their keys and values) and "vision" (the embeddings themselves;
     of no layer). With contiguous tokens a page consists of `parts` equal pages of the device, one in each buffer of the
     group's keys and values. With `is_draft` the layers are those of a draft model, which only sequences that it drafts
-    for have.
+    for have. With `reads_hidden_states`, too, they are those of a speculation head: it cannot compute a prefix later,
+    so such a sequence reuses only what is cached of both.
     """
 
     layers: tuple[int, ...]
@@ -114,6 +116,7 @@ class KVCacheGroup:
     chunk: int | None = None
     budget: int | None = None
     is_draft: bool = False
+    reads_hidden_states: bool = False
 
     def first_visible(self, position: int) -> int:
         """Return the first position that the token at `position` attends to."""

@@ -44,7 +44,8 @@ class LayerSpec:
     With `has_int8_kv` keys and values have 8 bits, and the numbers of each head are followed by their scale; such a
     cell is written once and can be copied as it is. A layer with `state_tensors` (Mamba) keeps these tensors for a
     sequence of any length, and nothing of tokens. A layer with `is_cross_attention` keeps keys and values of image
-    embeddings, and none of tokens. A layer with `is_draft` belongs to the draft model.
+    embeddings, and none of tokens. A layer with `is_draft` belongs to the draft model; with `reads_hidden_states` that
+    is a speculation head, which computes a token only in the step in which the model does.
     """
 
     kv_heads: int
@@ -61,6 +62,7 @@ class LayerSpec:
     is_cross_attention: bool = False
     has_int8_kv: bool = False
     is_draft: bool = False
+    reads_hidden_states: bool = False
 
     def cell_bytes(self, itemsize: int) -> int:
         """Return the bytes of the key (or value) of one head and token."""
@@ -91,7 +93,8 @@ class LayerSpec:
     def group_key(self) -> tuple[str | int | tuple[StateTensor, ...] | None, ...]:
         """Layers with equal keys share page tables: they keep the same tokens in the same form."""
         lengths = self.window, self.chunk, self.budget
-        return self.kind, self.kv_heads, self.head_dim, *lengths, self.state_tensors, self.is_draft
+        flags = self.is_draft, self.reads_hidden_states
+        return self.kind, self.kv_heads, self.head_dim, *lengths, self.state_tensors, *flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,8 @@ class ModelSpec:
     """The sizes of a model, for the memory and the memory plan. `parameters` counts weights, tied ones once.
     `num_rope_tables` are its rotary embeddings, each a table for all positions. Of `parameters`, `expert_parameters`
     belong to experts, of which layers have `experts` each and a token uses `active_experts`; `fp32_parameters` are in
-    float32 whatever the dtype."""
+    float32 whatever the dtype. `captured_width`, of a speculation head: the numbers of another model's hidden states
+    that it reads for each token."""
 
     family: str
     layers: tuple[LayerSpec, ...]
@@ -158,6 +162,7 @@ class ModelSpec:
     active_experts: int = 0
     expert_parameters: int = 0
     fp32_parameters: int = 0
+    captured_width: int = 0
 
     def weight_bytes(self, itemsize: int) -> int:
         """Return the bytes of all weights, the vision encoder included, with `itemsize` bytes a number."""

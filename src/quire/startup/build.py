@@ -434,7 +434,7 @@ def _notices(
     if eos_ids:
         notices.append(f"end tokens {', '.join(map(str, eos_ids))}")
     if config.speculation is not None:
-        source = {"draft": draft, "ngram": "n-grams", "both": f"n-grams and {draft}"}[config.speculation]
+        source = {"ngram": "n-grams", "both": f"n-grams and {draft}"}.get(config.speculation, draft)
         notices.append(f"speculative decoding: up to {config.num_speculative_tokens} draft tokens from {source}")
     if defaults:
         shown = ", ".join(f"{key}={value}" for key, value in defaults.items())

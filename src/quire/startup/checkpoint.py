@@ -13,6 +13,7 @@ from quire.config import GENERATION_PARAMS, EngineConfig
 from quire.errors import InputError, StartupError
 from quire.files import DOWNLOAD_AGAIN, read_json_config
 from quire.models import read_spec
+from quire.models.head_config import eagle3_config, mtp_config
 from quire.models.named_configs import CONFIGS
 from quire.models.vision.settings import PREPROCESSOR_KEY
 from quire.protocol.image_tiling import ImageTiling
@@ -25,6 +26,7 @@ from quire.weights.checkpoint_files import (
     read_config,
     read_generation_config,
     read_preprocessor_config,
+    tensor_names,
 )
 from quire.weights.packaged_models import PACKAGED_MODELS, packaged_model_path
 
@@ -49,7 +51,8 @@ STATE_ITEMSIZES = {"auto": 4, "float32": 4, "bfloat16": 2}
 class Checkpoint(NamedTuple):
     """A model before it is loaded. `path` is None for a named shape with dummy weights, and the file's path for a GGUF
     file, whose contents are `gguf`. `generation_config` is its generation_config.json, `default_sampling` the defaults
-    of requests' parameters. `notices` are shown at start. `draft` is the draft model of speculative decoding."""
+    of requests' parameters. `notices` are shown at start. `draft` is the draft model of speculative decoding, or
+    the head."""
 
     name: str
     path: Path | None
@@ -92,7 +95,46 @@ def read_checkpoint(config: EngineConfig, weights: bool = True) -> Checkpoint:
     """Find the model, and its draft model if there is one, and read their configurations; nothing is loaded. `weights`
     is True if the weights will be loaded."""
     checkpoint = _read_model(config, weights)
+    if config.speculation == "mtp":
+        return checkpoint._replace(draft=_read_mtp_layer(checkpoint))
+    if config.speculation == "eagle3":
+        return checkpoint._replace(draft=_read_eagle3_head(config, checkpoint, weights))
     return checkpoint._replace(draft=_read_draft(config, weights)) if config.speculative_model else checkpoint
+
+
+def _read_mtp_layer(target: Checkpoint) -> Checkpoint:
+    """Return the MTP layer in the checkpoint of `target`. Raise StartupError if it has none."""
+    if target.gguf is not None:
+        raise StartupError(f"--speculative-method is mtp, and {target.name} is a GGUF file, which has no MTP layer",
+                           "Use the checkpoint in safetensors, or another method")  # fmt: skip
+    try:
+        settings = mtp_config(target.config, target.spec)
+    except StartupError as error:
+        raise StartupError(f"--speculative-method is mtp, and {error.cause}", error.remedy) from error
+    return Checkpoint(f"the MTP layer of {target.name}", target.path, settings, {}, read_spec(settings), {})
+
+
+def _read_eagle3_head(config: EngineConfig, target: Checkpoint, weights: bool) -> Checkpoint:
+    """Return the EAGLE-3 head for `target`, a folder or a hub id."""
+    name = config.speculative_model or ""
+    weights = weights and not config.dummy_weights
+    try:
+        folder = locate_checkpoint(name, weights)
+        settings = eagle3_config(read_config(folder), target.spec, _head_tensors(folder, weights))
+        return Checkpoint(Path(name).name, folder, settings, {}, read_spec(settings), {})
+    except StartupError as error:
+        raise StartupError(f"the EAGLE-3 head {name[:80]!r} can't be used: {error.cause}", error.remedy) from error
+
+
+def _head_tensors(folder: Path, weights: bool) -> set[str] | None:
+    """Return the names of a head's tensors; None if there are none, and no `weights` are needed."""
+    try:
+        return tensor_names(folder)
+    except StartupError as error:
+        if not weights:
+            return None
+        remedy = "Use a copy of the head in safetensors; pickled weights (.bin, .pt) are never opened"
+        raise StartupError(error.cause, remedy) from error
 
 
 def _read_draft(config: EngineConfig, weights: bool) -> Checkpoint:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from quire.config import VENDOR_ATTENTIONS, EngineConfig
+from quire.config import SPECULATION_HEADS, VENDOR_ATTENTIONS, EngineConfig
 from quire.errors import StartupError
 from quire.kernels.cpu import library_loader as kernels
 from quire.kernels.cpu.weight_arena import weight_arena
@@ -83,9 +84,13 @@ def build_runner(
 ) -> Any:
     """Return the runner of the part of the model that `checkpoint`'s spec describes; `exchange` connects it to the
     other ranks of its stage, if any, and `pipes` to the neighbouring stages."""
+    if config.speculation in SPECULATION_HEADS:  # until the runner drafts with heads
+        raise StartupError(f"--speculative-method is {config.speculation}, which can't be run yet",
+                           "Use a draft model, or --speculative-method ngram")  # fmt: skip
     import torch
 
     from quire.layers.prepare import connect_ranks
+    from quire.models.speculation_heads import SpeculationHead
     from quire.worker.model_runner import ModelRunner
 
     def make(source: Checkpoint, progress: bool = False) -> Any:
@@ -96,13 +101,28 @@ def build_runner(
         weight_arena().finish_block()
         return model
 
-    model, draft = make(checkpoint, progress), checkpoint.draft
+    target: Callable[[], Any] | None = None  # the model that was made last; a sleep of level 2 drops it
+
+    def make_model(progress: bool = False) -> Any:
+        nonlocal target
+        model = make(checkpoint, progress)
+        target = weakref.ref(model)
+        return model
+
+    def make_draft(progress: bool = False) -> Any:
+        assert checkpoint.draft is not None, "there is a draft model"
+        draft = make(checkpoint.draft, progress)
+        if isinstance(draft, SpeculationHead):
+            assert target is not None, "a head is made after its target"
+            draft.attach(target())
+        return draft
+
+    model, draft = make_model(progress), checkpoint.draft
     speculation: dict[str, Any] = {
         "max_drafts": config.max_draft_tokens, "synthetic_acceptance": config.experiment.synthetic_acceptance,
     }  # fmt: skip
     if draft is not None:
-        speculation |= {"draft_model": make(draft, progress), "draft_spec": draft.spec}
-        speculation["make_draft_model"] = partial(make, draft)
+        speculation |= {"draft_model": make_draft(progress), "draft_spec": draft.spec, "make_draft_model": make_draft}
     attention = choose_attention(config, checkpoint.pool_spec, device, dtype)
     recorded = ("triton", "native", *VENDOR_ATTENTIONS)
     kind: Callable[..., Any] = ModelRunner
@@ -117,7 +137,7 @@ def build_runner(
         map_in_background=config.experiment.map_ahead == "thread",
         shared_buffer=get_shared_buffer() if get_shared_buffer is not None else None,
         state_dtype=torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32,
-        make_model=partial(make, checkpoint), notices=notices, **speculation,
+        make_model=make_model, notices=notices, **speculation,
     )  # fmt: skip
 
 
@@ -128,11 +148,12 @@ def _load_model(
 ) -> tuple[Model, LoadedFiles]:  # fmt: skip
     """Return the model with its weights, and the files that they come from. Ranks that each hold some columns of a row
     get the maximum over the whole row through `exchange`."""
+    from quire.models.speculation_heads import Eagle3Head
     from quire.weights import low_bit
     from quire.weights.dummy import fill_dummy_weights
     from quire.weights.fp8 import create_model
     from quire.weights.gguf_loader import load_gguf
-    from quire.weights.loader import LoadedFiles, load_weights
+    from quire.weights.loader import LoadedFiles, load_draft_ids, load_weights
 
     scheme = resolve_scheme(checkpoint.config, config.quantization)
     path = None if config.dummy_weights else checkpoint.path  # None: dummy weights
@@ -154,6 +175,8 @@ def _load_model(
         files = load_gguf(model, checkpoint.gguf, progress, scheme, all_reduce_max, full_model)
     else:
         files = load_weights(model, path, progress, scheme, all_reduce_max, full_model)
+        if isinstance(model, Eagle3Head) and model.config.has_draft_ids:
+            model.set_draft_ids(load_draft_ids(path, model.config.draft_vocab, model.config.vocab_size))
     return model, files
 
 

@@ -170,6 +170,7 @@ def plan_memory(
     weights = spec.weight_bytes(itemsize) - quantization_savings
     models = [spec] if draft is None else [spec, draft.spec]  # one after the other, so the larger step counts
     activations = max(activation_bytes(config, model, itemsize) for model in models)
+    activations += 0 if draft is None else hidden_states_bytes(config, draft.spec, itemsize)
     saved_inputs = saved_input_bytes(config, spec, itemsize)
     activations += exchange_bytes(config, spec, itemsize, device) + saved_inputs
     if device != "cpu":
@@ -374,6 +375,13 @@ def saved_input_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> i
             channels, d_state = sizes["ssm"]
             token += 2 * channels * itemsize + 2 * d_state * 4
     return token * max_verified_tokens(config.max_num_seqs, config.max_draft_tokens)
+
+
+def hidden_states_bytes(config: EngineConfig, head: ModelSpec, itemsize: int) -> int:
+    """Return the bytes of the hidden states of a step's tokens that a speculation head reads: as the model leaves them,
+    and as the head's input."""
+    assert config.max_num_batched_tokens is not None, "a sized config"
+    return 2 * config.max_num_batched_tokens * head.captured_width * itemsize
 
 
 def _logits_rows(config: EngineConfig) -> int:

@@ -37,5 +37,6 @@ def _packed_bytes(config: EngineConfig, checkpoint: Checkpoint) -> int:
     if checkpoint.path is not None and not config.dummy_weights:
         files = [checkpoint.path] if checkpoint.gguf is not None else checkpoint.path.glob("*.safetensors")
         bits = min(bits, sum(file.stat().st_size for file in files if file.is_file()) * 8 / spec.parameters)
-    table = 0 if checkpoint.config.get("tie_word_embeddings") else spec.vocab_size * spec.hidden
+    has_table = not checkpoint.config.get("tie_word_embeddings") and not spec.captured_width
+    table = spec.vocab_size * spec.hidden if has_table else 0
     return int((spec.parameters - table) * min(bits, QUANTIZED_BITS.get(config.quantization or "", bits)) / 8)

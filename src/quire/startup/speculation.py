@@ -1,14 +1,17 @@
-"""Check that a model and its draft model can decode speculatively together."""
+"""Check that a model and its draft model, or its head, can decode speculatively together."""
 
 from __future__ import annotations
 
 import filecmp
 
-from quire.config import EngineConfig
+from quire.config import SPECULATION_HEADS, EngineConfig
 from quire.errors import StartupError
 from quire.files import find_checkpoint_file, read_json_config
+from quire.models import read_model_config
+from quire.models.head_config import HeadConfig
 from quire.startup.checkpoint import POOLING_CONFIG, Checkpoint, read_tokenizer
 
+OTHER_METHODS = "Use a draft model, or --speculative-method ngram"
 FAMILY_REMEDY = "Use a draft model of the same family, with the same tokens"
 
 
@@ -24,6 +27,9 @@ def check_speculation(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoin
         )
     draft = checkpoint.draft
     if draft is None:
+        return checkpoint
+    if config.speculation in SPECULATION_HEADS:
+        _check_target(checkpoint, draft)
         return checkpoint
     if reason := _unsuitable_reason(draft):
         raise StartupError(f"the draft model {draft.name} {reason}", "Use a text model that only attends to tokens")
@@ -41,6 +47,21 @@ def check_speculation(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoin
         )
     _check_tokens(config, checkpoint, draft)
     return _limit_length(config, checkpoint, draft)
+
+
+def _check_target(checkpoint: Checkpoint, head: Checkpoint) -> None:
+    """Raise StartupError if a head can't read the model's hidden states, or use its embedding."""
+    model, declared = read_model_config(checkpoint.config), read_model_config(head.config)
+    assert isinstance(declared, HeadConfig), "a head declares one"
+    if any(layer.is_cross_attention for layer in checkpoint.spec.layers):
+        raise StartupError(f"{checkpoint.name} attends to images by cross-attention, and {head.name} can't read that",
+                           OTHER_METHODS)  # fmt: skip
+    plain = model.embed_scale is None and model.embed_dim == declared.hidden and not model.positions
+    if not declared.has_embedding and not plain:
+        raise StartupError(
+            f"{head.name} has no embedding of its own, and that of {checkpoint.name} is scaled, projected or added to",
+            OTHER_METHODS,
+        )
 
 
 def _irreversible_reason(checkpoint: Checkpoint) -> str:

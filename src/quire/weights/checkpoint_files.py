@@ -141,6 +141,18 @@ def tensor_files(folder: Path) -> list[Path]:
     return files
 
 
+def tensor_names(folder: Path) -> set[str]:
+    """Return the names of the checkpoint's tensors. Raise StartupError if a file is missing or damaged."""
+    names = set[str]()
+    for path in tensor_files(folder):
+        try:
+            with safe_open(path, framework="np") as file:
+                names |= {*file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise StartupError(f"{path} is damaged: {error}", DOWNLOAD_AGAIN) from error
+    return names
+
+
 def has_untied_head(folder: Path) -> bool:
     """Return True if the checkpoint has a head, `lm_head.weight`, that differs from its embedding; False if a file is
     damaged: the loader will report it."""

@@ -177,6 +177,27 @@ def load_weights(
     return LoadedFiles(tuple(mappings), read_bytes)
 
 
+def load_draft_ids(folder: Path, count: int, vocab_size: int) -> Tensor:
+    """Return the tokens [count] that an EAGLE-3 head drafts: each is its index plus the number in the tensor `d2t`.
+    Raise StartupError if that has another shape or dtype, or names no token of `vocab_size`, or one twice."""
+    for path in tensor_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for key in {"d2t", "model.d2t"} & {*file.keys()}:
+                offsets: Tensor = file.get_tensor(key)
+                _check_shape(tuple(offsets.shape), (count,), False, key, path)
+                if offsets.dtype not in (torch.int64, torch.int32):
+                    kind = str(offsets.dtype).removeprefix("torch.")
+                    raise StartupError(f"{key} in {path} has dtype {kind}", "It must hold integers")
+                ids = offsets.long() + torch.arange(count)
+                if not count or not 0 <= (worst := int(ids.max() if ids.min() >= 0 else ids.min())) < vocab_size:
+                    raise StartupError(f"{key} in {path} names the token {worst}, and there are {vocab_size}",
+                                       FIT_REMEDY)  # fmt: skip
+                if len(ids.unique()) < count:
+                    raise StartupError(f"{key} in {path} names a token twice", FIT_REMEDY)
+                return ids
+    raise StartupError(f"{folder} lacks d2t", FIT_REMEDY)
+
+
 def _missing_tensors_error(model: Model, folder: Path, missing: list[str]) -> StartupError:
     """Return the error that names the missing tensors, with its own text if a vision encoder's projector is missing."""
     missing_set = set(missing)

@@ -23,6 +23,7 @@ from torch import Tensor
 from quire.kernels.forward_batch import LayerCache
 from quire.kernels.triton.backend import TritonBackend
 from quire.kernels.triton.decode import SplitScratch, decode_scratch
+from quire.models.hidden_states import HiddenStates
 from quire.protocol.seq_slices import SeqSlices
 from quire.worker.cross_attention import CrossAttentionImages
 from quire.worker.image_inputs import ImageInputs
@@ -63,7 +64,8 @@ def allocate_split_scratch(
 class DecodeGraphs:
     """Graphs for up to `max_rows` rows. `logits` is applied to what `model` returns. `sampled_tokens`: see
     resolve_tokens. `base_positions`: see resolve_positions. `epilogues` are functions of the logits [B, V] and the
-    slots [B], by name, captured for each size; their results are valid until the next replay."""
+    slots [B], by name, captured for each size; their results are valid until the next replay. `hidden_states` keeps
+    those of all rows."""
 
     def __init__(
         self,
@@ -78,12 +80,13 @@ class DecodeGraphs:
         capturer: GraphCapturer,
         image_inputs: ImageInputs | None = None,
         base_positions: Tensor | None = None,
+        hidden_states: HiddenStates | None = None,
     ) -> None:
         self.base_positions = base_positions
         self.model, self.logits, self.epilogues, self.backend = model, logits, epilogues, backend
         self.store, self.sampled_tokens, self.staging, self.capturer = store, sampled_tokens, staging, capturer
         self.max_rows, self.capture_sizes = max_rows, capture_sizes(max_rows)
-        self.image_inputs = image_inputs
+        self.image_inputs, self.hidden_states = image_inputs, hidden_states
         # With cross-attention layers, a size has two graphs: for text only, and for rows that may attend to images.
         self.image_variants = (False, True) if store.cross_caches else (False,)
         self.model_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by size and has_images
@@ -162,8 +165,9 @@ class DecodeGraphs:
             assert isinstance(self.image_inputs, CrossAttentionImages), "no layer attends to images"
             cross_attention = self.image_inputs.decode_cross_context(slots, self.backend, self.split_scratch)
         step = make_decode_context(
-            self.store, self.backend, slots, positions, self.split_scratch, cross_attention=cross_attention
-        )
+            self.store, self.backend, slots, positions, self.split_scratch, cross_attention=cross_attention,
+            hidden_states=self.hidden_states,
+        )  # fmt: skip
         return self.logits(self.model(tokens, step))
 
 

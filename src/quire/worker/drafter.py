@@ -100,13 +100,18 @@ class Drafter:
         of, number = split_slices(widths)
         tokens = np.where(number < widths[of] - 1, FIRST_DRAFT - number, LAST_SAMPLED)
         samples = self.runner.decode(np.stack((slots[of], ends[of] + number, tokens)))
-        arrays = self.runner.store.staging.upload_all([slots, widths.cumsum() - widths, index, ends])
-        take_proposals(torch.as_tensor(samples), accepted, *arrays, self.sampled_tokens, self.base_positions)
+        assert not isinstance(accepted, np.ndarray), "graphs take positions that only the device has"
+        arrays = [slots, widths.cumsum() - widths, index, ends]
+        all_slots, first_samples, indices, device_ends = self.runner.store.staging.upload_all(arrays)
+        take_proposals(
+            torch.as_tensor(samples), accepted, all_slots, first_samples, indices, device_ends, self.sampled_tokens,
+            self.base_positions,
+        )  # fmt: skip
         for i in range(1, int(counts.max())):
             active = counts > i
             positions, tokens = np.full(len(slots), -i), np.full(len(slots), FIRST_DRAFT - (i - 1))
             samples = self.runner.decode(np.stack((slots, positions, tokens))[:, active])
-            device_slots = arrays[0] if active.all() else self.runner.store.staging.upload(slots[active])
+            device_slots = all_slots if active.all() else self.runner.store.staging.upload(slots[active])
             self.drafts[i].index_copy_(0, device_slots, torch.as_tensor(samples))
 
     def _propose_on_host(

@@ -27,6 +27,7 @@ from quire.kernels.triton.backend import CapturedBatch, TritonAttentionPlan, Tri
 from quire.kernels.triton.prefill import make_prefill_tiles
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
+from quire.models.hidden_states import HiddenStates
 from quire.protocol.seq_slices import SeqSlices
 from quire.worker.cuda_graphs import AnyEpilogue, CapturedGraph, GraphCapturer, allocate_split_scratch
 from quire.worker.inputs import FlatInputs, resolve_tokens
@@ -200,9 +201,9 @@ class FirstHalfContext(StepContext):
 
     def __init__(
         self, positions: Tensor, caches: Mapping[int, LayerCache], backend: TritonBackend, make_plan: AttentionPlanner,
-        queries: Tensor, states: StepStates | None,
+        queries: Tensor, states: StepStates | None, hidden_states: HiddenStates | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(positions, caches, backend, make_plan, states=states)
+        super().__init__(positions, caches, backend, make_plan, states=states, hidden_states=hidden_states)
         self.queries = queries
 
     def attend(
@@ -224,8 +225,11 @@ class MixedGraphs:
     def __init__(
         self, model: Any, logits: Callable[[Tensor], Tensor], store: Store, backend: TritonBackend,
         sampled_tokens: Tensor, hidden_size: int, sampled_row_sizes: list[int], epilogues: dict[str, AnyEpilogue],
-        capturer: GraphCapturer,
+        capturer: GraphCapturer, kept_states: HiddenStates | None = None,
     ) -> None:  # fmt: skip
+        """`kept_states` keeps the hidden states of all tokens. If these are the final ones, a step is cut after the
+        last norm instead."""
+        self.kept_states, self.is_cut_at_end = kept_states, kept_states is not None and kept_states.has_final
         self.model, self.logits, self.epilogues, self.backend = model, logits, epilogues, backend
         self.store, self.sampled_tokens, self.capturer = store, sampled_tokens, capturer
         self.prompt_lens = None if store.prompt_lengths is None else store.prompt_lengths.device_lengths
@@ -347,8 +351,16 @@ class MixedGraphs:
             return self.inputs.state_plan(tokens, num_decode_rows, self.store.tables[cache.group], cache.page_tokens)
 
         states = StepStates(self.store.state_caches, plan_states) if self.store.state_caches else None
+        if self.is_cut_at_end:
+            step = StepContext(
+                padded.positions, self.store.caches, self.backend, plan, states=states, hidden_states=self.kept_states
+            )
+            self.hidden_states[:tokens].copy_(self.model(ids, step))
+            return
         last_inputs = self.last_layer_inputs[:tokens]
-        step = FirstHalfContext(padded.positions, self.store.caches, self.backend, plan, last_inputs, states)
+        step = FirstHalfContext(
+            padded.positions, self.store.caches, self.backend, plan, last_inputs, states, self.kept_states
+        )
         x, attended = self.model.embed(ids, step)
         self.hidden_states[:tokens].copy_(x)
         if self.last_layer_cache is None:
@@ -357,6 +369,8 @@ class MixedGraphs:
     def _run_second_half(self, num_sampled: int) -> Tensor:
         """Return the logits of the rows that sample [S, V]."""
         ends, slots, positions = self.inputs.sampled_region(num_sampled)
+        if self.is_cut_at_end:
+            return self.logits(self.hidden_states.index_select(0, ends))
         attended, cache = self.last_layer_inputs.index_select(0, ends), self.last_layer_cache
         if cache is not None:
             batch = self.backend.decode_batch(slots, positions, self.prompt_lens)

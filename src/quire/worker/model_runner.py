@@ -198,6 +198,7 @@ class ModelRunner:
         self._bind_store(self._make_store(kv_config, spec))
         if self.draft_runner is not None:
             self.draft_runner.bind_draft(self.store.draft_view(), self.sampled_tokens, self.capturer)
+            assert self.draft_runner.base_positions is not None, "`bind_draft` makes them"
             self.drafter = Drafter(self.draft_runner, self.sampled_tokens, self.draft_runner.base_positions)
 
     def _bind_store(self, store: Store) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels.cpu.library import Library, RecordedOps
+from quire.models.hidden_states import HiddenStates
 from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import LAST_SAMPLED
 from quire.worker.step_context import make_decode_context
@@ -142,14 +143,16 @@ def _assign_offsets(lifetimes: dict[int, tuple[int, int, int]]) -> tuple[dict[in
 
 class RecordedDecodeSteps:
     """Programs for up to `max_rows` rows, at most MAX_ROWS. `epilogues` are functions of the logits [B, V] and the
-    slots [B], by name, recorded for each size; "" stands for none. Results are valid until the next replay."""
+    slots [B], by name, recorded for each size; "" stands for none. Results are valid until the next replay.
+    `hidden_states` keeps those of all rows."""
 
     def __init__(
         self, model: Any, store: Store, backend: Any, sampled_tokens: Tensor, max_rows: int,
         epilogues: dict[str, Callable[[Tensor, Tensor], Any]], library: Library,
+        hidden_states: HiddenStates | None = None,
     ) -> None:  # fmt: skip
         self.model, self.store, self.backend, self.sampled_tokens = model, store, backend, sampled_tokens.numpy()
-        self.epilogues, self.library = epilogues, library
+        self.epilogues, self.library, self.hidden_states = epilogues, library, hidden_states
         self.max_rows = min(max_rows, MAX_ROWS)
         self.capture_sizes = capture_sizes(self.max_rows)
         self.is_unsupported = False
@@ -216,6 +219,6 @@ class RecordedDecodeSteps:
 
     def _compute_logits(self, size: int) -> Tensor:
         slots, positions, tokens = self.inputs[:, :size].unbind()
-        step = make_decode_context(self.store, self.backend, slots, positions)
+        step = make_decode_context(self.store, self.backend, slots, positions, hidden_states=self.hidden_states)
         logits: Tensor = self.model.logits(self.model(tokens, step))
         return logits

@@ -14,6 +14,7 @@ from quire.kernels.kv_selection import compress_prompts, prompt_ends
 from quire.kernels.mamba_states import StateCache, StatePlan
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding, prepare_qkv
+from quire.models.hidden_states import HiddenStates
 from quire.worker.cross_attention import CrossAttentionContext
 from quire.worker.store import Store
 
@@ -48,13 +49,16 @@ class StepContext:
         query_batch: ForwardBatch | None = None, after_attention: AfterAttention | None = None,
         states: StepStates | None = None, merge_images: ImageMerger | None = None,
         cross_attention: CrossAttentionContext | None = None,
+        hidden_states: HiddenStates | None = None,
     ) -> None:  # fmt: skip
         """With `query_batch`, the last layer's attention has queries of its tokens only. `after_attention` gets the
         queries of every layer after its attention. `merge_images` replaces embeddings by those of images.
-        `cross_attention` is set if tokens attend to images by cross-attention layers."""
+        `cross_attention` is set if tokens attend to images by cross-attention layers. `hidden_states` keeps those of
+        all tokens."""
         self.positions, self.caches, self.backend, self.make_plan = positions, caches, backend, make_plan
         self.query_batch, self.after_attention = query_batch, after_attention
         self.states, self.merge_images, self.cross_attention = states, merge_images, cross_attention
+        self.hidden_states = hidden_states
         self.plans: dict[Any, Any] = {}
         self.rotary_tables: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the rotary embedding
 
@@ -62,10 +66,11 @@ class StepContext:
     def from_batch(
         cls, batch: ForwardBatch, caches: Mapping[int, LayerCache], backend: Any, sampled_only: bool = False,
         states: Mapping[int, StateCache] | None = None, merge_images: ImageMerger | None = None,
-        cross_attention: CrossAttentionContext | None = None,
+        cross_attention: CrossAttentionContext | None = None, hidden_states: HiddenStates | None = None,
     ) -> StepContext:  # fmt: skip
         """Return the step of a batch. With `sampled_only`, hidden states are returned only of the tokens of
-        `batch.select_sampled()`. Layers with budgets prune prompts that end in this step."""
+        `batch.select_sampled()`, unless `hidden_states` keeps the final ones of all tokens. Layers with budgets prune
+        prompts that end in this step."""
 
         def plan(cache: LayerCache, query_batch: ForwardBatch | None) -> Any:
             return backend.plan(batch, cache, query_batch)
@@ -74,11 +79,12 @@ class StepContext:
             compress_prompts(q, cache, batch.tables[cache.group], ends)
 
         ends = prompt_ends(batch)
-        query_batch = batch.select_sampled() if sampled_only else None
+        keeps_final = hidden_states is not None and hidden_states.has_final
+        query_batch = batch.select_sampled() if sampled_only and not keeps_final else None
         step_states = StepStates(states, partial(StatePlan.from_batch, batch)) if states else None
         return cls(
             batch.positions, caches, backend, plan, query_batch, compress if ends else None, step_states, merge_images,
-            cross_attention,
+            cross_attention, hidden_states,
         )  # fmt: skip
 
     def attend(
@@ -136,7 +142,7 @@ class StepContext:
 
 def make_decode_context(
     store: Store, backend: Any, slots: Tensor, positions: Tensor, *plan_args: Any,
-    cross_attention: CrossAttentionContext | None = None,
+    cross_attention: CrossAttentionContext | None = None, hidden_states: HiddenStates | None = None,
 ) -> StepContext:  # fmt: skip
     """Return a step of one token a row, all of it on the device: a graph or recorded step reads both tensors at every
     replay. `plan_args` are more arguments of the backend's `plan_captured`."""
@@ -150,4 +156,7 @@ def make_decode_context(
         return StatePlan.for_decode(store.tables[cache.group], slots, positions, cache.page_tokens)
 
     states = StepStates(store.state_caches, plan_states) if store.state_caches else None
-    return StepContext(positions, store.caches, backend, plan, states=states, cross_attention=cross_attention)
+    return StepContext(
+        positions, store.caches, backend, plan, states=states, cross_attention=cross_attention,
+        hidden_states=hidden_states,
+    )  # fmt: skip
