@@ -714,3 +714,15 @@ def test_branches_that_wait_for_a_common_prefix_draft_from_where_the_first_does(
     trace.finish()
     check_counts(trace)
     assert trace.engine.stats.accepted_tokens > 0
+
+
+def test_a_branch_that_waited_for_a_prefix_has_no_more_of_it_drafted_than_its_source() -> None:
+    """The source's draft model may lag behind when the prefix is computed."""
+    request, source = lone([1, 2, 3, 4, 5, 6, 7, 8]), Sequence(2, [1, 2, 3, 4, 5, 6, 7, 8])
+    [seq] = request.live_seqs
+    scheduler = opened("draft", k=2).scheduler
+    for lag in (0, 3):
+        seq.prefix_source, seq.drafted = source, seq.planned
+        source.planned, source.draft_planned = seq.planned, seq.planned - lag
+        assert scheduler._num_new_tokens(request, seq, 8) == 1
+        assert (seq.prefix_source, seq.drafted) == (None, seq.planned - lag)
