@@ -33,9 +33,8 @@ VOCAB = 32_000
 def _all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are verified wherever there are some, at any cost."""
 
-    def choose(self: Speculator, candidates: list[Candidate], *_: object) -> dict[int, tuple[int, ...]]:
-        counts = {one.seq.id: min(one.most, self.max_tokens) for one in candidates}
-        return {one.seq.id: one.tokens or self.markers[counts[one.seq.id]] for one in candidates}
+    def choose(self: Speculator, candidates: list[Candidate], *_: object) -> dict[int, int]:
+        return {one.seq.id: one.most for one in candidates}
 
     monkeypatch.setattr(Speculator, "_most_valuable", choose)
 

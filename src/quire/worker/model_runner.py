@@ -50,7 +50,7 @@ from quire.worker.cross_attention import CrossAttentionImages
 from quire.worker.drafter import Drafter, HostDrafts
 from quire.worker.idle_timer import IdleTimer, StepEvents, StepStart
 from quire.worker.image_inputs import ImageInputs
-from quire.worker.inputs import FlatInputs, build_flat_batch
+from quire.worker.inputs import FlatInputs, build_flat_batch, resolve_positions
 from quire.worker.logprobs import prompt_logprob_details, to_top_logprobs
 from quire.worker.offloaded_weights import OffloadedWeights
 from quire.worker.pending_samples import PendingSamples
@@ -733,7 +733,18 @@ class DraftModelRunner(ModelRunner):
         return self.device.type == "cuda" and graphs is not None and graphs.has_room(rows)
 
     def _graph_epilogues(self, max_rows: int) -> dict[str, Callable[[Tensor, Tensor], Any]]:
-        return self.sampler.epilogues(self.last_sampled, max_rows)
+        epilogues = self.sampler.epilogues(self.last_sampled, max_rows)
+        noise_positions = self.sampler.epilogue_positions(max_rows)
+
+        def resolving(epilogue: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor, Tensor], Any]:
+            def resolve_and_sample(logits: Tensor, slots: Tensor) -> Any:
+                positions = noise_positions[: len(slots)]
+                positions.copy_(resolve_positions(positions, slots, self.base_positions))
+                return epilogue(logits, slots)
+
+            return resolve_and_sample
+
+        return {name: epilogue if name == "greedy" else resolving(epilogue) for name, epilogue in epilogues.items()}
 
     def _replay_and_sample(self, slices: SeqSlices, replay: Callable[[str], Any]) -> PendingSamples:
         slots, ends = np.array((slices.slots, slices.ends), dtype=np.int64)
@@ -751,7 +762,8 @@ class DraftModelRunner(ModelRunner):
         samples [R]."""
         graphs, (slots, positions, tokens) = self.decode_graphs, columns
         if graphs is not None and graphs.has_room(len(slots)):
-            return self._replay_rows(slots, positions + 1, partial(graphs.run, columns))
+            ends = np.where(positions < 0, positions - 1, positions + 1)  # see resolve_positions
+            return self._replay_rows(slots, ends, partial(graphs.run, columns))
         ones, none = np.ones(len(slots), dtype=np.int64), np.zeros(len(slots), dtype=np.int64)
         rows = SeqSlices.from_arrays(np.stack((ones, slots, positions)), ones, tokens, none, none[:0])
         samples = self.launch(rows).samples

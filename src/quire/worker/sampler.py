@@ -502,6 +502,11 @@ class Sampler:
         slices = SeqSlices.from_slices(slices)
         self.fill_rows(*np.array((slices.slots, slices.ends), dtype=np.int64))
 
+    def epilogue_positions(self, max_rows: int) -> Tensor:
+        """Return the positions [max_rows] on a GPU by which epilogues choose their noise, set by `fill_epilogue`."""
+        assert isinstance(self._kernels, TritonSampling), "it is for graphs"
+        return self._kernels.epilogue_inputs(max_rows)[2]
+
     def fill_rows(self, slots: np.ndarray, ends: np.ndarray) -> None:
         """Do the same for samples of `slots` for the positions `ends`."""
         assert self._kernels is not None, "graphs need sampling kernels"
