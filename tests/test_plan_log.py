@@ -117,7 +117,8 @@ def test_draft_slices_are_replayed(tmp_path: Path) -> None:
     done = replayed(tmp_path / "log")
     assert all(np.array_equal(mine.table, other) for mine, other in zip(done.echo.groups, tables))
     with PlanLog(tmp_path / "log") as log:
-        step = next(step for step in log if any(row.num_samples > 1 for row in step.plan.draft_slices))
+        steps = (step for step in log if any(row.draft_tokens for row in step.plan.slices))
+        step = next(step for step in steps if any(row.num_samples > 1 for row in step.plan.draft_slices))
         kv_config = log.kv_config
     assert step.result is not None
     more = [result._replace(tokens=result.tokens * 5) for result in step.result.slice_results]

@@ -119,7 +119,7 @@ class Foreseen(Speculator):
     def foresee(self, trace: Trace, wrong: float = 0.0) -> None:
         self.trace, self.wrong, self.rng = trace, wrong, random.Random(0)
 
-    def _find_drafts(self, seq: Sequence, most: int) -> list[Candidate]:
+    def _find_drafts(self, seq: Sequence, most: int, room: int) -> list[Candidate]:
         asked = next(
             asked for asked in self.trace.asked.values() if asked.prompt == tuple(seq.tokens[: seq.prompt_len])
         )
@@ -128,6 +128,7 @@ class Foreseen(Speculator):
             asked.prompt, params, seq.seed, vocab_size=VOCAB, groups=self.trace.groups, max_len=MAX_LEN
         )
         tokens = [(token + (self.rng.random() < self.wrong)) % VOCAB for token in [*asked.prompt, *wanted][len(seq) :]]
+        most = min(self.max_tokens, most)
         return [Candidate(seq, most, tuple(tokens[:most]), 1.0, 0.0)]
 
 
@@ -385,7 +386,7 @@ def test_drafts_follow_grammars(method: str, depth: int, deferred: bool) -> None
     """N-grams are drafted up to the first token that the grammar refuses, and it may force tokens after a run. The
     draft model's tokens are masked once they are known, if masks can be deferred."""
     forced, accepted = 0, {"ngram": list[int](), "draft": list[int]()}
-    for seed in range(8):
+    for seed in range(12):
         trace = opened(
             method, depth=depth, seed=seed, host=12, preemption=WAYS[seed % 3], tokens=96, defers_masks=deferred,
             windows=((None, None), (None, STATE))[seed % 2], settings={"state_tokens": 8},
@@ -496,11 +497,12 @@ def lone(tokens: list[int], **params: Any) -> Request:
 
 
 def chosen(speculator: Speculator, requests: list[Request], max_len: int = 2**20) -> list[int]:
-    """How many draft tokens each one-branch request gets."""
+    """How many tokens the draft model is to propose for each one-branch request."""
     for i, request in enumerate(requests):
         request.live_seqs[0].id, request.live_seqs[0].drafts = i, speculator.has_model
-    drafts = speculator.choose(requests, max_len)
-    return [len(drafts.get(i, ())) for i in range(len(requests))]
+    drafts, proposals = speculator.choose(requests, max_len)
+    assert not drafts, "nothing was proposed yet"
+    return [proposals.get(i, 0) for i in range(len(requests))]
 
 
 GPU = SpeculationCosts(PreemptionCosts(0, 0, 6e-3, 2e-5, 5e-8), PreemptionCosts(0, 0, 1e-3, 3e-6, 1e-8))
@@ -523,9 +525,21 @@ def test_there_are_fewer_drafts_the_more_they_cost(
 
 def test_drafts_are_at_most_what_a_sequence_may_have() -> None:
     speculator = Speculator("draft", 4, costs=FREE)
-    assert chosen(speculator, [lone([1] * 5, max_tokens=count) for count in (1, 2, 3, 9)]) == [0, 1, 2, 4]
-    assert chosen(speculator, [lone([1] * 5)], max_len=7) == [1]
+    assert chosen(speculator, [lone([1] * 5, max_tokens=count) for count in (1, 2, 3, 4, 9)]) == [0, 0, 1, 2, 4]
+    assert [chosen(speculator, [lone([1] * 5)], max_len=length) for length in (7, 8)] == [[0], [1]]
     assert chosen(speculator, [lone([1] * 5, speculate=False), lone([1] * 5, beam_width=2)]) == [0, 4]
+
+
+@pytest.mark.parametrize(("max_tokens", "max_len", "wanted"), [(9, 99, (3, 4)), (3, 99, (2, 1)), (9, 10, (3, 0))])
+def test_what_was_proposed_is_verified_before_more_is_proposed(
+    max_tokens: int, max_len: int, wanted: tuple[int, int]
+) -> None:
+    """All of it may be accepted: with 5 tokens, 3 drafts and a sample, the last of 10 is proposed for nothing."""
+    speculator, request = Speculator("draft", 4, costs=FREE), lone([1] * 5, max_tokens=max_tokens)
+    [seq] = request.live_seqs
+    seq.drafts, seq.proposed = True, 3
+    drafts, proposals = speculator.choose([request], max_len)
+    assert (len(drafts[seq.id]), proposals.get(seq.id, 0)) == wanted
 
 
 def test_a_step_has_a_bounded_number_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,7 +606,8 @@ def test_ngrams_that_are_wrong_give_way_to_the_draft_model() -> None:
         seq.tokens += [1, 2, 3]
         seq.planned = seq.computed = len(seq.tokens) - 1
         seq.drafts = True
-        row = SeqSlice(1, (3,), seq.planned, 1, (), speculator.choose([request], 2**20)[seq.id])
+        drafts, proposals = speculator.choose([request], 2**20)
+        row, seq.proposed = SeqSlice(1, (3,), seq.planned, 1, (), drafts.get(seq.id, ())), proposals.get(seq.id, 0)
         sources.append(count_markers(row) > 0)
         speculator.record(seq, row, 4 if sources[-1] else 0)
     assert not any(sources[:3])
@@ -631,7 +646,7 @@ def test_a_prompt_cached_without_drafts_is_found_by_a_request_with_drafts() -> N
     check_counts(trace)
     caught_up = [row for plan in plans for row in plan.draft_slices if row.slot == slots[a]]
     first = next(i for i, row in enumerate(caught_up) if row.num_samples)
-    assert first > 24 // 8
+    assert first >= 24 // 8
     ends = [row.start + len(row.tokens) for row in caught_up[:first]]
     assert [0, *ends[:-1]] == [row.start for row in caught_up[:first]]
     for plan in plans:

@@ -136,7 +136,10 @@ def attend() -> None:
             splits = decode.choose_splits(batch, kv, COUNT)
             decode.decode(zeros(batch, heads, dim), cache, tables, ints(batch), ints(batch), splits=splits, pdl=PDL)
         rows = ints(256)
-        decode.decode(zeros(256, heads, dim), cache, tables, rows, rows, splits=2, pdl=PDL, rows=rows)
+        for shared in {1, decode.num_shared_rows(6, cache)}:
+            decode.decode(
+                zeros(256, heads, dim), cache, tables, rows, rows, splits=2, pdl=PDL, rows=rows, shared_rows=shared
+            )
         for small in (False, True):
             tiles = zeros(3, 4, dtype=torch.int32)
             for whole in (False, True):
@@ -229,23 +232,20 @@ def samples() -> None:
     vocab, last = 128_256, ints(4)
     for rows in (1, 64):
         scratch = sampling.SamplingScratch.allocate(rows, vocab, torch.device("cpu"))
-        logits, shapes, chances = zeros(rows, vocab), *torch.zeros(5, rows, dtype=torch.float64).split((4, 1))
-        tokens, faults, slots = ints(rows), ints(rows), ints(rows)
+        logits, params = zeros(rows, vocab), torch.zeros(rows, 4, dtype=torch.float64)
+        tokens, faults, slots, owners, seeds = ints(rows), ints(rows), ints(rows), ints(rows), ints(rows)
         sampling.greedy(logits, slots, last, tokens, faults, scratch, PDL)
-        shapes, owners = shapes.view(rows, 4), ints(rows)
-        sampling.sample(
-            logits, shapes, owners, chances[0], slots, last, tokens, faults, scratch, has_truncation=True, pdl=PDL
-        )
-        own = vocab_parallel_sampling.VocabShard(1, 64_128, 64_128)
+        for cut in (False, True):
+            sampling.sample(logits, params, owners, seeds, seeds, slots, last, tokens, faults, scratch, cut, PDL)
+        own = vocab_parallel_sampling.VocabShard(64_128, 64_128)
         part = logits[:, :64_128]
-        best = vocab_parallel_sampling.local_max(part, own, PDL)
-        found = vocab_parallel_sampling.merge_max(of_two(best), vocab, slots, last, tokens, faults, PDL)
-        weighed = vocab_parallel_sampling.weigh_tokens(part, own, shapes, found, PDL)
-        for kept in (weighed, vocab_parallel_sampling.find_thresholds(part, own, shapes, found, of_two, PDL)):
-            drawn = vocab_parallel_sampling.draw_local(
-                part, own, shapes, owners, chances[0], found, kept, of_two(kept.row_weights), PDL
-            )
-            vocab_parallel_sampling.merge_draws(of_two(drawn), vocab, owners, slots, last, tokens, PDL)
+        best = of_two(vocab_parallel_sampling.local_max(part, own, PDL))
+        vocab_parallel_sampling.merge(best, vocab, None, slots, last, tokens, faults, PDL)
+        peaks = torch.zeros(rows)
+        borders = vocab_parallel_sampling.find_thresholds(part, own, params, peaks, of_two, PDL)
+        for kept in (None, (peaks, borders)):
+            scores = vocab_parallel_sampling.local_scores(part, own, params, owners, seeds, seeds, kept, PDL)
+            vocab_parallel_sampling.merge(of_two(scores), vocab, owners, slots, last, tokens, faults, PDL)
     copy_pages.copy_pages(zeros(8, 4096), ints(2), ints(2))
     copy_pages.copy_rows(zeros(8, 4096), zeros(8, 4096), ints(2), ints(2), 8)
 

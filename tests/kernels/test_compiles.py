@@ -13,10 +13,9 @@ import pytest
 
 FOR_ALL = {
     "_decode", "_join", "_prompt", "_rope_write", "_norm", "_gate", "_act", "_softcap", "_peaks", "_choose",
-    "weigh_blocks",
-    "list_keys", "_search", "weigh_kept", "_draw", "_copy", "_conv", "_conv_single", "_scan", "_unrolled",
+    "_scores", "add_totals", "list_keys", "_search", "_copy", "_conv", "_conv_single", "_scan", "_unrolled",
     "_experts", "_one_token", "_parts", "_route", "_sum",
-    "_one_shot", "_two_shot", "_gather", "_carried", "_add_up", "_await_own", "_finish", "_best", "_merge", "_tell",
+    "_one_shot", "_two_shot", "_gather", "_carried", "_add_up", "_await_own", "_finish", "_best", "_merge",
     "_together", "_by_count", "_by_weight",
 }  # fmt: skip
 LARGE = {"_one", "_few", "_rounded"}  # for few rows, where there is room

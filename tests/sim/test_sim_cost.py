@@ -138,15 +138,17 @@ def test_a_verification_is_a_row_for_each_position() -> None:
 
 def test_a_draft_model_makes_a_pass_for_each_token_that_it_proposes() -> None:
     draft = ModelShape(20, 5, 2, (AttentionShape(None, 2, 1),))
-    slices = (SeqSlice(1, (5, 6), 8, 3), SeqSlice(2, (1, 2, 3, 4, 5), 2, 0), SeqSlice(3, (7,), 4, 2))
-    plan = StepPlan((), (), (SeqSlice(1, (6,), 9, 1, (), DRAFTS),), draft_slices=slices)
-    known, second, third = draft_passes(plan, draft)
-    assert (known.rows, known.tokens, known.operations) == (4, 8, 2 * (20 * 8 + 5 * 2))
-    assert (known.kv_bytes, known.attention) == (2 * (9 + 10 + 5), 3 + 4 + 5 + 6 + 7)
-    assert (second.rows, second.operations, second.kv_bytes) == (2, 2 * 2 * 25, 2 * (11 + 6))
-    assert (third.rows, third.operations, third.kv_bytes) == (1, 2 * 25, 2 * 12)
+    slices = (SeqSlice(1, (), 10, 3), SeqSlice(2, (1, 2, 3, 4, 5), 2, 0), SeqSlice(3, (7,), 4, 2))
+    rows = (SeqSlice(1, (6,), 9, 1, (), DRAFTS[:2]), SeqSlice(3, (7,), 4, 1))
+    plan = StepPlan((), (), rows, draft_slices=slices)
+    known, first, second, third = draft_passes(plan, draft)
+    assert (known.rows, known.tokens, known.operations) == (2, 6, 2 * 20 * 6)
+    assert (known.kv_bytes, known.attention) == (2 * 5, 3 + 4 + 5 + 6 + 7)
+    assert (first.rows, first.operations, first.kv_bytes) == (4, 4 * 2 * 25, 2 * (11 + 12 + 13 + 6))
+    assert (second.rows, second.operations, second.kv_bytes) == (2, 2 * 2 * 25, 2 * (14 + 7))
+    assert (third.rows, third.operations, third.kv_bytes) == (1, 2 * 25, 2 * 15)
     cost = CostModel(SHAPE, NOTHING._replace(weight_byte=1.0, step=3.0), draft)
-    assert cost.draft_seconds(plan) == 3 * (2 * 25 + 3), "every pass reads the weights"
+    assert cost.draft_seconds(plan) == 4 * (2 * 25 + 3), "every pass reads the weights"
     assert cost.draft_seconds(plan._replace(draft_slices=())) == CostModel(SHAPE, NOTHING).draft_seconds(plan) == 0
     again = cost._replace(coefficients=NOTHING._replace(operation=1.0, attention=1.0)).preemption_costs()
     assert (again.compute_token, again.compute_pair) == (2 * (100 + 20), 4 + 2 + 1)

@@ -167,12 +167,13 @@ def speculating(
 
 def test_accepted_drafts_save_steps_and_others_none() -> None:
     every, times = speculating(1.0, 41, adaptive=False)
-    assert every[-3:] == (10, 30, 30)
-    assert every.steps == 11
-    assert times == [2, *(6 + 4 * i for i in range(10) for _ in range(4))], "three passes of the draft model and a step"
+    assert every[-3:] == (10, 29, 29)
+    assert every.steps == 12
+    # The prompt, then that of the draft model; a token; then three passes of the draft model and a step each time.
+    assert times == [1, 3, *(8 + 4 * i for i in range(9) for _ in range(4)), 44, 44, 44]
     none, times = speculating(0.0, 41, adaptive=False)
     assert none.steps == 41
-    assert none[-3:] == (39, 39 * 3 - 3, 0), "the last token needs no draft, the ones before it fewer"
+    assert none[-3:] == (38, 38 * 3 - 3, 0), "the last token needs no draft, the ones before it fewer"
     some, _ = speculating(0.7, 41, 4, adaptive=False)
     assert some.accepted_tokens / some.drafts == pytest.approx(0.7 + 0.49 + 0.343, rel=0.25)
 
@@ -182,7 +183,7 @@ def test_drafts_that_do_not_pay_are_not_verified() -> None:
     assert slow.draft_tokens == 0, "a pass of the draft model takes as long as a step"
     reading, computing = NOTHING._replace(weight_byte=1.0), NOTHING._replace(operation=1.0)
     fast, _ = speculating(1.0, 41, coefficients=reading)
-    assert fast.steps == 11
+    assert fast.steps == 12
     assert speculating(1.0, 41, coefficients=computing)[0].steps == 41, "a token more takes as long as another step"
     assert 39 * 3 > speculating(0.0, 41, coefficients=reading)[0].draft_tokens > 0, "few are tried if none is accepted"
 

@@ -105,19 +105,19 @@ def mask_at(slot: int, position: int) -> TokenBitmask:
 
 
 Drafts = Callable[[int, list[int]], tuple[int, ...]]
-Verified = Callable[[int, list[int], int, SliceResult], None]
+Verified = Callable[[int, list[int], list[int], SliceResult], None]
 
 
 def serve(
     runner: ModelRunner, kinds: list[str], drafts: Drafts, proposes: bool = False, verified: Verified | None = None
 ) -> list[Served]:
     """Serve a sequence of each kind in slots 1, 2, ... With `drafts` of a slot and its tokens; with `proposes` the
-    draft model computes what it needs to propose as many. `verified` gets a slot, its tokens, its number of drafts and
+    draft model proposes as many for the slot's next step. `verified` gets a slot, its tokens, the draft model's and
     their result. Masks come after the logits in half of the steps that have some."""
     length = 40
     prompts = {slot: [(7 * slot + i) % VOCAB for i in range(3 + 2 * slot)] for slot in range(1, 1 + len(kinds))}
     served = {slot: Served(list(prompt), []) for slot, prompt in prompts.items()}
-    drafted = dict.fromkeys(prompts, 0)
+    drafted, proposed = dict.fromkeys(prompts, 0), dict.fromkeys(prompts, 0)
     inits = tuple(
         SlotInit(
             slot, slot, -1, params.to_device_params(), 11 * slot, len(prompts[slot]), tuple(prompts[slot]),
@@ -131,17 +131,23 @@ def serve(
         slices, draft_slices, masks = [], [], []
         for slot in active:
             tokens = served[slot].tokens
-            guesses = drafts(slot, tokens)[: WIDTH * PAGE - len(tokens)] if computed[slot] else ()
+            room = WIDTH * PAGE - len(tokens)
+            guesses = drafts(slot, tokens)[:room] if computed[slot] or proposes else ()
+            if proposes:
+                count, guesses = len(guesses), tuple(FIRST_DRAFT - i for i in range(min(proposed[slot], room)))
+                proposed[slot] = max(min(count, room - len(guesses) - 1), 0)
+                if proposed[slot] or not computed[slot]:
+                    known = tuple(tokens[drafted[slot] :])
+                    draft_slices.append(SeqSlice(slot, known, drafted[slot], proposed[slot]))
             slices.append(SeqSlice(slot, tuple(tokens[computed[slot] :]), computed[slot], 1, (), guesses))
-            if proposes and (guesses or not computed[slot]):
-                draft_slices.append(SeqSlice(slot, tuple(tokens[drafted[slot] :]), drafted[slot], len(guesses)))
             if "masked" in kinds[slot - 1]:
                 masks += [mask_at(slot, len(tokens) + i) for i in range(1 + len(guesses))]
         plan = StepPlan(inits, ops, tuple(slices), (), tuple(masks), tuple(draft_slices))
+        proposals = {row.slot: runner.sampled_tokens[1:, row.slot].tolist()[: len(row.draft_tokens)] for row in slices}
         if masks and sum(computed.values()) % 2:
             ticket = runner.submit_without_masks(plan._replace(masks=()))
-            for slot, proposed in runner.proposed_tokens(ticket).items():
-                assert proposed == runner.sampled_tokens[1 : 1 + len(proposed), slot].tolist()
+            with_drafts = {slot: tokens for slot, tokens in proposals.items() if tokens and proposes}
+            assert runner.proposed_tokens(ticket) == with_drafts
             ticket = runner.submit_masks(ticket, plan.masks)
         else:
             ticket = runner.submit(plan)
@@ -153,12 +159,12 @@ def serve(
             assert 1 <= len(result.tokens) <= 1 + len(seq_slice.draft_tokens)
             assert runner.last_sampled[slot] == result.tokens[-1]
             if verified is not None and seq_slice.draft_tokens:
-                verified(slot, served[slot].tokens, len(seq_slice.draft_tokens), result)
+                verified(slot, served[slot].tokens, proposals[slot], result)
             served[slot].tokens.extend(result.tokens)
             served[slot].logprobs.extend(result.top_logprobs)
             computed[slot] = end + len(result.tokens) - 1
             if slot in {one.slot for one in draft_slices}:
-                drafted[slot] = min(end + max(len(seq_slice.draft_tokens) - 1, 0), computed[slot])
+                drafted[slot] = len(served[slot].tokens) if proposed[slot] else end
     return [Served(one.tokens[:length], one.logprobs[: length - len(prompts[slot])]) for slot, one in served.items()]
 
 
@@ -225,10 +231,9 @@ def test_a_draft_model_proposes_its_own_samples(
     def markers(slot: int, tokens: list[int]) -> tuple[int, ...]:
         return tuple(FIRST_DRAFT - i for i in range(random.choice((0, 0, 0, 1, 2, 3, 4))))
 
-    def check(slot: int, tokens: list[int], count: int, result: SliceResult) -> None:
-        proposed = continuation(own, KINDS[kinds[slot - 1]], 11 * slot, tokens, count)
-        assert runner.sampled_tokens[1 : 1 + count, slot].tolist() == proposed
-        accepted.extend(i < len(result.tokens) - 1 for i in range(count))
+    def check(slot: int, tokens: list[int], proposals: list[int], result: SliceResult) -> None:
+        assert continuation(own, KINDS[kinds[slot - 1]], 11 * slot, tokens, len(proposals)) == proposals
+        accepted.extend(i < len(result.tokens) - 1 for i in range(len(proposals)))
 
     assert_equal(serve(runner, list(kinds), markers, True, check), expected[kinds])
     assert len(accepted) > 30
@@ -248,11 +253,12 @@ def test_results_of_rows_are_joined() -> None:
         SeqSlice(3, (4, 5, 6), 2, 1), SeqSlice(3, (8,), 5, 1), SeqSlice(4, (3,), 7, 2), SeqSlice(5, (2,), 3, 1),
         SeqSlice(5, (FIRST_DRAFT,), 4, 1), SeqSlice(5, (FIRST_DRAFT - 1,), 5, 1),
     )  # fmt: skip
-    table = torch.tensor([[0] * 6, [0, 0, 0, 0, 0, 20], [0, 0, 0, 0, 0, 21]])
+    table = torch.tensor([[0] * 6, [0, 0, 0, 0, 0, 20], [0, 0, 0, 0, 0, 21], [0] * 6])
     samples = torch.tensor([6, 9, 9, 8, 30, 40, 41, 20, 21, 22])
     accepted = verification.accept_on_host(samples.numpy(), table.numpy(), None).tolist()
     assert accepted == [1, 1, 2]
     assert table[0].tolist() == [0, 9, 0, 30, 0, 22]
+    assert (table[1, [1, 3, 5]].tolist(), table[2, [1, 5]].tolist()) == ([6, 8, 20], [9, 21])
     results = [SliceResult((token,)) for token in samples.tolist()]
     results[5:7] = [SliceResult((40, 41))]
     for row, tokens, error in ((2, (6, 9), ""), (1, (6, 9), "bad"), (0, (6,), "bad")):

@@ -27,7 +27,7 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
 from quire.protocol.step_plan import SeqSlice, SliceResult, SlotInit, TokenBitmask
 from quire.worker import penalties
-from quire.worker.inverse_cdf import WEIGHT_SCALE, draw, token_weights, uniform_noise
+from quire.worker.gumbel import best_scores, exponential_noise, keep_tokens, philox
 from quire.worker.sampler import LogitRules, PendingSamples, Sampler
 from quire.worker.token_bitmasks import TokenBitmasks
 
@@ -77,10 +77,10 @@ def born(
     sampler.birth(SlotInit(slot, slot, -1, params.to_device_params(), seed, prompt, history, top))
 
 
-def weights_of(logits: Tensor, **kinds: float) -> Tensor:
+def kept_of(logits: Tensor, **kinds: float) -> Tensor:
     settings = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0} | kinds
     shape = np.array([list(settings.values())] * len(logits), dtype=np.float64)
-    return token_weights(logits.clone(), logits.amax(-1), shape)
+    return keep_tokens(logits, logits.amax(-1), shape)
 
 
 def processed(params: SamplingParams, logits: Tensor, history: tuple[int, ...], prompt: int) -> Tensor:
@@ -109,18 +109,18 @@ def test_kept_tokens_and_their_probabilities_equal_transformers(kinds: dict[str,
         for kind, warper in WARPERS.items():
             if kind in kinds:
                 expected = warper(kinds[kind])(None, expected)
-        weights = weights_of(logits, **kinds)
-        assert torch.equal(weights > 0, expected > -torch.inf)
-        probabilities = weights.double() / weights.double().sum(-1, keepdim=True)
+        kept = kept_of(logits, **kinds)
+        assert torch.equal(kept > -torch.inf, expected > -torch.inf)
+        probabilities = (kept.double() / kinds.get("temperature", 1.0)).softmax(-1)
         torch.testing.assert_close(probabilities, expected.double().softmax(-1), atol=1e-7, rtol=1e-5)
 
 
 def test_equally_likely_tokens_stand_or_fall_together() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]])
     together = [False, True, True, True, True, False]
-    assert (weights_of(logits, top_k=2) > 0).tolist() == [together]
-    assert (weights_of(logits, top_p=0.6) > 0).tolist() == [together]
-    assert (weights_of(logits, top_k=2, top_p=0.99) > 0).tolist() == [together]
+    assert (kept_of(logits, top_k=2) > -torch.inf).tolist() == [together]
+    assert (kept_of(logits, top_p=0.6) > -torch.inf).tolist() == [together]
+    assert (kept_of(logits, top_k=2, top_p=0.99) > -torch.inf).tolist() == [together]
 
 
 # Draws
@@ -145,31 +145,72 @@ def test_drawn_frequencies_follow_the_distribution(across: str) -> None:
     assert 15 < chi_square < 75, chi_square  # 39 degrees of freedom: beyond either end with probability 0.0005
 
 
-def test_noise_is_uniform_and_independent_of_neighbours() -> None:
-    seeds, positions = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300), indexing="ij")
-    chance = uniform_noise(seeds, positions)
-    assert chance.min() >= 0
-    assert chance.max() < 1
-    assert len(np.unique(chance)) == chance.size
-    assert abs(chance.mean() - 0.5) < 0.005
-    for shift in ((1, 0), (0, 1), (1, 1), (1, -1)):
-        assert abs(np.corrcoef(chance.ravel(), np.roll(chance, shift, (0, 1)).ravel())[0, 1]) < 0.015
+def test_philox_equals_published_vectors() -> None:
+    """kat_vectors of Random123, the authors' library: counter, key, result of philox4x32-10."""
+    vectors = (
+        ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([2**32 - 1] * 4, [2**32 - 1] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0],
+         "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    )  # fmt: skip
+    for counter, key, known in vectors:
+        (c0, c1, c2, c3), (k0, k1) = torch.tensor(counter), torch.tensor(key)
+        assert " ".join(f"{int(word):08x}" for word in philox((c0, c1, c2, c3), (k0, k1))) == known
 
 
-@pytest.mark.parametrize("vocab", [5, 128, 300])
-def test_extreme_chances_never_draw_a_token_of_zero_weight(vocab: int) -> None:
-    edges = np.array([0.0, 5e-324, 2.0**-53, 0.25, 0.5, 0.75, 1 - 2.0**-52, 1 - 2.0**-53])
-    generator = torch.Generator().manual_seed(4)
-    for density in (0.01, 0.3, 0.9):
-        weights = torch.where(torch.rand(60, vocab, generator=generator) < density, WEIGHT_SCALE, 0.0)
-        weights[:, vocab // 2] = 1.0
-        owner = np.repeat(np.arange(60), len(edges))
-        chance = np.tile(edges, 60)
-        tokens = draw(weights, owner, chance)
-        for row, u, token in zip(owner, chance, tokens.tolist()):
-            sums = np.cumsum([int(weight) for weight in weights[row].tolist()])
-            assert weights[row, token] > 0
-            assert token == int(np.searchsorted(sums, int(u * float(sums[-1])), side="right"))
+def test_noise_is_of_the_seed_position_and_id_that_philox_gets() -> None:
+    seeds, positions = torch.tensor([0, 0xA4093822 | 0x299F31D0 << 32]), torch.tensor([0, 0x13198A2E << 32 | 7])
+    noise = exponential_noise(seeds, positions, 64, 200)
+    words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    first = exponential_noise(seeds[:1], positions[:1], 0, 64)[0, ::16]
+    torch.testing.assert_close(first, -torch.log1p(-(torch.tensor(words).double() + 0.5) / 2**32), atol=0, rtol=1e-15)
+    for token in (64, 70, 79, 80, 127, 128, 263):
+        counter = torch.tensor([token // 64 * 16 + token % 16, 7, 0x13198A2E, 0])
+        word = philox(tuple(counter), (torch.tensor(0xA4093822), torch.tensor(0x299F31D0)))[token // 16 % 4]
+        assert noise[1, token - 64].item() == pytest.approx(-np.log1p(-(int(word) + 0.5) / 2**32), rel=1e-14)
+
+
+def test_noise_is_exponential_and_independent_of_neighbours() -> None:
+    """Neighbours are the next seed, position and token."""
+    seeds, positions = torch.meshgrid(torch.arange(60), torch.arange(60), indexing="ij")
+    noise = exponential_noise(seeds.reshape(-1), positions.reshape(-1), 0, 192).view(60, 60, 192)
+    uniform = (-noise).exp().numpy()
+    count = uniform.size
+    assert len(np.unique(uniform)) > count * (1 - 2 * count / 2**32), "no more equal numbers than of 32 random bits"
+    observed = np.bincount((uniform * 100).astype(int).ravel(), minlength=100)
+    assert 55 < ((observed - count / 100) ** 2 / (count / 100)).sum() < 155  # 99 degrees of freedom
+    for shift in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 16), (1, -1, 0), (0, 1, -1), (1, 0, 1)):
+        neighbours = np.roll(uniform, shift, (0, 1, 2))
+        assert abs(np.corrcoef(uniform.ravel(), neighbours.ravel())[0, 1]) < 5 / count**0.5
+        pairs = np.bincount(((uniform * 8).astype(int) * 8 + (neighbours * 8).astype(int)).ravel(), minlength=64)
+        assert 30 < ((pairs - count / 64) ** 2 / (count / 64)).sum() < 115  # 63 degrees of freedom
+
+
+def test_a_token_of_small_probability_is_sampled_as_often_as_it_should() -> None:
+    """Its probability is that of the smallest noise among 100,000 tokens."""
+    vocab, samples = 100_000, 400
+    logits = torch.zeros(1, vocab)
+    tokens = best_scores(logits, np.ones(1), np.zeros(samples, dtype=np.int64), np.arange(samples), np.arange(samples))[
+        1
+    ]
+    assert len(tokens.unique()) > samples - 10
+    quarters = np.bincount(tokens.numpy() * 4 // vocab, minlength=4)
+    assert ((quarters - samples / 4) ** 2 / (samples / 4)).sum() < 18  # 3 degrees of freedom: probability 0.0005
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.5, 2.0])
+def test_common_noise_makes_similar_distributions_agree(spread: float) -> None:
+    """As often as Daliri et al. (2024, theorem 2) prove: at least (1 - TV) / (1 + TV)."""
+    pairs, positions = 8, 800
+    model, draft = some_logits(pairs, 5), some_logits(pairs, 5) + some_logits(pairs, 6, spread=spread)
+    distance = (model.double().softmax(-1) - draft.double().softmax(-1)).abs().sum(-1) / 2
+    rows, seeds = np.repeat(np.arange(pairs), positions), np.repeat(np.arange(pairs), positions)
+    where = np.tile(np.arange(positions), pairs)
+    sampled = [best_scores(logits, np.ones(pairs), rows, seeds, where)[1] for logits in (model, draft)]
+    accepted = (sampled[0] == sampled[1]).double().view(pairs, positions).mean(-1)
+    proven = (1 - distance) / (1 + distance)
+    assert accepted.mean() >= proven.mean() - 3 * 0.5 / (pairs * positions) ** 0.5
+    assert accepted.mean() <= (1 - distance).mean() + 3 * 0.5 / (pairs * positions) ** 0.5, "the most of any coupling"
 
 
 def test_rows_are_plain_while_greedy_is_all_they_ask() -> None:
@@ -189,7 +230,9 @@ def test_rows_are_plain_while_greedy_is_all_they_ask() -> None:
     assert sampler.tail_of([SeqSlice(slot, (7,), 6, 1) for slot in (3, 0, 2, 1)]) == "greedy"
     assert sampler.tail_of([SeqSlice(slot, (7,), 6, 1) for slot in (3, 0, 5, 1)]) != "greedy"
     assert sampler.tail_of([SeqSlice(2, (5, 6, 7), 4, 1)]) == "greedy"
-    for slot, (values, tail) in enumerate([({"min_p": 0.1}, "random"), ({"top_k": 3}, "cut"), ({"top_p": 0.9}, "cut")]):
+    for slot, (values, tail) in enumerate(
+        [({"min_p": 0.1}, "cut"), ({"top_k": 3}, "cut"), ({"top_p": 0.9}, "cut"), ({}, "random")]
+    ):
         born(sampler, slot, SamplingParams(**values), (1,), 1, slot)
         assert [sampler.tail_of([SeqSlice(other, (7,), 6, 1) for other in (3, slot)])] == [tail]
 

@@ -25,7 +25,7 @@ from quire.bench import cpu_kernels
 from quire.bench.arguments import add_numbers
 from quire.bench.document import short, table
 from quire.bench.kernel_states import crossed, experts, states
-from quire.bench.kv_batches import KVBatch, decode_calls, random_kv, random_tensor
+from quire.bench.kv_batches import KVBatch, decode_calls, random_kv, random_tensor, with_drafts
 from quire.bench.rank_kernels import DECODES, LAYERS, LLAMA_8B, PAGE, Shape, decodes, products, shape_of
 from quire.bench.replay import Call, Case, ceilings, inputs, need_gpu, result, timed
 from quire.config import VENDOR_ATTENTIONS
@@ -35,6 +35,7 @@ from quire.worker.host_pool import HostPool
 
 HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCAB, DEPTH = LLAMA_8B[:7]
 PROMPTS = (512, 2048, 4096, 8192, 32768)
+DRAFTED = [(batch, context, rows) for rows in (4, 6) for batch in (1, 8, 64) for context in (512, 2048, 8192)]
 CHUNKS = ((512, 7680), (2048, 30720))  # tokens of a chunk, and the tokens before it
 WINDOWED = ((8192, 0, 4096), (8192, 73728, 32768), (2048, 30720, 4096))
 CHUNKED, CHUNK = 32768, 8192  # tokens of a prompt, and of a step
@@ -111,6 +112,18 @@ def wide() -> Iterator[Case]:
         for name, one in (("decode of 256", where), ("decode of 256, capped", capped)):
             if context <= 4096 or one is where:
                 yield Case(name, f"{batch} x {context}", decode_calls(one), size)
+
+
+def drafted() -> Iterator[Case]:
+    """Yield decode attention with several rows a sequence, as draft tokens are verified: each row reads keys and values
+    for itself, or all share a read. Both count as one read; a call of one row is there for comparison."""
+    for batch, context, rows in DRAFTED:
+        size = 2 * batch * KV_HEADS * context * DIM * 2
+        where = random_kv(batch, context, KV_HEADS, DIM, PAGE, min(inputs(size), LAYERS), torch.bfloat16, HEADS)
+        several, case = with_drafts(where, rows - 1), f"{batch} x {rows} rows x {context}"
+        yield Case("decode of one row", f"{batch} x 1 row x {context}", decode_calls(where), size)
+        yield Case("decode, rows apart", case, decode_calls(several), size)
+        yield Case("decode, rows shared", case, decode_calls(several, rows - 1), size)
 
 
 def prompts() -> Iterator[Case]:
@@ -244,7 +257,7 @@ def sampling() -> Iterator[Case]:
     from quire.kernels.triton.sampling import SamplingScratch, greedy
 
     for rows in (1, 32, 256, 1024):
-        scratch = SamplingScratch.allocate(rows, VOCAB, torch.device("cuda"), has_random=False)
+        scratch = SamplingScratch.allocate(rows, VOCAB, torch.device("cuda"), has_truncation=False)
         slots = torch.arange(1, rows + 1, device="cuda")
         last, tokens, faults = (torch.zeros(rows + 1, dtype=torch.int64, device="cuda") for _ in range(3))
         several = [random_tensor(rows, VOCAB) for _ in range(inputs(rows * VOCAB * 2))]
@@ -254,7 +267,7 @@ def sampling() -> Iterator[Case]:
 
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "copies": copies, "swaps": swaps, "sdpa": sdpa, "decodes": partial(decodes, LLAMA_8B), "wide": wide,
-    "prompts": prompts, "windowed": windowed, "chunks": chunks, "small": small,
+    "drafted": drafted, "prompts": prompts, "windowed": windowed, "chunks": chunks, "small": small,
     "linears": partial(products, LLAMA_8B), "sampling": sampling, "states": states, "experts": experts,
     "crossed": crossed,
 }  # fmt: skip

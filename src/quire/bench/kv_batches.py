@@ -46,14 +46,23 @@ def random_tensor(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
 
 
-def decode_calls(where: KVBatch) -> list[Call]:
-    """Return a decode step's attention in each layer."""
-    from quire.kernels.triton.decode import choose_splits, decode, decode_scratch, multiprocessors
+def with_drafts(where: KVBatch, drafts: int) -> KVBatch:
+    """Return the same with 1 + `drafts` rows for each sequence, those of its last tokens."""
+    back = torch.arange(drafts, -1, -1, device=where.slots.device)
+    return where._replace(
+        slots=where.slots.repeat_interleave(1 + drafts), lengths=(where.lengths[:, None] - back).flatten()
+    )
+
+
+def decode_calls(where: KVBatch, max_drafts: int = 0) -> list[Call]:
+    """Return a decode step's attention in each layer, by the backend of up to `max_drafts` draft tokens of a slot."""
+    from quire.kernels.triton.backend import TritonBackend
+    from quire.kernels.triton.decode import decode, decode_scratch
 
     batch, cache, heads = len(where.slots), where.caches[0], where.caches[0].heads
-    device, dtype = where.slots.device, cache.dtype
-    splits = choose_splits(batch, cache.kv_heads, multiprocessors(device))
+    device, dtype, backend = where.slots.device, cache.dtype, TritonBackend(max_drafts=max_drafts)
+    splits, shared = backend.num_splits(batch, cache), backend.shared_rows(cache)
     scratch = decode_scratch(batch, heads, cache.kv_heads, cache.head_dim, splits, device)
     q, out = (torch.randn(batch, heads, cache.head_dim, dtype=dtype, device=device) for _ in range(2))
-    call = partial(decode, q, splits=splits, scratch=scratch)
+    call = partial(decode, q, splits=splits, scratch=scratch, shared_rows=shared)
     return [partial(call, layer, where.tables, where.slots, where.lengths, out) for layer in where.caches]

@@ -7,9 +7,9 @@ over any memory and reads no clock.
 
 from __future__ import annotations
 
+import sys
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Mapping
 from operator import attrgetter
 
 from quire.core.branching import BranchOps, MethodDriver
@@ -25,7 +25,7 @@ from quire.core.grammar_masks import must_wait_for_token
 from quire.core.preemption_costs import DEFAULT_COSTS, PreemptionCosts
 from quire.core.request import Request, RequestStatus, SeqEvent
 from quire.core.request_queue import RequestQueue
-from quire.core.speculation import NO_DRAFTS, Speculator, draft_end, plan_draft_slices, step_tokens
+from quire.core.speculation import NO_DRAFTS, Speculator, StepDrafts, plan_draft_slices, step_tokens
 from quire.memory.answers import Deferred
 from quire.memory.interface import KVMemory
 from quire.protocol.seeds import branch_seed
@@ -125,19 +125,19 @@ class Scheduler:
             if self.num_in_flight:
                 return None
             self._rebalance()
-        drafts = NO_DRAFTS
+        chosen = NO_DRAFTS
         if self.speculator is not None and not self.drafts_in_flight:
-            drafts = self.speculator.choose(self.running, self.max_len)
-        if self.num_in_flight and (drafts or self.drafts_in_flight):
+            chosen = self.speculator.choose(self.running, self.max_len)
+        if self.num_in_flight and (self.drafts_in_flight or chosen is not NO_DRAFTS):
             return None
         slices: list[SeqSlice] = []
         if self.encoder_budget is not None:
             self.encoder_budget.start_step()
         # Draft tokens take at most half of the budget from other tokens.
-        budget = self.token_budget - min(sum(map(len, drafts.values())), self.token_budget // 2)
-        preempted = self._schedule_running(slices, budget)
-        if drafts and not preempted:
-            self._add_drafts(slices, drafts)
+        budget = self.token_budget - min(sum(map(len, chosen.drafts.values())), self.token_budget // 2)
+        preempted, proposals = self._schedule_running(slices, budget), dict[int, int]()
+        if chosen is not NO_DRAFTS and not preempted:
+            proposals = self._add_drafts(slices, chosen)
         # If nothing runs any more, admit at once: requests that were spread over large pages may fit when readmitted.
         if preempted is not None and (not preempted or not self.running):
             self._schedule_waiting(slices)
@@ -147,17 +147,20 @@ class Scheduler:
             encodes = self.encoder_budget is not None and self.encoder_budget.used_parts > 0
             must_send = (encodes and preempted is not None) or self._has_shared_page_ops()
             return self._make_plan([]) if must_send else None
-        draft_slices = () if self.speculator is None else plan_draft_slices(slices, self.by_slot, self.token_budget)
+        draft_slices: tuple[SeqSlice, ...] = ()
+        if self.speculator is not None:
+            draft_slices = plan_draft_slices(slices, self.by_slot, self.token_budget, proposals)
         for row in slices:
             seq = self.by_slot[row.slot][1]
             seq.planned = row.start + len(row.tokens)
             seq.pending_samples += row.num_samples > 0
-        if drafts:
+        if chosen is not NO_DRAFTS:
             for row in slices:
                 seq = self.by_slot[row.slot][1]
                 seq.planned += len(row.draft_tokens)
                 seq.pending_samples += len(row.draft_tokens)
                 self.drafts_in_flight |= bool(row.draft_tokens)
+            self.drafts_in_flight |= any(row.num_samples for row in draft_slices)
         # There are no slices if a method suspends its branches, or victims were swapped out.
         return self._make_plan(slices, draft_slices)
 
@@ -222,19 +225,23 @@ class Scheduler:
         count = min(len(seq.tokens) + seq.pending_samples - seq.planned, budget)
         return count if self.clip_chunk is None else self.clip_chunk(seq.prompt_len, seq.planned, count)
 
-    def _add_drafts(self, slices: list[SeqSlice], drafts: Mapping[int, tuple[int, ...]]) -> None:
-        """Add draft tokens (by sequence id) to slices, oldest request first, as many as the budget has room for, if the
-        memory has: nothing is preempted."""
+    def _add_drafts(self, slices: list[SeqSlice], chosen: StepDrafts) -> dict[int, int]:
+        """Add draft tokens to slices, oldest request first, as many as the budget has room for, if the memory has:
+        nothing is preempted. Return the numbers of tokens that the draft model is to propose, by sequence id: those
+        whose slots the memory has room for."""
         budget, num_left = self.token_budget - sum(len(row.tokens) for row in slices), MAX_STEP_DRAFTS
+        drafts, proposals = chosen.drafts, dict[int, int]()
         for i, row in enumerate(slices):
             seq = self.by_slot[row.slot][1]
             draft_tokens = drafts.get(seq.id, ())[: max(min(num_left, budget), 0)]
-            if draft_tokens:
-                with_drafts, count = row._replace(draft_tokens=draft_tokens), len(draft_tokens)
-                more = step_tokens(with_drafts, seq) - len(row.tokens)
-                if more <= budget and self.memory.grow(seq, seq.planned + 1 + count):
-                    slices[i] = with_drafts
-                    budget, num_left = budget - more, num_left - count
+            end = seq.planned + 1 + len(draft_tokens)
+            if draft_tokens and self.memory.grow(seq, end):
+                slices[i] = row._replace(draft_tokens=draft_tokens)
+                budget, num_left = budget - len(draft_tokens), num_left - len(draft_tokens)
+            count = chosen.proposals.get(seq.id, 0)
+            if count and self.memory.grow(seq, end + count):
+                proposals[seq.id] = count
+        return proposals
 
     def _make_slice(self, request: Request, seq: Sequence, count: int) -> SeqSlice:
         start, end, known = seq.planned, seq.planned + count, len(seq.tokens)
@@ -294,7 +301,7 @@ class Scheduler:
         self.num_prefix_waiters = 0
         if (self.static_batching and self.running) or not (self.swapped or self.waiting):
             return
-        budget = self.token_budget - sum(step_tokens(row, self.by_slot[row.slot][1]) for row in slices)
+        budget = self.token_budget - sum(map(step_tokens, slices))
         slots = self.max_seqs - sum(request.max_slots for request in self.running)  # slots of later forks count too
         deferred: list[Request] = []
         while (budget > 0 or self.static_batching) and (self.swapped or self.waiting):
@@ -427,7 +434,7 @@ class Scheduler:
         history = tuple(seq.tokens) if request.device_params.needs_history else ()
         if request.num_logprobs is None:
             request.num_logprobs = resolve_num_logprobs(request, self.eos_ids)
-        slot = self.memory.slot(seq)
+        slot, seq.proposed = self.memory.slot(seq), 0
         init = SlotInit(
             slot, seq.id, parent_slot, sampling, seq.seed, seq.prompt_len, history, request.num_logprobs, seq.images
         )
@@ -444,16 +451,19 @@ class Scheduler:
         self.num_in_flight -= 1
         has_drafts, self.drafts_in_flight = self.drafts_in_flight or bool(plan.draft_slices), False
         events, by_slot, commit = list[SeqEvent](), self.by_slot, self.memory.commit
-        draft_ends = {row.slot: draft_end(row) for row in plan.draft_slices}
+        draft_slices = {row.slot: row for row in plan.draft_slices}
         for row, sampled in zip(plan.slices, result.slice_results):
             request, seq = by_slot[row.slot]
             seq.computed = row.start + len(row.tokens)
             if has_drafts:
-                drafted = draft_ends.get(row.slot, seq.drafted)
+                draft = draft_slices.get(row.slot)
+                if draft is not None:
+                    seq.drafted = sys.maxsize if draft.num_samples else draft.start + len(draft.tokens)
+                    seq.proposed = draft.num_samples
                 if row.draft_tokens:
-                    self._process_drafts(request, seq, row, sampled, drafted, events)
+                    self._process_drafts(request, seq, row, sampled, events)
                     continue
-                seq.drafted = min(drafted, seq.computed)
+                seq.drafted = min(seq.drafted, seq.computed)
             if row.score_tokens:
                 record_prompt_logprobs(row, seq, sampled)
             if seq.finish_reason is None and not sampled.error:  # pages with faulty values are not shared
@@ -469,10 +479,10 @@ class Scheduler:
         return events
 
     def _process_drafts(
-        self, request: Request, seq: Sequence, row: SeqSlice, sampled: SliceResult, drafted: int, events: list[SeqEvent]
+        self, request: Request, seq: Sequence, row: SeqSlice, sampled: SliceResult, events: list[SeqEvent]
     ) -> None:
-        """Append the accepted draft tokens of a slice and the sample after them, up to the sequence's end. `drafted`
-        tokens were computed by the draft model. The state of rejected tokens is overwritten by the next step."""
+        """Append the accepted draft tokens of a slice and the sample after them, up to the sequence's end. The state of
+        rejected tokens is overwritten by the next step."""
         assert self.speculator is not None, "a slice has draft tokens"
         accepted = len(sampled.tokens) - 1
         self.speculator.record(seq, row, accepted)
@@ -493,7 +503,7 @@ class Scheduler:
                         break
             events.append(SeqEvent(request, seq, tuple(tokens), sampled.top_logprobs[: len(tokens)]))
         seq.computed = seq.planned = min(end, row.start + 1 + len(tokens))
-        seq.drafted = min(drafted, seq.computed)
+        seq.drafted = min(seq.drafted, seq.computed)
         request.draft_tokens += len(row.draft_tokens)
         request.accepted_tokens += min(accepted, len(tokens))
         if tokens and not sampled.error:

@@ -2,7 +2,8 @@
 
 Draft tokens are guesses of a sequence's next tokens, which one step verifies (see SeqSlice). They come from earlier
 tokens of the request (n-grams, "prompt lookup"), or from a draft model. Only the device has the tokens of the latter: a
-plan has the markers FIRST_DRAFT - i in their place.
+plan has the markers FIRST_DRAFT - i in their place. The draft model proposes them at the end of the step before; the
+host processes that step's result and plans the next one meanwhile.
 
 A draft token pays if it is likely enough to be accepted for the time that it takes. The probability is estimated for
 each sequence, and the time from SpeculationCosts. There is no clock: the same calls give the same draft tokens.
@@ -30,7 +31,17 @@ MAX_LAG = 64
 """The tokens by which the draft model may lag behind while it is not used. Pages are published only as far as it has
 computed them, too; catching up more often costs more passes."""
 ROWS_PER_SKIP = 16  # once draft tokens do not pay, none are chosen for one call for each 16 decoding sequences
-NO_DRAFTS: Mapping[int, tuple[int, ...]] = {}
+
+
+class StepDrafts(NamedTuple):
+    """The draft tokens that a step verifies, by sequence id, and how many tokens the draft model proposes at the end of
+    the step for the next one, by sequence id."""
+
+    drafts: Mapping[int, tuple[int, ...]]
+    proposals: Mapping[int, int]
+
+
+NO_DRAFTS = StepDrafts({}, {})
 
 
 class NgramIndex:
@@ -112,8 +123,8 @@ class SeqDrafts:
 
 
 class Candidate(NamedTuple):
-    """A sequence that may have up to `most` draft tokens: `tokens` of an n-gram, or if () those of the draft model. A
-    token is accepted with the probability `rate`, if those before it are, and takes `seconds`."""
+    """A sequence that may have up to `most` draft tokens: `tokens` of an n-gram, or if () those that the draft model is
+    to propose. A token is accepted with the probability `rate`, if those before it are, and takes `seconds`."""
 
     seq: Sequence
     most: int
@@ -156,15 +167,16 @@ class Speculator:
             and (self.deferred_masks or params.grammar is None) and not request.images and request.prefix_name is None
         )  # fmt: skip
 
-    def choose(self, running: Collection[Request], max_len: int) -> Mapping[int, tuple[int, ...]]:
-        """Return the draft tokens of the next step by sequence id. A sequence has at most `max_len` tokens.
+    def choose(self, running: Collection[Request], max_len: int) -> StepDrafts:
+        """Return the draft tokens of the next step, and what is to be proposed at its end: all tokens that were
+        proposed are verified. A sequence has at most `max_len` tokens.
 
         While steps are in flight their samples are not known, and the answer only says whether to wait for them. While
         draft tokens don't pay, a call takes on average the time of ROWS_PER_SKIP sequences."""
         if self.num_skips and len(running) >= self.skipped_requests // 2:
             self.num_skips -= 1
             return NO_DRAFTS
-        candidates, rows, pairs = list[Candidate](), 0, 0
+        candidates, drafts, rows, pairs = list[Candidate](), dict[int, tuple[int, ...]](), 0, 0
         for request in running:
             for seq in request.live_seqs:
                 length = len(seq)
@@ -172,17 +184,25 @@ class Speculator:
                     continue  # a prompt, or nothing to compute
                 rows += 1
                 pairs += length
-                most = min(self.max_tokens, seq.prompt_len + request.max_tokens - length - 1, max_len - length - 1)
+                most = min(seq.prompt_len + request.max_tokens, max_len) - length - 1
                 if most > 0 and request.params.speculate and self._is_eligible(request, seq):
-                    candidates += self._find_drafts(seq, most)
-        if not candidates:
-            drafts = NO_DRAFTS
-        elif self.costs is None:
-            drafts = {one.seq.id: one.tokens or self.markers[one.most] for one in candidates}
-        else:
-            drafts = self._most_valuable(candidates, rows, pairs, self.costs)
-        self.num_skips, self.skipped_requests = 0 if drafts else rows // ROWS_PER_SKIP, len(running)
-        return drafts
+                    if seq.proposed:
+                        drafts[seq.id] = self.markers[min(seq.proposed, most)]
+                    # At least one token comes before proposals, and all that are verified now may.
+                    room = min(most - 1, max_len - length - 2 - min(seq.proposed, most))
+                    candidates += self._find_drafts(seq, most, room)
+        proposals: dict[int, int] = {}
+        if candidates:
+            counts = self._most_valuable(candidates, rows, pairs) if self.costs is not None else None
+            for one in candidates:
+                count = one.most if counts is None else counts.get(one.seq.id, 0)
+                if count and one.tokens:
+                    drafts[one.seq.id] = one.tokens[:count]
+                elif count:
+                    proposals[one.seq.id] = count
+        is_off = not drafts and not proposals
+        self.num_skips, self.skipped_requests = rows // ROWS_PER_SKIP if is_off else 0, len(running)
+        return NO_DRAFTS if is_off else StepDrafts(drafts, proposals)
 
     @staticmethod
     def _is_eligible(request: Request, seq: Sequence) -> bool:
@@ -192,21 +212,23 @@ class Speculator:
             and request.params.pooling is None and request.prefix_name is None
         )  # fmt: skip
 
-    def _find_drafts(self, seq: Sequence, most: int) -> list[Candidate]:
-        """Return the candidate for a sequence, or []: by an n-gram, unless these are accepted less than half as often
-        as the draft model's tokens."""
+    def _find_drafts(self, seq: Sequence, most: int, room: int) -> list[Candidate]:
+        """Return the candidate for a sequence that may have `most` draft tokens now and `room` proposals, or []: by an
+        n-gram, unless these are accepted less than half as often as the draft model's tokens."""
         drafts = self.seqs.get(seq.id)
         if drafts is None:
             drafts = self.seqs[seq.id] = SeqDrafts(*self.lookup)
         length = len(seq.tokens)
         if self.uses_ngrams:
-            tokens = drafts.index.propose(seq.tokens, most + seq.pending_samples)[seq.pending_samples :]
+            count = min(self.max_tokens, most)
+            tokens = drafts.index.propose(seq.tokens, count + seq.pending_samples)[seq.pending_samples :]
             if seq.matcher is not None and not seq.pending_samples:
                 tokens = cut_drafts(seq.matcher, tokens, self.eos_ids)
             rate = drafts.by_ngram.rate(length)
             if tokens and not (seq.drafts and rate < drafts.by_model.rate(length) / 2):
                 return [Candidate(seq, len(tokens), tokens, rate, self._token_seconds(length, False))]
-        if seq.drafts:
+        if seq.drafts and room > 0:
+            most = min(self.max_tokens, room)
             return [Candidate(seq, most, (), drafts.by_model.rate(length), self._token_seconds(length, True))]
         return []
 
@@ -218,18 +240,18 @@ class Speculator:
         models = (self.costs.model, self.costs.draft) if by_model else (self.costs.model,)
         return sum(costs.compute_token + length * costs.compute_pair for costs in models)
 
-    def _most_valuable(
-        self, candidates: list[Candidate], rows: int, pairs: int, costs: SpeculationCosts
-    ) -> Mapping[int, tuple[int, ...]]:
-        """Return the draft tokens that raise the tokens per second of a step of `rows` tokens, which attend to `pairs`
-        positions.
+    def _most_valuable(self, candidates: list[Candidate], rows: int, pairs: int) -> Mapping[int, int]:
+        """Return, by sequence id, the numbers of draft tokens that raise the tokens per second of a step of `rows`
+        tokens, which attend to `pairs` positions.
 
         The i-th draft token of a sequence is accepted with probability rate ** i. It pays if that is more than the
         tokens of a step without draft tokens in the same time. The i-th pass of the draft model pays if the i-th tokens
         of all its sequences together do."""
+        costs = self.costs
+        assert costs is not None, "draft tokens are chosen by their costs"
         tokens_per_second = rows / costs.model.recompute_seconds(rows, pairs)
         counts: dict[int, int] = {}
-        gain, cost, pass_seconds = 0.0, costs.idle_seconds + rows * costs.idle_row, costs.draft.compute_fixed
+        gain, cost, passes, pass_seconds = 0.0, 0.0, 0.0, costs.draft.compute_fixed
         active = candidates
         for i in range(1, self.max_tokens + 1):
             active = [one for one in active if one.most >= i and one.rate**i >= one.seconds * tokens_per_second]
@@ -240,12 +262,11 @@ class Speculator:
             if not active:
                 break
             gain += sum(one.rate**i for one in active)
-            cost += sum(one.seconds for one in active) + (pass_seconds if by_model else 0.0)
+            cost += sum(one.seconds for one in active)
+            passes += pass_seconds if by_model else 0.0
             counts.update((one.seq.id, i) for one in active)
-        if gain < MIN_GAIN * cost * tokens_per_second:
-            return NO_DRAFTS
-        by_id = {one.seq.id: one.tokens for one in candidates}
-        return {id: by_id[id][:count] or self.markers[count] for id, count in counts.items()}
+        cost += max(passes, costs.idle_seconds + rows * costs.idle_row)  # the host plans while the draft model proposes
+        return counts if gain >= MIN_GAIN * cost * tokens_per_second else {}
 
     def record(self, seq: Sequence, row: SeqSlice, accepted: int) -> None:
         """Record that `accepted` draft tokens of a slice were accepted."""
@@ -264,32 +285,29 @@ def count_markers(row: SeqSlice) -> int:
     return len(row.draft_tokens) if row.draft_tokens and row.draft_tokens[0] <= FIRST_DRAFT else 0
 
 
-def step_tokens(row: SeqSlice, seq: Sequence) -> int:
-    """Return how many tokens of the step's budget a slice takes: those that the model computes, or those that the draft
-    model computes for it, if these are more."""
-    tokens = len(row.tokens) + len(row.draft_tokens)
-    return max(tokens, row.start + 1 - seq.drafted) if count_markers(row) else tokens
-
-
-def draft_end(row: SeqSlice) -> int:
-    """Return the number of tokens that the draft model has computed after a draft slice: all but its last proposal."""
-    return row.start + len(row.tokens) + max(row.num_samples - 1, 0)
+def step_tokens(row: SeqSlice) -> int:
+    """Return how many tokens of the step's budget a slice takes."""
+    return len(row.tokens) + len(row.draft_tokens)
 
 
 def plan_draft_slices(
-    slices: Iterable[SeqSlice], by_slot: Mapping[int, tuple[Request, Sequence]], budget: int
+    slices: Iterable[SeqSlice],
+    by_slot: Mapping[int, tuple[Request, Sequence]],
+    budget: int,
+    proposals: Mapping[int, int],
 ) -> tuple[SeqSlice, ...]:
-    """Return what the draft model computes in a step, at most `budget` tokens: those that it lacks of sequences which
-    it then continues, and those of prompts of which it has computed all before. Other sequences are left behind, and
-    catch up together, in chunks, once one of them lags by MAX_LAG tokens. So a draft model that has all tokens before a
-    prompt's first slice keeps up with the prompt."""
+    """Return what the draft model computes at the end of a step, at most `budget` known tokens: those that it lacks of
+    sequences which it then continues with `proposals` (by sequence id), and those of prompts of which it has computed
+    all before. Other sequences are left behind, and catch up together, in chunks, once one of them lags by MAX_LAG
+    tokens. So a draft model that has all tokens before a prompt's first slice keeps up with the prompt."""
     continued, prompts, lagging = list[SeqSlice](), list[SeqSlice](), list[SeqSlice]()
     for row in slices:
         seq = by_slot[row.slot][1]
         if seq.drafts:
             if seq.not_in_flight:
-                seq.draft_planned = seq.drafted
-            count, start = count_markers(row), seq.draft_planned
+                seq.draft_planned = seq.drafted + (seq.proposed > 0)  # the last token is computed before proposals
+            seq.proposed = 0
+            count, start = proposals.get(seq.id, 0), seq.draft_planned
             draft = SeqSlice(row.slot, tuple(seq.tokens[start : row.start + len(row.tokens)]), start, count)
             is_prompt = start == row.start and (len(row.tokens) > 1 or not row.num_samples)
             (continued if count else prompts if is_prompt else lagging).append(draft)
@@ -297,9 +315,11 @@ def plan_draft_slices(
     if all(len(draft.tokens) <= max_lag for draft in lagging):
         lagging = []
     draft_slices = list[SeqSlice]()
-    for draft in (*continued, *prompts, *lagging):
-        if tokens := draft.tokens[:budget]:
-            draft_slices.append(draft._replace(tokens=tokens))
-            budget -= len(tokens)
-            by_slot[draft.slot][1].draft_planned = draft_end(draft_slices[-1])
+    for draft in (*prompts, *continued, *lagging):
+        if len(draft.tokens) > budget:  # what follows must wait for the remaining tokens
+            draft = draft._replace(tokens=draft.tokens[:budget], num_samples=0)
+        if draft.tokens or draft.num_samples:
+            draft_slices.append(draft)
+            budget -= len(draft.tokens)
+            by_slot[draft.slot][1].draft_planned = draft.start + len(draft.tokens)
     return tuple(draft_slices)

@@ -30,7 +30,8 @@ class Sequence:
     were collected. `planned` counts tokens in submitted plans, `pending_samples` samples that the host does not have
     yet. With draft tokens in flight `planned` counts these too; what is not accepted of them is taken back when the
     result is collected. If `drafts` the sequence has pages in the draft model's layers, where tokens[:drafted] are
-    computed, at most `computed` ones; while it is in flight `draft_planned` counts those in submitted plans.
+    computed, at most `computed` ones; while it is in flight `draft_planned` counts those in submitted plans. `proposed`
+    draft tokens for its next slice are on the device; the draft model has computed all tokens before them.
     """
 
     __slots__ = (
@@ -55,6 +56,7 @@ class Sequence:
         "prefix_source",
         "prompt_len",
         "prompt_logprobs",
+        "proposed",
         "seed",
         "stop_reason",
         "tokens",
@@ -72,7 +74,7 @@ class Sequence:
         self.pending_samples = 0
         self.drafts = False
         self.drafted = 0
-        self.draft_planned = 0
+        self.draft_planned = self.proposed = 0
         self.branch_index = branch_index
         self.num_forks = 0  # siblings to fork from this one
         self.max_total_len = 0  # the most tokens that it will have, with the prompt; 0: not known

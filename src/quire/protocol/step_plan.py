@@ -15,14 +15,13 @@ from quire.protocol.images import ImageItem
 LAST_SAMPLED = -1
 """In `SeqSlice.tokens`: the slot's most recent sample, which only the device has."""
 FIRST_DRAFT = -2
-"""In `SeqSlice.draft_tokens`: FIRST_DRAFT - i is the i-th token, from 0, that the draft model proposes for the slot in
-this step; only the device has it."""
+"""In `SeqSlice.draft_tokens`: FIRST_DRAFT - i is the i-th token, from 0, that the draft model proposed for the slot in
+the slot's step before; only the device has it."""
 
 MAX_STEP_DRAFTS = 256
 """The most draft tokens of a step. Each has logits over the whole vocabulary."""
 MAX_SPLIT_TOKENS = 4
-"""A draft slice of up to this many tokens is computed as rows of one token, as in decode steps. It has two tokens after
-a step that accepts all draft tokens."""
+"""A draft slice of up to this many tokens is computed as rows of one token, as in decode steps."""
 
 
 def max_verified_tokens(max_seqs: int, max_drafts: int) -> int:
@@ -153,8 +152,11 @@ class TokenBitmask(NamedTuple):
 class StepPlan(NamedTuple):
     """A step: start the new slots, do the page operations in order, then compute the slices: a tuple or, in a decoded
     plan, SeqSlices, which are equal to it. `overlapped_page_ops` are page operations to do while the step computes.
-    Slots without a mask may sample any token; all masks have the same length. `draft_slices` are what the draft model
-    computes before the slices, from known tokens: `num_samples` is the number of tokens that it then proposes."""
+    Slots without a mask may sample any token; all masks have the same length.
+
+    `draft_slices` are what the draft model computes after the slices, while the host processes the step's result: the
+    known tokens of each, which may be none. With `num_samples` it then computes the tokens that the step has sampled
+    and accepted for the slot, which follow, and proposes that many tokens after them for the slot's next slice."""
 
     new_slots: tuple[SlotInit, ...]
     page_ops: PageOps

@@ -25,7 +25,7 @@ from quire.core.preemption_costs import PreemptionCosts, SpeculationCosts
 from quire.errors import StartupError
 from quire.protocol.images import ImageItem
 from quire.protocol.model_spec import ModelSpec
-from quire.protocol.step_plan import LAST_SAMPLED, MAX_SPLIT_TOKENS, PageCopy, SeqSlice, StepPlan, SwapIn, SwapOut
+from quire.protocol.step_plan import LAST_SAMPLED, PageCopy, SeqSlice, StepPlan, SwapIn, SwapOut
 from quire.sim.vision_cost import VisionShape, vision_work
 
 FOLDER = Path(__file__).parent / "calibrations"
@@ -180,28 +180,22 @@ def step_work(
 
 
 def draft_passes(plan: StepPlan, shape: ModelShape) -> list[StepWork]:
-    """Count the work of each pass of a draft model of `shape`: over the known tokens of the draft slices, then over the
-    last proposal of each slot that another one follows. Slices of few tokens are rows of one token."""
-    if not plan.draft_slices:
-        return []
-    passes = [[row for known in plan.draft_slices for row in _draft_rows(known)]]
-    for i in range(1, max(row.num_samples for row in plan.draft_slices)):
+    """Count the work of each pass of a draft model of `shape`: over the known tokens of the draft slices; over the
+    tokens that the step may have appended, those of rejected draft tokens too, as a GPU does; then over the last
+    proposal of each slot that another one follows."""
+    proposing = [row for row in plan.draft_slices if row.num_samples]
+    counts = {row.slot: len(row.draft_tokens) for row in plan.slices}
+    passes = [[row._replace(num_samples=0) for row in plan.draft_slices if row.tokens]]
+    passes.append([
+        SeqSlice(row.slot, (LAST_SAMPLED,), row.start + len(row.tokens) + i, 1)
+        for row in proposing for i in range(1 + counts[row.slot])
+    ])  # fmt: skip
+    for i in range(1, max((row.num_samples for row in proposing), default=0)):
         passes.append([
-            SeqSlice(row.slot, (LAST_SAMPLED,), row.start + len(row.tokens) + i - 1, 1)
-            for row in plan.draft_slices if row.num_samples > i
+            SeqSlice(row.slot, (LAST_SAMPLED,), row.start + len(row.tokens) + counts[row.slot] + i, 1)
+            for row in proposing if row.num_samples > i
         ])  # fmt: skip
-    return [step_work(StepPlan((), (), rows), shape, ()) for rows in passes]
-
-
-def _draft_rows(known: SeqSlice) -> list[SeqSlice]:
-    """Return the rows of the first pass for a draft slice; one of few tokens has a row for each."""
-    count = len(known.tokens)
-    if count > MAX_SPLIT_TOKENS:
-        return [known]
-    return [
-        SeqSlice(known.slot, (token,), known.start + i, known.num_samples if i == count - 1 else 0)
-        for i, token in enumerate(known.tokens)
-    ]
+    return [step_work(StepPlan((), (), rows), shape, ()) for rows in passes if rows]
 
 
 def add_padding(work: StepWork, shape: ModelShape, prompt: int, rows: int) -> StepWork:
@@ -268,7 +262,7 @@ class CostModel(NamedTuple):
         return copies + (max(seconds, c.launch) if is_prompt else seconds)
 
     def draft_seconds(self, plan: StepPlan) -> float:
-        """Return the seconds that the draft model takes before a step's own work."""
+        """Return the seconds that the draft model takes after a step's own work."""
         if self.draft is None:
             return 0.0
         alone = CostModel(self.draft, self.coefficients)

@@ -16,6 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -203,7 +204,7 @@ def expected_beams(
 class EchoSlot:
     """The sampling state of the sequence in a slot."""
 
-    __slots__ = ("history", "last", "sampling", "seed", "seq", "top")
+    __slots__ = ("history", "last", "proposals", "sampling", "seed", "seq", "top")
 
     def __init__(self, init: SlotInit, parent: EchoSlot | None) -> None:
         sampling = init.sampling if init.sampling is not None else parent.sampling if parent is not None else None
@@ -211,6 +212,7 @@ class EchoSlot:
         self.sampling: DeviceSamplingParams = sampling
         self.seq, self.seed, self.top = init.seq_id, init.seed, init.num_logprobs
         self.last: int | None = parent.last if parent is not None else None
+        self.proposals: tuple[int, ...] = ()  # of the draft model, for the slot's next slice
         self.history: list[int] | None = None
         if sampling.needs_history:
             history = init.history or (parent.history if parent is not None else None)
@@ -232,7 +234,6 @@ class EchoRunner:
         self.slots: dict[int, EchoSlot] = {}
         self.masks: dict[int, list[bytes]] = {}  # of the current step, one for each position that samples
         self.groups: list[EchoPages] = []
-        self.draft_states: dict[int, int] = {}  # by slot, of the last token that the draft model computed in this step
         self.geometry: KVCacheConfig | None = None
         self.part: Callable[[int, int, int], int] | None = None  # see KVCacheConfig.clip_chunk
         self.images: EchoImages | None = None
@@ -287,43 +288,34 @@ class EchoRunner:
         return ticket
 
     def proposed_tokens(self, ticket: int) -> dict[int, tuple[int, ...]]:
-        """Return what the draft model proposes, by slot. Compute the only plan in flight as far as that takes; what is
-        left of it has the proposals as known draft tokens."""
+        """Return the draft tokens of the only plan in flight that the draft model has proposed, by slot."""
         assert ticket == self.submitted == self.collected + 1, "a step with draft tokens is not the only one in flight"
-        plan = self.queue.pop()
-        self._start(plan)
-        rows = {row.slot: row for row in plan.slices}
-        proposals = {
-            row.slot: self._compute_proposals(rows[row.slot]) for row in reversed(plan.draft_slices) if row.num_samples
+        return {
+            row.slot: self.slots[row.slot].proposals[: len(row.draft_tokens)]
+            for row in self.queue[-1].slices
+            if row.draft_tokens and row.draft_tokens[0] <= FIRST_DRAFT
         }
-        slices = [row._replace(draft_tokens=proposals.get(row.slot, row.draft_tokens)) for row in plan.slices]
-        self.queue.append(plan._replace(new_slots=(), page_ops=(), slices=tuple(slices), draft_slices=()))
-        return proposals
-
-    def _start(self, plan: StepPlan) -> None:
-        """Apply a plan up to its draft slices."""
-        for init in plan.new_slots:
-            self.init_slot(init)
-        for op in plan.page_ops:
-            self.apply(op)
-        # In reverse order: no slice may depend on writes of another slice of the same step.
-        self.draft_states = {}
-        for row in reversed(plan.draft_slices):
-            self.compute_draft(row)
 
     def collect(self, ticket: int) -> StepResult:
-        """Apply the oldest plan: new slots, page operations, slices."""
+        """Apply the oldest plan: new slots, page operations, slices, draft slices."""
         self.collected += 1
         assert ticket == self.collected, f"step {ticket} is collected out of order, {self.collected} is due"
         plan = self.queue.popleft()
         if self.is_constant:
             one, none = self._constant_samples
             return StepResult(tuple(self._constant_sample(row, one, none) for row in plan.slices), 0.0)
-        self._start(plan)
+        for init in plan.new_slots:
+            self.init_slot(init)
+        for op in plan.page_ops:
+            self.apply(op)
         self.masks = {}
         for mask in plan.masks:
             self.masks.setdefault(mask.slot, []).append(mask.allowed)
+        # In reverse order: no slice may depend on writes of another slice of the same step.
         samples = tuple([self.compute_row(row) for row in reversed(plan.slices)][::-1])
+        sampled_tokens = {row.slot: sampled.tokens for row, sampled in zip(plan.slices, samples)}
+        for row in reversed(plan.draft_slices):
+            self.compute_draft(row, sampled_tokens.get(row.slot, ()))
         for op in plan.overlapped_page_ops:
             self.apply(op)
         if self.images is not None:
@@ -365,12 +357,31 @@ class EchoRunner:
         elif isinstance(op, Poison):
             group.pages[op.page] = POISON
 
-    def compute_draft(self, row: SeqSlice) -> None:
-        """Write the draft model's states of known tokens. What it proposes depends on the model's states
-        (`_compute_drafts`)."""
-        for i, token in enumerate(row.tokens):
+    def compute_draft(self, row: SeqSlice, sampled_tokens: tuple[int, ...]) -> None:
+        """Write the draft model's states of known tokens and, before proposals, of those that the step sampled for the
+        slot. Then it proposes what the model would sample without a mask, or another token. Its states of proposals are
+        written, and so are the model's, on which they depend: both write them again if the proposals are accepted."""
+        slot, position = self.slots[row.slot], row.start
+        tokens = (*row.tokens, *sampled_tokens) if row.num_samples else row.tokens
+        assert sampled_tokens or not row.num_samples, f"slot {row.slot} proposes tokens after no sample"
+        draft_state = 0
+        for position, token in enumerate(tokens, row.start):
             assert token >= 0, f"the draft model gets the token {token} of slot {row.slot}, which is not known"
-            self.draft_states[row.slot] = self._compute_state(row.slot, token, row.start + i, is_draft=True)
+            draft_state = self._compute_state(row.slot, token, position, is_draft=True)
+        known, seed = None if slot.history is None else list(slot.history), branch_seed(slot.seed, 0)
+        proposals = list[int]()
+        restore_states = self._save_states(row.slot, position, position + row.num_samples)
+        for i in range(row.num_samples):
+            token = proposals[-1] if i else sampled_tokens[-1]
+            if i:
+                draft_state = self._compute_state(row.slot, token, position + i, is_draft=True)
+            state = self._compute_state(row.slot, token, position + i)
+            wrong = not _is_right(draft_state)
+            proposals.append((_draw(state, seed, known, self.vocab_size) + wrong) % self.vocab_size)
+            if known is not None:
+                known.append(proposals[-1])
+        restore_states(())
+        slot.proposals = tuple(proposals)
 
     def _compute_state(
         self, slot: int, token: int, position: int, more: Seq[bytes] = (), is_draft: bool = False
@@ -413,6 +424,7 @@ class EchoRunner:
             [mask] = self.masks.get(row.slot, [None])
             seeds = [branch_seed(slot.seed, i) for i in range(row.num_samples)]
             tokens = tuple(_draw(state, seed, slot.history, self.vocab_size, mask) for seed in seeds)
+        slot.proposals = ()
         if tokens:
             slot.last = tokens[-1] if row.draft_tokens else tokens[0]
             if slot.history is not None:
@@ -431,8 +443,11 @@ class EchoRunner:
         slot, masks = self.slots[row.slot], self.masks.get(row.slot, [None] * (1 + len(row.draft_tokens)))
         assert row.num_samples == len(row.tokens) == 1, f"slot {row.slot} has draft tokens after a prompt"
         assert len(masks) == 1 + len(row.draft_tokens), f"slot {row.slot} has {len(masks)} masks"
-        restore_states = self._save_states(row, row.start + 1)
-        drafts, states = self._compute_drafts(row, state, image_states)
+        first = row.start + 1
+        restore_states = self._save_states(row.slot, first, first + len(row.draft_tokens))
+        drafts, states = tuple(map(partial(self._draft_token, row), range(len(row.draft_tokens)))), [state]
+        for i, draft in enumerate(drafts):
+            states.append(self._compute_state(row.slot, draft, row.start + 1 + i, image_states[1 + i : 2 + i]))
         history = None if slot.history is None else list(slot.history)
         seed, samples, accepted = branch_seed(slot.seed, 0), list[int](), 0
         for i, state in enumerate(states):
@@ -444,50 +459,29 @@ class EchoRunner:
         restore_states(drafts[:accepted])
         return tuple(samples[: accepted + 1]), states[: accepted + 1]
 
-    def _save_states(self, row: SeqSlice, start: int) -> Callable[[Seq[int]], None]:
-        """Return a function that restores the running states before the positions of a slice from `start` on, and
-        advances them over the tokens that it gets."""
-        end = row.start + len(row.tokens) + len(row.draft_tokens)
+    def _save_states(self, slot: int, start: int, end: int) -> Callable[[Seq[int]], None]:
+        """Return a function that restores the running states before the positions [start, end) of a slot, and advances
+        them over the tokens that it gets."""
         groups = [group for group in self.groups if not group.group.is_draft]
-        saved = [(group, group.rule.save(group, row.slot, start, end)) for group in groups]
+        saved = [(group, group.rule.save(group, slot, start, end)) for group in groups]
 
         def restore(tokens: Seq[int]) -> None:
             for group, pages in saved:
                 for page, content in pages.items():
                     group.pages[page] = content
                 for i, token in enumerate(tokens if pages else ()):
-                    group.rule.write(group, row.slot, start + i, token, 0)
+                    group.rule.write(group, slot, start + i, token, 0)
 
         return restore
 
-    def _compute_drafts(
-        self, row: SeqSlice, state: int, image_states: Seq[bytes] = ()
-    ) -> tuple[tuple[int, ...], list[int]]:
-        """Compute the draft tokens of a slice whose token has `state`. Return them, and the states of all positions of
-        the slice. The draft model proposes what the model would sample without a mask, or another token."""
-        slot, drafts, states = self.slots[row.slot], list[int](), [state]
-        known, seed = None if slot.history is None else list(slot.history), branch_seed(slot.seed, 0)
-        for i, draft in enumerate(row.draft_tokens):
-            position = row.start + 1 + i
-            if draft < 0:
-                assert draft == FIRST_DRAFT - i, f"slot {row.slot} has {draft} as its draft token {i}"
-                is_right = _is_right(self.draft_states[row.slot])
-                draft = (_draw(states[i], seed, known, self.vocab_size) + (not is_right)) % self.vocab_size
-                if i + 1 < len(row.draft_tokens):
-                    self.draft_states[row.slot] = self._compute_state(row.slot, draft, position, is_draft=True)
-            drafts.append(draft)
-            if known is not None:
-                known.append(draft)
-            states.append(self._compute_state(row.slot, draft, position, image_states[1 + i : 2 + i]))
-        return tuple(drafts), states
-
-    def _compute_proposals(self, row: SeqSlice) -> tuple[int, ...]:
-        """Return the tokens that the draft model proposes for a slice."""
-        [token] = row.tokens
-        restore_states = self._save_states(row, row.start)
-        proposals = self._compute_drafts(row, self._compute_state(row.slot, token, row.start))[0]
-        restore_states(())
-        return proposals
+    def _draft_token(self, row: SeqSlice, i: int) -> int:
+        """Return the `i`-th draft token of a slice."""
+        token, proposals = row.draft_tokens[i], self.slots[row.slot].proposals
+        if token >= 0:
+            return token
+        assert token == FIRST_DRAFT - i, f"slot {row.slot} has {token} as its draft token {i}"
+        assert i < len(proposals), f"slot {row.slot} has {len(proposals)} proposals, and verifies the one after them"
+        return proposals[i]
 
     def close(self) -> None:
         """Drop the queued plans."""

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quire.core.speculation import draft_end
 from quire.protocol.images import ImageItem
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.model_spec import LayerSpec, ModelSpec
@@ -76,9 +75,14 @@ class PlanReplayer:
             self.echo.init_slot(init)
             self.images[init.slot] = init.images
         self._replay(plan.page_ops, "page_ops")
-        for name, slices, is_draft in (("slices", plan.slices, False), ("draft_slices", plan.draft_slices, True)):
-            for i, seq_slice in enumerate(slices):
-                self._check_slice(seq_slice, f"{name}[{i}]", is_draft)
+        for i, seq_slice in enumerate(plan.slices):
+            self._check_slice(seq_slice, f"slices[{i}]")
+        draft_counts = {seq_slice.slot: len(seq_slice.draft_tokens) for seq_slice in plan.slices}
+        for i, seq_slice in enumerate(plan.draft_slices):
+            where = f"draft_slices[{i}]"
+            if seq_slice.num_samples and seq_slice.slot not in draft_counts:
+                raise ReplayError(f"{where}: slot {seq_slice.slot} has no slice that the proposals could follow")
+            self._check_slice(seq_slice, where, draft_counts.get(seq_slice.slot, 0))
         self._replay(plan.overlapped_page_ops, "overlapped_page_ops")
         self._compare_tables({op.slot for op in (*plan.page_ops, *plan.overlapped_page_ops) if type(op) is TableWrite})
         if result is not None:
@@ -146,27 +150,27 @@ class PlanReplayer:
         if op.group >= 0 and not 0 <= op.first_page < self.kv_config.groups[op.group].table_width:
             raise ReplayError(f"{where}: place {op.first_page}, of {self.kv_config.groups[op.group].table_width}")
 
-    def _check_slice(self, seq_slice: SeqSlice, where: str, is_draft: bool) -> None:
-        """Check that the slot is initialized and has real pages for all positions that the slice reads and writes, in
-        the groups of the model or those of the draft model."""
+    def _check_slice(self, seq_slice: SeqSlice, where: str, num_drafts: int | None = None) -> None:
+        """Check that the slot is initialized and has real pages for all positions that the slice reads and writes. With
+        `num_drafts` it is a draft slice, for the draft model's groups, after a slice with that many draft tokens."""
         self._check_slot(seq_slice.slot, where)
         if seq_slice.slot not in self.echo.slots:
             raise ReplayError(f"{where}: slot {seq_slice.slot} was never initialized")
         if (
             seq_slice.start < 0
-            or not seq_slice.tokens
+            or not (seq_slice.tokens or (num_drafts is not None and seq_slice.num_samples > 0))
             or seq_slice.num_samples < 0
-            or min(seq_slice.tokens) < LAST_SAMPLED
+            or min(seq_slice.tokens, default=0) < LAST_SAMPLED
         ):
             raise ReplayError(
                 f"{where}: {len(seq_slice.tokens)} tokens from position {seq_slice.start} on, "
                 f"{seq_slice.num_samples} samples"
             )
         end = seq_slice.start + len(seq_slice.tokens) + len(seq_slice.draft_tokens)
-        if is_draft:
-            end = draft_end(seq_slice)
+        if num_drafts is not None and seq_slice.num_samples:  # the accepted tokens and all proposals but the last one
+            end += num_drafts + seq_slice.num_samples
         for g, group in enumerate(self.kv_config.groups):
-            if group.kind not in POSITIONAL_KINDS or group.is_draft != is_draft:
+            if group.kind not in POSITIONAL_KINDS or group.is_draft != (num_drafts is not None):
                 continue
             first, last = group.num_full_pages(group.first_visible(seq_slice.start)), group.num_pages(end)
             pages = self.echo.groups[g].table[seq_slice.slot, first:last]

@@ -94,10 +94,11 @@ class SimRunner:
         if self.padding is not None:
             work = add_padding(work, self.cost.shape, *self.padding(plan))
         self.clock.advance(self.cost.host_seconds(work))
-        seconds = self.cost.draft_seconds(plan) + self.cost.device_seconds(work)
-        self.device_free_at = max(self.device_free_at, self.clock.now) + seconds
-        self.busy_seconds += seconds
-        self.in_flight.append(InFlightStep(plan, self.device_free_at, seconds))
+        seconds, draft_seconds = self.cost.device_seconds(work), self.cost.draft_seconds(plan)
+        end = max(self.device_free_at, self.clock.now) + seconds
+        self.device_free_at = end + draft_seconds  # the host has the samples before
+        self.busy_seconds += seconds + draft_seconds
+        self.in_flight.append(InFlightStep(plan, end, seconds))
         if self.on_step is not None:
             self.on_step(work, seconds)
         return len(self.in_flight)

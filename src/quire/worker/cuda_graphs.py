@@ -22,11 +22,11 @@ from torch import Tensor
 
 from quire.kernels.forward_batch import LayerCache
 from quire.kernels.triton.backend import TritonBackend
-from quire.kernels.triton.decode import SplitScratch, choose_splits, decode_scratch, multiprocessors
+from quire.kernels.triton.decode import SplitScratch, decode_scratch
 from quire.protocol.seq_slices import SeqSlices
 from quire.worker.cross_attention import CrossAttentionImages
 from quire.worker.image_inputs import ImageInputs
-from quire.worker.inputs import resolve_tokens
+from quire.worker.inputs import resolve_positions, resolve_tokens
 from quire.worker.staging_buffer import StagingBuffer
 from quire.worker.step_context import make_decode_context
 from quire.worker.store import Store
@@ -62,8 +62,8 @@ def allocate_split_scratch(
 
 class DecodeGraphs:
     """Graphs for up to `max_rows` rows. `logits` is applied to what `model` returns. `sampled_tokens`: see
-    resolve_tokens. `epilogues` are functions of the logits [B, V] and the slots [B], by name, captured for each size;
-    their results are valid until the next replay."""
+    resolve_tokens. `base_positions`: see resolve_positions. `epilogues` are functions of the logits [B, V] and the
+    slots [B], by name, captured for each size; their results are valid until the next replay."""
 
     def __init__(
         self,
@@ -77,7 +77,9 @@ class DecodeGraphs:
         epilogues: dict[str, AnyEpilogue],
         capturer: GraphCapturer,
         image_inputs: ImageInputs | None = None,
+        base_positions: Tensor | None = None,
     ) -> None:
+        self.base_positions = base_positions
         self.model, self.logits, self.epilogues, self.backend = model, logits, epilogues, backend
         self.store, self.sampled_tokens, self.staging, self.capturer = store, sampled_tokens, staging, capturer
         self.max_rows, self.capture_sizes = max_rows, capture_sizes(max_rows)
@@ -88,10 +90,9 @@ class DecodeGraphs:
         self.epilogue_graphs: dict[tuple[int, bool, str], CapturedGraph] = {}
         # Zeros: slot 0 and position 0 are padding.
         self.inputs = torch.zeros(3 * max_rows, dtype=torch.int64, device=sampled_tokens.device)
-        count = multiprocessors(sampled_tokens.device)
         self.split_scratch = allocate_split_scratch(
             chain(store.caches.values(), store.cross_caches.values()),
-            lambda cache: ((size, choose_splits(size, cache.kv_heads, count)) for size in self.capture_sizes),
+            lambda cache: ((size, backend.num_splits(size, cache)) for size in self.capture_sizes),
         )
 
     def can_run(self, slices: SeqSlices) -> bool:
@@ -155,6 +156,7 @@ class DecodeGraphs:
     def _compute_logits(self, size: int, has_images: bool) -> Any:
         slots, positions, tokens = self._inputs_for(size)
         tokens = resolve_tokens(tokens, slots, self.sampled_tokens)
+        positions = resolve_positions(positions, slots, self.base_positions)
         cross_attention = None
         if has_images:
             assert isinstance(self.image_inputs, CrossAttentionImages), "no layer attends to images"

@@ -1,4 +1,5 @@
-"""The draft model's part of a step: it computes known tokens of some slots, then proposes tokens after them.
+"""The draft model's part of a step, after the samples of the model: it computes known tokens of some slots, then those
+that the step has sampled and accepted, and proposes tokens after them, which the slots' next slices verify.
 
 It samples as the model does, with the same noise at the same positions, so that both agree as often as their
 probabilities allow. Only temperature, top_k, top_p and min_p count: what depends on earlier tokens does not, nor do
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from quire.protocol.device_params import DeviceSamplingParams
 from quire.protocol.seq_slices import SeqSlices, split_slices
-from quire.protocol.step_plan import LAST_SAMPLED, MAX_SPLIT_TOKENS, SlotInit
+from quire.protocol.step_plan import FIRST_DRAFT, LAST_SAMPLED, MAX_SPLIT_TOKENS, SlotInit
 from quire.worker.sampler import Sampler
 from quire.worker.store import Store
+from quire.worker.verification import Verification
 
 
 class DraftRunner(Protocol):
@@ -26,9 +28,9 @@ class DraftRunner(Protocol):
 
     store: Store
     sampler: Sampler
-    last_sampled: Tensor
 
     def launch(self, rows: SeqSlices) -> Any: ...
+    def can_replay(self, rows: int) -> bool: ...
     def decode(self, columns: np.ndarray) -> Tensor | np.ndarray: ...
 
 
@@ -40,11 +42,14 @@ class HostDrafts(NamedTuple):
 
 
 class Drafter:
-    """Proposes tokens by the draft model of `runner`. `drafts` [D, slots], on the device, get the i-th token, from 0,
-    that it proposes for a slot."""
+    """Proposes tokens by the draft model of `runner`: the i-th one, from 0, for a slot is [1 + i, slot] of
+    `sampled_tokens` [1 + D, slots] (see resolve_tokens), on the device. `base_positions` [slots]: see
+    resolve_positions."""
 
-    def __init__(self, runner: DraftRunner, drafts: Tensor) -> None:
-        self.runner, self.drafts = runner, drafts
+    def __init__(self, runner: DraftRunner, sampled_tokens: Tensor, base_positions: Tensor) -> None:
+        self.runner, self.sampled_tokens, self.base_positions = runner, sampled_tokens, base_positions
+        self.drafts = sampled_tokens[1:]
+        self.num_proposed = np.zeros(len(base_positions), dtype=np.int64)  # by slot, in its last step
 
     def init_slots(self, new_slots: Sequence[SlotInit]) -> None:
         """Assign slots to new sequences."""
@@ -56,29 +61,85 @@ class Drafter:
                 )
             self.runner.sampler.init_slot(init._replace(sampling=sampling, history=(), num_logprobs=-1))
 
-    def propose(self, slices: SeqSlices) -> None:
-        """Enqueue the computation of draft slices, whose `num_samples` are the numbers of tokens to propose, and set
-        `drafts` of their slots: one pass over the known tokens, then one for each later proposal."""
-        numbers, lengths, last = slices.to_array(), slices.token_counts, self.runner.last_sampled
+    def propose(
+        self, slices: SeqSlices, verification: Verification | None, accepted: Tensor | np.ndarray | None
+    ) -> None:
+        """Enqueue the computation of draft slices, whose `num_samples` are the numbers of tokens to propose, after a
+        step with `verification`, if it had draft tokens, of which it `accepted` [V] ones."""
+        numbers, lengths = slices.to_array(), slices.token_counts
         fixed = numbers[: 3 * len(slices)].reshape(3, -1)
-        counts, slots, starts = fixed
-        tokens = numbers[slices.tokens.start : slices.tokens.end]
-        if not counts.all() or lengths.max() > MAX_SPLIT_TOKENS:
-            samples, final = self._compute_known(fixed, lengths, tokens)
-        elif len(tokens) == len(slots):
-            samples, final = self.runner.decode(np.stack((slots, starts, tokens))), None
-        else:
-            of, number = split_slices(lengths)
-            samples = self.runner.decode(np.stack((slots[of], starts[of] + number, tokens)))
-            final = lengths.cumsum() - 1
-        if final is not None and len(samples) > len(final):  # a slot has several samples: keep the last one
-            self._keep_last(slots[counts > 0], samples, final)
-        self.drafts[0].copy_(last)
-        columns = np.stack((slots, starts + lengths, np.full(len(slots), LAST_SAMPLED)))
+        if lengths.any():
+            self._compute_known(fixed, lengths, numbers[slices.tokens.start : slices.tokens.end])
+        proposing = np.flatnonzero(fixed[0])
+        counts, slots, ends = fixed[0, proposing], fixed[1, proposing], (fixed[2] + lengths)[proposing]
+        if len(proposing):
+            widths, index = np.ones(len(slots), dtype=np.int64), np.full(len(slots), -1)
+            if verification is not None:
+                index = verification.index_of(slots, len(self.num_proposed))
+                widths[index >= 0] += verification.num_drafts[index[index >= 0]]
+            if self.runner.can_replay(int(widths.sum())):
+                self._propose_on_device(counts, slots, ends, widths, index, accepted)
+            else:
+                self._propose_on_host(counts, slots, ends, index, verification, accepted)
+        self.num_proposed[fixed[1]] = fixed[0]
+
+    def _propose_on_device(
+        self,
+        counts: np.ndarray,
+        slots: np.ndarray,
+        ends: np.ndarray,
+        widths: np.ndarray,
+        index: np.ndarray,
+        accepted: Tensor | np.ndarray | None,
+    ) -> None:
+        """Propose tokens for `slots` without waiting for the numbers of `accepted` tokens: the first pass has a row for
+        each token that may be the slot's last one, from position `ends` on, and later passes go on after the row of the
+        token that is."""
+        from quire.kernels.triton.verification import take_proposals
+
+        of, number = split_slices(widths)
+        tokens = np.where(number < widths[of] - 1, FIRST_DRAFT - number, LAST_SAMPLED)
+        samples = self.runner.decode(np.stack((slots[of], ends[of] + number, tokens)))
+        arrays = self.runner.store.staging.upload_all([slots, widths.cumsum() - widths, index, ends])
+        take_proposals(torch.as_tensor(samples), accepted, *arrays, self.sampled_tokens, self.base_positions)
         for i in range(1, int(counts.max())):
-            self.runner.decode(columns[:, counts > i])
-            self.drafts[i].copy_(last)
-            columns[1] += 1
+            active = counts > i
+            positions, tokens = np.full(len(slots), -i), np.full(len(slots), FIRST_DRAFT - (i - 1))
+            samples = self.runner.decode(np.stack((slots, positions, tokens))[:, active])
+            device_slots = arrays[0] if active.all() else self.runner.store.staging.upload(slots[active])
+            self.drafts[i].index_copy_(0, device_slots, torch.as_tensor(samples))
+
+    def _propose_on_host(
+        self,
+        counts: np.ndarray,
+        slots: np.ndarray,
+        ends: np.ndarray,
+        index: np.ndarray,
+        verification: Verification | None,
+        accepted: Tensor | np.ndarray | None,
+    ) -> None:
+        """Do the same once the numbers of accepted tokens are known, without rows of rejected tokens and of those that
+        were computed when they were proposed."""
+        number, first = np.zeros(len(slots), dtype=np.int64), np.zeros(len(slots), dtype=np.int64)
+        if verification is not None and accepted is not None:
+            known = accepted.cpu().numpy() if isinstance(accepted, Tensor) else accepted
+            number = np.where(index >= 0, known[index], 0)
+            computed = np.where(verification.drafts[index, 0] <= FIRST_DRAFT, self.num_proposed[slots] - 1, 0)
+            first = np.minimum(number, np.maximum(computed, 0))
+        of, row = split_slices(number - first + 1)
+        row += first[of]
+        tokens = np.where(row < number[of], FIRST_DRAFT - row, LAST_SAMPLED)
+        samples = self.runner.decode(np.stack((slots[of], ends[of] + row, tokens)))
+        self._set_drafts(0, slots, samples[(number - first + 1).cumsum() - 1])
+        columns = np.stack((slots, ends + number + 1, np.full(len(slots), FIRST_DRAFT)))
+        for i in range(1, int(counts.max())):
+            active = counts > i
+            self._set_drafts(i, slots[active], self.runner.decode(columns[:, active]))
+            columns += np.array([[0], [1], [-1]])
+
+    def _set_drafts(self, i: int, slots: np.ndarray, tokens: Tensor | np.ndarray) -> None:
+        index = self.runner.store.staging.upload(slots)
+        self.drafts[i].index_copy_(0, index, torch.as_tensor(tokens))
 
     def copy_to_host(self) -> HostDrafts:
         """Enqueue a copy of `drafts` to the host."""
@@ -90,27 +151,16 @@ class Drafter:
         ready.record()
         return HostDrafts(pinned, ready)
 
-    def _keep_last(self, slots: np.ndarray, samples: Tensor | np.ndarray, final: np.ndarray) -> None:
-        """Set the latest samples of `slots` to those at the indices `final`."""
-        if isinstance(samples, np.ndarray):
-            self.runner.last_sampled.numpy()[slots] = samples[final]
-            return
-        index, proposing = self.runner.store.staging.upload_all([final, slots])
-        self.runner.last_sampled.index_copy_(0, proposing, samples.index_select(0, index))
-
-    def _compute_known(
-        self, fixed: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
-    ) -> tuple[Tensor | np.ndarray, np.ndarray]:
-        """Compute known tokens, of prompts too. Return all samples, and the indices of those after a slice that
-        proposes tokens."""
+    def _compute_known(self, fixed: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> None:
+        """Compute known tokens, of prompts too. Samples are not used."""
         row_counts = np.where(lengths <= MAX_SPLIT_TOKENS, lengths, 1)
         of, number = split_slices(row_counts)
-        rows = fixed[:, of]
+        rows, row_lengths = fixed[:, of], np.where(row_counts[of] > 1, 1, lengths[of])
         rows[2] += number
-        rows[0] = (number == row_counts[of] - 1) & (fixed[0] > 0)[of]
-        is_final = rows[0] > 0
-        rows[0, -1] |= not is_final.any()  # graphs of steps with prompts have at least one sample
+        if (row_lengths == 1).all():
+            self.runner.decode(np.stack((*rows[1:], tokens)))
+            return
+        rows[0] = 0
+        rows[0, -1] = 1  # graphs of steps with prompts have at least one sample
         none = np.zeros(len(of), dtype=np.int64)
-        slices = SeqSlices.from_arrays(rows, np.where(row_counts[of] > 1, 1, lengths[of]), tokens, none, none[:0])
-        samples: Tensor | np.ndarray = self.runner.launch(slices).samples.tokens
-        return samples, np.flatnonzero(is_final[rows[0] > 0])
+        self.runner.launch(SeqSlices.from_arrays(rows, row_lengths, tokens, none, none[:0]))

@@ -55,6 +55,14 @@ def resolve_tokens(tokens: Tensor, slots: Tensor, sampled_tokens: Tensor) -> Ten
     return torch.where(tokens < 0, sampled_tokens[(LAST_SAMPLED - tokens).clamp_(min=0), slots], tokens)
 
 
+def resolve_positions(positions: Tensor, slots: Tensor, base_positions: Tensor | None) -> Tensor:
+    """Return `positions` with those that only the device has: -1 - i is the i-th one, from 0, after `base_positions`
+    [slots] of the slot."""
+    if base_positions is None:
+        return positions
+    return torch.where(positions < 0, base_positions[slots] - 1 - positions, positions)
+
+
 def build_flat_batch(
     flat_inputs: FlatInputs, store: Store, sampled_tokens: Tensor, bidirectional_rows: np.ndarray | None = None
 ) -> ForwardBatch:

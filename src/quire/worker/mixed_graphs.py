@@ -24,7 +24,6 @@ from quire.kernels.forward_batch import ForwardBatch, LayerCache, StateRows
 from quire.kernels.limits import MAX_GRAPH_TOKENS
 from quire.kernels.mamba_states import CONV_TILE, StateCache, StatePlan, make_state_tiles
 from quire.kernels.triton.backend import CapturedBatch, TritonAttentionPlan, TritonBackend
-from quire.kernels.triton.decode import choose_splits, multiprocessors
 from quire.kernels.triton.prefill import make_prefill_tiles
 from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
@@ -233,7 +232,6 @@ class MixedGraphs:
         self.first_graphs: dict[tuple[int, int], CapturedGraph] = {}  # by tokens and rows of one token
         self.second_graphs: dict[int, CapturedGraph] = {}  # by rows that sample
         self.epilogue_graphs: dict[tuple[int, str], CapturedGraph] = {}
-        self.num_sms = multiprocessors(sampled_tokens.device)
         self.distinct_caches = list({cache.plan_key: cache for cache in store.caches.values()}.values())
         tiles = tuple(dict.fromkeys(backend.tile_queries(cache) for cache in self.distinct_caches))
         self.inputs = MixedGraphInputs(
@@ -325,18 +323,14 @@ class MixedGraphs:
             if num_decode_rows <= MEDIUM_DECODE_ROWS
             else MEDIUM_DECODE_ROWS
         )
-        return choose_splits(isqrt(smaller * num_decode_rows), cache.kv_heads, self.num_sms)
-
-    def last_layer_splits(self, cache: LayerCache, rows: int) -> int:
-        """Return the splits in the last attention, for rows that sample: few of them are padding."""
-        return choose_splits(rows, cache.kv_heads, self.num_sms)
+        return self.backend.num_splits(isqrt(smaller * num_decode_rows), cache)
 
     def _split_launches(self, cache: LayerCache) -> Iterator[tuple[int, int]]:
         """Yield (rows, splits) of all launches for rows of one token."""
         for decode_rows in {decode_rows for _, decode_rows in self.half_sizes()[0]}:
             yield decode_rows, self.num_splits(cache, decode_rows)
         for rows in self.inputs.sampled_row_sizes:
-            yield rows, self.last_layer_splits(cache, rows)
+            yield rows, self.backend.num_splits(rows, cache)
 
     def _run_first_half(self, tokens: int, num_decode_rows: int) -> None:
         """Compute `hidden_states` and `last_layer_inputs`."""
@@ -365,8 +359,7 @@ class MixedGraphs:
         ends, slots, positions = self.inputs.sampled_region(num_sampled)
         attended, cache = self.last_layer_inputs.index_select(0, ends), self.last_layer_cache
         if cache is not None:
-            tables, splits = self.store.tables[cache.group], self.last_layer_splits(cache, num_sampled)
             batch = self.backend.decode_batch(slots, positions, self.prompt_lens)
-            plan = self.backend.plan_captured(batch, tables, cache, self.split_scratch, splits)
+            plan = self.backend.plan_captured(batch, self.store.tables[cache.group], cache, self.split_scratch)
             attended = self.backend.attend_cached(attended, cache, plan)
         return self.logits(self.model.finish_selected(self.hidden_states.index_select(0, ends), attended.flatten(1)))

@@ -35,6 +35,7 @@ from quire.protocol.model_spec import ModelSpec
 from quire.protocol.sampling_params import MAX_LOGPROBS
 from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import (
+    FIRST_DRAFT,
     MAX_STEP_DRAFTS,
     ImageEncoding,
     MappingStats,
@@ -141,7 +142,7 @@ class ModelRunner:
         self.model: Any = model  # a RunnableModel, or None in a sleep of level 2
         self.make_model, self.notices = make_model, notices
         self.spec, self.dtype, self.device, self.eos_ids = spec, dtype, device, eos_ids
-        self.attention, self.backend = attention, _make_backend(attention, deterministic)
+        self.attention, self.backend = attention, _make_backend(attention, deterministic, max_drafts)
         self.use_graphs, self.deterministic, self.debug = use_graphs, deterministic, debug
         self.map_in_background, self.shared_buffer, self.state_dtype = map_in_background, shared_buffer, state_dtype
         self.exchange: Exchange | None = getattr(model, "exchange", None)  # with other ranks
@@ -154,10 +155,9 @@ class ModelRunner:
             assert draft_spec.vocab_size == spec.vocab_size, (
                 f"the draft model has {draft_spec.vocab_size} tokens, and the model {spec.vocab_size}"
             )
-            # A draft slice has one known token, or two if all draft tokens were accepted: rows as of one draft token.
             self.draft_runner = DraftModelRunner(
                 draft_model, draft_spec, dtype, device, attention, eos_ids, use_graphs=use_graphs,
-                deterministic=deterministic, make_model=make_draft_model, max_drafts=1,
+                deterministic=deterministic, make_model=make_draft_model, max_drafts=max_drafts,
             )  # fmt: skip
         self.defers_sampling = False  # True in `submit_without_masks`
         self.last_collected_at = -math.inf
@@ -168,6 +168,7 @@ class ModelRunner:
         self.sampler: Sampler
         self.sampled_tokens: Tensor  # see inputs.resolve_tokens
         self.last_sampled: Tensor  # by slot, the latest token: the first row of these
+        self.base_positions: Tensor | None = None  # see inputs.resolve_positions
         self.drafter: Drafter | None = None
         self.prompt_lengths: PromptLengths | None = None  # if layers have budgets
         self.state_checker: StateChecker | None = None  # in debug mode, if layers have states
@@ -196,11 +197,11 @@ class ModelRunner:
         spec = self.spec if self.draft_runner is None else self.spec.with_draft(self.draft_runner.spec)
         self._bind_store(self._make_store(kv_config, spec))
         if self.draft_runner is not None:
-            self.draft_runner._bind_store(self.store.draft_view(), self.capturer)
-            self.drafter = Drafter(self.draft_runner, self.sampled_tokens[1:])
+            self.draft_runner.bind_draft(self.store.draft_view(), self.sampled_tokens, self.capturer)
+            self.drafter = Drafter(self.draft_runner, self.sampled_tokens, self.draft_runner.base_positions)
 
-    def _bind_store(self, store: Store, capturer: GraphCapturer | None = None) -> None:
-        """Use the pages and tables of `store`. Graphs share the memory of `capturer`'s other graphs, if given."""
+    def _bind_store(self, store: Store) -> None:
+        """Use the pages and tables of `store`."""
         self.store, kv_config = store, store.kv_config
         self.prompt_lengths = self.store.prompt_lengths
         self.state_checker = StateChecker(kv_config) if self.debug and self.store.state_caches else None
@@ -219,12 +220,14 @@ class ModelRunner:
         if kv_config.both_ways:
             self.bidirectional_lens = np.zeros(kv_config.slots, dtype=np.int64)
         self.sampler = self._make_sampler(kv_config.slots)
-        rows = 1 if self.draft_runner is None else 1 + self.max_drafts
-        self.sampled_tokens = torch.zeros((rows, kv_config.slots), dtype=torch.int64, device=self.device)
-        self.last_sampled = self.sampled_tokens[0]
-        self.capturer = capturer
+        self._make_sampled_tokens(kv_config.slots)
         if self.use_graphs:
             self._prepare_graphs(min(self.max_rows, MAX_GRAPH_ROWS))
+
+    def _make_sampled_tokens(self, slots: int) -> None:
+        rows = 1 if self.draft_runner is None else 1 + self.max_drafts
+        self.sampled_tokens = torch.zeros((rows, slots), dtype=torch.int64, device=self.device)
+        self.last_sampled = self.sampled_tokens[0]
 
     @property
     def max_rows(self) -> int:
@@ -282,8 +285,9 @@ class ModelRunner:
         epilogues, capturer, logits = self._graph_epilogues(max_rows), self._graph_capturer(), self._logits_fn()
         model, store, backend, sampled = self.model, self.store, self.backend, self.sampled_tokens
         self.decode_graphs = DecodeGraphs(
-            model, logits, store, backend, sampled, store.staging, max_rows, epilogues, capturer, self.image_inputs
-        )
+            model, logits, store, backend, sampled, store.staging, max_rows, epilogues, capturer, self.image_inputs,
+            self.base_positions,
+        )  # fmt: skip
         self.mixed_graphs = MixedGraphs(
             model, logits, store, backend, sampled, self.spec.hidden, self.decode_graphs.capture_sizes, epilogues,
             capturer,
@@ -329,7 +333,7 @@ class ModelRunner:
                 warm_up(self.draft_runner, tokens, max_len)
             if count := min(self.max_drafts, max_len - 1):
                 padding = SeqSlice(0, (0,), 0, 1, (), (0,) * count)
-                proposing = (SeqSlice(0, (0, 0), 0, count - 1),) if self.drafter is not None else ()
+                proposing = (SeqSlice(0, (0,), 0, count),) if self.drafter is not None else ()
                 self.run_without_mixed_graphs(StepPlan((), (), (padding,), draft_slices=proposing))
                 self.store.clear_scratch()
 
@@ -355,8 +359,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Ticket:
-        """Enqueue a step: new slots, page operations and image encodings, in order; then the draft slices; then the
-        slices as one batch; then the overlapped page operations."""
+        """Enqueue a step: new slots, page operations and image encodings, in order; then the slices as one batch; then
+        the draft slices and the overlapped page operations."""
         submitted_at, start = time.perf_counter(), None
         for init in plan.new_slots:
             self.sampler.init_slot(init)
@@ -381,11 +385,8 @@ class ModelRunner:
             self.state_checker.check_and_advance(plan.slices, self.store.host_tables)
             self.state_checker.apply_page_ops(plan.overlapped_page_ops)
         host_drafts = None
-        if plan.draft_slices:
-            assert self.drafter is not None, "a plan has draft slices, and there is no draft model"
-            start = start or (self.idle_timer.start_step() if plan.slices else None)
-            self.drafter.propose(SeqSlices.from_slices(plan.draft_slices))
-            host_drafts = self.drafter.copy_to_host() if self.defers_sampling else None
+        if self.defers_sampling and self.drafter is not None:
+            host_drafts = self.drafter.copy_to_host()
         ticket = self._run_slices(plan, submitted_at, start)._replace(host_drafts=host_drafts)
         if self.image_inputs is not None:
             self.image_inputs.end_step()
@@ -403,24 +404,26 @@ class ModelRunner:
             self.defers_sampling = False
 
     def proposed_tokens(self, ticket: Ticket) -> dict[int, list[int]]:
-        """Wait until the draft model has proposed the tokens of a step of `submit_without_masks`. Return them by
-        slot."""
+        """Return the draft tokens of a step of `submit_without_masks` that the draft model has proposed, by slot."""
         if ticket.host_drafts is None:
             return {}
         tokens, ready = ticket.host_drafts
         if ready is not None:
             ready.synchronize()
         by_slot = tokens.numpy().T
-        return {row.slot: by_slot[row.slot, : row.num_samples].tolist() for row in ticket.plan.draft_slices}
+        return {
+            row.slot: by_slot[row.slot, : len(row.draft_tokens)].tolist()
+            for row in ticket.plan.slices
+            if row.draft_tokens and row.draft_tokens[0] <= FIRST_DRAFT
+        }
 
     @torch.inference_mode()
     def submit_masks(self, ticket: Ticket, masks: tuple[TokenBitmask, ...]) -> Ticket:
         """Sample a step of `submit_without_masks` under these masks."""
         self.sampler.set_bitmasks(masks, ticket.plan.slices)
-        if ticket.sample_later is None:
-            return ticket
-        samples = self._accept_drafts(ticket.sample_later(), ticket.verification)
-        return ticket._replace(pending_samples=samples, sample_later=None)
+        samples = None if ticket.sample_later is None else ticket.sample_later()
+        pending = self._end_step(ticket.plan, samples, ticket.verification)
+        return ticket._replace(pending_samples=pending, sample_later=None)
 
     def _run_slices(self, plan: StepPlan, submitted_at: float, start: StepStart | None) -> Ticket:
         """Enqueue a plan's slices, as graphs if possible. `start` is set if the step has begun already."""
@@ -435,8 +438,9 @@ class ModelRunner:
         state_rows = None if verification is None or self.state_replay is None else verification.state_rows()
         samples, prompt_logprobs, pooled, replayed = self.launch(rows, state_rows)
         pending, sample_later = None, None
-        if isinstance(samples, PendingSamples):
-            pending = self._accept_drafts(samples, verification)
+        if isinstance(samples, PendingSamples) or not self.defers_sampling:
+            assert samples is None or isinstance(samples, PendingSamples), "samples are not deferred"
+            pending = self._end_step(plan, samples, verification)
         else:
             sample_later = samples
         events = self.idle_timer.end_step(start, replayed and is_first)
@@ -461,25 +465,36 @@ class ModelRunner:
             return LaunchedRows(samples, replayed=True)
         return self._run_eager(rows, flat)
 
-    def _accept_drafts(self, samples: PendingSamples, verification: Verification | None) -> PendingSamples:
-        """Enqueue the verification of a step's draft tokens, if any, and the copy of its result to the host."""
-        if verification is None:
-            return samples
+    def _end_step(
+        self, plan: StepPlan, samples: PendingSamples | None, verification: Verification | None
+    ) -> PendingSamples | None:
+        """Enqueue the verification of a step's draft tokens, if any, the copy of its result to the host, and then the
+        draft slices."""
+        accepted: Tensor | np.ndarray | None = None
+        if verification is not None:
+            assert samples is not None, "draft tokens are verified by samples"
+            accepted = self._accept_drafts(samples, verification)
+            samples = samples._replace(accepted=accepted)
+            if isinstance(accepted, Tensor):
+                pinned = torch.empty(accepted.shape, dtype=accepted.dtype, pin_memory=True)
+                ready = torch.cuda.Event()
+                pinned.copy_(accepted, non_blocking=True)
+                ready.record()
+                samples = samples._replace(accepted=pinned, ready_event=ready)
+            if self.state_replay is not None:
+                self.state_replay.run(verification, accepted)
+        if plan.draft_slices:
+            assert self.drafter is not None, "a plan has draft slices, and there is no draft model"
+            self.drafter.propose(SeqSlices.from_slices(plan.draft_slices), verification, accepted)
+        return samples
+
+    def _accept_drafts(self, samples: PendingSamples, verification: Verification) -> Tensor | np.ndarray:
+        """Return the numbers of accepted draft tokens, on the device."""
         if self.device.type == "cpu":
             host_tokens, sampled = np.asarray(samples.tokens), self.sampled_tokens.numpy()
-            counts = verification.accept_on_host(host_tokens, sampled, self.synthetic_acceptance)
-            if self.state_replay is not None:
-                self.state_replay.run(verification, counts)
-            return samples._replace(accepted=counts)
+            return verification.accept_on_host(host_tokens, sampled, self.synthetic_acceptance)
         tokens = torch.as_tensor(samples.tokens)
-        accepted = verification.accept(tokens, self.sampled_tokens, self.store.staging, self.synthetic_acceptance)
-        pinned = torch.empty(accepted.shape, dtype=accepted.dtype, pin_memory=True)
-        ready = torch.cuda.Event()
-        pinned.copy_(accepted, non_blocking=True)
-        ready.record()
-        if self.state_replay is not None:
-            self.state_replay.run(verification, accepted)
-        return samples._replace(accepted=pinned, ready_event=ready)
+        return verification.accept(tokens, self.sampled_tokens, self.store.staging, self.synthetic_acceptance)
 
     def _needs_eager(self, slices: SeqSlices) -> bool:
         """Return True if some slices need what graphs lack: pruning of a prompt, image embeddings, attention both ways,
@@ -663,9 +678,13 @@ class ModelRunner:
         if self.draft_runner is not None:
             self.draft_runner._release_pages()
         self.drafter = self.capturer = None
-        self.image_inputs = self.prompt_lengths = self.state_checker = self.state_replay = None  # they refer to it
-        self.decode_graphs = self.mixed_graphs = None
-        for name in ("sampler", "sampled_tokens", "last_sampled"):
+        self.image_inputs = self.prompt_lengths = self.state_checker = None  # they refer to the store
+        self.decode_graphs = self.mixed_graphs = self.base_positions = None
+        for name in (
+            "sampler",
+            "sampled_tokens",
+            "last_sampled",
+        ):
             if hasattr(self, name):
                 delattr(self, name)
         if hasattr(self, "store"):
@@ -702,6 +721,20 @@ class DraftModelRunner(ModelRunner):
     """Runs the draft model of a runner in the draft layers of its memory. Its samples stay on the device. All of its
     rows are sampled by epilogues, so its graphs have none that returns logits."""
 
+    def bind_draft(self, store: Store, sampled_tokens: Tensor, capturer: GraphCapturer | None) -> None:
+        """Use the pages and tables of `store`, and the tokens of the model. Graphs share the memory of `capturer`'s
+        other graphs, if given."""
+        self.sampled_tokens, self.capturer = sampled_tokens, capturer
+        self._bind_store(store)
+
+    def _make_sampled_tokens(self, slots: int) -> None:
+        self.last_sampled, self.base_positions = torch.zeros((2, slots), dtype=torch.int64, device=self.device)
+
+    def can_replay(self, rows: int) -> bool:
+        """Return True if graphs on a GPU can run so many rows. They resolve positions that only the device has."""
+        graphs = self.decode_graphs
+        return self.device.type == "cuda" and graphs is not None and graphs.has_room(rows)
+
     def _graph_epilogues(self, max_rows: int) -> dict[str, Callable[[Tensor, Tensor], Any]]:
         return self.sampler.epilogues(self.last_sampled, max_rows)
 
@@ -734,7 +767,7 @@ class DraftModelRunner(ModelRunner):
         return StepResult((), self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))
 
 
-def _make_backend(name: str, deterministic: bool) -> Any:
+def _make_backend(name: str, deterministic: bool, max_drafts: int) -> Any:
     if name in TORCH_BACKENDS:
         return TORCH_BACKENDS[name]()
     if name == "native":
@@ -744,7 +777,7 @@ def _make_backend(name: str, deterministic: bool) -> Any:
     if name == "triton":
         from quire.kernels.triton.backend import TritonBackend
 
-        return TritonBackend(deterministic=deterministic)
+        return TritonBackend(deterministic=deterministic, max_drafts=max_drafts)
     from quire.kernels.triton.vendor_backend import VendorBackend
 
-    return VendorBackend(name)
+    return VendorBackend(name, max_drafts)

@@ -23,7 +23,7 @@ from quire.protocol.sampling_params import MAX_LOGPROBS
 from quire.protocol.seeds import branch_seed
 from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import SeqSlice, SliceResult, SlotInit, TokenBitmask, TopLogprobs
-from quire.worker.inverse_cdf import MAX_VOCAB, draw, token_weights, uniform_noise
+from quire.worker.gumbel import MAX_VOCAB, best_scores, keep_tokens, truncates
 from quire.worker.logprobs import LogprobLayout, log_normalizer, logprob_details, to_top_logprobs
 from quire.worker.penalties import PhraseTable, TokenHistory
 from quire.worker.pending_samples import PendingSamples, SamplingBatch
@@ -159,7 +159,9 @@ class Sampler:
         (self._min_tokens_slots.add if self._min_tokens_until[slot] else self._min_tokens_slots.discard)(slot)
         self._slot_epilogue[slot] = -1
         if init.num_logprobs < 0 and not self._needs_processing[slot]:
-            self._slot_epilogue[slot] = 0 if temperature == 0 else 2 if top_k > 0 or sampling.top_p < 1 else 1
+            self._slot_epilogue[slot] = (
+                0 if temperature == 0 else 2 if truncates(self._params[slot : slot + 1])[0] else 1
+            )
 
     def sampling_of(self, slot: int) -> DeviceSamplingParams:
         """Return the sampling parameters of a slot."""
@@ -259,16 +261,16 @@ class Sampler:
         are sampled once, and these rows a second time from their processed logits."""
         processed, sample_to_row = self._processed_rows(batch), batch.sample_to_row
         params = self._params[batch.slots]
-        uniforms = self._uniforms(batch) if (params[:, 0] > 0).any() else np.zeros(len(sample_to_row))
+        seeds, positions = self._sample_seeds(batch), batch.positions[sample_to_row]
         first_params = np.where(processed[:, None], (0, 0, 0, 1), params)  # greedy: only the faults are needed
-        tokens, faults = kernels.draw(logits, first_params, sample_to_row, uniforms, batch.slots, last_sampled)
+        tokens, faults = kernels.draw(logits, first_params, sample_to_row, seeds, positions, batch.slots, last_sampled)
         row_indices = np.flatnonzero(processed).tolist()
         if not row_indices:
             return tokens, faults, None
         places, index = np.flatnonzero(processed[sample_to_row]), to_device(np.array(row_indices), self.device)
         changed = self.process_logits(logits.index_select(0, index).float(), [rows[i] for i in row_indices])
         renumbered = (np.cumsum(processed) - 1)[sample_to_row[places]]
-        drawn, empty = kernels.draw(changed, params[row_indices], renumbered, uniforms[places])
+        drawn, empty = kernels.draw(changed, params[row_indices], renumbered, seeds[places], positions[places])
         fault = torch.where(faults.index_select(0, index) != 0, 1, 2 * empty)
         drawn = torch.where(self._select(fault, renumbered) == 0, drawn, 0)
         faults.index_copy_(0, index, fault)
@@ -290,28 +292,21 @@ class Sampler:
         params = self._params[batch.slots]
         is_random = params[:, 0] > 0
         if is_random.any():
-            uniforms = self._uniforms(batch)
-            drawn = self._draw_random_rows(processed, best, params, batch.sample_to_row, is_random, uniforms)
+            drawn = self._draw_random_rows(processed, best, batch, is_random)
             places = np.flatnonzero(is_random[batch.sample_to_row])
             tokens = tokens.index_copy(0, to_device(places, self.device), drawn)
         return torch.where(failed == 0, tokens, 0), fault, processed
 
-    def _draw_random_rows(
-        self,
-        logits: Tensor,
-        row_max: Tensor,
-        params: np.ndarray,
-        sample_to_row: np.ndarray,
-        random: np.ndarray,
-        uniforms: np.ndarray,
-    ) -> Tensor:
-        """Return the tokens of the samples whose row is `random` [R]. `sample_to_row` and `uniforms` [D] are of all
-        samples."""
-        if random.all():
-            return draw(token_weights(logits, row_max, params), sample_to_row, uniforms)
-        rows, places = np.flatnonzero(random), np.flatnonzero(random[sample_to_row])
-        weights = token_weights(self._select(logits, rows), self._select(row_max, rows), params[rows])
-        return draw(weights, (np.cumsum(random) - 1)[sample_to_row[places]], uniforms[places])
+    def _draw_random_rows(self, logits: Tensor, row_max: Tensor, batch: SamplingBatch, random: np.ndarray) -> Tensor:
+        """Return the tokens of the samples whose row is `random` [R]."""
+        rows, places = np.flatnonzero(random), np.flatnonzero(random[batch.sample_to_row])
+        params = self._params[batch.slots[rows]]
+        kept = keep_tokens(self._select(logits, rows), self._select(row_max, rows), params)
+        of_rows = batch.sample_to_row[places]
+        return best_scores(
+            kept, params[:, 0], (np.cumsum(random) - 1)[of_rows], self._sample_seeds(batch)[places],
+            batch.positions[of_rows],
+        )[1]  # fmt: skip
 
     def _needs_processing_rows(self, batch: SamplingBatch) -> np.ndarray:
         """Return for each row [R] whether it needs more than sampling: log-probabilities, masks, biases, penalties or a
@@ -459,11 +454,13 @@ class Sampler:
         ready.record()
         return host, ready
 
-    def _uniforms(self, batch: SamplingBatch) -> np.ndarray:
-        """Return the noise [D] of the samples."""
+    def _sample_seeds(self, batch: SamplingBatch) -> np.ndarray:
+        """Return the seeds [D] of the samples, int64; 0 if all rows are greedy."""
+        if not (self._params[batch.slots, 0] > 0).any():
+            return np.zeros(len(batch.sample_to_row), dtype=np.int64)
         branch = (np.arange(len(batch.sample_to_row)) - batch.first_sample[batch.sample_to_row]).astype(np.uint64)
-        seeds = branch_seed(self._seeds[batch.slots][batch.sample_to_row], branch)
-        return uniform_noise(seeds, batch.positions[batch.sample_to_row])
+        seeds: np.ndarray = branch_seed(self._seeds[batch.slots][batch.sample_to_row], branch).astype(np.int64)
+        return seeds
 
     def _select(self, tensor: Tensor, index: np.ndarray) -> Tensor:
         return tensor.index_select(0, to_device(index, self.device))
@@ -501,14 +498,14 @@ class Sampler:
         return f"masked {EPILOGUES[max(index, 1)]}" if self.bitmasks.has_masks else EPILOGUES[index]
 
     def fill_epilogue(self, slices: Sequence[SeqSlice]) -> None:
-        """Set the parameters and noise of `slices` for the next replay of an epilogue other than "greedy"."""
+        """Set parameters, seeds and positions of `slices` for the next replay of an epilogue other than "greedy"."""
         slices = SeqSlices.from_slices(slices)
         self.fill_rows(*np.array((slices.slots, slices.ends), dtype=np.int64))
 
     def fill_rows(self, slots: np.ndarray, ends: np.ndarray) -> None:
         """Do the same for samples of `slots` for the positions `ends`."""
         assert self._kernels is not None, "graphs need sampling kernels"
-        self._kernels.fill_epilogue(self._params[slots], uniform_noise(self._seeds[slots], ends))
+        self._kernels.fill_epilogue(self._params[slots], self._seeds[slots].astype(np.int64), ends)
         if self.bitmasks.has_masks:
             self.bitmasks.fill_epilogue(slots, ends)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.kernels.cpu.dispatch import DTYPE_SUFFIXES
 from quire.kernels.cpu.sampling import sample
+from quire.worker.gumbel import truncates
 from quire.worker.staging_buffer import StagingBuffer
 
 Epilogue = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -20,13 +21,8 @@ Epilogue = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 last_sampled[slots] too."""
 
 
-def needs_truncation(params: np.ndarray) -> np.ndarray:
-    """Return for each row of params [R, 4] (temperature, min_p, top_k, top_p) if it is random with top_k or top_p."""
-    return (params[:, 0] > 0) & ((params[:, 2] > 0) | (params[:, 3] < 1))
-
-
 class TritonSampling:
-    """Launches Triton kernels for logits [R, vocab_size]. A step's parameters and noise are uploaded in one copy."""
+    """Launches Triton kernels for logits [R, vocab_size]. A step's parameters and seeds are uploaded in one copy."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         from quire.kernels.triton import launch, sampling
@@ -34,19 +30,20 @@ class TritonSampling:
         self.vocab_size, self.device, self.kernels = vocab_size, device, sampling
         self.staging = StagingBuffer(device)
         self.pdl = device.type == "cuda" and launch.supports_pdl(device)
-        self._epilogue_inputs: Tensor | None = None  # float64 [5, max_rows]: params and uniforms
+        self._epilogue_inputs: Tensor | None = None  # 8 bytes [6, max_rows]: params, seeds and positions
 
     def draw(
         self,
         logits: Tensor,
         params: np.ndarray,
         sample_to_row: np.ndarray,
-        uniforms: np.ndarray,
+        seeds: np.ndarray,
+        positions: np.ndarray,
         slots: np.ndarray | None = None,
         last_sampled: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens [D] and faults [R], in one storage, of logits [R, V], params [R, 4], sample_to_row and uniforms
-        [D].
+        """Return tokens [D] and faults [R], in one storage, of logits [R, V], params [R, 4], and sample_to_row,
+        seeds and positions [D].
 
         The first sample of each row is written to last_sampled[slots] too, if both are given. See
         `kernels.triton.sampling.sample`.
@@ -56,42 +53,43 @@ class TritonSampling:
             slots, last_sampled = np.zeros(rows, dtype=np.int64), torch.empty(1, dtype=torch.int64, device=self.device)
         tokens, faults = torch.empty(count + rows, dtype=torch.int64, device=self.device).split((count, rows))
         if count == rows and not (params[:, 0] > 0).any():
-            scratch = self.kernels.SamplingScratch.allocate(rows, self.vocab_size, self.device, has_random=False)
+            scratch = self.kernels.SamplingScratch.allocate(rows, self.vocab_size, self.device, has_truncation=False)
             self.kernels.greedy(logits, self.staging.upload(slots), last_sampled, tokens, faults, scratch, self.pdl)
             return tokens, faults
-        truncates = bool(needs_truncation(params).any())
-        scratch = self.kernels.SamplingScratch.allocate(rows, self.vocab_size, self.device, has_truncation=truncates)
-        inputs = self.staging.upload_all([params, sample_to_row, uniforms, slots])
-        device_params, device_rows, device_uniforms, device_slots = inputs
+        has_truncation = bool(truncates(params).any())
+        scratch = self.kernels.SamplingScratch.allocate(rows, self.vocab_size, self.device, has_truncation, count)
+        device_params, device_rows, device_seeds, device_positions, device_slots = self.staging.upload_all(
+            [params, sample_to_row, seeds, positions, slots]
+        )
         self.kernels.sample(
-            logits, device_params, device_rows, device_uniforms, device_slots, last_sampled, tokens, faults, scratch,
-            truncates, self.pdl,
+            logits, device_params, device_rows, device_seeds, device_positions, device_slots, last_sampled, tokens,
+            faults, scratch, has_truncation, self.pdl,
         )  # fmt: skip
         return tokens, faults
 
     def epilogues(self, last_sampled: Tensor, max_rows: int) -> dict[str, Epilogue]:
-        """Return the epilogues for up to `max_rows` rows of one sample each: "greedy", "random" (any temperature and
-        min_p) and "cut" (any top_k and top_p too). Call `fill_epilogue` before a replay of the latter two. Their
+        """Return the epilogues for up to `max_rows` rows of one sample each: "greedy", "random" (any temperature)
+        and "cut" (any min_p, top_k and top_p too). Call `fill_epilogue` before a replay of the latter two. Their
         scratch memory is allocated during capture, so graphs of one pool share it."""
-        self._epilogue_inputs = torch.zeros((5, max_rows), dtype=torch.float64, device=self.device)
-        params, uniforms = self.epilogue_inputs(max_rows)
+        self._epilogue_inputs = torch.zeros((6, max_rows), dtype=torch.int64, device=self.device)
+        params, seeds, positions = self.epilogue_inputs(max_rows)
         sample_to_row = torch.arange(max_rows, device=self.device)
         kernels, vocab, device = self.kernels, self.vocab_size, self.device
 
         def greedy(logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-            scratch = kernels.SamplingScratch.allocate(len(logits), vocab, device, has_random=False)
+            scratch = kernels.SamplingScratch.allocate(len(logits), vocab, device, has_truncation=False)
             tokens, faults = torch.empty((2, len(logits)), dtype=torch.int64, device=device)
             kernels.greedy(logits, slots, last_sampled, tokens, faults, scratch, self.pdl)
             return tokens, faults
 
-        def make_random(truncates: bool) -> Epilogue:
+        def make_random(has_truncation: bool) -> Epilogue:
             def random(logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
                 rows = len(logits)
-                scratch = kernels.SamplingScratch.allocate(rows, vocab, device, has_truncation=truncates)
+                scratch = kernels.SamplingScratch.allocate(rows, vocab, device, has_truncation)
                 tokens, faults = torch.empty((2, rows), dtype=torch.int64, device=device)
                 kernels.sample(
-                    logits, params, sample_to_row[:rows], uniforms, slots, last_sampled, tokens, faults, scratch,
-                    truncates, self.pdl,
+                    logits, params, sample_to_row[:rows], seeds, positions, slots, last_sampled, tokens, faults,
+                    scratch, has_truncation, self.pdl,
                 )  # fmt: skip
                 return tokens, faults
 
@@ -99,32 +97,32 @@ class TritonSampling:
 
         return {"greedy": greedy, "random": make_random(False), "cut": make_random(True)}
 
-    def epilogue_inputs(self, max_rows: int) -> tuple[Tensor, Tensor]:
-        """Return params [max_rows, 4] and uniforms [max_rows], which epilogues read and `fill_epilogue` sets."""
+    def epilogue_inputs(self, max_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return params [max_rows, 4], seeds and positions [max_rows], which `fill_epilogue` sets for epilogues."""
         assert self._epilogue_inputs is not None, "`epilogues` comes first"
-        return self._epilogue_inputs[:4].view(max_rows, 4), self._epilogue_inputs[4]
+        params, seeds, positions = self._epilogue_inputs.split((4, 1, 1))
+        return params.view(torch.float64).view(max_rows, 4), seeds[0], positions[0]
 
     def warmup(self, rows: int, dtype: torch.dtype) -> None:
         """Sample `rows` rows of zeros by all kernels, so that they are compiled and loaded. From any thread."""
         kernels, device = self.kernels, self.device
         logits = torch.zeros((rows, self.vocab_size), dtype=dtype, device=device)
         zeros = torch.zeros(rows, dtype=torch.int64, device=device)
-        params, uniforms = torch.zeros((5, rows), dtype=torch.float64, device=device).split((4, 1))
+        params = torch.zeros((rows, 4), dtype=torch.float64, device=device)
         tokens, faults = torch.empty((2, rows), dtype=torch.int64, device=device)
         scratch = kernels.SamplingScratch.allocate(rows, self.vocab_size, device)
         kernels.greedy(logits, zeros, zeros, tokens, faults, scratch, self.pdl)
-        for truncates in (False, True):
+        for has_truncation in (False, True):
             kernels.sample(
-                logits, params.view(rows, 4), zeros, uniforms, zeros, zeros, tokens, faults, scratch, truncates,
-                self.pdl,
-            )  # fmt: skip
+                logits, params, zeros, zeros, zeros, zeros, zeros, tokens, faults, scratch, has_truncation, self.pdl
+            )
 
-    def fill_epilogue(self, params: np.ndarray, uniforms: np.ndarray) -> None:
-        """Set params [R, 4] and uniforms [R] of the next replay; padding is greedy."""
+    def fill_epilogue(self, params: np.ndarray, seeds: np.ndarray, positions: np.ndarray) -> None:
+        """Set params [R, 4], seeds and positions [R] of the next replay; padding is greedy."""
         assert self._epilogue_inputs is not None, "`epilogues` comes first"
-        values = np.zeros(tuple(self._epilogue_inputs.shape))
-        values[:4].reshape(-1, 4)[: len(params)] = params
-        values[4, : len(uniforms)] = uniforms
+        values = np.zeros(tuple(self._epilogue_inputs.shape), dtype=np.int64)
+        values[:4].view(np.float64).reshape(-1, 4)[: len(params)] = params
+        values[4, : len(seeds)], values[5, : len(seeds)] = seeds, positions
         self.staging.upload(values, self._epilogue_inputs)
 
 
@@ -133,7 +131,7 @@ class NativeSampling:
 
     def __init__(self) -> None:
         self._epilogue_params = np.zeros((0, 4))  # [max_rows, 4]
-        self._epilogue_uniforms = np.zeros(0)  # [max_rows]
+        self._epilogue_noise = np.zeros((2, 0), dtype=np.int64)  # [2, max_rows]: seeds and positions
         self._num_filled = 0
 
     def draw(
@@ -141,7 +139,8 @@ class NativeSampling:
         logits: Tensor,
         params: np.ndarray,
         sample_to_row: np.ndarray,
-        uniforms: np.ndarray,
+        seeds: np.ndarray,
+        positions: np.ndarray,
         slots: np.ndarray | None = None,
         last_sampled: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -153,27 +152,32 @@ class NativeSampling:
             logits = logits if logits.dtype in DTYPE_SUFFIXES else logits.float()
             sample(
                 logits.contiguous(), torch.from_numpy(params), torch.from_numpy(sample_to_row),
-                torch.from_numpy(uniforms), torch.from_numpy(slots), last_sampled, tokens, faults,
+                torch.from_numpy(seeds), torch.from_numpy(positions), torch.from_numpy(slots), last_sampled, tokens,
+                faults,
             )  # fmt: skip
         return tokens, faults
 
     def epilogues(self, last_sampled: Tensor, max_rows: int) -> dict[str, Epilogue]:
-        self._epilogue_params, self._epilogue_uniforms = np.zeros((max_rows, 4)), np.zeros(max_rows)
-        params, uniforms = torch.from_numpy(self._epilogue_params), torch.from_numpy(self._epilogue_uniforms)
+        self._epilogue_params, self._epilogue_noise = np.zeros((max_rows, 4)), np.zeros((2, max_rows), dtype=np.int64)
+        params, (seeds, positions) = torch.from_numpy(self._epilogue_params), torch.from_numpy(self._epilogue_noise)
 
         def greedy(logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
             tokens, faults = torch.empty((2, len(logits)), dtype=torch.int64)
-            sample(logits, None, None, None, slots, last_sampled, tokens, faults)
+            sample(logits, None, None, None, None, slots, last_sampled, tokens, faults)
             return tokens, faults
 
         def random(logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
             tokens, faults = torch.empty((2, len(logits)), dtype=torch.int64)
-            sample(logits, params, None, uniforms, slots, last_sampled, tokens, faults)
+            sample(logits, params, None, seeds, positions, slots, last_sampled, tokens, faults)
             return tokens, faults
 
         return {"greedy": greedy, "random": random, "cut": random}
 
-    def fill_epilogue(self, params: np.ndarray, uniforms: np.ndarray) -> None:
+    def fill_epilogue(self, params: np.ndarray, seeds: np.ndarray, positions: np.ndarray) -> None:
         rows = len(params)
         self._epilogue_params[rows : self._num_filled] = 0
-        self._epilogue_params[:rows], self._epilogue_uniforms[:rows], self._num_filled = params, uniforms, rows
+        self._epilogue_params[:rows], self._epilogue_noise[:, :rows], self._num_filled = (
+            params,
+            (seeds, positions),
+            rows,
+        )

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from quire.kernels.forward_batch import StateRows
 from quire.protocol.columns import LENGTHS_ONE, LENGTHS_ZERO
+from quire.protocol.seeds import splitmix64
 from quire.protocol.seq_slices import EMPTY_COLUMN, RaggedColumn, SeqSlices, split_slices
 from quire.protocol.step_plan import LAST_SAMPLED, SliceResult
-from quire.worker.inverse_cdf import uniform_noise
 from quire.worker.staging_buffer import StagingBuffer
 
 NO_TOKEN = -1
@@ -84,12 +84,6 @@ class Verification(NamedTuple):
         expanded = SeqSlices(rows.reshape(-1), rows[0].size, tokens, EMPTY_COLUMN, EMPTY_COLUMN)
         return cls(expanded, [width - 1] * count, fixed[1], first, fixed[2] + 1, drafts, slices)
 
-    @property
-    def num_drafts(self) -> np.ndarray:
-        """The number of draft tokens of each slice that has some [V]."""
-        counts: np.ndarray = (self.drafts != NO_TOKEN).sum(1)
-        return counts
-
     def state_rows(self) -> StateRows:
         """Return the rows of layers with states: each slice is one, since its states follow from one another."""
         slices, counts = self.slices, self.slices.lengths(self.slices.draft_tokens)
@@ -99,16 +93,32 @@ class Verification(NamedTuple):
         rows.columns[4] = counts > 0
         return rows._replace(saved_tokens=np.flatnonzero(np.repeat(counts > 0, lengths)))
 
+    @property
+    def num_drafts(self) -> np.ndarray:
+        """The number of draft tokens of each slice [V]."""
+        counts: np.ndarray = (self.drafts != NO_TOKEN).sum(1)
+        return counts
+
+    def index_of(self, slots: np.ndarray, num_slots: int) -> np.ndarray:
+        """Return the index of the slice with draft tokens of each of `slots`, -1 if it has none."""
+        index = np.full(num_slots, -1)
+        index[self.slots] = np.arange(len(self.slots))
+        return index[slots]
+
     def accept(
         self, tokens: Tensor, sampled_tokens: Tensor, staging: StagingBuffer, synthetic: float | None = None
     ) -> Tensor:
         """Return the number of accepted draft tokens of each slice [V], on the device, from all samples of the step
-        [D]. Set the slots' LAST_SAMPLED to the sample after these. `sampled_tokens`: see resolve_tokens. `synthetic`:
-        see Experiment.synthetic_acceptance."""
+        [D]. Set the slots' LAST_SAMPLED to the sample after these, and their draft tokens to the samples at their
+        positions: the accepted ones stay as they are. `sampled_tokens`: see resolve_tokens. `synthetic`: see
+        Experiment.synthetic_acceptance."""
         if synthetic is not None:
             counts = self._agree_synthetically(synthetic).cumprod(1).sum(1)
-            slots, first, accepted = staging.upload_all([self.slots, self.first_samples, counts])
+            indices = self._sample_indices(len(tokens))
+            slots, first, accepted, index = staging.upload_all([self.slots, self.first_samples, counts, indices])
             sampled_tokens[0].index_copy_(0, slots, tokens[first + accepted])
+            if len(sampled_tokens) > 1:
+                sampled_tokens[1 : 1 + indices.shape[1]].index_copy_(1, slots, tokens[index].T)
             return accepted
         slots, first, drafts = staging.upload_all([self.slots, self.first_samples, self.drafts])
         from quire.kernels.triton.verification import accept_drafts
@@ -122,19 +132,26 @@ class Verification(NamedTuple):
             drafts = np.where(
                 drafts < 0, sampled_tokens[np.maximum(LAST_SAMPLED - drafts, 0), self.slots[:, None]], drafts
             )
-        samples = tokens[np.minimum(self.first_samples[:, None] + np.arange(drafts.shape[1]), len(tokens) - 1)]
+        samples = tokens[self._sample_indices(len(tokens))]
         agrees = (samples == drafts) & (self.drafts != NO_TOKEN)
         if synthetic is not None:
             agrees = self._agree_synthetically(synthetic)
         accepted: np.ndarray = agrees.cumprod(1).sum(1)
         sampled_tokens[0, self.slots] = tokens[self.first_samples + accepted]
+        if len(sampled_tokens) > 1:
+            sampled_tokens[1 : 1 + samples.shape[1], self.slots] = samples.T
         return accepted
+
+    def _sample_indices(self, count: int) -> np.ndarray:
+        """Return the indices, among `count` samples, of those at the positions of draft tokens [V, K]; of padding any
+        ones."""
+        return np.minimum(self.first_samples[:, None] + np.arange(self.drafts.shape[1]), count - 1)
 
     def _agree_synthetically(self, probability: float) -> np.ndarray:
         """Return which draft tokens [V, K] count as right, each with `probability`, by its slot and position."""
         positions = self.positions[:, None] + np.arange(self.drafts.shape[1])
-        noise = uniform_noise(np.broadcast_to(self.slots[:, None], positions.shape), positions)
-        agrees: np.ndarray = (noise < probability) & (self.drafts != NO_TOKEN)
+        bits = splitmix64(splitmix64(self.slots.astype(np.uint64))[:, None] + positions.astype(np.uint64))
+        agrees: np.ndarray = (bits >> np.uint64(11) < probability * 2.0**53) & (self.drafts != NO_TOKEN)
         return agrees
 
     def merge(self, results: Sequence[SliceResult], accepted: Sequence[int]) -> list[SliceResult]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,15 +11,13 @@ from torch import Tensor
 
 from quire.layers.exchange import Exchange, gather_logits
 from quire.layers.sharding import shard_vocab
+from quire.worker.gumbel import truncates
 from quire.worker.pending_samples import PendingSamples, SamplingBatch
 from quire.worker.sampler import Sampler
-from quire.worker.sampling_kernels import Epilogue, TritonSampling, needs_truncation
+from quire.worker.sampling_kernels import Epilogue, TritonSampling
 from quire.worker.vocab_parallel_sampling import VocabParallelSampling
 
-if TYPE_CHECKING:
-    from quire.kernels.triton.vocab_parallel_sampling import RowMax
-
-MAX_GATHERED_ROWS = 16  # random rows whose logits are gathered: three exchanges would take longer
+MAX_GATHERED_ROWS = 16  # rows with min_p, top_k or top_p whose logits are gathered: ten exchanges would take longer
 
 
 class VocabParallelSampler(Sampler):
@@ -56,8 +53,9 @@ class VocabParallelSampler(Sampler):
     def _sample_plain(self, logits: Tensor, batch: SamplingBatch, last_sampled: Tensor | None) -> PendingSamples:
         """Return the samples of rows that only sample."""
         tokens, faults = self.vocab_parallel.draw(
-            logits, self._params[batch.slots], batch.sample_to_row, self._uniforms(batch)
-        )
+            logits, self._params[batch.slots], batch.sample_to_row, self._sample_seeds(batch),
+            batch.positions[batch.sample_to_row],
+        )  # fmt: skip
         if last_sampled is not None:
             last_sampled.index_copy_(0, torch.from_numpy(batch.slots), self._select(tokens, batch.first_sample))
         host = torch.cat((tokens, faults))
@@ -81,18 +79,17 @@ class VocabParallelTritonSampler(Sampler):
         batch = SamplingBatch.from_rows(rows)
         if last_sampled is None or self._needs_processing_rows(batch).any():
             return super().sample(self.vocab_parallel.gather_logits(logits), rows, last_sampled)
-        params = self._params[batch.slots]
-        uniforms = self._uniforms(batch) if (params[:, 0] > 0).any() else np.zeros(len(batch.sample_to_row))
         tokens, faults = self.vocab_parallel.draw_local(
-            logits, params, batch.sample_to_row, uniforms, batch.slots, last_sampled
-        )
+            logits, self._params[batch.slots], batch.sample_to_row, self._sample_seeds(batch),
+            batch.positions[batch.sample_to_row], batch.slots, last_sampled,
+        )  # fmt: skip
         return self._pack(logits, None, tokens, faults, batch)
 
 
 class VocabParallelTritonSampling(TritonSampling):
     """A TritonSampling whose epilogues and `draw_local` take this rank's logits, padded to the same width on all ranks;
-    `draw` takes full logits. A rank sends 8 bytes a row if all are greedy, 20 if some are random, 3,860 if some have
-    top_k or top_p. Of up to MAX_GATHERED_ROWS random rows all logits are gathered."""
+    `draw` takes full logits. A rank sends 8 bytes a sample, and 3,848 more a row if some have min_p, top_k or top_p.
+    Of up to MAX_GATHERED_ROWS rows of which some have, all logits are gathered."""
 
     def __init__(self, vocab_size: int, device: torch.device, exchange: Exchange) -> None:
         from quire.kernels.triton import vocab_parallel_sampling
@@ -101,7 +98,7 @@ class VocabParallelTritonSampling(TritonSampling):
         self.exchange, self.vocab_range = exchange, shard_vocab(exchange.shard, vocab_size)
         self.vocab_parallel_kernels = vocab_parallel_sampling
         self.vocab_shard = vocab_parallel_sampling.VocabShard(
-            exchange.shard.tp_rank, self.vocab_range.local.start, len(self.vocab_range.local)
+            self.vocab_range.local.start if self.vocab_range.local else 0, len(self.vocab_range.local)
         )
 
     def gather_logits(self, logits: Tensor) -> Tensor:
@@ -113,75 +110,59 @@ class VocabParallelTritonSampling(TritonSampling):
         logits: Tensor,
         params: np.ndarray,
         sample_to_row: np.ndarray,
-        uniforms: np.ndarray,
+        seeds: np.ndarray,
+        positions: np.ndarray,
         slots: np.ndarray,
         last_sampled: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Do the same as TritonSampling.draw, from this rank's logits."""
-        rows, count, random = len(params), len(sample_to_row), bool((params[:, 0] > 0).any())
-        if random and rows <= MAX_GATHERED_ROWS:
-            return self.draw(self.gather_logits(logits), params, sample_to_row, uniforms, slots, last_sampled)
+        rows, count, has_truncation = len(params), len(sample_to_row), bool(truncates(params).any())
+        if has_truncation and rows <= MAX_GATHERED_ROWS:
+            return self.draw(self.gather_logits(logits), params, sample_to_row, seeds, positions, slots, last_sampled)
         tokens, faults = torch.empty(count + rows, dtype=torch.int64, device=self.device).split((count, rows))
-        inputs = self.staging.upload_all([params, sample_to_row, uniforms, slots])
-        device_params, device_rows, device_uniforms, device_slots = inputs
-        if random:
-            self._draw_random(
-                logits, device_params, device_rows, device_uniforms, device_slots, last_sampled, tokens, faults,
-                truncates=bool(needs_truncation(params).any()),
-            )  # fmt: skip
-        else:
-            self._draw_greedy(logits, device_rows, device_slots, last_sampled, tokens, faults)
+        device_params, device_rows, device_seeds, device_positions, device_slots = self.staging.upload_all(
+            [params, sample_to_row, seeds, positions, slots]
+        )
+        self._draw_random(
+            logits, device_params, device_rows, device_seeds, device_positions, device_slots, last_sampled, tokens,
+            faults, has_truncation,
+        )  # fmt: skip
         return tokens, faults
 
     def epilogues(self, last_sampled: Tensor, max_rows: int) -> dict[str, Epilogue]:
         full_epilogues = super().epilogues(last_sampled, max_rows)
-        params, uniforms = self.epilogue_inputs(max_rows)
-        sample_to_row = torch.arange(max_rows, device=self.device)
+        params, seeds, positions = self.epilogue_inputs(max_rows)
+        sample_to_row, kernels = torch.arange(max_rows, device=self.device), self.vocab_parallel_kernels
 
         def greedy(logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
             tokens, faults = torch.empty((2, len(logits)), dtype=torch.int64, device=self.device)
-            self._draw_greedy(logits, sample_to_row[: len(logits)], slots, last_sampled, tokens, faults)
+            maxima = self.exchange.all_gather(kernels.local_max(logits, self.vocab_shard, self.pdl))
+            kernels.merge(maxima, self.vocab_size, None, slots, last_sampled, tokens, faults, self.pdl)
             return tokens, faults
 
         def random(name: str, logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-            rows = len(logits)
-            if rows <= MAX_GATHERED_ROWS:
+            rows, has_truncation = len(logits), name == "cut"
+            if has_truncation and rows <= MAX_GATHERED_ROWS:
                 return full_epilogues[name](self.gather_logits(logits), slots)
             tokens, faults = torch.empty((2, rows), dtype=torch.int64, device=self.device)
             self._draw_random(
-                logits, params, sample_to_row[:rows], uniforms[:rows], slots, last_sampled, tokens, faults,
-                truncates=name == "cut",
+                logits, params, sample_to_row[:rows], seeds, positions, slots, last_sampled, tokens, faults,
+                has_truncation,
             )  # fmt: skip
             return tokens, faults
 
         return {"greedy": greedy, **{name: partial(random, name) for name in ("random", "cut")}}
 
-    def _draw_greedy(
-        self, logits: Tensor, sample_to_row: Tensor, slots: Tensor, last_sampled: Tensor, tokens: Tensor, faults: Tensor
-    ) -> RowMax:
-        """Set tokens[d] to the greedy token of row sample_to_row[d]. Return the maxima of all ranks, and their ids."""
-        kernels = self.vocab_parallel_kernels
-        has_several = len(tokens) > len(logits)
-        row_tokens = torch.empty_like(faults) if has_several else tokens
-        maxima = self.exchange.all_gather(kernels.local_max(logits, self.vocab_shard, self.pdl))
-        row_max: RowMax = kernels.merge_max(maxima, self.vocab_size, slots, last_sampled, row_tokens, faults, self.pdl)
-        if has_several:
-            tokens.copy_(row_tokens.index_select(0, sample_to_row))
-        return row_max
-
     def _draw_random(
-        self, logits: Tensor, params: Tensor, sample_to_row: Tensor, uniforms: Tensor, slots: Tensor,
-        last_sampled: Tensor, tokens: Tensor, faults: Tensor, truncates: bool,
+        self, logits: Tensor, params: Tensor, sample_to_row: Tensor, seeds: Tensor, positions: Tensor, slots: Tensor,
+        last_sampled: Tensor, tokens: Tensor, faults: Tensor, has_truncation: bool,
     ) -> None:  # fmt: skip
         """Do the same as kernels.triton.sampling.sample, from this rank's logits."""
         kernels, gather = self.vocab_parallel_kernels, self.exchange.all_gather
-        row_max = self._draw_greedy(logits, sample_to_row, slots, last_sampled, tokens, faults)
-        if truncates:
-            weights = kernels.find_thresholds(logits, self.vocab_shard, params, row_max, gather, self.pdl)
-        else:
-            weights = kernels.weigh_tokens(logits, self.vocab_shard, params, row_max, self.pdl)
-        totals = gather(weights.row_weights)
-        drawn = kernels.draw_local(
-            logits, self.vocab_shard, params, sample_to_row, uniforms, row_max, weights, totals, self.pdl
-        )
-        kernels.merge_draws(gather(drawn), self.vocab_size, sample_to_row, slots, last_sampled, tokens, self.pdl)
+        cut = None
+        if has_truncation:
+            maxima = gather(kernels.local_max(logits, self.vocab_shard, self.pdl))
+            row_peaks = maxima[..., 0].view(torch.float32).amax(0)
+            cut = row_peaks, kernels.find_thresholds(logits, self.vocab_shard, params, row_peaks, gather, self.pdl)
+        scores = kernels.local_scores(logits, self.vocab_shard, params, sample_to_row, seeds, positions, cut, self.pdl)
+        kernels.merge(gather(scores), self.vocab_size, sample_to_row, slots, last_sampled, tokens, faults, self.pdl)

@@ -1,10 +1,10 @@
 """Sampling on CPU ranks of which each has the logits of its part of the vocabulary. No logits are gathered, and the
-tokens equal those of quire.worker.inverse_cdf on all logits. Ranks exchange maxima, sums of weights, and tokens; for
-top_k and top_p also the most likely tokens.
+tokens equal those of quire.worker.gumbel on all logits. Ranks exchange their greatest scores and the tokens that have
+them; for min_p, top_k and top_p also maxima, sums of weights and the most likely tokens.
 
 Every rank calls the same methods in the same order with the same arguments, apart from its logits, and gets the same
-results. Likelihoods are relative to the maximum of all ranks, element by element, so their bits equal those of a full
-row; weights are integers, so sums of sums are exact.
+results. Scores and likelihoods, relative to the maximum of all ranks, are computed element by element, so their bits
+equal those of a full row; weights are integers, so sums of sums are exact.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from quire.layers.exchange import Exchange, gather_logits
 from quire.layers.sharding import shard_vocab
-from quire.worker.inverse_cdf import (
+from quire.worker.gumbel import (
     WEIGHT_SCALE,
-    BlockSums,
-    draw_targets,
+    best_scores,
+    keep_tokens,
     threshold_of_sorted,
-    token_weights,
     top_values,
     total_weight,
+    truncates,
 )
 
 MAX_SENT_LIKELIHOODS = 512  # likelihoods that a rank sends of a row before a search by sums
@@ -34,8 +34,7 @@ NUM_MARKS = 16  # keys whose sums are exchanged in a round of the search
 class VocabParallelSampling:
     """Samples from logits over `vocab_size` tokens of which this rank has a part.
 
-    Of a row with one sample a rank sends 8 bytes if it is greedy, 24 if it is random without top_k and top_p, and at
-    most 3,888 with them; 8 more for each further sample.
+    A rank sends 16 bytes of a sample, and at most 3,864 of a row that has min_p, top_k or top_p.
     """
 
     def __init__(self, exchange: Exchange, vocab_size: int) -> None:
@@ -47,48 +46,34 @@ class VocabParallelSampling:
         return gather_logits(logits, self.vocab_range, self.exchange)
 
     def draw(
-        self, logits: Tensor, params: np.ndarray, sample_to_row: np.ndarray, uniforms: np.ndarray
+        self, logits: Tensor, params: np.ndarray, sample_to_row: np.ndarray, seeds: np.ndarray, positions: np.ndarray
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens [D] and faults [R] from this rank's logits, padded, params [R, 4], sample_to_row and uniforms
-        [D]. The same as NativeSampling.draw of all logits."""
+        """Return tokens [D] and faults [R] from this rank's logits, padded, params [R, 4], sample_to_row, seeds and
+        positions [D]. The same as NativeSampling.draw of all logits."""
         assert logits.shape == (len(params), self.vocab_range.padded), (
             f"{tuple(logits.shape)} logits for {len(params)} rows"
         )
-        own = logits[:, : len(self.vocab_range.local)].float()
-        if not len(self.vocab_range.local):  # a token that cannot be sampled
-            own = torch.full((len(logits), 1), -torch.inf)
-        best, tokens = self._global_max(own)
-        faults = (~best.isfinite()).long()
-        tokens = torch.where(faults == 0, tokens, 0)[torch.from_numpy(sample_to_row)]
-        random = (params[:, 0] > 0) & (faults.numpy() == 0)
-        if random.any():
-            rows, places = np.flatnonzero(random), np.flatnonzero(random[sample_to_row])
-            if len(rows) < len(random):
-                index = torch.from_numpy(rows)
-                own, best = own.index_select(0, index), best.index_select(0, index)
-            weights = token_weights(own, best, params[rows], self._find_threshold)
-            renumbered = (np.cumsum(random) - 1)[sample_to_row[places]]
-            tokens[torch.from_numpy(places)] = self._draw_tokens(weights, renumbered, uniforms[places])
+        local = self.vocab_range.local
+        own = logits[:, : len(local)].float() if local else torch.full((len(logits), 1), -torch.inf)
+        cut = np.flatnonzero(truncates(params))
+        if len(cut):
+            best = self._row_peaks(own.index_select(0, torch.from_numpy(cut)))
+            cut, best = cut[best.isfinite().numpy()], best[best.isfinite()]  # the scores of others are not finite
+            index = torch.from_numpy(cut)
+            kept = keep_tokens(own.index_select(0, index), best, params[cut], self._find_threshold)
+            own = own.index_copy(0, index, kept)
+        scores, tokens = best_scores(own, params[:, 0], sample_to_row, seeds, positions, local.start if local else 0)
+        gathered = self.exchange.all_gather(torch.stack((scores, tokens.double()), -1))
+        scores, rank = gathered[..., 0].max(0)  # a NaN counts as the greatest
+        faulty = ~scores.isfinite()
+        tokens = gathered[..., 1].gather(0, rank[None])[0].long().masked_fill_(faulty, 0)
+        faults = torch.zeros(len(params), dtype=torch.int64)
+        faults[torch.from_numpy(sample_to_row)] = faulty.long()
         return tokens, faults
 
-    def _global_max(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the maxima [R] of all ranks' logits and their lowest ids [R]. NaN counts as the greatest."""
-        best, place = own.max(-1)
-        ids = (place + self.vocab_range.local.start).float()  # below 2**24
-        gathered = self.exchange.all_gather(torch.stack((best, ids), -1))
-        best, rank = gathered[..., 0].max(0)
-        return best, gathered[..., 1].gather(0, rank[None])[0].long()
-
-    def _draw_tokens(self, weights: Tensor, sample_to_row: np.ndarray, uniforms: np.ndarray) -> Tensor:
-        """Do the same as quire.worker.inverse_cdf.draw: find the token's rank by sums over ranks, then its id there."""
-        block_sums, index = BlockSums(weights), torch.from_numpy(sample_to_row)
-        parts = self.exchange.all_gather(block_sums.total)
-        sums = parts.cumsum(0)
-        goal = draw_targets(sums[-1, index], uniforms)
-        rank = (sums[:, index] <= goal).sum(0, keepdim=True)
-        before = (sums - parts)[:, index].gather(0, rank)[0]
-        tokens = block_sums.search(index, goal - before) + self.vocab_range.local.start  # valid on that rank only
-        return self.exchange.all_gather(tokens).gather(0, rank)[0]
+    def _row_peaks(self, own: Tensor) -> Tensor:
+        """Return the greatest logits [R] of all ranks; NaN if one is."""
+        return self.exchange.all_gather(own.amax(-1)).amax(0)
 
     def _find_threshold(self, likelihood: Tensor, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
         """Return the least likelihood [R] of all ranks that top_k and top_p keep. For most rows the most likely

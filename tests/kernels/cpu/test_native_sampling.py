@@ -1,4 +1,4 @@
-"""Sampling on a CPU: given the same likelihoods, the very tokens that quire.worker.inverse_cdf keeps and draws; and the
+"""Sampling on a CPU: given the same likelihoods, the very tokens that quire.worker.gumbel keeps and chooses; and the
 sampler with these kernels beside the sampler without."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.kernels.cpu.library_loader import library
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import SliceResult, SlotInit
-from quire.worker.inverse_cdf import draw, token_weights
+from quire.worker.gumbel import best_scores, keep_tokens
 from quire.worker.sampler import Sampler
 from quire.worker.sampling_kernels import NativeSampling
 
@@ -25,7 +25,6 @@ SHAPES = [
     (0.0, 0.0, 0.0, 1.0), (1.0, 0.0, 0.0, 1.0), (0.6, 0.0, 0.0, 1.0), (1.3, 0.1, 0.0, 1.0), (1.0, 0.0, 7.0, 1.0),
     (1.0, 0.0, 0.0, 0.7), (0.8, 0.01, 40.0, 0.9), (2.0, 0.0, 1e6, 0.999),
 ]  # fmt: skip
-NEAR = 1e-6  # of the noise: where likelihoods that differ in their last bits may draw another token
 
 
 def some_logits(rows: int, vocab: int, seed: int, spread: float = 2.0) -> Tensor:
@@ -33,42 +32,50 @@ def some_logits(rows: int, vocab: int, seed: int, spread: float = 2.0) -> Tensor
 
 
 def sampled(
-    logits: Tensor, shape: Any, owner: Any = None, chance: Any = None
+    logits: Tensor, shape: Any, owner: Any = None, seeds: Any = None, positions: Any = None
 ) -> tuple[list[int], list[int], list[int]]:
     """Tokens, faults, and what became of `last`, one slot a row."""
     shape = np.array(shape, dtype=np.float64)
     owner = np.arange(len(shape)) if owner is None else np.array(owner)
-    chance = np.random.default_rng(3).random(len(owner)) if chance is None else np.array(chance)
+    seeds = np.arange(len(owner)) if seeds is None else np.array(seeds)
+    positions = np.full(len(owner), 7) if positions is None else np.array(positions)
     last = torch.full((len(shape) + 2,), -1)
-    tokens, faults = NativeSampling().draw(logits, shape, owner, chance, np.arange(len(shape)) + 2, last)
+    tokens, faults = NativeSampling().draw(logits, shape, owner, seeds, positions, np.arange(len(shape)) + 2, last)
     return tokens.tolist(), faults.tolist(), last[2:].tolist()
 
 
-def expected(logits: Tensor, shape: Any, owner: np.ndarray, chance: np.ndarray) -> list[int]:
+def expected(logits: Tensor, shape: Any, owner: np.ndarray, seeds: np.ndarray, positions: np.ndarray) -> list[int]:
     shape, logits = np.array(shape, dtype=np.float64), logits.float()
-    best, greedy = logits.max(-1)
-    random = np.where(shape[:, :1] > 0, shape, (1, 0, 0, 1))
-    drawn = draw(token_weights(logits.clone(), best, random), owner, chance)
-    return torch.where(torch.from_numpy(shape[owner, 0] > 0), drawn, greedy[owner]).tolist()
+    kept = keep_tokens(logits, logits.amax(-1), shape)
+    tokens: list[int] = best_scores(kept, shape[:, 0], owner, seeds, positions)[1].tolist()
+    return tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [1, 5, 16, 1000, 1025, 49152])
+@pytest.mark.parametrize("vocab", [1, 5, 16, 64, 1000, 1025, 49152])
 @pytest.mark.usefixtures("variant")
-def test_draws_equal_those_of_torch(vocab: int, dtype: torch.dtype) -> None:
+def test_tokens_equal_those_of_torch(vocab: int, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(1)
-    differing = 0
     for seed in range(3):
         logits = some_logits(len(SHAPES), vocab, seed).to(dtype)
         owner = np.repeat(np.arange(len(SHAPES)), 3)
-        chance = rng.random(len(owner))
-        tokens, faults, last = sampled(logits, SHAPES, owner, chance)
+        seeds, positions = rng.integers(0, 2**63, len(owner)), rng.integers(0, 2**40, len(owner))
+        tokens, faults, last = sampled(logits, SHAPES, owner, seeds, positions)
         assert not any(faults)
-        assert last == tokens[::3], "a row's first draw is its slot's last"
-        for name in (-NEAR, NEAR):
-            wanted = expected(logits, SHAPES, owner, np.clip(chance + name, 0, 1 - 2**-53))
-            differing += sum(a != b for a, b in zip(tokens, wanted, strict=True))
-    assert differing <= 2, "but where the noise falls on an edge"
+        assert last == tokens[::3], "a row's first sample is its slot's last"
+        assert tokens == expected(logits, SHAPES, owner, seeds, positions)
+
+
+@pytest.mark.usefixtures("variant")
+def test_bounds_exclude_no_token_that_torch_chooses() -> None:
+    """Logits at which rounding is coarse, temperatures at both ends, and vocabularies that are flat or have a peak."""
+    for scale in (1e-3, 1.0, 30.0, 1e4):
+        for temperature in (1e-5, 0.01, 0.3, 5.0, 100.0):
+            for offset in (-3e4, 0.0, 500.0):
+                logits, owner = some_logits(2, 700, 5, scale) + offset, np.repeat([0, 1], 10)
+                shape, seeds, positions = [(temperature, 0, 0, 1.0)] * 2, np.arange(20), np.full(20, 3)
+                tokens = sampled(logits, shape, owner, seeds, positions)[0]
+                assert tokens == expected(logits, shape, owner, seeds, positions), (scale, temperature, offset)
 
 
 @pytest.mark.skipif(library() is None, reason=NONE)
@@ -83,23 +90,9 @@ def test_kept_tokens_are_those_of_torch(
     """Logits are few integers, so that many tokens tie, and borders fall on ties."""
     logits = some_logits(1, vocab, seed, spread).round()
     shape = [(temperature, min_p, top_k, top_p)]
-    chance = (np.arange(64) + 0.5) / 64
-    owner = np.zeros(64, dtype=np.int64)
-    tokens, _, _ = sampled(logits, shape, owner, chance)
-    allowed = token_weights(logits.clone(), logits.amax(-1), np.array(shape, dtype=np.float64))[0] > 0
-    kept = set(allowed.nonzero()[:, 0].tolist())
-    assert set(tokens) <= kept
-    wanted = expected(logits, shape, owner, chance)
-    assert sum(a != b for a, b in zip(tokens, wanted, strict=True)) <= 1
-
-
-@pytest.mark.usefixtures("variant")
-def test_extreme_chances_draw_kept_tokens() -> None:
-    logits = torch.full((1, 3000), -100.0)
-    logits[0, [17, 2999]] = 1.0
-    for chance in (0.0, 1 - 2**-53):
-        tokens, _, _ = sampled(logits, [(1.0, 0, 0, 1.0)], [0], [chance])
-        assert tokens == [17 if chance == 0 else 2999]
+    owner, seeds, positions = np.zeros(64, dtype=np.int64), np.arange(64), np.full(64, seed)
+    tokens, _, _ = sampled(logits, shape, owner, seeds, positions)
+    assert tokens == expected(logits, shape, owner, seeds, positions)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -131,13 +124,13 @@ def test_the_lowest_of_equal_tokens_is_greedy() -> None:
 @pytest.mark.usefixtures("variant")
 def test_tails_give_what_draws_give() -> None:
     logits, last = some_logits(5, 700, 4), torch.zeros(9, dtype=torch.int64)
-    shape, chance = np.array(SHAPES[1:4]), np.array([0.1, 0.5, 0.9])
+    shape, seeds, positions = np.array(SHAPES[1:4]), np.array([8, 2, 5]), np.array([1, 2**35, 3])
     native = NativeSampling()
     tails = native.epilogues(last, 8)
-    native.fill_epilogue(np.array(SHAPES[1:6]), np.full(5, 0.3))
-    native.fill_epilogue(shape, chance)  # fewer rows: what they leave is greedy
+    native.fill_epilogue(np.array(SHAPES[1:6]), np.arange(5), np.arange(5))
+    native.fill_epilogue(shape, seeds, positions)  # fewer rows: what they leave is greedy
     tokens, faults = tails["random"](logits, torch.tensor([1, 2, 3, 0, 0]))
-    want, _, _ = sampled(logits[:3], shape, None, chance)
+    want, _, _ = sampled(logits[:3], shape, None, seeds, positions)
     assert tokens.tolist() == [*want, *logits[3:].argmax(-1).tolist()]
     assert not faults.any()
     assert last[1:4].tolist() == want

@@ -147,8 +147,8 @@ def with_graphs(runner: ModelRunner, patch: pytest.MonkeyPatch, chosen: bool = T
     for module, name, value in (
         (mixed_graphs, "TOKEN_SIZES", [4, 8, 16, 24]), (mixed_graphs, "MAX_PROMPT_ROWS", 2),
         (mixed_graphs, "SMALL_DECODE_ROWS", 1), (mixed_graphs, "MEDIUM_DECODE_ROWS", 3),
-        *((module, "multiprocessors", lambda device: 9) for module in (mixed_graphs, backend)),
-        *[(mixed_graphs, "choose_splits", lambda rows, *_: 4 if rows < 3 else 1)] * chosen,
+        (backend, "multiprocessors", lambda device: 9),
+        *[(backend, "choose_splits", lambda rows, *_: 4 if rows < 3 else 1)] * chosen,
     ):  # fmt: skip
         patch.setattr(module, name, value)
     again = Again()

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from attention_steps import BATCHES, LAYER, Sizes, dense, placed, stored, two_steps
 from grids import DEVICE, LAUNCHES, TYPES, random
 from torch import Tensor
@@ -15,7 +17,15 @@ from torch import Tensor
 from quire.kernels.forward_batch import LayerCache
 from quire.kernels.triton import decode as attention
 from quire.kernels.triton.backend import TritonBackend
-from quire.kernels.triton.decode import SplitScratch, choose_splits, decode, decode_scratch
+from quire.kernels.triton.decode import (
+    MAX_SHARED_ROWS,
+    SplitScratch,
+    choose_splits,
+    decode,
+    decode_scratch,
+    find_tile,
+    num_shared_rows,
+)
 from quire.kernels.triton.prefill import make_prefill_tiles, prefill, tile_queries
 from quire.protocol.model_spec import LayerSpec
 
@@ -148,6 +158,86 @@ def test_padding_without_a_place_writes_nothing(splits, dtype) -> None:
     for row, i in ((2, 0), (0, 2)):
         assert_close(out[row : row + 1], shape.dense(q[row : row + 1], memory.histories[i], lengths[i] - 1))
     assert (out[[1, 3]] == 7).all()
+
+
+Runs = tuple[tuple[int, int], ...]
+RUNS: Runs = ((0, 2), (33, 1), (90, 4), (9, 5), (0, 3), (200, 6), (1, 1), (40, 2))
+"""Length of a sequence, and how many of its last tokens are rows; length 0 is padding."""
+
+
+def check_runs(
+    shape: Shape, dtype: torch.dtype, shared: int, runs: Runs = RUNS, indexed: bool = False, **options: Any
+) -> None:
+    """Rows are those of `runs`, in order. If `indexed`, queries are in another order, and padding has none."""
+    memory = filled(shape, tuple(length for length, _ in runs), dtype)
+    slots = np.repeat([i + 1 if length else 0 for i, (length, _) in enumerate(runs)], [count for _, count in runs])
+    lengths = [max(length - count + j + 1, 0) for length, count in runs for j in range(count)]
+    places = np.random.default_rng(0).permutation(len(slots)) if indexed else np.arange(len(slots))
+    q = random(len(slots), shape.heads, shape.dim, dtype=dtype, seed=99)
+    out, rows = torch.full_like(q, 7.0), ints(np.where(slots > 0, places, -1)) if indexed else None
+    arguments = q, memory.cache, memory.tables, ints(slots), ints(lengths), out
+    decode(*arguments, rows=rows, shared_rows=shared, **{"splits": 4, **options})
+    for i, (length, count) in enumerate(runs):
+        (at, places) = np.split(places, [count])
+        if length:
+            assert_close(out[at], shape.dense(q[at], memory.histories[i], length - count))
+        else:
+            assert (out[at] == (7 if indexed else 0)).all()
+
+
+@TYPES
+@SHAPES
+def test_rows_of_one_slot_equal_dense_attention(shape: Shape, dtype: torch.dtype) -> None:
+    check_runs(shape, dtype, num_shared_rows(6, cache_of(shape, 1, 1, dtype)), RUNS[1:6], splits=2)
+
+
+@LAUNCHES
+@pytest.mark.parametrize("splits", [1, 4, 32])
+@pytest.mark.parametrize("shared", [2, 3, 4, 16])
+@pytest.mark.parametrize(
+    "shape", [Shape(), Shape(window=30), Shape(chunk=33, page=4), Shape(window=70, layout="token runs")], ids=str
+)
+def test_any_number_of_rows_shares_a_read(
+    shape: Shape, shared: int, splits: int, dtype: torch.dtype, pdl: bool
+) -> None:
+    """Scratch is used again, whatever is in it."""
+    count = sum(count for _, count in RUNS)
+    scratch = SplitScratch(*(x.fill_(torch.nan) for x in decode_scratch(count, 4, 2, 16, splits, DEVICE)))
+    check_runs(shape, dtype, shared, indexed=shared % 2 == 0, splits=splits, pdl=pdl, scratch=scratch)
+
+
+@TYPES
+def test_runs_of_more_rows_than_a_program_looks_at(dtype: torch.dtype) -> None:
+    check_runs(Shape(2, 1), dtype, 4, ((60, 39), (0, 35), (20, 2)), splits=1)
+
+
+@triton.jit
+def _tiles(slots, lengths, tiles, SHARED: tl.constexpr):
+    row = tl.program_id(0)
+    found = find_tile(slots, lengths, row, tl.num_programs(0), SHARED)
+    for i in tl.static_range(4):
+        tl.store(tiles + row * 4 + i, found[i])
+
+
+def test_tiles_divide_every_run_and_programs_agree() -> None:
+    """Runs that verify draft tokens are divided into as few tiles as possible, longer ones somehow."""
+    rng = np.random.default_rng(3)
+    for shared in (2, 5, MAX_SHARED_ROWS):
+        counts = [*rng.integers(1, 9, 4).tolist(), 40, 1, 17]
+        slots = np.repeat(rng.permutation(len(counts)), counts)
+        lengths, tiles = rng.integers(1, 99, len(slots)), ints(np.zeros((len(slots), 4)))
+        _tiles[(len(slots),)](ints(slots), ints(lengths), tiles, shared)
+        found = [tuple(tile) for tile in tiles.tolist()]
+        row = 0
+        for count in counts:
+            own = list(dict.fromkeys(found[row : row + count]))
+            if count <= 17:
+                assert len(own) == -(-count // shared)
+            for first, end, shortest, longest in own:
+                assert row == first < end <= first + shared
+                assert set(found[first:end]) == {(first, end, shortest, longest)}
+                assert (shortest, longest) == (lengths[first:end].min(), lengths[first:end].max())
+                row = end
 
 
 def test_splits_fill_a_gpu_and_shrink_as_the_batch_grows() -> None:

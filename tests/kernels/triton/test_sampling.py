@@ -1,4 +1,5 @@
-"""Sampling kernels: given the same likelihoods, the very tokens that quire.worker.inverse_cdf keeps and draws.
+"""Sampling kernels: given the same likelihoods, the very tokens that quire.worker.gumbel keeps; of these the token of
+the greatest score.
 
 Also the sampler with these kernels against the sampler without.
 """
@@ -21,7 +22,7 @@ from quire.kernels.triton import sampling
 from quire.kernels.triton.sampling import SamplingScratch
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import SeqSlice, SlotInit
-from quire.worker.inverse_cdf import WEIGHT_SCALE, draw, truncate
+from quire.worker.gumbel import WEIGHT_SCALE, best_scores, exponential_noise, truncate
 from quire.worker.sampler import Sampler
 from quire.worker.sampling_kernels import TritonSampling
 
@@ -53,46 +54,52 @@ def likelihoods_of(logits: Tensor, shape: np.ndarray) -> Tensor:
 
 
 class Outcome:
-    """What the kernels make of logits [R, V] and shape [R, 4], with one draw for each of `owner`."""
+    """What the kernels make of logits [R, V] and shape [R, 4], with one sample for each of `owner`."""
 
     def __init__(
-        self, logits: Tensor, shape: Any, owner: Any = None, chance: Any = None, pdl: bool = False, cut: bool = True
+        self, logits: Tensor, shape: Any, owner: Any = None, seeds: Any = None, pdl: bool = False, cut: bool = True
     ) -> None:
         self.logits, self.shape = logits.to(DEVICE), np.array(shape, dtype=np.float64)
         rows, vocab = logits.shape
         self.owner = np.arange(rows) if owner is None else np.array(owner)
-        generator = np.random.default_rng(3)
-        self.chance = generator.random(len(self.owner)) if chance is None else np.array(chance)
+        self.seeds = np.arange(len(self.owner)) + 2**40 if seeds is None else np.array(seeds)
+        self.positions = 2**33 + 5 * self.seeds
         self.tokens = torch.full((len(self.owner),), -1, device=DEVICE)
         self.faults = torch.full((rows,), -1, device=DEVICE)
         self.last = torch.full((rows + 5,), -1, device=DEVICE)
-        self.scratch = SamplingScratch.allocate(rows, vocab, DEVICE, has_truncation=cut)
-        shapes, owners, chances, slots = (
-            torch.from_numpy(array).to(DEVICE) for array in (self.shape, self.owner, self.chance, np.arange(rows) + 5)
-        )
-        sampling.sample(
-            self.logits, shapes, owners, chances, slots, self.last, self.tokens, self.faults, self.scratch, cut, pdl
-        )
+        self.scratch = SamplingScratch.allocate(rows, vocab, DEVICE, cut, len(self.owner))
+        arrays = self.shape, self.owner, self.seeds, self.positions, np.arange(rows) + 5
+        inputs = [torch.from_numpy(array).to(DEVICE) for array in arrays]
+        sampling.sample(self.logits, *inputs, self.last, self.tokens, self.faults, self.scratch, cut, pdl)
 
     def check(self) -> None:
-        """Sets, sums and draws are those of runner.draws; no fault; a row's first token is in `last`."""
+        """The kept tokens are those of `truncate`, the token is that of the greatest score up to rounding; no fault; a
+        row's first token is in `last`."""
         random = self.shape[:, 0] > 0
         shape = np.where(random[:, None], self.shape, (1, 0, 0, 1))
         likelihood = likelihoods_of(self.logits, shape)
-        weights = truncate(likelihood.clone(), shape).mul_(WEIGHT_SCALE).floor_()
-        borders, cut = self.scratch.thresholds.cpu(), (shape[:, 2] > 0) | (shape[:, 3] < 1)
-        for row in np.flatnonzero(cut & random):
-            kept = (likelihood[row].view(torch.int32) >= borders[row]) & (likelihood[row] >= np.float32(shape[row, 1]))
-            assert torch.equal(kept & (likelihood[row] >= 2.0**-32), weights[row] > 0), shape[row]
-        sums = self.scratch.block_weights.sum(-1).cpu()
-        assert torch.equal(sums[random].double(), weights[random].double().sum(-1))
-        expected = draw(weights, self.owner, self.chance)
-        greedy = self.logits.float().cpu().argmax(-1)[self.owner]
-        expected = torch.where(torch.from_numpy(random[self.owner]), expected, greedy)
-        assert self.tokens.tolist() == expected.tolist()
+        kept = truncate(likelihood.clone(), shape) * WEIGHT_SCALE >= 1
+        by_key = (shape[:, 2] > 0) | (shape[:, 3] < 1)
+        for row in np.flatnonzero(by_key & random):
+            above = likelihood[row].view(torch.int32) >= self.scratch.thresholds[row].item()
+            above &= likelihood[row] >= np.float32(shape[row, 1])
+            assert torch.equal(above & (likelihood[row] >= 2.0**-32), kept[row]), shape[row]
+        cut = torch.from_numpy(random & (by_key | (shape[:, 1] > 0)))
+        logits = self.logits.cpu().float().masked_fill(cut[:, None] & ~kept, -torch.inf)
+        best, tokens = best_scores(logits, self.shape[:, 0], self.owner, self.seeds, self.positions)
+        for d, token in enumerate(self.tokens.tolist()):
+            row, temperature = self.owner[d], self.shape[self.owner[d], 0]
+            if not random[row]:
+                assert token == tokens[d]
+                continue
+            noise = exponential_noise(
+                *(torch.from_numpy(x[d : d + 1]) for x in (self.seeds, self.positions)), 0, len(logits[0])
+            )
+            score = logits[row, token].double() / temperature - noise[0, token].log()
+            assert score >= best[d] - 1e-6 * (1 + abs(logits[row]).where(logits[row].isfinite(), 0).max() / temperature)
         assert not self.faults.any()
         firsts = np.unique(self.owner, return_index=True)[1]
-        assert self.last[5:].tolist() == expected[firsts].tolist()
+        assert self.last[5:].tolist() == self.tokens[firsts].tolist()
 
 
 MIXED = [
@@ -103,7 +110,7 @@ MIXED = [
 
 @LAUNCHES
 @pytest.mark.parametrize("vocab", [50, 2048, 3000])
-def test_sets_sums_and_draws_equal_the_definition(vocab: int, dtype: torch.dtype, pdl: bool) -> None:
+def test_kept_and_chosen_tokens_equal_the_definition(vocab: int, dtype: torch.dtype, pdl: bool) -> None:
     for seed in range(8 if CUDA else 1):
         logits = some_logits(8, vocab, seed).to(dtype)
         Outcome(logits, np.roll(MIXED, seed, 0), pdl=pdl).check()
@@ -136,29 +143,44 @@ def test_ties_and_edges_equal_the_definition(case: tuple[Tensor, list[tuple[floa
     Outcome(*case).check()
 
 
-def test_extreme_chances_and_several_draws_of_a_row() -> None:
-    edges = [0.0, 5e-324, 2.0**-53, 0.25, 0.5, 0.75, 1 - 2.0**-52, 1 - 2.0**-53]
-    shape = [(1, 0, 0, 1), (0.5, 0, 9, 0.9), (0, 0, 0, 1)]
+def test_several_samples_of_a_row() -> None:
     logits = some_logits(3, 2500, 4)
     logits[:, 2000:] = -torch.inf
-    Outcome(logits, shape, np.repeat(np.arange(3), len(edges)), edges * 3).check()
+    outcome = Outcome(logits, [(1, 0, 0, 1), (0.5, 0, 9, 0.9), (0, 0, 0, 1)], np.repeat(np.arange(3), 8))
+    outcome.check()
+    assert len(set(outcome.tokens[:8].tolist())) > 1
 
 
-def test_rows_are_drawn_without_the_search_if_nothing_cuts() -> None:
-    Outcome(some_logits(3, 2100, 5), [(1, 0, 0, 1), (0, 0, 0, 1), (0.4, 0.1, 0, 1)], cut=False).check()
+def test_noise_bits_that_round_to_1_leave_finite_scores() -> None:
+    """A token that alone is kept is sampled, whatever its noise."""
+    bits = torch.tensor([0, 1, 2**30 - 1, 2**30, 2**31, 2**32 - 2**7, 2**32 - 1])
+    logs = torch.empty(8, device=DEVICE)
+    log_noise_kernel[(1,)](torch.nn.functional.pad(bits, (0, 1)).to(DEVICE), logs, SIZE=8)
+    expected = ((bits.double() + 0.5) * -(2.0**-32)).log1p().neg().log()
+    torch.testing.assert_close(logs[:7].cpu().double(), expected, atol=2e-6, rtol=1e-6)
+
+
+@triton.jit
+def log_noise_kernel(bits, out, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    tl.store(out + places, sampling._log_noise(tl.load(bits + places).to(tl.uint32)))
+
+
+def test_rows_are_sampled_in_two_launches_if_nothing_cuts() -> None:
+    Outcome(some_logits(3, 2100, 5), [(1, 0, 0, 1), (0, 0, 0, 1), (0.4, 0, 0, 1)], cut=False).check()
 
 
 def test_a_row_is_the_same_in_every_batch_and_slot() -> None:
     """9 rows are split into other chunks than 8; a row's neighbours have faults."""
-    logits, chance = some_logits(9, 1500, 7), np.random.default_rng(8).random(9)
+    logits, seeds = some_logits(9, 1500, 7), np.random.default_rng(8).integers(0, 2**60, 9)
     shape = np.array([*MIXED, (1, 0, 0, 0.7)], dtype=np.float64)
-    whole = Outcome(logits, shape, chance=chance).tokens
+    whole = Outcome(logits, shape, seeds=seeds).tokens
     order = np.array([4, 1, 7, 8])
-    part = Outcome(logits[order], shape[order], chance=chance[order])
+    part = Outcome(logits[order], shape[order], seeds=seeds[order])
     assert part.tokens.tolist() == whole[order].tolist()
     spoilt = logits.clone()
     spoilt[3, 5], spoilt[4, 1400], spoilt[7, 700], spoilt[8] = torch.nan, torch.inf, torch.nan, -torch.inf
-    outcome = Outcome(spoilt, shape, chance=chance)
+    outcome = Outcome(spoilt, shape, seeds=seeds)
     bad = [3, 4, 7, 8]
     assert outcome.faults.tolist() == [int(row in bad) for row in range(9)]
     assert outcome.tokens.tolist() == [0 if row in bad else token for row, token in enumerate(whole.tolist())]
@@ -174,7 +196,7 @@ def test_greedy_takes_the_lowest_of_equals_and_names_faults(rows: int, dtype: to
     logits = padded.to(DEVICE, dtype)[:, :vocab]
     slots, last = torch.arange(rows, device=DEVICE), torch.full((rows,), -1, device=DEVICE)
     tokens, faults = torch.full((2, rows), -1, device=DEVICE)
-    scratch = SamplingScratch.allocate(12, vocab, DEVICE, has_random=False)
+    scratch = SamplingScratch.allocate(12, vocab, DEVICE, has_truncation=False)
 
     def check(token: int, fault: int) -> None:
         """Of the last row."""
@@ -196,7 +218,7 @@ def test_what_follows_the_logits_in_a_graph_equals_the_sampler() -> None:
     """With kernels and without; padded, with a fault, and with other parameters and noise at each replay."""
     sampler, plain = Sampler(9, 300, DEVICE, ()), Sampler(9, 300, torch.device("cpu"), ())
     sampler._kernels = TritonSampling(300, DEVICE)  # as on a GPU
-    kinds: list[dict[str, Any]] = [{"temperature": 0}, {}, {"top_p": 0.8}, {"top_k": 4, "min_p": 0.1}]
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {}, {"min_p": 0.2}, {"top_k": 4, "min_p": 0.1}]
     for slot, values in enumerate(kinds, 1):
         for one in (sampler, plain):
             one.init_slot(SlotInit(slot, slot, -1, SamplingParams(**values).to_device_params(), slot * 7, 1, (1,)))
@@ -232,7 +254,7 @@ def test_a_rehearsal_leaves_nothing_out(dtype: torch.dtype, monkeypatch: pytest.
 
     def sample(*args: Any) -> None:
         samples(*args)
-        ways.append((args[0].dtype, len(args[0]), args[9], args[6].tolist(), args[7].tolist()))
+        ways.append((args[0].dtype, len(args[0]), args[10], args[7].tolist(), args[8].tolist()))
 
     monkeypatch.setattr(sampling, "sample", sample)
     fused.warmup(9, dtype)

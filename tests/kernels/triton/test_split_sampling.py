@@ -61,11 +61,11 @@ def own_of(logits: Tensor, cut: ShardRange) -> Tensor:
 
 
 class Rows(NamedTuple):
-    """Logits [R, V], what each row asks for [R, 4], and chances [R]."""
+    """Logits [R, V], what each row asks for [R, 4], and seeds [R]."""
 
     logits: Tensor
     shape: np.ndarray
-    chance: np.ndarray
+    seeds: np.ndarray
 
     @classmethod
     def some(cls, seed: int, rows: int) -> Rows:
@@ -87,15 +87,14 @@ class Rows(NamedTuple):
             random.choice([0, 0, 1, 2, 7, 50, vocab - 1], rows),
             np.where(random.random(rows) < 0.5, edges, random.uniform(1e-6, 1, rows)),
         ), axis=1)  # fmt: skip
-        chance = np.where(random.random(rows) < 0.9, random.random(rows), random.choice([0, 1 - 2.0**-53], rows))
-        return cls(torch.from_numpy(logits).float().to(DEVICE), shape, chance)
+        return cls(torch.from_numpy(logits).float().to(DEVICE), shape, random.integers(0, 2**63, rows))
 
     def drawn(self, fused: TritonSampling, tail: str, logits: Tensor) -> Tensor:
         """Tokens, faults and what is last in slots 1 and so on."""
         slots = torch.arange(len(logits), device=DEVICE) + 1
         last = torch.zeros(len(slots) + 1, dtype=torch.int64, device=DEVICE)
         tails = fused.epilogues(last, len(slots))
-        fused.fill_epilogue(self.shape, self.chance)
+        fused.fill_epilogue(self.shape, self.seeds, self.seeds >> 20)
         tokens, faults = tails[tail](logits, slots)
         return torch.stack((tokens, faults, last[1:])).cpu()
 
@@ -125,15 +124,14 @@ def test_tokens_are_those_of_all_logits(tail: str, ranks: int, vocab: int, dtype
     logits[5, : vocab - 1] = -torch.inf  # only the last one
     logits[6, vocab // 2 :] = -torch.inf
     shape = np.tile((0.8, 0.0, 0.0, 1.0), (rows, 1))
-    shape[7:10, 0], shape[10:14, 1] = 0, 0.05  # greedy ones, min_p
+    shape[7:10, 0] = 0  # greedy
     if tail == "cut":
+        shape[10:14, 1] = 0.05
         shape[[0, 1, 5, 6, 7, 11, 12, 13], 2] = 50, 3, 2, vocab - 1, 4, 1, 7, 60
         shape[[0, 4, 6, 12, 14, 15, 16, 17], 3] = 0.9, 0.5, 0.999, 0.7, 0.9, 0.95, 1e-6, 1 - 2.0**-53
-    chance = np.random.default_rng(0).random(rows)
-    chance[14:16] = 0.0, 1 - 2.0**-53
-    want, sent = Rows(logits, shape, chance).drawn_by_all(tail, ranks)
+    want, sent = Rows(logits, shape, np.arange(rows) << 30).drawn_by_all(tail, ranks)
     assert want[1].tolist() == [0, 0, 1, 1, 1, *[0] * 15]
-    assert sent == rows * {"greedy": 8, "random": 20, "cut": 3860}[tail]
+    assert sent == rows * {"greedy": 8, "random": 8, "cut": 3856}[tail]
 
 
 @pytest.mark.soak
@@ -148,9 +146,9 @@ def test_several_draws_of_a_row(few: int, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(vocab_parallel_sampler, "MAX_GATHERED_ROWS", few)
     vocab, slots = 150, np.array([3, 1, 4])
     logits = 2 * torch.randn(3, vocab, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    owner, chance = np.array([0, 0, 0, 1, 2, 2]), np.random.default_rng(1).random(6)
+    owner, seeds, positions = np.array([0, 0, 0, 1, 2, 2]), np.arange(6), np.full(6, 9)
     for shape in ([(0, 0, 0, 1)] * 3, [(1, 0, 20, 0.9), (0, 0, 0, 1), (0.8, 0.1, 0, 1)], [(1, 0, 0, 1)] * 3):
-        asked = np.array(shape, dtype=np.float64), owner, chance, slots
+        asked = np.array(shape, dtype=np.float64), owner, seeds, positions, slots
         last = torch.zeros(5, dtype=torch.int64, device=DEVICE)
         want = (*TritonSampling(vocab, DEVICE).draw(logits, *asked, last), last)
 
@@ -200,7 +198,7 @@ def test_the_sampler_of_a_rank_equals_that_of_all_logits(kinds: list[int], monke
     found, sent = on_ranks(2, work)
     assert found == [want] * 2
     more = any(kind > 2 for kind in kinds)
-    assert sent == 4 * len(kinds) * 192 if more else sent <= 3 * 3860 + 4
+    assert sent == 4 * len(kinds) * 192 if more else sent <= 3 * 3856 + 8
 
 
 @pytest.fixture
@@ -217,7 +215,7 @@ def test_rows_that_are_cut_hurt_no_tail_without_room_for_that(ranks: int) -> Non
     """A size is captured while another tail's inputs are there: what it draws then is of no use, and stays inside."""
     rows, vocab = 20, 300
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    asked = Rows(logits, np.tile((0.8, 0.0, 5.0, 0.5), (rows, 1)), np.full(rows, 0.5))
+    asked = Rows(logits, np.tile((0.8, 0.0, 5.0, 0.5), (rows, 1)), np.arange(rows))
 
     def work(rank: Turns) -> Tensor:
         fused = VocabParallelTritonSampling(vocab, DEVICE, rank) if ranks > 1 else TritonSampling(vocab, DEVICE)

@@ -73,8 +73,8 @@ def test_rows_of_one_slot_are_steps_one_after_another(runners: tuple[ModelRunner
     cache = runner.store.caches[0]
     columns = torch.tensor([(row.tokens[0], row.slot, row.start) for row in (*rows, SeqSlice(0, (0,), 0, 1))])
     tokens, slots, positions = columns.T.contiguous().to(DEVICE)
-    for splits, deterministic in ((1, False), (4, False), (1, True)):
-        backend = TritonBackend(deterministic=deterministic)
+    for splits, deterministic, drafts in ((1, False, 0), (4, False, 1), (4, False, 3), (1, True, 3)):
+        backend = TritonBackend(deterministic=deterministic, max_drafts=drafts)
         assert_near(logits(runner, rows, backend), expected)
         scratch = decode_scratch(len(columns), cache.heads, cache.kv_heads, cache.head_dim, splits, DEVICE)
         context = make_decode_context(runner.store, backend, slots, positions, scratch, splits)

@@ -1,4 +1,4 @@
-"""Greedy and random sampling with temperature, min_p, top_k and top_p, equal to quire.worker.inverse_cdf given the same
+"""Greedy and random sampling with temperature, min_p, top_k and top_p, equal to quire.worker.gumbel given the same
 likelihoods. One operation samples all rows of a step; a row's result depends only on the row."""
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from quire.kernels.cpu.library_loader import required_library
 
 
 def sample(
-    logits: Tensor, params: Tensor | None, draw_rows: Tensor | None, uniforms: Tensor | None, slots: Tensor,
-    last_sampled: Tensor, tokens: Tensor, faults: Tensor,
+    logits: Tensor, params: Tensor | None, draw_rows: Tensor | None, seeds: Tensor | None, positions: Tensor | None,
+    slots: Tensor, last_sampled: Tensor, tokens: Tensor, faults: Tensor,
 ) -> None:  # fmt: skip
     """Draw tokens [D] from the rows draw_rows [D] (ascending; None: one draw a row) of logits [R, V]. Where the
     temperature is 0 the token is the lowest id of the greatest logit.
 
-    params [R, 4] float64: temperature, min_p, top_k (0: off), top_p; None: all rows are greedy. uniforms [D] float64 in
-    [0, 1). faults[r] = 0; a row with a logit that is NaN or +infinite, or with none above -infinity, gets token 0 and
-    fault 1. The first draw of a row is also written to last_sampled[slots[r]]. All other tensors are int64.
+    params [R, 4] float64: temperature, min_p, top_k (0: off), top_p; None: all rows are greedy. seeds and positions
+    [D] define the noise. faults[r] = 0; a row with a logit that is NaN or +infinite, or with none above -infinity, gets
+    token 0 and fault 1. The first draw of a row is also written to last_sampled[slots[r]]. All other tensors are int64.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1, "a row's logits must be contiguous"
-    for tensor in (params, draw_rows, uniforms, slots, last_sampled, tokens, faults):
+    for tensor in (params, draw_rows, seeds, positions, slots, last_sampled, tokens, faults):
         assert tensor is None or tensor.is_contiguous(), "vectors must be contiguous"
     required_library().call(
-        f"sample_{DTYPE_SUFFIXES[logits.dtype]}", rows, logits, params, draw_rows, uniforms, slots, last_sampled,
-        tokens, faults, logits.stride(0), vocab, len(tokens),
+        f"sample_{DTYPE_SUFFIXES[logits.dtype]}", rows, logits, params, draw_rows, seeds, positions, slots,
+        last_sampled, tokens, faults, logits.stride(0), vocab, len(tokens),
     )  # fmt: skip

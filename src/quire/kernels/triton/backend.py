@@ -16,8 +16,15 @@ from torch import Tensor
 
 from quire.kernels.forward_batch import ForwardBatch, HeadNorm, LayerCache, RotaryTable, num_evicted, to_device
 from quire.kernels.reference import write_pages
-from quire.kernels.triton.decode import SplitScratch, choose_splits, decode, decode_scratch, multiprocessors
-from quire.kernels.triton.launch import supports_hopper_kernel, supports_pdl
+from quire.kernels.triton.decode import (
+    SplitScratch,
+    choose_splits,
+    decode,
+    decode_scratch,
+    multiprocessors,
+    num_shared_rows,
+)
+from quire.kernels.triton.launch import cdiv, supports_hopper_kernel, supports_pdl
 from quire.kernels.triton.prefill import make_prefill_tiles, prefill, tile_queries
 from quire.kernels.triton.rope_write import rope_write
 from quire.protocol.kv_cache_config import KVCacheLayout
@@ -68,14 +75,15 @@ class CapturedBatch(NamedTuple):
 
 class TritonBackend:
     """The Triton backend. `deterministic`: one kernel computes all queries, so that no result depends on the other rows
-    of the step, nor on how many of a row's tokens are in it. Takes any strides."""
+    of the step, nor on how many of a row's tokens are in it. `max_drafts`: the most draft tokens of a slot in a step;
+    their rows of one token, which are adjacent, share a read of the slot's keys and values. Takes any strides."""
 
     layout = KVCacheLayout.PAGED
     reads_contiguous = True
     fuses_rope = True
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        self.deterministic = deterministic
+    def __init__(self, *, deterministic: bool = False, max_drafts: int = 0) -> None:
+        self.deterministic, self.max_drafts = deterministic, max_drafts
         self.default_prefill = partial(prefill, small=deterministic)
 
     def check_cache(self, cache: LayerCache) -> None:
@@ -102,8 +110,7 @@ class TritonBackend:
             tiles = make_prefill_tiles(slots, starts, lengths, offsets, queries)
             parts.append(tiles.reshape(-1).view(np.int64))
         ints = to_device(np.concatenate(parts), batch.device)
-        n, heads = len(one), cache.kv_heads
-        splits = choose_splits(n, heads, multiprocessors(batch.device))
+        n, splits = len(one), self.num_splits(len(one), cache)
         return TritonAttentionPlan(
             tables=batch.tables[group],
             token_slots=batch.token_slots,
@@ -115,7 +122,7 @@ class TritonBackend:
             prefill_kernel=kernel,
             splits=splits,
             query_indices=None if query_batch is None else query_batch.logits_indices,
-            scratch=decode_scratch(n, cache.heads, heads, cache.head_dim, splits, batch.device),
+            scratch=decode_scratch(n, cache.heads, cache.kv_heads, cache.head_dim, splits, batch.device),
             cache_positions=None if cached is batch else cached.positions,
             bidirectional_tiles=self._bidirectional_tiles(of, cache) if both_ways.any() else None,
         )
@@ -162,11 +169,21 @@ class TritonBackend:
             rows=step.rows,
             tiles=tiles,
             prefill_kernel=self.default_prefill,
-            splits=splits or choose_splits(len(step.slots), cache.kv_heads, multiprocessors(device)),
+            splits=splits or self.num_splits(len(step.slots), cache),
             scratch=scratch,
             pdl=device.type == "cuda" and supports_pdl(device),
             cache_positions=cache_positions,
         )
+
+    def shared_rows(self, cache: LayerCache) -> int:
+        """Return how many rows of one slot share a read of its keys and values."""
+        return num_shared_rows(1 + self.max_drafts, cache)
+
+    def num_splits(self, rows: int, cache: LayerCache) -> int:
+        """Return the splits of a context for `rows` rows of one token. With draft tokens, few of the programs work: as
+        many as if all sequences had the most draft tokens, because with more of them too few splits cost more than too
+        many."""
+        return choose_splits(cdiv(rows, self.shared_rows(cache)), cache.kv_heads, multiprocessors(cache.device))
 
     def tile_queries(self, cache: LayerCache) -> int:
         """Return the queries of a tile of `default_prefill`."""
@@ -206,8 +223,10 @@ class TritonBackend:
         """Compute attention of `rows` rows of padding, so that the decode kernels are compiled and loaded."""
         q = torch.zeros((rows, cache.heads, cache.head_dim), dtype=cache.dtype, device=cache.device)
         zeros = torch.zeros(rows, dtype=torch.int64, device=q.device)
-        splits = choose_splits(rows, cache.kv_heads, multiprocessors(q.device))
-        decode(q, cache, tables, zeros, zeros, splits=splits, rows=zeros)
+        decode(
+            q, cache, tables, zeros, zeros,
+            splits=self.num_splits(rows, cache), rows=zeros, shared_rows=self.shared_rows(cache),
+        )  # fmt: skip
 
     def warmup_bidirectional(self, cache: LayerCache, tables: Tensor) -> None:
         """Do the same for bidirectional rows."""
@@ -268,6 +287,7 @@ class TritonBackend:
             decode(
                 q, cache, plan.tables, plan.slots, plan.lengths, out,
                 splits=plan.splits, rows=plan.rows, scratch=plan.scratch, pdl=plan.pdl,
+                shared_rows=self.shared_rows(cache),
             )  # fmt: skip
         return out
 

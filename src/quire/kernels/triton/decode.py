@@ -3,6 +3,10 @@
 A program computes one sequence, one key/value head with all the query heads that share it, and one part (split) of the
 context; a second kernel joins the parts. The length of a part is computed from the lengths on the device, so that one
 captured launch serves every length. Reused pages may hold any bytes: loads are masked with zeros, scores by a select.
+
+The verification of draft tokens makes adjacent rows of one slot. With `shared_rows` a program computes several of them,
+which are called a tile, and reads their keys and values once; the programs of a tile's other rows exit at once. Tiles
+are found on the device, from the slots.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.forward_batch import LayerCache
 from quire.kernels.triton.fast_launch import fast_launch
-from quire.kernels.triton.launch import power_of_2, shared_memory
+from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
 
 MAX_SPLITS = 32
 STAGES_BY_RESIDENCY = {2: 4, 3: 3}  # programs of a multiprocessor -> pipeline stages for which it has shared memory
+SLOT_WINDOW = tl.constexpr(32)  # slots that a program reads to find its tile
+MAX_SHARED_ROWS = 16
 MIN_SCORE = tl.constexpr(-1.0e30)  # below every score but finite: a difference of two is 0, where -inf would give NaN
 
 
@@ -56,13 +62,21 @@ def choose_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
     return best
 
 
-def representative_batches(most: int, cache: LayerCache, device: torch.device) -> list[int]:
+def num_shared_rows(most: int, cache: LayerCache) -> int:
+    """Return how many of up to `most` adjacent rows of one slot a program should compute: as many as fill two tiles of
+    tensor cores, or one if heads are so large that the results of two take too many registers."""
+    queries = 32 if cache.head_dim <= 128 else 16
+    return max(1, min(most, queries // (cache.heads // cache.kv_heads), MAX_SHARED_ROWS))
+
+
+def representative_batches(most: int, cache: LayerCache, device: torch.device, shared_rows: int = 1) -> list[int]:
     """Return batch sizes up to `most` that together use every compiled kernel of batches up to `most` rows."""
     batches: dict[tuple[int, ...], int] = {}
-    padded = _padded_tile(cache.heads // cache.kv_heads, cache.head_dim)
+    padded = _padded_tile(shared_rows * (cache.heads // cache.kv_heads), cache.head_dim)
     for batch in range(1, most + 1):
-        splits = choose_splits(batch, cache.kv_heads, multiprocessors(device))
-        shape = _tile_config(*padded, cache.dtype.itemsize, batch * cache.kv_heads * splits, device)
+        tiles = cdiv(batch, shared_rows)
+        splits = choose_splits(tiles, cache.kv_heads, multiprocessors(device))
+        shape = _tile_config(*padded, cache.dtype.itemsize, tiles * cache.kv_heads * splits, device)
         batches.setdefault((splits, *shape), batch)
     return list(batches.values())
 
@@ -108,16 +122,47 @@ def apply_softcap(scores, inner, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def context_extent(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """Return (oldest visible position, start of its tile, tokens of a part, parts) of a context of `length` tokens."""
+def oldest_visible(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the oldest position that the last of `length` tokens sees."""
     oldest = 0
     if WINDOW is not None:
         oldest = tl.maximum(length - WINDOW, 0)
     elif CHUNK is not None:
         oldest = tl.maximum(length - 1, 0) // CHUNK * CHUNK
+    return oldest
+
+
+@triton.jit
+def context_extent(oldest, length, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """Return (start of the first block, tokens of a part, parts) of the positions `oldest` .. length - 1."""
     first = oldest // BLOCK * BLOCK
     chunk = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
-    return oldest, first, chunk, tl.cdiv(length - first, tl.maximum(chunk, 1))
+    return first, chunk, tl.cdiv(length - first, tl.maximum(chunk, 1))
+
+
+@triton.jit
+def find_tile(slots, lengths, row, rows, SHARED: tl.constexpr):
+    """Return (first row, end, least and greatest length) of the tile to which `row` of `rows` belongs. A run of rows of
+    one slot is divided into tiles of SHARED rows; rows from whose place the begin of the run cannot be seen, as in a
+    long run of padding, are tiles of their own."""
+    if SHARED == 1:
+        first, end = row, row + 1
+        longest = tl.load(lengths + row).to(tl.int32)
+        shortest = longest
+    else:
+        reach: tl.constexpr = (SLOT_WINDOW - SHARED) // SHARED * SHARED
+        near = row - reach + tl.arange(0, SLOT_WINDOW)
+        exists = (near >= 0) & (near < rows)
+        differs = tl.load(slots + near, mask=exists, other=-1) != tl.load(slots + row)
+        length = tl.load(lengths + near, mask=exists, other=0).to(tl.int32)
+        place = row - tl.max(tl.where(differs & (near < row), near + 1, row - reach), 0)  # in its run
+        first = tl.where(place == reach, row, row - place % SHARED)
+        end = tl.minimum(first + SHARED, tl.min(tl.where(differs & (near > row), near, row + SHARED), 0))
+        end = tl.where(place == reach, row + 1, end)
+        inside = (near >= first) & (near < end)
+        longest = tl.max(tl.where(inside, length, 0), 0)
+        shortest = tl.min(tl.where(inside, length, longest), 0)
+    return first, end, shortest, longest
 
 
 # The alignment of indices is not specialized, because another variant would be compiled in the middle of a step.
@@ -126,42 +171,57 @@ def context_extent(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.
 def _decode(
     q, keys, values, tables, slots, lengths, rows, out, sums, maxima, divisors,
     q_row, q_head, out_row, table_width, stride, inner, outer,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr, UNIT: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
-    VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, CONTIGUOUS: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, QUERIES: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr, VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, CONTIGUOUS: tl.constexpr,
+    INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one head and part of a row a program. VALUES_AFTER: offset in numbers from a key to its value; None:
-    values are in another buffer, at `values`."""
+    """Compute one head and part of a tile of up to SHARED rows a program: GROUP queries of each row. VALUES_AFTER:
+    offset in numbers from a key to its value; None: values are in another buffer, at `values`."""
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     slot = tl.load(slots + row)
-    length = tl.load(lengths + row).to(tl.int32)
-    length = tl.where(slot == 0, 0, length)  # padding sees nothing, and its result is zeros
-    oldest, first, chunk, active = context_extent(length, WINDOW, CHUNK, BLOCK, SPLITS)
+    first_row, end_row, shortest, longest = find_tile(slots, lengths, row, tl.num_programs(2), SHARED)
+    shortest = tl.where(slot == 0, 0, shortest)  # padding sees nothing, and its result is zeros
+    longest = tl.where(slot == 0, 0, longest)
+    oldest = oldest_visible(shortest, WINDOW, CHUNK)
+    first, chunk, active = context_extent(oldest, longest, BLOCK, SPLITS)
     begin = first + split * chunk
-    end = tl.minimum(begin + chunk, length)
+    end = tl.minimum(begin + chunk, longest)
     idle = (split > 0) & (begin >= end)
     where = row.to(tl.int64)
-    if INDEXED:
+    if SHARED > 1:
+        idle |= row != first_row
+    elif INDEXED:
         where = tl.load(rows + row)
         idle |= where < 0
     if idle:
         return
-    g = tl.arange(0, GROUP_PAD)
+    query_index = tl.arange(0, QUERIES)
+    g, used = query_index, query_index < GROUP
+    if SHARED > 1:
+        own_row = row + query_index // GROUP
+        g, used = query_index % GROUP, own_row < end_row
+        own_length = tl.where(slot == 0, 0, tl.load(lengths + own_row, mask=used, other=0).to(tl.int32))[:, None]
+        where = own_row.to(tl.int64)
+        if INDEXED:
+            where = tl.load(rows + own_row, mask=used, other=-1)
+            used &= where >= 0
+        where = where[:, None]
     d = tl.arange(0, DIM_PAD)
-    inside = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    inside = used[:, None] & (d < DIM)[None, :]
     heads = head * GROUP + g
     query = tl.load(q + where * q_row + heads[:, None] * q_head + d[None, :], mask=inside, other=0.0)
     table = tables + slot * table_width
     base = tl.load(table) if CONTIGUOUS else 0
     keys += head.to(tl.int64) * HEAD_STRIDE
     values += head.to(tl.int64) * HEAD_STRIDE
-    best = tl.full([GROUP_PAD], MIN_SCORE, tl.float32)
-    weight = tl.zeros([GROUP_PAD], tl.float32)
-    total = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    best = tl.full([QUERIES], MIN_SCORE, tl.float32)
+    weight = tl.zeros([QUERIES], tl.float32)
+    total = tl.zeros([QUERIES, DIM_PAD], tl.float32)
     # Page ids are read one iteration ahead: only then does the compiler pipeline the loads that depend on them.
     following = token_offsets(table, base, begin, end, stride, PAGE, UNIT, TOKEN_STRIDE, BLOCK, CONTIGUOUS)
     for start in range(begin, end, BLOCK):
@@ -179,7 +239,12 @@ def _decode(
         places = keys + offsets[:, None] + d[None, :]
         key = tl.load(places, mask=live, other=0.0)
         scores = apply_softcap(tl.dot(query, tl.trans(key), input_precision="ieee"), inner, CAPPED)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        seen = seen[None, :]
+        if SHARED > 1:
+            seen &= at[None, :] < own_length
+            if WINDOW is not None or CHUNK is not None:
+                seen &= at[None, :] >= oldest_visible(own_length, WINDOW, CHUNK)
+        scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(best, tl.max(scores, 1) * outer)
         weights = tl.exp2(scores * outer - new[:, None])
         shrink = tl.exp2(best - new)
@@ -197,28 +262,30 @@ def _decode(
         tl.store(target + g[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=inside)
     elif SPLITS > 1:
         part = row.to(tl.int64) * KV_HEADS + head
+        if SHARED > 1:
+            part = own_row.to(tl.int64) * KV_HEADS + head
         spot = part * SPLITS + split
         tl.store(sums + (spot * GROUP + g)[:, None] * DIM + d[None, :], total, mask=inside)
-        tl.store(maxima + spot * GROUP + g, best, mask=g < GROUP)
-        tl.store(divisors + spot * GROUP + g, weight, mask=g < GROUP)
+        tl.store(maxima + spot * GROUP + g, best, mask=used)
+        tl.store(divisors + spot * GROUP + g, weight, mask=used)
 
 
 @fast_launch
 @triton.jit(do_not_specialize_on_alignment=["slots", "lengths", "rows"])
 def _join(
     sums, maxima, divisors, slots, lengths, rows, out, out_row,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, INDEXED: tl.constexpr,
-    PDL: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one head's result from the parts that _decode stored, if there is more than one."""
     g, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    # Only the mask depends on the length, so all loads run at once. Numbers that no part wrote are not used.
-    length = tl.load(lengths + row).to(tl.int32)
-    length = tl.where(tl.load(slots + row) == 0, 0, length)
+    # Only the mask depends on the lengths, so all loads run at once. Numbers that no part wrote are not used.
+    _, _, shortest, longest = find_tile(slots, lengths, row, tl.num_programs(2), SHARED)
+    longest = tl.where(tl.load(slots + row) == 0, 0, longest)
     where = row.to(tl.int64)
     if INDEXED:
         where = tl.load(rows + row)
@@ -229,13 +296,16 @@ def _join(
     best = tl.load(maxima + part, mask=splits < SPLITS, other=MIN_SCORE)
     weight = tl.load(divisors + part, mask=splits < SPLITS, other=0.0)
     total = tl.load(sums + (part * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
-    active = context_extent(length, WINDOW, CHUNK, BLOCK, SPLITS)[3]
+    active = context_extent(oldest_visible(shortest, WINDOW, CHUNK), longest, BLOCK, SPLITS)[2]
     live = (splits < active) & (active > 1)
     best = tl.where(live, best, MIN_SCORE)
     shrink = tl.exp2(best - tl.max(best, 0))
     whole = tl.sum(tl.where(live, weight, 0.0) * shrink, 0)
     total = tl.sum(tl.where(live[:, None], total, 0.0) * shrink[:, None], 0)
-    result = total / tl.where(active > 1, whole, 1.0)
+    sees = active > 1
+    if SHARED > 1:
+        sees &= whole > 0.0  # a row of length 0 may be in a tile of others
+    result = total / tl.where(sees, whole, 1.0)
     target = out + where * out_row + (head * GROUP + g) * DIM + d
     tl.store(target, result.to(out.dtype.element_ty), mask=(d < DIM) & (active > 1))
 
@@ -252,15 +322,16 @@ def layout_constants(cache: LayerCache) -> dict[str, object]:
 def decode(
     q: Tensor, cache: LayerCache, tables: Tensor, slots: Tensor, lengths: Tensor, out: Tensor | None = None, *,
     splits: int, pdl: bool = False, scratch: SplitScratch | None = None, rows: Tensor | None = None,
+    shared_rows: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Return the attention of one query a sequence: q [B, heads, dim] (any strides of rows and heads) -> out [B, heads,
+    """Return the attention of one query a row: q [B, heads, dim], with any strides of rows and heads, -> out [B, heads,
     dim].
 
     tables [slots, logical pages] is that of the cache's group; slots and lengths [B] are int64 on the device. A length
     includes the token of this step, which must be in its page. Slot 0 or length 0 is padding, whose output is zeros.
     With `rows` int64 [B], sequence i's query and output are row rows[i] of q and out instead of row i; rows[i] = -1 is
-    padding without query and output. With splits=1 a row's result does not depend on the other rows. Does not
-    synchronize with the device.
+    padding without query and output. Of up to `shared_rows` adjacent rows of one slot, keys and values are read once.
+    With splits=1 a row's result does not depend on the other rows. Does not synchronize with the device.
     """
     heads, dim = q.shape[1:]
     batch, kv_heads = slots.shape[0], cache.kv_heads
@@ -271,19 +342,20 @@ def decode(
         scratch = decode_scratch(batch, heads, kv_heads, dim, splits, q.device)
     else:
         assert splits == 1 or scratch.sums.numel() >= batch * heads * splits * dim, "scratch is too small"
-    group_pad, dim_pad = _padded_tile(group, dim)
-    block, warps, stages = _tile_config(group_pad, dim_pad, q.element_size(), batch * kv_heads * splits, q.device)
+    queries, dim_pad = _padded_tile(shared_rows * group, dim)
+    programs = cdiv(batch, shared_rows) * kv_heads * splits  # that work, if rows fill their tiles
+    block, warps, stages = _tile_config(queries, dim_pad, q.element_size(), programs, q.device)
     parts = [x.view(torch.float32) for x in scratch]
     indices = slots if rows is None else rows
     shared = {
-        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "DIM_PAD": dim_pad, "WINDOW": cache.window,
-        "CHUNK": cache.chunk, "BLOCK": block, "SPLITS": splits, "INDEXED": rows is not None, "PDL": pdl,
-        "launch_pdl": pdl,
+        "KV_HEADS": kv_heads, "GROUP": group, "SHARED": shared_rows, "DIM": dim, "DIM_PAD": dim_pad,
+        "WINDOW": cache.window, "CHUNK": cache.chunk, "BLOCK": block, "SPLITS": splits, "INDEXED": rows is not None,
+        "PDL": pdl, "launch_pdl": pdl,
     }  # fmt: skip
     _decode[(kv_heads, splits, batch)](
         q, cache.keys, cache.values, tables, slots, lengths, indices, out, *parts, q.stride(0), q.stride(1),
         out.stride(0), tables.stride(0), cache.page_stride_units, *softmax_factors(cache.scale, cache.softcap),
-        GROUP_PAD=group_pad, CAPPED=cache.softcap is not None, num_warps=warps, num_stages=stages,
+        QUERIES=queries, CAPPED=cache.softcap is not None, num_warps=warps, num_stages=stages,
         **layout_constants(cache), **shared,
     )  # fmt: skip
     if splits > 1:
@@ -293,13 +365,13 @@ def decode(
     return out
 
 
-def _padded_tile(group: int, dim: int) -> tuple[int, int]:
+def _padded_tile(queries: int, dim: int) -> tuple[int, int]:
     """Return the rows and columns of a tile of queries, padded for tensor cores."""
-    return max(16, power_of_2(group)), max(16, power_of_2(dim))
+    return max(16, power_of_2(queries)), max(16, power_of_2(dim))
 
 
 def _tile_config(
-    group_pad: int, dim_pad: int, itemsize: int, programs: int, device: torch.device
+    queries: int, dim_pad: int, itemsize: int, programs: int, device: torch.device
 ) -> tuple[int, int, int]:
     """Return (tokens of a tile, warps, stages of the pipeline).
 
@@ -318,14 +390,14 @@ def _tile_config(
     else:
         most = next((n for n in sorted(STAGES_BY_RESIDENCY) if programs <= count * n), max(STAGES_BY_RESIDENCY))
         block, warps, stages = min(max(8192 // dim_pad, 32), 128), 2, STAGES_BY_RESIDENCY[most]
-    while stages > 1 and program_bytes(group_pad, dim_pad, itemsize, block, stages) > shared_memory(device):
+    while stages > 1 and program_bytes(queries, dim_pad, itemsize, block, stages) > shared_memory(device):
         stages -= 1
     return block, warps, stages
 
 
-def program_bytes(group_pad: int, dim_pad: int, itemsize: int, block: int, stages: int) -> int:
+def program_bytes(queries: int, dim_pad: int, itemsize: int, block: int, stages: int) -> int:
     """Return the bytes of shared memory of a program: keys and values of all stages but one, queries and weights."""
-    return ((stages - 1) * 2 * block * dim_pad + group_pad * (dim_pad + block)) * itemsize
+    return ((stages - 1) * 2 * block * dim_pad + queries * (dim_pad + block)) * itemsize
 
 
 @lru_cache

@@ -1,10 +1,13 @@
-"""Greedy and random sampling with temperature, min_p, top_k and top_p, equal to quire.worker.inverse_cdf.
+"""Greedy and random sampling with temperature, min_p, top_k and top_p, as quire.worker.gumbel defines it.
 
-Nothing is sorted. A row's vocabulary is split over programs. A token's likelihood, relative to the best token's, which
-has 1, is represented by the bits of its float32, the *key*, which is monotonic in it. One pass counts and weighs the
-tokens above 16 marks, a second one lists the tokens between the two marks that bracket the row's threshold (the least
-key that top_k and top_p keep), and a search in that list finds it. Weights are integers, so that sums do not depend on
-the order of their terms, and a row's result depends only on the row.
+A token's score is its logit, or for a random row logit / temperature - log E with noise E of the seed, the position and
+the token's id. The token of the greatest score is chosen, of chunks first, then of the row.
+
+For rows with top_k and top_p nothing is sorted. A row's vocabulary is split over programs. A token's likelihood,
+relative to the best token's, which has 1, is represented by the bits of its float32, the *key*, which is monotonic in
+it. One pass counts and weighs the tokens above 16 marks, a second one lists the tokens between the two marks that
+bracket the row's threshold (the least key that top_k and top_p keep), and a search in that list finds it. Weights are
+integers, so that sums do not depend on the order of their terms, and a row's result depends only on the row.
 """
 
 from __future__ import annotations
@@ -20,41 +23,43 @@ KEY_ONE = tl.constexpr(0x3F800000)  # the key of likelihood 1
 MIN_KEY = tl.constexpr(0x2F800000)  # the key of 2**-32, the least likelihood with a weight above 0
 # Keys at which tokens are counted: 2**-1 to 2**-15 and MIN_KEY, or further apart, by OCTAVES.
 NUM_MARKS = tl.constexpr(16)
-BLOCK = 2048  # tokens of a program, and of each partial sum that a draw reads
+BLOCK = 2048  # tokens that a program weighs together
 SEARCH_BLOCK = 2048  # tokens of a list that a search reads together
 FEW_ROWS = 128  # up to as many rows, each has a multiprocessor to itself
 REPRESENTATIVE_ROWS = (8, 16, 64, FEW_ROWS, 2 * FEW_ROWS)  # numbers of rows that use every compiled kernel
 
 
 class SamplingScratch(NamedTuple):
-    """Buffers that the kernels of one step pass on, for any number of rows up to that of `allocate`."""
+    """Buffers that the kernels of one step pass on, for any number of rows and samples up to those of `allocate`."""
 
-    peaks: Tensor  # float32 [rows * chunks]: the greatest logit of each chunk of a row
-    peak_ids: Tensor  # int32 [rows * chunks]: its lowest id
+    peaks: Tensor  # float32 [samples * chunks]: the greatest logit of each chunk of a row, then score of a sample
+    peak_ids: Tensor  # int32 [samples * chunks]: its lowest id
+    row_peaks: Tensor  # float32 [rows]: the greatest logit; this and the following are empty without truncation
     mark_totals: Tensor  # int64 [rows, 2, NUM_MARKS]: number and weight of the tokens at or above each mark
     list_sizes: Tensor  # int32 [rows]: tokens in each list
-    key_lists: Tensor  # int32 [rows, vocab]: keys between two marks, unordered; empty without top_k and top_p
+    key_lists: Tensor  # int32 [rows, vocab]: keys between two marks, unordered
     thresholds: Tensor  # int32 [rows]: the least key that top_k and top_p keep
-    block_weights: Tensor  # int64 [rows, blocks]: weight of the tokens of a block that may be drawn
 
     @classmethod
     def allocate(
-        cls, rows: int, vocab: int, device: torch.device, has_random: bool = True, has_truncation: bool = True
+        cls, rows: int, vocab: int, device: torch.device, has_truncation: bool = True, samples: int = 0
     ) -> SamplingScratch:
-        """Allocate buffers for at most `rows` rows; `has_random` if some rows may have a temperature above 0,
-        `has_truncation` if some may have top_k or top_p."""
+        """Allocate buffers for at most `rows` rows and as many samples, or `samples` if these are more;
+        `has_truncation` if some rows may have min_p, top_k or top_p."""
+        samples = max(rows, samples)
         parts = max(
-            count * triton.cdiv(vocab, launch_config(count)[0]) for count in {rows, min(rows, 64), min(rows, 8)}
+            count * triton.cdiv(vocab, launch_config(count)[0])
+            for count in {samples, min(samples, 64), min(samples, 8)}
         )
-        drawn, truncated = rows * has_random, rows * (has_random and has_truncation)
+        truncated = rows * has_truncation
         return cls(
             torch.empty(parts, dtype=torch.float32, device=device),
             torch.empty(parts, dtype=torch.int32, device=device),
+            torch.empty(truncated, dtype=torch.float32, device=device),
             torch.empty(truncated, 2, NUM_MARKS.value, dtype=torch.int64, device=device),
             torch.empty(truncated, dtype=torch.int32, device=device),
             torch.empty(truncated, vocab, dtype=torch.int32, device=device),
-            torch.empty(drawn, dtype=torch.int32, device=device),
-            torch.empty(drawn, triton.cdiv(vocab, BLOCK), dtype=torch.int64, device=device),
+            torch.empty(truncated, dtype=torch.int32, device=device),
         )
 
 
@@ -97,28 +102,101 @@ def _peaks(logits, stride, vocab, peaks, places, totals, held, chunks, CHUNK: tl
 
 
 @triton.jit
-def row_max(peaks, places, row, chunks, LANES: tl.constexpr):
-    """Return a row's greatest logit, its lowest id, and whether it is finite."""
+def _log_noise(bits):
+    """Return log E of noise bits, with an error of 1e-6. u = (bits + 0.5) / 2**32, and E = -log(1 - u)."""
+    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    rest = ((4294967295 - bits).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 1 - u, above 0
+    series = tl.fma(u, 0.33570898, 0.14670368)  # (-log(1 - u) - u) / u**2 for small u, where 1 - u would lose bits
+    series = tl.fma(u, series, 0.25711015)
+    series = tl.fma(u, series, 0.33293071)
+    series = tl.fma(u, series, 0.50000727)
+    return tl.log(tl.where(u < 0.25, tl.fma(u * series, u, u), -tl.log(rest)))
+
+
+@triton.jit(do_not_specialize_on_alignment=["owners", "seeds", "positions"])
+def _scores(logits, stride, first, count, shapes, owners, seeds, positions, row_peaks, borders, peaks, places, chunks,
+            CHUNK: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Store the greatest score of a sample among a chunk's tokens that are kept, and its lowest id. The logits are of
+    `count` tokens from the id `first` on, a multiple of 64. A NaN counts as infinity. Without CUT,
+    min_p, top_k and top_p are ignored."""
+    wait_predecessor(PDL)
+    chunk, sample = tl.program_id(0), tl.program_id(1)
+    row = tl.load(owners + sample).to(tl.int32)
+    temperature, min_p, _k, _p, cut = load_params(shapes, row)
+    random = temperature > 0
+    scale = tl.where(random, 1.0 / tl.where(random, temperature, 1.0), 1.0)
+    position = tl.load(positions + sample)
+    lanes, begin = tl.arange(0, CHUNK // 4), chunk * CHUNK
+    zero = tl.zeros([CHUNK // 4], tl.int32)
+    words = tl.philox(
+        tl.load(seeds + sample), (first + begin) // 4 + lanes, zero + position.to(tl.int32),
+        zero + (position >> 32).to(tl.int32), zero,
+    )  # fmt: skip
+    best = tl.full([CHUNK // 4], float("-inf"), tl.float32)
+    ids = begin + lanes // 16 * 64 + lanes % 16
+    best_ids = ids
+    for word in tl.static_range(4):
+        x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < count, other=float("-inf")).to(tl.float32)
+        x = tl.where(x == x, x, float("inf"))
+        score = tl.fma(x, scale, tl.where(random, -_log_noise(words[word]), 0.0))
+        if CUT:
+            row_best = tl.load(row_peaks + row)
+            if random & (cut | (min_p > 0)) & (tl.abs(row_best) < float("inf")):
+                likelihood = _likelihood(x, row_best, temperature)
+                border = tl.load(borders + row, mask=cut, other=MIN_KEY)
+                kept = (likelihood >= min_p) & (likelihood.to(tl.int32, bitcast=True) >= border)
+                score = tl.where(kept, score, float("-inf"))
+        better = score > best
+        best, best_ids = tl.where(better, score, best), tl.where(better, ids, best_ids)
+        ids += 16
+    peak = tl.max(best, 0)
+    tl.store(peaks + sample * chunks + chunk, peak)
+    tl.store(places + sample * chunks + chunk, first + tl.min(tl.where(best == peak, best_ids, count), 0))
+
+
+@triton.jit
+def row_peak(peaks, row, chunks, LANES: tl.constexpr):
+    """Return a row's greatest logit, and whether it is finite."""
+    lanes = tl.arange(0, LANES)
+    best = tl.max(tl.load(peaks + row * chunks + lanes, mask=lanes < chunks, other=float("-inf")), 0)
+    return best, tl.abs(best) < float("inf")
+
+
+@triton.jit
+def row_choice(peaks, places, row, chunks, LANES: tl.constexpr):
+    """Return a row's greatest logit or score, and its lowest id."""
     lanes = tl.arange(0, LANES)
     some = lanes < chunks
     parts = tl.load(peaks + row * chunks + lanes, mask=some, other=float("-inf"))
     best = tl.max(parts, 0)
     ids = tl.load(places + row * chunks + lanes, mask=some, other=2147483647)
-    token = tl.min(tl.where(parts == best, ids, 2147483647), 0)
-    return best, token, tl.abs(best) < float("inf")
+    return best, tl.min(tl.where(parts == best, ids, 2147483647), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "last", "tokens", "faults"])
-def _choose(peaks, places, chunks, slots, last, tokens, faults, LANES: tl.constexpr, PDL: tl.constexpr):
-    """Store the greedy token of a row to `tokens` and to its slot in `last`; 0 and a fault if the greatest logit is not
-    finite."""
-    wait_predecessor(PDL)
-    row = tl.program_id(0)
-    _best, token, finite = row_max(peaks, places, row, chunks, LANES)
+@triton.jit
+def store_choice(best, token, sample, owners, slots, last, tokens, faults, SEVERAL: tl.constexpr):
+    """Store the token of a sample to `tokens`, and that of a row's first sample to its slot in `last`; 0 and a fault of
+    the row if the greatest score is not finite. Without SEVERAL each row has one sample, and `owners` is not read."""
+    finite = tl.abs(best) < float("inf")
     token = tl.where(finite, token, 0)
-    tl.store(tokens + row, token)
+    row = sample
+    is_first = sample >= 0
+    if SEVERAL:
+        row = tl.load(owners + sample).to(tl.int32)
+        is_first = row != tl.load(owners + sample - 1, mask=sample > 0, other=-1)
+    tl.store(tokens + sample, token)
     tl.store(faults + row, 1 - finite.to(tl.int32))
-    tl.store(last + tl.load(slots + row), token)
+    tl.store(last + tl.load(slots + row), token, mask=is_first)
+
+
+@triton.jit(do_not_specialize_on_alignment=["owners", "slots", "last", "tokens", "faults"])
+def _choose(peaks, places, chunks, owners, slots, last, tokens, faults, LANES: tl.constexpr, SEVERAL: tl.constexpr,
+            PDL: tl.constexpr):  # fmt: skip
+    """Store the token of a sample."""
+    wait_predecessor(PDL)
+    sample = tl.program_id(0)
+    best, token = row_choice(peaks, places, sample, chunks, LANES)
+    store_choice(best, token, sample, owners, slots, last, tokens, faults, SEVERAL)
 
 
 @triton.jit
@@ -172,31 +250,24 @@ def _marked(keys, OCTAVES: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def weigh_blocks(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, totals, masses,
-LANES: tl.constexpr,
-            BLOCK: tl.constexpr, CUT: tl.constexpr, OCTAVES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Store the weight of each of `each` blocks; for a row with top_k or top_p, add to the row's totals instead.
-    Without CUT there are no totals, and top_k and top_p are ignored."""
+def add_totals(logits, stride, vocab, shapes, peaks, chunks, blocks, each, totals, LANES: tl.constexpr,
+               BLOCK: tl.constexpr, OCTAVES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Add the tokens of `each` blocks to the totals of a row with top_k or top_p."""
     wait_predecessor(PDL)
     first, row = tl.program_id(0) * each, tl.program_id(1)
     temperature, min_p, _k, _p, cut = load_params(shapes, row)
-    cut = cut & CUT
-    best, _token, finite = row_max(peaks, places, row, chunks, LANES)
-    if finite & (temperature > 0):
+    best, finite = row_peak(peaks, row, chunks, LANES)
+    if finite & (temperature > 0) & cut:
         marks = tl.arange(0, NUM_MARKS)
         counts = tl.zeros([NUM_MARKS], tl.int64)
         sums = tl.zeros([NUM_MARKS], tl.int64)
         for block in range(first, tl.minimum(first + each, blocks)):
             keys = load_keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
-            if cut:
-                packed = _marked(keys, OCTAVES, BLOCK)
-                counts += packed >> 48
-                sums += packed & 281474976710655
-            else:
-                tl.store(masses + row * blocks + block, tl.sum(key_weights(keys), 0))
-        if cut:
-            tl.atomic_add(totals + row * 2 * NUM_MARKS + marks, counts, mask=counts > 0, sem="relaxed")
-            tl.atomic_add(totals + row * 2 * NUM_MARKS + NUM_MARKS + marks, sums, mask=counts > 0, sem="relaxed")
+            packed = _marked(keys, OCTAVES, BLOCK)
+            counts += packed >> 48
+            sums += packed & 281474976710655
+        tl.atomic_add(totals + row * 2 * NUM_MARKS + marks, counts, mask=counts > 0, sem="relaxed")
+        tl.atomic_add(totals + row * 2 * NUM_MARKS + NUM_MARKS + marks, sums, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
@@ -221,13 +292,13 @@ def threshold_bracket(totals, row, top_k, top_p, OCTAVES: tl.constexpr):
 
 
 @triton.jit
-def list_keys(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, totals, held, lists,
+def list_keys(logits, stride, vocab, shapes, peaks, chunks, blocks, each, totals, held, lists,
             LANES: tl.constexpr, BLOCK: tl.constexpr, OCTAVES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """List the keys of `each` blocks that are within the row's bracket."""
     wait_predecessor(PDL)
     first, row = tl.program_id(0) * each, tl.program_id(1)
     temperature, min_p, top_k, top_p, cut = load_params(shapes, row)
-    best, _token, finite = row_max(peaks, places, row, chunks, LANES)
+    best, finite = row_peak(peaks, row, chunks, LANES)
     if finite & (temperature > 0) & cut:
         low, high, _count, _mass, _total, _bound = threshold_bracket(totals, row, top_k, top_p, OCTAVES)
         for block in range(first, tl.minimum(first + each, blocks)):
@@ -285,14 +356,15 @@ def _first_k(keys, held, border, top_k, count, mass, LISTED: tl.constexpr):
 
 
 @triton.jit
-def _search(shapes, peaks, places, chunks, vocab, totals, held, lists, borders, LANES: tl.constexpr,
+def _search(shapes, peaks, chunks, vocab, totals, held, lists, row_peaks, borders, LANES: tl.constexpr,
             LISTED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Store a row's threshold: the key of the first token, in descending order and among the first k, at which the sum
-    of weights reaches top_p of that of the first k."""
+    """Store a row's greatest logit and, if it has top_k or top_p, its threshold: the key of the first token, in
+    descending order and among the first k, at which the sum of weights reaches top_p of that of the first k."""
     wait_predecessor(PDL)
     row = tl.program_id(0)
     temperature, _min_p, top_k, top_p, cut = load_params(shapes, row)
-    _best, _token, finite = row_max(peaks, places, row, chunks, LANES)
+    best, finite = row_peak(peaks, row, chunks, LANES)
+    tl.store(row_peaks + row, best)
     if finite & (temperature > 0) & cut:
         low, high, count, mass, total, bound = threshold_bracket(totals, row, top_k, top_p, 1)
         keys, size = lists + row.to(tl.int64) * vocab, tl.load(held + row)
@@ -303,50 +375,6 @@ def _search(shapes, peaks, places, chunks, vocab, totals, held, lists, borders, 
             goal = tl.ceil(total.to(tl.float64) * top_p).to(tl.int64)
             low = _descend(keys, size, low, high, goal - mass, True, LISTED)
         tl.store(borders + row, low)
-
-
-@triton.jit
-def weigh_kept(logits, stride, vocab, shapes, peaks, places, chunks, blocks, each, borders, masses, LANES: tl.constexpr,
-          BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Store for each of `each` blocks the weight of its tokens at or above the row's threshold."""
-    wait_predecessor(PDL)
-    first, row = tl.program_id(0) * each, tl.program_id(1)
-    temperature, min_p, _k, _p, cut = load_params(shapes, row)
-    best, _token, finite = row_max(peaks, places, row, chunks, LANES)
-    if finite & (temperature > 0) & cut:
-        border = tl.load(borders + row)
-        for block in range(first, tl.minimum(first + each, blocks)):
-            keys = load_keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
-            tl.store(masses + row * blocks + block, tl.sum(key_weights(tl.where(keys >= border, keys, 0)), 0))
-
-
-@triton.jit(do_not_specialize_on_alignment=["owners", "chances", "slots", "last", "tokens", "faults"])
-def _draw(logits, stride, vocab, shapes, peaks, places, chunks, borders, masses, blocks, owners, chances, slots, last,
-          tokens, faults, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
-          PDL: tl.constexpr):  # fmt: skip
-    """Store the token of one draw from the row owners[draw]: the first by id at which the sum of weights exceeds
-    chances[draw] times the total. The row's first draw is also stored to its slot in `last`. Without CUT there are no
-    thresholds."""
-    wait_predecessor(PDL)
-    draw = tl.program_id(0)
-    row = tl.load(owners + draw).to(tl.int32)
-    temperature, min_p, _k, _p, cut = load_params(shapes, row)
-    best, token, finite = row_max(peaks, places, row, chunks, LANES)
-    if finite & (temperature > 0):
-        border = tl.load(borders + row, mask=cut & CUT, other=MIN_KEY)
-        lanes = tl.arange(0, BLOCKS)
-        parts = tl.load(masses + row * blocks + lanes, mask=lanes < blocks, other=0)
-        goal = (tl.sum(parts, 0).to(tl.float64) * tl.load(chances + draw)).to(tl.int64)
-        block = tl.minimum(tl.sum((tl.cumsum(parts, 0) <= goal).to(tl.int32), 0), blocks - 1)
-        goal -= tl.sum(tl.where(lanes < block, parts, 0), 0)
-        keys = load_keys(logits, stride, vocab, row, block, best, temperature, min_p, BLOCK)
-        sums = tl.cumsum(tl.where(keys >= border, key_weights(keys), 0), 0)
-        token = block * BLOCK + tl.minimum(tl.sum((sums <= goal).to(tl.int32), 0), BLOCK - 1)
-    token = tl.where(finite, token, 0)
-    tl.store(tokens + draw, token)
-    tl.store(faults + row, 1 - finite.to(tl.int32))
-    former = tl.load(owners + draw - 1, mask=draw > 0, other=-1)
-    tl.store(last + tl.load(slots + row), token, mask=former != row)
 
 
 def find_peaks(logits: Tensor, scratch: SamplingScratch, cut: bool, pdl: dict[str, bool]) -> tuple[int, int]:
@@ -379,41 +407,60 @@ def greedy(
     options = launch_options(pdl)
     chunks, lanes = find_peaks(logits, scratch, False, options)
     _choose[(len(logits),)](
-        scratch.peaks, scratch.peak_ids, chunks, slots, last_sampled, tokens, faults, LANES=lanes, num_warps=1,
-        **options,
+        scratch.peaks, scratch.peak_ids, chunks, slots, slots, last_sampled, tokens, faults, LANES=lanes, SEVERAL=False,
+        num_warps=1, **options,
     )  # fmt: skip
 
 
+def find_scores(
+    logits: Tensor, first: int, params: Tensor, draw_rows: Tensor, seeds: Tensor, positions: Tensor,
+    cut: tuple[Tensor, Tensor] | None, scratch: SamplingScratch, pdl: dict[str, bool],
+) -> tuple[int, int]:  # fmt: skip
+    """Fill `scratch.peaks` and `peak_ids` for samples of logits [R, V] of the tokens from the id `first` on, a multiple
+    of 64. `cut`: the greatest logits [R] and the thresholds [R]; None if no row has min_p, top_k or top_p. Return the
+    same as `find_peaks`."""
+    vocab, samples = logits.shape[1], len(draw_rows)
+    assert logits.stride(1) == 1, "a row's logits must be contiguous"
+    chunk = launch_config(samples)[0]
+    chunks = triton.cdiv(vocab, chunk)
+    row_peaks, borders = cut or (scratch.row_peaks, scratch.thresholds)
+    _scores[(chunks, samples)](
+        logits, logits.stride(0), first, vocab, params, draw_rows, seeds, positions, row_peaks, borders, scratch.peaks,
+        scratch.peak_ids, chunks, CHUNK=chunk, CUT=cut is not None, num_warps=4 if chunk == 1024 else 8, **pdl,
+    )  # fmt: skip
+    return chunks, triton.next_power_of_2(chunks)
+
+
 def sample(
-    logits: Tensor, params: Tensor, draw_rows: Tensor, uniforms: Tensor, slots: Tensor, last_sampled: Tensor,
-    tokens: Tensor, faults: Tensor, scratch: SamplingScratch, has_truncation: bool = True, pdl: bool = False,
+    logits: Tensor, params: Tensor, draw_rows: Tensor, seeds: Tensor, positions: Tensor, slots: Tensor,
+    last_sampled: Tensor, tokens: Tensor, faults: Tensor, scratch: SamplingScratch, has_truncation: bool = True,
+    pdl: bool = False,
 ) -> None:  # fmt: skip
     """Draw tokens [D] from the rows draw_rows [D] (ascending) of logits [R, V], as `greedy` where the temperature is 0.
 
-    params [R, 4] float64: temperature, min_p, top_k (0: off), top_p; uniforms [D] float64 in [0, 1). `has_truncation`
-    False promises that no row has top_k or top_p: three launches, else six. Draws and thresholds are those of
-    quire.worker.inverse_cdf, given the likelihoods as Triton's exp computes them. faults [R] as in `greedy`; the first
-    draw of a row is also written to last_sampled[slots[r]].
+    params [R, 4] float64: temperature, min_p, top_k (0: off), top_p; seeds and positions [D] int64 define the noise.
+    `has_truncation` False promises that no random row has min_p, top_k or top_p: two launches, else six. The tokens
+    that are kept, given the likelihoods as Triton's exp computes them, are those of quire.worker.gumbel; scores differ
+    from its in their rounding. faults [R] as in `greedy`; the first token of a row is also written to
+    last_sampled[slots[r]].
     """
     (rows, vocab), blocks = logits.shape, triton.cdiv(logits.shape[1], BLOCK)
     _, each, early, many = launch_config(rows)
     options = launch_options(pdl and early)
-    chunks, lanes = find_peaks(logits, scratch, has_truncation, options)
-    row = (logits, logits.stride(0), vocab, params, scratch.peaks, scratch.peak_ids, chunks)
-    grid, tile = (triton.cdiv(blocks, each), rows), {"LANES": lanes, "BLOCK": BLOCK, "num_warps": 4, **options}
-    weigh_blocks[grid](
-        *row, blocks, each, scratch.mark_totals, scratch.block_weights, CUT=has_truncation, OCTAVES=1, **tile
-    )
+    cut = None
     if has_truncation:
-        list_keys[grid](
-            *row, blocks, each, scratch.mark_totals, scratch.list_sizes, scratch.key_lists, OCTAVES=1, **tile
-        )
+        chunks, lanes = find_peaks(logits, scratch, True, options)
+        row = (logits, logits.stride(0), vocab, params, scratch.peaks, chunks, blocks, each)
+        grid, tile = (triton.cdiv(blocks, each), rows), {"LANES": lanes, "BLOCK": BLOCK, "num_warps": 4, **options}
+        add_totals[grid](*row, scratch.mark_totals, OCTAVES=1, **tile)
+        list_keys[grid](*row, scratch.mark_totals, scratch.list_sizes, scratch.key_lists, OCTAVES=1, **tile)
+        cut = scratch.row_peaks, scratch.thresholds
         _search[(rows,)](
-            *row[3:], vocab, scratch.mark_totals, scratch.list_sizes, scratch.key_lists, scratch.thresholds,
+            params, scratch.peaks, chunks, vocab, scratch.mark_totals, scratch.list_sizes, scratch.key_lists, *cut,
             LANES=lanes, LISTED=SEARCH_BLOCK if many else 2 * SEARCH_BLOCK, num_warps=8 if many else 16, **options,
         )  # fmt: skip
-        weigh_kept[grid](*row, blocks, each, scratch.thresholds, scratch.block_weights, **tile)
-    _draw[(len(draw_rows),)](
-        *row, scratch.thresholds, scratch.block_weights, blocks, draw_rows, uniforms, slots, last_sampled, tokens,
-        faults, BLOCKS=triton.next_power_of_2(blocks), CUT=has_truncation, **tile,
+    chunks, lanes = find_scores(logits, 0, params, draw_rows, seeds, positions, cut, scratch, options)
+    _choose[(len(draw_rows),)](
+        scratch.peaks, scratch.peak_ids, chunks, draw_rows, slots, last_sampled, tokens, faults, LANES=lanes,
+        SEVERAL=True, num_warps=1, **options,
     )  # fmt: skip

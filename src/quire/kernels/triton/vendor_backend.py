@@ -21,8 +21,8 @@ class VendorBackend(TritonBackend):
 
     layout = KVCacheLayout.CONTIGUOUS
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
+    def __init__(self, name: str, max_drafts: int = 0) -> None:
+        super().__init__(max_drafts=max_drafts)
         self.name, self.kernel = name, vendor.KERNELS[name]
 
     def check_cache(self, cache: LayerCache) -> None:

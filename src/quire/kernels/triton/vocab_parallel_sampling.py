@@ -1,7 +1,7 @@
-"""Greedy and random sampling from vocab-parallel logits: each rank has a part of the vocabulary. For each row ranks
-exchange the greatest logit, the weight of their tokens, and a token: 20 bytes; for rows with top_k or top_p more
-(`find_thresholds`). The tokens are those of `kernels.triton.sampling` over all logits, because weights are integers,
-whose partial sums are exact.
+"""Greedy and random sampling from vocab-parallel logits: each rank has a part of the vocabulary. For each sample ranks
+exchange their greatest score and its token: 8 bytes; for rows with min_p, top_k or top_p more (`find_thresholds`). The
+tokens are those of `kernels.triton.sampling` over all logits, because the score of a token depends only on its logit
+and its noise, and weights are integers, whose partial sums are exact.
 
 Between these launches the results of all ranks are gathered, in rank order. No kernel is specialized for the number of
 rows: while one rank compiled it, the others would wait.
@@ -22,19 +22,19 @@ from quire.kernels.triton.sampling import (
     BLOCK,
     NUM_MARKS,
     SamplingScratch,
+    add_totals,
     find_peaks,
+    find_scores,
     key_weights,
     launch_config,
     launch_options,
     list_keys,
-    load_keys,
     load_params,
     mark_key,
-    row_max,
+    row_choice,
+    store_choice,
     threshold_bracket,
     wait_predecessor,
-    weigh_blocks,
-    weigh_kept,
 )
 
 OCTAVES = tl.constexpr(2)  # from mark to mark the likelihood falls by 2**OCTAVES
@@ -45,69 +45,37 @@ ROW_WORDS = tl.constexpr(192)  # words of 4 bytes of a row's results, if sums ar
 
 
 class VocabShard(NamedTuple):
-    """A rank's part of the vocabulary: `count` tokens from `first` on. Further columns of its logits are padding."""
+    """A rank's part of the vocabulary: `count` tokens from `first` on, a multiple of 64. Further columns of its logits
+    are padding."""
 
-    rank: int
     first: int
     count: int
 
 
-class RowMax(NamedTuple):
-    """The greatest logit of each row over all ranks, fp32 [R], and its lowest id, int32 [R]."""
-
-    peaks: Tensor
-    peak_ids: Tensor
-
-
-class TokenWeights(NamedTuple):
-    """Weights of this rank's tokens that may be drawn: by block, int64 [R, blocks], and by row [R]; if rows may have
-    top_k or top_p, also the least key that these keep, int32 [R]."""
-
-    block_weights: Tensor
-    row_weights: Tensor
-    thresholds: Tensor | None = None
-
-
 @triton.jit
 def _best(peaks, places, chunks, first, outgoing, LANES: tl.constexpr, PDL: tl.constexpr):
-    """Store a row's greatest logit of this rank, as bits, and its lowest id."""
+    """Store the greatest logit or score of this rank, as bits, and its lowest id. Places count from `first` on."""
     wait_predecessor(PDL)
     row = tl.program_id(0)
-    best, token, _finite = row_max(peaks, places, row, chunks, LANES)
+    best, token = row_choice(peaks, places, row, chunks, LANES)
     tl.store(outgoing + 2 * row, best.to(tl.int32, bitcast=True))
     tl.store(outgoing + 2 * row + 1, token + first)
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots", "last", "tokens", "faults"])
-def _merge(every, ranks, rows, vocab, peaks, places, slots, last, tokens, faults,
-           RANKS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Store the greatest logit of all ranks and, as `sampling._choose`, the row's greedy token, which is limited to
-    `vocab` whatever ranks send."""
+@triton.jit(
+    do_not_specialize=["samples"], do_not_specialize_on_alignment=["owners", "slots", "last", "tokens", "faults"]
+)
+def _merge(every, ranks, samples, vocab, owners, slots, last, tokens, faults, RANKS: tl.constexpr,
+           SEVERAL: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Store the token of a sample, as `sampling._choose`; it is limited to `vocab` whatever ranks send."""
     wait_predecessor(PDL)
-    row, rank = tl.program_id(0), tl.arange(0, RANKS)
-    at = every + (rank * rows + row) * 2
+    sample, rank = tl.program_id(0), tl.arange(0, RANKS)
+    at = every + (rank * samples + sample) * 2
     best = tl.load(at, mask=rank < ranks, other=-8388608).to(tl.float32, bitcast=True)  # -infinity
     ids = tl.load(at + 1, mask=rank < ranks, other=2147483647)
     peak = tl.max(best, 0)
     token = tl.minimum(tl.maximum(tl.min(tl.where(best == peak, ids, 2147483647), 0), 0), vocab - 1)
-    finite = tl.abs(peak) < float("inf")
-    tl.store(peaks + row, peak)
-    tl.store(places + row, token)
-    token = tl.where(finite, token, 0)
-    tl.store(tokens + row, token)
-    tl.store(faults + row, 1 - finite.to(tl.int32))
-    tl.store(last + tl.load(slots + row), token)
-
-
-@triton.jit
-def _sum(peaks, shapes, masses, blocks, totals, BLOCKS: tl.constexpr, PDL: tl.constexpr):
-    """Store the weight of a row's tokens on this rank; 0 for a row that is not drawn at random."""
-    wait_predecessor(PDL)
-    row, lanes = tl.program_id(0), tl.arange(0, BLOCKS)
-    temperature, _min_p, _k, _p, _cut = load_params(shapes, row)
-    drawn = (temperature > 0) & (tl.abs(tl.load(peaks + row)) < float("inf"))
-    parts = tl.load(masses + row * blocks + lanes, mask=lanes < blocks, other=0)
-    tl.store(totals + row, tl.where(drawn, tl.sum(parts, 0), 0))
+    store_choice(peak, token, sample, owners, slots, last, tokens, faults, SEVERAL)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -225,113 +193,76 @@ def _by_weight(shapes, peaks, totals, held, lists, room, borders, needs, counted
                 tl.store(outgoing + row * PROBES + places, _probe_list(keys, size, low, step, True, KEYS))
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["owners", "chances"])
-def _draw(logits, stride, count, first, rank, ranks, rows, shapes, peaks, masses, blocks, borders, every, owners,
-          chances, outgoing, RANKS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CUT: tl.constexpr,
-          PDL: tl.constexpr):  # fmt: skip
-    """Store the token of one draw, as `sampling._draw`, if it is this rank's; else -1."""
-    wait_predecessor(PDL)
-    draw, others = tl.program_id(0), tl.arange(0, RANKS)
-    row = tl.load(owners + draw).to(tl.int32)
-    totals = tl.load(every + others * rows + row, mask=others < ranks, other=0)
-    goal = (tl.sum(totals, 0).to(tl.float64) * tl.load(chances + draw)).to(tl.int64)
-    goal -= tl.sum(tl.where(others < rank, totals, 0), 0)
-    token = -1
-    if (goal >= 0) & (goal < tl.sum(tl.where(others == rank, totals, 0), 0)):
-        temperature, min_p, _k, _p, cut = load_params(shapes, row)
-        lanes = tl.arange(0, BLOCKS)
-        parts = tl.load(masses + row * blocks + lanes, mask=lanes < blocks, other=0)
-        block = tl.minimum(tl.sum((tl.cumsum(parts, 0) <= goal).to(tl.int32), 0), blocks - 1)
-        goal -= tl.sum(tl.where(lanes < block, parts, 0), 0)
-        keys = load_keys(logits, stride, count, row, block, tl.load(peaks + row), temperature, min_p, BLOCK)
-        if CUT:
-            keys = tl.where(keys >= tl.load(borders + row, mask=cut, other=0), keys, 0)
-        sums = tl.cumsum(key_weights(keys), 0)
-        token = first + block * BLOCK + tl.minimum(tl.sum((sums <= goal).to(tl.int32), 0), BLOCK - 1)
-    tl.store(outgoing + draw, token)
-
-
-@triton.jit(do_not_specialize=["draws"], do_not_specialize_on_alignment=["owners", "slots", "last", "tokens"])
-def _tell(every, ranks, draws, vocab, owners, slots, last, tokens, RANKS: tl.constexpr, PDL: tl.constexpr):
-    """Replace the greedy token by the token that a rank has drawn, if any; for the row's first draw in `last` too."""
-    wait_predecessor(PDL)
-    draw, rank = tl.program_id(0), tl.arange(0, RANKS)
-    token = tl.max(tl.load(every + rank * draws + draw, mask=rank < ranks, other=-1), 0)
-    token = tl.minimum(token, vocab - 1)
-    tl.store(tokens + draw, token, mask=token >= 0)
-    row, former = tl.load(owners + draw), tl.load(owners + draw - 1, mask=draw > 0, other=-1)
-    tl.store(last + tl.load(slots + row), token, mask=(token >= 0) & (former != row))
+def _own_logits(logits: Tensor, own: VocabShard) -> Tensor:
+    """Return the logits [R, own.count] without padding; of a rank without tokens one column of the lowest logit."""
+    return logits[:, : own.count] if own.count else torch.full_like(logits[:, :1], -torch.inf)
 
 
 def local_max(logits: Tensor, own: VocabShard, pdl: bool = False) -> Tensor:
-    """Return this rank's greatest logit of each row and its id, int32 [R, 2], for `merge_max`; logits [R, at least
-    own.count]."""
-    logits = logits[:, : max(own.count, 1)]
-    if not own.count:  # one token of the lowest logit
-        logits = torch.full_like(logits, -torch.inf)
-    rows = len(logits)
-    scratch = SamplingScratch.allocate(rows, logits.shape[1], logits.device, has_random=False)
-    local = torch.empty((rows, 2), dtype=torch.int32, device=logits.device)
+    """Return this rank's greatest logit of each row, as bits, and its id, int32 [R, 2], for `merge`; logits [R, at
+    least own.count]."""
+    logits, rows = _own_logits(logits, own), len(logits)
+    scratch = SamplingScratch.allocate(rows, logits.shape[1], logits.device, has_truncation=False)
     options = launch_options(pdl)
-    chunks, lanes = find_peaks(logits, scratch, False, options)
-    _best[(rows,)](
-        scratch.peaks, scratch.peak_ids, chunks, own.first, local, LANES=lanes, num_warps=1, **options
-    )  # fmt: skip
+    return _local_best(scratch, rows, own.first, find_peaks(logits, scratch, False, options), options)
+
+
+def local_scores(
+    logits: Tensor, own: VocabShard, params: Tensor, draw_rows: Tensor, seeds: Tensor, positions: Tensor,
+    cut: tuple[Tensor, Tensor] | None, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return the same with the greatest score of each sample, int32 [D, 2]. `cut`: the greatest logits of all ranks [R]
+    and their `find_thresholds` [R]; None if no row has min_p, top_k or top_p."""
+    logits, samples = _own_logits(logits, own), len(draw_rows)
+    scratch = SamplingScratch.allocate(samples, logits.shape[1], logits.device, has_truncation=False)
+    options = launch_options(pdl and launch_config(samples)[2])
+    shape = find_scores(logits, own.first, params, draw_rows, seeds, positions, cut, scratch, options)
+    return _local_best(scratch, samples, 0, shape, options)
+
+
+def _local_best(
+    scratch: SamplingScratch, count: int, first: int, shape: tuple[int, int], options: dict[str, bool]
+) -> Tensor:
+    local = torch.empty((count, 2), dtype=torch.int32, device=scratch.peaks.device)
+    chunks, lanes = shape
+    _best[(count,)](scratch.peaks, scratch.peak_ids, chunks, first, local, LANES=lanes, num_warps=1, **options)
     return local
 
 
-def merge_max(
-    every: Tensor, vocab: int, slots: Tensor, last: Tensor, tokens: Tensor, faults: Tensor, pdl: bool = False
-) -> RowMax:
-    """Merge the ranks' results of `local_max` [ranks, R, 2]: write the greedy tokens, as sampling.greedy, and return
-    the greatest logits."""
-    ranks, rows, _ = every.shape
-    maxima = RowMax(
-        torch.empty(rows, dtype=torch.float32, device=every.device),
-        torch.empty(rows, dtype=torch.int32, device=every.device),
-    )
-    _merge[(rows,)](
-        every, ranks, rows, vocab, *maxima, slots, last, tokens, faults,
-        RANKS=triton.next_power_of_2(ranks), num_warps=1, **launch_options(pdl),
+def merge(
+    every: Tensor, vocab: int, draw_rows: Tensor | None, slots: Tensor, last_sampled: Tensor, tokens: Tensor,
+    faults: Tensor, pdl: bool = False,
+) -> None:  # fmt: skip
+    """Write the tokens and faults, as `sampling.sample`, from the ranks' results of `local_scores`, or without
+    `draw_rows` of `local_max`: [ranks, D, 2]."""
+    ranks, samples, _ = every.shape
+    _merge[(samples,)](
+        every, ranks, samples, vocab, slots if draw_rows is None else draw_rows, slots, last_sampled, tokens, faults,
+        RANKS=triton.next_power_of_2(ranks), SEVERAL=draw_rows is not None, num_warps=1, **launch_options(pdl),
     )  # fmt: skip
-    return maxima
-
-
-def weigh_tokens(logits: Tensor, own: VocabShard, shapes: Tensor, found: RowMax, pdl: bool = False) -> TokenWeights:
-    """Return the weights of this rank's tokens, relative to the greatest logits `found`. shapes [R, 4] float64 are the
-    params of sampling.sample; no row has top_k or top_p."""
-    rows, blocks = len(logits), max(triton.cdiv(own.count, BLOCK), 1)
-    _, each, early, _ = launch_config(rows)
-    options = launch_options(pdl and early)
-    masses = torch.empty((rows, blocks), dtype=torch.int64, device=logits.device)
-    weigh_blocks[(triton.cdiv(blocks, each), rows)](
-        logits, logits.stride(0), own.count, shapes, found.peaks, found.peak_ids, 1, blocks, each, masses, masses,
-        LANES=1, BLOCK=BLOCK, CUT=False, OCTAVES=1, num_warps=4, **options,
-    )  # fmt: skip
-    return TokenWeights(masses, sum_weights(masses, shapes, found, options))
 
 
 def find_thresholds(
-    logits: Tensor, own: VocabShard, shapes: Tensor, found: RowMax, gather: Callable[[Tensor], Tensor],
+    logits: Tensor, own: VocabShard, params: Tensor, row_peaks: Tensor, gather: Callable[[Tensor], Tensor],
     pdl: bool = False,
-) -> TokenWeights:  # fmt: skip
-    """Return the same as `weigh_tokens` for rows that may have top_k and top_p. `gather` returns a tensor of all ranks,
-    stacked in rank order; it is called nine times."""
+) -> Tensor:  # fmt: skip
+    """Return the least keys [R] that top_k and top_p keep; undefined for rows with neither. `row_peaks` [R] are the
+    greatest logits of all ranks. `gather` returns a tensor of all ranks, stacked in rank order; it is called eight
+    times."""
     (rows, _), blocks, device = logits.shape, max(triton.cdiv(own.count, BLOCK), 1), logits.device
     _, each, early, _ = launch_config(rows)
     options = launch_options(pdl and early)
-    masses = torch.empty((rows, blocks), dtype=torch.int64, device=device)
     totals = torch.zeros((rows, 2, NUM_MARKS.value), dtype=torch.int64, device=device)
     held, borders = torch.empty((2, rows), dtype=torch.int32, device=device)
-    row = (logits, logits.stride(0), own.count, shapes, found.peaks, found.peak_ids, 1, blocks, each)
+    row = (logits, logits.stride(0), own.count, params, row_peaks, 1, blocks, each)
     grid, tile = (triton.cdiv(blocks, each), rows), {"LANES": 1, "BLOCK": BLOCK, "num_warps": 4, **options}
-    weigh_blocks[grid](*row, totals, masses, CUT=True, OCTAVES=OCTAVES, **tile)
+    add_totals[grid](*row, totals, OCTAVES=OCTAVES, **tile)
     every = gather(totals)
     ranks, lanes = len(every), triton.next_power_of_2(len(every))
     _together[(rows,)](every, ranks, rows, totals, held, RANKS=lanes, num_warps=1, **options)
     lists = torch.empty((rows, max(own.count, 1)), dtype=torch.int32, device=device)
     list_keys[grid](*row, totals, held, lists, OCTAVES=OCTAVES, **tile)
-    state = (shapes, found.peaks, totals, held, lists, own.count, borders)
+    state = (params, row_peaks, totals, held, lists, own.count, borders)
     search = {"RANKS": lanes, "KEYS": SEARCH_KEYS, "num_warps": 8, **options}
     for before, step in pairwise((0, *PROBE_STEPS)):
         last = step == 1
@@ -350,45 +281,4 @@ def find_thresholds(
         )  # fmt: skip
         if step:
             every = gather(local)
-    weigh_kept[grid](*row, borders, masses, **tile)
-    return TokenWeights(masses, sum_weights(masses, shapes, found, options), borders)
-
-
-def sum_weights(masses: Tensor, shapes: Tensor, found: RowMax, options: dict[str, bool]) -> Tensor:
-    """Return the row sums of masses [R, blocks], int64 [R]; 0 for rows that are not drawn at random."""
-    rows, blocks = masses.shape
-    totals = torch.empty(rows, dtype=torch.int64, device=masses.device)
-    _sum[(rows,)](
-        found.peaks, shapes, masses, blocks, totals, BLOCKS=triton.next_power_of_2(blocks), num_warps=1, **options
-    )
-    return totals
-
-
-def draw_local(
-    logits: Tensor, own: VocabShard, shapes: Tensor, owners: Tensor, chances: Tensor, found: RowMax,
-    kept: TokenWeights, every: Tensor, pdl: bool = False,
-) -> Tensor:  # fmt: skip
-    """Return the tokens of the draws from rows owners [D] (ascending) that are this rank's, int32 [D]; -1 for others
-    and for rows that are not drawn at random. `every` [ranks, R] are the ranks' kept.row_weights; chances [D] float64
-    in [0, 1)."""
-    (ranks, rows), blocks = every.shape, kept.block_weights.shape[1]
-    drawn = torch.empty(len(owners), dtype=torch.int32, device=logits.device)
-    _draw[(len(owners),)](
-        logits, logits.stride(0), own.count, own.first, own.rank, ranks, rows, shapes, found.peaks,
-        kept.block_weights, blocks, kept.thresholds, every, owners, chances, drawn,
-        RANKS=triton.next_power_of_2(ranks), BLOCKS=triton.next_power_of_2(blocks), BLOCK=BLOCK,
-        CUT=kept.thresholds is not None, num_warps=4, **launch_options(pdl and launch_config(rows)[2]),
-    )  # fmt: skip
-    return drawn
-
-
-def merge_draws(
-    every: Tensor, vocab: int, owners: Tensor, slots: Tensor, last: Tensor, tokens: Tensor, pdl: bool = False
-) -> None:
-    """Merge the ranks' results of `draw_local` [ranks, D]: write the drawn tokens to tokens [D] and, for a row's first
-    draw, to last[slots]."""
-    ranks, draws = every.shape
-    _tell[(draws,)](
-        every, ranks, draws, vocab, owners, slots, last, tokens, RANKS=triton.next_power_of_2(ranks), num_warps=1,
-        **launch_options(pdl and launch_config(draws)[2]),
-    )  # fmt: skip
+    return borders
