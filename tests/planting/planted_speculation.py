@@ -200,9 +200,6 @@ BUGS: dict[str, Bug] = {
     "a state is a token short": bug(
         ECHO, "restore_states(drafts[:accepted])", "restore_states(drafts[1:accepted])", STATE_TRACES, OTHER_STATE
     ),
-    "states are advanced before the draft tokens are verified, too": bug(
-        ECHO, "        restore_states(())\n", "", TESTS + "test_drafts_follow_grammars[draft-2-True]", OTHER_STATE
-    ),
     "the state of a rejected token is published": bug(
         SCHEDULER,
         "        if tokens and not sampled.error:\n            self.memory.commit(seq)\n",

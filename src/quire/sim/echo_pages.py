@@ -147,7 +147,8 @@ class RecurrentStateRule(EchoRule):
 
     def save(self, pages: EchoPages, slot: int, start: int, end: int) -> dict[int, Bytes]:
         run = pages.group.run_tokens
-        page_ids = [pages.page_at(slot, i) for i in range(max(start - 1, 0) // run, (end - 1) // run + 1)]
+        logical = range(max(start - 1, 0) // run, (end - 1) // run + 1) if end > start else ()
+        page_ids = [pages.page_at(slot, i) for i in logical]
         return {page: pages.pages[page].copy() for page in page_ids}
 
 

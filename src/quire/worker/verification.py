@@ -84,12 +84,6 @@ class Verification(NamedTuple):
         expanded = SeqSlices(rows.reshape(-1), rows[0].size, tokens, EMPTY_COLUMN, EMPTY_COLUMN)
         return cls(expanded, [width - 1] * count, fixed[1], first, fixed[2] + 1, drafts, slices)
 
-    @property
-    def num_drafts(self) -> np.ndarray:
-        """The number of draft tokens of each slice that has some [V]."""
-        counts: np.ndarray = (self.drafts != NO_TOKEN).sum(1)
-        return counts
-
     def state_rows(self) -> StateRows:
         """Return the rows of layers with states: each slice is one, since its states follow from one another."""
         slices, counts = self.slices, self.slices.lengths(self.slices.draft_tokens)
