@@ -93,6 +93,12 @@ class Verification(NamedTuple):
         rows.columns[4] = counts > 0
         return rows._replace(saved_tokens=np.flatnonzero(np.repeat(counts > 0, lengths)))
 
+    @property
+    def num_drafts(self) -> np.ndarray:
+        """The number of draft tokens of each slice that has some [V]."""
+        counts: np.ndarray = (self.drafts != NO_TOKEN).sum(1)
+        return counts
+
     def index_of(self, slots: np.ndarray, num_slots: int) -> np.ndarray:
         """Return the index of the slice with draft tokens of each of `slots`, -1 if it has none."""
         index = np.full(num_slots, -1)

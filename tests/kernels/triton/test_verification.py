@@ -30,7 +30,7 @@ def test_accepted_tokens_are_those_of_torch(slices: int, most: int) -> None:
         sampled = torch.from_numpy(rng.integers(0, 2, (1 + most, slots)))
         tokens = torch.from_numpy(rng.integers(0, 2, len(verification.rows)))
         columns = verification.slots, verification.first_samples, verification.drafts
-        there = sampled.to(DEVICE)
+        there = sampled.clone().to(DEVICE)
         got = accept_drafts(tokens.to(DEVICE), there, *(torch.from_numpy(column).to(DEVICE) for column in columns))
         assert got.tolist() == verification.accept(tokens, sampled, StagingBuffer(cpu)).tolist()
         assert torch.equal(there.cpu(), sampled)
