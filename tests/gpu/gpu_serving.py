@@ -50,7 +50,7 @@ def answers(
         if alone:
             drain()
     drain()
-    return [found[key] for key in sorted(found)]
+    return [found[key] for key in sorted(found, key=lambda key: (int(key[0]), key[1]))]
 
 
 class Served(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -762,6 +762,8 @@ class DraftModelRunner(ModelRunner):
         samples [R]."""
         graphs, (slots, positions, tokens) = self.decode_graphs, columns
         if graphs is not None and graphs.has_room(len(slots)):
+            if self.device.type == "cuda":  # a capture runs epilogues, which resolve the positions of noise
+                cast("DecodeGraphs", graphs).ensure_captured(len(slots), has_images=False)
             ends = np.where(positions < 0, positions - 1, positions + 1)  # see resolve_positions
             return self._replay_rows(slots, ends, partial(graphs.run, columns))
         ones, none = np.ones(len(slots), dtype=np.int64), np.zeros(len(slots), dtype=np.int64)

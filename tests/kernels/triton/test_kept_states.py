@@ -14,7 +14,6 @@ from quire.kernels.triton import backend
 from quire.models.hidden_states import HiddenStates
 from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import SeqSlice
-from quire.worker import cuda_graphs
 from quire.worker.cuda_graphs import DecodeGraphs, GraphCapturer
 from quire.worker.inputs import FlatInputs, build_flat_batch
 from quire.worker.mixed_graphs import MixedGraphs
@@ -36,12 +35,11 @@ def test_graphs_keep_hidden_states(layers: tuple[int, ...], monkeypatch: pytest.
     reference, runner = a_runner(model, spec, "reference", SLOTS), a_runner(model, spec, "triton", SLOTS)
     expected, kept = (HiddenStates(layers, 24, spec.hidden, torch.float32, DEVICE) for _ in range(2))
     with_graphs(runner, monkeypatch)  # for its sizes
-    monkeypatch.setattr(cuda_graphs, "multiprocessors", lambda device: 9)
     logits = torch.zeros((SLOTS, spec.vocab_size), device=DEVICE)
     ends = {"": lambda found, slots: logits[: len(found)].copy_(found)}
     of_runner = model, model.logits, runner.store, runner.backend, runner.sampled_tokens
     capturer: Any = GraphCapturer(DEVICE) if DEVICE.type == "cuda" else Again()
-    decode = DecodeGraphs(*of_runner, runner.store.staging, SLOTS - 1, ends, capturer, None, kept)
+    decode = DecodeGraphs(*of_runner, runner.store.staging, SLOTS - 1, ends, capturer, hidden_states=kept)
     mixed = MixedGraphs(*of_runner, spec.hidden, [1, 2, 5, SLOTS - 1], ends, capturer, kept)
     for each in (reference, runner):
         each.store.apply_page_ops(tuple(pages_of(1, 2, 3)))
