@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.config import GENERATION_PARAMS, EngineConfig
+from quire.config import GENERATION_PARAMS, EngineConfig, Experiment
 from quire.errors import InputError, StartupError
 from quire.files import DOWNLOAD_AGAIN, read_json_config
 from quire.models import read_spec
@@ -144,7 +144,7 @@ def _read_draft(config: EngineConfig, weights: bool) -> Checkpoint:
     shape = name if config.model_config is not None and not other else None
     own = replace(
         config, model=name, model_config=shape, revision=None, generation_config="vllm",
-        override_generation_config=None, speculative_model=None, speculative_method=None,
+        override_generation_config=None, speculative_model=None, speculative_method=None, experiment=Experiment(),
     )  # fmt: skip
     try:
         return _read_model(own, weights)
