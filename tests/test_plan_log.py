@@ -117,13 +117,13 @@ def test_draft_slices_are_replayed(tmp_path: Path) -> None:
     done = replayed(tmp_path / "log")
     assert all(np.array_equal(mine.table, other) for mine, other in zip(done.echo.groups, tables))
     with PlanLog(tmp_path / "log") as log:
-        steps = (step for step in log if any(row.draft_tokens for row in step.plan.slices))
+        steps = (step for step in log if step.plan.slices and step.plan.slices[0].draft_tokens)
         step = next(step for step in steps if any(row.num_samples > 1 for row in step.plan.draft_slices))
         kv_config = log.kv_config
     assert step.result is not None
-    more = [result._replace(tokens=result.tokens * 5) for result in step.result.slice_results]
+    more = [result._replace(tokens=result.tokens * 20) for result in step.result.slice_results]
     for plan, result, why in (
-        (step.plan, step.result._replace(slice_results=tuple(more)), r"samples\[0\]: \d+ tokens, and 1 to 5"),
+        (step.plan, step.result._replace(slice_results=tuple(more)), r"samples\[0\]: \d+ tokens, and 1 to \d+"),
         (step.plan, None, r"draft_slices\[0\]: slot \d+ has no real page .* in group 1"),
     ):
         replayer = PlanReplayer(kv_config)

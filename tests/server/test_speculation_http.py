@@ -55,7 +55,7 @@ def test_answers_are_the_same_and_usage_counts_drafts(running: Running, path: st
     runs, draft_tokens, accepted = (now - was for now, was in zip(counts(running), before))
     details = drafted["usage"].pop(DETAILS)
     assert details == {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": draft_tokens - accepted}
-    assert 0 < accepted < draft_tokens
+    assert 0 < accepted <= draft_tokens
     assert runs <= 48
     assert drafted["usage"]["completion_tokens"] == 48
 
