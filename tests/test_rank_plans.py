@@ -187,7 +187,7 @@ def test_what_a_plan_for_ranks_says() -> None:
 @pytest.mark.parametrize(("device_gib", "settings", "kv", "left"), [
     (24, {"device": "cpu"}, "4.00 GiB",
      ": without --kv-gib, KV takes 40% of a CPU's free memory, and at most 4.00 GiB"),
-    (7, {"device": "cpu"}, "2.80 GiB",
+    (7, {"device": "cpu", "dtype": "bfloat16"}, "2.80 GiB",
      ": without --kv-gib, KV takes 40% of a CPU's free memory, and at most 4.00 GiB"),
     (24, {"device": "cpu", "kv_gib": 2}, "2.00 GiB", ""),
     (80, {"kv_tokens": 32768}, "1.00 GiB", ""),

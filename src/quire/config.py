@@ -272,12 +272,11 @@ class EngineConfig:
     )
     warm_up: bool = advanced(True, "on a GPU, compile kernels and capture graphs at start, not at first use")
     speculative_model: str | None = setting(
-        None, "draft model or head for speculative decoding: folder or hub id", metavar="PATH"
+        None, "draft model for speculative decoding: folder, hub id", metavar="PATH"
     )
     speculative_method: str | None = setting(
         None,
-        "source of draft tokens: the draft model, what followed the last tokens earlier (ngram), or both; or a head on "
-        "the model's hidden states: an EAGLE-3 head, given as --speculative-model, or the model's own MTP layer",
+        "source of draft tokens: the draft model, earlier tokens of the request (ngram), or both",
         SPECULATIONS,
     )
     num_speculative_tokens: int = advanced(

@@ -55,7 +55,9 @@ def test_samples(dtype: torch.dtype) -> None:
     for vocab in (1, 17, 1024, 1500):
         last, tokens, faults = (fenced(torch.zeros(2, dtype=torch.int64)) for _ in range(3))
         shapes = fenced(torch.tensor([[0.8, 0.01, 5, 0.9], [0, 0, 0, 1]], dtype=torch.float64))
-        chances, slots = fenced(torch.tensor([0.999, 0.5], dtype=torch.float64)), fenced(torch.arange(2))
-        sample(some(2, vocab, dtype=dtype), shapes, fenced(torch.arange(2)), chances, slots, last, tokens, faults)
+        seeds, positions, slots = (fenced(torch.arange(2)) for _ in range(3))
+        sample(
+            some(2, vocab, dtype=dtype), shapes, fenced(torch.arange(2)), seeds, positions, slots, last, tokens, faults
+        )
         assert faults.tolist() == [0, 0]
         assert (tokens < vocab).all()
