@@ -17,7 +17,7 @@ from quire.config import EngineConfig
 from quire.server.shutdown import status_line
 
 DETAILS = "completion_tokens_details"
-LONG = {"max_tokens": 48, "ignore_eos": True, "seed": 3, "temperature": 0.5}
+LONG = {"max_tokens": 48, "ignore_eos": True, "seed": 6, "temperature": 1.2}
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}]}
 NAMES = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
@@ -55,7 +55,7 @@ def test_answers_are_the_same_and_usage_counts_drafts(running: Running, path: st
     runs, draft_tokens, accepted = (now - was for now, was in zip(counts(running), before))
     details = drafted["usage"].pop(DETAILS)
     assert details == {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": draft_tokens - accepted}
-    assert 0 < accepted <= draft_tokens
+    assert 0 < accepted < draft_tokens
     assert runs <= 48
     assert drafted["usage"]["completion_tokens"] == 48
 

@@ -602,7 +602,7 @@ class ModelRunner:
         return StepResult(tuple(results), self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))
 
     def _check_advanced_states(self, plan: StepPlan, accepted: list[int]) -> None:
-        """Count the tokens of states after a verification that accepted so many tokens of each slice with drafts."""
+        """Record how many tokens the states cover after a verification, given the accepted tokens of each slice."""
         assert self.state_checker is not None, "states are counted in debug mode"
         for row, count in zip((row for row in plan.slices if row.draft_tokens), accepted):
             self.state_checker.advance(row.slot, row.start, row.start + len(row.tokens) + count, self.store.host_tables)
@@ -728,7 +728,7 @@ class DraftModelRunner(ModelRunner):
         self.last_sampled, self.base_positions = torch.zeros((2, slots), dtype=torch.int64, device=self.device)
 
     def can_replay(self, rows: int) -> bool:
-        """Return True if graphs on a GPU can run so many rows. They resolve positions that only the device has."""
+        """Return True if graphs on a GPU can run `rows` rows, at positions that the host does not know yet."""
         graphs = self.decode_graphs
         return self.device.type == "cuda" and graphs is not None and graphs.has_room(rows)
 
