@@ -69,7 +69,7 @@ def test_the_plan_counts_a_head(models: Path) -> None:
     [head], [kv] = ([line for line in lines if line.startswith(name)] for name in ("draft model", "draft KV"))
     assert f"head, {count:,} parameters" in head
     assert "128 bytes of each token's" in kv
-    assert hidden_states_bytes(config, read_checkpoint(config).draft.spec, 4) == 2 * 100 * 96 * 4
+    assert hidden_states_bytes(config, read_checkpoint(config).draft.spec, 4) == 1024 * (2 * 96 + 32) * 4
 
 
 def test_a_head_without_its_weights_can_be_planned_and_not_started(models: Path, tmp_path: Path) -> None:

@@ -57,18 +57,19 @@ def drafted(target: Any, head: Any, spec: Any, head_spec: Any) -> list[tuple[Ten
     """Hidden states and logits of a first pass over TOKENS, in two steps of the target, and of two more passes of one
     row each, over the next tokens."""
     kept, context, own = kept_by(head), DenseContext(spec), DenseContext(head_spec)
+    head.allocate(LENGTH)
     context.hidden_states, hidden = kept, []
     for start, end in ((0, 13), (13, LENGTH)):
         positions = torch.arange(start, end)
         one = torch.zeros_like(positions)
         target.forward(TOKENS[start:end], context.step(positions, one))
         assert torch.equal(kept.select(torch.tensor([2, 0])), kept.rows(3)[[2, 0]])
-        states = head.combine(kept.rows(end - start))
-        hidden.append(head(TOKENS[start + 1 : end + 1], states, own.step(positions, one)))
+        head.start_pass(kept.rows(end - start))
+        hidden.append(head(TOKENS[start + 1 : end + 1], own.step(positions, one)).clone())
+    head.keep_rows(torch.tensor([end - start - 1]))
     passes = [torch.cat(hidden)]
     for at in (LENGTH, LENGTH + 1):
-        last = passes[-1][-1:].clone()
-        passes.append(head(TOKENS[at + 1 : at + 2], last, own.step(torch.tensor([at]), torch.tensor([0]))))
+        passes.append(head(TOKENS[at + 1 : at + 2], own.step(torch.tensor([at]), torch.tensor([0]))).clone())
     return [(x.clone(), head.logits(x)) for x in passes]
 
 

@@ -90,15 +90,17 @@ def test_a_head_computes_in_pages_what_the_reference_does(kind: str, backend: st
     ]:
         flat = FlatInputs.from_slices(SeqSlices.from_slices(slices))
         count = flat.token_columns.shape[1]
-        states = head.combine(torch.randn(count, head.config.captured_width, generator=random).to(DEVICE))
+        states = torch.randn(count, head.config.captured_width, generator=random).to(DEVICE)
         batch = build_flat_batch(flat, plain.draft_runner.store, plain.sampled_tokens)
         step = StepContext.from_batch(batch, plain.draft_runner.store.caches, ReferenceBackend())
-        want = head(batch.tokens, states.clone(), step)
+        head.start_pass(states)
+        want = head(batch.tokens, step).clone()
         assert want.shape == (count, 32)
         batch = build_flat_batch(flat, store, runner.sampled_tokens)
         for sampled_only in (False, True):
             step = StepContext.from_batch(batch, store.caches, runner.backend, sampled_only)
-            got = head(batch.tokens, states.clone(), step)
+            head.start_pass(states)
+            got = head(batch.tokens, step)
             some = want[batch.logits_indices] if sampled_only else want
             torch.testing.assert_close(got, some, atol=1e-4, rtol=1e-4)
             logits = head.logits(got)

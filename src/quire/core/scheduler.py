@@ -25,7 +25,14 @@ from quire.core.grammar_masks import must_wait_for_token
 from quire.core.preemption_costs import DEFAULT_COSTS, PreemptionCosts
 from quire.core.request import DraftCounts, Request, RequestStatus, SeqEvent
 from quire.core.request_queue import RequestQueue
-from quire.core.speculation import NO_DRAFTS, Speculator, StepDrafts, plan_draft_slices, step_tokens
+from quire.core.speculation import (
+    NO_DRAFTS,
+    Speculator,
+    StepDrafts,
+    plan_draft_slices,
+    plan_head_slices,
+    step_tokens,
+)
 from quire.memory.answers import Deferred
 from quire.memory.interface import KVMemory
 from quire.protocol.seeds import branch_seed
@@ -75,7 +82,7 @@ class Scheduler:
         self.eos_ids = frozenset(eos_ids)
         self.preemption, self.costs = preemption, costs
         self.deferred_masks, self.shares_memory = deferred_masks, shares_memory
-        self.speculator = speculator
+        self.speculator, self.has_head = speculator, speculator is not None and speculator.has_head
         self.drafts_in_flight = False
         kv_config = memory.kv_config
         self.clip_chunk = kv_config.clip_chunk if kv_config.budget or kv_config.both_ways else None
@@ -149,7 +156,9 @@ class Scheduler:
             must_send = (encodes and preempted is not None) or self._has_shared_page_ops()
             return self._make_plan([]) if must_send else None
         draft_slices: tuple[SeqSlice, ...] = ()
-        if self.speculator is not None:
+        if self.has_head:
+            draft_slices = plan_head_slices(slices, self.by_slot, proposals)
+        elif self.speculator is not None:
             draft_slices = plan_draft_slices(slices, self.by_slot, self.token_budget, proposals)
         for row in slices:
             seq = self.by_slot[row.slot][1]
@@ -460,7 +469,8 @@ class Scheduler:
             if has_drafts:
                 draft = draft_slices.get(row.slot)
                 if draft is not None:
-                    seq.drafted = sys.maxsize if draft.num_samples else draft.start + len(draft.tokens)
+                    is_whole = draft.num_samples or self.has_head
+                    seq.drafted = sys.maxsize if is_whole else draft.start + len(draft.tokens)
                     seq.proposed = draft.num_samples
                 if row.draft_tokens:
                     self._process_drafts(request, seq, row, sampled, events)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from quire.config import SPECULATION_HEADS
 from quire.core.grammar_masks import cut_drafts
 from quire.core.preemption_costs import SpeculationCosts
 from quire.core.request import Request
@@ -136,9 +137,10 @@ class Candidate(NamedTuple):
 class Speculator:
     """Chooses the draft tokens of each step, at most `max_tokens` of a sequence.
 
-    `method` is one of quire.config.SPECULATIONS. N-grams have from `lookup[0]` to `lookup[1]` tokens. Without `costs` a
-    sequence always has as many draft tokens as it can have. `deferred_masks`: the runner accepts grammar masks after a
-    step has started, once the draft model's tokens are known."""
+    `method` is one of quire.config.SPECULATIONS; a speculation head counts as a draft model. N-grams have from
+    `lookup[0]` to `lookup[1]` tokens. Without `costs` a sequence always has as many draft tokens as it can have.
+    `deferred_masks`: the runner accepts grammar masks after a step has started, once the draft model's tokens are
+    known."""
 
     def __init__(
         self,
@@ -151,7 +153,8 @@ class Speculator:
         deferred_masks: bool = False,
     ) -> None:
         self.deferred_masks = deferred_masks
-        self.uses_ngrams, self.has_model = method != "draft", method != "ngram"
+        self.has_head, self.has_model = method in SPECULATION_HEADS, method != "ngram"
+        self.uses_ngrams = method in ("ngram", "both")
         self.max_tokens, self.lookup, self.costs, self.eos_ids = max_tokens, lookup, costs, frozenset(eos_ids)
         self.markers = [tuple(FIRST_DRAFT - i for i in range(count)) for count in range(max_tokens + 1)]
         self.seqs: dict[int, SeqDrafts] = {}  # by id
@@ -283,6 +286,21 @@ class Speculator:
 def count_markers(row: SeqSlice) -> int:
     """Return how many of the draft tokens of a slice are the draft model's: all or none."""
     return len(row.draft_tokens) if row.draft_tokens and row.draft_tokens[0] <= FIRST_DRAFT else 0
+
+
+def plan_head_slices(
+    slices: Iterable[SeqSlice], by_slot: Mapping[int, tuple[Request, Sequence]], proposals: Mapping[int, int]
+) -> tuple[SeqSlice, ...]:
+    """Return what a speculation head computes at the end of a step: all tokens of each slice, since their hidden states
+    are not kept, then `proposals` (by sequence id)."""
+    draft_slices = list[SeqSlice]()
+    for row in slices:
+        seq, end = by_slot[row.slot][1], row.start + len(row.tokens)
+        if seq.uses_draft_model:
+            seq.proposed, seq.draft_planned = 0, end
+            next_token = () if row.num_samples else (seq.tokens[end],)
+            draft_slices.append(SeqSlice(row.slot, next_token, end, proposals.get(seq.id, 0)))
+    return tuple(draft_slices)
 
 
 def step_tokens(row: SeqSlice) -> int:

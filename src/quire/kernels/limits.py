@@ -32,3 +32,8 @@ MAX_CPU_SPLITS = 16
 
 MAX_INDEX_ROWS = 2**31 - 1
 """The most rows of a tensor that torch.index_select can index."""
+
+
+def max_hidden_rows(max_step_tokens: int) -> int:
+    """Return the most rows of a step whose hidden states are kept, the padding of graphs included."""
+    return max(max_step_tokens, MAX_GRAPH_TOKENS)

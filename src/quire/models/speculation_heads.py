@@ -2,7 +2,7 @@
 
 The row of a head at position p has the hidden state of the target's token p and the embedding of token p + 1, and its
 logits are those of token p + 2. In a first pass the hidden states are the target's; a later pass reads those that the
-pass before returned.
+pass before left. They are always in the same memory, so graphs may run a pass.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class TargetParts(NamedTuple):
 
 
 class SpeculationHead(ShardedModule):
-    """A head with uninitialised weights: load them, call `prepare`, then `attach`. Its layer is layer 0 of its
-    context."""
+    """A head with uninitialised weights: load them, call `prepare`, then `attach` and `allocate`. Its layer is layer 0
+    of its context. `hidden` [rows, hidden] holds the hidden states that the next pass reads, row by row."""
 
     __call__: Callable[..., Tensor]
     norm: RMSNorm
@@ -56,30 +56,50 @@ class SpeculationHead(ShardedModule):
         self.vocab_shard = shard_vocab(shard, s.vocab_size)
         [rope] = s.ropes
         self.rotary = RotaryEmbedding(rope, s.head_dim, s.max_len)
+        self.dtype, self.device = dtype, device
         self.target: TargetParts | None = None
+        self.hidden: Tensor  # see `allocate`
+
+    def allocate(self, rows: int) -> None:
+        """Allocate `hidden`, for passes of up to `rows` rows."""
+        self.hidden = torch.zeros((rows, self.config.hidden), dtype=self.dtype, device=self.device)
 
     def attach(self, target: Decoder) -> None:
         """Use the target's embedding and LM head, where the head has none."""
         assert target.embed_tokens is not None, "the target is whole"
         self.target = TargetParts(target.embed_tokens, target.logits)
 
+    def start_pass(self, states: Tensor) -> None:
+        """Set the first rows of `hidden` for a first pass, from the target's hidden states [T, captured_width]."""
+        self.hidden[: len(states)].copy_(self.combine(states))
+
+    def keep_rows(self, index: Tensor) -> None:
+        """Keep the rows of `hidden` at `index` [R], in its order, for the next pass."""
+        self.hidden[: len(index)].copy_(self.hidden.index_select(0, index))
+
     def combine(self, states: Tensor) -> Tensor:
-        """Return the hidden states [T, hidden] of a first pass from the target's [T, captured_width], which `forward`
-        leaves as they are."""
+        """Return hidden states [T, hidden] from the target's [T, captured_width]."""
         raise NotImplementedError
 
-    def forward(self, tokens: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """Run tokens [T] int64 with hidden [T, hidden], which may be overwritten: return the hidden states [R, hidden]
-        of those that `ctx` selects, for `logits` and for the next pass."""
-        x, mixed = self.embed(tokens, hidden, ctx)
+    def forward(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
+        """Run tokens [T] int64 with the first rows of `hidden`. Return the hidden states [R, hidden] of those that
+        `ctx` selects, for `logits`; they are the first rows of `hidden` then."""
+        x, mixed = self.embed(tokens, ctx)
         return self.finish_selected(ctx.select_logits_rows(x), mixed)
 
-    def embed(self, tokens: Tensor, hidden: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+    def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """Run the head up to its attention: return x [T, hidden] and the attention's output, of the selected tokens."""
         raise NotImplementedError
 
     def finish_selected(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Run what follows the attention, for the selected tokens: return hidden states [R, hidden]."""
+        """Run what follows the attention, for the selected tokens. Return their hidden states [R, hidden], and leave
+        them in `hidden`."""
+        hidden = self.finish(x, mixed)
+        self.hidden[: len(hidden)].copy_(hidden)
+        return hidden
+
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Return the hidden states of `finish_selected`."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor, local: bool = False) -> Tensor:
@@ -159,15 +179,15 @@ class Eagle3Head(SpeculationHead):
 
     def combine(self, states: Tensor) -> Tensor:
         """See SpeculationHead."""
-        return states.clone() if self.fc is None else self.fc(states)
+        return states if self.fc is None else self.fc(states)
 
-    def embed(self, tokens: Tensor, hidden: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+    def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """See SpeculationHead."""
         assert self.target is not None, "a head is attached before it runs"
         embeddings = self.target.embed(tokens) if self.embed_tokens is None else self.embed_tokens(tokens)
-        return self.layers[0].mix(embeddings, hidden, ctx)
+        return self.layers[0].mix(embeddings, self.hidden[: len(tokens)], ctx)
 
-    def finish_selected(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
         """See SpeculationHead."""
         return self.residual(*self.layers[0].feed_forward(x, mixed))
 
@@ -204,14 +224,15 @@ class MtpHead(SpeculationHead):
         """See SpeculationHead."""
         return states
 
-    def embed(self, tokens: Tensor, hidden: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+    def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """See SpeculationHead. As in the published model, the embedding at position 0 counts as zero."""
         assert self.target is not None, "a head is attached before it runs"
         embeddings = self.target.embed(tokens).masked_fill_((ctx.positions == 0)[:, None], 0)
+        hidden = self.hidden[: len(tokens)]
         x = self.project_in(torch.cat((self.hidden_norm(hidden), self.token_norm(embeddings)), dim=1))
         return x, self.layers[0].mix(x, None, ctx, True)
 
-    def finish_selected(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
         """See SpeculationHead."""
         return self.norm(*self.layers[0].feed_forward(x, mixed))
 

@@ -29,6 +29,11 @@ def max_verified_tokens(max_seqs: int, max_drafts: int) -> int:
     return min(max_seqs * max_drafts, MAX_STEP_DRAFTS) + (min(max_seqs, MAX_STEP_DRAFTS) if max_drafts else 0)
 
 
+def max_sampled_rows(max_seqs: int, max_drafts: int) -> int:
+    """Return the most rows of a step that sample: one of each sequence, and one for each draft token."""
+    return max_seqs + min(max_seqs * max_drafts, MAX_STEP_DRAFTS)
+
+
 class SlotInit(NamedTuple):
     """The start of a sequence in a slot (on admission, fork or swap-in), with all that the device must know of it. It
     ends the slot's previous sequence.
@@ -156,7 +161,9 @@ class StepPlan(NamedTuple):
 
     `draft_slices` are what the draft model computes after the slices, while the host processes the step's result: the
     known tokens of each, which may be none. With `num_samples` it then computes the tokens that the step has sampled
-    and accepted for the slot, which follow, and proposes that many tokens after them for the slot's next slice."""
+    and accepted for the slot, which follow, and proposes that many tokens after them for the slot's next slice. A
+    speculation head instead computes all tokens of the slot's slice, from their hidden states, before it proposes; the
+    draft slice has the token after them if the step does not sample it."""
 
     new_slots: tuple[SlotInit, ...]
     page_ops: PageOps

@@ -9,7 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from quire.config import SPECULATION_HEADS, VENDOR_ATTENTIONS, EngineConfig
+from quire.config import VENDOR_ATTENTIONS, EngineConfig
 from quire.errors import StartupError
 from quire.kernels.cpu import library_loader as kernels
 from quire.kernels.cpu.weight_arena import weight_arena
@@ -84,9 +84,6 @@ def build_runner(
 ) -> Any:
     """Return the runner of the part of the model that `checkpoint`'s spec describes; `exchange` connects it to the
     other ranks of its stage, if any, and `pipes` to the neighbouring stages."""
-    if config.speculation in SPECULATION_HEADS:  # until the runner drafts with heads
-        raise StartupError(f"--speculative-method is {config.speculation}, which can't be run yet",
-                           "Use a draft model, or --speculative-method ngram")  # fmt: skip
     import torch
 
     from quire.layers.prepare import connect_ranks
@@ -122,7 +119,10 @@ def build_runner(
         "max_drafts": config.max_draft_tokens, "synthetic_acceptance": config.experiment.synthetic_acceptance,
     }  # fmt: skip
     if draft is not None:
-        speculation |= {"draft_model": make_draft(progress), "draft_spec": draft.spec, "make_draft_model": make_draft}
+        speculation |= {
+            "draft_model": make_draft(progress), "draft_spec": draft.spec, "make_draft_model": make_draft,
+            "max_step_tokens": config.max_num_batched_tokens,
+        }  # fmt: skip
     attention = choose_attention(config, checkpoint.pool_spec, device, dtype)
     recorded = ("triton", "native", *VENDOR_ATTENTIONS)
     kind: Callable[..., Any] = ModelRunner

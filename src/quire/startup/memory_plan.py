@@ -13,7 +13,14 @@ from quire.config import RESERVED_MEMORIES, EngineConfig
 from quire.core.shared_memory import SharedMemoryGroup
 from quire.errors import StartupError
 from quire.kernels.cpu.weight_arena import weight_arena
-from quire.kernels.limits import MAX_CPU_SPLITS, MAX_GRAPH_ROWS, MAX_GRAPH_TOKENS, MAX_SCORED_POSITIONS, MAX_SCORES
+from quire.kernels.limits import (
+    MAX_CPU_SPLITS,
+    MAX_GRAPH_ROWS,
+    MAX_GRAPH_TOKENS,
+    MAX_SCORED_POSITIONS,
+    MAX_SCORES,
+    max_hidden_rows,
+)
 from quire.kernels.peer_memory_layout import peer_bytes
 from quire.memory.build import build_memory, max_seq_len
 from quire.memory.jenga.shared_pool import PoolView
@@ -31,7 +38,7 @@ from quire.memory.paged import PagedMemory
 from quire.protocol.model_spec import ModelSpec, max_parts_per_step
 from quire.protocol.parallel_layout import Shard
 from quire.protocol.pipeline_stages import STAGE_BUFFER_STEPS
-from quire.protocol.step_plan import MAX_STEP_DRAFTS, max_verified_tokens
+from quire.protocol.step_plan import max_sampled_rows, max_verified_tokens
 from quire.startup.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -379,9 +386,9 @@ def saved_input_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> i
 
 def hidden_states_bytes(config: EngineConfig, head: ModelSpec, itemsize: int) -> int:
     """Return the bytes of the hidden states of a step's tokens that a speculation head reads: as the model leaves them,
-    and as the head's input."""
+    as the input of `combine`, and as its result."""
     assert config.max_num_batched_tokens is not None, "a sized config"
-    return 2 * config.max_num_batched_tokens * head.captured_width * itemsize
+    return max_hidden_rows(config.max_num_batched_tokens) * (2 * head.captured_width + head.hidden) * itemsize
 
 
 def _logits_rows(config: EngineConfig) -> int:
@@ -394,7 +401,7 @@ def _logits_rows(config: EngineConfig) -> int:
 def _sampled_rows(config: EngineConfig) -> int:
     """Return the most tokens that a step samples: one of each sequence, and one for each draft token."""
     assert config.max_num_seqs is not None, "a sized config"
-    return config.max_num_seqs + min(config.max_num_seqs * config.max_draft_tokens, MAX_STEP_DRAFTS)
+    return max_sampled_rows(config.max_num_seqs, config.max_draft_tokens)
 
 
 def _selection_bytes(spec: ModelSpec, longest: int, itemsize: int) -> int:

@@ -1,5 +1,6 @@
 """The draft model's part of a step, after the samples of the model: it computes known tokens of some slots, then those
-that the step has sampled and accepted, and proposes tokens after them, which the slots' next slices verify.
+that the step has sampled and accepted, and proposes tokens after them, which the slots' next slices verify. A
+speculation head computes all tokens of the slots' slices, from their hidden states.
 
 It samples as the model does, with the same noise at the same positions, so that both agree as often as their
 probabilities allow. Only temperature, top_k, top_p and min_p count: what depends on earlier tokens does not, nor do
@@ -15,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.models.hidden_states import HiddenStates
 from quire.protocol.device_params import DeviceSamplingParams
 from quire.protocol.seq_slices import SeqSlices, split_slices
-from quire.protocol.step_plan import FIRST_DRAFT, LAST_SAMPLED, MAX_SPLIT_TOKENS, SlotInit
+from quire.protocol.step_plan import FIRST_DRAFT, LAST_SAMPLED, MAX_SPLIT_TOKENS, SlotInit, StepPlan
+from quire.worker.inputs import FlatInputs
 from quire.worker.sampler import Sampler
 from quire.worker.store import Store
 from quire.worker.verification import Verification
@@ -26,6 +29,7 @@ from quire.worker.verification import Verification
 class DraftRunner(Protocol):
     """The parts of a ModelRunner of the draft model that the drafter uses."""
 
+    model: Any
     store: Store
     sampler: Sampler
 
@@ -61,11 +65,10 @@ class Drafter:
                 )
             self.runner.sampler.init_slot(init._replace(sampling=sampling, history=(), num_logprobs=-1))
 
-    def propose(
-        self, slices: SeqSlices, verification: Verification | None, accepted: Tensor | np.ndarray | None
-    ) -> None:
-        """Enqueue the computation of draft slices, whose `num_samples` are the numbers of tokens to propose, after a
-        step with `verification`, if it had draft tokens, of which it `accepted` [V] ones."""
+    def propose(self, plan: StepPlan, verification: Verification | None, accepted: Tensor | np.ndarray | None) -> None:
+        """Enqueue the computation of a plan's draft slices, after the step with `verification`, if it had draft tokens,
+        of which it `accepted` [V] ones."""
+        slices = SeqSlices.from_slices(plan.draft_slices)
         numbers, lengths = slices.to_array(), slices.token_counts
         fixed = numbers[: 3 * len(slices)].reshape(3, -1)
         if lengths.any():
@@ -73,15 +76,20 @@ class Drafter:
         proposing = np.flatnonzero(fixed[0])
         counts, slots, ends = fixed[0, proposing], fixed[1, proposing], (fixed[2] + lengths)[proposing]
         if len(proposing):
-            widths, index = np.ones(len(slots), dtype=np.int64), np.full(len(slots), -1)
+            widths, index = np.ones(len(slots), dtype=np.int64), self._verified_index(slots, verification)
             if verification is not None:
-                index = verification.index_of(slots, len(self.num_proposed))
                 widths[index >= 0] += verification.num_drafts[index[index >= 0]]
             if self.runner.can_replay(int(widths.sum())):
                 self._propose_on_device(counts, slots, ends, widths, index, accepted)
             else:
                 self._propose_on_host(counts, slots, ends, index, verification, accepted)
         self.num_proposed[fixed[1]] = fixed[0]
+
+    def _verified_index(self, slots: np.ndarray, verification: Verification | None) -> np.ndarray:
+        """Return the index of each slot's slice in a verification; -1 if there is none."""
+        if verification is None:
+            return np.full(len(slots), -1)
+        return verification.index_of(slots, len(self.num_proposed))
 
     def _propose_on_device(
         self,
@@ -95,24 +103,33 @@ class Drafter:
         """Propose tokens for `slots` without waiting for the numbers of `accepted` tokens: the first pass has a row for
         each token that may be the slot's last one, from position `ends` on, and later passes go on after the row of the
         token that is."""
-        from quire.kernels.triton.verification import take_proposals
-
         of, number = split_slices(widths)
         tokens = np.where(number < widths[of] - 1, FIRST_DRAFT - number, LAST_SAMPLED)
         samples = self.runner.decode(np.stack((slots[of], ends[of] + number, tokens)))
+        uploaded = self._take_proposals(samples, slots, widths.cumsum() - widths, index, ends, accepted)
+        self._continue(counts, slots, None, uploaded[0])
+
+    def _take_proposals(
+        self,
+        samples: Tensor | np.ndarray,
+        slots: np.ndarray,
+        first_samples: np.ndarray,
+        index: np.ndarray,
+        ends: np.ndarray,
+        accepted: Tensor | np.ndarray | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Set the first proposals and `base_positions` of `slots` from the samples of a first pass, whose rows end at
+        positions from `ends` on. Return slots, first samples and indices on the device."""
+        from quire.kernels.triton.verification import take_proposals
+
         assert not isinstance(accepted, np.ndarray), "graphs take positions that only the device has"
-        arrays = [slots, widths.cumsum() - widths, index, ends]
-        all_slots, first_samples, indices, device_ends = self.runner.store.staging.upload_all(arrays)
+        arrays = [slots, first_samples, index, ends]
+        on_device, firsts, indices, device_ends = self.runner.store.staging.upload_all(arrays)
         take_proposals(
-            torch.as_tensor(samples), accepted, all_slots, first_samples, indices, device_ends, self.sampled_tokens,
+            torch.as_tensor(samples), accepted, on_device, firsts, indices, device_ends, self.sampled_tokens,
             self.base_positions,
         )  # fmt: skip
-        for i in range(1, int(counts.max())):
-            active = counts > i
-            positions, tokens = np.full(len(slots), -i), np.full(len(slots), FIRST_DRAFT - (i - 1))
-            samples = self.runner.decode(np.stack((slots, positions, tokens))[:, active])
-            device_slots = all_slots if active.all() else self.runner.store.staging.upload(slots[active])
-            self.drafts[i].index_copy_(0, device_slots, torch.as_tensor(samples))
+        return on_device, firsts, indices
 
     def _propose_on_host(
         self,
@@ -127,8 +144,7 @@ class Drafter:
         were computed when they were proposed."""
         number, first = np.zeros(len(slots), dtype=np.int64), np.zeros(len(slots), dtype=np.int64)
         if verification is not None and accepted is not None:
-            known = accepted.cpu().numpy() if isinstance(accepted, Tensor) else accepted
-            number = np.where(index >= 0, known[index], 0)
+            number = np.where(index >= 0, _on_host(accepted)[index], 0)
             computed = np.where(verification.drafts[index, 0] <= FIRST_DRAFT, self.num_proposed[slots] - 1, 0)
             first = np.minimum(number, np.maximum(computed, 0))
         of, row = split_slices(number - first + 1)
@@ -136,14 +152,30 @@ class Drafter:
         tokens = np.where(row < number[of], FIRST_DRAFT - row, LAST_SAMPLED)
         samples = self.runner.decode(np.stack((slots[of], ends[of] + row, tokens)))
         self._set_drafts(0, slots, samples[(number - first + 1).cumsum() - 1])
-        columns = np.stack((slots, ends + number + 1, np.full(len(slots), FIRST_DRAFT)))
+        self._continue(counts, slots, ends + number + 1)
+
+    def _continue(
+        self, counts: np.ndarray, slots: np.ndarray, next_positions: np.ndarray | None, uploaded: Tensor | None = None
+    ) -> None:
+        """Propose the tokens after the first ones, `counts` [S] in all. `next_positions` [S] are those of the first
+        ones; with None only the device has them. `uploaded`: the slots on the device, if they are there."""
         for i in range(1, int(counts.max())):
             active = counts > i
-            self._set_drafts(i, slots[active], self.runner.decode(columns[:, active]))
-            columns += np.array([[0], [1], [-1]])
+            if not active.all():
+                self._keep_active(active)
+                counts, slots, uploaded = counts[active], slots[active], None
+                next_positions = None if next_positions is None else next_positions[active]
+            positions = np.full(len(slots), -i) if next_positions is None else next_positions + (i - 1)
+            columns = np.stack((slots, positions, np.full(len(slots), FIRST_DRAFT - (i - 1))))
+            self._set_drafts(i, slots, self.runner.decode(columns), uploaded)
 
-    def _set_drafts(self, i: int, slots: np.ndarray, tokens: Tensor | np.ndarray) -> None:
-        index = self.runner.store.staging.upload(slots)
+    def _keep_active(self, active: np.ndarray) -> None:
+        """Prepare a pass of fewer rows than the one before: the `active` [S] ones."""
+
+    def _set_drafts(
+        self, i: int, slots: np.ndarray, tokens: Tensor | np.ndarray, uploaded: Tensor | None = None
+    ) -> None:
+        index = self.runner.store.staging.upload(slots) if uploaded is None else uploaded
         self.drafts[i].index_copy_(0, index, torch.as_tensor(tokens))
 
     def copy_to_host(self) -> HostDrafts:
@@ -169,3 +201,86 @@ class Drafter:
         rows[0, -1] = 1  # graphs of steps with prompts have at least one sample
         none = np.zeros(len(of), dtype=np.int64)
         self.runner.launch(SeqSlices.from_arrays(rows, row_lengths, tokens, none, none[:0]))
+
+
+class HeadDrafter(Drafter):
+    """Proposes tokens by a speculation head, which reads the `hidden_states` that the model left in the step. Each row
+    needs the token after it: the next one of the slice, a sample, or where the step samples none the only token of the
+    slot's draft slice."""
+
+    def __init__(
+        self, runner: DraftRunner, sampled_tokens: Tensor, base_positions: Tensor, hidden_states: HiddenStates
+    ) -> None:
+        super().__init__(runner, sampled_tokens, base_positions)
+        self.hidden_states = hidden_states
+
+    def propose(self, plan: StepPlan, verification: Verification | None, accepted: Tensor | np.ndarray | None) -> None:
+        """See Drafter."""
+        drafted = SeqSlices.from_slices(plan.draft_slices)
+        numbers, given = drafted.to_array(), drafted.token_counts
+        counts, slots, ends = numbers[: 3 * len(drafted)].reshape(3, -1)
+        num_slots = len(self.num_proposed)
+        index = self._verified_index(slots, verification)
+        flat = FlatInputs.from_slices(plan.slices if verification is None else verification.rows)
+        following, last_rows = np.full((2, num_slots), -1)  # by slot: token after its slice, last row to run
+        following[slots] = LAST_SAMPLED
+        following[slots[given > 0]] = numbers[drafted.tokens.start : drafted.tokens.end]
+        waits = isinstance(accepted, np.ndarray) or (counts.any() and not self.runner.can_replay(len(flat.slots)))
+        last_rows[slots] = len(flat.slots)
+        if waits:
+            last_rows[slots] = 0 if accepted is None else np.where(index >= 0, _on_host(accepted)[index], 0)
+        firsts = np.flatnonzero(np.diff(flat.slots, prepend=-1))  # rows of one slice follow one another
+        widths = np.diff(firsts, append=len(flat.slots))
+        of, number = split_slices(widths)
+        is_last = number == widths[of] - 1
+        next_tokens = np.where(is_last, following[flat.slots], FIRST_DRAFT - number)
+        tokens = np.append(flat.token_columns[0, 1:], 0)
+        tokens[flat.offsets + flat.lengths - 1] = next_tokens
+        kept = number <= last_rows[flat.slots]
+        samples_next = kept & (next_tokens < 0) & counts.any()
+        if waits:
+            samples_next &= number == last_rows[flat.slots]
+        first_samples = (samples_next.cumsum() - samples_next)[firsts]
+        samples = self._run_first_pass(flat, tokens, kept, samples_next)
+        proposing = np.flatnonzero(counts)
+        if len(proposing):
+            at = np.zeros(num_slots, dtype=np.int64)
+            at[flat.slots[firsts]] = first_samples
+            counts, slots, ends, index = counts[proposing], slots[proposing], ends[proposing], index[proposing]
+            if waits:
+                self._set_drafts(0, slots, samples[at[slots]])
+                self.runner.model.keep_rows(self.runner.store.staging.upload(at[slots]))
+                self._continue(counts, slots, ends + last_rows[slots])
+            else:
+                device_slots, rows, verified = self._take_proposals(
+                    samples, slots, at[slots], index, ends - 1, accepted
+                )
+                if isinstance(accepted, Tensor):
+                    rows = rows + torch.where(verified >= 0, accepted[verified], 0)
+                self.runner.model.keep_rows(rows)
+                self._continue(counts, slots, None, device_slots)
+
+    def _run_first_pass(
+        self, flat: FlatInputs, tokens: np.ndarray, kept: np.ndarray, samples_next: np.ndarray
+    ) -> Tensor | np.ndarray:
+        """Run the `kept` rows of a step [R] over `tokens` [T]. Return the samples of those that `samples_next`."""
+        total, token_rows = len(tokens), np.repeat(kept, flat.lengths)
+        states = self.hidden_states.rows(total)
+        if not kept.all():
+            index = np.flatnonzero(token_rows)
+            states = self.hidden_states.select(self.runner.store.staging.upload(index))
+        self.runner.model.start_pass(states)
+        slots, starts, lengths, samples = (x[kept] for x in (flat.slots, flat.starts, flat.lengths, samples_next))
+        if samples.all() and (lengths == 1).all():
+            return self.runner.decode(np.stack((slots, starts, tokens[token_rows])))
+        none = np.zeros(len(slots), dtype=np.int64)
+        rows = np.stack((samples.astype(np.int64), slots, starts))
+        pending = self.runner.launch(SeqSlices.from_arrays(rows, lengths, tokens[token_rows], none, none[:0])).samples
+        return none if pending is None else pending.tokens
+
+    def _keep_active(self, active: np.ndarray) -> None:
+        self.runner.model.keep_rows(self.runner.store.staging.upload(np.flatnonzero(active)))
+
+
+def _on_host(counts: Tensor | np.ndarray) -> np.ndarray:
+    return counts.cpu().numpy() if isinstance(counts, Tensor) else counts

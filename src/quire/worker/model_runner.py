@@ -24,11 +24,13 @@ from quire.kernels.contiguous import ContiguousBackend
 from quire.kernels.cpu.library_loader import library
 from quire.kernels.cpu.weight_arena import weight_arena
 from quire.kernels.forward_batch import ForwardBatch, StateRows, to_device
-from quire.kernels.limits import MAX_GRAPH_ROWS
+from quire.kernels.limits import MAX_GRAPH_ROWS, max_hidden_rows
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.sdpa import SdpaBackend
 from quire.layers.exchange import Exchange
 from quire.layers.sharding import shard_vocab
+from quire.models.hidden_states import HiddenStates
+from quire.models.speculation_heads import SpeculationHead
 from quire.protocol.images import ImagePixels
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheLayout
 from quire.protocol.model_spec import ModelSpec
@@ -36,18 +38,18 @@ from quire.protocol.sampling_params import MAX_LOGPROBS
 from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import (
     FIRST_DRAFT,
-    MAX_STEP_DRAFTS,
     ImageEncoding,
     MappingStats,
     SeqSlice,
     StepPlan,
     StepResult,
     TokenBitmask,
+    max_sampled_rows,
     max_verified_tokens,
 )
 from quire.weights.mapped_files import trim_memory
 from quire.worker.cross_attention import CrossAttentionImages
-from quire.worker.drafter import Drafter, HostDrafts
+from quire.worker.drafter import Drafter, HeadDrafter, HostDrafts
 from quire.worker.idle_timer import IdleTimer, StepEvents, StepStart
 from quire.worker.image_inputs import ImageInputs
 from quire.worker.inputs import FlatInputs, build_flat_batch, resolve_positions
@@ -134,11 +136,13 @@ class ModelRunner:
         draft_model: RunnableModel | None = None,
         draft_spec: ModelSpec | None = None,
         make_draft_model: Callable[[], RunnableModel] | None = None,
+        max_step_tokens: int = 0,
     ) -> None:
         """`map_in_background`: with virtual memory, a thread maps pages ahead of need. `shared_buffer`, `state_dtype`:
         see Store. `make_model` loads the model again after a sleep of level 2, and `make_draft_model` the draft model.
         `notices` are reported at start. `max_drafts`: the most draft tokens of a slice. `draft_model` of `draft_spec`
-        proposes them; its vocabulary is that of the model, and the memory is that of `spec.with_draft(draft_spec)`."""
+        proposes them; its vocabulary is that of the model, and the memory is that of `spec.with_draft(draft_spec)`. If
+        it is a SpeculationHead, steps have at most `max_step_tokens` tokens, whose hidden states are kept."""
         self.model: Any = model  # a RunnableModel, or None in a sleep of level 2
         self.make_model, self.notices = make_model, notices
         self.spec, self.dtype, self.device, self.eos_ids = spec, dtype, device, eos_ids
@@ -148,6 +152,8 @@ class ModelRunner:
         self.exchange: Exchange | None = getattr(model, "exchange", None)  # with other ranks
         self.depth = 1 if device.type == "cpu" else 2
         self.max_drafts, self.synthetic_acceptance = max_drafts, synthetic_acceptance
+        self.max_step_tokens = max_step_tokens
+        self.hidden_states: HiddenStates | None = None  # of each step, if a head reads them
         self.draft_runner: DraftModelRunner | None = None
         if draft_model is not None:
             assert draft_spec is not None, "a draft model needs its spec"
@@ -158,6 +164,7 @@ class ModelRunner:
             self.draft_runner = DraftModelRunner(
                 draft_model, draft_spec, dtype, device, attention, eos_ids, use_graphs=use_graphs,
                 deterministic=deterministic, make_model=make_draft_model, max_drafts=max_drafts,
+                max_step_tokens=max_step_tokens,
             )  # fmt: skip
         self.defers_sampling = False  # True in `submit_without_masks`
         self.last_collected_at = -math.inf
@@ -195,11 +202,20 @@ class ModelRunner:
                 "Use --attention auto",
             )
         spec = self.spec if self.draft_runner is None else self.spec.with_draft(self.draft_runner.spec)
-        self._bind_store(self._make_store(kv_config, spec))
-        if self.draft_runner is not None:
-            self.draft_runner.bind_draft(self.store.draft_view(), self.sampled_tokens, self.capturer)
-            assert self.draft_runner.base_positions is not None, "`bind_draft` makes them"
-            self.drafter = Drafter(self.draft_runner, self.sampled_tokens, self.draft_runner.base_positions)
+        store, draft = self._make_store(kv_config, spec), self.draft_runner
+        if draft is not None and isinstance(draft.model, SpeculationHead):
+            head = draft.model.config
+            rows = max_hidden_rows(self.max_step_tokens)
+            self.hidden_states = HiddenStates(head.captured_layers, rows, head.target_hidden, self.dtype, self.device)
+            draft.model.allocate(rows)
+        self._bind_store(store)
+        if draft is not None:
+            draft.bind_draft(self.store.draft_view(), self.sampled_tokens, self.capturer)
+            assert draft.base_positions is not None, "`bind_draft` makes them"
+            if self.hidden_states is None:
+                self.drafter = Drafter(draft, self.sampled_tokens, draft.base_positions)
+            else:
+                self.drafter = HeadDrafter(draft, self.sampled_tokens, draft.base_positions, self.hidden_states)
 
     def _bind_store(self, store: Store) -> None:
         """Use the pages and tables of `store`."""
@@ -233,8 +249,7 @@ class ModelRunner:
     @property
     def max_rows(self) -> int:
         """The most rows of a step that sample: each sequence has one, and one for each draft token."""
-        seqs = self.store.kv_config.slots - 1
-        return seqs + min(seqs * self.max_drafts, MAX_STEP_DRAFTS)
+        return max_sampled_rows(self.store.kv_config.slots - 1, self.max_drafts)
 
     def _make_store(self, kv_config: KVCacheConfig, spec: ModelSpec) -> Store:
         if kv_config.layout is not KVCacheLayout.CONTIGUOUS:
@@ -277,8 +292,9 @@ class ModelRunner:
             if native is not None and not self.store.cross_caches and self.exchange is None:
                 epilogues = self.sampler.epilogues(self.last_sampled, max_rows)
                 self.decode_graphs = RecordedDecodeSteps(
-                    self.model, self.store, self.backend, self.sampled_tokens, max_rows, epilogues, native
-                )
+                    self.model, self.store, self.backend, self.sampled_tokens, max_rows, epilogues, native,
+                    self.hidden_states,
+                )  # fmt: skip
             return
         from quire.worker.cuda_graphs import DecodeGraphs
         from quire.worker.mixed_graphs import MixedGraphs
@@ -287,11 +303,11 @@ class ModelRunner:
         model, store, backend, sampled = self.model, self.store, self.backend, self.sampled_tokens
         self.decode_graphs = DecodeGraphs(
             model, logits, store, backend, sampled, store.staging, max_rows, epilogues, capturer, self.image_inputs,
-            self.base_positions,
+            self.base_positions, self.hidden_states,
         )  # fmt: skip
         self.mixed_graphs = MixedGraphs(
             model, logits, store, backend, sampled, self.spec.hidden, self.decode_graphs.capture_sizes, epilogues,
-            capturer,
+            capturer, self.hidden_states,
         )  # fmt: skip
 
     def _graph_capturer(self) -> GraphCapturer:
@@ -334,7 +350,7 @@ class ModelRunner:
                 warm_up(self.draft_runner, tokens, max_len)
             if count := min(self.max_drafts, max_len - 1):
                 padding = SeqSlice(0, (0,), 0, 1, (), (0,) * count)
-                proposing = (SeqSlice(0, (0,), 0, count),) if self.drafter is not None else ()
+                proposing = (SeqSlice(0, (), 1, count),) if self.drafter is not None else ()
                 self.run_without_mixed_graphs(StepPlan((), (), (padding,), draft_slices=proposing))
                 self.store.clear_scratch()
 
@@ -486,7 +502,7 @@ class ModelRunner:
                 self.state_replay.run(verification, accepted)
         if plan.draft_slices:
             assert self.drafter is not None, "a plan has draft slices, and there is no draft model"
-            self.drafter.propose(SeqSlices.from_slices(plan.draft_slices), verification, accepted)
+            self.drafter.propose(plan, verification, accepted)
         return samples
 
     def _accept_drafts(self, samples: PendingSamples, verification: Verification) -> Tensor | np.ndarray:
@@ -536,8 +552,9 @@ class ModelRunner:
             cross_attention = self.image_inputs.cross_attention_context(flat_inputs, self.backend)
         sampled_only = sampled_only and len(batch.sampled_rows) < len(batch.tokens)
         step = StepContext.from_batch(
-            batch, self.store.caches, self.backend, sampled_only, self.store.state_caches, merger, cross_attention
-        )
+            batch, self.store.caches, self.backend, sampled_only, self.store.state_caches, merger, cross_attention,
+            self.hidden_states,
+        )  # fmt: skip
         return batch, step
 
     def _forward(self, tokens: Tensor, step: StepContext) -> Tensor:
@@ -678,7 +695,7 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
         if self.draft_runner is not None:
             self.draft_runner._release_pages()
-        self.drafter = self.capturer = None
+        self.drafter = self.capturer = self.hidden_states = None
         self.image_inputs = self.prompt_lengths = self.state_checker = self.state_replay = None  # they refer to it
         self.decode_graphs = self.mixed_graphs = self.base_positions = None
         for name in ("sampler", "sampled_tokens", "last_sampled"):
@@ -716,7 +733,14 @@ class ModelRunner:
 
 class DraftModelRunner(ModelRunner):
     """Runs the draft model of a runner in the draft layers of its memory. Its samples stay on the device. All of its
-    rows are sampled by epilogues, so its graphs have none that returns logits."""
+    rows are sampled by epilogues, so its graphs have none that returns logits.
+
+    The sample of a row at position p is that of position p + 1, or with a speculation head of p + 2."""
+
+    @property
+    def lookahead(self) -> int:
+        """How many positions after its row a sample is."""
+        return 2 if isinstance(self.model, SpeculationHead) else 1
 
     def bind_draft(self, store: Store, sampled_tokens: Tensor, capturer: GraphCapturer | None) -> None:
         """Use the pages and tables of `store`, and the tokens of the model. Graphs share the memory of `capturer`'s
@@ -748,7 +772,12 @@ class DraftModelRunner(ModelRunner):
 
     def _replay_and_sample(self, slices: SeqSlices, replay: Callable[[str], Any]) -> PendingSamples:
         slots, ends = np.array((slices.slots, slices.ends), dtype=np.int64)
-        return PendingSamples.on_device(self._replay_rows(slots, ends, replay))
+        return PendingSamples.on_device(self._replay_rows(slots, ends + self.lookahead - 1, replay))
+
+    def _sample(self, sampling_slices: SeqSlices, logits: Tensor) -> PendingSamples:
+        ends = [end + self.lookahead - 1 for end in sampling_slices.ends]
+        rows = list(zip(sampling_slices.slots, ends, sampling_slices.num_samples))
+        return self.sampler.sample(logits, rows, self.last_sampled)
 
     def _replay_rows(self, slots: np.ndarray, ends: np.ndarray, replay: Callable[[str], Any]) -> Tensor | np.ndarray:
         epilogue = self.sampler.epilogue_of(slots.tolist(), ends.tolist())
@@ -764,7 +793,8 @@ class DraftModelRunner(ModelRunner):
         if graphs is not None and graphs.has_room(len(slots)):
             if self.device.type == "cuda":  # a capture runs epilogues, which resolve the positions of noise
                 cast("DecodeGraphs", graphs).ensure_captured(len(slots), has_images=False)
-            ends = np.where(positions < 0, positions - 1, positions + 1)  # see resolve_positions
+            more = self.lookahead
+            ends = np.where(positions < 0, positions - more, positions + more)  # see resolve_positions
             return self._replay_rows(slots, ends, partial(graphs.run, columns))
         ones, none = np.ones(len(slots), dtype=np.int64), np.zeros(len(slots), dtype=np.int64)
         rows = SeqSlices.from_arrays(np.stack((ones, slots, positions)), ones, tokens, none, none[:0])
