@@ -101,17 +101,22 @@ class Drafting:
 
         patch.setattr(HeadDrafter, "propose", propose)
 
-    def check(self, models: Models, least: int) -> None:
-        """Those of requests that draw from all tokens, or greedily."""
+    def check(self, models: Models, least: int, most_wrong: float = 0.0) -> None:
+        """Those of requests that draw from all tokens, or greedily; the share `most_wrong` of them may differ."""
         found = [one for one in self.found if one[2].top_p == 1 and not one[2].min_p]
         assert len(found) >= least
+        differ = []
         for text, drafts, params, seed in found:
             want = models.drafted(text, len(drafts), params.temperature, int(branch_seed(seed % 2**63, 0)))
-            assert drafts == want, f"after {len(text)} tokens"
+            if drafts != want:
+                differ.append((len(text), drafts, want))
+        assert len(differ) <= most_wrong * len(found), differ
 
 
-def check_greedy(models: Models, patch: pytest.MonkeyPatch, preemption: str | None = None, **settings: Any) -> None:
-    """Twice, the second time with the prompts in memory."""
+def check_greedy(
+    models: Models, patch: pytest.MonkeyPatch, preemption: str | None = None, most_wrong: float = 0.0, **settings: Any
+) -> None:
+    """Twice, the second time with the prompts in memory. `most_wrong`: see Drafting.check."""
     given = {"page_size": 4, "max_num_batched_tokens": 24, "adaptive_speculation": False, **models.method, **settings}
     with serving(models, preemption, STEPS, **given) as engine, patch.context() as patched:
         drafting = Drafting(engine, {str(i): [text] for i, text in enumerate(models.texts)}, patched)
@@ -123,7 +128,7 @@ def check_greedy(models: Models, patch: pytest.MonkeyPatch, preemption: str | No
         stats, hits = engine.stats.copy(), engine.scheduler.memory.account().sharing.hits
     assert stats.draft_tokens > stats.accepted_tokens > 40
     assert min(stats.accepted_per_pos[:3]) > 0, "runs of several lengths are accepted"
-    drafting.check(models, 20)
+    drafting.check(models, 20, most_wrong)
     assert (hits > 0) == settings.get("enable_prefix_caching", True)
 
 

@@ -214,6 +214,11 @@ class HeadDrafter(Drafter):
         super().__init__(runner, sampled_tokens, base_positions)
         self.hidden_states = hidden_states
 
+    def warm_up(self, row_counts: Sequence[int]) -> None:
+        """Compile what combines the hidden states of so many rows, in no graph."""
+        for count in row_counts:
+            self.runner.model.start_pass(self.hidden_states.rows(count))
+
     def propose(self, plan: StepPlan, verification: Verification | None, accepted: Tensor | np.ndarray | None) -> None:
         """See Drafter."""
         drafted = SeqSlices.from_slices(plan.draft_slices)

@@ -65,7 +65,7 @@ from quire.worker.step_context import StepContext
 from quire.worker.store import Store
 from quire.worker.verification import Verification
 from quire.worker.vocab_parallel_sampler import VocabParallelSampler, VocabParallelTritonSampler
-from quire.worker.warmup import warm_up
+from quire.worker.warmup import TOKEN_COUNTS, warm_up
 
 if TYPE_CHECKING:
     from quire.worker.cuda_graphs import DecodeGraphs, GraphCapturer
@@ -348,6 +348,9 @@ class ModelRunner:
             warm_up(self, tokens, max_len)
             if self.draft_runner is not None:
                 warm_up(self.draft_runner, tokens, max_len)
+            if isinstance(self.drafter, HeadDrafter):
+                with torch.inference_mode():
+                    self.drafter.warm_up(TOKEN_COUNTS)
             if count := min(self.max_drafts, max_len - 1):
                 padding = SeqSlice(0, (0,), 0, 1, (), (0,) * count)
                 proposing = (SeqSlice(0, (), 1, count),) if self.drafter is not None else ()
