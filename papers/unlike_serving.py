@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, cast
 
-from papers.layer_kinds import BF16
 from papers.serving import in_parallel, shares
 from quire.bench.pictured import Eyes
 from quire.bench.simulate import SimulatedDeployment, read_deployment
@@ -25,7 +24,6 @@ from quire.core.engine import Engine
 from quire.core.runner import Runner
 from quire.errors import QuireError, StartupError
 from quire.memory.answers import Usage
-from quire.memory.page_layout import as_uniform, tokens_for_bytes
 from quire.memory.paged import PagedMemory
 from quire.memory.policies import POLICIES
 from quire.models import read_spec
@@ -47,6 +45,7 @@ DOCUMENT = 64  # first token id of documents; those of questions come after them
 GB = 1e9
 BESIDE = 1.5 * GB  # of a device, for activations and kernels
 SHARE = 0.95  # usable share of a device
+DRAFTS, ACCEPTANCE = 3, 0.7  # of a draft model
 
 RULES: dict[str, dict[str, Any]] = {
     "jenga": {}, "uniform": {"memory": "uniform"}, "max": {"page_sizes": "max"}, "gcd": {"page_sizes": "gcd"},
@@ -78,8 +77,8 @@ class Case(NamedTuple):
 
     `halved`: weights take one byte (FP8 in the paper's Table 1). `kv_gib` replaces the memory left over on the device,
     `longest` the model's context, `chunk` and `seqs` the default tokens and sequences a step. `changes` are to its
-    config.json. `draft` is a draft model, which drafts in every step. `uniform`: the memory keeps every token in every
-    layer, as vLLM 0.6.3 did, whatever its pages are."""
+    config.json. `draft` is a draft model, which proposes DRAFTS tokens in every step, each accepted with a probability
+    of ACCEPTANCE if those before it are."""
 
     model: str
     device: Device
@@ -92,7 +91,6 @@ class Case(NamedTuple):
     seqs: int | None = None
     changes: tuple[tuple[str, Any], ...] = ()
     draft: str | None = None
-    uniform: bool = False
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -129,7 +127,12 @@ class Case(NamedTuple):
 
     def config(self, rule: str, **more: Any) -> EngineConfig:
         """Return the engine config of a rule of RULES."""
+        drafting = {
+            "speculative_model": self.draft, "adaptive_speculation": False, "num_speculative_tokens": DRAFTS,
+            "synthetic_acceptance": ACCEPTANCE,
+        }  # fmt: skip
         return EngineConfig.of(**{
+            **({} if self.draft is None else drafting),
             "model_config": self.model, "kv_gib": self.budget, "max_model_len": self.longest, "swap_gib": 0.0,
             "preemption": "recompute", "enable_prefix_caching": self.caching, "seed": SEED,
             "max_num_batched_tokens": self.chunk, "max_num_seqs": self.seqs, **RULES[rule], **more,
@@ -140,13 +143,10 @@ class Case(NamedTuple):
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(self.shape))
             if self.draft is not None:
-                more |= {"speculative_model": f"{folder}/draft", "adaptive_speculation": False}
+                more |= {"speculative_model": f"{folder}/draft"}
                 Path(folder, "draft").mkdir()
                 Path(folder, "draft", "config.json").write_text(json.dumps(named_config(self.draft)))
             made = read_deployment(self.config(rule, model_config=None, model=folder, **more), CALIBRATION)
-        if self.uniform:
-            stored = as_uniform(made.spec)
-            made = made._replace(spec=stored, kv_tokens=tokens_for_bytes(made.config, stored, BF16, made.kv_bytes))
         slower, longer = H200.bandwidth / self.device.bandwidth, H200.operations / self.device.operations
         c = made.calibration.coefficients_for(self.model)
         scaled = c._replace(

@@ -111,7 +111,8 @@ class Experiment:
     §6.2. For layers with a running state, states are kept after every `state_tokens` tokens, a multiple of `page_size`,
     where prefixes can be hit (§5.3). vAttention: the settings of `memory` "virtual" (quire.memory.virtual); without
     `virtual_page_kib` and `virtual_layout` they are 2048 and "sliced" on a GPU, and chosen by the memory on a CPU.
-    PagedAttention: `table_scope` is footnote 1. Speculation: `synthetic_acceptance`."""
+    PagedAttention: `table_scope` is footnote 1. Speculation: `synthetic_acceptance`; with `keep_all_tokens` pages are
+    those of Figure 19's baselines."""
 
     virtual_page_kib: int | None = advanced(
         None, "page size of --memory virtual in KiB (default: 2048 on a GPU, from 64 on a CPU)", bounds=(4, 2**20)
@@ -151,6 +152,9 @@ class Experiment:
         "cached pages that left a window, and recurrent states: paper: keep all; slack: the latest; boundary: "
         "also those where a prompt ends or prompts diverge",
         ("paper", "slack", "boundary"),
+    )
+    keep_all_tokens: bool = advanced(
+        False, "keep every token in every layer, whatever its window, as vLLM 0.6.3 does, in pages by --page-sizes"
     )
     synthetic_acceptance: float | None = advanced(
         None,

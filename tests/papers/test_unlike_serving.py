@@ -119,7 +119,7 @@ def test_three_managers_serve_two_models_from_one_memory() -> None:
     for model, (workload, kv_gib) in models.items():
         case = jenga.PAIRS[model]._replace(workload=workload, kv_gib=kv_gib)
         points = simulations(
-            [Run({"way": way}, case._replace(uniform=uniform), rule) for way, (rule, uniform) in jenga.MANAGED.items()]
+            [Run({"way": way}, case, rule, settings) for way, (rule, settings) in jenga.MANAGED.items()]
         )
         assert all(1.1 < p["accepted"] / p["drafts"] < 2 < p["draft_tokens"] / p["drafts"] for p in points)
         most, manual, ours = (p["batch"] for p in points)

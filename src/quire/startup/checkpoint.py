@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.config import GENERATION_PARAMS, EngineConfig, Experiment
 from quire.errors import InputError, StartupError
 from quire.files import DOWNLOAD_AGAIN, read_json_config
+from quire.memory.page_layout import as_uniform
 from quire.models import read_spec
 from quire.models.head_config import eagle3_config, mtp_config
 from quire.models.named_configs import CONFIGS
@@ -63,15 +64,17 @@ class Checkpoint(NamedTuple):
     gguf: GGUFFile | None = None
     notices: tuple[str, ...] = ()
     draft: Checkpoint | None = None
+    keeps_all_tokens: bool = False
 
     @property
     def pool_spec(self) -> ModelSpec:
         """The spec of all that the memory holds: of the model and its draft model, if any. Sequences have at most the
         length that both models take."""
-        if self.draft is None:
-            return self.spec
-        spec = self.spec.with_draft(self.draft.spec)
-        return replace(spec, max_len=min(spec.max_len, self.draft.spec.max_len))
+        spec = self.spec
+        if self.draft is not None:
+            spec = spec.with_draft(self.draft.spec)
+            spec = replace(spec, max_len=min(spec.max_len, self.draft.spec.max_len))
+        return as_uniform(spec) if self.keeps_all_tokens else spec
 
     def for_shard(self, shard: Shard) -> Checkpoint:
         """Return the same with the spec of a rank's part. Raise StartupError if the model can't be divided so."""
@@ -94,7 +97,7 @@ class Checkpoint(NamedTuple):
 def read_checkpoint(config: EngineConfig, weights: bool = True) -> Checkpoint:
     """Find the model, and its draft model if there is one, and read their configurations; nothing is loaded. `weights`
     is True if the weights will be loaded."""
-    checkpoint = _read_model(config, weights)
+    checkpoint = _read_model(config, weights)._replace(keeps_all_tokens=config.experiment.keep_all_tokens)
     if config.speculation == "mtp":
         return checkpoint._replace(draft=_read_mtp_layer(checkpoint))
     if config.speculation == "eagle3":
