@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from geometries import one_size
+from published_heads import HEAD, PublishedEagle3
 
 import quire
 from quire import SamplingParams
@@ -136,6 +137,40 @@ def test_draft_slices_are_replayed(tmp_path: Path) -> None:
             replayer.echo.groups[1].table[:] = 0
         with pytest.raises(ReplayError, match=why):
             replayer.step(plan, result)
+
+
+def test_draft_slices_of_a_head_are_replayed(tmp_path: Path) -> None:
+    """A head computes the slices' own positions, and may have no token and no proposal."""
+    head = {**HEAD, "hidden_size": 256, "head_dim": 64, "vocab_size": 3072, "max_position_embeddings": 4096}
+    PublishedEagle3(head, embeds=False).save(tmp_path / "head", head)
+    settings: dict[str, Any] = {"kv_tokens": 240, "page_size": 4, "preemption": "swap", "swap_gib": 0.01}
+    settings |= {"speculative_model": str(tmp_path / "head"), "speculative_method": "eagle3"}
+    settings |= {"log_plans": str(tmp_path / "log"), "max_num_batched_tokens": 16}
+    with quire.LLM(dtype="float32", threads=1, debug=True, max_num_seqs=8, **settings) as llm:
+        params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40, ignore_eos=True) for i in range(6)]
+        llm.generate([PROMPT] * len(params), params, use_tqdm=False)
+        tables = np.array(llm.engine.runner.store.host_tables)
+    done = replayed(tmp_path / "log")
+    assert all(np.array_equal(mine.table, other) for mine, other in zip(done.echo.groups, tables))
+    with PlanLog(tmp_path / "log") as log:
+        kv_config, earlier = log.kv_config, []
+        for step in log:
+            if any(row.num_samples > 1 for row in step.plan.draft_slices):
+                break
+            earlier.append(step)
+    plan, first = step.plan, step.plan.draft_slices[0]
+    for changed, why in (
+        (plan._replace(draft_slices=(first._replace(start=first.start + 1),)), r"draft_slices\[0\]: .*that ends at"),
+        (plan._replace(slices=()), r"draft_slices\[0\]: slot \d+ has no slice"),
+        (plan, r"draft_slices\[0\]: slot \d+ has no real page .* in group 1"),
+    ):
+        replayer = PlanReplayer(kv_config)
+        for one in earlier:
+            replayer.step(one.plan, one.result)
+        if changed is plan:
+            replayer.echo.groups[1].table[:] = 0
+        with pytest.raises(ReplayError, match=why):
+            replayer.step(changed, None)
 
 
 def test_the_command_tells_what_a_log_holds(

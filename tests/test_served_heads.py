@@ -165,6 +165,37 @@ def test_other_engines(models: Any, kind: str, settings: dict[str, Any], monkeyp
     check_greedy(models(kind), monkeypatch, **settings)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_quantized_heads_draft(models: Any, kind: str) -> None:
+    """Their layers are made without memory, and weights are rounded while they are loaded."""
+    model, texts = models(kind), []
+    for method in ({}, {**model.method, "adaptive_speculation": False}):
+        with serving(model, quantization="int8", **method) as engine:
+            for i, prompt in enumerate(PROMPTS):
+                engine.add(str(i), prompt, GREEDY)
+            texts.append(sorted(finished(engine)))
+            assert (engine.stats.copy().draft_tokens > 0) == bool(method)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_a_head_drafts_after_a_sleep(models: Any, kind: str, level: int) -> None:
+    model, texts = models(kind), []
+    with serving(model, adaptive_speculation=False, **model.method) as engine:
+        for _ in range(2):
+            drafted = engine.stats.copy().draft_tokens
+            for i, prompt in enumerate(PROMPTS):
+                engine.add(str(i), prompt, GREEDY)
+            texts.append(sorted(finished(engine)))
+            assert engine.stats.copy().draft_tokens > drafted
+            engine.sleep(level)
+            head = engine.runner.draft_runner.model
+            assert head is None or not len(head.hidden), "hidden states take no memory while the engine sleeps"
+            engine.wake()
+    assert texts[0] == texts[1]
+
+
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=NEW, ignore_eos=True)
 KINDS = {
     "drawn": DRAWN,

@@ -276,11 +276,12 @@ class EngineConfig:
     )
     warm_up: bool = advanced(True, "on a GPU, compile kernels and capture graphs at start, not at first use")
     speculative_model: str | None = setting(
-        None, "draft model for speculative decoding: folder, hub id", metavar="PATH"
+        None, "draft model or EAGLE-3 head for speculative decoding: folder, hub id", metavar="PATH"
     )
     speculative_method: str | None = setting(
         None,
-        "source of draft tokens: the draft model, earlier tokens of the request (ngram), or both",
+        "source of draft tokens: the draft model, earlier tokens of the request (ngram) or both; an EAGLE-3 head, or "
+        "the MTP layer of the model's checkpoint",
         SPECULATIONS,
     )
     num_speculative_tokens: int = advanced(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from published_heads import HEAD
 
 import quire
 from quire.bench.simulate import _generate_trace, read_deployment
@@ -120,6 +121,22 @@ def test_a_draft_model_shares_the_memory_and_saves_time(tmp_path: Path, capsys: 
     tokens = 1 + with_draft["accepted_tokens"] / with_draft["drafts"]
     assert 4 < tokens < 4.8  # 4.69 if five tokens were drafted each time
     assert f"rate 1: {tokens:.2f} tokens a verification" in capsys.readouterr().out
+
+
+def test_the_shape_of_a_head(tmp_path: Path) -> None:
+    """It reads its layer and its LM head, which is smaller than the model's."""
+    head = {
+        **HEAD, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 128256, "draft_vocab_size": 32000,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(head))
+    settings = {"speculative_method": "eagle3", "speculative_model": str(tmp_path)}
+    shape = read_deployment(EngineConfig(model_config="llama3-8b", **settings), "a100-13b").cost.draft
+    layer = 2 * 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    assert shape is not None
+    assert shape.head_weights == 4096 * 32000
+    assert shape.body_weights == pytest.approx(layer + 3 * 4096 * 4096, rel=1e-3)
+    assert shape.reads_hidden_states
 
 
 def test_the_model_is_the_calibration_s_where_none_is_named(tmp_path: Path) -> None:

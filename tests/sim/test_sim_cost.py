@@ -154,6 +154,24 @@ def test_a_draft_model_makes_a_pass_for_each_token_that_it_proposes() -> None:
     assert (again.compute_token, again.compute_pair) == (2 * (100 + 20), 4 + 2 + 1)
 
 
+def test_a_head_computes_the_slices_before_it_proposes() -> None:
+    head = ModelShape(20, 5, 2, (AttentionShape(None, 2, 1),), reads_hidden_states=True)
+    rows = (
+        SeqSlice(1, (6,), 9, 1, (), DRAFTS[:2]), SeqSlice(2, (1, 2, 3, 4, 5), 2, 0), SeqSlice(3, (7,), 4, 1),
+        SeqSlice(4, (7,), 30, 1),
+    )  # fmt: skip
+    slices = (SeqSlice(1, (), 10, 3), SeqSlice(2, (6,), 7, 0), SeqSlice(3, (), 5, 2))
+    plan = StepPlan((), (), rows, draft_slices=slices)
+    first, second, third = draft_passes(plan, head)
+    assert (first.rows, first.tokens, first.operations) == (5, 9, 2 * (20 * 9 + 5 * 4)), "slot 4 does not draft"
+    assert (first.kv_bytes, first.attention) == (2 * (10 + 11 + 12 + 5), 3 + 4 + 5 + 6 + 7)
+    assert (second.rows, second.operations, second.kv_bytes) == (2, 2 * 2 * 25, 2 * (13 + 6))
+    assert (third.rows, third.operations, third.kv_bytes) == (1, 2 * 25, 2 * 14)
+    idle = plan._replace(slices=rows[1:], draft_slices=(slices[1], SeqSlice(3, (), 5, 0)))
+    [only] = draft_passes(idle, head)
+    assert (only.tokens, only.operations) == (6, 2 * 20 * 6), "it samples nothing where it proposes nothing"
+
+
 def test_padding_costs_as_much_as_what_it_pads() -> None:
     work = step_work(StepPlan((), (), (SeqSlice(1, (5,), 9, 1), SeqSlice(2, (5,), 4, 1))), SHAPE, ())
     more = add_padding(work, SHAPE, 3, 2)

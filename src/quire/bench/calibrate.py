@@ -26,6 +26,7 @@ from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.models import read_model_config
+from quire.models.head_config import HeadConfig
 from quire.sim.cost_model import MAX_DEPTH, Coefficients, CostModel, ModelShape, StepWork
 from quire.sim.simulation import Simulation, TraceRequest
 from quire.startup.build import build
@@ -53,7 +54,10 @@ class Errors(NamedTuple):
 
 def shape_of(source: Checkpoint, itemsize: int, saved: int = 0) -> ModelShape:
     """Return a model's shape for the cost model. `saved` is that of `ModelShape.from_spec`."""
-    return ModelShape.from_spec(source.spec, itemsize, read_model_config(source.config).tied, saved)
+    settings = read_model_config(source.config)
+    if isinstance(settings, HeadConfig):
+        return ModelShape.from_head(settings, itemsize)
+    return ModelShape.from_spec(source.spec, itemsize, settings.tied, saved)
 
 
 # The fit

@@ -1,9 +1,9 @@
 """Speculative decoding: which draft tokens a step verifies, and how many.
 
 Draft tokens are guesses of a sequence's next tokens, which one step verifies (see SeqSlice). They come from earlier
-tokens of the request (n-grams, "prompt lookup"), or from a draft model. Only the device has the tokens of the latter: a
-plan has the markers FIRST_DRAFT - i in their place. The draft model proposes them at the end of the step before; the
-host processes that step's result and plans the next one meanwhile.
+tokens of the request (n-grams, "prompt lookup"), or from a draft model or a speculation head. Only the device has the
+tokens of the latter: a plan has the markers FIRST_DRAFT - i in their place. They are proposed at the end of the step
+before; the host processes that step's result and plans the next one meanwhile.
 
 A draft token pays if it is likely enough to be accepted for the time that it takes. The probability is estimated for
 each sequence, and the time from SpeculationCosts. There is no clock: the same calls give the same draft tokens.

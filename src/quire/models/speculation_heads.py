@@ -56,13 +56,14 @@ class SpeculationHead(ShardedModule):
         self.vocab_shard = shard_vocab(shard, s.vocab_size)
         [rope] = s.ropes
         self.rotary = RotaryEmbedding(rope, s.head_dim, s.max_len)
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
         self.target: TargetParts | None = None
         self.hidden: Tensor  # see `allocate`
 
     def allocate(self, rows: int) -> None:
-        """Allocate `hidden`, for passes of up to `rows` rows."""
-        self.hidden = torch.zeros((rows, self.config.hidden), dtype=self.dtype, device=self.device)
+        """Allocate `hidden`, for passes of up to `rows` rows, where the weights are: a quantized head was made on
+        another device."""
+        self.hidden = torch.zeros((rows, self.config.hidden), dtype=self.dtype, device=self.norm.weight.device)
 
     def attach(self, target: Decoder) -> None:
         """Use the target's embedding and LM head, where the head has none."""

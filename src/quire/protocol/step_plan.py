@@ -15,8 +15,8 @@ from quire.protocol.images import ImageItem
 LAST_SAMPLED = -1
 """In `SeqSlice.tokens`: the slot's most recent sample, which only the device has."""
 FIRST_DRAFT = -2
-"""In `SeqSlice.draft_tokens`: FIRST_DRAFT - i is the i-th token, from 0, that the draft model proposed for the slot in
-the slot's step before; only the device has it."""
+"""In `SeqSlice.draft_tokens`: FIRST_DRAFT - i is the i-th token, from 0, that the draft model, or the speculation head,
+proposed for the slot in the slot's step before; only the device has it."""
 
 MAX_STEP_DRAFTS = 256
 """The most draft tokens of a step. Each has logits over the whole vocabulary."""

@@ -4,7 +4,8 @@
                 + those of an encoder and operations of every part of an image that it encodes
     attention = keys and values read by decoding rows + operations of prompts + states read and written by all rows
     copies    = pages copied (copy on write) + pages swapped
-    drafts    = a pass of the draft model over known tokens, and one for each later token that it proposes
+    drafts    = a pass of the draft model over known tokens, and one for each later token that it proposes;
+                of a speculation head over all tokens of the slices, and one for each but the first that it proposes
     host      = planning: a step and a row; it overlaps the device's work if steps overlap
 
 Reading and computing overlap in part, by a calibration's `overlap`. A step with a prompt is launched kernel by kernel,
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 from quire.core.preemption_costs import PreemptionCosts, SpeculationCosts
 from quire.errors import StartupError
+from quire.models.head_config import HeadConfig
 from quire.protocol.images import ImageItem
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.step_plan import LAST_SAMPLED, PageCopy, SeqSlice, StepPlan, SwapIn, SwapOut
@@ -74,6 +76,7 @@ class ModelShape(NamedTuple):
     state_bytes: int = 0  # running states of a sequence
     fp8_saved_bytes: int = 0  # of all weights
     vision: VisionShape | None = None  # its weights are not among the others
+    reads_hidden_states: bool = False  # of a speculation head
 
     @property
     def weight_bytes(self) -> int:
@@ -114,6 +117,15 @@ class ModelShape(NamedTuple):
             others = vision.cross_attention_weights + vision.projection_weights
             saved, body = round(saved * (1 - others / (body + mixed))), body - others
         return cls(body, head, itemsize, tuple(parts), mixed, active, spec.state_bytes, saved, vision)
+
+    @classmethod
+    def from_head(cls, head: HeadConfig, itemsize: int) -> ModelShape:
+        """Return the shape of a speculation head, whose LM head may be the target's."""
+        body = head.parameters - head.hidden * (
+            head.has_embedding * head.vocab_size + head.has_lm_head * head.draft_vocab
+        )
+        shape = cls.from_spec(head.spec(), itemsize, tied=True)
+        return shape._replace(body_weights=body, head_weights=head.hidden * head.draft_vocab, reads_hidden_states=True)
 
 
 class StepWork(NamedTuple):
@@ -182,9 +194,18 @@ def step_work(
 def draft_passes(plan: StepPlan, shape: ModelShape) -> list[StepWork]:
     """Count the work of each pass of a draft model of `shape`: over the known tokens of the draft slices; over the
     tokens that the step may have appended, those of rejected draft tokens too, as a GPU does; then over the last
-    proposal of each slot that another one follows."""
+    proposal of each slot that another one follows. The first pass of a speculation head is over the slices."""
     proposing = [row for row in plan.draft_slices if row.num_samples]
     counts = {row.slot: len(row.draft_tokens) for row in plan.slices}
+    if shape.reads_hidden_states:
+        slots = {row.slot for row in plan.draft_slices}
+        first = [row if proposing else row._replace(num_samples=0) for row in plan.slices if row.slot in slots]
+        later = [
+            [SeqSlice(row.slot, (LAST_SAMPLED,), row.start + counts[row.slot] + i, 1)
+             for row in proposing if row.num_samples > i + 1]
+            for i in range(max((row.num_samples for row in proposing), default=1) - 1)
+        ]  # fmt: skip
+        return [step_work(StepPlan((), (), rows), shape, ()) for rows in (first, *later) if rows]
     passes = [[row._replace(num_samples=0) for row in plan.draft_slices if row.tokens]]
     passes.append([
         SeqSlice(row.slot, (LAST_SAMPLED,), row.start + len(row.tokens) + i, 1)

@@ -60,6 +60,7 @@ class PlanReplayer:
         self.echo.bind(tiny)
         self.store = _make_store(tiny)
         self.images: dict[int, tuple[ImageItem, ...]] = {}
+        self.has_head = any(group.reads_hidden_states for group in kv_config.groups)
         self.counts: Counter[str] = Counter()
         self.op_counts: Counter[str] = Counter()
 
@@ -82,7 +83,10 @@ class PlanReplayer:
             where = f"draft_slices[{i}]"
             if seq_slice.num_samples and seq_slice.slot not in draft_counts:
                 raise ReplayError(f"{where}: slot {seq_slice.slot} has no slice that the proposals could follow")
-            self._check_slice(seq_slice, where, draft_counts.get(seq_slice.slot, 0))
+            if self.has_head:
+                self._check_head_slice(seq_slice, plan, where)
+            else:
+                self._check_slice(seq_slice, where, draft_counts.get(seq_slice.slot, 0))
         self._replay(plan.overlapped_page_ops, "overlapped_page_ops")
         self._compare_tables({op.slot for op in (*plan.page_ops, *plan.overlapped_page_ops) if type(op) is TableWrite})
         if result is not None:
@@ -178,6 +182,22 @@ class PlanReplayer:
                 raise ReplayError(
                     f"{where}: slot {seq_slice.slot} has no real page for some position below {end} in group {g}"
                 )
+
+    def _check_head_slice(self, seq_slice: SeqSlice, plan: StepPlan, where: str) -> None:
+        """Check a draft slice of a head: it follows the slot's slice, and has one more token if that samples
+        none. The head computes the slice's tokens, and all proposals but the last one."""
+        row = next((row for row in plan.slices if row.slot == seq_slice.slot), None)
+        if row is None:
+            raise ReplayError(f"{where}: slot {seq_slice.slot} has no slice whose hidden states a head could read")
+        end = row.start + len(row.tokens)
+        if seq_slice.start != end or len(seq_slice.tokens) != (row.num_samples == 0) or seq_slice.draft_tokens:
+            raise ReplayError(
+                f"{where}: {len(seq_slice.tokens)} tokens from position {seq_slice.start} on, after a slice that ends "
+                f"at {end} with {row.num_samples} samples"
+            )
+        written = max(seq_slice.num_samples - 1, 0)
+        row = row._replace(tokens=row.tokens + (0,) * written, num_samples=0)
+        self._check_slice(row, where, 0)
 
     def _compare_tables(self, slots: set[int]) -> None:
         """Check that the tables of both implementations are equal for these slots."""

@@ -1,6 +1,6 @@
 """The draft model's part of a step, after the samples of the model: it computes known tokens of some slots, then those
 that the step has sampled and accepted, and proposes tokens after them, which the slots' next slices verify. A
-speculation head computes all tokens of the slots' slices, from their hidden states.
+speculation head instead computes all tokens of the slots' slices, from their hidden states, before it proposes.
 
 It samples as the model does, with the same noise at the same positions, so that both agree as often as their
 probabilities allow. Only temperature, top_k, top_p and min_p count: what depends on earlier tokens does not, nor do

@@ -698,6 +698,8 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
         if self.draft_runner is not None:
             self.draft_runner._release_pages()
+            if isinstance(self.draft_runner.model, SpeculationHead):
+                self.draft_runner.model.allocate(0)
         self.drafter = self.capturer = self.hidden_states = None
         self.image_inputs = self.prompt_lengths = self.state_checker = self.state_replay = None  # they refer to it
         self.decode_graphs = self.mixed_graphs = self.base_positions = None
