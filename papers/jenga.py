@@ -963,7 +963,7 @@ def _managed(name: str, about: str, model: str, workload: str, kv_gib: float | N
     ENTRIES[f"jenga-fig19-{name}-gpu"] = _on_gpu(f"Jenga Figure 19 on a GPU: {about}", case, claims, MANAGED)
 
 
-_managed("ministral", "Ministral 8B and 1B, 40 GiB of KV", "Ministral", "arxiv-qa@16", 40.0)
+_managed("ministral", "Ministral 8B and 1B, 40 GiB of KV", "Ministral", "arxiv-qa@10", 40.0)
 _managed("llama", "Llama 8B and 1B in an L4's KV memory", "Llama 8B", "mmlu-pro@150")
 
 ENTRIES["jenga-table1"] = Entry(
