@@ -523,6 +523,16 @@ def test_there_are_fewer_drafts_the_more_they_cost(
     assert counts == [wanted] * batch
 
 
+def test_a_head_drafts_where_its_first_pass_would_not_pay() -> None:
+    """It makes that pass in any case."""
+    slow = GPU._replace(draft=PreemptionCosts(0, 0, 6e-3, 3e-6, 1e-8))
+    by_method = {
+        method: chosen(Speculator(method, 16, costs=slow), [lone([*range(100)])])
+        for method in ("draft", "eagle3", "mtp")
+    }
+    assert by_method == {"draft": [0], "eagle3": [1], "mtp": [1]}
+
+
 def test_drafts_are_at_most_what_a_sequence_may_have() -> None:
     speculator = Speculator("draft", 4, costs=FREE)
     assert chosen(speculator, [lone([1] * 5, max_tokens=count) for count in (1, 2, 3, 4, 9)]) == [0, 0, 1, 2, 4]

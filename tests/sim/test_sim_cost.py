@@ -129,7 +129,7 @@ def test_a_verification_is_a_row_for_each_position() -> None:
     work = step_work(StepPlan((), (), (SeqSlice(1, (5,), 9, 1, (), DRAFTS), SeqSlice(2, (5,), 4, 1))), SHAPE, ())
     assert (work.rows, work.drafts, work.tokens) == (5, 3, 5)
     assert work.operations == 2 * 5 * (100 + 10)
-    assert work.kv_bytes == (10 + 11 + 12 + 13 + 5) * 8 + 5 * 3 * 16
+    assert work.kv_bytes == (13 + 5) * 8 + 2 * 3 * 16, "rows of a sequence share a read"
     assert work.attention == 0
     c = NOTHING._replace(row=1.0, host_row=10.0)
     assert CostModel(SHAPE, c).device_seconds(work) == 5
@@ -164,7 +164,7 @@ def test_a_head_computes_the_slices_before_it_proposes() -> None:
     plan = StepPlan((), (), rows, draft_slices=slices)
     first, second, third = draft_passes(plan, head)
     assert (first.rows, first.tokens, first.operations) == (5, 9, 2 * (20 * 9 + 5 * 4)), "slot 4 does not draft"
-    assert (first.kv_bytes, first.attention) == (2 * (10 + 11 + 12 + 5), 3 + 4 + 5 + 6 + 7)
+    assert (first.kv_bytes, first.attention) == (2 * (12 + 5), 3 + 4 + 5 + 6 + 7)
     assert (second.rows, second.operations, second.kv_bytes) == (2, 2 * 2 * 25, 2 * (13 + 6))
     assert (third.rows, third.operations, third.kv_bytes) == (1, 2 * 25, 2 * 14)
     idle = plan._replace(slices=rows[1:], draft_slices=(slices[1], SeqSlice(3, (), 5, 0)))

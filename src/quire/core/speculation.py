@@ -249,14 +249,16 @@ class Speculator:
 
         The i-th draft token of a sequence is accepted with probability rate ** i. It pays if that is more than the
         tokens of a step without draft tokens in the same time. The i-th pass of the draft model pays if the i-th tokens
-        of all its sequences together do."""
+        of all its sequences together do. A speculation head makes its first pass in any case."""
         costs = self.costs
         assert costs is not None, "draft tokens are chosen by their costs"
-        tokens_per_second = rows / costs.model.recompute_seconds(rows, pairs)
+        pass_seconds, step_seconds = costs.draft.compute_fixed, costs.model.recompute_seconds(rows, pairs)
+        tokens_per_second = rows / (step_seconds + (pass_seconds if self.has_head else 0.0))
         counts: dict[int, int] = {}
-        gain, cost, passes, pass_seconds = 0.0, 0.0, 0.0, costs.draft.compute_fixed
+        gain, cost, passes = 0.0, 0.0, 0.0
         active = candidates
         for i in range(1, self.max_tokens + 1):
+            pass_seconds = 0.0 if self.has_head and i == 1 else costs.draft.compute_fixed
             active = [one for one in active if one.most >= i and one.rate**i >= one.seconds * tokens_per_second]
             by_model = [one for one in active if not one.tokens]
             worth = sum(one.rate**i - one.seconds * tokens_per_second for one in by_model)

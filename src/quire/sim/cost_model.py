@@ -10,8 +10,8 @@
 
 Reading and computing overlap in part, by a calibration's `overlap`. A step with a prompt is launched kernel by kernel,
 which takes the host at least `launch`. A sequence whose draft tokens are verified has a row for each of its positions,
-as in the worker, and each row reads keys and values. Coefficients belong to a device and its kernels, not to a model:
-for a model of another shape, a draft model too, they are an extrapolation.
+which share one read of its keys and values, as in the Triton kernels. Coefficients belong to a device and its kernels,
+not to a model: for a model of another shape, a draft model too, they are an extrapolation.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def step_work(
         num_sampled += sample > 0
         if draft_tokens:
             drafts += len(draft_tokens)
-            contexts += range(start + count, start + count + len(draft_tokens) + 1)
+            contexts.append(start + count + len(draft_tokens))
         elif count == 1:
             contexts.append(start + 1)
         else:
