@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -36,6 +37,20 @@ def test_memory_of_a_large_weight_is_its_own() -> None:
     assert large.shape == (1, BLOCK_BYTES // 4)
     assert memory.block is not None
     assert not 0 <= large.data_ptr() - small.data_ptr() < len(memory.block)
+
+
+def test_threads_get_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that find a block full at the same time."""
+    memory, interval = WeightArena(), sys.getswitchinterval()
+    monkeypatch.setattr("quire.kernels.cpu.weight_arena.BLOCK_BYTES", 1 << 14)
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            kept_by_all = [*threads.map(lambda _: [kept(memory, 64) for _ in range(200)], range(40))]
+    finally:
+        sys.setswitchinterval(interval)
+    addresses = [weight.data_ptr() for weights in kept_by_all for weight in weights]
+    assert len(set(addresses)) == len(addresses) == 8000
 
 
 @linux

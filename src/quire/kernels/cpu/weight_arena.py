@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from functools import lru_cache
-from threading import Thread
+from threading import RLock, Thread
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,9 +22,10 @@ MAX_PREFAULT_BYTES = 1 << 30
 
 class WeightArena:
     """Allocator of blocks, each for several weights or one large one. A block is freed with the last of its weights,
-    except the current block, from which weights are allocated."""
+    except the current block, from which weights are allocated. Threads may allocate at the same time."""
 
     def __init__(self) -> None:
+        self.lock = RLock()
         self.block: mmap.mmap | None = None
         self.used = 0
         self.thread: Thread | None = None
@@ -50,35 +51,38 @@ class WeightArena:
 
     def finish_block(self) -> None:
         """Stop prefaulting and free the unused end of that block. Called when all weights of a model are packed."""
-        thread, self.thread = self.thread, None
-        if thread is None:
-            return
-        thread.join()
-        self.prefaulted = 0
-        if self.block is not None:
-            begin = -(-self.used // mmap.PAGESIZE) * mmap.PAGESIZE
-            if begin < len(self.block):
-                self.block.madvise(mmap.MADV_DONTNEED, begin)
-            self.block, self.used = None, 0
+        with self.lock:
+            thread, self.thread = self.thread, None
+            if thread is None:
+                return
+            thread.join()
+            self.prefaulted = 0
+            if self.block is not None:
+                begin = -(-self.used // mmap.PAGESIZE) * mmap.PAGESIZE
+                if begin < len(self.block):
+                    self.block.madvise(mmap.MADV_DONTNEED, begin)
+                self.block, self.used = None, 0
 
     def drop_block(self) -> None:
         """Stop allocating from the current block, so that it is freed with the last of its weights. Called when a model
         is dropped."""
-        self.finish_block()
-        self.block, self.used = None, 0
+        with self.lock:
+            self.finish_block()
+            self.block, self.used = None, 0
 
     def allocate(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor [rows, columns]."""
         import torch
 
         size = rows * columns * dtype.itemsize
-        if self.block is None or self.used + size > len(self.block):
-            if size >= BLOCK_BYTES:
-                return torch.frombuffer(_map_block(size), dtype=torch.uint8).view(dtype).view(rows, columns)
-            self.finish_block()
-            self.block, self.used = _map_block(BLOCK_BYTES), 0
-        data = torch.frombuffer(self.block, dtype=torch.uint8, count=size, offset=self.used)
-        self.used += -(-size // ALIGNMENT) * ALIGNMENT
+        with self.lock:
+            if self.block is None or self.used + size > len(self.block):
+                if size >= BLOCK_BYTES:
+                    return torch.frombuffer(_map_block(size), dtype=torch.uint8).view(dtype).view(rows, columns)
+                self.finish_block()
+                self.block, self.used = _map_block(BLOCK_BYTES), 0
+            data = torch.frombuffer(self.block, dtype=torch.uint8, count=size, offset=self.used)
+            self.used += -(-size // ALIGNMENT) * ALIGNMENT
         return data.view(dtype).view(rows, columns)
 
 
