@@ -113,6 +113,12 @@ def test_the_plan_has_the_inputs_of_states(name: str, token: int) -> None:
     assert saved_input_bytes(EngineConfig(**few), spec, itemsize) == 0
 
 
+def test_stages_take_ngrams_and_no_running_states() -> None:
+    assert checked(model_config="llama3-8b", speculative_method="ngram", pp=2).draft is None
+    with pytest.raises(StartupError, match=r"--pp is 2, .* and mamba-2\.8b keeps running states"):
+        checked(model_config="mamba-2.8b", speculative_method="ngram", pp=2)
+
+
 def test_the_draft_models_weights_are_quantized_too() -> None:
     config = EngineConfig(quantization="int8", device="cpu", speculative_model="tiny-draft")
     source = read_checkpoint(config)

@@ -9,6 +9,8 @@ import pytest
 import quire
 from quire import SamplingParams
 from quire.core.outputs import EngineStats
+from quire.core.scheduler import Scheduler
+from quire.protocol.step_plan import StepPlan
 from quire.protocol.structured_output import StructuredOutputsParams
 
 PROMPTS = ["The cat sat on the mat. The cat sat on the", "1 2 3 4 5 1 2 3 4 5 1 2", "Once upon a time there was"]
@@ -66,3 +68,26 @@ def test_the_draft_model_drafts_under_grammars(kind: int, expected: list[Any]) -
     assert outputs == expected[kind * count :][:count]
     assert stats.accepted_tokens > 20
     assert stats.accepted_per_pos[2] > 2
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("stages", [{"pp": 2}, {"pp": 3, "max_num_batched_tokens": 16}, {"pp": 2, "tp": 2}], ids=str)
+def test_stages_verify_what_one_rank_does(stages: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several steps with drafts are in flight, of different sequences."""
+    in_flight, inner = set[int](), Scheduler.schedule
+
+    def schedule(scheduler: Scheduler) -> StepPlan | None:
+        plan = inner(scheduler)
+        if plan is not None and any(row.draft_tokens for row in plan.slices):
+            in_flight.add(scheduler.num_in_flight)
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    drafting = {"speculative_method": "ngram", "adaptive_speculation": False, "kv_tokens": 300, "swap_gib": 0.01}
+    expected, _ = generate(PARAMS[:6], kv_tokens=4096)
+    outputs, stats = generate(PARAMS[:6], **drafting, **stages, device="cpu")
+    assert [[(one.text, one.token_ids) for one in each] for each in outputs] == [
+        [(one.text, one.token_ids) for one in each] for each in expected
+    ]
+    assert stats.accepted_tokens > 20
+    assert max(in_flight) == stages["pp"]

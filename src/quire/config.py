@@ -434,8 +434,9 @@ class EngineConfig:
             )
         if self.speculation is not None and self.memory != "paged":
             raise StartupError(f"--memory is {self.memory}, and speculative decoding is on", "Use --memory paged")
-        if self.speculation is not None and self.pp > 1:
-            raise StartupError(f"--pp is {self.pp}, and speculative decoding is on", "Use --tp, or leave one out")
+        if self.speculation not in (None, "ngram") and self.pp > 1:
+            raise StartupError(f"--pp is {self.pp}, and --speculative-method {self.speculation}",
+                               "Use --tp, or --speculative-method ngram")  # fmt: skip
 
     @property
     def speculation(self) -> str | None:

@@ -57,6 +57,7 @@ def assemble(
             costs=speculation_costs if config.adaptive_speculation else None,
             eos_ids=eos_ids,
             deferred_masks=isinstance(runner, DeferredMaskRunner),
+            pipelined=min(config.pp, depth) > 1,
         )
     scheduler = Scheduler(
         memory,

@@ -59,7 +59,8 @@ class Scheduler:
 
     `deferred_masks`: the runner accepts grammar masks after a step has started. `shares_memory`: other engines allocate
     from the same memory, so page operations are sent in a plan without slices rather than kept for the next plan.
-    `speculator` chooses draft tokens; a step that verifies some is the only one in flight."""
+    `speculator` chooses draft tokens; unless the model has stages, a step that verifies some is the only one in
+    flight."""
 
     def __init__(
         self,
@@ -133,9 +134,10 @@ class Scheduler:
                 return None
             self._rebalance()
         chosen = NO_DRAFTS
-        if self.speculator is not None and not self.drafts_in_flight:
+        if self.speculator is not None and not (self.drafts_in_flight and self.pp_size == 1):
             chosen = self.speculator.choose(self.running, self.max_len)
-        if self.num_in_flight and (self.drafts_in_flight or chosen is not NO_DRAFTS):
+        # With stages a step has other sequences than those in flight.
+        if self.num_in_flight and self.pp_size == 1 and (self.drafts_in_flight or chosen is not NO_DRAFTS):
             return None
         slices: list[SeqSlice] = []
         if self.encoder_budget is not None:
@@ -459,7 +461,8 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[SeqEvent]:
         """Process the result of the oldest plan in flight."""
         self.num_in_flight -= 1
-        has_drafts, self.drafts_in_flight = self.drafts_in_flight or bool(plan.draft_slices), False
+        has_drafts = self.drafts_in_flight or bool(plan.draft_slices)
+        self.drafts_in_flight = has_drafts and self.pp_size > 1  # with stages, of any step so far
         events, by_slot = list[SeqEvent](), self.by_slot
         commit = self.memory.commit_drafts if has_drafts else self.memory.commit
         draft_slices = {row.slot: row for row in plan.draft_slices} if has_drafts else {}

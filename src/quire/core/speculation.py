@@ -140,7 +140,7 @@ class Speculator:
     `method` is one of quire.config.SPECULATIONS; a speculation head counts as a draft model. N-grams have from
     `lookup[0]` to `lookup[1]` tokens. Without `costs` a sequence always has as many draft tokens as it can have.
     `deferred_masks`: the runner accepts grammar masks after a step has started, once the draft model's tokens are
-    known."""
+    known. `pipelined`: the model has stages, so sequences in flight have no part in the next step."""
 
     def __init__(
         self,
@@ -151,8 +151,9 @@ class Speculator:
         costs: SpeculationCosts | None,
         eos_ids: Iterable[int] = (),
         deferred_masks: bool = False,
+        pipelined: bool = False,
     ) -> None:
-        self.deferred_masks = deferred_masks
+        self.deferred_masks, self.pipelined = deferred_masks, pipelined
         self.has_head, self.has_model = method in SPECULATION_HEADS, method != "ngram"
         self.uses_ngrams = method in ("ngram", "both")
         self.max_tokens, self.lookup, self.costs, self.eos_ids = max_tokens, lookup, costs, frozenset(eos_ids)
@@ -185,6 +186,8 @@ class Speculator:
                 length = len(seq)
                 if length - seq.planned != 1 or seq.finish_reason is not None:
                     continue  # a prompt, or nothing to compute
+                if self.pipelined and seq.pending_samples:
+                    continue
                 rows += 1
                 pairs += length
                 most = min(seq.prompt_len + request.max_tokens, max_len) - length - 1

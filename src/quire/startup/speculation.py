@@ -25,6 +25,12 @@ def check_speculation(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoin
             f"speculative decoding is on, and {checkpoint.name} {reason}, which cannot go back by rejected tokens",
             "Leave --speculative-model and --speculative-method out",
         )
+    if config.pp > 1 and checkpoint.spec.state_layers:
+        raise StartupError(
+            f"--pp is {config.pp}, speculative decoding is on, and {checkpoint.name} keeps running states, which only "
+            "the last stage knows how far to advance",
+            "Use --tp, or leave speculation out",
+        )
     draft = checkpoint.draft
     if draft is None:
         return checkpoint

@@ -491,8 +491,7 @@ class ModelRunner:
         """Enqueue the verification of a step's draft tokens, if any, the copy of its result to the host, and then the
         draft slices."""
         accepted: Tensor | np.ndarray | None = None
-        if verification is not None:
-            assert samples is not None, "draft tokens are verified by samples"
+        if verification is not None and samples is not None:  # other stages have none
             accepted = self._accept_drafts(samples, verification)
             samples = samples._replace(accepted=accepted)
             if isinstance(accepted, Tensor):
