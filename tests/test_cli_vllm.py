@@ -137,7 +137,10 @@ def test_what_is_no_size(text: str) -> None:
         (["--speculative-method", "both"], "--speculative-method is both, and there is no draft model"),
         (["--prompt-lookup-min", "6"], "--prompt-lookup-min is 6, and --prompt-lookup-max 5. The first must not be"),
         (["--speculative-method", "ngram", "--memory", "ft"], "--memory is ft, and speculative decoding is on. Use"),
-        (["--speculative-model", "tiny-draft", "--pp", "2"], "--pp is 2, and --speculative-method draft. Use --tp"),
+        (
+            ["--speculative-model", "tiny-draft", "--pp", "2"],
+            "--pp is 2, and drafts come from a model or a head. Use --tp",
+        ),
     ],
 )
 def test_contradictions_and_refusals(capsys: pytest.CaptureFixture[str], given: list[str], words: str) -> None:

@@ -119,6 +119,11 @@ def test_stages_take_ngrams_and_no_running_states() -> None:
         checked(model_config="mamba-2.8b", speculative_method="ngram", pp=2)
 
 
+def test_pruned_prompts_are_not_kept_whole() -> None:
+    with pytest.raises(StartupError, match="--keep-all-tokens is given, and pyramidkv-8b keeps a part of each prompt"):
+        checked(model_config="pyramidkv-8b", experiment=Experiment(keep_all_tokens=True))
+
+
 def test_the_draft_models_weights_are_quantized_too() -> None:
     config = EngineConfig(quantization="int8", device="cpu", speculative_model="tiny-draft")
     source = read_checkpoint(config)

@@ -275,13 +275,10 @@ class EngineConfig:
         True, "replay steps of up to 1,024 tokens as CUDA graphs; on a CPU, recorded decode steps"
     )
     warm_up: bool = advanced(True, "on a GPU, compile kernels and capture graphs at start, not at first use")
-    speculative_model: str | None = setting(
-        None, "draft model or EAGLE-3 head for speculative decoding: folder, hub id", metavar="PATH"
-    )
+    speculative_model: str | None = setting(None, "draft model, or EAGLE-3 head: folder, hub id", metavar="PATH")
     speculative_method: str | None = setting(
         None,
-        "source of draft tokens: the draft model, earlier tokens of the request (ngram) or both; an EAGLE-3 head, or "
-        "the MTP layer of the model's checkpoint",
+        "source of draft tokens: draft model, ngram (the request's own tokens), both, or a head",
         SPECULATIONS,
     )
     num_speculative_tokens: int = advanced(
@@ -435,7 +432,7 @@ class EngineConfig:
         if self.speculation is not None and self.memory != "paged":
             raise StartupError(f"--memory is {self.memory}, and speculative decoding is on", "Use --memory paged")
         if self.speculation not in (None, "ngram") and self.pp > 1:
-            raise StartupError(f"--pp is {self.pp}, and --speculative-method {self.speculation}",
+            raise StartupError(f"--pp is {self.pp}, and drafts come from a model or a head",
                                "Use --tp, or --speculative-method ngram")  # fmt: skip
 
     @property

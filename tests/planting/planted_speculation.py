@@ -70,8 +70,8 @@ BUGS: dict[str, Bug] = {
     ),
     "another step is planned while drafts are in flight": bug(
         SCHEDULER,
-        "if self.num_in_flight and (self.drafts_in_flight or chosen is not NO_DRAFTS):",
-        "if self.num_in_flight and chosen is not NO_DRAFTS:",
+        "self.pp_size == 1 and (self.drafts_in_flight or chosen is not NO_DRAFTS):",
+        "self.pp_size == 1 and chosen is not NO_DRAFTS:",
         TESTS + "test_a_request_ends_while_its_drafts_are_in_flight[abort]",
         r"AssertionError: another step is planned",
     ),

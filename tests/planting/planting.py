@@ -51,7 +51,8 @@ class Planter:
             del self.environment[name]
         with other, log.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-vvv", "-p", "zygote", "-p", "no:cacheprovider", *options, *files],
+                [sys.executable, "-m", "pytest", "-vvv", "-m", "", "-p", "zygote", "-p", "no:cacheprovider", *options,
+                 *files],
                 cwd=ROOT, env={**self.environment, "TEST_ZYGOTE": str(other.fileno())}, pass_fds=[other.fileno()],
                 stdout=output, stderr=output,
             )  # fmt: skip

@@ -146,7 +146,7 @@ class Scheduler:
         if chosen.drafts:  # they take at most half of the budget from other tokens
             budget -= min(sum(map(len, chosen.drafts.values())), budget // 2)
         preempted, proposals = self._schedule_running(slices, budget), dict[int, int]()
-        if chosen is not NO_DRAFTS and not preempted:
+        if chosen is not NO_DRAFTS and preempted is False:
             proposals = self._add_drafts(slices, chosen)
         # If nothing runs any more, admit at once: requests that were spread over large pages may fit when readmitted.
         if preempted is not None and (not preempted or not self.running):

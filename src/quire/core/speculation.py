@@ -175,8 +175,9 @@ class Speculator:
         """Return the draft tokens of the next step, and what is to be proposed at its end: all tokens that were
         proposed are verified. A sequence has at most `max_len` tokens.
 
-        While steps are in flight their samples are not known, and the answer only says whether to wait for them. While
-        draft tokens don't pay, a call takes on average the time of ROWS_PER_SKIP sequences."""
+        While steps are in flight their samples are not known, and the answer only says whether to wait for them; with
+        stages it is for the other sequences. While draft tokens don't pay, a call takes on average the time of
+        ROWS_PER_SKIP sequences."""
         if self.num_skips and len(running) >= self.skipped_requests // 2:
             self.num_skips -= 1
             return NO_DRAFTS

@@ -98,6 +98,9 @@ def read_checkpoint(config: EngineConfig, weights: bool = True) -> Checkpoint:
     """Find the model, and its draft model if there is one, and read their configurations; nothing is loaded. `weights`
     is True if the weights will be loaded."""
     checkpoint = _read_model(config, weights)._replace(keeps_all_tokens=config.experiment.keep_all_tokens)
+    if checkpoint.keeps_all_tokens and checkpoint.spec.min_budget:
+        raise StartupError(f"--keep-all-tokens is given, and {checkpoint.name} keeps a part of each prompt",
+                           "Leave it out")  # fmt: skip
     if config.speculation == "mtp":
         return checkpoint._replace(draft=_read_mtp_layer(checkpoint))
     if config.speculation == "eagle3":

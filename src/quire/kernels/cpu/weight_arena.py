@@ -34,13 +34,14 @@ class WeightArena:
 
     def prefault(self, size: int) -> None:
         """Start a block of `size` bytes, at most MAX_PREFAULT_BYTES, and a thread that faults its pages in."""
-        self.finish_block()
-        try:
-            self.block, self.used = _map_block(min(size, MAX_PREFAULT_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE), 0
-        except (OSError, ValueError):  # out of memory, or less than a page
-            return
-        self.thread = Thread(target=self._touch, args=(self.block,), name="quire-memory", daemon=True)
-        self.thread.start()
+        with self.lock:
+            self.finish_block()
+            try:
+                self.block, self.used = _map_block(min(size, MAX_PREFAULT_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE), 0
+            except (OSError, ValueError):  # out of memory, or less than a page
+                return
+            self.thread = Thread(target=self._touch, args=(self.block,), name="quire-memory", daemon=True)
+            self.thread.start()
 
     def _touch(self, block: mmap.mmap) -> None:
         while self.thread is not None and self.prefaulted < len(block):
