@@ -215,7 +215,7 @@ class HeadDrafter(Drafter):
         self.hidden_states = hidden_states
 
     def warm_up(self, row_counts: Sequence[int]) -> None:
-        """Compile what combines the hidden states of so many rows, in no graph."""
+        """Compile the kernels of `start_pass` for these numbers of rows. They run outside graphs."""
         for count in row_counts:
             self.runner.model.start_pass(self.hidden_states.rows(count))
 
