@@ -107,16 +107,20 @@ def test_a_served_log_replays_to_the_tables_of_its_runner(served: tuple[Path, np
     assert done.counts["collected"] == done.counts["steps"]
 
 
-def test_draft_slices_are_replayed(tmp_path: Path) -> None:
-    """In the pages of the draft model's layers, as far as they are proposed."""
-    settings: dict[str, Any] = {"kv_tokens": 240, "page_size": 4, "preemption": "swap", "swap_gib": 0.01}
-    settings |= {"speculative_model": "tiny-draft", "speculative_method": "both", "log_plans": str(tmp_path / "log")}
+def check_drafts_replay(log: Path, **settings: Any) -> None:
+    """Write a log of drafting requests in a memory that is short. Its replay ends with the tables of the runner."""
+    settings |= {"kv_tokens": 240, "page_size": 4, "preemption": "swap", "swap_gib": 0.01, "log_plans": str(log)}
     with quire.LLM(dtype="float32", threads=1, debug=True, max_num_seqs=8, **settings) as llm:
         params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40, ignore_eos=True) for i in range(6)]
         llm.generate([PROMPT] * len(params), params, use_tqdm=False)
         tables = np.array(llm.engine.runner.store.host_tables)
-    done = replayed(tmp_path / "log")
+    done = replayed(log)
     assert all(np.array_equal(mine.table, other) for mine, other in zip(done.echo.groups, tables))
+
+
+def test_draft_slices_are_replayed(tmp_path: Path) -> None:
+    """In the pages of the draft model's layers, as far as they are proposed."""
+    check_drafts_replay(tmp_path / "log", speculative_model="tiny-draft", speculative_method="both")
     with PlanLog(tmp_path / "log") as log:
         steps = (step for step in log if step.plan.slices and step.plan.slices[0].draft_tokens)
         step = next(step for step in steps if any(row.num_samples > 1 for row in step.plan.draft_slices))
@@ -143,15 +147,8 @@ def test_draft_slices_of_a_head_are_replayed(tmp_path: Path) -> None:
     """A head computes the slices' own positions, and may have no token and no proposal."""
     head = {**HEAD, "hidden_size": 256, "head_dim": 64, "vocab_size": 3072, "max_position_embeddings": 4096}
     PublishedEagle3(head, embeds=False).save(tmp_path / "head", head)
-    settings: dict[str, Any] = {"kv_tokens": 240, "page_size": 4, "preemption": "swap", "swap_gib": 0.01}
-    settings |= {"speculative_model": str(tmp_path / "head"), "speculative_method": "eagle3"}
-    settings |= {"log_plans": str(tmp_path / "log"), "max_num_batched_tokens": 16}
-    with quire.LLM(dtype="float32", threads=1, debug=True, max_num_seqs=8, **settings) as llm:
-        params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40, ignore_eos=True) for i in range(6)]
-        llm.generate([PROMPT] * len(params), params, use_tqdm=False)
-        tables = np.array(llm.engine.runner.store.host_tables)
-    done = replayed(tmp_path / "log")
-    assert all(np.array_equal(mine.table, other) for mine, other in zip(done.echo.groups, tables))
+    settings = {"speculative_model": str(tmp_path / "head"), "speculative_method": "eagle3"}
+    check_drafts_replay(tmp_path / "log", **settings, max_num_batched_tokens=16)
     with PlanLog(tmp_path / "log") as log:
         kv_config, earlier = log.kv_config, []
         for step in log:

@@ -27,6 +27,8 @@ CUTS: list[dict[str, Any]] = [
     {"cuda_graphs": False},
     {"state_tokens": 16, "max_num_batched_tokens": 96},
     {"enable_prefix_caching": False, "num_speculative_tokens": 12},
+    {"max_num_seqs": 2},
+    {"preemption": "recompute", "every": 5, "depth": 1},
     {"preemption": "swap", "every": 5, "depth": 1},
 ]
 
