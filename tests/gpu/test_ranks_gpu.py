@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.core.speculation import NgramIndex
 from quire.distributed.device_exchange import NCCL_MIN_BYTES
 from quire.models.named_configs import named_config
 
@@ -63,6 +64,7 @@ def generate_all(folder: Path, **settings: Any) -> dict[str, list[list[int]]]:
         params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True) for _ in long]
         answers = llm.generate([{"prompt_token_ids": one} for one in long], params)
         found["long"] = [list(answer.outputs[0].token_ids) for answer in answers]
+        found["accepted"] = [[llm.engine.stats.accepted_tokens]]
         return found
     finally:
         llm.close()
@@ -70,7 +72,8 @@ def generate_all(folder: Path, **settings: Any) -> dict[str, list[list[int]]]:
 
 def compared(one: dict[str, list[list[int]]], two: dict[str, list[list[int]]], spared: int) -> None:
     assert len({tuple(answer) for answer in one["drawn"]}) == len(SEEDS)
-    for name, answers in one.items():
+    for name in (*DRAWN, "long"):
+        answers = one[name]
         same = sum(a == b for a, b in zip(answers, two[name]))
         least = len(answers) - (0 if name in ("greedy", "long") else spared)
         assert same >= least, f"{name}: {same} of {len(answers)} answers are the same"
@@ -86,3 +89,32 @@ def test_two_ranks_say_what_one_says(folder: Path, settings: dict[str, Any]) -> 
 @pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}, {"max_num_batched_tokens": 512}], ids=str)
 def test_two_stages_say_what_one_says(folder: Path, settings: dict[str, Any]) -> None:
     compared(generate_all(folder, **settings), generate_all(folder, pp=2, **settings), spared=0)
+
+
+DRAFT_MODEL: dict[str, Any] = {"num_speculative_tokens": 3, "adaptive_speculation": False}
+NGRAMS: dict[str, Any] = {**DRAFT_MODEL, "speculative_method": "ngram", "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}], ids=str)
+def test_two_ranks_verify_drafts_of_a_model(folder: Path, settings: dict[str, Any]) -> None:
+    """The draft model is the model, divided as it is, so most of its drafts are right."""
+    two = generate_all(folder, tp=2, speculative_model=str(folder), **DRAFT_MODEL, **settings)
+    compared(generate_all(folder, **settings), two, spared=2)
+    assert two["accepted"][0][0] > 1000
+
+
+@pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}, {"pp": 2, "cuda_graphs": False}], ids=str)
+def test_two_ranks_verify_ngrams(folder: Path, ranks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens drafted are right up to one that depends on the length."""
+    one = generate_all(folder)
+    texts = [[*prompt, *tokens] for name in DRAWN for prompt, tokens in zip(PROMPTS, one[name])]
+
+    def propose(self: NgramIndex, tokens: list[int], count: int) -> tuple[int, ...]:
+        text = next((text for text in texts if text[: len(tokens)] == tokens), [])
+        wrong = len(tokens) * 7 % 5
+        return tuple((token + (i == wrong)) % 4100 for i, token in enumerate(text[len(tokens) :][:count]))
+
+    monkeypatch.setattr(NgramIndex, "propose", propose)
+    two = generate_all(folder, **ranks, **NGRAMS)
+    compared(one, two, spared=2)
+    assert two["accepted"][0][0] > 500

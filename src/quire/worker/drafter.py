@@ -157,8 +157,9 @@ class Drafter:
     def _continue(
         self, counts: np.ndarray, slots: np.ndarray, next_positions: np.ndarray | None, uploaded: Tensor | None = None
     ) -> None:
-        """Propose the tokens after the first ones, `counts` [S] in all. `next_positions` [S] are those of the first
-        ones; with None only the device has them. `uploaded`: the slots on the device, if they are there."""
+        """Propose the tokens after the first ones, `counts` [S] in all. `next_positions` [S] are those of the rows
+        that read the first ones; with None only the device has them. `uploaded`: the slots on the device, if they are
+        there."""
         for i in range(1, int(counts.max())):
             active = counts > i
             if not active.all():
@@ -203,6 +204,35 @@ class Drafter:
         self.runner.launch(SeqSlices.from_arrays(rows, row_lengths, tokens, none, none[:0]))
 
 
+class FirstPass(NamedTuple):
+    """The rows of a head over the slices of a step. The rows of one slice follow one another."""
+
+    inputs: FlatInputs
+    tokens: np.ndarray  # [T]: the token after each token of the step
+    number: np.ndarray  # [R]: the number of a row in its slice, from 0
+    kept: np.ndarray  # [R]: rows that the head runs
+    sampled: np.ndarray  # [R]: rows whose samples are the first proposals
+
+    @classmethod
+    def from_inputs(cls, inputs: FlatInputs, next_tokens: np.ndarray, last_rows: np.ndarray) -> FirstPass:
+        """Keep the rows of each slot up to number `last_rows` [slots], and sample those whose next token is sampled or
+        a draft token. `next_tokens` [slots]: the token after the slot's slice."""
+        widths = np.diff(_first_rows(inputs), append=len(inputs.slots))
+        of, number = split_slices(widths)
+        is_last = number == widths[of] - 1
+        after_rows = np.where(is_last, next_tokens[inputs.slots], FIRST_DRAFT - number)
+        tokens = np.append(inputs.token_columns[0, 1:], 0)
+        tokens[inputs.offsets + inputs.lengths - 1] = after_rows
+        kept = number <= last_rows[inputs.slots]
+        return cls(inputs, tokens, number, kept, kept & (after_rows < 0))
+
+    def first_samples(self, num_slots: int) -> np.ndarray:
+        """Return by slot the index of the first sample of its slice, among all samples."""
+        indices, rows = np.zeros(num_slots, dtype=np.int64), _first_rows(self.inputs)
+        indices[self.inputs.slots[rows]] = (self.sampled.cumsum() - self.sampled)[rows]
+        return indices
+
+
 class HeadDrafter(Drafter):
     """Proposes tokens by a speculation head, which reads the `hidden_states` that the model left in the step. Each row
     needs the token after it: the next one of the slice, a sample, or where the step samples none the only token of the
@@ -224,64 +254,60 @@ class HeadDrafter(Drafter):
         drafted = SeqSlices.from_slices(plan.draft_slices)
         numbers, given = drafted.to_array(), drafted.token_counts
         counts, slots, ends = numbers[: 3 * len(drafted)].reshape(3, -1)
-        num_slots = len(self.num_proposed)
         index = self._verified_index(slots, verification)
-        flat = FlatInputs.from_slices(plan.slices if verification is None else verification.rows)
-        following, last_rows = np.full((2, num_slots), -1)  # by slot: token after its slice, last row to run
-        following[slots] = LAST_SAMPLED
-        following[slots[given > 0]] = numbers[drafted.tokens.start : drafted.tokens.end]
-        waits = isinstance(accepted, np.ndarray) or (counts.any() and not self.runner.can_replay(len(flat.slots)))
-        last_rows[slots] = len(flat.slots)
-        if waits:
-            last_rows[slots] = 0 if accepted is None else np.where(index >= 0, _on_host(accepted)[index], 0)
-        firsts = np.flatnonzero(np.diff(flat.slots, prepend=-1))  # rows of one slice follow one another
-        widths = np.diff(firsts, append=len(flat.slots))
-        of, number = split_slices(widths)
-        is_last = number == widths[of] - 1
-        next_tokens = np.where(is_last, following[flat.slots], FIRST_DRAFT - number)
-        tokens = np.append(flat.token_columns[0, 1:], 0)
-        tokens[flat.offsets + flat.lengths - 1] = next_tokens
-        kept = number <= last_rows[flat.slots]
-        samples_next = kept & (next_tokens < 0) & counts.any()
-        if waits:
-            samples_next &= number == last_rows[flat.slots]
-        first_samples = (samples_next.cumsum() - samples_next)[firsts]
-        samples = self._run_first_pass(flat, tokens, kept, samples_next)
-        proposing = np.flatnonzero(counts)
-        if len(proposing):
-            at = np.zeros(num_slots, dtype=np.int64)
-            at[flat.slots[firsts]] = first_samples
-            counts, slots, ends, index = counts[proposing], slots[proposing], ends[proposing], index[proposing]
-            if waits:
-                self._set_drafts(0, slots, samples[at[slots]])
-                self.runner.model.keep_rows(self.runner.store.staging.upload(at[slots]))
-                self._continue(counts, slots, ends + last_rows[slots])
-            else:
-                device_slots, rows, verified = self._take_proposals(
-                    samples, slots, at[slots], index, ends - 1, accepted
-                )
-                if isinstance(accepted, Tensor):
-                    rows = rows + torch.where(verified >= 0, accepted[verified], 0)
-                self.runner.model.keep_rows(rows)
-                self._continue(counts, slots, None, device_slots)
+        inputs = FlatInputs.from_slices(plan.slices if verification is None else verification.rows)
+        num_slots, on_device = len(self.num_proposed), not isinstance(accepted, np.ndarray)
+        if counts.any() and not self.runner.can_replay(len(inputs.slots)):
+            on_device = False
+        num_accepted = 0 if on_device or accepted is None else np.where(index >= 0, _on_host(accepted)[index], 0)
 
-    def _run_first_pass(
-        self, flat: FlatInputs, tokens: np.ndarray, kept: np.ndarray, samples_next: np.ndarray
-    ) -> Tensor | np.ndarray:
-        """Run the `kept` rows of a step [R] over `tokens` [T]. Return the samples of those that `samples_next`."""
-        total, token_rows = len(tokens), np.repeat(kept, flat.lengths)
-        states = self.hidden_states.rows(total)
+        next_tokens, last_rows = np.full(num_slots, LAST_SAMPLED), np.full(num_slots, -1)  # of slices, by slot
+        next_tokens[slots[given > 0]] = numbers[drafted.tokens.start : drafted.tokens.end]
+        last_rows[slots] = len(inputs.slots) if on_device else num_accepted
+        first_pass = FirstPass.from_inputs(inputs, next_tokens, last_rows)
+        if not counts.any():
+            first_pass.sampled[:] = False
+        elif not on_device:
+            first_pass.sampled[first_pass.number != last_rows[inputs.slots]] = False
+        firsts = first_pass.first_samples(num_slots)[slots]
+        samples = self._run_first_pass(first_pass)
+
+        proposing = counts > 0
+        if not proposing.any():
+            return
+        counts, slots, ends, index, firsts = (x[proposing] for x in (counts, slots, ends, index, firsts))
+        if on_device:
+            device_slots, rows, verified = self._take_proposals(samples, slots, firsts, index, ends - 1, accepted)
+            if isinstance(accepted, Tensor):
+                rows = rows + torch.where(verified >= 0, accepted[verified], 0)
+            self.runner.model.keep_rows(rows)
+            self._continue(counts, slots, None, device_slots)
+        else:
+            self._set_drafts(0, slots, samples[firsts])
+            self.runner.model.keep_rows(self.runner.store.staging.upload(firsts))
+            self._continue(counts, slots, ends + last_rows[slots])
+
+    def _run_first_pass(self, first_pass: FirstPass) -> Tensor | np.ndarray:
+        """Run the `kept` rows of a first pass. Return the samples of the `sampled` ones."""
+        inputs, tokens, kept, sampled = first_pass.inputs, first_pass.tokens, first_pass.kept, first_pass.sampled
+        if not kept.any():
+            return np.zeros(0, dtype=np.int64)
+        if not sampled.any():
+            sampled[np.flatnonzero(kept)[-1]] = True  # graphs have at least one sample
+        token_rows = np.repeat(kept, inputs.lengths)
+        states = self.hidden_states.rows(len(tokens))
         if not kept.all():
-            index = np.flatnonzero(token_rows)
-            states = self.hidden_states.select(self.runner.store.staging.upload(index))
+            states = self.hidden_states.select(self.runner.store.staging.upload(np.flatnonzero(token_rows)))
         self.runner.model.start_pass(states)
-        slots, starts, lengths, samples = (x[kept] for x in (flat.slots, flat.starts, flat.lengths, samples_next))
+        slots, starts, lengths, samples = (x[kept] for x in (inputs.slots, inputs.starts, inputs.lengths, sampled))
         if samples.all() and (lengths == 1).all():
             return self.runner.decode(np.stack((slots, starts, tokens[token_rows])))
         none = np.zeros(len(slots), dtype=np.int64)
         rows = np.stack((samples.astype(np.int64), slots, starts))
-        pending = self.runner.launch(SeqSlices.from_arrays(rows, lengths, tokens[token_rows], none, none[:0])).samples
-        return none if pending is None else pending.tokens
+        taken: Tensor | np.ndarray = self.runner.launch(
+            SeqSlices.from_arrays(rows, lengths, tokens[token_rows], none, none[:0])
+        ).samples.tokens
+        return taken
 
     def _keep_active(self, active: np.ndarray) -> None:
         self.runner.model.keep_rows(self.runner.store.staging.upload(np.flatnonzero(active)))
@@ -289,3 +315,8 @@ class HeadDrafter(Drafter):
 
 def _on_host(counts: Tensor | np.ndarray) -> np.ndarray:
     return counts.cpu().numpy() if isinstance(counts, Tensor) else counts
+
+
+def _first_rows(inputs: FlatInputs) -> np.ndarray:
+    """Return the indices of the first row of each slice."""
+    return np.flatnonzero(np.diff(inputs.slots, prepend=-1))
