@@ -99,12 +99,12 @@ def test_arrivals_of_serve(model: list[str], tmp_path: Path) -> None:
 
 def test_accepted_drafts_are_recorded(model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that is its own draft model is always right."""
-    given = [*model, "--workload", "fixed:8:13@2", "--repeat", "1", "--warmup", "0"]
+    given = [*model, "--workload", "fixed:8:14@2", "--repeat", "1", "--warmup", "0"]
     config = f'{{"model": "{model[0]}", "num_speculative_tokens": 3}}'
     drafts = ["--speculative-config", config, "--no-adaptive-speculation"]
     for name in ("latency", "throughput", "serve"):
         [result] = bench(tmp_path, name, *given, *drafts)
-        run = result["median"]  # one token of the prompt's step, and three runs of three drafts and one more
+        run = result["median"]  # the prompt's token, one more, and three runs of three drafts and one more
         assert (run["num_drafts"], run["draft_tokens"], run["accepted_tokens"]) == (2 * 3, 2 * 9, 2 * 9)
         assert (run["acceptance_rate"], run["mean_accepted_length"]) == (1, 4)
         assert "100.0% of 18 draft tokens accepted, mean accepted length 4.00" in capsys.readouterr().out
