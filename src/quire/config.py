@@ -111,8 +111,8 @@ class Experiment:
     §6.2. For layers with a running state, states are kept after every `state_tokens` tokens, a multiple of `page_size`,
     where prefixes can be hit (§5.3). vAttention: the settings of `memory` "virtual" (quire.memory.virtual); without
     `virtual_page_kib` and `virtual_layout` they are 2048 and "sliced" on a GPU, and chosen by the memory on a CPU.
-    PagedAttention: `table_scope` is footnote 1. Speculation: `synthetic_acceptance`; with `keep_all_tokens` pages are
-    those of Figure 19's baselines."""
+    With `keep_all_tokens` pages are those of the baselines of Figure 19. PagedAttention: `table_scope` is footnote 1.
+    Speculation: `synthetic_acceptance`."""
 
     virtual_page_kib: int | None = advanced(
         None, "page size of --memory virtual in KiB (default: 2048 on a GPU, from 64 on a CPU)", bounds=(4, 2**20)

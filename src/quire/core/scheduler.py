@@ -84,7 +84,7 @@ class Scheduler:
         self.preemption, self.costs = preemption, costs
         self.deferred_masks, self.shares_memory = deferred_masks, shares_memory
         self.speculator, self.has_head = speculator, speculator is not None and speculator.has_head
-        self.drafts_in_flight = False
+        self.drafts_in_flight = False  # with stages: some step so far had drafts
         kv_config = memory.kv_config
         self.clip_chunk = kv_config.clip_chunk if kv_config.budget or kv_config.both_ways else None
         self.encoder_budget = EncoderBudget(memory, token_budget) if kv_config.has_images else None
@@ -472,8 +472,8 @@ class Scheduler:
             if has_drafts:
                 draft = draft_slices.get(row.slot)
                 if draft is not None:
-                    is_whole = draft.num_samples or self.has_head
-                    seq.drafted = sys.maxsize if is_whole else draft.start + len(draft.tokens)
+                    has_all_tokens = draft.num_samples or self.has_head
+                    seq.drafted = sys.maxsize if has_all_tokens else draft.start + len(draft.tokens)
                     seq.proposed = draft.num_samples
                 if row.draft_tokens:
                     self._process_drafts(request, seq, row, sampled, events)

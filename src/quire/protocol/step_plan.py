@@ -163,7 +163,7 @@ class StepPlan(NamedTuple):
     known tokens of each, which may be none. With `num_samples` it then computes the tokens that the step has sampled
     and accepted for the slot, which follow, and proposes that many tokens after them for the slot's next slice. A
     speculation head instead computes all tokens of the slot's slice, from their hidden states, before it proposes; the
-    draft slice has the token after them if the step does not sample it."""
+    draft slice starts after them, and has the next token if the step does not sample it."""
 
     new_slots: tuple[SlotInit, ...]
     page_ops: PageOps
