@@ -130,8 +130,8 @@ def fork_without_share(fork: Any, memory: PagedMemory, parent: Sequence, child: 
 
 
 @instead_of(PagedMemory, "admit")
-def hit_one_page_too_long(admit: Any, memory: PagedMemory, seqs: Seq[Sequence], budget: int) -> Any:
-    admitted = admit(memory, seqs, budget)
+def hit_one_page_too_long(admit: Any, memory: PagedMemory, seqs: Seq[Sequence], budget: int, limit: Any) -> Any:
+    admitted = admit(memory, seqs, budget, limit)
     if not isinstance(admitted, list):
         return admitted
     longer = [
@@ -190,8 +190,8 @@ def victim_that_keeps_its_progress(patch: Patch) -> None:
             seq.computed = seq.planned = computed[seq.id]
 
     @instead_of(PagedMemory, "admit")
-    def kept_admission(admit: Any, memory: PagedMemory, seqs: Seq[Sequence], budget: int) -> Any:
-        admitted = admit(memory, seqs, budget)
+    def kept_admission(admit: Any, memory: PagedMemory, seqs: Seq[Sequence], budget: int, limit: Any) -> Any:
+        admitted = admit(memory, seqs, budget, limit)
         if not isinstance(admitted, list):
             return admitted
         return [one._replace(reused_tokens=max(one.reused_tokens, seq.computed)) for seq, one in zip(seqs, admitted)]

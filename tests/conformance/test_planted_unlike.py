@@ -102,8 +102,8 @@ def eager(build: Build) -> PagedMemory:
 
 
 def run(make: Make, depth: int, runner: type[EchoRunner] = EchoRunner, **settings: Any) -> None:
-    # A run with a bug ends at its first failure. Seed 5 alone finds a copy that is keyed without its group.
-    for seed in (5, 0, 1, 2, 3, 4, 6, 7):
+    # A run with a bug ends at its first failure. Seed 26 alone finds a copy that is keyed without its group.
+    for seed in (26, 0, 1, 2, 3, 4, 5, 6, 7):
         run_trace(
             make, seed=seed, depth=depth, budget=16, requests=12, aborts=0.06, runner=runner(depth, vocab_size=VOCAB),
             **{"tokens": 96, "preemption": ("swap", "recompute")[seed % 2], "host": 1000, **settings},
@@ -306,7 +306,7 @@ PLANTED: dict[str, Shown] = {
     "a hash kept on a rebound page": Shown(
         hash_kept_on_a_rebound_page, "the index differs from the pages' keys", "large"
     ),
-    "a hit valid for one group only": Shown(hit_valid_for_one_group_only, HIT, "full, window, state"),
+    "a hit valid for one group only": Shown(hit_valid_for_one_group_only, f"{HIT}|{WRONG}", "full, window, state"),
     "a budget a token short": Shown(budget_a_token_short, SCRATCH, "budgets"),
     "writes behind a prompt by position": Shown(writes_behind_a_prompt_by_position, WRONG, "budgets"),
     "a prefix found in pages that changed": Shown(prefix_found_in_pages_that_changed, UNCOMPUTED, "budgets"),

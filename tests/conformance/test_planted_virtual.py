@@ -140,9 +140,9 @@ def ahead_as_if_it_were_there(patch: Patch) -> None:
 
 
 @instead_of(VirtualMemory, "admit")
-def shared_token_written_again(admit: Any, memory: VirtualMemory, seqs: Any, budget: int) -> Any:
+def shared_token_written_again(admit: Any, memory: VirtualMemory, seqs: Any, budget: int, limit: Any) -> Any:
     """A sequence that found a prefix computes its last token once more, into a page that it shares."""
-    admitted = admit(memory, seqs, budget)
+    admitted = admit(memory, seqs, budget, limit)
     if not isinstance(admitted, list) or len(seqs) > 1:
         return admitted
     return [one._replace(reused_tokens=max(one.reused_tokens - 1, 0)) for one in admitted]

@@ -23,7 +23,7 @@ from quire.core.request import Request, RequestStatus
 from quire.core.scheduler import Scheduler
 from quire.core.validation import EngineLimits
 from quire.errors import Asleep, InputError
-from quire.memory.answers import Admission, Deferred
+from quire.memory.answers import Admission, Deferred, EvictionLimit
 from quire.memory.interface import KVMemory
 from quire.memory.paged import PagedMemory
 from quire.protocol.images import ImageItem, ImagePixels
@@ -71,9 +71,11 @@ class Watched:
     def _unchanged(self, before: object) -> None:
         assert insides(self.memory) == before, "a call that reported shortage changed the memory"
 
-    def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admission] | Deferred | None:
+    def admit(
+        self, seqs: Seq[Sequence], budget: int, limit: EvictionLimit | None = None
+    ) -> list[Admission] | Deferred | None:
         before = insides(self.memory)
-        admitted = self.memory.admit(seqs, budget)
+        admitted = self.memory.admit(seqs, budget, limit)
         if not isinstance(admitted, list):
             self._unchanged(before)
             self.later |= {seq.id for seq in seqs} if admitted else set()

@@ -4,6 +4,7 @@ simulation does."""
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from papers.unlike_serving import (
     simulated,
     simulations,
 )
+from quire.bench.workloads import RequestSpec
+from quire.memory.prefix_demand import PrefixDemand
 from quire.models.named_configs import named_config
 from quire.models.vision.settings import PREPROCESSOR_KEY
 
@@ -211,3 +214,22 @@ def test_llama_vision_is_simulated_as_its_real_run_was() -> None:
         assert ran.requests == wanted["requests"]
         assert ran.encoder_runs == wanted["encoder_runs"]
         assert abs(ran.seconds / wanted["seconds"] - 1) < 0.03, (wanted, ran.seconds)
+
+
+def test_prefixes_that_waiting_requests_share_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """120 prompts after 14 prefixes of 320 tokens, in memory for 3,000 tokens, 16 at once. With windows of 64 tokens
+    more is found than in uniform pages, though more requests run. If no prefix is expected, little is."""
+    case = Case(
+        "gemma-2-27b", H100, "", caching=True, seqs=16, changes=(("num_hidden_layers", 4), ("sliding_window", 64))
+    )
+    case = case._replace(kv_gib=3000 * case.spec.token_bytes(2) / 2**30)
+    rng = random.Random(0)
+    specs = [
+        RequestSpec(320 + rng.randint(20, 60), rng.randint(10, 40), str(rng.randrange(14)), 320) for _ in range(120)
+    ]
+    monkeypatch.setattr(Case, "specs", lambda self: specs)
+    pool, uniform = simulated(case, "jenga"), simulated(case, "uniform")
+    assert pool.hit_rate > 1.2 * uniform.hit_rate
+    assert pool.requests_per_s > 1.1 * uniform.requests_per_s
+    monkeypatch.setattr(PrefixDemand, "has_room", False)
+    assert simulated(case, "jenga").hit_rate < 0.5 * pool.hit_rate

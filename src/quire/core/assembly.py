@@ -67,6 +67,7 @@ def assemble(
         eos_ids=eos_ids,
         preemption=config.preemption if config.swap_gib else "recompute",
         costs=costs,
+        step_costs=speculation_costs.model,
         static_batching=config.memory in STATIC_BATCH_MEMORIES,
         pp_size=min(config.pp, depth),  # sets of sequences: no more than steps in flight
         deferred_masks=can_defer_masks(runner, depth),

@@ -33,8 +33,9 @@ from quire.core.speculation import (
     plan_head_slices,
     step_tokens,
 )
-from quire.memory.answers import Deferred
+from quire.memory.answers import Deferred, EvictionLimit
 from quire.memory.interface import KVMemory
+from quire.memory.prefix_demand import MAX_EXPECTED
 from quire.protocol.seeds import branch_seed
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import (
@@ -47,6 +48,10 @@ from quire.protocol.step_plan import (
     StepResult,
     TableWrite,
 )
+
+FIRST_MEAN_OUTPUT, OUTPUTS_IN_MEAN = 256, 32
+"""The tokens that an output is expected to have at first, and the number of outputs that change it."""
+EXPECTED_TOKENS = 65536  # tokens of waiting prompts, about, whose prefixes become expected in a step
 
 
 class Scheduler:
@@ -72,6 +77,7 @@ class Scheduler:
         eos_ids: tuple[int, ...] = (),
         preemption: str = "recompute",
         costs: PreemptionCosts = DEFAULT_COSTS,
+        step_costs: PreemptionCosts = DEFAULT_COSTS,
         static_batching: bool = False,
         pp_size: int = 1,
         deferred_masks: bool = False,
@@ -81,7 +87,9 @@ class Scheduler:
         self.memory, self.static_batching, self.pp_size = memory, static_batching, pp_size
         self.token_budget, self.max_seqs, self.max_len = token_budget, max_seqs, max_len
         self.eos_ids = frozenset(eos_ids)
-        self.preemption, self.costs = preemption, costs
+        self.preemption, self.costs, self.step_costs = preemption, costs, step_costs
+        self.unexpected = deque[Request]()  # new requests, by arrival, whose prefixes the memory does not expect yet
+        self.mean_output = float(FIRST_MEAN_OUTPUT)
         self.deferred_masks, self.shares_memory = deferred_masks, shares_memory
         self.speculator, self.has_head = speculator, speculator is not None and speculator.has_head
         self.drafts_in_flight = False  # with stages: some step so far had drafts
@@ -113,6 +121,8 @@ class Scheduler:
         if self.speculator is not None:
             request.live_seqs[0].uses_draft_model = self.speculator.drafts_for(request)
         self.waiting.add(request)
+        if self.memory.prefix_demand is not None:
+            self.unexpected.append(request)
 
     @property
     def num_preemptions(self) -> int:
@@ -313,6 +323,7 @@ class Scheduler:
         self.num_prefix_waiters = 0
         if (self.static_batching and self.running) or not (self.swapped or self.waiting):
             return
+        self._expect_prefixes()
         budget = self.token_budget - sum(map(step_tokens, slices))
         slots = self.max_seqs - sum(request.max_slots for request in self.running)  # slots of later forks count too
         deferred: list[Request] = []
@@ -338,6 +349,7 @@ class Scheduler:
             if isinstance(joined, Deferred):
                 deferred.append(request)
                 continue
+            self._forget_prefix(request.live_seqs[0])
             request.status = RequestStatus.RUNNING
             out_of_order = bool(self.running) and next(reversed(self.running)).order > request.order
             self.running[request] = None
@@ -347,6 +359,39 @@ class Scheduler:
             budget -= sum(len(row.tokens) for row in joined)
         self.waiting.put_back(deferred)
         self.num_prefix_waiters = len(deferred)
+
+    def _expect_prefixes(self) -> None:
+        """Tell the memory which prefixes the next requests will look up, of some tokens a step."""
+        demand, tokens = self.memory.prefix_demand, EXPECTED_TOKENS
+        if demand is None:
+            return
+        if len(self.unexpected) > 2 * len(self.waiting) + MAX_EXPECTED:  # most have been aborted
+            self.unexpected = deque(one for one in self.unexpected if one.status is RequestStatus.WAITING)
+        while self.unexpected and demand.has_room and tokens > 0:
+            request = self.unexpected.popleft()
+            if request.status is RequestStatus.WAITING and not request.preemptions:
+                demand.expect(request.live_seqs[0])
+                tokens -= request.prompt_len
+
+    def _forget_prefix(self, seq: Sequence) -> None:
+        if self.memory.prefix_demand is not None:
+            self.memory.prefix_demand.forget(seq)
+
+    def _eviction_limit(self, request: Request) -> EvictionLimit | None:
+        """Return how many tokens of prefixes that waiting requests will find the admission of a request may cost: those
+        that could be computed in the time that it saves. One more running request shares the fixed cost of all steps
+        until it ends, in which it would otherwise run later."""
+        demand = self.memory.prefix_demand
+        if demand is None or not demand.prefixes or not self.running:
+            return None
+        outputs, costs = min(request.max_tokens, self.mean_output), self.step_costs
+        worth = outputs * costs.compute_fixed / (costs.compute_token * (len(self.running) + 1))
+        left = sum(
+            max(min(other.max_tokens, self.mean_output) - (len(seq.tokens) - seq.prompt_len), 0)
+            for other in self.running
+            for seq in other.live_seqs
+        )
+        return EvictionLimit(worth, int(left / 2))
 
     def _next_to_admit(self) -> Request:
         """Return the request to admit next."""
@@ -415,7 +460,7 @@ class Scheduler:
     def _admit(self, request: Request, budget: int) -> list[SeqSlice] | Deferred | None:
         """Admit all live sequences of a request to memory, or none. A prefix that they share is computed by one of
         them, a step before the others. Return None if memory is short."""
-        admitted = self.memory.admit(request.live_seqs, budget)
+        admitted = self.memory.admit(request.live_seqs, budget, self._eviction_limit(request))
         if not isinstance(admitted, list):
             return admitted
         for seq, (reused, prefix_source, drafted) in zip(request.live_seqs, admitted):
@@ -609,8 +654,11 @@ class Scheduler:
             if not seq.not_in_flight:
                 return
             self._free_seq(seq)
+            self.mean_output += (len(seq.tokens) - seq.prompt_len - self.mean_output) / OUTPUTS_IN_MEAN
         elif request.status is RequestStatus.SWAPPED:
             self.memory.free(seq)
+        else:
+            self._forget_prefix(seq)
         if self.speculator is not None:
             self.speculator.forget(seq)
         request.live_seqs.remove(seq)
@@ -642,6 +690,7 @@ class Scheduler:
             self.encoder_budget = EncoderBudget(memory, self.token_budget)
         self.swapped.clear()
         events = [event for request in requests for event in _reset_request(request)]
+        self.unexpected = deque(request for request in self.waiting if not request.preemptions)
         for request in in_memory:
             self.waiting.requeue(request)
         for request in requests:

@@ -20,6 +20,14 @@ class Admission(NamedTuple):
     drafted_tokens: int = 0
 
 
+class EvictionLimit(NamedTuple):
+    """How many tokens of prefixes that waiting sequences will find may be evicted by an admission, and by the `growth`,
+    in tokens, of the sequences in memory until they end."""
+
+    tokens: float
+    growth: int
+
+
 class Deferred(Enum):
     """Not admitted in this step, even if there is room: pages to share are being computed for another sequence."""
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from quire.memory.answers import Account, Admission, Deferred, Placement
+from quire.memory.answers import Account, Admission, Deferred, EvictionLimit, Placement
 from quire.memory.prefix_cache import PrefixCache
+from quire.memory.prefix_demand import PrefixDemand
 from quire.protocol.images import ImageItem
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sequence import Sequence
@@ -26,20 +27,25 @@ class KVMemory(Protocol):
 
     @property
     def prefix_cache(self) -> PrefixCache | None: ...
+    @property
+    def prefix_demand(self) -> PrefixDemand | None: ...
 
     def fits(self, lengths: Seq[int], shared_prefix_len: int = 0, images: Seq[ImageItem] = ()) -> bool:
         """Return True if sequences of these lengths, with a common prefix of `shared_prefix_len` tokens that contains
         these images, could be held at once in a memory that is otherwise empty."""
         ...
 
-    def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admission] | Deferred | None:
+    def admit(
+        self, seqs: Seq[Sequence], budget: int, limit: EvictionLimit | None = None
+    ) -> list[Admission] | Deferred | None:
         """Admit all live sequences of a request, and reuse cached prefixes and what the sequences have in common. All
         of them draft, or none does; a draft model may have computed less of what is reused.
 
         Make room for up to `budget` more tokens of one sequence, or for all tokens of several. At least one token of
-        each is left to compute. None: there is no room, and the caller may wait until something is released; a memory
-        that holds no sequence admits all that `fits`. DEFERRED: the next request may be tried; a later step will find
-        more cached pages for this one. `free` undoes an admission."""
+        each is left to compute. A memory that holds sequences evicts prefixes that are waited for only within `limit`.
+        None: there is no room, and the caller may wait until something is released; a memory that holds no sequence
+        admits all that `fits`. DEFERRED: the next request may be tried; a later step will find more cached pages for
+        this one. `free` undoes an admission."""
         ...
 
     def grow(self, seq: Sequence, length: int) -> bool:

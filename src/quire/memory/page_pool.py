@@ -12,8 +12,11 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from operator import mul
 from typing import NamedTuple, Protocol
+
+from quire.memory.expected_pages import ExpectedPages
 
 SCRATCH = 0  # page 0 is never allocated; in a table it stands where a page was dropped
 WATERMARK_DIVISOR = 100  # 1 / 100 of a size class stays free when a sequence is admitted beside others
@@ -98,9 +101,9 @@ class SizeClass:
     """Pages `ids` of one size, for one or more groups.
 
     `order` lists the empty pages in the order of first use. `make_empty_pages` makes their container from the list in
-    reverse order."""
+    reverse order. The cached pages that are expected to be used again are in `spared`, and evicted last."""
 
-    __slots__ = ("cached", "empty", "groups", "ids", "keys", "refs")
+    __slots__ = ("cached", "empty", "groups", "ids", "keys", "refs", "spared")
 
     def __init__(
         self,
@@ -114,14 +117,22 @@ class SizeClass:
         self.refs = [0] * max(ids.stop, 1)  # by page id
         self.keys: list[tuple[int, bytes] | None] = [None] * max(ids.stop, 1)
         self.cached: OrderedDict[int, None] = OrderedDict()  # oldest use first
+        self.spared: OrderedDict[int, None] = OrderedDict()  # oldest use first
 
     @property
     def available(self) -> int:
         """The number of pages that can be allocated."""
-        return len(self.empty) + len(self.cached)
+        return len(self.empty) + len(self.cached) + len(self.spared)
+
+    def remove_cached(self, page: int) -> None:
+        """Remove a cached page from its queue."""
+        if page in self.spared:
+            del self.spared[page]
+        else:
+            del self.cached[page]
 
 
-class PagePool:
+class PagePool(ExpectedPages):
     """The pages of groups whose ids are `ids`, one range for each group; groups with the same range share them.
 
     `order` and `make_empty_pages` are as in SizeClass; `order` is for pools with one size class. The pages of a group
@@ -139,6 +150,7 @@ class PagePool:
         balanced: bool = True,
         aligned_pages: int = ALIGNED_PAGES,
     ) -> None:  # fmt: skip
+        super().__init__()
         self.page_tokens, self.balanced, self.aligned_pages = page_tokens, balanced, aligned_pages
         self.size_classes = [SizeClass(group_ids, order, make_empty_pages) for group_ids in dict.fromkeys(ids)]
         # Of each group
@@ -208,7 +220,7 @@ class PagePool:
             page = pool.empty.pop()
         else:
             page = self._oldest_cached(pool, group)
-            del pool.cached[page]
+            pool.remove_cached(page)
             self._drop_content(pool, page)
             self.evictions += 1
         assert pool.refs[page] == 0, f"page {page} is allocated but has {pool.refs[page]} references"
@@ -218,6 +230,8 @@ class PagePool:
 
     def _oldest_cached(self, size_class: SizeClass, group: int) -> int:
         """Return the cached page to evict for a group."""
+        while not size_class.cached:
+            self.give_up_some()
         oldest = next(iter(size_class.cached))
         if self.balanced:
             return oldest
@@ -231,7 +245,7 @@ class PagePool:
         """Add `count` references to a used or cached page."""
         pool = self.size_class_of[group]
         if pool.refs[page] == 0:
-            del pool.cached[page]
+            pool.remove_cached(page)
             self.num_cached[group] -= 1
             self.used[group] += 1
         pool.refs[page] += count
@@ -249,7 +263,7 @@ class PagePool:
         A page without references becomes cached if it was published, else empty. Pages are released from the last to
         the first: of pages that were used at the same time the deeper ones are evicted first."""
         pool = self.size_class_of[group]
-        refs, freed = pool.refs, 0
+        refs, expected, freed = pool.refs, self.expected, 0
         for page in reversed(pages):
             left = refs[page] = refs[page] - 1
             if left > 0:
@@ -259,10 +273,11 @@ class PagePool:
                 continue
             assert left == 0, f"page {page} is released but has no references"
             freed += 1
-            if pool.keys[page] is None:
+            key = pool.keys[page]
+            if key is None:
                 pool.empty.append(page)
             else:
-                pool.cached[page] = None
+                (pool.spared if key in expected else pool.cached)[page] = None
                 self.num_cached[group] += 1
         self.used[group] -= freed
         self.releases += freed > 0
@@ -303,6 +318,24 @@ class PagePool:
             keys[page] = (group, key)
             self.index[group][key] = page
 
+    def _requeue(self, group: int, key: bytes) -> None:
+        page, pool = self.index[group].get(key), self.size_class_of[group]
+        if page is not None and not pool.refs[page]:
+            pool.remove_cached(page)
+            (pool.spared if (group, key) in self.expected else pool.cached)[page] = None
+
+    def count_spared_bytes(self, sizes: Sequence[int]) -> int:
+        """Return the bytes of spared pages; pages of group g have sizes[g] bytes."""
+        return sum(len(pool.spared) * sizes[pool.groups[0]] for pool in self.size_classes)
+
+    def count_lost_bytes(self, needs: Sequence[int], cached_hits: CachedHits, sizes: Sequence[int]) -> int:
+        """Return how many of them are evicted if `needs` are allocated; `cached_hits`, all spared, are not."""
+        lost = 0
+        for pool in self.size_classes:
+            need = sum([needs[group] - cached_hits.num_pages[group] for group in pool.groups])
+            lost += max(need - len(pool.empty) - len(pool.cached), 0) * sizes[pool.groups[0]]
+        return lost
+
     def track_evictions(self, group: int) -> list[bytes]:
         """Return a list to which the keys of evicted pages of a group are appended from now on."""
         return self.evicted_keys.setdefault(group, [])
@@ -316,31 +349,32 @@ class PagePool:
     def evict(self, group: int, page: int) -> None:
         """Empty a cached page."""
         pool = self.size_class_of[group]
-        del pool.cached[page]
+        pool.remove_cached(page)
         self._drop_content(pool, page)
         pool.empty.append(page)
 
     def make_room(self, group: int) -> None:
         """Evict the cached page that would be allocated next, if there is one."""
         pool = self.size_class_of[group]
-        if pool.cached:
+        if pool.cached or pool.spared:
             self.evict(group, self._oldest_cached(pool, group))
             self.evictions += 1
 
     def iter_cached(self, group: int) -> Iterator[int]:
         """Iterate over the cached pages of a group."""
         pool = self.size_class_of[group]
-        return (page for page in pool.cached if (pool.keys[page] or (-1,))[0] == group)
+        return (page for page in chain(pool.cached, pool.spared) if (pool.keys[page] or (-1,))[0] == group)
 
     def drop_cached(self) -> int:
         """Empty every cached page, and return their number."""
         count = 0
         for pool in self.size_classes:
-            count += len(pool.cached)
-            for page in pool.cached:
+            count += len(pool.cached) + len(pool.spared)
+            for page in chain(pool.cached, pool.spared):
                 self._drop_content(pool, page)
                 pool.empty.append(page)
             pool.cached.clear()
+            pool.spared.clear()
         return count
 
     def _drop_content(self, size_class: SizeClass, page: int) -> None:
@@ -359,7 +393,7 @@ class PagePool:
 
     def count_unused_bytes(self, sizes: Sequence[int]) -> UnusedBytes:
         """Return the bytes of pages that are not used; pages of group g have sizes[g] bytes."""
-        cached = sum(len(pool.cached) * sizes[pool.groups[0]] for pool in self.size_classes)
+        cached = sum((len(pool.cached) + len(pool.spared)) * sizes[pool.groups[0]] for pool in self.size_classes)
         return UnusedBytes(cached, 0, sum(len(pool.empty) * sizes[pool.groups[0]] for pool in self.size_classes))
 
     def check(self, expected_refs: Sequence[dict[int, int]]) -> None:
@@ -376,12 +410,14 @@ class PagePool:
             used = [len(expected_refs[group]) for group in pool.groups]
             assert [self.used[group] for group in pool.groups] == used, "the count of a group's pages is wrong"
             assert sum(used) == len(held), "a page is named by two groups"
-            assert len(pool.empty) + len(pool.cached) + len(held) == len(pool.ids), "pages are lost"
+            assert len(pool.empty) + len(pool.cached) + len(pool.spared) + len(held) == len(pool.ids), "pages are lost"
             assert len(set(pool.empty)) == len(pool.empty), "a page is empty twice"
             for page in pool.empty:
                 assert pool.refs[page] == 0, f"page {page} is empty and used"
                 assert pool.keys[page] is None, f"page {page} is empty and has a key"
-            for page in pool.cached:
+            assert not pool.cached.keys() & pool.spared.keys(), "a page is cached twice"
+            for page in chain(pool.cached, pool.spared):
+                assert (page in pool.spared) == (pool.keys[page] in self.expected), f"page {page} is in the wrong queue"
                 assert pool.refs[page] == 0, f"page {page} is cached and used"
                 assert pool.keys[page] is not None, f"page {page} is cached without a key"
         for group, index in enumerate(self.index):

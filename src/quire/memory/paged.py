@@ -14,7 +14,17 @@ from operator import add
 from typing import Any, NamedTuple, Self
 
 from quire.config import EngineConfig
-from quire.memory.answers import DEFERRED, Account, Admission, Deferred, Placement, Sharing, TypeUsage, Usage
+from quire.memory.answers import (
+    DEFERRED,
+    Account,
+    Admission,
+    Deferred,
+    EvictionLimit,
+    Placement,
+    Sharing,
+    TypeUsage,
+    Usage,
+)
 from quire.memory.encoder_cache import ImageNeeds
 from quire.memory.jenga.retention import DEFAULT_SLACK, Retention
 from quire.memory.jenga.shared_pool import PoolView
@@ -32,6 +42,7 @@ from quire.memory.policies import (
     policies_for,
 )
 from quire.memory.prefix_cache import PrefixCache, PrefixHit
+from quire.memory.prefix_demand import PrefixDemand
 from quire.memory.prefix_waiters import PrefixWaiters
 from quire.memory.seq_pages import SeqPages, Tables
 from quire.memory.swap import Swap
@@ -114,6 +125,7 @@ class PagedMemory(PageTables):
         ]
         self.prefix_cache = PrefixCache(self, model_id, pinned_pages, self.caching)
         self.key_tokens = self.prefix_cache.key_tokens
+        self.prefix_demand = PrefixDemand(self, self.prefix_cache) if self.caching else None
         self.prefix_waiters = PrefixWaiters(self)
         self.swap = Swap(self, self.prefix_cache, max_step_tokens)
         if view is not None:
@@ -190,7 +202,9 @@ class PagedMemory(PageTables):
             and self.page_pool.can_allocate(needs, margin=len(lengths) > 1, assume_empty=True)
         )
 
-    def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admission] | Deferred | None:
+    def admit(
+        self, seqs: Seq[Sequence], budget: int, limit: EvictionLimit | None = None
+    ) -> list[Admission] | Deferred | None:
         first = seqs[0]
         assert not any(seq.id in self.seq_pages for seq in seqs), f"sequence {first.id} is admitted twice"
         if len(self.free_slots) < len(seqs) or self.last_refused == (first.id, self.page_pool.releases):
@@ -201,6 +215,9 @@ class PagedMemory(PageTables):
         needs, cached_hits, image_pages = self._count_admission_needs(seqs, plans)
         if self.caching and self.prefix_cache.defer_if_pending(first, plans[0].hit_tokens, needs[-1]):
             return DEFERRED  # the same prompt is being computed: after that step its pages can be shared
+        if limit is not None and self.seq_pages and self._exceeds(limit, needs[-1], cached_hits):
+            self.last_refused = (first.id, self.page_pool.releases)
+            return None
         if not self._reserve(needs, cached_hits):
             if not self.seq_pages:  # cached or registered pages may be spread over more large pages than they fill
                 self.prefix_cache.compact()
@@ -355,6 +372,20 @@ class PagedMemory(PageTables):
             self.page_pool.reserve(list(map(add, need, reserved)), cached_hits, margin=not alone or i > 0)
             for i, need in enumerate(needs)
         )
+
+    def _exceeds(self, limit: EvictionLimit, needs: list[int], cached_hits: CachedHits) -> bool:
+        """Return True if, about, more than `limit` allows is evicted once `needs` and the growth are allocated."""
+        assert self.prefix_demand is not None, "without a prefix cache there is no limit"
+        sizes = [group.page_bytes for group in self.groups]
+        spared = self.page_pool.count_spared_bytes(sizes)
+        if not spared:
+            return False
+        grown = [
+            need + (limit.growth // policy.group.run_tokens if policy.unit else 0)
+            for need, policy in zip(needs, self.policies)
+        ]
+        lost = self.page_pool.count_lost_bytes(grown, cached_hits, sizes)
+        return lost > 0 and self.prefix_demand.value_of(lost / spared, len(self.seq_pages)) > limit.tokens
 
     def _admit_seq(self, seq: Sequence, plan: AdmissionPlan, admitted: list[SeqPages]) -> SeqPages:
         """Give a sequence its slot and tables. References to pages shared with siblings are not counted yet."""
@@ -598,6 +629,8 @@ class PagedMemory(PageTables):
                 )
             self.policies_checked = True
         self.prefix_cache.check()
+        if self.prefix_demand is not None:
+            self.prefix_demand.check()
         self.prefix_waiters.check()
         self.encoder_cache.check()
         self.page_pool.check(self.count_refs())

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from quire.config import EngineConfig
-from quire.memory.answers import Account, Admission, Deferred, Placement, Sharing, Usage
+from quire.memory.answers import Account, Admission, Deferred, EvictionLimit, Placement, Sharing, Usage
 from quire.memory.baselines.buddy import BuddyAllocator, block_units
 from quire.memory.page_layout import MemorySize, build_kv_config
 from quire.protocol.images import ImageItem
@@ -126,7 +126,7 @@ class ReservedMemory:
     The reservation depends on the maximum length that a sequence gives (§6.1: Orca (Oracle) "has the knowledge of the
     lengths of the outputs"). Prefixes are not shared, and nothing is swapped."""
 
-    prefix_cache = None
+    prefix_cache = prefix_demand = None
 
     def __init__(
         self,
@@ -180,7 +180,9 @@ class ReservedMemory:
         outputs = [0, *(over for k in range(length.bit_length()) if (over := 2**k + 1) <= length)]
         return max(self.rule(length - output, output, self.max_len) for output in outputs)
 
-    def admit(self, seqs: Seq[Sequence], budget: int) -> list[Admission] | Deferred | None:
+    def admit(
+        self, seqs: Seq[Sequence], budget: int, limit: EvictionLimit | None = None
+    ) -> list[Admission] | Deferred | None:
         first = seqs[0]
         assert not any(seq.id in self.seq_pages for seq in seqs), f"sequence {first.id} is admitted twice"
         if len(self.free_slots) < len(seqs) or self.last_refused[:2] == (first.id, self.releases):

@@ -74,7 +74,11 @@ class Retention:
         kept = [self._window(group, end) for end in ends]
         while drops and drops[0][0] < first_needed:
             at, page, key = drops.popleft()
-            if not any(at in window for window in kept) and self._is_cached(group, page, key):
+            if (
+                not any(at in window for window in kept)
+                and self._is_cached(group, page, key)
+                and not self.page_pool.is_expected(group, key)
+            ):
                 self.page_pool.evict(group, page)
 
     def _window(self, group: int, mark: int) -> range:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+from quire.memory.expected_pages import Demand
 from quire.memory.jenga.two_level_pool import TwoLevelPagePool
 from quire.memory.page_pool import NO_CACHED_HITS, CachedHits, PagePool, UnusedBytes
 from quire.protocol.kv_cache_config import KVCacheConfig
@@ -51,6 +52,7 @@ class PoolView:
         self.model_index = len(shared_pool.views)
         self.index = self.page_pool.index[first : self.group_range.stop]
         self.holder: Holder | None = None  # None before `bind` and after `close`
+        self.demand: Demand | None = None
 
     def __len__(self) -> int:
         return len(self.group_range)
@@ -182,6 +184,30 @@ class PoolView:
     def publish(self, group: int, page: int, key: bytes) -> None:
         self.page_pool.publish(self.group_range[group], page, key)
 
+    def add_demand(self, demand: Demand) -> None:
+        self.demand = demand
+        self.page_pool.add_demand(demand)
+
+    def expect(self, keys: Iterable[tuple[int, bytes]]) -> None:
+        first = self.group_range.start
+        self.page_pool.expect((first + group, key) for group, key in keys)
+
+    def forget(self, keys: Iterable[tuple[int, bytes]]) -> None:
+        first = self.group_range.start
+        self.page_pool.forget((first + group, key) for group, key in keys)
+
+    def is_expected(self, group: int, key: bytes) -> bool:
+        return self.page_pool.is_expected(self.group_range.start + group, key)
+
+    def count_spared_bytes(self, sizes: Sequence[int]) -> int:
+        """As PagePool.count_spared_bytes, of all models."""
+        return self.page_pool.count_spared_bytes(self.shared_pool.page_bytes)
+
+    def count_lost_bytes(self, needs: Sequence[int], cached_hits: CachedHits, sizes: Sequence[int]) -> int:
+        """As PagePool.count_lost_bytes, of all models."""
+        hits = self._widen_hits(cached_hits)
+        return self.page_pool.count_lost_bytes(self._widen(needs), hits, self.shared_pool.page_bytes)
+
     def track_evictions(self, group: int) -> list[bytes]:
         return self.page_pool.track_evictions(self.group_range[group])
 
@@ -215,6 +241,11 @@ class PoolView:
                     self.decref(group, [page] * count)
             self.holder = None
             self.drop_cached()
+        if self.demand is not None:
+            while self.demand.give_up_one():
+                pass
+            self.page_pool.demands.remove(self.demand)
+            self.demand = None
 
     def check(self, expected_refs: Sequence[dict[int, int]]) -> None:
         """As PagePool.check, for all models: `expected_refs` has the references of its own tables."""

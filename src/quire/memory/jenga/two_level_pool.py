@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
+from quire.memory.expected_pages import ExpectedPages
 from quire.memory.jenga.partial_pages import PartialPages
 from quire.memory.page_pool import NO_CACHED_HITS, SCRATCH, WATERMARK_DIVISOR, CachedHits, UnusedBytes
 
@@ -28,7 +30,7 @@ ASSOCIATIONS = ("paper", "bulk", "none")
 request allocates at once, as much as fills large pages; the rest of all requests is mixed. "none": all are mixed."""
 
 
-class TwoLevelPagePool:
+class TwoLevelPagePool(ExpectedPages):
     """A pool of `num_large` large pages, each of which holds small_pages_per_large[g] pages of group g.
 
     A page of group g holds page_tokens[g] tokens (default: 1 each). `association` is one of ASSOCIATIONS."""
@@ -40,6 +42,7 @@ class TwoLevelPagePool:
         association: str = "bulk",
         page_tokens: Sequence[int] | None = None,
     ) -> None:
+        super().__init__()
         assert association in ASSOCIATIONS, f"association is {association!r}, not one of {ASSOCIATIONS}"
         self.small_pages_per_large = list(small_pages_per_large)
         self.num_large, self.association = num_large, association
@@ -50,6 +53,7 @@ class TwoLevelPagePool:
         self.used_small = [0] * (num_large + 1)  # by large page: its used small pages
         self.empty_small = [0] * (num_large + 1)  # by large page: its empty small pages; 0 if it is free
         self.reclaimable: OrderedDict[int, None] = OrderedDict()  # of all groups, oldest use first
+        self.spared: OrderedDict[int, None] = OrderedDict()  # the reclaimable ones with an expected page, evicted last
         # By group and small page: the number of references, EMPTY or CACHED
         self.refs = [[EMPTY] * ((num_large + 1) * ratio) for ratio in small_pages_per_large]
         self.keys: list[list[bytes | None]] = [[None] * len(refs) for refs in self.refs]
@@ -79,7 +83,7 @@ class TwoLevelPagePool:
         self, needs: Sequence[int], cached_hits: CachedHits, margin: bool, assume_empty: bool
     ) -> int:
         """Return the number of large pages that are left over, or, if negative, missing."""
-        left = self.num_large if assume_empty else len(self.free_large) + len(self.reclaimable)
+        left = self.num_large if assume_empty else self._num_available
         if margin:
             left -= self.num_large // WATERMARK_DIVISOR
         for group, (need, ratio) in enumerate(zip(needs, self.small_pages_per_large)):
@@ -91,6 +95,10 @@ class TwoLevelPagePool:
             if need > 0:
                 left -= -(-need // ratio)
         return left
+
+    @property
+    def _num_available(self) -> int:
+        return len(self.free_large) + len(self.reclaimable) + len(self.spared)
 
     def find_cached_hits(self, pages: Iterable[tuple[int, int]]) -> CachedHits:
         counts = [0] * len(self.small_pages_per_large)
@@ -159,7 +167,7 @@ class TwoLevelPagePool:
     def _allocate_large(self, group: int, large: int, small: int, owner: int | None) -> list[int]:
         """Bind `large` free or reclaimable large pages to a group, and allocate `small` of their small pages."""
         missing = large - len(self.free_large)
-        assert missing <= len(self.reclaimable), (
+        assert missing <= len(self.reclaimable) + len(self.spared), (
             f"no large page is left for group {group}: allocations must be reserved"
         )
         for _ in range(missing):
@@ -212,12 +220,13 @@ class TwoLevelPagePool:
         Pages of reclaimable large pages are skipped: these are for another group, and at this point no more of them are
         left than that group is about to allocate."""
         ratio, used_small = self.small_pages_per_large[group], self.used_small
-        victims: list[int] = []
+        victims, spared, keys = list[int](), list[int](), self.keys[group]
         for page in self.cached[group]:
             if used_small[page // ratio]:
-                victims.append(page)
+                (spared if (group, keys[page]) in self.expected else victims).append(page)
                 if len(victims) == count:
                     break
+        victims += spared[: count - len(victims)]
         assert len(victims) == count, f"no page is left for group {group}: allocations must be reserved"
         for page in victims:
             self._drop_content(group, page)
@@ -229,6 +238,8 @@ class TwoLevelPagePool:
 
     def _evict_large(self) -> None:
         """Free the least recently used reclaimable large page."""
+        while not self.reclaimable:
+            self.give_up_some()
         large_page, _ = self.reclaimable.popitem(last=False)
         group = self.bound_group[large_page]
         ratio, refs = self.small_pages_per_large[group], self.refs[group]
@@ -263,7 +274,7 @@ class TwoLevelPagePool:
         large_page = page // self.small_pages_per_large[group]
         self.used_small[large_page] += 1
         if self.used_small[large_page] == 1:
-            del self.reclaimable[large_page]
+            self._remove_reclaimable(large_page)
             self.num_reclaimable[group] -= 1
             self.num_active[group] += 1
             if self.empty_small[large_page]:
@@ -278,15 +289,28 @@ class TwoLevelPagePool:
     def decref(self, group: int, pages: Sequence[int]) -> None:
         """As PagePool.decref. A large page without used pages becomes free or reclaimable."""
         for code in self._decref(group, pages):
-            self.reclaimable[code & LARGE_ID_MASK] = None
+            self._add_reclaimable(code & LARGE_ID_MASK)
 
     def decref_tables(self, tables: Sequence[Sequence[int]]) -> None:
         """As PagePool.decref_tables. Of large pages that were used at the same time the deeper one is evicted first,
         whatever its group (§5.1, aligned)."""
         large_pages = [self._decref(group, pages) for group, pages in enumerate(tables)]
-        reclaimable = self.reclaimable
         for code in sorted([code for codes in large_pages for code in codes], reverse=True):
-            reclaimable[code & LARGE_ID_MASK] = None
+            self._add_reclaimable(code & LARGE_ID_MASK)
+
+    def _add_reclaimable(self, large_page: int) -> None:
+        (self.spared if self.expected and self._has_expected(large_page) else self.reclaimable)[large_page] = None
+
+    def _remove_reclaimable(self, large_page: int) -> None:
+        if large_page in self.spared:
+            del self.spared[large_page]
+        else:
+            del self.reclaimable[large_page]
+
+    def _has_expected(self, large_page: int) -> bool:
+        group = self.bound_group[large_page]
+        ratio, keys, expected = self.small_pages_per_large[group], self.keys[group], self.expected
+        return any((group, key) in expected for key in keys[large_page * ratio : (large_page + 1) * ratio])
 
     def _decref(self, group: int, pages: Sequence[int]) -> list[int]:
         """Remove a reference from each page, and return the large pages that become reclaimable.
@@ -355,6 +379,26 @@ class TwoLevelPagePool:
         self.keys[group][page] = key
         self.index[group][key] = page
 
+    def _requeue(self, group: int, key: bytes) -> None:
+        page = self.index[group].get(key)
+        if page is not None and self.refs[group][page] == CACHED:
+            large_page = page // self.small_pages_per_large[group]
+            if not self.used_small[large_page] and (large_page in self.spared) != self._has_expected(large_page):
+                self._remove_reclaimable(large_page)
+                self._add_reclaimable(large_page)
+
+    def count_spared_bytes(self, sizes: Sequence[int]) -> int:
+        """As PagePool.count_spared_bytes, of whole large pages."""
+        return len(self.spared) * sizes[0] * self.small_pages_per_large[0]
+
+    def count_lost_bytes(self, needs: Sequence[int], cached_hits: CachedHits, sizes: Sequence[int]) -> int:
+        """As PagePool.count_lost_bytes."""
+        left = len(self.free_large) + len(self.reclaimable)
+        for group, (need, ratio) in enumerate(zip(needs, self.small_pages_per_large)):
+            need -= ratio * (self.num_active[group] + cached_hits.num_large[group]) - self.used[group]
+            left -= max(-(-need // ratio), 0)
+        return max(-left, 0) * sizes[0] * self.small_pages_per_large[0]
+
     def track_evictions(self, group: int) -> list[bytes]:
         return self.evicted_keys.setdefault(group, [])
 
@@ -371,9 +415,12 @@ class TwoLevelPagePool:
         if self.used_small[large_page]:
             self.partial[group].add(large_page)
         elif self.empty_small[large_page] == self.small_pages_per_large[group]:
-            del self.reclaimable[large_page]
+            self._remove_reclaimable(large_page)
             self.num_reclaimable[group] -= 1
             self._free_large(large_page)
+        elif large_page in self.spared and not self._has_expected(large_page):
+            del self.spared[large_page]
+            self.reclaimable[large_page] = None
 
     @property
     def total(self) -> int:
@@ -403,7 +450,7 @@ class TwoLevelPagePool:
     def count_unused_bytes(self, sizes: Sequence[int]) -> UnusedBytes:
         """As PagePool.count_unused_bytes. Empty pages in active large pages, bound to a group, are external."""
         empty = [0] * len(sizes)  # bytes of empty pages of reclaimable large pages
-        for large_page in self.reclaimable:
+        for large_page in chain(self.reclaimable, self.spared):
             empty[self.bound_group[large_page]] += self.empty_small[large_page] * sizes[self.bound_group[large_page]]
         cached = [len(found) * size for found, size in zip(self.cached, sizes)]
         bound = [
@@ -429,7 +476,10 @@ class TwoLevelPagePool:
 
     def check(self, expected_refs: Sequence[dict[int, int]]) -> None:
         """As PagePool.check: assert also that the counts of each large page agree with its small pages."""
-        reclaimable = dict(self.reclaimable)
+        assert not self.reclaimable.keys() & self.spared.keys(), "a large page is reclaimable twice"
+        assert all(map(self._has_expected, self.spared)), "a spared large page has no expected page"
+        assert not any(map(self._has_expected, self.reclaimable)), "a large page with an expected page is not spared"
+        reclaimable = {**self.reclaimable, **self.spared}
         assert len(set(self.free_large)) == len(self.free_large), "a large page is free twice"
         assert not reclaimable.keys() & set(self.free_large), "a large page is free and reclaimable"
         assert not any(self.used_small[large_page] or self.empty_small[large_page] for large_page in self.free_large), (
@@ -452,7 +502,7 @@ class TwoLevelPagePool:
             assert len(keyed) == sum(key is not None for key in keys), "two pages have the same key"
             self._check_large_pages(group, held.keys() | cached, owned)
         assert len(owned) == self.num_large, "large pages are lost"
-        assert sum(self.num_reclaimable) == len(self.reclaimable), "a large page is reclaimable without a cached page"
+        assert sum(self.num_reclaimable) == len(reclaimable), "a large page is reclaimable without a cached page"
 
     def _check_large_pages(self, group: int, live: set[int], owned: dict[int, int]) -> None:
         refs, ratio = self.refs[group], self.small_pages_per_large[group]
@@ -471,7 +521,9 @@ class TwoLevelPagePool:
                 if self.empty_small[large_page]:
                     partly_empty.add(large_page)
             else:
-                assert large_page in self.reclaimable, f"large page {large_page} is reclaimable and not in the queue"
+                assert large_page in self.reclaimable or large_page in self.spared, (
+                    f"large page {large_page} is reclaimable and not in the queue"
+                )
                 reclaimable += 1
         assert (self.num_active[group], self.num_reclaimable[group]) == (active, reclaimable), (
             f"large pages of group {group} are miscounted"
