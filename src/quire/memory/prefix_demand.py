@@ -103,12 +103,13 @@ class PrefixDemand:
             if not prefix.waiting:
                 self._give_up(prefix)
                 del self.prefixes[known.found]
+        num_waiting, prefixes = self.num_waiting, self.prefixes
         for key in known.keys:
-            self.num_waiting[key] -= 1
-            if not self.num_waiting[key]:
-                del self.num_waiting[key]
-            elif key in self.prefixes:
-                self._spare(self.prefixes[key])
+            left = num_waiting.pop(key) - 1
+            if left:
+                num_waiting[key] = left
+                if key in prefixes:
+                    self._spare(prefixes[key])
 
     def _spared_by_use(self, batch: int = 1) -> Iterator[tuple[float, ExpectedPrefix]]:
         """Yield how often each spared prefix is used in the time of `batch` admissions, at most. That with the latest
