@@ -1066,6 +1066,55 @@ def _plan(name: str) -> list[tuple[str, Read]]:
             ("of small", lambda p: "/".join(map(str, dict.fromkeys(p[name + "ratios"]))))]  # fmt: skip
 
 
+# How much of a common prefix a second request finds, by its length. Other engines unify block sizes upwards: vLLM's
+# hybrid models find nothing of prefixes below 528 to 7,808 tokens.
+UNLIKE_SHAPES = {
+    "Gemma-2 9B": "gemma-2-9b", "Gemma-3 4B": "gemma-3-4b", "Ministral 8B": "ministral-8b", "Jamba 52B": "jamba-52b",
+}  # fmt: skip
+OWN_TOKENS, SHORT_OUTPUT = 256, 8
+PREFIXES = (*(2**i for i in range(4, 13)), 7920)  # the last one fills the context of Gemma-2
+ARRIVALS: dict[str, int | None] = {"one after the other": 1, "at once": None}
+
+
+def _found(points: Points) -> Points:
+    """Add the share of the prefix that the second request finds."""
+    return [
+        {**p, "found": 2 * p["hit_rate"] * (p["prefix"] + OWN_TOKENS) / p["prefix"]}
+        for p in points
+    ]  # fmt: skip
+
+
+def _least_found(model: str, order: str) -> Whole:
+    return Whole(
+        "J-X6", f"{model}, {order}: least share of a prefix that is found",
+        lambda points: min(p["found"] for p in chosen(_found(points), {"model": model, "order": order})),
+        "of the prefix", None, at_least(0.9),
+    )  # fmt: skip
+
+
+ENTRIES["jenga-x6"] = Entry(
+    "Jenga: prefix hits by the length of a common prefix",
+    "unlike_serving:simulations",
+    {"runs": [Run({"model": model, "order": order, "prefix": prefix},
+                  Case(shape, H200, f"shared:{prefix}:{OWN_TOKENS}:{SHORT_OUTPUT}@2", kv_gib=20.0, caching=True),
+                  concurrency=concurrency)
+              for model, shape in UNLIKE_SHAPES.items() for order, concurrency in ARRIVALS.items()
+              for prefix in PREFIXES]},
+    claims=[
+        _least_found(model, order) for model in UNLIKE_SHAPES for order in ARRIVALS
+    ],
+    tables=[Pivot(["prefix"], "model", lambda p: 100 * p["found"], ".0f", " %", {"order": order}, _found,
+                  f"found by the second request, {order}") for order in ARRIVALS],
+    note=assuming(
+        f"Two requests with {OWN_TOKENS} tokens of their own, in 20 GiB. A state of Jamba is kept after every 512\n"
+        "tokens, so nothing is found of a shorter prefix, and of a longer one the part up to a multiple of 512."
+    ),
+    plot=lines("Jenga: prefix hits by the length of a common prefix", "prefix", "found", line="model", panel="order",
+               labels=("tokens of the prefix", "share that is found"), log_x=True, of=_found),
+    by=SIMULATED,
+    takes=MINUTES,
+)  # fmt: skip
+
 ENTRIES["jenga-x1"] = Entry(
     "Jenga §4.4: compatible pages of the paper's models",
     "layer_kinds:page_plans",
