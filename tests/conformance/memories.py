@@ -219,7 +219,9 @@ def contents(pages: PagePool | TwoLevelPagePool | PoolView) -> tuple[object, ...
     if isinstance(pages, PoolView):
         return contents(pages.page_pool)
     if isinstance(pages, PagePool):
-        return tuple((tuple(p.empty), tuple(p.cached), tuple(p.refs), tuple(p.keys)) for p in pages.size_classes)
+        return tuple(
+            (tuple(p.empty), tuple(p.cached), tuple(p.spared), tuple(p.refs), tuple(p.keys)) for p in pages.size_classes
+        )
     kept = {name: value for name, value in vars(pages).items() if name != "spare_large"}
     return (repr(kept),)
 

@@ -20,9 +20,9 @@ def expect(memory: PagedMemory, seq: Sequence) -> Sequence:
     return seq
 
 
-def forget(memory: PagedMemory, seq: Sequence) -> None:
+def forget(memory: PagedMemory, seq: Sequence, admitted: bool = True) -> None:
     assert memory.prefix_demand is not None, "prefixes are cached"
-    memory.prefix_demand.forget(seq)
+    memory.prefix_demand.forget(seq, admitted)
     memory.check()
 
 

@@ -51,7 +51,7 @@ from quire.protocol.step_plan import (
 
 FIRST_MEAN_OUTPUT, OUTPUTS_IN_MEAN = 256, 32
 """The tokens that an output is expected to have at first, and the number of outputs that change it."""
-EXPECTED_TOKENS = 65536  # tokens of waiting prompts, about, whose prefixes become expected in a step
+EXPECTED_TOKENS = 16384  # tokens of waiting prompts, about, whose prefixes become expected in a step
 
 
 class Scheduler:
@@ -90,6 +90,8 @@ class Scheduler:
         self.preemption, self.costs, self.step_costs = preemption, costs, step_costs
         self.unexpected = deque[Request]()  # new requests, by arrival, whose prefixes the memory does not expect yet
         self.mean_output = float(FIRST_MEAN_OUTPUT)
+        self.num_schedules = 0  # calls of `_schedule_waiting` with requests that wait
+        self.refused_since: tuple[Request | None, int] = None, 0  # the last request to admit, and its first try
         self.deferred_masks, self.shares_memory = deferred_masks, shares_memory
         self.speculator, self.has_head = speculator, speculator is not None and speculator.has_head
         self.drafts_in_flight = False  # with stages: some step so far had drafts
@@ -323,6 +325,7 @@ class Scheduler:
         self.num_prefix_waiters = 0
         if (self.static_batching and self.running) or not (self.swapped or self.waiting):
             return
+        self.num_schedules += 1
         self._expect_prefixes()
         budget = self.token_budget - sum(map(step_tokens, slices))
         slots = self.max_seqs - sum(request.max_slots for request in self.running)  # slots of later forks count too
@@ -349,7 +352,7 @@ class Scheduler:
             if isinstance(joined, Deferred):
                 deferred.append(request)
                 continue
-            self._forget_prefix(request.live_seqs[0])
+            self._forget_prefix(request.live_seqs[0], admitted=True)
             request.status = RequestStatus.RUNNING
             out_of_order = bool(self.running) and next(reversed(self.running)).order > request.order
             self.running[request] = None
@@ -373,18 +376,24 @@ class Scheduler:
                 demand.expect(request.live_seqs[0])
                 tokens -= request.prompt_len
 
-    def _forget_prefix(self, seq: Sequence) -> None:
+    def _forget_prefix(self, seq: Sequence, admitted: bool) -> None:
         if self.memory.prefix_demand is not None:
-            self.memory.prefix_demand.forget(seq)
+            self.memory.prefix_demand.forget(seq, admitted)
 
     def _eviction_limit(self, request: Request) -> EvictionLimit | None:
         """Return how many tokens of prefixes that waiting requests will find the admission of a request may cost: those
         that could be computed in the time that it saves. One more running request shares the fixed cost of all steps
-        until it ends, in which it would otherwise run later."""
+        until it ends, in which it would otherwise run later. What it would have saved while it was refused counts, too,
+        so its wait is bounded by the time to compute them."""
         demand = self.memory.prefix_demand
         if demand is None or not demand.prefixes or not self.running:
             return None
-        outputs, costs = min(request.max_tokens, self.mean_output), self.step_costs
+        first, since = self.refused_since
+        if first is not request:
+            self.refused_since = request, self.num_schedules
+            since = self.num_schedules
+        waited = self.num_schedules - since
+        outputs, costs = min(request.max_tokens, self.mean_output) + waited, self.step_costs
         worth = outputs * costs.compute_fixed / (costs.compute_token * (len(self.running) + 1))
         left = sum(
             max(min(other.max_tokens, self.mean_output) - (len(seq.tokens) - seq.prompt_len), 0)
@@ -658,7 +667,7 @@ class Scheduler:
         elif request.status is RequestStatus.SWAPPED:
             self.memory.free(seq)
         else:
-            self._forget_prefix(seq)
+            self._forget_prefix(seq, admitted=False)
         if self.speculator is not None:
             self.speculator.forget(seq)
         request.live_seqs.remove(seq)
@@ -690,7 +699,9 @@ class Scheduler:
             self.encoder_budget = EncoderBudget(memory, self.token_budget)
         self.swapped.clear()
         events = [event for request in requests for event in _reset_request(request)]
-        self.unexpected = deque(request for request in self.waiting if not request.preemptions)
+        self.unexpected.clear()
+        if memory.prefix_demand is not None:
+            self.unexpected.extend(request for request in self.waiting if not request.preemptions)
         for request in in_memory:
             self.waiting.requeue(request)
         for request in requests:

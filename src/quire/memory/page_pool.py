@@ -329,7 +329,8 @@ class PagePool(ExpectedPages):
         return sum(len(pool.spared) * sizes[pool.groups[0]] for pool in self.size_classes)
 
     def count_lost_bytes(self, needs: Sequence[int], cached_hits: CachedHits, sizes: Sequence[int]) -> int:
-        """Return how many of them are evicted if `needs` are allocated; `cached_hits`, all spared, are not."""
+        """Return the bytes of spared pages that are evicted if `needs` are allocated, about: `cached_hits` count as
+        spared."""
         lost = 0
         for pool in self.size_classes:
             need = sum([needs[group] - cached_hits.num_pages[group] for group in pool.groups])

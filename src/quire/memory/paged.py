@@ -133,6 +133,8 @@ class PagedMemory(PageTables):
         self.policies_checked = False  # set by `check`, which looks for contradictions once
         # The last request that was refused for lack of room: (id of its first sequence, `page_pool.releases` then)
         self.last_refused = (-1, -1)
+        # The same of the last one that was refused by its limit, and the tokens that would be evicted
+        self.last_limited = (-1, -1, 0.0)
 
     @classmethod
     def build(cls, config: EngineConfig, spec: ModelSpec, size: MemorySize, model_id: str = "") -> Self:
@@ -209,15 +211,25 @@ class PagedMemory(PageTables):
         assert not any(seq.id in self.seq_pages for seq in seqs), f"sequence {first.id} is admitted twice"
         if len(self.free_slots) < len(seqs) or self.last_refused == (first.id, self.page_pool.releases):
             return None
+        *refused, lost = self.last_limited
+        if (
+            limit is not None
+            and self.seq_pages
+            and limit.tokens < lost
+            and refused == [first.id, self.page_pool.releases]
+        ):
+            return None
         if self.prefix_cache.is_deferred(first):
             return DEFERRED  # as below, and its pending page is not resolved yet
         plans = self._plan_admission(seqs, budget, self.caching)
         needs, cached_hits, image_pages = self._count_admission_needs(seqs, plans)
         if self.caching and self.prefix_cache.defer_if_pending(first, plans[0].hit_tokens, needs[-1]):
             return DEFERRED  # the same prompt is being computed: after that step its pages can be shared
-        if limit is not None and self.seq_pages and self._exceeds(limit, needs[-1], cached_hits):
-            self.last_refused = (first.id, self.page_pool.releases)
-            return None
+        if limit is not None and self.seq_pages:
+            lost = self._count_lost_tokens(needs[-1], cached_hits, limit.growth)
+            if lost > limit.tokens:
+                self.last_limited = (first.id, self.page_pool.releases, lost)
+                return None
         if not self._reserve(needs, cached_hits):
             if not self.seq_pages:  # cached or registered pages may be spread over more large pages than they fill
                 self.prefix_cache.compact()
@@ -373,19 +385,19 @@ class PagedMemory(PageTables):
             for i, need in enumerate(needs)
         )
 
-    def _exceeds(self, limit: EvictionLimit, needs: list[int], cached_hits: CachedHits) -> bool:
-        """Return True if, about, more than `limit` allows is evicted once `needs` and the growth are allocated."""
-        assert self.prefix_demand is not None, "without a prefix cache there is no limit"
-        sizes = [group.page_bytes for group in self.groups]
+    def _count_lost_tokens(self, needs: list[int], cached_hits: CachedHits, growth: int) -> float:
+        """Return, about, what the evicted prefixes are worth (see PrefixDemand.value_of) once `needs` and `growth` more
+        tokens of the sequences in memory are allocated."""
+        sizes, count = [group.page_bytes for group in self.groups], len(self.seq_pages)
         spared = self.page_pool.count_spared_bytes(sizes)
-        if not spared:
-            return False
+        if self.prefix_demand is None or not spared:
+            return 0.0
         grown = [
-            need + (limit.growth // policy.group.run_tokens if policy.unit else 0)
-            for need, policy in zip(needs, self.policies)
+            need + max(min(growth // policy.group.run_tokens, count * most - used), 0) if policy.unit else need
+            for need, policy, most, used in zip(needs, self.policies, self.max_pages, self.page_pool.used)
         ]
         lost = self.page_pool.count_lost_bytes(grown, cached_hits, sizes)
-        return lost > 0 and self.prefix_demand.value_of(lost / spared, len(self.seq_pages)) > limit.tokens
+        return self.prefix_demand.value_of(lost / spared, count) if lost else 0.0
 
     def _admit_seq(self, seq: Sequence, plan: AdmissionPlan, admitted: list[SeqPages]) -> SeqPages:
         """Give a sequence its slot and tables. References to pages shared with siblings are not counted yet."""

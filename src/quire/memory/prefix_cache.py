@@ -63,8 +63,6 @@ class PrefixCache:
         keyed_groups = [(g, policy) for g, policy in enumerate(self.policies) if policy.unit]  # pages found by tokens
         self.model_groups = [(g, policy) for g, policy in keyed_groups if not policy.group.is_draft]
         self.draft_groups = [(g, policy) for g, policy in keyed_groups if policy.group.is_draft]
-        whole = [g for g, policy in self.model_groups if policy in page_tables.retaining_policies]
-        self.prefix_index = self.page_pool.index[whole[0]] if whole else None
         units = [policy.unit for _, policy in keyed_groups]
         self.key_tokens, self.prefix_granularity = math.gcd(*units) or FAR, math.lcm(*units)
         self.root_key = hashlib.sha256(b"quire:" + model_id.encode()).digest()
@@ -134,10 +132,6 @@ class PrefixCache:
                 i += 1
 
     # Cached pages
-
-    def has_pages(self, key: bytes) -> bool:
-        """Return True if a page that ends a prefix with this key, of a group that keeps all pages, is found."""
-        return self.prefix_index is not None and key in self.prefix_index
 
     def find_cached(self, seq: Sequence, known: int = 0, longest: int = FAR, is_draft: bool = False) -> PrefixHit:
         """Return the longest prefix, of at most `longest` tokens, whose pages every group of the model, or of its draft

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 from quire.memory.page_tables import PageTables
@@ -59,10 +60,11 @@ class PrefixDemand:
         prefixes.extend_keys(seq, limit)
         step = granularity // key_tokens
         keys = list(seq.page_keys[step - 1 : limit // key_tokens : step])
-        num_found = next((i for i, key in enumerate(keys) if not self._is_known(key)), len(keys))
-        tokens, found = prefixes.usable_tokens(seq, num_found * granularity), b""
+        common = next((i for i, key in enumerate(keys) if not self._will_be_computed(key)), len(keys))
+        tokens = max(prefixes.usable_tokens(seq, common * granularity), prefixes.find_cached(seq).tokens)
+        found = b""
         if tokens:
-            found = keys[num_found - 1]
+            found = keys[tokens // granularity - 1]
             if found not in self.prefixes:
                 self.prefixes[found] = ExpectedPrefix(tokens, self._pages_of(seq, tokens))
             self.prefixes[found].waiting += 1
@@ -70,16 +72,19 @@ class PrefixDemand:
         self.num_waiting.update(keys)
         self.sequences[seq.id] = WaitingSequence(keys, found)
 
-    def _is_known(self, key: bytes) -> bool:
-        return key in self.num_waiting or key in self.prefix_cache.pending_keys or self.prefix_cache.has_pages(key)
+    def _will_be_computed(self, key: bytes) -> bool:
+        return key in self.num_waiting or key in self.prefix_cache.pending_keys
 
     def _pages_of(self, seq: Sequence, tokens: int) -> list[tuple[int, bytes]]:
-        """Return the (group, key) of all pages that a hit of this length needs."""
-        prefixes, pages = self.prefix_cache, list[tuple[int, bytes]]()
+        """Return the (group, key) of all pages that a hit of this length needs, the deepest first: that is the order in
+        which they are evicted."""
+        prefixes, pages = self.prefix_cache, list[tuple[int, int, bytes]]()
         for g, policy in prefixes.model_groups + (prefixes.draft_groups if seq.uses_draft_model else []):
             need = policy.required(seq, tokens)
-            pages += [(g, key) for key in prefixes.page_keys(g, seq.page_keys, need.start, need.stop)]
-        return pages
+            keys = prefixes.page_keys(g, seq.page_keys, need.start, need.stop)
+            pages += [(policy.group.tokens_in_pages(i), g, key) for i, key in zip(need, keys)]
+        pages.sort(key=itemgetter(0), reverse=True)
+        return [(g, key) for _, g, key in pages]
 
     def _spare(self, prefix: ExpectedPrefix) -> None:
         if not prefix.is_spared:
@@ -91,8 +96,8 @@ class PrefixDemand:
             self.page_pool.forget(prefix.pages)
             prefix.is_spared = False
 
-    def forget(self, seq: Sequence) -> None:
-        """Expect no more of a sequence: it is admitted or gone. If it computes prefixes that were given up, they are
+    def forget(self, seq: Sequence, admitted: bool) -> None:
+        """Expect no more of a sequence. If it is `admitted`, it computes prefixes that were given up, and they are
         spared again."""
         known = self.sequences.pop(seq.id, None)
         if known is None:
@@ -108,11 +113,11 @@ class PrefixDemand:
             left = num_waiting.pop(key) - 1
             if left:
                 num_waiting[key] = left
-                if key in prefixes:
+                if admitted and key in prefixes:
                     self._spare(prefixes[key])
 
     def _spared_by_use(self, batch: int = 1) -> Iterator[tuple[float, ExpectedPrefix]]:
-        """Yield how often each spared prefix is used in the time of `batch` admissions, at most. That with the latest
+        """Yield how often each spared prefix is used in the time of `batch` admissions, at most. That with the last
         first use comes first."""
         uses = dict[bytes, list[int]]()
         for i, (_, found) in enumerate(self.sequences.values(), 1):
