@@ -61,7 +61,8 @@ class PrefixDemand:
         step = granularity // key_tokens
         keys = list(seq.page_keys[step - 1 : limit // key_tokens : step])
         common = next((i for i, key in enumerate(keys) if not self._will_be_computed(key)), len(keys))
-        tokens = max(prefixes.usable_tokens(seq, common * granularity), prefixes.find_cached(seq).tokens)
+        cached = min(prefixes.find_cached(seq).tokens, limit)
+        tokens = max(prefixes.usable_tokens(seq, common * granularity), cached)
         found = b""
         if tokens:
             found = keys[tokens // granularity - 1]
