@@ -1078,10 +1078,7 @@ ARRIVALS: dict[str, int | None] = {"one after the other": 1, "at once": None}
 
 def _found(points: Points) -> Points:
     """Add the share of the prefix that the second request finds."""
-    return [
-        {**p, "found": 2 * p["hit_rate"] * (p["prefix"] + OWN_TOKENS) / p["prefix"]}
-        for p in points
-    ]  # fmt: skip
+    return [{**p, "found": 2 * p["hit_rate"] * (p["prefix"] + OWN_TOKENS) / p["prefix"]} for p in points]
 
 
 def _least_found(model: str, order: str) -> Whole:
@@ -1100,9 +1097,7 @@ ENTRIES["jenga-x6"] = Entry(
                   concurrency=concurrency)
               for model, shape in UNLIKE_SHAPES.items() for order, concurrency in ARRIVALS.items()
               for prefix in PREFIXES]},
-    claims=[
-        _least_found(model, order) for model in UNLIKE_SHAPES for order in ARRIVALS
-    ],
+    claims=[_least_found(model, order) for model in UNLIKE_SHAPES for order in ARRIVALS],
     tables=[Pivot(["prefix"], "model", lambda p: 100 * p["found"], ".0f", " %", {"order": order}, _found,
                   f"found by the second request, {order}") for order in ARRIVALS],
     note=assuming(

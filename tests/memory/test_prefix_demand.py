@@ -4,12 +4,17 @@ Pages of four tokens, a window of eight."""
 from __future__ import annotations
 
 import pytest
-from memories import admit_one, insides
+from addresses import runner_for
+from memories import MEMORIES, VOCAB, Build, admit_one, insides
 from test_invariants import compute, serve, serve_once, text
 from test_retention import PAGE, memory_of, stateful
 
+from quire.core.engine import Engine
+from quire.core.scheduler import Scheduler
+from quire.core.validation import EngineLimits
 from quire.memory.answers import EvictionLimit
 from quire.memory.paged import PagedMemory
+from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.sequence import Sequence
 
 
@@ -24,6 +29,12 @@ def forget(memory: PagedMemory, seq: Sequence, admitted: bool = True) -> None:
     assert memory.prefix_demand is not None, "prefixes are cached"
     memory.prefix_demand.forget(seq, admitted)
     memory.check()
+
+
+def serve_others(memory: PagedMemory, ids: range) -> None:
+    """More than fits, so that what is evicted first is gone."""
+    for id in ids:
+        serve_once(memory, id, text(1000 * id, 41))
 
 
 def hit(memory: PagedMemory, seq: Sequence) -> int:
@@ -58,8 +69,7 @@ def test_expected_pages_are_evicted_last() -> None:
         assert hit(memory, waiting) == 40
     assert memory.page_pool.evictions > 0
     forget(memory, waiting)
-    for id in range(20, 30):
-        serve_once(memory, id, text(1000 * id, 41))
+    serve_others(memory, range(20, 30))
     assert hit(memory, waiting) == 0
 
 
@@ -70,8 +80,7 @@ def test_what_a_waiting_sequence_has_in_common_with_another_one_is_expected() ->
     forget(memory, first)
     assert serve(memory, first) == 0
     memory.free(first)
-    for id in range(3, 20):
-        serve_once(memory, id, text(1000 * id, 41))
+    serve_others(memory, range(3, 20))
     assert hit(memory, second) == 40
 
 
@@ -107,8 +116,7 @@ def test_a_prefix_that_was_given_up_is_spared_again_once_it_is_computed() -> Non
     forget(memory, first)
     assert serve(memory, first) == 0
     memory.free(first)
-    for id in range(4, 20):
-        serve_once(memory, id, text(1000 * id, 41))
+    serve_others(memory, range(4, 20))
     assert hit(memory, second) == 40
 
 
@@ -133,3 +141,32 @@ def test_admission_evicts_expected_prefixes_only_within_its_limit(limit: Evictio
     else:
         assert isinstance(admitted, list)
     memory.check()
+
+
+def test_a_refused_request_does_not_wait_for_a_long_output() -> None:
+    """A request of 2,200 tokens fits only without a prefix of 1,600 tokens, for which twelve others wait. It is
+    admitted once its wait costs as much as the prefix, long before the running request has its 2,500 tokens."""
+    memory = MEMORIES["paged-4"](Build(tokens=4000, max_len=3000, chunk=64, max_seqs=8))
+    runner = runner_for(memory.kv_config, 1, VOCAB)
+    runner.bind(memory.kv_config)
+    scheduler = Scheduler(memory, token_budget=64, max_seqs=8, max_len=3000, eos_ids=())
+    engine = Engine(scheduler, runner, EngineLimits(VOCAB, 3000, 1000), clock=lambda: 0.0)
+
+    def add(name: str, prompt: list[int], output: int) -> None:
+        engine.add(name, prompt, SamplingParams(max_tokens=output, ignore_eos=True, seed=1))
+
+    add("first", [1] * 1600 + [2], 1)
+    while engine.has_unfinished_requests:
+        engine.step()
+    add("long", [3] * 200, 2500)
+    for _ in range(8):
+        engine.step()
+    add("refused", [4] * 2200, 4)
+    for i in range(12):
+        add(f"behind {i}", [1] * 1600 + [5 + i], 4)
+    ended = list[str]()
+    for _ in range(800):
+        ended += [output.request_id for output in engine.step() if output.done]
+    assert ended[0] == "refused"
+    assert len(ended) == 13
+    assert scheduler.num_preemptions == 0

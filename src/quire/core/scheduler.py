@@ -57,7 +57,8 @@ EXPECTED_TOKENS = 16384  # tokens of waiting prompts, about, whose prefixes beco
 class Scheduler:
     """Schedules requests: at most `token_budget` tokens in a step, and `max_seqs` sequences in memory.
 
-    `preemption` is "swap", "recompute", or "auto": whichever `costs` estimates to be cheaper for the victim. With
+    `preemption` is "swap", "recompute", or "auto": whichever `costs` estimates to be cheaper for the victim.
+    `step_costs`, of the model's steps, decide whether a request is admitted at the cost of cached prefixes. With
     `static_batching` (FasterTransformer) a batch takes what the memory holds when nothing runs, whatever the budget,
     and no request joins before the last member ends. With `pp_size` pipeline stages the steps in flight are of
     different sequences, which are divided evenly among that many steps.
@@ -91,7 +92,7 @@ class Scheduler:
         self.unexpected = deque[Request]()  # new requests, by arrival, whose prefixes the memory does not expect yet
         self.mean_output = float(FIRST_MEAN_OUTPUT)
         self.num_schedules = 0  # calls of `_schedule_waiting` with requests that wait
-        self.refused_since: tuple[Request | None, int] = None, 0  # the last request to admit, and its first try
+        self.refused_since: tuple[Request | None, int] = None, 0  # the last request without room, and since when
         self.deferred_masks, self.shares_memory = deferred_masks, shares_memory
         self.speculator, self.has_head = speculator, speculator is not None and speculator.has_head
         self.drafts_in_flight = False  # with stages: some step so far had drafts
@@ -388,11 +389,8 @@ class Scheduler:
         demand = self.memory.prefix_demand
         if demand is None or not demand.prefixes or not self.running:
             return None
-        first, since = self.refused_since
-        if first is not request:
-            self.refused_since = request, self.num_schedules
-            since = self.num_schedules
-        waited = self.num_schedules - since
+        refused, since = self.refused_since
+        waited = self.num_schedules - since if refused is request else 0
         outputs, costs = min(request.max_tokens, self.mean_output) + waited, self.step_costs
         worth = outputs * costs.compute_fixed / (costs.compute_token * (len(self.running) + 1))
         left = sum(
@@ -470,6 +468,8 @@ class Scheduler:
         """Admit all live sequences of a request to memory, or none. A prefix that they share is computed by one of
         them, a step before the others. Return None if memory is short."""
         admitted = self.memory.admit(request.live_seqs, budget, self._eviction_limit(request))
+        if admitted is None and self.refused_since[0] is not request:
+            self.refused_since = request, self.num_schedules
         if not isinstance(admitted, list):
             return admitted
         for seq, (reused, prefix_source, drafted) in zip(request.live_seqs, admitted):

@@ -60,7 +60,7 @@ class Retention:
         """Handle the drop of `pages`, logical pages `first` and on of a sequence, with these keys.
 
         A cached page is emptied once no prefix that ends in the last `slack` computed tokens needs it, unless it lies
-        in the window of a kept prefix end."""
+        in the window of a kept prefix end, or a waiting sequence will use it."""
         drops = seq_pages.recent_drops.get(group)
         if drops is None:
             drops = seq_pages.recent_drops[group] = deque()

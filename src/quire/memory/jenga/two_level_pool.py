@@ -83,7 +83,8 @@ class TwoLevelPagePool(ExpectedPages):
         self, needs: Sequence[int], cached_hits: CachedHits, margin: bool, assume_empty: bool
     ) -> int:
         """Return the number of large pages that are left over, or, if negative, missing."""
-        left = self.num_large if assume_empty else self._num_available
+        available = len(self.free_large) + len(self.reclaimable) + len(self.spared)
+        left = self.num_large if assume_empty else available
         if margin:
             left -= self.num_large // WATERMARK_DIVISOR
         for group, (need, ratio) in enumerate(zip(needs, self.small_pages_per_large)):
@@ -95,10 +96,6 @@ class TwoLevelPagePool(ExpectedPages):
             if need > 0:
                 left -= -(-need // ratio)
         return left
-
-    @property
-    def _num_available(self) -> int:
-        return len(self.free_large) + len(self.reclaimable) + len(self.spared)
 
     def find_cached_hits(self, pages: Iterable[tuple[int, int]]) -> CachedHits:
         counts = [0] * len(self.small_pages_per_large)
