@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.bench.workloads import DRAWN
+from quire.bench.workloads import parse
 from quire.memory.virtual.buffers import BufferLayout, max_waste_bytes, plan_buffers, split_workers
 from quire.models import read_spec
 from quire.models.named_configs import named_config
@@ -33,19 +33,14 @@ def shapes(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def lengths(longest: Mapping[str, int], count: int, bins: int) -> list[dict[str, Any]]:
-    """Return the mean lengths of prompts and outputs of workloads before clipping (`drawn`) and as served, and the per
-    cent that are clipped; then the densities before clipping, up to the longest length of each workload."""
+    """Return the mean lengths of prompts and outputs of workloads, then their densities, up to the longest length of
+    each workload."""
     means, densities = [], []
     for name, most in longest.items():
-        rng = np.random.default_rng(0)
-        for length, kind in zip(("prompt", "output"), DRAWN[name]):
-            drawn = kind.draw(rng, count)
+        pairs = parse(f"{name}@{count}").lengths()
+        for length, drawn in zip(("prompt", "output"), np.array(pairs).T):
             of = {"workload": name, "length": length}
-            clipped = kind.clip(drawn)
-            means.append({
-                **of, "drawn": float(drawn.mean()), "served": float(clipped.mean()),
-                "clipped": 100 * float((clipped != drawn).mean()),
-            })  # fmt: skip
+            means.append({**of, "mean": float(drawn.mean())})
             density, edges = np.histogram(drawn, np.linspace(0, most, bins + 1), density=True)
             middles = (edges[:-1] + edges[1:]) / 2
             densities += [{**of, "tokens": x, "density": y} for x, y in zip(middles.tolist(), density.tolist())]

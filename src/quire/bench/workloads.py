@@ -20,7 +20,7 @@ from quire.bench.copying import MAX_SENTENCES, random_text
 from quire.errors import StartupError
 from quire.protocol.images import ImageItem, ImagePixels
 
-Lengths = npt.NDArray[np.int64]
+Drawn = npt.NDArray[np.int64]
 
 MAX_REQUESTS = 100_000
 MAX_LENGTH = 2**21
@@ -70,12 +70,12 @@ class LogNormal(NamedTuple):
     low: int
     high: int
 
-    def draw(self, rng: np.random.Generator, count: int) -> Lengths:
+    def draw(self, rng: np.random.Generator, count: int) -> Drawn:
         """Return `count` whole lengths, not clipped."""
         mu = np.log(self.mean) - self.sigma**2 / 2
         return rng.lognormal(mu, self.sigma, count).astype(np.int64)
 
-    def clip(self, lengths: Lengths) -> Lengths:
+    def clip(self, lengths: Drawn) -> Drawn:
         """Clip every length to [low, high]."""
         return np.clip(lengths, self.low, self.high)
 
@@ -86,10 +86,10 @@ class Uniform(NamedTuple):
     low: int
     high: int
 
-    def draw(self, rng: np.random.Generator, count: int) -> Lengths:
+    def draw(self, rng: np.random.Generator, count: int) -> Drawn:
         return rng.integers(self.low, self.high + 1, count)
 
-    def clip(self, lengths: Lengths) -> Lengths:
+    def clip(self, lengths: Drawn) -> Drawn:
         return lengths
 
 
@@ -99,31 +99,44 @@ class After(NamedTuple):
     start: int
     rest: LogNormal
 
-    def draw(self, rng: np.random.Generator, count: int) -> Lengths:
+    def draw(self, rng: np.random.Generator, count: int) -> Drawn:
         return self.start + self.rest.draw(rng, count)
 
-    def clip(self, lengths: Lengths) -> Lengths:
+    def clip(self, lengths: Drawn) -> Drawn:
         return self.start + self.rest.clip(lengths - self.start)
 
 
 Length = LogNormal | Uniform | After
 
-# name -> lengths of prompts, lengths of outputs
-DRAWN: dict[str, tuple[Length, Length]] = {
-    # PagedAttention, Figure 11: the means. Assumed: log-normal, the sigmas, the limits.
-    "sharegpt": (LogNormal(161, 1.3, 4, 1024), LogNormal(338, 1.0, 4, 1024)),
-    "alpaca": (LogNormal(19, 0.6, 4, 128), LogNormal(58, 0.9, 2, 512)),
+
+
+class Lengths(NamedTuple):
+    """Lengths of prompts and outputs, at most `longest` tokens together. With `subjects` a prompt begins with the worked
+    examples of one of that many subjects, which have `examples` tokens."""
+
+    prompt: Length
+    output: Length
+    longest: int = MAX_LENGTH
+    subjects: int = 0
+    examples: Uniform = Uniform(0, 0)
+
+
+DRAWN = {
+    # PagedAttention, Figure 11: the means of what is served, 161 and 338; a context of 2,048 tokens. Assumed:
+    # log-normal, the sigmas, the limits.
+    "sharegpt": Lengths(LogNormal(183, 1.3, 4, 1024), LogNormal(353, 1.0, 4, 2044), 2048),
+    "alpaca": Lengths(LogNormal(19, 0.6, 4, 128), LogNormal(58, 0.9, 2, 512)),
     # Jenga, Figure 15: all but "uniform".
-    "longdoc": (Uniform(55_000, 110_000), Uniform(50, 100)),
+    "longdoc": Lengths(Uniform(55_000, 110_000), Uniform(50, 100)),
     # Jenga, §4.4: ShareGPT's requests have 1085.04 tokens on average. Assumed: prompt and output together, in the
     # proportion of sharegpt above, after clipping; its sigmas.
-    "sharegpt1085": (LogNormal(367, 1.3, 4, 4096), LogNormal(767, 1.0, 4, 4096)),
-    # Jenga, §7.1: the longest of MMLU-pro has 3076 tokens. Assumed: prompt and output together, and all the rest:
-    # questions after a few worked examples, answered step by step.
-    "mmlu-pro": (LogNormal(1400, 0.3, 400, 2564), LogNormal(220, 0.6, 16, 512)),
+    "sharegpt1085": Lengths(LogNormal(367, 1.3, 4, 4096), LogNormal(767, 1.0, 4, 4096)),
+    # Jenga, §7.1: the longest of MMLU-pro has 3076 tokens. The data set has 14 subjects, each with five worked examples
+    # for all of its questions. Assumed: prompt and output together, the lengths, subjects in random order.
+    "mmlu-pro": Lengths(LogNormal(400, 0.6, 60, 1364), LogNormal(220, 0.6, 16, 512), 3076, 14, Uniform(800, 1200)),
     # Jenga, §3.2: MMMU-pro has 6193 image and 43 text tokens on average. Assumed: the same image tokens in each request
     # (ordinary tokens, for a model without vision), the spread of the text, outputs as above.
-    "mmmu-pro": (After(6193, LogNormal(43.5, 0.5, 8, 256)), LogNormal(220, 0.6, 16, 512)),
+    "mmmu-pro": Lengths(After(6193, LogNormal(43.5, 0.5, 8, 256)), LogNormal(220, 0.6, 16, 512)),
 }
 # For a model with vision each request has its own image in place of the 6193 tokens. Assumed: image sizes, of
 # which Llama 3.2 Vision makes four tiles of 1601 rows, or three; a share WIDER of the latter, so that 6193 is the mean.
@@ -215,7 +228,7 @@ class Named(Workload):
         """Return every request, without its tokens; the same for the same seed."""
         rng = np.random.default_rng(seed)
         if self.kind in DRAWN:
-            drawn = list(_drawn(rng, *DRAWN[self.kind], self.requests))
+            drawn = list(_of(rng, self.kind, self.requests))
             return _pictured(drawn, PICTURED[self.kind], seed) if self.kind in PICTURED else drawn
         if self.kind == "range":
             prompts, outputs = (around(mean, self.ratio) for mean in self.numbers)
@@ -273,6 +286,19 @@ def _drawn(rng: np.random.Generator, prompt: Length, output: Length, count: int)
     return map(RequestSpec, prompts, outputs)
 
 
+def _of(rng: np.random.Generator, kind: str, count: int) -> Iterator[RequestSpec]:
+    """Return the requests of a kind of DRAWN."""
+    of = DRAWN[kind]
+    drawn = _drawn(rng, of.prompt, of.output, count)
+    if of.subjects:
+        examples = of.examples.draw(rng, of.subjects).tolist()
+        for subject, (own, output, *_) in zip(rng.integers(0, of.subjects, count).tolist(), drawn):
+            yield RequestSpec(examples[subject] + own, output, f"subject {subject}", examples[subject])
+    else:
+        for one in drawn:
+            yield one._replace(output_len=min(one.output_len, of.longest - one.prompt_len))
+
+
 def _pictured(specs: list[RequestSpec], tokens: int, seed: int) -> list[RequestSpec]:
     """Return the requests with an image each. The wider images are spread evenly."""
     sizes = [WIDE if int((i + 1) * WIDER) > int(i * WIDER) else SQUARE for i in range(len(specs))]
@@ -284,7 +310,7 @@ def _pictured(specs: list[RequestSpec], tokens: int, seed: int) -> list[RequestS
 
 def _chat(rng: np.random.Generator, count: int) -> list[RequestSpec]:
     """Return random rounds of conversations, each of its own: no KV outlives a round, so the round is irrelevant."""
-    query, answer = DRAWN["sharegpt"]
+    query, answer, *_ = DRAWN["sharegpt"]
     rounds = rng.integers(1, ROUNDS + 1, count)
     queries, answers = (kind.clip(kind.draw(rng, count * ROUNDS)).reshape(count, ROUNDS) for kind in (query, answer))
     turn = np.arange(ROUNDS)

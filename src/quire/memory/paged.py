@@ -414,7 +414,9 @@ class PagedMemory(PageTables):
         seq_pages.capacity = self.capacity_of(seq, seq_pages)
         seq_pages.needs_cow_check = plan.hit_tokens % self.prefix_cache.prefix_granularity > 0
         seq_pages.prefix_ends = (plan.hit_tokens, plan.full_hit_tokens)
-        self.prefix_cache.count_lookup(len(seq.tokens), plan.hit_tokens, plan.full_hit_tokens)
+        if not seq.was_admitted:  # what a preempted one finds again is no hit
+            self.prefix_cache.count_lookup(len(seq.tokens), plan.hit_tokens, plan.full_hit_tokens)
+            seq.was_admitted = True
         if self.caching:
             seq_pages.pending_key_range = self.prefix_cache.add_pending(seq, plan.hit_tokens)
         if not plan.waits_for_sibling:

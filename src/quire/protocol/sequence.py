@@ -32,7 +32,7 @@ class Sequence:
     result is collected. With `uses_draft_model` the sequence has pages in the draft model's layers, where
     tokens[:drafted] are computed, at most `computed` ones; while it is in flight `draft_planned` counts those in
     submitted plans. `proposed` draft tokens for its next slice are on the device; the draft model has computed all
-    tokens before them.
+    tokens before them. It `was_admitted` to memory once, and may be again after a preemption.
     """
 
     __slots__ = (
@@ -62,6 +62,7 @@ class Sequence:
         "tokens",
         "top_logprobs",
         "uses_draft_model",
+        "was_admitted",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +75,7 @@ class Sequence:
         self.planned = 0
         self.pending_samples = 0
         self.uses_draft_model = False
+        self.was_admitted = False
         self.drafted = 0
         self.draft_planned = self.proposed = 0
         self.branch_index = branch_index
@@ -109,6 +111,7 @@ class Sequence:
         child = Sequence(id, list(self.tokens), seed=seed, cache_salt=self.cache_salt, branch_index=branch_index)
         child.prompt_len, child.computed, child.planned = self.prompt_len, self.computed, self.planned
         child.uses_draft_model, child.drafted = self.uses_draft_model, self.drafted
+        child.was_admitted = self.was_admitted
         child.max_total_len, child.max_prefix_hit = self.max_total_len, self.max_prefix_hit
         child.page_keys = list(self.page_keys)
         child.images = self.images
