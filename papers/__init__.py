@@ -11,13 +11,16 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from papers import jenga, pagedattention, vattention
-from papers.entry import DIFFERS, Reproduction
+from papers.entry import ARITHMETIC, DIFFERS, REAL, VERDICTS, Entry, Reproduction
 from quire.bench.document import document, grouped_table, table, write
+from quire.bench.machine import refuse_changed_tree
 from quire.bench.plots import figure, save
 from quire.cli.parser import Parser
 from quire.errors import StartupError
@@ -36,11 +39,14 @@ def main(args: list[str]) -> int:
     parser.add_argument("name", nargs="*", metavar="NAME", help="what to reproduce")
     parser.add_argument("--list", action="store_true", help="show what there is to reproduce")
     parser.add_argument("--all", action="store_true", help="everything")
-    parser.add_argument("--simulated", action="store_true", help="with --all: only what times nothing and needs no GPU")
+    parser.add_argument(
+        "--simulated", "--sim", action="store_true", help="with --all: only what times nothing and needs no GPU"
+    )
     parser.add_argument("--full", action="store_true", help="larger samples, where a result is an average")
     parser.add_argument("--out", metavar="DIR", help="write NAME.json there, and NAME.png if matplotlib is installed")
     parser.add_argument("--no-pictures", action="store_true", help="with --out: NAME.json only")
     parser.add_argument("--draw", metavar="DIR", help="draw NAME.png of each NAME.json there that has all it needs")
+    parser.add_argument("--judge", metavar="DIR", help="judge the claims of each NAME.json there again")
     parser.add_argument("--report", metavar="FILE", help="write what the documents in --from say, as Markdown")
     parser.add_argument("--from", dest="folder", metavar="DIR", help="what was --out before")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
@@ -53,7 +59,7 @@ def main(args: list[str]) -> int:
     for name in names:
         if name not in ENTRIES:
             raise StartupError(f"there is nothing named {name[:40]!r} to reproduce", f"Known: {', '.join(ENTRIES)}")
-    if given.list or not (names or given.report or given.draw):
+    if given.list or not (names or given.report or given.draw or given.judge):
         rows = {
             group: [
                 (name, one.takes, "GPU" if one.gpu else "", one.about.removeprefix(f"{group} "))
@@ -73,14 +79,29 @@ def main(args: list[str]) -> int:
             pictures = False
             print(f"no pictures: {error}; then --draw makes them", file=sys.stderr)
     out = Path(given.out) if given.out else None
-    done = [reproduce(name, args, out, given.full, pictures=pictures) for name in names]
+    if out is not None and names:
+        refuse_changed_tree(out)
+    done = {name: reproduce(name, args, out, given.full, pictures=pictures) for name in names}
+    if len(done) > 1:
+        print(_verdicts(done))
+    if given.judge:
+        judge(Path(given.judge))
     if given.draw:
         draw(Path(given.draw))
     if given.report:
         from papers.report import write_report
 
         write_report(ENTRIES, Path(given.folder), Path(given.report))
-    return int(any(result.verdict == DIFFERS for reproduction in done for result in reproduction.results))
+    return int(any(result.verdict == DIFFERS for reproduction in done.values() for result in reproduction.results))
+
+
+def _verdicts(done: Mapping[str, Reproduction]) -> str:
+    """Return a table of how many claims of each entry have each verdict."""
+    rows = []
+    for name, reproduction in done.items():
+        counts = Counter(result.verdict for result in reproduction.results)
+        rows.append((name, *(counts[verdict] or "-" for verdict in VERDICTS)))
+    return table(("entry", *VERDICTS), rows)
 
 
 def _all(simulated: bool) -> list[str]:
@@ -100,17 +121,30 @@ def _all(simulated: bool) -> list[str]:
 
 def draw(folder: Path) -> None:
     """Draw the pictures of the documents in `folder` that have points."""
+    for path, content, entry in _with_points(folder, "--draw"):
+        save(entry.draw(content["data"]), path.with_suffix(".png"))
+        print(f"drew {path.with_suffix('.png')}", file=sys.stderr)
+
+
+def judge(folder: Path) -> None:
+    """Judge the claims again of the documents in `folder` that have points: entries may have changed since."""
+    for path, content, entry in _with_points(folder, "--judge"):
+        done = entry.judge(content["data"])
+        write(path, {**content, "results": [result._asdict() for result in done.results], "text": done.text})
+
+
+def _with_points(folder: Path, flag: str) -> Iterator[tuple[Path, dict[str, Any], Entry]]:
+    """Yield the documents in `folder` that have points, with their entries."""
     for path in sorted(folder.glob("*.json")):
         try:
             content = json.loads(path.read_text())
             known = ENTRIES.get(content["name"])
         except (ValueError, KeyError, TypeError) as error:
             raise StartupError(
-                f"{path} is not a document of quire reproduce: {error}", "Give another --draw"
+                f"{path} is not a document of quire reproduce: {error}", f"Give another {flag}"
             ) from error
         if known is not None and isinstance(content.get("data"), list):
-            save(known.draw(content["data"]), path.with_suffix(".png"))
-            print(f"drew {path.with_suffix('.png')}", file=sys.stderr)
+            yield path, content, known
 
 
 @contextmanager
@@ -149,9 +183,12 @@ def reproduce(name: str, args: list[str], out: Path | None, full: bool = False, 
     print(f"{name}: {ENTRIES[name].about}")
     if done.text:
         print(done.text)
-    print(table(("row", "what", "paper", "ours", "unit", "verdict", "by"), rows), end="\n\n")
+    print(table(("row", "what", "paper", "ours", "unit", "verdict", "by"), rows))
+    for why in dict.fromkeys(result.why for result in done.results if result.why):
+        print(f"Why: {why}")
+    print()
     if out is not None:
-        real = all(result.real_or_simulated == "real" for result in done.results)
+        real = all(result.real_or_simulated in (REAL, ARITHMETIC) for result in done.results)
         results = [result._asdict() for result in done.results]
         content = document(name, "quire reproduce", args, results, real=real)
         write(out / f"{name}.json", {**content, "text": done.text, "data": done.data})

@@ -33,14 +33,20 @@ Derive = Callable[[Points], Points]
 ALL: Point = MappingProxyType({})
 """As `where`: all points."""
 HOLDS, DIFFERS = "holds", "differs"
+BY_ARITHMETIC = "by arithmetic"  # what the paper says follows from a closed form; nothing was run
+MET, MISSED = "met", "missed"  # a goal of our own, about which the paper says nothing
 MEASURED = "measured"  # a measured number without a claim
-MINUTES = "minutes"
 CITED = "cited"  # the paper's number, not judged here
+VERDICTS = (HOLDS, DIFFERS, BY_ARITHMETIC, MET, MISSED, MEASURED, CITED)
+MINUTES = "minutes"
+REAL, SIMULATED, ARITHMETIC = "real", "simulated", "arithmetic"
+EFFECT = 0.1  # of an effect, or of a number: the tolerance of claims that state no other
 
 
 class Result(NamedTuple):
-    """One number or statement. `row` says where the paper has it (P-F6: PagedAttention, Figure 6); `paper` is None
-    where the paper gives no number; `real_or_simulated` is one of these two words."""
+    """One number or statement. `row` says where the paper has it (P-F6: PagedAttention, Figure 6); `paper` is what the
+    paper says, None if it says nothing; `real_or_simulated` is "real", "simulated" or "arithmetic"; `why` says why a
+    claim differs, or a goal is missed."""
 
     row: str
     what: str
@@ -48,7 +54,8 @@ class Result(NamedTuple):
     ours: Any
     unit: str
     verdict: str
-    real_or_simulated: str = "real"
+    real_or_simulated: str = REAL
+    why: str = ""
 
 
 class Reproduction(NamedTuple):
@@ -92,9 +99,14 @@ def equal(paper: Any, ours: Any) -> str:
     return _verdict(paper == ours)
 
 
-def near(tolerance: float) -> Rule:
+def near(tolerance: float = EFFECT) -> Rule:
     """Hold within `tolerance` (a share, such as 0.05) of the paper's number."""
     return lambda paper, ours: _verdict(abs(ours - paper) <= tolerance * abs(paper))
+
+
+def effect(tolerance: float = EFFECT) -> Rule:
+    """Hold if ours differs from the paper's ratio by at most `tolerance` of the effect, the ratio's distance from 1."""
+    return lambda paper, ours: _verdict(abs(ours - paper) <= tolerance * abs(paper - 1))
 
 
 def at_most(limit: float) -> Rule:
@@ -112,19 +124,9 @@ def above(limit: float) -> Rule:
     return lambda paper, ours: _verdict(ours > limit)
 
 
-def at_most_times(factor: float) -> Rule:
-    """Hold if ours is at most `factor` times the paper's number."""
-    return lambda paper, ours: _verdict(ours <= factor * paper)
-
-
-def at_least_times(factor: float) -> Rule:
-    """Hold if ours is at least `factor` times the paper's number."""
-    return lambda paper, ours: _verdict(ours >= factor * paper)
-
-
-def between(low: float, high: float, slack: float = 0.0) -> Rule:
-    """Hold from `low` to `high`, extended by the share `slack` on both sides."""
-    return lambda paper, ours: _verdict(low * (1 - slack) <= ours <= high * (1 + slack))
+def between(low: float, high: float) -> Rule:
+    """Hold from `low` to `high`, the paper's range."""
+    return lambda paper, ours: _verdict(low <= ours <= high)
 
 
 def same_digits(paper: float, ours: float) -> str:
@@ -137,7 +139,8 @@ class Each(NamedTuple):
 
     `what` and `unit` are format strings over the point's fields. `paper` is a value, a function of the point, or a
     mapping from the value of the point's field `key`; points that the mapping lacks are measured only. Ours is rounded
-    to `digits` after the point. `by` is "real" or "simulated", the entry's if empty."""
+    to `digits` after the point. `by` is "real", "simulated" or "arithmetic", the entry's if empty. `why` says why ours
+    differs where it does."""
 
     row: str
     what: str
@@ -150,8 +153,9 @@ class Each(NamedTuple):
     digits: int = 2
     by: str = ""
     derive: Derive = list
+    why: str = ""
 
-    def results(self, points: Points, by: str = "real") -> Iterable[Result]:
+    def results(self, points: Points, by: str = REAL) -> Iterable[Result]:
         for point in chosen(self.derive(points), self.where):
             paper, rule = self.paper, self.rule
             if self.key:
@@ -164,7 +168,7 @@ class Each(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A claim about all points together: `ours` computes its value; None leaves the claim out."""
+    """A claim about all points together: `ours` computes its value; None leaves the claim out. See Each."""
 
     row: str
     what: str
@@ -174,16 +178,22 @@ class Whole(NamedTuple):
     rule: Rule = measured
     digits: int = 2
     by: str = ""
+    why: str = ""
 
-    def results(self, points: Points, by: str = "real") -> Iterable[Result]:
+    def results(self, points: Points, by: str = REAL) -> Iterable[Result]:
         ours = self.ours(points)
         if ours is not None:
             yield _result(self, self.what, self.paper, ours, self.unit, self.rule, by)
 
 
-def truth(row: str, what: str, holds: Callable[[Points], bool | None], by: str = "") -> Whole:
-    """Return a claim that is true or false."""
-    return Whole(row, what, holds, "", True, equal, by=by)
+def truth(row: str, what: str, holds: Callable[[Points], bool | None], by: str = "", why: str = "") -> Whole:
+    """Return a statement of the paper, which is true or false."""
+    return Whole(row, what, holds, "", True, equal, by=by, why=why)
+
+
+def goal(row: str, what: str, holds: Callable[[Points], bool | None], by: str = "", why: str = "") -> Whole:
+    """Return a statement of our own, which is true or false."""
+    return truth(row, what, holds, by, why)._replace(paper=None, rule=lambda _, ours: _verdict(ours))
 
 
 def _result(claim: Each | Whole, what: str, paper: Any, ours: Any, unit: str, rule: Rule, by: str) -> Result:
@@ -191,7 +201,12 @@ def _result(claim: Each | Whole, what: str, paper: Any, ours: Any, unit: str, ru
         unit = f"{unit} ({ours.lowest:.{claim.digits}f}-{ours.highest:.{claim.digits}f})"
         ours = ours.mean
     ours = round(ours, claim.digits) if isinstance(ours, float) else ours
-    return Result(claim.row, what, paper, ours, unit, rule(paper, ours), claim.by or by)
+    verdict, by = rule(paper, ours), claim.by or by
+    if paper is None:
+        verdict = {HOLDS: MET, DIFFERS: MISSED}.get(verdict, verdict)
+    elif by == ARITHMETIC and verdict == HOLDS:
+        verdict = BY_ARITHMETIC
+    return Result(claim.row, what, paper, ours, unit, verdict, by, claim.why if verdict in (DIFFERS, MISSED) else "")
 
 
 class Rows(NamedTuple):
@@ -257,8 +272,8 @@ class Entry(NamedTuple):
     `runner`, `params` and `full` are those of a Run; the points of further runs, `also`, follow its points. `claims`,
     `tables` and `note` (or a function of the points) make the results and the text; `plot` draws the points. `gpu`: it
     needs a GPU. `timed`: its numbers are times of this machine; others are the same on any machine. `part_of`: --all
-    runs that entry instead. `by`: its numbers are "real" or "simulated", if a claim says no other. `takes`:
-    "seconds" or MINUTES, on two cores or an H200."""
+    runs that entry instead. `by`: its numbers are "real", "simulated" or "arithmetic", if a claim says no other.
+    `takes`: "seconds" or MINUTES, on two cores or an H200."""
 
     about: str
     runner: str
@@ -272,7 +287,7 @@ class Entry(NamedTuple):
     timed: bool = False
     part_of: str | None = None
     also: Sequence[Run] = ()
-    by: str = "real"
+    by: str = REAL
     takes: str = "seconds"
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from papers.entry import DIFFERS, HOLDS, MEASURED
+from papers.entry import DIFFERS, MISSED, VERDICTS
 from quire.errors import StartupError
 
 HEAD = ("row", "what", "paper", "ours", "unit", "verdict", "by")
@@ -20,10 +20,12 @@ FIGURES = 4  # significant figures of a number
 INTRODUCTION = """# The papers' results, reproduced
 
 Made by `quire reproduce --report FILE --from DIR` from the documents in that folder; not to be edited. An entry runs by
-`quire reproduce NAME`. A claim *holds* or *differs* as its entry defines; *measured* is a number without a claim,
-*cited* one of a paper's that is judged elsewhere, if at all.
-*Simulated* is the engine on a device of which only the costs are known ([simulation.md](simulation.md)); *real* is all
-the rest. Where numbers differ, [rows.md](rows.md) and the entries say why."""
+`quire reproduce NAME`. The column *paper* has what the paper says, and nothing else. A claim *holds* if ours is within
+10 % of the paper's number, or of its effect (a ratio's distance from 1), or in its range, unless its line states
+another tolerance. Else it *differs*, and a sentence says why. *By arithmetic*: it holds, and follows from a closed
+form. A goal of our own is *met* or *missed*. *Measured* is a number without a claim, *cited* one of a paper's that is
+judged elsewhere, if at all. *Simulated* is the engine on a device of which only the costs are known
+([simulation.md](simulation.md)); *real* is all the rest."""
 
 
 class Described(Protocol):
@@ -105,11 +107,8 @@ def _overview(entries: Mapping[str, Described], of: Mapping[str, Sequence[Found]
     for name, entry in entries.items():
         for one in of[name]:
             where = "" if one.own else f" ({one.content['machine']['gpu'] or one.content['machine']['cpu']})"
-            rows.append((
-                f"[{name}](#{name}){where}", entry.about, one.count(HOLDS), one.count(DIFFERS),
-                one.count(MEASURED),
-            ))  # fmt: skip
-    return "\n".join(_table(("entry", "what", "holds", "differs", "measured"), rows))
+            rows.append((f"[{name}](#{name}){where}", entry.about, *(one.count(verdict) or "" for verdict in VERDICTS)))
+    return "\n".join(_table(("entry", "what", *VERDICTS), rows))
 
 
 def _run(one: Found, path: Path) -> str:
@@ -118,12 +117,20 @@ def _run(one: Found, path: Path) -> str:
     rows = [
         (
             result["row"], result["what"], shown(result["paper"]), shown(result["ours"]), result["unit"],
-            f"**{DIFFERS}**" if result["verdict"] == DIFFERS else result["verdict"], result["real_or_simulated"],
+            f"**{result['verdict']}**" if result["verdict"] in (DIFFERS, MISSED) else result["verdict"],
+            result["real_or_simulated"],
         )
         for result in content["results"]
     ]  # fmt: skip
     lines = [f"### On {content['machine']['gpu']}\n" if content["machine"]["gpu"] and not one.own else ""]
-    lines += [*_table(HEAD, rows), "", *_said(content), f"`{content['command']}`; {_machine(content)}."]
+    whys = dict.fromkeys(result["why"] for result in content["results"] if result.get("why"))
+    lines += [
+        *_table(HEAD, rows),
+        "",
+        *(f"Why: {why}\n" for why in whys),
+        *_said(content),
+        f"`{content['command']}`; {_machine(content)}.",
+    ]
     picture = one.path.with_suffix(".png")
     if picture.exists():
         link = Path(os.path.relpath(picture, path.parent)).as_posix()

@@ -78,7 +78,7 @@ class Case(NamedTuple):
     `halved`: weights take one byte (FP8 in the paper's Table 1). `kv_gib` replaces the memory left over on the device,
     `longest` the model's context, `chunk` and `seqs` the default tokens and sequences a step. `changes` are to its
     config.json. `draft` is a draft model, which proposes DRAFTS tokens in every step, each accepted with a probability
-    of ACCEPTANCE if those before it are."""
+    of ACCEPTANCE if those before it are. `seed` determines the requests."""
 
     model: str
     device: Device
@@ -91,6 +91,7 @@ class Case(NamedTuple):
     seqs: int | None = None
     changes: tuple[tuple[str, Any], ...] = ()
     draft: str | None = None
+    seed: int = SEED
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -159,7 +160,7 @@ class Case(NamedTuple):
         """Return the requests, cut to the model's context: a prompt that is too long loses its document's end."""
         most, eyes = min(self.spec.max_len, self.longest or self.spec.max_len), self.eyes
         found = []
-        for one in parse(self.workload).specs(SEED):
+        for one in parse(self.workload).specs(self.seed):
             length = one.prompt_len if eyes is None else eyes.placed(one)[0]
             over = max(length + one.output_len - most, 0)
             kept = max(one.prefix_len - over, 0)

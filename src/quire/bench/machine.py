@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import time
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import psutil
 
 import quire
 from quire.cli.env import cpu
+from quire.errors import StartupError
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "neon", "asimd", "sve")
 QUIET = 0.1  # cores in use by other processes from which a timing is unreliable
@@ -44,12 +46,25 @@ def _version(package: str) -> str | None:
         return None
 
 
+ROOT = Path(quire.__file__).parents[2]
+
+
+def refuse_changed_tree(out: Path) -> None:
+    """Raise StartupError if a document would be written into this checkout while its files differ from the revision."""
+    if (_revision() or "").endswith("-dirty") and out.resolve().is_relative_to(ROOT):
+        raise StartupError(
+            "files of this checkout are changed, so its revision would not say what was measured",
+            "Commit them, or write outside the checkout",
+        )
+
+
+@cache
 def _revision() -> str | None:
-    """Return the git revision of this checkout, if it is one, with "-dirty" if files differ from it."""
-    root = Path(quire.__file__).parents[2]
-    if not (root / ".git").exists():
+    """Return the git revision of this checkout at the first call, if it is one, with "-dirty" if files differ from
+    it."""
+    if not (ROOT / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -109,10 +109,9 @@ class After(NamedTuple):
 Length = LogNormal | Uniform | After
 
 
-
 class Lengths(NamedTuple):
-    """Lengths of prompts and outputs, at most `longest` tokens together. With `subjects` a prompt begins with the worked
-    examples of one of that many subjects, which have `examples` tokens."""
+    """Lengths of prompts and outputs, at most `longest` tokens together. With `subjects` a prompt begins with the
+    worked examples of one of that many subjects, which have `examples` tokens."""
 
     prompt: Length
     output: Length
