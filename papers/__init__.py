@@ -48,18 +48,20 @@ def main(args: list[str]) -> int:
     parser.add_argument("--draw", metavar="DIR", help="draw NAME.png of each NAME.json there that has all it needs")
     parser.add_argument("--judge", metavar="DIR", help="judge the claims of each NAME.json there again")
     parser.add_argument("--report", metavar="FILE", help="write what the documents in --from say, as Markdown")
+    parser.add_argument("--rows", metavar="FILE", help="write the rows of the papers with their results in --from")
     parser.add_argument("--from", dest="folder", metavar="DIR", help="what was --out before")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     given = parser.parse_args(args)
-    if (given.report is None) != (given.folder is None):
-        raise StartupError("--report and --from belong together", "Give both")
+    written = given.report or given.rows
+    if (written is None) != (given.folder is None):
+        raise StartupError("--report or --rows, and --from belong together", "Give both")
     if given.simulated and not given.all:
         raise StartupError("--simulated is given without --all", "Give both, or the names only")
     names = _all(given.simulated) if given.all else given.name
     for name in names:
         if name not in ENTRIES:
             raise StartupError(f"there is nothing named {name[:40]!r} to reproduce", f"Known: {', '.join(ENTRIES)}")
-    if given.list or not (names or given.report or given.draw or given.judge):
+    if given.list or not (names or written or given.draw or given.judge):
         rows = {
             group: [
                 (name, one.takes, "GPU" if one.gpu else "", one.about.removeprefix(f"{group} "))
@@ -92,6 +94,10 @@ def main(args: list[str]) -> int:
         from papers.report import write_report
 
         write_report(ENTRIES, Path(given.folder), Path(given.report))
+    if given.rows:
+        from papers.rows import write_page
+
+        write_page(ENTRIES, Path(given.folder), Path(given.rows))
     return int(any(result.verdict == DIFFERS for reproduction in done.values() for result in reproduction.results))
 
 

@@ -512,7 +512,7 @@ RUNS = Rows([
     ("normalised ms", ms("latency"), ".1f"), "requests", "unfinished", ("preempted", "preemptions"),
     *((f"{kind} %", kind, ".1f") for kind in (*KINDS, "free")),
 ])
-PADDING = """This engine doesn't compute FasterTransformer's padding, nor does its simulation here, unless "padded"."""
+PADDING = "FasterTransformer's batches compute their padding: prompts to the longest, ended sequences to the last."
 FIGURE_13_GPU = Entry(
     "PagedAttention Figure 13a on a GPU, every system",
     "side_by_side:one_rate", {"place": ON_A_GPU, "of": ("a100-13b", 2.0), "ramp": 8.0, "seconds": 60.0},

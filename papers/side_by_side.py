@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -24,11 +25,13 @@ from quire.bench.simulate import read_deployment
 from quire.config import EngineConfig
 from quire.core.assembly import assemble
 from quire.core.engine import Engine
+from quire.core.runner import Runner
 from quire.errors import QuireError
 from quire.ipc.garbage_collection import freeze_loaded_objects
 from quire.memory.answers import Usage
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
+from quire.protocol.step_plan import LAST_SAMPLED, SeqSlice, StepPlan, StepResult
 from quire.sim.simulation import ServedRequest, Simulation, TraceRequest
 from quire.startup.build import BuiltEngine
 from quire.startup.dtypes import ITEMSIZE
@@ -87,22 +90,16 @@ class Place(NamedTuple):
         """Return the mean output tokens of a request."""
         return float(np.mean([one.output_len for one in Load(self.calibration, self.workload).specs(MANY)]))
 
-    def simulation(self, system: str, kv_tokens: int | None = None, padded: bool = False) -> Simulation:
-        """Return the system's simulation by the calibration.
-
-        The engine skips the padding that FasterTransformer computes, so the simulation includes it only if `padded`."""
+    def simulation(self, system: str, kv_tokens: int | None = None) -> Simulation:
+        """Return the system's simulation by the calibration."""
         plant = read_deployment(replace(self.config, memory=system), self.calibration)
         plant = plant if kv_tokens is None else plant._replace(kv_tokens=kv_tokens, kv_bytes=0)
-        made = plant.simulation()
-        if not padded:
-            made.runner.set_padding(None)
-        return made
+        return plant.simulation()
 
-    def simulate(self, plan: Plan, kv_tokens: int | None = None, padded: bool = False) -> dict[str, Any]:
+    def simulate(self, plan: Plan, kv_tokens: int | None = None) -> dict[str, Any]:
         """Run a plan on the virtual clock."""
-        made = self.simulation(plan.system, kv_tokens, padded)
-        by = "simulated, padded" if padded else "simulated"
-        return run(made.engine, made.clock.advance_to, self.trace(plan.rate, plan.span.end), plan, by)
+        made = self.simulation(plan.system, kv_tokens)
+        return run(made.engine, made.clock.advance_to, self.trace(plan.rate, plan.span.end), plan, "simulated")
 
     def capacity(self, system: str) -> float:
         """Return the simulated requests a second of a system with a full queue."""
@@ -204,6 +201,36 @@ def run(engine: Engine, wait: Wait, trace: Sequence[TraceRequest], plan: Plan, b
 # On the device
 
 
+class PaddingRunner:
+    """A runner that computes what FasterTransformer pads: prompts up to the longest of their batch, and sequences that
+    have ended until the last of the batch ends. These overwrite the end of their own memory, and their results are
+    dropped; outputs after a padded prompt are wrong."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.ends: dict[int, int] = {}  # the tokens so far of each member of the batch, by slot
+        self.rows: deque[int] = deque()  # of the steps in flight, without the padding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def submit(self, plan: StepPlan) -> Any:
+        slices = tuple(plan.slices)
+        if plan.new_slots:
+            longest = max(len(row.tokens) for row in slices)
+            slices = tuple(row._replace(tokens=row.tokens + (0,) * (longest - len(row.tokens))) for row in slices)
+            self.ends = {}
+        self.ends.update({row.slot: row.start + len(row.tokens) for row in slices})
+        ended = self.ends.keys() - {row.slot for row in slices}
+        more = tuple(SeqSlice(slot, (LAST_SAMPLED,), self.ends[slot] - 1, 1) for slot in sorted(ended))
+        self.rows.append(len(slices))
+        return self.runner.submit(plan._replace(slices=slices + more))
+
+    def collect(self, ticket: Any) -> StepResult:
+        result = self.runner.collect(ticket)
+        return result._replace(slice_results=result.slice_results[: self.rows.popleft()])
+
+
 def engine_of(made: BuiltEngine, config: EngineConfig, system: str) -> Engine:
     """Return another engine over the runner of `made`, now idle, with a system's memory.
 
@@ -221,7 +248,10 @@ def engine_of(made: BuiltEngine, config: EngineConfig, system: str) -> Engine:
     assert memory.kv_config == runner.store.kv_config, "the memories have other tables"
     limits = made.engine.limits._replace(max_queued=sys.maxsize)
     config = replace(config, preemption="recompute")
-    return assemble(config, memory, runner, limits, clock=time.monotonic, depth=made.engine.depth)
+    engine = assemble(config, memory, runner, limits, clock=time.monotonic, depth=made.engine.depth)
+    if engine.scheduler.static_batching:
+        engine.runner = cast(Runner, PaddingRunner(runner))
+    return engine
 
 
 def sleep_until(moment: float) -> None:
@@ -269,9 +299,8 @@ def by_rate(
 
 
 def _beside(place: Place, plans: Sequence[Plan], real: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Run the plans `real` on this device one after another and simulate all; the last point is the last plan's with
-    padding, which this engine doesn't compute. Points have the requests `served` a second; those of this device have
-    the simulation's errors as shares."""
+    """Run the plans `real` on this device one after another and simulate all. Points have the requests `served` a
+    second; those of this device have the simulation's errors as shares."""
     with built(place.config) as made:
         warm_up(made, place)
         freeze_loaded_objects()
@@ -284,6 +313,6 @@ def _beside(place: Place, plans: Sequence[Plan], real: Sequence[Plan]) -> list[d
     simulated = {plan: place.simulate(plan, tokens) for plan in plans}
     for plan, point in zip(real, measured):
         point |= {f"{name}_off": simulated[plan][name] / point[name] - 1 for name in OFF}
-    points = [*measured, *simulated.values(), place.simulate(plans[-1], tokens, padded=True)]
+    points = [*measured, *simulated.values()]
     mean = place.mean_output()
     return [{**point, "served": point["tokens_per_s"] / mean} for point in points]

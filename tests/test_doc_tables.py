@@ -1,12 +1,11 @@
 """docs/reference.md is what the code declares, and docs/serving.md names no flag, route, field or metric that is not
-there. docs/rows.md names files, tests and documents that are there."""
+there."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import echo_service
@@ -97,47 +96,6 @@ def test_the_tests_that_security_names_are_there() -> None:
             assert (ROOT / folder / name).exists(), name
 
 
-HOMES = ROOT, ROOT / "src" / "quire", ROOT / "docs" / "measurements", ROOT / "docs"
-NAMED = re.compile(r"[\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|json|md|cpp|h|js|mjs))")
-OTHERS = re.compile(r"_[XN](?=\.)|\*")
-"""What stands for several names."""
-
-
-def named(text: str) -> Iterator[tuple[str, bool]]:
-    """The paths in each cell of the tables; and whether it is the first one of its cell, which stands alone."""
-    for line in text.splitlines():
-        for cell in re.split(r"(?<!\\)\|", line)[1:-1] if line.startswith("|") else ():
-            words = [word.rstrip(",;:") for code in re.findall(r"`([^`]+)`", cell) for word in code.split()]
-            paths = [word for word in words if NAMED.fullmatch(OTHERS.sub("", word))]
-            yield from ((path, i == 0) for i, path in enumerate(paths))
-
-
-def missing(text: str) -> list[str]:
-    """Those that are nowhere. Further ones of a cell may be told from a folder that the one before lies in."""
-    lost, beside = list[str](), list[Path]()
-    for path, first in named(text):
-        homes = HOMES if first else (*HOMES, *beside)
-        found = next((one for home in homes for one in home.glob(OTHERS.sub("*", path).rstrip("/"))), None)
-        if found is None:
-            lost.append(path)
-        else:
-            beside = [folder for folder in found.parents if folder.is_relative_to(ROOT / "src")]
-    return lost
-
-
-def test_every_path_is_there() -> None:
-    text = (ROOT / "docs" / "rows.md").read_text(encoding="utf-8")
-    assert sum(1 for _ in named(text)) > 500
-    assert missing(text) == []
-
-
-def test_one_that_is_not_is_found() -> None:
-    rows = "| a | `core/scheduler.py`, `nowhere.py` | `pytest tests/test_nowhere.py` | `cpu_nowhere_X.json` |"
-    assert missing(rows) == ["nowhere.py", "tests/test_nowhere.py", "cpu_nowhere_X.json"]
-    assert not missing("| `memory/jenga/two_level_pool.py`, `page_sizes.py`, `retention.py` | `cpu_memory_X.json` |")
-    assert missing("| `page_sizes.py` |") == ["page_sizes.py"]
-
-
 def test_every_promise_names_a_test_that_exists() -> None:
     rows = [line.split("\t") for line in (ROOT / "docs" / "promises.tsv").read_text(encoding="utf-8").splitlines()[1:]]
     assert len(rows) > 900
@@ -156,12 +114,7 @@ def test_every_promise_names_a_test_that_exists() -> None:
     assert lost == []
 
 
-def test_moved_files_and_the_symbols_of_rows_exist() -> None:
+def test_moved_files_exist() -> None:
     moved = [line.split("\t")[1] for line in (ROOT / "docs" / "moves.tsv").read_text(encoding="utf-8").splitlines()[1:]]
     assert len(moved) > 300
     assert not [path for path in moved if not (ROOT / path).is_file()]
-    named = re.findall(r"`([\w/]+\.py)` \(`(\w+)`", (ROOT / "docs" / "rows.md").read_text(encoding="utf-8"))
-    assert len(named) > 9
-    for path, name in named:
-        [file] = [file for file in (ROOT / path, ROOT / "src" / "quire" / path) if file.is_file()]
-        assert re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")), f"{path} has no {name}"
