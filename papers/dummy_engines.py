@@ -33,8 +33,8 @@ LAYER_SLACK, SLACK = 2048, 128  # tokens of a sequence's last page of 2 MB at mo
 
 
 def virtual(layout: str, ahead: bool = True) -> dict[str, Any]:
-    """Return the settings of virtual memory."""
-    return {"memory": "virtual", "virtual_layout": layout, "map_ahead": "inline" if ahead else "off"}
+    """Return the settings of virtual memory; pages are mapped `ahead` in a thread, as in the paper (§6.2.1)."""
+    return {"memory": "virtual", "virtual_layout": layout, "map_ahead": "thread" if ahead else "off"}
 
 
 def dummy(model: str, length: int, seqs: int, **settings: Any) -> AbstractContextManager[BuiltEngine]:

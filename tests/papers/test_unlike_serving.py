@@ -48,7 +48,7 @@ def test_budgets_are_the_papers() -> None:
     assert case.budget == case.on(H200).budget == pytest.approx(54.45, abs=0.01)
     assert Case("ministral-8b", H100, "", kv_gib=40.0).budget == 40
     gpu = {name: entry.params for name, entry in jenga.ENTRIES.items() if entry.runner == "unlike_gpu:beside"}
-    assert len(gpu) == 18
+    assert len(gpu) == 21
     assert [name for name, params in gpu.items() if params["fp8"]] == ["jenga-fig13-jamba-gpu"]
 
 
