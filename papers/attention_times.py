@@ -1,8 +1,9 @@
 """Time attention over keys and values in pages, over contiguous ones, and over pages mapped next to each other in
 virtual addresses: by our kernels, and by torch's own, which need contiguous keys and values.
 
-A memory is named "paged, N" (pages of N tokens in random order), "contiguous", or "virtual, L" (L: which layers share
-a buffer). `device` and `kib`, the KiB of a device page, differ only in tests.
+A memory is named "paged, N" (pages of N tokens in random order), "contiguous", "virtual, L" (L: which layers share a
+buffer), or, in `decodes`, "vllm 0.2.7, N": pages in that version's layout, for its kernel (see `vllm_paged`). `device`
+and `kib`, the KiB of a device page, differ only in tests.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def decodes(
     device: str = "cuda", kib: int = 2048,
 ) -> list[Point]:  # fmt: skip
     """Return the `ms` of the decode attention of all layers of each model, and the `us` of one, at each of its batch
-    sizes, by our kernel and over virtual memory also by torch's.
+    sizes, by our kernel, over virtual memory also by torch's, and over vLLM's pages by its kernel instead.
 
     With `whole` all layers and batch sizes share one memory, else each batch size has its own, of as many layers as
     exceed the GPU's cache."""
@@ -149,6 +150,7 @@ def _decodes(batches: Sequence[int], memory: str, missing: Missing, where: KVBat
     """Measure the first sequences of these numbers."""
     from torch.nn.attention import SDPBackend
 
+    from papers import vllm_paged
     from quire.bench.kv_batches import decode_calls
     from quire.bench.replay import replayed
 
@@ -158,7 +160,16 @@ def _decodes(batches: Sequence[int], memory: str, missing: Missing, where: KVBat
         fused.append(SDPBackend.MATH)
     for batch in batches:
         some = where._replace(slots=where.slots[:batch], lengths=where.lengths[:batch])
-        points.append({"batch": batch, "way": memory, "us": 1e6 * replayed(decode_calls(some), 2)})
+        if memory.startswith("vllm"):
+            first, *rest = vllm_paged.decode_calls(some)
+            wrong = _vllm_difference(first)
+            if wrong:
+                missing[f"{memory}, batch {batch}"] = wrong
+                continue
+            calls: list[Call] = [first, *rest]
+        else:
+            calls = decode_calls(some)
+        points.append({"batch": batch, "way": memory, "us": 1e6 * replayed(calls, 2)})
         if memory.startswith("virtual"):
             way = f"torch, {memory}"
             try:
@@ -166,6 +177,22 @@ def _decodes(batches: Sequence[int], memory: str, missing: Missing, where: KVBat
             except RuntimeError as error:
                 missing[f"{way}, batch {batch}"] = _first_line(error)
     return points
+
+
+def _vllm_difference(call: partial[Tensor]) -> str:
+    """Return how the results of the first and last sequence differ from the reference's in fp32, or ""."""
+    import torch
+
+    from quire.kernels.reference import paged_attention
+
+    q, keys, values, tables, lengths, _, scale = call.args
+    pages = tables[[0, -1]].flatten().long()
+    k, v = keys[pages].permute(0, 1, 3, 2, 4).flatten(3), values[pages].transpose(2, 3)
+    table = torch.arange(len(pages)).view(2, -1)
+    expected = [
+        paged_attention(q[i].float(), k, v, table[i], int(lengths[i]) - 1, scale=scale) for i in (0, -1)
+    ]  # fmt: skip
+    return _difference(call()[[0, -1]], torch.stack(expected))
 
 
 def _sdpa(where: KVBatch, tokens: int, backends: list[SDPBackend] | SDPBackend) -> list[Call]:
@@ -344,7 +371,7 @@ def right(calls: Mapping[str, partial[Tensor]], where: KVBatch, start: int, miss
     some = [*range(0, count, max(1, count // 16)), count - 1]
     for name, call in calls.items():
         try:
-            results = call()[some].float()
+            results = call()[some]
         except RuntimeError as error:
             missing[name] = _first_line(error)
             continue
@@ -352,12 +379,18 @@ def right(calls: Mapping[str, partial[Tensor]], where: KVBatch, start: int, miss
         expected = torch.stack([
             paged_attention(q[i], cache.keys, cache.values, table, start + i, scale=cache.scale) for i in some
         ])  # fmt: skip
-        apart = float((results - expected).abs().max())
-        if apart <= APART * float(expected.abs().max()):
-            found.append(name)
+        wrong = _difference(results, expected)
+        if wrong:
+            missing[name] = wrong
         else:
-            missing[name] = f"its results are {apart:.3g} from those in fp32"
+            found.append(name)
     return found
+
+
+def _difference(results: Tensor, expected: Tensor) -> str:
+    """Return how far results are from those expected, if that is too far, or ""."""
+    apart = float((results.float() - expected).abs().max())
+    return "" if apart <= APART * float(expected.abs().max()) else f"its results are {apart:.3g} from those in fp32"
 
 
 def _first_line(error: RuntimeError) -> str:
