@@ -22,6 +22,7 @@ from papers.entry import (
     against,
     at_least,
     at_most,
+    between,
     chosen,
     cited,
     effect,
