@@ -135,7 +135,10 @@ def draw(folder: Path) -> None:
 def judge(folder: Path) -> None:
     """Judge the claims again of the documents in `folder` that have points: entries may have changed since."""
     for path, content, entry in _with_points(folder, "--judge"):
-        done = entry.judge(content["data"])
+        try:
+            done = entry.judge(content["data"])
+        except KeyError as error:
+            raise StartupError(f"the points of {path} have no {error}", "Run its entry again") from error
         write(path, {**content, "results": [result._asdict() for result in done.results], "text": done.text})
 
 

@@ -273,7 +273,7 @@ class Entry(NamedTuple):
     `tables` and `note` (or a function of the points) make the results and the text; `plot` draws the points. `gpu`: it
     needs a GPU. `timed`: its numbers are times of this machine; others are the same on any machine. `part_of`: --all
     runs that entry instead. `by`: its numbers are "real", "simulated" or "arithmetic", if a claim says no other.
-    `takes`: "seconds" or MINUTES, on two cores or an H200."""
+    `takes`: "seconds" or MINUTES, on two cores or an H200. `why` says why claims differ that do not say it."""
 
     about: str
     runner: str
@@ -289,6 +289,7 @@ class Entry(NamedTuple):
     also: Sequence[Run] = ()
     by: str = REAL
     takes: str = "seconds"
+    why: str = ""
 
     @property
     def runs(self) -> list[Run]:
@@ -310,7 +311,10 @@ class Entry(NamedTuple):
 
     def results(self, points: Points) -> list[Result]:
         """Judge the claims."""
-        return [result for claim in self.claims for result in claim.results(_measured(points), self.by)]
+        results = [result for claim in self.claims for result in claim.results(_measured(points), self.by)]
+        return [
+            one._replace(why=self.why) if one.verdict in (DIFFERS, MISSED) and not one.why else one for one in results
+        ]
 
     def judge(self, points: Points) -> Reproduction:
         """Return the results, the text and the picture of points, measured here or read from a document."""

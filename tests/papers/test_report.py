@@ -39,17 +39,24 @@ def folder(tmp_path: Path) -> Path:
         "x1",
         [Result("P-X1", "a | b", 800, 812.34, "KB", HOLDS), Result("P-X1", "batch", None, 3, "", MEASURED)],
     )
-    put(made, "h200_x1", "x1", [Result("P-X1", "a", None, 0.5, "KB", DIFFERS, "simulated")], gpu="H200", threads=None)
+    put(
+        made,
+        "h200_x1",
+        "x1",
+        [Result("P-X1", "a", None, 0.5, "KB", DIFFERS, "simulated", "another unit")],
+        gpu="H200",
+        threads=None,
+    )
     (made / "x1.png").touch()
     return made
 
 
 def test_each_document_is_told_under_its_entry(folder: Path) -> None:
     text = report(KNOWN, folder, folder.parent / "report.md")
-    assert "| [x1](#x1) | KV of a token | 1 | 0 | 1 |" in text
-    assert "| [x1](#x1) (H200) | KV of a token | 0 | 1 | 0 |" in text
+    assert "| [x1](#x1) | KV of a token | 1 |  |  |  |  | 1 |  |" in text
+    assert "| [x1](#x1) (H200) | KV of a token |  | 1 |  |  |  |  |  |" in text
     assert "| P-X1 | a \\| b | 800 | 812.3 | KB | holds | real |" in text
-    assert "| P-X1 | a | - | 0.5 | KB | **differs** | simulated |" in text
+    assert "| P-X1 | a | - | 0.5 | KB | **differs** | simulated |\n\nWhy: another unit\n" in text
     assert "`quire reproduce x1`; a CPU, 2 logical cores, one thread, torch 2.13, 2026-11-21, revision abc." in text
     assert "`quire reproduce x1`; H200, a CPU, 2 logical cores, torch 2.13, 2026-11-21, revision abc." in text
     assert "![x1](measured/x1.png)" in text
