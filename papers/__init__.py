@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from papers import jenga, pagedattention, vattention
-from papers.entry import ARITHMETIC, DIFFERS, REAL, VERDICTS, Entry, Reproduction
+from papers.entry import DIFFERS, MISSED, SIMULATED, VERDICTS, Entry, Reproduction
 from quire.bench.document import document, grouped_table, table, write
 from quire.bench.machine import refuse_changed_tree
 from quire.bench.plots import figure, save
@@ -34,7 +34,7 @@ SHOWN_AFTER = 3.0  # seconds that an entry runs before a terminal shows how long
 
 
 def main(args: list[str]) -> int:
-    """Run entries. The exit status is 1 if a claim differs."""
+    """Run entries. The exit status is 1 if a claim differs or a goal is missed."""
     parser = Parser(prog="quire reproduce", description="Reproduce the papers' results.", allow_abbrev=False)
     parser.add_argument("name", nargs="*", metavar="NAME", help="what to reproduce")
     parser.add_argument("--list", action="store_true", help="show what there is to reproduce")
@@ -95,10 +95,13 @@ def main(args: list[str]) -> int:
 
         write_report(ENTRIES, Path(given.folder), Path(given.report))
     if given.rows:
-        from papers.rows import write_page
+        from papers.report import write_page
+        from papers.rows import page
 
-        write_page(ENTRIES, Path(given.folder), Path(given.rows))
-    return int(any(result.verdict == DIFFERS for reproduction in done.values() for result in reproduction.results))
+        write_page(Path(given.rows), page(ENTRIES, Path(given.folder)), "--rows")
+    return int(
+        any(result.verdict in (DIFFERS, MISSED) for reproduction in done.values() for result in reproduction.results)
+    )
 
 
 def _verdicts(done: Mapping[str, Reproduction]) -> str:
@@ -132,14 +135,22 @@ def draw(folder: Path) -> None:
         print(f"drew {path.with_suffix('.png')}", file=sys.stderr)
 
 
+def _judged(done: Reproduction) -> dict[str, Any]:
+    """Return what a document says beside its points."""
+    return {
+        "real": all(result.real_or_simulated != SIMULATED for result in done.results),
+        "results": [result._asdict() for result in done.results], "text": done.text,
+    }  # fmt: skip
+
+
 def judge(folder: Path) -> None:
-    """Judge the claims again of the documents in `folder` that have points: entries may have changed since."""
+    """Judge again the claims of the documents in `folder` that have points: entries may have changed since."""
     for path, content, entry in _with_points(folder, "--judge"):
         try:
             done = entry.judge(content["data"])
         except KeyError as error:
             raise StartupError(f"the points of {path} have no {error}", "Run its entry again") from error
-        write(path, {**content, "results": [result._asdict() for result in done.results], "text": done.text})
+        write(path, {**content, **_judged(done)})
 
 
 def _with_points(folder: Path, flag: str) -> Iterator[tuple[Path, dict[str, Any], Entry]]:
@@ -197,10 +208,8 @@ def reproduce(name: str, args: list[str], out: Path | None, full: bool = False, 
         print(f"Why: {why}")
     print()
     if out is not None:
-        real = all(result.real_or_simulated in (REAL, ARITHMETIC) for result in done.results)
-        results = [result._asdict() for result in done.results]
-        content = document(name, "quire reproduce", args, results, real=real)
-        write(out / f"{name}.json", {**content, "text": done.text, "data": done.data})
+        content = document(name, "quire reproduce", args, [])
+        write(out / f"{name}.json", {**content, **_judged(done), "data": done.data})
         print(f"wrote {out / name}.json", file=sys.stderr)
         if pictures:
             save(done.draw(), out / f"{name}.png")

@@ -99,6 +99,11 @@ def equal(paper: Any, ours: Any) -> str:
     return _verdict(paper == ours)
 
 
+def same(paper: Any, ours: Any) -> str:
+    """Hold if ours, a statement, is true."""
+    return _verdict(ours)
+
+
 def near(tolerance: float = EFFECT) -> Rule:
     """Hold within `tolerance` (a share, such as 0.05) of the paper's number."""
     return lambda paper, ours: _verdict(abs(ours - paper) <= tolerance * abs(paper))
@@ -125,7 +130,7 @@ def above(limit: float) -> Rule:
 
 
 def between(low: float, high: float) -> Rule:
-    """Hold from `low` to `high`, the paper's range."""
+    """Hold from `low` to `high`."""
     return lambda paper, ours: _verdict(low <= ours <= high)
 
 
@@ -187,21 +192,21 @@ class Whole(NamedTuple):
 
 
 def truth(row: str, what: str, holds: Callable[[Points], bool | None], by: str = "", why: str = "") -> Whole:
-    """Return a statement of the paper, which is true or false."""
+    """Return a statement of a paper or a review, which is true or false."""
     return Whole(row, what, holds, "", True, equal, by=by, why=why)
 
 
 def goal(row: str, what: str, holds: Callable[[Points], bool | None], by: str = "", why: str = "") -> Whole:
     """Return a statement of our own, which is true or false."""
-    return truth(row, what, holds, by, why)._replace(paper=None, rule=lambda _, ours: _verdict(ours))
+    return Whole(row, what, holds, "", None, same, by=by, why=why)
 
 
 def _result(claim: Each | Whole, what: str, paper: Any, ours: Any, unit: str, rule: Rule, by: str) -> Result:
     if isinstance(ours, Spread):
         unit = f"{unit} ({ours.lowest:.{claim.digits}f}-{ours.highest:.{claim.digits}f})"
         ours = ours.mean
-    ours = round(ours, claim.digits) if isinstance(ours, float) else ours
     verdict, by = rule(paper, ours), claim.by or by
+    ours = round(ours, claim.digits) if isinstance(ours, float) else ours
     if paper is None:
         verdict = {HOLDS: MET, DIFFERS: MISSED}.get(verdict, verdict)
     elif by == ARITHMETIC and verdict == HOLDS:

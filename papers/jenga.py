@@ -38,6 +38,7 @@ from papers.entry import (
     measured,
     near,
     one,
+    same,
     same_digits,
     truth,
 )
@@ -258,7 +259,7 @@ ENTRIES["jenga-fig9"] = Entry(
              having("lines")),
         Each("J-F9", "the paper's sliding window, lines", "lines", where=having("lines")),
         Each("J-F9", "as a policy of the memory, request {request}: it holds and finds as the built-in one",
-             "as_written", "", lambda p: p["built_in"], equal, having("request")),
+             lambda p: p["as_written"] == p["built_in"], "", None, same, having("request")),
     ],
     note=lambda points: f"{inspect.getsource(SlidingWindowLayer)}\n"
          "Pages and lengths are counted from 1, as the paper's ranges are. A policy serves a prompt of 40 tokens and\n"
@@ -437,7 +438,8 @@ ENTRIES["jenga-fig13"] = Entry(
     {"runs": list(_throughputs())},
     claims=[
         Each("J-F13", "{label}: LCM pages / uniform (above 1)", "ratio", "times", None, above(1),
-             lambda p: p["pages"] == "jenga" and p["model"] != "Llama", derive=GAINS),
+             lambda p: p["pages"] == "jenga" and p["model"] != "Llama", derive=GAINS,
+             why="On an L4 the few requests that fit are limited by their prompts' arithmetic."),
         Each("J-F13", "{label}: LCM pages / uniform (within 3 %)", "ratio", "times", 1.0, near(0.03),
              {"pages": "jenga", "model": "Llama"}, derive=GAINS),
         Each("J-F13", f"{{label}}: LCM pages / {UNSHARED}", "ratio", "times", where={"pages": "jenga"},
@@ -461,9 +463,7 @@ ENTRIES["jenga-fig13"] = Entry(
               horizontal=True, label="times", limit=1.0, of=lambda points: chosen(GAINS(points), {"pages": "jenga"})),
     by=SIMULATED,
     takes=MINUTES,
-    why="The paper's baseline, vLLM 0.6.3, spent about 30 ms of host time on a step, so a larger batch saved more "
-        "of it. Ours is this engine with uniform pages. Which models the paper's largest gains are of is not in "
-        "its text. On an L4 the few requests of Gemma-2 that fit are limited by their prompts' arithmetic in both.",
+    why="The baseline is this engine with uniform pages, not vLLM 0.6.3.",
 )  # fmt: skip
 
 # Figure 14: rates within the capacity of uniform pages, between both capacities, and about that of two-level pages. The
@@ -484,7 +484,7 @@ def _latency_claims(by: str) -> list[Whole]:
                      lambda points: max(gains(points, True, field)), "times", paper, effect(), by=by)  # fmt: skip
 
     return [
-        Whole("J-F14", "end to end within capacity: LCM pages from uniform ones, mean (the paper: up to 0.026)",
+        Whole("J-F14", "end to end within capacity: LCM pages from uniform ones, mean (at most the paper's)",
               lambda points: mean(abs(1 / gain - 1) for gain in gains(points, False, "e2e")), "share", 0.026,
               at_most(0.026), 4, by),
         sooner("end to end", "e2e", 2.24), sooner("first token", "ttft", 29.43),
@@ -550,9 +550,9 @@ ENTRIES["jenga-fig14-gpu"] = _latencies(
 # pages have nearly the paper's batch.
 DECODING = Case("ministral-8b", H100, "longdoc@20")
 BUDGETS = {"54.4 GiB": DECODING, "42.0 GiB": DECODING._replace(kv_gib=42.0)}
-BATCH, DECODE_STEPS = {"jenga": 5.39, "uniform": 2.63}, {"jenga": 300, "uniform": 600}  # "within" 300, "around" 600
+BATCH = {"jenga": 5.39, "uniform": 2.63}
 DRAWS = range(6)  # seeds of the lengths
-BATCH_RATIO = 1.95  # of ours to vLLM's, SGLang's and TGI's
+BATCH_RATIO = 1.95  # §7.3; the batches that it gives are 2.05 apart
 
 
 def _over_seeds(points: Points) -> list[Point]:
@@ -568,9 +568,9 @@ def _over_seeds(points: Points) -> list[Point]:
     return found
 
 
-def _near_the_papers(what: str, field: str, unit: str, paper: Mapping[str, float]) -> Each:
-    return Each("J-F15", f"{{pages}}, 54.4 GiB: {what}", field, unit, paper, near(),
-                lambda p: p["budget"] == "54.4 GiB" and p["rule"] in BATCH, "rule", derive=_over_seeds)  # fmt: skip
+def _near_the_papers(what: str, field: str, unit: str, paper: float, pages: str, rule: Rule) -> Each:
+    return Each("J-F15", f"{{pages}}, 54.4 GiB: {what}", field, unit, paper, rule,
+                {"budget": "54.4 GiB", "rule": pages}, derive=_over_seeds)  # fmt: skip
 
 
 ENTRIES["jenga-fig15"] = Entry(
@@ -581,8 +581,10 @@ ENTRIES["jenga-fig15"] = Entry(
               for budget, case in BUDGETS.items() for rule in RULES
               for seed in (DRAWS if rule in BATCH else DRAWS[:1])]},
     claims=[
-        _near_the_papers("mean decode batch", "batch", "requests", BATCH),
-        _near_the_papers("steps that decode", "decode_steps", "steps", DECODE_STEPS),
+        *(_near_the_papers("mean decode batch", "batch", "requests", paper, pages, near())
+          for pages, paper in BATCH.items()),
+        _near_the_papers("steps that decode (at most)", "decode_steps", "steps", 300, "jenga", at_most(300)),
+        _near_the_papers("steps that decode", "decode_steps", "steps", 600, "uniform", near()),
         Each("J-F15", "batch of LCM pages / of uniform ones, {budget}", "ratio", "times", BATCH_RATIO,
              effect(), {"rule": "jenga"}, derive=_over_seeds),
         Each("J-F15", "{pages}, 54.4 GiB: mean decode batch", "batch", "requests",
@@ -790,7 +792,8 @@ def _on_gpu(
         claims=[
             *claims,
             Each(claims[0].row, "{way}: simulated time, of the real (within 0.15)", "ratio", "times", None,
-                 between(0.85, 1.15), {"by": SIMULATED}, digits=3, derive=against("seconds", {"by": REAL}, "way")),
+                 between(0.85, 1.15), {"by": SIMULATED}, digits=3, derive=against("seconds", {"by": REAL}, "way"),
+                 why="The calibration is of one model; the kernels of others are extrapolated."),
         ],
         tables=[runs("way", "by", "seconds")],
         note=assuming(f"{case.model}, {case.workload}, {how}; KV memory: what {case.label} has left, or is given."),
@@ -798,8 +801,7 @@ def _on_gpu(
                   of=tall({"requests_per_s": "requests/s", **measures}, "measure")),
         gpu=True, timed=True,
         takes=MINUTES,
-        why="The calibration is of one model; others' kernels (states, dropped tokens, images) are extrapolated. In an "
-            "L4's memory windows hold most of each request, so that LCM pages save little.",
+        why="In an L4's memory windows hold most of a request, so LCM pages save little.",
     )  # fmt: skip
 
 
@@ -882,8 +884,8 @@ ENTRIES["jenga-fig18"] = Entry(
         goal("J-F18", "one by one a picture is encoded once, without a cache in each chunk that has a part of it",
              lambda points: all(p["encoder_runs"] == p["image_chunks" if p["mode"] == "off" else "requests"]
                                 for p in chosen(points, {"load": "one by one"}))),
-        Each("J-F18", "{model}, {mode}: peak of a request's memory, of off's", "ratio", "times", None, between(1, 1),
-             lambda p: p["mode"] != "off", digits=4,
+        Each("J-F18", "{model}, {mode}: peak of a request's memory, of off's", "ratio", "times", None,
+             between(0.9999, 1.0001), lambda p: p["mode"] != "off", digits=4,
              derive=against("most", {"mode": "off"}, "model", where={"load": "one by one"})),
         Each("J-F18", "{model}, {mode}: most of a request's beside its computed tokens'", lambda p: p["beyond"] / MIB,
              "MiB", where={"load": "one by one"}, digits=1),
@@ -1127,11 +1129,15 @@ def _found(points: Points) -> Points:
     return [{**p, "found": 2 * p["hit_rate"] * (p["prefix"] + OWN_TOKENS) / p["prefix"]} for p in points]
 
 
-def _least_found(model: str, order: str) -> Whole:
+AGAIN = 256  # tokens; vLLM's hybrid models compute up to 7,808 again
+
+
+def _again(model: str, order: str) -> Whole:
     return Whole(
-        "J-X6", f"{model}, {order}: least share of a prefix that is found",
-        lambda points: min(p["found"] for p in chosen(_found(points), {"model": model, "order": order})),
-        "of the prefix", None, at_least(0.9),
+        "J-X6", f"{model}, {order}: tokens of a prefix that are computed again, at most (limit: {AGAIN})",
+        lambda points: max(round(p["prefix"] * (1 - p["found"]))
+                           for p in chosen(_found(points), {"model": model, "order": order})),
+        "tokens", None, at_most(AGAIN),
     )  # fmt: skip
 
 
@@ -1143,19 +1149,17 @@ ENTRIES["jenga-x6"] = Entry(
                   concurrency=concurrency)
               for model, shape in UNLIKE_SHAPES.items() for order, concurrency in ARRIVALS.items()
               for prefix in PREFIXES]},
-    claims=[_least_found(model, order) for model in UNLIKE_SHAPES for order in ARRIVALS],
+    claims=[_again(model, order) for model in UNLIKE_SHAPES for order in ARRIVALS],
     tables=[Pivot(["prefix"], "model", lambda p: 100 * p["found"], ".0f", " %", {"order": order}, _found,
                   f"found by the second request, {order}") for order in ARRIVALS],
     note=assuming(
-        f"Two requests with {OWN_TOKENS} tokens of their own, in 20 GiB. A state of Jamba is kept after every 512\n"
-        "tokens, so nothing is found of a shorter prefix, and of a longer one the part up to a multiple of 512."
+        f"Two requests with {OWN_TOKENS} tokens of their own, in 20 GiB. Jamba keeps a state after every 128\n"
+        "tokens there, so of a prefix the part up to a multiple of 128 is found."
     ),
     plot=lines("Jenga: prefix hits by the length of a common prefix", "prefix", "found", line="model", panel="order",
                labels=("tokens of the prefix", "share that is found"), log_x=True, of=_found),
     by=SIMULATED,
     takes=MINUTES,
-    why="A state of Jamba is kept after every 512 tokens (--state-tokens), so nothing is found of a shorter "
-        "prefix.",
 )  # fmt: skip
 
 ENTRIES["jenga-x1"] = Entry(

@@ -25,7 +25,8 @@ Made by `quire reproduce --report FILE --from DIR` from the documents in that fo
 another tolerance. Else it *differs*, and a sentence says why. *By arithmetic*: it holds, and follows from a closed
 form. A goal of our own is *met* or *missed*. *Measured* is a number without a claim, *cited* one of a paper's that is
 judged elsewhere, if at all. *Simulated* is the engine on a device of which only the costs are known
-([simulation.md](simulation.md)); *real* is all the rest."""
+([simulation.md](simulation.md)); *arithmetic* is a closed form; *real* is all
+the rest."""
 
 
 class Described(Protocol):
@@ -60,7 +61,7 @@ class Found(NamedTuple):
 def report(entries: Mapping[str, Described], folder: Path, path: Path) -> str:
     """Return the text for a file at `path`, from which pictures are linked. StartupError if `folder` has no
     documents."""
-    found = _documents(folder)
+    found = documents(folder)
     of = {name: [one for one in found if one.content["name"] == name] for name in entries}
     missing = [name for name, entry in entries.items() if not of[name] and entry.part_of is None]
     parts = [INTRODUCTION, _overview(entries, of)]
@@ -76,14 +77,18 @@ def report(entries: Mapping[str, Described], folder: Path, path: Path) -> str:
 
 def write_report(entries: Mapping[str, Described], folder: Path, path: Path) -> None:
     """Write the report to `path`. StartupError if it can't be written."""
-    text = report(entries, folder, path)
+    write_page(path, report(entries, folder, path), "--report")
+
+
+def write_page(path: Path, text: str, flag: str) -> None:
+    """Write a page. StartupError if it can't be written."""
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise StartupError(f"{path} can't be written: {error.strerror}", "Give another --report") from error
+        raise StartupError(f"{path} can't be written: {error.strerror}", f"Give another {flag}") from error
 
 
-def _documents(folder: Path) -> list[Found]:
+def documents(folder: Path) -> list[Found]:
     """Return the documents of `quire reproduce`, an entry's own before the others."""
     found = []
     for path in sorted(folder.glob("*.json")):

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from papers import report
 from papers.entry import Entry
-from papers.report import Found, _documents
-from quire.errors import StartupError
+from papers.report import Found
 
 HEAD = ("row", "what", "where", "commands", "results")
 INTRODUCTION = """# The papers, row by row
@@ -56,7 +56,7 @@ def read_rows() -> list[Section]:
 
 def page(entries: Mapping[str, Entry], folder: Path) -> str:
     """Return the page. StartupError if `folder` has no documents."""
-    found = _documents(folder)
+    found = report.documents(folder)
     documents = [one for name in entries for one in found if one.content["name"] == name]
     parts = [INTRODUCTION]
     for section in read_rows():
@@ -65,15 +65,6 @@ def page(entries: Mapping[str, Entry], folder: Path) -> str:
             cells = [HEAD, ["---"] * len(HEAD), *(_cells(row, entries, documents) for row in section.rows)]
             parts.append("\n".join(f"| {' | '.join(line)} |" for line in cells))
     return "\n\n".join(parts) + "\n"
-
-
-def write_page(entries: Mapping[str, Entry], folder: Path, path: Path) -> None:
-    """Write the page to `path`. StartupError if it can't be written."""
-    text = page(entries, folder)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StartupError(f"{path} can't be written: {error.strerror}", "Give another --rows") from error
 
 
 def _cells(row: Row, entries: Mapping[str, Entry], documents: Sequence[Found]) -> list[str]:

@@ -74,25 +74,24 @@ class Step(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A device and workload: an engine of `config`, and its simulation by `calibration`.
+    """A device and a load: an engine of `config`, and its simulation by the load's calibration.
 
-    Requests of `workload` are the same, in the same order, at any rate."""
+    Requests are the same, in the same order, at any rate."""
 
     config: EngineConfig
-    calibration: str
-    workload: str
+    load: Load
 
     def trace(self, rate: float, seconds: float) -> list[TraceRequest]:
         """Return Poisson arrivals."""
-        return Load(self.calibration, self.workload).trace(rate, seconds)
+        return self.load.trace(rate, seconds)
 
     def mean_output(self) -> float:
         """Return the mean output tokens of a request."""
-        return float(np.mean([one.output_len for one in Load(self.calibration, self.workload).specs(MANY)]))
+        return self.load.width * float(np.mean([one.output_len for one in self.load.specs(MANY)]))
 
     def simulation(self, system: str, kv_tokens: int | None = None) -> Simulation:
         """Return the system's simulation by the calibration."""
-        plant = read_deployment(replace(self.config, memory=system), self.calibration)
+        plant = read_deployment(replace(self.config, memory=system), self.load.calibration)
         plant = plant if kv_tokens is None else plant._replace(kv_tokens=kv_tokens, kv_bytes=0)
         return plant.simulation()
 
@@ -217,6 +216,7 @@ class PaddingRunner:
     def submit(self, plan: StepPlan) -> Any:
         slices = tuple(plan.slices)
         if plan.new_slots:
+            assert all(row.start == 0 for row in slices), "a static batch computes all its prompts in one step"
             longest = max(len(row.tokens) for row in slices)
             slices = tuple(row._replace(tokens=row.tokens + (0,) * (longest - len(row.tokens))) for row in slices)
             self.ends = {}
@@ -275,7 +275,7 @@ def one_rate(place: Place, of: tuple[str, float], ramp: float, seconds: float) -
     """Return the runs of all systems, on this device and simulated, at the rate that is the same share of the paged
     system's capacity as the rate `of` another calibration. The first `ramp` seconds are not measured."""
     device, rate = of
-    rate *= place.capacity("paged") / place._replace(calibration=device).capacity("paged")
+    rate *= place.capacity("paged") / place._replace(load=place.load._replace(calibration=device)).capacity("paged")
     plans = [Plan(system, rate, rate / place.capacity(system), Span(ramp, seconds, seconds)) for system in SYSTEMS]
     return _beside(place, plans, plans)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,10 @@ from papers.entry import (
     Rows,
     Run,
     Whole,
+    above,
     against,
     at_least,
     at_most,
-    between,
     chosen,
     cited,
     effect,
@@ -34,6 +34,7 @@ from papers.entry import (
     measured,
     near,
     one,
+    same,
     truth,
 )  # fmt: skip
 from papers.plots import bars, lines, tall
@@ -51,7 +52,7 @@ VLLM_NOTE = (
     "vLLM 0.2.7's kernel is one of the same structure in Triton: layouts, what a program, a warp and a thread\n"
     "compute, and the choice of v1 or v2. It is not vLLM's code: papers/vllm_paged.py lists what differs."
 )
-CLOSE = 0.97  # of the speed over pages, at least: our own goal
+CLOSE = 0.03  # the tolerance of "about the same speed"
 ENTRIES: dict[str, Entry] = {}
 
 
@@ -282,8 +283,8 @@ ENTRIES["vattention-fig12"] = Entry(
              at_most(10), {"before": "sdpa"}),
         Each("V-F12", "the most of any switch, {before} to {after} (limit: 10)", "lines", "lines", None,
              at_most(10), derive=lambda points: highest([p for p in points if "before" in p], "lines")),
-        Each("V-F12", "{call}: over virtual tensors to the bit what it gives over ordinary ones", "equal", "", True,
-             equal, having("call")),
+        Each("V-F12", "{call}: over virtual tensors to the bit what it gives over ordinary ones", "equal", "", None,
+             same, having("call")),
         *_changed("V-F12", "see below"),
         Each("V-F12", "--attention: {part}", "code", "lines of code", where=having("part")),
     ],
@@ -390,11 +391,12 @@ ENTRIES["vattention-fig3"] = Entry(
     "attention_times:decodes",
     {"models": {"yi-6b": (1, 4, 8, 16, 32)}, "contexts": CONTEXTS, "memories": ("paged, 16", "contiguous")},
     claims=[
+        Each("V-F3", "paging adds to a decode's attention, at most of all batches and contexts", "percent", "%", 12,
+             near(), digits=1, derive=lambda points: highest(_by_context(points), "percent")),
         Each("V-F3", "batch {batch}: paging adds to a decode's attention, at most of all contexts", "percent", "%",
-             "up to 12", at_most(12), digits=1,
-             derive=lambda points: highest(_by_context(points), "percent", "batch")),
+             digits=1, derive=lambda points: highest(_by_context(points), "percent", "batch")),
         Whole("V-F3", "paging adds less to the most and longest contexts than to one of 2K, by", _less_where_large,
-              "points of %", "more than 0", at_least(0), digits=1),
+              "points of %", "more than 0", above(0), digits=1),
     ],
     tables=[
         Pivot(("batch", "context"), "memory", "us", ".1f", ", us"),
@@ -449,16 +451,21 @@ def _page_sizes(kernel: str) -> Callable[[Points], list[Point]]:
     return lambda points: highest(of_16(points), "ratio", "memory")
 
 
+def _large(points: Points, choose: Callable[[Iterable[float]], float]) -> float:
+    """Choose from the ratios of pages of 64 and of 128 tokens to pages of 16, each the most of all batches."""
+    return choose(p["ratio"] for p in _page_sizes(VLLM)(points) if p["memory"] in (f"{VLLM}, 64", f"{VLLM}, 128"))
+
+
 ENTRIES["vattention-fig5"] = Entry(
     "vAttention Figure 5: decode attention by page size",
     "attention_times:decodes",
     {"models": {"yi-6b": (1, 2, 4, 8, 16)}, "contexts": (16384,),
      "memories": tuple(f"{kernel}, {page}" for kernel in (VLLM, "paged") for page in (16, 32, 64, 128))},
     claims=[
-        *(Each("V-F5", f"vLLM 0.2.7's kernel: pages of {page} tokens / pages of 16, the most of all batches", "ratio",
-               "times", f"{low:g}-{high:g}", between(low, high), {"memory": f"{VLLM}, {page}"},
-               derive=_page_sizes(VLLM))
-          for page, low, high in ((32, 1.0, 1.16), (64, 1.91, 3.31), (128, 1.91, 3.31))),
+        Each("V-F5", "vLLM 0.2.7's kernel: pages of 32 tokens / pages of 16, the most of all batches", "ratio", "times",
+             1.16, effect(), {"memory": f"{VLLM}, 32"}, derive=_page_sizes(VLLM)),
+        *(Whole("V-F5", f"vLLM 0.2.7's kernel: the {which} of pages of 64 and of 128 / pages of 16",
+                partial(_large, choose=choose), "times", paper, effect()) for which, choose, paper in (("faster", min, 2.05), ("slower", max, 3.31))),
         *(Each("V-F5", f"our kernel: pages of {page} tokens / pages of 16, the most of all batches", "ratio", "times",
                where={"memory": f"paged, {page}"}, derive=_page_sizes("paged"))
           for page in (32, 64, 128)),
@@ -503,15 +510,15 @@ ENTRIES["vattention-fig9b"] = Entry(
     {"models": ALL_DECODES,
      "memories": (f"{VLLM}, 16", f"{VLLM}, 128", "paged, 16", "paged, 128", "virtual, layer", "virtual, sliced")},
     claims=[
-        *(Each("V-F9b", f"{{model}}, batch {{batch}}, {layout}: speed / the best paged kernel's (the paper: about 1)",
-               _speed, "times", 1.0, near(1 - CLOSE), {"way": f"virtual, {layout}"}, digits=3,
+        *(Each("V-F9b", f"{{model}}, batch {{batch}}, {layout}: speed / the best paged kernel's (about 1, within 3 %)",
+               _speed, "times", 1.0, near(CLOSE), {"way": f"virtual, {layout}"}, digits=3,
                derive=_beside_best_pages)
           for layout in ("layer", "sliced")),
         *(Each("V-F9b", f"{{model}}, batch {{batch}}, {layout}: torch's own kernel's speed / the best paged kernel's",
                _speed, "times", where={"way": f"torch, virtual, {layout}"}, digits=3, derive=_beside_best_pages)
           for layout in ("layer", "sliced")),
         Each("V-F9b", "{model}, batch {batch}: vLLM 0.2.7's kernel, pages of 16 / the fastest contiguous one",
-             "ratio", "times", GAIN_9B, near(0.1), {"way": f"{VLLM}, 16"}, "model", derive=_over_contiguous),
+             "ratio", "times", GAIN_9B, effect(), {"way": f"{VLLM}, 16"}, "model", derive=_over_contiguous),
         Each("V-F9b", "{model}, batch {batch}: our paged kernel, pages of 16 / the fastest contiguous one",
              "ratio", "times", where={"way": "paged, 16"}, derive=_over_contiguous),
     ],
@@ -718,10 +725,10 @@ ENTRIES["vattention-fig9a"] = Entry(
     {"models": ALL_DECODES,
      "ways": {"paged": PAGED, "virtual, sliced": virtual("sliced"), "virtual, layer": virtual("layer")}},
     claims=[
-        Each("V-F9a", "{model}, batch {batch}: tokens/s, {way} / paged (the paper: about that of the best pages)",
-             "ratio", "times", 1.0, near(1 - CLOSE), digits=3, derive=_over_pages),
+        Each("V-F9a", "{model}, batch {batch}: tokens/s, {way} / paged (the paper: about 1, within 3 %)",
+             "ratio", "times", 1.0, near(CLOSE), digits=3, derive=_over_pages),
         *(Each("V-F9a", "{model}, batch {batch}: the most over our pages; the paper's is over vLLM's kernel",
-               "ratio", "times", gain, effect(), {"model": model}, digits=3,
+               "ratio", "times", gain, where={"model": model}, digits=3,
                derive=lambda points: highest(_over_pages(points), "ratio", "model"))
           for model, gain in GAIN_9A.items()),
     ],
@@ -776,8 +783,8 @@ ENTRIES["vattention-fig11"] = Entry(
     "dummy_engines:first_tokens_here",
     {"on_gpu": ON_GPU, "on_cpu": ON_CPU},
     claims=[  # 1.03 is the paper's limit for pages of 2 MB, a GPU's, and ours for 1.00
-        Each("V-F11", "{model}, {way}: a prompt / {to}", "ratio", "times", lambda point: point["paper"], rule,
-             {"claim": claim}, digits=3, derive=_compared)
+        Each("V-F11", "{model}, {way}: a prompt / {to} (at most 1.03)", "ratio", "times",
+             lambda point: point["paper"], rule, {"claim": claim}, digits=3, derive=_compared)
         for claim, rule in (("judged", at_most(1.03)), ("small", measured))
     ],
     tables=[Rows([
@@ -883,8 +890,8 @@ ENTRIES["vattention-table6"] = Entry(
 # Section 3.3.2: whole tables in each step, padded to the longest, as in vLLM: from lists, later from arrays. Times of
 # steps are those of `quire bench profile` on an H200, Llama-3-8B: 5.48 and 15.7 ms at 32 and 256 x 1,000 tokens.
 TABLES = {  # way -> the paper's %, the rule and its words
-    "padded lists": (30, near(), "up to 30 in the paper"),
-    "padded arrays": (10, near(), "up to 10 in the paper"),
+    "padded lists": (30, near(), "30 in the paper"),
+    "padded arrays": (10, near(), "as high as 10 in the paper"),
     "deltas": (None, at_most(1), "at most 1"),
     "none": (None, at_most(1), "at most 1"),
 }
@@ -928,7 +935,7 @@ ENTRIES["vattention-views"] = Entry(
     {"dtypes": ("float32", "bfloat16"), "kib": (64, 256), "contexts": (1024, 4096), "queries": (1, 256)},
     claims=[
         Each("V-M15", "{dtype}, pages of {kib} KiB: torch's attention over mapped pages / ordinary memory "
-             "(the paper: about 1)", "ratio", "times the speed", 1.0, near(1 - CLOSE), digits=3,
+             "(about 1, within 3 %)", "ratio", "times the speed", 1.0, near(CLOSE), digits=3,
              derive=_median_speeds),
     ],
     tables=[Rows([

@@ -144,8 +144,10 @@ class Experiment:
         "in pages of KV that is not computed yet; off: each chunk of a prompt encodes its images again",
         VISION_CACHES,
     )
-    state_tokens: int = advanced(
-        512, "interval in tokens at which recurrent states are cached (Mamba)", bounds=(1, 65536)
+    state_tokens: int | None = advanced(
+        None,
+        "interval in tokens at which recurrent states are cached (default: 16 to 512, by their size)",
+        bounds=(1, 65536),
     )
     retention: str = advanced(
         "boundary",

@@ -13,7 +13,7 @@ import pytest
 from papers import side_by_side
 from papers.entry import MEASURED, Result
 from papers.pagedattention import ENTRIES
-from papers.serving import SYSTEMS
+from papers.serving import SYSTEMS, Load
 from papers.side_by_side import Place, Span, by_rate, engine_of, one_rate, serve, sleep_until
 from quire.bench.shapes import built
 from quire.config import EngineConfig
@@ -26,7 +26,7 @@ CONFIG = EngineConfig(
     max_num_batched_tokens=512, enable_prefix_caching=False, preemption="recompute", swap_gib=0.0,
     skip_tokenizer_init=True,
 )  # fmt: skip
-PLACE = Place(CONFIG, "h200-llama3-8b", "alpaca")
+PLACE = Place(CONFIG, Load("h200-llama3-8b", "alpaca"))
 PARAMS = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, detokenize=False)
 
 
@@ -77,6 +77,18 @@ def test_figure_12a_at_a_small_scale() -> None:
     counts = {(what, judged): off.count((what, judged)) for what, judged in off}
     assert counts == {("normalised latency", True): 5, ("normalised latency", False): 5, ("throughput", True): 5,
                       ("throughput", False): 5, ("mean batch", False): 10}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["fig14-gpu", "fig17-gpu"])
+def test_what_is_served_beyond_capacity_at_a_small_scale(name: str) -> None:
+    load = ENTRIES[name].params["place"].load._replace(calibration="h200-llama3-8b", workload="alpaca")
+    place = Place(replace(CONFIG, kv_tokens=8192, max_model_len=1024), load)
+    points = by_rate(place, (1.3,), (1.3,), ramp=0.1, requests=4, least=0.3, most=0.5, drain=0.1)
+    results = judged(name, points)
+    assert [r.paper for r in results if r.paper is not None] == ([2.0] * 3 if name == "fig17-gpu" else [])
+    assert {r.what for r in results if r.real_or_simulated == "simulated"} == {
+        f"rate of vLLM (paged) / {system}" for system in list(SYSTEMS.values())[1:]
+    }
 
 
 def test_full_runs_are_longer() -> None:

@@ -23,6 +23,7 @@ from quire.cli.env import cpu
 from quire.errors import StartupError
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "neon", "asimd", "sve")
+ROOT = Path(quire.__file__).parents[2]
 QUIET = 0.1  # cores in use by other processes from which a timing is unreliable
 
 
@@ -46,30 +47,30 @@ def _version(package: str) -> str | None:
         return None
 
 
-ROOT = Path(quire.__file__).parents[2]
-
-
 def refuse_changed_tree(out: Path) -> None:
-    """Raise StartupError if a document would be written into this checkout while its files differ from the revision."""
+    """Raise StartupError if a document would be written into this checkout while its code differs from the revision."""
     if (_revision() or "").endswith("-dirty") and out.resolve().is_relative_to(ROOT):
         raise StartupError(
-            "files of this checkout are changed, so its revision would not say what was measured",
+            "the code of this checkout is changed, so its revision would not say what was measured",
             "Commit them, or write outside the checkout",
         )
 
 
 @cache
 def _revision() -> str | None:
-    """Return the git revision of this checkout at the first call, if it is one, with "-dirty" if files differ from
-    it."""
+    """Return the git revision of this checkout at the first call, with "-dirty" if its code differs; None if there is
+    none."""
     if not (ROOT / ".git").exists():
         return None
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    git = ["git", "-C", str(ROOT)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        named = subprocess.run(
+            [*git, "describe", "--always", "--abbrev=12", "--exclude=*"], capture_output=True, text=True, timeout=10
+        )
+        code = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src", "papers", "bench"], timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return named.stdout.strip() + "-dirty" * (code.returncode == 1) or None
 
 
 def seconds_alive() -> float:

@@ -20,7 +20,7 @@ from quire.bench.copying import MAX_SENTENCES, random_text
 from quire.errors import StartupError
 from quire.protocol.images import ImageItem, ImagePixels
 
-Drawn = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.int64]
 
 MAX_REQUESTS = 100_000
 MAX_LENGTH = 2**21
@@ -70,12 +70,12 @@ class LogNormal(NamedTuple):
     low: int
     high: int
 
-    def draw(self, rng: np.random.Generator, count: int) -> Drawn:
+    def draw(self, rng: np.random.Generator, count: int) -> Counts:
         """Return `count` whole lengths, not clipped."""
         mu = np.log(self.mean) - self.sigma**2 / 2
         return rng.lognormal(mu, self.sigma, count).astype(np.int64)
 
-    def clip(self, lengths: Drawn) -> Drawn:
+    def clip(self, lengths: Counts) -> Counts:
         """Clip every length to [low, high]."""
         return np.clip(lengths, self.low, self.high)
 
@@ -86,10 +86,10 @@ class Uniform(NamedTuple):
     low: int
     high: int
 
-    def draw(self, rng: np.random.Generator, count: int) -> Drawn:
+    def draw(self, rng: np.random.Generator, count: int) -> Counts:
         return rng.integers(self.low, self.high + 1, count)
 
-    def clip(self, lengths: Drawn) -> Drawn:
+    def clip(self, lengths: Counts) -> Counts:
         return lengths
 
 
@@ -99,10 +99,10 @@ class After(NamedTuple):
     start: int
     rest: LogNormal
 
-    def draw(self, rng: np.random.Generator, count: int) -> Drawn:
+    def draw(self, rng: np.random.Generator, count: int) -> Counts:
         return self.start + self.rest.draw(rng, count)
 
-    def clip(self, lengths: Drawn) -> Drawn:
+    def clip(self, lengths: Counts) -> Counts:
         return self.start + self.rest.clip(lengths - self.start)
 
 
@@ -227,7 +227,7 @@ class Named(Workload):
         """Return every request, without its tokens; the same for the same seed."""
         rng = np.random.default_rng(seed)
         if self.kind in DRAWN:
-            drawn = list(_of(rng, self.kind, self.requests))
+            drawn = list(_named_requests(rng, self.kind, self.requests))
             return _pictured(drawn, PICTURED[self.kind], seed) if self.kind in PICTURED else drawn
         if self.kind == "range":
             prompts, outputs = (around(mean, self.ratio) for mean in self.numbers)
@@ -285,17 +285,18 @@ def _drawn(rng: np.random.Generator, prompt: Length, output: Length, count: int)
     return map(RequestSpec, prompts, outputs)
 
 
-def _of(rng: np.random.Generator, kind: str, count: int) -> Iterator[RequestSpec]:
+def _named_requests(rng: np.random.Generator, kind: str, count: int) -> Iterator[RequestSpec]:
     """Return the requests of a kind of DRAWN."""
-    of = DRAWN[kind]
-    drawn = _drawn(rng, of.prompt, of.output, count)
-    if of.subjects:
-        examples = of.examples.draw(rng, of.subjects).tolist()
-        for subject, (own, output, *_) in zip(rng.integers(0, of.subjects, count).tolist(), drawn):
-            yield RequestSpec(examples[subject] + own, output, f"subject {subject}", examples[subject])
-    else:
-        for one in drawn:
-            yield one._replace(output_len=min(one.output_len, of.longest - one.prompt_len))
+    lengths = DRAWN[kind]
+    drawn = list(_drawn(rng, lengths.prompt, lengths.output, count))
+    examples, subjects = [0], [0] * count
+    if lengths.subjects:
+        examples = lengths.examples.draw(rng, lengths.subjects).tolist()
+        subjects = rng.integers(0, lengths.subjects, count).tolist()
+    for subject, (own, output, *_) in zip(subjects, drawn):
+        prompt = examples[subject] + own
+        name = f"subject {subject}" if lengths.subjects else ""
+        yield RequestSpec(prompt, min(output, lengths.longest - prompt), name, examples[subject])
 
 
 def _pictured(specs: list[RequestSpec], tokens: int, seed: int) -> list[RequestSpec]:
@@ -309,7 +310,7 @@ def _pictured(specs: list[RequestSpec], tokens: int, seed: int) -> list[RequestS
 
 def _chat(rng: np.random.Generator, count: int) -> list[RequestSpec]:
     """Return random rounds of conversations, each of its own: no KV outlives a round, so the round is irrelevant."""
-    query, answer, *_ = DRAWN["sharegpt"]
+    query, answer = DRAWN["sharegpt"].prompt, DRAWN["sharegpt"].output
     rounds = rng.integers(1, ROUNDS + 1, count)
     queries, answers = (kind.clip(kind.draw(rng, count * ROUNDS)).reshape(count, ROUNDS) for kind in (query, answer))
     turn = np.arange(ROUNDS)

@@ -23,6 +23,10 @@ from quire.memory.requirements import check_int8_kv_cache, check_states, check_v
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
 from quire.protocol.model_spec import ModelSpec, VisionSpec, place_page_ids
 
+MIN_STATE_TOKENS, MAX_STATE_TOKENS = 16, 512
+"""The fewest and the most tokens between two stored states, unless --state-tokens is given."""
+STATE_SHARE = 1 / 16
+"""The share of the memory that the states of one step's prompt tokens may take for a shorter interval."""
 PAGE_SIZE_HINT = "Use --page-sizes max, or another --page-size"
 
 
@@ -42,7 +46,7 @@ class PageSpec(NamedTuple):
     """The pages of a group of layers: a page holds `page_tokens` tokens of `token_bytes` bytes each.
 
     With `is_state` a page holds one state of `token_bytes` bytes, after the last of `page_tokens` tokens. There are
-    `fixed_count` pages, or, if it is 0, as many as tokens need."""
+    `fixed_count` pages, or, if it is 0, one for each `planned_tokens` tokens (0: `page_tokens`)."""
 
     layers: tuple[int, ...]
     token_bytes: int
@@ -50,10 +54,12 @@ class PageSpec(NamedTuple):
     page_tokens: int
     is_state: bool = False
     fixed_count: int = 0
+    planned_tokens: int = 0
 
     def num_pages(self, tokens: int, seqs: int = 0) -> int:
         """Return the pages for `tokens` tokens, with a state for each of `seqs` sequences."""
-        return self.fixed_count or max(-(-tokens // self.page_tokens), seqs if self.is_state else 0)
+        run = self.planned_tokens or self.page_tokens
+        return self.fixed_count or max(-(-tokens // run), seqs if self.is_state else 0)
 
 
 class PageLayout(NamedTuple):
@@ -96,7 +102,7 @@ class PageLayout(NamedTuple):
         """Return the most tokens, in steps of `token_granularity`, that every group holds in `pool_bytes` bytes."""
         pool_bytes -= sum(page_spec.fixed_count * page_spec.page_bytes for page_spec in self.specs)
         cost = sum(
-            Fraction(page_spec.page_bytes, page_spec.page_tokens)
+            Fraction(page_spec.page_bytes, page_spec.planned_tokens or page_spec.page_tokens)
             for page_spec in self.specs
             if not page_spec.fixed_count
         )
@@ -146,7 +152,7 @@ def plan_joint_layouts(models: Sequence[tuple[EngineConfig, ModelSpec, int]], po
         sizes, large = _plan_large_pages(all_types, max_large_bytes(pool_bytes))
     remaining_sizes = iter(sizes)
     return [
-        PageLayout(tuple(_page_spec(*model, layers, next(remaining_sizes)) for layers in sets), large)
+        PageLayout(tuple(_page_spec(*model, layers, next(remaining_sizes), pool_bytes) for layers in sets), large)
         for model, sets in zip(models, layer_sets)
     ]
 
@@ -233,7 +239,12 @@ def _page_multiple(config: EngineConfig, spec: ModelSpec, itemsize: int, layers:
 
 
 def _page_spec(
-    config: EngineConfig, spec: ModelSpec, itemsize: int, layers: tuple[int, ...], page_bytes: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    itemsize: int,
+    layers: tuple[int, ...],
+    page_bytes: int,
+    pool_bytes: int,
 ) -> PageSpec:
     held = _page_bytes(config, spec, itemsize, layers)
     if not _is_state(spec, layers):
@@ -241,14 +252,39 @@ def _page_spec(
     # With uniform pages each sequence has one permanent state, separate from the pages (vLLM 0.6.3).
     assert config.max_num_seqs is not None, "a memory is built for a known number of sequences"
     fixed = config.max_num_seqs + config.max_num_seqs // WATERMARK_DIVISOR + 1 if config.memory == "uniform" else 0
-    return PageSpec(layers, held, page_bytes, state_interval(config, spec), True, fixed)
+    interval = state_interval(config, spec, pool_bytes)
+    # States at a shorter interval are stored for a step or two: few of them stay (quire.memory.jenga.retention).
+    planned = max(interval, state_interval(config, spec))
+    return PageSpec(layers, held, page_bytes, interval, True, fixed, planned)
 
 
-def state_interval(config: EngineConfig, spec: ModelSpec) -> int:
-    """Return the tokens between two stored states. Without reuse of prefixes a sequence has only one state."""
-    if config.memory != "uniform" and (config.enable_prefix_caching or config.prefix_tokens):
+def state_interval(config: EngineConfig, spec: ModelSpec, pool_bytes: int = 0) -> int:
+    """Return the tokens between two stored states, in a memory of `pool_bytes` bytes. Without reuse of prefixes a
+    sequence has only one state.
+
+    A hit ends at a stored state, so a shorter interval finds more of a prefix; but a step stores the states of all its
+    prompt tokens. Without --state-tokens the interval is halved while they fit in STATE_SHARE of a memory that all
+    layers share."""
+    if not stores_states(config):
+        return -(-(config.max_model_len or spec.max_len) // config.page_size) * config.page_size
+    if config.experiment.state_tokens is not None:
         return config.experiment.state_tokens
-    return -(-(config.max_model_len or spec.max_len) // config.page_size) * config.page_size
+    interval = max(MAX_STATE_TOKENS // config.page_size, 1) * config.page_size
+    is_shared = config.experiment.page_sizes == "lcm" and len(spec.state_layers) < len(spec.kv_layers)
+    if not (is_shared and config.max_num_batched_tokens):
+        return interval
+    while (
+        interval >= 2 * MIN_STATE_TOKENS
+        and interval % (2 * config.page_size) == 0
+        and 2 * spec.state_bytes * config.max_num_batched_tokens <= interval * STATE_SHARE * pool_bytes
+    ):
+        interval //= 2
+    return interval
+
+
+def stores_states(config: EngineConfig) -> bool:
+    """Return True if states are stored where prefixes can be hit."""
+    return config.memory != "uniform" and (config.enable_prefix_caching or config.prefix_tokens > 0)
 
 
 def _plan_large_pages(types: Sequence[LayerType], limit: int) -> tuple[list[int], int]:

@@ -414,7 +414,7 @@ class PagedMemory(PageTables):
         seq_pages.capacity = self.capacity_of(seq, seq_pages)
         seq_pages.needs_cow_check = plan.hit_tokens % self.prefix_cache.prefix_granularity > 0
         seq_pages.prefix_ends = (plan.hit_tokens, plan.full_hit_tokens)
-        if not seq.was_admitted:  # what a preempted one finds again is no hit
+        if not seq.was_admitted:  # a preempted one would find its own tokens
             self.prefix_cache.count_lookup(len(seq.tokens), plan.hit_tokens, plan.full_hit_tokens)
             seq.was_admitted = True
         if self.caching:

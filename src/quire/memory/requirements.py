@@ -35,7 +35,7 @@ def check_states(config: EngineConfig, spec: ModelSpec) -> None:
             "--page-sizes is gcd, and a state is no number of tokens: its pages have a size of their own",
             "Use --page-sizes lcm, max or own",
         )
-    if (interval := config.experiment.state_tokens) % config.page_size:
+    if (interval := config.experiment.state_tokens) is not None and interval % config.page_size:
         raise StartupError(
             f"--state-tokens is {interval}, and pages hold {config.page_size} tokens (--page-size)",
             "Use a multiple of that: a prefix ends where a page of every layer does",

@@ -273,8 +273,12 @@ def engine_counters(llm: AsyncLLM) -> Iterator[Family]:
     facts = llm.metrics
     stats, sharing = facts.stats, facts.account.sharing
     for name, text, value in (
-        ("prefix_cache_queries", "Tokens looked up in the prefix cache", sharing.queries),
-        ("prefix_cache_hits", "Tokens found in the prefix cache", sharing.hits),
+        (
+            "prefix_cache_queries",
+            "Tokens looked up in the prefix cache, when a sequence is first admitted",
+            sharing.queries,
+        ),
+        ("prefix_cache_hits", "Tokens found by these lookups", sharing.hits),
         (
             "prefix_cache_full_hits",
             "Tokens found in the prefix cache of full attention, even where windows lack them",

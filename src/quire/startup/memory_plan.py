@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,6 +34,7 @@ from quire.memory.page_layout import (
     group_layers,
     plan_page_layout,
     state_interval,
+    stores_states,
 )
 from quire.memory.paged import PagedMemory
 from quire.protocol.model_spec import ModelSpec, max_parts_per_step
@@ -214,12 +216,11 @@ def plan_memory(
             f": without --kv-gib, KV takes {CPU_KV_SHARE:.0%} of a CPU's free memory, and at most "
             f"{_format_bytes(MAX_CPU_KV_BYTES)}"
         )
-    interval = state_interval(config, spec)
     return MemoryPlan(
         name, spec.parameters - (draft.spec.parameters if draft else 0), dtype, device, total, free, weights,
         activations, kv.bytes, kv.tokens, kv.token_bytes, 0 if config.memory == "virtual" else config.page_size,
         max_len, limit_note, config.max_num_seqs, spec.state_bytes,
-        interval if interval == config.experiment.state_tokens else 0, quantization_savings,
+        state_interval(config, spec, kv.bytes) if stores_states(config) else 0, quantization_savings,
         config.world_size, config.pp, peers, kv_note, draft, saved_inputs,
     )  # fmt: skip
 
@@ -422,7 +423,8 @@ def graph_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
     longest = min(config.max_model_len or spec.max_len, spec.max_len)
     widths = []
     for layers in group_layers(config, spec, itemsize):
-        run = state_interval(config, spec) if layers and spec.layers[layers[0]].state_tensors else config.page_size
+        is_state = layers and spec.layers[layers[0]].state_tensors
+        run = state_interval(config, spec, sys.maxsize) if is_state else config.page_size
         width = -(-longest // run)
         if spec.vision is not None and (not layers or spec.layers[layers[0]].is_cross_attention):
             width = config.max_images * -(-spec.vision.max_embeds // config.page_size)
