@@ -465,7 +465,8 @@ ENTRIES["vattention-fig5"] = Entry(
         Each("V-F5", "vLLM 0.2.7's kernel: pages of 32 tokens / pages of 16, the most of all batches", "ratio", "times",
              1.16, effect(), {"memory": f"{VLLM}, 32"}, derive=_page_sizes(VLLM)),
         *(Whole("V-F5", f"vLLM 0.2.7's kernel: the {which} of pages of 64 and of 128 / pages of 16",
-                partial(_large, choose=choose), "times", paper, effect()) for which, choose, paper in (("faster", min, 2.05), ("slower", max, 3.31))),
+                partial(_large, choose=choose), "times", paper, effect())
+          for which, choose, paper in (("faster", min, 2.05), ("slower", max, 3.31))),
         *(Each("V-F5", f"our kernel: pages of {page} tokens / pages of 16, the most of all batches", "ratio", "times",
                where={"memory": f"paged, {page}"}, derive=_page_sizes("paged"))
           for page in (32, 64, 128)),

@@ -140,7 +140,8 @@ def test_dummy_weights_forget_as_an_untrained_model_does(saved: Any) -> None:
 def test_greedy_tokens_from_a_folder(saved: Any, case: str) -> None:
     groups = check_greedy(saved(case), SHORT)
     assert {group.kind for group in groups} == ({"state", "full"} if "jamba" in case else {"state"})
-    assert {group.run_tokens for group in groups if group.kind == "state"} == {512}
+    kept = 256 if "jamba" in case else 512  # a memory of other layers' pages has room for more states
+    assert {group.run_tokens for group in groups if group.kind == "state"} == {kept}
 
 
 @pytest.mark.share(10)

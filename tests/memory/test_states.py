@@ -10,7 +10,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.memory.build import build_memory
-from quire.memory.page_layout import MemorySize, tokens_for_bytes
+from quire.memory.page_layout import MemorySize, plan_page_layout, state_interval, tokens_for_bytes
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.model_spec import LayerSpec, ModelSpec, StateTensor
 from quire.protocol.sequence import Sequence
@@ -50,6 +50,22 @@ def test_a_page_is_the_states_of_its_layers() -> None:
     assert (tokens.kind, tokens.run_tokens, tokens.table_width) == ("full", 16, 512)
     assert states.page_bytes == 8912896  # 2.26 % of padding
     assert geometry(jamba(), state_tokens=96).groups[0].table_width == 86
+
+
+@pytest.mark.parametrize("gib", [1, 8, 9, 20, 80, 300])
+@pytest.mark.parametrize("chunk", [512, 8192])
+def test_states_are_stored_as_often_as_a_step_has_room_for(gib: int, chunk: int) -> None:
+    """The fewest of 16, 32, ..., 512 tokens for which the states of `chunk` tokens take a sixteenth of the memory."""
+    config = settings(max_num_batched_tokens=chunk)
+    fitting = [run for run in (16, 32, 64, 128, 256) if chunk // run * STATE * 16 <= gib * GIB]
+    layout = plan_page_layout(config, jamba(), 2, gib * GIB)
+    [states] = [one for one in layout.specs if one.is_state]
+    assert states.page_tokens == min(fitting, default=512)
+    fixed = plan_page_layout(settings(max_num_batched_tokens=chunk, state_tokens=512), jamba(), 2, gib * GIB)
+    assert layout.max_tokens(gib * GIB) == fixed.max_tokens(gib * GIB), "room is planned for one of 512 tokens"
+    for given in ({"page_sizes": "own"}, {"state_tokens": 512}):
+        assert state_interval(settings(max_num_batched_tokens=chunk, **given), jamba(), gib * GIB) == 512
+    assert state_interval(config, model(MAMBA), gib * GIB) == 512, "alone they share the memory with nothing"
 
 
 def test_uniform_memory_has_states_apart() -> None:
@@ -131,9 +147,9 @@ def test_the_plan_says_what_a_sequence_takes(monkeypatch: pytest.MonkeyPatch) ->
     states, pages = plan.kv_tokens // 512, -(-plan.kv_tokens // (16 * 34))
     assert (plan.kv_tokens, states + pages) == (253_952, plan.kv_bytes // 8_912_896)
     told = plan.to_lines() + describe_pages(config, spec, 2, plan)
-    assert any("8.3 MiB a sequence, however long it is; one after every 512 tokens" in line for line in told)
+    assert any("8.3 MiB a sequence, however long it is; one after every 256 tokens" in line for line in told)
     assert any(
-        "28 layers, state, 8,912,896 bytes for the state after 512 tokens, 2.2% padding" in line for line in told
+        "28 layers, state, 8,912,896 bytes for the state after 256 tokens, 2.2% padding" in line for line in told
     )
     assert any("4 layers, full, 262,144 bytes for 16 tokens, 34 in a large page" in line for line in told)
     assert any(line.startswith("requests") and "8 of 1,024 tokens" in line for line in told)
