@@ -194,7 +194,7 @@ def test_committed_points_give_the_committed_results(document: str) -> None:
     content = DOCUMENTS[document]
     done = ENTRIES[content["name"]].judge(content["data"])
     assert json.loads(json.dumps([result._asdict() for result in done.results])) == content["results"]
-    assert done.text
+    assert done.text or not ENTRIES[content["name"]].tables
     assert done.draw().axes
 
 
