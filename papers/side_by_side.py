@@ -215,7 +215,7 @@ class PaddingRunner:
 
     def submit(self, plan: StepPlan) -> Any:
         slices = tuple(plan.slices)
-        if plan.new_slots:
+        if any(init.parent_slot < 0 for init in plan.new_slots):
             assert all(row.start == 0 for row in slices), "a static batch computes all its prompts in one step"
             longest = max(len(row.tokens) for row in slices)
             slices = tuple(row._replace(tokens=row.tokens + (0,) * (longest - len(row.tokens))) for row in slices)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from papers import equality
-from papers.entry import DIFFERS, HOLDS
+from papers.entry import MET, MISSED
 from papers.equality import CUTS, Answer, Sweep, Way, compare, group_point, same_tokens, ways
 from papers.pagedattention import C5
 from quire.config import MEMORIES, PREEMPTIONS, RESERVED_MEMORIES
@@ -23,7 +23,7 @@ def judged(*points: dict[str, Any]) -> list[str]:
 @pytest.mark.soak
 def test_a_small_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     done = C5.judge(same_tokens(Sweep((20, 24, 30), 12, (16,), (4,), (4,), 48)))
-    assert {result.verdict for result in done.results} == {HOLDS}
+    assert {result.verdict for result in done.results} == {MET}
     in_pages, windowed = len(MEMORIES) - len(RESERVED_MEMORIES), len(CUTS) + 2
     whole = len(MEMORIES) + windowed + (in_pages + windowed - 1) * len(PREEMPTIONS)
     assert len(done.results) == whole + 2
@@ -61,14 +61,14 @@ def test_claims_can_fail() -> None:
     same = compare(REFERENCE, REFERENCE, [[1, 2, 3]])
     good = group_point("paged", [(Way(), same | NONE)])
     wrong = group_point("ft", [(Way("ft"), compare([Answer([1, 2, 4], [1.0] * 3)], REFERENCE, [[1, 2, 3]]) | NONE)])
-    assert judged(good) == [HOLDS] * 3
-    assert judged(good, wrong) == [HOLDS, DIFFERS, HOLDS, DIFFERS]
+    assert judged(good) == [MET] * 3
+    assert judged(good, wrong) == [MET, MISSED, MET, MISSED]
     short = Way(tokens=240, preemption="swap")
     calm = group_point(short.group, [(short, same | {"swap": 0, "recompute": 3})])
     auto = short._replace(preemption="auto")
     swapped = group_point(auto.group, [(auto, same | {"swap": 1, "recompute": 0})])
-    assert judged(calm)[1] == DIFFERS, "nothing was swapped"
-    assert judged(swapped)[1] == HOLDS
+    assert judged(calm)[1] == MISSED, "nothing was swapped"
+    assert judged(swapped)[1] == MET
 
 
 def test_a_tie_excuses_its_own_sequence() -> None:

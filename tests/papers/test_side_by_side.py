@@ -82,7 +82,7 @@ def test_figure_12a_at_a_small_scale() -> None:
 @pytest.mark.parametrize("name", ["fig14-gpu", "fig17-gpu"])
 def test_what_is_served_beyond_capacity_at_a_small_scale(name: str) -> None:
     load = ENTRIES[name].params["place"].load._replace(calibration="h200-llama3-8b", workload="alpaca")
-    place = Place(replace(CONFIG, kv_tokens=8192, max_model_len=1024), load)
+    place = Place(replace(CONFIG, kv_tokens=16384, max_model_len=1024), load)
     points = by_rate(place, (1.3,), (1.3,), ramp=0.1, requests=4, least=0.3, most=0.5, drain=0.1)
     results = judged(name, points)
     assert [r.paper for r in results if r.paper is not None] == ([2.0] * 3 if name == "fig17-gpu" else [])
