@@ -344,7 +344,7 @@ ENCODED = {"pages": 1, "inside": 1, "off": 2}
 
 def _timeline(way: str) -> Whole:
     fields = ("tokens", "kv", "places", "embeddings", "behind")
-    return Whole("J-F12", f"{WAYS[way]}, by step: tokens, KV, places, embeddings in it and behind it",
+    return Whole("J-F12", f"{WAYS[way]}, by step: tokens, KV, places, embeddings during it and after it",
                  lambda points: [" ".join(str(p[field]) for field in fields) for p in chosen(points, {"way": way})],
                  "", STEPS[way], equal)  # fmt: skip
 
@@ -366,7 +366,7 @@ ENTRIES["jenga-fig12"] = Entry(
     {"ways": list(WAYS), "text": (1, 1), "picture": 4, "chunk": 3},
     claims=[
         *map(_timeline, STEPS), *map(_encodings, WAYS),
-        Whole("J-F12", f"{WAYS['pages']}: peak behind a step, of 6 prompt tokens (limit: 10)",
+        Whole("J-F12", f"{WAYS['pages']}: peak after a step, of 6 prompt tokens (limit: 10)",
               lambda points: _peak(points, "pages"), "tokens", None, at_most(10)),
         Whole("J-F12", f"{WAYS['inside']}: peak, beyond what it is without embeddings",
               lambda points: _peak(points, "inside") - _peak(points, "off"), "tokens", 0, equal),
@@ -374,7 +374,7 @@ ENTRIES["jenga-fig12"] = Entry(
               lambda points: max(p["kv"] + p["embeddings"] for p in chosen(points, {"way": "pages"})), "tokens"),
     ],
     tables=[Rows([("embeddings", lambda p: WAYS[p["way"]]), "step", "tokens", "encodes", ("KV", "kv"), "places",
-                 ("embeddings in it", "embeddings"), ("behind it", "behind")])],
+                 ("embeddings during it", "embeddings"), ("after it", "behind")])],
     note="[t0 i0 i1 i2 i3 t1], chunks of 3 tokens, pages of one token, then a decode.",
     plot=bars("Jenga Figure 12: keys and values, and a picture's embeddings", "step", "value", bar="part", panel="way",
               label="tokens", stacked=True, of=lambda points: tall({
@@ -1091,7 +1091,7 @@ ENTRIES["jenga-x5"] = Entry(
         Each("J-X5", "{rule}: such a request served, output tokens", "served", by=SIMULATED),
     ],
     note="0.95 of 24 GB, less weights of one byte and 1.5 GB, are for KV. A token takes 147,456 bytes in all 36\n"
-         "layers; behind the window of 32,768 tokens, 27 of them need it no more.",
+         "layers; 27 of these keep only the last 32,768 tokens.",
     plot=bars("Jenga §7.2: the longest request on an L4 (dotted: the model's own)", "rule", "longest", horizontal=True,
               label="tokens", form="%d", limit=131_072),
 )  # fmt: skip

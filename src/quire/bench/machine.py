@@ -52,7 +52,7 @@ def refuse_changed_tree(out: Path) -> None:
     if (_revision() or "").endswith("-dirty") and out.resolve().is_relative_to(ROOT):
         raise StartupError(
             "the code of this checkout is changed, so its revision would not say what was measured",
-            "Commit them, or write outside the checkout",
+            "Commit it, or write outside the checkout",
         )
 
 
