@@ -120,6 +120,38 @@ def test_a_prefix_that_was_given_up_is_spared_again_once_it_is_computed() -> Non
     assert hit(memory, second) == 40
 
 
+def hit_beside(length: int, in_flight: int) -> tuple[int, int]:
+    """Compute a prompt in chunks of 16 tokens, up to `in_flight` of them at once. Return what a waiting sequence then
+    finds, and how often the next chunk was refused until the first one in flight had ended."""
+    memory = memory_of("boundary", tokens=400)
+    serve_once(memory, 1, text(0, 41))
+    waiting = expect(memory, Sequence(2, text(0, 60)))
+    seq = Sequence(3, text(1000, length))
+    assert admit_one(memory, seq, 16) == 0
+    ends, refused = [], 0
+    while seq.planned < length or ends:
+        end = min(seq.planned + 16, length)
+        grown = len(ends) < in_flight and seq.planned < length and memory.grow(seq, end)
+        if grown:
+            seq.planned = end
+            ends.append(end)
+        else:
+            refused += len(ends) < in_flight and seq.planned < length
+            seq.computed = ends.pop(0)
+            memory.commit(seq)
+        memory.take_page_ops()
+        memory.check()
+    return hit(memory, waiting), refused
+
+
+def test_a_chunk_waits_for_what_the_one_before_frees() -> None:
+    """Two chunks in flight hold 16 tokens more of the window. They do not take them from a prefix."""
+    for length in (312, 320, 332, 336):
+        kept = 40 if length <= 332 else 0
+        assert hit_beside(length, 1) == (kept, 0)
+        assert hit_beside(length, 2) == (kept, {312: 0, 320: 1}.get(length, 2))
+
+
 @pytest.mark.parametrize("limit", [EvictionLimit(0, 0), EvictionLimit(1000, 0), None], ids=str)
 def test_admission_evicts_expected_prefixes_only_within_its_limit(limit: EvictionLimit | None) -> None:
     memory = memory_of("boundary", tokens=400)

@@ -476,6 +476,8 @@ class PagedMemory(PageTables):
         super().free(seq)
 
     def _grow_tables(self, seq: Sequence, seq_pages: SeqPages, length: int, start: int, reserved: bool = False) -> bool:
+        if seq.computed < seq.planned < len(seq.tokens) and self._must_wait_for_chunk(seq, seq_pages, length):
+            return False
         if seq.id in self.prefix_waiters.leaders:
             needs = [
                 max(policy.reads(seq, start, length).stop - policy.required(seq, start).stop, 0)
@@ -490,6 +492,22 @@ class PagedMemory(PageTables):
                 return False
             self.prefix_waiters.attach_prefix(seq)
         return super()._grow_tables(seq, seq_pages, length, start, reserved)
+
+    def _must_wait_for_chunk(self, seq: Sequence, seq_pages: SeqPages, length: int) -> bool:
+        """Return True if the next chunk of a prompt evicts a prefix that a waiting sequence will find, and the end of
+        the chunk in flight frees pages that its windows have passed."""
+        sizes, start = [group.page_bytes for group in self.groups], seq.planned
+        if self.prefix_demand is None or not self.page_pool.count_spared_bytes(sizes):
+            return False
+        if not any(
+            policy.reads(seq, start, start + 1).start > seq_pages.first_page[g] for g, policy in self.dropping_policies
+        ):
+            return False
+        needs = [
+            max(policy.reads(seq, start, length).stop - len(table), 0)
+            for policy, table in zip(self.policies, seq_pages.tables)
+        ]
+        return self.page_pool.count_lost_bytes(needs, self.page_pool.find_cached_hits(()), sizes) > 0
 
     def _tables_to_release(self, seq_pages: SeqPages) -> Tables:
         return self.retention.include_recent_drops(seq_pages)
