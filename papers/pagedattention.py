@@ -811,7 +811,9 @@ STEP_OVERHEAD = Entry(
 PIECE = 5.2e-6
 """Seconds that a copy of one layer's keys or values of a page costs beside its bytes: on an H200, 20,480 of them out
 and in took 220 ms, and 80 with as many bytes in all 8.2 (fig19a there). Sizes in between aren't on that line."""
-WAYS = {"recompute": ("recompute", 0.0), "swap": ("swap", 0.0), "swap by pieces": ("swap", PIECE)}
+WAYS = {
+    "recompute": ("recompute", 0.0), "swap": ("swap", 0.0), "swap by pieces": ("swap", PIECE), "auto": ("auto", 0.0),
+}  # fmt: skip
 
 
 def _preempting(way: str, page: int) -> Load:
@@ -826,6 +828,12 @@ def _most_apart(points: Points, way: str) -> float:
     return float(max(max(gap, 1 / gap) for gap in gaps))
 
 
+def _auto_over_better(points: Points) -> float:
+    latencies = {(p["page"], p["way"]): p["latency"] for p in points}
+    return float(max(latencies[page, "auto"] / min(latencies[page, way] for way in ("swap", "recompute"))
+                     for page in SIZES))
+
+
 FIGURE_19B = Entry(  # 2.5 requests/s: about what 16-token pages sustain, and at times more than fits in memory
     "PagedAttention Figure 19b: serving with swaps and with recomputation",
     "serving:whole", {"cases": [Case({"way": way, "page": page}, _preempting(way, page), "paged", 300.0, 2.5)
@@ -838,6 +846,8 @@ FIGURE_19B = Entry(  # 2.5 requests/s: about what 16-token pages sustain, and at
               partial(_most_apart, way="swap by pieces"), "ratio", digits=3),
         Whole("P-F19b", "swap by pieces / recompute in pages of 1 token",
               over("latency", {"way": "swap by pieces", "page": 1}, {"way": "recompute", "page": 1}), "ratio"),
+        Whole("C4", "auto / the better of swap and recompute, the most in any page size (at most 1)", _auto_over_better,
+              "ratio", rule=at_most(1.0), digits=3),
         Whole("P-F19b", "preemptions, the fewest of all runs", lambda points: min(p["preemptions"] for p in points),
               "requests"),
     ],

@@ -56,8 +56,8 @@ def calibrate(engine: Engine, repeats: int = REPEATS) -> dict[str, Any]:
     swaps = [swap_seconds(engine, length, repeats) for length in lengths]
     added = compute_seconds(engine, lengths, repeats)
     swap = fit([[1.0, float(s.bytes)] for s in swaps], [s.out + s.back for s in swaps])
-    compute = fit([[1.0, float(n), n * n / 2] for n in lengths], added)
-    costs = PreemptionCosts(*swap.coefficients, *compute.coefficients)
+    compute, free_tokens = fit_computed(lengths, added)
+    costs = PreemptionCosts._make([*swap.coefficients, *compute.coefficients, free_tokens])
     return {
         "costs": costs._asdict(),
         "swap_fit": {"worst_error": swap.worst_error, "median_error": swap.median_error},
@@ -153,6 +153,13 @@ def _timed(engine: Engine, work: Callable[[], None]) -> float:
     work()
     torch.cuda.synchronize(device)
     return time.perf_counter() - began
+
+
+def fit_computed(lengths: Sequence[int], seconds: Sequence[float]) -> tuple[Fit, float]:
+    """Fit the costs of prompts of these lengths: fixed, of a token, and of a pair. Return them and the number of tokens
+    that are free (see PreemptionCosts), with which the maximum error is least."""
+    fits = [(fit([[1.0, max(n - free, 0.0), n * n / 2] for n in lengths], seconds), free) for free in (0.0, *lengths)]
+    return min(fits, key=lambda found: found[0].worst_error)
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], whole: Sequence[float] | None = None) -> Fit:

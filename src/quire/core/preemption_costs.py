@@ -19,6 +19,7 @@ class PreemptionCosts(NamedTuple):
     compute_fixed: float
     compute_token: float
     compute_pair: float  # one token attends to another
+    free_tokens: float = 0.0  # of a step, that are computed while it reads the weights
 
     def swap_seconds(self, held_bytes: int) -> float:
         """Return the seconds to move `held_bytes` out and back."""
@@ -26,7 +27,8 @@ class PreemptionCosts(NamedTuple):
 
     def recompute_seconds(self, tokens: int, pairs: float) -> float:
         """Return the seconds of a step of `tokens` tokens, which attend to `pairs` positions in all."""
-        return self.compute_fixed + tokens * self.compute_token + pairs * self.compute_pair
+        computed = max(tokens - self.free_tokens, 0)
+        return self.compute_fixed + computed * self.compute_token + pairs * self.compute_pair
 
     def cheaper_mode(self, held_bytes: int, tokens: int, lengths: list[int]) -> str:
         """Return "swap" or "recompute" for sequences of these `lengths`, which have `tokens` different tokens in

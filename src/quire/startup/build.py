@@ -450,8 +450,9 @@ def _read_costs(path: str) -> PreemptionCosts:
     """Return the costs in a file written by `quire bench preemption`. Raise StartupError if it is malformed."""
     remedy = "Write one with `quire bench preemption --out FILE`"
     file = read_json_object(path, MAX_BYTES_BY_FILE["calibration"], f"--calibration {path}", remedy)
-    numbers: Any = file.get("costs")
+    costs_read: Any = file.get("costs")
     try:
+        numbers = PreemptionCosts._field_defaults | costs_read
         costs = PreemptionCosts(**{name: float(numbers[name]) for name in PreemptionCosts._fields})
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise StartupError(f"--calibration {path} can't be used: {type(error).__name__} {error}", remedy) from error
