@@ -4,6 +4,7 @@ those about this project's memories as a whole."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -43,7 +44,7 @@ from papers.entry import (
 from papers.equality import Sweep
 from papers.plots import Panels, bars, lines, row, tall
 from papers.serving import HOUR, KINDS, LIMIT, SECONDS, SEED, SHOWN, SYSTEMS, TOLERANCE, Case, Load
-from papers.side_by_side import Place
+from papers.side_by_side import Place, every_system
 from papers.unlike_serving import H100
 from papers.unlike_serving import Case as Unlike
 from quire.bench.workloads import TRANSLATION
@@ -524,7 +525,7 @@ RUNS = Rows([
 PADDING = "FasterTransformer's batches compute their padding: prompts to the longest, ended sequences to the last."
 FIGURE_13_GPU = Entry(
     "PagedAttention Figure 13a on a GPU, every system",
-    "side_by_side:one_rate", {"place": ON_A_GPU, "of": ("a100-13b", 2.0), "ramp": 8.0, "seconds": 60.0},
+    "side_by_side:one_rate", {"ways": every_system(ON_A_GPU), "of": ("a100-13b", 2.0), "ramp": 8.0, "seconds": 60.0},
     full={"seconds": 180.0},
     claims=[
         Each("P-F13", "requests a second, scaled from 2", "rate", "/s", where={**OF_SIMULATED, "system": VLLM},
@@ -574,8 +575,8 @@ def _beyond(system: str, by: str, row: str = "P-F12") -> Whole:
 FIGURE_12A_GPU = Entry(
     "PagedAttention Figure 12a on a GPU, every system",
     "side_by_side:by_rate",
-    {"place": ON_A_GPU, "shares": (0.5, 0.8, 1.0, 1.15, 1.3), "real": (0.8, 1.3), "ramp": 8.0, "requests": 120,
-     "least": 30.0, "most": 60.0, "drain": 6.0},
+    {"ways": every_system(ON_A_GPU), "shares": (0.5, 0.8, 1.0, 1.15, 1.3), "real": (0.8, 1.3), "ramp": 8.0,
+     "requests": 120, "least": 30.0, "most": 60.0, "drain": 6.0},
     full={"requests": 600, "least": 60.0, "most": 240.0},
     claims=[
         Each("P-F12", "{system}: requests/s served beyond capacity", "served", "/s", where={**OF_REAL, "share": 1.3}),
@@ -597,12 +598,17 @@ FIGURE_12A_GPU = Entry(
 
 
 
+def _auto_over_best(points: Points) -> float:
+    latencies = {p["system"]: p["latency"] for p in chosen(points, OF_REAL)}
+    return float(latencies["auto"] / min(latencies["swap"], latencies["recompute"]))
+
+
 def _beyond_on_a_gpu(row_id: str, about: str, load: Load) -> Entry:
     """Return an entry that compares the systems at 1.3 times the capacity of each."""
     return Entry(
         f"PagedAttention {about}", "side_by_side:by_rate",
-        {"place": ON_A_GPU._replace(load=load), "shares": (1.3,), "real": (1.3,), "ramp": 8.0, "requests": 120,
-         "least": 30.0, "most": 60.0, "drain": 6.0},
+        {"ways": every_system(ON_A_GPU._replace(load=load)), "shares": (1.3,), "real": (1.3,), "ramp": 8.0,
+         "requests": 120, "least": 30.0, "most": 60.0, "drain": 6.0},
         full={"requests": 600, "least": 60.0, "most": 240.0},
         claims=[
             *(_beyond(system, by, row_id) for system in (*ORCAS, FT) for by in ("real", "simulated")),
@@ -621,6 +627,67 @@ FIGURE_14_GPU = _beyond_on_a_gpu(
     "P-F14", "Figure 14 on a GPU: parallel sampling, 6 samples", Load("h200-opt-13b", "alpaca", width=6)
 )
 FIGURE_17_GPU = _beyond_on_a_gpu("P-F17", "Figure 17 on a GPU: chatbot", Load("h200-opt-13b", "chat"))
+
+
+def _translating(name: str) -> dict[str, Place]:
+    """Return vLLM with a registered prefix, and Orca (Oracle), for the translations of Figure 16."""
+    config = replace(ON_A_GPU.config, model_config="llama-13b")
+    load, tokens = Load("h200-opt-13b", name), TRANSLATION[name]
+    return {
+        REGISTERED: Place(replace(config, prefix_tokens=tokens), load._replace(prefix=tokens)),
+        ORACLE: Place(replace(config, memory="orca-oracle"), load),
+    }
+
+
+FIGURE_16_GPU = Entry(
+    "PagedAttention Figure 16 on a GPU: translation, a prefix of five examples shared",
+    "side_by_side:by_rate",
+    {"ways": _translating("wmt5shot"), "shares": (1.3,), "real": (1.3,), "ramp": 4.0, "requests": 400,
+     "least": 20.0, "most": 60.0, "drain": 6.0},
+    full={"requests": 2000, "least": 60.0, "most": 240.0},
+    claims=[
+        Whole("P-F16", f"rate of {VLLM} / {ORACLE}",
+              over("served", {**OF_REAL, "system": REGISTERED}, {**OF_REAL, "system": ORACLE}), "times",
+              EXAMPLES["wmt5shot"][1], effect()),
+        Whole("P-F16", f"rate of {VLLM} / {ORACLE}",
+              over("served", {**OF_SIMULATED, "system": REGISTERED}, {**OF_SIMULATED, "system": ORACLE}), "times",
+              by=SIMULATED),
+        *_errors("P-F16"),
+    ],
+    tables=[RUNS],
+    note=f"{TRANSLATED['wmt5shot']}; LLaMA-13B. The lengths of sentences are assumed: see fig16.",
+    plot=bars("Figure 16 on a GPU", "system", "served", bar="by", label="requests/s served", form="%.2f"),
+    gpu=True, timed=True,
+    takes=MINUTES,
+    why="The paper gives no sentence lengths, and the gain falls as they grow.",
+)
+
+PREEMPTED = ("recompute", "swap", "auto")
+FIGURE_19B_GPU = Entry(
+    "PagedAttention Figure 19b on a GPU: serving with swaps and with recomputation",
+    "side_by_side:one_rate",
+    {"ways": {way: ON_A_GPU._replace(config=replace(ON_A_GPU.config, preemption=way, swap_gib=24.0))
+              for way in PREEMPTED},
+     "of": ("a100-13b", 2.5), "ramp": 8.0, "seconds": 120.0},
+    full={"seconds": 300.0},
+    claims=[
+        Whole("P-F19b", "latency with swaps / with recomputation (within 1.2)",
+              over("latency", {"by": "real", "system": "swap"}, {"by": "real", "system": "recompute"}), "times",
+              "comparable", between(1 / 1.2, 1.2), 3),
+        Each("P-F19b", "{system}: preemptions", "preemptions", "requests", where=OF_REAL),
+        Whole("C4", "latency with auto / with the better of both (at most 1.05)", _auto_over_best, "times",
+              rule=at_most(1.05), digits=3),
+        *_errors("P-F19b"),
+    ],
+    tables=[RUNS],
+    note="OPT-13B, ShareGPT-like, pages of 16 tokens, at the share of the capacity that 2.5/s is on an A100. auto has\n"
+         "no calibration.",
+    plot=bars("Figure 19b on a GPU", "system", "value", bar="by", label=LATENCY, form="%.1f",
+              of=lambda points: [{**p, "value": 1000 * p["latency"]} for p in points]),
+    gpu=True, timed=True,
+    takes=MINUTES,
+    why="The costs of auto are those of a small model, unless a calibration is given.",
+)
 
 # Figures 15, 18 and 19a, and overheads: real engines
 
@@ -1086,7 +1153,7 @@ ENTRIES: dict[str, Entry] = {
     "fig12": _figure_12(": latency by request rate", tuple(PANELS)),
     **{f"fig12{panel[1]}": _figure_12(f"{panel[1]}: {panel[4:]}", [panel], "fig12") for panel in PANELS},
     "fig13": FIGURE_13, "fig12a-gpu": FIGURE_12A_GPU, "fig13-gpu": FIGURE_13_GPU, "fig14-gpu": FIGURE_14_GPU,
-    "fig17-gpu": FIGURE_17_GPU, "fig14": FIGURE_14,
+    "fig16-gpu": FIGURE_16_GPU, "fig17-gpu": FIGURE_17_GPU, "fig19b-gpu": FIGURE_19B_GPU, "fig14": FIGURE_14,
     "fig15": FIGURE_15, "fig16": FIGURE_16, "fig17": FIGURE_17, "fig18a": FIGURE_18A, "fig18b": FIGURE_18B,
     "fig19a": FIGURE_19A, "fig19b": FIGURE_19B, "table1": TABLE_1, "x1": X1, "table-scope": TABLE_SCOPE,
     "step-overhead": STEP_OVERHEAD, "x4": X4, "r1": R1,

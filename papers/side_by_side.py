@@ -1,9 +1,9 @@
-"""Run a trace on this device and in simulation, for the systems of PagedAttention §6.1.
+"""Run a trace on this device and in simulation, served in several ways: by the systems of PagedAttention §6.1, say.
 
 `serve` takes the wall clock or a virtual one, so both are measured in the same way. One model and one runner serve all
-systems in turn, so these differ only in their memory. Token values do not affect the cost of steps, so weights may be
-dummies. A GPU faster than the paper's would not fill its memory at the paper's rates, so rates are shares of a system's
-simulated capacity. The calibration comes from a separate run.
+ways in turn, so these differ only in their memory and scheduling. Token values do not affect the cost of steps, so
+weights may be dummies. A GPU faster than the paper's would not fill its memory at the paper's rates, so rates are
+shares of a system's simulated capacity. The calibration comes from a separate run.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from papers.serving import MANY, SYSTEMS, Load
+from papers.serving import MANY, SHARED, SYSTEMS, Load
 from quire.bench.contexts import stop
 from quire.bench.shapes import built
 from quire.bench.simulate import read_deployment
@@ -54,15 +54,6 @@ class Span(NamedTuple):
     until: float
 
 
-class Plan(NamedTuple):
-    """A planned run: a system at a rate, in requests a second, which is a `share` of its simulated capacity."""
-
-    system: str
-    rate: float
-    share: float
-    span: Span
-
-
 class Step(NamedTuple):
     """A finished step: its time, the steps and rows planned during it, the running requests, new tokens."""
 
@@ -76,7 +67,8 @@ class Step(NamedTuple):
 class Place(NamedTuple):
     """A device and a load: an engine of `config`, and its simulation by the load's calibration.
 
-    Requests are the same, in the same order, at any rate."""
+    Requests are the same, in the same order, at any rate. With `config.prefix_tokens` the load's prefix is
+    registered."""
 
     config: EngineConfig
     load: Load
@@ -89,26 +81,53 @@ class Place(NamedTuple):
         """Return the mean output tokens of a request."""
         return self.load.width * float(np.mean([one.output_len for one in self.load.specs(MANY)]))
 
-    def simulation(self, system: str, kv_tokens: int | None = None) -> Simulation:
-        """Return the system's simulation by the calibration."""
-        plant = read_deployment(replace(self.config, memory=system), self.load.calibration)
+    def simulation(self, kv_tokens: int | None = None) -> Simulation:
+        """Return the simulation by the calibration."""
+        plant = read_deployment(self.config, self.load.calibration)
         plant = plant if kv_tokens is None else plant._replace(kv_tokens=kv_tokens, kv_bytes=0)
-        return plant.simulation()
+        made = plant.simulation()
+        self.register_prefix(made.engine)
+        return made
 
-    def simulate(self, plan: Plan, kv_tokens: int | None = None) -> dict[str, Any]:
-        """Run a plan on the virtual clock."""
-        made = self.simulation(plan.system, kv_tokens)
-        return run(made.engine, made.clock.advance_to, self.trace(plan.rate, plan.span.end), plan, "simulated")
+    def register_prefix(self, engine: Engine) -> None:
+        """Register the prefix of the load's requests, if the config has room for one."""
+        if self.config.prefix_tokens:
+            engine.register_prefix("prefix", [SHARED] * self.load.prefix)
+            while engine.has_unfinished_requests:
+                engine.step()
 
-    def capacity(self, system: str) -> float:
-        """Return the simulated requests a second of a system with a full queue."""
-        made = self.simulation(system)
+    def capacity(self) -> float:
+        """Return the simulated requests a second with a full queue."""
+        made = self.simulation()
         for i, one in enumerate(self.trace(CROWD, 1.0)):
             made.engine.add(str(i), one.prompt, one.params)
         _tokens(made.engine, FILLING)
         began = made.clock()
         tokens = _tokens(made.engine, SATURATED)
         return tokens / (made.clock() - began) / self.mean_output()
+
+
+def every_system(place: Place) -> dict[str, Place]:
+    """Return a way for each system of PagedAttention §6.1, vLLM first: each has its own memory."""
+    return {name: place._replace(config=replace(place.config, memory=memory)) for memory, name in SYSTEMS.items()}
+
+
+class Plan(NamedTuple):
+    """A planned run: a way to serve at a rate, in requests a second, which is a `share` of its simulated capacity."""
+
+    way: str
+    place: Place
+    rate: float
+    share: float
+    span: Span
+
+    def trace(self) -> list[TraceRequest]:
+        return self.place.trace(self.rate, self.span.end)
+
+    def simulate(self, kv_tokens: int) -> dict[str, Any]:
+        """Run the plan on the virtual clock, with a memory of `kv_tokens` tokens."""
+        made = self.place.simulation(kv_tokens)
+        return run(made.engine, made.clock.advance_to, self, "simulated")
 
 
 def _tokens(engine: Engine, steps: int) -> int:
@@ -130,8 +149,9 @@ def serve(
     served: list[ServedRequest] = []
     steps: list[Step] = []
     usages: list[Usage] = []
-    while (now := clock() - began) < span.until and (len(served) < len(trace) or engine.has_unfinished_requests):
-        while len(served) < len(trace) and trace[len(served)].arrival <= now:
+    # Times are compared as `wait` gets them, or rounding would make it wait for a time that has come.
+    while (now := clock()) < began + span.until and (len(served) < len(trace) or engine.has_unfinished_requests):
+        while len(served) < len(trace) and began + trace[len(served)].arrival <= now:
             asked = trace[len(served)]
             at, prompt, params = asked[:3]
             assert params.max_tokens is not None, "a request of a trace has a length"
@@ -144,6 +164,7 @@ def serve(
         if look <= clock() - began <= span.end:
             usages.append(engine.scheduler.memory.account().usage)
             look = clock() - began + LOOK
+    usages = usages or [engine.scheduler.memory.account().usage]  # a step may take longer than the run
     stop(engine)
     return served, steps, usages
 
@@ -171,7 +192,7 @@ def report(point: dict[str, Any]) -> dict[str, Any]:
     return point
 
 
-def run(engine: Engine, wait: Wait, trace: Sequence[TraceRequest], plan: Plan, by: str) -> dict[str, Any]:
+def run(engine: Engine, wait: Wait, plan: Plan, by: str) -> dict[str, Any]:
     """Serve the plan's trace and return a point; report measured ones.
 
     `batch` is rows a step, `running` requests in memory, `tokens_per_s` of outputs: means over the measured `steps`.
@@ -179,13 +200,13 @@ def run(engine: Engine, wait: Wait, trace: Sequence[TraceRequest], plan: Plan, b
     far. The memory by category is in per cent."""
     start, end, _ = plan.span
     before = engine.scheduler.num_preemptions
-    served, steps, usages = serve(engine, wait, trace, plan.span)
+    served, steps, usages = serve(engine, wait, plan.trace(), plan.span)
     now = steps[-1].at
     part = [step for step in steps if start < step.at <= end]
     planned = sum(step.planned for step in part)
     sizes = np.mean(usages, axis=0)
     point = {
-        "system": SYSTEMS[plan.system], "rate": plan.rate, "by": by, "seconds": end - start, "steps": planned,
+        "system": plan.way, "rate": plan.rate, "by": by, "seconds": end - start, "steps": planned,
         "batch": sum(step.rows for step in part) / max(planned, 1),
         "running": sum(step.running for step in part) / max(len(part), 1),
         "tokens_per_s": sum(step.tokens for step in part) / (end - start),
@@ -231,13 +252,13 @@ class PaddingRunner:
         return result._replace(slice_results=result.slice_results[: self.rows.popleft()])
 
 
-def engine_of(made: BuiltEngine, config: EngineConfig, system: str) -> Engine:
-    """Return another engine over the runner of `made`, now idle, with a system's memory.
+def engine_of(made: BuiltEngine, config: EngineConfig) -> Engine:
+    """Return another engine over the runner of `made`, now idle, with the memory of `config`.
 
     Pages and page tables have the same sizes in every memory, so the captured graphs and compiled kernels of `made` are
     reused."""
     runner: Any = made.engine.runner
-    config = replace(config, memory=system).with_device_defaults(made.memory_plan.device)
+    config = config.with_device_defaults(made.memory_plan.device)
     size = MemorySize(
         made.memory_plan.kv_tokens,
         made.memory_plan.max_len,
@@ -247,7 +268,6 @@ def engine_of(made: BuiltEngine, config: EngineConfig, system: str) -> Engine:
     memory = build_memory(config, made.spec, size, made.name)
     assert memory.kv_config == runner.store.kv_config, "the memories have other tables"
     limits = made.engine.limits._replace(max_queued=sys.maxsize)
-    config = replace(config, preemption="recompute")
     engine = assemble(config, memory, runner, limits, clock=time.monotonic, depth=made.engine.depth)
     if engine.scheduler.static_batching:
         engine.runner = cast(Runner, PaddingRunner(runner))
@@ -263,7 +283,7 @@ def warm_up(made: BuiltEngine, place: Place) -> None:
     """Run an unmeasured burst, so that the first run finds the device in the same state as the others.
 
     Kernels and graphs exist since startup."""
-    engine = engine_of(made, place.config, "paged")
+    engine = engine_of(made, place.config)
     rows = min(engine.scheduler.max_seqs, made.memory_plan.kv_tokens // EACH)
     serve(engine, sleep_until, place.trace(2 * rows / WARM, WARM), Span(0.0, WARM, WARM))
 
@@ -271,48 +291,50 @@ def warm_up(made: BuiltEngine, place: Place) -> None:
 # Runners
 
 
-def one_rate(place: Place, of: tuple[str, float], ramp: float, seconds: float) -> list[dict[str, Any]]:
-    """Return the runs of all systems, on this device and simulated, at the rate that is the same share of the paged
-    system's capacity as the rate `of` another calibration. The first `ramp` seconds are not measured."""
+def one_rate(ways: Mapping[str, Place], of: tuple[str, float], ramp: float, seconds: float) -> list[dict[str, Any]]:
+    """Return the runs of all ways, on this device and simulated, at the rate that is the same share of the first one's
+    capacity as the rate `of` another calibration. The first `ramp` seconds are not measured."""
     device, rate = of
-    rate *= place.capacity("paged") / place._replace(load=place.load._replace(calibration=device)).capacity("paged")
-    plans = [Plan(system, rate, rate / place.capacity(system), Span(ramp, seconds, seconds)) for system in SYSTEMS]
-    return _beside(place, plans, plans)
+    first = next(iter(ways.values()))
+    rate *= first.capacity() / first._replace(load=first.load._replace(calibration=device)).capacity()
+    span = Span(ramp, seconds, seconds)
+    plans = [Plan(way, place, rate, rate / place.capacity(), span) for way, place in ways.items()]
+    return _beside(plans, plans)
 
 
 def by_rate(
-    place: Place, shares: Sequence[float], real: Sequence[float], ramp: float, requests: int, least: float, most: float,
-    drain: float,
+    ways: Mapping[str, Place], shares: Sequence[float], real: Sequence[float], ramp: float, requests: int, least: float,
+    most: float, drain: float,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return simulated runs of all systems at shares of each one's capacity, and runs on this device at those of
-    `real`.
+    """Return simulated runs of all ways at shares of each one's capacity, and runs on this device at those of `real`.
 
-    A run takes until `requests` have come, the same ones for all systems, within `least` and `most` seconds, and
-    `drain` more if the rate is within the capacity. The first `ramp` seconds are not measured."""
+    A run takes until `requests` have come, the same ones for all ways, within `least` and `most` seconds, and `drain`
+    more if the rate is within the capacity. The first `ramp` seconds are not measured."""
     plans = []
-    for system in SYSTEMS:
-        capacity = place.capacity(system)
+    for way, place in ways.items():
+        capacity = place.capacity()
         for share in shares:
             end = min(max(requests / (share * capacity), least), most)
-            plans.append(Plan(system, share * capacity, share, Span(ramp, end, end + drain * (share < 1))))
-    return _beside(place, plans, [plan for plan in plans if plan.share in real])
+            plans.append(Plan(way, place, share * capacity, share, Span(ramp, end, end + drain * (share < 1))))
+    return _beside(plans, [plan for plan in plans if plan.share in real])
 
 
-def _beside(place: Place, plans: Sequence[Plan], real: Sequence[Plan]) -> list[dict[str, Any]]:
+def _beside(plans: Sequence[Plan], real: Sequence[Plan]) -> list[dict[str, Any]]:
     """Run the plans `real` on this device one after another and simulate all. Points have the requests `served` a
     second; those of this device have the simulation's errors as shares."""
+    place = plans[0].place
     with built(place.config) as made:
         warm_up(made, place)
         freeze_loaded_objects()
         measured = []
         for plan in real:
-            engine = engine_of(made, place.config, plan.system)
-            trace = place.trace(plan.rate, plan.span.end)
-            measured.append(run(engine, sleep_until, trace, plan, "real"))
+            engine = engine_of(made, plan.place.config)
+            plan.place.register_prefix(engine)
+            measured.append(run(engine, sleep_until, plan, "real"))
         tokens = made.memory_plan.kv_tokens
-    simulated = {plan: place.simulate(plan, tokens) for plan in plans}
+    simulated = [plan.simulate(tokens) for plan in plans]
+    by_plan = {(plan.way, plan.share): point for plan, point in zip(plans, simulated)}
     for plan, point in zip(real, measured):
-        point |= {f"{name}_off": simulated[plan][name] / point[name] - 1 for name in OFF}
-    points = [*measured, *simulated.values()]
-    mean = place.mean_output()
-    return [{**point, "served": point["tokens_per_s"] / mean} for point in points]
+        point |= {f"{name}_off": by_plan[plan.way, plan.share][name] / point[name] - 1 for name in OFF}
+    outputs = {plan.way: plan.place.mean_output() for plan in plans}
+    return [{**point, "served": point["tokens_per_s"] / outputs[point["system"]]} for point in (*measured, *simulated)]

@@ -14,7 +14,7 @@ from papers import side_by_side
 from papers.entry import MEASURED, Result
 from papers.pagedattention import ENTRIES
 from papers.serving import SYSTEMS, Load
-from papers.side_by_side import Place, Span, by_rate, engine_of, one_rate, serve, sleep_until
+from papers.side_by_side import Place, Span, by_rate, engine_of, every_system, one_rate, serve, sleep_until
 from quire.bench.shapes import built
 from quire.config import EngineConfig
 from quire.protocol.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ def judged(name: str, points: list[dict[str, Any]]) -> list[Result]:
 
 
 def test_figure_13a_at_a_small_scale(capsys: pytest.CaptureFixture[str]) -> None:
-    points = one_rate(PLACE, ("a100-13b", 2.0), ramp=0.1, seconds=0.5)
+    points = one_rate(every_system(PLACE), ("a100-13b", 2.0), ramp=0.1, seconds=0.5)
     assert {(point["system"], point["by"]) for point in points} == {
         (system, by) for system in SYSTEMS.values() for by in ("real", "simulated")
     }
@@ -64,7 +64,9 @@ def test_figure_13a_at_a_small_scale(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_figure_12a_at_a_small_scale() -> None:
-    points = by_rate(PLACE, (0.5, 0.8, 1.3), (0.8, 1.3), ramp=0.1, requests=4, least=0.3, most=0.5, drain=0.1)
+    points = by_rate(
+        every_system(PLACE), (0.5, 0.8, 1.3), (0.8, 1.3), ramp=0.1, requests=4, least=0.3, most=0.5, drain=0.1
+    )
     for system in SYSTEMS.values():
         mine = [point for point in points if point["system"] == system]
         assert [point["by"] for point in mine].count("simulated") == 3
@@ -81,14 +83,43 @@ def test_figure_12a_at_a_small_scale() -> None:
 
 @pytest.mark.parametrize("name", ["fig14-gpu", "fig17-gpu"])
 def test_what_is_served_beyond_capacity_at_a_small_scale(name: str) -> None:
-    load = ENTRIES[name].params["place"].load._replace(calibration="h200-llama3-8b", workload="alpaca")
+    load = ENTRIES[name].params["ways"]["vLLM (paged)"].load._replace(calibration="h200-llama3-8b", workload="alpaca")
     place = Place(replace(CONFIG, kv_tokens=16384, max_model_len=1024), load)
-    points = by_rate(place, (1.3,), (1.3,), ramp=0.1, requests=4, least=0.3, most=0.5, drain=0.1)
+    points = by_rate(every_system(place), (1.3,), (1.3,), ramp=0.1, requests=4, least=0.3, most=0.5, drain=0.1)
     results = judged(name, points)
     assert [r.paper for r in results if r.paper is not None] == ([2.0] * 3 if name == "fig17-gpu" else [])
     assert {r.what for r in results if r.real_or_simulated == "simulated"} == {
         f"rate of vLLM (paged) / {system}" for system in list(SYSTEMS.values())[1:]
     }
+
+
+def test_a_registered_prefix_at_a_small_scale() -> None:
+    """Figure 16: what is registered is computed once, on this device and simulated."""
+    ways = {
+        name: Place(
+            replace(CONFIG, memory=way.config.memory, kv_tokens=4096, prefix_tokens=way.config.prefix_tokens),
+            way.load._replace(calibration="h200-llama3-8b"),
+        )
+        for name, way in ENTRIES["fig16-gpu"].params["ways"].items()
+    }
+    assert [place.load.prefix for place in ways.values()] == [341, 0]
+    points = by_rate(ways, (1.3,), (1.3,), ramp=0.1, requests=4, least=1.0, most=2.0, drain=0.1)
+    results = judged("fig16-gpu", points)
+    assert [r.paper for r in results if r.paper is not None] == [3.58]
+    registered, apart = (p["served"] for p in points if p["by"] == "simulated")
+    assert registered > apart
+
+
+def test_preemption_at_a_small_scale() -> None:
+    """Figure 19b: the same rate for every policy."""
+    ways = {
+        way: place._replace(config=replace(CONFIG, preemption=way, swap_gib=0.1), load=PLACE.load)
+        for way, place in ENTRIES["fig19b-gpu"].params["ways"].items()
+    }
+    assert list(ways) == ["recompute", "swap", "auto"]
+    points = one_rate(ways, ("a100-13b", 2.5), ramp=0.1, seconds=0.5)
+    assert len({point["rate"] for point in points}) == 1
+    assert [r.row for r in judged("fig19b-gpu", points)].count("C4") == 1
 
 
 def test_full_runs_are_longer() -> None:
@@ -98,7 +129,7 @@ def test_full_runs_are_longer() -> None:
 
 def test_requests_come_at_their_times() -> None:
     with built(CONFIG) as made:
-        engine = engine_of(made, CONFIG, "paged")
+        engine = engine_of(made, CONFIG)
         began = time.monotonic()
         served, steps, usages = serve(engine, sleep_until, arriving(0.0, 0.3), Span(0.0, 0.5, 60.0))
         took = time.monotonic() - began
@@ -111,7 +142,7 @@ def test_requests_come_at_their_times() -> None:
 
 
 def test_what_is_unfinished_is_given_up() -> None:
-    simulation = PLACE.simulation("ft", 1536)
+    simulation = every_system(PLACE)["FasterTransformer"].simulation(1536)
     engine = simulation.engine
     served, steps, _ = serve(engine, simulation.clock.advance_to, arriving(*[0.0] * 8), Span(0.0, 1e-4, 1e-4))
     assert not any(one.done for one in served)
@@ -126,7 +157,7 @@ def test_a_static_batch_computes_its_padding() -> None:
              ((3, 9), (20, 2), (9, 5))]  # fmt: skip
     config = replace(CONFIG, max_model_len=64)
     with built(config) as made:
-        engine = engine_of(made, config, "ft")
+        engine = engine_of(made, replace(config, memory="ft"))
         runner: Any = engine.runner
         submit = made.engine.runner.submit
         runner.runner.submit = lambda plan: plans.append(plan) or submit(plan)
