@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.ipc.garbage_collection import gc_paused
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """Nothing is frozen meanwhile: neither what conftest.py nor what benchmarks in this process have frozen."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    if frozen:
+        gc.freeze()
 
 
 @pytest.mark.parametrize("running", [True, False])
@@ -22,9 +33,9 @@ def test_a_pause_leaves_the_collector_as_it_was(running: bool) -> None:
         (gc.enable if before else gc.disable)()
 
 
+@pytest.mark.usefixtures("thawed")
 def test_what_was_made_in_a_pause_is_old() -> None:
     """The next collection of the youngest generation does not search it; what a program froze stays frozen."""
-    gc.unfreeze()  # what benchmarks that ran in this process have frozen
     with gc_paused():
         made = [[index] for index in range(1000)]
     old = {id(one) for one in gc.get_objects(generation=2)}
@@ -39,6 +50,7 @@ def test_what_was_made_in_a_pause_is_old() -> None:
         gc.unfreeze()
 
 
+@pytest.mark.usefixtures("thawed")
 def test_a_programs_own_collector_stays() -> None:
     before = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
     with LLM("tiny", device="cpu", kv_tokens=256, swap_gib=0) as llm:

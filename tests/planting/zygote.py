@@ -58,7 +58,10 @@ def replace(path: str, source: str) -> bool:
         elif shape(before, True) != shape(after, True):
             changed[before.co_qualname, before.co_firstlineno] = after
     found = set()
-    for function in gc.get_objects():
+    gc.unfreeze()  # get_objects leaves out what is frozen
+    objects = gc.get_objects()
+    gc.freeze()
+    for function in objects:
         if type(function) is FunctionType and function.__code__.co_filename == path:
             key = function.__code__.co_qualname, function.__code__.co_firstlineno
             if key in changed:
@@ -122,7 +125,6 @@ def ran(session: pytest.Session, request: dict[str, Any], items: list[pytest.Ite
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool:
     items = {item.nodeid: item for item in session.items}
-    gc.collect()
     with socket.socket(fileno=int(os.environ["TEST_ZYGOTE"])) as link, link.makefile("rw") as stream:
         stream.write(json.dumps({"tests": len(items)}) + "\n")
         stream.flush()
