@@ -326,7 +326,7 @@ def test_requests_of_all_kinds_survive_preemption(oracle, plenty, family: str, p
     assert sum(ways.values()) > 0 if policy == "auto" else ways[policy] > 0
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_no_schedule_changes_what_anybody_gets(oracle, plenty, data: st.DataObject) -> None:
     family = data.draw(st.sampled_from(["llama", "mistral", "gpt2", *UNLIKE]), label="family")

@@ -209,7 +209,7 @@ def test_a_few_generated_requests(caplog: pytest.LogCaptureFixture) -> None:
     with echo_service.serving(keys=[KEY], admin_keys=[ADMIN_KEY]) as running:
         port = urlsplit(running.url).port
         assert port
-        fuzz(Session(port, KEYS), 120, 15.0)  # however busy the machine is
+        fuzz(Session(port, KEYS), 60, 15.0)  # however busy the machine is
     assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
 
 

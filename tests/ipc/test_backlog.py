@@ -79,10 +79,10 @@ def read(connection: socket.socket, until: type[EngineMessage]) -> list[EngineMe
 
 
 def test_a_front_that_lags_is_not_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Outputs that would take 18 MB step by step take less than 6 MB, and are complete."""
-    monkeypatch.setattr("quire.ipc.channel.MAX_QUEUED_BYTES", 6_000_000)
+    """Outputs that would take 4.5 MB step by step take less than 1.5 MB, and are complete."""
+    monkeypatch.setattr("quire.ipc.channel.MAX_QUEUED_BYTES", 1_500_000)
     monkeypatch.setattr("quire.ipc.engine_server.LAG_BYTES", 100_000)
-    steps, rows = 10_000, 100
+    steps, rows = 2500, 100
     with side() as (front, engine):
         for step in range(steps):
             engine.send(stepped(*((row, output(0, step)) for row in range(rows)), computed=1))

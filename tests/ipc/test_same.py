@@ -86,7 +86,7 @@ def online(requests: list[tuple[list[int], dict[str, Any]]], placement: Placemen
 
 
 def test_offline_and_both_links_say_the_same() -> None:
-    requests = some_requests(200, seed=1)
+    requests = some_requests(80, seed=1)
     wanted = offline(requests)
     stopped = [out for outs, *_ in wanted for out in outs if isinstance(out.stop_reason, str)]
     assert len(stopped) > 10, "stop strings were meant to be found"
