@@ -22,8 +22,12 @@ pytestmark = pytest.mark.xdist_group(name="planted")
 
 
 @pytest.fixture(scope="module")
-def planter() -> Iterator[Planter]:
-    with Planter([*dict.fromkeys(test.split("::")[0] for test in TESTS)]) as found:
+def planter(request: pytest.FixtureRequest) -> Iterator[Planter]:
+    """It collects the files that the bugs of this run need: the gate plants some of them."""
+    cases = [item for item in request.session.items if item.path == request.path]
+    names = [item.callspec.params["name"] for item in cases if hasattr(item, "callspec")]
+    tests = [test for name in names for test in BUGS[name].tests] if len(names) == len(cases) else TESTS
+    with Planter([*dict.fromkeys(test.split("::")[0] for test in tests)]) as found:
         yield found
 
 
