@@ -129,15 +129,15 @@ def test_what_is_not_a_number_shows() -> None:
 
 
 @TYPES
-def test_many_tokens(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_tokens(kind: str, dtype: torch.dtype) -> None:
     """Sorted, in the tiles of prompts."""
     count = MAX_UNSORTED_PAIRS + 20
     weight = torch.empty(0, dtype=dtype)
     assert choose_tile(count, 2, False, weight, weight, weight)._replace(stages=0) == LARGE_TILE._replace(stages=0)
-    for kind in KINDS:
-        made = Experts(2, kind, dtype, **({"inner": 70, "hidden": 72} if kind == "plain" else SMALL))
-        for pdl in PDL:
-            made.check(made.tokens(count, 1), pdl=pdl)
+    made = Experts(2, kind, dtype, **({"inner": 70, "hidden": 72} if kind == "plain" else SMALL))
+    for pdl in PDL:
+        made.check(made.tokens(count, 1), pdl=pdl)
 
 
 @LAUNCHES
@@ -157,33 +157,33 @@ def test_one_token(kind: str, top: int, inner: int, hidden: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("count", [1, 3, 37])
-def test_experts_that_nobody_chose_are_not_read(count: int) -> None:
-    for kind in KINDS:
-        made = Experts(4, kind, DTYPES[0], **({} if kind == "plain" else SMALL))
-        tokens = made.tokens(count, 2)
-        tokens[2][:] = torch.tensor([[1, 3], [3, 1], [1, 3]] * 13)[:count]
-        for weight, scale in zip(made.weights, made.scales):
-            if scale is None:
-                weight[[0, 2]] = torch.nan
-            else:
-                weight.view(torch.uint8)[[0, 2]] = 0x7F  # NaN
-                scale.view(len(scale), 4, -1)[:, [0, 2]] = torch.nan
-        made.check(tokens)
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_that_nobody_chose_are_not_read(kind: str, count: int) -> None:
+    made = Experts(4, kind, DTYPES[0], **({} if kind == "plain" else SMALL))
+    tokens = made.tokens(count, 2)
+    tokens[2][:] = torch.tensor([[1, 3], [3, 1], [1, 3]] * 13)[:count]
+    for weight, scale in zip(made.weights, made.scales):
+        if scale is None:
+            weight[[0, 2]] = torch.nan
+        else:
+            weight.view(torch.uint8)[[0, 2]] = 0x7F  # NaN
+            scale.view(len(scale), 4, -1)[:, [0, 2]] = torch.nan
+    made.check(tokens)
 
 
 @TYPES
-def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_do_not_know_each_other(kind: str, dtype: torch.dtype) -> None:
     """With one tile for all numbers of rows, a row's bits are the same alone, sorted and not; there may be none."""
     most = MAX_UNSORTED_PAIRS // 2
-    for kind in KINDS:
-        made = Experts(3, kind, dtype, **({} if kind == "plain" else SMALL))
-        tokens = made.tokens(most + 1, 2)
-        if kind != "plain":
-            tokens[0].mul_(0.1)  # so that results are about one
-        every = made.mixture(tokens, deterministic=True)
-        for few in (slice(0, 1), slice(33, 34), slice(40, 60), slice(0, most), slice(most, most + 1), slice(0, 0)):
-            x, shares, chosen = (part[few] for part in tokens)
-            check_same(made.mixture((x, shares, chosen), deterministic=True), every[few])
+    made = Experts(3, kind, dtype, **({} if kind == "plain" else SMALL))
+    tokens = made.tokens(most + 1, 2)
+    if kind != "plain":
+        tokens[0].mul_(0.1)  # so that results are about one
+    every = made.mixture(tokens, deterministic=True)
+    for few in (slice(0, 1), slice(33, 34), slice(40, 60), slice(0, most), slice(most, most + 1), slice(0, 0)):
+        x, shares, chosen = (part[few] for part in tokens)
+        check_same(made.mixture((x, shares, chosen), deterministic=True), every[few])
 
 
 def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,14 @@ def test_logits_of_a_mixed_step(runners: tuple[ModelRunner, ModelRunner]) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
-def test_rows_of_one_slot_are_steps_one_after_another(runners: tuple[ModelRunner, ModelRunner]) -> None:
+@pytest.mark.parametrize(
+    ("splits", "deterministic", "drafts"),
+    [(4, False, 3), (1, False, 0), (4, False, 1), (1, True, 3)],
+    ids=["3 drafts", "no drafts", "1 draft", "deterministic"],
+)
+def test_rows_of_one_slot_are_steps_one_after_another(
+    runners: tuple[ModelRunner, ModelRunner], splits: int, deterministic: bool, drafts: int
+) -> None:
     """As draft tokens are computed: in eager steps and in those that graphs capture."""
     reference, runner = runners
     rows = tuple(SeqSlice(slot, (40 + i,), start + i, 1) for slot, start in ((1, 8), (3, 13)) for i in range(3))
@@ -73,20 +80,24 @@ def test_rows_of_one_slot_are_steps_one_after_another(runners: tuple[ModelRunner
     cache = runner.store.caches[0]
     columns = torch.tensor([(row.tokens[0], row.slot, row.start) for row in (*rows, SeqSlice(0, (0,), 0, 1))])
     tokens, slots, positions = columns.T.contiguous().to(DEVICE)
-    for splits, deterministic, drafts in ((1, False, 0), (4, False, 1), (4, False, 3), (1, True, 3)):
-        backend = TritonBackend(deterministic=deterministic, max_drafts=drafts)
-        assert_near(logits(runner, rows, backend), expected)
-        scratch = decode_scratch(len(columns), cache.heads, cache.kv_heads, cache.head_dim, splits, DEVICE)
-        context = make_decode_context(runner.store, backend, slots, positions, scratch, splits)
-        with torch.inference_mode():
-            assert_near(runner.model.logits(runner.model(tokens, context))[:-1], expected)
+    backend = TritonBackend(deterministic=deterministic, max_drafts=drafts)
+    assert_near(logits(runner, rows, backend), expected)
+    scratch = decode_scratch(len(columns), cache.heads, cache.kv_heads, cache.head_dim, splits, DEVICE)
+    context = make_decode_context(runner.store, backend, slots, positions, scratch, splits)
+    with torch.inference_mode():
+        assert_near(runner.model.logits(runner.model(tokens, context))[:-1], expected)
 
 
 @pytest.mark.share(3)
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("capped", [False, True], ids=["uncapped", "capped"])
+@pytest.mark.parametrize(
+    ("splits", "deterministic"), [(1, False), (4, False), (1, True)], ids=["1 split", "4 splits", "deterministic"]
+)
 def test_the_step_that_graphs_capture(
-    runners: tuple[ModelRunner, ModelRunner], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    runners: tuple[ModelRunner, ModelRunner], capped: bool, splits: int, deterministic: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Eager steps and captured ones launch the same: what a layer says of its attention counts in both."""
     reference, runner = runners
     rows = (SeqSlice(1, (40,), 8, 1), SeqSlice(3, (41,), 13, 1), SeqSlice(2, (42,), 5, 1))
@@ -94,23 +105,21 @@ def test_the_step_that_graphs_capture(
     tokens, slots, positions = torch.tensor(
         [(40, 1, 8), (41, 3, 13), (42, 2, 5), (0, 0, 0)], device=DEVICE
     ).T.contiguous()
-    for capped in (False, True):
-        for each in runners if capped else ():
-            caches = each.store.caches.items()
-            bounded = {layer: replace(cache, softcap=0.5, scale=2 * cache.scale) for layer, cache in caches}
-            monkeypatch.setattr(each.store, "caches", bounded)
-        expected = logits(reference, rows)
-        assert ((expected - plain).abs().max() > 1e-3) == capped
-        cache = runner.store.caches[0]
-        for splits, deterministic in ((1, False), (4, False), (1, True)):
-            backend = TritonBackend(deterministic=deterministic)
-            assert_near(logits(runner, rows, backend), expected)
-            scratch = decode_scratch(4, cache.heads, cache.kv_heads, cache.head_dim, splits, DEVICE)
-            context = make_decode_context(runner.store, backend, slots, positions, scratch, splits)
-            with torch.inference_mode():
-                got = runner.model.logits(runner.model(tokens, context))
-            assert got.isfinite().all(), "padding is finite"
-            assert_near(got[:3], expected)
+    for each in runners if capped else ():
+        caches = each.store.caches.items()
+        bounded = {layer: replace(cache, softcap=0.5, scale=2 * cache.scale) for layer, cache in caches}
+        monkeypatch.setattr(each.store, "caches", bounded)
+    expected = logits(reference, rows)
+    assert ((expected - plain).abs().max() > 1e-3) == capped
+    cache = runner.store.caches[0]
+    backend = TritonBackend(deterministic=deterministic)
+    assert_near(logits(runner, rows, backend), expected)
+    scratch = decode_scratch(4, cache.heads, cache.kv_heads, cache.head_dim, splits, DEVICE)
+    context = make_decode_context(runner.store, backend, slots, positions, scratch, splits)
+    with torch.inference_mode():
+        got = runner.model.logits(runner.model(tokens, context))
+    assert got.isfinite().all(), "padding is finite"
+    assert_near(got[:3], expected)
 
 
 small = cache(lambda: a_model("gemma-2-2b"))
