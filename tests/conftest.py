@@ -9,7 +9,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -27,6 +27,8 @@ with suppress(ModuleNotFoundError):  # `make test-gpu` runs without httpx
     import httpx
 
     httpx._config.DEFAULT_TIMEOUT_CONFIG.read = httpx._config.DEFAULT_TIMEOUT_CONFIG.connect = 60.0
+    # Each client, and each httpx.get, would read all certificates that the system trusts.
+    httpx._transports.default.create_ssl_context = cache(httpx._transports.default.create_ssl_context)
 
 slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("ci", max_examples=50, derandomize=True, deadline=None, suppress_health_check=slow)
@@ -74,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     functions = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        if not item.get_closest_marker("soak") and not item.get_closest_marker("gpu"):
+        if not any(item.get_closest_marker(name) for name in ("soak", "gpu", "full")):
             functions[item.nodeid.split("[")[0]].append(item)
     for name, cases in functions.items():
         cases.sort(key=lambda item: crc32(item.name.encode()))

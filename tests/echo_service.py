@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import httpx
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from waiting import wait_until
@@ -43,6 +42,9 @@ from quire.text.input_processor import InputProcessor
 from quire.text.output_stream import OutputStream, RequestRecord
 from quire.text.request_detokenizer import RequestDetokenizer
 from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # engines in processes of their own import this module without it
+    import httpx
 
 Placement = Literal["process", "thread"]  # of the engine
 VOCAB = 512
@@ -279,6 +281,8 @@ def serving(
 ) -> Iterator[Running]:
     """Serve `model` (an EchoBuilt or an EngineConfig) from a thread. `options` are create_app's and fields of
     ServeOptions, and `bounds` those of connections; `placement` is the engine's, as `linked` has it."""
+    import httpx
+
     from quire.server.api_server import bind
     from quire.server.app import create_app
     from quire.server.options import ServeOptions
