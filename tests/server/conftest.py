@@ -19,7 +19,7 @@ def servers() -> Iterator[Servers]:
         yield Servers(stack)
 
 
-@pytest.fixture(params=["process", "thread"])
+@pytest.fixture(params=["process", pytest.param("thread", marks=pytest.mark.full)])
 def placement(request: pytest.FixtureRequest) -> Placement:
     """Where the engine is. For tests of what is between a server and its engine; others need one placement only."""
     found: Placement = request.param

@@ -219,25 +219,25 @@ def _tiles(slots, lengths, tiles, SHARED: tl.constexpr):
         tl.store(tiles + row * 4 + i, found[i])
 
 
-def test_tiles_divide_every_run_and_programs_agree() -> None:
+@pytest.mark.parametrize("shared", [2, 5, MAX_SHARED_ROWS])
+def test_tiles_divide_every_run_and_programs_agree(shared: int) -> None:
     """Runs that verify draft tokens are divided into as few tiles as possible, longer ones somehow."""
     rng = np.random.default_rng(3)
-    for shared in (2, 5, MAX_SHARED_ROWS):
-        counts = [*rng.integers(1, 9, 4).tolist(), 40, 1, 17]
-        slots = np.repeat(rng.permutation(len(counts)), counts)
-        lengths, tiles = rng.integers(1, 99, len(slots)), ints(np.zeros((len(slots), 4)))
-        _tiles[(len(slots),)](ints(slots), ints(lengths), tiles, shared)
-        found = [tuple(tile) for tile in tiles.tolist()]
-        row = 0
-        for count in counts:
-            own = list(dict.fromkeys(found[row : row + count]))
-            if count <= 17:
-                assert len(own) == -(-count // shared)
-            for first, end, shortest, longest in own:
-                assert row == first < end <= first + shared
-                assert set(found[first:end]) == {(first, end, shortest, longest)}
-                assert (shortest, longest) == (lengths[first:end].min(), lengths[first:end].max())
-                row = end
+    counts = [*rng.integers(1, 9, 4).tolist(), 40, 1, 17]
+    slots = np.repeat(rng.permutation(len(counts)), counts)
+    lengths, tiles = rng.integers(1, 99, len(slots)), ints(np.zeros((len(slots), 4)))
+    _tiles[(len(slots),)](ints(slots), ints(lengths), tiles, shared)
+    found = [tuple(tile) for tile in tiles.tolist()]
+    row = 0
+    for count in counts:
+        own = list(dict.fromkeys(found[row : row + count]))
+        if count <= 17:
+            assert len(own) == -(-count // shared)
+        for first, end, shortest, longest in own:
+            assert row == first < end <= first + shared
+            assert set(found[first:end]) == {(first, end, shortest, longest)}
+            assert (shortest, longest) == (lengths[first:end].min(), lengths[first:end].max())
+            row = end
 
 
 def test_splits_fill_a_gpu_and_shrink_as_the_batch_grows() -> None:
