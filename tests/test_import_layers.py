@@ -12,6 +12,8 @@ import pytest
 
 import quire
 
+pytestmark = pytest.mark.xdist_group(name="imports")  # so that one worker parses all modules, once
+
 ROOT = Path(quire.__file__).parent
 CHECKOUT = Path(__file__).parents[1]
 FILES = sorted(ROOT.rglob("*.py"))
@@ -71,22 +73,22 @@ def found_in(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(imported(tree)), tuple(breaches(tree))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_one_way(path: Path) -> None:
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    if name == "__init__":
-        return  # the public names, loaded lazily
-    assert name.partition(".")[0] in ORDER, f"quire.{name} has no place in the import order"
-    for other in found_in(path)[0]:
-        if other.startswith("quire.") and other != "quire.__version__":
-            assert allowed(name, other.removeprefix("quire.")), f"quire.{name} must not import {other}"
+def test_imports_go_one_way() -> None:
+    for path in FILES:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if name == "__init__":
+            continue  # the public names, loaded lazily
+        assert name.partition(".")[0] in ORDER, f"quire.{name} has no place in the import order"
+        for other in found_in(path)[0]:
+            if other.startswith("quire.") and other != "quire.__version__":
+                assert allowed(name, other.removeprefix("quire.")), f"quire.{name} must not import {other}"
 
 
-@pytest.mark.parametrize("path", BESIDE, ids=lambda path: str(path.relative_to(CHECKOUT)))
-def test_folders_beside_the_package_import_one_way(path: Path) -> None:
-    later = ORDER_BESIDE[ORDER_BESIDE.index(path.relative_to(CHECKOUT).parts[0]) + 1 :]
-    for other in found_in(path)[0]:
-        assert other.partition(".")[0] not in later, f"{path.name} must not import {other}"
+def test_folders_beside_the_package_import_one_way() -> None:
+    for path in BESIDE:
+        later = ORDER_BESIDE[ORDER_BESIDE.index(path.relative_to(CHECKOUT).parts[0]) + 1 :]
+        for other in found_in(path)[0]:
+            assert other.partition(".")[0] not in later, f"{path.name} must not import {other}"
 
 
 def circle(imports: dict[str, tuple[str, ...]]) -> list[str]:
@@ -110,15 +112,14 @@ def test_no_modules_import_each_other() -> None:
     assert circle({name: tuple(imported(ast.parse(text))) for name, text in sources.items()})
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_in_the_package_imports_what_is_not_installed(path: Path) -> None:
-    for other in found_in(path)[0]:
-        assert other.partition(".")[0] not in ORDER_BESIDE[1:], f"{path.name} must not import {other}"
+def test_nothing_in_the_package_imports_what_is_not_installed() -> None:
+    for path in FILES:
+        for other in found_in(path)[0]:
+            assert other.partition(".")[0] not in ORDER_BESIDE[1:], f"{path.name} must not import {other}"
 
 
-@pytest.mark.parametrize("path", [*FILES, *BESIDE], ids=lambda path: str(path.relative_to(path.parents[1])))
-def test_nothing_runs_code_from_files(path: Path) -> None:
-    assert found_in(path)[1] == ()
+def test_nothing_runs_code_from_files() -> None:
+    assert {path.name: found_in(path)[1] for path in (*FILES, *BESIDE) if found_in(path)[1]} == {}
 
 
 def test_the_search_finds_what_it_looks_for() -> None:
