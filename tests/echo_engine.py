@@ -20,7 +20,8 @@ from quire.text.grammars.compiler import GrammarCompiler
 def build(hello: EngineInitMessage) -> tuple[Engine, EngineReady, GrammarCompiler | None]:
     """The echo of the recipe."""
     echo = echo_service.Echo(**RECIPE["echo"])
-    model = echo_service.built(echo, text=RECIPE["text"], kv_tokens=RECIPE["kv_tokens"], **RECIPE["settings"])
+    given = {"text": RECIPE["text"], "kv_tokens": RECIPE["kv_tokens"], **RECIPE["settings"]}
+    model = echo_service.built(echo, chat=False, **given)  # templates are the front's
     grammars = None
     if model.tokenizer is not None:
         grammars = GrammarCompiler(model.tokenizer, echo_service.VOCAB, (0,), trusted=True)

@@ -155,13 +155,14 @@ def built(
     runner: EchoRunner | None = None,
     *,
     text: bool = True,
+    chat: bool = True,
     kv_tokens: int = 1024,
     max_len: int = MAX_LEN,
     restarter: RunnerRestarter | None = None,
     **settings: Any,
 ) -> EchoBuilt:
     """An engine over `runner`; `settings` are EngineConfig's. End tokens are none, so that lengths are known. One of
-    another length than MAX_LEN can't be made in another process."""
+    another length than MAX_LEN can't be made in another process. Unless `chat` it starts no process for templates."""
     runner = runner or Echo()
     recipe: dict[str, Any] | None = getattr(runner, "recipe", None) if max_len == MAX_LEN else None
     if recipe is not None:
@@ -176,8 +177,8 @@ def built(
     )  # fmt: skip
     limits = EngineLimits(VOCAB, max_len, config.max_num_queued_reqs)
     engine = Engine(scheduler, runner, limits, clock=time.monotonic, seed=config.seed, restarter=restarter)
-    words, chat = (tokenizer(), ChatTemplate(TEMPLATE, {})) if text else (None, None)
-    return EchoBuilt(engine, spec, words, chat, Plan(), ("an echo",), {}, "echo", recipe)
+    words, template = tokenizer() if text else None, ChatTemplate(TEMPLATE, {}) if text and chat else None
+    return EchoBuilt(engine, spec, words, template, Plan(), ("an echo",), {}, "echo", recipe)
 
 
 def linked(model: EchoBuilt | EngineConfig, stall_after: float = 60.0, placement: Placement = "process") -> AsyncLLM:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,18 @@ def theirs(template: str, chat: list[dict[str, str]] = CHAT, **more: Any) -> Any
     return tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, **more)
 
 
+@cache
+def compiled(source: str) -> ChatTemplate:
+    """Return the template, whose process all tests share."""
+    return ChatTemplate(source, SPECIAL)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("prompt", [True, False])
 def test_renders_as_transformers_does(name: str, prompt: bool) -> None:
     values = {"enable_thinking": False, "style": {"name": "x"}} if name == "keywords" else {}
     expected = theirs(TEMPLATES[name], add_generation_prompt=prompt, **values)
-    assert ChatTemplate(TEMPLATES[name], SPECIAL).render(CHAT, prompt, **values) == expected
+    assert compiled(TEMPLATES[name]).render(CHAT, prompt, **values) == expected
 
 
 PREFILLS = {
@@ -85,7 +92,7 @@ CONTINUED = {
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_the_last_message_goes_on_as_with_transformers(name: str, prefill: str) -> None:
     chat = [*CHAT, {"role": "assistant", "content": PREFILLS[prefill]}]
-    template = ChatTemplate(CONTINUED[name], SPECIAL)
+    template = compiled(CONTINUED[name])
     try:
         expected = theirs(CONTINUED[name], chat, continue_final_message=True)
     except ValueError:
@@ -104,7 +111,7 @@ def test_what_cannot_go_on_is_refused() -> None:
             ChatTemplate(template, {}).render(chat, False, continue_final_message=True)
         assert refused.value.param == "continue_final_message"
     with pytest.raises(InputError, match="needs add_generation_prompt to be false") as refused:
-        ChatTemplate(CHATML, SPECIAL).render(chat, True, continue_final_message=True)
+        compiled(CHATML).render(chat, True, continue_final_message=True)
     assert refused.value.param == "continue_final_message"
 
 
@@ -116,7 +123,7 @@ def test_documents_are_given_to_templates_that_read_them() -> None:
     assert template.render(CHAT) == CHAT[0]["content"]
     assert "documents" not in template.variables
     with pytest.raises(InputError, match="does not use documents") as refused:
-        ChatTemplate(CHATML, SPECIAL).render(CHAT, documents=documents)
+        compiled(CHATML).render(CHAT, documents=documents)
     assert refused.value.param == "documents"
     for bad in ("x", [1], [{"title": 5}], [{"a": "b"}] * 1025, [{str(i): "" for i in range(65)}], {"a": "b"}):
         with pytest.raises(InputError, match="documents") as refused:
@@ -221,7 +228,7 @@ def test_the_output_is_bounded_in_bytes() -> None:
 )
 def test_bad_messages_are_named(messages: Any, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        ChatTemplate(CHATML, SPECIAL).render(messages)
+        compiled(CHATML).render(messages)
 
 
 def test_what_a_template_raises_is_shown_cut_short() -> None:

@@ -4,6 +4,7 @@ conversation that a template can express is rendered."""
 from __future__ import annotations
 
 import json
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,15 @@ def result(content: Any = "sun", id: str | None = "call_1") -> dict[str, Any]:
     return say("tool", content, tool_call_id=id)
 
 
+@cache
+def compiled(source: str) -> ChatTemplate:
+    """Return the template, whose process all tests share."""
+    return ChatTemplate(source, {})
+
+
 def rendered(source: str, messages: list[Any], tools: Any = None, **more: Any) -> str:
-    template = ChatTemplate(source, {})
-    try:
-        parsed = read_messages(messages)
-        return template.render_parsed(parsed, None, False, tools=read_tools(tools) if tools else (), **more)
-    finally:
-        template.close()
+    parsed = read_messages(messages)
+    return compiled(source).render_parsed(parsed, None, False, tools=read_tools(tools) if tools else (), **more)
 
 
 NO_OBJECTS: dict[str, tuple[Any, Any]] = {  # arguments: what a template that takes text gets, and what another one gets
