@@ -151,6 +151,18 @@ def tokenizer(more: tuple[str, ...] = ()) -> Tokenizer:
     return Tokenizer(trained(more), {"eos_token": "<|end|>"})
 
 
+class SharedTemplate(ChatTemplate):
+    """A template whose process outlives the servers that use it."""
+
+    def close(self) -> None:
+        """Leave it to the others."""
+
+
+@functools.cache
+def template(source: str = TEMPLATE) -> ChatTemplate:
+    return SharedTemplate(source, {})
+
+
 def built(
     runner: EchoRunner | None = None,
     *,
@@ -177,8 +189,8 @@ def built(
     )  # fmt: skip
     limits = EngineLimits(VOCAB, max_len, config.max_num_queued_reqs)
     engine = Engine(scheduler, runner, limits, clock=time.monotonic, seed=config.seed, restarter=restarter)
-    words, template = tokenizer() if text else None, ChatTemplate(TEMPLATE, {}) if text and chat else None
-    return EchoBuilt(engine, spec, words, template, Plan(), ("an echo",), {}, "echo", recipe)
+    words, written = tokenizer() if text else None, template() if text and chat else None
+    return EchoBuilt(engine, spec, words, written, Plan(), ("an echo",), {}, "echo", recipe)
 
 
 def linked(model: EchoBuilt | EngineConfig, stall_after: float = 60.0, placement: Placement = "process") -> AsyncLLM:

@@ -14,7 +14,6 @@ from PIL.Image import Image
 from quire.core.engine import Engine
 from quire.errors import InputError
 from quire.protocol.images import ImageItem, ImagePixels
-from quire.text.chat_template import ChatTemplate
 from quire.text.images.decode import ImageLimits
 from quire.text.images.loader import ImageLoader
 from quire.text.input_processor import InputProcessor
@@ -103,7 +102,10 @@ def built(template: str = PARTS, limits: dict[str, int] | None = None, **more: A
     """An echo that sees, and a note of what it is shown."""
     model = echo_service.built(**more)
     model = model._replace(
-        tokenizer=tokenizer(), chat_template=ChatTemplate(template, {}), image_loader=sight(**limits or {}), recipe=None
+        tokenizer=tokenizer(),
+        chat_template=echo_service.template(template),
+        image_loader=sight(**limits or {}),
+        recipe=None,
     )
     noted = Noted(model.engine)
     model.engine.add_all = noted  # type: ignore[method-assign,assignment]

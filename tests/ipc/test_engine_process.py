@@ -195,15 +195,18 @@ def test_what_is_no_frame_closes_the_connection(data: bytes, why: str, caplog: p
     host.enqueue.assert_called_once()  # that it left
 
 
-def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [(["FOLDER"], "config.json"), (["--attention", "triton"], "--attention is triton, which needs a GPU")],
+    ids=["model", "flag"],
+)
+def test_a_start_that_fails_says_why(more: list[str], told: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--engine-process", "on"]
-    for more, told in (
-        ([str(tmp_path)], "config.json"), (["--attention", "triton"], "--attention is triton, which needs a GPU"),
-    ):  # fmt: skip
-        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2
-        assert told in done.stderr
-        assert "Traceback" not in done.stderr
+    command += [str(tmp_path) if word == "FOLDER" else word for word in more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_engine_that_is_called_off_before_it_starts_is_not_waited_for() -> None:

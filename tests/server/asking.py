@@ -21,7 +21,6 @@ from quire.async_llm import AsyncLLM
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
 from quire.sim.echo_runner import expected_tokens
-from quire.text.chat_template import ChatTemplate
 
 TALK: Any = [{"role": "user", "content": "once upon a time"}]
 MARKERS = "<think>", "</think>"
@@ -92,7 +91,7 @@ def saying(template: str, markers: tuple[str, ...] = (), **options: Any) -> Iter
     words = echo_service.tokenizer(markers)
     runner = Saying(words)
     model = echo_service.built(runner, kv_tokens=4096, max_len=1024)
-    model = model._replace(chat_template=ChatTemplate(template, {}), tokenizer=words)
+    model = model._replace(chat_template=echo_service.template(template), tokenizer=words)
     key = options.get("keys", ["unused"])[0]
     with echo_service.serving(model, **options) as running, openai_of(running, key) as client:
         running.http.headers.update(bearer(key))

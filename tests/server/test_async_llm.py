@@ -21,6 +21,7 @@ from quire.ipc.messages import QueueSizes, Reply
 from quire.ipc.thread_client import ThreadEngineClient
 from quire.llm import LLM
 from quire.protocol.sampling_params import SamplingParams
+from quire.text.chat_template import ChatTemplate
 from quire.text.outputs import RequestOutput
 
 LONG = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
@@ -115,6 +116,7 @@ def test_leaving_the_iterator_aborts(placement: Placement) -> None:
 
 def test_close_ends_the_chat_templates_process() -> None:
     async def work(llm: AsyncLLM) -> None:
+        llm.prompts.replace_chat_template(ChatTemplate(echo_service.TEMPLATE, {}))  # that of all echoes stays
         process, _ = llm.prompts.chat_template._process._kill.peek()[2]  # type: ignore[union-attr]
         assert process.poll() is None
         llm.close()
