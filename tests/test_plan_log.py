@@ -39,6 +39,8 @@ from quire.protocol.wire import decode_frame, encode_frame
 from quire.sim.echo_runner import EchoRunner
 from quire.sim.plan_replay import PlanReplayer, ReplayError, compare_files, iter_differences, replay
 
+pytestmark = pytest.mark.xdist_group(name="plan_log")  # they share what takes seconds to make
+
 PROMPT = "Once upon a time, there was a"
 SMALL = one_size(((0, 1), None), ((2,), 8), pages=40, page_bytes=64, slots=5, width=8, tokens=4, host=6)
 

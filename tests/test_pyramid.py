@@ -17,6 +17,8 @@ from quire.cli import main
 from quire.errors import InputError, StartupError
 from quire.worker.warmup import _long_prompt_plans
 
+pytestmark = pytest.mark.xdist_group(name="pyramid")  # they share what takes seconds to make
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 128,

@@ -16,6 +16,8 @@ from test_metrics import samples
 from quire.config import EngineConfig
 from quire.server.shutdown import status_line
 
+pytestmark = pytest.mark.xdist_group(name="speculation_http")  # they share what takes seconds to make
+
 DETAILS = "completion_tokens_details"
 LONG = {"max_tokens": 48, "ignore_eos": True, "seed": 6, "temperature": 1.2}
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}]}

@@ -32,6 +32,8 @@ from quire.weights.dummy import fill_dummy_weights
 from quire.worker.model_runner import ModelRunner
 from quire.worker.verification import Verification
 
+pytestmark = pytest.mark.xdist_group(name="draft_tokens")  # they share what takes seconds to make
+
 PAGE, WIDTH, SLOTS, VOCAB, EOS = 4, 16, 5, 64, 3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONFIG = {

@@ -23,6 +23,8 @@ from quire.kernels.cpu.build import HERE, compiler
 from quire.kernels.cpu.library import SCRATCH, Library, RecordedOps
 from quire.kernels.cpu.variants import COMPILE_FLAGS, LINK_FLAGS
 
+pytestmark = pytest.mark.xdist_group(name="cpu_library")  # they share what takes seconds to make
+
 THREADS = (1, 2, 3, 8)
 SIZE = 64
 Opened = Callable[[int], Library]

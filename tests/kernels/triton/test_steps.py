@@ -19,6 +19,8 @@ from quire.worker.inputs import FlatInputs, build_flat_batch
 from quire.worker.model_runner import ModelRunner
 from quire.worker.step_context import StepContext, make_decode_context
 
+pytestmark = pytest.mark.xdist_group(name="triton_steps")  # they share what takes seconds to make
+
 
 def plans() -> list[StepPlan]:
     """Two prompts, then one of them beside a third prompt's chunks, then all decoding."""
