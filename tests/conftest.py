@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     functions = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        if not any(item.get_closest_marker(name) for name in ("soak", "gpu", "full")):
+        if {"soak", "gpu", "full"}.isdisjoint(mark.name for mark in item.iter_markers()):
             functions[item.nodeid.split("[")[0]].append(item)
     for name, cases in functions.items():
         cases.sort(key=lambda item: crc32(item.name.encode()))

@@ -33,6 +33,14 @@ ALL, OVERLAPPED = (1, 2, 3), (2, 3)
 every_depth = pytest.mark.parametrize("depth", ALL)
 
 
+def left_to_full(depth: int, depths: tuple[int, ...] = ALL) -> Any:
+    """The gate plants each bug at one depth: 2, as engines have by default, where the bug can show there."""
+    return pytest.mark.full if depth != (2 if 2 in depths else depths[0]) else ()
+
+
+planted_depths = pytest.mark.parametrize("depth", [pytest.param(depth, marks=left_to_full(depth)) for depth in ALL])
+
+
 def instead_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Plant]:
     """Make a bug of a function that is called in place of the method `name`, which it gets before the arguments."""
 
@@ -291,10 +299,14 @@ class Planted(NamedTuple):
 
 def each_case(planted: dict[str, Planted]) -> pytest.MarkDecorator:
     """Every bug at its depths; `alone`, too, if it shows by itself."""
-    cases = [(name, depth, False) for name, bug in planted.items() for depth in bug.depths]
-    return pytest.mark.parametrize(
-        ("name", "depth", "alone"), cases + [(*case[:2], True) for case in cases if planted[case[0]].alone]
-    )
+    cases = [
+        pytest.param(name, depth, alone, marks=left_to_full(depth, bug.depths))
+        for alone in (False, True)
+        for name, bug in planted.items()
+        if bug.alone or not alone
+        for depth in bug.depths
+    ]
+    return pytest.mark.parametrize(("name", "depth", "alone"), cases)
 
 
 class Shown(NamedTuple):

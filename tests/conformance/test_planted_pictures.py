@@ -10,7 +10,18 @@ import seeing
 from memories import VOCAB
 from picture_files import drawn, written
 from pictured import PICTURED
-from test_planted import HIT, SCRATCH, WRONG, Patch, Shown, every_depth, found_by, instead_of, only_outputs
+from test_planted import (
+    HIT,
+    SCRATCH,
+    WRONG,
+    Patch,
+    Shown,
+    every_depth,
+    found_by,
+    instead_of,
+    only_outputs,
+    planted_depths,
+)
 from traces import Asked, open_trace, run_trace
 
 from quire.core.encoder_budget import EncoderBudget
@@ -175,7 +186,7 @@ def test_the_traces_pass_without_a_bug(name: str, checked: bool, depth: int, mon
     run(name, depth)
 
 
-@every_depth
+@planted_depths
 @pytest.mark.parametrize(("name", "checked"), [*((name, True) for name in PLANTED), *((name, False) for name in SHOWN)])
 def test_planted_bug_is_caught(name: str, checked: bool, depth: int, monkeypatch: Patch) -> None:
     """Also unchecked, by wrong tokens alone."""
@@ -209,7 +220,7 @@ def run_tenants(name: str, depth: int) -> None:
     assert found == [(1, 0), (2, 0), (3, 0), (3, 1), (3, 2)], f"who found what: {found}"
 
 
-@every_depth
+@planted_depths
 @pytest.mark.parametrize("name", ["cross-4", "large-cross-4", "vision-4", "large-vision-4"])
 def test_a_tenant_finds_no_picture_of_another_s(name: str, depth: int, monkeypatch: Patch) -> None:
     """Nor where a hash is taken without its salt would that stay unseen."""

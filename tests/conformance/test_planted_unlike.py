@@ -23,6 +23,7 @@ from test_planted import (
     found_by,
     instead_of,
     only_outputs,
+    planted_depths,
 )
 from traces import run_trace
 from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, large, unlike
@@ -339,7 +340,7 @@ def test_the_traces_pass_without_a_bug(name: str, depth: int) -> None:
     run_shown(name, depth)
 
 
-@every_depth
+@planted_depths
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bug_is_caught(name: str, depth: int, monkeypatch: Patch) -> None:
     bug = PLANTED[name]
@@ -348,7 +349,7 @@ def test_planted_bug_is_caught(name: str, depth: int, monkeypatch: Patch) -> Non
         run_shown(bug.memory, depth)
 
 
-@every_depth
+@planted_depths
 @pytest.mark.parametrize("name", [None, *OF_STATES])
 def test_wrong_tokens_alone_show_a_wrong_state(name: str | None, depth: int, monkeypatch: Patch) -> None:
     """Where states say nothing of themselves, and nothing is checked of the memory or of what it gives. Without a bug
