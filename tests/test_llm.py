@@ -24,6 +24,7 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
 from quire.protocol.step_plan import StepResult
 from quire.sim.echo_runner import expected_beams, expected_states, expected_tokens, fake_top
+from quire.text.chat_template import ChatTemplate
 
 PARAMS = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
 
@@ -304,6 +305,7 @@ def test_a_failed_step_closes_the_llm() -> None:
 
 def test_close_ends_the_chat_templates_process() -> None:
     llm = LLM.of(echo_service.built())  # type: ignore[arg-type]
+    llm.prompts.replace_chat_template(ChatTemplate(echo_service.TEMPLATE, {}))  # that of all echoes stays
     process, _ = llm.prompts.chat_template._process._kill.peek()[2]  # type: ignore[union-attr]
     assert process.poll() is None
     llm.close()
