@@ -1046,7 +1046,7 @@ to 200 ms, found to 2%, of traces of the same lengths: shorter ones end before a
     plot=row("Page sizes (OPT-13B on an A100 with 12 GiB of KV, simulated)", *(
         lines(title, "page", field, line="workload", labels=(PAGE, title), log_x=True, log_y=field != "internal",
               of=lambda points: [{**p, "batch": p["running"]} if "used" in p else {**p, "rate": _sustained(p)}
-                                 for p in points])
+                                 for p in points if "used" in p or "sustained" in p])
         for title, field in (("internal waste, % of taken memory", "internal"), ("mean batch", "batch"),
                              ("highest rate, requests/s", "rate"))
     )),
