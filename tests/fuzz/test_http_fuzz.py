@@ -130,8 +130,9 @@ class Session:
         param = error["param"]
         if self.strict and param is not None and "there is no field" in error["message"]:
             return
-        # It may lead into a field: messages[0].content[1].image_url
-        assert param is None or re.split(r"[.\[]", param)[0] in wanted.fields, told
+        # A path may lead into a field: messages[0].content[1].image_url
+        path = re.fullmatch(r"(\w+)(\[\d+\]|\.\w+)*", param or "")
+        assert param is None or param in wanted.fields or (path and path[1] in wanted.fields), told
 
 
 def check_answer(told: Told) -> None:
