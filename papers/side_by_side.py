@@ -38,7 +38,7 @@ from quire.startup.dtypes import ITEMSIZE
 
 LOOK = 0.25  # seconds between samples of the memory
 CROWD = 1024  # simultaneous requests where a capacity is simulated,
-FILLING, SATURATED = 1000, 4000  # steps while the memory fills, and steps after that
+STEPS = 5000  # of that simulation, at most
 EACH = 128  # tokens of KV memory for each request of the warm-up
 WARM = 3.0  # seconds of the warm-up
 OFF = ("tokens_per_s", "batch", "latency")  # whose errors by simulation are computed
@@ -97,14 +97,18 @@ class Place(NamedTuple):
                 engine.step()
 
     def capacity(self) -> float:
-        """Return the simulated requests a second with a full queue."""
+        """Return the simulated requests a second with a full queue, from the middle of the steps: memory fills at the
+        beginning and may empty at the end."""
         made = self.simulation()
         for i, one in enumerate(self.trace(CROWD, 1.0)):
             made.engine.add(str(i), one.prompt, one.params)
-        _tokens(made.engine, FILLING)
-        began = made.clock()
-        tokens = _tokens(made.engine, SATURATED)
-        return tokens / (made.clock() - began) / self.mean_output()
+        steps = []
+        while made.engine.has_unfinished_requests and len(steps) < STEPS:
+            tokens = sum(len(output.tokens) for output in made.engine.step())
+            steps.append((made.clock(), tokens))
+        middle = steps[len(steps) // 5 : 1 + 4 * len(steps) // 5]
+        tokens = sum(tokens for _, tokens in middle[1:])
+        return tokens / (middle[-1][0] - middle[0][0]) / self.mean_output()
 
 
 def every_system(place: Place) -> dict[str, Place]:
@@ -128,11 +132,6 @@ class Plan(NamedTuple):
         """Run the plan on the virtual clock, with a memory of `kv_tokens` tokens."""
         made = self.place.simulation(kv_tokens)
         return run(made.engine, made.clock.advance_to, self, "simulated")
-
-
-def _tokens(engine: Engine, steps: int) -> int:
-    """Return the tokens of this many steps."""
-    return sum(len(output.tokens) for _ in range(steps) if engine.has_unfinished_requests for output in engine.step())
 
 
 # Runs

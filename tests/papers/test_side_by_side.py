@@ -32,7 +32,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, detokeni
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("WARM", 0.3), ("CROWD", 200), ("FILLING", 50), ("SATURATED", 200)):
+    for name, value in (("WARM", 0.3), ("CROWD", 200), ("STEPS", 250)):
         monkeypatch.setattr(side_by_side, name, value)
 
 
