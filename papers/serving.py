@@ -42,9 +42,8 @@ APART = 1000  # blocks of requests between two seeds, more than any trace has
 MANY = 4096  # requests whose lengths are averaged
 LIMIT = 0.2  # seconds a token: limit on the mean normalised latency at a sustained rate, for every system
 SHOWN = 5 * LIMIT  # limit of the curves; the paper's axes end there
-TOLERANCE = 0.02  # of a sustained rate
-STEP, GROWTH = 1.1, 2.0  # of the search for it, see highest_rate
-NEXT = 1.12  # step of the search for another seed's rate, which begins at the first seed's
+TOLERANCE = 0.02  # of a sustained rate, which is interpolated
+NEAR, STEP, GROWTH = 0.12, 1.1, 2.0  # of the search for the runs on both sides of it, see highest_rate
 BELOW = (0.3, 0.6, 0.85)  # of the sustained rate: further points of a curve
 CROWD = 4  # a burst has this many times the requests that fill the memory
 WARM = 0.1  # of a trace, left out of averages over time: memory fills
@@ -122,16 +121,14 @@ class Load(NamedTuple):
         times = np.array(poisson(max(1, math.ceil(rate * seconds)), 1.0, self.seed)) / rate
         return self.arriving(times.tolist())
 
-    def serve(
-        self, system: str, trace: Sequence[TraceRequest], limit: float = math.inf, until: float = math.inf
-    ) -> SimulationResult:
-        """Serve a trace until its mean normalised latency must exceed `limit`, or for `until` seconds."""
+    def serve(self, system: str, trace: Sequence[TraceRequest], until: float = math.inf) -> SimulationResult:
+        """Serve a trace, for `until` seconds at most."""
         plant = self.plant(system)
         draw = BeamReplay(load_histories(self.workload), frozenset(plant.spec.eos_ids)) if self.beams else None
         simulation = plant.simulation(draw)
         if simulation.config.prefix_tokens:
             simulation.register_prefix("prefix", [SHARED] * self.prefix)
-        return simulation.run(trace, [Objective("mean", "normalised", limit)] if limit < math.inf else (), until)
+        return simulation.run(trace, until=until)
 
     def capacity(self, system: str) -> float:
         """Return the requests a second of a system when all come at once, with the default `settings`: searches over
@@ -172,32 +169,29 @@ Points = list[dict[str, Any]]
 
 
 class Run(NamedTuple):
-    """A run at a rate: its mean normalised latency in seconds a token (None: it was aborted), running requests (mean
-    over steps), seconds a step, and preempted requests."""
+    """A run at a rate: its mean normalised latency in seconds a token, running requests (mean over steps), seconds a
+    step, and preempted requests."""
 
     rate: float
-    latency: float | None
+    latency: float
     running: float
     step: float
     preemptions: int
-
-    def keeps(self, limit: float) -> bool:
-        return self.latency is not None and self.latency <= limit
 
 
 def curves(cases: Sequence[Case], seeds: Sequence[int] = SEEDS, below: Sequence[float] = BELOW) -> Points:
     """Return latencies by rate of each case, and a point of its sustained rates.
 
     `sustained` are the highest rates that keep LIMIT, one for each seed. The rest is the first seed's: the rate that
-    keeps half the LIMIT (`half`, None if no run is near it), the run at the sustained rate, and for several sequences
-    in paged memory the per cent of pages that sharing `saved` below it."""
+    keeps half the LIMIT (`half`, None if no run is near it), the run nearest to the sustained rate, and for several
+    sequences in paged memory the per cent of pages that sharing `saved` below it."""
     first = in_parallel(partial(curve, below=below), [(one.load, one.system, one.seconds) for one in cases])
     further = [
         (one.load._replace(seed=seed), one.system, one.seconds, highest)
         for one, (highest, _) in zip(cases, first)
         for seed in seeds[1:]
     ]
-    others = iter(in_parallel(further_rate, further))
+    others = iter(in_parallel(search, further))
     sharing = [
         (one.load, one.system, max(BELOW) * highest, one.seconds)
         for one, (highest, _) in zip(cases, first)
@@ -206,10 +200,10 @@ def curves(cases: Sequence[Case], seeds: Sequence[int] = SEEDS, below: Sequence[
     saved = iter(in_parallel(Load.saved, sharing))
     points = []
     for one, (highest, runs) in zip(cases, first):
-        knee = next(run for run in runs if run.rate == highest)
+        knee = min(runs, key=lambda run: abs(run.rate - highest))
         half = rate_at(runs, LIMIT / 2)
         points.append({
-            **one.fields, "sustained": [highest, *(next(others) for _ in seeds[1:])],
+            **one.fields, "sustained": [highest, *(next(others)[0] for _ in seeds[1:])],
             "half": None if math.isnan(half) else half, "running": knee.running, "step": knee.step,
             "preemptions": knee.preemptions, **({"saved": next(saved)} if _shares(one) else {}),
         })  # fmt: skip
@@ -223,53 +217,41 @@ def _shares(case: Case) -> bool:
 
 def rate_at(runs: Sequence[Run], limit: float) -> float:
     """Return the highest rate at a limit of latency, interpolated between runs; NaN outside them."""
-    known = [(run.rate, run.latency) for run in runs if run.latency is not None]
-    over = next((i for i, (_, latency) in enumerate(known) if latency > limit), 0)
+    over = next((i for i, run in enumerate(runs) if run.latency > limit), 0)
     if not over:
         return math.nan
-    (low, under), (high, above) = known[over - 1], known[over]
-    return low + math.log(limit / under) / math.log(above / under) * (high - low)
+    low, high = runs[over - 1 : over + 1]
+    return low.rate + math.log(limit / low.latency) / math.log(high.latency / low.latency) * (high.rate - low.rate)
 
 
-def measure(load: Load, system: str, rate: float, seconds: float, limit: float = SHOWN) -> Run:
-    """Simulate one run; abort it when its latency must exceed `limit`."""
-    outcome = load.serve(system, load.trace(rate, seconds), limit)
+def measure(load: Load, system: str, rate: float, seconds: float) -> Run:
+    """Simulate one run to its end, since both latencies around a limit count."""
+    outcome = load.serve(system, load.trace(rate, seconds))
     run = outcome.totals
-    latency = Objective("mean", "normalised", limit).value(outcome.requests) if run.finished else None
+    latency = Objective("mean", "normalised", math.inf).value(outcome.requests)
     return Run(rate, latency, run.mean_running, run.seconds / run.steps, run.preemptions)
 
 
-def curve(
-    load: Load, system: str, seconds: float, limit: float = LIMIT, below: Sequence[float] = BELOW
-) -> tuple[float, list[Run]]:
-    """Return the highest rate that a system sustains, searched from its capacity, and the runs around and below it."""
+def search(load: Load, system: str, seconds: float, start: float) -> tuple[float, list[Run]]:
+    """Return the highest rate that a system sustains, searched from `start`, and the runs by rate. It is interpolated
+    between the runs on both sides, which are near each other."""
     runs: dict[float, Run] = {}
 
     def sustains(rate: float) -> bool:
         runs[rate] = measure(load, system, rate, seconds)
-        return runs[rate].keeps(limit)
+        return runs[rate].latency <= LIMIT
 
-    found = highest_rate(sustains, load.capacity(system), TOLERANCE, STEP, GROWTH)
-    _check(found, system, seconds)
-    for share in below:
-        sustains(share * found)
-    return found, [runs[rate] for rate in sorted(runs)]
+    _check(highest_rate(sustains, start, NEAR, STEP, GROWTH), system, seconds)
+    by_rate = [runs[rate] for rate in sorted(runs)]
+    return rate_at(by_rate, LIMIT), by_rate
 
 
-def further_rate(load: Load, system: str, seconds: float, first: float, limit: float = LIMIT) -> float:
-    """Return the highest rate of a load with another seed, searched from the `first` seed's.
-
-    It goes in steps of NEXT up or down until one rate keeps the limit and the next doesn't, then interpolates. No run
-    is aborted, since both latencies count."""
-    runs: dict[float, Run] = {}
-
-    def sustains(rate: float) -> bool:
-        runs[rate] = measure(load, system, rate, seconds, math.inf)
-        return runs[rate].keeps(limit)
-
-    found = highest_rate(sustains, first, NEXT - 1 + TOLERANCE, NEXT)
-    _check(found, system, seconds)
-    return rate_at([runs[rate] for rate in sorted(runs)], limit)
+def curve(load: Load, system: str, seconds: float, below: Sequence[float] = BELOW) -> tuple[float, list[Run]]:
+    """Return the highest rate that a system sustains, searched from its capacity, and the runs around and below it."""
+    found, runs = search(load, system, seconds, load.capacity(system))
+    runs += [measure(load, system, share * found, seconds) for share in (*below, 1.0)]
+    runs.sort(key=lambda run: run.rate)
+    return rate_at(runs, LIMIT), runs
 
 
 def _check(found: float, system: str, seconds: float) -> None:

@@ -77,6 +77,8 @@ class Request:
         """The most slots that its live branches and their forks need."""
         if self.method is not None:
             return self.method.width
+        if len(self.live_seqs) == 1:
+            return 1 + self.live_seqs[0].num_forks
         return len(self.live_seqs) + sum(seq.num_forks for seq in self.live_seqs)
 
 
