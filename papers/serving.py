@@ -44,6 +44,7 @@ LIMIT = 0.2  # seconds a token: limit on the mean normalised latency at a sustai
 SHOWN = 5 * LIMIT  # limit of the curves; the paper's axes end there
 TOLERANCE = 0.02  # of a sustained rate, which is interpolated
 NEAR, STEP, GROWTH = 0.12, 1.1, 2.0  # of the search for the runs on both sides of it, see highest_rate
+CLOSE, JUMP, MOST_RUNS = 0.05, 1.3, 6  # of the search for another seed's, which follows the first seed's curve
 BELOW = (0.3, 0.6, 0.85)  # of the sustained rate: further points of a curve
 CROWD = 4  # a burst has this many times the requests that fill the memory
 WARM = 0.1  # of a trace, left out of averages over time: memory fills
@@ -187,11 +188,11 @@ def curves(cases: Sequence[Case], seeds: Sequence[int] = SEEDS, below: Sequence[
     sequences in paged memory the per cent of pages that sharing `saved` below it."""
     first = in_parallel(partial(curve, below=below), [(one.load, one.system, one.seconds) for one in cases])
     further = [
-        (one.load._replace(seed=seed), one.system, one.seconds, highest)
-        for one, (highest, _) in zip(cases, first)
+        (one.load._replace(seed=seed), one.system, one.seconds, *found)
+        for one, found in zip(cases, first)
         for seed in seeds[1:]
     ]
-    others = iter(in_parallel(search, further))
+    others = iter(in_parallel(further_rate, further))
     sharing = [
         (one.load, one.system, max(BELOW) * highest, one.seconds)
         for one, (highest, _) in zip(cases, first)
@@ -203,7 +204,7 @@ def curves(cases: Sequence[Case], seeds: Sequence[int] = SEEDS, below: Sequence[
         knee = min(runs, key=lambda run: abs(run.rate - highest))
         half = rate_at(runs, LIMIT / 2)
         points.append({
-            **one.fields, "sustained": [highest, *(next(others)[0] for _ in seeds[1:])],
+            **one.fields, "sustained": [highest, *(next(others) for _ in seeds[1:])],
             "half": None if math.isnan(half) else half, "running": knee.running, "step": knee.step,
             "preemptions": knee.preemptions, **({"saved": next(saved)} if _shares(one) else {}),
         })  # fmt: skip
@@ -244,6 +245,23 @@ def search(load: Load, system: str, seconds: float, start: float) -> tuple[float
     _check(highest_rate(sustains, start, NEAR, STEP, GROWTH), system, seconds)
     by_rate = [runs[rate] for rate in sorted(runs)]
     return rate_at(by_rate, LIMIT), by_rate
+
+
+def further_rate(load: Load, system: str, seconds: float, first: float, runs: Sequence[Run]) -> float:
+    """Return the highest rate that a system sustains with another seed than that of `runs`, which sustained `first`.
+
+    The seeds' curves differ in a factor of the rate, about: it is read from a run at the rate that is expected, until
+    that is close."""
+    logs = np.maximum.accumulate([math.log(run.latency) for run in runs])
+    rate = first
+    for _ in range(MOST_RUNS):
+        latency = measure(load, system, rate, seconds).latency
+        as_first = float(np.interp(math.log(latency), logs, [run.rate for run in runs]))
+        factor = min(max(first / as_first, 1 / JUMP), JUMP)
+        rate *= factor
+        if abs(factor - 1) < CLOSE:
+            break
+    return rate
 
 
 def curve(load: Load, system: str, seconds: float, below: Sequence[float] = BELOW) -> tuple[float, list[Run]]:

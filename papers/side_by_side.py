@@ -102,7 +102,7 @@ class Place(NamedTuple):
         made = self.simulation()
         for i, one in enumerate(self.trace(CROWD, 1.0)):
             made.engine.add(str(i), one.prompt, one.params)
-        steps = []
+        steps: list[tuple[float, int]] = []
         while made.engine.has_unfinished_requests and len(steps) < STEPS:
             tokens = sum(len(output.tokens) for output in made.engine.step())
             steps.append((made.clock(), tokens))

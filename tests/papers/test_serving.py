@@ -8,13 +8,14 @@ import operator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from papers import main, pagedattention, serving
 from papers.entry import DIFFERS, HOLDS, MEASURED, MET, Points, Reproduction
 from papers.pagedattention import ENTRIES, PIECE, SIZES
-from papers.serving import LIMIT, SHOWN, TOLERANCE, Case, Load, Run, curve, in_parallel, measure, rate_at, search
+from papers.serving import LIMIT, SHOWN, TOLERANCE, Case, Load, Run, curve, further_rate, in_parallel, measure, rate_at
 from quire.errors import StartupError
 from quire.sim.simulation import highest_rate
 
@@ -107,30 +108,32 @@ def test_a_curve_finds_the_highest_rate() -> None:
     assert highest == pytest.approx(exact, rel=TOLERANCE)
 
 
-def test_a_search_may_begin_anywhere() -> None:
+def test_a_further_seed_follows_the_firsts_curve() -> None:
     load = ALPACA._replace(seed=1)
     exact, _ = curve(load, "orca-max", 40.0)
-    for start in (exact, exact / 1.15, exact * 1.15):
-        assert search(load, "orca-max", 40.0, start)[0] == pytest.approx(exact, rel=2 * TOLERANCE)
+    first, runs = curve(ALPACA, "orca-max", 40.0)
+    assert further_rate(load, "orca-max", 40.0, first, runs) == pytest.approx(exact, rel=2 * TOLERANCE)
     run: list[float] = []
 
-    def keeps(_load: Load, _system: str, rate: float, _seconds: float) -> Run:
+    def knee(rate: float) -> Run:
+        return Run(rate, LIMIT * rate**6, 1.0, 0.05, 0)
+
+    def of_another_seed(_load: Load, _system: str, rate: float, _seconds: float) -> Run:
         run.append(rate)
-        return Run(rate, LIMIT * rate / 5.2, 1.0, 0.05, 0)
+        return knee(rate / 1.15)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("papers.serving.measure", keeps)
-        assert search(load, "paged", 40.0, 5.0)[0] == pytest.approx(5.2, rel=0.002)
-    assert run == [5.0, 5.0 * serving.STEP]
+        patch.setattr("papers.serving.measure", of_another_seed)
+        found = further_rate(load, "paged", 40.0, 1.0, [knee(rate) for rate in np.linspace(0.3, 1.2, 10)])
+    assert found == pytest.approx(1.15, rel=0.005)
+    assert len(run) == 2
 
 
 @pytest.mark.parametrize(("latency", "message"), [(LIMIT / 2, "any rate.*longer traces"), (2 * LIMIT, "no rate")])
 def test_a_search_without_an_end_says_so(latency: float, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("papers.serving.measure", lambda _load, _system, rate, *_: Run(rate, latency, 1.0, 0.05, 0))
-    with pytest.raises(StartupError, match=message):
-        curve(ALPACA, "ft", 10.0)
     with pytest.raises(StartupError, match=f"FasterTransformer.*{message}"):
-        search(ALPACA, "ft", 10.0, 1.0)
+        curve(ALPACA, "ft", 10.0)
 
 
 def test_rates_at_other_limits() -> None:
