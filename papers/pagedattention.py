@@ -43,7 +43,7 @@ from papers.entry import (
 )
 from papers.equality import Sweep
 from papers.plots import Panels, bars, lines, row, tall
-from papers.serving import HOUR, KINDS, LIMIT, SECONDS, SEED, SHOWN, SYSTEMS, TOLERANCE, Case, Load
+from papers.serving import HOUR, KINDS, LIMIT, SEARCHED, SECONDS, SEED, SHOWN, SYSTEMS, TOLERANCE, Case, Load
 from papers.side_by_side import Place, every_system
 from papers.unlike_serving import H100
 from papers.unlike_serving import Case as Unlike
@@ -279,12 +279,12 @@ def curves(title: str, top: float = SHOWN) -> Panels:
 
 
 PANELS = {  # the load, seconds of its traces, and with --full
-    "(a) OPT-13B, ShareGPT": (SHAREGPT, SECONDS, HOUR),
-    "(b) OPT-66B, ShareGPT": (Load("a100-66b", "sharegpt"), SECONDS, HOUR),
-    "(c) OPT-175B, ShareGPT": (Load("a100-175b", "sharegpt"), SECONDS, 900.0),
-    "(d) OPT-13B, Alpaca": (ALPACA, 300.0, HOUR),
-    "(e) OPT-66B, Alpaca": (Load("a100-66b", "alpaca"), 300.0, HOUR),
-    "(f) OPT-175B, Alpaca": (Load("a100-175b", "alpaca"), 300.0, 900.0),
+    "(a) OPT-13B, ShareGPT": (SHAREGPT, SEARCHED, HOUR),
+    "(b) OPT-66B, ShareGPT": (Load("a100-66b", "sharegpt"), SEARCHED, HOUR),
+    "(c) OPT-175B, ShareGPT": (Load("a100-175b", "sharegpt"), SEARCHED, 900.0),
+    "(d) OPT-13B, Alpaca": (ALPACA, SEARCHED / 2, HOUR),
+    "(e) OPT-66B, Alpaca": (Load("a100-66b", "alpaca"), SEARCHED / 2, HOUR),
+    "(f) OPT-175B, Alpaca": (Load("a100-175b", "alpaca"), SEARCHED / 2, 900.0),
 }
 A_TO_C, OTHERS = tuple(PANELS)[:3], tuple(PANELS)[3:]
 RANGES = {ORACLE: (1.7, 2.7), MAX: (2.7, 8.0)}  # §6.2: vLLM's rate / another system's, of the ShareGPT panels
@@ -433,7 +433,7 @@ def _stretched(name: str, stretch: float) -> Whole:
 
 FIGURE_16 = Entry(
     "PagedAttention Figure 16: translation, a prefix shared",  # requests take seconds here, not half a minute
-    "serving:curves", {"cases": _translations(SECONDS / 5, (REGISTERED, APART, ORACLE))},
+    "serving:curves", {"cases": _translations(SEARCHED / 5, (REGISTERED, APART, ORACLE))},
     full={"cases": _translations(HOUR / 5, (REGISTERED, APART, ORACLE))},
     also=[Run("serving:bursts", {"cases": _translations(0.0, (REGISTERED, ORACLE), (1.0, 1.5))})],
     claims=[
@@ -470,7 +470,7 @@ def _orcas_apart(points: Points) -> Spread:
 # rounds 1,024 tokens and any output up to 2,048, so that Orca's knowledge of output lengths has no effect.
 FIGURE_17 = Entry(
     "PagedAttention Figure 17: chatbot",
-    "serving:curves", {"cases": cases(CHAT, (VLLM, *ORCAS), SECONDS)},
+    "serving:curves", {"cases": cases(CHAT, (VLLM, *ORCAS), SEARCHED)},
     full={"cases": cases(CHAT, (VLLM, *ORCAS), HOUR)},
     claims=[
         *(Whole("P-F17", f"vLLM / {orca}", rate_ratio("chat", orca), "ratio", 2.0, effect())
@@ -985,7 +985,7 @@ X4 = Entry(
 
 SWEPT = {"sharegpt": (2.0, (16, 32, 64, 128)), "alpaca": (30.0, (16, 32))}  # the rate of Figure 13, best sizes of 18b
 SWEEP = [Case({"workload": workload, "page": page}, Load("a100-13b", workload, settings={"page_size": page}), "paged",
-              300.0, rate) for workload, (rate, _) in SWEPT.items() for page in SIZES]
+              SEARCHED, rate) for workload, (rate, _) in SWEPT.items() for page in SIZES]
 
 
 def _sustained(point: Point) -> float:

@@ -34,7 +34,7 @@ SYSTEMS = {
     "paged": "vLLM (paged)", "orca-oracle": "Orca (Oracle)", "orca-pow2": "Orca (Pow2)", "orca-max": "Orca (Max)",
     "ft": "FasterTransformer",
 }  # fmt: skip
-SECONDS = 600.0  # of a trace; with --full the paper's HOUR
+SECONDS, SEARCHED = 600.0, 300.0  # of a trace, and of the traces of searches; with --full the paper's HOUR
 HOUR = 3600.0
 SEEDS = (0, 1, 2)  # of requests and of arrival times, for rates
 SEED = SEEDS[0]  # of curves
