@@ -20,13 +20,14 @@ FILES = sorted(ROOT.rglob("*.py"))
 BESIDE = sorted(path for folder in ("bench", "papers", "tools") for path in (CHECKOUT / folder).rglob("*.py"))
 
 ORDER = (  # a part imports only from those before it, and from itself
-    "old_names", "errors", "protocol", "config", "files", "client", "memory", "core", "text", "kernels", "layers",
-    "models", "weights", "worker", "ipc", "distributed", "sim", "startup", "jenga", "vattention", "pool", "llm",
-    "async_llm", "server", "cli", "bench", "__main__",
+    "old_names", "errors", "protocol", "config", "files", "client", "router", "memory", "core", "text", "kernels",
+    "layers", "models", "weights", "worker", "ipc", "distributed", "sim", "startup", "jenga", "vattention", "pool",
+    "llm", "async_llm", "server", "cli", "bench", "__main__",
 )  # fmt: skip
 ORDER_BESIDE = ("quire", "bench", "papers", "tools")  # of the package and of the folders beside it
 NOT_EVEN = {  # what a part must not import though it comes before
     "client": set(ORDER),  # the standard library: it is started as a program, many times
+    "router": set(ORDER),  # pure
     "worker": {"core", "memory"},
 }
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "_pickle"}

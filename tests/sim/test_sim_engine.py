@@ -167,13 +167,13 @@ def speculating(
 
 def test_accepted_drafts_save_steps_and_others_none() -> None:
     every, times = speculating(1.0, 41, adaptive=False)
-    assert every[-3:] == (10, 29, 29)
+    assert (every.drafts, every.draft_tokens, every.accepted_tokens) == (10, 29, 29)
     assert every.steps == 12
     # The prompt, then that of the draft model; a token; then three passes of the draft model and a step each time.
     assert times == [1, 3, *(8 + 4 * i for i in range(9) for _ in range(4)), 44, 44, 44]
     none, times = speculating(0.0, 41, adaptive=False)
     assert none.steps == 41
-    assert none[-3:] == (38, 38 * 3 - 3, 0), "the last token needs no draft, the ones before it fewer"
+    assert (none.drafts, none.draft_tokens, none.accepted_tokens) == (38, 38 * 3 - 3, 0), "the last token needs no draft, the ones before it fewer"
     some, _ = speculating(0.7, 41, 4, adaptive=False)
     assert some.accepted_tokens / some.drafts == pytest.approx(0.7 + 0.49 + 0.343, rel=0.25)
 

@@ -34,7 +34,9 @@ from quire.models.named_configs import CONFIGS
 from quire.models.quantization import resolve_fp8_scheme
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.sampling_params import SamplingParams
+from quire.router.router import POLICIES
 from quire.sim.cost_model import Calibration, CostModel, calibration_names, load_calibration
+from quire.sim.fleet import Fleet, work_costs
 from quire.sim.runner import DrawFunction
 from quire.sim.simulation import (
     ACCEPTANCE,
@@ -60,11 +62,13 @@ if TYPE_CHECKING:
 
 DEFAULT_SECONDS = 600.0  # duration of a generated trace
 MIN_RATE, MAX_RATE = 1e-6, 1e5
+MAX_REPLICAS = 1024
 
 
 class SimulatedDeployment(NamedTuple):
     """A model on a device. The KV memory has `kv_bytes` bytes, or if that is 0 the size of `kv_tokens` tokens in every
-    layer, those of the draft model in `spec` included. `image_processor` is set for a vision model."""
+    layer, those of the draft model in `spec` included. `image_processor` is set for a vision model. There are
+    `replicas` of it behind a router with the policy `router`."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -73,6 +77,8 @@ class SimulatedDeployment(NamedTuple):
     kv_tokens: int
     kv_bytes: int = 0
     image_processor: Eyes | None = None
+    replicas: int = 1
+    router: str = POLICIES[0]
 
     @property
     def max_len(self) -> int:
@@ -90,8 +96,11 @@ class SimulatedDeployment(NamedTuple):
         )  # fmt: skip
 
     def simulate(self, trace: Sequence[TraceRequest], objectives: Sequence[Objective] = ()) -> SimulationResult:
-        """Serve the trace with a new engine."""
-        return self.simulation().run(trace, objectives)
+        """Serve the trace with new engines; with several to its end, whatever the objectives."""
+        if self.replicas == 1:
+            return self.simulation().run(trace, objectives)
+        simulations = [self.simulation() for _ in range(self.replicas)]
+        return Fleet(simulations, self.router, work_costs(self.cost)).run(trace)
 
 
 def main(args: list[str]) -> int:
@@ -99,6 +108,7 @@ def main(args: list[str]) -> int:
     given = _parser().parse_args(args)
     _check(given)
     plant = read_deployment(config_from(given), given.costs)
+    plant = plant._replace(replicas=given.replicas, router=given.router)
     objectives = [parse_objective(text) for text in given.objective or ()]
     trace = _trace_source(given, plant)
     results = (
@@ -134,6 +144,10 @@ def _parser() -> Parser:
                        help="requests per second (Poisson; a trace is scaled in time); one run each")  # fmt: skip
     group.add_argument("--seconds", type=float, default=DEFAULT_SECONDS, metavar="S",
                        help="length of a workload without @N (default: %(default)g)")  # fmt: skip
+    group.add_argument("--replicas", type=int, default=1, metavar="N",
+                       help=f"engines behind a router, at most {MAX_REPLICAS} (default: 1)")  # fmt: skip
+    group.add_argument("--router", choices=POLICIES, default=POLICIES[0],
+                       help="how it chooses a replica for a request (default: %(default)s)")  # fmt: skip
     group.add_argument("--acceptance", dest="synthetic_acceptance", type=float, default=argparse.SUPPRESS, metavar="A",
                        help="probability that a draft token is accepted if those before it are "
                        f"(default: {ACCEPTANCE})")  # fmt: skip
@@ -158,6 +172,8 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.find_rate and not args.objective:
         raise StartupError("--find-rate needs an --objective", "Such as --objective p99-normalised-ms=200")
+    if not 1 <= args.replicas <= MAX_REPLICAS:
+        raise StartupError(f"--replicas is {args.replicas}", f"It must be between 1 and {MAX_REPLICAS}")
     if (args.workload is None) == (args.trace is None):
         raise StartupError("there must be one of --workload and --trace", f"A workload: {EXPECTED}")
     if not 1 <= args.seconds <= 1e7:
@@ -339,7 +355,9 @@ def _result_record(outcome: SimulationResult, rate: float | None, objectives: Se
         **totals(done, run.seconds), **latencies(done),
         "finished": run.finished, "steps": run.steps, "busy": run.busy_share, "mean_batch": run.mean_batch,
         "mean_running": run.mean_running, "preemptions": run.preemptions, "swapped_bytes": run.swapped_bytes,
-        "sharing_saved": run.sharing_saved, **{name: getattr(run, name) for name in counts},
+        "sharing_saved": run.sharing_saved, "hit_rate": run.hits / run.queries if run.queries else None,
+        "by_replica": list(outcome.replicas),
+        **{name: getattr(run, name) for name in counts},
         "memory_bytes": mean_usage(outcome.timeline)._asdict(),
         "moments": [{"time": m.time, "running": m.running, "waiting": m.waiting, **m.usage._asdict()}
                     for m in outcome.timeline],
@@ -364,7 +382,16 @@ def format_results(results: Sequence[dict[str, Any]], plant: SimulatedDeployment
         ))  # fmt: skip
     error = plant.calibration.error
     accuracy = f"steps off by {error['median']:.1%} (median)" if error and "median" in error else "not measured"
-    lines = [table(head, rows), f"simulated: {plant.calibration.device}, {plant.kv_tokens:,} tokens of KV; {accuracy}"]
+    each = f"{plant.replicas} replicas (router: {plant.router}), each of " if plant.replicas > 1 else ""
+    device = f"{each}{plant.calibration.device}, {plant.kv_tokens:,} tokens of KV"
+    lines = [table(head, rows), f"simulated: {device}; {accuracy}"]
+    for run in results if plant.replicas > 1 else ():
+        found = "" if run["hit_rate"] is None else f"{run['hit_rate']:.1%} of prompt tokens found in caches, "
+        counts = sorted(run["by_replica"])
+        lines.append(
+            f"rate {'of the trace' if run['rate'] is None else short(run['rate'])}: {found}"
+            f"{counts[0]:,} to {counts[-1]:,} requests a replica"
+        )
     for run in results:
         if "drafts" in run:
             tokens = 1 + run["accepted_tokens"] / run["drafts"]

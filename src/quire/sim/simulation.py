@@ -90,7 +90,8 @@ class TimelineSample(NamedTuple):
 class RunTotals(NamedTuple):
     """Totals of a run. `mean_batch` (rows) and `mean_running` (requests in memory) are averages over steps.
     `busy_share` is the share of time in which the device computed. `finished` is False for an aborted run. Of the
-    `draft_tokens` of `drafts` verifications `accepted_tokens` were accepted."""
+    `draft_tokens` of `drafts` verifications `accepted_tokens` were accepted. Of the `queries` prompt tokens that were
+    looked up in the prefix cache `hits` were found."""
 
     seconds: float
     finished: bool
@@ -104,14 +105,17 @@ class RunTotals(NamedTuple):
     drafts: int
     draft_tokens: int
     accepted_tokens: int
+    queries: int
+    hits: int
 
 
 class SimulationResult(NamedTuple):
-    """The result of a simulation."""
+    """The result of a simulation; of several engines, also how many requests each served."""
 
     requests: list[ServedRequest]
     timeline: list[TimelineSample]
     totals: RunTotals
+    replicas: Sequence[int] = ()
 
 
 class Objective(NamedTuple):
@@ -334,7 +338,7 @@ class _StepRecorder:
             stats.rows / max(stats.steps, 1), self.running / max(self.steps, 1),
             engine.scheduler.num_preemptions, sharing.swapped_out + sharing.swapped_in,
             self.saved_pages / self.table_pages if self.table_pages else 0.0,
-            stats.num_drafts, stats.draft_tokens, stats.accepted_tokens,
+            stats.num_drafts, stats.draft_tokens, stats.accepted_tokens, sharing.queries, sharing.hits,
         )  # fmt: skip
 
 

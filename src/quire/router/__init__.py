@@ -1,0 +1,1 @@
+"""The choice of one of several engines, replicas of one model, for each request."""
