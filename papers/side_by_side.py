@@ -31,9 +31,11 @@ from quire.ipc.garbage_collection import freeze_loaded_objects
 from quire.memory.answers import Usage
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
+from quire.protocol.parallel_layout import Shard
 from quire.protocol.step_plan import LAST_SAMPLED, SeqSlice, StepPlan, StepResult
 from quire.sim.simulation import ServedRequest, Simulation, TraceRequest
 from quire.startup.build import BuiltEngine
+from quire.startup.checkpoint import read_checkpoint
 from quire.startup.dtypes import ITEMSIZE
 
 LOOK = 0.25  # seconds between samples of the memory
@@ -83,7 +85,7 @@ class Place(NamedTuple):
 
     def simulation(self, kv_tokens: int | None = None) -> Simulation:
         """Return the simulation by the calibration."""
-        plant = read_deployment(self.config, self.load.calibration)
+        plant = read_deployment(replace(self.config, tp=1), self.load.calibration)  # it counts all GPUs as one
         plant = plant if kv_tokens is None else plant._replace(kv_tokens=kv_tokens, kv_bytes=0)
         made = plant.simulation()
         self.register_prefix(made.engine)
@@ -257,15 +259,17 @@ def engine_of(made: BuiltEngine, config: EngineConfig) -> Engine:
     Pages and page tables have the same sizes in every memory, so the captured graphs and compiled kernels of `made` are
     reused."""
     runner: Any = made.engine.runner
-    config = config.with_device_defaults(made.memory_plan.device)
+    config = config.with_device_defaults(made.memory_plan.device).per_rank()
+    shard = Shard(0, config.tp, 0, 1)
+    spec = made.spec if config.tp == 1 else read_checkpoint(config, weights=False).for_shard(shard).spec
     size = MemorySize(
         made.memory_plan.kv_tokens,
         made.memory_plan.max_len,
         ITEMSIZE[made.memory_plan.dtype],
         made.memory_plan.kv_bytes,
     )
-    memory = build_memory(config, made.spec, size, made.name)
-    assert memory.kv_config == runner.store.kv_config, "the memories have other tables"
+    memory = build_memory(config, spec, size, made.name)
+    assert memory.kv_config == made.engine.scheduler.memory.kv_config, "the memories have other tables"
     limits = made.engine.limits._replace(max_queued=sys.maxsize)
     engine = assemble(config, memory, runner, limits, clock=time.monotonic, depth=made.engine.depth)
     if engine.scheduler.static_batching:

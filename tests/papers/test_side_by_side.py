@@ -93,6 +93,19 @@ def test_what_is_served_beyond_capacity_at_a_small_scale(name: str) -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["fig12b-gpu", "fig12e-gpu"])
+def test_two_ranks_at_a_small_scale(name: str) -> None:
+    config = ENTRIES[name].params["ways"]["vLLM (paged)"].config
+    assert (config.tp, config.kv_gib) == (2, 21.0)
+    place = Place(replace(CONFIG, tp=config.tp), PLACE.load)
+    points = by_rate(every_system(place), (3.0,), (3.0,), ramp=0.1, requests=4, least=0.5, most=1.0, drain=0.1)
+    results = judged(name, points)
+    assert [r.paper for r in results if r.paper is not None] == (
+        ["1.7-2.7", "2.7-8", "up to 22, of (a) to (c)"] if name == "fig12b-gpu" else []
+    )
+    assert not any("off by" in result.what for result in results)
+
+
 def test_a_registered_prefix_at_a_small_scale() -> None:
     """Figure 16: what is registered is computed once, on this device and simulated."""
     ways = {
