@@ -17,7 +17,7 @@ import numpy as np
 
 from bench import control
 from bench.histories import SEED, cut, stories
-from papers.serving import shares
+from papers.serving import in_parallel, shares
 from quire.bench.arrivals import poisson
 from quire.bench.calibration import compute_seconds, swap_seconds
 from quire.bench.drive import Decoding, Load, drive
@@ -50,20 +50,23 @@ def sharing(workloads: Mapping[str, int], widths: Sequence[int]) -> Points:
     """Return the per cent of pages of 16 tokens that sharing saves, over all steps, by parallel sampling and by beam
     search of the bundled model. Prompts are stories that it wrote, cut to each workload's lengths; `workloads` has
     numbers of requests."""
+    done = in_parallel(_sharing_of, [(name, count, widths) for name, count in workloads.items()])
+    return [point for points in done for point in points]
+
+
+def _sharing_of(name: str, count: int, widths: Sequence[int]) -> Points:
     engine = build(
         EngineConfig(threads=1, enable_prefix_caching=False, kv_tokens=2**17, max_num_seqs=64, seed=SEED)
     ).engine
-    text = stories(engine)
+    jobs = cut(name, count, stories(engine))
     points = []
-    for name, count in workloads.items():
-        jobs = cut(name, count, text)
-        for way in ("parallel", "beam"):
-            for width in widths:
-                print(f"{name}, {way} {width}", file=sys.stderr)
-                decoding = Decoding(temperature=1.0, n=width) if way == "parallel" else Decoding(beam_width=width)
-                _, facts = drive(engine, jobs, Load(concurrency=8), decoding)
-                saved = 100 * float(facts["sharing_saved"])
-                points.append({"workload": name, "way": way, "width": width, "saved": saved})
+    for way in ("parallel", "beam"):
+        for width in widths:
+            print(f"{name}, {way} {width}", file=sys.stderr)
+            decoding = Decoding(temperature=1.0, n=width) if way == "parallel" else Decoding(beam_width=width)
+            _, facts = drive(engine, jobs, Load(concurrency=8), decoding)
+            saved = 100 * float(facts["sharing_saved"])
+            points.append({"workload": name, "way": way, "width": width, "saved": saved})
     engine.close()
     return points
 

@@ -997,7 +997,7 @@ X4 = Entry(
 
 SWEPT = {"sharegpt": (2.0, (16, 32, 64, 128)), "alpaca": (30.0, (16, 32))}  # the rate of Figure 13, best sizes of 18b
 SWEEP = [Case({"workload": workload, "page": page}, Load("a100-13b", workload, settings={"page_size": page}), "paged",
-              SEARCHED, rate) for workload, (rate, _) in SWEPT.items() for page in SIZES]
+              SEARCHED / 2, rate) for workload, (rate, _) in SWEPT.items() for page in SIZES]
 
 
 def _sustained(point: Point) -> float:
@@ -1052,7 +1052,7 @@ R1 = Entry(
               ("preempted", "preemptions")], having("internal")),
         Pivot(("page",), "workload", _sustained, ".2f", ": highest rate", having("sustained")),
     ],
-    note="""OPT-13B on an A100, 12 GiB of KV; waste and batches of sharegpt at 2/s and alpaca at 30/s for 300 s,
+    note="""OPT-13B on an A100, 12 GiB of KV; waste and batches of sharegpt at 2/s and alpaca at 30/s for 150 s,
 averaged over time after the first tenth until the last request came; seed 0. Highest rates: mean normalised latency up
 to 200 ms, found to 2%, of traces of the same lengths: shorter ones end before a queue has grown, and sustain more.""",
     plot=row("Page sizes (OPT-13B on an A100 with 12 GiB of KV, simulated)", *(
