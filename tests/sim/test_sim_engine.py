@@ -173,7 +173,9 @@ def test_accepted_drafts_save_steps_and_others_none() -> None:
     assert times == [1, 3, *(8 + 4 * i for i in range(9) for _ in range(4)), 44, 44, 44]
     none, times = speculating(0.0, 41, adaptive=False)
     assert none.steps == 41
-    assert (none.drafts, none.draft_tokens, none.accepted_tokens) == (38, 38 * 3 - 3, 0), "the last token needs no draft, the ones before it fewer"
+    assert (none.drafts, none.draft_tokens, none.accepted_tokens) == (38, 38 * 3 - 3, 0), (
+        "the last token needs no draft, the ones before it fewer"
+    )
     some, _ = speculating(0.7, 41, 4, adaptive=False)
     assert some.accepted_tokens / some.drafts == pytest.approx(0.7 + 0.49 + 0.343, rel=0.25)
 
