@@ -260,8 +260,7 @@ def engine_of(made: BuiltEngine, config: EngineConfig) -> Engine:
     reused."""
     runner: Any = made.engine.runner
     config = config.with_device_defaults(made.memory_plan.device).per_rank()
-    shard = Shard(0, config.tp, 0, 1)
-    spec = made.spec if config.tp == 1 else read_checkpoint(config, weights=False).for_shard(shard).spec
+    spec = read_checkpoint(config, weights=False).for_shard(Shard(0, config.tp, 0, 1)).spec
     size = MemorySize(
         made.memory_plan.kv_tokens,
         made.memory_plan.max_len,

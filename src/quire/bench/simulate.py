@@ -67,8 +67,8 @@ MAX_REPLICAS = 1024
 
 class SimulatedDeployment(NamedTuple):
     """A model on a device. The KV memory has `kv_bytes` bytes, or if that is 0 the size of `kv_tokens` tokens in every
-    layer, those of the draft model in `spec` included. `image_processor` is set for a vision model. There are
-    `replicas` of it behind a router with the policy `router`."""
+    layer, those of the draft model in `spec` included. `image_processor` is set for a vision model. A router
+    with the policy `router` divides the requests among `replicas` engines."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -145,7 +145,7 @@ def _parser() -> Parser:
     group.add_argument("--seconds", type=float, default=DEFAULT_SECONDS, metavar="S",
                        help="length of a workload without @N (default: %(default)g)")  # fmt: skip
     group.add_argument("--replicas", type=int, default=1, metavar="N",
-                       help=f"engines behind a router, at most {MAX_REPLICAS} (default: 1)")  # fmt: skip
+                       help=f"engines that share the requests, at most {MAX_REPLICAS} (default: 1)")  # fmt: skip
     group.add_argument("--router", choices=POLICIES, default=POLICIES[0],
                        help="how it chooses a replica for a request (default: %(default)s)")  # fmt: skip
     group.add_argument("--acceptance", dest="synthetic_acceptance", type=float, default=argparse.SUPPRESS, metavar="A",

@@ -25,7 +25,7 @@ class WorkCosts(NamedTuple):
 
 
 class RoutedRequest:
-    """A request at a replica, and what is left of its work."""
+    """A request that was sent to a replica, and the work that it has left."""
 
     __slots__ = ("expected", "keys", "prompt_tokens", "replica", "tokens")
 

@@ -1,4 +1,4 @@
-"""Simulations of several engines behind a router, on one time line."""
+"""Simulate several engines on one time line. A router sends each request to one of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from quire.core.outputs import BranchOutput
 from quire.memory.answers import Usage
-from quire.memory.key_events import PrefixKeys
+from quire.memory.prefix_keys import PrefixKeys
 from quire.router.router import Router, WorkCosts
 from quire.sim.cost_model import CostModel, StepWork
 from quire.sim.simulation import (
@@ -64,7 +64,7 @@ class SimulatedReplica:
 
 
 class Fleet:
-    """Engines behind a router with this policy."""
+    """Engines, and a router with this policy that divides the requests among them."""
 
     def __init__(self, simulations: Sequence[Simulation], policy: str, costs: WorkCosts) -> None:
         self.replicas = [SimulatedReplica(simulation) for simulation in simulations]
