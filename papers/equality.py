@@ -7,7 +7,6 @@ transformers if installed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import quire
+from papers.serving import in_parallel
 from quire.bench.shapes import built
 from quire.config import MEMORIES, PREEMPTIONS, RESERVED_MEMORIES, EngineConfig, Experiment
 from quire.core.engine import Engine
@@ -104,15 +104,22 @@ def same_tokens(sweep: Sweep) -> list[dict[str, Any]]:
     references = {way.windows: way.answers(prompts, sweep.new)[0] for way in (plain, windowed)}
     oracle = _transformers(prompts, sweep.new) if find_spec("transformers") else None
     groups: dict[str, list[tuple[Way, dict[str, int]]]] = {}
-    for way in ways(sweep):
-        way = way._replace(max_len=sweep.little)
-        if way.group not in groups:
-            print(way.group, file=sys.stderr)
-        answers, preempted = way.answers(prompts, sweep.new)
-        windows = way.windows and "lcm"
-        counts = compare(answers, references[windows], None if way.windows else oracle)
-        groups.setdefault(way.group, []).append((way, counts | preempted))
+    compared = [way._replace(max_len=sweep.little) for way in ways(sweep)]
+    jobs = [
+        (way, prompts, sweep.new, references[way.windows and "lcm"], None if way.windows else oracle)
+        for way in compared
+    ]
+    for way, counts in zip(compared, in_parallel(_counts, jobs)):
+        groups.setdefault(way.group, []).append((way, counts))
     return [group_point(name, members) for name, members in groups.items()]
+
+
+def _counts(
+    way: Way, prompts: Sequence[list[int]], new: int, reference: Sequence[Answer], oracle: Sequence[list[int]] | None
+) -> dict[str, int]:
+    """Return what `compare` counts of a way's answers, and its preemptions."""
+    answers, preempted = way.answers(prompts, new)
+    return compare(answers, reference, oracle) | preempted
 
 
 def ways(sweep: Sweep) -> Iterator[Way]:

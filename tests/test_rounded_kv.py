@@ -177,7 +177,7 @@ def test_keys_of_prefixes_tell_formats_apart() -> None:
         built = build(EngineConfig(kv_tokens=512, device="cpu", dtype="float32", quantization=quantization))
         engine = built.engine
         weights.add(built.memory_plan.weight_bytes)
-        roots.add(engine.scheduler.memory.prefix_cache.root_key)  # type: ignore[attr-defined]
+        roots.add(engine.scheduler.memory.prefix_cache.key_chain.root_key)  # type: ignore[attr-defined]
         engine.close()
     assert (len(roots), len(weights)) == (2, 1)
 

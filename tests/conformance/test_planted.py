@@ -16,6 +16,7 @@ from traces import STEMS, Asked, Checked, Watched, open_trace, run_trace
 
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
+from quire.memory.page_keys import KeyChain
 from quire.memory.page_pool import PagePool
 from quire.memory.paged import PagedMemory
 from quire.memory.policies import WindowPolicy
@@ -159,17 +160,17 @@ def hit_of_a_whole_prompt(longest: Any, prefixes: PrefixCache, seq: Sequence, *m
     return hit
 
 
-@instead_of(PrefixCache, "extend_keys")
-def key_without_its_parent(chain: Any, prefixes: PrefixCache, seq: Sequence, tokens: int) -> None:
-    for end in range((len(seq.page_keys) + 1) * prefixes.key_tokens, tokens + 1, prefixes.key_tokens):
-        alone = Sequence(0, seq.tokens[end - prefixes.key_tokens : end], cache_salt=seq.cache_salt)
-        chain(prefixes, alone, prefixes.key_tokens)
+@instead_of(KeyChain, "extend")
+def key_without_its_parent(extend: Any, chain: KeyChain, seq: Sequence, tokens: int) -> None:
+    for end in range((len(seq.page_keys) + 1) * chain.key_tokens, tokens + 1, chain.key_tokens):
+        alone = Sequence(0, seq.tokens[end - chain.key_tokens : end], cache_salt=seq.cache_salt)
+        extend(chain, alone, chain.key_tokens)
         seq.page_keys += alone.page_keys
 
 
-@instead_of(PrefixCache, "_salted_root_key")
-def key_without_its_salt(origin: Any, prefixes: PrefixCache, salt: str) -> bytes:
-    return origin(prefixes, "")
+@instead_of(KeyChain, "salted_root")
+def key_without_its_salt(origin: Any, chain: KeyChain, salt: str) -> bytes:
+    return origin(chain, "")
 
 
 @instead_of(WindowPolicy, "reads")

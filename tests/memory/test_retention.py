@@ -89,7 +89,7 @@ def stateful(retention: str) -> PagedMemory:
 def checkpoints(memory: PagedMemory, tokens: list[int]) -> list[int]:
     """Lengths of the prefixes of these tokens whose states are there."""
     seq = Sequence(9, tokens)
-    memory.prefix_cache.extend_keys(seq, len(tokens))
+    memory.prefix_cache.key_chain.extend(seq, len(tokens))
     found = (memory.prefix_cache.page_keys(STATES, seq.page_keys, i, i + 1)[0] for i in range(len(tokens) // RUN))
     return [RUN * (i + 1) for i, name in enumerate(found) if name in memory.page_pool.index[STATES]]
 
@@ -114,7 +114,7 @@ def test_a_hit_makes_only_its_own_checkpoint_younger() -> None:
     serve_once(memory, 3, [*text(0, 24), 7])
     order = list(memory.page_pool.size_class_of[STATES].cached)
     seq = Sequence(9, text(0, 40))
-    memory.prefix_cache.extend_keys(seq, 40)
+    memory.prefix_cache.key_chain.extend(seq, 40)
     names = [memory.prefix_cache.page_keys(STATES, seq.page_keys, i, i + 1)[0] for i in range(4)]
     ages = [order.index(memory.page_pool.index[STATES][name]) for name in names]
     assert ages[2] > max(ages[0], ages[1], ages[3])

@@ -22,11 +22,10 @@ def router(policy: str = "prefix", count: int = 3) -> Router:
 
 def test_a_request_goes_where_its_prefix_is() -> None:
     one = router()
-    for key in keys("a", 10):
-        one.store(1, key)
+    one.update_keys(1, keys("a", 10), [])
     assert one.choose(keys("a", 10), 170) == 1
     assert one.choose(keys("b", 10), 170) == 0
-    one.drop(1, keys("a", 10)[0])
+    one.update_keys(1, [], keys("a", 10)[:1])
     assert one.choose(keys("a", 10), 170) == 0, "a prefix without its first page can't be found"
 
 
@@ -40,16 +39,14 @@ def test_a_prefix_that_is_being_computed_counts() -> None:
 
 def test_work_outweighs_a_short_prefix() -> None:
     one = router(count=2)
-    for key in keys("a", 2):
-        one.store(1, key)
+    one.update_keys(1, keys("a", 2), [])
     one.add("long", 1, keys("b", 50), 800, 100)
     assert one.choose(keys("a", 2), 40) == 0
 
 
 def test_other_policies() -> None:
     one = router("round-robin")
-    for key in keys("a", 50):
-        one.store(0, key)
+    one.update_keys(0, keys("a", 50), [])
     for i in range(6):
         at = one.choose(keys("a", 50), 810)
         assert at == i % 3

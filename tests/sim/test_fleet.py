@@ -10,6 +10,7 @@ import pytest
 from quire.bench.arrivals import poisson
 from quire.bench.simulate import SimulatedDeployment, main, read_deployment
 from quire.config import EngineConfig
+from quire.memory.paged import PagedMemory
 from quire.protocol.sampling_params import SamplingParams
 from quire.sim.fleet import Fleet, work_costs
 from quire.sim.simulation import SimulationResult, TraceRequest
@@ -65,9 +66,9 @@ def test_the_router_knows_what_is_cached(settings: dict[str, str]) -> None:
     assert all(one.done for one in outcome.requests)
     assert sum(outcome.replicas) == 90
     for replica, known in zip(fleet.replicas, fleet.router.replicas):
-        group = replica.keys.group
-        cached = set() if group is None else set(replica.keys.prefix_cache.page_pool.index[group])
-        assert known.stored == cached
+        memory = replica.memory
+        group = memory.prefix_cache.routed_group() if isinstance(memory, PagedMemory) else None
+        assert known.stored == (set() if group is None else set(memory.page_pool.index[group]))  # type: ignore[attr-defined]
         assert (group is None) == ("memory" in settings)
         assert not known.computing
         assert known.prompt_tokens == 0

@@ -317,7 +317,7 @@ class PagedMemory(PageTables):
             return 0, index
         prefixes = self.prefix_cache
         end = (len(seq.tokens) - 1) // prefixes.prefix_granularity * prefixes.prefix_granularity
-        prefixes.extend_keys(seq, end)
+        prefixes.key_chain.extend(seq, end)
         step = prefixes.prefix_granularity // prefixes.key_tokens
         keys = seq.page_keys[step - 1 : end // prefixes.key_tokens : step]
         known = bisect(keys, False, key=lambda key: key not in owners)  # if a key is known, all before it are
@@ -516,7 +516,7 @@ class PagedMemory(PageTables):
         if self.caching and self.retention.tracks_drops and self.policies[group].unit:
             first = seq_pages.first_page[group] - len(pages)
             # Also after a registered prefix that ends within a page
-            self.prefix_cache.extend_keys(seq, seq.computed)
+            self.prefix_cache.key_chain.extend(seq, seq.computed)
             known = self.policies[group].group.num_full_pages(len(seq.page_keys) * self.key_tokens)
             keys = self.prefix_cache.page_keys(group, seq.page_keys, first, min(first + len(pages), known))
             self.retention.after_drop(seq, seq_pages, group, first, pages, keys)

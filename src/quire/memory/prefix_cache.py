@@ -1,23 +1,23 @@
 """Prefixes that can be reused: cached pages found by their keys, and prefixes that the operator registered.
 
-Keys are chained: key i is a digest of key i - 1 and the i-th `key_tokens` tokens, from a root of model, dtype and salt,
-so a key identifies the whole prefix. A group's page has the key of the piece in which its last token lies. `key_tokens`
-divides the page tokens of every group, and a prefix ends after a multiple of `prefix_granularity` tokens, where a page
-of every group ends. A registered prefix (PagedAttention §4.4, Figure 10) is pinned: its pages stay, the last partial
-ones included; sequences share them until they write to them."""
+The keys are those of quire.memory.page_keys. `key_tokens` divides the page tokens of every group, and a prefix ends
+after a multiple of `prefix_granularity` tokens, where a page of every group ends. A registered prefix (PagedAttention
+§4.4, Figure 10) is pinned: its pages stay, the last partial ones included; sequences share them until they write to
+them."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from operator import add, sub
 from typing import NamedTuple
 
+from quire.memory.cache_log import CacheLog, LoggedIndex
 from quire.memory.jenga.compaction import compact
+from quire.memory.page_keys import KeyChain, PromptKeys
 from quire.memory.page_pool import SCRATCH
 from quire.memory.page_tables import PageTables
 from quire.memory.policies import FAR, LayerPolicy
@@ -65,7 +65,9 @@ class PrefixCache:
         self.draft_groups = [(g, policy) for g, policy in keyed_groups if policy.group.is_draft]
         units = [policy.unit for _, policy in keyed_groups]
         self.key_tokens, self.prefix_granularity = math.gcd(*units) or FAR, math.lcm(*units)
-        self.root_key = hashlib.sha256(b"quire:" + model_id.encode()).digest()
+        root_key = hashlib.sha256(b"quire:" + model_id.encode()).digest()
+        self.key_chain = KeyChain(root_key, self.key_tokens, page_tables.kv_config.both_ways)
+        self.cache_log: CacheLog | None = None
         self.registered_prefixes: dict[str, RegisteredPrefix] = {}
         self.registered_index = PrefixIndex(self.prefix_granularity)
         self.prefix_seq = Sequence(0, [])  # stands for any registered prefix: it has no images, and no drafts
@@ -78,50 +80,40 @@ class PrefixCache:
 
     # Keys
 
-    def extend_keys(self, seq: Sequence, tokens: int) -> None:
-        """Extend seq.page_keys to the first `tokens` tokens, in whole pieces of `key_tokens` tokens."""
-        keys, size = seq.page_keys, 8 * self.key_tokens
-        first, last = len(keys), tokens // self.key_tokens
-        if last <= first:
-            return
-        data = array("q", seq.tokens[first * self.key_tokens : last * self.key_tokens]).tobytes()
-        key = keys[-1] if keys else self._salted_root_key(seq.cache_salt)
-        has_extra_keys = seq.images or self.bidirectional_prompt
-        for i, at in enumerate(range(0, len(data), size), first):
-            piece = data[at : at + size]
-            key = hashlib.sha256(key + (piece + self._extra_key(seq, i) if has_extra_keys else piece)).digest()
-            keys.append(key)
-
-    def _extra_key(self, seq: Sequence, run: int) -> bytes:
-        """Return a digest of what the keys and values of a piece depend on besides its tokens.
-
-        That is the images that overlap it, with their positions; and, where attention in the prompt is bidirectional,
-        the whole prompt. It is empty if there is nothing: what precedes an image has the same keys as without it."""
-        begin, end = run * self.key_tokens, (run + 1) * self.key_tokens
-        parts = [m.key + m.start.to_bytes(8) for m in seq.images if m.start < end and m.end > begin]
-        if self.bidirectional_prompt and not run:
-            prompt = [m.key + m.start.to_bytes(8) for m in seq.images]
-            parts = [array("q", seq.tokens[: seq.prompt_len]).tobytes(), *prompt]
-        return hashlib.sha256(b"".join(parts)).digest() if parts else b""
-
-    def _salted_root_key(self, salt: str) -> bytes:
-        """Return the key of the empty prefix: each adapter and each tenant has its own."""
-        return hashlib.sha256(self.root_key + salt.encode()).digest()
-
     def page_keys(self, group: int, keys: Seq[bytes], first: int, last: int) -> Seq[bytes]:
         """Return the keys of a group's pages [first, last) of a sequence with these keys."""
-        policy = self.policies[group]
-        tokens, pages = policy.group.run_tokens, policy.group.run_pages
-        if pages == 1:
-            step = tokens // self.key_tokens
-            return keys[(first + 1) * step - 1 : last * step : step]
-        ends = [-(-(i + 1) * tokens // (pages * self.key_tokens)) for i in range(first, last)]
-        return [keys[end - 1] + (i % pages).to_bytes(2) for i, end in zip(range(first, last), ends)]
+        layers = self.policies[group].group
+        return self.key_chain.of_pages(layers.run_tokens, layers.run_pages, keys, first, last)
+
+    def routed_group(self) -> int | None:
+        """Return the group whose pages a router learns of: one that keeps all pages, if there is one. None if no
+        prefixes are cached."""
+        if not self.caching or not self.model_groups:
+            return None
+        kept = (g for g, policy in self.model_groups if policy in self.page_tables.retaining_policies)
+        return next(kept, self.model_groups[0][0])
+
+    def prompt_keys(self) -> PromptKeys | None:
+        """Return how the keys of the `routed_group` are made, or None."""
+        if (group := self.routed_group()) is None:
+            return None
+        layers = self.policies[group].group
+        return PromptKeys(self.key_chain, layers.run_tokens, layers.run_pages)
+
+    def log(self, with_contents: bool = False) -> CacheLog | None:
+        """Return a log of the cached pages of the `routed_group` from now on, or None. No page may be cached yet."""
+        group, keys = self.routed_group(), self.prompt_keys()
+        if group is None or keys is None:
+            return None
+        assert not self.page_pool.index[group], "pages are cached already"
+        self.cache_log = CacheLog(keys, with_contents)
+        self.page_pool.index[group] = LoggedIndex(self.cache_log)
+        return self.cache_log
 
     def publish(self, seq: Sequence, seq_pages: SeqPages, start: int, end: int, is_draft: bool) -> None:
         """Make the full pages of the computed tokens[start : end] findable; both are multiples of `key_tokens`. The
         pages are those of the model, or of its draft model."""
-        self.extend_keys(seq, end)
+        self.key_chain.extend(seq, end)
         for g, policy in self.draft_groups if is_draft else self.model_groups:
             table = seq_pages.tables[g]
             i, stop = policy.group.num_full_pages(start), policy.group.num_full_pages(end)
@@ -130,6 +122,8 @@ class PrefixCache:
                 if policy.keeps(seq, i):
                     self.page_pool.publish(g, table[i], key)
                 i += 1
+        if self.cache_log is not None and not is_draft:
+            self.cache_log.describe(seq, start, end)
 
     # Cached pages
 
@@ -144,7 +138,7 @@ class PrefixCache:
         prefix."""
         limit = min(seq.max_prefix_hit, len(seq.tokens) - 1, longest)
         limit = max(limit // self.prefix_granularity * self.prefix_granularity, known)
-        self.extend_keys(seq, limit)
+        self.key_chain.extend(seq, limit)
         ends = [policy.group.num_full_pages(limit) for policy in self.policies]
         keys = [self.page_keys(g, seq.page_keys, 0, end) if self.policies[g].unit else () for g, end in enumerate(ends)]
         first_found = list(ends)  # of each group: its pages from here to `hit` are present
@@ -289,9 +283,12 @@ class PrefixCache:
         if not self.can_pin(seq.computed):
             return False
         seq_pages = self.page_tables.seq_pages[seq.id]
-        self.extend_keys(seq, seq.computed)
+        self.key_chain.extend(seq, seq.computed)
         ends = range(self.prefix_granularity, seq.computed + 1, self.prefix_granularity)
-        keys = [self._salted_root_key(seq.cache_salt), *(seq.page_keys[end // self.key_tokens - 1] for end in ends)]
+        keys = [
+            self.key_chain.salted_root(seq.cache_salt),
+            *(seq.page_keys[end // self.key_tokens - 1] for end in ends),
+        ]
         tables = [
             table[: policy.required(seq, seq.computed).stop] for policy, table in zip(self.policies, seq_pages.tables)
         ]
@@ -349,13 +346,13 @@ class PrefixCache:
         """Return the sequence's keys after 0, 1, 2... times `prefix_granularity` tokens, as long as a registered prefix
         has them. At most one more is hashed."""
         keys: list[bytes] = []
-        key = self._salted_root_key(seq.cache_salt)
+        key = self.key_chain.salted_root(seq.cache_salt)
         while key in self.registered_index:
             keys.append(key)
             end = len(keys) * self.prefix_granularity
             if end > limit:
                 break
-            self.extend_keys(seq, end)
+            self.key_chain.extend(seq, end)
             key = seq.page_keys[end // self.key_tokens - 1]
         return keys
 

@@ -57,7 +57,7 @@ class PrefixDemand:
         prefixes = self.prefix_cache
         granularity, key_tokens = prefixes.prefix_granularity, prefixes.key_tokens
         limit = min(seq.max_prefix_hit, len(seq.tokens) - 1) // granularity * granularity
-        prefixes.extend_keys(seq, limit)
+        prefixes.key_chain.extend(seq, limit)
         step = granularity // key_tokens
         keys = list(seq.page_keys[step - 1 : limit // key_tokens : step])
         common = next((i for i, key in enumerate(keys) if not self._will_be_computed(key)), len(keys))

@@ -96,6 +96,8 @@ class Swap:
             seq_pages.copy_progress(old)
             seq_pages.capacity, seq_pages.requested_tokens = old.capacity, old.requested_tokens
             seq_pages.needs_cow_check = old.needs_cow_check
+            if self.prefix_cache.cache_log is not None:
+                self.prefix_cache.cache_log.describe(seq, 0, old.published_tokens)
             if seq.images:  # their pages are missing
                 seq_pages.needs_cow_check = True
                 seq_pages.capacity = max(tables.capacity_of(seq, seq_pages), seq.computed)

@@ -6,7 +6,7 @@ keys of pages that replicas store and drop), so a server and a simulation can ru
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -63,11 +63,11 @@ class Router:
     MISSING_WEIGHT times the part of its prompt whose keys are missing there. With "least-loaded" only the work that is
     left counts; "round-robin" takes replicas in turn. Of equal ones the one that was chosen longest ago is taken."""
 
-    def __init__(self, count: int, policy: str, costs: WorkCosts, key_tokens: int) -> None:
+    def __init__(self, count: int, policy: str, costs: WorkCosts, key_tokens: float) -> None:
         assert policy in POLICIES, f"{policy} is no policy"
         self.policy, self.costs, self.key_tokens = policy, costs, key_tokens
         self.replicas = [Replica() for _ in range(count)]
-        self.requests: dict[str, RoutedRequest] = {}
+        self.requests: dict[Hashable, RoutedRequest] = {}
         self.mean_output = FIRST_MEAN_OUTPUT
         self.num_chosen = 0
         self.chosen_at = [0] * count  # of each replica: `num_chosen` when it was last chosen
@@ -88,11 +88,11 @@ class Router:
         return seconds
 
     def _missing(self, replica: Replica, keys: Sequence[bytes], prompt_len: int) -> int:
-        return prompt_len - replica.count_found(keys) * self.key_tokens
+        return prompt_len - int(replica.count_found(keys) * self.key_tokens)
 
     # What happens
 
-    def add(self, name: str, replica: int, keys: Sequence[bytes], prompt_len: int, max_tokens: int) -> None:
+    def add(self, name: Hashable, replica: int, keys: Sequence[bytes], prompt_len: int, max_tokens: int) -> None:
         """Record that a request was sent to a replica."""
         at = self.replicas[replica]
         missing = self._missing(at, keys, prompt_len)
@@ -104,7 +104,7 @@ class Router:
         self.num_chosen += 1
         self.chosen_at[replica] = self.num_chosen
 
-    def record_tokens(self, name: str, count: int) -> None:
+    def record_tokens(self, name: Hashable, count: int) -> None:
         """Record new output tokens of a request: its prompt has been computed."""
         request = self.requests[name]
         replica = self.replicas[request.replica]
@@ -113,7 +113,7 @@ class Router:
         request.tokens += count
         replica.output_tokens -= left - max(request.expected - request.tokens, 0.0)
 
-    def finish(self, name: str) -> None:
+    def finish(self, name: Hashable) -> None:
         """Record the end of a request."""
         request = self.requests.pop(name)
         replica = self.replicas[request.replica]
@@ -130,10 +130,14 @@ class Router:
         replica.prompt_tokens -= request.prompt_tokens
         request.prompt_tokens = 0
 
-    def store(self, replica: int, key: bytes) -> None:
-        """Record that a replica has stored a page."""
-        self.replicas[replica].stored.add(key)
+    def update_keys(self, replica: int, stored: Iterable[bytes], dropped: Iterable[bytes]) -> None:
+        """Record which pages a replica has dropped, and which it has stored since."""
+        keys = self.replicas[replica].stored
+        keys.difference_update(dropped)
+        keys.update(stored)
 
-    def drop(self, replica: int, key: bytes) -> None:
-        """Record that a replica has dropped a page."""
-        self.replicas[replica].stored.discard(key)
+    def replace(self, replica: int) -> None:
+        """Record that a replica was started again: it has no pages, and no requests."""
+        for name in [name for name, request in self.requests.items() if request.replica == replica]:
+            del self.requests[name]
+        self.replicas[replica] = Replica()

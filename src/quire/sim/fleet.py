@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from quire.core.outputs import BranchOutput
 from quire.memory.answers import Usage
-from quire.memory.prefix_keys import PrefixKeys
+from quire.memory.cache_log import CacheChanges
+from quire.memory.paged import PagedMemory
 from quire.router.router import Router, WorkCosts
 from quire.sim.cost_model import CostModel, StepWork
 from quire.sim.simulation import (
@@ -22,6 +23,7 @@ from quire.sim.simulation import (
     TraceRequest,
 )
 
+NO_CHANGES = CacheChanges([], [], {})
 BATCH = 64  # sequences of the step whose seconds are divided among output tokens
 
 
@@ -34,11 +36,11 @@ def work_costs(cost: CostModel) -> WorkCosts:
 
 
 class News(NamedTuple):
-    """What a router learns of a replica at a time: the outputs of a step, and the keys stored (True) and dropped."""
+    """What a router learns of a replica at a time: the outputs of a step, and the pages stored and dropped."""
 
     time: float
     outputs: list[BranchOutput]
-    changes: list[tuple[bytes, bool]]
+    changes: CacheChanges
 
 
 class SimulatedReplica:
@@ -47,7 +49,7 @@ class SimulatedReplica:
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.engine, self.clock = simulation, simulation.engine, simulation.clock
         self.memory = self.engine.scheduler.memory
-        self.keys = PrefixKeys(self.memory)
+        self.cache_log = self.memory.prefix_cache.log() if isinstance(self.memory, PagedMemory) else None
         self.news = deque[News]()
         self.steps = self.running = 0  # steps, and the sum of the running requests over them
 
@@ -58,7 +60,8 @@ class SimulatedReplica:
             outputs = engine.step()
             self.steps += 1
             self.running += len(engine.scheduler.running) + sum(output.done for output in outputs)
-            self.news.append(News(clock.now, outputs, self.keys.take_changes()))
+            changes = self.cache_log.take() if self.cache_log is not None else NO_CHANGES
+            self.news.append(News(clock.now, outputs, changes))
         if clock.now < time < math.inf:
             clock.advance_to(time)
 
@@ -68,8 +71,10 @@ class Fleet:
 
     def __init__(self, simulations: Sequence[Simulation], policy: str, costs: WorkCosts) -> None:
         self.replicas = [SimulatedReplica(simulation) for simulation in simulations]
-        self.keys = self.replicas[0].keys  # the replicas are alike
-        self.router = Router(len(self.replicas), policy, costs, self.keys.key_tokens)
+        log = self.replicas[0].cache_log  # the replicas are alike
+        self.keys = log.keys if log is not None else None
+        key_tokens = self.keys.run_tokens / self.keys.run_pages if self.keys is not None else 1
+        self.router = Router(len(self.replicas), policy, costs, key_tokens)
         self.served = list[ServedRequest]()
         self.timeline = list[TimelineSample]()
 
@@ -81,7 +86,7 @@ class Fleet:
             self._run_until(request.arrival, interval)
             name, prompt, params = str(len(self.served)), request.prompt, request.params
             assert params.max_tokens is not None, "a request of a trace needs max_tokens"
-            keys = self.keys.of_prompt(prompt, images=request.media)
+            keys = self.keys.of_prompt(prompt, images=request.media) if self.keys is not None else ()
             at = self.router.choose(keys, len(prompt))
             assert at is not None, "no replica is draining"
             self.router.add(name, at, keys, len(prompt), params.max_tokens)
@@ -109,8 +114,7 @@ class Fleet:
 
     def _learn(self, at: int, news: News) -> None:
         router = self.router
-        for key, is_stored in news.changes:
-            (router.store if is_stored else router.drop)(at, key)
+        router.update_keys(at, news.changes.stored, news.changes.dropped)
         for output in news.outputs:
             served = self.served[int(output.request_id)]
             served.token_times.append((news.time, len(output.tokens)))
