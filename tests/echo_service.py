@@ -30,6 +30,7 @@ from quire.core.validation import EngineLimits
 from quire.ipc.child_process import ChildProcess
 from quire.ipc.handshake import EngineInitMessage
 from quire.ipc.process_client import ProcessEngineClient
+from quire.ipc.replicas import ReplicatedEngineClient
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
 from quire.protocol.model_spec import LayerSpec, ModelSpec
@@ -46,7 +47,7 @@ from quire.text.tokenizer import Tokenizer
 if TYPE_CHECKING:  # engines in processes of their own import this module without it
     import httpx
 
-Placement = Literal["process", "thread"]  # of the engine
+Placement = Literal["process", "thread", "replicas"]  # of the engine; of three engines
 VOCAB = 512
 MAX_LEN = 256
 BRAKED = 0.2  # seconds a step
@@ -193,19 +194,26 @@ def built(
     return EchoBuilt(engine, spec, words, written, Plan(), ("an echo",), {}, "echo", recipe)
 
 
-def linked(model: EchoBuilt | EngineConfig, stall_after: float = 60.0, placement: Placement = "process") -> AsyncLLM:
+def linked(
+    model: EchoBuilt | EngineConfig, stall_after: float = 60.0, placement: Placement = "process",
+    policy: str = "prefix", restart: bool = False,
+) -> AsyncLLM:  # fmt: skip
     """Return an AsyncLLM over `model`, an echo or a real model's config. Its engine has a process of its own, as a
-    server's has by default, or a thread of this process. A model without a recipe can only have a thread."""
+    server's has by default, or a thread of this process. A model without a recipe can only have a thread. `policy` and
+    `restart` are those of replicas."""
     if isinstance(model, EngineConfig):
         return AsyncLLM(engine_process=placement == "process", **model.flat())
     recipe = getattr(model, "recipe", None)
     if placement == "thread" or recipe is None:
         return AsyncLLM.of(model, stall_after=stall_after)  # type: ignore[arg-type]
-    program = Path(__file__).parent / "echo_engine.py"
-    link = ProcessEngineClient(ChildProcess(1, ("-P", str(program), json.dumps(recipe))))
-    link.send_init(EngineInitMessage(EngineConfig(), (), stall_after, False, logging.WARNING))
-    link.wait_ready()
-    return AsyncLLM.over(link, input_processor(model, link.ready.limits))
+    program = "-P", str(Path(__file__).parent / "echo_engine.py"), json.dumps(recipe)
+    links = [ProcessEngineClient(ChildProcess(1, program)) for _ in range(3 if placement == "replicas" else 1)]
+    for link in links:
+        link.send_init(EngineInitMessage(EngineConfig(), (), stall_after, False, logging.WARNING, len(links) > 1))
+    for link in links:
+        link.wait_ready()
+    client = links[0] if len(links) == 1 else ReplicatedEngineClient(links, policy, restart)
+    return AsyncLLM.over(client, input_processor(model, client.ready.limits))
 
 
 def input_processor(model: EchoBuilt, limits: EngineLimits) -> InputProcessor:

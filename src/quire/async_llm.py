@@ -295,9 +295,12 @@ class AsyncLLM(RequestTracker):
     @property
     def queued(self) -> int:
         """The number of requests that wait for their first step."""
-        return self.engine_client.queue_sizes.waiting + sum(
-            len(reply.streams) for reply in list(self._pending_replies.values())
-        )
+        return self.engine_client.queue_sizes.waiting + self.num_pending
+
+    @property
+    def num_pending(self) -> int:
+        """The number of requests that were sent and not accepted yet."""
+        return sum(len(reply.streams) for reply in list(self._pending_replies.values()))
 
     @property
     def running(self) -> int:

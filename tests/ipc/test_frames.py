@@ -46,6 +46,7 @@ from quire.ipc.messages import (
     AbortRequests,
     AddRequests,
     AdminRequest,
+    CacheUpdate,
     EngineExited,
     EngineMetrics,
     EngineReady,
@@ -60,6 +61,7 @@ from quire.ipc.messages import (
     StopBranch,
 )
 from quire.memory.answers import Account, Sharing, TypeUsage, Usage
+from quire.memory.page_keys import KeyChain, PromptKeys
 from quire.protocol.columns import MAX_FRAME_BYTES, WireError
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.method import Method
@@ -251,7 +253,17 @@ def test_answers(value: Any) -> None:
     assert from_engine(Reply(3, None, value)) == Reply(3, None, value)
 
 
-@pytest.mark.parametrize("kind", sorted({*frames.KINDS} - {frames.REPLY, frames.STEP_OUTPUTS, frames.ENGINE_EXITED}))
+FROM_ENGINES = {frames.REPLY, frames.STEP_OUTPUTS, frames.CACHE_UPDATE, frames.ENGINE_EXITED}
+
+
+@pytest.mark.parametrize(
+    ("stored", "dropped"), [([b"a" * 32, b"b" * 32], [b"c" * 32]), ([], [b"d" * 34]), ([b"e" * 32], [])]
+)
+def test_cache_updates(stored: list[bytes], dropped: list[bytes]) -> None:
+    assert from_engine(CacheUpdate(stored, dropped)) == CacheUpdate(stored, dropped)
+
+
+@pytest.mark.parametrize("kind", sorted({*frames.KINDS} - FROM_ENGINES))
 def test_kinds_that_no_engine_sends_are_refused(kind: int) -> None:
     with pytest.raises(WireError, match=f"kind: {kind} is not a kind that engines send"):
         read_engine_message(Frame(kind, memoryview(b'{"key":1}')))
@@ -261,7 +273,10 @@ def test_the_first_frames() -> None:
     config = EngineConfig.of(model="x", kv_tokens=64, override_generation_config={"top_k": 3}, retention="slack")
     hello = EngineInitMessage(config, (1, 2), 60.0, True, 20)
     assert read_engine_init(memoryview(write_engine_init(hello))) == hello
-    ready = EngineReady(EngineLimits(5, 6, 7, "the KV memory"), ("a", "b"), ("c",), {"block_size": "16"}, some_facts())
+    keys = PromptKeys(KeyChain(b"r" * 32, 16, True), 32, 2)
+    ready = EngineReady(
+        EngineLimits(5, 6, 7, "the KV memory"), ("a", "b"), ("c",), {"block_size": "16"}, some_facts(), keys
+    )
     found = read_ready(memoryview(write_ready(ready)))
     assert found._replace(facts=ready.facts) == ready
     assert facts_equal(found.facts, ready.facts)
@@ -343,14 +358,15 @@ def bodies() -> list[tuple[Callable[[Frame], object], int, bytes]]:
                       list(enumerate([*plain, ends, ends._replace(stop_reason=7), pooled])), some_facts())  # fmt: skip
     held = {"a": 1}, ("a",)
     engine = [stepped, stepped._replace(facts=None), Reply(1, InputError("a", "n")), Reply(2, None, held),
-              EngineExited(EngineDead("x"))]  # fmt: skip
+              CacheUpdate([b"a" * 32], [b"b" * 32]), EngineExited(EngineDead("x"))]  # fmt: skip
     found: list[tuple[Callable[[Frame], object], int, bytes]] = [
         (read_engine_message, *write_engine_message(each)) for each in engine
     ]
     asked = AddRequests(7, (NewRequest(1, "cmpl-1", tuple(range(90))),), SamplingParams(**PARAMS[5]), "salt")
     found += [(read_client_message, *write_client_message(message)) for message in (asked, *MESSAGES)]
     hello = write_engine_init(EngineInitMessage(EngineConfig(), (1, 2), 60.0, True, 20))
-    ready = write_ready(EngineReady(EngineLimits(5, 6, 7), ("a",), (), {"block_size": "16"}, some_facts()))
+    keys = PromptKeys(KeyChain(b"r" * 32, 16), 32, 2)
+    ready = write_ready(EngineReady(EngineLimits(5, 6, 7), ("a",), (), {"block_size": "16"}, some_facts(), keys))
     return [
         *found,
         (lambda frame: read_engine_init(frame.body), 1, hello),

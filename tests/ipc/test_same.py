@@ -85,12 +85,12 @@ def online(requests: list[tuple[list[int], dict[str, Any]]], placement: Placemen
         llm.close()
 
 
-def test_offline_and_both_links_say_the_same() -> None:
+def test_offline_and_all_links_say_the_same() -> None:
     requests = some_requests(80, seed=1)
     wanted = offline(requests)
     stopped = [out for outs, *_ in wanted for out in outs if isinstance(out.stop_reason, str)]
     assert len(stopped) > 10, "stop strings were meant to be found"
-    placements: tuple[Placement, ...] = ("thread", "process")
+    placements: tuple[Placement, ...] = ("thread", "process", "replicas")
     for placement in placements:
         for (prompt, given), mine, twin in zip(requests, online(requests, placement), wanted):
             assert mine == twin, (placement, prompt, given)

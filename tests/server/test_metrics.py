@@ -183,7 +183,7 @@ def test_who_waits_for_a_prefix_is_deferred() -> None:
             prompt = [*range(10, 110)]
             await llm.submit_all([(str(i), prompt) for i in range(3)], params)
             while llm.active:
-                found = {name: samples for name, _, _, samples in engine_gauges(llm, None)}
+                found = {name: samples for name, _, _, samples in engine_gauges(llm.engine_client, llm.num_pending, {})}
                 reasons = {key: value for (key,), value in found["num_requests_waiting_by_reason"]}
                 seen.add((reasons["capacity"], reasons["deferred"]))
                 await asyncio.sleep(INTERVAL)

@@ -34,12 +34,18 @@ def seems_to_have_devices(device: str, ranks: int) -> bool:
     `check_gpus` checks it: by the GPUs' device files and the length of CUDA_VISIBLE_DEVICES."""
     if device == "cpu":
         return True
-    count, named = len(glob(GPU_DEVICE_FILES)), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        count = min(count, len(list(filter(None, map(str.strip, named.split(","))))))
+    count = len(visible_gpus())
     if count == 0:
         return device == "auto"
     return ranks <= count or may_share_gpus()
+
+
+def visible_gpus() -> list[str]:
+    """Return the names of this process's GPUs in CUDA_VISIBLE_DEVICES, or their numbers, as far as the GPUs' device
+    files show them."""
+    count, named = len(glob(GPU_DEVICE_FILES)), os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in range(count)] if named is None else list(filter(None, map(str.strip, named.split(","))))
+    return names[:count]
 
 
 def check_gpus(tp: int, pp: int = 1) -> None:

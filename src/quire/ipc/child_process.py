@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, Self
@@ -33,21 +33,24 @@ def program_arguments(module: str, *folders: str) -> tuple[str, ...]:
 
 class ChildProcess:
     """A process of the server that is called `name` in messages, with this process's ends of its connections. It
-    inherits the descriptors in `inherited_fds` too, whose numbers are its last arguments."""
+    inherits the descriptors in `inherited_fds` too, whose numbers are its last arguments, and gets these variables in
+    addition to this process's environment."""
 
     def __init__(
-        self, num_connections: int, program: Sequence[str], name: str = "the engine", inherited_fds: Sequence[int] = ()
-    ) -> None:
+        self, num_connections: int, program: Sequence[str], name: str = "the engine",
+        inherited_fds: Sequence[int] = (), variables: Mapping[str, str] = {},
+    ) -> None:  # fmt: skip
         """Start the process. Raise StartupError if the system has no socket or process for it."""
-        self.program = program
+        self.program, self.name, self.variables = program, name, variables
         pairs: list[tuple[socket.socket, socket.socket]] = []
         try:
             pairs += [socket.socketpair() for _ in range(num_connections)]
             child_fds = [*(pair[1].fileno() for pair in pairs), *inherited_fds]
             with _sigint_blocked():
                 self.process = subprocess.Popen(
-                    [sys.executable, *program, *map(str, child_fds)], stdin=subprocess.DEVNULL, pass_fds=child_fds
-                )
+                    [sys.executable, *program, *map(str, child_fds)], stdin=subprocess.DEVNULL, pass_fds=child_fds,
+                    env={**os.environ, **variables},
+                )  # fmt: skip
         except OSError as error:
             for ours, _ in pairs:
                 ours.close()
@@ -56,6 +59,10 @@ class ChildProcess:
             for _, theirs in pairs:
                 theirs.close()
         self.connections = [ours for ours, _ in pairs]
+
+    def start_again(self) -> ChildProcess:
+        """Start another process of the same program, with one connection."""
+        return ChildProcess(1, self.program, self.name, variables=self.variables)
 
     def describe_exit(self, timeout: float = 1.0) -> str:
         """Wait up to `timeout` seconds for the end of the process, and describe it in words."""

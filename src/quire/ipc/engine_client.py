@@ -26,11 +26,19 @@ from quire.ipc.messages import (
     QueueSizes,
     Reply,
     RequestProgress,
+    RequestsFailed,
     StepOutputs,
     StopBranch,
 )
 from quire.text.input_processor import InputProcessor
-from quire.text.output_stream import OutputStream, RequestRecord, StepObserver, engine_dead_error, resolve_future
+from quire.text.output_stream import (
+    OutputStream,
+    RequestRecord,
+    StepObserver,
+    as_exception,
+    engine_dead_error,
+    resolve_future,
+)
 from quire.text.request_detokenizer import RequestDetokenizer
 
 log = logging.getLogger("quire")
@@ -46,9 +54,12 @@ class EngineClient(Protocol):
     @property
     def ready(self) -> EngineReady: ...
 
-    def start(self, receive: Callable[[EngineMessage], None]) -> None: ...
+    @property
+    def replicas(self) -> Sequence[EngineClient]: ...  # of each engine: itself, unless it stands for several
+    def start(self, receive: Callable[[EngineMessage | RequestsFailed], None]) -> None: ...
     def attach_event_loop(self) -> None: ...
     def send(self, message: ClientMessage) -> bool: ...
+    def forget(self, number: int) -> None: ...  # the request has ended for its caller
     @property
     def queue_sizes(self) -> QueueSizes: ...
     @property
@@ -168,7 +179,7 @@ class RequestTracker:
 
     # Messages of the engine, on any thread
 
-    def _receive(self, message: EngineMessage) -> None:
+    def _receive(self, message: EngineMessage | RequestsFailed) -> None:
         if isinstance(message, StepOutputs):
             self._handle_step_outputs(message)
         elif isinstance(message, Reply):
@@ -176,6 +187,11 @@ class RequestTracker:
             if isinstance(message.error, Overloaded) and (pending is None or pending.streams):
                 self._count_rejected()
             self._resolve_reply(message.key, message.value, message.error)
+        elif isinstance(message, RequestsFailed):
+            for number in message.numbers:
+                if (stream := self._streams_by_number.get(number)) is not None:
+                    self._forget_stream(stream)
+                    self._call_on_loop(stream.loop, stream.fail, as_exception(message.error))
         else:
             assert isinstance(message, EngineExited), "an unknown message"
             self._handle_engine_exit(message.error)
@@ -234,6 +250,7 @@ class RequestTracker:
 
     def _forget_stream(self, stream: OutputStream) -> None:
         self._streams_by_number.pop(stream.number, None)
+        self.engine_client.forget(stream.number)
         if self._streams_by_id.get(stream.id) is stream:
             del self._streams_by_id[stream.id]
 

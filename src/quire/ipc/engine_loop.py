@@ -28,6 +28,7 @@ from quire.ipc.messages import (
     AbortRequests,
     AddRequests,
     AdminRequest,
+    CacheUpdate,
     ClientMessage,
     EngineExited,
     EngineMessage,
@@ -44,6 +45,7 @@ from quire.ipc.messages import (
     queue_sizes,
 )
 from quire.ipc.pixel_store import PixelStore
+from quire.memory.cache_log import CacheLog
 from quire.protocol.columns import MAX_STEP_SLICES
 
 log = logging.getLogger("quire")
@@ -51,6 +53,7 @@ log = logging.getLogger("quire")
 METRICS_INTERVAL = 0.25  # seconds between two metrics while busy
 HISTORY_IDLE_SECONDS = 10.0  # seconds without a snapshot after which steps are no longer recorded
 RUNNER_CHECK_INTERVAL = 0.5  # seconds between two checks of a runner that can end by itself
+MAX_UPDATE_KEYS = 1 << 16  # in a message
 FIRST_CLIENT = 0
 
 SendToClient = Callable[[int, EngineMessage], None]
@@ -84,7 +87,8 @@ class ClientLeft:
 
 class EngineLoop:
     """Runs `engine` on the thread that calls `run`. `cpu_seconds` returns the processor time used so far, in seconds;
-    an iteration of more than `stall_after` seconds is a stall."""
+    an iteration of more than `stall_after` seconds is a stall. The changes in `cache_log` are sent to the first
+    client."""
 
     def __init__(
         self,
@@ -93,6 +97,7 @@ class EngineLoop:
         stall_after: float = 60.0,
         cpu_seconds: Callable[[], float] = time.thread_time,
         num_clients: int = 1,
+        cache_log: CacheLog | None = None,
     ) -> None:
         self.engine, self._send_to_client, self._cpu_seconds = engine, send_to_client, cpu_seconds
         self.heartbeat = Heartbeat(stall_after)
@@ -108,6 +113,7 @@ class EngineLoop:
         self._snapshot_send_seconds = 0.0  # processor time to send the last snapshot
         self._reported_tokens = 0
         self.pixels, self.admin_ops = PixelStore(), AdminOps(engine)
+        self._cache_log = cache_log
         self._deferred_stops: list[tuple[int, StopBranch]] = []  # to be repeated after the step in flight
         # A runner in other processes is checked while there is nothing to do, because a process may end.
         self._idle_wait_seconds = RUNNER_CHECK_INTERVAL if hasattr(engine.runner, "check") else None
@@ -206,6 +212,8 @@ class EngineLoop:
         self._dirty = True
         if self.engine.has_unfinished_requests:
             self._publish(self.engine.step())
+        if self._cache_log is not None:
+            self._report_cache(self._cache_log)
         self.heartbeat.mark_idle()  # to fall asleep may take any time, as in `_admin`
         for client_index, reply in self.admin_ops.finish_pending_sleep():
             self._send_to_client(client_index, reply)
@@ -239,6 +247,14 @@ class EngineLoop:
             for at in range(MAX_STEP_SLICES, len(client_outputs), MAX_STEP_SLICES):  # aborts end any number of branches
                 part = client_outputs[at : at + MAX_STEP_SLICES]
                 self._send_to_client(client_index, StepOutputs(now, queues, 0, (), part))
+
+    def _report_cache(self, cache_log: CacheLog) -> None:
+        """Send which pages were stored and dropped, dropped ones first."""
+        changes = cache_log.take()
+        for at in range(0, len(changes.dropped), MAX_UPDATE_KEYS):
+            self._send_to_client(FIRST_CLIENT, CacheUpdate((), changes.dropped[at : at + MAX_UPDATE_KEYS]))
+        for at in range(0, len(changes.stored), MAX_UPDATE_KEYS):
+            self._send_to_client(FIRST_CLIENT, CacheUpdate(changes.stored[at : at + MAX_UPDATE_KEYS], ()))
 
     def _metrics_if_due(self) -> EngineMetrics | None:
         now = time.monotonic()

@@ -26,6 +26,7 @@ from quire.ipc.heartbeat import SILENCE_SECONDS
 from quire.ipc.messages import EngineExited, EngineMessage, EngineReady, Reply, StepOutputs
 from quire.ipc.output_buffer import OutputBuffer
 from quire.ipc.thread_stacks import format_thread_stacks
+from quire.memory.paged import PagedMemory
 from quire.protocol.columns import WireError
 from quire.protocol.structured_output import GrammarCompiler
 
@@ -185,9 +186,12 @@ def serve_clients(build: EngineBuilder, connections: list[socket.socket]) -> int
         clients[0].channel.send(frames.START_FAILED, frames.write_json(frames.error_to_json(_to_startup_error(error))))
         clients[0].channel.close()
         return 1
+    memory = engine.scheduler.memory
+    cache_log = memory.prefix_cache.log() if init.report_cache and isinstance(memory, PagedMemory) else None
     engine_loop = EngineLoop(
-        engine, lambda index, message: clients[index].send(message), init.stall_after, time.process_time, len(clients)
-    )
+        engine, lambda index, message: clients[index].send(message), init.stall_after, time.process_time, len(clients),
+        cache_log,
+    )  # fmt: skip
     freeze_loaded_objects()
     readers = []
     for client in clients:

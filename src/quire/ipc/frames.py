@@ -39,6 +39,7 @@ from quire.ipc.messages import (
     AbortRequests,
     AddRequests,
     AdminRequest,
+    CacheUpdate,
     ClientMessage,
     EngineExited,
     EngineMessage,
@@ -81,8 +82,8 @@ MAX_ERROR_CHARS = 1 << 16  # characters of an error's text
 MAX_CLIENT_CHARS = 64  # characters of a client's name
 KINDS = (
     INIT, ADD, ABORT, STOP, REGISTER_PREFIX, RELEASE_PREFIX, LIST_PREFIXES, PING, READY, START_FAILED, REPLY,
-    STEP_OUTPUTS, ENGINE_EXITED, PONG, SNAPSHOT, ADMIN,
-) = range(1, 17)  # fmt: skip
+    STEP_OUTPUTS, ENGINE_EXITED, PONG, SNAPSHOT, ADMIN, CACHE_UPDATE,
+) = range(1, 18)  # fmt: skip
 JSON_KINDS: dict[type[ClientMessage], int] = {
     ReleasePrefix: RELEASE_PREFIX, ListPrefixes: LIST_PREFIXES, SnapshotRequest: SNAPSHOT, AdminRequest: ADMIN,
 }  # fmt: skip
@@ -96,6 +97,8 @@ NOT_SENT_PARAMS = (
 )  # fmt: skip
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if field.name not in NOT_SENT_PARAMS}
 STOP_HEAD = struct.Struct("<III")  # request number, branch, bytes of the reason
+CACHE_HEAD = struct.Struct("<BII")  # bytes of a key, numbers of stored and of dropped keys
+MAX_KEY_BYTES = 64
 # now; the five queue sizes; computed; numbers of progress, of outputs, of outputs with details, of counts of drafts;
 # bytes of the metrics
 STEP_HEAD = struct.Struct("<d5IIIIIII")
@@ -350,6 +353,8 @@ def write_engine_message(message: EngineMessage) -> tuple[int, bytes]:
         case Reply(key, error, value):
             error_data = None if error is None else error_to_json(error)
             return REPLY, write_json({"key": key, "error": error_data, "value": value})
+        case CacheUpdate():
+            return CACHE_UPDATE, _write_cache_update(message)
         case EngineExited(error):
             return ENGINE_EXITED, write_json(error_to_json(error))
 
@@ -358,6 +363,8 @@ def read_engine_message(frame: Frame) -> EngineMessage:
     """Read an engine's message. Raise WireError if it is malformed."""
     if frame.kind == STEP_OUTPUTS:
         return read_step_outputs(frame.body)
+    if frame.kind == CACHE_UPDATE:
+        return _read_cache_update(frame.body)
     data = read_json(frame.body)
     if frame.kind == ENGINE_EXITED:
         return EngineExited(error_from_json(data))
@@ -369,6 +376,21 @@ def read_engine_message(frame: Frame) -> EngineMessage:
         None if error is None else error_from_json(read_field(data, "error", dict)),
         _read_reply_value(value),
     )
+
+
+def _write_cache_update(message: CacheUpdate) -> bytes:
+    size = len(next(chain(message.stored, message.dropped)))
+    head = CACHE_HEAD.pack(size, len(message.stored), len(message.dropped))
+    return head + b"".join(message.stored) + b"".join(message.dropped)
+
+
+def _read_cache_update(body: memoryview) -> CacheUpdate:
+    reader = FrameReader(body)
+    size, stored, dropped = reader.unpack(CACHE_HEAD, "keys")
+    if not 0 < size <= MAX_KEY_BYTES or len(body) != CACHE_HEAD.size + size * (stored + dropped):
+        raise WireError("keys", f"{stored} stored and {dropped} dropped keys of {size} bytes in {len(body)} bytes")
+    keys = [reader.read_bytes(size, "keys") for _ in range(stored + dropped)]
+    return CacheUpdate(keys[:stored], keys[stored:])
 
 
 def _read_reply_value(value: Any) -> int | str | tuple[dict[str, int], tuple[str, ...]] | None:

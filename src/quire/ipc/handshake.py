@@ -12,6 +12,7 @@ from quire.core.validation import EngineLimits
 from quire.ipc.frames import metrics_from_json, metrics_to_json, read_field, read_json, read_uint32, write_json
 from quire.ipc.heartbeat import Health
 from quire.ipc.messages import EngineReady
+from quire.memory.page_keys import KeyChain, PromptKeys
 from quire.protocol.columns import FrameReader, WireError
 
 HEARTBEAT = struct.Struct("<BdI")  # stalled, seconds since the loop's last iteration, bytes of the reason
@@ -20,13 +21,15 @@ MAX_EOS_IDS = 1 << 16  # end tokens
 
 class EngineInitMessage(NamedTuple):
     """What the engine's process is to build. `named` are the end tokens of the tokenizer, which the engine's process
-    does not load. `stall_after` is in seconds. `progress`: show the progress of loading the model."""
+    does not load. `stall_after` is in seconds. `progress`: show the progress of loading the model. `report_cache`:
+    send a CacheUpdate for every step that changes the cached pages."""
 
     config: EngineConfig
     named: tuple[int, ...]
     stall_after: float
     progress: bool
     log_level: int
+    report_cache: bool = False
 
 
 def write_engine_init(hello: EngineInitMessage) -> bytes:
@@ -39,7 +42,7 @@ def read_engine_init(body: memoryview) -> EngineInitMessage:
     data = read_json(body)
     return EngineInitMessage(
         read_config(data), read_eos_ids(data, "named"), read_field(data, "stall_after", float),
-        read_field(data, "progress", bool), read_uint32(data, "log_level"),
+        read_field(data, "progress", bool), read_uint32(data, "log_level"), read_field(data, "report_cache", bool),
     )  # fmt: skip
 
 
@@ -63,7 +66,7 @@ def write_ready(ready: EngineReady) -> bytes:
     """Return the body of a READY frame."""
     return write_json({
         "limits": ready.limits._asdict(), "lines": ready.lines, "notices": ready.notices, "cache": dict(ready.cache),
-        "facts": metrics_to_json(ready.facts),
+        "facts": metrics_to_json(ready.facts), "prompt_keys": _keys_to_json(ready.prompt_keys),
     })  # fmt: skip
 
 
@@ -76,7 +79,32 @@ def read_ready(body: memoryview) -> EngineReady:
     cache: Mapping[str, Any] = read_field(data, "cache", dict)
     facts = metrics_from_json(read_field(data, "facts", dict))
     held_by = read_field(limits, "held_by", str)
-    return EngineReady(EngineLimits(**numbers, held_by=held_by), lines, notices, cache, facts)
+    return EngineReady(EngineLimits(**numbers, held_by=held_by), lines, notices, cache, facts, _read_keys(data))
+
+
+def _keys_to_json(keys: PromptKeys | None) -> dict[str, Any]:
+    if keys is None:
+        return {}
+    chain = keys.chain
+    return {
+        "root_key": chain.root_key.hex(), "key_tokens": chain.key_tokens, "bidirectional": chain.bidirectional_prompt,
+        "run_tokens": keys.run_tokens, "run_pages": keys.run_pages,
+    }  # fmt: skip
+
+
+def _read_keys(data: Mapping[str, Any]) -> PromptKeys | None:
+    keys = read_field(data, "prompt_keys", dict)
+    if not keys:
+        return None
+    key_tokens, run_tokens, run_pages = (read_uint32(keys, name) for name in ("key_tokens", "run_tokens", "run_pages"))
+    if not key_tokens or not run_tokens or not run_pages or run_tokens % key_tokens:
+        raise WireError("prompt_keys", f"{run_pages} pages of {run_tokens} tokens, keys of {key_tokens}")
+    try:
+        root_key = bytes.fromhex(read_field(keys, "root_key", str))
+    except ValueError as error:
+        raise WireError("root_key", "not hexadecimal") from error
+    chain = KeyChain(root_key, key_tokens, read_field(keys, "bidirectional", bool))
+    return PromptKeys(chain, run_tokens, run_pages)
 
 
 def write_heartbeat(health: Health, now: float) -> bytes:

@@ -7,13 +7,17 @@ key."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from itertools import chain
 from typing import NamedTuple
 
 from quire.core.engine import Engine
 from quire.core.outputs import BranchOutput, EngineStats
 from quire.core.validation import EngineLimits
-from quire.memory.answers import Account
+from quire.memory.answers import Account, Sharing, TypeUsage, Usage
+from quire.memory.page_keys import PromptKeys
+from quire.memory.paged import PagedMemory
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import SamplingParams
@@ -170,24 +174,39 @@ class StepOutputs(NamedTuple):
     facts: EngineMetrics | None = None
 
 
+class CacheUpdate(NamedTuple):
+    """The keys of pages that a step stored and dropped (quire.memory.cache_log), for a client that asked for them."""
+
+    stored: Sequence[bytes]
+    dropped: Sequence[bytes]
+
+
 class EngineExited(NamedTuple):
     """The engine's loop ended, with the reason. No message follows."""
 
     error: BaseException
 
 
-EngineMessage = Reply | StepOutputs | EngineExited
+EngineMessage = Reply | StepOutputs | CacheUpdate | EngineExited
+
+
+class RequestsFailed(NamedTuple):
+    """Requests that were lost with one of several engines, and the error for their callers."""
+
+    numbers: Sequence[int]
+    error: BaseException
 
 
 class EngineReady(NamedTuple):
     """What a client must know of a new engine. `lines` are its memory plan, `notices` are shown at start; `cache`
-    describes the KV memory by vLLM's names."""
+    describes the KV memory by vLLM's names; `prompt_keys` makes the keys of prompts, if prefixes are cached."""
 
     limits: EngineLimits
     lines: tuple[str, ...]
     notices: tuple[str, ...]
     cache: Mapping[str, object]
     facts: EngineMetrics
+    prompt_keys: PromptKeys | None = None
 
 
 def queue_sizes(engine: Engine) -> QueueSizes:
@@ -210,11 +229,40 @@ def collect_metrics(engine: Engine, seconds: float = 0.0) -> EngineMetrics:
     )  # fmt: skip
 
 
+def sum_metrics(metrics: Sequence[EngineMetrics]) -> EngineMetrics:
+    """Return the metrics of several engines together. All of them have the same registered prefixes."""
+    accounts, stats = [one.account for one in metrics], [one.stats for one in metrics]
+    first = accounts[0].sharing
+    sharing = Sharing(*map(sum, zip(*(account.sharing for account in accounts))))._replace(
+        prefixes=first.prefixes, prefix_tokens=first.prefix_tokens, prefix_capacity=first.prefix_capacity
+    )
+    types = [
+        TypeUsage(same[0].layer_type, *(sum(sizes) for sizes in zip(*(one[1:] for one in same))))
+        for same in zip(*(account.types for account in accounts))
+    ]
+    plain = [field.name for field in fields(EngineStats) if field.name not in ("finished", "accepted_per_pos")]
+    summed = EngineStats(**{name: sum(getattr(one, name) for one in stats) for name in plain})
+    summed.finished = dict(sum((Counter(one.finished) for one in stats), Counter()))
+    summed.accepted_per_pos = list(map(sum, zip(*(one.accepted_per_pos for one in stats))))
+    return EngineMetrics(
+        Account(Usage(*map(sum, zip(*(account.usage for account in accounts)))), sharing, tuple(types)), summed,
+        dict(sum((Counter(one.preempted) for one in metrics), Counter())), sum(one.seconds for one in metrics),
+        MappingStats(*map(sum, zip(*(one.mapped for one in metrics)))),
+        tuple(chain.from_iterable(one.ranks for one in metrics)), max(one.asleep for one in metrics),
+    )  # fmt: skip
+
+
+def sum_queue_sizes(sizes: Iterable[QueueSizes]) -> QueueSizes:
+    """Return the queue sizes of several engines together."""
+    return QueueSizes(*map(sum, zip(*sizes)))
+
+
 def engine_ready(engine: Engine, lines: list[str], notices: tuple[str, ...]) -> EngineReady:
     """Return what clients must know of a new engine."""
     memory = engine.scheduler.memory
     cache = kv_cache_info(memory.kv_config, engine.limits.max_len, memory.account())
-    return EngineReady(engine.limits, tuple(lines), notices, cache, collect_metrics(engine))
+    keys = memory.prefix_cache.prompt_keys() if isinstance(memory, PagedMemory) else None
+    return EngineReady(engine.limits, tuple(lines), notices, cache, collect_metrics(engine), keys)
 
 
 def kv_cache_info(geometry: KVCacheConfig, max_len: int, account: Account) -> dict[str, object]:

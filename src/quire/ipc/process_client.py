@@ -108,8 +108,18 @@ class ProcessEngineClient:
         """Send a message, from any thread. Return False if the engine takes no more."""
         return self._channel.send(*frames.write_client_message(message))
 
+    def forget(self, number: int) -> None:
+        """Do nothing: the engine knows which requests have ended."""
+
+    @property
+    def replicas(self) -> tuple[ProcessEngineClient]:
+        """The client itself: there is one engine."""
+        return (self,)
+
     def health(self) -> Health:
         """Return the health that the engine's process reported last, or a stall if the process is silent."""
+        if self._ended:
+            return Health(False, False, self._health.beat, "it has ended")
         silent_seconds = (self._unanswered - 1) * PING_INTERVAL
         if silent_seconds >= SILENCE_SECONDS:
             return Health(
@@ -121,7 +131,7 @@ class ProcessEngineClient:
         """Start a new process with the same engine, once this one has ended, and return its client when it is built.
         Raise StartupError if it can't be, or if `cancel_replacement` is called meanwhile."""
         self.child.wait_or_kill(SILENCE_SECONDS)
-        self._replacement = replacement = ProcessEngineClient(ChildProcess(1, self.child.program))
+        self._replacement = replacement = ProcessEngineClient(self.child.start_again())
         try:
             if not self._replacement_cancelled:  # a cancelled one is not waited for
                 replacement.send_init(self._init_message)

@@ -56,6 +56,14 @@ class ThreadEngineClient:
         preempted, asleep = self.engine.scheduler.preemption_counts, self.engine.sleep_controller.level
         return self._metrics._replace(stats=self.engine.stats, preempted=preempted, asleep=asleep)
 
+    def forget(self, number: int) -> None:
+        """Do nothing: the engine knows which requests have ended."""
+
+    @property
+    def replicas(self) -> tuple[ThreadEngineClient]:
+        """The client itself: there is one engine."""
+        return (self,)
+
     def health(self) -> Health:
         """Return the health of the engine's loop."""
         return self._engine_loop.health() if self._thread.is_alive() else Health(False, False, 0.0, "closed")

@@ -91,9 +91,14 @@ def _load_model(config: EngineConfig, options: ServeOptions, frontends: Frontend
     progress = sys.stderr.isatty()
     try:
         if options.engine_process == "on":
-            from quire.startup.engine_process import launch_engine_process
+            from quire.startup.engine_process import launch_engine_process, launch_replicas
 
-            after = options.stall_after
+            after, restart = options.stall_after, options.on_engine_death == "restart"
+            if options.replicas > 1:
+                replicas, prompts, checkpoint = launch_replicas(
+                    config, options.replicas, options.router, progress, after, restart
+                )
+                return AsyncLLM.over(replicas, prompts), checkpoint.name
             engine_client, prompts, checkpoint = launch_engine_process(
                 config, progress, after, num_clients=options.fronts, start_other_clients=frontends.start_workers
             )

@@ -4,8 +4,8 @@ are scraped; only latencies and results of requests are counted as they happen, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, takewhile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from prometheus_client import generate_latest
@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.core.outputs import BranchOutput
+from quire.ipc.engine_client import EngineClient
 from quire.ipc.messages import EngineMetrics
 from quire.memory.answers import TypeUsage
 from quire.server.counters import ServerCounters
@@ -21,7 +22,7 @@ from quire.text.output_stream import RequestRecord
 
 PREFIXES = {"quire": "quire_", "vllm": "vllm:"}  # by --metrics-prefix
 LABELS = ("model_name", "engine")
-ENGINE_LABEL = "0"  # there is one engine
+FRONTEND_LABEL = "0"  # of counters of frontends, as the label `engine`
 PARTIAL_COMMENT = (
     b"# The first frontend doesn't answer: counters of frontends "
     b"(requests, latencies, HTTP, processor time) are left out\n"
@@ -79,7 +80,7 @@ class Metrics(ServerCounters):
         self, llm: AsyncLLM, model_name: str = "", prefix: str = "quire", config: EngineConfig | None = None
     ) -> None:
         super().__init__(BOUNDS)
-        self.prefix, self.labels, self.config = PREFIXES[prefix], [model_name, ENGINE_LABEL], config
+        self.prefix, self.labels, self.config = PREFIXES[prefix], [model_name, FRONTEND_LABEL], config
         self.llm = llm
         llm.set_observer(self)
 
@@ -165,21 +166,35 @@ class Metrics(ServerCounters):
     def render_engine(self) -> bytes:
         """Return the metrics without counters of frontends, for a worker that does not know the others' counts: its own
         counts alone would look like counters that were reset."""
-        return PARTIAL_COMMENT + generate_latest(
-            FamilyCollector(self._families(engine_gauges(self.llm, self.config), engine_counters(self.llm)))
-        )
+        return PARTIAL_COMMENT + generate_latest(FamilyCollector(self._engine_families()))
 
-    def _families(self, now: Iterable[Family], counted: Iterable[Family]) -> Iterator[Metric]:
-        for kind, families in ((GaugeMetricFamily, now), (CounterMetricFamily, counted)):
-            for name, text, labels, samples in families:
-                yield self._with_samples(kind(self.prefix + name, text, labels=[*LABELS, *labels]), samples)
+    def _engine_families(self) -> Iterator[Metric]:
+        """Yield the metrics of each engine, numbered by the label `engine`."""
+        llm, engines = self.llm, self.llm.engine_client.replicas
+        # Requests that no engine has accepted yet are counted as the first one's.
+        pending = [llm.num_pending if engine is engines[0] else 0 for engine in engines]
+        gauges = [engine_gauges(*each, cache_info(llm, self.config)) for each in zip(engines, pending)]
+        yield from self._families(GaugeMetricFamily, gauges)
+        yield from self._families(CounterMetricFamily, [engine_counters(engine.metrics) for engine in engines])
+
+    def _families(
+        self, kind: type[GaugeMetricFamily | CounterMetricFamily], engines: Sequence[Iterable[Family]]
+    ) -> Iterator[Metric]:
+        """Yield the metrics of several engines, which all have the same ones."""
+        for each in zip(*engines):
+            name, text, labels, _ = each[0]
+            family = kind(self.prefix + name, text, labels=[*LABELS, *labels])
+            for engine, (_, _, _, samples) in enumerate(each):
+                for values, value in samples:
+                    family.add_metric([self.labels[0], str(engine), *values], value)
+            yield family
 
     def _all_families(self, other_counters: Iterable[ServerCounters]) -> Iterator[Metric]:
         whole = self.own_counters()
         for other in other_counters:
             whole.add(other)
-        counters = chain(engine_counters(self.llm), frontend_counters(whole, self.llm.metrics))
-        yield from self._families(engine_gauges(self.llm, self.config), counters)
+        yield from self._engine_families()
+        yield from self._families(CounterMetricFamily, [frontend_counters(whole, self.llm.metrics)])
         for name, (text, _) in HISTOGRAMS.items():
             histogram, family = whole.histograms[name], HistogramMetricFamily(self.prefix + name, text, labels=LABELS)
             family.add_metric(self.labels, histogram.cumulative(), histogram.total)
@@ -191,17 +206,14 @@ class Metrics(ServerCounters):
         labels = [*LABELS, "handler", "method"]
         text = "HTTP requests except probes, by class of status"
         requests = CounterMetricFamily(f"{prefix}http_requests", text, labels=[*labels, "status"])
-        yield self._with_samples(requests, list(whole.http.requests.items()))
+        for labelled, count in whole.http.requests.items():
+            requests.add_metric([*self.labels, *labelled], count)
+        yield requests
         text = "Seconds until requests were answered; of a stream, until its end"
         seconds = HistogramMetricFamily(f"{prefix}http_request_duration_seconds", text, labels=labels)
         for names, histogram in whole.http.durations.items():
             seconds.add_metric([*self.labels, *names], histogram.cumulative(), histogram.total)
         yield seconds
-
-    def _with_samples(self, family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
-        for labels, value in samples:
-            family.add_metric([*self.labels, *labels], value)
-        return family
 
 
 class FamilyCollector(NamedTuple):
@@ -214,33 +226,37 @@ class FamilyCollector(NamedTuple):
         return self.families
 
 
-def engine_gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family]:
-    """Yield the gauges: the engine's current state."""
-    usage, sharing, types = llm.account
-    deferred = min(llm.engine_client.queue_sizes.deferred, llm.queued)
-    reasons = [(("capacity",), llm.queued - deferred), (("deferred",), deferred)]
+def engine_gauges(engine: EngineClient, pending: int, info: Mapping[str, object]) -> Iterator[Family]:
+    """Yield the gauges: an engine's current state. `pending` requests wait for its acceptance; `info` are the settings
+    of its KV memory."""
+    metrics, sizes = engine.metrics, engine.queue_sizes
+    usage, sharing, types = metrics.account
+    queued = sizes.waiting + pending
+    deferred = min(sizes.deferred, queued)
+    reasons = [(("capacity",), queued - deferred), (("deferred",), deferred)]
     text = "Waiting requests: capacity: for memory; deferred: for another request that computes a common prefix"
     yield "num_requests_waiting_by_reason", text, ("reason",), reasons
-    sizes = [((category,), size) for category, size in usage._asdict().items()]
-    yield "kv_bytes", "KV memory by category", ("category",), sizes
+    by_category = [((category,), size) for category, size in usage._asdict().items()]
+    yield "kv_bytes", "KV memory by category", ("category",), by_category
     text = "Pages in use by layer type: used by tokens, the rest of them (internal), and cached"
     by_type = [((layer_type, name), size) for layer_type, *rest in types for name, size in zip(CATEGORIES, rest)]
     yield "kv_layer_bytes", text, ("layer_type", "category"), by_type
-    ranks = [((str(rank),), used.memory_bytes) for rank, used in enumerate(llm.metrics.ranks)]
+    ranks = [((str(rank),), used.memory_bytes) for rank, used in enumerate(metrics.ranks)]
     yield "rank_memory_bytes", "Memory of each rank's process, with --tp", ("rank",), ranks
     held = (usage.total - usage.free - usage.cached) / max(usage.total, 1)
     for name, text, value in (
-        ("num_requests_running", "Requests in memory", llm.running),
-        ("num_requests_waiting", "Requests in the queue", llm.queued),
-        ("num_requests_swapped", "Requests in host memory", llm.swapped),
+        ("num_requests_running", "Requests in memory", sizes.running),
+        ("num_requests_waiting", "Requests in the queue", queued),
+        ("num_requests_swapped", "Requests in host memory", sizes.swapped),
         ("kv_cache_usage_perc", "KV memory in use by requests and registered prefixes; 1 is all of it", held),
         ("kv_unshared_bytes", "KV memory that requests would hold if none shared a page", sharing.tables),
         ("kv_sharing_saved_bytes", "KV memory that they save by sharing", sharing.saved),
         (
             "kv_mapped_bytes",
             "Bytes mapped in the address ranges of sequences, with --memory virtual",
-            llm.metrics.mapped.mapped_bytes,
+            metrics.mapped.mapped_bytes,
         ),
+        ("engine_up", "1 while the engine serves", int(engine.health().alive)),
         ("host_pages", "Host pages for swapped requests", sharing.host_pages),
         ("host_pages_used", "Host pages in use", sharing.host_pages_used),
         ("registered_prefixes", "Prefixes that the operator registered", sharing.prefixes),
@@ -248,14 +264,13 @@ def engine_gauges(llm: AsyncLLM, config: EngineConfig | None) -> Iterator[Family
         ("registered_prefix_capacity_tokens", "Tokens that may be in them", sharing.prefix_capacity),
     ):
         yield name, text, (), [((), value)]
-    states = [((state,), int(level == llm.metrics.asleep)) for level, state in enumerate(SLEEP_STATES)]
+    states = [((state,), int(level == metrics.asleep)) for level, state in enumerate(SLEEP_STATES)]
     yield (
         "engine_sleep_state",
         "1 for the engine's state: awake, weights offloaded, or discarded",
         ("sleep_state",),
         states,
     )
-    info = cache_info(llm, config)
     yield "cache_config_info", "The KV memory's shape", tuple(info), [(tuple(map(str, info.values())), 1)]
 
 
@@ -268,9 +283,8 @@ def cache_info(llm: AsyncLLM, config: EngineConfig | None) -> dict[str, object]:
     return info
 
 
-def engine_counters(llm: AsyncLLM) -> Iterator[Family]:
-    """Yield the counters of the engine since its start."""
-    facts = llm.metrics
+def engine_counters(facts: EngineMetrics) -> Iterator[Family]:
+    """Yield the counters of an engine since its start."""
     stats, sharing = facts.stats, facts.account.sharing
     for name, text, value in (
         (

@@ -18,6 +18,7 @@ from quire.config import advanced, check_settings, setting
 from quire.errors import StartupError
 from quire.files import MAX_BYTES_BY_FILE, read_bounded_text
 from quire.protocol.sampling_params import MAX_LOGPROBS
+from quire.router.router import POLICIES
 
 if TYPE_CHECKING:
     from quire.text.chat_template import ChatTemplate
@@ -50,6 +51,12 @@ class ServeOptions:
     )
     fronts: int = advanced(
         1, "processes that serve HTTP, if one is too slow", bounds=(1, 64), aliases=("--api-server-count",)
+    )
+    replicas: int = advanced(
+        1, "engines behind one address, each with --tp times --pp GPUs, or with a share of the cores", bounds=(1, 64)
+    )
+    router: str = advanced(
+        "prefix", "how requests are divided among replicas: by cached prefixes and work, by work, or in turn", POLICIES
     )
     shutdown_timeout: float = advanced(
         30.0, "seconds for requests to end after SIGTERM", bounds=(0, 86_400), metavar="S"
@@ -147,6 +154,13 @@ def check_options(options: ServeOptions) -> None:
     if options.fronts > 1 and stored:
         remedy = "A frontend finds only the responses that it stored itself: use one frontend, or store none"
         raise StartupError(f"{fronts}, and --store-responses is {stored}", remedy)
+    replicas = f"--replicas is {options.replicas}"
+    if options.replicas > 1 and in_thread:
+        cause = f"{replicas}, and --engine-process is off"
+        raise StartupError(cause, "Several engines need a process each")
+    if options.replicas > 1 and options.fronts > 1:
+        cause = f"{replicas}, and {fronts}"
+        raise StartupError(cause, "One frontend routes the requests of all replicas: use --fronts 1")
     check_certificate(options.ssl_keyfile, options.ssl_certfile)
     raise_descriptor_limit()
     most = options.max_connections

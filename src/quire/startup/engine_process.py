@@ -1,15 +1,22 @@
-"""Start the process of an engine, and meanwhile read its model's tokenizer and chat template here."""
+"""Start the processes of engines, and meanwhile read its model's tokenizer and chat template here."""
 
 from __future__ import annotations
 
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 from quire.config import EngineConfig
+from quire.distributed.rank_devices import may_share_gpus, visible_gpus
+from quire.distributed.rank_startup import threads_per_rank
+from quire.errors import StartupError
 from quire.ipc.child_process import ChildProcess, ExternalProcess, program_arguments
+from quire.ipc.engine_client import EngineClient
 from quire.ipc.handshake import EngineInitMessage
 from quire.ipc.process_client import ProcessEngineClient
+from quire.ipc.replicas import ReplicatedEngineClient
 from quire.startup.checkpoint import (
     Checkpoint,
     collect_eos_ids,
@@ -17,8 +24,10 @@ from quire.startup.checkpoint import (
     read_image_loader,
     read_tokenizer_and_template,
 )
+from quire.startup.memory_plan import GIB, default_cpu_kv_bytes, device_memory
 from quire.text.input_processor import InputProcessor
 
+Client = TypeVar("Client", bound=EngineClient)
 ENGINE_PROGRAM = program_arguments("quire.startup.engine_program")
 
 
@@ -40,7 +49,52 @@ def launch_engine_process(
         if start_other_clients is not None:
             start_other_clients(child)
 
-    return _read_model_and_wait(engine_client, config, begin)
+    return _read_model_and_wait([engine_client], config, begin, lambda: engine_client)
+
+
+def launch_replicas(
+    config: EngineConfig,
+    count: int,
+    policy: str,
+    progress: bool = False,
+    stall_after: float = 60.0,
+    restart: bool = False,
+    program: Sequence[str] = ENGINE_PROGRAM,
+) -> tuple[ReplicatedEngineClient, InputProcessor, Checkpoint]:
+    """Start `count` engines, each in a process of its own, with GPUs of its own or an equal share of the cores. The
+    router's `policy` divides the requests among them. With `restart` one that ends is started again, once. Raise
+    StartupError if there are too few GPUs, or if an engine can't be built."""
+    gpus = replica_gpus(config, count)
+    config = replace(config, threads=threads_per_rank(config.threads, count))
+    if gpus[0] is None and config.kv_tokens is None and config.kv_gib is None:
+        config = replace(config, kv_gib=default_cpu_kv_bytes(device_memory("cpu")[1]) / count / GIB)
+    replicas = list[ProcessEngineClient]()
+    for i, names in enumerate(gpus):
+        variables = {} if names is None else {"CUDA_VISIBLE_DEVICES": names}
+        replicas.append(ProcessEngineClient(ChildProcess(1, program, f"replica {i}", variables=variables)))
+
+    def begin(named: tuple[int, ...]) -> None:
+        level, report_cache = logging.getLogger().level, policy == "prefix"
+        for i, replica in enumerate(replicas):
+            shown = progress and i == 0
+            replica.send_init(EngineInitMessage(config, named, stall_after, shown, level, report_cache))
+
+    return _read_model_and_wait(replicas, config, begin, lambda: ReplicatedEngineClient(replicas, policy, restart))
+
+
+def replica_gpus(config: EngineConfig, count: int) -> list[str | None]:
+    """Return CUDA_VISIBLE_DEVICES of each replica: `tp` times `pp` of this process's GPUs; None on a CPU. Raise
+    StartupError if there are too few."""
+    ranks, visible = config.tp * config.pp, [] if config.device == "cpu" else visible_gpus()
+    if not visible:
+        return [None] * count
+    if count * ranks > len(visible) and not may_share_gpus():
+        each = f", of {ranks} GPUs each" * (ranks > 1)
+        raise StartupError(
+            f"--replicas is {count}{each}, and there are {len(visible)} GPUs",
+            f"Use --replicas {len(visible) // ranks} or less, or --device cpu",
+        )
+    return [",".join(visible[(i * ranks + rank) % len(visible)] for rank in range(ranks)) for i in range(count)]
 
 
 def join_engine_process(
@@ -48,14 +102,18 @@ def join_engine_process(
 ) -> tuple[ProcessEngineClient, InputProcessor, Checkpoint]:
     """Connect to an engine's process that another frontend started, and wait until its model is loaded;
     `on_tokenizer_read` is called before the wait."""
-    return _read_model_and_wait(ProcessEngineClient(ExternalProcess(connection)), config, on_tokenizer_read)
+    engine_client = ProcessEngineClient(ExternalProcess(connection))
+    return _read_model_and_wait([engine_client], config, on_tokenizer_read, lambda: engine_client)
 
 
 def _read_model_and_wait(
-    engine_client: ProcessEngineClient, config: EngineConfig, on_tokenizer_read: Callable[[tuple[int, ...]], None]
-) -> tuple[ProcessEngineClient, InputProcessor, Checkpoint]:
-    """Read the model's tokenizer and chat template, call `on_tokenizer_read` with its end tokens, and wait for the
-    engine."""
+    processes: Sequence[ProcessEngineClient],
+    config: EngineConfig,
+    on_tokenizer_read: Callable[[tuple[int, ...]], None],
+    make_client: Callable[[], Client],
+) -> tuple[Client, InputProcessor, Checkpoint]:
+    """Read the model's tokenizer and chat template, call `on_tokenizer_read` with its end tokens, wait for the
+    engines' processes, and make the client of all of them."""
     from quire.text.template_process import TemplateProcess
 
     renderer = None if config.skip_tokenizer_init else TemplateProcess()
@@ -64,9 +122,12 @@ def _read_model_and_wait(
         tokenizer, chat_template = read_tokenizer_and_template(config, checkpoint, renderer)
         image_loader = read_image_loader(config, checkpoint, tokenizer)
         on_tokenizer_read(tokenizer.eos_ids if tokenizer is not None else ())
-        engine_client.wait_ready()
+        for process in processes:
+            process.wait_ready()
+        engine_client = make_client()
     except BaseException:
-        engine_client.close(0.0)
+        for process in processes:
+            process.close(0.0)
         if renderer is not None:
             renderer.close()
         raise

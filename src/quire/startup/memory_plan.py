@@ -225,6 +225,11 @@ def plan_memory(
     )  # fmt: skip
 
 
+def default_cpu_kv_bytes(free: int) -> int:
+    """Return the size of the KV memory on a CPU with `free` bytes, without a configured size."""
+    return min(int(free * CPU_KV_SHARE), MAX_CPU_KV_BYTES)
+
+
 def check_still_fits(config: EngineConfig, plan: MemoryPlan, measured: tuple[int, int, str]) -> None:
     """Raise StartupError if the plan no longer fits into the free memory; `measured` is as for plan_memory. The share
     that --gpu-memory-utilization leaves unused may be used here, since the free memory differs a little from start to
