@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from papers import block_tables
+from papers import block_tables, routing
 from papers.code_size import KERNELS, MEASURING
 from papers.entry import (
     ARITHMETIC,
@@ -26,6 +26,7 @@ from papers.entry import (
     Spread,
     Whole,
     above,
+    against,
     at_least,
     at_most,
     between,
@@ -1160,6 +1161,33 @@ C5 = Entry(
               of=lambda points: [{**p, "value": _percent_equal(p)} for p in points]),
     takes=MINUTES,
 )
+def _beside(field: str, other: str, load: str) -> Callable[[Points], list[Point]]:
+    """Return, of each number of replicas, the point of the policy "prefix" with its `ratio` to another's."""
+    return against(field, {"policy": other}, "replicas", where={"load": load})
+
+
+ROUTING = Entry(
+    "Replicas behind the router: hits, throughput and first tokens by the policy",
+    "routing:served", {"runs": routing.runs()},
+    claims=[
+        Each("C7", "{replicas} replicas, 64 prefixes, {policy}: hits / those of one cache that forgets nothing",
+             lambda point: point["hits"] / point["one_cache"], "times", rule=at_least(0.95),
+             where={"load": "64 prefixes", "policy": "prefix"}),
+        Each("C7", "{replicas} replicas, 64 prefixes, overload: requests a second, prefix / round-robin", "ratio",
+             "times", rule=at_least(2), derive=_beside("requests_per_s", "round-robin", "64 prefixes, overload")),
+        Each("C7", "{replicas} replicas, a hot prefix: p99 of first tokens, prefix / least-loaded", "ratio",
+             "times", rule=at_most(1.1), derive=_beside("first_token", "least-loaded", "a hot prefix")),
+        Each("C7", "{replicas} replicas, nothing shared: p99 of first tokens, prefix / least-loaded", "ratio",
+             "times", rule=at_most(1.02), derive=_beside("first_token", "least-loaded", "nothing shared")),
+    ],
+    tables=[Rows(["load", "replicas", "policy", ("hits %", lambda point: 100 * point["hits"], ".1f"),
+                  ("requests/s", "requests_per_s", ".4g"), ("first token p99, ms", ms("first_token"), ".4g")])],
+    note="""Llama-3-8B on H200s, each with 40,000 tokens of KV; prefixes of 2,048 tokens, as likely as each other
+A hot prefix: 90 % of the requests have one of them. Overload: 80 requests a second a replica, else 15.""",
+    plot=bars("Requests a second where 64 prefixes crowd the memory", "replicas", "requests_per_s", bar="policy",
+              label="requests/s", log=True, of=partial(chosen, where={"load": "64 prefixes, overload"})),
+    by=SIMULATED, takes=MINUTES,
+)
 ENTRIES: dict[str, Entry] = {
     "fig1": FIGURE_1, "fig2": FIGURE_2, "fig6": FIGURE_6, "fig7": FIGURE_7, "fig11": FIGURE_11,
     "fig12": _figure_12(": latency by request rate", tuple(PANELS)),
@@ -1171,4 +1199,4 @@ ENTRIES: dict[str, Entry] = {
     "fig19a": FIGURE_19A, "fig19b": FIGURE_19B, "table1": TABLE_1, "x1": X1, "table-scope": TABLE_SCOPE,
     "step-overhead": STEP_OVERHEAD, "x4": X4, "r1": R1,
 }
-OWN: dict[str, Entry] = {"c1": C1, "c5": C5}
+OWN: dict[str, Entry] = {"c1": C1, "c5": C5, "routing": ROUTING}
