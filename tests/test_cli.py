@@ -27,7 +27,7 @@ import quire
 from quire.cli import chat, main, parse_arguments
 from quire.cli.flags import config_from, sampling_from
 from quire.cli.serve import options_from
-from quire.config import EngineConfig, Experiment
+from quire.config import EngineConfig, Experiment, KVEventsConfig
 from quire.core.preemption_costs import PreemptionCosts
 from quire.kernels.cpu.library_loader import library, missing_reason
 from quire.protocol.sampling_params import SamplingParams
@@ -101,7 +101,7 @@ def test_flags_become_settings(command: str) -> None:
              "vision_cache": "inside", "executor": "process", "pooling": "mean",
              "on_rank_failure": "restart", "speculative_method": "ngram"}  # fmt: skip
     for field in (*fields(EngineConfig), *fields(Experiment)):
-        if field.name in ("model", "kv_gib", "override_generation_config", "experiment"):
+        if field.name in ("model", "kv_gib", "override_generation_config", "kv_events_config", "experiment"):
             continue
         flag = "--" + field.name.replace("_", "-")
         if field.type == "bool":
@@ -122,6 +122,8 @@ def test_flags_become_settings(command: str) -> None:
         "temperature": 0.5,
         "top_k": 3,
     }
+    events = config_from(parse_arguments([command, "--kv-events-config", '{"enable_kv_cache_events": true, "hwm": 5}']))
+    assert events.kv_events == KVEventsConfig(enable_kv_cache_events=True, hwm=5)
     for given, meant in (([], "auto"), (["--no-generation-config"], "vllm")):
         assert config_from(parse_arguments([command, *given])).generation_config == meant
 

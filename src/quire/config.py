@@ -4,6 +4,7 @@ are inputs only: derived numbers are in KVCacheConfig and MemoryPlan."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from operator import index
@@ -36,6 +37,7 @@ SPECULATIVE_CONFIG_KEYS = (
 )  # fmt: skip
 MAX_DRAFT_TOKENS = 16  # of a sequence in a step
 MAX_SEQS = 65535  # the most blocks in a dimension of a CUDA grid
+KV_EVENTS_ENDPOINT = re.compile(r"tcp://\S+:(\*|0*[1-9]\d{0,4})|ipc://\S+")
 DEFAULT_BATCH_LIMITS = {"cpu": (256, 2048), "cuda": (1024, 8192)}
 """The defaults of max_num_seqs and max_num_batched_tokens: a GPU needs many of both to be busy."""
 VIRTUAL_CPU_SEQS = 48
@@ -100,6 +102,37 @@ def check_setting(field: Field[Any], value: Any) -> Any:
     if type(value) not in (int, float):
         return index(value) if integer else float(value)
     return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVEventsConfig:
+    """How KV events are published (quire.ipc.kv_events), with vLLM's names and defaults. With replicas the ports of
+    both endpoints are those of the first one. `max_queue_size` is accepted for compatibility and has no effect: changes
+    that wait to be sent are merged."""
+
+    enable_kv_cache_events: bool = False
+    publisher: str = setting("zmq", "", ("zmq", "null"), flag="publisher of --kv-events-config")
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str = ""
+    buffer_steps: int = setting(10_000, "", bounds=(0, 2**24), flag="buffer_steps of --kv-events-config")
+    hwm: int = setting(100_000, "", bounds=(1, 2**24), flag="hwm of --kv-events-config")
+    max_queue_size: int = setting(100_000, "", bounds=(1, 2**24), flag="max_queue_size of --kv-events-config")
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        for one in fields(self):
+            value, name = getattr(self, one.name), f"{one.name} of --kv-events-config"
+            if one.type == "bool" and not isinstance(value, bool):
+                raise StartupError(f"{name} is {str(value)[:80]!r}", "It must be true or false")
+            if one.type == "str" and not (isinstance(value, str) and value.isprintable() and len(value) <= 1024):
+                raise StartupError(
+                    f"{name} is {str(value)[:80]!r}", "It must be printable text of up to 1024 characters"
+                )
+            if one.name.endswith("endpoint") and value and not KV_EVENTS_ENDPOINT.fullmatch(value):
+                raise StartupError(f"{name} is {value[:80]!r}", "It must be tcp://HOST:PORT or ipc://PATH")
+        if not self.endpoint:
+            raise StartupError("endpoint of --kv-events-config is ''", "It must be tcp://HOST:PORT or ipc://PATH")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +363,11 @@ class EngineConfig:
     log_plans: str | None = advanced(
         None, "write every step's plan and result to a file, for `quire replay`", metavar="FILE"
     )
+    kv_events_config: Mapping[str, object] | None = advanced(
+        None,
+        "publish which pages are cached, for routers: vLLM's kv_events_config, as JSON (needs quire[events])",
+        metavar="JSON",
+    )
     debug: bool = setting(False, "check invariants, and show tracebacks")
     experiment: Experiment = Experiment()
 
@@ -343,6 +381,7 @@ class EngineConfig:
         self._check_combinations()
         self._check_ranks()
         self._check_speculation()
+        self._check_kv_events()
 
     @classmethod
     def of(cls, **settings: Any) -> EngineConfig:
@@ -437,6 +476,24 @@ class EngineConfig:
             raise StartupError(f"--pp is {self.pp}, and drafts come from a model or a head",
                                "Use --tp, or --speculative-method ngram")  # fmt: skip
 
+    def _check_kv_events(self) -> None:
+        if self.kv_events is None:
+            return
+        if self.memory not in PAGE_TABLE_MEMORIES:
+            raise StartupError(
+                f"--kv-events-config is given, and --memory is {self.memory}, which caches no pages",
+                "Use --memory paged",
+            )
+        if not self.enable_prefix_caching:
+            raise StartupError("--kv-events-config is given, and prefix caching is off",
+                               "Leave --no-enable-prefix-caching out")  # fmt: skip
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """How KV events are published; None: they are not."""
+        config = None if self.kv_events_config is None else parse_kv_events_config(self.kv_events_config)
+        return config if config and config.enable_kv_cache_events and config.publisher != "null" else None
+
     @property
     def speculation(self) -> str | None:
         """The source of draft tokens, one of SPECULATIONS; None: each step samples one token of a sequence."""
@@ -481,6 +538,18 @@ class EngineConfig:
     def has_rank_processes(self) -> bool:
         """True if ranks have processes of their own."""
         return self.world_size > 1 or self.executor in ("process", "ray")
+
+
+def parse_kv_events_config(given: Any) -> KVEventsConfig:
+    """Return the config that `given`, an object with vLLM's names, sets. null is the default. Raise StartupError for an
+    unknown name or an invalid value."""
+    names = [one.name for one in fields(KVEventsConfig)]
+    known = f"It may have: {', '.join(names)}"
+    if not isinstance(given, Mapping):
+        raise StartupError(f"--kv-events-config is {str(given)[:80]!r}", f"It must be an object. {known}")
+    if unknown := next((name for name in given if name not in names), None):
+        raise StartupError(f"--kv-events-config has {str(unknown)[:80]!r}", known)
+    return KVEventsConfig(**{name: value for name, value in given.items() if value is not None})
 
 
 def parse_speculative_config(given: Any, tp: int) -> dict[str, Any]:

@@ -81,7 +81,7 @@ UNSUPPORTED_FLAGS = (
     ("no-async-scheduling", "--depth 1 plans a step after the last one has ended"),
     ("cudagraph compile- max-seq-len-to-capture", "see --cuda-graphs and --warm-up"),
     ("num-gpu-blocks-override", "--kv-tokens is the size of the KV memory in tokens"),
-    ("kv-transfer kv-events ec-transfer", "KV memory isn't shared between processes"),
+    ("kv-transfer ec-transfer", "KV memory isn't shared between processes"),
     ("max-num-partial max-long-partial long-prefill", "--max-num-batched-tokens is the one budget of a step"),
     ("scheduling-policy", "requests are served first come, first served"),
     ("task runner convert pooler override-pooler", "it runs models that generate text"),

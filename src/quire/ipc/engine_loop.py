@@ -24,6 +24,7 @@ from quire.core.snapshot import take_snapshot
 from quire.errors import EngineDead, InputError
 from quire.ipc.admin_ops import AdminOps
 from quire.ipc.heartbeat import Health, Heartbeat
+from quire.ipc.kv_events import KVEventPublisher
 from quire.ipc.messages import (
     AbortRequests,
     AddRequests,
@@ -87,8 +88,8 @@ class ClientLeft:
 
 class EngineLoop:
     """Runs `engine` on the thread that calls `run`. `cpu_seconds` returns the processor time used so far, in seconds;
-    an iteration of more than `stall_after` seconds is a stall. The changes in `cache_log` are sent to the first
-    client."""
+    an iteration of more than `stall_after` seconds is a stall. The changes in `cache_log` are sent to the first client
+    if `report_cache`, and are published as `kv_events`."""
 
     def __init__(
         self,
@@ -98,6 +99,8 @@ class EngineLoop:
         cpu_seconds: Callable[[], float] = time.thread_time,
         num_clients: int = 1,
         cache_log: CacheLog | None = None,
+        report_cache: bool = True,
+        kv_events: KVEventPublisher | None = None,
     ) -> None:
         self.engine, self._send_to_client, self._cpu_seconds = engine, send_to_client, cpu_seconds
         self.heartbeat = Heartbeat(stall_after)
@@ -113,7 +116,7 @@ class EngineLoop:
         self._snapshot_send_seconds = 0.0  # processor time to send the last snapshot
         self._reported_tokens = 0
         self.pixels, self.admin_ops = PixelStore(), AdminOps(engine)
-        self._cache_log = cache_log
+        self._cache_log, self._reports_cache, self._kv_events = cache_log, report_cache, kv_events
         self._deferred_stops: list[tuple[int, StopBranch]] = []  # to be repeated after the step in flight
         # A runner in other processes is checked while there is nothing to do, because a process may end.
         self._idle_wait_seconds = RUNNER_CHECK_INTERVAL if hasattr(engine.runner, "check") else None
@@ -176,6 +179,8 @@ class EngineLoop:
         while chain is not None:
             traceback.clear_frames(chain.__traceback__)
             chain = chain.__cause__ or chain.__context__
+        if self._kv_events is not None:
+            self._kv_events.close()
         try:
             self.engine.close()
         except Exception:
@@ -249,8 +254,12 @@ class EngineLoop:
                 self._send_to_client(client_index, StepOutputs(now, queues, 0, (), part))
 
     def _report_cache(self, cache_log: CacheLog) -> None:
-        """Send which pages were stored and dropped, dropped ones first."""
+        """Publish and send which pages were stored and dropped, dropped ones first."""
         changes = cache_log.take()
+        if self._kv_events is not None:
+            self._kv_events.publish(changes)
+        if not self._reports_cache:
+            return
         for at in range(0, len(changes.dropped), MAX_UPDATE_KEYS):
             self._send_to_client(FIRST_CLIENT, CacheUpdate((), changes.dropped[at : at + MAX_UPDATE_KEYS]))
         for at in range(0, len(changes.stored), MAX_UPDATE_KEYS):

@@ -23,6 +23,7 @@ from quire.ipc.garbage_collection import freeze_loaded_objects
 from quire.ipc.grammar_queue import GrammarQueue
 from quire.ipc.handshake import EngineInitMessage, read_engine_init, write_heartbeat, write_ready
 from quire.ipc.heartbeat import SILENCE_SECONDS
+from quire.ipc.kv_events import KVEventPublisher
 from quire.ipc.messages import EngineExited, EngineMessage, EngineReady, Reply, StepOutputs
 from quire.ipc.output_buffer import OutputBuffer
 from quire.ipc.thread_stacks import format_thread_stacks
@@ -179,18 +180,27 @@ def serve_clients(build: EngineBuilder, connections: list[socket.socket]) -> int
     threading.Thread(
         target=_exit_with_client, args=(connections[0], building), name="quire-parent", daemon=True
     ).start()
+    kv_events: KVEventPublisher | None = None
     try:
+        if init.config.kv_events is not None:
+            kv_events = KVEventPublisher(init.config.kv_events, init.replica)  # a port in use is found before the load
         engine, ready, grammar_compiler = build(init)
         building.set()
     except BaseException as error:  # a library may end the thread too, by SystemExit
         clients[0].channel.send(frames.START_FAILED, frames.write_json(frames.error_to_json(_to_startup_error(error))))
         clients[0].channel.close()
+        if kv_events is not None:
+            kv_events.close()
         return 1
     memory = engine.scheduler.memory
-    cache_log = memory.prefix_cache.log() if init.report_cache and isinstance(memory, PagedMemory) else None
+    cache_log = None
+    if (init.report_cache or kv_events is not None) and isinstance(memory, PagedMemory):
+        cache_log = memory.prefix_cache.log(with_contents=kv_events is not None)
+    if kv_events is not None and cache_log is None:
+        log.warning("no KV events are published: no pages of this model can be cached")
     engine_loop = EngineLoop(
         engine, lambda index, message: clients[index].send(message), init.stall_after, time.process_time, len(clients),
-        cache_log,
+        cache_log, init.report_cache, kv_events,
     )  # fmt: skip
     freeze_loaded_objects()
     readers = []

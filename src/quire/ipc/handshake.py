@@ -22,7 +22,7 @@ MAX_EOS_IDS = 1 << 16  # end tokens
 class EngineInitMessage(NamedTuple):
     """What the engine's process is to build. `named` are the end tokens of the tokenizer, which the engine's process
     does not load. `stall_after` is in seconds. `progress`: show the progress of loading the model. `report_cache`:
-    send a CacheUpdate for every step that changes the cached pages."""
+    send a CacheUpdate for every step that changes the cached pages. `replica` is the index of the engine."""
 
     config: EngineConfig
     named: tuple[int, ...]
@@ -30,6 +30,7 @@ class EngineInitMessage(NamedTuple):
     progress: bool
     log_level: int
     report_cache: bool = False
+    replica: int = 0
 
 
 def write_engine_init(hello: EngineInitMessage) -> bytes:
@@ -43,6 +44,7 @@ def read_engine_init(body: memoryview) -> EngineInitMessage:
     return EngineInitMessage(
         read_config(data), read_eos_ids(data, "named"), read_field(data, "stall_after", float),
         read_field(data, "progress", bool), read_uint32(data, "log_level"), read_field(data, "report_cache", bool),
+        read_uint32(data, "replica"),
     )  # fmt: skip
 
 

@@ -150,6 +150,9 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
     `pool_member`."""
     from quire.text.template_process import TemplateProcess
 
+    if config.kv_events is not None:  # `serve_clients` publishes them
+        raise StartupError("--kv-events-config is given, and only an engine with a process of its own publishes events",
+                           "Use quire serve, or AsyncLLM with engine_process=True")  # fmt: skip
     renderer = None if config.skip_tokenizer_init else TemplateProcess()  # its process starts while torch is imported
     ranks = None
     try:

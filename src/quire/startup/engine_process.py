@@ -77,7 +77,7 @@ def launch_replicas(
         level, report_cache = logging.getLogger().level, policy == "prefix"
         for i, replica in enumerate(replicas):
             shown = progress and i == 0
-            replica.send_init(EngineInitMessage(config, named, stall_after, shown, level, report_cache))
+            replica.send_init(EngineInitMessage(config, named, stall_after, shown, level, report_cache, i))
 
     return _read_model_and_wait(replicas, config, begin, lambda: ReplicatedEngineClient(replicas, policy, restart))
 
