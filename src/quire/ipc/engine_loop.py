@@ -217,11 +217,11 @@ class EngineLoop:
         self._dirty = True
         if self.engine.has_unfinished_requests:
             self._publish(self.engine.step())
-        if self._cache_log is not None:
-            self._report_cache(self._cache_log)
         self.heartbeat.mark_idle()  # to fall asleep may take any time, as in `_admin`
         for client_index, reply in self.admin_ops.finish_pending_sleep():
             self._send_to_client(client_index, reply)
+        if self._cache_log is not None:
+            self._report_cache(self._cache_log)
         return True
 
     def _publish(self, outputs: list[BranchOutput]) -> None:
