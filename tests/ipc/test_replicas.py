@@ -14,8 +14,11 @@ from waiting import wait_until_async
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.errors import EngineDead, InputError, NotIdle, Overloaded, PrefixesFull, PrefixTaken, StartupError
+from quire.ipc.child_process import ChildProcess
+from quire.ipc.messages import AbortRequests
 from quire.ipc.replicas import ReplicatedEngineClient
 from quire.protocol.sampling_params import SamplingParams
+from quire.router.router import FIRST_MEAN_OUTPUT
 from quire.startup.engine_process import replica_gpus
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
@@ -23,9 +26,12 @@ SHORT = SamplingParams(max_tokens=3, ignore_eos=True, seed=1)
 Work = Callable[[AsyncLLM, ReplicatedEngineClient], Awaitable[None]]
 
 
-def replicated(work: Work, policy: str = "prefix", restart: bool = False, pause: float = 0.0, **built: object) -> None:
+def replicated(
+    work: Work, policy: str = "prefix", restart: bool = False, pause: float = 0.0, fail_at: int | None = None,
+    **built: object,
+) -> None:  # fmt: skip
     """Run a coroutine function with an AsyncLLM over three engines, then close it."""
-    model = echo_service.built(Echo(pause=pause), **built)  # type: ignore[arg-type]
+    model = echo_service.built(Echo(pause=pause, fail_at=fail_at), **built)  # type: ignore[arg-type]
     llm = echo_service.linked(model, placement="replicas", policy=policy, restart=restart)
     client = llm.engine_client
     assert isinstance(client, ReplicatedEngineClient)
@@ -218,7 +224,7 @@ def test_unlike_models_are_refused() -> None:
     try:
         limits = client.replicas[2].ready.limits._replace(vocab_size=7)
         client.replicas[2].ready = client.replicas[2].ready._replace(limits=limits)
-        with pytest.raises(StartupError, match="replicas 0 and 2 have unlike models: the vocabulary differ"):
+        with pytest.raises(StartupError, match="replicas 0 and 2 have unlike models: their sizes of vocabulary differ"):
             ReplicatedEngineClient(client.replicas, "prefix")
     finally:
         llm.close()
@@ -234,3 +240,135 @@ def test_a_request_id_in_use_is_refused_by_no_engine() -> None:
         llm.abort(stream.id)
 
     replicated(work, pause=0.02)
+
+
+def stop(client: ReplicatedEngineClient, replica: int, how: signal.Signals) -> None:
+    client.replicas[replica].child.process.send_signal(how)
+
+
+def test_the_end_of_all_ends_what_waits_for_a_reply() -> None:
+    async def work(llm: AsyncLLM, client: ReplicatedEngineClient) -> None:
+        died: list[bool] = []
+        llm.set_death_callback(lambda: died.append(True))
+        for i in range(3):
+            stop(client, i, signal.SIGSTOP)
+        tasks = [asyncio.ensure_future(llm.submit([i + 3], SHORT)) for i in range(6)]
+        tasks += [asyncio.ensure_future(llm.look()), asyncio.ensure_future(llm.prefixes())]  # type: ignore[arg-type]
+        await wait_until_async(lambda: len(client._adds) == 6, "they are sent")
+        for i in range(3):
+            stop(client, i, signal.SIGKILL)
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [EngineDead] * 8
+        await wait_until_async(lambda: bool(died), "the end is reported")
+        assert not client._adds
+        assert not client._requests
+
+    replicated(work)
+
+
+def test_a_request_that_ends_its_engine_is_moved_once() -> None:
+    """Else it would end all of them."""
+
+    async def work(llm: AsyncLLM, client: ReplicatedEngineClient) -> None:
+        with pytest.raises(EngineDead, match="ended"):
+            await complete(llm, [5])
+        assert len(client._alive) == 1
+        assert llm.heartbeat().alive
+
+    replicated(work, fail_at=0)
+
+
+def test_what_was_aborted_does_not_start_elsewhere() -> None:
+    """The abort reaches a replica that has ended, before that is known."""
+
+    async def work(llm: AsyncLLM, client: ReplicatedEngineClient) -> None:
+        streams = [await llm.submit([i + 3], LONG) for i in range(6)]
+        running = lambda: sum(sent.message is None for sent in client._requests.values())  # noqa: E731
+        await wait_until_async(lambda: running() == 3, "one of each engine runs")
+        waiting = next(stream for stream in streams if client._requests[stream.number].message is not None)
+        child = client.replicas[client._requests[waiting.number].replica].child
+        child.process.send_signal(signal.SIGKILL)
+        child.process.wait()
+        for stream in streams:
+            llm.abort(stream.id)
+        outputs = [output async for output in waiting]
+        assert outputs[-1].finish_reason == "abort"
+        assert sum(len(output.tokens) for output in outputs) == 0
+
+    replicated(work, pause=0.02, max_num_seqs=1, policy="least-loaded")
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_prefix_that_one_replica_does_not_end(is_cancelled: bool) -> None:
+    """The last one ends, and the prefix is there; or the caller leaves, and no replica keeps it."""
+
+    async def work(llm: AsyncLLM, client: ReplicatedEngineClient) -> None:
+        task = asyncio.ensure_future(llm.register_prefix("p", [7] * 200))
+        await wait_until_async(lambda: bool(client._prefix_computations) and not client._broadcasts, "it is accepted")
+        stop(client, 1, signal.SIGSTOP)
+        [computation] = client._prefix_computations.values()
+        await wait_until_async(lambda: computation.computing == {1}, "the others have computed it")
+        if is_cancelled:
+            task.cancel()
+        await asyncio.sleep(0)
+        stop(client, 1, signal.SIGKILL)
+        if is_cancelled:
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await wait_until_async(lambda: not client._prefix_computations, "its end is known")
+            assert await llm.prefixes() == ({}, set())
+            assert not client._prefixes
+        else:
+            assert await task == 200
+            assert await llm.prefixes() == ({"p": 200}, {"p"})
+        assert len(client._alive) == 2
+
+    replicated(work, pause=0.1, prefix_tokens=512)
+
+
+def test_a_replica_that_hangs_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChildProcess, "is_stopped", lambda self: False)
+
+    async def work(llm: AsyncLLM, client: ReplicatedEngineClient) -> None:
+        await complete(llm, [*range(3, 103)])
+        await settled(llm)
+        where = [bool(replica.stored) for replica in client.router.replicas].index(True)
+        stop(client, where, signal.SIGSTOP)
+        await wait_until_async(lambda: client.replicas[where].health().stalled, "it is silent")
+        assert not llm.heartbeat().stalled
+        assert len(await complete(llm, [*range(3, 103), 200])) == 3
+        stop(client, where, signal.SIGCONT)
+
+    replicated(work, kv_tokens=4096)
+
+
+def test_refusals_are_not_ends() -> None:
+    """They leave the mean output as it is."""
+
+    async def work(llm: AsyncLLM, client: ReplicatedEngineClient) -> None:
+        llm.limits = llm.limits._replace(max_queued=1000)  # the engines refuse, not the client
+        found = await asyncio.gather(*(llm.submit([i + 3], LONG) for i in range(60)), return_exceptions=True)
+        assert sum(isinstance(one, Overloaded) for one in found) > 40
+        assert client.router.mean_output == FIRST_MEAN_OUTPUT
+        client.send(AbortRequests(None))
+        await settled(llm)
+
+    replicated(work, pause=0.05, max_num_seqs=1, max_num_queued_reqs=1)
+
+
+def test_a_replica_that_starts_again_among_sleepers_sleeps() -> None:
+    async def work(llm: AsyncLLM, client: ReplicatedEngineClient) -> None:
+        await llm.register_prefix("rules", [7] * 40)
+        await llm.sleep()
+        first = client.replicas[0]
+        stop(client, 0, signal.SIGKILL)
+        await wait_until_async(lambda: client.replicas[0] is not first, "another one is there")
+        await wait_until_async(lambda: client.replicas[0].metrics.asleep == 1, "it sleeps")
+        with pytest.raises(Overloaded):
+            await llm.submit([5], SHORT)
+        await llm.wake_up()
+        while (await llm.prefixes())[1] != {"rules"}:
+            await asyncio.sleep(0.02)
+        await asyncio.gather(*(complete(llm, [i + 3]) for i in range(6)))
+
+    replicated(work, restart=True, prefix_tokens=128, policy="round-robin")

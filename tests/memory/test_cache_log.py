@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import random
 
+import echo_service
 import pytest
+from echo_service import Echo
 
 from quire.bench.simulate import read_deployment
 from quire.config import EngineConfig
+from quire.core.recovery import RunnerRestarter
+from quire.errors import RanksLost
 from quire.memory.cache_log import PageContent
+from quire.memory.interface import KVMemory
 from quire.memory.paged import PagedMemory
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.step_plan import StepResult
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
@@ -51,3 +57,37 @@ def test_the_chain_of_contents_is_the_cached_prefix(model: str | None, preemptio
             assert log.keys.of_prompt([*tokens, 0])[-1] == key
         else:
             assert parent in ever, "a page before it was cached once"
+
+
+def test_the_log_goes_on_over_another_memory() -> None:
+    """As when a runner was lost: the pages of the former memory are gone, and those of the new one are logged."""
+    lost = True
+
+    class Losing(Echo):
+        def collect(self, ticket: int) -> StepResult:
+            nonlocal lost
+            if self.collected == 3 and lost:
+                lost = False
+                raise RanksLost("rank 1 is gone")
+            return super().collect(ticket)
+
+    def another() -> tuple[Echo, KVMemory]:
+        engine = echo_service.built(Echo()).engine
+        return engine.runner, engine.scheduler.memory  # type: ignore[return-value]
+
+    engine = echo_service.built(Losing(), restarter=RunnerRestarter(another)).engine
+    first = engine.scheduler.memory
+    assert isinstance(first, PagedMemory)
+    log, known = first.prefix_cache.log(), set[bytes]()
+    assert log is not None
+    for i in range(4):
+        engine.add(str(i), [3 + i] * 40, SamplingParams(max_tokens=3, ignore_eos=True))
+        while engine.has_unfinished_requests:
+            engine.step()
+            changes = log.take()
+            known = known - {*changes.dropped} | {*changes.stored}
+    second = engine.scheduler.memory
+    assert second is not first
+    assert isinstance(second, PagedMemory)
+    assert known == set(second.page_pool.index[0])
+    assert known

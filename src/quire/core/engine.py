@@ -518,6 +518,8 @@ class Engine:
         for image in self.image_registry.runner_pixels.values():
             self.send_to_runner(self.runner.add_image, image)
         if prefix_cache is not None:
+            if prefix_cache.cache_log is not None and memory.prefix_cache is not None:
+                memory.prefix_cache.continue_log(prefix_cache.cache_log)
             prefixes = prefix_cache.registered_prefixes.items()
             for request in [self._prefix_request(name, prefix.tokens) for name, prefix in prefixes]:
                 self.scheduler.waiting.requeue(request)

@@ -103,7 +103,7 @@ class EngineLimits(NamedTuple):
         `min_output` tokens, or if an id is invalid. Tokens that stand for `images` may have the extra ids after the
         vocabulary, which no output has."""
         self.check_length(len(prompt), min_output)
-        if {*map(type, prompt)} == {int} and 0 <= min(prompt) and max(prompt) < self.vocab_size:
+        if {*map(type, prompt)} == {int} and min(prompt) >= 0 and max(prompt) < self.vocab_size:
             return list(prompt)
         for i, token in enumerate(prompt):
             if type(token) is not int or not 0 <= token < self.vocab_size:

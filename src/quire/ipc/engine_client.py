@@ -16,7 +16,7 @@ from quire.core.outputs import BranchOutput
 from quire.errors import EngineDead, InputError, Overloaded
 from quire.ipc.heartbeat import Health
 from quire.ipc.messages import (
-    MAX_NUMBER,
+    MAX_CLIENT_NUMBER,
     AbortRequests,
     ClientMessage,
     EngineExited,
@@ -90,7 +90,7 @@ class RequestTracker:
         self._streams_by_number: dict[int, OutputStream] = {}  # from the time that they are sent
         self._streams_by_id: dict[str, OutputStream] = {}
         self._pending_replies: dict[int, PendingReply] = {}
-        self._numbers, self._keys = itertools.count(), itertools.count()  # they wrap after MAX_NUMBER
+        self._numbers, self._keys = itertools.count(), itertools.count()  # they wrap after MAX_CLIENT_NUMBER
         self.connect(engine_client)
 
     def set_observer(self, observer: StepObserver) -> None:
@@ -126,7 +126,7 @@ class RequestTracker:
         self, answer: asyncio.Future[None], record: RequestRecord, prompt: Sequence[int], patient: bool = False
     ) -> OutputStream:
         """Create the stream of a new request."""
-        number = next(self._numbers) & MAX_NUMBER
+        number = next(self._numbers) & MAX_CLIENT_NUMBER
         stop = partial(self._send_stop, number)
         detokenizer = RequestDetokenizer(self.prompts.text_backend, prompt, record.params, stop)
         return OutputStream(number, record, detokenizer, answer, patient)
@@ -145,7 +145,7 @@ class RequestTracker:
         for at, stream in enumerate(streams):
             if stream.id in self._streams_by_id or any(stream.id == other.id for other in streams[:at]):
                 raise InputError(f"request id {stream.id[:80]!r} is in use", "request_id")
-        key = next(self._keys) & MAX_NUMBER
+        key = next(self._keys) & MAX_CLIENT_NUMBER
         for stream in streams:
             self._streams_by_number[stream.number] = self._streams_by_id[stream.id] = stream
         self._pending_replies[key] = PendingReply(answer, streams)

@@ -24,6 +24,7 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import MappingStats, RankUsage
 
 MAX_NUMBER = 2**32 - 1  # the largest number or key
+MAX_CLIENT_NUMBER = 2**31 - 1  # the largest of a RequestTracker; larger ones are those of quire.ipc.replicas
 MAX_REQUESTS = 1 << 16  # in a message
 MAX_ID_CHARS = 1024  # characters of a request's id
 MAX_TAGS = 16  # in a wake-up
@@ -232,13 +233,12 @@ def collect_metrics(engine: Engine, seconds: float = 0.0) -> EngineMetrics:
 def sum_metrics(metrics: Sequence[EngineMetrics]) -> EngineMetrics:
     """Return the metrics of several engines together. All of them have the same registered prefixes."""
     accounts, stats = [one.account for one in metrics], [one.stats for one in metrics]
-    first = accounts[0].sharing
-    sharing = Sharing(*map(sum, zip(*(account.sharing for account in accounts))))._replace(
-        prefixes=first.prefixes, prefix_tokens=first.prefix_tokens, prefix_capacity=first.prefix_capacity
-    )
+    each = [account.sharing for account in accounts]
+    alike = {name: max(getattr(one, name) for one in each) for name in ("prefixes", "prefix_tokens", "prefix_capacity")}
+    sharing = Sharing(*map(sum, zip(*each)))._replace(**alike)
     types = [
         TypeUsage(same[0].layer_type, *(sum(sizes) for sizes in zip(*(one[1:] for one in same))))
-        for same in zip(*(account.types for account in accounts))
+        for same in zip(*(account.types for account in accounts if account.types))
     ]
     plain = [field.name for field in fields(EngineStats) if field.name not in ("finished", "accepted_per_pos")]
     summed = EngineStats(**{name: sum(getattr(one, name) for one in stats) for name in plain})
@@ -250,6 +250,13 @@ def sum_metrics(metrics: Sequence[EngineMetrics]) -> EngineMetrics:
         MappingStats(*map(sum, zip(*(one.mapped for one in metrics)))),
         tuple(chain.from_iterable(one.ranks for one in metrics)), max(one.asleep for one in metrics),
     )  # fmt: skip
+
+
+def ended_metrics(metrics: EngineMetrics) -> EngineMetrics:
+    """Return the metrics of an engine that has ended: its counters, and nothing in memory."""
+    account = Account(Usage(0, 0, 0, 0, 0, 0), metrics.account.sharing._replace(tables=0, saved=0, host_pages_used=0,
+                      host_pages=0, prefixes=0, prefix_tokens=0), ())  # fmt: skip
+    return metrics._replace(account=account, ranks=(), mapped=metrics.mapped._replace(mapped_bytes=0))
 
 
 def sum_queue_sizes(sizes: Iterable[QueueSizes]) -> QueueSizes:

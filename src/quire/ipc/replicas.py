@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -19,6 +19,7 @@ from quire.core.outputs import BranchOutput
 from quire.errors import EngineDead, Overloaded, StartupError
 from quire.ipc.heartbeat import Health
 from quire.ipc.messages import (
+    MAX_CLIENT_NUMBER,
     MAX_NUMBER,
     AbortRequests,
     AddRequests,
@@ -39,42 +40,62 @@ from quire.ipc.messages import (
     SnapshotRequest,
     StepOutputs,
     StopBranch,
+    ended_metrics,
     sum_metrics,
     sum_queue_sizes,
 )
 from quire.ipc.process_client import ProcessEngineClient
 from quire.router.router import Router, WorkCosts
 
-COSTS = WorkCosts(1.0, 3.5)  # only their ratio counts, which is 3.0 to 4.8 in the calibrations of GPUs
+COSTS = WorkCosts(1.0, 3.5)  # an output token costs 3.0 to 4.8 times as much as a prompt token in the calibrations
 RETRY_AFTER = 5  # seconds
-OWN_KEYS = 1 << 20  # the last ones below MAX_NUMBER are keys and numbers of messages that are made here
+MAX_MOVES = 1  # of a request, after the ends of its replicas: it may be what ended them
 log = logging.getLogger("quire.ipc")
 
 
 class SentRequest:
-    """A request in flight. `message` can send it again, and is None from its first output on."""
+    """A request in flight. `message`, which it was sent in, is None from its first output on."""
 
-    __slots__ = ("message", "replica", "request")
+    __slots__ = ("message", "moves", "replica", "request")
 
-    def __init__(self, message: AddRequests, request: NewRequest, replica: int) -> None:
+    def __init__(self, message: AddRequests, request: NewRequest, replica: int, moves: int) -> None:
         self.message: AddRequests | None = message
-        self.request, self.replica = request, replica
+        self.request, self.replica, self.moves = request, replica, moves
 
 
 class PendingAdd:
-    """An AddRequests that waits for its reply, and the replicas that have refused it."""
+    """An AddRequests that waits for its reply from `replica`. `keys` are those of its prompts, `refused` the replicas
+    that have refused it."""
 
-    def __init__(self, message: AddRequests) -> None:
-        self.message, self.replica = message, -1
+    def __init__(self, message: AddRequests, keys: Sequence[Sequence[bytes]], moves: int = 0) -> None:
+        self.message, self.keys, self.moves = message, keys, moves
+        self.replica: int | None = None
         self.refused = set[int]()
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of its requests."""
+        return [request.number for request in self.message.requests]
 
 
 class PendingBroadcast:
-    """A message that all replicas were sent, those that have yet to reply, and the replies of the others."""
+    """A message that several replicas were sent, those that have yet to reply, and the replies of the others."""
 
     def __init__(self, message: ClientMessage, replicas: Collection[int]) -> None:
         self.message, self.waiting = message, set(replicas)
         self.replies = dict[int, Reply]()
+
+
+class PrefixComputation:
+    """A prefix that replicas compute, and the last outputs of those that have ended it."""
+
+    def __init__(self, message: RegisterPrefix, replicas: Collection[int]) -> None:
+        self.message, self.computing = message, set(replicas)
+        self.ends = dict[int, BranchOutput]()
+        self.is_aborted = False
+
+
+Passed = list[EngineMessage | RequestsFailed]  # to the client's user
 
 
 class ReplicatedEngineClient:
@@ -86,19 +107,21 @@ class ReplicatedEngineClient:
     def __init__(self, replicas: Sequence[ProcessEngineClient], policy: str, restart: bool = False) -> None:
         self.replicas = list(replicas)
         self.ready = _join_ready([replica.ready for replica in replicas])
-        keys = self.ready.prompt_keys if policy == "prefix" else None
-        self._prompt_keys = keys
+        self._prompt_keys = keys = self.ready.prompt_keys if policy == "prefix" else None
         page_tokens = keys.run_tokens / keys.run_pages if keys is not None else 1.0
         self.router = Router(len(replicas), policy, COSTS, page_tokens)
         self._alive, self._can_restart = set(range(len(replicas))), set(range(len(replicas)) if restart else ())
         self._restarting = set[int]()
+        self._replaced = list[EngineMetrics]()  # of engines in whose place others are
         self._lock = threading.RLock()
         self._requests = dict[int, SentRequest]()  # by number
+        self._aborted = set[int]()  # numbers of requests
         self._adds = dict[int, PendingAdd]()  # by key, the client's and our own
         self._broadcasts = dict[int, PendingBroadcast]()  # by key
-        self._prefix_computations = dict[int, set[int]]()  # by number: replicas that compute the prefix
-        self._prefixes = dict[str, RegisterPrefix]()  # registered
-        self._own_keys = itertools.count()
+        self._prefix_computations = dict[int, PrefixComputation]()  # by number
+        self._prefixes = dict[str, RegisterPrefix]()  # computed
+        self._sleep: AdminRequest | None = None  # what all replicas were put to sleep with
+        self._own_numbers = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
         self._receive: Callable[[EngineMessage | RequestsFailed], None]
@@ -110,8 +133,9 @@ class ReplicatedEngineClient:
             replica.start(partial(self._on_message, i))
 
     def attach_event_loop(self) -> None:
-        """Read the connections on the running event loop."""
-        self._loop = asyncio.get_running_loop()
+        """Read the connections on the running event loop, unless an open loop reads them already."""
+        if self._loop is None or self._loop.is_closed():
+            self._loop = asyncio.get_running_loop()
         for i in list(self._alive):
             self.replicas[i].attach_event_loop()
 
@@ -122,19 +146,16 @@ class ReplicatedEngineClient:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """The metrics of all engines together, also of those that have ended."""
-        return sum_metrics([replica.metrics for replica in self.replicas])
+        """The metrics of all engines together. The counters include those of engines that have ended."""
+        return sum_metrics([*(replica.metrics for replica in self.replicas), *self._replaced])
 
     def health(self) -> Health:
-        """Return the health of the engines that serve: one that stalls, if there is one."""
-        alive = list(self._alive)
-        if not alive:
+        """Return the health of an engine that serves: of one that moves on, if there is one."""
+        found = {i: self.replicas[i].health() for i in list(self._alive)}
+        if not found:
             return Health(True, True, time.monotonic(), "all replicas have ended, and are being started again")
-        found = {i: self.replicas[i].health() for i in alive}
-        stalled = next((i for i, health in found.items() if health.stalled), None)
-        if stalled is None:
-            return min(found.values(), key=lambda health: health.beat)
-        return found[stalled]._replace(why=f"replica {stalled}: {found[stalled].why}")
+        i = min(found, key=lambda i: (found[i].stalled, found[i].beat))
+        return found[i]._replace(why=f"replica {i}: {found[i].why}") if found[i].stalled else found[i]
 
     def start_replacement(self) -> ReplicatedEngineClient:
         """Raise StartupError: an engine that ends is started again while the others serve."""
@@ -157,30 +178,28 @@ class ReplicatedEngineClient:
     def send(self, message: ClientMessage) -> bool:
         """Send a message to one engine or to all. Return False if no engine takes more."""
         if isinstance(message, AddRequests):
-            with self._lock:
-                pending = self._adds[message.key] = PendingAdd(message)
-                if self._add(pending):
-                    return True
-                del self._adds[message.key]
-                if not self._restarting:
-                    return False
-            self._receive(Reply(message.key, Overloaded("the replicas are being started again", RETRY_AFTER)))
-            return True
+            keys = [self._keys(message, request) for request in message.requests]
         with self._lock:
-            if isinstance(message, StopBranch):
+            if isinstance(message, AddRequests):
+                is_sent = self._add(PendingAdd(message, keys))
+            elif isinstance(message, StopBranch):
                 if (sent := self._requests.get(message.number)) is not None:
                     self.replicas[sent.replica].send(message)
                 return True
-            if isinstance(message, AbortRequests):
+            elif isinstance(message, AbortRequests):
                 self._abort(message)
                 return True
-            if isinstance(message, SnapshotRequest):
-                return any(self.replicas[i].send(message) for i in sorted(self._alive)[:1])
-            return self._broadcast(message)
+            else:
+                is_sent = self._broadcast(message)
+            if is_sent or not self._restarting:
+                return is_sent
+        self._receive(Reply(message.key, _overloaded()))
+        return True
 
     def forget(self, number: int) -> None:
         """Forget a request that has ended for its caller."""
         with self._lock:
+            self._aborted.discard(number)
             if self._requests.pop(number, None) is not None:
                 self.router.finish(number)
 
@@ -190,220 +209,271 @@ class ReplicatedEngineClient:
         return self._prompt_keys.of_prompt(request.prompt, message.salt, request.media)
 
     def _add(self, pending: PendingAdd) -> bool:
-        """Send requests to the replica that the router chooses. Return False if no replica is left for them."""
+        """Send requests to the replica that the router chooses. Return False if none takes them."""
         message = pending.message
-        keys = [self._keys(message, request) for request in message.requests]
         length = sum(len(request.prompt) for request in message.requests)
-        while (at := self.router.choose(keys[0], length, pending.refused)) is not None:
+        stalled = {i for i in self._alive if self.replicas[i].health().stalled}
+        if stalled >= self._alive - pending.refused:
+            stalled = set()
+        keys = pending.keys[0] if pending.keys else ()
+        while (at := self.router.choose(keys, length, pending.refused | stalled)) is not None:
             if self.replicas[at].send(message):
                 break
             pending.refused.add(at)  # it is ending
         if at is None:
             return False
         pending.replica = at
-        for request, of_prompt in zip(message.requests, keys):
-            self._requests[request.number] = SentRequest(message, request, at)
+        self._adds[message.key] = pending
+        for request, of_prompt in zip(message.requests, pending.keys):
+            self._requests[request.number] = SentRequest(message, request, at, pending.moves)
             most = message.params.max_tokens
             most = self.ready.limits.max_len - len(request.prompt) if most is None else most
             self.router.add(request.number, at, of_prompt, len(request.prompt), max(most, 1) * message.params.n)
+        if aborted := tuple(self._aborted.intersection(pending.numbers)):
+            self.replicas[at].send(AbortRequests(aborted))
         return True
 
     def _abort(self, message: AbortRequests) -> None:
         if message.numbers is None:
+            self._aborted.update(self._requests)
             for i in self._alive:
                 self.replicas[i].send(message)
             return
         for number in message.numbers:
             if (sent := self._requests.get(number)) is not None:
+                self._aborted.add(number)
                 self.replicas[sent.replica].send(AbortRequests((number,)))
-            for i in self._prefix_computations.get(number, ()):
-                self.replicas[i].send(AbortRequests((number,)))
+            if (computation := self._prefix_computations.get(number)) is not None:
+                computation.is_aborted = True
+                for i in computation.computing:
+                    self.replicas[i].send(AbortRequests((number,)))
 
-    def _broadcast(self, message: RegisterPrefix | ReleasePrefix | ListPrefixes | AdminRequest) -> bool:
-        if not self._alive:
+    def _broadcast(
+        self, message: RegisterPrefix | ReleasePrefix | ListPrefixes | SnapshotRequest | AdminRequest
+    ) -> bool:
+        """Send a message to all replicas; a snapshot is that of the first one."""
+        to = set(sorted(self._alive)[:1]) if isinstance(message, SnapshotRequest) else set(self._alive)
+        if not to:
             return False
-        self._broadcasts[message.key] = PendingBroadcast(message, self._alive)
+        self._broadcasts[message.key] = PendingBroadcast(message, to)
         if isinstance(message, RegisterPrefix):
-            self._prefix_computations[message.number] = set(self._alive)
-        for i in self._alive:
+            self._prefix_computations[message.number] = PrefixComputation(message, to)
+        elif isinstance(message, ReleasePrefix):
+            self._prefixes.pop(message.name, None)
+        for i in to:
             self.replicas[i].send(message)
         return True
 
-    def _own_key(self) -> int:
-        return MAX_NUMBER - next(self._own_keys) % OWN_KEYS
+    def _own_number(self) -> int:
+        """Return the number or key of a request or message that comes from here, not from the client's user."""
+        return MAX_NUMBER - (next(self._own_numbers) & MAX_CLIENT_NUMBER)
 
     # Messages of the engines
 
     def _on_message(self, replica: int, message: EngineMessage) -> None:
-        passed: list[EngineMessage | RequestsFailed] = []
+        passed: Passed = []
         with self._lock:
             match message:
                 case StepOutputs():
-                    passed.append(self._on_step(replica, message))
+                    passed = [self._on_step(replica, message)]
                 case Reply():
-                    passed += self._on_reply(replica, message)
+                    passed = self._on_reply(replica, message)
                 case CacheUpdate(stored, dropped):
                     self.router.update_keys(replica, stored, dropped)
                 case EngineExited(error):
-                    passed += self._on_exit(replica, error)
+                    passed = self._on_exit(replica, error)
         for each in passed:
             self._receive(each)
 
     def _on_step(self, replica: int, message: StepOutputs) -> StepOutputs:
-        """Count new tokens, and leave out outputs of a prefix that other replicas compute still."""
-        left_out = set[int]()
+        """Count new tokens. Of the outputs of a prefix only the last one of all replicas is passed on."""
+        outputs = list[tuple[int, BranchOutput]]()
         for number, output in message.outputs:
-            sent = self._requests.get(number)
+            sent, computation = self._requests.get(number), self._prefix_computations.get(number)
             if sent is not None and sent.replica == replica:
                 sent.message = None
                 self.router.record_tokens(number, len(output.tokens))
-            elif number in self._prefix_computations and not self._ends_prefix(replica, number, output):
-                left_out.add(number)
-        if not left_out:
-            return message
-        return message._replace(
-            progress=[one for one in message.progress if one.number not in left_out],
-            outputs=[(number, output) for number, output in message.outputs if number not in left_out],
-        )
+            if computation is None:
+                outputs.append((number, output))
+            elif output.done:
+                computation.computing.discard(replica)
+                computation.ends[replica] = output
+                if not computation.computing:
+                    outputs.append((number, self._end_prefix(number, computation)))
+        held = self._prefix_computations
+        progress = [one for one in message.progress if one.number not in held] if held else message.progress
+        return message._replace(progress=progress, outputs=outputs)
 
-    def _ends_prefix(self, replica: int, number: int, output: BranchOutput) -> bool:
-        """Return True if an output is the last one of the last replica that computes a prefix."""
-        computing = self._prefix_computations[number]
-        if output.done:
-            computing.discard(replica)
-        if computing or not output.done:
-            return False
+    def _end_prefix(self, number: int, computation: PrefixComputation) -> BranchOutput:
+        """Return the output that ends a prefix for its caller. If one replica failed, it is that one's, and the others
+        release the prefix."""
         del self._prefix_computations[number]
-        return True
+        ends, prefix = computation.ends, computation.message
+        failed = next((output for output in ends.values() if output.finish_reason in ("abort", "error")), None)
+        if failed is None and not computation.is_aborted:
+            self._prefixes[prefix.name] = prefix
+            return next(iter(ends.values()))
+        self._release(prefix.name, [i for i, output in ends.items() if output.finish_reason not in ("abort", "error")])
+        return failed if failed is not None else next(iter(ends.values()))._replace(finish_reason="abort")
 
-    def _on_reply(self, replica: int, reply: Reply) -> list[EngineMessage | RequestsFailed]:
+    def _release(self, prefix: str, replicas: Iterable[int]) -> None:
+        for i in self._alive.intersection(replicas):
+            self.replicas[i].send(ReleasePrefix(self._own_number(), prefix))
+
+    def _on_reply(self, replica: int, reply: Reply) -> Passed:
         if (broadcast := self._broadcasts.get(reply.key)) is not None:
             broadcast.waiting.discard(replica)
             broadcast.replies[replica] = reply
             return self._finish_broadcast(reply.key, broadcast)
         pending = self._adds.get(reply.key)
         if pending is None or pending.replica != replica:
-            # A snapshot's, or one that nobody waits for
-            return [reply] if reply.key <= MAX_NUMBER - OWN_KEYS else []
-        if isinstance(reply.error, Overloaded) and self._add_elsewhere(pending):
+            if reply.error is not None:
+                log.error("replica %d: %s", replica, reply.error)
             return []
         del self._adds[reply.key]
+        if isinstance(reply.error, Overloaded):
+            pending.refused.add(replica)
+            self._remove(pending)
+            if self._add(pending):
+                return []
         return self._end_add(pending, reply.error)
 
-    def _add_elsewhere(self, pending: PendingAdd) -> bool:
-        pending.refused.add(pending.replica)
-        self._forget_all(pending)
-        return self._add(pending)
+    def _remove(self, pending: PendingAdd) -> None:
+        """Forget that requests were sent to a replica, which has refused them."""
+        for number in pending.numbers:
+            if self._requests.pop(number, None) is not None:
+                self.router.remove(number)
 
-    def _forget_all(self, pending: PendingAdd) -> None:
-        for request in pending.message.requests:
-            self.forget(request.number)
-
-    def _end_add(self, pending: PendingAdd, error: Exception | None) -> list[EngineMessage | RequestsFailed]:
-        """Return what the client is sent of an add's reply: of a request that was moved, only a failure."""
+    def _end_add(self, pending: PendingAdd, error: Exception | None) -> Passed:
+        """Return what the client's user gets of an add's reply: of a request that was moved, only a failure."""
         if error is not None:
-            self._forget_all(pending)
-        key = pending.message.key
-        if key <= MAX_NUMBER - OWN_KEYS:
-            return [Reply(key, error)]
-        numbers = [request.number for request in pending.message.requests]
-        return [] if error is None else [RequestsFailed(numbers, error)]
+            self._remove(pending)
+        if pending.message.key <= MAX_CLIENT_NUMBER:
+            return [Reply(pending.message.key, error)]
+        return [] if error is None else [RequestsFailed(pending.numbers, error)]
 
-    def _finish_broadcast(self, key: int, broadcast: PendingBroadcast) -> list[EngineMessage | RequestsFailed]:
-        """Return the reply to a message, once all replicas have replied; undo what some did if others couldn't."""
+    def _finish_broadcast(self, key: int, broadcast: PendingBroadcast) -> Passed:
+        """Return the reply to a message, once all replicas have replied. If some failed, the others undo it."""
         if broadcast.waiting:
             return []
         del self._broadcasts[key]
         message, replies = broadcast.message, broadcast.replies
         error = next((reply.error for reply in replies.values() if reply.error is not None), None)
         if error is not None:
-            done = [i for i, reply in replies.items() if reply.error is None]
-            self._undo(message, [i for i in done if i in self._alive])
+            self._undo(message, self._alive.intersection(i for i, reply in replies.items() if reply.error is None))
             return [Reply(key, error)]
-        if isinstance(message, RegisterPrefix):
-            self._prefixes[message.name] = message
-        elif isinstance(message, ReleasePrefix):
-            self._prefixes.pop(message.name, None)
+        if isinstance(message, AdminRequest) and message.what in ("sleep", "wake"):
+            self._sleep = message if message.what == "sleep" else None
         return [_join_replies(message, [replies[i] for i in sorted(replies)])]
 
-    def _undo(self, message: ClientMessage, replicas: Sequence[int]) -> None:
+    def _undo(self, message: ClientMessage, replicas: Collection[int]) -> None:
         match message:
             case RegisterPrefix(number=number, name=name):
                 self._prefix_computations.pop(number, None)
                 for i in replicas:
                     self.replicas[i].send(AbortRequests((number,)))
-                    self.replicas[i].send(ReleasePrefix(self._own_key(), name))
-            case AdminRequest(what="sleep"):
+                self._release(name, replicas)
+            case AdminRequest(what="sleep") if self._sleep is None:
                 for i in replicas:
-                    self.replicas[i].send(AdminRequest(self._own_key(), "wake"))
+                    self.replicas[i].send(AdminRequest(self._own_number(), "wake"))
 
     # The end of an engine
 
-    def _on_exit(self, replica: int, error: BaseException) -> list[EngineMessage | RequestsFailed]:
-        """Leave a replica out: move its requests, and fail those that have an output."""
+    def _on_exit(self, replica: int, error: BaseException) -> Passed:
+        """Leave a replica out: move its requests, and fail those that can't be."""
+        ended, client = EngineDead(f"replica {replica} ended: {error}"), self.replicas[replica]
+        client.queue_sizes, client.metrics = QueueSizes(), ended_metrics(client.metrics)
         self._alive.discard(replica)
-        self.router.replace(replica)
-        self.router.replicas[replica].is_draining = True
-        if self._closing:
-            return [] if self._alive else [EngineExited(error)]
-        log.error("replica %d ended: %s", replica, error)
-        if replica in self._can_restart:
-            self._can_restart.remove(replica)
-            self._restarting.add(replica)
-            threading.Thread(target=self._restart, args=(replica,), name="quire-restart", daemon=True).start()
-        if not self._alive and not self._restarting:
-            return [EngineExited(error)]
-        passed: list[EngineMessage | RequestsFailed] = []
-        waiting = [pending for pending in self._adds.values() if pending.replica == replica]
-        unanswered = {request.number for pending in waiting for request in pending.message.requests}
+        self.router.leave_out(replica)
         lost = {number: sent for number, sent in self._requests.items() if sent.replica == replica}
         for number in lost:
             del self._requests[number]
-        moved = [sent for number, sent in lost.items() if number not in unanswered and sent.message is not None]
-        for sent in moved:
-            assert sent.message is not None, "it has no output yet"
-            message = sent.message._replace(key=self._own_key(), requests=(sent.request,))
-            self._adds[message.key] = pending = PendingAdd(message)
-            waiting.append(pending)
+        if not self._closing:
+            log.error("replica %d ended: %s", replica, error)
+            if replica in self._can_restart:
+                self._can_restart.remove(replica)
+                self._restarting.add(replica)
+                threading.Thread(target=self._restart, args=(replica,), name="quire-restart", daemon=True).start()
+        if not self._alive and not self._restarting:
+            return self._end(error)
+        return [*self._move(replica, lost, ended), *self._end_waits(replica, ended)]
+
+    def _end(self, error: BaseException) -> Passed:
+        """Return that all engines have ended. The client's user fails all that waits."""
+        self._adds.clear()
+        self._broadcasts.clear()
+        self._prefix_computations.clear()
+        return [EngineExited(error)]
+
+    def _move(self, replica: int, lost: Mapping[int, SentRequest], ended: EngineDead) -> Passed:
+        """Send the requests of a replica that has ended to others. Those with an output fail, and so do those that were
+        moved MAX_MOVES times."""
+        waiting = [pending for pending in self._adds.values() if pending.replica == replica]
+        unanswered = {number for pending in waiting for number in pending.numbers}
+        accepted = {number: sent for number, sent in lost.items() if number not in unanswered}
+        failed = [number for number, sent in accepted.items() if sent.message is None]
+        for sent in accepted.values():
+            if (message := sent.message) is not None:
+                shown = {image.key for image in sent.request.media}
+                pixels = tuple(one for one in message.pixels if one.key in shown)
+                message = message._replace(key=self._own_number(), requests=(sent.request,), pixels=pixels)
+                waiting.append(PendingAdd(message, [self._keys(message, sent.request)], sent.moves))
+        passed: Passed = [RequestsFailed(failed, ended)] if failed else []
+        num_moved = 0
         for pending in waiting:
+            self._adds.pop(pending.message.key, None)
             pending.refused.clear()
-            if not self._add(pending):
-                del self._adds[pending.message.key]
-                passed += self._end_add(pending, Overloaded("the replicas are being started again", RETRY_AFTER))
-        failed = [number for number, sent in lost.items() if sent.message is None]
-        if failed:
-            passed.append(RequestsFailed(failed, EngineDead(f"replica {replica} ended: {error}")))
-        log.warning("%d of its requests were moved, and %d failed", len(waiting), len(failed))
+            pending.moves += 1
+            if pending.moves > MAX_MOVES:
+                passed += self._end_add(pending, ended)
+            elif self._closing or not self._add(pending):
+                passed += self._end_add(pending, _overloaded())
+            else:
+                num_moved += len(pending.message.requests)
+        if not self._closing:
+            log.warning("%d of its requests were moved, %d failed", num_moved, len(lost) - num_moved)
+        return passed
+
+    def _end_waits(self, replica: int, ended: EngineDead) -> Passed:
+        """Wait no longer for what a replica was to reply and compute."""
+        passed: Passed = []
         for key, broadcast in list(self._broadcasts.items()):
-            broadcast.waiting.discard(replica)
-            if not broadcast.waiting and not broadcast.replies:
-                broadcast.replies[replica] = Reply(key, EngineDead(f"replica {replica} ended: {error}"))
-            passed += self._finish_broadcast(key, broadcast)
-        for number, computing in list(self._prefix_computations.items()):
-            computing.discard(replica)
-            if not computing:
+            if replica in broadcast.waiting:
+                broadcast.waiting.discard(replica)
+                if not broadcast.waiting and not broadcast.replies:
+                    broadcast.replies[replica] = Reply(key, ended)
+                passed += self._finish_broadcast(key, broadcast)
+        for number, computation in list(self._prefix_computations.items()):
+            computation.computing.discard(replica)
+            computation.ends.pop(replica, None)
+            if computation.computing:
+                continue
+            if computation.ends:
+                output = self._end_prefix(number, computation)
+                passed.append(StepOutputs(time.monotonic(), self.queue_sizes, 0, (), [(number, output)]))
+            else:
                 del self._prefix_computations[number]
-                passed.append(RequestsFailed([number], EngineDead(f"replica {replica} ended: {error}")))
+                passed.append(RequestsFailed([number], ended))
         return passed
 
     def _restart(self, replica: int) -> None:
         """Start an engine again, on a thread of its own."""
         try:
             replacement = self.replicas[replica].start_replacement()
-        except StartupError as error:
+            try:
+                assert self._loop is not None, "its connection was read"
+                self._loop.call_soon_threadsafe(self._replace, replica, replacement)
+            except BaseException:  # the loop is closed
+                replacement.close(0.0)
+                raise
+        except Exception as error:
             if not self._closing:
                 log.error("replica %d can't be started again: %s", replica, error)
             with self._lock:
                 self._restarting.discard(replica)
-                is_last = not self._alive and not self._restarting
-            if is_last:
-                self._receive(EngineExited(error))
-            return
-        assert self._loop is not None, "its connection was read"
-        try:
-            self._loop.call_soon_threadsafe(self._replace, replica, replacement)
-        except RuntimeError:  # the loop is closed
-            replacement.close(0.0)
+                passed = self._end(error) if not self._alive and not self._restarting else []
+            for each in passed:
+                self._receive(each)
 
     def _replace(self, replica: int, replacement: ProcessEngineClient) -> None:
         """Let a new engine serve. Called on the event loop."""
@@ -412,15 +482,22 @@ class ReplicatedEngineClient:
             if self._closing:
                 replacement.close(0.0)
                 return
+            self._replaced = [sum_metrics([self.replicas[replica].metrics, *self._replaced])]
             self.replicas[replica] = replacement
-            self.router.replace(replica)
+            replacement.start(partial(self._on_message, replica))
+            replacement.attach_event_loop()
+            computing = [one.message for one in self._prefix_computations.values() if not one.is_aborted]
+            for prefix in [*self._prefixes.values(), *computing]:
+                replacement.send(prefix._replace(key=self._own_number(), number=self._own_number()))
+            if self._sleep is not None:  # once it has computed the prefixes
+                replacement.send(self._sleep._replace(key=self._own_number(), mode="wait"))
+            self.router.take_in(replica)
             self._alive.add(replica)
-            prefixes = list(self._prefixes.values())
-        replacement.start(partial(self._on_message, replica))
-        replacement.attach_event_loop()
-        for prefix in prefixes:
-            replacement.send(prefix._replace(key=self._own_key(), number=self._own_key()))
         log.warning("replica %d was started again", replica)
+
+
+def _overloaded() -> Overloaded:
+    return Overloaded("the replicas are being started again", RETRY_AFTER)
 
 
 def _join_ready(ready: Sequence[EngineReady]) -> EngineReady:
@@ -428,11 +505,11 @@ def _join_ready(ready: Sequence[EngineReady]) -> EngineReady:
     first = ready[0]
     for i, other in enumerate(ready):
         for what, mine, theirs in (
-            ("vocabulary", first.limits.vocab_size, other.limits.vocab_size),
-            ("cache keys", first.prompt_keys, other.prompt_keys),
+            ("sizes of vocabulary", first.limits.vocab_size, other.limits.vocab_size),
+            ("keys of prefixes", first.prompt_keys, other.prompt_keys),
         ):
             if mine != theirs:
-                raise StartupError(f"replicas 0 and {i} have unlike models: the {what} differ", "Serve one model")
+                raise StartupError(f"replicas 0 and {i} have unlike models: their {what} differ", "Serve one model")
     shortest = min(ready, key=lambda one: one.limits.max_len).limits
     limits = shortest._replace(max_queued=sum(one.limits.max_queued for one in ready))
     lines = (f"{len(ready)} replicas, each:", *first.lines)

@@ -47,8 +47,16 @@ class CacheLog:
 
     def __init__(self, keys: PromptKeys, with_contents: bool = False) -> None:
         self.keys, self.with_contents = keys, with_contents
+        self._index = LoggedIndex(self)
         self._dropped, self._stored = dict[bytes, None](), dict[bytes, None]()
         self._contents = dict[bytes, PageContent]()
+
+    def new_index(self) -> LoggedIndex:
+        """Return the empty index of a new memory. All pages of the former one are dropped."""
+        for key in self._index:
+            self.drop(key)
+        self._index = LoggedIndex(self)
+        return self._index
 
     def store(self, key: bytes) -> None:
         """Log that a page was stored."""

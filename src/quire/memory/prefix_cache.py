@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from operator import add, sub
 from typing import NamedTuple
 
-from quire.memory.cache_log import CacheLog, LoggedIndex
+from quire.memory.cache_log import CacheLog
 from quire.memory.jenga.compaction import compact
 from quire.memory.page_keys import KeyChain, PromptKeys
 from quire.memory.page_pool import SCRATCH
@@ -102,13 +102,16 @@ class PrefixCache:
 
     def log(self, with_contents: bool = False) -> CacheLog | None:
         """Return a log of the cached pages of the `routed_group` from now on, or None. No page may be cached yet."""
-        group, keys = self.routed_group(), self.prompt_keys()
-        if group is None or keys is None:
-            return None
-        assert not self.page_pool.index[group], "pages are cached already"
-        self.cache_log = CacheLog(keys, with_contents)
-        self.page_pool.index[group] = LoggedIndex(self.cache_log)
+        if (keys := self.prompt_keys()) is not None:
+            self.continue_log(CacheLog(keys, with_contents))
         return self.cache_log
+
+    def continue_log(self, log: CacheLog) -> None:
+        """Continue the log of a former memory, whose pages are gone. No page may be cached yet."""
+        group = self.routed_group()
+        assert group is not None, "a former memory had one"
+        assert not self.page_pool.index[group], "pages are cached already"
+        self.cache_log, self.page_pool.index[group] = log, log.new_index()
 
     def publish(self, seq: Sequence, seq_pages: SeqPages, start: int, end: int, is_draft: bool) -> None:
         """Make the full pages of the computed tokens[start : end] findable; both are multiples of `key_tokens`. The

@@ -115,11 +115,16 @@ class Router:
 
     def finish(self, name: Hashable) -> None:
         """Record the end of a request."""
+        tokens = self.requests[name].tokens
+        self.remove(name)
+        self.mean_output += MEAN_WEIGHT * (tokens - self.mean_output)
+
+    def remove(self, name: Hashable) -> None:
+        """Record that a replica has refused a request."""
         request = self.requests.pop(name)
         replica = self.replicas[request.replica]
         self._forget_prompt(request, replica)
         replica.output_tokens -= max(request.expected - request.tokens, 0.0)
-        self.mean_output += MEAN_WEIGHT * (request.tokens - self.mean_output)
 
     def _forget_prompt(self, request: RoutedRequest, replica: Replica) -> None:
         for key in request.keys:
@@ -136,8 +141,13 @@ class Router:
         keys.difference_update(dropped)
         keys.update(stored)
 
-    def replace(self, replica: int) -> None:
-        """Record that a replica was started again: it has no pages, and no requests."""
+    def leave_out(self, replica: int) -> None:
+        """Record that a replica has ended, with its pages and its requests. None is sent to it until `take_in`."""
         for name in [name for name, request in self.requests.items() if request.replica == replica]:
             del self.requests[name]
+        self.take_in(replica)
+        self.replicas[replica].is_draining = True
+
+    def take_in(self, replica: int) -> None:
+        """Record that a replica was started: it has no pages, and no requests."""
         self.replicas[replica] = Replica()

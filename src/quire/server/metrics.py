@@ -229,7 +229,8 @@ class FamilyCollector(NamedTuple):
 def engine_gauges(engine: EngineClient, pending: int, info: Mapping[str, object]) -> Iterator[Family]:
     """Yield the gauges: an engine's current state. `pending` requests wait for its acceptance; `info` are the settings
     of its KV memory."""
-    metrics, sizes = engine.metrics, engine.queue_sizes
+    metrics, sizes, health = engine.metrics, engine.queue_sizes, engine.health()
+    is_up = health.alive and not health.stalled
     usage, sharing, types = metrics.account
     queued = sizes.waiting + pending
     deferred = min(sizes.deferred, queued)
@@ -256,7 +257,7 @@ def engine_gauges(engine: EngineClient, pending: int, info: Mapping[str, object]
             "Bytes mapped in the address ranges of sequences, with --memory virtual",
             metrics.mapped.mapped_bytes,
         ),
-        ("engine_up", "1 while the engine serves", int(engine.health().alive)),
+        ("engine_up", "1 while the engine serves, 0 if it has ended or hangs", int(is_up)),
         ("host_pages", "Host pages for swapped requests", sharing.host_pages),
         ("host_pages_used", "Host pages in use", sharing.host_pages_used),
         ("registered_prefixes", "Prefixes that the operator registered", sharing.prefixes),
