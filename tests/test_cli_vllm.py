@@ -179,7 +179,7 @@ HINTS = {
     "--served-model-names": "--served-model-name", "--allowed-origin": "--allowed-origins",
     "--enforce-eager-mode": "--enforce-eager", "--kv-cache-memory": "--kv-cache-memory-bytes",
 }  # fmt: skip
-NEITHER = ("--response-role", "--otlp-traces-endpoint", "--disable-fastapi-docs", "--size", "-x",
+NEITHER = ("--response-role", "--disable-fastapi-docs", "--size", "-x",
            "--log-config-file", "--collect-detailed-traces", "--seeds-of-doubt",
            "cpu-offload-gb")  # fmt: skip
 

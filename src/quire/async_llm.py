@@ -41,7 +41,7 @@ from quire.protocol.columns import MAX_PIXEL_BYTES
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.sampling_params import SamplingParams
 from quire.text.input_processor import InputProcessor, Messages, Prompt, engine_config, num_chars
-from quire.text.output_stream import OutputStream, RequestRecord, describe_error, engine_dead_error
+from quire.text.output_stream import OutputStream, RequestRecord, RequestTrace, describe_error, engine_dead_error
 from quire.text.outputs import RequestOutput, RequestOutputBuilder, check_registered
 
 if TYPE_CHECKING:
@@ -123,9 +123,11 @@ class AsyncLLM(RequestTracker):
         media: Sequence[tuple[ImageItem, ...]] = (),
         pixels: Sequence[ImagePixels] = (),
         client: str = "",
+        trace: RequestTrace | None = None,
     ) -> list[OutputStream]:
         """Like `submit`, for several (request id, token ids) at once: the engine accepts all of them, or none. `media`
-        has the images of each prompt, or is empty. The requests of one `client` share its share of the engine."""
+        has the images of each prompt, or is empty. The requests of one `client` share its share of the engine. `trace`
+        receives the ends of the requests, if they are accepted."""
         arrival = time.monotonic()
         for id, _ in prompts:
             if not 0 < len(id) <= MAX_ID_CHARS:
@@ -142,7 +144,7 @@ class AsyncLLM(RequestTracker):
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         streams = []
         for (id, _), ids in zip(prompts, tokens):
-            record = RequestRecord(id, len(ids), resolved, arrival)
+            record = RequestRecord(id, len(ids), resolved, arrival, trace=trace)
             streams.append(self._new_stream(answer, record, ids, patient))
         each = zip(streams, tokens, media or repeat(()))
         requests = tuple(NewRequest(stream.number, stream.id, ids, images) for stream, ids, images in each)

@@ -59,7 +59,7 @@ class EngineClient(Protocol):
     def start(self, receive: Callable[[EngineMessage | RequestsFailed], None]) -> None: ...
     def attach_event_loop(self) -> None: ...
     def send(self, message: ClientMessage) -> bool: ...
-    def forget(self, number: int) -> None: ...  # the request has ended for its caller
+    def forget(self, number: int) -> int | None: ...  # the request has ended for its caller
     @property
     def queue_sizes(self) -> QueueSizes: ...
     @property
@@ -250,7 +250,7 @@ class RequestTracker:
 
     def _forget_stream(self, stream: OutputStream) -> None:
         self._streams_by_number.pop(stream.number, None)
-        self.engine_client.forget(stream.number)
+        stream.record.engine = self.engine_client.forget(stream.number)
         if self._streams_by_id.get(stream.id) is stream:
             del self._streams_by_id[stream.id]
 

@@ -108,8 +108,9 @@ class ProcessEngineClient:
         """Send a message, from any thread. Return False if the engine takes no more."""
         return self._channel.send(*frames.write_client_message(message))
 
-    def forget(self, number: int) -> None:
-        """Do nothing: the engine knows which requests have ended."""
+    def forget(self, number: int) -> int:
+        """Return 0, the index of the engine, which knows which requests have ended."""
+        return 0
 
     @property
     def replicas(self) -> tuple[ProcessEngineClient]:

@@ -196,12 +196,15 @@ class ReplicatedEngineClient:
         self._receive(Reply(message.key, _overloaded()))
         return True
 
-    def forget(self, number: int) -> None:
-        """Forget a request that has ended for its caller."""
+    def forget(self, number: int) -> int | None:
+        """Forget a request that has ended for its caller. Return its replica, or None if that has ended."""
         with self._lock:
             self._aborted.discard(number)
-            if self._requests.pop(number, None) is not None:
-                self.router.finish(number)
+            sent = self._requests.pop(number, None)
+            if sent is None:
+                return None
+            self.router.finish(number)
+            return sent.replica
 
     def _keys(self, message: AddRequests, request: NewRequest) -> Sequence[bytes]:
         if self._prompt_keys is None:

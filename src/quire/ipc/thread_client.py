@@ -56,8 +56,9 @@ class ThreadEngineClient:
         preempted, asleep = self.engine.scheduler.preemption_counts, self.engine.sleep_controller.level
         return self._metrics._replace(stats=self.engine.stats, preempted=preempted, asleep=asleep)
 
-    def forget(self, number: int) -> None:
-        """Do nothing: the engine knows which requests have ended."""
+    def forget(self, number: int) -> int:
+        """Return 0, the index of the engine, which knows which requests have ended."""
+        return 0
 
     @property
     def replicas(self) -> tuple[ThreadEngineClient]:

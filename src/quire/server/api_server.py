@@ -32,6 +32,7 @@ from quire.server.prefixes import Prefix, read_prefixes, register_prefixes
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
     from quire.server.frontend_manager import FrontendManager
+    from quire.server.traces import RequestTracer
 
 DEATH_NOTICE_SECONDS = 1.0  # after the engine's death the server still answers, so that clients get the reason
 SHUTDOWN_MARGIN_SECONDS = 20.0  # limit of a shutdown, in addition to draining; then the process is ended
@@ -55,6 +56,7 @@ def serve(config: EngineConfig, options: ServeOptions, print_line: Callable[[str
         llm, name = _load_model(config, options, frontends)
     from quire.server.app import create_app
 
+    tracer = None
     try:
         interrupts.raise_if_interrupted()
         if template is not None:
@@ -64,9 +66,11 @@ def serve(config: EngineConfig, options: ServeOptions, print_line: Callable[[str
         if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
             print_line(f"anyone who reaches {options.host} can use this server: set QUIRE_API_KEY to require a key")
         model_names = options.served_model_name or (name,)
+        tracer = make_tracer(options, model_names[0])
         app = create_app(
-            llm, model_names, options, keys=keys, admin_keys=admin_keys, config=config, server_group=frontends
-        )
+            llm, model_names, options, keys=keys, admin_keys=admin_keys, config=config, server_group=frontends,
+            tracer=tracer,
+        )  # fmt: skip
         url = server_url(options.host, listener.getsockname()[1], tls=options.ssl_certfile is not None)
 
         def ready() -> None:
@@ -75,6 +79,8 @@ def serve(config: EngineConfig, options: ServeOptions, print_line: Callable[[str
 
         status = run_loop(_serve(app, listener, llm, options, frontends, prefixes, ready, print_line))
     finally:
+        if tracer is not None:
+            tracer.close()
         ended = close_engine(llm)
         frontends.close()
         listener.close()
@@ -115,6 +121,15 @@ def _load_model(config: EngineConfig, options: ServeOptions, frontends: Frontend
     finally:
         libraries.join()
         freeze_loaded_objects()
+
+
+def make_tracer(options: ServeOptions, model_name: str) -> RequestTracer | None:
+    """Return the exporter of traces, or None if the options name no collector."""
+    if options.otlp_traces_endpoint is None:
+        return None
+    from quire.server.traces import RequestTracer
+
+    return RequestTracer(options.otlp_traces_endpoint, model_name)
 
 
 def run_loop(serving: Coroutine[Any, Any, int]) -> int:

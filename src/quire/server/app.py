@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI
 from pydantic import BaseModel
@@ -30,6 +30,9 @@ from quire.server.response_models import finish_openapi, query_parameters, route
 from quire.server.responses.routes import ResponseRoutes
 from quire.server.server_group import ServerGroup
 from quire.server.service import Service
+
+if TYPE_CHECKING:
+    from quire.server.traces import RequestTracer
 
 ALIAS_PATHS = {"/score": ("/v1/score",), "/rerank": ("/v1/rerank", "/v2/rerank")}  # paths that Cohere's clients use
 HEAD_PATHS = ("/health", "/ping", "/metrics", "/version", "/v1/models")
@@ -64,17 +67,19 @@ def create_app(
     max_body: int = MAX_BODY,
     config: EngineConfig | None = None,
     server_group: ServerGroup | None = None,
+    tracer: RequestTracer | None = None,
 ) -> FastAPI:
-    """Return the ASGI application for `llm`. The caller closes `llm`.
+    """Return the ASGI application for `llm`. The caller closes `llm` and `tracer`.
 
     `keys`: the API keys; without any the server is open. `admin_keys` open the admin routes; without any these are
     closed. `config`: see Metrics. `server_group`: the frontends of the server that this one belongs to.
+    `tracer` exports a span of each request.
     """
     options, server_group, prompts = options or ServeOptions(), server_group or ServerGroup(), llm.prompts
     metrics = Metrics(llm, model_names[0], options.metrics_prefix, config)
     rules = RequestRules(prompts.defaults, prompts.tokenizer is not None, options.max_logprobs, options.strict)
     resolver = RequestResolver(prompts, model_names, rules, options.tool_call_parser, options.reasoning_parser)
-    service = Service(llm, resolver, metrics, options.log_requests, server_group)
+    service = Service(llm, resolver, metrics, options.log_requests, server_group, tracer)
     wrap = partial(
         wrap_app, counters=metrics.http, root_path=options.root_path, allowed_origins=options.allowed_origins
     )

@@ -25,6 +25,7 @@ from quire.server.api_server import (
     SHUTDOWN_MARGIN_SECONDS,
     close_engine,
     import_libraries,
+    make_tracer,
     run_loop,
 )
 from quire.server.control_channel import ControlChannel, receive_blocking, send_blocking
@@ -35,6 +36,7 @@ from quire.startup.engine_process import join_engine_process
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
+    from quire.server.traces import RequestTracer
 
 log = logging.getLogger("quire.server")
 
@@ -154,7 +156,7 @@ def run(channel: socket.socket, listener: socket.socket, connection: socket.sock
     slots = AcceptSlots(slots_fd, settings["count"], settings["number"], options.max_connections)
     worker = FrontendWorker(settings["count"], settings["started"], channel, slots)
     try:
-        llm, app = _load_app(settings, options, worker, channel, connection)
+        llm, app, tracer = _load_app(settings, options, worker, channel, connection)
         send_blocking(channel, "ready", None)
     except OSError:  # the main frontend is gone
         return 1
@@ -168,6 +170,8 @@ def run(channel: socket.socket, listener: socket.socket, connection: socket.sock
     try:
         status = run_loop(_serve(app, listener, llm, options, worker))
     finally:
+        if tracer is not None:
+            tracer.close()
         ended = close_engine(llm)
     return status if ended else 1
 
@@ -178,8 +182,9 @@ def _load_app(
     server_group: ServerGroup,
     control: socket.socket,
     connection: socket.socket,
-) -> tuple[AsyncLLM, Any]:
-    """Connect to the engine that the main frontend started. Return it, and the application for it."""
+) -> tuple[AsyncLLM, Any, RequestTracer | None]:
+    """Connect to the engine that the main frontend started. Return it, the application for it, and the exporter of
+    traces."""
     from quire.async_llm import AsyncLLM
 
     import_libraries()
@@ -194,17 +199,20 @@ def _load_app(
         set_chat_template(prompts, ChatTemplate(settings["template"], {}))
     from quire.server.app import create_app
 
+    model_names = options.served_model_name or (checkpoint.name,)
+    tracer = make_tracer(options, model_names[0])
     app = create_app(
         llm,
-        options.served_model_name or (checkpoint.name,),
+        model_names,
         options,
         keys=settings["keys"],
         admin_keys=settings["admin_keys"],
         config=config,
         server_group=server_group,
+        tracer=tracer,
     )
     freeze_loaded_objects()
-    return llm, app
+    return llm, app, tracer
 
 
 def _wait_for_engine(engine: socket.socket, control: socket.socket) -> None:

@@ -125,6 +125,8 @@ class Metrics(ServerCounters):
 
     def _on_request_end(self, output: BranchOutput, request: RequestRecord, now: float) -> None:
         self.finished[output.finish_reason or ""] += 1
+        if request.trace is not None:
+            request.trace.on_end(request, now, output.finish_reason or "")
         self._count_prompt(request)
         branches = [int(tokens) for _, tokens in request.branch_progress.values()]
         tokens = sum(branches)

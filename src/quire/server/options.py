@@ -11,8 +11,10 @@ import ssl
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from quire.config import advanced, check_settings, setting
 from quire.errors import StartupError
@@ -120,6 +122,11 @@ class ServeOptions:
     metrics_prefix: str = advanced(
         "quire", "prefix of metrics: quire_..., or vllm:... for vLLM's dashboards", ("quire", "vllm")
     )
+    otlp_traces_endpoint: str | None = advanced(
+        None,
+        "export a trace of each request to this OTLP/HTTP collector: http://HOST:4318/v1/traces; needs quire[otel]",
+        metavar="URL",
+    )
     server_info: bool = setting(
         False, "enable GET /server_info: the settings and the memory plan, for admins", flag="--enable-server-info"
     )
@@ -161,10 +168,29 @@ def check_options(options: ServeOptions) -> None:
     if options.replicas > 1 and options.fronts > 1:
         cause = f"{replicas}, and {fronts}"
         raise StartupError(cause, "One frontend routes the requests of all replicas: use --fronts 1")
+    if options.otlp_traces_endpoint is not None:
+        check_traces_endpoint(options.otlp_traces_endpoint)
     check_certificate(options.ssl_keyfile, options.ssl_certfile)
     raise_descriptor_limit()
     most = options.max_connections
     connection_capacity(None if most is None else -(-most // options.fronts))
+
+
+def check_traces_endpoint(url: str) -> None:
+    """Raise StartupError unless `url` is a URL of HTTP, and the libraries that export traces are installed."""
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.split() == [url]
+    except ValueError:
+        is_url = False
+    if not is_url:
+        cause = f"--otlp-traces-endpoint is {url[:80]!r}"
+        raise StartupError(cause, "Give a URL of HTTP, such as http://127.0.0.1:4318/v1/traces")
+    try:
+        import_module("quire.server.traces")
+    except ImportError as error:
+        cause = f"--otlp-traces-endpoint needs OpenTelemetry's SDK and its OTLP/HTTP exporter: {error}"
+        raise StartupError(cause, "Install them: pip install 'quire[otel]'") from error
 
 
 def read_chat_template(file: str | None) -> ChatTemplate | None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from reprlib import repr as short
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -45,6 +45,9 @@ from quire.server.streaming import EngineCall, EventStream, JsonPiecesResponse, 
 from quire.text.input_processor import Prompt
 from quire.text.tools import read_tools
 
+if TYPE_CHECKING:
+    from quire.server.traces import RequestTracer
+
 MAX_PARAM_CHARS = 500  # characters of parameters
 R = TypeVar("R", bound=Renderer)
 log = logging.getLogger("quire.server")
@@ -52,7 +55,7 @@ log = logging.getLogger("quire.server")
 
 class Service:
     """The routes. `log_requests` logs each request. `server_group` is the whole server, of which this is one
-    frontend."""
+    frontend. `tracer` exports a span of each request."""
 
     def __init__(
         self,
@@ -61,9 +64,10 @@ class Service:
         metrics: Metrics,
         log_requests: bool,
         server_group: ServerGroup,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self.llm, self.resolver, self.input_processor = llm, resolver, llm.prompts
-        self.metrics, self.log_requests = metrics, log_requests
+        self.metrics, self.log_requests, self.tracer = metrics, log_requests, tracer
         self.render_settings = RenderSettings(resolver.model_names[0], llm.prompts)
         self.server_group, self.answer_budget = server_group, AnswerBudget(server_group.num_frontends)
         server_group.set_engine(llm, metrics)
@@ -113,7 +117,14 @@ class Service:
         """Queue the prompts of a request. Return the call, whose outputs are the answer. `final_only`: no output is
         read before the last one."""
         call = EngineCall(self.llm, id, self.answer_budget, size)
-        await call.submit(prompts, params, salt=body.cache_salt or "", final_only=final_only, client=client_of(http))
+        trace = None if self.tracer is None else self.tracer.start(http.headers)
+        salt, client = body.cache_salt or "", client_of(http)
+        try:
+            await call.submit(prompts, params, salt=salt, final_only=final_only, client=client, trace=trace)
+        except Exception as error:
+            if trace is not None:
+                trace.on_refusal(id, error)
+            raise
         if self.log_requests:
             log_request(id, prompts, params, http.scope)
         return call

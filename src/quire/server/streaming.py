@@ -23,7 +23,7 @@ from quire.server.json_pieces import JsonPieces
 from quire.server.output_queue import IndexedOutputs, OutputQueue, TryWrite
 from quire.server.render import Renderer
 from quire.text.input_processor import Prompt
-from quire.text.output_stream import OutputStream
+from quire.text.output_stream import OutputStream, RequestTrace
 
 PART_CHARS = 1 << 16  # characters sent at once
 CLIENT_CLOSED_REQUEST = 499
@@ -56,8 +56,9 @@ class EngineCall:
         self._budget, self._size, self._bytes = budget, size, 0
 
     async def submit(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, salt: str, final_only: bool, client: str
-    ) -> None:
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, salt: str, final_only: bool, client: str,
+        trace: RequestTrace | None,
+    ) -> None:  # fmt: skip
         """Queue all prompts, or none."""
         self._budget.reserve(self._size)
         named = [(f"{self.id}-{at}", prompt.ids) for at, prompt in enumerate(prompts)]
@@ -65,8 +66,9 @@ class EngineCall:
         media = [prompt.images for prompt in prompts] if pixels else ()
         try:
             self.streams = await self.llm.submit_all(
-                named, params, salt=salt, patient=final_only, media=media, pixels=pixels, client=client
-            )
+                named, params, salt=salt, patient=final_only, media=media, pixels=pixels, client=client,
+                trace=trace,
+            )  # fmt: skip
         except BaseException:
             self._budget.release(self._size)
             raise

@@ -6,6 +6,7 @@ A slow reader never blocks the engine: outputs are merged, so a stream holds at 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -17,22 +18,37 @@ from quire.text.request_detokenizer import RequestDetokenizer
 
 class RequestRecord:
     """The client's record of a request. Times are seconds of the monotonic clock, or None before the event.
-    `is_prefix`: the request computes a registered prefix."""
+    `is_prefix`: the request computes a registered prefix. `engine`: the index of the engine that served it, known at
+    its end. `trace` receives its end."""
 
     __slots__ = (
-        "arrival_time", "branch_progress", "cached_tokens", "first_token_time", "id", "is_prefix", "max_tokens",
-        "params", "preemptions", "prompt_len", "scheduled_time",
+        "arrival_time", "branch_progress", "cached_tokens", "engine", "first_token_time", "id", "is_prefix",
+        "max_tokens", "params", "preemptions", "prompt_len", "scheduled_time", "trace",
     )  # fmt: skip
 
     def __init__(
-        self, id: str, prompt_len: int, params: SamplingParams, arrival: float, is_prefix: bool = False
-    ) -> None:
+        self, id: str, prompt_len: int, params: SamplingParams, arrival: float, is_prefix: bool = False,
+        trace: RequestTrace | None = None,
+    ) -> None:  # fmt: skip
         self.id, self.prompt_len, self.params = id, prompt_len, params
-        self.arrival_time, self.is_prefix = arrival, is_prefix
+        self.arrival_time, self.is_prefix, self.trace = arrival, is_prefix, trace
         self.max_tokens = self.cached_tokens = self.preemptions = 0
         self.scheduled_time: float | None = None
         self.first_token_time: float | None = None
+        self.engine: int | None = None
         self.branch_progress: dict[int, list[float]] = {}  # by branch: time of the last token, tokens
+
+
+class RequestTrace(Protocol):
+    """Receives the ends of the requests of one trace."""
+
+    def on_end(self, record: RequestRecord, now: float, finish_reason: str) -> None:
+        """The request ended at the time `now`."""
+        ...
+
+    def on_failure(self, record: RequestRecord, now: float, error: Exception) -> None:
+        """The request failed at the time `now`."""
+        ...
 
 
 class StepObserver(Protocol):
@@ -99,6 +115,8 @@ class OutputStream:
     def fail(self, error: Exception) -> None:
         """End the stream with an error; on the loop."""
         self._error = error
+        if self.record.trace is not None:
+            self.record.trace.on_failure(self.record, time.monotonic(), error)
         self._ready.set()
         if self._listener is not None:
             self._listener[1](error)
