@@ -27,7 +27,6 @@ from quire.ipc.kv_events import KVEventPublisher
 from quire.ipc.messages import EngineExited, EngineMessage, EngineReady, Reply, StepOutputs
 from quire.ipc.output_buffer import OutputBuffer
 from quire.ipc.thread_stacks import format_thread_stacks
-from quire.memory.paged import PagedMemory
 from quire.protocol.columns import WireError
 from quire.protocol.structured_output import GrammarCompiler
 
@@ -192,10 +191,9 @@ def serve_clients(build: EngineBuilder, connections: list[socket.socket]) -> int
         if kv_events is not None:
             kv_events.close()
         return 1
-    memory = engine.scheduler.memory
-    cache_log = None
-    if (init.report_cache or kv_events is not None) and isinstance(memory, PagedMemory):
-        cache_log = memory.prefix_cache.log(with_contents=kv_events is not None)
+    prefix_cache, cache_log = engine.scheduler.memory.prefix_cache, None
+    if (init.report_cache or kv_events is not None) and prefix_cache is not None:
+        cache_log = prefix_cache.log(with_contents=kv_events is not None)
     if kv_events is not None and cache_log is None:
         log.warning("no KV events are published: no pages of this model can be cached")
     engine_loop = EngineLoop(

@@ -17,7 +17,6 @@ from quire.core.outputs import BranchOutput, EngineStats
 from quire.core.validation import EngineLimits
 from quire.memory.answers import Account, Sharing, TypeUsage, Usage
 from quire.memory.page_keys import PromptKeys
-from quire.memory.paged import PagedMemory
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import SamplingParams
@@ -268,7 +267,7 @@ def engine_ready(engine: Engine, lines: list[str], notices: tuple[str, ...]) -> 
     """Return what clients must know of a new engine."""
     memory = engine.scheduler.memory
     cache = kv_cache_info(memory.kv_config, engine.limits.max_len, memory.account())
-    keys = memory.prefix_cache.prompt_keys() if isinstance(memory, PagedMemory) else None
+    keys = memory.prefix_cache.prompt_keys() if memory.prefix_cache is not None else None
     return EngineReady(engine.limits, tuple(lines), notices, cache, collect_metrics(engine), keys)
 
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from quire.core.outputs import BranchOutput
 from quire.memory.answers import Usage
 from quire.memory.cache_log import CacheChanges
-from quire.memory.paged import PagedMemory
 from quire.router.router import Router, WorkCosts
 from quire.sim.cost_model import CostModel, StepWork
 from quire.sim.simulation import (
@@ -49,7 +48,7 @@ class SimulatedReplica:
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.engine, self.clock = simulation, simulation.engine, simulation.clock
         self.memory = self.engine.scheduler.memory
-        self.cache_log = self.memory.prefix_cache.log() if isinstance(self.memory, PagedMemory) else None
+        self.cache_log = self.memory.prefix_cache.log() if self.memory.prefix_cache is not None else None
         self.news = deque[News]()
         self.steps = self.running = 0  # steps, and the sum of the running requests over them
 
