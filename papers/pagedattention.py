@@ -1185,7 +1185,8 @@ ROUTING = Entry(
     note="""Llama-3-8B on H200s, each with 40,000 tokens of KV; prefixes of 2,048 tokens, as likely as each other
 A hot prefix: 90 % of the requests have one of them. Overload: 80 requests a second a replica, else 15.""",
     plot=bars("Requests a second where 64 prefixes crowd the memory", "replicas", "requests_per_s", bar="policy",
-              label="requests/s", log=True, of=partial(chosen, where={"load": "64 prefixes, overload"})),
+              label="requests/s", log=True, form="%.0f",
+              of=partial(chosen, where={"load": "64 prefixes, overload"})),
     by=SIMULATED, takes=MINUTES,
 )
 ENTRIES: dict[str, Entry] = {
