@@ -27,8 +27,8 @@ from traces import Asked, open_trace, run_trace
 from quire.core.encoder_budget import EncoderBudget
 from quire.memory import encoder_cache as gallery
 from quire.memory.encoder_cache import EncoderCache
+from quire.memory.page_keys import KeyChain
 from quire.memory.policies import ImageSpan, VisionPolicy
-from quire.memory.prefix_cache import PrefixCache
 from quire.memory.seq_pages import SeqPages
 from quire.protocol.images import ImageItem
 from quire.protocol.sampling_params import SamplingParams
@@ -68,10 +68,10 @@ def picture_half_evicted_that_counts_as_there(patch: Patch) -> None:
     patch.setattr(EncoderCache, "drop_incomplete", lambda self: [torn.clear() for torn in self.evicted_keys.values()])
 
 
-@instead_of(PrefixCache, "_extra_key")
-def key_of_tokens_without_their_picture(more: Any, prefixes: PrefixCache, seq: Sequence, run: int) -> bytes:
+@instead_of(KeyChain, "_extra_key")
+def key_of_tokens_without_their_picture(more: Any, chain: KeyChain, seq: Sequence, run: int) -> bytes:
     media, seq.images = seq.images, ()
-    found: bytes = more(prefixes, seq, run)
+    found: bytes = more(chain, seq, run)
     seq.images = media
     return found
 

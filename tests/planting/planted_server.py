@@ -136,8 +136,8 @@ BUGS: dict[str, Bug] = {
     ),
     "the salt of a request is dropped": bug(
         "server/service.py",
-        'prompts, params, salt=body.cache_salt or "", final_only',
-        'prompts, params, salt="", final_only',
+        'salt, client = body.cache_salt or "", client_of(http)',
+        'salt, client = "", client_of(http)',
         f"{SERVER}test_openai_client.py::test_cached_tokens_are_told",
         r"assert 20 == 0\nE .*cached_tokens",
     ),
