@@ -427,12 +427,11 @@ class ReplicatedEngineClient:
             self._adds.pop(pending.message.key, None)
             pending.refused.clear()
             pending.moves += 1
-            if pending.moves > MAX_MOVES:
-                passed += self._end_add(pending, ended)
-            elif self._closing or not self._add(pending):
-                passed += self._end_add(pending, _overloaded())
-            else:
+            if pending.moves <= MAX_MOVES and not self._closing and self._add(pending):
                 num_moved += len(pending.message.requests)
+            else:
+                can_come_back = pending.moves <= MAX_MOVES and self._restarting
+                passed += self._end_add(pending, _overloaded() if can_come_back else ended)
         if not self._closing:
             log.warning("%d of its requests were moved, %d failed", num_moved, len(lost) - num_moved)
         return passed
