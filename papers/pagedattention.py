@@ -1167,7 +1167,7 @@ def _beside(field: str, other: str, load: str) -> Callable[[Points], list[Point]
 
 
 ROUTING = Entry(
-    "Replicas behind the router: hits, throughput and first tokens by the policy",
+    "Routing policies: prefix cache hits, throughput and time to first token of replicas",
     "routing:served", {"runs": routing.runs()},
     claims=[
         Each("C7", "{replicas} replicas, 64 prefixes, {policy}: hits / those of one cache that forgets nothing",

@@ -1,4 +1,4 @@
-"""Replicas behind the router, simulated: hits, throughput and first tokens by the policy."""
+"""Compare routing policies in simulations of replicas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Load(NamedTuple):
     hot: float = 0.0
 
     def trace(self, replicas: int, requests: int) -> list[TraceRequest]:
-        """Return `requests` requests of each of so many replicas, the same for each policy."""
+        """Return a trace of `requests` requests for each replica. It does not depend on the policy."""
         rng, found = random.Random(1), list[TraceRequest]()
         for i, time in enumerate(poisson(replicas * requests, replicas * self.rate, 1)):
             first = 0 if rng.random() < self.hot else rng.randrange(max(self.prefixes, 1))

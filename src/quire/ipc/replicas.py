@@ -108,7 +108,7 @@ class ReplicatedEngineClient:
         self.replicas = list(replicas)
         self.ready = _join_ready([replica.ready for replica in replicas])
         self._prompt_keys = keys = self.ready.prompt_keys if policy == "prefix" else None
-        page_tokens = keys.run_tokens / keys.run_pages if keys is not None else 1.0
+        page_tokens = keys.page_tokens if keys is not None else 1.0
         self.router = Router(len(replicas), policy, COSTS, page_tokens)
         self._alive, self._can_restart = set(range(len(replicas))), set(range(len(replicas)) if restart else ())
         self._restarting = set[int]()

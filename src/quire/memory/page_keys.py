@@ -69,6 +69,11 @@ class PromptKeys(NamedTuple):
     run_tokens: int
     run_pages: int
 
+    @property
+    def page_tokens(self) -> float:
+        """The tokens of a page."""
+        return self.run_tokens / self.run_pages
+
     def num_full_pages(self, tokens: int) -> int:
         """Return how many pages `tokens` tokens fill completely."""
         return tokens * self.run_pages // self.run_tokens

@@ -72,7 +72,7 @@ class Fleet:
         self.replicas = [SimulatedReplica(simulation) for simulation in simulations]
         log = self.replicas[0].cache_log  # the replicas are alike
         self.keys = log.keys if log is not None else None
-        key_tokens = self.keys.run_tokens / self.keys.run_pages if self.keys is not None else 1
+        key_tokens = self.keys.page_tokens if self.keys is not None else 1
         self.router = Router(len(self.replicas), policy, costs, key_tokens)
         self.served = list[ServedRequest]()
         self.timeline = list[TimelineSample]()
