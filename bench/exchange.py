@@ -42,8 +42,7 @@ def measured(ranks: int, device: str, end: float) -> Iterator[dict[str, Any]]:
             rank_startup.open_devices(runner, config)
         threads = rank_startup.threads_per_rank(None, ranks) if device == "cpu" else None
         said = EngineConfig(tp=ranks, device=device, threads=threads)
-        meeting = runner.rendezvous.descriptors
-        runner.send_init([InitMessage(said, part, (), 1, PATIENCE, meeting) for part in ParallelLayout(ranks).shards()])
+        runner.send_init([InitMessage(said, part, (), 1, PATIENCE) for part in ParallelLayout(ranks).shards()])
         runner.wait_until_built()
         for number, way in enumerate(WAYS):
             for rows in sizes(way):

@@ -55,7 +55,7 @@ class Timed:
         if rank_device is None or self.device_exchange is None:
             self.device = torch.device("cpu")
             kernels.use_threads(hello.config.threads)
-            self.host = SharedMemoryExchange(hello.part, hello.meeting, hello.seconds)
+            self.host = SharedMemoryExchange(hello.part, hello.meeting.fds(hello.part), hello.seconds)
             self.group = NcclCommunicator(hello.part, self.host.store, hello.seconds, self.device, False, "gloo")
         else:
             self.device, self.host = rank_device.device, self.device_exchange.host_exchange

@@ -117,7 +117,11 @@ class ThreadRank(ChildProcess):
     def _run(self, build: RunnerBuilder, reader: RingReader, descriptors: list[int]) -> None:
         try:
             met = tuple(descriptors[2:])
-            self.code = serve(lambda hello: build(hello._replace(meeting=met)), self.theirs, reader, lambda: None)
+
+            def built(hello: InitMessage) -> Any:
+                return build(hello._replace(meeting=hello.meeting._replace(descriptors=met)))
+
+            self.code = serve(built, self.theirs, reader, lambda: None)
         finally:
             reader.close()
             for descriptor in descriptors:

@@ -65,7 +65,7 @@ class Seat(rank_devices.RankDevice):
         self.index, self.device, self.notices = hello.part.tp_rank, torch.device("cpu"), ()
         self.exchange: DeviceExchange | None = None
         if hello.part.tp_size > 1:
-            host = SharedMemoryExchange(hello.part, hello.meeting, hello.seconds)
+            host = SharedMemoryExchange(hello.part, hello.meeting.fds(hello.part), hello.seconds)
             found, why = peer_buffers.open_peer_buffers(
                 hello.part, self.device, range(hello.part.tp_size), host, hello.seconds
             )

@@ -21,10 +21,7 @@ def joined(ranks: int, program: Sequence[str], seconds: float) -> Iterator[Remot
     runner = RemoteRunner(ranks, seconds, partial(launch_rank_process, program=tuple(program)))
     try:
         rank_startup.open_devices(runner, config)
-        meeting = runner.rendezvous.descriptors
-        runner.send_init(
-            [InitMessage(config, part, (), 1, seconds, meeting) for part in ParallelLayout(ranks).shards()]
-        )
+        runner.send_init([InitMessage(config, part, (), 1, seconds) for part in ParallelLayout(ranks).shards()])
         runner.wait_until_built()
         yield runner
     finally:

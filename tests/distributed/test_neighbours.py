@@ -82,7 +82,7 @@ def test_a_gpu_that_has_filled_up_is_named_as_ranks_are_started_anew(monkeypatch
         ranks = Mock(
             layout=ParallelLayout(2),
             seconds=60.0,
-            **{"rendezvous.descriptors": (), "open_devices.return_value": gpus(free)},
+            **{"open_devices.return_value": gpus(free)},
         )
         ranks.send_init.side_effect = StartupError("they would load")
         monkeypatch.setattr(remote_runner, "RemoteRunner", Mock(return_value=ranks))

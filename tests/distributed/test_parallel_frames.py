@@ -11,6 +11,7 @@ from geometries import one_size
 from quire.config import EngineConfig
 from quire.distributed import rank_messages
 from quire.distributed.rank_messages import FAILED, KINDS, InitMessage, RankFailure
+from quire.distributed.rendezvous import Meeting
 from quire.errors import StartupError
 from quire.ipc.frames import Frame, FrameCodec
 from quire.protocol.columns import WireError
@@ -18,7 +19,7 @@ from quire.protocol.images import ImagePixels
 from quire.protocol.parallel_layout import MAX_RANKS, Shard
 
 CONFIG = EngineConfig.of(model="x", device="cpu", dtype="float32", page_sizes="max", state_tokens=64)
-HELLO = InitMessage(CONFIG, Shard(1, 4), (0, 2), 128, 60.0, (7, 8, 9))
+HELLO = InitMessage(CONFIG, Shard(1, 4), (0, 2), 128, 60.0, Meeting(0, 1, (7, 8, 9)))
 GEOMETRY = one_size(((0, 1), None), ((2,), 9), pages=20, page_bytes=256, slots=5, width=8, tokens=4, host=3)
 PIXELS = ImagePixels(b"k" * 32, (1, 2, 2, 3), bytes(12), (1, 2))
 FAILURE = RankFailure("RuntimeError: gone", "Use another", True)

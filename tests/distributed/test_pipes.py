@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from wired import slowest
 
 from quire.distributed.rendezvous import RankRendezvous
 from quire.distributed.stage_pipes import StagePipes
@@ -19,7 +20,7 @@ def stages() -> Iterator[Stages]:
     """Yield the rendezvous of two stages of one rank each, and their pipes."""
     layout = ParallelLayout(1, 2)
     meeting = RankRendezvous(layout)
-    first, last = (StagePipes(part, meeting.descriptors, 5.0) for part in layout.shards())
+    first, last = (StagePipes(part, meeting.meeting.fds(part), 5.0) for part in layout.shards())
     yield meeting, first, last
     meeting.close()
 
@@ -35,6 +36,6 @@ def test_a_stage_receives_what_the_one_before_sent(stages: Stages) -> None:
 
 def test_a_rank_that_waits_for_another_stage_is_not_the_one_behind(stages: Stages) -> None:
     meeting, first, _ = stages
-    assert meeting.slowest_rank(range(2)) == 0
+    assert slowest(meeting, 2) == 0
     with first._marked_as_waiting():
-        assert meeting.slowest_rank(range(2)) == 1
+        assert slowest(meeting, 2) == 1

@@ -139,7 +139,8 @@ def test_without_room_in_the_ring_nothing_starts(seconds: float, told: str) -> N
     for side in runner.ranks:
         side.child.process.send_signal(signal.SIGSTOP)
         wait_until(side.child.is_stopped, "the rank is stopped: else it makes room")
-    runner._ring.write(bytes(4 * runner._ring.max_record_bytes), 0.0)
+    ring = runner.hosts[0].ring  # type: ignore[attr-defined]
+    ring.write(bytes(4 * ring.max_record_bytes), 0.0)
     with pytest.raises(StartupError, match=told):
         runner.bind(MEMORIES["paged-4"](Build(256, 64)).kv_config)
     assert not ranks_left()

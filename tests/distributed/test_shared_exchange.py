@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from wired import slowest
 
 from quire.distributed import rendezvous as meetings
 from quire.distributed import shared_memory_exchange
@@ -25,7 +26,7 @@ def on_ranks(ranks: int, work: Callable[[SharedMemoryExchange], Any]) -> list[An
 
     def run(part: Shard) -> None:
         try:
-            found[part.tp_rank] = work(SharedMemoryExchange(part, meeting.descriptors, 5.0))
+            found[part.tp_rank] = work(SharedMemoryExchange(part, meeting.meeting.fds(part), 5.0))
         except PeerLost as error:
             found[part.tp_rank] = error  # type: ignore[call-overload]
 
@@ -92,7 +93,7 @@ def test_a_peer_that_says_nothing_is_named_as_the_one_behind(monkeypatch: pytest
         return exchange.all_reduce(torch.ones(3)) if exchange.shard.tp_rank != 1 else None
 
     close = RankRendezvous.close
-    monkeypatch.setattr(RankRendezvous, "close", lambda self: (behind.append(self.slowest_rank(range(3))), close(self)))
+    monkeypatch.setattr(RankRendezvous, "close", lambda self: (behind.append(slowest(self, 3)), close(self)))
     first, silent, last = on_ranks(3, work)
     assert isinstance(first, PeerLost)
     assert isinstance(last, PeerLost)

@@ -17,7 +17,7 @@ from wired import drain, open_engine
 
 from quire.bench.simulate import read_deployment
 from quire.config import EngineConfig
-from quire.distributed import rank_handle, rank_startup, remote_runner
+from quire.distributed import rank_host, rank_startup
 from quire.distributed.rank_messages import STEP_RESULT
 from quire.distributed.remote_runner import RemoteRunner
 from quire.distributed.rendezvous import RankRendezvous
@@ -31,14 +31,14 @@ from quire.text.input_processor import engine_config
 
 
 def test_each_rank_has_its_part_and_its_share_of_threads() -> None:
-    ranks = Mock(seconds=60.0, layout=ParallelLayout(3), **{"rendezvous.descriptors": (9, 8)})
+    ranks = Mock(seconds=60.0, layout=ParallelLayout(3))
     rank_startup.build_ranks(ranks, EngineConfig(model="x", tp=3, threads=8, revision="r"), "/folder", (5,), 99, True)
     [hellos] = ranks.send_init.call_args.args
     assert [hello.part for hello in hellos] == [Shard(0, 3), Shard(1, 3), Shard(2, 3)]
     assert [hello.progress for hello in hellos] == [True, False, False]
     for hello in hellos:
         assert (hello.config.model, hello.config.revision, hello.config.threads) == ("/folder", None, 2)
-        assert (hello.eos_ids, hello.max_len, hello.seconds, hello.meeting) == ((5,), 99, 60.0, (9, 8))
+        assert (hello.eos_ids, hello.max_len, hello.seconds) == ((5,), 99, 60.0)
 
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_an_interrupt_once_they_are_started_leaves_none(monkeypatch: pytest.Monk
         children.append(ChildProcess(1, IDLE, f"rank {rank}", inherited))
         return children[-1]
 
-    monkeypatch.setattr(remote_runner, "RankHandle", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(rank_host, "RankHandle", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         RemoteRunner(2, 60.0, start)
     wait_until(lambda: [child.has_exited() for child in children] == [True, True], "both ranks have ended")
@@ -111,9 +111,11 @@ def test_an_interrupt_while_they_end_leaves_nothing() -> None:
     """All resources are released, also those that do not end with the processes, as with Ray."""
     children = [Mock(connections=[Mock()]) for _ in range(3)]
     children[0].wait_or_kill.side_effect = KeyboardInterrupt
+    host = object.__new__(rank_host.LocalHost)
     ring, meeting, keeper = Mock(), Mock(), Mock()
+    host.__dict__.update(_children=children, ring=ring, _rendezvous=meeting, _launch_thread=keeper)
     with pytest.raises(KeyboardInterrupt):
-        rank_handle.release_ranks(children, ring, meeting, keeper)  # type: ignore[arg-type]
+        host.kill()
     for child in children:
         child.process.kill.assert_called_once()
         child.wait_or_kill.assert_called_once()

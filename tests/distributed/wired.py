@@ -12,6 +12,7 @@ from quire.core.recovery import RunnerRestarter
 from quire.core.scheduler import Scheduler
 from quire.core.validation import EngineLimits
 from quire.distributed.remote_runner import RemoteRunner
+from quire.distributed.rendezvous import RankRendezvous, slowest_rank
 from quire.memory.interface import KVMemory
 from quire.protocol.sampling_params import SamplingParams
 
@@ -33,3 +34,8 @@ def open_engine(runner: RemoteRunner) -> Engine:
 def drain(engine: Engine) -> None:
     while engine.has_unfinished_requests:
         engine.step()
+
+
+def slowest(rendezvous: RankRendezvous, ranks: int) -> int:
+    """Return the slowest of all ranks of a host."""
+    return slowest_rank({rank: rendezvous.progress(rank) for rank in range(ranks)}, range(ranks))

@@ -2,18 +2,19 @@
 stage copies the tensors of a step, followed by a flag. The header of each message goes through the sockets that stages
 on CPUs use, so that timeouts and lost stages are detected as there.
 
+A stage on another host gets the tensors through the socket, by way of the CPU's memory.
+
 An inbox has STAGE_BUFFER_STEPS slots, used in turn. A stage that receives a step has finished the step before, and
 acknowledges that, so a slot is only overwritten after it was read."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quire.distributed import peer_memory
 from quire.distributed.peer_memory import HANDLE_BYTES, PeerError
+from quire.distributed.rendezvous import RankFds
 from quire.distributed.stage_pipes import StagePipes
 from quire.errors import StartupError
 from quire.protocol.parallel_layout import Shard
@@ -27,19 +28,20 @@ class DeviceStagePipes(StagePipes):
     """The connections of one rank on a GPU to the previous and the next stage (see StagePipes)."""
 
     def __init__(
-        self, shard: Shard, descriptors: Sequence[int], seconds: float, device: torch.device, slot_bytes: int
+        self, shard: Shard, fds: RankFds, seconds: float, device: torch.device, slot_bytes: int
     ) -> None:
         """Open the inbox and exchange handles. `slot_bytes` is the size of the rows of the longest step. Raise
         StartupError if a GPU has no access to another one's memory. Return once the next stage is connected too."""
-        super().__init__(shard, descriptors, seconds)
+        super().__init__(shard, fds, seconds)
         self.device, self.slot_bytes, self.acknowledged = device, -(-slot_bytes // 256) * 256, 0
+        self._remote_previous, self._remote_next = fds.remote_previous, fds.remote_next
         try:
-            if self._previous is not None:
+            if self._previous is not None and not self._remote_previous:
                 nbytes = FLAG_BYTES + 2 * STAGE_BUFFER_STEPS * self.slot_bytes
                 self._inbox_address, handle = peer_memory.export(nbytes)
                 self._inbox = peer_memory.as_tensor(self._inbox_address, nbytes, device)
                 self._blocking_call(self._previous.sendall, handle)
-            if self._next is not None:
+            if self._next is not None and not self._remote_next:
                 handle_bytes = bytearray(HANDLE_BYTES)
                 self._receive_into(self._next, memoryview(handle_bytes))
                 self._next_inbox_address = peer_memory.open_handle(bytes(handle_bytes))
@@ -49,7 +51,11 @@ class DeviceStagePipes(StagePipes):
             ) from error
 
     def send(self, x: Tensor, delta: Tensor | None) -> None:
-        """See StagePipes. The copies are queued on the current stream."""
+        """See StagePipes. The copies are queued on the current stream; for a stage on another host, this waits for
+        it."""
+        if self._remote_next:
+            super().send(x.cpu(), None if delta is None else delta.cpu())
+            return
         assert self._next is not None, "the last stage has no next one"
         while self.num_sent - self.acknowledged >= STAGE_BUFFER_STEPS:
             self._receive_into(self._next, memoryview(bytearray(len(ACK))))
@@ -70,6 +76,9 @@ class DeviceStagePipes(StagePipes):
     def receive(self, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """See StagePipes. The tensors are valid for operations on the current stream, until the step after next is
         sent."""
+        if self._remote_previous:
+            x, delta = super().receive(rows, columns, dtype)
+            return x.to(self.device), None if delta is None else delta.to(self.device)
         assert self._previous is not None, "the first stage has no previous one"
         if self.num_received:
             self._blocking_call(self._previous.sendall, ACK)

@@ -108,14 +108,15 @@ class RankDevice:
 
         from quire.distributed.shared_memory_exchange import SharedMemoryExchange
 
-        self.index = hello.part.global_rank % max(torch.cuda.device_count(), 1)
+        fds = hello.meeting.fds(hello.part)
+        self.index = fds.number % max(torch.cuda.device_count(), 1)
         self.device = torch.device("cuda", self.index)
         torch.cuda.set_device(self.device)
         torch.zeros(1, device=self.device)  # creates the CUDA context
         self.notices: tuple[str, ...] = ()
         self.exchange: DeviceExchange | None = None
         if hello.part.tp_size > 1:
-            host = SharedMemoryExchange(hello.part, hello.meeting, hello.seconds)
+            host = SharedMemoryExchange(hello.part, fds, hello.seconds)
             self.exchange = self._open_exchange(hello, host)
             host.barrier()  # all ranks have allocated their exchange memory
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
 
 from quire.distributed.rank_messages import FAILED, KINDS, STEP_RESULT, RankFailure, read_failure
-from quire.distributed.rendezvous import RankRendezvous
-from quire.distributed.shared_ring import RingWriter
 from quire.errors import StartupError
 from quire.ipc.channel import READ_SIZE
 from quire.ipc.child_process import ChildProcess, program_arguments
@@ -89,31 +86,31 @@ class RankHandle:
         they are asked for."""
         return self.step_results if kind == STEP_RESULT else self.other_frames
 
+    def send(self, data: bytes) -> None:
+        """Send a frame before orders. Raise OSError if the rank has ended."""
+        self.connection.sendall(data)
+
     def read(self) -> None:
         """Read from the rank's socket."""
         try:
             data = self.connection.recv(READ_SIZE)
+        except OSError as error:
+            self.failure = self.failure or RankFailure(f"sent what is no frame: {error}")
+            return
+        self.feed(data)
+        if not data and self.failure is None:
+            self.failure = RankFailure(self.child.describe_exit())
+
+    def feed(self, data: bytes) -> None:
+        """Decode what the rank has sent."""
+        try:
             for frame in self._decoder.decode(data):
                 if frame.kind == FAILED:
                     self.failure = read_failure(frame)
                 else:
                     self.queue_for(frame.kind).append(frame)
-            if not data and self.failure is None:
-                self.failure = RankFailure(self.child.describe_exit())
-        except (WireError, OSError) as error:
+        except WireError as error:
             self.failure = self.failure or RankFailure(f"sent what is no frame: {error}")
-
-
-def launch_ranks(start: RankLauncher, ranks: int, ring: RingWriter, meeting: RankRendezvous) -> list[ChildProcess]:
-    """Start all ranks; on an error, end those that were started and raise it."""
-    children: list[ChildProcess] = []
-    try:
-        for rank in range(ranks):
-            children.append(start(rank, (ring.descriptor, ring.events[rank], *meeting.descriptors)))
-    except BaseException:
-        kill_children(children)
-        raise
-    return children
 
 
 def kill_children(children: list[ChildProcess]) -> None:
@@ -122,20 +119,3 @@ def kill_children(children: list[ChildProcess]) -> None:
         child.wait_or_kill(0.0)
         for connection in child.connections:
             connection.close()
-
-
-def release_ranks(
-    children: list[ChildProcess], ring: RingWriter, meeting: RankRendezvous, keeper: RankLaunchThread
-) -> None:
-    """Kill all ranks at once and release their shared resources, even if interrupted."""
-    with ExitStack() as cleanup:  # callbacks run in reverse order
-        cleanup.callback(keeper.may_exit.set)
-        cleanup.callback(meeting.close)
-        cleanup.callback(ring.close)
-        for child in reversed(children):
-            for connection in child.connections:
-                cleanup.callback(connection.close)
-            cleanup.callback(child.wait_or_kill, KILL_WAIT_SECONDS)
-        for child in children:
-            with suppress(OSError):
-                child.process.kill()

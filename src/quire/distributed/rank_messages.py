@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
+from quire.distributed.rendezvous import Meeting
 from quire.ipc.frames import Frame, read_field, read_json, read_uint32, write_json
 from quire.ipc.handshake import read_config, read_eos_ids
 from quire.ipc.image_frames import read_pixels, write_pixels
@@ -32,15 +33,15 @@ MAX_FAILURE_CHARS = 1 << 12  # characters of a failure's text
 
 class InitMessage(NamedTuple):
     """What one rank is to build: its `part` of the model of `config`, which is sized and has dtype and device resolved,
-    for sequences of up to `max_len` tokens that `eos_ids` end. Other ranks wait for it at most `seconds`. `meeting` are
-    the descriptors of the RankRendezvous."""
+    for sequences of up to `max_len` tokens that `eos_ids` end. Other ranks wait for it at most `seconds`. RemoteRunner
+    adds the `meeting` of the ranks' host."""
 
     config: EngineConfig
     part: Shard
     eos_ids: tuple[int, ...]
     max_len: int
     seconds: float
-    meeting: tuple[int, ...] = ()
+    meeting: Meeting = Meeting()
     progress: bool = False
     log_level: int = 30
 
@@ -62,16 +63,28 @@ def write_init(hello: InitMessage) -> bytes:
 def read_init(body: memoryview) -> InitMessage:
     """Read the body of an INIT. Raise WireError if it is malformed, StartupError for invalid settings."""
     data = read_json(body)
-    part, meeting = read_field(data, "part", list), read_field(data, "meeting", list)
+    part = read_field(data, "part", list)
     if len(part) != 4 or not all(type(one) is int for one in part) or not _is_valid_shard(*part):
         raise WireError("part", f"{str(part)[:80]} is not a rank and number of ranks, stage and number of stages")
-    if len(meeting) > 2 + 4 * MAX_RANKS or not all(type(one) is int and one >= 0 for one in meeting):
-        raise WireError("meeting", "not a list of descriptors")
     return InitMessage(
         read_config(data), Shard(*part), read_eos_ids(data, "eos_ids"), read_uint32(data, "max_len"),
-        read_field(data, "seconds", float), tuple(meeting), read_field(data, "progress", bool),
+        read_field(data, "seconds", float), read_meeting(data, part[3]), read_field(data, "progress", bool),
         read_uint32(data, "log_level"),
     )  # fmt: skip
+
+
+def read_meeting(data: Mapping[str, Any], num_stages: int) -> Meeting:
+    """Read the Meeting in an object, of some of `num_stages` stages. Raise WireError if it is malformed."""
+    value = read_field(data, "meeting", list)
+    match value:
+        case [int(first), int(count), [*descriptors]]:
+            if (
+                0 <= first < first + count <= num_stages
+                and len(descriptors) <= 2 + 4 * MAX_RANKS
+                and all(type(one) is int and one >= 0 for one in descriptors)
+            ):
+                return Meeting(first, count, tuple(descriptors))
+    raise WireError("meeting", f"{str(value)[:80]} is not a range of {num_stages} stages with descriptors")
 
 
 def _is_valid_shard(rank: int, ranks: int, stage: int, stages: int) -> bool:

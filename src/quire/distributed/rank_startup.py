@@ -31,9 +31,7 @@ def launcher_arguments(config: EngineConfig, device: str) -> dict[str, RankLaunc
 def open_devices(ranks: RemoteRunner, config: EngineConfig) -> tuple[int, int, str]:
     """Have all ranks open their GPUs, and return the memory to plan for: see rank_devices.smallest_device_memory."""
     shards = ranks.layout.shards()
-    memory_infos = ranks.open_devices(
-        [InitMessage(config, part, (), 1, ranks.seconds, ranks.rendezvous.descriptors) for part in shards]
-    )
+    memory_infos = ranks.open_devices([InitMessage(config, part, (), 1, ranks.seconds) for part in shards])
     return smallest_device_memory(memory_infos, config.gpu_memory_utilization)
 
 
@@ -49,8 +47,7 @@ def build_ranks(
     level = logging.getLogger().getEffectiveLevel()
     ranks.send_init([
         InitMessage(
-            config, part, eos_ids, max_len, ranks.seconds, ranks.rendezvous.descriptors,
-            progress and part.global_rank == 0, level,
+            config, part, eos_ids, max_len, ranks.seconds, progress=progress and part.global_rank == 0, log_level=level
         )
         for part in ranks.layout.shards()
     ])  # fmt: skip

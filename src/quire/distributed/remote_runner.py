@@ -17,17 +17,11 @@ from math import inf
 from typing import Any, NoReturn
 
 from quire.distributed import rank_messages
-from quire.distributed.rank_handle import (
-    RankHandle,
-    RankLauncher,
-    RankLaunchThread,
-    launch_rank_process,
-    launch_ranks,
-    release_ranks,
-)
+from quire.distributed.rank_handle import RankHandle, RankLauncher, launch_rank_process
+from quire.distributed.rank_host import LocalHost, RankHost
 from quire.distributed.rank_messages import InitMessage
-from quire.distributed.rendezvous import START_FACTOR, RankRendezvous
-from quire.distributed.shared_ring import RingFull, RingWriter
+from quire.distributed.rendezvous import START_FACTOR, slowest_rank
+from quire.distributed.shared_ring import RingFull
 from quire.errors import EngineDead, RanksLost, StartupError
 from quire.ipc.frames import Frame, FrameCodec, read_json, write_json
 from quire.ipc.heartbeat import SILENCE_SECONDS
@@ -47,44 +41,40 @@ CLOSE_SECONDS = 5.0  # seconds for ranks to end by themselves
 log = logging.getLogger("quire.distributed")
 
 
-class RemoteRunner:
-    """See core.runner.Runner. `seconds` is the time that ranks may take for a step, `rendezvous` the shared resources
-    through which they communicate in it."""
+HostOpener = Callable[[ParallelLayout], Sequence[RankHost]]  # starts the ranks of a layout
 
-    def __init__(self, layout: ParallelLayout | int, seconds: float, start: RankLauncher = launch_rank_process) -> None:
-        """Start the ranks of a layout, or of that number of tensor-parallel ranks; `send_init` sends them what to
-        build. Raise StartupError if the system lacks the resources."""
+
+class RemoteRunner:
+    """See core.runner.Runner. `seconds` is the time that ranks may take for a step, `hosts` are the ranks by host."""
+
+    def __init__(
+        self,
+        layout: ParallelLayout | int,
+        seconds: float,
+        start: RankLauncher = launch_rank_process,
+        open_hosts: HostOpener | None = None,
+    ) -> None:
+        """Start the ranks of a layout, or of that number of tensor-parallel ranks: on this host by `start`, or by
+        `open_hosts`. `send_init` sends them what to build. Raise StartupError if the system lacks the resources."""
         self.layout = layout = layout if isinstance(layout, ParallelLayout) else ParallelLayout(layout)
-        ranks = layout.world_size
         self.seconds, self._death_cause = float(seconds), ""
         self.depth, self.attention, self.device, self.notices = 1, "", "", tuple[str, ...]()
         self.submitted = self.collected = 0
         self._virtual = False
         self._stopped_counts = Counter[int]()  # successive checks in which a rank was stopped
         self._orders = FrameCodec(rank_messages.KINDS)
-        with ExitStack() as undo:
-            try:
-                self.rendezvous = rendezvous = RankRendezvous(layout)
-                undo.callback(rendezvous.close)
-                self._ring = ring = RingWriter(ranks)
-                undo.callback(ring.close)
-            except (OSError, AttributeError) as error:  # only Linux has memfd and eventfd
-                raise _no_resources_error(ranks, error) from error
-            self._launch_thread = launch_thread = RankLaunchThread(lambda: launch_ranks(start, ranks, ring, rendezvous))
-            undo.callback(launch_thread.cancel)
-            self.ranks = [RankHandle(rank, child) for rank, child in enumerate(launch_thread.wait_for_children())]
-            self._poll = select.poll()
-            self._ranks_by_fd = {rank_handle.connection.fileno(): rank_handle for rank_handle in self.ranks}
-            for descriptor in self._ranks_by_fd:
-                self._poll.register(descriptor, select.POLLIN)
-            self._finalizer = weakref.finalize(
-                self, release_ranks, [rank_handle.child for rank_handle in self.ranks], ring, rendezvous, launch_thread
-            )
-            undo.pop_all()
+        hosts = open_hosts(layout) if open_hosts is not None else [LocalHost(layout, range(layout.pp), start)]
+        self.hosts: Sequence[RankHost] = hosts
+        self._finalizer = weakref.finalize(self, kill_hosts, self.hosts)
+        self.ranks = [rank for host in hosts for rank in host.ranks]
+        self._poll = select.poll()
+        self._hosts_by_fd = {descriptor: host for host in hosts for descriptor in host.descriptors}
+        for descriptor in self._hosts_by_fd:
+            self._poll.register(descriptor, select.POLLIN)
 
     def open_devices(self, hellos: Sequence[InitMessage]) -> list[dict[str, Any]]:
         """Have each rank open its GPU and its exchange, and return the memory information of each. Of an InitMessage
-        only part, seconds, meeting and the config's settings of the exchange are used. Raise StartupError if a rank
+        only part, seconds and the config's settings of the exchange are used. Raise StartupError if a rank
         fails."""
         self._send_init_messages(rank_messages.OPEN_DEVICE, hellos)
         return self._receive_answers(START_FACTOR * self.seconds, "at start")
@@ -94,9 +84,11 @@ class RemoteRunner:
         self._send_init_messages(rank_messages.INIT, hellos)
 
     def _send_init_messages(self, kind: int, hellos: Sequence[InitMessage]) -> None:
-        for rank, init_message in zip(self.ranks, hellos, strict=True):
+        meetings = [host.meeting for host in self.hosts for _ in host.ranks]
+        for rank, init_message, meeting in zip(self.ranks, hellos, meetings, strict=True):
+            body = rank_messages.write_init(init_message._replace(meeting=meeting))
             with suppress(OSError):  # the rank has ended, which `_receive_all` reports
-                rank.connection.sendall(rank.encoder.encode(kind, rank_messages.write_init(init_message)))
+                rank.send(rank.encoder.encode(kind, body))
 
     def wait_until_built(self) -> None:
         """Wait until all ranks have built their part. Raise StartupError if one fails."""
@@ -216,8 +208,10 @@ class RemoteRunner:
     def close(self) -> None:
         """End the ranks and release all their resources."""
         if not self._death_cause:
-            with suppress(EngineDead, RingFull, ValueError):
-                self._ring.write(self._orders.encode(rank_messages.CLOSE, b""), 0.0)
+            order = self._orders.encode(rank_messages.CLOSE, b"")
+            for host in self.hosts:
+                with suppress(EngineDead, RingFull, OSError, ValueError):
+                    host.write(order, 0.0)
             # Stages may block in sending results that are no longer read.
             answering = self.layout.pp > 1 and self.submitted > self.collected
             end = time.monotonic() + (0.0 if answering else CLOSE_SECONDS)
@@ -239,11 +233,16 @@ class RemoteRunner:
         if self._death_cause:
             raise RanksLost(self._death_cause)
         seconds = self.seconds * (START_FACTOR if when == "at start" else 1)
-        try:
-            self._ring.write(self._orders.encode(kind, body), seconds, self._when_ring_full(when))
-        except RingFull as full:
-            why = self._stopped_suffix(full.reader)
-            self._fail(f"rank {full.reader} has not taken what it was sent for {seconds:g} s{why}", when)
+        order = self._orders.encode(kind, body)
+        for host in self.hosts:
+            try:
+                host.write(order, seconds, self._when_ring_full(when))
+            except RingFull as full:
+                rank = host.ranks[full.reader].rank
+                why = self._stopped_suffix(rank)
+                self._fail(f"rank {rank} has not taken what it was sent for {seconds:g} s{why}", when)
+            except OSError:  # the host is gone, which the next reply reports
+                self._check_failures(when)
 
     def _send_and_wait(self, kind: int, body: bytes, when: str) -> None:
         """Send an order and wait until all ranks have carried it out, for as long as a start may take."""
@@ -293,18 +292,17 @@ class RemoteRunner:
         """Read the ranks' messages, waiting up to `seconds` for one. Return True if any came."""
         came = self._poll.poll(seconds * 1000)
         for descriptor, _ in came:
-            rank = self._ranks_by_fd[descriptor]
-            rank.read()
-            if rank.failure is not None:
+            if not self._hosts_by_fd[descriptor].read(descriptor):
                 self._poll.unregister(descriptor)
-                del self._ranks_by_fd[descriptor]
+                del self._hosts_by_fd[descriptor]
         return bool(came)
 
     def _check_silent(self, silent: list[RankHandle], waited: float, seconds: float, when: str) -> None:
         if waited >= SILENCE_SECONDS and (stopped := [side for side in silent if side.child.is_stopped()]):
             self._fail(f"rank {stopped[0].rank} was stopped (SIGSTOP) {when}, and is given up", when)
         if waited >= seconds:
-            rank = self.rendezvous.slowest_rank(side.rank for side in silent)
+            every = [host.progress(number) for host in self.hosts for number in range(len(host.ranks))]
+            rank = slowest_rank(dict(enumerate(every)), (side.rank for side in silent))
             self._fail(f"rank {rank} has not answered for {seconds:g} s {when} (--rank-timeout)", when)
 
     def _check_failures(self, when: str) -> None:
@@ -338,10 +336,11 @@ class RemoteRunner:
         raise StartupError(cause, remedy) if when == "at start" else RanksLost(cause)
 
 
-def _no_resources_error(ranks: int, error: Exception) -> StartupError:
-    reason = getattr(error, "strerror", None) or str(error)
-    return StartupError(f"the system has no shared memory or descriptors for {ranks} ranks: {reason}",
-                        "Use fewer ranks, or see `ulimit -n`")  # fmt: skip
+def kill_hosts(hosts: Sequence[RankHost]) -> None:
+    """Kill all ranks at once and release their resources, even if interrupted."""
+    with ExitStack() as cleanup:
+        for host in hosts:
+            cleanup.callback(host.kill)
 
 
 def _as_predicate(text: str) -> str:

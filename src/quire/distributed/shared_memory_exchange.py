@@ -9,13 +9,13 @@ from __future__ import annotations
 import mmap
 import os
 import select
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from quire.distributed.rendezvous import COUNTER_BYTES, COUNTER_STRIDE, SLOT_BYTES, START_FACTOR, rank_fds
+from quire.distributed.rendezvous import COUNTER_BYTES, COUNTER_STRIDE, SLOT_BYTES, START_FACTOR, RankFds
 from quire.errors import PeerLost
 from quire.protocol.parallel_layout import Shard
 
@@ -25,15 +25,14 @@ TIMEOUT_MARGIN = 30.0  # seconds more than the engine waits, so that the engine 
 class SharedMemoryExchange:
     """The Exchange (quire.layers.exchange) of one rank. Raises PeerLost if another rank is silent for `seconds`."""
 
-    def __init__(self, shard: Shard, descriptors: Sequence[int], seconds: float) -> None:
-        """Map the memory of the RankRendezvous of these `descriptors`."""
+    def __init__(self, shard: Shard, fds: RankFds, seconds: float) -> None:
+        """Map the memory of the RankRendezvous."""
         self.shard, self._seconds = shard, seconds + TIMEOUT_MARGIN
-        fds = rank_fds(shard, descriptors)
-        self.store = fds.store
+        self.store, self._number = fds.store, fds.number
         shared = mmap.mmap(fds.memory, 0)
         self._counters = memoryview(shared)[:COUNTER_BYTES].cast("Q")
         slots = torch.frombuffer(shared, dtype=torch.uint8, offset=COUNTER_BYTES).view(-1, shard.tp_size, 2, SLOT_BYTES)
-        self._slots = slots[shard.pp_rank]
+        self._slots = slots[fds.number // shard.tp_size]
         self._own_events = fds.events[2 * shard.tp_rank : 2 * shard.tp_rank + 2]
         self._other_events = [list(fds.events[turn::2]) for turn in range(2)]
         for turn in range(2):
@@ -90,7 +89,7 @@ class SharedMemoryExchange:
         """Return all ranks' bytes of one piece, [ranks, bytes], valid until the exchange after next."""
         self._slot = turn = 1 - self._slot
         missing = self.shard.tp_size - 1
-        self._counters[self.shard.global_rank * COUNTER_STRIDE] += 1
+        self._counters[self._number * COUNTER_STRIDE] += 1
         self._slots[self.shard.tp_rank, turn, : len(piece)] = piece
         for event in self._other_events[turn]:
             os.eventfd_write(event, 1)

@@ -1,5 +1,6 @@
-"""Communication of pipeline stages on CPUs of one host: the tensors of a step at the border of two stages go through
-unnamed sockets, from each rank of a stage to the same rank of the next one."""
+"""Communication of pipeline stages on CPUs: the tensors of a step at the border of two stages go through sockets, from
+each rank of a stage to the same rank of the next one. The sockets of one host have no names; those between hosts are
+TCP connections."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ import os
 import socket
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from quire.distributed.rendezvous import COUNTER_BYTES, COUNTER_STRIDE, rank_fds
+from quire.distributed.rendezvous import COUNTER_BYTES, COUNTER_STRIDE, RankFds
 from quire.distributed.shared_memory_exchange import TIMEOUT_MARGIN
 from quire.errors import PeerLost
 from quire.protocol.parallel_layout import Shard
@@ -27,10 +28,9 @@ class StagePipes:
     """The StageNeighbours (quire.layers.exchange) of one rank. Raises PeerLost if a neighbour sends or receives nothing
     for `seconds` times the number of stages."""
 
-    def __init__(self, shard: Shard, descriptors: Sequence[int], seconds: float) -> None:
-        """Open the sockets of the RankRendezvous of these `descriptors`."""
-        fds = rank_fds(shard, descriptors)
-        self.shard = shard
+    def __init__(self, shard: Shard, fds: RankFds, seconds: float) -> None:
+        """Open the sockets of the RankRendezvous."""
+        self.shard, self._number = shard, fds.number
         self._previous, self._next = (
             _open_socket(one, seconds * shard.pp_size + TIMEOUT_MARGIN) for one in (fds.previous_stage, fds.next_stage)
         )
@@ -92,11 +92,11 @@ class StagePipes:
     def _marked_as_waiting(self) -> Iterator[None]:
         """A context in which this rank is marked as waiting for another stage, so that it is not reported as the
         slowest."""
-        self._counters[self.shard.global_rank * COUNTER_STRIDE + 1] = 1
+        self._counters[self._number * COUNTER_STRIDE + 1] = 1
         try:
             yield
         finally:
-            self._counters[self.shard.global_rank * COUNTER_STRIDE + 1] = 0
+            self._counters[self._number * COUNTER_STRIDE + 1] = 0
 
 
 def _open_socket(descriptor: int, seconds: float) -> socket.socket | None:

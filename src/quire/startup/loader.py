@@ -42,6 +42,7 @@ def build_rank_runner(init_message: InitMessage, rank_device: RankDevice | None 
     from quire.weights.mapped_files import trim_memory
 
     config, part = init_message.config, init_message.part
+    fds = init_message.meeting.fds(part)
     if rank_device is None:
         kernels.use_threads(config.threads)
     elif config.threads is not None:
@@ -50,15 +51,15 @@ def build_rank_runner(init_message: InitMessage, rank_device: RankDevice | None 
     source = read_checkpoint(config).for_shard(part).with_stored_dtypes(config, dtype.itemsize)
     exchange: Exchange | None = None if rank_device is None else rank_device.exchange
     if rank_device is None and part.tp_size > 1:
-        exchange = SharedMemoryExchange(part, init_message.meeting, init_message.seconds)
+        exchange = SharedMemoryExchange(part, fds, init_message.seconds)
     device = torch.device(config.device) if rank_device is None else rank_device.device
     pipes: StagePipes | None = None
     if part.pp_size > 1 and rank_device is None:
-        pipes = StagePipes(part, init_message.meeting, init_message.seconds)
+        pipes = StagePipes(part, fds, init_message.seconds)
     elif part.pp_size > 1:
         assert config.max_num_batched_tokens is not None, "a sized config"
         room = config.max_num_batched_tokens * source.spec.hidden * dtype.itemsize
-        pipes = DeviceStagePipes(part, init_message.meeting, init_message.seconds, device, room)
+        pipes = DeviceStagePipes(part, fds, init_message.seconds, device, room)
     runner = build_runner(
         config, source, dtype, device, init_message.eos_ids, init_message.max_len, init_message.progress,
         shard=part, exchange=exchange, pipes=pipes,
