@@ -26,7 +26,7 @@ from wired import drain, open_engine
 
 from quire import LLM, SamplingParams
 from quire.distributed.ray_driver import LOCAL_CLUSTER_ENVIRONMENT, list_processes
-from quire.distributed.ray_launcher import RayLauncher
+from quire.distributed.ray_launcher import RayLauncher, RayPlacement
 from quire.distributed.remote_runner import RemoteRunner
 from quire.errors import EngineDead, StartupError
 
@@ -60,14 +60,25 @@ def cluster() -> Iterator[str]:
 def placed(address: str, seconds: float = 60.0, ranks: int = 2, gpus: float = 0.0, **faults: Any) -> RemoteRunner:
     """Return ranks that Ray placed, with faults as in `echo_ranks.processes`."""
     program = (str(TESTS / "echo_ranks.py"), json.dumps(faults))
-    return started(RemoteRunner(ranks, seconds, RayLauncher(ranks, gpus, address, program)))
+    return started(RemoteRunner(ranks, seconds, open_hosts=RayLauncher(gpus, address, "", program)))
+
+
+def placement_of(runner: Any) -> RayPlacement:
+    """Return what has Ray place the ranks."""
+    return runner.hosts[0]._describe_loss.func.__self__
 
 
 def pids_of(runner: RemoteRunner) -> list[int]:
-    """Return the pids of the ranks, of the actors that hold them, and of the driver."""
-    ranks = [side.child.process.pid for side in runner.ranks]
-    driver: Any = runner.ranks[0].child
-    return [*ranks, *(psutil.Process(pid).ppid() for pid in ranks), driver._group.driver.process.pid]
+    """Return the pids of the ranks of one node, of its agent, of the actor that holds it, and of the driver."""
+    placement: Any = placement_of(runner)
+    port = placement._listener.port
+    [agent] = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "quire.distributed.node_agent" in (process.info["cmdline"] or ())
+        and any(one.raddr and one.raddr.port == port for one in process.net_connections("tcp"))
+    ]
+    return [*(rank.pid for rank in agent.children()), agent.pid, agent.ppid(), placement.driver.process.pid]
 
 
 def wait_gone(pids: list[int], seconds: float = 30.0) -> None:
@@ -84,10 +95,10 @@ def test_a_cluster_of_their_own_and_what_is_left_of_it(tmp_path: Path, monkeypat
     alone = LLM("tiny", **SETTINGS)
     llm = LLM("tiny", tp=2, executor="ray", **SETTINGS)
     runner: Any = llm.engine.runner
-    group = runner.ranks[0].child._group
-    session = group.driver.process.pid
+    placement = placement_of(runner)
+    session = placement.driver.process.pid
     everything = [pid for pid, _, its, _ in list_processes() if its == session]
-    assert len(everything) >= 7  # the driver, two servers, two actors, two ranks
+    assert len(everything) >= 7  # the driver, two servers, an actor, an agent, two ranks
     listening = [
         one.laddr.ip for one in psutil.net_connections("inet") if one.pid in everything and one.status == "LISTEN"
     ]
@@ -104,7 +115,7 @@ def test_a_cluster_of_their_own_and_what_is_left_of_it(tmp_path: Path, monkeypat
     wait_gone(everything)
     llm.close()
     alone.close()
-    assert not os.path.exists(group._folder)
+    assert not os.path.exists(placement._folder)
     assert not list(tmp_path.iterdir())
 
 
@@ -133,7 +144,7 @@ def test_an_actor_that_ends_is_named_and_nothing_is_left(cluster: str) -> None:
     pids = pids_of(runner)
     drain(open_engine(runner))
     os.kill(pids[3], signal.SIGKILL)
-    with pytest.raises(EngineDead, match=r"^rank 1 was ended with Ray's actor: The actor died.* between steps$"):
+    with pytest.raises(EngineDead, match=r"^rank 0 was ended with Ray's actor: The actor died.* between steps$"):
         idle(runner)
     wait_gone(pids)
 
@@ -185,17 +196,16 @@ def test_gpus_are_those_that_ray_chose_and_room_is_bounded(cluster: str, monkeyp
         monkeypatch.setattr(
             "quire.distributed.ray_launcher.PLACEMENT_SECONDS", 1.0
         )  # in which actors must start, too, where there is room
-        for side in runner.ranks:
-            variables = Path(f"/proc/{side.child.process.pid}/environ").read_bytes().split(b"\0")
+        for pid in pids_of(runner)[:2]:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             assert {one for one in variables if one.startswith(b"CUDA_VISIBLE")} <= {
                 b"CUDA_VISIBLE_DEVICES=0,1", b"CUDA_VISIBLE_DEVICES=1,0"
             }  # fmt: skip
-        with pytest.raises(StartupError, match=r"found no room for 1 rank of 1 GPU on this node within 1 s: others use "
-                                               r"it \(0 GPUs are free\); there are 2 CPUs and 2 GPUs on"):  # fmt: skip
+        with pytest.raises(StartupError, match=r"found no room for 1 rank of 1 GPU within 1 s: others use it "
+                                               r"\(0 GPUs are free\); there are 2 CPUs and 2 GPUs on"):  # fmt: skip
             placed(cluster, ranks=1, gpus=1.0)
-    with pytest.raises(StartupError, match=r"no room for 3 ranks of 1 CPU each on this node: there are .*4 CPUs and 0 "
-                                           r"GPUs.*more than one node are not supported. Use --tp "):  # fmt: skip
-        placed(cluster, ranks=3)
-    with pytest.raises(StartupError, match=r"no room for 3 ranks of 1 GPU each .*: there are .*2 CPUs and 2 GPUs on "
-                                           r".*\. Use fewer ranks \(--tp\), or --device cpu"):  # fmt: skip
+    with pytest.raises(StartupError, match=r"no room for 5 ranks of 1 CPU each: there are .*4 CPUs and 0 GPUs"):
+        placed(cluster, ranks=5)
+    with pytest.raises(StartupError, match=r"no room for 3 ranks of 1 GPU each: there are .*2 CPUs and 2 GPUs on "
+                                           r".*\. Use fewer ranks \(--tp, --pp\), or --device cpu"):  # fmt: skip
         placed(cluster, ranks=3, gpus=1.0)

@@ -31,7 +31,8 @@ from quire.text.input_processor import engine_config
 
 
 def test_each_rank_has_its_part_and_its_share_of_threads() -> None:
-    ranks = Mock(seconds=60.0, layout=ParallelLayout(3))
+    host = Mock(ranks=[0, 1, 2], cores=None)
+    ranks = Mock(seconds=60.0, layout=ParallelLayout(3), hosts=[host])
     rank_startup.build_ranks(ranks, EngineConfig(model="x", tp=3, threads=8, revision="r"), "/folder", (5,), 99, True)
     [hellos] = ranks.send_init.call_args.args
     assert [hello.part for hello in hellos] == [Shard(0, 3), Shard(1, 3), Shard(2, 3)]

@@ -178,18 +178,25 @@ BUGS: dict[str, Bug] = {
         "tests/distributed/test_caches.py::test_a_folder_that_others_can_write_is_left_alone[link]",
         r"\{'TRITON_CACHE_DIR': .* == \{\}",
     ),
-    "a rank gets all of the engine's environment": bug(
-        "distributed/ray_fd_server.py",
-        '"environment": {**environment},',
-        '"environment": {**os.environ, **environment},',
-        "tests/distributed/test_ray_door.py::test_a_rank_has_what_it_would_inherit",
-        r"assert 'HOME' not in",
+    "an agent without the token is admitted": bug(
+        "distributed/secure_channel.py",
+        "if not hmac.compare_digest(token.encode(), self.token.encode()):",
+        "if not token:",
+        "tests/distributed/test_nodes.py::test_strangers_are_sent_away[{'token': 'guess'}]",
+        r"assert (False|not \{)",
+    ),
+    "a stage admits a stranger": bug(
+        "distributed/node_agent.py",
+        "if rank < 0 or rank in found:",
+        "if rank in found:",
+        "tests/distributed/test_nodes.py::test_stages_admit_no_stranger",
+        r"assert b'.*' == b''",
     ),
     "a cluster that strangers listen for too is used": bug(
         "distributed/ray_address.py",
         "listening_users(int(port)) == {os.getuid()})",
         "os.getuid() in listening_users(int(port)))",
-        "tests/distributed/test_ray_door.py::test_an_address_where_strangers_listen_too",
+        "tests/distributed/test_ray_clusters.py::test_an_address_where_strangers_listen_too",
         r"DID NOT RAISE .*StartupError",
     ),
     "the GPU with the most room decides": bug(
@@ -203,7 +210,7 @@ BUGS: dict[str, Bug] = {
         "distributed/ray_driver.py",
         r"""if tuple(map(int, re.findall(r"\d+", ray.__version__)[:2])) < MIN_RAY_VERSION:""",
         """if ray.__version__ < ".".join(map(str, MIN_RAY_VERSION)):""",
-        "tests/distributed/test_ray_door.py::test_a_ray_that_is_old_or_listens_to_all_is_refused",
+        "tests/distributed/test_ray_clusters.py::test_a_ray_that_is_old_or_listens_to_all_is_refused",
         r"DID NOT RAISE .*StartupError",
     ),
 }

@@ -27,9 +27,7 @@ ACK = b"\1"
 class DeviceStagePipes(StagePipes):
     """The connections of one rank on a GPU to the previous and the next stage (see StagePipes)."""
 
-    def __init__(
-        self, shard: Shard, fds: RankFds, seconds: float, device: torch.device, slot_bytes: int
-    ) -> None:
+    def __init__(self, shard: Shard, fds: RankFds, seconds: float, device: torch.device, slot_bytes: int) -> None:
         """Open the inbox and exchange handles. `slot_bytes` is the size of the rows of the longest step. Raise
         StartupError if a GPU has no access to another one's memory. Return once the next stage is connected too."""
         super().__init__(shard, fds, seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from socket import socket
 
 from quire.distributed.rank_messages import FAILED, KINDS, STEP_RESULT, RankFailure, read_failure
 from quire.errors import StartupError
@@ -76,10 +77,14 @@ class RankHandle:
 
     def __init__(self, rank: int, child: ChildProcess) -> None:
         self.rank, self.child = rank, child
-        self.connection = child.connections[0]
         self.step_results, self.other_frames = deque[Frame](), deque[Frame]()  # results of steps, and all other frames
         self.failure: RankFailure | None = None  # reported by the rank, or the end of its process
         self._decoder, self.encoder = FrameCodec(KINDS), FrameCodec(KINDS)
+
+    @property
+    def connection(self) -> socket:
+        """The engine's end of the rank's socket."""
+        return self.child.connections[0]
 
     def queue_for(self, kind: int) -> deque[Frame]:
         """Return the queue of received frames of that kind. Step results have their own, because they may arrive before

@@ -25,7 +25,10 @@ from quire.protocol.parallel_layout import ParallelLayout
 class RankHost(Protocol):
     """The ranks of some stages, on this host (LocalHost) or on another one (remote_host.RemoteHost)."""
 
-    ranks: Sequence[RankHandle]
+    @property
+    def ranks(self) -> Sequence[RankHandle]:
+        """The ranks, in the order of their numbers."""
+
     meeting: Meeting
     cores: int | None  # for their threads; None: those of this process
     memory: tuple[int, int] | None  # total and free bytes of the host's RAM; None: those of this host
@@ -79,10 +82,16 @@ class LocalHost:
             self._launch_thread = RankLaunchThread(self._launch_ranks(start))
             undo.callback(self._launch_thread.cancel)
             self._children = self._launch_thread.wait_for_children()
-            self.ranks = [RankHandle(first + index, child) for index, child in enumerate(self._children)]
+            self.ranks: Sequence[RankHandle] = [
+                RankHandle(first + index, child) for index, child in enumerate(self._children)
+            ]
             self._by_descriptor = {rank.connection.fileno(): rank for rank in self.ranks}
             undo.pop_all()
-        self.write, self.progress = ring.write, rendezvous.progress
+        self.progress = rendezvous.progress
+
+    def write(self, orders: bytes, seconds: float, while_full: Callable[[], None] = lambda: None) -> None:
+        """See RankHost."""
+        self.ring.write(orders, seconds, while_full)
 
     def _launch_ranks(self, start: RankLauncher) -> Callable[[], list[ChildProcess]]:
         ring, descriptors = self.ring, self.meeting.descriptors

@@ -10,22 +10,22 @@ from dataclasses import replace
 from quire.config import EngineConfig
 from quire.distributed import remote_runner
 from quire.distributed.rank_devices import gpus_per_rank, smallest_device_memory
-from quire.distributed.rank_handle import RankLauncher
 from quire.distributed.rank_messages import InitMessage
 from quire.distributed.remote_runner import RemoteRunner
 from quire.memory.interface import KVMemory
 from quire.protocol.parallel_layout import ParallelLayout
 
 
-def launcher_arguments(config: EngineConfig, device: str) -> dict[str, RankLauncher]:
-    """Return the arguments of RemoteRunner for how ranks are started on "cpu" or "cuda". Raise StartupError if that is
-    impossible."""
-    if config.executor != "ray":
-        return {}
-    from quire.distributed.ray_launcher import RayLauncher
+def start_remote_runner(config: EngineConfig, device: str, checkpoint: str) -> RemoteRunner:
+    """Start ranks on "cpu" or "cuda" for the model in the folder or file `checkpoint` ("": none). Raise StartupError if
+    that is impossible."""
+    layout, open_hosts = ParallelLayout(config.tp, config.pp), None
+    if config.executor == "ray":
+        from quire.distributed.ray_launcher import RayLauncher
 
-    gpus = gpus_per_rank(config.world_size) if device != "cpu" else 0.0
-    return {"start": RayLauncher(config.world_size, gpus, config.ray_address)}
+        gpus = gpus_per_rank(config.world_size) if device != "cpu" else 0.0
+        open_hosts = RayLauncher(gpus, config.ray_address, checkpoint)
+    return remote_runner.RemoteRunner(layout, config.rank_timeout, open_hosts=open_hosts)
 
 
 def open_devices(ranks: RemoteRunner, config: EngineConfig) -> tuple[int, int, str]:
@@ -33,6 +33,18 @@ def open_devices(ranks: RemoteRunner, config: EngineConfig) -> tuple[int, int, s
     shards = ranks.layout.shards()
     memory_infos = ranks.open_devices([InitMessage(config, part, (), 1, ranks.seconds) for part in shards])
     return smallest_device_memory(memory_infos, config.gpu_memory_utilization)
+
+
+def smallest_host_memory(ranks: RemoteRunner) -> tuple[int, int, str] | None:
+    """Return the memory to plan for on CPUs: a rank's share of total and free bytes of RAM, on the host with the least
+    room, and a description of it; None if all ranks are on this host."""
+    rooms = [
+        (host.memory[1] // len(host.ranks), host.memory[0] // len(host.ranks), host.name)
+        for host in ranks.hosts
+        if host.memory is not None
+    ]
+    free, total, name = min(rooms, default=(0, 0, ""))
+    return (total, free, f"node {name}") if rooms else None
 
 
 def build_ranks(
@@ -43,7 +55,8 @@ def build_ranks(
     if folder:
         config = replace(config, model=folder, revision=None)
     if config.device == "cpu" or config.threads is not None:
-        config = replace(config, threads=threads_per_rank(config.threads, config.world_size))
+        each = [threads_per_rank(config.threads, len(host.ranks), host.cores) for host in ranks.hosts]
+        config = replace(config, threads=None if None in each else min(filter(None, each)))
     level = logging.getLogger().getEffectiveLevel()
     ranks.send_init([
         InitMessage(
@@ -66,8 +79,7 @@ def rebuild_ranks(
     `check_memory` raises StartupError if the free memory, as `open_devices` returns it, is too small by now. Raise
     StartupError or RanksLost if the ranks can't be built."""
     assert config.max_num_batched_tokens is not None, "a sized config"
-    start = launcher_arguments(config, config.device)
-    ranks = remote_runner.RemoteRunner(ParallelLayout(config.tp, config.pp), config.rank_timeout, **start)
+    ranks = start_remote_runner(config, config.device, folder)
     try:
         if config.device != "cpu":
             check_memory(open_devices(ranks, config))
@@ -82,11 +94,12 @@ def rebuild_ranks(
     return ranks, memory
 
 
-def threads_per_rank(threads: int | None, ranks: int) -> int | None:
-    """Return the threads of a rank if all ranks have `threads` (None: one for each core); None: OMP_NUM_THREADS
-    decides."""
+def threads_per_rank(threads: int | None, ranks: int, cores: int | None = None) -> int | None:
+    """Return the threads of a rank if all ranks of a host have `threads` (None: one for each of `cores`, by default
+    those of this process); None: OMP_NUM_THREADS decides."""
     if threads is None and "OMP_NUM_THREADS" in os.environ:
         return None
+    threads = threads or cores
     if threads is None:
         from quire.kernels.cpu.cores import available_cores
 

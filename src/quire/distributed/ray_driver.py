@@ -1,8 +1,9 @@
 """Ray's driver: a process between the engine and Ray, which keeps Ray's threads, signal handlers, environment and
-crashes out of the engine's process. It has Ray place an actor for each rank, which runs the rank's program as its
-child, and reports to the engine where ranks are and how each ended. It ends with the engine's process.
+crashes out of the engine's process. It has Ray place an actor for each stage; one actor of a node runs the node's agent
+(quire.distributed.node_agent) as its child. It reports to the engine where stages are and how each agent ended. It ends
+with the engine's process.
 
-Only numbers and texts go through Ray, which pickles the arguments of calls; messages between engine and ranks never
+Only numbers and texts go through Ray, which pickles the arguments of calls; messages between engine and agents never
 do."""
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from quire.errors import StartupError
 from quire.ipc.channel import READ_SIZE
 from quire.ipc.child_process import describe_exit_code, exit_now, ignore_signals
-from quire.ipc.frames import FrameCodec, read_json, write_json
+from quire.ipc.frames import Frame, FrameCodec, read_json, write_json
+from quire.protocol.columns import WireError
 
-KINDS = range(1, 6)
-PLACE, PLACED, RANK_EXITED, RANK_LOST, PLACEMENT_FAILED = KINDS
+KINDS = range(1, 7)
+PLACE, PLACED, RUN, AGENT_EXITED, AGENT_LOST, PLACEMENT_FAILED = KINDS
 PR_SET_PDEATHSIG = 1
 MIN_RAY_VERSION = (2, 54)  # older versions run other users' code: CVE-2026-27482
 POLL_SECONDS = 0.5  # timeout of one wait
+RUN_POLL_SECONDS = 0.01  # timeout of one wait for the engine's RUN
 KILL_WAIT_SECONDS = 5.0  # seconds for killed processes to end
 CLOSE_SECONDS = 15.0  # seconds for all of Ray to end
 OBJECT_STORE_BYTES = 80 << 20  # of Ray's object store, which stays empty: about the minimum
@@ -46,18 +50,41 @@ LOCAL_CLUSTER_ENVIRONMENT = {
 
 
 class PlacementRequest(NamedTuple):
-    """The ranks to place: `ranks` of them with `gpus` of a GPU each (0: on a CPU), in the cluster at `address`, or, if
-    that is "", in a new cluster with its files in `folder`. A rank starts as `program`, which connects to the engine's
-    socket `name` and sends `token`. Placement may take `patience` seconds."""
+    """The stages to place: `pp` of `tp` ranks with `gpus` of a GPU each (0: on a CPU), each stage on one node, in the
+    cluster at `address`, or, if that is "", in a new cluster with its files in `folder`. Python with the arguments
+    `program` is a node's agent. Placement may take `patience` seconds."""
 
-    ranks: int
+    tp: int
+    pp: int
     gpus: float
     address: str
     folder: str
     program: list[str]
-    name: str
-    token: str
     patience: float
+
+    @property
+    def resource(self) -> str:
+        """The resource of Ray that a stage takes."""
+        return "GPU" if self.gpus else "CPU"
+
+    @property
+    def amount(self) -> float:
+        """How much of it a stage takes."""
+        return self.tp * (self.gpus or 1.0)
+
+    def __str__(self) -> str:
+        each = self.gpus or 1.0
+        ranks = f"{self.tp} rank{'s' * (self.tp > 1)} of {each:g} {self.resource}{' each' * (self.tp > 1)}"
+        return ranks if self.pp == 1 else f"{self.pp} stages of {ranks} (a stage's on one node)"
+
+
+class Node(NamedTuple):
+    """A node with stages: its id in Ray, its address, the numbers of its actors, and the GPUs that Ray assigned."""
+
+    id: str
+    address: str
+    actors: list[int]
+    gpus: list[str]
 
 
 def main() -> None:
@@ -73,15 +100,13 @@ def main() -> None:
         with suppress(OSError):  # the engine has ended, which ends this process
             connection.sendall(outgoing.encode(kind, write_json(body)))
 
-    request = None
-    while request is None:
-        data = connection.recv(READ_SIZE)
-        if not data:
-            exit_now(1)
-        request = next((PlacementRequest(**read_json(frame.body)) for frame in frames.decode(data)), None)
-    threading.Thread(target=_exit_with_engine, args=(connection, gone), name="quire-parent", daemon=True).start()
+    inbox = SimpleQueue[Frame]()
+    reader = threading.Thread(target=_read_engine, args=(connection, frames, inbox, gone), name="quire-parent")
+    reader.daemon = True
+    reader.start()
+    request = PlacementRequest(**read_json(inbox.get().body))
     try:
-        _run_driver(request, send, gone)
+        _run_driver(request, send, inbox, gone)
     except StartupError as error:
         send(PLACEMENT_FAILED, text=error.cause, remedy=error.remedy)
     except BaseException as error:
@@ -90,19 +115,24 @@ def main() -> None:
     exit_now(0)
 
 
-def _exit_with_engine(connection: socket.socket, gone: threading.Event) -> None:
-    """Set `gone` when the engine's process has ended or closed the connection; then end the process after CLOSE_SECONDS
-    at the latest."""
-    with suppress(OSError):
-        while connection.recv(READ_SIZE):
-            pass
+def _read_engine(
+    connection: socket.socket, frames: FrameCodec, inbox: SimpleQueue[Frame], gone: threading.Event
+) -> None:
+    """Put the engine's frames into `inbox`. Set `gone` when the engine's process has ended or closed the connection;
+    then end the process after CLOSE_SECONDS at the latest."""
+    with suppress(OSError, WireError):
+        while data := connection.recv(READ_SIZE):
+            for frame in frames.decode(data):
+                inbox.put(frame)
     gone.set()
     time.sleep(CLOSE_SECONDS)
     os._exit(1)
 
 
-def _run_driver(order: PlacementRequest, send: Callable[..., None], gone: threading.Event) -> None:
-    """Place the ranks, report their ends, and clean up. Raise StartupError if there is no room."""
+def _run_driver(
+    order: PlacementRequest, send: Callable[..., None], inbox: SimpleQueue[Frame], gone: threading.Event
+) -> None:
+    """Place the stages, run agents, report their ends, and clean up. Raise StartupError if there is no room."""
     with ExitStack() as last, ExitStack() as undo:
         last.callback(shutil.rmtree, order.folder, ignore_errors=True)
         last.callback(end_session, os.getpid())
@@ -114,13 +144,37 @@ def _run_driver(order: PlacementRequest, send: Callable[..., None], gone: thread
         actors = create_actors(ray, order, group)
         for actor in actors:
             undo.callback(ray.kill, actor)
-        placements = ray.get([actor.seat.remote() for actor in actors], timeout=order.patience)
-        if len({node for node, _ in placements}) > 1:
-            raise StartupError("Ray placed ranks on more than one node", "Use --tp for the GPUs of one node")
-        send(PLACED, gpus=[gpus for _, gpus in placements])
+        here, nodes = group_by_node(ray, ray.get([actor.seat.remote() for actor in actors], timeout=order.patience))
+        send(PLACED, here=here, nodes=[{"address": node.address, "stages": len(node.actors)} for node in nodes])
         silence_output()
-        if not watch_ranks(ray, order, actors, send, gone):
+        task: dict[str, Any] = {}
+        while not task and not gone.wait(RUN_POLL_SECONDS):
+            with suppress(Empty):
+                task = read_json(inbox.get_nowait().body)
+        if gone.is_set():
+            return
+        running: dict[Any, int] = {}
+        for number, node in enumerate(nodes):
+            first, *others = (actors[index] for index in node.actors)
+            host = node.address if number else ""  # the first node has no stage before its own
+            own = {**task, "number": number, "host": host, "gpus": node.gpus}
+            running[first.hold.remote(order.program, own)] = number
+            running |= {other.reserve.remote(): number for other in others}
+        if not watch_agents(ray, running, send, gone):
             undo.pop_all()  # the cluster is gone
+
+
+def group_by_node(ray: Any, seats: Sequence[tuple[str, list[str]]]) -> tuple[str, list[Node]]:
+    """Return this node's address, and the nodes with stages, this one first. `seats` are the node id and the GPUs of
+    each actor."""
+    addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
+    here = ray.get_runtime_context().get_node_id()
+    nodes: dict[str, Node] = {}
+    for actor, (node_id, gpus) in enumerate(seats):
+        node = nodes.setdefault(node_id, Node(node_id, addresses[node_id], [], []))
+        node.actors.append(actor)
+        node.gpus.extend(one for one in gpus if one not in node.gpus)
+    return addresses[here], sorted(nodes.values(), key=lambda node: (node.id != here, node.id))
 
 
 def connect_ray(order: PlacementRequest) -> Any:
@@ -137,7 +191,7 @@ def connect_ray(order: PlacementRequest) -> Any:
     if order.address:
         ray.init(address=order.address, **quiet)
         return ray
-    ray.init(address="local", num_cpus=order.ranks, num_gpus=None if order.gpus else 0, include_dashboard=False,
+    ray.init(address="local", num_cpus=order.tp * order.pp, num_gpus=None if order.gpus else 0, include_dashboard=False,
              object_store_memory=OBJECT_STORE_BYTES, _node_ip_address=LOOPBACK, _temp_dir=str(Path(order.folder, "r")),
              _plasma_directory=order.folder, _system_config={"memory_monitor_refresh_ms": 0}, **quiet)  # fmt: skip
     listens = {node["NodeManagerAddress"] for node in ray.nodes()}
@@ -148,83 +202,72 @@ def connect_ray(order: PlacementRequest) -> Any:
     return ray
 
 
-def watch_ranks(
-    ray: Any, order: PlacementRequest, actors: list[Any], send: Callable[..., None], gone: threading.Event
-) -> bool:
-    """Have the actors run the ranks, and report the end of each, until the engine's process closes the connection.
-    Return False if instead a process of a cluster started here has ended; all ranks end with it."""
-    running = {
-        actor.hold.remote(order.program, order.name, order.token, rank): rank for rank, actor in enumerate(actors)
-    }
+def watch_agents(ray: Any, running: dict[Any, int], send: Callable[..., None], gone: threading.Event) -> bool:
+    """Report the end of each call of an actor, given with its node's number, until the engine's process closes the
+    connection. Return False if instead a process of a cluster started here has ended; all agents end with it."""
     ray_processes = find_ray_processes()
     while not gone.is_set():
         if failure := next(filter(None, map(describe_process_end, ray_processes.items())), ""):
-            for rank in running.values():
-                send(RANK_LOST, rank=rank, told=failure)
+            for number in running.values():
+                send(AGENT_LOST, number=number, told=failure)
             end_session(os.getpid())
             return False
         ended, _ = ray.wait(list(running), timeout=POLL_SECONDS) if running else ([], gone.wait(POLL_SECONDS))
         for one in ended:
-            rank = running.pop(one)
+            number = running.pop(one)
             try:
                 code, errors = ray.get(one)
-                send(RANK_EXITED, rank=rank, code=code, told=errors)
+                send(AGENT_EXITED, number=number, code=code, told=errors)
             except ray.exceptions.RayError as error:
-                send(RANK_LOST, rank=rank, told=f"Ray's actor: {first_line(error)}")
+                send(AGENT_LOST, number=number, told=f"Ray's actor: {first_line(error)}")
     return True
 
 
 def create_placement_group(ray: Any, order: PlacementRequest, gone: threading.Event) -> Any:
-    """Return a placement group with one bundle on this node for each rank. Raise StartupError if there is no room in
-    time."""
-    kind, each = ("GPU", order.gpus) if order.gpus else ("CPU", 1.0)
-    bundles: list[dict[str, float]] = [{kind: each} for _ in range(order.ranks)]
-    bundles[0][find_node_resource(ray, order, kind, each)] = 0.001  # keeps the group on this node
-    group = ray.util.placement_group(bundles, strategy="STRICT_PACK")
-    end = time.monotonic() + order.patience
-    while not group.wait(POLL_SECONDS):
-        if gone.is_set() or time.monotonic() >= end:
-            ray.util.remove_placement_group(group)
-            free = ray.available_resources().get(kind, 0.0)
-            raise StartupError(
-                f"Ray found no room for {describe_request(order, kind, each)} on this node "
-                f"within {order.patience:g} s: others use it ({free:g} {kind}s are free); "
-                f"there are {describe_nodes(ray)}",
-                "Wait for them to end, or use fewer ranks (--tp)",
-            )
-    return group
+    """Return a placement group with a bundle for each stage, on as few nodes as possible, of which this is one if there
+    is room. Raise StartupError if there is no room in time."""
+    pin = find_node_resource(ray, order)
+    for pinned in ({pin: 0.001}, {}) if pin else ({},):
+        bundles: list[dict[str, float]] = [{order.resource: order.amount} for _ in range(order.pp)]
+        bundles[0] |= pinned
+        group = ray.util.placement_group(bundles, strategy="PACK")
+        end = time.monotonic() + order.patience / (2 if pin else 1)
+        while not gone.is_set() and time.monotonic() < end:
+            if group.wait(POLL_SECONDS):
+                return group
+        ray.util.remove_placement_group(group)
+    free = ray.available_resources().get(order.resource, 0.0)
+    raise StartupError(
+        f"Ray found no room for {order} within {order.patience:g} s: others use it "
+        f"({free:g} {order.resource}s are free); there are {describe_nodes(ray)}",
+        "Wait for them to end, or use fewer ranks (--tp, --pp)",
+    )
 
 
 def create_actors(ray: Any, order: PlacementRequest, group: Any) -> list[Any]:
     """Create an actor in each bundle."""
     strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-    made, cpus = make_actor_class(ray), 0 if order.gpus else 1
+    made = make_actor_class(ray)
+    takes = {"num_cpus": 0, "num_gpus": order.amount} if order.gpus else {"num_cpus": order.amount, "num_gpus": 0}
     return [
-        made.options(
-            num_cpus=cpus, num_gpus=order.gpus, scheduling_strategy=strategy(group, placement_group_bundle_index=rank)
-        ).remote()
-        for rank in range(order.ranks)
+        made.options(**takes, scheduling_strategy=strategy(group, placement_group_bundle_index=stage)).remote()
+        for stage in range(order.pp)
     ]
 
 
-def find_node_resource(ray: Any, order: PlacementRequest, kind: str, each: float) -> str:
-    """Return the resource that only this node has. Raise StartupError if the node is too small even when idle."""
+def find_node_resource(ray: Any, order: PlacementRequest) -> str:
+    """Return the resource that only this node has; "" if the node is too small for a stage even when idle. Raise
+    StartupError if the cluster is too small when idle."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
+    rooms = {node["NodeID"]: int(node["Resources"].get(order.resource, 0.0) / order.amount + 1e-6) for node in nodes}
+    if sum(rooms.values()) < order.pp:
+        cause = f"Ray has no room for {order}: there are {describe_nodes(ray)}"
+        fewer = "Use fewer ranks (--tp, --pp)"
+        raise StartupError(cause, f"{fewer}, or --device cpu" if order.gpus else fewer)
     here = next(node for node in nodes if node["NodeID"] == ray.get_runtime_context().get_node_id())
-    if here["Resources"].get(kind, 0.0) < order.ranks * each:
-        every = sum(node["Resources"].get(kind, 0.0) for node in nodes)
-        cause = (
-            f"Ray has no room for {describe_request(order, kind, each)} on this node: there are {describe_nodes(ray)}"
-        )
-        if every >= order.ranks * each:
-            raise StartupError(f"{cause}; ranks on more than one node are not supported", "Use --tp for one node")
-        raise StartupError(cause, "Use fewer ranks (--tp), or --device cpu" if order.gpus else "Use fewer ranks (--tp)")
+    if not rooms[here["NodeID"]]:
+        return ""
     return next(str(name) for name in here["Resources"] if name.startswith("node:") and "__" not in name)
-
-
-def describe_request(order: PlacementRequest, kind: str, each: float) -> str:
-    """Describe the request in words."""
-    return f"{order.ranks} rank{'s' * (order.ranks > 1)} of {each:g} {kind}{' each' * (order.ranks > 1)}"
 
 
 def describe_nodes(ray: Any) -> str:
@@ -296,29 +339,35 @@ def first_line(error: BaseException) -> str:
 
 
 def make_actor_class(ray: Any) -> Any:
-    """Return the actor's class. It is local and imports only the standard library, so Ray's workers do not need
+    """Return the actor's class. It is local and imports only the standard library, so Ray's workers do not import
     quire."""
 
     class Holder:
-        """Runs a rank's program as its child, which dies with it."""
+        """Holds the resources of a stage; may run a node's agent as its child, which dies with it."""
 
         def seat(self) -> tuple[str, list[str]]:
             """Return the id of this node, and the GPUs that Ray assigned."""
             context = ray.get_runtime_context()
             return context.get_node_id(), [str(one) for one in context.get_accelerator_ids().get("GPU", ())]
 
-        def hold(self, program: list[str], name: str, token: str, rank: int) -> tuple[int, str]:
-            """Run a rank. Return its exit status, and its errors from before it got the engine's standard error."""
+        def reserve(self) -> None:
+            """Wait until the actor is ended."""
+            import threading
+
+            threading.Event().wait()
+
+        def hold(self, program: list[str], task: dict[str, Any]) -> tuple[int, str]:
+            """Run an agent. Return its exit status, and what it wrote to standard error before it was connected."""
             import json
             import os
             import subprocess
+            import sys
 
-            child = subprocess.Popen(program, env={}, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+            child = subprocess.Popen([sys.executable, *program], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
             assert child.stdin is not None, "a pipe"
             assert child.stderr is not None, "a pipe"
-            message = {"name": name, "token": token, "rank": rank, "parent": os.getpid()}
             try:
-                child.stdin.write(json.dumps(message).encode() + b"\n")
+                child.stdin.write(json.dumps({**task, "parent": os.getpid()}).encode() + b"\n")
                 child.stdin.close()
             except OSError:
                 pass  # it has ended already

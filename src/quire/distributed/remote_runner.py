@@ -63,12 +63,13 @@ class RemoteRunner:
         self._virtual = False
         self._stopped_counts = Counter[int]()  # successive checks in which a rank was stopped
         self._orders = FrameCodec(rank_messages.KINDS)
-        hosts = open_hosts(layout) if open_hosts is not None else [LocalHost(layout, range(layout.pp), start)]
-        self.hosts: Sequence[RankHost] = hosts
+        self.hosts: Sequence[RankHost] = (
+            [LocalHost(layout, range(layout.pp), start)] if open_hosts is None else open_hosts(layout)
+        )
         self._finalizer = weakref.finalize(self, kill_hosts, self.hosts)
-        self.ranks = [rank for host in hosts for rank in host.ranks]
+        self.ranks = [rank for host in self.hosts for rank in host.ranks]
         self._poll = select.poll()
-        self._hosts_by_fd = {descriptor: host for host in hosts for descriptor in host.descriptors}
+        self._hosts_by_fd = {descriptor: host for host in self.hosts for descriptor in host.descriptors}
         for descriptor in self._hosts_by_fd:
             self._poll.register(descriptor, select.POLLIN)
 
@@ -346,5 +347,5 @@ def kill_hosts(hosts: Sequence[RankHost]) -> None:
 def _as_predicate(text: str) -> str:
     """Make a predicate of a failure's text: the description of a process's end is one already, that of an exception is
     not."""
-    known = ("was ended", "ended with", "left its connection", "sent what")
+    known = ("was ended", "was lost", "ended with", "left its connection", "sent what")
     return text if text.startswith(known) else f"failed: {text}"

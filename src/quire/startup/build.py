@@ -219,18 +219,15 @@ def build_engine(
         return _assemble(config, checkpoint, tokenizer_eos_ids, progress, pool_member, None)
     assert pool_member is None, "models of a pool are in its process"
     from quire.distributed.rank_devices import check_gpus
-    from quire.distributed.rank_startup import launcher_arguments
-    from quire.distributed.remote_runner import RemoteRunner
+    from quire.distributed.rank_startup import start_remote_runner
 
     try:
         device = choose_device(config)
         checkpoint = _with_shard_spec(config, checkpoint, device)
-        if device != "cpu":
+        if device != "cpu" and config.executor != "ray":
             check_gpus(config.tp, config.pp)
         if remote_runner is None:
-            remote_runner = RemoteRunner(
-                ParallelLayout(config.tp, config.pp), config.rank_timeout, **launcher_arguments(config, device)
-            )
+            remote_runner = start_remote_runner(config, device, str(checkpoint.path or ""))
         return _assemble(config, checkpoint, tokenizer_eos_ids, progress, None, remote_runner)
     except BaseException:
         if remote_runner is not None:
@@ -314,12 +311,16 @@ def _assemble(
 def _plan_memory(
     config: EngineConfig, checkpoint: Checkpoint, dtype: str, device: str, remote_runner: RemoteRunner | None
 ) -> MemoryPlan:
-    """Return the memory plan, by the free memory of the ranks' GPUs if there are ranks on GPUs."""
+    """Return the memory plan, by the free memory of the ranks' GPUs, or of the nodes of ranks on CPUs, if there are
+    any."""
     measured = None
-    if remote_runner is not None and device != "cpu":
+    if remote_runner is not None:
         from quire.distributed import rank_startup
 
-        measured = rank_startup.open_devices(remote_runner, config)
+        if device == "cpu":
+            measured = rank_startup.smallest_host_memory(remote_runner)
+        else:
+            measured = rank_startup.open_devices(remote_runner, config)
     saved = quantization_savings(config, checkpoint, dtype, device)
     return plan_memory(
         config, checkpoint.pool_spec, checkpoint.name, dtype, ITEMSIZE[dtype], device, saved, measured=measured,
