@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 from bench.echo_rank import ARRIVED
+from bench.local_nodes import LocalNodes
 from quire.bench.arguments import add_numbers
 from quire.bench.document import short, table
 from quire.bench.machine import Others
@@ -74,6 +75,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     """Add the command-line arguments."""
     group = add_numbers(parser, "measurement", repeat=(REPEATS, "repeats"))
     group.add_argument("--ranks", type=int, nargs="+", default=[], metavar="N", help="send steps to N ranks and back")
+    group.add_argument("--agent", action="store_true", help="send these steps through an agent, as to another node")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -84,14 +86,16 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise StartupError(f"--ranks is {args.ranks}", f"Give numbers between 1 and {MAX_RANKS}")
     found = [measured(name, message, args.repeat) for name, message in cases().items()]
     for ranks in args.ranks:
-        found += sent(ranks, args.repeat)
+        found += sent(ranks, args.repeat, args.agent)
     return found
 
 
-def sent(ranks: int, repeats: int) -> list[dict[str, Any]]:
-    """Measure steps of several sizes to `ranks` ranks and back, and an order without contents to them."""
-    runner, found = RemoteRunner(ranks, 60.0, partial(launch_rank_process, program=ECHO)), []
-    to = f"{ranks} rank{'s' * (ranks > 1)}"
+def sent(ranks: int, repeats: int, agent: bool) -> list[dict[str, Any]]:
+    """Measure steps of several sizes to `ranks` ranks and back, and an order without contents to them; with `agent` as
+    to another node."""
+    open_hosts = LocalNodes([range(1)], ECHO) if agent else None
+    runner, found = RemoteRunner(ranks, 60.0, partial(launch_rank_process, program=ECHO), open_hosts), []
+    to = f"{ranks} rank{'s' * (ranks > 1)}{' of an agent' * agent}"
     try:
         runner.send_init([InitMessage(EngineConfig(), part, (), 1, 60.0) for part in ParallelLayout(ranks).shards()])
         runner.wait_until_built()

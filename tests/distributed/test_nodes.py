@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,11 @@ from waiting import has_ended, wait_until
 from wired import drain, open_engine
 
 from bench.local_nodes import ADDRESS, LocalNodes
-from quire.distributed import node_agent, node_messages, remote_host
+from quire import LLM, SamplingParams
+from quire.distributed import node_agent, node_messages, remote_host, remote_runner
 from quire.distributed.checkpoint_digest import SAMPLE_BYTES, checkpoint_digest
 from quire.distributed.node_messages import HELLO, KINDS, START, NodeStart, RankState
+from quire.distributed.rank_startup import smallest_host_memory
 from quire.distributed.remote_runner import RemoteRunner
 from quire.distributed.secure_channel import ChannelListener, ChannelLost, SecureChannel, connect
 from quire.errors import EngineDead, StartupError
@@ -87,6 +90,24 @@ def test_ranks_of_nodes_do_what_one_rank_does(layout: ParallelLayout, stages: Se
     runner.close()
     assert [agent.returncode for agent in nodes.agents] == [0] * len(stages)
     wait_gone(pids)
+
+
+def test_a_model_on_two_nodes_says_what_one_process_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is planned by the node with the least."""
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "max_num_seqs": 4, "kv_tokens": 512}
+    prompts, params = ["Once upon a time", "The dog", "A"], SamplingParams(max_tokens=8, temperature=0)
+
+    def tokens_of(llm: LLM) -> list[list[int]]:
+        with llm:
+            return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+
+    wanted = tokens_of(LLM("tiny", **settings))
+    nodes = partial(RemoteRunner, open_hosts=LocalNodes((range(1), range(1, 2))))
+    monkeypatch.setattr(remote_runner, "RemoteRunner", nodes)
+    llm = LLM("tiny", tp=2, pp=2, **settings)
+    total, _, where = smallest_host_memory(llm.engine.runner) or (0, 0, "")  # type: ignore[arg-type]
+    assert (total, where) == (psutil.virtual_memory().total // 2, "node node-0")
+    assert tokens_of(llm) == wanted
 
 
 @pytest.mark.parametrize(

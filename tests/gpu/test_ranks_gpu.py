@@ -4,14 +4,17 @@ graphs, prompts whose sums are carried while they are computed, and both beside 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bench.local_nodes import LocalNodes
 from quire import LLM, SamplingParams
 from quire.core.speculation import NgramIndex
+from quire.distributed import remote_runner
 from quire.distributed.device_exchange import NCCL_MIN_BYTES
 from quire.models.named_configs import named_config
 
@@ -89,6 +92,14 @@ def test_two_ranks_say_what_one_says(folder: Path, settings: dict[str, Any]) -> 
 @pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}, {"max_num_batched_tokens": 512}], ids=str)
 def test_two_stages_say_what_one_says(folder: Path, settings: dict[str, Any]) -> None:
     compared(generate_all(folder, **settings), generate_all(folder, pp=2, **settings), spared=0)
+
+
+def test_stages_on_two_nodes_say_what_one_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows go over TCP, by way of the CPU's memory."""
+    one = generate_all(folder)
+    nodes = partial(remote_runner.RemoteRunner, open_hosts=LocalNodes([range(1), range(1, 2)]))
+    monkeypatch.setattr(remote_runner, "RemoteRunner", nodes)
+    compared(one, generate_all(folder, pp=2), spared=0)
 
 
 DRAFT_MODEL: dict[str, Any] = {"num_speculative_tokens": 3, "adaptive_speculation": False}
