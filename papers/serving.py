@@ -34,6 +34,7 @@ SYSTEMS = {
     "paged": "vLLM (paged)", "orca-oracle": "Orca (Oracle)", "orca-pow2": "Orca (Pow2)", "orca-max": "Orca (Max)",
     "ft": "FasterTransformer",
 }  # fmt: skip
+DEVICES = ("tp", "pp", "kv_tokens")  # settings that say on what a model runs
 SECONDS, SEARCHED = 600.0, 300.0  # of a trace, and of the traces of searches; with --full the paper's HOUR
 HOUR = 3600.0
 SEEDS = (0, 1, 2)  # of requests and of arrival times, for rates
@@ -135,7 +136,7 @@ class Load(NamedTuple):
         """Return the requests a second of a system when all come at once, with the default `settings`: searches over
         settings begin at one rate."""
         mean = np.mean([one.prompt_len - self.prefix + one.output_len for one in self.specs(MANY)])
-        plain = self._replace(settings=None)
+        plain = self._replace(settings={k: v for k, v in (self.settings or {}).items() if k in DEVICES})
         count = CROWD * math.ceil(plain.plant(system).kv_tokens / float(mean) / self.width)
         return middle_rate(plain.serve(system, plain.arriving([0.0] * count)))
 

@@ -15,7 +15,6 @@ from echo_ranks import FaultyEcho, threaded
 from waiting import IDLE, wait_until
 from wired import drain, open_engine
 
-from quire.bench.simulate import read_deployment
 from quire.config import EngineConfig
 from quire.distributed import rank_host, rank_startup
 from quire.distributed.rank_messages import STEP_RESULT
@@ -146,8 +145,6 @@ def test_layouts_by_vllms_names() -> None:
     assert engine_config("x", {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}) == EngineConfig(model="x", tp=2)
     with pytest.raises(StartupError, match="two names"):
         engine_config("x", {"tensor_parallel_size": 2, "tp": 2})
-    with pytest.raises(StartupError, match="--tp is 2, and what is simulated is one device"):
-        read_deployment(EngineConfig(tp=2), "h200")
 
 
 def test_an_answer_that_is_none_ends_all_ranks() -> None:

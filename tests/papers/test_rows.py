@@ -104,8 +104,8 @@ def test_any_verdicts_are_counted_by_document(folder: Path) -> None:
 
 
 def test_what_has_nothing_is_not_built(folder: Path) -> None:
-    assert Row("P-R3", "a review: several nodes") in ROWS
-    assert "| P-R3 | a review: several nodes | - | - | not built |" in page({}, folder)
+    assert Row("P-R1", "a review: page sizes, deeper than Figure 18b") in ROWS
+    assert "| P-R1 | a review: page sizes, deeper than Figure 18b | - | - | not built |" in page({}, folder)
 
 
 def test_the_command_writes_the_page(folder: Path) -> None:

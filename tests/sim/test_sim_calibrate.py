@@ -179,7 +179,7 @@ class Mark:
     """An event of a GPU that is simulated."""
 
     def __init__(self, simulation: Simulation) -> None:
-        self.at = max(simulation.runner.device_free_at, simulation.clock.now)
+        self.at = max(simulation.runner.stages_free_at[0], simulation.clock.now)
 
     def synchronize(self) -> None:
         pass

@@ -33,9 +33,11 @@ from quire.memory.page_layout import MemorySize, tokens_for_bytes
 from quire.models.named_configs import CONFIGS
 from quire.models.quantization import resolve_fp8_scheme
 from quire.protocol.model_spec import ModelSpec
+from quire.protocol.parallel_layout import ParallelLayout, Shard
+from quire.protocol.pipeline_stages import check_pp_division
 from quire.protocol.sampling_params import SamplingParams
 from quire.router.router import POLICIES
-from quire.sim.cost_model import Calibration, CostModel, calibration_names, load_calibration
+from quire.sim.cost_model import Calibration, CostModel, Division, calibration_names, load_calibration
 from quire.sim.fleet import Fleet, work_costs
 from quire.sim.runner import DrawFunction
 from quire.sim.simulation import (
@@ -89,7 +91,7 @@ class SimulatedDeployment(NamedTuple):
 
     def simulation(self, draw: DrawFunction | None = None) -> Simulation:
         """Return a simulation with a new engine. `draw`: see SimRunner."""
-        kind, depth = self.calibration.kind, self.calibration.depth
+        kind, depth = self.calibration.kind, max(self.calibration.depth, self.config.pp)
         return Simulation(
             self.config, self.spec, self.cost, self.kv_tokens, kind=kind, depth=depth, draw=draw,
             kv_bytes=self.kv_bytes,
@@ -192,9 +194,6 @@ def read_deployment(config: EngineConfig, calibration: str) -> SimulatedDeployme
             f"--speculative-method is {config.speculation}, and the tokens that are simulated have no content",
             "Give --speculative-model alone",
         )
-    for name, count in (("tp", config.tp), ("pp", config.pp)):
-        if count > 1:
-            raise StartupError(f"--{name} is {count}, and what is simulated is one device", f"Leave --{name} out")
     found = load_calibration(calibration)
     if config.model_config is None and not config.model and found.model != DEFAULT_MODEL:
         if found.model not in CONFIGS:
@@ -212,6 +211,8 @@ def read_deployment(config: EngineConfig, calibration: str) -> SimulatedDeployme
     cost = CostModel(shape_of(source, itemsize, saved), found.coefficients_for(source.name))
     if source.draft is not None:
         cost = cost._replace(draft=shape_of(source.draft, itemsize))
+    if config.world_size > 1:
+        cost = cost._replace(division=_division(config, source, itemsize))
     spec = source.pool_spec
     tokens, kv_bytes = config.kv_tokens, 0
     if tokens is None:
@@ -222,6 +223,14 @@ def read_deployment(config: EngineConfig, calibration: str) -> SimulatedDeployme
             f"the weights of {source.name} leave no room for KV on {found.device}", "Give --kv-gib, or another model"
         )
     return SimulatedDeployment(config, spec, cost, found, tokens, kv_bytes, Eyes.of(source.config, source.spec))
+
+
+def _division(config: EngineConfig, source: Checkpoint, itemsize: int) -> Division:
+    """Return how the model is divided among ranks. Raise StartupError if it can't be."""
+    source.for_shard(Shard(0, config.tp, 0, config.pp))
+    check_pp_division(source.spec, config.pp)
+    layout, spec = ParallelLayout(config.tp, config.pp), source.spec
+    return Division(layout, len(spec.layers), spec.hidden * itemsize)
 
 
 def _fp8_saved_bytes(config: EngineConfig, source: Checkpoint, itemsize: int, found: Calibration) -> int:
@@ -239,11 +248,12 @@ def _kv_bytes(
 ) -> int:
     if config.kv_gib is not None:
         return int(config.kv_gib * 2**30)
-    if found.kv_bytes is not None and source.name == found.model:
+    if found.kv_bytes is not None and source.name == found.model and config.world_size == 1:
         return found.kv_bytes + saved - (spec.parameters - source.spec.parameters) * itemsize
-    room = found.memory_bytes * config.gpu_memory_utilization + saved
+    room = config.world_size * found.memory_bytes * config.gpu_memory_utilization + saved
     eyes = spec.vision.parameters if spec.vision is not None else 0
-    return int(room - (spec.parameters + eyes) * itemsize - activation_bytes(config, spec, itemsize))
+    activations = config.world_size * activation_bytes(config, spec, itemsize)
+    return int(room - (spec.parameters + eyes) * itemsize - activations)
 
 
 TraceAtRate = Callable[[float | None], list[TraceRequest]]
@@ -383,7 +393,9 @@ def format_results(results: Sequence[dict[str, Any]], plant: SimulatedDeployment
     error = plant.calibration.error
     accuracy = f"steps off by {error['median']:.1%} (median)" if error and "median" in error else "not measured"
     each = f"{plant.replicas} replicas (router: {plant.router}), each of " if plant.replicas > 1 else ""
-    device = f"{each}{plant.calibration.device}, {plant.kv_tokens:,} tokens of KV"
+    config = plant.config
+    ranks = f"{config.tp} x {config.pp} of " if config.world_size > 1 else ""
+    device = f"{each}{ranks}{plant.calibration.device}, {plant.kv_tokens:,} tokens of KV"
     lines = [table(head, rows), f"simulated: {device}; {accuracy}"]
     for run in results if plant.replicas > 1 else ():
         found = "" if run["hit_rate"] is None else f"{run['hit_rate']:.1%} of prompt tokens found in caches, "

@@ -11,7 +11,8 @@
 Reading and computing overlap in part, by a calibration's `overlap`. A step with a prompt is launched kernel by kernel,
 which takes the host at least `launch`. A sequence whose draft tokens are verified has a row for each of its positions,
 which share one read of its keys and values, as in the Triton kernels. Coefficients belong to a device and its kernels,
-not to a model: for a model of another shape, a draft model too, they are an extrapolation.
+not to a model: for a model of another shape, a draft model too, they are an extrapolation. Of ranks (`Division`) each
+has a device; matrices, attention and copies are divided among those of a stage, which add up their results.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from quire.errors import StartupError
 from quire.models.head_config import HeadConfig
 from quire.protocol.images import ImageItem
 from quire.protocol.model_spec import ModelSpec
+from quire.protocol.parallel_layout import ParallelLayout
 from quire.protocol.step_plan import LAST_SAMPLED, PageCopy, SeqSlice, StepPlan, SwapIn, SwapOut
 from quire.sim.vision_cost import VisionShape, vision_work
 
@@ -254,17 +256,68 @@ class Coefficients(NamedTuple):
     encoder: float = 1.0
 
 
+class Links(NamedTuple):
+    """Times that a division among ranks adds, measured on two H200s with NVLink.
+
+    A sum over the ranks of a stage, beyond the norm that is fused with it, takes one shot (each rank reads all others)
+    or two (each rank sums a part); of the longest sums a share is hidden beside matrix products
+    (h200x2_exchange.json). `layer` is the part of a layer's time that ranks don't divide, `stage` what a step takes
+    longer in each stage than without stages (fitted to h200x2_8b.json and h200x2_pp2_8b.json). `stage_byte` is of a
+    copy to the next stage."""
+
+    one_shot: float = 2.8e-6  # seconds of a sum
+    one_shot_byte: float = 3.2e-12  # seconds of a byte of another rank
+    two_shots: float = 6.1e-6
+    two_shots_byte: float = 3.4e-12
+    hidden_from: int = 16 << 20  # bytes
+    hidden_share: float = 0.6
+    layer: float = 3.1e-5
+    stage: float = 4e-4
+    stage_byte: float = 1 / 386e9
+
+    def sum_seconds(self, ranks: int, nbytes: int) -> float:
+        """Return the seconds of a sum over `ranks` ranks of `nbytes` each."""
+        if ranks == 1:
+            return 0.0
+        seconds = min(
+            self.one_shot + self.one_shot_byte * nbytes * (ranks - 1),
+            self.two_shots + self.two_shots_byte * nbytes * 2 * (ranks - 1) / ranks,
+        )
+        return seconds * (1 - self.hidden_share) if nbytes > self.hidden_from else seconds
+
+
+class Division(NamedTuple):
+    """A model of that many layers divided among ranks, each with a device. Each layer has two sums, and the embedding
+    one, of tokens' rows of `row_bytes`; a stage sends two tensors of such rows to the next one."""
+
+    layout: ParallelLayout
+    layers: int
+    row_bytes: int
+    links: Links = Links()
+
+    def extra_seconds(self, tokens: int) -> float:
+        """Return what a step of that many tokens takes more in all stages than its divided work."""
+        (tp, pp), links = self.layout, self.links
+        sums = (2 * self.layers + 1) * links.sum_seconds(tp, tokens * self.row_bytes)
+        return sums + self.layers * links.layer * (1 - 1 / tp) + (pp * links.stage if pp > 1 else 0.0)
+
+    def transfer_seconds(self, tokens: int) -> float:
+        """Return the seconds that a step of that many tokens takes from a stage to the next one."""
+        return 2 * tokens * self.row_bytes * self.links.stage_byte
+
+
 class CostModel(NamedTuple):
-    """The costs of a model's shape on a device."""
+    """The costs of a model's shape on a device, or on one for each rank of a `division`."""
 
     shape: ModelShape
     coefficients: Coefficients
     draft: ModelShape | None = None  # of the draft model
+    division: Division | None = None
 
     def device_seconds(self, work: StepWork) -> float:
-        """Return the seconds that the device takes for a step."""
-        c = self.coefficients
-        copies = work.copied * c.copied_byte + work.swapped * c.swapped_byte
+        """Return the seconds that the device takes for a step, with a division all stages together."""
+        c, tp = self.coefficients, 1 if self.division is None else self.division.layout.tp
+        copies = (work.copied * c.copied_byte + work.swapped * c.swapped_byte) / tp
         if not work.tokens and not work.encoded:
             return copies
         weights = work.pictures + (self.shape.bytes_read(work.tokens) if work.tokens else 0.0)
@@ -278,7 +331,9 @@ class CostModel(NamedTuple):
             shares = (reading / longer) ** c.overlap + (computing / longer) ** c.overlap
             matrices = longer * shares ** (1 / c.overlap)
         attention = work.kv_bytes * c.kv_byte + work.attention * c.attention
-        seconds = matrices + attention + c.step + work.rows * c.row
+        seconds = (matrices + attention) / tp + c.step + work.rows * c.row
+        if self.division is not None:
+            seconds += self.division.extra_seconds(work.tokens)
         is_prompt = work.attention or work.encoded or work.tokens > work.rows
         return copies + (max(seconds, c.launch) if is_prompt else seconds)
 
@@ -286,7 +341,7 @@ class CostModel(NamedTuple):
         """Return the seconds that the draft model takes after a step's own work."""
         if self.draft is None:
             return 0.0
-        alone = CostModel(self.draft, self.coefficients)
+        alone = CostModel(self.draft, self.coefficients, division=self.division)
         return sum(map(alone.device_seconds, draft_passes(plan, self.draft)))
 
     def host_seconds(self, work: StepWork) -> float:

@@ -1,8 +1,9 @@
 """A Runner without a device: each step takes the time of the cost model, on a virtual clock.
 
-The host plans while the device computes (`depth` 2) or waits for it (1), as with a real runner; steps run one after
-another. Tokens are constants that end no sequence: lengths are those of the requests. A draft token that is proposed is
-accepted with a given probability if those before it are, decided by its sequence and position alone.
+The host plans while the device computes (`depth` 2) or waits for it (1), as with a real runner. Steps run one after
+another, in each stage if there are several. Tokens are constants that end no sequence: lengths are those of the
+requests. A draft token that is proposed is accepted with a given probability if those before it are, decided by its
+sequence and position alone.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class SimRunner:
         self.acceptance = acceptance
         self.in_flight: deque[InFlightStep] = deque()
         self.padding: Callable[[StepPlan], PaddingCounts] | None = None
-        self.device_free_at = 0.0  # end of all submitted steps
-        self.busy_seconds = 0.0  # of the device
+        division = cost.division
+        self.stages_free_at = [0.0] * (1 if division is None else division.layout.pp)  # ends of all submitted steps
+        self.busy_seconds = 0.0  # of a device
         self.page_bytes: tuple[int, ...] = ()
         self.slot_inits: dict[int, SlotInit] = {}  # by slot
         self.has_images = False
@@ -95,13 +97,22 @@ class SimRunner:
             work = add_padding(work, self.cost.shape, *self.padding(plan))
         self.clock.advance(self.cost.host_seconds(work))
         seconds, draft_seconds = self.cost.device_seconds(work), self.cost.draft_seconds(plan)
-        end = max(self.device_free_at, self.clock.now) + seconds
-        self.device_free_at = end + draft_seconds  # the host has the samples before
-        self.busy_seconds += seconds + draft_seconds
+        end = self._pass_stages(work, seconds)
+        self.stages_free_at[-1] += draft_seconds  # the host has the samples before
+        self.busy_seconds += (seconds + draft_seconds) / len(self.stages_free_at)
         self.in_flight.append(InFlightStep(plan, end, seconds))
         if self.on_step is not None:
             self.on_step(work, seconds)
         return len(self.in_flight)
+
+    def _pass_stages(self, work: StepWork, seconds: float) -> float:
+        """Let a step of that many seconds pass all stages, which have equal parts, and return its end."""
+        stages, at = self.stages_free_at, self.clock.now
+        for stage, free_at in enumerate(stages):
+            at = stages[stage] = max(at, free_at) + seconds / len(stages)
+            if self.cost.division is not None and stage < len(stages) - 1:
+                at += self.cost.division.transfer_seconds(work.tokens)
+        return at
 
     def collect(self, ticket: int) -> StepResult:
         """Advance the clock to the end of the oldest step and return its result."""
