@@ -4,11 +4,11 @@ each other (quire.distributed.rank_messages) passes through as bytes."""
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
-import quire
 from quire.distributed.rendezvous import Meeting
 from quire.errors import StartupError
 from quire.ipc.frames import read_field, read_json, read_uint32, write_json
@@ -164,7 +164,7 @@ def read_started(body: memoryview, start: NodeStart) -> Meeting:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of quire and of PACKAGES here."""
-    versions = {"quire": quire.__version__}
+    versions = {"quire": str(sys.modules["quire"].__version__)}  # an import would be circular
     for name in PACKAGES:
         try:
             versions[name] = version(name)
