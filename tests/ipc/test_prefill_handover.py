@@ -308,6 +308,23 @@ def test_aborts(when: str) -> None:
 
 
 @pytest.mark.full
+def test_an_abort_of_one_of_several_prompts() -> None:
+    """Also of one that is computed already, while another one isn't."""
+
+    async def work(llm: AsyncLLM, client: ReplicatedEngineClient) -> None:
+        prompts = [("first", PROMPTS[0][:8]), ("second", PROMPTS[7])]
+        task = asyncio.ensure_future(llm.submit_all(prompts, LONG))
+        computed = lambda: any(len(one.numbers) == 1 for one in client._computations.values())  # noqa: E731
+        await wait_until_async(computed, "the first prompt is computed")
+        llm.abort("first")
+        first, second = await task
+        assert [output async for output in first][-1].finish_reason == "abort"
+        assert [[token async for output in second for token in output.tokens]] == alone(PROMPTS[7:], LONG)
+
+    separated(work, pause=0.03, max_num_batched_tokens=16)
+
+
+@pytest.mark.full
 def test_a_reset_drops_what_was_computed_before_it() -> None:
     async def work(llm: AsyncLLM, client: ReplicatedEngineClient) -> None:
         task = asyncio.ensure_future(complete(llm, PROMPTS[0]))

@@ -340,7 +340,7 @@ class ReplicatedEngineClient:
                 if message.pages:
                     computation.pending.cached_tokens[number] = message.cached_tokens
                     computation.pending.handovers.append((replica, message))
-                else:
+                elif number not in self._aborted:
                     self._count_fallbacks(1)
                 return [] if computation.numbers else self._end_computation(key)
         self._release_pages([(replica, message)])  # it is not waited for any more
@@ -355,6 +355,7 @@ class ReplicatedEngineClient:
             if own in self.router.requests:
                 self.router.remove(own)
         if computation.is_stale:
+            self._count_fallbacks(len(pending.handovers))
             self._release_pages(pending.handovers)
             pending.handovers, pending.cached_tokens = [], {}
         passed: Passed = []
@@ -407,10 +408,11 @@ class ReplicatedEngineClient:
 
     def _abort(self, message: AbortRequests) -> None:
         for prompts in self._computations.values():
-            for own, number in prompts.numbers.items():
-                if message.numbers is None or number in message.numbers:
-                    self._aborted.add(number)
-                    self.replicas[prompts.replica].send(AbortRequests((own,)))
+            numbers = prompts.pending.numbers
+            aborted = set(numbers if message.numbers is None else message.numbers).intersection(numbers)
+            self._aborted |= aborted
+            if computing := tuple(own for own, number in prompts.numbers.items() if number in aborted):
+                self.replicas[prompts.replica].send(AbortRequests(computing))
         if message.numbers is None:
             self._aborted.update(self._requests)
             for i in self._alive:
