@@ -159,8 +159,9 @@ def test_the_prefix_is_found_by_the_prefill_engine() -> None:
     separated(work, num_prefill=2)
 
 
+@pytest.mark.full
 def test_what_a_decode_replica_serves_alone() -> None:
-    """Scored prompts, embeddings, and prompts of less than a page; several branches are shared among none."""
+    """Scored prompts, and prompts of less than a page. Branches share a handover; each prompt of a batch has its own."""
 
     async def work(llm: AsyncLLM, client: ReplicatedEngineClient) -> None:
         await complete(llm, PROMPTS[0], SamplingParams(max_tokens=2, prompt_logprobs=1, ignore_eos=True))
