@@ -161,7 +161,7 @@ def test_the_prefix_is_found_by_the_prefill_engine() -> None:
 
 @pytest.mark.full
 def test_what_a_decode_replica_serves_alone() -> None:
-    """Scored prompts, and prompts of less than a page. Branches share a handover; each prompt of a batch has its own."""
+    """Scored prompts, and prompts of less than a page. Branches share a handover; the prompts of a batch do not."""
 
     async def work(llm: AsyncLLM, client: ReplicatedEngineClient) -> None:
         await complete(llm, PROMPTS[0], SamplingParams(max_tokens=2, prompt_logprobs=1, ignore_eos=True))
