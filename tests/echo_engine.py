@@ -19,7 +19,7 @@ from quire.text.grammars.compiler import GrammarCompiler
 
 def build(hello: EngineInitMessage) -> tuple[Engine, EngineReady, GrammarCompiler | None]:
     """The echo of the recipe."""
-    echo = echo_service.Echo(**RECIPE["echo"])
+    echo = echo_service.Echo(**RECIPE["echo"], shared_host=hello.shared_host)
     given = {"text": RECIPE["text"], "kv_tokens": RECIPE["kv_tokens"], **RECIPE["settings"]}
     model = echo_service.built(echo, chat=False, **given)  # templates are the front's
     grammars = None

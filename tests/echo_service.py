@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -35,6 +36,7 @@ from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.shared_host import SharedHostMemory
 from quire.protocol.step_plan import SeqSlice, SliceResult, SlotInit, StepResult
 from quire.sim.echo_runner import EchoRunner
 from quire.text.chat_template import ChatTemplate
@@ -50,6 +52,7 @@ if TYPE_CHECKING:  # engines in processes of their own import this module withou
 Placement = Literal["process", "thread", "replicas"]  # of the engine; of three engines
 VOCAB = 512
 MAX_LEN = 256
+HOST_BYTES = 2**17  # of each engine, if they share host memory; echoes are made with as much
 BRAKED = 0.2  # seconds a step
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -84,9 +87,10 @@ class Echo(EchoRunner):
     there they take BRAKED seconds, so that what a test does while requests run needs no haste."""
 
     def __init__(
-        self, pause: float = 0.0, fail_at: int | None = None, depth: int = 2, brake: str | None = None
-    ) -> None:
-        super().__init__(depth, vocab_size=VOCAB)
+        self, pause: float = 0.0, fail_at: int | None = None, depth: int = 2, brake: str | None = None,
+        shared_host: SharedHostMemory | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(depth, vocab_size=VOCAB, shared_host=shared_host)
         self.pause, self.fail_at, self.brake = pause, fail_at, brake
         recipe = {"pause": pause, "fail_at": fail_at, "depth": depth, "brake": brake}
         self.recipe = recipe if type(self) is Echo else None
@@ -182,7 +186,7 @@ def built(
         recipe = {"echo": recipe, "text": text, "kv_tokens": kv_tokens, "settings": settings}
     config = EngineConfig(**{"page_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 64, **settings})
     spec = ModelSpec("echo", (LayerSpec(1, 8),), VOCAB, max_len, 8, 1, 8, 0)
-    memory = build_memory(config, spec, MemorySize(kv_tokens, max_len, 2))
+    memory = build_memory(config, spec, MemorySize(kv_tokens, max_len, 2), shared_host=runner.shared_host)
     runner.bind(memory.kv_config)
     scheduler = Scheduler(
         memory, token_budget=config.max_num_batched_tokens, max_seqs=config.max_num_seqs, max_len=max_len, eos_ids=(0,),
@@ -196,23 +200,35 @@ def built(
 
 def linked(
     model: EchoBuilt | EngineConfig, stall_after: float = 60.0, placement: Placement = "process",
-    policy: str = "prefix", restart: bool = False,
+    policy: str = "prefix", restart: bool = False, num_prefill: int = 0, min_prefill_tokens: int = 4,
 ) -> AsyncLLM:  # fmt: skip
     """Return an AsyncLLM over `model`, an echo or a real model's config. Its engine has a process of its own, as a
-    server's has by default, or a thread of this process. A model without a recipe can only have a thread. `policy` and
-    `restart` are those of replicas."""
+    server's has by default, or a thread of this process. A model without a recipe can only have a thread. `policy`,
+    `restart`, `num_prefill` and `min_prefill_tokens` are those of replicas."""
     if isinstance(model, EngineConfig):
         return AsyncLLM(engine_process=placement == "process", **model.flat())
     recipe = getattr(model, "recipe", None)
     if placement == "thread" or recipe is None:
         return AsyncLLM.of(model, stall_after=stall_after)  # type: ignore[arg-type]
     program = "-P", str(Path(__file__).parent / "echo_engine.py"), json.dumps(recipe)
-    links = [ProcessEngineClient(ChildProcess(1, program)) for _ in range(3 if placement == "replicas" else 1)]
-    for link in links:
-        link.send_init(EngineInitMessage(EngineConfig(), (), stall_after, False, logging.WARNING, len(links) > 1))
+    memory = FileIO(os.memfd_create("host-pages", os.MFD_CLOEXEC), "r+b") if num_prefill else None
+    count = 3 if placement == "replicas" else 1
+    links = [ProcessEngineClient(ChildProcess(1, program, shared_memory=memory)) for _ in range(count)]
+    for i, link in enumerate(links):
+        shared = None if memory is None else SharedHostMemory(memory.fileno(), i, count, HOST_BYTES)
+        link.send_init(EngineInitMessage(EngineConfig(), (), stall_after, False, logging.WARNING, count > 1, i, shared))
     for link in links:
         link.wait_ready()
-    client = links[0] if len(links) == 1 else ReplicatedEngineClient(links, policy, restart)
+    client: Any = links[0]
+    if count > 1:
+        try:
+            client = ReplicatedEngineClient(links, policy, restart, num_prefill, min_prefill_tokens)
+        except BaseException:
+            for link in links:
+                link.close(5.0)
+            if memory is not None:
+                memory.close()
+            raise
     return AsyncLLM.over(client, input_processor(model, client.ready.limits))
 
 

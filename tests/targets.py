@@ -83,6 +83,7 @@ GATE_CASES = {
     "tests/test_rounded_kv.py": 1,
     "tests/test_rounded_kv.py::test_perplexity_of_the_bundled_model": 0,
     "tests/test_gpu_ranks.py": 0,
+    "tests/test_handed_over_pages.py": 1,
     "tests/test_half_precision.py::test_bf16_is_as_exact_as_transformers": 1,
     "tests/test_layer_kinds.py": 1,
     "tests/test_mllama_logits.py": 1,

@@ -43,6 +43,7 @@ from quire.ipc.handshake import (
 )
 from quire.ipc.heartbeat import Health
 from quire.ipc.messages import (
+    MAX_SHARED_PAGES,
     AbortRequests,
     AddRequests,
     AdminRequest,
@@ -50,10 +51,13 @@ from quire.ipc.messages import (
     EngineExited,
     EngineMetrics,
     EngineReady,
+    HandOver,
+    ImportPages,
     ListPrefixes,
     NewRequest,
     QueueSizes,
     RegisterPrefix,
+    ReleaseHandOver,
     ReleasePrefix,
     Reply,
     RequestProgress,
@@ -66,6 +70,7 @@ from quire.protocol.columns import MAX_FRAME_BYTES, WireError
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.method import Method
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.shared_host import SharedHostMemory, SharedPage
 from quire.protocol.step_plan import MappingStats, RankUsage, TopLogprobs
 from quire.protocol.structured_output import ANY_OUTPUT, Structured
 
@@ -149,6 +154,7 @@ LOOKED = (
     NewRequest(1, "a", (5, 6, 7, 8), (ImageItem(CAT, 1, 2, 2), ImageItem(DOG, 3, 1, 6, 2))), NewRequest(2, "b", (5,)),
     NewRequest(3, "c", (5, 6), (ImageItem(CAT, 0, 2, 2),)),
 )  # fmt: skip
+PAGES = [SharedPage(0, 1, b"a" * 32), SharedPage(3, 2**40, b"b" * 34), SharedPage(0, 300, b"c" * 32)]
 MESSAGES = [
     AddRequests(8, LOOKED, SamplingParams(max_tokens=3), "salt", SEEN), AddRequests(8, LOOKED, SamplingParams(), "",
     SEEN[:1]),
@@ -157,6 +163,8 @@ MESSAGES = [
     AbortRequests(None), AbortRequests((1, 2, 2**32 - 1)), AbortRequests(()), StopBranch(3, 0, "stop\ud800 here"),
     RegisterPrefix(1, 2, "rules", (1, 2, 3)), ReleasePrefix(4, "rules"), ListPrefixes(9), AdminRequest(3, "reset"),
     AdminRequest(3, "sleep", 2, "abort"), AdminRequest(4, "wake", tags=("weights",)),
+    ImportPages(2**32 - 1, PAGES), ImportPages(3, []), ReleaseHandOver(2**32 - 1),
+    AddRequests(7, (NewRequest(1, "cmpl-1", (5, 6, 7)),), SamplingParams(), hands_over=True),
 ]  # fmt: skip
 
 
@@ -253,7 +261,33 @@ def test_answers(value: Any) -> None:
     assert from_engine(Reply(3, None, value)) == Reply(3, None, value)
 
 
-FROM_ENGINES = {frames.REPLY, frames.STEP_OUTPUTS, frames.CACHE_UPDATE, frames.ENGINE_EXITED}
+FROM_ENGINES = {frames.REPLY, frames.STEP_OUTPUTS, frames.CACHE_UPDATE, frames.HAND_OVER, frames.ENGINE_EXITED}
+
+
+@pytest.mark.parametrize("pages", [PAGES, []])
+def test_pages_that_are_handed_over(pages: list[SharedPage]) -> None:
+    assert from_engine(HandOver(3, 16, 2**40, pages)) == HandOver(3, 16, 2**40, pages)
+
+
+@pytest.mark.parametrize(
+    ("page", "why"),
+    [
+        (SharedPage(-1, 1, b"k"), "negative"), (SharedPage(0, 0, b"k"), "host page 0"), (SharedPage(0, 1, b""), "is"),
+        (SharedPage(0, 1, b"k" * 65), "one is not from 1 to 64"),
+    ],
+)  # fmt: skip
+def test_pages_that_no_engine_has(page: SharedPage, why: str) -> None:
+    with pytest.raises(WireError, match=why):
+        from_engine(HandOver(3, 16, 20, [page]))
+    with pytest.raises(WireError, match=why):
+        from_front(ImportPages(3, [page]))
+
+
+def test_a_page_more_than_is_read() -> None:
+    body = bytearray(write_client_message(ImportPages(3, PAGES))[1])
+    body[4:8] = frames.COUNT.pack(MAX_SHARED_PAGES + 1)
+    with pytest.raises(WireError, match=f"{MAX_SHARED_PAGES + 1} are announced, at most {MAX_SHARED_PAGES} are read"):
+        read_client_message(Frame(frames.IMPORT_PAGES, memoryview(body)))
 
 
 @pytest.mark.parametrize(
@@ -358,13 +392,15 @@ def bodies() -> list[tuple[Callable[[Frame], object], int, bytes]]:
                       list(enumerate([*plain, ends, ends._replace(stop_reason=7), pooled])), some_facts())  # fmt: skip
     held = {"a": 1}, ("a",)
     engine = [stepped, stepped._replace(facts=None), Reply(1, InputError("a", "n")), Reply(2, None, held),
-              CacheUpdate([b"a" * 32], [b"b" * 32]), EngineExited(EngineDead("x"))]  # fmt: skip
+              CacheUpdate([b"a" * 32], [b"b" * 32]), HandOver(1, 2, 3, PAGES),
+              EngineExited(EngineDead("x"))]  # fmt: skip
     found: list[tuple[Callable[[Frame], object], int, bytes]] = [
         (read_engine_message, *write_engine_message(each)) for each in engine
     ]
     asked = AddRequests(7, (NewRequest(1, "cmpl-1", tuple(range(90))),), SamplingParams(**PARAMS[5]), "salt")
     found += [(read_client_message, *write_client_message(message)) for message in (asked, *MESSAGES)]
-    hello = write_engine_init(EngineInitMessage(EngineConfig(), (1, 2), 60.0, True, 20))
+    shared = SharedHostMemory(3, 1, 2, 2**30)
+    hello = write_engine_init(EngineInitMessage(EngineConfig(), (1, 2), 60.0, True, 20, shared_host=shared))
     keys = PromptKeys(KeyChain(b"r" * 32, 16), 32, 2)
     ready = write_ready(EngineReady(EngineLimits(5, 6, 7), ("a",), (), {"block_size": "16"}, some_facts(), keys))
     return [

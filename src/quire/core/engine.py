@@ -128,11 +128,13 @@ class Engine:
         images: Seq[tuple[ImageItem, ...]] = (),
         pixels: Seq[ImagePixels] = (),
         client: str = "",
+        hands_over: bool = False,
     ) -> None:
         """Queue a request for each (id, prompt), all or none. Raises as `add`. The requests form one batch of `client`
         (see quire.core.request_queue). `images` are the images of each prompt, empty if no prompt has any. `pixels` are
         the pixels of all of them; those that the runner lacks are sent to it. `params` are resolved already (see
-        quire.text.text_backend): words have become token ids."""
+        quire.text.text_backend): words have become token ids. With `hands_over` they compute prompts for another
+        engine, which counts the requests."""
         self.sleep_controller.check_awake()
         waiting = self.scheduler.waiting
         self.limits.check_queue(len(prompts), waiting.num_batches, len(waiting))
@@ -148,7 +150,7 @@ class Engine:
             self.image_registry.check([request.images for request in accepted.values()], pixels, is_joined)
         self.num_batches += 1
         for id, validated in accepted.items():
-            self._enqueue(id, validated, params, salt, prefix, client)
+            self._enqueue(id, validated, params, salt, prefix, client, hands_over)
         for image in self.image_registry.take_new(pixels):
             self.send_to_runner(self.runner.add_image, image)
 
@@ -188,6 +190,7 @@ class Engine:
         salt: str,
         prefix: str | None,
         client: str = "",
+        hands_over: bool = False,
     ) -> None:
         seed = params.seed % 2**63 if params.seed is not None else branch_seed(self.seed, self.num_added << 20)
         self.num_added += 1
@@ -199,7 +202,7 @@ class Engine:
             seq.max_prefix_hit = 0
         request = Request(id, seq, params, arrival_time=self.clock(), max_tokens=validated.max_tokens)
         request.method, request.prefix_name, request.images = validated.method, prefix, validated.images
-        request.client, request.batch_id = client, self.num_batches
+        request.client, request.batch_id, request.hands_over = client, self.num_batches, hands_over
         self.image_registry.add_request(validated.images)
         self.requests[id] = request
         self.scheduler.add(request)
@@ -472,7 +475,7 @@ class Engine:
             request = occupant[0]
             if request.scheduled_time is None:
                 request.scheduled_time = self.clock()
-                self.stats.prompt_tokens += init.prompt_len
+                self.stats.prompt_tokens += 0 if request.hands_over else init.prompt_len
 
     def finish_outputs(self, outputs: list[BranchOutput]) -> list[BranchOutput]:
         """Forget the requests that `outputs` end, and the prefixes that could not be registered. Return the outputs

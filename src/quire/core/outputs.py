@@ -129,7 +129,7 @@ class OutputBuilder:
                 continue
             if request.first_token_time is None:
                 request.first_token_time = now
-            generated_tokens += len(tokens)
+            generated_tokens += 0 if request.hands_over else len(tokens)
             if request.params.returns_best_of:
                 if request.status is RequestStatus.DONE and not request.num_reported:
                     outputs += self._best_of_outputs(request)
@@ -239,7 +239,8 @@ class OutputBuilder:
 
     def _count_end(self, request: Request, why: str) -> None:
         """Count the end of a branch."""
-        self.stats.finished[why] = self.stats.finished.get(why, 0) + 1
+        if not request.hands_over:
+            self.stats.finished[why] = self.stats.finished.get(why, 0) + 1
         request.num_reported += 1
 
 

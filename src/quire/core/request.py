@@ -36,9 +36,9 @@ class Request:
 
     __slots__ = (
         "aborted", "agreed_tokens", "arrival_time", "batch_id", "cached_tokens", "candidates", "client",
-        "device_params", "draft_counts", "finished_seqs", "first_token_time", "id", "images", "live_seqs",
-        "max_tokens", "method", "num_logprobs", "num_reported", "order", "params", "preemptions", "prefix_name",
-        "prompt_len", "results", "scheduled_time", "seed", "status", "stop_ids",
+        "device_params", "draft_counts", "finished_seqs", "first_token_time", "hands_over", "id", "images",
+        "live_seqs", "max_tokens", "method", "num_logprobs", "num_reported", "order", "params", "preemptions",
+        "prefix_name", "prompt_len", "results", "scheduled_time", "seed", "status", "stop_ids",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +59,7 @@ class Request:
         self.agreed_tokens = 0  # reported tokens on which all branches of a method agree
         self.prefix_name: str | None = None  # registers its prompt under this name
         self.images: tuple[ImageItem, ...] = ()
+        self.hands_over = False  # computes a prompt for another engine, which counts the request
         self.client, self.batch_id = "", 0  # see quire.core.request_queue
         self.order = 0  # in its scheduler; requests with lower numbers are served first
         self.live_seqs = [first_seq]

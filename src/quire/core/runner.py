@@ -74,6 +74,14 @@ class DeferredMaskRunner(Protocol):
         ...
 
 
+class SharingRunner(Protocol):
+    """A runner whose host pages other engines read, too (quire.protocol.shared_host)."""
+
+    def wait_for_swaps(self) -> None:
+        """Wait until the swaps of all submitted plans are done."""
+        ...
+
+
 class MonitoredRunner(Protocol):
     """A runner that can be lost while no step is in flight, as it is in other processes."""
 

@@ -105,6 +105,7 @@ class Scheduler:
         self.new_slots: list[SlotInit] = []
         self.num_grammar_requests = 0
         self.num_in_flight = 0  # plans whose results are awaited
+        self.flushes_page_ops = False  # page operations are to be sent even if nothing is computed
         self.last_seq_id = 0
         self.rebalance_due = False  # a new request is to get slots of a client or batch that has more
         self.rebalance_target: Request | None = None  # the new request that slots were freed for
@@ -135,7 +136,7 @@ class Scheduler:
     @property
     def has_unfinished_requests(self) -> bool:
         """Return True if there are requests, or steps whose results are awaited."""
-        return bool(self.waiting or self.swapped or self.running or self.num_in_flight)
+        return bool(self.waiting or self.swapped or self.running or self.num_in_flight or self.flushes_page_ops)
 
     # schedule
 
@@ -168,7 +169,7 @@ class Scheduler:
             not slices and not preempted and (self.num_in_flight or not (self.new_slots and self.running))
         ):
             encodes = self.encoder_budget is not None and self.encoder_budget.used_parts > 0
-            must_send = (encodes and preempted is not None) or self._has_shared_page_ops()
+            must_send = (encodes and preempted is not None) or self._must_send_page_ops()
             return self._make_plan([]) if must_send else None
         draft_slices: tuple[SeqSlice, ...] = ()
         if self.has_head:
@@ -189,15 +190,18 @@ class Scheduler:
         # There are no slices if a method suspends its branches, or victims were swapped out.
         return self._make_plan(slices, draft_slices)
 
-    def _has_shared_page_ops(self) -> bool:
-        """Return True if page operations are pending on pages that other engines may take before the next plan."""
+    def _must_send_page_ops(self) -> bool:
+        """Return True if page operations are pending on pages that other engines may take before the next plan, or that
+        other engines wait for."""
+        if self.flushes_page_ops:
+            return True
         page_ops = getattr(self.memory, "page_ops", ()) if self.shares_memory else ()
         return any(type(op) is not TableWrite for op in page_ops)
 
     def _make_plan(self, slices: list[SeqSlice], draft_slices: tuple[SeqSlice, ...] = ()) -> StepPlan:
         new_slots, self.new_slots = tuple(self.new_slots), []
         page_ops, ahead = self.memory.take_page_ops()
-        self.num_in_flight += 1
+        self.num_in_flight, self.flushes_page_ops = self.num_in_flight + 1, False
         return StepPlan(new_slots, page_ops, tuple(slices), ahead, (), draft_slices)
 
     def _schedule_running(self, slices: list[SeqSlice], budget: int) -> bool | None:
@@ -691,6 +695,7 @@ class Scheduler:
         self.memory = memory
         self.by_slot, self.new_slots, self.running = {}, [], {}
         self.num_in_flight = self.num_prefix_waiters = 0
+        self.flushes_page_ops = False
         self.drafts_in_flight = False
         if self.speculator is not None:
             self.speculator.seqs.clear()

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import IO, NoReturn, Self
 
 from quire.errors import StartupError
 
@@ -33,22 +33,23 @@ def program_arguments(module: str, *folders: str) -> tuple[str, ...]:
 
 class ChildProcess:
     """A process of the server that is called `name` in messages, with this process's ends of its connections. It
-    inherits the descriptors in `inherited_fds` too, whose numbers are its last arguments, and gets these variables in
-    addition to this process's environment."""
+    inherits the descriptors in `inherited_fds` too, whose numbers are its last arguments, and that of `shared_memory`,
+    a file, of which it learns otherwise. It gets these variables in addition to this process's environment."""
 
     def __init__(
         self, num_connections: int, program: Sequence[str], name: str = "the engine",
-        inherited_fds: Sequence[int] = (), variables: Mapping[str, str] = {},
+        inherited_fds: Sequence[int] = (), variables: Mapping[str, str] = {}, shared_memory: IO[bytes] | None = None,
     ) -> None:  # fmt: skip
         """Start the process. Raise StartupError if the system has no socket or process for it."""
-        self.program, self.name, self.variables = program, name, variables
+        self.program, self.name, self.variables, self.shared_memory = program, name, variables, shared_memory
         pairs: list[tuple[socket.socket, socket.socket]] = []
         try:
             pairs += [socket.socketpair() for _ in range(num_connections)]
             child_fds = [*(pair[1].fileno() for pair in pairs), *inherited_fds]
+            passed_fds = child_fds if shared_memory is None else [*child_fds, shared_memory.fileno()]
             with _sigint_blocked():
                 self.process = subprocess.Popen(
-                    [sys.executable, *program, *map(str, child_fds)], stdin=subprocess.DEVNULL, pass_fds=child_fds,
+                    [sys.executable, *program, *map(str, child_fds)], stdin=subprocess.DEVNULL, pass_fds=passed_fds,
                     env={**os.environ, **variables},
                 )  # fmt: skip
         except OSError as error:
@@ -62,7 +63,7 @@ class ChildProcess:
 
     def start_again(self) -> ChildProcess:
         """Start another process of the same program, with one connection."""
-        return ChildProcess(1, self.program, self.name, variables=self.variables)
+        return ChildProcess(1, self.program, self.name, variables=self.variables, shared_memory=self.shared_memory)
 
     def describe_exit(self, timeout: float = 1.0) -> str:
         """Wait up to `timeout` seconds for the end of the process, and describe it in words."""

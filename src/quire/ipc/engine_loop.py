@@ -34,8 +34,10 @@ from quire.ipc.messages import (
     EngineExited,
     EngineMessage,
     EngineMetrics,
+    ImportPages,
     ListPrefixes,
     RegisterPrefix,
+    ReleaseHandOver,
     ReleasePrefix,
     Reply,
     RequestProgress,
@@ -45,6 +47,7 @@ from quire.ipc.messages import (
     collect_metrics,
     queue_sizes,
 )
+from quire.ipc.page_handover import PageHandover
 from quire.ipc.pixel_store import PixelStore
 from quire.memory.cache_log import CacheLog
 from quire.protocol.columns import MAX_STEP_SLICES
@@ -115,7 +118,7 @@ class EngineLoop:
         self._last_snapshot = (0.0, 0.0)  # its time, and the processor time used until then
         self._snapshot_send_seconds = 0.0  # processor time to send the last snapshot
         self._reported_tokens = 0
-        self.pixels, self.admin_ops = PixelStore(), AdminOps(engine)
+        self.pixels, self.admin_ops, self.page_handover = PixelStore(), AdminOps(engine), PageHandover(engine)
         self._cache_log, self._reports_cache, self._kv_events = cache_log, report_cache, kv_events
         self._deferred_stops: list[tuple[int, StopBranch]] = []  # to be repeated after the step in flight
         # A runner in other processes is checked while there is nothing to do, because a process may end.
@@ -124,6 +127,7 @@ class EngineLoop:
             AddRequests: self._add, AbortRequests: self._abort, StopBranch: self._stop,
             RegisterPrefix: self._register_prefix, ReleasePrefix: self._release_prefix,
             ListPrefixes: self._list_prefixes, SnapshotRequest: self._snapshot, AdminRequest: self._admin,
+            ImportPages: self._import_pages, ReleaseHandOver: self._release_hand_over,
             ClientLeft: self._client_left,
         }  # fmt: skip
 
@@ -222,6 +226,8 @@ class EngineLoop:
             self._send_to_client(client_index, reply)
         if self._cache_log is not None:
             self._report_cache(self._cache_log)
+        for client_index, handover in self.page_handover.take_sendable():
+            self._send_to_client(client_index, handover)
         return True
 
     def _publish(self, outputs: list[BranchOutput]) -> None:
@@ -231,6 +237,12 @@ class EngineLoop:
         for output in outputs:
             tracked = self._requests_by_id.get(output.request_id)
             if tracked is None:  # a prefix that is computed again
+                continue
+            if tracked.request.hands_over:
+                if output.done:
+                    is_computed = output.finish_reason in ("stop", "length")
+                    self.page_handover.export(tracked.client_index, tracked.number, tracked.request, is_computed)
+                    self._forget(tracked)
                 continue
             progress, client_outputs = by_client.setdefault(tracked.client_index, ([], []))
             if not tracked.is_reported or output.done:
@@ -291,7 +303,9 @@ class EngineLoop:
             if message.pixels or image_keys:
                 self._add_with_images(prompts, message, image_keys)
             else:
-                self.engine.add_all(prompts, message.params, salt=message.salt, client=message.client)
+                self.engine.add_all(
+                    prompts, message.params, salt=message.salt, client=message.client, hands_over=message.hands_over
+                )
 
         with_images = [request for request in message.requests if request.media]
         image_keys = {request.number: {image.key for image in request.media} for request in with_images}
@@ -362,6 +376,15 @@ class EngineLoop:
             self._deferred_stops.append((client_index, message))
         elif ended:
             self._forget(tracked)
+
+    def _import_pages(self, client_index: int, message: ImportPages) -> None:
+        try:
+            self.page_handover.import_pages(client_index, message)
+        except InputError as error:
+            self._send_to_client(client_index, Reply(message.key, error))
+
+    def _release_hand_over(self, client_index: int, message: ReleaseHandOver) -> None:
+        self.page_handover.release(client_index, message.number)
 
     def _release_prefix(self, client_index: int, message: ReleasePrefix) -> None:
         self._send_to_client(client_index, Reply(message.key, value=self.engine.release_prefix(message.name)))

@@ -34,6 +34,7 @@ from quire.ipc.messages import (
     MAX_ID_CHARS,
     MAX_NUMBER,
     MAX_REQUESTS,
+    MAX_SHARED_PAGES,
     MAX_TAGS,
     SLEEP_MODES,
     AbortRequests,
@@ -44,10 +45,13 @@ from quire.ipc.messages import (
     EngineExited,
     EngineMessage,
     EngineMetrics,
+    HandOver,
+    ImportPages,
     ListPrefixes,
     NewRequest,
     QueueSizes,
     RegisterPrefix,
+    ReleaseHandOver,
     ReleasePrefix,
     Reply,
     RequestProgress,
@@ -72,6 +76,7 @@ from quire.protocol.columns import (
     write_vectors,
 )
 from quire.protocol.sampling_params import PARAMS, SamplingParams
+from quire.protocol.shared_host import SharedPage
 from quire.protocol.step_plan import MappingStats, RankUsage
 from quire.protocol.structured_output import Structured
 
@@ -82,10 +87,11 @@ MAX_ERROR_CHARS = 1 << 16  # characters of an error's text
 MAX_CLIENT_CHARS = 64  # characters of a client's name
 KINDS = (
     INIT, ADD, ABORT, STOP, REGISTER_PREFIX, RELEASE_PREFIX, LIST_PREFIXES, PING, READY, START_FAILED, REPLY,
-    STEP_OUTPUTS, ENGINE_EXITED, PONG, SNAPSHOT, ADMIN, CACHE_UPDATE,
-) = range(1, 18)  # fmt: skip
+    STEP_OUTPUTS, ENGINE_EXITED, PONG, SNAPSHOT, ADMIN, CACHE_UPDATE, HAND_OVER, IMPORT_PAGES, RELEASE_HAND_OVER,
+) = range(1, 21)  # fmt: skip
 JSON_KINDS: dict[type[ClientMessage], int] = {
     ReleasePrefix: RELEASE_PREFIX, ListPrefixes: LIST_PREFIXES, SnapshotRequest: SNAPSHOT, AdminRequest: ADMIN,
+    ReleaseHandOver: RELEASE_HAND_OVER,
 }  # fmt: skip
 INPUT_ERRORS: dict[str, type[InputError]] = {
     kind.__name__: kind for kind in (InputError, PromptTooLong, PrefixTaken, PrefixesFull, UnknownPrefix, NotIdle)
@@ -99,6 +105,7 @@ DEFAULTS = {field.name: field.default for field in fields(SamplingParams) if fie
 STOP_HEAD = struct.Struct("<III")  # request number, branch, bytes of the reason
 CACHE_HEAD = struct.Struct("<BII")  # bytes of a key, numbers of stored and of dropped keys
 MAX_KEY_BYTES = 64
+HAND_OVER_HEAD = struct.Struct("<IIQ")  # request number, cached tokens, bytes of the pages
 # now; the five queue sizes; computed; numbers of progress, of outputs, of outputs with details, of counts of drafts;
 # bytes of the metrics
 STEP_HEAD = struct.Struct("<d5IIIIIII")
@@ -208,10 +215,10 @@ def read_uint32(data: Mapping[str, Any], name: str) -> int:
 def write_client_message(message: ClientMessage) -> tuple[int, bytes]:
     """Return the kind and body of a client's message. Raise InputError for parameters that can't be sent."""
     match message:
-        case AddRequests(key, requests, params, salt, pixels, client):
+        case AddRequests(key, requests, params, salt, pixels, client, hands_over):
             head = write_json({
                 "key": key, "salt": salt, "client": client, "numbers": [request.number for request in requests],
-                "ids": [request.id for request in requests], "params": params_to_json(params),
+                "ids": [request.id for request in requests], "params": params_to_json(params), "hands_over": hands_over,
             })  # fmt: skip
             prompts = write_runs([request.prompt for request in requests], "prompts")
             media = [request.media for request in requests]
@@ -228,7 +235,9 @@ def write_client_message(message: ClientMessage) -> tuple[int, bytes]:
         case RegisterPrefix(key, number, name, tokens):
             head = write_json({"key": key, "number": number, "name": name})
             return REGISTER_PREFIX, b"".join((COUNT.pack(len(head)), head, *write_runs([tokens], "tokens")))
-        case ReleasePrefix() | ListPrefixes() | SnapshotRequest() | AdminRequest():
+        case ImportPages(key, pages):
+            return IMPORT_PAGES, COUNT.pack(key) + _write_pages(pages)
+        case ReleasePrefix() | ListPrefixes() | SnapshotRequest() | AdminRequest() | ReleaseHandOver():
             return JSON_KINDS[type(message)], write_json(message._asdict())
 
 
@@ -263,7 +272,10 @@ def _read_add(body: memoryview) -> AddRequests:
     if len(client := read_field(head, "client", str)) > MAX_CLIENT_CHARS:
         raise WireError("client", f"{len(client)} characters, at most {MAX_CLIENT_CHARS} are allowed")
     params = params_from_json(read_field(head, "params", dict))
-    return AddRequests(read_uint32(head, "key"), new_requests, params, read_field(head, "salt", str), pixels, client)
+    return AddRequests(
+        read_uint32(head, "key"), new_requests, params, read_field(head, "salt", str), pixels, client,
+        read_field(head, "hands_over", bool),
+    )  # fmt: skip
 
 
 def read_add_key(frame: Frame) -> int:
@@ -310,9 +322,16 @@ def _read_admin_request(body: memoryview) -> AdminRequest:
     return AdminRequest(read_uint32(data, "key"), what, read_uint32(data, "level"), mode, tuple(tags))
 
 
+def _read_import_pages(body: memoryview) -> ImportPages:
+    reader = FrameReader(body)
+    (key,) = reader.unpack(COUNT, "key")
+    return ImportPages(key, _read_pages(reader))
+
+
 READERS: dict[int, Callable[[memoryview], ClientMessage]] = {
     ADD: _read_add, ABORT: _read_abort, STOP: _read_stop, REGISTER_PREFIX: _read_register_prefix,
-    RELEASE_PREFIX: _read_release_prefix, ADMIN: _read_admin_request,
+    RELEASE_PREFIX: _read_release_prefix, ADMIN: _read_admin_request, IMPORT_PAGES: _read_import_pages,
+    RELEASE_HAND_OVER: lambda body: ReleaseHandOver(read_uint32(read_json(body), "number")),
     LIST_PREFIXES: lambda body: ListPrefixes(read_uint32(read_json(body), "key")),
     SNAPSHOT: lambda body: SnapshotRequest(read_uint32(read_json(body), "key")),
 }  # fmt: skip
@@ -355,6 +374,8 @@ def write_engine_message(message: EngineMessage) -> tuple[int, bytes]:
             return REPLY, write_json({"key": key, "error": error_data, "value": value})
         case CacheUpdate():
             return CACHE_UPDATE, _write_cache_update(message)
+        case HandOver(number, cached_tokens, page_bytes, pages):
+            return HAND_OVER, HAND_OVER_HEAD.pack(number, cached_tokens, page_bytes) + _write_pages(pages)
         case EngineExited(error):
             return ENGINE_EXITED, write_json(error_to_json(error))
 
@@ -365,6 +386,10 @@ def read_engine_message(frame: Frame) -> EngineMessage:
         return read_step_outputs(frame.body)
     if frame.kind == CACHE_UPDATE:
         return _read_cache_update(frame.body)
+    if frame.kind == HAND_OVER:
+        reader = FrameReader(frame.body)
+        number, cached_tokens, page_bytes = reader.unpack(HAND_OVER_HEAD, "hand-over")
+        return HandOver(number, cached_tokens, page_bytes, _read_pages(reader))
     data = read_json(frame.body)
     if frame.kind == ENGINE_EXITED:
         return EngineExited(error_from_json(data))
@@ -391,6 +416,28 @@ def _read_cache_update(body: memoryview) -> CacheUpdate:
         raise WireError("keys", f"{stored} stored and {dropped} dropped keys of {size} bytes in {len(body)} bytes")
     keys = [reader.read_bytes(size, "keys") for _ in range(stored + dropped)]
     return CacheUpdate(keys[:stored], keys[stored:])
+
+
+def _write_pages(pages: Sequence[SharedPage]) -> bytes:
+    groups, host_pages, keys = zip(*pages) if pages else ((), (), ())
+    columns = write_ints(groups, "groups"), write_ints(host_pages, "host pages"), bytes(map(len, keys))
+    return b"".join((COUNT.pack(len(pages)), *columns, *keys))
+
+
+def _read_pages(reader: FrameReader) -> list[SharedPage]:
+    """Read the pages at the end of a frame."""
+    (count,) = reader.unpack(COUNT, "pages")
+    if count > MAX_SHARED_PAGES:
+        raise reader.error("pages", f"{count} are announced, at most {MAX_SHARED_PAGES} are read")
+    groups, host_pages = reader.read_ints(count, "groups"), reader.read_ints(count, "host pages")
+    if min(groups, default=0) < 0 or min(host_pages, default=1) < 1:
+        raise reader.error("pages", "a group or host page is negative, or host page 0")
+    sizes = reader.read_bytes(count, "sizes of keys")
+    if count and not 0 < min(sizes) <= max(sizes) <= MAX_KEY_BYTES:
+        raise reader.error("sizes of keys", f"one is not from 1 to {MAX_KEY_BYTES}")
+    keys = [reader.read_bytes(size, "keys") for size in sizes]
+    reader.check_at_end()
+    return list(map(SharedPage, groups, host_pages, keys))
 
 
 def _read_reply_value(value: Any) -> int | str | tuple[dict[str, int], tuple[str, ...]] | None:

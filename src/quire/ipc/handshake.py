@@ -14,6 +14,7 @@ from quire.ipc.heartbeat import Health
 from quire.ipc.messages import EngineReady
 from quire.memory.page_keys import KeyChain, PromptKeys
 from quire.protocol.columns import FrameReader, WireError
+from quire.protocol.shared_host import SharedHostMemory
 
 HEARTBEAT = struct.Struct("<BdI")  # stalled, seconds since the loop's last iteration, bytes of the reason
 MAX_EOS_IDS = 1 << 16  # end tokens
@@ -22,7 +23,8 @@ MAX_EOS_IDS = 1 << 16  # end tokens
 class EngineInitMessage(NamedTuple):
     """What the engine's process is to build. `named` are the end tokens of the tokenizer, which the engine's process
     does not load. `stall_after` is in seconds. `progress`: show the progress of loading the model. `report_cache`:
-    send a CacheUpdate for every step that changes the cached pages. `replica` is the index of the engine."""
+    send a CacheUpdate for every step that changes the cached pages. `replica` is the index of the engine. `shared_host`
+    is host memory that the engines of this host share."""
 
     config: EngineConfig
     named: tuple[int, ...]
@@ -31,6 +33,7 @@ class EngineInitMessage(NamedTuple):
     log_level: int
     report_cache: bool = False
     replica: int = 0
+    shared_host: SharedHostMemory | None = None
 
 
 def write_engine_init(hello: EngineInitMessage) -> bytes:
@@ -44,8 +47,16 @@ def read_engine_init(body: memoryview) -> EngineInitMessage:
     return EngineInitMessage(
         read_config(data), read_eos_ids(data, "named"), read_field(data, "stall_after", float),
         read_field(data, "progress", bool), read_uint32(data, "log_level"), read_field(data, "report_cache", bool),
-        read_uint32(data, "replica"),
+        read_uint32(data, "replica"), _read_shared_host(data.get("shared_host")),
     )  # fmt: skip
+
+
+def _read_shared_host(numbers: Any) -> SharedHostMemory | None:
+    if numbers is None:
+        return None
+    if type(numbers) is not list or len(numbers) != 4 or not all(type(n) is int and 0 <= n < 2**50 for n in numbers):
+        raise WireError("shared_host", "not a descriptor, a part, their number and a size")
+    return SharedHostMemory(*numbers)
 
 
 def read_config(data: Mapping[str, Any]) -> EngineConfig:

@@ -20,6 +20,7 @@ from quire.memory.page_keys import PromptKeys
 from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.shared_host import SharedPage
 from quire.protocol.step_plan import MappingStats, RankUsage
 
 MAX_NUMBER = 2**32 - 1  # the largest number or key
@@ -27,6 +28,7 @@ MAX_CLIENT_NUMBER = 2**31 - 1  # the largest of a RequestTracker; larger ones ar
 MAX_REQUESTS = 1 << 16  # in a message
 MAX_ID_CHARS = 1024  # characters of a request's id
 MAX_TAGS = 16  # in a wake-up
+MAX_SHARED_PAGES = 1 << 18  # in a message
 ADMIN_OPERATIONS = ("reset", "sleep", "wake", "rest")
 SLEEP_MODES = ("refuse", "wait", "abort")
 
@@ -44,7 +46,7 @@ class NewRequest(NamedTuple):
 class AddRequests(NamedTuple):
     """Queue all of these requests, or none. Their parameters are resolved: words are token ids. `pixels` has each of
     their images once. `client`, at most MAX_CLIENT_CHARS characters, names the API client, among which the engine is
-    shared fairly."""
+    shared fairly. With `hands_over` each request ends in a HandOver, without outputs."""
 
     key: int
     requests: tuple[NewRequest, ...]
@@ -52,6 +54,21 @@ class AddRequests(NamedTuple):
     salt: str = ""
     pixels: tuple[ImagePixels, ...] = ()
     client: str = ""
+    hands_over: bool = False
+
+
+class ImportPages(NamedTuple):
+    """Copy pages that other engines have handed over into the prefix cache. The reply, 0 if there is no room for them,
+    else 1, comes once they are not read any more."""
+
+    key: int
+    pages: Sequence[SharedPage]
+
+
+class ReleaseHandOver(NamedTuple):
+    """Release the pages of a HandOver. Ignore unknown numbers."""
+
+    number: int
 
 
 class AbortRequests(NamedTuple):
@@ -114,7 +131,7 @@ class AdminRequest(NamedTuple):
 
 ClientMessage = (
     AddRequests | AbortRequests | StopBranch | RegisterPrefix | ReleasePrefix | ListPrefixes | SnapshotRequest
-    | AdminRequest
+    | AdminRequest | ImportPages | ReleaseHandOver
 )  # fmt: skip
 
 
@@ -181,13 +198,24 @@ class CacheUpdate(NamedTuple):
     dropped: Sequence[bytes]
 
 
+class HandOver(NamedTuple):
+    """The end of a request that hands over: the `pages` of its prompt, `page_bytes` in all, of whose tokens
+    `cached_tokens` were not computed. There are none if nothing can be reused, the host pages are used up, or the
+    request failed. They stay until a ReleaseHandOver."""
+
+    number: int
+    cached_tokens: int
+    page_bytes: int
+    pages: Sequence[SharedPage]
+
+
 class EngineExited(NamedTuple):
     """The engine's loop ended, with the reason. No message follows."""
 
     error: BaseException
 
 
-EngineMessage = Reply | StepOutputs | CacheUpdate | EngineExited
+EngineMessage = Reply | StepOutputs | CacheUpdate | HandOver | EngineExited
 
 
 class RequestsFailed(NamedTuple):
@@ -195,6 +223,15 @@ class RequestsFailed(NamedTuple):
 
     numbers: Sequence[int]
     error: BaseException
+
+
+class HandoverCounts(NamedTuple):
+    """Prompts that prefill replicas handed over, the bytes of their pages, and prompts that were to be handed over and
+    were computed by the replica that decodes."""
+
+    handovers: int = 0
+    page_bytes: int = 0
+    fallbacks: int = 0
 
 
 class EngineReady(NamedTuple):

@@ -24,6 +24,7 @@ from quire.ipc.messages import (
     EngineMessage,
     EngineMetrics,
     EngineReady,
+    HandoverCounts,
     QueueSizes,
     StepOutputs,
 )
@@ -37,7 +38,7 @@ log = logging.getLogger("quire.ipc")
 class ProcessEngineClient:
     """A connection to the engine of `child`. `ready` is set once `wait_ready` has returned."""
 
-    is_in_process, engine = False, None
+    is_in_process, engine, handover_counts = False, None, HandoverCounts()
     ready: EngineReady
 
     def __init__(self, child: ChildProcess, client_index: int = 0) -> None:

@@ -1,7 +1,12 @@
 """Several engines behind one client. A router chooses the engine of each request; all other messages go to all engines,
 and their replies become one.
 
-An engine that ends is left out. Its requests without an output are sent to others, and the others fail."""
+An engine that ends is left out. Its requests without an output are sent to others, and the others fail.
+
+With prefill replicas a request takes two engines. One of these computes its prompt and hands over the pages
+(quire.ipc.page_handover); then the request is sent, whole, to a decode replica, after the message that makes it copy
+these pages into its prefix cache. So the decode replica serves it as any request, with a prefix hit, and whatever of
+the handover fails, it computes the prompt itself."""
 
 from __future__ import annotations
 
@@ -30,12 +35,17 @@ from quire.ipc.messages import (
     EngineMessage,
     EngineMetrics,
     EngineReady,
+    HandOver,
+    HandoverCounts,
+    ImportPages,
     ListPrefixes,
     NewRequest,
     QueueSizes,
     RegisterPrefix,
+    ReleaseHandOver,
     ReleasePrefix,
     Reply,
+    RequestProgress,
     RequestsFailed,
     SnapshotRequest,
     StepOutputs,
@@ -45,37 +55,64 @@ from quire.ipc.messages import (
     sum_queue_sizes,
 )
 from quire.ipc.process_client import ProcessEngineClient
+from quire.protocol.sampling_params import SamplingParams
 from quire.router.router import Router, WorkCosts
 
 COSTS = WorkCosts(1.0, 3.5)  # an output token costs 3.0 to 4.8 times as much as a prompt token in the calibrations
 RETRY_AFTER = 5  # seconds
+PROMPT_PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  # of prompts for prefill replicas
+MIN_PREFILL_TOKENS = 64  # of a prompt; a decode replica computes so few beside its other work
 MAX_MOVES = 1  # of a request, after the ends of its replicas: it may be what ended them
 log = logging.getLogger("quire.ipc")
 
 
 class SentRequest:
-    """A request in flight. `message`, which it was sent in, is None from its first output on."""
+    """A request in flight. `message`, which it was sent in, is None from its first output on. `cached_tokens` are those
+    of the replica that computed its prompt, if that was another one."""
 
-    __slots__ = ("message", "moves", "replica", "request")
+    __slots__ = ("cached_tokens", "message", "moves", "replica", "request")
 
-    def __init__(self, message: AddRequests, request: NewRequest, replica: int, moves: int) -> None:
+    def __init__(
+        self, message: AddRequests, request: NewRequest, replica: int, moves: int, cached_tokens: int | None
+    ) -> None:
         self.message: AddRequests | None = message
-        self.request, self.replica, self.moves = request, replica, moves
+        self.request, self.replica, self.moves, self.cached_tokens = request, replica, moves, cached_tokens
 
 
 class PendingAdd:
     """An AddRequests that waits for its reply from `replica`. `keys` are those of its prompts, `refused` the replicas
-    that have refused it."""
+    that have refused it. `handovers` are those of prefill replicas, for the replica that it is sent to, and
+    `cached_tokens` those that these replicas found, by number of the request."""
 
     def __init__(self, message: AddRequests, keys: Sequence[Sequence[bytes]], moves: int = 0) -> None:
         self.message, self.keys, self.moves = message, keys, moves
         self.replica: int | None = None
         self.refused = set[int]()
+        self.handovers = list[tuple[int, HandOver]]()
+        self.cached_tokens = dict[int, int]()
 
     @property
     def numbers(self) -> list[int]:
         """The numbers of its requests."""
         return [request.number for request in self.message.requests]
+
+
+class PromptComputation:
+    """The prompts of an AddRequests, which a prefill replica computes. `numbers` are those of the caller's requests by
+    the numbers of the prompts that have yet to be handed over. Requests in `forgotten` have ended for their caller.
+    Pages that were computed before a reset of the caches are `is_stale`."""
+
+    def __init__(self, pending: PendingAdd, replica: int, numbers: dict[int, int]) -> None:
+        self.pending, self.replica, self.numbers = pending, replica, numbers
+        self.forgotten = set[int]()
+        self.is_stale = False
+
+
+class PageImport:
+    """Pages of a prefill replica that a decode replica copies. `handover` is released afterwards."""
+
+    def __init__(self, prefill: int, decode: int, handover: HandOver) -> None:
+        self.prefill, self.decode, self.handover = prefill, decode, handover
 
 
 class PendingBroadcast:
@@ -100,16 +137,29 @@ Passed = list[EngineMessage | RequestsFailed]  # to the client's user
 
 class ReplicatedEngineClient:
     """A connection to engines of one model, in processes of their own, which are ready. `policy` is the router's. With
-    `restart` an engine that ends is started again, once."""
+    `restart` an engine that ends is started again, once. The first `num_prefill` engines compute prompts for the
+    others, unless no more than a page, or `min_prefill_tokens`, is missing there."""
 
     is_in_process, engine = False, None
 
-    def __init__(self, replicas: Sequence[ProcessEngineClient], policy: str, restart: bool = False) -> None:
+    def __init__(
+        self, replicas: Sequence[ProcessEngineClient], policy: str, restart: bool = False, num_prefill: int = 0,
+        min_prefill_tokens: int = MIN_PREFILL_TOKENS,
+    ) -> None:  # fmt: skip
         self.replicas = list(replicas)
         self.ready = _join_ready([replica.ready for replica in replicas])
         self._prompt_keys = keys = self.ready.prompt_keys if policy == "prefix" else None
         page_tokens = keys.page_tokens if keys is not None else 1.0
         self.router = Router(len(replicas), policy, COSTS, page_tokens)
+        self._prefill_replicas, self._min_prefill_tokens = frozenset(range(num_prefill)), float(min_prefill_tokens)
+        if num_prefill and self.ready.prompt_keys is None:
+            raise StartupError(f"--prefill-replicas is {num_prefill}, and no prompt of this model can be reused",
+                               "Leave --prefill-replicas out")  # fmt: skip
+        if self.ready.prompt_keys is not None:  # the last tokens of a prompt, up to a page, are always missing
+            self._min_prefill_tokens = max(self._min_prefill_tokens, self.ready.prompt_keys.page_tokens)
+        self._computations = dict[int, PromptComputation]()  # by key of the AddRequests to the prefill replica
+        self._imports = dict[int, PageImport]()  # by key of the ImportPages
+        self.handover_counts = HandoverCounts()
         self._alive, self._can_restart = set(range(len(replicas))), set(range(len(replicas)) if restart else ())
         self._restarting = set[int]()
         self._replaced = list[EngineMetrics]()  # of engines in whose place others are
@@ -171,17 +221,22 @@ class ReplicatedEngineClient:
         for i in list(self._restarting):
             self.replicas[i].cancel_replacement()
         with ThreadPoolExecutor(len(self.replicas)) as threads:
-            return all(threads.map(lambda replica: replica.close(timeout), self.replicas))
+            ended = all(threads.map(lambda replica: replica.close(timeout), self.replicas))
+        if (memory := self.replicas[0].child.shared_memory) is not None:
+            memory.close()
+        return ended
 
     # Messages to the engines, from any thread
 
     def send(self, message: ClientMessage) -> bool:
         """Send a message to one engine or to all. Return False if no engine takes more."""
+        assert not isinstance(message, ImportPages | ReleaseHandOver), "only this client hands pages over"
         if isinstance(message, AddRequests):
             keys = [self._keys(message, request) for request in message.requests]
         with self._lock:
             if isinstance(message, AddRequests):
-                is_sent = self._add(PendingAdd(message, keys))
+                pending = PendingAdd(message, keys)
+                is_sent = self._compute_prompts(pending) or self._add(pending)
             elif isinstance(message, StopBranch):
                 if (sent := self._requests.get(message.number)) is not None:
                     self.replicas[sent.replica].send(message)
@@ -202,6 +257,9 @@ class ReplicatedEngineClient:
             self._aborted.discard(number)
             sent = self._requests.pop(number, None)
             if sent is None:
+                for computation in self._computations.values():
+                    if number in computation.pending.numbers:
+                        computation.forgotten.add(number)
                 return None
             self.router.finish(number)
             return sent.replica
@@ -215,11 +273,13 @@ class ReplicatedEngineClient:
         """Send requests to the replica that the router chooses. Return False if none takes them."""
         message = pending.message
         length = sum(len(request.prompt) for request in message.requests)
-        stalled = {i for i in self._alive if self.replicas[i].health().stalled}
-        if stalled >= self._alive - pending.refused:
-            stalled = set()
+        excluded = set(self._prefill_replicas) if self._alive - self._prefill_replicas else set()
+        stalled = self._stalled()
+        if not stalled >= self._alive - excluded - pending.refused:
+            excluded |= stalled
         keys = pending.keys[0] if pending.keys else ()
-        while (at := self.router.choose(keys, length, pending.refused | stalled)) is not None:
+        while (at := self.router.choose(keys, length, pending.refused | excluded)) is not None:
+            self._import_pages(at, pending)
             if self.replicas[at].send(message):
                 break
             pending.refused.add(at)  # it is ending
@@ -228,15 +288,131 @@ class ReplicatedEngineClient:
         pending.replica = at
         self._adds[message.key] = pending
         for request, of_prompt in zip(message.requests, pending.keys):
-            self._requests[request.number] = SentRequest(message, request, at, pending.moves)
+            cached_tokens, to_compute = pending.cached_tokens.get(request.number), len(request.prompt)
+            self._requests[request.number] = SentRequest(message, request, at, pending.moves, cached_tokens)
             most = message.params.max_tokens
             most = self.ready.limits.max_len - len(request.prompt) if most is None else most
-            self.router.add(request.number, at, of_prompt, len(request.prompt), max(most, 1) * message.params.n)
+            if cached_tokens is not None:  # the replica copies its pages, and will report them
+                of_prompt, to_compute = (), 1
+            self.router.add(request.number, at, of_prompt, to_compute, max(most, 1) * message.params.n)
         if aborted := tuple(self._aborted.intersection(pending.numbers)):
             self.replicas[at].send(AbortRequests(aborted))
         return True
 
+    def _stalled(self) -> set[int]:
+        return {i for i in self._alive if self.replicas[i].health().stalled}
+
+    # Prompts that prefill replicas compute
+
+    def _compute_prompts(self, pending: PendingAdd) -> bool:
+        """Send the prompts of an AddRequests to a prefill replica. Return False if there is none, or if the requests
+        are better served by a decode replica alone."""
+        message, params = pending.message, pending.message.params
+        decode = self._alive - self._prefill_replicas
+        needs_all_logits = params.prompt_logprobs is not None or params.pooling is not None
+        if not self._prefill_replicas or not decode or needs_all_logits or message.pixels:
+            return False
+        stalled, length = self._stalled(), sum(len(request.prompt) for request in message.requests)
+        target = self.router.choose(pending.keys[0], length, self._prefill_replicas | stalled)
+        each = list(zip(message.requests, pending.keys))
+        if target is not None:
+            missing = sum(self.router.missing_tokens(target, keys, len(request.prompt)) for request, keys in each)
+            if missing <= self._min_prefill_tokens * len(each):
+                return False
+        at = self.router.choose(
+            pending.keys[0], length, {*range(len(self.replicas))} - self._prefill_replicas | stalled
+        )
+        numbers = {self._own_number(): request.number for request in message.requests}
+        prompts = tuple(NewRequest(own, request.id, request.prompt) for own, request in zip(numbers, message.requests))
+        sent = AddRequests(self._own_number(), prompts, PROMPT_PARAMS, message.salt, (), message.client, True)
+        if at is None or not self.replicas[at].send(sent):
+            self._count_fallbacks(len(each))
+            return False
+        self._computations[sent.key] = PromptComputation(pending, at, numbers)
+        for own, (request, keys) in zip(numbers, each):
+            self.router.add(own, at, keys, len(request.prompt), 1)
+        return True
+
+    def _on_hand_over(self, replica: int, message: HandOver) -> Passed:
+        for key, computation in self._computations.items():
+            if computation.replica == replica and (number := computation.numbers.pop(message.number, None)) is not None:
+                self.router.remove(message.number)
+                if message.pages:
+                    computation.pending.cached_tokens[number] = message.cached_tokens
+                    computation.pending.handovers.append((replica, message))
+                elif number not in self._aborted:
+                    self._count_fallbacks(1)
+                return [] if computation.numbers else self._end_computation(key)
+        self._release_pages([(replica, message)])  # it is not waited for any more
+        return []
+
+    def _end_computation(self, key: int) -> Passed:
+        """Send the requests whose prompts were computed, or could not be, to a decode replica."""
+        computation = self._computations.pop(key)
+        pending = computation.pending
+        self._count_fallbacks(len(computation.numbers))
+        for own in computation.numbers:
+            if own in self.router.requests:
+                self.router.remove(own)
+        if computation.is_stale:
+            self._count_fallbacks(len(pending.handovers))
+            self._release_pages(pending.handovers)
+            pending.handovers, pending.cached_tokens = [], {}
+        passed: Passed = []
+        if not self._add(pending):
+            self._release_pages(pending.handovers)
+            passed = self._end_add(pending, _overloaded())
+        for number in computation.forgotten:
+            if (sent := self._requests.get(number)) is not None:
+                self.replicas[sent.replica].send(AbortRequests((number,)))
+                self.forget(number)
+        return passed
+
+    def _import_pages(self, replica: int, pending: PendingAdd) -> None:
+        """Have a replica copy what was handed over for the requests that it is sent next."""
+        handovers, pending.handovers = pending.handovers, []
+        for prefill, handover in handovers:
+            key = self._own_number()
+            self._imports[key] = PageImport(prefill, replica, handover)
+            self.replicas[replica].send(ImportPages(key, handover.pages))
+
+    def _end_import(self, key: int, is_imported: bool) -> None:
+        ended = self._imports.pop(key)
+        if is_imported:
+            handovers, page_bytes, fallbacks = self.handover_counts
+            page_bytes += ended.handover.page_bytes
+            self.handover_counts = HandoverCounts(handovers + 1, page_bytes, fallbacks)
+        else:
+            self._count_fallbacks(1)
+        self._release_pages([(ended.prefill, ended.handover)])
+
+    def _count_fallbacks(self, count: int) -> None:
+        self.handover_counts = self.handover_counts._replace(fallbacks=self.handover_counts.fallbacks + count)
+
+    def _release_pages(self, handovers: Iterable[tuple[int, HandOver]]) -> None:
+        for prefill, handover in handovers:
+            if handover.pages:
+                self.replicas[prefill].send(ReleaseHandOver(handover.number))
+
+    def _end_handovers(self, replica: int) -> Passed:
+        """Wait no longer for prompts and copies of a replica that has ended."""
+        for key, one in list(self._imports.items()):
+            if one.decode == replica:
+                self._end_import(key, False)
+        passed: Passed = []
+        for key, computation in list(self._computations.items()):
+            if computation.replica == replica:  # its pages may be overwritten once it is started again
+                computation.pending.handovers, computation.pending.cached_tokens = [], {}
+                passed += self._end_computation(key)
+        return passed
+
     def _abort(self, message: AbortRequests) -> None:
+        for prompts in self._computations.values():
+            numbers = prompts.pending.numbers
+            aborted = set(numbers if message.numbers is None else message.numbers).intersection(numbers)
+            self._aborted |= aborted
+            if computing := tuple(own for own, number in prompts.numbers.items() if number in aborted):
+                self.replicas[prompts.replica].send(AbortRequests(computing))
         if message.numbers is None:
             self._aborted.update(self._requests)
             for i in self._alive:
@@ -263,6 +439,9 @@ class ReplicatedEngineClient:
             self._prefix_computations[message.number] = PrefixComputation(message, to)
         elif isinstance(message, ReleasePrefix):
             self._prefixes.pop(message.name, None)
+        elif isinstance(message, AdminRequest) and message.what in ("reset", "sleep"):
+            for prompts in self._computations.values():
+                prompts.is_stale = True
         for i in to:
             self.replicas[i].send(message)
         return True
@@ -281,6 +460,8 @@ class ReplicatedEngineClient:
                     passed = [self._on_step(replica, message)]
                 case Reply():
                     passed = self._on_reply(replica, message)
+                case HandOver():
+                    passed = self._on_hand_over(replica, message)
                 case CacheUpdate(stored, dropped):
                     self.router.update_keys(replica, stored, dropped)
                 case EngineExited(error):
@@ -297,6 +478,8 @@ class ReplicatedEngineClient:
                 sent.message = None
                 self.router.record_tokens(number, len(output.tokens))
             if computation is None:
+                if sent is not None and sent.cached_tokens is not None:
+                    output = output._replace(cached_tokens=sent.cached_tokens)
                 outputs.append((number, output))
             elif output.done:
                 computation.computing.discard(replica)
@@ -305,7 +488,15 @@ class ReplicatedEngineClient:
                     outputs.append((number, self._end_prefix(number, computation)))
         held = self._prefix_computations
         progress = [one for one in message.progress if one.number not in held] if held else message.progress
+        if self._prefill_replicas:
+            progress = list(map(self._with_cached_tokens, progress))
         return message._replace(progress=progress, outputs=outputs)
+
+    def _with_cached_tokens(self, progress: RequestProgress) -> RequestProgress:
+        """Return the progress with the tokens that the replica found that computed the prompt."""
+        sent = self._requests.get(progress.number)
+        cached_tokens = None if sent is None else sent.cached_tokens
+        return progress if cached_tokens is None else progress._replace(cached_tokens=cached_tokens)
 
     def _end_prefix(self, number: int, computation: PrefixComputation) -> BranchOutput:
         """Return the output that ends a prefix for its caller. If one replica failed, it is that one's, and the others
@@ -328,6 +519,10 @@ class ReplicatedEngineClient:
             broadcast.waiting.discard(replica)
             broadcast.replies[replica] = reply
             return self._finish_broadcast(reply.key, broadcast)
+        if reply.key in self._imports:
+            self._end_import(reply.key, reply.error is None and bool(reply.value))
+        if reply.key in self._computations:
+            return [] if reply.error is None else self._end_computation(reply.key)
         pending = self._adds.get(reply.key)
         if pending is None or pending.replica != replica:
             if reply.error is not None:
@@ -399,13 +594,15 @@ class ReplicatedEngineClient:
                 threading.Thread(target=self._restart, args=(replica,), name="quire-restart", daemon=True).start()
         if not self._alive and not self._restarting:
             return self._end(error)
-        return [*self._move(replica, lost, ended), *self._end_waits(replica, ended)]
+        return [*self._move(replica, lost, ended), *self._end_waits(replica, ended), *self._end_handovers(replica)]
 
     def _end(self, error: BaseException) -> Passed:
         """Return that all engines have ended. The client's user fails all that waits."""
         self._adds.clear()
         self._broadcasts.clear()
         self._prefix_computations.clear()
+        self._computations.clear()
+        self._imports.clear()
         return [EngineExited(error)]
 
     def _move(self, replica: int, lost: Mapping[int, SentRequest], ended: EngineDead) -> Passed:
@@ -426,6 +623,7 @@ class ReplicatedEngineClient:
         for pending in waiting:
             self._adds.pop(pending.message.key, None)
             pending.refused.clear()
+            pending.cached_tokens.clear()
             pending.moves += 1
             if pending.moves <= MAX_MOVES and not self._closing and self._add(pending):
                 num_moved += len(pending.message.requests)
@@ -480,6 +678,10 @@ class ReplicatedEngineClient:
     def _replace(self, replica: int, replacement: ProcessEngineClient) -> None:
         """Let a new engine serve. Called on the event loop."""
         with self._lock:
+            if not self._closing and any(one.prefill == replica for one in self._imports.values()):
+                assert self._loop is not None, "this runs on it"
+                self._loop.call_later(0.05, self._replace, replica, replacement)  # its pages are still read
+                return
             self._restarting.discard(replica)
             if self._closing:
                 replacement.close(0.0)

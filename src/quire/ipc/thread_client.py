@@ -14,6 +14,7 @@ from quire.ipc.messages import (
     EngineMessage,
     EngineMetrics,
     EngineReady,
+    HandoverCounts,
     QueueSizes,
     StepOutputs,
     queue_sizes,
@@ -23,7 +24,7 @@ from quire.ipc.messages import (
 class ThreadEngineClient:
     """A connection to `engine`, which is built already. Its messages are received on the engine's thread."""
 
-    is_in_process = True
+    is_in_process, handover_counts = True, HandoverCounts()
 
     def __init__(self, engine: Engine, ready: EngineReady, stall_after: float = 60.0) -> None:
         self.engine, self.ready = engine, ready

@@ -13,10 +13,15 @@ from quire.memory.paged import PagedMemory
 from quire.memory.requirements import check_states, check_vision
 from quire.memory.virtual.virtual_memory import VirtualMemory
 from quire.protocol.model_spec import ModelSpec
+from quire.protocol.shared_host import SharedHostMemory
 
 
-def build_memory(config: EngineConfig, spec: ModelSpec, size: MemorySize, model_id: str = "") -> KVMemory:
+def build_memory(
+    config: EngineConfig, spec: ModelSpec, size: MemorySize, model_id: str = "",
+    shared_host: SharedHostMemory | None = None,
+) -> KVMemory:  # fmt: skip
     """Build the memory that `config.memory` names, of `size`. Settings without a value get the defaults of a CPU.
+    `shared_host` is as in Swap.
 
     StartupError if a reserved memory has no room for the longest sequence, or a paged one for a sequence besides the
     registered prefixes."""
@@ -29,7 +34,7 @@ def build_memory(config: EngineConfig, spec: ModelSpec, size: MemorySize, model_
         check_vision(config, spec, size.itemsize)
     if config.memory not in RESERVATION_RULES:
         kind = VirtualMemory if config.memory == "virtual" else PagedMemory
-        paged = kind.build(config, spec, size, model_id)
+        paged = kind.build(config, spec, size, model_id, shared_host=shared_host)
         if config.prefix_tokens and not paged.fits([min(2, size.max_len)]):
             raise StartupError(
                 f"--prefix-tokens is {config.prefix_tokens}, and the KV memory holds {size.tokens} tokens in all",

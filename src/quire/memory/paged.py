@@ -50,6 +50,7 @@ from quire.protocol.images import ImageItem
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.sequence import Sequence
+from quire.protocol.shared_host import SharedHostMemory
 from quire.protocol.step_plan import PageOps
 
 
@@ -85,7 +86,8 @@ class PagedMemory(PageTables):
     """Implement KVMemory with page tables, a prefix cache and swapping.
 
     `max_step_tokens` is the largest number of tokens computed in one step. Pages for `prefix_tokens` tokens are set
-    aside for registered prefixes. `retention` and `slack` select the dropped pages that stay cached, see Retention."""
+    aside for registered prefixes. `retention` and `slack` select the dropped pages that stay cached, see Retention.
+    `shared_host` is as in Swap."""
 
     def __init__(
         self,
@@ -102,6 +104,7 @@ class PagedMemory(PageTables):
         retention: str = "paper",
         slack: int = DEFAULT_SLACK,
         view: PoolView | None = None,
+        shared_host: SharedHostMemory | None = None,
         **page_pool_options: Any,
     ) -> None:
         caching = caching and not kv_config.budget
@@ -127,7 +130,7 @@ class PagedMemory(PageTables):
         self.key_tokens = self.prefix_cache.key_tokens
         self.prefix_demand = PrefixDemand(self, self.prefix_cache) if self.caching else None
         self.prefix_waiters = PrefixWaiters(self)
-        self.swap = Swap(self, self.prefix_cache, max_step_tokens)
+        self.swap = Swap(self, self.prefix_cache, max_step_tokens, shared_host)
         if view is not None:
             view.bind(self)
         self.policies_checked = False  # set by `check`, which looks for contradictions once
@@ -137,9 +140,9 @@ class PagedMemory(PageTables):
         self.last_limited = (-1, -1, 0.0)
 
     @classmethod
-    def build(cls, config: EngineConfig, spec: ModelSpec, size: MemorySize, model_id: str = "") -> Self:
-        """Make a memory of `size` for the layers of `spec`, grouped as `table_scope` says."""
-        return cls.from_kv_config(build_kv_config(config, spec, size), config, model_id)
+    def build(cls, config: EngineConfig, spec: ModelSpec, size: MemorySize, model_id: str = "", **more: Any) -> Self:
+        """Make a memory of `size` for the layers of `spec`, grouped as `table_scope` says. `more`: as `__init__`."""
+        return cls.from_kv_config(build_kv_config(config, spec, size), config, model_id, **more)
 
     @classmethod
     def from_kv_config(

@@ -1,7 +1,10 @@
 """Swapping: copy the pages of preempted sequences to host memory and back (PagedAttention §4.5).
 
 Host memory has a page pool like the device's; the tables of a swapped sequence name host pages. A page's content is
-identified by its sequence's keys, so a page that is still cached on the device is shared, not copied back."""
+identified by its sequence's keys, so a page that is still cached on the device is shared, not copied back.
+
+If engines share host memory, cached pages are handed over in the same way: one engine copies them out, and another one
+copies them in, under the same keys."""
 
 from __future__ import annotations
 
@@ -17,23 +20,34 @@ from quire.memory.page_tables import PageTables, build_page_pool
 from quire.memory.prefix_cache import PrefixCache
 from quire.memory.seq_pages import SeqPages, Tables
 from quire.protocol.sequence import Sequence
+from quire.protocol.shared_host import SharedHostMemory, SharedPage
 from quire.protocol.step_plan import Poison, SwapIn, SwapOut
 
 PageMoves = dict[tuple[int, int], int]
 """(group, page) -> the page to which its content is copied; SCRATCH while it is not known."""
+IMPORTER = 0  # stands for the request to which imported pages are allocated; no sequence has this id
 
 
 class Swap:
-    """The host pages of a memory with these tables. A sequence computes up to `max_step_tokens` tokens in a step."""
+    """The host pages of a memory with these tables. A sequence computes up to `max_step_tokens` tokens in a step. With
+    `shared_host` the host pages are in this engine's part of memory that several engines share."""
 
-    def __init__(self, page_tables: PageTables, prefix_cache: PrefixCache, max_step_tokens: int) -> None:
+    def __init__(
+        self, page_tables: PageTables, prefix_cache: PrefixCache, max_step_tokens: int,
+        shared_host: SharedHostMemory | None = None,
+    ) -> None:  # fmt: skip
         self.page_tables, self.prefix_cache, self.max_step_tokens = page_tables, prefix_cache, max_step_tokens
         host_ids = [group.host_ids for group in page_tables.groups]
         self.host_pool = build_page_pool(page_tables.kv_config, host_ids, page_tables.association)
         # A two-level pool has a scratch large page, and host memory has none: its pages are numbered from 1.
         large = page_tables.kv_config.large_bytes
         self.host_id_offset = [large // group.page_bytes - 1 if large else 0 for group in page_tables.groups]
+        self.shared_host = shared_host
+        sizes = [group.page_bytes for group in page_tables.groups]
+        start = 0 if shared_host is None else shared_host.part_start(sizes)
+        self.first_address = [start // size - offset for size, offset in zip(sizes, self.host_id_offset)]
         self.seq_pages: dict[int, SeqPages] = {}  # with host pages in their tables
+        self.exported_pages: list[dict[int, None]] = [{} for _ in sizes]  # of each group, host pages for other engines
         self.out_bytes = self.in_bytes = 0
 
     def swap_out(self, seqs: Seq[Sequence]) -> bool:
@@ -49,7 +63,7 @@ class Swap:
             pages = [page for _, page in run]
             for page, to in zip(pages, self.host_pool.allocate(g, len(pages), owner)):
                 moves[g, page] = to
-                tables.page_ops.append(SwapOut(g, page, to - self.host_id_offset[g]))
+                tables.page_ops.append(SwapOut(g, page, to + self.first_address[g]))
             self.out_bytes += len(pages) * tables.groups[g].page_bytes
         for seq, seq_pages in zip(seqs, leaving):
             tables.free(seq)
@@ -86,7 +100,7 @@ class Swap:
             hosts = list(run)
             for (_, host), page in zip(hosts, tables.allocate_pages(g, len(hosts), owner)):
                 moves[g, host] = page
-                tables.page_ops.append(SwapIn(g, host - self.host_id_offset[g], page))
+                tables.page_ops.append(SwapIn(g, host + self.first_address[g], page))
                 if (g, host) in keys:
                     pool.publish(g, page, keys[g, host])
             self.in_bytes += len(hosts) * tables.groups[g].page_bytes
@@ -164,9 +178,68 @@ class Swap:
         self.host_pool.decref_tables(seq_pages.tables)
         self.host_pool.remove_owner(seq_pages.owner)
 
+    # Pages for other engines
+
+    def export_prefix(self, seq: Sequence) -> list[SharedPage]:
+        """Copy the cached pages of the longest prefix of `seq` that a request can reuse to host pages, where another
+        engine reads them, until `release_exported`. Return none if nothing is cached, or without free host pages."""
+        tables, exported = self.page_tables, list[SharedPage]()
+        if self.shared_host is None or not self.prefix_cache.caching:
+            return exported
+        hit = self.prefix_cache.find_cached(seq)
+        if not self.host_pool.reserve([sum(map(bool, table)) for table in hit.tables]):
+            return exported
+        for g, table in enumerate(hit.tables):
+            keys = self.prefix_cache.page_keys(g, seq.page_keys, 0, len(table)) if table else ()
+            found = [(page, key) for page, key in zip(table, keys) if page]
+            for (page, key), host in zip(found, self.host_pool.allocate(g, len(found))):
+                self.exported_pages[g][host] = None
+                exported.append(SharedPage(g, host + self.first_address[g], key))
+                tables.page_ops.append(SwapOut(g, page, exported[-1].host_page))
+        return exported
+
+    def is_address(self, page: SharedPage) -> bool:
+        """Return True if a page of that group can be in the shared host memory."""
+        groups, shared = self.page_tables.groups, self.shared_host
+        if shared is None or page.group >= len(groups):
+            return False
+        total = shared.num_parts * shared.part_bytes(group.page_bytes for group in groups)
+        return 0 < page.host_page <= total // groups[page.group].page_bytes
+
+    def release_exported(self, pages: Iterable[SharedPage]) -> None:
+        """Release the host pages of `export_prefix`."""
+        for g, host_page, _ in pages:
+            del self.exported_pages[g][host_page - self.first_address[g]]
+            self.host_pool.decref(g, [host_page - self.first_address[g]])
+
+    def import_pages(self, pages: Seq[SharedPage]) -> bool:
+        """Copy pages of another engine into the prefix cache, where the next admission finds them. Return False, and
+        change nothing, if there is no room for all of them."""
+        tables, pool = self.page_tables, self.page_tables.page_pool
+        distinct = {(g, key): host for g, host, key in pages}
+        known = {(g, key): page for g, key in distinct if (page := pool.find(g, key)) is not None}
+        missing = {at: host for at, host in distinct.items() if at not in known}
+        cached_hits = pool.find_cached_hits((g, page) for (g, _), page in known.items())
+        needs = self._count_by_group((g, 0) for g, _ in missing)
+        if not pool.reserve(list(map(add, needs, cached_hits.num_pages)), cached_hits, margin=bool(tables.seq_pages)):
+            return False
+        held: Tables = [[] for _ in tables.groups]
+        for (g, _), page in known.items():
+            pool.incref(g, page)
+            held[g].append(page)
+        for g, count in enumerate(needs):
+            arrivals = [(key, host) for (group, key), host in missing.items() if group == g]
+            for (key, host), page in zip(arrivals, tables.allocate_pages(g, count, IMPORTER) if count else ()):
+                tables.page_ops.append(SwapIn(g, host, page))
+                pool.publish(g, page, key)
+                held[g].append(page)
+        pool.decref_tables(held)
+        pool.remove_owner(IMPORTER)
+        return True
+
     def check(self) -> None:
-        """Assert that every host page is free or named by a swapped sequence."""
-        named: list[dict[int, int]] = [{} for _ in self.page_tables.groups]
+        """Assert that every host page is free, exported, or named by a swapped sequence."""
+        named = [dict.fromkeys(pages, 1) for pages in self.exported_pages]
         for seq_pages in self.seq_pages.values():
             for g, table in enumerate(seq_pages.tables):
                 for page in filter(None, table):

@@ -72,6 +72,10 @@ class Router:
         self.num_chosen = 0
         self.chosen_at = [0] * count  # of each replica: `num_chosen` when it was last chosen
 
+    def missing_tokens(self, replica: int, keys: Sequence[bytes], prompt_len: int) -> int:
+        """Return how many tokens of a prompt with these keys a replica neither has nor is computing."""
+        return self._missing(self.replicas[replica], keys, prompt_len)
+
     def choose(self, keys: Sequence[bytes], prompt_len: int, refused: Container[int] = ()) -> int | None:
         """Return the replica for a prompt of `prompt_len` tokens, whose whole pages have these keys. None if all are
         draining or in `refused`."""

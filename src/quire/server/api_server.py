@@ -23,6 +23,7 @@ from quire.server.options import (
     ADMIN_KEY_VARIABLE,
     ServeOptions,
     check_options,
+    check_prefill_replicas,
     read_chat_template,
     read_keys,
     set_chat_template,
@@ -44,6 +45,7 @@ def serve(config: EngineConfig, options: ServeOptions, print_line: Callable[[str
     Raise StartupError if the server cannot start."""
     start = time.perf_counter()
     check_options(options)
+    check_prefill_replicas(config, options)
     keys, template = read_keys(options.api_key_file), read_chat_template(options.chat_template)
     admin_keys = read_keys(options.admin_key_file, "--admin-key-file", ADMIN_KEY_VARIABLE)
     prefixes = read_prefixes(options.prefixes)
@@ -102,8 +104,9 @@ def _load_model(config: EngineConfig, options: ServeOptions, frontends: Frontend
             after, restart = options.stall_after, options.on_engine_death == "restart"
             if options.replicas > 1:
                 replicas, prompts, checkpoint = launch_replicas(
-                    config, options.replicas, options.router, progress, after, restart
-                )
+                    config, options.replicas, options.router, progress, after, restart,
+                    num_prefill=options.prefill_replicas,
+                )  # fmt: skip
                 return AsyncLLM.over(replicas, prompts), checkpoint.name
             engine_client, prompts, checkpoint = launch_engine_process(
                 config, progress, after, num_clients=options.fronts, start_other_clients=frontends.start_workers

@@ -15,7 +15,7 @@ from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.core.outputs import BranchOutput
 from quire.ipc.engine_client import EngineClient
-from quire.ipc.messages import EngineMetrics
+from quire.ipc.messages import EngineMetrics, HandoverCounts
 from quire.memory.answers import TypeUsage
 from quire.server.counters import ServerCounters
 from quire.text.output_stream import RequestRecord
@@ -197,6 +197,7 @@ class Metrics(ServerCounters):
             whole.add(other)
         yield from self._engine_families()
         yield from self._families(CounterMetricFamily, [frontend_counters(whole, self.llm.metrics)])
+        yield from self._families(CounterMetricFamily, [handover_counters(self.llm.engine_client.handover_counts)])
         for name, (text, _) in HISTOGRAMS.items():
             histogram, family = whole.histograms[name], HistogramMetricFamily(self.prefix + name, text, labels=LABELS)
             family.add_metric(self.labels, histogram.cumulative(), histogram.total)
@@ -329,6 +330,14 @@ def engine_counters(facts: EngineMetrics) -> Iterator[Family]:
     positions = [((str(position),), count) for position, count in enumerate(takewhile(bool, stats.accepted_per_pos))]
     text = "Draft tokens that were accepted, by their position in a run"
     yield "spec_decode_num_accepted_tokens_per_pos", text, ("position",), positions
+
+
+def handover_counters(counts: HandoverCounts) -> Iterator[Family]:
+    """Yield the counters of prompts that prefill replicas computed."""
+    yield "prompt_handovers", "Prompts computed by prefill replicas, and copied to others", (), [((), counts.handovers)]
+    yield "prompt_handover_bytes", "Bytes of their pages", (), [((), counts.page_bytes)]
+    text = "Prompts for prefill replicas that the replica computed that decodes: no room for pages, or a lost replica"
+    yield "prompt_handover_fallbacks", text, (), [((), counts.fallbacks)]
 
 
 def frontend_counters(counters: ServerCounters, facts: EngineMetrics) -> Iterator[Family]:

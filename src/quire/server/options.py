@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from quire.config import advanced, check_settings, setting
+from quire.config import EngineConfig, advanced, check_settings, setting
 from quire.errors import StartupError
 from quire.files import MAX_BYTES_BY_FILE, read_bounded_text
 from quire.protocol.sampling_params import MAX_LOGPROBS
 from quire.router.router import POLICIES
 
 if TYPE_CHECKING:
+    from quire.config import EngineConfig
     from quire.text.chat_template import ChatTemplate
     from quire.text.input_processor import InputProcessor
 
@@ -59,6 +60,9 @@ class ServeOptions:
     )
     router: str = advanced(
         "prefix", "how requests are divided among replicas: by cached prefixes and work, by work, or in turn", POLICIES
+    )
+    prefill_replicas: int = advanced(
+        0, "of --replicas, the engines that compute prompts for the others, which decode", bounds=(0, 63)
     )
     shutdown_timeout: float = advanced(
         30.0, "seconds for requests to end after SIGTERM", bounds=(0, 86_400), metavar="S"
@@ -174,6 +178,32 @@ def check_options(options: ServeOptions) -> None:
     raise_descriptor_limit()
     most = options.max_connections
     connection_capacity(None if most is None else -(-most // options.fronts))
+
+
+def check_prefill_replicas(config: EngineConfig, options: ServeOptions) -> None:
+    """Raise StartupError if the settings do not allow prefill replicas."""
+    count = options.prefill_replicas
+    if not count:
+        return
+    given = f"--prefill-replicas is {count}"
+    if count >= options.replicas:
+        cause = f"{given}, and --replicas is {options.replicas}"
+        raise StartupError(cause, f"At least one of them must decode: use --replicas {count + 1} or more")
+    if config.memory != "paged":
+        raise StartupError(f"{given}, and --memory is {config.memory}", "Use --memory paged")
+    if not config.swap_gib:
+        raise StartupError(f"{given}, and --swap-gib is 0: pages are handed over in that memory", "Use 1 or more")
+    if not config.enable_prefix_caching:
+        raise StartupError(f"{given}, and prefix caching is off", "Leave --no-enable-prefix-caching out")
+    if config.kv_events is not None:
+        cause = f"{given}, and --kv-events-config is given: pages that are handed over come without their tokens"
+        raise StartupError(cause, "Leave one out")
+    if config.has_rank_processes:
+        cause = f"{given}, --tp is {config.tp}, --pp is {config.pp} and --executor is {config.executor}"
+        raise StartupError(cause, "Only models in the engine's own process hand pages over: leave these flags out")
+    if config.speculation not in (None, "ngram"):
+        cause = f"{given}, and draft tokens come from a model or a head, whose pages are not handed over"
+        raise StartupError(cause, "Use --speculative-method ngram, or leave one out")
 
 
 def check_traces_endpoint(url: str) -> None:

@@ -28,6 +28,7 @@ from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup
 from quire.protocol.method import Branch, Context
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
+from quire.protocol.shared_host import SharedHostMemory
 from quire.protocol.step_plan import (  # fmt: skip
     FIRST_DRAFT,
     LAST_SAMPLED,
@@ -226,7 +227,11 @@ class EchoRunner:
     With `is_constant` it does no work and returns a constant token, to measure the engine alone.
     """
 
-    def __init__(self, depth: int = 1, *, vocab_size: int = 512, is_constant: bool = False) -> None:
+    def __init__(
+        self, depth: int = 1, *, vocab_size: int = 512, is_constant: bool = False,
+        shared_host: SharedHostMemory | None = None,
+    ) -> None:  # fmt: skip
+        self.shared_host = shared_host  # where the host pages are
         self.depth, self.vocab_size, self.is_constant = depth, vocab_size, is_constant
         self.queue: deque[StepPlan] = deque()
         self.submitted = self.collected = 0
@@ -247,9 +252,14 @@ class EchoRunner:
         if self.is_constant:
             return
         cells, host = np.zeros(geometry.bytes, dtype=np.uint8), np.full(geometry.host_bytes, POISON, dtype=np.uint8)
+        if self.shared_host is not None:
+            host = np.frombuffer(self.shared_host.map(group.page_bytes for group in geometry.groups), dtype=np.uint8)
         self.groups = [EchoPages(group, g, cells, host, geometry.slots) for g, group in enumerate(geometry.groups)]
         self.part, self.both_ways = geometry.clip_chunk, geometry.both_ways
         self.images = EchoImages(geometry, self.groups)
+
+    def wait_for_swaps(self) -> None:
+        """See core.runner.SharingRunner. Swaps are done when their plan is collected."""
 
     def sleep(self, level: int) -> None:
         """See core.runner.SleepableRunner. Drop all pages."""

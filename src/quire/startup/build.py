@@ -35,6 +35,7 @@ from quire.protocol.model_spec import ModelSpec
 from quire.protocol.parallel_layout import ParallelLayout, Shard
 from quire.protocol.pipeline_stages import check_pp_division, has_uneven_stages
 from quire.protocol.plan_log import with_plan_log
+from quire.protocol.shared_host import SharedHostMemory
 from quire.startup.checkpoint import (
     Checkpoint,
     collect_eos_ids,
@@ -205,18 +206,19 @@ def start_ranks(config: EngineConfig, checkpoint: Checkpoint) -> RemoteRunner | 
 def build_engine(
     config: EngineConfig, checkpoint: Checkpoint, tokenizer_eos_ids: tuple[int, ...], progress: bool = False,
     pool_member: PoolMember | None = None,
-    remote_runner: RemoteRunner | None = None,
+    remote_runner: RemoteRunner | None = None, shared_host: SharedHostMemory | None = None,
 ) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:  # fmt: skip
     """Return the engine of `checkpoint`, its memory plan, and notices for the start. The tokenizer has the end tokens
     `tokenizer_eos_ids`. The memory is that of `pool_member`, if any. With ranks in processes of their own the model is
-    loaded only there; `remote_runner` are ranks that were started already, which end if this fails."""
+    loaded only there; `remote_runner` are ranks that were started already, which end if this fails. `shared_host` is
+    where host pages are that other engines read, too; then the model is in this process."""
     checkpoint = check_speculation(config, checkpoint)
     remote_runner = remote_runner or start_ranks(config, checkpoint)
     if not config.has_rank_processes:
         if config.on_rank_failure == "restart":
             cause = "--on-rank-failure is restart, and the model is where the engine is"
             raise StartupError(cause, "Use --tp, or --executor process")
-        return _assemble(config, checkpoint, tokenizer_eos_ids, progress, pool_member, None)
+        return _assemble(config, checkpoint, tokenizer_eos_ids, progress, pool_member, None, shared_host)
     assert pool_member is None, "models of a pool are in its process"
     from quire.distributed.rank_devices import check_gpus
     from quire.distributed.rank_startup import start_remote_runner
@@ -242,6 +244,7 @@ def _assemble(
     progress: bool,
     pool_member: PoolMember | None,
     remote_runner: RemoteRunner | None,
+    shared_host: SharedHostMemory | None = None,
 ) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:
     """Return the same as `build_engine`, over `remote_runner`, to whose ranks `checkpoint`'s spec belongs, or over a
     model in this process."""
@@ -262,12 +265,13 @@ def _assemble(
     eos_ids = collect_eos_ids(checkpoint, tokenizer_eos_ids)
     with _report_out_of_memory(device):
         runner = _make_runner(
-            config, checkpoint, dtype, device, eos_ids, plan.max_len, progress, pool_member, remote_runner
+            config, checkpoint, dtype, device, eos_ids, plan.max_len, progress, pool_member, remote_runner, shared_host
         )
     if config.log_plans:
         runner = with_plan_log(runner, Path(config.log_plans), checkpoint.spec.vocab_size)
     size = MemorySize(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
-    make_memory = partial(build_memory, config, checkpoint.pool_spec, size, kv_namespace(config, checkpoint, dtype))
+    namespace = kv_namespace(config, checkpoint, dtype)
+    make_memory = partial(build_memory, config, checkpoint.pool_spec, size, namespace, shared_host)
     memory = pool_member.memory if pool_member else make_memory()
     if config.memory == "virtual":  # pages and buffers aren't always filled
         plan = plan._replace(kv_tokens=virtual_capacity_tokens(memory.kv_config))
@@ -366,6 +370,7 @@ def _make_runner(
     progress: bool,
     pool_member: PoolMember | None,
     remote_runner: RemoteRunner | None,
+    shared_host: SharedHostMemory | None,
 ) -> Any:
     """Return the runner of a model in this process, or `remote_runner` after its ranks have built theirs."""
     import torch
@@ -375,7 +380,9 @@ def _make_runner(
         if device != "cpu":
             os.environ.update(triton_cache_environment())
         get_shared_buffer = pool_member.get_buffer if pool_member else None
-        return build_runner(config, checkpoint, kind, where, eos_ids, max_len, progress, get_shared_buffer)
+        return build_runner(
+            config, checkpoint, kind, where, eos_ids, max_len, progress, get_shared_buffer, shared_host=shared_host
+        )
     from quire.distributed import rank_startup
 
     attention = choose_attention(config, checkpoint.pool_spec, where, kind)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from io import FileIO
 from typing import TypeVar
 
 from quire.config import EngineConfig
@@ -17,6 +19,7 @@ from quire.ipc.engine_client import EngineClient
 from quire.ipc.handshake import EngineInitMessage
 from quire.ipc.process_client import ProcessEngineClient
 from quire.ipc.replicas import ReplicatedEngineClient
+from quire.protocol.shared_host import SharedHostMemory
 from quire.startup.checkpoint import (
     Checkpoint,
     collect_eos_ids,
@@ -60,26 +63,39 @@ def launch_replicas(
     stall_after: float = 60.0,
     restart: bool = False,
     program: Sequence[str] = ENGINE_PROGRAM,
+    num_prefill: int = 0,
 ) -> tuple[ReplicatedEngineClient, InputProcessor, Checkpoint]:
     """Start `count` engines, each in a process of its own, with GPUs of its own or an equal share of the cores. The
-    router's `policy` divides the requests among them. With `restart` one that ends is started again, once. Raise
-    StartupError if there are too few GPUs, or if an engine can't be built."""
+    router's `policy` divides the requests among them. With `restart` one that ends is started again, once. The first
+    `num_prefill` engines compute prompts for the others, which read the pages in host memory that all of them share.
+    Raise StartupError if there are too few GPUs, or if an engine can't be built."""
     gpus = replica_gpus(config, count)
     config = replace(config, threads=threads_per_rank(config.threads, count))
     if gpus[0] is None and config.kv_tokens is None and config.kv_gib is None:
         config = replace(config, kv_gib=default_cpu_kv_bytes(device_memory("cpu")[1]) / count / GIB)
     replicas = list[ProcessEngineClient]()
+    memory = FileIO(os.memfd_create("quire-host-pages", os.MFD_CLOEXEC), "r+b") if num_prefill else None
     for i, names in enumerate(gpus):
         variables = {} if names is None else {"CUDA_VISIBLE_DEVICES": names}
-        replicas.append(ProcessEngineClient(ChildProcess(1, program, f"replica {i}", variables=variables)))
+        child = ChildProcess(1, program, f"replica {i}", variables=variables, shared_memory=memory)
+        replicas.append(ProcessEngineClient(child))
 
     def begin(named: tuple[int, ...]) -> None:
         level, report_cache = logging.getLogger().level, policy == "prefix"
         for i, replica in enumerate(replicas):
             shown = progress and i == 0
-            replica.send_init(EngineInitMessage(config, named, stall_after, shown, level, report_cache, i))
+            shared = None if memory is None else SharedHostMemory(memory.fileno(), i, count, int(config.swap_gib * GIB))
+            replica.send_init(EngineInitMessage(config, named, stall_after, shown, level, report_cache, i, shared))
 
-    return _read_model_and_wait(replicas, config, begin, lambda: ReplicatedEngineClient(replicas, policy, restart))
+    def connect() -> ReplicatedEngineClient:
+        return ReplicatedEngineClient(replicas, policy, restart, num_prefill)
+
+    try:
+        return _read_model_and_wait(replicas, config, begin, connect)
+    except BaseException:
+        if memory is not None:
+            memory.close()
+        raise
 
 
 def replica_gpus(config: EngineConfig, count: int) -> list[str | None]:

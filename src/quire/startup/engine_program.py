@@ -33,7 +33,7 @@ def build_model(hello: EngineInitMessage) -> tuple[Engine, EngineReady, LazyGram
     config = hello.config
     source = read_checkpoint(config)
     preallocate_weights(config, source)
-    engine, plan, notices = build_engine(config, source, hello.named, hello.progress)
+    engine, plan, notices = build_engine(config, source, hello.named, hello.progress, shared_host=hello.shared_host)
     return engine, engine_ready(engine, plan.to_lines(), notices), LazyGrammars(config, source, engine)
 
 

@@ -18,6 +18,7 @@ from quire.models.quantization import FP8Scheme, LowBitScheme, resolve_scheme
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 from quire.protocol.pipeline_stages import largest_stage_spec
+from quire.protocol.shared_host import SharedHostMemory
 from quire.startup.checkpoint import Checkpoint, read_checkpoint
 from quire.weights.checkpoint_files import MIN_PARAMETER_BYTES, check_weight_bytes
 
@@ -82,9 +83,11 @@ def build_runner(
     exchange: Exchange | None = None,
     pipes: StageNeighbours | None = None,
     notices: tuple[str, ...] = (),
+    shared_host: SharedHostMemory | None = None,
 ) -> Any:
     """Return the runner of the part of the model that `checkpoint`'s spec describes; `exchange` connects it to the
-    other ranks of its stage, if any, and `pipes` to the neighbouring stages."""
+    other ranks of its stage, if any, and `pipes` to the neighbouring stages. Its host pages are in `shared_host`, if
+    any."""
     import torch
 
     from quire.layers.prepare import connect_ranks
@@ -138,7 +141,7 @@ def build_runner(
         map_in_background=config.experiment.map_ahead == "thread",
         shared_buffer=get_shared_buffer() if get_shared_buffer is not None else None,
         state_dtype=torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32,
-        make_model=make_model, notices=notices, **speculation,
+        make_model=make_model, notices=notices, shared_host=shared_host, **speculation,
     )  # fmt: skip
 
 

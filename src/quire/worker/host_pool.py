@@ -14,6 +14,7 @@ waiting: `main`, the current one, runs slices, copies and poison; `swap_stream` 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from itertools import islice
 
@@ -21,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.errors import StartupError
+from quire.protocol.shared_host import SharedHostMemory
 from quire.worker.hazards import pages_overlap
 from quire.worker.staging_buffer import StagingBuffer
 
@@ -37,12 +40,27 @@ class HostPool:
     """Host pages and their swaps. `pages` and `host_pages` are views [pages, numbers] of all device and host memory, by
     the bytes of a page. Host memory is pinned if there is a GPU. With `debug` every swap is awaited and compared."""
 
-    def __init__(self, pages: Mapping[int, Tensor], host_bytes: int, debug: bool = False) -> None:
-        """Allocate `host_bytes` bytes of host memory, at least one page of every size."""
+    def __init__(
+        self,
+        pages: Mapping[int, Tensor],
+        host_bytes: int,
+        debug: bool = False,
+        shared_host: SharedHostMemory | None = None,
+    ) -> None:
+        """Allocate `host_bytes` bytes of host memory, at least one page of every size; or map `shared_host`, whose part
+        for this engine begins with page `first_pages[size]` of each size."""
         self.pages, self.debug = pages, debug
         first = next(iter(pages.values()))
         self.device, host_bytes = first.device, max(host_bytes, *pages, 0)
-        if self.device.type == "cpu":  # NumPy's untouched zeros take no memory, torch's do
+        self.first_pages = dict.fromkeys(pages, 0)
+        if shared_host is not None:
+            assert host_bytes <= shared_host.part_bytes(pages), "the part of this engine is too small"
+            self.first_pages = {size: shared_host.part_start(pages) // size for size in pages}
+            raw = torch.frombuffer(shared_host.map(pages), dtype=torch.uint8)
+            host_bytes = len(raw)
+            if self.device.type != "cpu":
+                _pin(self, raw)
+        elif self.device.type == "cpu":  # NumPy's untouched zeros take no memory, torch's do
             raw = torch.from_numpy(np.zeros(host_bytes, dtype=np.uint8))
         else:  # pinned memory is allocated in powers of two
             raw = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=True)
@@ -90,6 +108,11 @@ class HostPool:
         if self.debug:
             self._check_equal(moves.items(), size)
 
+    def synchronize(self) -> None:
+        """Wait for all swaps."""
+        if self.device.type != "cpu":
+            self.swap_stream.synchronize()
+
     def record_writes(self) -> None:
         """Make later swaps wait for the copies and poison enqueued so far."""
         if self.device.type != "cpu":
@@ -129,6 +152,16 @@ class HostPool:
                 self.pages[size][page].view(torch.uint8).cpu(), self.host_pages[size][host].view(torch.uint8)
             )
             assert same, f"page {page} and row {host} of the host pages differ after a swap"
+
+
+def _pin(owner: object, raw: Tensor) -> None:
+    """Pin memory for as long as `owner` exists. Raise StartupError if the system does not allow it."""
+    cudart = torch.cuda.cudart()
+    status = int(cudart.cudaHostRegister(raw.data_ptr(), len(raw), 0))
+    if status:
+        raise StartupError(f"{len(raw):,} bytes of shared host memory can't be pinned: CUDA error {status}",
+                           "Use a smaller --swap-gib")  # fmt: skip
+    weakref.finalize(owner, lambda: cudart.cudaHostUnregister(raw.data_ptr()))
 
 
 def _gather_on_cpu(target: Tensor, source: Tensor, moves: Mapping[int, int]) -> None:

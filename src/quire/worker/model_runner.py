@@ -36,6 +36,7 @@ from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheLayout
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.sampling_params import MAX_LOGPROBS
 from quire.protocol.seq_slices import SeqSlices
+from quire.protocol.shared_host import SharedHostMemory
 from quire.protocol.step_plan import (
     FIRST_DRAFT,
     ImageEncoding,
@@ -137,18 +138,21 @@ class ModelRunner:
         draft_spec: ModelSpec | None = None,
         make_draft_model: Callable[[], RunnableModel] | None = None,
         max_step_tokens: int = 0,
+        shared_host: SharedHostMemory | None = None,
     ) -> None:
-        """`map_in_background`: with virtual memory, a thread maps pages ahead of need. `shared_buffer`, `state_dtype`:
-        see Store. `make_model` loads the model again after a sleep of level 2, and `make_draft_model` the draft model.
-        `notices` are reported at start. `max_drafts`: the most draft tokens of a slice. `draft_model` of `draft_spec`
-        proposes them; its vocabulary is that of the model, and the memory is that of `spec.with_draft(draft_spec)`. If
-        it is a SpeculationHead, steps have at most `max_step_tokens` tokens, whose hidden states are kept."""
+        """`map_in_background`: with virtual memory, a thread maps pages ahead of need. `shared_buffer`, `state_dtype`,
+        `shared_host`: see Store. `make_model` loads the model again after a sleep of level 2, and `make_draft_model`
+        the draft model. `notices` are reported at start. `max_drafts`: the most draft tokens of a slice. `draft_model`
+        of `draft_spec` proposes them; its vocabulary is that of the model, and the memory is that of
+        `spec.with_draft(draft_spec)`. If it is a SpeculationHead, steps have at most `max_step_tokens` tokens, whose
+        hidden states are kept."""
         self.model: Any = model  # a RunnableModel, or None in a sleep of level 2
         self.make_model, self.notices = make_model, notices
         self.spec, self.dtype, self.device, self.eos_ids = spec, dtype, device, eos_ids
         self.attention, self.backend = attention, _make_backend(attention, deterministic, max_drafts)
         self.use_graphs, self.deterministic, self.debug = use_graphs, deterministic, debug
         self.map_in_background, self.shared_buffer, self.state_dtype = map_in_background, shared_buffer, state_dtype
+        self.shared_host = shared_host
         self.exchange: Exchange | None = getattr(model, "exchange", None)  # with other ranks
         self.depth = 1 if device.type == "cpu" else 2
         self.max_drafts, self.synthetic_acceptance = max_drafts, synthetic_acceptance
@@ -256,6 +260,7 @@ class ModelRunner:
             return Store(
                 kv_config, spec, self.dtype, self.device, self.debug, self.shared_buffer, self.state_dtype,
                 has_checksum=self.has_checksum, saved_tokens=max_verified_tokens(kv_config.slots - 1, self.max_drafts),
+                shared_host=self.shared_host,
             )  # fmt: skip
         from quire.worker.virtual.store import open_store
 
@@ -619,6 +624,10 @@ class ModelRunner:
                 )
             results.append(result)
         return StepResult(tuple(results), self._step_seconds(ticket), self.idle_timer.collect(ticket.step_events))
+
+    def wait_for_swaps(self) -> None:
+        """See core.runner.SharingRunner."""
+        self.store.host_pool.synchronize()
 
     def _check_advanced_states(self, plan: StepPlan, accepted: list[int]) -> None:
         """Record how many tokens the states cover after a verification, given the accepted tokens of each slice."""

@@ -18,6 +18,7 @@ from quire.kernels.forward_batch import LayerCache
 from quire.kernels.mamba_states import StateCache
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.model_spec import ModelSpec
+from quire.protocol.shared_host import SharedHostMemory
 from quire.protocol.step_plan import PageCopy, PageOps, Poison, SwapIn, SwapOut, TableWrite
 from quire.worker.cache_views import check_kv_cache_config, cross_caches, layer_caches, pages_by_size, state_caches
 from quire.worker.hazards import PageMoves, PageOpBatch, batch_page_ops
@@ -36,15 +37,16 @@ class Store:
     page table. `caches` belong to layers with attention, `draft_caches` to those of a draft model (numbered from 0),
     `cross_caches` to layers that attend to images, `state_caches` to layers with a state, whose `ssm` part has
     `state_dtype`, with room for the inputs of `saved_tokens` tokens. `prompt_lengths` exist if layers have budgets.
-    `staging` is for small uploads on the main stream. `shared_buffer` are the bytes of the pages, if other models'
-    stores use them too. With `debug` the content of every swapped page is compared. With `has_checksum`, `op_checksum`
-    is a checksum over everything that page operations and graph replays changed, in order; ranks compare it.
+    `shared_host` is as in HostPool. `staging` is for small uploads on the main stream. `shared_buffer` are the bytes of
+    the pages, if other models' stores use them too. With `debug` the content of every swapped page is compared. With
+    `has_checksum`, `op_checksum` is a checksum over everything that page operations and graph replays changed, in
+    order; ranks compare it.
     """
 
     def __init__(
         self, kv_config: KVCacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, debug: bool = False,
         shared_buffer: torch.Tensor | None = None, state_dtype: torch.dtype = torch.float32, has_checksum: bool = False,
-        saved_tokens: int = 0,
+        saved_tokens: int = 0, shared_host: SharedHostMemory | None = None,
     ) -> None:  # fmt: skip
         check_kv_cache_config(kv_config, spec)
         self.kv_config, self.device, self.shared_buffer, self.saved_tokens = kv_config, device, shared_buffer, 0
@@ -54,7 +56,7 @@ class Store:
         self.page_sizes = tuple(group.page_bytes for group in kv_config.groups)
         self.pages_by_size = pages_by_size(self.buffer, kv_config)
         self.group_pages = tuple(self.pages_by_size[size] for size in self.page_sizes)
-        self.host_pool = HostPool(self.pages_by_size, kv_config.host_bytes, debug)
+        self.host_pool = HostPool(self.pages_by_size, kv_config.host_bytes, debug, shared_host)
         self._make_tables()
         self.prompt_lengths = PromptLengths(kv_config.slots, spec.min_budget, self.staging) if spec.min_budget else None
         caches, first_draft = self._make_caches(spec), sum(not layer.is_draft for layer in spec.layers)
@@ -68,8 +70,9 @@ class Store:
         if device.type != "cpu":  # compile the kernels now, not while requests wait
             for size in self.pages_by_size:
                 self._copy({0: 0}, size)
-                self.host_pool.swap_out({0: 0}, size)
-                self.host_pool.swap_in({0: 0}, size)
+                first = self.host_pool.first_pages[size]
+                self.host_pool.swap_out({first: 0}, size)
+                self.host_pool.swap_in({0: first}, size)
 
     def _allocate_pages(self, dtype: torch.dtype) -> torch.Tensor:
         """Return all pages in one buffer of zeros: page 0 is scratch and must stay finite."""

@@ -86,10 +86,10 @@ class VirtualMemory(PagedMemory):
         self.mean_admitted_pages = 0.0  # mean pages of a sequence at its admission
 
     @classmethod
-    def build(cls, config: EngineConfig, spec: ModelSpec, size: MemorySize, model_id: str = "") -> Self:
+    def build(cls, config: EngineConfig, spec: ModelSpec, size: MemorySize, model_id: str = "", **more: Any) -> Self:
         """Make a memory of `size` for the layers of `spec`, with pages and buffers by the config."""
         kv_config = build_virtual_kv_config(config, spec, size)
-        return cls.from_kv_config(kv_config, config, model_id, ahead=config.experiment.map_ahead != "off")
+        return cls.from_kv_config(kv_config, config, model_id, ahead=config.experiment.map_ahead != "off", **more)
 
     # Choice of slots and pages
 
