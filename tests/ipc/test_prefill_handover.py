@@ -351,6 +351,7 @@ def test_settings_that_do_not_go_together() -> None:
         (1, 2, {"enable_prefix_caching": False}, r"prefix caching is off\. Leave --no-enable-prefix-caching out"),
         (1, 4, {"tp": 2}, r"--tp is 2, --pp is 1 .*leave these flags out"),
         (1, 2, {"speculative_model": "tiny-draft"}, "draft tokens come from a model or a head"),
+        (1, 2, {"log_plans": "plans"}, "a replay has no memory that replicas share"),
         (
             1,
             2,

@@ -198,6 +198,9 @@ def check_prefill_replicas(config: EngineConfig, options: ServeOptions) -> None:
     if config.kv_events is not None:
         cause = f"{given}, and --kv-events-config is given: pages that are handed over come without their tokens"
         raise StartupError(cause, "Leave one out")
+    if config.log_plans:
+        cause = f"{given}, and --log-plans is given: a replay has no memory that replicas share"
+        raise StartupError(cause, "Leave one out")
     if config.has_rank_processes:
         cause = f"{given}, --tp is {config.tp}, --pp is {config.pp} and --executor is {config.executor}"
         raise StartupError(cause, "Only models in the engine's own process hand pages over: leave these flags out")
