@@ -1,0 +1,149 @@
+"""Run the application in a cluster of Ray, one that exists or one started for it, until a signal arrives."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from quire.config import EngineConfig
+from quire.deploy.serve_config import (
+    APPLICATION,
+    DeployOptions,
+    application_args,
+    deployment_options,
+    http_settings,
+    replica_resources,
+)
+from quire.distributed.ray_address import resolve_ray_address
+from quire.distributed.ray_driver import (
+    QUIET,
+    describe_nodes,
+    first_line,
+    import_ray,
+    set_cluster_environment,
+    start_cluster,
+)
+from quire.errors import StartupError
+from quire.server.api_server import server_url
+from quire.server.options import ServeOptions
+
+MIN_SERVE_VERSION = (2, 60)  # older versions lack calls of Serve that the application makes
+PLACEMENT_SECONDS = 30.0  # seconds for room in the cluster
+POLL_SECONDS = 0.5
+STATUS_SECONDS = 5.0  # between two looks at the application
+OBJECT_STORE_BYTES = 256 << 20  # of a cluster started here: bodies of requests of more than 100 kB pass through it
+INSTALL = "pip install 'quire[ray-serve]'"
+
+
+def run(config: EngineConfig, serving: ServeOptions, options: DeployOptions, print_line: Callable[[str], None]) -> int:
+    """Run the application until SIGTERM or Ctrl-C. Return the exit status. Raise StartupError if it can't start."""
+    start, stop = time.perf_counter(), threading.Event()
+    address = resolve_ray_address(config.ray_address)
+    if not address:
+        set_cluster_environment()
+    serve = import_serve()
+    with ExitStack() as undo:
+        ray = connect(address, undo)
+        if config.device == "auto" and not ray.cluster_resources().get("GPU"):
+            config = replace(config, device="cpu")
+            print_line("the cluster has no GPUs: the replicas compute on CPUs")
+        check_room(ray, config, options)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            undo.callback(signal.signal, number, signal.signal(number, lambda *_: stop.set()))
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        serve.start(**http_settings(options))
+        undo.callback(serve.delete, APPLICATION)
+        args = application_args(config, serving)
+        app = import_module("quire.deploy.ray_serve").bind(args, deployment_options(config, serving, options))
+        try:
+            serve.run(app, name=APPLICATION, route_prefix="/")
+        except RuntimeError as error:
+            raise StartupError(f"the application can't start: {last_cause(error)}", "Ray's logs say more") from error
+        url = server_url(options.http_host, options.http_port)
+        print_line(f"quire serves at {url} (ready in {time.perf_counter() - start:.1f} s)")
+        while not stop.wait(STATUS_SECONDS):
+            try:
+                serve.status()
+            except Exception as error:
+                undo.pop_all()  # the cluster is gone
+                raise StartupError(f"the cluster is gone: {first_line(error)}") from error
+    return 0
+
+
+def import_serve() -> Any:
+    """Return the module ray.serve. Raise StartupError if it is not installed, or too old."""
+    try:
+        serve = import_module("ray.serve")
+    except ImportError as error:
+        raise StartupError(f"quire deploy ray needs Ray Serve: {error}", INSTALL) from error
+    version = import_module("ray").__version__
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < MIN_SERVE_VERSION:
+        raise StartupError(f"Ray is {version}, and quire deploy ray needs 2.60", INSTALL)
+    return serve
+
+
+def connect(address: str, undo: ExitStack) -> Any:
+    """Connect to the cluster at `address`, or start one, and return the module ray. `undo` leaves or ends it. Raise
+    StartupError if that fails."""
+    if not address:
+        folder = tempfile.mkdtemp(prefix="quire-ray-")
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        ray = start_cluster(folder, None, None, OBJECT_STORE_BYTES)
+        undo.callback(ray.shutdown)
+        return ray
+    ray = import_ray()
+    try:
+        ray.init(address=address, **QUIET)
+    except Exception as error:
+        raise StartupError(
+            f"the cluster at {address} can't be used: {first_line(error)}",
+            "With token authentication, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the cluster's token",
+        ) from error
+    undo.callback(ray.shutdown)
+    undo.callback(end_serve)
+    return ray
+
+
+def end_serve() -> None:
+    """End Serve, unless it has other applications."""
+    serve = import_module("ray.serve")
+    if not serve.status().applications:
+        serve.shutdown()
+
+
+def check_room(ray: Any, config: EngineConfig, options: DeployOptions) -> None:
+    """Raise StartupError if Ray has no room for the API server and the fewest replicas within PLACEMENT_SECONDS."""
+    needs = replica_resources(config)
+    each = {name: amount for name, amount in (("CPU", needs["num_cpus"]), ("GPU", needs["num_gpus"])) if amount}
+    group = ray.util.placement_group([{"CPU": 1}, *[each] * options.min_replicas], strategy="PACK")
+    end = time.monotonic() + PLACEMENT_SECONDS - 2 * POLL_SECONDS
+    try:
+        while not group.wait(POLL_SECONDS):
+            if time.monotonic() >= end:
+                wanted = " and ".join(f"{amount:g} {name}s" for name, amount in each.items())
+                raise StartupError(
+                    f"Ray has no room for 1 CPU of the API server and {options.min_replicas} replicas of {wanted} "
+                    f"each within {PLACEMENT_SECONDS:g} s: there are {describe_nodes(ray)}; free are "
+                    f"{ray.available_resources().get('CPU', 0):g} CPUs and "
+                    f"{ray.available_resources().get('GPU', 0):g} GPUs",
+                    "Add nodes, or use fewer replicas (--min-replicas), --threads or --tp",
+                )
+    finally:
+        with suppress(Exception):
+            ray.util.remove_placement_group(group)
+
+
+def last_cause(error: BaseException) -> str:
+    """Return the last exception in a text of Serve, which may hold the traceback of a replica."""
+    lines = re.findall(r"^\s*(?:[\w.]+\.)?(?:StartupError|\w*Error|\w*Exception): (.+)$", str(error), re.MULTILINE)
+    return lines[-1][:300] if lines else first_line(error)
