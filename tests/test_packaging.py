@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 NAMES = {
     "huggingface-hub": "huggingface_hub", "pillow": "PIL", "prometheus-client": "prometheus_client", "pyyaml": "yaml",
 }  # fmt: skip
-OPTIONAL = {"transformers", "matplotlib", "openai", "httpx", "triton", "cuda", "zmq", "msgspec", "opentelemetry"}
+OPTIONAL = {"transformers", "matplotlib", "openai", "httpx", "triton", "cuda", "zmq", "msgspec", "opentelemetry", "ray"}
 
 
 AWAY = ignore_patterns(".*", "__pycache__", "*.egg-info", "*.safetensors", "build", "built", "dist", "measurements")

@@ -1,5 +1,5 @@
-"""The command line: `quire generate | chat | serve | deploy | run-batch | plan | replay | simulate | bench | reproduce |
-env`.
+"""The command line: `quire generate | chat | serve | deploy | run-batch | plan | replay | simulate | bench |
+reproduce | env`.
 
 Commands import what they need when they run, so that `quire --help` is fast. A failure ends with one last line with the
 cause and the remedy, and exit status 2.

@@ -42,6 +42,7 @@ from quire.ipc.messages import (
     Reply,
     StepOutputs,
 )
+from quire.ipc.process_client import ProcessEngineClient
 from quire.ipc.replicas import ReplicatedEngineClient
 from quire.server.api_server import make_tracer
 from quire.server.app import create_app
@@ -132,17 +133,27 @@ class EngineReplica:
     async def __init__(self, engine: dict[str, Any], serving: dict[str, Any]) -> None:  # type: ignore[misc]
         configure_logging(options_from_json(serving))
         config = EngineConfig.of(**engine)
-        self._name = serve.get_replica_context().replica_id.unique_id
-        self._client, prompts, checkpoint = await asyncio.to_thread(launch_engine_process, config, report_cache=True)
+        client, prompts, checkpoint = await asyncio.to_thread(launch_engine_process, config, report_cache=True)
         prompts.close()  # the ingress has its own
-        self._model = await asyncio.to_thread(describe_model, config, checkpoint)
+        name = serve.get_replica_context().replica_id.unique_id
+        self._set_up(name, client, await asyncio.to_thread(describe_model, config, checkpoint))
+
+    @classmethod
+    def over(cls, name: str, client: ProcessEngineClient, model: dict[str, str]) -> EngineReplica:
+        """Return a replica, outside of Serve, with an engine that is ready."""
+        self = cls.__new__(cls)
+        self._set_up(name, client, model)
+        return self
+
+    def _set_up(self, name: str, client: ProcessEngineClient, model: dict[str, str]) -> None:
+        self._name, self._client, self._model = name, client, model
         self._ingress: IngressConnection | None = None
         self._cached = dict[bytes, None]()  # keys of the pages that the engine has
         self._ends = dict[int, asyncio.Future[None]]()  # of requests in flight, by number
         self._error: BaseException | None = None
         self._barrier, self._idle = asyncio.Event(), asyncio.Event()
-        self._client.start(self._on_message)
-        self._client.attach_event_loop()
+        client.start(self._on_message)
+        client.attach_event_loop()
 
     async def describe(self) -> bytes:
         """Return, as JSON, the name of this replica and its model, or None if the engine has ended."""
@@ -239,11 +250,11 @@ class EngineReplica:
         if self._error is not None or not health.alive or health.stalled:
             raise EngineDead(f"the engine stopped: {self._error or health.why}")
 
-    async def __del__(self) -> None:
-        """End the engine. Serve waits for the end of the calls before."""
-        if self._ingress is not None:
-            self._ingress.close()
-        await asyncio.to_thread(self._client.close, CLOSE_SECONDS)
+    def __del__(self) -> None:
+        """End the engine. Serve calls this once the calls have ended."""
+        client: ProcessEngineClient | None = vars(self).get("_client")  # None: it could not be started
+        if client is not None:
+            client.close(CLOSE_SECONDS)
 
 
 def read_message(frame: bytes) -> ClientMessage:

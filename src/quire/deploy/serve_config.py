@@ -14,6 +14,7 @@ IMPORT_PATH = "quire.deploy.ray_serve:build_app"
 POLICY = "quire.deploy.autoscaling:RoomPolicy"
 MAX_CALLS = 100_000  # of a replica at once: the engine limits its queue itself
 MAX_REPLICAS = 1024
+LOOK_BACK_SECONDS = 15.0  # of the means that the policy gets; replicas report every 10 seconds
 SERVE_OPTIONS = (
     "root_path", "router", "shutdown_timeout", "served_model_name", "chat_template", "tool_call_parser",
     "reasoning_parser", "api_key_file", "admin_key_file", "allowed_origins", "max_logprobs", "strict",
@@ -72,6 +73,7 @@ def deployment_options(config: EngineConfig, serving: ServeOptions, options: Dep
             "autoscaling_config": {
                 "min_replicas": options.min_replicas,
                 "max_replicas": options.max_replicas or options.min_replicas,
+                "look_back_period_s": LOOK_BACK_SECONDS,
                 "upscale_delay_s": options.upscale_delay,
                 "downscale_delay_s": options.downscale_delay,
                 "policy": {

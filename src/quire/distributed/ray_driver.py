@@ -154,7 +154,8 @@ def start_cluster(
     folder: str, num_cpus: int | None, num_gpus: int | None, store_bytes: int = OBJECT_STORE_BYTES
 ) -> Any:
     """Start a cluster on the loopback interface with its files in `folder`, connect to it, and return the module ray.
-    The environment is `set_cluster_environment`'s. None: all CPUs or GPUs of this host. Raise StartupError if it listens on other interfaces."""
+    The environment is `set_cluster_environment`'s. None: all CPUs or GPUs of this host. Raise StartupError if the
+    cluster listens on other interfaces."""
     ray = import_ray()
     ray.init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False,
              object_store_memory=store_bytes, _node_ip_address=LOOPBACK, _temp_dir=str(Path(folder, "r")),
