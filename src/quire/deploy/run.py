@@ -122,20 +122,19 @@ def end_serve() -> None:
 
 
 def check_room(ray: Any, config: EngineConfig, options: DeployOptions) -> None:
-    """Raise StartupError if Ray has no room for the API server and the fewest replicas within PLACEMENT_SECONDS."""
+    """Raise StartupError if Ray has no room for the fewest replicas within PLACEMENT_SECONDS."""
     needs = replica_resources(config)
     each = {name: amount for name, amount in (("CPU", needs["num_cpus"]), ("GPU", needs["num_gpus"])) if amount}
-    group = ray.util.placement_group([{"CPU": 1}, *[each] * options.min_replicas], strategy="PACK")
+    group = ray.util.placement_group([each] * options.min_replicas, strategy="PACK")
     end = time.monotonic() + PLACEMENT_SECONDS - 2 * POLL_SECONDS
     try:
         while not group.wait(POLL_SECONDS):
             if time.monotonic() >= end:
                 wanted = " and ".join(f"{amount:g} {name}s" for name, amount in each.items())
+                free = " and ".join(f"{ray.available_resources().get(name, 0):g} {name}s" for name in ("CPU", "GPU"))
                 raise StartupError(
-                    f"Ray has no room for 1 CPU of the API server and {options.min_replicas} replicas of {wanted} "
-                    f"each within {PLACEMENT_SECONDS:g} s: there are {describe_nodes(ray)}; free are "
-                    f"{ray.available_resources().get('CPU', 0):g} CPUs and "
-                    f"{ray.available_resources().get('GPU', 0):g} GPUs",
+                    f"Ray has no room for {options.min_replicas} replicas of {wanted} each within "
+                    f"{PLACEMENT_SECONDS:g} s: there are {describe_nodes(ray)}; free are {free}",
                     "Add nodes, or use fewer replicas (--min-replicas), --threads or --tp",
                 )
     finally:

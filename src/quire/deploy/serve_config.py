@@ -60,7 +60,8 @@ def replica_resources(config: EngineConfig) -> dict[str, float]:
 
 
 def deployment_options(config: EngineConfig, serving: ServeOptions, options: DeployOptions) -> dict[str, Any]:
-    """Return the options of the deployments, by name."""
+    """Return the options of the deployments, by name. The API server reserves no CPU: after its end an engine that
+    waits for room could take it."""
     alike = {
         "max_ongoing_requests": MAX_CALLS,
         "graceful_shutdown_timeout_s": serving.shutdown_timeout + 5.0,
@@ -68,7 +69,7 @@ def deployment_options(config: EngineConfig, serving: ServeOptions, options: Dep
     }
     seqs = config.max_num_seqs or DEFAULT_BATCH_LIMITS["cpu" if config.device == "cpu" else "cuda"][0]
     return {
-        API: {"num_replicas": 1, "ray_actor_options": {"num_cpus": 1}, **alike, **without_access_log()},
+        API: {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}, **alike, **without_access_log()},
         ENGINE: {
             "autoscaling_config": {
                 "min_replicas": options.min_replicas,
