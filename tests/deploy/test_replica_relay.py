@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import echo_service
@@ -127,6 +128,9 @@ def test_replicas_come_and_go() -> None:
         handle.replicas |= replicas("c", pause=0.01)
         third = await ServeReplicaClient.connect(handle, "c")
         assert client.take_in(third) == 2
+        other = third.ready._replace(limits=third.ready.limits._replace(max_len=9))
+        with pytest.raises(StartupError, match="the longest sequence of a new replica is 9 tokens, that of the others"):
+            client.take_in(SimpleNamespace(ready=other))  # type: ignore[arg-type]
         tasks = [asyncio.ensure_future(complete(llm, [5 + i] * 20, 40)) for i in range(9)]
         await wait_until_async(lambda: len(third._calls) == 3, "each has three")
         client.drain(third)

@@ -118,11 +118,10 @@ def test_without_ray_or_with_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_last_cause_of_a_failed_start() -> None:
-    text = (
-        "Deploying failed:\n  File \"a.py\", line 3\nquire.errors.StartupError: the model 'x' was not found. Give it\n"
-    )
-    assert run.last_cause(RuntimeError(text)) == "the model 'x' was not found. Give it"
-    assert run.last_cause(RuntimeError("it failed.\n more")) == "it failed"
+    error = "It failed:\n  File 'a.py', line 3\nquire.errors.StartupError: the model 'x' was not found. Give it\n"
+    assert run.last_cause(f"{error}ray.exceptions.RayTaskError: more") == "the model 'x' was not found. Give it"
+    assert run.last_cause("ray.exceptions.RayActorError: it died.") == "it died"
+    assert run.last_cause("it failed.\n more") == "it failed"
 
 
 def test_the_policy_starts_replicas_for_what_waits_and_ends_those_without_work() -> None:

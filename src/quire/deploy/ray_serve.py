@@ -71,17 +71,18 @@ log = logging.getLogger("quire.deploy")
 
 
 def describe_model(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, str]:
-    """Return what must be the same in all replicas."""
-    files = [] if checkpoint.path is None else [checkpoint.path]
-    if checkpoint.path is not None and checkpoint.path.is_dir():
-        files = sorted(path for path in checkpoint.path.iterdir() if path.is_file())
-    sizes = [(path.name, path.stat().st_size) for path in files]
+    """Return what must be the same in all replicas. The revision of a model of the hub is its commit."""
+    path, revision, sizes = checkpoint.path, str(config.revision), list[tuple[str, int]]()
+    if path is not None:
+        revision = path.name if path.parent.name == "snapshots" else revision
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        sizes = [(file.name, file.stat().st_size) for file in files]
     return {
         "version of quire": quire.__version__,
         "model": checkpoint.name,
-        "revision": str(config.revision),
+        "revision": revision,
         "configuration": sha256(json.dumps(checkpoint.config, sort_keys=True).encode()).hexdigest()[:12],
-        "files": sha256(json.dumps(sizes).encode()).hexdigest()[:12],
+        "set of weight files": sha256(json.dumps(sizes).encode()).hexdigest()[:12],
     }
 
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
+from quire.distributed.ray_driver import first_line
 from quire.errors import EngineDead, Overloaded, StartupError
 from quire.ipc import frames
 from quire.ipc.handshake import read_heartbeat, read_ready
@@ -88,7 +89,7 @@ class ServeReplicaClient:
             self.ready = read_ready(frame.body)
         except Exception as error:
             self._stream.cancel()
-            raise ReplicaLost(f"replica {name} can't be reached: {describe(error)}") from error
+            raise ReplicaLost(f"replica {name} can't be reached: {first_line(error)}") from error
         self.metrics = self.ready.facts
         return self
 
@@ -234,7 +235,7 @@ class ServeReplicaClient:
         except WireError as wrong:
             error = EngineDead(f"its replica sent what is no frame: {wrong}")
         except Exception as failure:
-            error = EngineDead(f"its replica was lost: {describe(failure)}")
+            error = EngineDead(f"its replica was lost: {first_line(failure)}")
         self._end(error)
 
     def _handle_frame(self, frame: frames.Frame) -> None:
@@ -281,9 +282,3 @@ class ServeReplicaClient:
             self.leave()
             self._calls.clear()
             self._receive(EngineExited(error))
-
-
-def describe(error: BaseException) -> str:
-    """Return the first line of an exception's text that is not empty, or its kind."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return next(filter(None, lines), type(error).__name__)[:300].rstrip(".")

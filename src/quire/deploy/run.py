@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import signal
@@ -35,7 +36,7 @@ from quire.distributed.ray_driver import (
 )
 from quire.errors import StartupError
 from quire.server.api_server import server_url
-from quire.server.options import ServeOptions
+from quire.server.options import KEY_VARIABLE, ServeOptions
 
 MIN_SERVE_VERSION = (2, 60)  # older versions lack calls of Serve that the application makes
 PLACEMENT_SECONDS = 30.0  # seconds for room in the cluster
@@ -61,14 +62,19 @@ def run(config: EngineConfig, serving: ServeOptions, options: DeployOptions, pri
         for number in (signal.SIGTERM, signal.SIGINT):
             undo.callback(signal.signal, number, signal.signal(number, lambda *_: stop.set()))
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serve.start(**http_settings(options))
+        http = http_settings(options)
+        serve.start(**http)
         undo.callback(serve.delete, APPLICATION)
         args = application_args(config, serving)
         app = import_module("quire.deploy.ray_serve").bind(args, deployment_options(config, serving, options))
         try:
             serve.run(app, name=APPLICATION, route_prefix="/")
         except RuntimeError as error:
-            raise StartupError(f"the application can't start: {last_cause(error)}", "Ray's logs say more") from error
+            deployments = serve.status().applications[APPLICATION].deployments.values()
+            cause = last_cause("\n".join([str(error), *(one.message for one in deployments)]))
+            raise StartupError(f"the application can't start: {cause}", "Ray's logs say more") from error
+        if http["proxy_location"] != "HeadOnly" and serving.api_key_file is None and KEY_VARIABLE not in os.environ:
+            print_line(f"anyone who reaches {options.http_host} can use this server: set {KEY_VARIABLE} on all nodes")
         url = server_url(options.http_host, options.http_port)
         print_line(f"quire serves at {url} (ready in {time.perf_counter() - start:.1f} s)")
         while not stop.wait(STATUS_SECONDS):
@@ -142,7 +148,10 @@ def check_room(ray: Any, config: EngineConfig, options: DeployOptions) -> None:
             ray.util.remove_placement_group(group)
 
 
-def last_cause(error: BaseException) -> str:
-    """Return the last exception in a text of Serve, which may hold the traceback of a replica."""
-    lines = re.findall(r"^\s*(?:[\w.]+\.)?(?:StartupError|\w*Error|\w*Exception): (.+)$", str(error), re.MULTILINE)
-    return lines[-1][:300] if lines else first_line(error)
+def last_cause(text: str) -> str:
+    """Return the message of the last exception in a text of Serve, which may hold tracebacks of replicas: that of a
+    StartupError, if there is one."""
+    for kind in ("StartupError", r"\w*(?:Error|Exception)"):
+        if found := re.findall(rf"^\s*(?:\w+\.)*{kind}: (.+)$", text, re.MULTILINE):
+            return str(found[-1])[:300].rstrip(".")
+    return first_line(RuntimeError(text))
