@@ -35,6 +35,7 @@ LOST = "the engine stopped: requests in progress are lost"
 pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="Ray isn't installed: pip install 'quire[ray-serve]'"),
     pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:Using extra keyword arguments on .Field.:DeprecationWarning"),  # Ray's
 ]
 
 
@@ -131,6 +132,20 @@ async def complete(http: httpx.AsyncClient, prompt: str, tokens: int, begun: lis
     return count, errors
 
 
+def call_without_token(port: int) -> str:
+    """Return the error of a call to a port of a replica of Serve by a program that has no token."""
+    import grpc
+    from ray.serve.generated.serve_pb2 import ASGIRequest
+    from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
+
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            ASGIServiceStub(channel).HandleRequest(ASGIRequest(), timeout=20)
+        except grpc.RpcError as error:
+            return str(error.code())
+    return "none"
+
+
 def test_replicas_follow_the_load_and_no_request_fails() -> None:
     async def load(url: str) -> list[int]:
         """Keep 12 requests in flight until there are 3 replicas, then one until there is one. Return the numbers of
@@ -183,6 +198,12 @@ def test_a_node_and_the_api_server_end() -> None:
 
     with nodes() as cluster, application(cluster, "--min-replicas", "3") as url:
         wait_until(lambda: num_up(url) == 3, "all engines serve", 60)
+        replicas = [process for process in psutil.process_iter(["cmdline"])
+                    if " ".join(process.info["cmdline"] or ()).startswith("ray::ServeReplica:quire")]  # fmt: skip
+        sockets = [one for replica in replicas for one in replica.net_connections("tcp")]
+        open_ports = [one.laddr.port for one in sockets
+                      if one.status == psutil.CONN_LISTEN and one.laddr.ip in ("::", "0.0.0.0")]  # fmt: skip
+        assert {call_without_token(port) for port in open_ports} == {"StatusCode.UNAUTHENTICATED"}
         ends = asyncio.run(load(url, cluster))
         failed = [errors for _, errors in ends if errors]
         assert len(failed) == 2, ends
@@ -208,7 +229,9 @@ def test_what_cannot_be_is_refused() -> None:
     with nodes() as cluster:
         started = time.monotonic()
         wrong, large = deploy(cluster, RAY_AUTH_TOKEN="0" * 64), deploy(cluster, "--min-replicas", "9")
-        assert "can't be used: " in wrong.communicate(timeout=100)[1]
+        refusal = wrong.communicate(timeout=100)[1]
+        assert "can't be used: " in refusal, refusal
+        assert "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN" in refusal
         errors = large.communicate(timeout=100)[1]
         assert wrong.returncode == large.returncode == 2
         assert "Ray has no room for 9 replicas of 1 CPUs each within 30 s" in errors
