@@ -239,8 +239,16 @@ def test_what_is_no_frame_ends_the_connection() -> None:
     asyncio.run(run())
 
 
-def test_unlike_models_are_refused_with_the_difference() -> None:
+def test_unlike_models_are_refused_with_the_difference(tmp_path: Path) -> None:
     other = {**MODEL, "revision": "v2"}
     with pytest.raises(StartupError, match="replica x has another model: its revision is v2, that of the others None"):
         ray_serve.check_same_model("x", MODEL, other)
     ray_serve.check_same_model("x", MODEL, dict(MODEL))
+    commit = tmp_path / "snapshots" / "abc"
+    commit.mkdir(parents=True)
+    source: Any = SimpleNamespace(name="m", path=commit, config={"a": 1})
+    first = ray_serve.describe_model(EngineConfig(), source)
+    assert first["revision"] == "abc"
+    (commit / "model.safetensors").write_bytes(b"1")
+    more = ray_serve.describe_model(EngineConfig(tp=2), source)
+    assert {name for name in first if first[name] != more[name]} == {"set of weight files", "set of engine settings"}

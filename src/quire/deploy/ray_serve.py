@@ -66,6 +66,7 @@ DISCOVERY_SECONDS = 1.0  # between two looks for new replicas
 DESCRIBE_SECONDS = 10.0  # for all replicas to reply
 SETTLE_SECONDS = 30.0  # for an engine to end the requests of an ingress that is gone
 CLOSE_SECONDS = 10.0  # for an engine to end
+SETTINGS = "set of engine settings"  # what the API server compares with its own: a replica may be of an older version
 BARRIER_KEY = MAX_CLIENT_NUMBER + 1  # of a message of the replica itself
 log = logging.getLogger("quire.deploy")
 
@@ -81,9 +82,15 @@ def describe_model(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, st
         "version of quire": quire.__version__,
         "model": checkpoint.name,
         "revision": revision,
-        "configuration": sha256(json.dumps(checkpoint.config, sort_keys=True).encode()).hexdigest()[:12],
-        "set of weight files": sha256(json.dumps(sizes).encode()).hexdigest()[:12],
+        "configuration": digest(checkpoint.config),
+        "set of weight files": digest(sizes),
+        SETTINGS: digest(config.flat()),
     }
+
+
+def digest(value: object) -> str:
+    """Return a short digest of a JSON value."""
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def check_same_model(name: str, first: dict[str, str], other: dict[str, str]) -> None:
@@ -92,7 +99,7 @@ def check_same_model(name: str, first: dict[str, str], other: dict[str, str]) ->
         if first.get(what) != other.get(what):
             raise StartupError(
                 f"replica {name} has another model: its {what} is {other.get(what)}, that of the others "
-                f"{first.get(what)}", "Deploy one revision on all nodes, under another name of application"
+                f"{first.get(what)}", "Give all nodes one revision of the model and of quire"
             )  # fmt: skip
 
 
@@ -276,7 +283,8 @@ class ApiServer:
         sys.set_int_max_str_digits(MAX_INT_DIGITS)
         keys, template = read_keys(options.api_key_file), read_chat_template(options.chat_template)
         admin_keys = read_keys(options.admin_key_file, "--admin-key-file", ADMIN_KEY_VARIABLE)
-        self._engines, self._model = engines, dict[str, str]()
+        self._engines, self._settings = engines, digest(config.flat())
+        self._model = dict[str, str]()  # of the first replica with the settings of this server
         self._clients = dict[str, ServeReplicaClient]()  # by name of a replica
         self._refused = set[str]()  # names of replicas with other models
         while not (new := await self._find_replicas()):
@@ -331,8 +339,8 @@ class ApiServer:
             if model is None or is_connected or name in self._refused:
                 continue
             try:
-                self._model = self._model or model
-                check_same_model(name, self._model, model)
+                check_same_model(name, self._model or {**model, SETTINGS: self._settings}, model)
+                self._model = model
                 new.append(await ServeReplicaClient.connect(self._engines, name))
                 self._clients[name] = new[-1]
             except ReplicaLost as error:
