@@ -22,7 +22,7 @@ BESIDE = sorted(path for folder in ("bench", "papers", "tools") for path in (CHE
 ORDER = (  # a part imports only from those before it, and from itself
     "old_names", "errors", "protocol", "config", "files", "client", "router", "memory", "core", "text", "kernels",
     "layers", "models", "weights", "worker", "ipc", "distributed", "sim", "startup", "jenga", "vattention", "pool",
-    "llm", "async_llm", "server", "cli", "bench", "__main__",
+    "llm", "async_llm", "server", "deploy", "cli", "bench", "__main__",
 )  # fmt: skip
 ORDER_BESIDE = ("quire", "bench", "papers", "tools")  # of the package and of the folders beside it
 NOT_EVEN = {  # what a part must not import though it comes before

@@ -24,7 +24,8 @@ NAMES = {
     "huggingface-hub": "huggingface_hub", "pillow": "PIL", "prometheus-client": "prometheus_client", "pyyaml": "yaml",
 }  # fmt: skip
 OPTIONAL = {
-    "transformers", "matplotlib", "openai", "httpx", "triton", "cuda", "zmq", "msgspec", "opentelemetry", "cryptography"
+    "transformers", "matplotlib", "openai", "httpx", "triton", "cuda", "zmq", "msgspec", "opentelemetry",
+    "cryptography", "ray",
 }  # fmt: skip
 
 

@@ -377,7 +377,10 @@ def reference(llm: AsyncLLM) -> Iterator[str]:
         yield f"{description}\n\n" if description else ""
         yield from flags(actions)
     batch_flags = (actions for title, _, actions in flag_groups("run-batch") if title == "batch")
+    deploy_flags = (actions for title, _, actions in flag_groups("deploy") if title == "application")
     for heading, text, rows in (
+        ("Flags of `quire deploy ray`", "Beside those of the engine, and of requests, logs and metrics.",
+         flags(next(deploy_flags))),
         ("Flags of `quire run-batch`", "", flags(next(batch_flags))),
         ("Limits", "", limits()),
         ("Routes", "An admin key opens the routes of an API key too.", routes(llm)),

@@ -1,4 +1,5 @@
-"""The command line: `quire generate | chat | serve | run-batch | plan | replay | simulate | bench | reproduce | env`.
+"""The command line: `quire generate | chat | serve | deploy | run-batch | plan | replay | simulate | bench |
+reproduce | env`.
 
 Commands import what they need when they run, so that `quire --help` is fast. A failure ends with one last line with the
 cause and the remedy, and exit status 2.
@@ -15,7 +16,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from quire.cli.checkout import import_from_checkout
-from quire.cli.flags import add_batch_flags, add_engine_flags, add_sampling_flags, add_serve_flags
+from quire.cli.flags import add_batch_flags, add_deploy_flags, add_engine_flags, add_sampling_flags, add_serve_flags
 from quire.cli.parser import USAGE_ERROR, Parser, fail
 from quire.cli.vllm_flags import no_effect_notices, unsupported_reason
 from quire.errors import QuireError, StartupError
@@ -30,6 +31,7 @@ COMMANDS = {
     "generate": "continue prompts",
     "chat": "talk to a model in the terminal",
     "serve": "serve OpenAI's API over HTTP",
+    "deploy": "run engines in a cluster: quire deploy ray, an application of Ray Serve",
     "run-batch": "answer a file of requests, in OpenAI's batch format",
     "plan": "show how memory would be used, without loading the model",
     "replay": "check a log of plans (--log-plans), or compare two",
@@ -49,7 +51,9 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
     for name, help in COMMANDS.items():
         command = commands.add_parser(name, help=help, description=help[:1].upper() + help[1:], allow_abbrev=False)
         named[name] = command
-        if name in ("generate", "chat", "serve", "run-batch", "plan"):
+        if name == "deploy":
+            command.add_argument("target", choices=("ray",), help="ray: Ray Serve")
+        if name in ("generate", "chat", "serve", "deploy", "run-batch", "plan"):
             command.add_argument("--config", metavar="FILE", help=CONFIG_HELP)
             add_engine_flags(command)
         if name in ("generate", "chat"):
@@ -69,6 +73,8 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
             command.add_argument("--debug", action="store_true", help="show tracebacks")
         if name == "serve":
             add_serve_flags(command)
+        if name == "deploy":
+            add_deploy_flags(command)
         if name == "run-batch":
             add_batch_flags(command)
     return top, named

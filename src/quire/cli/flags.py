@@ -14,6 +14,7 @@ from typing import Any
 from quire.cli.parser import Advanced, HelpAll, json_object
 from quire.cli.vllm_flags import SETTING_PARSERS, add_vllm_flags, no_effect_notices, vllm_settings
 from quire.config import RESERVED_MEMORIES, EngineConfig, Experiment, Setting, flag_of
+from quire.deploy.serve_config import SERVE_OPTIONS, DeployOptions
 from quire.errors import InputError
 from quire.protocol.device_params import Param
 from quire.protocol.sampling_params import PARAMS
@@ -74,6 +75,18 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
             group = parser.add_argument_group(FIRST_OPTIONS[field.name])
         if field.metadata:
             _add_setting(group, field)
+
+
+def add_deploy_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `quire deploy`: those of DeployOptions, and those of `quire serve` that it has too."""
+    parser.usage = f"{parser.prog} ray [MODEL] [FLAGS]"
+    group = parser.add_argument_group("application")
+    for field in fields(DeployOptions):
+        _add_setting(group, field)
+    group = parser.add_argument_group("requests, logs and metrics")
+    for option in fields(ServeOptions):
+        if option.name in SERVE_OPTIONS:
+            _add_setting(group, option)
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:

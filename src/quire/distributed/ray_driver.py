@@ -41,6 +41,7 @@ KILL_WAIT_SECONDS = 5.0  # seconds for killed processes to end
 CLOSE_SECONDS = 15.0  # seconds for all of Ray to end
 OBJECT_STORE_BYTES = 80 << 20  # of Ray's object store, which stays empty: about the minimum
 LOOPBACK = "127.0.0.1"
+QUIET: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
 LOCAL_CLUSTER_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -180,20 +181,39 @@ def group_by_node(ray: Any, seats: Sequence[tuple[str, list[str]]]) -> tuple[str
 def connect_ray(order: PlacementRequest) -> Any:
     """Connect to a cluster, or start one, and return the module ray."""
     if not order.address:
-        for name in [name for name in os.environ if name.startswith("RAY_")]:
-            del os.environ[name]
-        os.environ.update(LOCAL_CLUSTER_ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32))
+        set_cluster_environment()
+        return start_cluster(order.folder, order.tp * order.pp, None if order.gpus else 0)
+    ray = import_ray()
+    ray.init(address=order.address, **QUIET)
+    return ray
+
+
+def set_cluster_environment() -> None:
+    """Set the environment of a new cluster, with a token of its own. Ray must not be imported yet."""
+    for name in [name for name in os.environ if name.startswith("RAY_") and not name.startswith("RAY_SERVE_")]:
+        del os.environ[name]
+    os.environ.update(LOCAL_CLUSTER_ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32))
+
+
+def import_ray() -> Any:
+    """Return the module ray. Raise StartupError if it is too old."""
     ray = import_module("ray")
     if tuple(map(int, re.findall(r"\d+", ray.__version__)[:2])) < MIN_RAY_VERSION:
         raise StartupError(f"Ray is {ray.__version__}, in which other users can run code (CVE-2026-27482)",
                            f"pip install 'ray>={'.'.join(map(str, MIN_RAY_VERSION))}'")  # fmt: skip
-    quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-    if order.address:
-        ray.init(address=order.address, **quiet)
-        return ray
-    ray.init(address="local", num_cpus=order.tp * order.pp, num_gpus=None if order.gpus else 0, include_dashboard=False,
-             object_store_memory=OBJECT_STORE_BYTES, _node_ip_address=LOOPBACK, _temp_dir=str(Path(order.folder, "r")),
-             _plasma_directory=order.folder, _system_config={"memory_monitor_refresh_ms": 0}, **quiet)  # fmt: skip
+    return ray
+
+
+def start_cluster(
+    folder: str, num_cpus: int | None, num_gpus: int | None, store_bytes: int = OBJECT_STORE_BYTES
+) -> Any:
+    """Start a cluster on the loopback interface with its files in `folder`, connect to it, and return the module ray.
+    The environment is `set_cluster_environment`'s. None: all CPUs or GPUs of this host. Raise StartupError if the
+    cluster listens on other interfaces."""
+    ray = import_ray()
+    ray.init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False,
+             object_store_memory=store_bytes, _node_ip_address=LOOPBACK, _temp_dir=str(Path(folder, "r")),
+             _plasma_directory=folder, _system_config={"memory_monitor_refresh_ms": 0}, **QUIET)  # fmt: skip
     listens = {node["NodeManagerAddress"] for node in ray.nodes()}
     if listens != {LOOPBACK}:
         ray.shutdown()

@@ -1,7 +1,8 @@
 """Several engines behind one client. A router chooses the engine of each request; all other messages go to all engines,
 and their replies become one.
 
-An engine that ends is left out. Its requests without an output are sent to others, and the others fail.
+An engine that ends is left out. Its requests without an output are sent to others, and the others fail. Engines that
+are started later can be taken in, and engines can be drained (quire.deploy).
 
 With prefill replicas a request takes two engines. One of these computes its prompt and hands over the pages
 (quire.ipc.page_handover); then the request is sent, whole, to a decode replica, after the message that makes it copy
@@ -19,9 +20,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Protocol
 
 from quire.core.outputs import BranchOutput
 from quire.errors import EngineDead, Overloaded, StartupError
+from quire.ipc.engine_client import EngineClient
 from quire.ipc.heartbeat import Health
 from quire.ipc.messages import (
     MAX_CLIENT_NUMBER,
@@ -64,6 +67,15 @@ PROMPT_PARAMS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  #
 MIN_PREFILL_TOKENS = 64  # of a prompt; a decode replica computes so few beside its other work
 MAX_MOVES = 1  # of a request, after the ends of its replicas: it may be what ended them
 log = logging.getLogger("quire.ipc")
+
+
+class ReplicaClient(EngineClient, Protocol):
+    """A connection to one engine."""
+
+    queue_sizes: QueueSizes
+    metrics: EngineMetrics
+
+    def start_replacement(self) -> ReplicaClient: ...
 
 
 class SentRequest:
@@ -138,13 +150,14 @@ Passed = list[EngineMessage | RequestsFailed]  # to the client's user
 class ReplicatedEngineClient:
     """A connection to engines of one model, in processes of their own, which are ready. `policy` is the router's. With
     `restart` an engine that ends is started again, once. The first `num_prefill` engines compute prompts for the
-    others, unless no more than a page, or `min_prefill_tokens`, is missing there."""
+    others, unless no more than a page, or `min_prefill_tokens`, is missing there. With `elastic` engines may be taken
+    in later, so the client does not end with its last engine."""
 
     is_in_process, engine = False, None
 
     def __init__(
-        self, replicas: Sequence[ProcessEngineClient], policy: str, restart: bool = False, num_prefill: int = 0,
-        min_prefill_tokens: int = MIN_PREFILL_TOKENS,
+        self, replicas: Sequence[ReplicaClient], policy: str, restart: bool = False, num_prefill: int = 0,
+        min_prefill_tokens: int = MIN_PREFILL_TOKENS, elastic: bool = False,
     ) -> None:  # fmt: skip
         self.replicas = list(replicas)
         self.ready = _join_ready([replica.ready for replica in replicas])
@@ -161,7 +174,7 @@ class ReplicatedEngineClient:
         self._imports = dict[int, PageImport]()  # by key of the ImportPages
         self.handover_counts = HandoverCounts()
         self._alive, self._can_restart = set(range(len(replicas))), set(range(len(replicas)) if restart else ())
-        self._restarting = set[int]()
+        self._restarting, self._elastic = set[int](), elastic
         self._replaced = list[EngineMetrics]()  # of engines in whose place others are
         self._lock = threading.RLock()
         self._requests = dict[int, SentRequest]()  # by number
@@ -222,9 +235,38 @@ class ReplicatedEngineClient:
             self.replicas[i].cancel_replacement()
         with ThreadPoolExecutor(len(self.replicas)) as threads:
             ended = all(threads.map(lambda replica: replica.close(timeout), self.replicas))
-        if (memory := self.replicas[0].child.shared_memory) is not None:
-            memory.close()
+        first = self.replicas[0]
+        if isinstance(first, ProcessEngineClient) and first.child.shared_memory is not None:
+            first.child.shared_memory.close()
         return ended
+
+    # Engines that come and go. Called on the event loop
+
+    def take_in(self, client: ReplicaClient) -> int:
+        """Let an engine serve that was started later, and return its index: that of an engine that has ended, if there
+        is one. Raise StartupError if it serves another model than the others."""
+        _join_ready([self.ready, client.ready])
+        if client.ready.limits.max_len < self.ready.limits.max_len:
+            cause = f"the longest sequence of a new replica is {client.ready.limits.max_len} tokens"
+            raise StartupError(
+                f"{cause}, that of the others {self.ready.limits.max_len}", "Give all replicas one --max-model-len"
+            )
+        with self._lock:
+            unused = (i for i in range(len(self.replicas)) if i not in self._alive | self._restarting)
+            i = next(unused, len(self.replicas))
+            if i == len(self.replicas):
+                self.replicas.append(client)
+                self.router.add_replica()
+            else:
+                self._replaced = [sum_metrics([self.replicas[i].metrics, *self._replaced])]
+                self.replicas[i] = client
+            self._begin_serving(i)
+        return i
+
+    def drain(self, client: ReplicaClient) -> None:
+        """Send an engine no more requests. Those that it has go on."""
+        with self._lock:
+            self.router.drain(self.replicas.index(client))
 
     # Messages to the engines, from any thread
 
@@ -246,7 +288,7 @@ class ReplicatedEngineClient:
                 return True
             else:
                 is_sent = self._broadcast(message)
-            if is_sent or not self._restarting:
+            if is_sent or not self._expects_engines:
                 return is_sent
         self._receive(Reply(message.key, _overloaded()))
         return True
@@ -262,7 +304,13 @@ class ReplicatedEngineClient:
                         computation.forgotten.add(number)
                 return None
             self.router.finish(number)
+            self.replicas[sent.replica].forget(number)
             return sent.replica
+
+    @property
+    def _expects_engines(self) -> bool:
+        """True if engines may serve later that do not now."""
+        return self._elastic or bool(self._restarting)
 
     def _keys(self, message: AddRequests, request: NewRequest) -> Sequence[bytes]:
         if self._prompt_keys is None:
@@ -431,7 +479,9 @@ class ReplicatedEngineClient:
         self, message: RegisterPrefix | ReleasePrefix | ListPrefixes | SnapshotRequest | AdminRequest
     ) -> bool:
         """Send a message to all replicas; a snapshot is that of the first one."""
-        to = set(sorted(self._alive)[:1]) if isinstance(message, SnapshotRequest) else set(self._alive)
+        to = {i for i in self._alive if not self.router.replicas[i].is_draining}
+        if isinstance(message, SnapshotRequest):
+            to = set(sorted(to)[:1])
         if not to:
             return False
         self._broadcasts[message.key] = PendingBroadcast(message, to)
@@ -580,19 +630,22 @@ class ReplicatedEngineClient:
     def _on_exit(self, replica: int, error: BaseException) -> Passed:
         """Leave a replica out: move its requests, and fail those that can't be."""
         ended, client = EngineDead(f"replica {replica} ended: {error}"), self.replicas[replica]
+        was_drained = self.router.replicas[replica].is_draining
         client.queue_sizes, client.metrics = QueueSizes(), ended_metrics(client.metrics)
         self._alive.discard(replica)
         self.router.leave_out(replica)
         lost = {number: sent for number, sent in self._requests.items() if sent.replica == replica}
         for number in lost:
             del self._requests[number]
-        if not self._closing:
+        if was_drained and not lost:
+            log.info("replica %d was drained", replica)
+        elif not self._closing:
             log.error("replica %d ended: %s", replica, error)
             if replica in self._can_restart:
                 self._can_restart.remove(replica)
                 self._restarting.add(replica)
                 threading.Thread(target=self._restart, args=(replica,), name="quire-restart", daemon=True).start()
-        if not self._alive and not self._restarting:
+        if not self._alive and not self._expects_engines:
             return self._end(error)
         return [*self._move(replica, lost, ended), *self._end_waits(replica, ended), *self._end_handovers(replica)]
 
@@ -628,9 +681,9 @@ class ReplicatedEngineClient:
             if pending.moves <= MAX_MOVES and not self._closing and self._add(pending):
                 num_moved += len(pending.message.requests)
             else:
-                can_come_back = pending.moves <= MAX_MOVES and self._restarting
+                can_come_back = pending.moves <= MAX_MOVES and self._expects_engines
                 passed += self._end_add(pending, _overloaded() if can_come_back else ended)
-        if not self._closing:
+        if not self._closing and (lost or waiting):
             log.warning("%d of its requests were moved, %d failed", num_moved, len(lost) - num_moved)
         return passed
 
@@ -671,11 +724,11 @@ class ReplicatedEngineClient:
                 log.error("replica %d can't be started again: %s", replica, error)
             with self._lock:
                 self._restarting.discard(replica)
-                passed = self._end(error) if not self._alive and not self._restarting else []
+                passed = self._end(error) if not self._alive and not self._expects_engines else []
             for each in passed:
                 self._receive(each)
 
-    def _replace(self, replica: int, replacement: ProcessEngineClient) -> None:
+    def _replace(self, replica: int, replacement: ReplicaClient) -> None:
         """Let a new engine serve. Called on the event loop."""
         with self._lock:
             if not self._closing and any(one.prefill == replica for one in self._imports.values()):
@@ -688,16 +741,21 @@ class ReplicatedEngineClient:
                 return
             self._replaced = [sum_metrics([self.replicas[replica].metrics, *self._replaced])]
             self.replicas[replica] = replacement
-            replacement.start(partial(self._on_message, replica))
-            replacement.attach_event_loop()
-            computing = [one.message for one in self._prefix_computations.values() if not one.is_aborted]
-            for prefix in [*self._prefixes.values(), *computing]:
-                replacement.send(prefix._replace(key=self._own_number(), number=self._own_number()))
-            if self._sleep is not None:  # once it has computed the prefixes
-                replacement.send(self._sleep._replace(key=self._own_number(), mode="wait"))
-            self.router.take_in(replica)
-            self._alive.add(replica)
+            self._begin_serving(replica)
         log.warning("replica %d was started again", replica)
+
+    def _begin_serving(self, replica: int) -> None:
+        """Give a new engine the prefixes and the sleep of the others, and then requests."""
+        client = self.replicas[replica]
+        self.router.take_in(replica)
+        client.start(partial(self._on_message, replica))
+        client.attach_event_loop()
+        computing = [one.message for one in self._prefix_computations.values() if not one.is_aborted]
+        for prefix in [*self._prefixes.values(), *computing]:
+            client.send(prefix._replace(key=self._own_number(), number=self._own_number()))
+        if self._sleep is not None:  # once it has computed the prefixes
+            client.send(self._sleep._replace(key=self._own_number(), mode="wait"))
+        self._alive.add(replica)
 
 
 def _overloaded() -> Overloaded:

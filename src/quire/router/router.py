@@ -152,6 +152,15 @@ class Router:
         self.take_in(replica)
         self.replicas[replica].is_draining = True
 
+    def drain(self, replica: int) -> None:
+        """Send a replica no more requests. It still has its pages and its requests."""
+        self.replicas[replica].is_draining = True
+
+    def add_replica(self) -> None:
+        """Add a replica, the last one."""
+        self.replicas.append(Replica())
+        self.chosen_at.append(0)
+
     def take_in(self, replica: int) -> None:
         """Record that a replica was started: it has no pages, and no requests."""
         self.replicas[replica] = Replica()

@@ -41,6 +41,7 @@ def launch_engine_process(
     program: Sequence[str] = ENGINE_PROGRAM,
     num_clients: int = 1,
     start_other_clients: Callable[[ChildProcess], None] | None = None,
+    report_cache: bool = False,
 ) -> tuple[ProcessEngineClient, InputProcessor, Checkpoint]:
     """Start an engine's process and wait until its model is loaded. The tokenizer is read here meanwhile. With more
     than one client, `start_other_clients` starts the frontends beside this one, over the child's other connections."""
@@ -48,7 +49,8 @@ def launch_engine_process(
     engine_client = ProcessEngineClient(child)
 
     def begin(named: tuple[int, ...]) -> None:
-        engine_client.send_init(EngineInitMessage(config, named, stall_after, progress, logging.getLogger().level))
+        level = logging.getLogger().level
+        engine_client.send_init(EngineInitMessage(config, named, stall_after, progress, level, report_cache))
         if start_other_clients is not None:
             start_other_clients(child)
 
@@ -120,6 +122,12 @@ def join_engine_process(
     `on_tokenizer_read` is called before the wait."""
     engine_client = ProcessEngineClient(ExternalProcess(connection))
     return _read_model_and_wait([engine_client], config, on_tokenizer_read, lambda: engine_client)
+
+
+def read_input_processor(config: EngineConfig, engine_client: EngineClient) -> tuple[InputProcessor, Checkpoint]:
+    """Read the tokenizer and the chat template for an engine that is ready."""
+    _, input_processor, checkpoint = _read_model_and_wait([], config, lambda named: None, lambda: engine_client)
+    return input_processor, checkpoint
 
 
 def _read_model_and_wait(

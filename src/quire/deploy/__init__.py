@@ -1,0 +1,1 @@
+"""Applications for clusters that others manage. `quire deploy ray` runs one in Ray Serve."""

@@ -1,0 +1,254 @@
+"""Engines in replicas of Serve behind one client, with Serve's handle replaced: calls are methods of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import echo_service
+import pytest
+from echo_service import Echo
+from waiting import wait_until_async
+
+from quire.async_llm import AsyncLLM
+from quire.config import EngineConfig
+from quire.errors import EngineDead, StartupError
+from quire.ipc.child_process import ChildProcess
+from quire.ipc.handshake import EngineInitMessage
+from quire.ipc.process_client import ProcessEngineClient
+from quire.ipc.replicas import ReplicatedEngineClient
+from quire.protocol.sampling_params import SamplingParams
+
+ray_serve = pytest.importorskip("quire.deploy.ray_serve", exc_type=ImportError)
+from quire.deploy.replica_client import ReplicaLost, ServeReplicaClient  # noqa: E402
+
+PROGRAM = str(Path(__file__).parents[1] / "echo_engine.py")
+MODEL = {"model": "echo", "revision": "None"}
+
+
+class Response:
+    """What a call returns: a task, or a stream."""
+
+    def __init__(self, work: Any) -> None:
+        self.is_stream = hasattr(work, "__anext__")
+        self.work = work if self.is_stream else asyncio.ensure_future(work)
+        self.next: asyncio.Task[bytes] | None = None
+
+    def __await__(self) -> Any:
+        return self.work.__await__()
+
+    def __aiter__(self) -> Response:
+        return self
+
+    async def __anext__(self) -> bytes:
+        self.next = asyncio.ensure_future(anext(self.work))
+        return await self.next
+
+    def cancel(self) -> None:
+        """Cancel the call."""
+        target = self.next if self.is_stream else self.work
+        if target is not None:
+            target.cancel()
+
+
+class Handle:
+    """A DeploymentHandle whose router is NamedReplicaRouter."""
+
+    def __init__(self, **replicas: Any) -> None:
+        self.replicas, self.draining = replicas, set[str]()
+        self.calls = list[str]()
+
+    def options(self, method_name: str, stream: bool = False) -> Any:
+        """Return a handle of a method."""
+        handle = self
+
+        class Method:
+            def remote(self, name: str, *args: Any) -> Response:
+                """Call the method of the named replica, or of any."""
+                handle.calls.append(method_name)
+                there = handle.replicas.keys() - handle.draining
+                at = name if name in there else min(there)
+                return Response(getattr(handle.replicas[at], method_name)(name, *args))
+
+        return Method()
+
+
+Work = Callable[[AsyncLLM, ReplicatedEngineClient, Handle], Awaitable[None]]
+
+
+def replicas(names: str, **built: Any) -> dict[str, Any]:
+    """Return replicas with an echo engine each, on the running loop."""
+    recipe = echo_service.built(Echo(**built), kv_tokens=4096, max_num_seqs=2).recipe
+    clients = [ProcessEngineClient(ChildProcess(1, ("-P", PROGRAM, json.dumps(recipe)))) for _ in names]
+    for client in clients:
+        client.send_init(EngineInitMessage(EngineConfig(), (), 60.0, False, logging.WARNING, True))
+    for client in clients:
+        client.wait_ready()
+    return {name: ray_serve.EngineReplica.over(name, client, MODEL) for name, client in zip(names, clients)}
+
+
+def served(work: Work, names: str = "ab", **built: Any) -> None:
+    """Run a coroutine function with an AsyncLLM over replicas of these names, then end them."""
+
+    async def run() -> None:
+        handle = Handle(**replicas(names, **built))
+        clients = [await ServeReplicaClient.connect(handle, name) for name in names]
+        client = ReplicatedEngineClient(clients, "prefix", elastic=True)
+        model = echo_service.built(Echo(), kv_tokens=4096)
+        llm = AsyncLLM.over(client, echo_service.input_processor(model, client.ready.limits))
+        try:
+            await work(llm, client, handle)
+        finally:
+            await asyncio.to_thread(llm.close)
+            for one in handle.replicas.values():
+                await asyncio.to_thread(one.__del__)
+
+    asyncio.run(run())
+
+
+async def complete(llm: AsyncLLM, prompt: list[int], tokens: int = 5) -> list[int]:
+    """Return the tokens of a request."""
+    found = list[int]()
+    async for output in await llm.submit(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)):
+        found += output.tokens
+    return found
+
+
+def test_replicas_come_and_go() -> None:
+    """A new one gets requests, one that is drained ends those that it has, and its index is used again."""
+
+    async def work(llm: AsyncLLM, client: ReplicatedEngineClient, handle: Handle) -> None:
+        handle.replicas |= replicas("c", pause=0.01)
+        third = await ServeReplicaClient.connect(handle, "c")
+        assert client.take_in(third) == 2
+        other = third.ready._replace(limits=third.ready.limits._replace(max_len=9))
+        with pytest.raises(StartupError, match="the longest sequence of a new replica is 9 tokens, that of the others"):
+            client.take_in(SimpleNamespace(ready=other))  # type: ignore[arg-type]
+        tasks = [asyncio.ensure_future(complete(llm, [5 + i] * 20, 40)) for i in range(9)]
+        await wait_until_async(lambda: len(third._calls) == 3, "each has three")
+        client.drain(third)
+        third.drain()
+        handle.draining.add("c")
+        assert not third.has_ended, "its requests go on"
+        tasks += [asyncio.ensure_future(complete(llm, [5] * 20, 40)) for _ in range(3)]
+        assert [len(tokens) for tokens in await asyncio.gather(*tasks)] == [40] * 12
+        assert third.has_ended
+        assert handle.calls.count("add") == 12
+        handle.replicas |= replicas("d")
+        assert client.take_in(await ServeReplicaClient.connect(handle, "d")) == 2
+        assert len(await complete(llm, [5] * 20, 40)) == 40
+        assert not client._requests
+
+    served(work, pause=0.01)
+
+
+def test_an_engine_ends_and_its_requests_move() -> None:
+    """Those with a token fail, as with `quire serve --replicas`; of all engines none is left, and the API waits."""
+
+    async def work(llm: AsyncLLM, client: ReplicatedEngineClient, handle: Handle) -> None:
+        tasks = [asyncio.ensure_future(complete(llm, [i + 3], 60)) for i in range(8)]
+        await wait_until_async(
+            lambda: sum(sent.message is None for sent in client._requests.values()) == 4, "two of each engine run"
+        )
+        handle.replicas["a"]._client.child.process.send_signal(signal.SIGKILL)
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        failed = [str(end) for end in ends if isinstance(end, EngineDead)]
+        assert failed == ["replica 0 ended: its process was ended by signal 9 (SIGKILL)"] * 2
+        assert sum(isinstance(end, list) and len(end) == 60 for end in ends) == 6
+        with pytest.raises(EngineDead):
+            await handle.replicas["a"].check_health()
+        await handle.replicas["b"].check_health()
+        assert json.loads(await handle.replicas["a"].describe()) == ["a", None]
+        with pytest.raises(ReplicaLost):
+            await ServeReplicaClient.connect(handle, "a")
+
+    served(work, pause=0.01)
+
+
+def test_a_request_that_its_caller_leaves_is_cancelled() -> None:
+    async def work(llm: AsyncLLM, client: ReplicatedEngineClient, handle: Handle) -> None:
+        task = asyncio.ensure_future(complete(llm, [3], 200))
+        await wait_until_async(lambda: any(sent.message is None for sent in client._requests.values()), "it runs")
+        handle.draining.add("a")
+        handle.draining.add("b")  # neither gets calls
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        for stream in list(llm._streams_by_id):
+            llm.abort(stream)
+        await wait_until_async(lambda: not any(one._ends for one in handle.replicas.values()), "the calls have ended")
+        await wait_until_async(lambda: sum(client.queue_sizes) == 0, "the engines are idle")
+
+    served(work, pause=0.02)
+
+
+def test_the_next_ingress_finds_the_pages_and_none_of_the_requests() -> None:
+    async def work(llm: AsyncLLM, client: ReplicatedEngineClient, handle: Handle) -> None:
+        prefix = [*range(3, 103)]
+        await complete(llm, prefix)
+        stored = [replica.stored for replica in client.router.replicas]
+        assert sum(map(bool, stored)) == 1
+        left = [asyncio.ensure_future(complete(llm, [i + 3], 150)) for i in range(4)]
+        await wait_until_async(
+            lambda: sum(sent.message is None for sent in client._requests.values()) == 4, "all of them run"
+        )
+        clients = [await ServeReplicaClient.connect(handle, name) for name in "ab"]
+        following = ReplicatedEngineClient(clients, "prefix", elastic=True)
+        second = AsyncLLM.over(following, llm.prompts)
+        following.attach_event_loop()
+        assert len(await complete(second, [7] * 10)) == 5
+        assert all(replica.stored >= before for replica, before in zip(following.router.replicas, stored))
+        ends = await asyncio.gather(*left, return_exceptions=True)
+        assert all(isinstance(end, Exception) for end in ends), ends
+        await asyncio.to_thread(second.close)
+
+    served(work, pause=0.01)
+
+
+def test_a_call_for_a_replica_that_gets_none_goes_to_another() -> None:
+    async def work(llm: AsyncLLM, client: ReplicatedEngineClient, handle: Handle) -> None:
+        handle.draining.add("a")  # and the client doesn't know yet
+        assert [len(await complete(llm, [i + 3])) for i in range(4)] == [5] * 4
+        assert handle.calls.count("add") > 4
+
+    served(work)
+
+
+async def _stream(chunks: list[bytes]) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
+
+
+def test_what_is_no_frame_ends_the_connection() -> None:
+    class Broken:
+        def connect(self, name: str) -> AsyncIterator[bytes]:
+            """Yield what no replica sends."""
+            return _stream([b"GET / HTTP/1.1\r\n\r\n"])
+
+    async def run() -> None:
+        with pytest.raises(ReplicaLost, match="version"):
+            await ServeReplicaClient.connect(Handle(a=Broken()), "a")
+
+    asyncio.run(run())
+
+
+def test_unlike_models_are_refused_with_the_difference(tmp_path: Path) -> None:
+    other = {**MODEL, "revision": "v2"}
+    with pytest.raises(StartupError, match="replica x has another model: its revision is v2, that of the others None"):
+        ray_serve.check_same_model("x", MODEL, other)
+    ray_serve.check_same_model("x", MODEL, dict(MODEL))
+    commit = tmp_path / "snapshots" / "abc"
+    commit.mkdir(parents=True)
+    source: Any = SimpleNamespace(name="m", path=commit, config={"a": 1})
+    first = ray_serve.describe_model(EngineConfig(), source)
+    assert first["revision"] == "abc"
+    (commit / "model.safetensors").write_bytes(b"1")
+    more = ray_serve.describe_model(EngineConfig(tp=2), source)
+    assert {name for name in first if first[name] != more[name]} == {"set of weight files", "set of engine settings"}
