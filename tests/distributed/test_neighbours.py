@@ -53,9 +53,10 @@ def test_the_largest_come_first_and_this_process_is_none(smi: Path, monkeypatch:
 def gpus(free: int) -> list[dict[str, Any]]:
     """Return the memory information of two ranks; the GPU of the second has `free` GiB free."""
     return [
-        {"name": "H", "index": 0, "free": 79 * GIB, "total": 80 * GIB},
-        {"name": "H", "index": 1, "free": free * GIB, "total": 80 * GIB, "others": other_gpu_processes("bb22")},
-    ]
+        {"name": "H", "index": 0, "uuid": "aa11", "free": 79 * GIB, "total": 80 * GIB},
+        {"name": "H", "index": 1, "uuid": "bb22", "free": free * GIB, "total": 80 * GIB,
+         "others": other_gpu_processes("bb22")},
+    ]  # fmt: skip
 
 
 def planned(free: int) -> MemoryPlan:
