@@ -88,5 +88,5 @@ def test_a_gpu_that_has_filled_up_is_named_as_ranks_are_started_anew(monkeypatch
         ranks.send_init.side_effect = StartupError("they would load")
         monkeypatch.setattr(remote_runner, "RemoteRunner", Mock(return_value=ranks))
         with pytest.raises(StartupError, match=told):
-            rank_startup.rebuild_ranks(config, "", (), plan.max_len, Mock(), partial(check_still_fits, config, plan))
+            rank_startup.rebuild_ranks(config, [""], (), plan.max_len, Mock(), partial(check_still_fits, config, plan))
         ranks.kill.assert_called_once()

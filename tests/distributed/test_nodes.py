@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -29,6 +30,7 @@ from test_restart import ask, clean, heard, opened, undisturbed
 from waiting import has_ended, wait_until
 from wired import drain, open_engine
 
+import quire
 from bench.local_nodes import ADDRESS, LocalNodes
 from quire import LLM, SamplingParams
 from quire.distributed import node_agent, node_messages, remote_host, remote_runner
@@ -108,6 +110,29 @@ def test_a_model_on_two_nodes_says_what_one_process_says(monkeypatch: pytest.Mon
     total, _, where = smallest_host_memory(llm.engine.runner) or (0, 0, "")  # type: ignore[arg-type]
     assert (total, where) == (psutil.virtual_memory().total // 2, "node node-0")
     assert tokens_of(llm) == wanted
+
+
+def test_paths_are_relative_to_the_engines_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agents have another one. The draft model is compared like the model; the requests' defaults are not read."""
+    for name in ("model", "draft"):
+        shutil.copytree(Path(quire.__file__).parent / "assets" / "tiny", tmp_path / name)
+    (tmp_path / "defaults").mkdir()
+    (tmp_path / "defaults" / "generation_config.json").write_text('{"temperature": 0}')
+    monkeypatch.chdir(tmp_path)
+    started: list[LocalNodes] = []
+
+    def launcher(gpus: float, address: str, checkpoints: Sequence[str]) -> LocalNodes:
+        started.append(LocalNodes((range(1),), checkpoints=checkpoints))
+        return started[-1]
+
+    monkeypatch.setattr("quire.distributed.ray_launcher.RayLauncher", launcher)
+    settings: dict[str, Any] = {
+        "device": "cpu", "dtype": "float32", "threads": 1, "max_num_seqs": 4, "kv_tokens": 512,
+        "executor": "ray", "generation_config": "defaults", "speculative_model": "draft", "num_speculative_tokens": 2,
+    }  # fmt: skip
+    with LLM("./model", **settings) as llm:
+        assert len(llm.generate(["Once upon a time"], SamplingParams(max_tokens=4))[0].outputs[0].token_ids) == 4
+    assert started[0].checkpoints == [str(tmp_path / "model"), str(tmp_path / "draft")]
 
 
 @pytest.mark.parametrize(
@@ -202,11 +227,11 @@ def test_nodes_must_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         patch.setattr(remote_host, "checkpoint_digest", lambda path: "other")
         with pytest.raises(StartupError, match=rf"{tmp_path} on node .* is not the engine's.*Copy the same model"):
-            LocalNodes(stages, checkpoint=str(tmp_path))(layout)
+            LocalNodes(stages, checkpoints=[str(tmp_path)])(layout)
     with monkeypatch.context() as patch:
         patch.setattr(remote_host, "checkpoint_digest", lambda path: "any")
         with pytest.raises(StartupError, match=r"node .* has no /nonexistent. Put the model under the same path"):
-            LocalNodes(stages, checkpoint="/nonexistent")(layout)
+            LocalNodes(stages, checkpoints=["/nonexistent"])(layout)
 
 
 def test_digests_of_checkpoints(tmp_path: Path) -> None:
@@ -309,7 +334,7 @@ def test_mutated_frames_on_the_port_are_refused(listener: ChannelListener) -> No
         assert closes(listener, wrong + bytes(1 << 14))
 
 
-START_FIELDS = NodeStart(2, 3, 1, 1, ["x"], {"QUIRE_X": "1"}, "", "", "10.0.0.1", 80, ["aa"] * 4, ["bb"] * 4)
+START_FIELDS = NodeStart(2, 3, 1, 1, ["x"], {"QUIRE_X": "1"}, {}, "10.0.0.1", 80, ["aa"] * 4, ["bb"] * 4)
 READERS = {
     "start": (node_messages.read_start, write_json(START_FIELDS._asdict())),
     "states": (

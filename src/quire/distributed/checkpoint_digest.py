@@ -15,9 +15,9 @@ SUFFIXES = (".json", ".safetensors", ".gguf")
 def checkpoint_digest(path: Path) -> str:
     """Return a digest of a model's folder or file: of the names, sizes and evenly spaced blocks of its files, first and
     last block included. Reading whole files would take minutes. Raise StartupError if there is no such model."""
-    files = sorted(one for one in path.iterdir() if one.suffix in SUFFIXES) if path.is_dir() else [path]
     digest = hashlib.sha256()
     try:
+        files = sorted(one for one in path.iterdir() if one.suffix in SUFFIXES) if path.is_dir() else [path]
         for file in files:
             size = file.stat().st_size
             digest.update(f"{file.name}\0{size}\0".encode())

@@ -193,14 +193,14 @@ class AcceptedAgent(NamedTuple):
 def start_hosts(
     layout: ParallelLayout,
     agents: Sequence[AcceptedAgent],
-    checkpoint: str,
+    checkpoints: Sequence[str],
     describe_loss: Callable[[int], str],
     on_close: Callable[[], None],
     program: Sequence[str] = RANK_PROGRAM,
 ) -> list[RemoteHost]:
-    """Have agents, in the order of their stages, start the ranks of a layout; `checkpoint` is the model's folder or
-    file, or "". `describe_loss` returns why the agent of that number has ended, or "". `on_close` is called when all
-    hosts are closed. Raise StartupError if nodes differ or can't start the ranks."""
+    """Have agents, in the order of their stages, start the ranks of a layout; `checkpoints` are the folders or
+    files of the model and the draft model. `describe_loss` returns why the agent of that number has ended, or "".
+    `on_close` is called when all hosts are closed. Raise StartupError if nodes differ or can't start the ranks."""
     hosts: list[RemoteHost] = []
 
     def closed() -> None:
@@ -209,12 +209,12 @@ def start_hosts(
 
     try:
         infos = [_read_info(agent) for agent in agents]
-        digest = checkpoint_digest(Path(checkpoint)) if checkpoint else ""
+        digests = {path: checkpoint_digest(Path(path)) for path in checkpoints}
         links = [[secrets.token_hex(SECRET_BYTES) for _ in range(2 * layout.tp)] for _ in agents[1:]]
         for number, (agent, info) in enumerate(zip(agents, infos)):
             following = number + 1 < len(agents)
             start = NodeStart(
-                *layout, agent.stages[0], len(agent.stages), list(program), engine_environment(), checkpoint, digest,
+                *layout, agent.stages[0], len(agent.stages), list(program), engine_environment(), digests,
                 next_address=agents[number + 1].address if following else "",
                 next_port=infos[number + 1].port if following else 0,
                 previous_secrets=links[number - 1] if number else [],
