@@ -26,7 +26,8 @@ from quire.protocol.columns import WireError
 LINK_SECONDS = 15  # without an acknowledgement from the other host, a connection is lost
 GREETING_SECONDS = 10.0  # for the handshake and the first frame of a connection
 MAX_GREETING_BYTES = 1 << 14  # of the first frame, before the token was checked
-MAX_GREETINGS = 16  # connections that may be in their handshake at the same time
+MAX_GREETINGS = 16  # connections that may be in their handshake at the same time, besides the agents'
+MAX_RECEIVED_BYTES = 1 << 22  # of one `receive`, so that a reader also does other things while much arrives
 CERTIFICATE_DAYS = 2  # it is used within minutes; hosts' clocks may differ
 POLL_SECONDS = 0.05
 
@@ -49,10 +50,11 @@ class SecureChannel:
         return self.connection.fileno()
 
     def receive(self) -> list[Frame]:
-        """Return the frames that have arrived. Raise ChannelLost at the end of the connection, WireError for what is no
-        frame."""
+        """Return frames that have arrived; there may be more after MAX_RECEIVED_BYTES. Raise ChannelLost at the end of
+        the connection, WireError for what is no frame."""
         frames: list[Frame] = []
-        while True:
+        size = 0
+        while size < MAX_RECEIVED_BYTES:  # whole records are read, so what is left is seen by polling
             try:
                 data = self.connection.recv(READ_SIZE)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -65,7 +67,9 @@ class SecureChannel:
                 if frames:
                     return frames  # the next call reports the end
                 raise ChannelLost(reason)
+            size += len(data)
             frames += self._incoming.decode(data)
+        return frames
 
     def send(
         self, kind: int, body: bytes, seconds: float = inf, while_waiting: Callable[[], None] = lambda: None
@@ -123,7 +127,7 @@ class ChannelListener:
         self.token = secrets.token_hex(32)
         self.accepted: dict[int, tuple[SecureChannel, dict[str, Any]]] = {}  # by number, with the hello's body
         self._count, self._kinds, self._hello, self._lock = count, kinds, hello, threading.Lock()
-        self._greetings, self._closed = threading.Semaphore(MAX_GREETINGS), False
+        self._greetings, self._closed = threading.Semaphore(count + MAX_GREETINGS), False
         self.certificate, key = make_certificate(address)
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version, self._context.num_tickets = ssl.TLSVersion.TLSv1_3, 0
@@ -144,8 +148,11 @@ class ChannelListener:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError:  # closed, or for example no descriptor is left
+                if self._closed or self._socket.fileno() < 0:
+                    return
+                time.sleep(POLL_SECONDS)
+                continue
             if not self._greetings.acquire(blocking=False):
                 connection.close()
                 continue
@@ -181,7 +188,7 @@ class ChannelListener:
             return False
         if len(frames) > 1 or frames[0].kind != self._hello or number >= self._count:
             return False
-        if not hmac.compare_digest(token.encode(), self.token.encode()):
+        if not hmac.compare_digest(token.encode(errors="surrogatepass"), self.token.encode()):
             return False
         with self._lock:
             if self._closed or number in self.accepted:
