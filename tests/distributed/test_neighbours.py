@@ -90,3 +90,17 @@ def test_a_gpu_that_has_filled_up_is_named_as_ranks_are_started_anew(monkeypatch
         with pytest.raises(StartupError, match=told):
             rank_startup.rebuild_ranks(config, [""], (), plan.max_len, Mock(), partial(check_still_fits, config, plan))
         ranks.kill.assert_called_once()
+
+
+def test_the_memory_of_nodes_is_checked_as_ranks_are_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs: a node that remains may get the stages of one that was lost."""
+    host, check = Mock(ranks=[0, 1], memory=(8 * GIB, 6 * GIB)), Mock(side_effect=StartupError("too small"))
+    host.name = "a"
+    ranks = Mock(layout=ParallelLayout(1, 2), hosts=[host])
+    monkeypatch.setattr(remote_runner, "RemoteRunner", Mock(return_value=ranks))
+    with pytest.raises(StartupError, match="too small"):
+        rank_startup.rebuild_ranks(
+            EngineConfig(pp=2, device="cpu", max_num_batched_tokens=64), [""], (), 64, Mock(), check
+        )
+    check.assert_called_once_with((4 * GIB, 3 * GIB, "node a"))
+    ranks.kill.assert_called_once()

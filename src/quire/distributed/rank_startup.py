@@ -79,13 +79,14 @@ def rebuild_ranks(
 ) -> tuple[RemoteRunner, KVMemory]:
     """Start new ranks after a failure, bound to a new memory like the old one; `config` is as for `build_ranks`.
     `checkpoints` are the folders or files of the model ("": a named shape) and of the draft model. `check_memory`
-    raises StartupError if the free memory, as `open_devices` returns it, is too small by now. Raise StartupError or
-    RanksLost if the ranks can't be built."""
+    raises StartupError if the free memory, as `open_devices` or `smallest_host_memory` returns it, is too small by now.
+    Raise StartupError or RanksLost if the ranks can't be built."""
     assert config.max_num_batched_tokens is not None, "a sized config"
     ranks = start_remote_runner(config, config.device, [path for path in checkpoints if path])
     try:
-        if config.device != "cpu":
-            check_memory(open_devices(ranks, config))
+        measured = smallest_host_memory(ranks) if config.device == "cpu" else open_devices(ranks, config)
+        if measured is not None:  # None: the ranks are where those were that have ended
+            check_memory(measured)
         build_ranks(ranks, config, checkpoints[0], eos_ids, max_len, progress=False)
         memory = make_memory()
         ranks.bind(memory.kv_config)
@@ -112,8 +113,8 @@ def threads_per_rank(threads: int | None, ranks: int, cores: int | None = None) 
 
 
 def unused_threads_notice(threads: int | None, ranks: int) -> list[str]:
-    """Return a notice that ranks leave some of --threads unused, if so: all ranks have equally many, so that they
-    compute alike."""
+    """Return a notice that ranks leave some of --threads unused, if so; `ranks` are those of the host with the most.
+    All ranks have equally many, so that they compute alike."""
     if threads is None or (each := max(threads // ranks, 1)) * ranks == threads:
         return []
     return [f"--threads is {threads}, and {ranks} ranks use {each} each: {each * ranks}"]

@@ -416,7 +416,7 @@ def _hardware_notices(
             return (f"{count} rank{'s' * (count > 1)}, each with a GPU", *remote_runner.notices)
         return (
             *(f"{count} rank{'s' * (count > 1)}, each: {notice}" for notice in remote_runner.notices),
-            *unused_threads_notice(config.threads, count),
+            *unused_threads_notice(config.threads, max(len(host.ranks) for host in remote_runner.hosts)),
         )
     if device == "cpu":
         from quire.weights.mapped_files import trim_memory
