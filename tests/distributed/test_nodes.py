@@ -3,10 +3,12 @@ refused. The agents are processes of this host, without Ray."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import socket
@@ -16,7 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -38,9 +40,9 @@ from quire.distributed.checkpoint_digest import SAMPLE_BYTES, checkpoint_digest
 from quire.distributed.node_messages import HELLO, KINDS, START, NodeStart, RankState
 from quire.distributed.rank_startup import smallest_host_memory
 from quire.distributed.remote_runner import RemoteRunner
-from quire.distributed.secure_channel import ChannelListener, ChannelLost, SecureChannel, connect
+from quire.distributed.secure_channel import MAX_RECEIVED_BYTES, ChannelListener, ChannelLost, SecureChannel, connect
 from quire.errors import EngineDead, StartupError
-from quire.ipc.frames import FrameCodec, write_json
+from quire.ipc.frames import Frame, FrameCodec, write_json
 from quire.protocol.columns import WireError
 from quire.protocol.images import ImagePixels
 from quire.protocol.parallel_layout import ParallelLayout
@@ -255,6 +257,26 @@ def test_digests_of_checkpoints(tmp_path: Path) -> None:
         checkpoint_digest(tmp_path / "gone.gguf")
 
 
+def test_an_error_of_an_agent_is_in_the_engines_log(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(remote_host, "engine_environment", lambda: {"QUIRE_X": "a\0b"})
+    nodes = LocalNodes((range(1),))
+    with pytest.raises(StartupError, match="a rank on node node-0 was lost with the connection to node node-0"):
+        nodes(ParallelLayout(1))
+    assert "ValueError: embedded null byte" in capfd.readouterr().err
+    assert nodes.agents[0].returncode == 1
+
+
+def test_a_log_that_cannot_be_written_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    host: Any = object.__new__(remote_host.RemoteHost)
+    host.ranks = []
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    host._handle_message(Frame(node_messages.LOG, memoryview(b"text")))
+
+
 # Strangers
 
 
@@ -293,10 +315,39 @@ def test_an_agent_is_admitted_once(listener: ChannelListener) -> None:
         channel.close()
 
 
+def test_agents_are_admitted_beside_connections_that_send_nothing() -> None:
+    with closing(ChannelListener(ADDRESS, 40, KINDS, HELLO)) as listener, ExitStack() as idle:
+        for _ in range(39):
+            idle.enter_context(socket.create_connection((ADDRESS, listener.port)))
+        channel = connect(ADDRESS, listener.port, listener.certificate, KINDS)
+        channel.send(HELLO, hello(listener))
+        wait_until(lambda: listener.accepted, "it is admitted")
+        channel.close()
+
+
+def test_much_that_arrives_is_received_in_parts(listener: ChannelListener) -> None:
+    """Nothing of it is left where polling does not see it."""
+    channel = connect(ADDRESS, listener.port, listener.certificate, KINDS)
+    channel.send(HELLO, hello(listener))
+    wait_until(lambda: listener.accepted, "it is admitted")
+    other, received = listener.accepted[0][0], 0
+    sender = threading.Thread(target=lambda: [other.send(START, b"1" * (1 << 16)) for _ in range(256)])
+    sender.start()
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    while received < 256 << 16:
+        assert poll.poll(30_000), f"{received} bytes have arrived"
+        sizes = [len(frame.body) for frame in channel.receive()]
+        assert sum(sizes) < 2 * MAX_RECEIVED_BYTES
+        received += sum(sizes)
+    sender.join()
+    channel.close()
+
+
 @pytest.mark.parametrize(
     "changed",
-    [{"token": "guess"}, {"token": ""}, {"token": 7}, {"number": 2}, {"number": -1}, {"number": "0"}, {"number": None},
-     {"padding": "x" * (1 << 15)}],
+    [{"token": "guess"}, {"token": ""}, {"token": 7}, {"token": "\ud800"}, {"number": 2}, {"number": -1},
+     {"number": "0"}, {"number": None}, {"padding": "x" * (1 << 15)}],
     ids=str,
 )  # fmt: skip
 def test_strangers_are_sent_away(listener: ChannelListener, changed: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -160,6 +161,7 @@ def main() -> None:
         hello = {"number": task["number"], "token": task["token"], **info._asdict()}
         channel.send(node_messages.HELLO, write_json(hello), START_SECONDS)
     host: LocalHost | None = None
+    status = 0
     try:
         start = receive_start(channel)
         log = redirect_output()
@@ -175,10 +177,14 @@ def main() -> None:
             channel.send(node_messages.START_FAILED, write_json({"text": error.cause, "remedy": error.remedy}))
     except (EngineGone, OSError, WireError):
         pass  # the connection has ended, or the engine is none
+    except Exception:  # standard error is the log, which is no longer read
+        status = 1
+        with suppress(OSError):
+            channel.send(node_messages.LOG, traceback.format_exc().encode())
     finally:
         if host is not None:
             host.kill()
-    exit_now(0)
+    exit_now(status)
 
 
 def node_info(port: int) -> NodeInfo:

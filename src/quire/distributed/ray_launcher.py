@@ -111,7 +111,7 @@ class RayPlacement:
 
         def connected() -> bool:
             for number, why in self.loss_reasons.items():
-                raise StartupError(f"the agent of node {self._nodes[number][0]} could not begin: {why}")
+                raise StartupError(f"node {self._nodes[number][0]} was lost with {why}")
             return len(listener.accepted) == count
 
         self._wait_until(connected, AGENT_CONNECT_SECONDS, "has not started the nodes' agents")
@@ -175,9 +175,9 @@ class RayPlacement:
                 self._nodes.append((read_field(node, "address", str), range(first, first + count)))
                 first += count
         elif kind == AGENT_EXITED:
-            told = read_field(data, "told", str).strip()
+            told = read_field(data, "told", str).strip().rpartition("\n")[2]  # may be a warning of a library
             how = f"its node's agent, which {describe_exit_code(read_field(data, 'code', int))}"
-            self.loss_reasons.setdefault(read_uint32(data, "number"), told or how)
+            self.loss_reasons.setdefault(read_uint32(data, "number"), f"{how}: {told}" if told else how)
         elif kind == AGENT_LOST:
             self.loss_reasons.setdefault(read_uint32(data, "number"), read_field(data, "told", str))
         else:

@@ -8,6 +8,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,8 +148,9 @@ class RemoteHost:
         elif kind == node_messages.STATES:
             self.states = node_messages.read_states(body, count)
         elif kind == node_messages.LOG:
-            sys.stderr.write(bytes(body).decode(errors="replace"))
-            sys.stderr.flush()
+            with suppress(OSError, ValueError):  # this process's standard error may be closed
+                sys.stderr.write(bytes(body).decode(errors="replace"))
+                sys.stderr.flush()
         elif kind == node_messages.STARTED:
             self.meeting = node_messages.read_started(body, self._start)
         elif kind == node_messages.START_FAILED:
