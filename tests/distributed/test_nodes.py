@@ -315,6 +315,14 @@ def test_an_agent_is_admitted_once(listener: ChannelListener) -> None:
         channel.close()
 
 
+def test_a_node_may_have_a_name_for_its_address() -> None:
+    with closing(ChannelListener("localhost", 1, KINDS, HELLO)) as listener:
+        channel = connect("localhost", listener.port, listener.certificate, KINDS)
+        channel.send(HELLO, hello(listener))
+        wait_until(lambda: listener.accepted, "it is admitted")
+        channel.close()
+
+
 def test_agents_are_admitted_beside_connections_that_send_nothing() -> None:
     with closing(ChannelListener(ADDRESS, 40, KINDS, HELLO)) as listener, ExitStack() as idle:
         for _ in range(39):

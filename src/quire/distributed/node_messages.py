@@ -1,5 +1,5 @@
-"""Messages between an engine and the agents of nodes (quire.distributed.node_agent). What ranks and the engine say to
-each other (quire.distributed.rank_messages) passes through as bytes."""
+"""Messages between an engine and the agents of nodes (quire.distributed.node_agent). Messages between ranks and the
+engine (quire.distributed.rank_messages) pass through as bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PACKAGES = ("torch", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 class NodeInfo(NamedTuple):
-    """What an agent tells of its node: the port at which it waits for the ranks of the stage before, versions of
+    """An agent's report about its node: the port at which it waits for the ranks of the stage before, versions of
     packages by name ("": not installed), the CPU cores for ranks, and total and free bytes of RAM."""
 
     port: int

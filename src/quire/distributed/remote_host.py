@@ -235,7 +235,7 @@ def start_hosts(
 
 
 def _read_info(agent: AcceptedAgent) -> NodeInfo:
-    """Return what an agent tells of its node. Raise StartupError if the node differs from this one."""
+    """Return the NodeInfo of an agent. Raise StartupError if the node differs from this one."""
     try:
         info = read_node_info(agent.hello)
     except WireError as error:

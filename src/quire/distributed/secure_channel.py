@@ -4,7 +4,6 @@ each start, and agents trust it alone; an agent shows a token of that start. Ray
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import os
 import secrets
 import select
@@ -128,7 +127,7 @@ class ChannelListener:
         self.accepted: dict[int, tuple[SecureChannel, dict[str, Any]]] = {}  # by number, with the hello's body
         self._count, self._kinds, self._hello, self._lock = count, kinds, hello, threading.Lock()
         self._greetings, self._closed = threading.Semaphore(count + MAX_GREETINGS), False
-        self.certificate, key = make_certificate(address)
+        self.certificate, key = make_certificate()
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version, self._context.num_tickets = ssl.TLSVersion.TLSv1_3, 0
         descriptor = os.memfd_create("quire-certificate", os.MFD_CLOEXEC)  # keeps the key off the disk
@@ -213,9 +212,9 @@ class ChannelListener:
             self.accepted.clear()
 
 
-def make_certificate(address: str) -> tuple[str, bytes]:
-    """Return a new self-signed certificate for an IP address, and its private key, both as PEM. Raise StartupError if
-    the library is missing."""
+def make_certificate() -> tuple[str, bytes]:
+    """Return a new self-signed certificate, which agents know and thus needs no address, and its private key, both as
+    PEM. Raise StartupError if the library is missing."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -234,7 +233,6 @@ def make_certificate(address: str) -> tuple[str, bytes]:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - some_days)
         .not_valid_after(now + some_days)
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())
     )
