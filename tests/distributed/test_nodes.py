@@ -23,6 +23,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -41,6 +42,7 @@ from quire.distributed.node_messages import HELLO, KINDS, START, NodeStart, Rank
 from quire.distributed.rank_startup import smallest_host_memory
 from quire.distributed.remote_runner import RemoteRunner
 from quire.distributed.secure_channel import MAX_RECEIVED_BYTES, ChannelListener, ChannelLost, SecureChannel, connect
+from quire.distributed.shared_ring import RingFull
 from quire.errors import EngineDead, StartupError
 from quire.ipc.frames import Frame, FrameCodec, write_json
 from quire.protocol.columns import WireError
@@ -211,6 +213,15 @@ def test_a_node_that_reads_nothing_is_given_up() -> None:
     images = [ImagePixels(bytes([i]) * 32, (1, 1024, 1024, 3), bytes(3 << 20), (1, 2)) for i in range(64)]
     with pytest.raises(EngineDead, match=r"^rank 2 has not taken what it was sent for 1 s"):
         deque(map(runner.add_image, images))
+
+
+def test_of_a_nodes_ranks_the_slowest_is_named() -> None:
+    host: Any = object.__new__(remote_host.RemoteHost)
+    host.ranks, host.channel = [None] * 3, Mock(send=Mock(side_effect=TimeoutError))
+    host.states = [RankState(False, False, 7), RankState(False, False, 6), RankState(False, True, 5)]
+    with pytest.raises(RingFull) as full:
+        host.write(b"orders", 1.0)
+    assert full.value.reader == 1
 
 
 # The start

@@ -20,7 +20,7 @@ from quire.distributed.node_agent import SECRET_BYTES, START_SECONDS, engine_env
 from quire.distributed.node_messages import NodeInfo, NodeStart, RankState, check_versions, read_node_info
 from quire.distributed.rank_handle import RANK_PROGRAM, RankHandle
 from quire.distributed.rank_messages import RankFailure
-from quire.distributed.rendezvous import Meeting
+from quire.distributed.rendezvous import Meeting, slowest_rank
 from quire.distributed.secure_channel import ChannelLost, SecureChannel
 from quire.distributed.shared_ring import RingFull
 from quire.errors import StartupError
@@ -167,7 +167,8 @@ class RemoteHost:
             try:
                 self.channel.send(node_messages.ORDERS, orders[start : start + size], seconds, while_full)
             except TimeoutError as error:
-                raise RingFull(0, seconds) from error
+                numbers = range(len(self.ranks))  # the agent waits for one of these
+                raise RingFull(slowest_rank({i: self.progress(i) for i in numbers}, numbers), seconds) from error
 
     def progress(self, number: int) -> tuple[bool, int]:
         """See RankHost; as of the last report."""
