@@ -28,10 +28,14 @@ class LocalNodes:
     """A HostOpener (quire.distributed.remote_runner): an agent for each of `stages`, the ranges of stages by node."""
 
     def __init__(
-        self, stages: Sequence[range], program: Sequence[str] = RANK_PROGRAM, checkpoint: str = "", **task: Any
+        self,
+        stages: Sequence[range],
+        program: Sequence[str] = RANK_PROGRAM,
+        checkpoints: Sequence[str] = (),
+        **task: Any,
     ) -> None:
         """`task` replaces fields of what the agents read at start."""
-        self.stages, self.program, self.checkpoint, self.task = stages, program, checkpoint, task
+        self.stages, self.program, self.checkpoints, self.task = stages, program, checkpoints, task
         self.agents: list[subprocess.Popen[bytes]] = []
         self.listener: ChannelListener | None = None
 
@@ -55,7 +59,7 @@ class LocalNodes:
             AcceptedAgent(f"node-{number}", ADDRESS, stages, *listener.accepted.pop(number))
             for number, stages in enumerate(self.stages)
         ]
-        return start_hosts(layout, agents, self.checkpoint, lambda number: "", self.close, self.program)
+        return start_hosts(layout, agents, self.checkpoints, lambda number: "", self.close, self.program)
 
     def start_agent(self, number: int, host: str) -> None:
         """Start an agent as Ray's actor does."""
@@ -65,7 +69,7 @@ class LocalNodes:
             "token": self.listener.token, "number": number, "host": host, "gpus": [],
             "parent": os.getpid(), **self.task,
         }  # fmt: skip
-        agent = subprocess.Popen([sys.executable, *AGENT], stdin=subprocess.PIPE)
+        agent = subprocess.Popen([sys.executable, *AGENT], stdin=subprocess.PIPE, cwd="/")
         self.agents.append(agent)
         assert agent.stdin is not None, "a pipe"
         agent.stdin.write(json.dumps(task).encode() + b"\n")

@@ -79,7 +79,7 @@ class Seat(rank_devices.RankDevice):
             self.exchange.check_peers()
 
     def memory_info(self) -> dict[str, Any]:
-        return {"name": "a CPU", "index": self.index, "free": 3 << 30, "total": 4 << 30}
+        return {"name": "a CPU", "index": self.index, "uuid": str(self.index), "free": 3 << 30, "total": 4 << 30}
 
 
 def reach() -> None:

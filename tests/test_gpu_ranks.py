@@ -88,8 +88,9 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         rank_devices.check_gpus(2)
 
 
-def told(index: int, free: int, name: str = "H") -> dict[str, Any]:
-    return {"name": name, "index": index, "free": free * GIB, "total": 80 * GIB}
+def told(index: int, free: int, name: str = "H", node: str = "") -> dict[str, Any]:
+    uuid = f"{node}-{index}"
+    return {"name": name, "index": index, "uuid": uuid, "free": free * GIB, "total": 80 * GIB, "node": node}
 
 
 def test_the_gpu_with_the_least_room_decides() -> None:
@@ -98,3 +99,11 @@ def test_the_gpu_with_the_least_room_decides() -> None:
     assert rank_devices.smallest_device_memory([told(0, 70), told(0, 70)], 0.9)[:2] == (40 * GIB, 35 * GIB)
     with pytest.raises(StartupError, match=r"GPU 0 is H, and GPU 2 is A: .*CUDA_VISIBLE_DEVICES"):
         rank_devices.smallest_device_memory([told(0, 70), told(1, 70), told(2, 70, "A")], 0.9)
+
+
+def test_gpus_of_the_same_number_on_two_nodes_are_not_shared() -> None:
+    infos = [told(i, 70 - i - 10 * (node == "b"), node=node) for node in ("a", "b") for i in range(2)]
+    found = rank_devices.smallest_device_memory(infos, 0.9)
+    assert found == (80 * GIB, 59 * GIB, "GPU 1 of node b, of which 59.00 of 80.00 GiB are free")
+    with pytest.raises(StartupError, match=r"GPU 0 is H, and GPU 1 of node b is A: "):
+        rank_devices.smallest_device_memory([told(0, 70, node="a"), told(0, 70, "A", node="b")], 0.9)

@@ -53,9 +53,10 @@ def test_the_largest_come_first_and_this_process_is_none(smi: Path, monkeypatch:
 def gpus(free: int) -> list[dict[str, Any]]:
     """Return the memory information of two ranks; the GPU of the second has `free` GiB free."""
     return [
-        {"name": "H", "index": 0, "free": 79 * GIB, "total": 80 * GIB},
-        {"name": "H", "index": 1, "free": free * GIB, "total": 80 * GIB, "others": other_gpu_processes("bb22")},
-    ]
+        {"name": "H", "index": 0, "uuid": "aa11", "free": 79 * GIB, "total": 80 * GIB},
+        {"name": "H", "index": 1, "uuid": "bb22", "free": free * GIB, "total": 80 * GIB,
+         "others": other_gpu_processes("bb22")},
+    ]  # fmt: skip
 
 
 def planned(free: int) -> MemoryPlan:
@@ -87,5 +88,19 @@ def test_a_gpu_that_has_filled_up_is_named_as_ranks_are_started_anew(monkeypatch
         ranks.send_init.side_effect = StartupError("they would load")
         monkeypatch.setattr(remote_runner, "RemoteRunner", Mock(return_value=ranks))
         with pytest.raises(StartupError, match=told):
-            rank_startup.rebuild_ranks(config, "", (), plan.max_len, Mock(), partial(check_still_fits, config, plan))
+            rank_startup.rebuild_ranks(config, [""], (), plan.max_len, Mock(), partial(check_still_fits, config, plan))
         ranks.kill.assert_called_once()
+
+
+def test_the_memory_of_nodes_is_checked_as_ranks_are_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs: a node that remains may get the stages of one that was lost."""
+    host, check = Mock(ranks=[0, 1], memory=(8 * GIB, 6 * GIB)), Mock(side_effect=StartupError("too small"))
+    host.name = "a"
+    ranks = Mock(layout=ParallelLayout(1, 2), hosts=[host])
+    monkeypatch.setattr(remote_runner, "RemoteRunner", Mock(return_value=ranks))
+    with pytest.raises(StartupError, match="too small"):
+        rank_startup.rebuild_ranks(
+            EngineConfig(pp=2, device="cpu", max_num_batched_tokens=64), [""], (), 64, Mock(), check
+        )
+    check.assert_called_once_with((4 * GIB, 3 * GIB, "node a"))
+    ranks.kill.assert_called_once()

@@ -3,10 +3,13 @@ refused. The agents are processes of this host, without Ray."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import re
+import select
+import shutil
 import signal
 import socket
 import ssl
@@ -15,11 +18,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -29,6 +33,7 @@ from test_restart import ask, clean, heard, opened, undisturbed
 from waiting import has_ended, wait_until
 from wired import drain, open_engine
 
+import quire
 from bench.local_nodes import ADDRESS, LocalNodes
 from quire import LLM, SamplingParams
 from quire.distributed import node_agent, node_messages, remote_host, remote_runner
@@ -36,9 +41,10 @@ from quire.distributed.checkpoint_digest import SAMPLE_BYTES, checkpoint_digest
 from quire.distributed.node_messages import HELLO, KINDS, START, NodeStart, RankState
 from quire.distributed.rank_startup import smallest_host_memory
 from quire.distributed.remote_runner import RemoteRunner
-from quire.distributed.secure_channel import ChannelListener, ChannelLost, SecureChannel, connect
+from quire.distributed.secure_channel import MAX_RECEIVED_BYTES, ChannelListener, ChannelLost, SecureChannel, connect
+from quire.distributed.shared_ring import RingFull
 from quire.errors import EngineDead, StartupError
-from quire.ipc.frames import FrameCodec, write_json
+from quire.ipc.frames import Frame, FrameCodec, write_json
 from quire.protocol.columns import WireError
 from quire.protocol.images import ImagePixels
 from quire.protocol.parallel_layout import ParallelLayout
@@ -108,6 +114,29 @@ def test_a_model_on_two_nodes_says_what_one_process_says(monkeypatch: pytest.Mon
     total, _, where = smallest_host_memory(llm.engine.runner) or (0, 0, "")  # type: ignore[arg-type]
     assert (total, where) == (psutil.virtual_memory().total // 2, "node node-0")
     assert tokens_of(llm) == wanted
+
+
+def test_paths_are_relative_to_the_engines_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agents have another one. The draft model is compared like the model; the requests' defaults are not read."""
+    for name in ("model", "draft"):
+        shutil.copytree(Path(quire.__file__).parent / "assets" / "tiny", tmp_path / name)
+    (tmp_path / "defaults").mkdir()
+    (tmp_path / "defaults" / "generation_config.json").write_text('{"temperature": 0}')
+    monkeypatch.chdir(tmp_path)
+    started: list[LocalNodes] = []
+
+    def launcher(gpus: float, address: str, checkpoints: Sequence[str]) -> LocalNodes:
+        started.append(LocalNodes((range(1),), checkpoints=checkpoints))
+        return started[-1]
+
+    monkeypatch.setattr("quire.distributed.ray_launcher.RayLauncher", launcher)
+    settings: dict[str, Any] = {
+        "device": "cpu", "dtype": "float32", "threads": 1, "max_num_seqs": 4, "kv_tokens": 512,
+        "executor": "ray", "generation_config": "defaults", "speculative_model": "draft", "num_speculative_tokens": 2,
+    }  # fmt: skip
+    with LLM("./model", **settings) as llm:
+        assert len(llm.generate(["Once upon a time"], SamplingParams(max_tokens=4))[0].outputs[0].token_ids) == 4
+    assert started[0].checkpoints == [str(tmp_path / "model"), str(tmp_path / "draft")]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +215,15 @@ def test_a_node_that_reads_nothing_is_given_up() -> None:
         deque(map(runner.add_image, images))
 
 
+def test_of_a_nodes_ranks_the_slowest_is_named() -> None:
+    host: Any = object.__new__(remote_host.RemoteHost)
+    host.ranks, host.channel = [None] * 3, Mock(send=Mock(side_effect=TimeoutError))
+    host.states = [RankState(False, False, 7), RankState(False, False, 6), RankState(False, True, 5)]
+    with pytest.raises(RingFull) as full:
+        host.write(b"orders", 1.0)
+    assert full.value.reader == 1
+
+
 # The start
 
 
@@ -202,11 +240,11 @@ def test_nodes_must_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         patch.setattr(remote_host, "checkpoint_digest", lambda path: "other")
         with pytest.raises(StartupError, match=rf"{tmp_path} on node .* is not the engine's.*Copy the same model"):
-            LocalNodes(stages, checkpoint=str(tmp_path))(layout)
+            LocalNodes(stages, checkpoints=[str(tmp_path)])(layout)
     with monkeypatch.context() as patch:
         patch.setattr(remote_host, "checkpoint_digest", lambda path: "any")
         with pytest.raises(StartupError, match=r"node .* has no /nonexistent. Put the model under the same path"):
-            LocalNodes(stages, checkpoint="/nonexistent")(layout)
+            LocalNodes(stages, checkpoints=["/nonexistent"])(layout)
 
 
 def test_digests_of_checkpoints(tmp_path: Path) -> None:
@@ -228,6 +266,26 @@ def test_digests_of_checkpoints(tmp_path: Path) -> None:
     assert checkpoint_digest(tmp_path) in seen
     with pytest.raises(StartupError, match="can't be read: No such file"):
         checkpoint_digest(tmp_path / "gone.gguf")
+
+
+def test_an_error_of_an_agent_is_in_the_engines_log(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(remote_host, "engine_environment", lambda: {"QUIRE_X": "a\0b"})
+    nodes = LocalNodes((range(1),))
+    with pytest.raises(StartupError, match="a rank on node node-0 was lost with the connection to node node-0"):
+        nodes(ParallelLayout(1))
+    assert "ValueError: embedded null byte" in capfd.readouterr().err
+    assert nodes.agents[0].returncode == 1
+
+
+def test_a_log_that_cannot_be_written_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    host: Any = object.__new__(remote_host.RemoteHost)
+    host.ranks = []
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    host._handle_message(Frame(node_messages.LOG, memoryview(b"text")))
 
 
 # Strangers
@@ -268,10 +326,47 @@ def test_an_agent_is_admitted_once(listener: ChannelListener) -> None:
         channel.close()
 
 
+def test_a_node_may_have_a_name_for_its_address() -> None:
+    with closing(ChannelListener("localhost", 1, KINDS, HELLO)) as listener:
+        channel = connect("localhost", listener.port, listener.certificate, KINDS)
+        channel.send(HELLO, hello(listener))
+        wait_until(lambda: listener.accepted, "it is admitted")
+        channel.close()
+
+
+def test_agents_are_admitted_beside_connections_that_send_nothing() -> None:
+    with closing(ChannelListener(ADDRESS, 40, KINDS, HELLO)) as listener, ExitStack() as idle:
+        for _ in range(39):
+            idle.enter_context(socket.create_connection((ADDRESS, listener.port)))
+        channel = connect(ADDRESS, listener.port, listener.certificate, KINDS)
+        channel.send(HELLO, hello(listener))
+        wait_until(lambda: listener.accepted, "it is admitted")
+        channel.close()
+
+
+def test_much_that_arrives_is_received_in_parts(listener: ChannelListener) -> None:
+    """Nothing of it is left where polling does not see it."""
+    channel = connect(ADDRESS, listener.port, listener.certificate, KINDS)
+    channel.send(HELLO, hello(listener))
+    wait_until(lambda: listener.accepted, "it is admitted")
+    other, received = listener.accepted[0][0], 0
+    sender = threading.Thread(target=lambda: [other.send(START, b"1" * (1 << 16)) for _ in range(256)])
+    sender.start()
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    while received < 256 << 16:
+        assert poll.poll(30_000), f"{received} bytes have arrived"
+        sizes = [len(frame.body) for frame in channel.receive()]
+        assert sum(sizes) < 2 * MAX_RECEIVED_BYTES
+        received += sum(sizes)
+    sender.join()
+    channel.close()
+
+
 @pytest.mark.parametrize(
     "changed",
-    [{"token": "guess"}, {"token": ""}, {"token": 7}, {"number": 2}, {"number": -1}, {"number": "0"}, {"number": None},
-     {"padding": "x" * (1 << 15)}],
+    [{"token": "guess"}, {"token": ""}, {"token": 7}, {"token": "\ud800"}, {"number": 2}, {"number": -1},
+     {"number": "0"}, {"number": None}, {"padding": "x" * (1 << 15)}],
     ids=str,
 )  # fmt: skip
 def test_strangers_are_sent_away(listener: ChannelListener, changed: dict[str, Any]) -> None:
@@ -309,7 +404,7 @@ def test_mutated_frames_on_the_port_are_refused(listener: ChannelListener) -> No
         assert closes(listener, wrong + bytes(1 << 14))
 
 
-START_FIELDS = NodeStart(2, 3, 1, 1, ["x"], {"QUIRE_X": "1"}, "", "", "10.0.0.1", 80, ["aa"] * 4, ["bb"] * 4)
+START_FIELDS = NodeStart(2, 3, 1, 1, ["x"], {"QUIRE_X": "1"}, {}, "10.0.0.1", 80, ["aa"] * 4, ["bb"] * 4)
 READERS = {
     "start": (node_messages.read_start, write_json(START_FIELDS._asdict())),
     "states": (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from wired import slowest
 
 from quire.distributed.rendezvous import RankRendezvous
 from quire.distributed.stage_pipes import StagePipes
+from quire.errors import PeerLost
 from quire.protocol.parallel_layout import ParallelLayout
 
 Stages = tuple[RankRendezvous, StagePipes, StagePipes]
@@ -32,6 +35,13 @@ def test_a_stage_receives_what_the_one_before_sent(stages: Stages) -> None:
     first.send(delta, None)
     got = [None if one is None else one.tolist() for _ in range(2) for one in last.receive(1, 2, torch.float32)]
     assert got == [[[1.0, 2.0]], [[3.0, 4.0]], [[3.0, 4.0]], None]
+
+
+def test_a_host_that_cannot_be_reached_is_another_rank_s_failure(stages: Stages) -> None:
+    _, first, _ = stages
+    first._next = Mock(sendall=Mock(side_effect=OSError(errno.EHOSTUNREACH, "No route to host")))
+    with pytest.raises(PeerLost, match="another stage has left"):
+        first.send(torch.ones(1, 2), None)
 
 
 def test_a_rank_that_waits_for_another_stage_is_not_the_one_behind(stages: Stages) -> None:

@@ -60,7 +60,7 @@ def cluster() -> Iterator[str]:
 def placed(address: str, seconds: float = 60.0, ranks: int = 2, gpus: float = 0.0, **faults: Any) -> RemoteRunner:
     """Return ranks that Ray placed, with faults as in `echo_ranks.processes`."""
     program = (str(TESTS / "echo_ranks.py"), json.dumps(faults))
-    return started(RemoteRunner(ranks, seconds, open_hosts=RayLauncher(gpus, address, "", program)))
+    return started(RemoteRunner(ranks, seconds, open_hosts=RayLauncher(gpus, address, (), program)))
 
 
 def placement_of(runner: Any) -> RayPlacement:

@@ -26,6 +26,7 @@ from quire.ipc.child_process import ChildProcess
 from quire.ipc.frames import Frame
 from quire.kernels.cpu import cores
 from quire.protocol.parallel_layout import ParallelLayout, Shard
+from quire.startup import build
 from quire.text.input_processor import engine_config
 
 
@@ -53,6 +54,8 @@ def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_startup.unused_threads_notice(3, 2) == ["--threads is 3, and 2 ranks use 1 each: 2"]
     assert rank_startup.unused_threads_notice(2, 4) == ["--threads is 2, and 4 ranks use 1 each: 4"]
     assert rank_startup.unused_threads_notice(4, 2) == rank_startup.unused_threads_notice(None, 2) == []
+    nodes = Mock(ranks=range(4), hosts=[Mock(ranks=range(2))] * 2, notices=())
+    assert build._hardware_notices(EngineConfig(threads=2), None, nodes, "cpu") == ()
     config = EngineConfig(tp=4, kv_gib=8.0, swap_gib=2.0).per_rank()
     assert (config.kv_gib, config.swap_gib) == (2.0, 0.5)
     assert EngineConfig(tp=4, kv_tokens=8).per_rank().kv_gib is None

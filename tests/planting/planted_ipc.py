@@ -180,7 +180,7 @@ BUGS: dict[str, Bug] = {
     ),
     "an agent without the token is admitted": bug(
         "distributed/secure_channel.py",
-        "if not hmac.compare_digest(token.encode(), self.token.encode()):",
+        'if not hmac.compare_digest(token.encode(errors="surrogatepass"), self.token.encode()):',
         "if not token:",
         "tests/distributed/test_nodes.py::test_strangers_are_sent_away[{'token': 'guess'}]",
         r"assert (False|not \{)",

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -160,11 +161,12 @@ def main() -> None:
         hello = {"number": task["number"], "token": task["token"], **info._asdict()}
         channel.send(node_messages.HELLO, write_json(hello), START_SECONDS)
     host: LocalHost | None = None
+    status = 0
     try:
         start = receive_start(channel)
         log = redirect_output()
         prepare_environment(start, task["gpus"])
-        check_checkpoint(start)
+        check_checkpoints(start)
         previous, following = open_links(start, listener)
         launcher = partial(launch_rank_process, program=tuple(start.program))
         host = LocalHost(start.layout, start.stages, launcher, previous, following)
@@ -175,10 +177,14 @@ def main() -> None:
             channel.send(node_messages.START_FAILED, write_json({"text": error.cause, "remedy": error.remedy}))
     except (EngineGone, OSError, WireError):
         pass  # the connection has ended, or the engine is none
+    except Exception:  # standard error is the log, which is no longer read
+        status = 1
+        with suppress(OSError):
+            channel.send(node_messages.LOG, traceback.format_exc().encode())
     finally:
         if host is not None:
             host.kill()
-    exit_now(0)
+    exit_now(status)
 
 
 def node_info(port: int) -> NodeInfo:
@@ -232,16 +238,21 @@ def engine_environment() -> dict[str, str]:
     }
 
 
-def check_checkpoint(start: NodeStart) -> None:
-    """Raise StartupError unless the checkpoint is on this node and is the engine's."""
-    if not start.checkpoint:
-        return
-    path, node = Path(start.checkpoint), socket.gethostname()
-    if not path.exists():
-        raise StartupError(f"node {node} has no {path}", "Put the model under the same path on all nodes")
-    if checkpoint_digest(path) != start.digest:
-        raise StartupError(f"{path} on node {node} is not the engine's: names, sizes or contents of its files differ",
-                           "Copy the same model to all nodes")  # fmt: skip
+def check_checkpoints(start: NodeStart) -> None:
+    """Raise StartupError unless the checkpoints are on this node and are the engine's."""
+    node = socket.gethostname()
+    for path, digest in start.checkpoints.items():
+        if not os.path.exists(path):
+            raise StartupError(f"node {node} has no {path}", "Put the model under the same path on all nodes")
+        try:
+            same = checkpoint_digest(Path(path)) == digest
+        except StartupError as error:
+            raise StartupError(f"on node {node} {error.cause}", error.remedy) from error
+        if not same:
+            raise StartupError(
+                f"{path} on node {node} is not the engine's: names, sizes or contents of its files differ",
+                "Copy the same model to all nodes",
+            )
 
 
 def _open_listener(address: str) -> socket.socket | None:

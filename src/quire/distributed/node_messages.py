@@ -1,5 +1,5 @@
-"""Messages between an engine and the agents of nodes (quire.distributed.node_agent). What ranks and the engine say to
-each other (quire.distributed.rank_messages) passes through as bytes."""
+"""Messages between an engine and the agents of nodes (quire.distributed.node_agent). Messages between ranks and the
+engine (quire.distributed.rank_messages) pass through as bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PACKAGES = ("torch", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 class NodeInfo(NamedTuple):
-    """What an agent tells of its node: the port at which it waits for the ranks of the stage before, versions of
+    """An agent's report about its node: the port at which it waits for the ranks of the stage before, versions of
     packages by name ("": not installed), the CPU cores for ranks, and total and free bytes of RAM."""
 
     port: int
@@ -47,10 +47,10 @@ class NodeInfo(NamedTuple):
 
 class NodeStart(NamedTuple):
     """What an agent is to start: the ranks of `num_stages` stages from `first_stage` on, of `pp` stages of `tp` ranks
-    each, as Python with the arguments `program` and with these environment variables. `checkpoint` is the folder or
-    file of the model, with this digest, or "". Agents of neighbouring stages connect for each
-    rank: the earlier one to `next_address` and `next_port` of the later one. `previous_secrets` and `next_secrets` have
-    two texts for each connection, with which the earlier agent begins and the later one answers, in hexadecimal."""
+    each, as Python with the arguments `program` and with these environment variables. `checkpoints` are the digests of
+    the model's and the draft model's folder or file, by path. Agents of neighbouring stages connect for each rank: the
+    earlier one to `next_address` and `next_port` of the later one. `previous_secrets` and `next_secrets` have two texts
+    for each connection, with which the earlier agent begins and the later one answers, in hexadecimal."""
 
     tp: int
     pp: int
@@ -58,8 +58,7 @@ class NodeStart(NamedTuple):
     num_stages: int
     program: list[str]
     environment: dict[str, str]
-    checkpoint: str
-    digest: str
+    checkpoints: dict[str, str]
     next_address: str
     next_port: int
     previous_secrets: list[str]
@@ -93,7 +92,8 @@ def read_start(body: memoryview) -> NodeStart:
     data = read_json(body)
     fields = {name: read_field(data, name, type_of) for name, type_of in START_TYPES.items()}
     start = NodeStart(**fields)
-    texts = [*start.program, *start.environment.values(), *start.previous_secrets, *start.next_secrets]
+    values = *start.environment.values(), *start.checkpoints.values()
+    texts = [*start.program, *values, *start.previous_secrets, *start.next_secrets]
     if not all(isinstance(text, str) for text in texts):
         raise WireError("START", "not texts")
     first, count = start.first_stage, start.num_stages
@@ -104,7 +104,7 @@ def read_start(body: memoryview) -> NodeStart:
 
 START_TYPES: dict[str, type[Any]] = {
     "tp": int, "pp": int, "first_stage": int, "num_stages": int, "program": list, "environment": dict,
-    "checkpoint": str, "digest": str, "next_address": str, "next_port": int, "previous_secrets": list,
+    "checkpoints": dict, "next_address": str, "next_port": int, "previous_secrets": list,
     "next_secrets": list,
 }  # fmt: skip
 

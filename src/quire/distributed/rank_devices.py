@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from glob import glob
 from typing import TYPE_CHECKING, Any
@@ -76,26 +77,30 @@ def gpus_per_rank(ranks: int) -> float:
 
 
 def smallest_device_memory(memory_infos: Sequence[dict[str, Any]], utilization: float) -> tuple[int, int, str]:
-    """Return the memory to plan for, given each rank's `RankDevice.memory_info`: total and free bytes of a rank's GPU,
-    of the one with the least room, and a description of it that names its other users, if known. Raise StartupError for
-    GPUs of different kinds."""
+    """Return the memory to plan for, given each rank's `RankDevice.memory_info` with its `node` ("": this host): total
+    and free bytes of a rank's GPU, of the one with the least room, and a description of it that names its other users,
+    if known. Raise StartupError for GPUs of different kinds."""
     names = [str(one["name"]) for one in memory_infos]
     for rank, name in enumerate(names):
         if name != names[0]:
             raise StartupError(
-                f"GPU 0 is {names[0]}, and GPU {rank} is {name}: ranks divide each layer equally",
+                f"GPU 0 is {names[0]}, and GPU {rank}{_on_node(memory_infos[rank])} is {name}: ranks divide each layer "
+                "equally",
                 "Choose GPUs of one kind by CUDA_VISIBLE_DEVICES",
             )
-    users = {one["index"]: sum(other["index"] == one["index"] for other in memory_infos) for one in memory_infos}
-    rooms = [
-        (int(one["total"]) // users[one["index"]], int(one["free"]) // users[one["index"]]) for one in memory_infos
-    ]
+    users = Counter(one["uuid"] for one in memory_infos)  # indices of GPUs recur on other nodes
+    rooms = [(int(one["total"]) // users[one["uuid"]], int(one["free"]) // users[one["uuid"]]) for one in memory_infos]
     rank = min(range(len(rooms)), key=lambda rank: utilization * rooms[rank][0] - rooms[rank][0] + rooms[rank][1])
     total, free = rooms[rank]
     others = f" (used: {memory_infos[rank]['others']})" if memory_infos[rank].get("others") else ""
-    index = memory_infos[rank]["index"]
-    description = f"GPU {index}, of which {free / GIB:.2f} of {total / GIB:.2f} GiB are free{others}"
+    gpu = f"GPU {memory_infos[rank]['index']}{_on_node(memory_infos[rank])}"
+    description = f"{gpu}, of which {free / GIB:.2f} of {total / GIB:.2f} GiB are free{others}"
     return total, free, description
+
+
+def _on_node(memory_info: dict[str, Any]) -> str:
+    node = memory_info.get("node")
+    return f" of node {node}" if node else ""
 
 
 class RankDevice:
@@ -148,9 +153,13 @@ class RankDevice:
         import torch
 
         free, total = torch.cuda.mem_get_info(self.device)
-        info = {"name": torch.cuda.get_device_name(self.device), "index": self.index, "free": free, "total": total}
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        info = {
+            "name": torch.cuda.get_device_name(self.device), "index": self.index, "uuid": uuid, "free": free,
+            "total": total,
+        }  # fmt: skip
         if total - free > REPORT_SHARE * total:
-            info["others"] = other_gpu_processes(str(torch.cuda.get_device_properties(self.device).uuid))
+            info["others"] = other_gpu_processes(uuid)
         return info
 
 

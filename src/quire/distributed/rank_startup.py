@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from quire.config import EngineConfig
@@ -16,15 +16,15 @@ from quire.memory.interface import KVMemory
 from quire.protocol.parallel_layout import ParallelLayout
 
 
-def start_remote_runner(config: EngineConfig, device: str, checkpoint: str) -> RemoteRunner:
-    """Start ranks on "cpu" or "cuda" for the model in the folder or file `checkpoint` ("": none). Raise StartupError if
+def start_remote_runner(config: EngineConfig, device: str, checkpoints: Sequence[str]) -> RemoteRunner:
+    """Start ranks on "cpu" or "cuda" for the model and the draft model in these folders or files. Raise StartupError if
     that is impossible."""
     layout, open_hosts = ParallelLayout(config.tp, config.pp), None
     if config.executor == "ray":
         from quire.distributed.ray_launcher import RayLauncher
 
         gpus = gpus_per_rank(config.world_size) if device != "cpu" else 0.0
-        open_hosts = RayLauncher(gpus, config.ray_address, checkpoint)
+        open_hosts = RayLauncher(gpus, config.ray_address, checkpoints)
     return remote_runner.RemoteRunner(layout, config.rank_timeout, open_hosts=open_hosts)
 
 
@@ -54,6 +54,8 @@ def build_ranks(
     `config` is sized, with dtype, device and attention resolved."""
     if folder:
         config = replace(config, model=folder, revision=None)
+    # Defaults of requests are the engine's alone: other nodes need no file for them.
+    config = replace(config, generation_config="vllm", override_generation_config=None)
     if config.device == "cpu" or config.threads is not None:
         each = [threads_per_rank(config.threads, len(host.ranks), host.cores) for host in ranks.hosts]
         config = replace(config, threads=None if None in each else min(filter(None, each)))
@@ -69,21 +71,23 @@ def build_ranks(
 
 def rebuild_ranks(
     config: EngineConfig,
-    folder: str,
+    checkpoints: Sequence[str],
     eos_ids: tuple[int, ...],
     max_len: int,
     make_memory: Callable[[], KVMemory],
     check_memory: Callable[[tuple[int, int, str]], None],
 ) -> tuple[RemoteRunner, KVMemory]:
     """Start new ranks after a failure, bound to a new memory like the old one; `config` is as for `build_ranks`.
-    `check_memory` raises StartupError if the free memory, as `open_devices` returns it, is too small by now. Raise
-    StartupError or RanksLost if the ranks can't be built."""
+    `checkpoints` are the folders or files of the model ("": a named shape) and of the draft model. `check_memory`
+    raises StartupError if the free memory, as `open_devices` or `smallest_host_memory` returns it, is too small by now.
+    Raise StartupError or RanksLost if the ranks can't be built."""
     assert config.max_num_batched_tokens is not None, "a sized config"
-    ranks = start_remote_runner(config, config.device, folder)
+    ranks = start_remote_runner(config, config.device, [path for path in checkpoints if path])
     try:
-        if config.device != "cpu":
-            check_memory(open_devices(ranks, config))
-        build_ranks(ranks, config, folder, eos_ids, max_len, progress=False)
+        measured = smallest_host_memory(ranks) if config.device == "cpu" else open_devices(ranks, config)
+        if measured is not None:  # None: the ranks are where those were that have ended
+            check_memory(measured)
+        build_ranks(ranks, config, checkpoints[0], eos_ids, max_len, progress=False)
         memory = make_memory()
         ranks.bind(memory.kv_config)
         if config.warm_up:
@@ -109,8 +113,8 @@ def threads_per_rank(threads: int | None, ranks: int, cores: int | None = None) 
 
 
 def unused_threads_notice(threads: int | None, ranks: int) -> list[str]:
-    """Return a notice that ranks leave some of --threads unused, if so: all ranks have equally many, so that they
-    compute alike."""
+    """Return a notice that ranks leave some of --threads unused, if so; `ranks` are those of the host with the most.
+    All ranks have equally many, so that they compute alike."""
     if threads is None or (each := max(threads // ranks, 1)) * ranks == threads:
         return []
     return [f"--threads is {threads}, and {ranks} ranks use {each} each: {each * ranks}"]

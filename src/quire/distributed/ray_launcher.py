@@ -47,24 +47,24 @@ AGENT_PROGRAM = program_arguments("quire.distributed.node_agent")
 
 
 class RayLauncher:
-    """Starts ranks with `gpus` of a GPU each (0: on a CPU) in the cluster at `address` (see ray_address). `checkpoint`
-    is the model's folder or file, or ""; ranks are Python with the arguments `program`."""
+    """Starts ranks with `gpus` of a GPU each (0: on a CPU) in the cluster at `address` (see ray_address). `checkpoints`
+    are the folders or files of the model and the draft model; ranks are Python with the arguments `program`."""
 
     def __init__(
-        self, gpus: float, address: str = "", checkpoint: str = "", program: Sequence[str] = RANK_PROGRAM
+        self, gpus: float, address: str = "", checkpoints: Sequence[str] = (), program: Sequence[str] = RANK_PROGRAM
     ) -> None:
         """Raise StartupError if Ray is not installed, or the cluster must not be used."""
         if find_spec("ray") is None:
             raise StartupError("--executor is ray, and Ray isn't installed", "pip install 'quire[ray]'")
         self._gpus, self._address = gpus, resolve_ray_address(address)
-        self._checkpoint, self._program = checkpoint, program
+        self._checkpoints, self._program = checkpoints, program
 
     def __call__(self, layout: ParallelLayout) -> list[RemoteHost]:
         """Start the ranks of a layout. Raise StartupError if that fails."""
         placement: RayPlacement | None = None
         try:
             placement = RayPlacement(layout, self._gpus, self._address)
-            return placement.start_hosts(self._checkpoint, self._program)
+            return placement.start_hosts(self._checkpoints, self._program)
         except BaseException as error:
             if placement is not None:
                 placement.close()
@@ -101,7 +101,7 @@ class RayPlacement:
             self.close()
             raise
 
-    def start_hosts(self, checkpoint: str, program: Sequence[str]) -> list[RemoteHost]:
+    def start_hosts(self, checkpoints: Sequence[str], program: Sequence[str]) -> list[RemoteHost]:
         """Run the agents and start their ranks. Raise StartupError if one can't begin."""
         count = len(self._nodes)
         listener = self._listener = ChannelListener(self._here, count, node_messages.KINDS, node_messages.HELLO)
@@ -111,7 +111,7 @@ class RayPlacement:
 
         def connected() -> bool:
             for number, why in self.loss_reasons.items():
-                raise StartupError(f"the agent of node {self._nodes[number][0]} could not begin: {why}")
+                raise StartupError(f"node {self._nodes[number][0]} was lost with {why}")
             return len(listener.accepted) == count
 
         self._wait_until(connected, AGENT_CONNECT_SECONDS, "has not started the nodes' agents")
@@ -119,7 +119,7 @@ class RayPlacement:
             AcceptedAgent(address, address, stages, *listener.accepted.pop(number))
             for number, (address, stages) in enumerate(self._nodes)
         ]
-        return start_hosts(self.layout, agents, checkpoint, self.describe_loss, self.close, program)
+        return start_hosts(self.layout, agents, checkpoints, self.describe_loss, self.close, program)
 
     def describe_loss(self, number: int) -> str:
         """Wait for Ray's report of how the agent of a node ended, and return it, or "" if none comes."""
@@ -175,9 +175,9 @@ class RayPlacement:
                 self._nodes.append((read_field(node, "address", str), range(first, first + count)))
                 first += count
         elif kind == AGENT_EXITED:
-            told = read_field(data, "told", str).strip()
+            told = read_field(data, "told", str).strip().rpartition("\n")[2]  # may be a warning of a library
             how = f"its node's agent, which {describe_exit_code(read_field(data, 'code', int))}"
-            self.loss_reasons.setdefault(read_uint32(data, "number"), told or how)
+            self.loss_reasons.setdefault(read_uint32(data, "number"), f"{how}: {told}" if told else how)
         elif kind == AGENT_LOST:
             self.loss_reasons.setdefault(read_uint32(data, "number"), read_field(data, "told", str))
         else:

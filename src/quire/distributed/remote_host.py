@@ -8,6 +8,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from quire.distributed.node_agent import SECRET_BYTES, START_SECONDS, engine_env
 from quire.distributed.node_messages import NodeInfo, NodeStart, RankState, check_versions, read_node_info
 from quire.distributed.rank_handle import RANK_PROGRAM, RankHandle
 from quire.distributed.rank_messages import RankFailure
-from quire.distributed.rendezvous import Meeting
+from quire.distributed.rendezvous import Meeting, slowest_rank
 from quire.distributed.secure_channel import ChannelLost, SecureChannel
 from quire.distributed.shared_ring import RingFull
 from quire.errors import StartupError
@@ -147,8 +148,9 @@ class RemoteHost:
         elif kind == node_messages.STATES:
             self.states = node_messages.read_states(body, count)
         elif kind == node_messages.LOG:
-            sys.stderr.write(bytes(body).decode(errors="replace"))
-            sys.stderr.flush()
+            with suppress(OSError, ValueError):  # this process's standard error may be closed
+                sys.stderr.write(bytes(body).decode(errors="replace"))
+                sys.stderr.flush()
         elif kind == node_messages.STARTED:
             self.meeting = node_messages.read_started(body, self._start)
         elif kind == node_messages.START_FAILED:
@@ -165,7 +167,8 @@ class RemoteHost:
             try:
                 self.channel.send(node_messages.ORDERS, orders[start : start + size], seconds, while_full)
             except TimeoutError as error:
-                raise RingFull(0, seconds) from error
+                numbers = range(len(self.ranks))  # the agent waits for one of these
+                raise RingFull(slowest_rank({i: self.progress(i) for i in numbers}, numbers), seconds) from error
 
     def progress(self, number: int) -> tuple[bool, int]:
         """See RankHost; as of the last report."""
@@ -193,14 +196,14 @@ class AcceptedAgent(NamedTuple):
 def start_hosts(
     layout: ParallelLayout,
     agents: Sequence[AcceptedAgent],
-    checkpoint: str,
+    checkpoints: Sequence[str],
     describe_loss: Callable[[int], str],
     on_close: Callable[[], None],
     program: Sequence[str] = RANK_PROGRAM,
 ) -> list[RemoteHost]:
-    """Have agents, in the order of their stages, start the ranks of a layout; `checkpoint` is the model's folder or
-    file, or "". `describe_loss` returns why the agent of that number has ended, or "". `on_close` is called when all
-    hosts are closed. Raise StartupError if nodes differ or can't start the ranks."""
+    """Have agents, in the order of their stages, start the ranks of a layout; `checkpoints` are the folders or
+    files of the model and the draft model. `describe_loss` returns why the agent of that number has ended, or "".
+    `on_close` is called when all hosts are closed. Raise StartupError if nodes differ or can't start the ranks."""
     hosts: list[RemoteHost] = []
 
     def closed() -> None:
@@ -209,12 +212,12 @@ def start_hosts(
 
     try:
         infos = [_read_info(agent) for agent in agents]
-        digest = checkpoint_digest(Path(checkpoint)) if checkpoint else ""
+        digests = {path: checkpoint_digest(Path(path)) for path in checkpoints}
         links = [[secrets.token_hex(SECRET_BYTES) for _ in range(2 * layout.tp)] for _ in agents[1:]]
         for number, (agent, info) in enumerate(zip(agents, infos)):
             following = number + 1 < len(agents)
             start = NodeStart(
-                *layout, agent.stages[0], len(agent.stages), list(program), engine_environment(), checkpoint, digest,
+                *layout, agent.stages[0], len(agent.stages), list(program), engine_environment(), digests,
                 next_address=agents[number + 1].address if following else "",
                 next_port=infos[number + 1].port if following else 0,
                 previous_secrets=links[number - 1] if number else [],
@@ -233,7 +236,7 @@ def start_hosts(
 
 
 def _read_info(agent: AcceptedAgent) -> NodeInfo:
-    """Return what an agent tells of its node. Raise StartupError if the node differs from this one."""
+    """Return the NodeInfo of an agent. Raise StartupError if the node differs from this one."""
     try:
         info = read_node_info(agent.hello)
     except WireError as error:

@@ -74,11 +74,13 @@ class RemoteRunner:
             self._poll.register(descriptor, select.POLLIN)
 
     def open_devices(self, hellos: Sequence[InitMessage]) -> list[dict[str, Any]]:
-        """Have each rank open its GPU and its exchange, and return the memory information of each. Of an InitMessage
-        only part, seconds and the config's settings of the exchange are used. Raise StartupError if a rank
-        fails."""
+        """Have each rank open its GPU and its exchange, and return the memory information of each, with the name of its
+        `node`. Of an InitMessage only part, seconds and the config's settings of the exchange are used. Raise
+        StartupError if a rank fails."""
         self._send_init_messages(rank_messages.OPEN_DEVICE, hellos)
-        return self._receive_answers(START_FACTOR * self.seconds, "at start")
+        nodes = [host.name for host in self.hosts for _ in host.ranks]
+        infos = self._receive_answers(START_FACTOR * self.seconds, "at start")
+        return [{**info, "node": node} for info, node in zip(infos, nodes, strict=True)]
 
     def send_init(self, hellos: Sequence[InitMessage]) -> None:
         """Send each rank what to build; `wait_until_built` waits for it."""

@@ -4,7 +4,6 @@ each start, and agents trust it alone; an agent shows a token of that start. Ray
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import os
 import secrets
 import select
@@ -26,7 +25,8 @@ from quire.protocol.columns import WireError
 LINK_SECONDS = 15  # without an acknowledgement from the other host, a connection is lost
 GREETING_SECONDS = 10.0  # for the handshake and the first frame of a connection
 MAX_GREETING_BYTES = 1 << 14  # of the first frame, before the token was checked
-MAX_GREETINGS = 16  # connections that may be in their handshake at the same time
+MAX_GREETINGS = 16  # connections that may be in their handshake at the same time, besides the agents'
+MAX_RECEIVED_BYTES = 1 << 22  # of one `receive`, so that a reader also does other things while much arrives
 CERTIFICATE_DAYS = 2  # it is used within minutes; hosts' clocks may differ
 POLL_SECONDS = 0.05
 
@@ -49,10 +49,11 @@ class SecureChannel:
         return self.connection.fileno()
 
     def receive(self) -> list[Frame]:
-        """Return the frames that have arrived. Raise ChannelLost at the end of the connection, WireError for what is no
-        frame."""
+        """Return frames that have arrived; there may be more after MAX_RECEIVED_BYTES. Raise ChannelLost at the end of
+        the connection, WireError for what is no frame."""
         frames: list[Frame] = []
-        while True:
+        size = 0
+        while size < MAX_RECEIVED_BYTES:  # whole records are read, so what is left is seen by polling
             try:
                 data = self.connection.recv(READ_SIZE)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -65,7 +66,9 @@ class SecureChannel:
                 if frames:
                     return frames  # the next call reports the end
                 raise ChannelLost(reason)
+            size += len(data)
             frames += self._incoming.decode(data)
+        return frames
 
     def send(
         self, kind: int, body: bytes, seconds: float = inf, while_waiting: Callable[[], None] = lambda: None
@@ -123,8 +126,8 @@ class ChannelListener:
         self.token = secrets.token_hex(32)
         self.accepted: dict[int, tuple[SecureChannel, dict[str, Any]]] = {}  # by number, with the hello's body
         self._count, self._kinds, self._hello, self._lock = count, kinds, hello, threading.Lock()
-        self._greetings, self._closed = threading.Semaphore(MAX_GREETINGS), False
-        self.certificate, key = make_certificate(address)
+        self._greetings, self._closed = threading.Semaphore(count + MAX_GREETINGS), False
+        self.certificate, key = make_certificate()
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version, self._context.num_tickets = ssl.TLSVersion.TLSv1_3, 0
         descriptor = os.memfd_create("quire-certificate", os.MFD_CLOEXEC)  # keeps the key off the disk
@@ -144,8 +147,11 @@ class ChannelListener:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError:  # closed, or for example no descriptor is left
+                if self._closed or self._socket.fileno() < 0:
+                    return
+                time.sleep(POLL_SECONDS)
+                continue
             if not self._greetings.acquire(blocking=False):
                 connection.close()
                 continue
@@ -181,7 +187,7 @@ class ChannelListener:
             return False
         if len(frames) > 1 or frames[0].kind != self._hello or number >= self._count:
             return False
-        if not hmac.compare_digest(token.encode(), self.token.encode()):
+        if not hmac.compare_digest(token.encode(errors="surrogatepass"), self.token.encode()):
             return False
         with self._lock:
             if self._closed or number in self.accepted:
@@ -206,9 +212,9 @@ class ChannelListener:
             self.accepted.clear()
 
 
-def make_certificate(address: str) -> tuple[str, bytes]:
-    """Return a new self-signed certificate for an IP address, and its private key, both as PEM. Raise StartupError if
-    the library is missing."""
+def make_certificate() -> tuple[str, bytes]:
+    """Return a new self-signed certificate, which agents know and thus needs no address, and its private key, both as
+    PEM. Raise StartupError if the library is missing."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -227,7 +233,6 @@ def make_certificate(address: str) -> tuple[str, bytes]:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - some_days)
         .not_valid_after(now + some_days)
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())
     )

@@ -85,7 +85,7 @@ class StagePipes:
                 return work(data) or 0
             except TimeoutError:
                 raise PeerLost("another stage has received or sent nothing in a step") from None
-            except ConnectionError as error:
+            except OSError as error:  # over TCP, for example, EHOSTUNREACH
                 raise PeerLost("another stage has left") from error
 
     @contextmanager
@@ -104,8 +104,9 @@ def _open_socket(descriptor: int, seconds: float) -> socket.socket | None:
         return None
     made = socket.socket(fileno=os.dup(descriptor))
     made.settimeout(seconds)
-    for kind in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        made.setsockopt(socket.SOL_SOCKET, kind, SOCKET_BUFFER_BYTES)
+    if made.family == socket.AF_UNIX:  # the system adapts the buffers of TCP, unless they are set
+        for kind in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            made.setsockopt(socket.SOL_SOCKET, kind, SOCKET_BUFFER_BYTES)
     return made
 
 

@@ -229,7 +229,7 @@ def build_engine(
         if device != "cpu" and config.executor != "ray":
             check_gpus(config.tp, config.pp)
         if remote_runner is None:
-            remote_runner = start_remote_runner(config, device, str(checkpoint.path or ""))
+            remote_runner = start_remote_runner(config, device, list(filter(None, _checkpoint_paths(checkpoint))))
         return _assemble(config, checkpoint, tokenizer_eos_ids, progress, None, remote_runner)
     except BaseException:
         if remote_runner is not None:
@@ -287,10 +287,17 @@ def _assemble(
         from quire.distributed import rank_startup
 
         resolved = _resolve(config, checkpoint, dtype, device, remote_runner.attention)
-        folder = str(checkpoint.path or "")
         check_memory = partial(check_still_fits, config, plan)
         restarter = RunnerRestarter(
-            partial(rank_startup.rebuild_ranks, resolved, folder, eos_ids, plan.max_len, make_memory, check_memory)
+            partial(
+                rank_startup.rebuild_ranks,
+                resolved,
+                _checkpoint_paths(checkpoint),
+                eos_ids,
+                plan.max_len,
+                make_memory,
+                check_memory,
+            )
         )
     engine = assemble(
         config,
@@ -348,8 +355,21 @@ def _resolve(config: EngineConfig, checkpoint: Checkpoint, dtype: str, device: s
     """Return the config of ranks: with the dtype, the device, the attention and the draft model's folder resolved."""
     draft, model = checkpoint.draft, config.speculative_model
     if draft is not None and draft.path is not None:
-        model = str(draft.path)
+        model = _absolute_path(draft)
     return replace(config, dtype=dtype, device=device, attention=attention, speculative_model=model)
+
+
+def _checkpoint_paths(checkpoint: Checkpoint) -> list[str]:
+    """Return the path of the model, and of the draft model if it is elsewhere."""
+    model = _absolute_path(checkpoint)
+    draft = "" if checkpoint.draft is None else _absolute_path(checkpoint.draft)
+    return [model, draft] if draft not in ("", model) else [model]
+
+
+def _absolute_path(checkpoint: Checkpoint) -> str:
+    """Return the path of a model's folder or file, which does not depend on the working folder: ranks of other nodes
+    have another one. "" for a named shape."""
+    return "" if checkpoint.path is None else str(checkpoint.path.absolute())
 
 
 def _engine_limits(config: EngineConfig, spec: ModelSpec, plan: MemoryPlan, kv_config: KVCacheConfig) -> EngineLimits:
@@ -387,7 +407,7 @@ def _make_runner(
 
     attention = choose_attention(config, checkpoint.pool_spec, where, kind)
     resolved = _resolve(config, checkpoint, dtype, device, attention)
-    rank_startup.build_ranks(remote_runner, resolved, str(checkpoint.path or ""), eos_ids, max_len, progress)
+    rank_startup.build_ranks(remote_runner, resolved, _absolute_path(checkpoint), eos_ids, max_len, progress)
     return remote_runner
 
 
@@ -403,7 +423,7 @@ def _hardware_notices(
             return (f"{count} rank{'s' * (count > 1)}, each with a GPU", *remote_runner.notices)
         return (
             *(f"{count} rank{'s' * (count > 1)}, each: {notice}" for notice in remote_runner.notices),
-            *unused_threads_notice(config.threads, count),
+            *unused_threads_notice(config.threads, max(len(host.ranks) for host in remote_runner.hosts)),
         )
     if device == "cpu":
         from quire.weights.mapped_files import trim_memory
