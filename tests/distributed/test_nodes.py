@@ -178,6 +178,17 @@ def test_an_agent_that_ends_takes_its_ranks_along(stopped: bool) -> None:
     wait_gone(pids)
 
 
+def test_an_agent_that_is_stopped_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while there is nothing to do."""
+    monkeypatch.setattr("quire.distributed.remote_runner.NODE_SILENCE_SECONDS", 4.0)
+    runner, nodes = on_nodes()
+    drain(open_engine(runner))
+    os.kill(nodes.agents[1].pid, signal.SIGSTOP)
+    told = r"^the agent of node node-1 has been silent for 4 s between steps$"
+    with pytest.raises(EngineDead, match=told):
+        wait_until(runner.check, "the agent is missed")
+
+
 def test_ranks_of_nodes_are_started_anew(caplog: pytest.LogCaptureFixture) -> None:
     def start(**fault: Any) -> RemoteRunner:
         return on_nodes(rank0={"vocab_size": VOCAB, **fault}, all={"vocab_size": VOCAB})[0]

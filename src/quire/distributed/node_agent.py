@@ -48,7 +48,8 @@ from quire.protocol.columns import WireError
 PR_SET_PDEATHSIG = 1
 START_SECONDS = 120.0  # for the engine's START, which waits for the agents of all nodes
 LINK_START_SECONDS = 60.0  # for the neighbouring stages' agents to connect
-STATE_SECONDS = 0.5  # between two reports of the ranks' states
+STATE_SECONDS = 0.5  # between two looks at the ranks' states, which are reported if they have changed
+REPEAT_SECONDS = 2.0  # between two reports if they have not
 HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 SECRET_BYTES = 32
 SECRET_SECONDS = 2.0  # for a connecting stage's secret
@@ -70,7 +71,7 @@ class NodeAgent:
         for descriptor in (channel.fileno(), *self._numbers, log):
             self._poll.register(descriptor, select.POLLIN | HANGUP)
         self._states: list[RankState] = []
-        self._states_due = 0.0
+        self._states_due = self._repeat_due = 0.0
 
     def run(self) -> NoReturn:
         """Pass messages until the connection to the engine ends; then raise EngineGone."""
@@ -129,8 +130,8 @@ class NodeAgent:
         self._states_due = time.monotonic() + STATE_SECONDS
         children = [rank.child for rank in self._host.ranks]
         states = [RankState(child.is_stopped(), *self._host.progress(i)) for i, child in enumerate(children)]
-        if states != self._states:
-            self._states = states
+        if states != self._states or self._states_due >= self._repeat_due:
+            self._states, self._repeat_due = states, self._states_due + REPEAT_SECONDS
             self._send(node_messages.STATES, node_messages.write_states(states))
 
     def _send(self, kind: int, body: bytes) -> None:
@@ -234,7 +235,7 @@ def engine_environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(("QUIRE_", "NCCL_", "TORCH_", "TRITON_", "OMP_", "MKL_"))
+        if name.startswith(("QUIRE_", "NCCL_", "TORCH_", "TRITON_", "OMP_", "MKL_")) and not name.endswith("_KEY")
     }
 
 

@@ -48,6 +48,10 @@ class RankHost(Protocol):
     def progress(self, number: int) -> tuple[bool, int]:
         """See RankRendezvous."""
 
+    @property
+    def silent_seconds(self) -> float:
+        """How long the host has sent nothing."""
+
     def kill(self) -> None:
         """Kill the ranks at once, and release all resources."""
 
@@ -59,6 +63,7 @@ class LocalHost:
     cores: int | None = None
     memory: tuple[int, int] | None = None
     name = ""
+    silent_seconds = 0.0
 
     def __init__(
         self,

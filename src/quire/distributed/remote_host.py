@@ -102,7 +102,7 @@ class RemoteHost:
         self.states = [RankState(False, False, 0)] * count
         self.ranks = [RemoteRankHandle(first + number, self, number) for number in range(count)]
         self.start_error: StartupError | None = None
-        self.is_closed = False
+        self.is_closed, self._heard = False, time.monotonic()
         channel.send(node_messages.START, write_json(start._asdict()), START_SECONDS)
 
     @property
@@ -117,6 +117,7 @@ class RemoteHost:
         try:
             for frame in self.channel.receive():
                 self._handle_message(frame)
+            self._heard = time.monotonic()
         except ChannelLost as error:
             reason = self._describe_loss()
             self._lose(
@@ -173,6 +174,11 @@ class RemoteHost:
     def progress(self, number: int) -> tuple[bool, int]:
         """See RankHost; as of the last report."""
         return self.states[number].waiting, self.states[number].exchanges
+
+    @property
+    def silent_seconds(self) -> float:
+        """See RankHost. An agent sends something every REPEAT_SECONDS."""
+        return time.monotonic() - self._heard
 
     def kill(self) -> None:
         """See RankHost: the agent kills the ranks when its connection ends."""

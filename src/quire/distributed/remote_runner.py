@@ -36,6 +36,7 @@ from quire.protocol.wire import decode_frame, encode_frame
 POLL_SECONDS = 0.1
 CAUSE_SECONDS = 1.0  # seconds to wait for the cause of a failure after the failures that follow from it
 LOCAL_ATTRIBUTES = frozenset(("store", "model", "sampler", "decode_graphs", "mixed_graphs", "backend"))
+NODE_SILENCE_SECONDS = 20.0  # after which a node is given up, though its system acknowledges
 MAX_STOPPED_CHECKS = 4  # successive checks of idle ranks in which one may be stopped
 CLOSE_SECONDS = 5.0  # seconds for ranks to end by themselves
 log = logging.getLogger("quire.distributed")
@@ -203,6 +204,7 @@ class RemoteRunner:
             raise RanksLost(self._death_cause)
         self._poll_ranks(0)
         self._check_failures("between steps")
+        self._check_nodes("between steps")
         for rank in self.ranks:
             self._stopped_counts[rank.rank] = self._stopped_counts[rank.rank] + 1 if rank.child.is_stopped() else 0
             if self._stopped_counts[rank.rank] > MAX_STOPPED_CHECKS:
@@ -300,9 +302,15 @@ class RemoteRunner:
                 del self._hosts_by_fd[descriptor]
         return bool(came)
 
+    def _check_nodes(self, when: str) -> None:
+        for host in self.hosts:
+            if host.silent_seconds >= NODE_SILENCE_SECONDS:
+                self._fail(f"the agent of node {host.name} has been silent for {NODE_SILENCE_SECONDS:g} s {when}", when)
+
     def _check_silent(self, silent: list[RankHandle], waited: float, seconds: float, when: str) -> None:
         if waited >= SILENCE_SECONDS and (stopped := [side for side in silent if side.child.is_stopped()]):
             self._fail(f"rank {stopped[0].rank} was stopped (SIGSTOP) {when}, and is given up", when)
+        self._check_nodes(when)
         if waited >= seconds:
             every = [host.progress(number) for host in self.hosts for number in range(len(host.ranks))]
             rank = slowest_rank(dict(enumerate(every)), (side.rank for side in silent))
