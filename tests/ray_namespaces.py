@@ -1,5 +1,5 @@
 """A Ray cluster of nodes that are network namespaces of this host, joined by a bridge: each has an address of its own,
-and its link can be cut or slowed. Needs root."""
+and its link can be cut. Needs root."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMAND_SECONDS = 120.0
 
 def can_make_namespaces() -> bool:
     """Return True if this process may make network namespaces."""
-    if os.getuid() or shutil.which("ip") is None or shutil.which("tc") is None:
+    if os.getuid() or shutil.which("ip") is None:
         return False
     name = f"quire-try-{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
@@ -108,11 +108,6 @@ class NamespaceCluster:
     def cut(self, node: int, down: bool = True) -> None:
         """Cut a node's link, or join it again."""
         _ip("-n", f"{self.prefix}hub", "link", "set", f"port{node}", "down" if down else "up")
-
-    def slow(self, node: int, milliseconds: int) -> None:
-        """Delay what a node sends."""
-        subprocess.run(self.inside(node, "tc", "qdisc", "replace", "dev", "eth0", "root", "netem", "delay",
-                                   f"{milliseconds}ms"), check=True)  # fmt: skip
 
     def processes(self, node: int) -> list[psutil.Process]:
         """Return the processes of a node."""

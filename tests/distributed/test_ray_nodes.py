@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +24,7 @@ SECONDS = 280.0  # of one run
 
 pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="Ray isn't installed: pip install 'quire[ray]'"),
-    pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces need root, ip and tc"),
+    pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces need root and ip"),
     pytest.mark.xdist_group(name="namespaces"),
 ]
 
@@ -132,14 +133,14 @@ def test_a_link_that_is_cut_is_one_error_in_time(cluster: NamespaceCluster) -> N
     cluster.start_node(lost, 2)
 
 
-def test_a_slow_link_slows_and_loses_nothing(cluster: NamespaceCluster) -> None:
+def test_a_link_that_fails_for_moments_loses_nothing(cluster: NamespaceCluster) -> None:
     process, addresses = serving(cluster, rank_timeout=20.0)
     slow = number_of(cluster, addresses[1])
-    cluster.slow(slow, 100)
-    try:
-        found = ended(process)
-    finally:
-        cluster.slow(slow, 0)
+    for _ in range(5):
+        for down in (True, False):
+            cluster.cut(slow, down)
+            time.sleep(1.0)  # TCP sends what was lost again
+    found = ended(process)
     assert found["right"], found
     assert not found["restarts"]
 
