@@ -9,6 +9,7 @@ ENTRIES: dict[str, Entry] = {
     "control": Entry.of("bench.control", "the cost of scheduling and memory, without a model", takes=MINUTES),
     "allocator": Entry.of("bench.allocator", "the cost of allocating and freeing a page"),
     "wire": Entry.of("bench.wire", "the size of plans and results, and the time to encode them"),
+    "router": Entry.of("bench.router", "the cost of routing a request to one of several engines"),
     "parallel": Entry.of(
         "bench.parallel", "tensor parallelism: links, exchange, models, starts, failures", takes=MINUTES
     ),
