@@ -112,7 +112,8 @@ def test_a_model_on_two_nodes_says_what_one_process_says(monkeypatch: pytest.Mon
     monkeypatch.setattr(remote_runner, "RemoteRunner", nodes)
     llm = LLM("tiny", tp=2, pp=2, **settings)
     total, _, where = smallest_host_memory(llm.engine.runner) or (0, 0, "")  # type: ignore[arg-type]
-    assert (total, where) == (psutil.virtual_memory().total // 2, "node node-0")
+    assert total == psutil.virtual_memory().total // 2
+    assert where in ("node node-0", "node node-1"), "the one that had less free memory when its agent looked"
     assert tokens_of(llm) == wanted
 
 
