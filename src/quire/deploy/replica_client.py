@@ -14,8 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
-from quire.distributed.ray_driver import first_line
-from quire.errors import EngineDead, Overloaded, StartupError
+from quire.errors import EngineDead, Overloaded, StartupError, first_line
 from quire.ipc import frames
 from quire.ipc.handshake import read_heartbeat, read_ready
 from quire.ipc.heartbeat import Health

@@ -29,12 +29,11 @@ from quire.distributed.ray_address import resolve_ray_address
 from quire.distributed.ray_driver import (
     QUIET,
     describe_nodes,
-    first_line,
     import_ray,
     set_cluster_environment,
     start_cluster,
 )
-from quire.errors import StartupError
+from quire.errors import StartupError, first_line
 from quire.server.api_server import server_url
 from quire.server.options import KEY_VARIABLE, ServeOptions
 
