@@ -16,7 +16,7 @@ from typing import Any
 
 from quire.errors import EngineDead, Overloaded, StartupError, first_line
 from quire.ipc import frames
-from quire.ipc.handshake import read_heartbeat, read_ready
+from quire.ipc.handshake import read_first_frames, read_heartbeat
 from quire.ipc.heartbeat import Health
 from quire.ipc.messages import (
     AbortRequests,
@@ -66,7 +66,7 @@ class ServeReplicaClient:
         self._frames, self._heard = frames.FrameCodec(), time.monotonic()
         self._health = Health(True, False, self._heard, "")
         self.queue_sizes = QueueSizes()
-        self._early: list[frames.Frame] = []  # received together with the first
+        self._early_frames: list[frames.Frame] = []  # received together with the first
         self._clock_offset = math.inf  # seconds from the engine's monotonic clock to this one, and the shortest delay
         self._calls = dict[int, PendingCall]()  # by number of a request
         self._unanswered = set[int]()  # keys of AddRequests
@@ -83,10 +83,7 @@ class ServeReplicaClient:
         try:
             while not received:
                 received += self._frames.decode(await asyncio.wait_for(anext(self._stream), CONNECT_SECONDS))
-            frame, *self._early = received
-            if frame.kind != frames.READY:
-                raise WireError("kind", f"{frame.kind} before READY")
-            self.ready = read_ready(frame.body)
+            self.ready, self._early_frames = read_first_frames(received)
         except Exception as error:
             self._stream.cancel()
             raise ReplicaLost(f"replica {name} can't be reached: {first_line(error)}") from error
@@ -96,9 +93,9 @@ class ServeReplicaClient:
     def start(self, receive: Callable[[EngineMessage], None]) -> None:
         """Pass the engine's messages to `receive`."""
         self._receive = receive
-        for frame in self._early:
+        for frame in self._early_frames:
             self._handle_frame(frame)
-        self._early.clear()
+        self._early_frames.clear()
 
     def attach_event_loop(self) -> None:
         """Read the stream, unless that is done already."""

@@ -4,12 +4,23 @@ client asks for afterwards."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
 from quire.core.validation import EngineLimits
-from quire.ipc.frames import metrics_from_json, metrics_to_json, read_field, read_json, read_uint32, write_json
+from quire.ipc.frames import (
+    READY,
+    START_FAILED,
+    Frame,
+    error_from_json,
+    metrics_from_json,
+    metrics_to_json,
+    read_field,
+    read_json,
+    read_uint32,
+    write_json,
+)
 from quire.ipc.heartbeat import Health
 from quire.ipc.messages import EngineReady
 from quire.memory.page_keys import KeyChain, PromptKeys
@@ -81,6 +92,17 @@ def write_ready(ready: EngineReady) -> bytes:
         "limits": ready.limits._asdict(), "lines": ready.lines, "notices": ready.notices, "cache": dict(ready.cache),
         "facts": metrics_to_json(ready.facts), "prompt_keys": _keys_to_json(ready.prompt_keys),
     })  # fmt: skip
+
+
+def read_first_frames(received: Sequence[Frame]) -> tuple[EngineReady, list[Frame]]:
+    """Read the first frame of an engine's process, and return it and the frames after it. Raise the StartupError of a
+    START_FAILED frame, WireError for any other frame than READY."""
+    first, *early = received
+    if first.kind == START_FAILED:
+        raise error_from_json(read_json(first.body))
+    if first.kind != READY:
+        raise WireError("kind", f"{first.kind} before READY")
+    return read_ready(first.body), early
 
 
 def read_ready(body: memoryview) -> EngineReady:

@@ -16,7 +16,7 @@ from quire.errors import EngineDead, StartupError
 from quire.ipc import frames
 from quire.ipc.channel import READ_SIZE, Channel
 from quire.ipc.child_process import ChildProcess
-from quire.ipc.handshake import EngineInitMessage, read_heartbeat, read_ready, write_engine_init
+from quire.ipc.handshake import EngineInitMessage, read_first_frames, read_heartbeat, write_engine_init
 from quire.ipc.heartbeat import SILENCE_SECONDS, Health
 from quire.ipc.messages import (
     ClientMessage,
@@ -74,12 +74,7 @@ class ProcessEngineClient:
                 if not data:
                     raise EOFError
                 received += self._frames.decode(data)
-            frame, *self._early_frames = received
-            if frame.kind == frames.START_FAILED:
-                raise frames.error_from_json(frames.read_json(frame.body))
-            if frame.kind != frames.READY:
-                raise WireError("kind", f"{frame.kind} before READY")
-            self.ready = read_ready(frame.body)
+            self.ready, self._early_frames = read_first_frames(received)
             self.metrics = self.ready.facts
         except (EOFError, OSError) as error:
             remedy = "What it wrote to the log says why; SIGKILL ends those that take too much memory, say"
