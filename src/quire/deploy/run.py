@@ -64,7 +64,7 @@ def run(config: EngineConfig, serving: ServeOptions, options: DeployOptions, pri
         http = http_settings(options)
         serve.start(**http)
         undo.callback(serve.delete, APPLICATION)
-        args = application_args(config, serving)
+        args = application_args(config, serving, options)
         app = import_module("quire.deploy.ray_serve").bind(args, deployment_options(config, serving, options))
         try:
             serve.run(app, name=APPLICATION, route_prefix="/")
@@ -130,7 +130,9 @@ def check_room(ray: Any, config: EngineConfig, options: DeployOptions) -> None:
     """Raise StartupError if Ray has no room for the fewest replicas within PLACEMENT_SECONDS."""
     needs = replica_resources(config)
     each = {name: amount for name, amount in (("CPU", needs["num_cpus"]), ("GPU", needs["num_gpus"])) if amount}
-    group = ray.util.placement_group([each] * options.min_replicas, strategy="PACK")
+    count = options.min_replicas + options.prefill_replicas
+    flags = "--min-replicas or --prefill-replicas" if options.prefill_replicas else "--min-replicas"
+    group = ray.util.placement_group([each] * count, strategy="PACK")
     end = time.monotonic() + PLACEMENT_SECONDS - 2 * POLL_SECONDS
     try:
         while not group.wait(POLL_SECONDS):
@@ -138,9 +140,9 @@ def check_room(ray: Any, config: EngineConfig, options: DeployOptions) -> None:
                 wanted = " and ".join(f"{amount:g} {name}s" for name, amount in each.items())
                 free = " and ".join(f"{ray.available_resources().get(name, 0):g} {name}s" for name in ("CPU", "GPU"))
                 raise StartupError(
-                    f"Ray has no room for {options.min_replicas} replicas of {wanted} each within "
+                    f"Ray has no room for {count} replicas of {wanted} each within "
                     f"{PLACEMENT_SECONDS:g} s: there are {describe_nodes(ray)}; free are {free}",
-                    "Add nodes, or use fewer replicas (--min-replicas), --threads or --tp",
+                    f"Add nodes, or use fewer replicas ({flags}), --threads or --tp",
                 )
     finally:
         with suppress(Exception):

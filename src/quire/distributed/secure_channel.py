@@ -1,6 +1,6 @@
-"""Frames between processes of several hosts, over TLS 1.3: an engine's and the agents of other nodes, or two replicas. A
-listener makes a certificate for each start, and the others trust it alone; they show a token of that start. Ray brings
-them both."""
+"""Frames between processes of several hosts, over TLS 1.3: an engine's and the agents of other nodes, or two replicas.
+The one that listens makes a certificate for each start, which the others trust alone, and a token, which they show. Ray
+brings both to them."""
 
 from __future__ import annotations
 
@@ -90,6 +90,11 @@ class SecureChannel:
                     raise TimeoutError("the other host does not read") from None
             except OSError as error:
                 raise ChannelLost(describe_os_error(error)) from error
+
+    def interrupt(self) -> None:
+        """End the connection, from another thread than the one that uses it, and closes it."""
+        with suppress(OSError):
+            socket.socket.shutdown(self.connection, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection."""

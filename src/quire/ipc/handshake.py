@@ -91,6 +91,7 @@ def write_ready(ready: EngineReady) -> bytes:
     return write_json({
         "limits": ready.limits._asdict(), "lines": ready.lines, "notices": ready.notices, "cache": dict(ready.cache),
         "facts": metrics_to_json(ready.facts), "prompt_keys": _keys_to_json(ready.prompt_keys),
+        "page_bytes": ready.page_bytes,
     })  # fmt: skip
 
 
@@ -113,8 +114,15 @@ def read_ready(body: memoryview) -> EngineReady:
     lines, notices = (tuple(map(str, read_field(data, name, list))) for name in ("lines", "notices"))
     cache: Mapping[str, Any] = read_field(data, "cache", dict)
     facts = metrics_from_json(read_field(data, "facts", dict))
-    held_by = read_field(limits, "held_by", str)
-    return EngineReady(EngineLimits(**numbers, held_by=held_by), lines, notices, cache, facts, _read_keys(data))
+    limits_of_engine = EngineLimits(**numbers, held_by=read_field(limits, "held_by", str))
+    return EngineReady(limits_of_engine, lines, notices, cache, facts, _read_keys(data), _read_page_bytes(data))
+
+
+def _read_page_bytes(data: Mapping[str, Any]) -> tuple[int, ...]:
+    sizes = read_field(data, "page_bytes", list)
+    if not all(type(size) is int and 0 < size < 2**50 for size in sizes):
+        raise WireError("page_bytes", "not a list of sizes")
+    return tuple(sizes)
 
 
 def _keys_to_json(keys: PromptKeys | None) -> dict[str, Any]:
