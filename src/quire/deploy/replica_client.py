@@ -49,8 +49,8 @@ class ReplicaLost(Exception):
 
 
 class PendingCall:
-    """A call with the `numbers` of its requests that have not ended. `key` is that of its AddRequests, and `imports` those
-    of its imports."""
+    """A call with the `numbers` of its requests that have not ended. `key` is that of its AddRequests, `imports` are
+    the keys of its imports."""
 
     def __init__(self, response: Any, message: AddRequests, imports: Sequence[PageImport]) -> None:
         self.response, self.key, self.imports = response, message.key, [one.key for one in imports]
