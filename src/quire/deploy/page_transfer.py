@@ -304,19 +304,20 @@ class PageInbox:
         if placed is None:
             return None
         connection, end = self._connection(source), time.monotonic() + PULL_SECONDS
-        runs, known = byte_runs(placed, self._page_bytes), connection.failure
-        loop = asyncio.get_running_loop()
+        runs, loop, was_failing = byte_runs(placed, self._page_bytes), asyncio.get_running_loop(), False
         try:
             async with asyncio.timeout(PULL_SECONDS):
                 await connection.lock.acquire()
             try:
+                was_failing = bool(connection.failure)
                 await loop.run_in_executor(self._threads, connection.pull, number, self._memory, runs, end)
             finally:
                 connection.lock.release()
         except Exception as error:
             self.free(key)
-            if not known:
-                log.warning("pages of %s can't be fetched: %s", source.address, first_line(error))
+            if not was_failing:  # pages may have been released because their request was aborted
+                level = logging.INFO if isinstance(error, PageRefused) else logging.WARNING
+                log.log(level, "pages of %s can't be fetched: %s", source.address, first_line(error))
             return None
         return placed
 
@@ -326,9 +327,12 @@ class PageInbox:
 
     def close(self) -> None:
         """Close the connections. Pulls that are under way fail."""
-        for connection in self._sources.values():
-            connection.interrupt()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for connection in self._sources.values():
+            if connection.lock.locked():
+                connection.interrupt()  # its thread closes it
+            else:
+                connection.close()
 
     def _place(self, key: int, pages: Sequence[SharedPage]) -> list[SharedPage] | None:
         """Return pages with addresses here, in the first gap that is large enough for all of them, or None."""

@@ -21,6 +21,7 @@ from quire.deploy.serve_config import (
     APPLICATION,
     DeployOptions,
     application_args,
+    check_deployment,
     deployment_options,
     http_settings,
     replica_resources,
@@ -48,6 +49,7 @@ INSTALL = "pip install 'quire[ray-serve]'"
 def run(config: EngineConfig, serving: ServeOptions, options: DeployOptions, print_line: Callable[[str], None]) -> int:
     """Run the application until SIGTERM or Ctrl-C. Return the exit status. Raise StartupError if it can't start."""
     start, stop = time.perf_counter(), threading.Event()
+    check_deployment(config, options)
     address = resolve_ray_address(config.ray_address)
     if not address:
         set_cluster_environment()

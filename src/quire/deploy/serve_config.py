@@ -106,12 +106,16 @@ def without_access_log() -> dict[str, Any]:
     return {"logging_config": {"enable_access_log": False}}
 
 
-def application_args(config: EngineConfig, serving: ServeOptions, options: DeployOptions) -> dict[str, Any]:
-    """Return the arguments of `build_app`: the settings that are not the defaults, and whether there are prefill
-    replicas."""
+def check_deployment(config: EngineConfig, options: DeployOptions) -> None:
+    """Raise StartupError if engines with these settings can't be deployed."""
     if config.executor == "ray":
         raise StartupError("--executor is ray, and Ray places the whole engine", "Leave --executor out")
     check_handover_settings(config, options.prefill_replicas)
+
+
+def application_args(config: EngineConfig, serving: ServeOptions, options: DeployOptions) -> dict[str, Any]:
+    """Return the arguments of `build_app`: the settings that are not the defaults, and whether there are prefill
+    replicas."""
     engine, usual = config.flat(), EngineConfig().flat()
     served, usually = asdict(serving), asdict(ServeOptions())
     return {
@@ -119,7 +123,7 @@ def application_args(config: EngineConfig, serving: ServeOptions, options: Deplo
         "serving": {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in served.items()
-            if value != usually[name]
+            if name in SERVE_OPTIONS and value != usually[name]
         },
         **({"has_prefill": True} if options.prefill_replicas else {}),
     }
@@ -136,6 +140,7 @@ def http_settings(options: DeployOptions) -> dict[str, Any]:
 
 def serve_config(config: EngineConfig, serving: ServeOptions, options: DeployOptions) -> dict[str, Any]:
     """Return the configuration, as `serve deploy` and KubeRay's serveConfigV2 take it."""
+    check_deployment(config, options)
     deployments = deployment_options(config, serving, options)
     application = {
         "name": APPLICATION,
