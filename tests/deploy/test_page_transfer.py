@@ -155,7 +155,7 @@ def test_pages_arrive_and_tokens_are_those_of_one_engine() -> None:
     separated(work)
 
 
-@pytest.mark.parametrize("is_killed", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_killed", [True, False])
 def test_the_source_is_lost_while_it_sends(monkeypatch: pytest.MonkeyPatch, is_killed: bool) -> None:
     """Requests whose pages have not arrived are computed by the replicas that decode."""
     read_chunks, sent = page_transfer.read_chunks, list[int]()
@@ -182,7 +182,6 @@ def test_the_source_is_lost_while_it_sends(monkeypatch: pytest.MonkeyPatch, is_k
     separated(work)
 
 
-@pytest.mark.full
 def test_a_full_inbox() -> None:
     async def work(setup: Setup) -> None:
         for name in "ab":
@@ -205,10 +204,10 @@ def test_pages_that_were_released_meanwhile_are_not_used(monkeypatch: pytest.Mon
         server = setup.handle.replicas["p"]._pages
 
         def releasing(memory: memoryview, runs: list[tuple[int, int]]) -> Iterator[bytes]:
-            chunks = list(read_chunks(memory, runs))
+            for chunk in read_chunks(memory, runs):
+                yield bytes(len(chunk))
             for number in server.numbers:
                 server.remove(number)
-            return iter([bytes(len(chunk)) for chunk in chunks])
 
         monkeypatch.setattr(page_transfer, "read_chunks", releasing)
         assert [tokens for tokens, _ in await setup.complete_all(PROMPTS[:3])] == alone(PROMPTS[:3])
@@ -219,7 +218,6 @@ def test_pages_that_were_released_meanwhile_are_not_used(monkeypatch: pytest.Mon
     separated(work, "a")
 
 
-@pytest.mark.full
 def test_requests_that_are_left_while_their_pages_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     read_chunks, may_go_on = page_transfer.read_chunks, threading.Event()
 
@@ -245,7 +243,6 @@ def test_requests_that_are_left_while_their_pages_are_fetched(monkeypatch: pytes
     separated(work, "a")
 
 
-@pytest.mark.full
 def test_the_next_ingress_finds_no_pages_held() -> None:
     """Neither those of prompts that were handed over and never fetched, nor those of prompts that are computed."""
 
@@ -270,7 +267,6 @@ def test_the_next_ingress_finds_no_pages_held() -> None:
     separated(work)
 
 
-@pytest.mark.full
 def test_a_refused_request_ends_its_call() -> None:
     async def work(setup: Setup) -> None:
         for name, hands_over in (("p", True), ("a", False)):
