@@ -188,6 +188,7 @@ class EngineReplica:
         self._prompts = set[int]()  # numbers of requests whose HandOver is to come
         self._imports = dict[int, asyncio.Task[None]]()  # by key of the ImportPages, until its reply
         self._ingress: IngressConnection | None = None
+        self._has_old_requests = False  # of an ingress that is gone
         self._cached = dict[bytes, None]()  # keys of the pages that the engine has
         self._ends = dict[int, asyncio.Future[None]]()  # of requests in flight, by number
         self._error: BaseException | None = None
@@ -207,8 +208,10 @@ class EngineReplica:
             return
         if self._ingress is not None:
             self._ingress.close()
-            self._ingress = None
-            await self._end_requests()
+            self._ingress, self._has_old_requests = None, True
+        if self._has_old_requests:
+            await self._end_requests()  # an earlier call may have waited for this too long
+            self._has_old_requests = False
         connection = IngressConnection(lambda: write_heartbeat(self._client.health(), time.monotonic()))
         ready = self._client.ready._replace(facts=self._client.metrics)
         connection.send(frames.READY, write_ready(ready))
