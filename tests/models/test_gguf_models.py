@@ -12,7 +12,18 @@ import pytest
 import torch
 import transformers
 from dense_context import DenseContext
-from test_against_transformers import CASES, GEMMA, LLAMA, LONGROPE, reference, rope, run
+from test_against_transformers import (
+    CASES,
+    GEMMA,
+    LLAMA,
+    LONGROPE,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN_MOE,
+    reference,
+    rope,
+    run,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import StartupError
@@ -29,6 +40,10 @@ GEMMA2 = {**GEMMA, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.7, "
 GEMMA3 = {**GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 7, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}  # fmt: skip
+
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+EXPERTS = {"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 20}
 
 
 def divisors() -> list[float]:
@@ -51,6 +66,11 @@ FILES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "mistral": ("llama", "Mistral", {**LLAMA, "sliding_window": 5}, {"attention__sliding_window": 5}),
     "qwen2": ("qwen2", "Qwen2", LLAMA, {}),
     "qwen3": ("qwen3", "Qwen3", {**LLAMA, "head_dim": 16}, {}),
+    "mixtral": ("llama", "Mixtral", {**MIXTRAL, "rope_parameters": ROPE}, {"expert_count": 4, "expert_used_count": 2}),
+    "mixtral, window": ("llama", "Mixtral", {**MIXTRAL, "sliding_window": 5, "rope_parameters": ROPE},
+                        {"expert_count": 4, "expert_used_count": 2, "attention__sliding_window": 5}),
+    "qwen2moe": ("qwen2moe", "Qwen2_Moe", QWEN2_MOE, {**EXPERTS, "expert_shared_feed_forward_length": 28}),
+    "qwen3moe": ("qwen3moe", "Qwen3_Moe", {**QWEN_MOE, "head_dim": 16, "norm_topk_prob": True}, EXPERTS),
     "phi3": ("phi3", "Phi3", PHI, {"attention__sliding_window": 64}),
     "phi3, window": ("phi3", "Phi3", {**PHI, "sliding_window": 5}, {"attention__sliding_window": 5}),
     "phi3, longrope": ("phi3", "Phi3", PHI_LONG, {"rope_factors_short": LONGROPE["short_factor"],
@@ -135,7 +155,9 @@ def test_tensors_that_do_not_fit(change: Any, message: str, tmp_path: Path, monk
         ({"attention__head_count": 3}, "can't|divide|multiple"),
         ({"attention__value_length": 4}, "attention.value_length=4"),
         ({"rope__dimension_count": 4}, "rope.dimension_count=4"),
-        ({"expert_count": 8}, "expert_count=8"),
+        ({"arch": "qwen2", "expert_count": 8}, "expert_count=8"),
+        ({"expert_count": 8}, "has no expert_used_count"),
+        ({"expert_count": 8, "expert_used_count": 9}, "num_experts_per_tok"),
         ({"rope__scaling__type": "weird", "rope__scaling__factor": 2.0}, "rope.scaling.type in .* is 'weird'"),
         ({"attention__layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon"),
         ({"feed_forward_length": [48, 48, 48]}, "feed_forward_length"),
@@ -143,8 +165,7 @@ def test_tensors_that_do_not_fit(change: Any, message: str, tmp_path: Path, monk
 )
 def test_settings_that_are_not_supported(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
     reference("Llama", LLAMA, tmp_path)
-    path = gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf", **metadata)
-    file = read_gguf(path)
+    file = read_gguf(gguf_files.convert(tmp_path, path=tmp_path / "model.gguf", **{"arch": "llama", **metadata}))
     if arch := file.metadata.pop("llama.general.architecture", None):
         file.metadata["general.architecture"] = arch
     with pytest.raises(StartupError, match=message):
