@@ -42,6 +42,14 @@ LONGROPE = {
 MIXTRAL = {**LLAMA, "num_local_experts": 4}
 QWEN_MOE = {**LLAMA, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 QWEN2_MOE = {**QWEN_MOE, "shared_expert_intermediate_size": 28}
+PHI4 = {
+    **LLAMA, "hidden_size": 96, "num_attention_heads": 6, "pad_token_id": None, "tie_word_embeddings": True,
+    "partial_rotary_factor": 0.75, "original_max_position_embeddings": 16, "sliding_window": 128,
+    "rope_scaling": {
+        "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+        "long_factor": [1.2, 1.5, 2.0, 3.0, 4.0, 5.0],
+    },
+}  # fmt: skip
 LANGUAGE = "model.language_model."
 YARN_GEMMA = {"rope_theta": 300.0, **YARN}
 ROPES = {
@@ -113,6 +121,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3",
         {**LLAMA, "pad_token_id": None, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE},
     ),
+    "phi3, as Phi-4-mini": ("Phi3", PHI4),
     "gemma2": ("Gemma2", GEMMA2),
     "gemma2, bounds as published": ("Gemma2", {**GEMMA, "num_hidden_layers": 4}),
     "gemma2, no bounds": ("Gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),

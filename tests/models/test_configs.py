@@ -236,6 +236,27 @@ def test_options_that_are_not_implemented_are_refused_by_name(name: str, change:
         resolve_model_class(config)(config, torch.float32, torch.device("meta"))
 
 
+def test_phi_4_mini() -> None:
+    """By the keys of its config.json: three quarters of a head are rotated, and its window exceeds every sequence."""
+    factors = {"short_factor": [1.0] * 48, "long_factor": [1.0 + i for i in range(48)]}
+    config = {
+        "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "full_attn_mod": 1, "hidden_act": "silu",
+        "hidden_size": 3072, "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3", "num_attention_heads": 24,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75, "rms_norm_eps": 1e-5, "rope_scaling": {"type": "longrope", **factors},
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064,
+        "eos_token_id": 199999,
+    }  # fmt: skip
+    model = read_model_config(config)
+    [rope] = model.ropes
+    assert (rope.kind, rope.rotary_dim(128), rope.original_max_len, model.max_len) == ("longrope", 96, 4096, 131072)
+    assert {layer.window for layer in model.layers} == {None}
+    assert model.parameters == 3_836_021_760
+    with pytest.raises(StartupError, match=r"have 47 numbers\. They must have 48"):
+        read_model_config({**config, "rope_scaling": {"type": "longrope", **{k: [1.0] * 47 for k in factors}}})
+
+
 def test_end_tokens() -> None:
     for value, ids in ((None, ()), (5, (5,)), ([5, 6], (5, 6))):
         assert read_spec({**named_config("gpt2"), "eos_token_id": value}).eos_ids == ids

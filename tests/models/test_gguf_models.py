@@ -18,6 +18,7 @@ from test_against_transformers import (
     LLAMA,
     LONGROPE,
     MIXTRAL,
+    PHI4,
     QWEN2_MOE,
     QWEN_MOE,
     reference,
@@ -76,6 +77,10 @@ FILES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "phi3, longrope": ("phi3", "Phi3", PHI_LONG, {"rope_factors_short": LONGROPE["short_factor"],
                        "rope_factors_long": LONGROPE["long_factor"], "rope__scaling__original_context_length": 16,
                        "rope__scaling__attn_factor": float((1 + np.log(4) / np.log(16)) ** 0.5)}),
+    "phi3, as Phi-4-mini": ("phi3", "Phi3", {**PHI4, "pad_token_id": 0}, {
+        "rope_factors_short": PHI4["rope_scaling"]["short_factor"], "rope__dimension_count": 12,
+        "rope_factors_long": PHI4["rope_scaling"]["long_factor"], "rope__scaling__original_context_length": 16,
+        "rope__scaling__attn_factor": float((1 + np.log(4) / np.log(16)) ** 0.5), "attention__sliding_window": 128}),
     "gemma2": ("gemma2", "Gemma2", GEMMA2, {"attention__sliding_window": 5, "attn_logit_softcapping": 0.7,
                                             "final_logit_softcapping": 1.5}),
     "gemma3": ("gemma3", "Gemma3_text", GEMMA3, {"attention__sliding_window": 5, "rope__freq_base": 5000.0,

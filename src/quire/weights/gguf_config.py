@@ -47,9 +47,9 @@ GEMMA_TENSORS = {
 PHI3_TENSORS = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 GLOBAL_TENSORS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 ROPE_FREQS, ROPE_FACTORS_SHORT = "rope_freqs.weight", "rope_factors_short.weight"
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
 ROPE_FACTORS_LONG = "rope_factors_long.weight"
 """Tensors with divisors of the rotation frequencies of a head's pairs."""
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 FLOAT_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 IGNORED_TENSORS = (ROPE_FREQS, ROPE_FACTORS_SHORT, ROPE_FACTORS_LONG)
 LARGEST_LAYER_COUNTS = {"gemma2": 46, "gemma3": 62}
@@ -153,7 +153,8 @@ def to_hf_config(file: GGUFFile) -> dict[str, Any]:
     if arch.startswith("gemma"):
         config |= _gemma_config(arch, fields, config)
     elif arch == "phi3":
-        config["sliding_window"] = window or None
+        rotated = fields.get_int("rope.dimension_count", config["head_dim"], config["head_dim"])
+        config |= {"sliding_window": window or None, "partial_rotary_factor": rotated / config["head_dim"]}
     elif family.expert_keys is not None and fields.get_int("expert_count", 0, minimum=0):
         config |= _expert_config(arch, fields, config) | {"sliding_window": window or None, **family.expert_keys}
     elif window and arch == "llama":
@@ -172,8 +173,9 @@ def _common_config(file: GGUFFile, architecture: Architecture, fields: ConfigRea
     """Return the keys that all architectures have."""
     heads, hidden = fields.get_int("attention.head_count"), fields.get_int("embedding_length")
     head_dim = fields.get_int("attention.key_length", hidden // heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        fields.require_value(name, head_dim)
+    fields.require_value("attention.value_length", head_dim)
+    if architecture.hf_architecture != "Phi3ForCausalLM":
+        fields.require_value("rope.dimension_count", head_dim)
     if architecture.expert_keys is None:
         fields.require_value("expert_count", 0)
     embedding, tokens = file.tensors.get("token_embd.weight"), file.metadata.get("tokenizer.ggml.tokens", ())
