@@ -19,6 +19,7 @@ from waiting import wait_until_async
 
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
+from quire.deploy import replica_client
 from quire.deploy.replica_client import ReplicaLost, ServeReplicaClient
 from quire.errors import EngineDead, StartupError
 from quire.ipc.replicas import ReplicatedEngineClient
@@ -94,6 +95,29 @@ def test_an_engine_ends_and_its_requests_move() -> None:
             await ServeReplicaClient.connect(handle, "a")
 
     served(work, pause=0.01)
+
+
+def test_requests_of_a_replica_that_falls_silent_move_or_fail_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_client, "LOST_SECONDS", 1.0)
+    monkeypatch.setattr(ray_serve, "HEARTBEAT_SECONDS", 0.1)
+
+    async def work(llm: AsyncLLM, client: ReplicatedEngineClient, handle: Handle) -> None:
+        tasks = [asyncio.ensure_future(complete(llm, [i + 3], 60)) for i in range(8)]
+        await wait_until_async(
+            lambda: sum(sent.message is None for sent in client._requests.values()) == 4, "two of each engine run"
+        )
+        client.replicas[0]._stream.work = _nothing()
+        ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        failed = [str(end) for end in ends if isinstance(end, EngineDead)]
+        assert failed == ["replica 0 ended: its replica has not been heard of for 1 s"] * 2
+        assert sum(isinstance(end, list) and len(end) == 60 for end in ends) == 6
+
+    served(work, pause=0.05)
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    await asyncio.sleep(1000)
+    yield b""
 
 
 def test_a_request_that_its_caller_leaves_is_cancelled() -> None:

@@ -39,6 +39,7 @@ from quire.ipc.messages import (
 from quire.protocol.columns import WireError
 
 SILENCE_SECONDS = 5.0  # seconds without a frame after which a replica gets no requests; it sends one every second
+LOST_SECONDS = 20.0  # seconds without a frame after which its requests move or fail; Ray may need a minute
 CONNECT_SECONDS = 30.0  # seconds for the first frame
 RETRY_AFTER = 1  # seconds
 log = logging.getLogger("quire.deploy")
@@ -250,11 +251,16 @@ class ServeReplicaClient:
         """Handle what the replica sends, until it ends."""
         error: EngineDead
         try:
-            async for chunk in stream:
+            while True:
+                async with asyncio.timeout(LOST_SECONDS):
+                    chunk = await anext(stream)
                 self._heard = time.monotonic()
                 for frame in self._frames.decode(chunk):
                     self._handle_frame(frame)
+        except StopAsyncIteration:
             error = EngineDead("its replica has left")
+        except TimeoutError:
+            error = EngineDead(f"its replica has not been heard of for {LOST_SECONDS:g} s")
         except WireError as wrong:
             error = EngineDead(f"its replica sent what is no frame: {wrong}")
         except Exception as failure:
