@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,8 @@ from test_slices import with_bits
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
+from quire.kernels.cpu.low_bit_linear import PackedLowBitLinear
+from quire.layers.moe import SparseMLP
 from quire.models.quantization import SCHEMES_ON_LOAD, resolve_scheme
 from quire.startup.build import build
 from quire.startup.checkpoint import read_checkpoint
@@ -75,6 +78,34 @@ def test_the_same_numbers_without_kernels(asked: str, monkeypatch: pytest.Monkey
     plain, wide = (logprobs("", tokens, kv_tokens=256, quantization=each) for each in (asked, None))
     torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-3)
     assert (plain - wide).abs().max() > 5e-3
+
+
+@pytest.mark.parametrize("source", ["int8", "int4", "q8_0"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_experts(family: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded while loading, or in blocks of a GGUF file: the same with packed experts as with plain ones."""
+    own = {"shared_expert_intermediate_size": 96} if family == "qwen2_moe" else {"norm_topk_prob": True, "head_dim": 32}
+    save(tmp_path, family, hidden_size=128, moe_intermediate_size=64, intermediate_size=192, mlp_only_layers=[], **own)
+    path, more = tmp_path, {"quantization": source}
+    if source == "q8_0":
+        arch = family.replace("_", "")
+        keys = {"expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 64}
+        keys |= {"expert_shared_feed_forward_length": 96} if family == "qwen2_moe" else {}
+        path, more = gguf_files.convert(tmp_path, arch, tmp_path / "model.gguf", "q8_0", **keys), {}
+    settings = EngineConfig(
+        model=str(path), kv_tokens=256, dtype="float32", device="cpu", skip_tokenizer_init=True, **more
+    )
+    made = build(settings)
+    model = made.engine.runner.model  # type: ignore[attr-defined]
+    packed = [module.packed for module in model.modules() if isinstance(module, SparseMLP)]
+    if packed[0] is None:
+        pytest.skip("the kernels for CPUs aren't built")
+    assert isinstance(packed[0].down.weights[0], PackedLowBitLinear)
+    made.engine.close()
+    tokens = list(range(50))
+    ours = logprobs(path, tokens, kv_tokens=256, **more)
+    without_kernels(monkeypatch)
+    torch.testing.assert_close(ours, logprobs(path, tokens, kv_tokens=256, **more), rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_quantised_already() -> None:

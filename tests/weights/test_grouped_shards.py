@@ -51,18 +51,43 @@ def test_shards_are_slices(said: dict[str, Any], ranks: int, tmp_path: Path) -> 
         assert shard.read_bytes <= (whole.read_bytes - spare) / 2 * 1.02 + spare
 
 
-@pytest.mark.parametrize("said", [{**AWQ, "group_size": 32}, EIGHT], ids=str)
-def test_experts(said: dict[str, Any], tmp_path: Path) -> None:
-    """They are multiplied out, so that a rank's columns, 48 of 96, may end within a group. A mixer's are in groups."""
-    config = {**CONFIGS["jamba"], "intermediate_size": 96, "expert_layer_period": 1, "expert_layer_offset": 0}
+EXPERTS = {
+    "jamba": ({**CONFIGS["jamba"], "intermediate_size": 128, "expert_layer_period": 1, "expert_layer_offset": 0},
+              "feed_forward.experts.1.down_proj"),
+    "mixtral": ({**named_config("mixtral-8x7b"), **LLAMA, "num_local_experts": 4}, "block_sparse_moe.experts.1.w2"),
+    "qwen3_moe": ({**CONFIGS["qwen2_moe"], "architectures": ["Qwen3MoeForCausalLM"], "num_attention_heads": 4,
+                   "num_key_value_heads": 4, "head_dim": 32, "moe_intermediate_size": 64, "mlp_only_layers": []},
+                  "mlp.experts.1.down_proj"),
+}  # fmt: skip
+PACKED = r"(feed_forward.*|self_attn.*|mlp.*|in|out)_proj\.weight|experts\.\d+\.w\d\.weight"
+
+
+@pytest.mark.parametrize("said", [{**AWQ, "group_size": 32}, {**GPTQ, "bits": 4}, EIGHT, ORDERED], ids=str)
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts(family: str, said: dict[str, Any], tmp_path: Path) -> None:
+    """A rank has some columns of every expert, in few bits unless a group's columns may be anywhere; the router stays
+    as it is. Products are those of the weights that the numbers stand for."""
+    config, down = EXPERTS[family]
     publish_plain(config, tmp_path)
-    meant = repack(tmp_path, said, r"(feed_forward.*|self_attn.*|in|out)_proj\.weight")
+    meant = repack(tmp_path, said, PACKED)
     shards = assert_slices(lambda part, _: loaded(tmp_path, part=part), 2)
-    [name] = [name for name in meant if "layers.1." in name and "experts.1.down_proj" in name]
-    for shard, own in zip(shards, (slice(48), slice(48, 96))):
-        experts = [module for module in shard.modules() if isinstance(module, SparseMLP)][1]
-        found = experts.down.weight.view(-1, 64, 48)[1]
-        torch.testing.assert_close(found, meant[name].float()[:, own], rtol=1e-6, atol=1e-7)
+    [name] = [name for name in meant if "layers.1." in name and down in name]
+    for shard, half in zip(shards, (0, 1)):
+        layer = [module for module in shard.modules() if isinstance(module, SparseMLP)][1]
+        assert with_bits(layer) == (with_bits(shard) and not said.get("desc_act"))
+        for part in (layer.gate_up, layer.down):
+            if part.low_bit_parts is not None:
+                rows = [make().dequantize() for make in part.low_bit_parts if make is not None]
+                part.weight, part.low_bit_parts = torch.nn.Parameter(torch.cat(rows), requires_grad=False), None
+        assert layer.down.weight is not None
+        columns = meant[name].shape[1] // 2
+        found = layer.down.weight.view(layer.experts, -1, columns)[1]
+        torch.testing.assert_close(found, meant[name].float().tensor_split(2, 1)[half], rtol=1e-6, atol=1e-7)
+    told = "a rank would have 16 of 64 columns of layers.0.experts.down.weight, of which 32 share a scale"
+    if family == "qwen3_moe" and not said.get("desc_act"):
+        with pytest.raises(StartupError, match=told) as failure:
+            loaded(tmp_path, part=Shard(0, 4))
+        assert failure.value.remedy == "--tp must divide its groups of columns, 2"
 
 
 @pytest.mark.parametrize("said", [AWQ, GPTQ, EIGHT, ORDERED], ids=str)
@@ -106,6 +131,9 @@ def held(model: Any) -> int:
         product = getattr(module, "packed" if isinstance(module, Linear) else "packed_kernel", None)
         if hasattr(product, "data"):
             packed[product.data.data_ptr()] = product.data.nbytes  # tied ones once
+        if isinstance(module, SparseMLP) and module.packed is not None:
+            for each in (module.packed.gate_up, module.packed.down):
+                packed[int(each.addresses[0])] = each.nbytes
     return sum(weight.nbytes for weight in model.parameters()) + sum(packed.values())
 
 

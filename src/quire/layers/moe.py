@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.kernels.cpu.experts import PackedExperts
+from quire.kernels.cpu.linear import ACTIVATIONS as CPU_ACTIVATIONS
+from quire.kernels.cpu.linear import PackedLinear, supports
+from quire.kernels.cpu.low_bit_linear import LowBitWeight, PackedLowBitLinear
 from quire.layers.experts_config import ExpertsConfig
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, get_activation
@@ -17,6 +22,39 @@ from quire.protocol.parallel_layout import UNSHARDED, Shard
 
 class ExpertWeights(Linear):
     """The weights of one product of all experts, stacked. SparseMLP multiplies those that a token chooses."""
+
+    def can_pack(self) -> bool:
+        """Return True if the CPU has quire's kernels for this weight."""
+        return self.weight is not None and (self.low_bit_parts is not None or supports(self.weight))
+
+    @torch.no_grad()
+    def pack_each(
+        self, count: int, activation: str | None = None, deterministic: bool = False
+    ) -> list[PackedLinear | PackedLowBitLinear]:
+        """Return the packed weights of `count` experts, and drop the plain ones. `activation`: that of gate and up,
+        stacked. Needs `can_pack`."""
+        assert self.weight is not None, "packed twice"
+        fused, dtype = (None, activation, activation is not None, deterministic), self.weight.dtype
+        packed: list[PackedLinear | PackedLowBitLinear] = []
+        if self.low_bit_parts is not None:
+            size = len(self.low_bit_parts) // count
+            for start in range(0, len(self.low_bit_parts), size):
+                parts = [make() for make in self.low_bit_parts[start : start + size] if make is not None]
+                assert len(parts) == size, "all parts are loaded"
+                packed.append(PackedLowBitLinear(reduce(LowBitWeight.concat_rows, parts), dtype, *fused))
+        else:
+            self.load_deferred()
+            packed += [PackedLinear(weight, *fused) for weight in self.weight.chunk(count)]
+        self.weight = self.low_bit_parts = None
+        return packed
+
+    @torch.no_grad()
+    def dequantize(self) -> None:
+        """Replace a low-bit weight by a plain one with equal values."""
+        if self.low_bit_parts is not None:
+            assert self.weight is not None, "packed already"
+            rows = [make().dequantize().to(self.weight.dtype) for make in self.low_bit_parts if make is not None]
+            self.weight, self.low_bit_parts = nn.Parameter(torch.cat(rows), requires_grad=False), None
 
     def prepare(self, deterministic: bool = False) -> None:
         """See Linear. The weight stays as it is."""
@@ -51,13 +89,15 @@ class SparseMLP(nn.Module):
             self.shared_gate = Linear(hidden, 1, False, dtype, device)
         self.route_kernel: Callable[..., tuple[Tensor, Tensor]] | None = None  # softmax and top-k in one launch
         self.experts_kernel: Callable[..., Tensor] | None = None
+        self.packed: PackedExperts | None = None  # all of it, for a CPU
         self.deterministic = self.pdl = False
 
     def forward(self, x: Tensor) -> Tensor:
+        shared, gate = (None, None) if self.shared is None else (self.shared(x), self.shared_gate(x))
+        if self.packed is not None:
+            return self.packed(x, self.router(x), self.top_k, self.renormalize, shared, gate)
         out = self.mix(x)
-        if self.shared is None:
-            return out
-        return out.addcmul_(self.shared_gate(x).sigmoid_(), self.shared(x))
+        return out if shared is None or gate is None else out.addcmul_(gate.sigmoid_(), shared)
 
     def mix(self, x: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's chosen experts."""
@@ -86,10 +126,17 @@ class SparseMLP(nn.Module):
         return weights / weights.sum(dim=1, keepdim=True) if self.renormalize else weights, chosen
 
     def prepare(self, deterministic: bool = False) -> None:
-        """Choose kernels. Call once, after loading. On a GPU all experts' products are two launches. If
-        `deterministic`, a row's bits don't depend on the number of rows."""
+        """Choose kernels. Call once, after loading. All experts' products are two launches on a GPU, or two operations
+        with packed weights on a CPU. If `deterministic`, a row's bits don't depend on the number of rows."""
         weight = self.gate_up.weight
-        if weight is not None and weight.is_cuda:
+        assert weight is not None, "prepared twice"
+        if self.gate_up.can_pack() and self.down.can_pack() and self.act_name in CPU_ACTIVATIONS:
+            gate_up = self.gate_up.pack_each(self.experts, self.act_name, deterministic)
+            self.packed = PackedExperts(gate_up, self.down.pack_each(self.experts, None, deterministic))
+            return
+        for part in (self.gate_up, self.down):
+            part.dequantize()
+        if weight.is_cuda:
             from quire.kernels.triton import activation
             from quire.kernels.triton import fused_moe as experts
             from quire.kernels.triton.launch import supports_pdl

@@ -75,6 +75,8 @@ def choose_formats(model: Model, scheme: LowBitScheme, file: GGUFFile | None = N
             eight = scheme.bits == 8 or HEAD_MODULE.search(module_name(model, layer)) is not None
             formats = (INT8_FORMAT if eight else choose_int4_format(columns),) * len(tensors)
         units = [each.superblock or each.group for each in formats]
+        if isinstance(layer, ExpertWeights) and len(set(formats)) > 1:  # experts are multiplied by one operation
+            continue
         if len(formats) == len(tensors) and all(columns % unit == 0 for unit in units):
             _check_shard(layer, name, local_columns, max(units), bool(scheme.stored))
             chosen[name] = formats
@@ -112,7 +114,6 @@ def low_bit_layers(model: nn.Module) -> dict[str, Linear]:
     for path, module in model.named_modules():
         if (
             isinstance(module, Linear)
-            and not isinstance(module, ExpertWeights)
             and UNQUANTIZED_MODULES.search(path) is None
             and isinstance(module.weight, nn.Parameter)
         ):

@@ -63,6 +63,33 @@ class PackedLinear:
     def panels(self) -> int:
         return len(self.data) // PANEL
 
+    @property
+    def width(self) -> int:
+        """Columns of the result."""
+        return self.rows // 2 if self.gated else self.rows
+
+    @property
+    def kernel(self) -> str:
+        return f"linear_{DTYPES[self.dtype]}"
+
+    def max_chunk_rows(self) -> int:
+        """Return the most rows of a chunk."""
+        steps = self.data.shape[1] * self.dtype.itemsize // 4
+        tiled = self.dtype == torch.bfloat16 and self.columns % KTILE == 0
+        if tiled and required_library().native.linear_has_tiles():
+            return min(TILED_ROWS, max(64, TILED_BYTES // (2 * self.columns) // 32 * 32))
+        return min(MAX_CHUNK_ROWS, SCRATCH // _staged_bytes(steps, self.dtype))
+
+    def product_args(
+        self, x: Tensor, out: Tensor, per: int, groups: int, staged: Tensor | None = None
+    ) -> tuple[Tensor | int | None, ...]:
+        """Return the kernel's arguments (native/linear.h) for chunks of `per` rows by one of `groups` of panels."""
+        assert staged is None, "rows are staged for low-bit weights only"
+        return (
+            x, self.data, self.bias, out, len(x), self.columns, self.width, x.stride(0), out.stride(0), per, groups,
+            self.panels, self.activation, int(self.gated), int(self.deterministic), int(has_fast_bf16_dot()),
+        )  # fmt: skip
+
 
 def pack_bias(bias: Tensor, panels: int, gated: bool) -> Tensor:
     """Return the bias in fp32, in the order of a packed weight's rows."""
@@ -88,29 +115,23 @@ def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor
     assert x.dtype == packed.dtype, f"{x.dtype} is not {packed.dtype}"
     assert x.shape[1] == packed.columns, f"{tuple(x.shape)} is not [T, {packed.columns}]"
     x = x if x.stride(1) == 1 else x.contiguous()
-    rows, width = len(x), packed.rows // 2 if packed.gated else packed.rows
+    rows = len(x)
     if out is None:
-        out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+        out = torch.empty(rows, packed.width, dtype=x.dtype, device=x.device)
     if not rows:
         return out
     kernels = required_library()
     per, groups = _split_work(rows, packed, kernels.threads)
     kernels.call(
-        f"linear_{DTYPES[x.dtype]}", -(-rows // per) * groups, x, packed.data, packed.bias, out, rows, packed.columns,
-        width, x.stride(0), out.stride(0), per, groups, packed.panels, packed.activation, int(packed.gated),
-        int(packed.deterministic), int(has_fast_bf16_dot()), reads=packed.data if rows <= MEMORY_BOUND_ROWS else None,
+        packed.kernel, -(-rows // per) * groups, *packed.product_args(x, out, per, groups),
+        reads=packed.data if rows <= MEMORY_BOUND_ROWS else None,
     )  # fmt: skip
     return out
 
 
 def _split_work(rows: int, packed: PackedLinear, threads: int) -> tuple[int, int]:
     """Return (most rows of a chunk, number of groups of panels); each chunk is some rows by one group."""
-    steps = packed.data.shape[1] * packed.dtype.itemsize // 4
-    if packed.dtype == torch.bfloat16 and packed.columns % KTILE == 0 and required_library().native.linear_has_tiles():
-        most = min(TILED_ROWS, max(64, TILED_BYTES // (2 * packed.columns) // 32 * 32))
-    else:
-        most = min(MAX_CHUNK_ROWS, SCRATCH // _staged_bytes(steps, packed.dtype))
-    parts = -(-rows // most)
+    parts = -(-rows // packed.max_chunk_rows())
     size = packed.data.numel() * packed.dtype.itemsize * -(-rows // 64)
     chunks = threads * CHUNKS_PER_THREAD if threads > 1 else 1
     return -(-rows // parts), max(1, min(packed.panels, chunks // parts, size // MIN_CHUNK_BYTES))

@@ -135,6 +135,45 @@ class PackedLowBitLinear:
     def panels(self) -> int:
         return len(self.data) // PANEL
 
+    @property
+    def width(self) -> int:
+        """Columns of the result."""
+        return self.rows // 2 if self.gated else self.rows
+
+    @property
+    def kernel(self) -> str:
+        return f"quantised_{DTYPES[self.dtype]}"
+
+    def max_chunk_rows(self) -> int:
+        """Return the most rows of a chunk that may be computed without tiles."""
+        return MAX_CHUNK_ROWS
+
+    def min_tiled_rows(self) -> int:
+        """Return the fewest rows that are multiplied on tiles, or 0 if none are."""
+        fits = self.columns <= TILED_COLUMNS and not self.deterministic and self.dtype == torch.bfloat16
+        return TILED_ROWS if fits and has_tiles(required_library()) else 0
+
+    def stage(self, x: Tensor) -> Tensor | None:
+        """Return rows of x rounded to int8; None if they are not rounded."""
+        if x.dtype != torch.bfloat16:
+            return None
+        size = -(-(self.columns + self.columns // self.form.group * 12) // 64) * 64
+        staged = torch.empty(len(x), size, dtype=torch.uint8, device=x.device)
+        each = 1 if len(x) < 64 else 16
+        args = x, staged, len(x), self.columns, x.stride(0), each, *self.form.kernel_args
+        required_library().call("quantised_stage", -(-len(x) // each), *args)
+        return staged
+
+    def product_args(
+        self, x: Tensor, out: Tensor, per: int, groups: int, staged: Tensor | None
+    ) -> tuple[Tensor | int | None, ...]:
+        """Return the kernel's arguments (native/quantised.cpp), the last one as `min_tiled_rows`."""
+        return (
+            x, self.data, self.bias, out, len(x), self.columns, self.width, x.stride(0), out.stride(0), per, groups,
+            self.panels, self.activation, int(self.gated), int(self.deterministic), staged, *self.form.kernel_args,
+            self.min_tiled_rows(),
+        )  # fmt: skip
+
 
 class StackedLowBitLinear:
     """Packed low-bit weights of different formats whose rows are stacked; called as one linear layer."""
@@ -166,25 +205,18 @@ def low_bit_linear(x: Tensor, packed: PackedLowBitLinear, out: Tensor | None = N
     assert x.dtype == packed.dtype, f"{x.dtype} is not {packed.dtype}"
     assert x.shape[1:] == (packed.columns,), f"{tuple(x.shape)} is not [T, {packed.columns}]"
     x = x if x.stride(1) == 1 else x.contiguous()
-    rows, width = len(x), packed.rows // 2 if packed.gated else packed.rows
+    rows = len(x)
     if out is None:
-        out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+        out = torch.empty(rows, packed.width, dtype=x.dtype, device=x.device)
     if not rows:
         return out
     kernels = required_library()
-    tiled = rows >= TILED_ROWS and packed.columns <= TILED_COLUMNS and not packed.deterministic and has_tiles(kernels)
-    tiled = tiled and x.dtype == torch.bfloat16
+    least = packed.min_tiled_rows()
+    tiled = 0 < least <= rows
     per, groups = _split_work(rows, packed, kernels.threads, tiled)
-    staged = None
-    if rows > MAX_UNSTAGED_ROWS and x.dtype == torch.bfloat16 and not tiled:
-        staged = torch.empty(rows, _staged_bytes(packed), dtype=torch.uint8, device=x.device)
-        each = 1 if rows < 64 else 16
-        args = x, staged, rows, packed.columns, x.stride(0), each, *packed.form.kernel_args
-        kernels.call("quantised_stage", -(-rows // each), *args)
+    staged = packed.stage(x) if rows > MAX_UNSTAGED_ROWS and not tiled else None
     kernels.call(
-        f"quantised_{DTYPES[x.dtype]}", -(-rows // per) * groups, x, packed.data, packed.bias, out, rows,
-        packed.columns, width, x.stride(0), out.stride(0), per, groups, packed.panels, packed.activation,
-        int(packed.gated), int(packed.deterministic), staged, *packed.form.kernel_args, int(tiled),
+        packed.kernel, -(-rows // per) * groups, *packed.product_args(x, out, per, groups, staged)[:-1], int(tiled),
         reads=packed.data if rows <= MEMORY_BOUND_ROWS else None,
     )  # fmt: skip
     return out
@@ -193,11 +225,6 @@ def low_bit_linear(x: Tensor, packed: PackedLowBitLinear, out: Tensor | None = N
 def has_tiles(own: Library) -> bool:
     """Return True if the library multiplies by AMX tiles."""
     return bool(own.native.linear_has_tiles())
-
-
-def _staged_bytes(packed: PackedLowBitLinear) -> int:
-    """Return the bytes of a row of x that is rounded to int8: numbers, and each group's scale and sums."""
-    return -(-(packed.columns + packed.columns // packed.form.group * 12) // 64) * 64
 
 
 def _split_work(rows: int, packed: PackedLowBitLinear, threads: int, tiled: bool) -> tuple[int, int]:
