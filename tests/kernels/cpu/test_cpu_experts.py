@@ -193,6 +193,16 @@ def test_kinds_of_weights_and_ranks(
             check(got, want, rounded * ERROR[dtype])
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_packed_weights_take_the_memory_of_plain_ones(dtype: torch.dtype) -> None:
+    layer = layer_of(ExpertsConfig(count=8, per_token=2, intermediate=64), 96, dtype)
+    plain = sum(parameter.nbytes for parameter in (layer.gate_up.weight, layer.down.weight) if parameter is not None)
+    prepare_layers(layer)
+    assert layer.packed is not None
+    assert layer.packed.gate_up.nbytes + layer.packed.down.nbytes == plain
+    assert not list(layer.parameters()), "no plain weight is left"
+
+
 @pytest.mark.usefixtures("variant")
 def test_weights_of_which_one_cannot_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain loop computes with the numbers that low-bit weights stand for."""
