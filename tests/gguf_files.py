@@ -23,7 +23,12 @@ NAMES = {
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "self_attn.qkv_proj": "attn_qkv",
-    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up", "mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps", "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps", "block_sparse_moe.experts.w2": "ffn_down_exps",
 }  # fmt: skip
 
 
@@ -87,8 +92,16 @@ def convert(folder: Path, arch: str, path: Path, kind: str = "f32", **more: Any)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     tensors = {}
+    arrays, experts = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        array = tensor.float().numpy()
+        array, (block, found, rest) = tensor.float().numpy(), name.partition(".experts.")
+        number, _, what = rest.partition(".")
+        if found:
+            experts.setdefault(f"{block}.experts.{what}", {})[int(number)] = array
+        else:
+            arrays[name] = array[0] if "shared_expert_gate" in name else array
+    arrays |= {name: np.stack([each[i] for i in range(len(each))]) for name, each in experts.items()}
+    for name, array in arrays.items():
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             rows = array.reshape(-1, 2, head_dim // 2, *array.shape[1:])
             array = rows.swapaxes(1, 2).reshape(array.shape)

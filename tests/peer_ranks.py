@@ -16,6 +16,7 @@ import torch
 from quire.distributed import peer_buffers, peer_memory, rank_devices
 from quire.distributed.device_exchange import DeviceExchange
 from quire.distributed.device_stage_pipes import DeviceStagePipes
+from quire.distributed.nccl_stage_links import StageLinks
 from quire.distributed.rank_messages import InitMessage
 from quire.distributed.shared_memory_exchange import SharedMemoryExchange
 from quire.kernels import peer_memory_layout
@@ -64,6 +65,7 @@ class Seat(rank_devices.RankDevice):
     def __init__(self, hello: InitMessage) -> None:
         self.index, self.device, self.notices = hello.part.tp_rank, torch.device("cpu"), ()
         self.exchange: DeviceExchange | None = None
+        self.links = StageLinks()
         if hello.part.tp_size > 1:
             host = SharedMemoryExchange(hello.part, hello.meeting.fds(hello.part), hello.seconds)
             found, why = peer_buffers.open_peer_buffers(

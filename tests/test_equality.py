@@ -26,6 +26,7 @@ from quire.startup.build import build
 SMALL: dict[str, Any] = {"vocab_size": 97, "max_position_embeddings": 128, "num_hidden_layers": 2}
 SIZES = {**SMALL, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 WINDOW = {**SIZES, "sliding_window": 9, "head_dim": 8}
+QWEN_MOE = {**SIZES, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 GEMMA2 = {
     **WINDOW, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0,
     "tie_word_embeddings": False,
@@ -37,6 +38,11 @@ FAMILIES = {
     "mistral": lambda: transformers.MistralConfig(**WINDOW),
     "opt": lambda: transformers.OPTConfig(**OPT),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **QWEN_MOE, shared_expert_intermediate_size=40, mlp_only_layers=[0]
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**QWEN_MOE, head_dim=16, norm_topk_prob=True),
     "ministral": lambda: transformers.MinistralConfig(
         **{**WINDOW, "num_hidden_layers": 4}, layer_types=["full_attention", *["sliding_attention"] * 3]
     ),
@@ -304,7 +310,8 @@ def assert_same(ran: Ran, expected: Ran) -> None:
 @pytest.mark.parametrize(
     ("family", "page_size"),
     [
-        ("mistral", 4), ("mistral", 16), ("opt", 4), ("gpt2", 16),
+        ("mistral", 4), ("mistral", 16), ("opt", 4), ("gpt2", 16), ("mixtral", 16), ("qwen2_moe", 4),
+        ("qwen3_moe", 1),
         *((family, size) for family in ("llama", *UNLIKE) for size in (1, 4, 16)),
     ],
 )  # fmt: skip

@@ -2,7 +2,8 @@
 --out FILE.json`, which also draws FILE.png.
 
 The load is a number of requests in flight, each sent when the one before has ended: `--phases 1:30,12:120,1:90` is one
-for 30 seconds, then 12 for 120 seconds, and so on."""
+for 30 seconds, then 12 for 120 seconds, and so on. `--mark 60 TEXT` prints a text after 60 seconds, for a program that
+does something then, and draws it."""
 
 from __future__ import annotations
 
@@ -39,9 +40,10 @@ class Load:
             began = time.monotonic()
             response = await self.http.post("/v1/completions", json=body)
             seconds = time.monotonic() - began
-            self.requests.append(
-                {"at": round(began - self.start, 3), "seconds": round(seconds, 3), "status": response.status_code}
-            )
+            ended = {"at": round(began - self.start, 3), "seconds": round(seconds, 3), "status": response.status_code}
+            if response.status_code != 200:
+                ended["error"] = response.json()["error"]["message"]
+            self.requests.append(ended)
 
     async def sample(self) -> None:
         """Record the replicas that serve, and the requests that wait and run."""
@@ -56,6 +58,11 @@ class Load:
                                  "in_flight": self.in_flight})  # fmt: skip
             await asyncio.sleep(SAMPLE_SECONDS)
 
+    async def mark(self, seconds: float, text: str) -> None:
+        """Print a text after some seconds."""
+        await asyncio.sleep(seconds)
+        print(text, flush=True)
+
 
 class Phase(NamedTuple):
     """A number of requests in flight, for some seconds."""
@@ -69,18 +76,24 @@ def phases(text: str) -> list[Phase]:
     return [Phase(int(many), float(seconds)) for many, _, seconds in (one.partition(":") for one in text.split(","))]
 
 
-async def measure(url: str, order: list[Phase], max_tokens: int) -> Load:
+Mark = tuple[float, str]
+
+
+async def measure(url: str, order: list[Phase], max_tokens: int, mark: Mark | None) -> Load:
     """Return what happened."""
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None)) as http:
         load, clients = Load(http, max_tokens), list[asyncio.Task[None]]()
-        sampling = asyncio.create_task(load.sample())
+        others = [asyncio.create_task(load.sample())]
+        if mark is not None:
+            others.append(asyncio.create_task(load.mark(*mark)))
         for phase in order:
             before, load.in_flight = load.in_flight, phase.in_flight
             clients += [asyncio.create_task(load.client(number)) for number in range(before, phase.in_flight)]
             await asyncio.sleep(phase.seconds)
         load.in_flight = 0
         await asyncio.gather(*clients)
-        sampling.cancel()
+        for other in others:
+            other.cancel()
         return load
 
 
@@ -102,7 +115,7 @@ def summary(load: Load, order: list[Phase]) -> list[dict[str, Any]]:
     return found
 
 
-def draw(load: Load, path: Path) -> None:
+def draw(load: Load, mark: Mark | None, path: Path) -> None:
     """Draw the replicas and the requests over time, and below them the latency of each request."""
     drawn = figure(8, 5)
     above, below = drawn.subplots(2, 1, sharex=True)
@@ -113,12 +126,17 @@ def draw(load: Load, path: Path) -> None:
     above.step(at, [one["waiting"] for one in load.samples], where="post", color=COLOURS[1], label="of these, waiting")
     above.step(at, [one["replicas"] for one in load.samples], where="post", color=COLOURS[0], label="replicas",
                linewidth=2.5)  # fmt: skip
+    for axes in (above, below):
+        if mark is not None:
+            axes.axvline(mark[0], color=COLOURS[3], linestyle="--", label=mark[1])
     above.set_ylabel("number")
     above.set_ylim(bottom=0)
     above.legend(loc="upper right", fontsize="small")
-    below.scatter(
-        [one["at"] for one in load.requests], [one["seconds"] for one in load.requests], s=8, color=COLOURS[0]
-    )
+    for colour, marker, of in ((COLOURS[0], "o", "ended"), (COLOURS[3], "x", "failed")):
+        drawn_ones = [one for one in load.requests if (one["status"] == 200) == (of == "ended")]
+        below.scatter([one["at"] for one in drawn_ones], [one["seconds"] for one in drawn_ones], s=12, color=colour,
+                      marker=marker, label=of)  # fmt: skip
+    below.legend(loc="upper right", fontsize="small")
     below.set_ylabel("seconds of a request")
     below.set_xlabel("seconds; a request is drawn where it was sent")
     below.set_ylim(bottom=0)
@@ -133,20 +151,21 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--deployment", default="", help="how the server was started, for the document")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--mark", nargs=2, metavar=("SECONDS", "TEXT"), help="what happens, and when")
     args = parser.parse_args(arguments)
-    order = phases(args.phases)
-    load = asyncio.run(measure(args.url, order, args.max_tokens))
+    order, mark = phases(args.phases), None if args.mark is None else (float(args.mark[0]), args.mark[1])
+    load = asyncio.run(measure(args.url, order, args.max_tokens, mark))
     failed = sum(one["status"] != 200 for one in load.requests)
-    result = {"deployment": args.deployment, "failed": failed, "phases": summary(load, order),
+    result = {"deployment": args.deployment, "failed": failed, "mark": mark, "phases": summary(load, order),
               "samples": load.samples, "requests": load.requests}  # fmt: skip
     shown = [*arguments]
     shown[shown.index("--out") + 1] = args.out.name
     write(args.out, document("follow_load", "python tools/follow_load.py", shown, [result]))
-    draw(load, args.out.with_suffix(".png"))
+    draw(load, mark, args.out.with_suffix(".png"))
     for one in result["phases"]:
         print(one)
     print(f"{len(load.requests)} requests, {failed} failed")
-    return 1 if failed else 0
+    return 1 if failed and mark is None else 0
 
 
 if __name__ == "__main__":

@@ -133,3 +133,9 @@ def short_repr(value: object) -> str:
     except ValueError:  # an integer with more digits than Python converts
         text = f"a {type(value).__name__} with a huge integer"
     return text if len(text) <= MAX_REPR_CHARS else f"{text[: MAX_REPR_CHARS - 3]}..."
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text that is not empty."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next(filter(None, lines), type(error).__name__)[:300].rstrip(".")

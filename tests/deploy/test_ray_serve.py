@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,7 @@ import psutil
 import pytest
 from waiting import wait_until, wait_until_async
 
+from quire import LLM, SamplingParams
 from quire.distributed.ray_driver import LOCAL_CLUSTER_ENVIRONMENT
 
 TESTS = Path(__file__).parents[1]
@@ -225,15 +227,59 @@ def test_a_node_and_the_api_server_end() -> None:
         wait_until(lambda: not server.is_running() and answers(), "a new API server answers", 90)
 
 
+def test_prefill_replicas_hand_pages_over_between_nodes() -> None:
+    """Tokens are those of an engine alone, before and after a prefill replica is lost."""
+    prompts = [f"{i} Once upon a time, there was a " + "little bird who liked to sing. " * 20 for i in range(4)]
+
+    def complete_all(url: str, salt: str) -> list[str]:
+        bodies = [{"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
+                  for prompt in prompts]  # fmt: skip
+        with ThreadPoolExecutor(4) as threads:
+            answers = list(threads.map(lambda body: httpx.post(f"{url}/v1/completions", json=body, timeout=90), bodies))
+        assert {answer.status_code for answer in answers} == {200}, [answer.text for answer in answers]
+        return [answer.json()["choices"][0]["text"] for answer in answers]
+
+    def count(url: str, name: str) -> float:
+        text = httpx.get(f"{url}/metrics", timeout=30).text
+        return sum(
+            float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"quire_prompt_{name}_total")
+        )
+
+    with LLM("tiny", device="cpu", dtype="float32", kv_tokens=8192, threads=1) as llm:
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        expected = [output.outputs[0].text for output in llm.generate(prompts, params)]
+    with nodes() as cluster, application(cluster, "--prefill-replicas", "2", "--swap-gib", "0.5") as url:
+        wait_until(lambda: num_up(url) == 3, "all engines serve", 60)
+        assert complete_all(url, "first") == expected
+        assert count(url, "handovers") == 4
+        assert count(url, "handover_bytes") > 10**6
+        assert count(url, "handover_fallbacks") == 0
+        named = "ray::ServeReplica:quire:prefill"
+        prefill = [process for process in psutil.process_iter(["cmdline"])
+                   if " ".join(process.info["cmdline"] or ()).startswith(named)]  # fmt: skip
+        assert len(prefill) == 2
+        prefill[0].kill()
+        assert complete_all(url, "second") == expected
+        wait_until(lambda: num_up(url) == 2, "it is gone", 60)
+        wait_until(lambda: num_up(url) == 3, "another one serves", 120)
+        before = count(url, "handovers")
+        assert complete_all(url, "third") == expected
+        assert count(url, "handovers") == before + 4
+
+
 def test_what_cannot_be_is_refused() -> None:
     with nodes() as cluster:
         started = time.monotonic()
-        wrong, large = deploy(cluster, RAY_AUTH_TOKEN="0" * 64), deploy(cluster, "--min-replicas", "9")
+        wrong, large = (
+            deploy(cluster, RAY_AUTH_TOKEN="0" * 64),
+            deploy(cluster, "--min-replicas", "3", "--prefill-replicas", "6"),
+        )
         refusal = wrong.communicate(timeout=100)[1]
         assert "can't be used: " in refusal, refusal
         assert "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN" in refusal
         errors = large.communicate(timeout=100)[1]
         assert wrong.returncode == large.returncode == 2
         assert "Ray has no room for 9 replicas of 1 CPUs each within 30 s" in errors
+        assert "or use fewer replicas (--min-replicas or --prefill-replicas)" in errors
         assert errors.count("1 CPUs and 0 GPUs on 127.0.0.1") == 4, errors
         assert time.monotonic() - started < 60

@@ -1,10 +1,9 @@
-"""Engines in replicas of Serve behind one client, with Serve's handle replaced: calls are methods of this process."""
+"""Engines in replicas of Serve behind one client, without Serve."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -15,90 +14,24 @@ from typing import Any
 import echo_service
 import pytest
 from echo_service import Echo
+from relayed import MODEL, Handle, complete, ray_serve, replicas
 from waiting import wait_until_async
 
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
+from quire.deploy import replica_client
+from quire.deploy.replica_client import ReplicaLost, ServeReplicaClient
 from quire.errors import EngineDead, StartupError
-from quire.ipc.child_process import ChildProcess
-from quire.ipc.handshake import EngineInitMessage
-from quire.ipc.process_client import ProcessEngineClient
 from quire.ipc.replicas import ReplicatedEngineClient
-from quire.protocol.sampling_params import SamplingParams
-
-ray_serve = pytest.importorskip("quire.deploy.ray_serve", exc_type=ImportError)
-from quire.deploy.replica_client import ReplicaLost, ServeReplicaClient  # noqa: E402
-
-PROGRAM = str(Path(__file__).parents[1] / "echo_engine.py")
-MODEL = {"model": "echo", "revision": "None"}
-
-
-class Response:
-    """What a call returns: a task, or a stream."""
-
-    def __init__(self, work: Any) -> None:
-        self.is_stream = hasattr(work, "__anext__")
-        self.work = work if self.is_stream else asyncio.ensure_future(work)
-        self.next: asyncio.Task[bytes] | None = None
-
-    def __await__(self) -> Any:
-        return self.work.__await__()
-
-    def __aiter__(self) -> Response:
-        return self
-
-    async def __anext__(self) -> bytes:
-        self.next = asyncio.ensure_future(anext(self.work))
-        return await self.next
-
-    def cancel(self) -> None:
-        """Cancel the call."""
-        target = self.next if self.is_stream else self.work
-        if target is not None:
-            target.cancel()
-
-
-class Handle:
-    """A DeploymentHandle whose router is NamedReplicaRouter."""
-
-    def __init__(self, **replicas: Any) -> None:
-        self.replicas, self.draining = replicas, set[str]()
-        self.calls = list[str]()
-
-    def options(self, method_name: str, stream: bool = False) -> Any:
-        """Return a handle of a method."""
-        handle = self
-
-        class Method:
-            def remote(self, name: str, *args: Any) -> Response:
-                """Call the method of the named replica, or of any."""
-                handle.calls.append(method_name)
-                there = handle.replicas.keys() - handle.draining
-                at = name if name in there else min(there)
-                return Response(getattr(handle.replicas[at], method_name)(name, *args))
-
-        return Method()
-
 
 Work = Callable[[AsyncLLM, ReplicatedEngineClient, Handle], Awaitable[None]]
-
-
-def replicas(names: str, **built: Any) -> dict[str, Any]:
-    """Return replicas with an echo engine each, on the running loop."""
-    recipe = echo_service.built(Echo(**built), kv_tokens=4096, max_num_seqs=2).recipe
-    clients = [ProcessEngineClient(ChildProcess(1, ("-P", PROGRAM, json.dumps(recipe)))) for _ in names]
-    for client in clients:
-        client.send_init(EngineInitMessage(EngineConfig(), (), 60.0, False, logging.WARNING, True))
-    for client in clients:
-        client.wait_ready()
-    return {name: ray_serve.EngineReplica.over(name, client, MODEL) for name, client in zip(names, clients)}
 
 
 def served(work: Work, names: str = "ab", **built: Any) -> None:
     """Run a coroutine function with an AsyncLLM over replicas of these names, then end them."""
 
     async def run() -> None:
-        handle = Handle(**replicas(names, **built))
+        handle = Handle(**replicas(names, echo=built, max_num_seqs=2))
         clients = [await ServeReplicaClient.connect(handle, name) for name in names]
         client = ReplicatedEngineClient(clients, "prefix", elastic=True)
         model = echo_service.built(Echo(), kv_tokens=4096)
@@ -113,19 +46,11 @@ def served(work: Work, names: str = "ab", **built: Any) -> None:
     asyncio.run(run())
 
 
-async def complete(llm: AsyncLLM, prompt: list[int], tokens: int = 5) -> list[int]:
-    """Return the tokens of a request."""
-    found = list[int]()
-    async for output in await llm.submit(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0)):
-        found += output.tokens
-    return found
-
-
 def test_replicas_come_and_go() -> None:
     """A new one gets requests, one that is drained ends those that it has, and its index is used again."""
 
     async def work(llm: AsyncLLM, client: ReplicatedEngineClient, handle: Handle) -> None:
-        handle.replicas |= replicas("c", pause=0.01)
+        handle.replicas |= replicas("c", echo={"pause": 0.01}, max_num_seqs=2)
         third = await ServeReplicaClient.connect(handle, "c")
         assert client.take_in(third) == 2
         other = third.ready._replace(limits=third.ready.limits._replace(max_len=9))
@@ -141,7 +66,7 @@ def test_replicas_come_and_go() -> None:
         assert [len(tokens) for tokens in await asyncio.gather(*tasks)] == [40] * 12
         assert third.has_ended
         assert handle.calls.count("add") == 12
-        handle.replicas |= replicas("d")
+        handle.replicas |= replicas("d", max_num_seqs=2)
         assert client.take_in(await ServeReplicaClient.connect(handle, "d")) == 2
         assert len(await complete(llm, [5] * 20, 40)) == 40
         assert not client._requests
@@ -165,11 +90,34 @@ def test_an_engine_ends_and_its_requests_move() -> None:
         with pytest.raises(EngineDead):
             await handle.replicas["a"].check_health()
         await handle.replicas["b"].check_health()
-        assert json.loads(await handle.replicas["a"].describe()) == ["a", None]
+        assert json.loads(await handle.replicas["a"].describe()) == ["a", None, None]
         with pytest.raises(ReplicaLost):
             await ServeReplicaClient.connect(handle, "a")
 
     served(work, pause=0.01)
+
+
+def test_requests_of_a_replica_that_falls_silent_move_or_fail_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_client, "LOST_SECONDS", 1.0)
+    monkeypatch.setattr(ray_serve, "HEARTBEAT_SECONDS", 0.1)
+
+    async def work(llm: AsyncLLM, client: ReplicatedEngineClient, handle: Handle) -> None:
+        tasks = [asyncio.ensure_future(complete(llm, [i + 3], 60)) for i in range(8)]
+        await wait_until_async(
+            lambda: sum(sent.message is None for sent in client._requests.values()) == 4, "two of each engine run"
+        )
+        client.replicas[0]._stream.work = _nothing()
+        ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        failed = [str(end) for end in ends if isinstance(end, EngineDead)]
+        assert failed == ["replica 0 ended: its replica has not been heard of for 1 s"] * 2
+        assert sum(isinstance(end, list) and len(end) == 60 for end in ends) == 6
+
+    served(work, pause=0.05)
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    await asyncio.sleep(1000)
+    yield b""
 
 
 def test_a_request_that_its_caller_leaves_is_cancelled() -> None:

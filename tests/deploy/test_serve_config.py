@@ -15,7 +15,15 @@ from quire.cli import main
 from quire.config import EngineConfig
 from quire.deploy import run
 from quire.deploy.autoscaling import RoomPolicy
-from quire.deploy.serve_config import API, ENGINE, DeployOptions, deployment_options, replica_resources, serve_config
+from quire.deploy.serve_config import (
+    API,
+    ENGINE,
+    PREFILL,
+    DeployOptions,
+    deployment_options,
+    replica_resources,
+    serve_config,
+)
 from quire.errors import StartupError
 from quire.server.options import ServeOptions
 
@@ -53,6 +61,25 @@ def test_what_is_written_is_what_serve_reads(tmp_path: Path) -> None:
     assert (scaling["min_replicas"], scaling["max_replicas"]) == (2, 5)
     assert scaling["policy"]["policy_kwargs"] == {"target_waiting": 3.0, "max_num_seqs": 8}
     assert by_name[ENGINE].graceful_shutdown_timeout_s > 60
+
+
+@needs_serve
+def test_prefill_replicas_are_a_deployment_of_a_fixed_number(tmp_path: Path) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from quire.deploy.ray_serve import bind
+
+    config = written(tmp_path, "tiny", "--device", "cpu", "--min-replicas", "2", "--prefill-replicas", "3")
+    [application] = ServeDeploySchema.model_validate(config).applications
+    assert application.args == {"engine": {"model": "tiny", "device": "cpu"}, "serving": {}, "has_prefill": True}
+    by_name = {deployment.name: deployment for deployment in application.deployments}
+    assert by_name.keys() == {API, ENGINE, PREFILL}
+    assert by_name[PREFILL].num_replicas == 3
+    assert not isinstance(by_name[PREFILL].autoscaling_config, dict)
+    assert by_name[PREFILL].ray_actor_options == by_name[ENGINE].ray_actor_options
+    assert bind(application.args, {})
+    with pytest.raises(StartupError, match="args has engine, prefill"):
+        bind({"engine": {}, "prefill": 1}, {})
 
 
 @needs_serve
@@ -95,6 +122,10 @@ def test_resources() -> None:
         (("--min-replicas", "0"), "--min-replicas is 0"),
         (("--target-waiting", "-1"), "--target-waiting is -1"),
         (("--http-port", "70000"), "--http-port is 70000"),
+        (("--prefill-replicas", "-1"), "--prefill-replicas is -1"),
+        (("--prefill-replicas", "2", "--no-enable-prefix-caching"), "is 2, and prefix caching is off"),
+        (("--prefill-replicas", "1", "--tp", "2", "--write", "/dev/null"), "--prefill-replicas is 1, --tp is 2"),
+        (("--prefill-replicas", "1", "--swap-gib", "0"), "--prefill-replicas is 1, and --swap-gib is 0"),
         (("--executor", "ray", "--write", "/dev/null"), "--executor is ray, and Ray places the whole engine"),
         (("--write", "/none/serve.yaml"), "--write /none/serve.yaml can't be written: No such file or directory"),
         (("--ray-address", "nowhere"), "--ray-address is 'nowhere', which is not HOST:PORT"),

@@ -4,7 +4,7 @@ graphs, prompts whose sums are carried while they are computed, and both beside 
 from __future__ import annotations
 
 import json
-from functools import partial
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from quire import LLM, SamplingParams
 from quire.core.speculation import NgramIndex
 from quire.distributed import remote_runner
 from quire.distributed.device_exchange import NCCL_MIN_BYTES
+from quire.distributed.nccl_stage_links import VARIABLE as STAGE_NCCL_VARIABLE
+from quire.distributed.remote_runner import RemoteRunner
 from quire.models.named_configs import named_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -94,12 +96,38 @@ def test_two_stages_say_what_one_says(folder: Path, settings: dict[str, Any]) ->
     compared(generate_all(folder, **settings), generate_all(folder, pp=2, **settings), spared=0)
 
 
-def test_stages_on_two_nodes_say_what_one_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows go over TCP, by way of the CPU's memory."""
-    one = generate_all(folder)
-    nodes = partial(remote_runner.RemoteRunner, open_hosts=LocalNodes([range(1), range(1, 2)]))
-    monkeypatch.setattr(remote_runner, "RemoteRunner", nodes)
-    compared(one, generate_all(folder, pp=2), spared=0)
+class NodesOfTwoHosts(LocalNodes):
+    """Agents that NCCL takes for two hosts, so that it connects ranks that share a GPU: through its sockets, without
+    NVLink."""
+
+    def start_agent(self, number: int, host: str) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NCCL_HOSTID", f"node-{number}")
+            super().start_agent(number, host)
+
+
+@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}], ids=str)
+@pytest.mark.parametrize("over", ["NCCL", "TCP"])
+def test_stages_on_two_nodes_say_what_one_says(
+    folder: Path, over: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over TCP, rows go by way of the CPU's memory."""
+    one = generate_all(folder, **settings)
+    if over == "TCP":
+        monkeypatch.setenv(STAGE_NCCL_VARIABLE, "0")
+    runners: list[remote_runner.RemoteRunner] = []
+
+    def start(*args: Any, **kwargs: Any) -> remote_runner.RemoteRunner:
+        nodes = NodesOfTwoHosts([range(1), range(1, 2)])
+        runners.append(RemoteRunner(*args, **{**kwargs, "open_hosts": nodes}))
+        return runners[-1]
+
+    monkeypatch.setattr(remote_runner, "RemoteRunner", start)
+    begin = time.perf_counter()
+    two = generate_all(folder, pp=2, **settings)
+    print(f"over {over}, {settings}: {time.perf_counter() - begin:.1f} s with the start")
+    compared(one, two, spared=0)
+    assert any(notice.startswith(f"rows between nodes go over {over}") for notice in runners[0].notices)
 
 
 DRAFT_MODEL: dict[str, Any] = {"num_speculative_tokens": 3, "adaptive_speculation": False}

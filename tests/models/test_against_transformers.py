@@ -39,6 +39,17 @@ LONGROPE = {
     "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.2, 2.0, 3.0, 5.0],
     "original_max_position_embeddings": 16, "rope_theta": 10000.0,
 }  # fmt: skip
+MIXTRAL = {**LLAMA, "num_local_experts": 4}
+QWEN_MOE = {**LLAMA, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+QWEN2_MOE = {**QWEN_MOE, "shared_expert_intermediate_size": 28}
+PHI4 = {
+    **LLAMA, "hidden_size": 96, "num_attention_heads": 6, "pad_token_id": None, "tie_word_embeddings": True,
+    "partial_rotary_factor": 0.75, "original_max_position_embeddings": 16, "sliding_window": 128,
+    "rope_scaling": {
+        "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+        "long_factor": [1.2, 1.5, 2.0, 3.0, 4.0, 5.0],
+    },
+}  # fmt: skip
 LANGUAGE = "model.language_model."
 YARN_GEMMA = {"rope_theta": 300.0, **YARN}
 ROPES = {
@@ -90,12 +101,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Olmo2",
         {**rope(**YARN), "pad_token_id": None, "attention_bias": True, "tie_word_embeddings": True},
     ),
+    "mixtral": ("Mixtral", MIXTRAL),
+    "mixtral, window, one expert a token": ("Mixtral", {**MIXTRAL, "sliding_window": 5, "num_experts_per_tok": 1}),
+    "qwen2_moe": ("Qwen2_Moe", QWEN2_MOE),
+    "qwen2_moe, dense layers, normalised": (
+        "Qwen2_Moe",
+        {**QWEN2_MOE, "mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False, "hidden_act": "gelu"},
+    ),
+    "qwen2_moe, windows": ("Qwen2_Moe", {**QWEN2_MOE, **QWEN_WINDOW, "layer_types": TYPES}),
+    "qwen3_moe": ("Qwen3_Moe", {**QWEN_MOE, "head_dim": 16}),
+    "qwen3_moe, every second layer, normalised, window": (
+        "Qwen3_Moe",
+        {**QWEN_MOE, "decoder_sparse_step": 2, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "qwen3_moe, biased, tied": ("Qwen3_Moe", {**QWEN_MOE, "attention_bias": True, "tie_word_embeddings": True}),
     "phi3": ("Phi3", {**LLAMA, "pad_token_id": None}),
     "phi3, window, tied": ("Phi3", {**LLAMA, "pad_token_id": None, "sliding_window": 5, "tie_word_embeddings": True}),
     "phi3, longrope": (
         "Phi3",
         {**LLAMA, "pad_token_id": None, "original_max_position_embeddings": 16, "rope_parameters": LONGROPE},
     ),
+    "phi3, as Phi-4-mini": ("Phi3", PHI4),
     "gemma2": ("Gemma2", GEMMA2),
     "gemma2, bounds as published": ("Gemma2", {**GEMMA, "num_hidden_layers": 4}),
     "gemma2, no bounds": ("Gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
@@ -149,6 +175,8 @@ def test_every_declared_family_has_a_case() -> None:
     elsewhere = {
         "InternLM2ForCausalLM",
         "MiMoForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3MoeForCausalLM",
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
         "GPT2LMHeadModel",

@@ -189,6 +189,19 @@ OPTIONS["jamba-52b"] = [
     ({"sliding_window": 8}, "sliding_window=8"),
     ({"mamba_inner_layernorms": False}, "mamba_inner_layernorms=False"),
 ]
+OPTIONS["qwen3-30b-a3b"] = [
+    ({"num_experts": 2000}, "num_experts in config.json must be an integer from 1 to 1024, got 2000"),
+    ({"num_experts_per_tok": 129}, "num_experts_per_tok in config.json must be an integer from 1 to 128, got 129"),
+    ({"mlp_only_layers": [48]}, r"mlp_only_layers in config.json is \[48\]. It must list layers from 0 to 47"),
+    ({"decoder_sparse_step": 0}, "decoder_sparse_step in config.json must be an integer from 1 to .*, got 0"),
+    ({"moe_intermediate_size": "768"}, "moe_intermediate_size in config.json must be an integer .*, got '768'"),
+    ({"norm_topk_prob": 1}, "norm_topk_prob in config.json must be true or false, got 1"),
+    ({"architectures": ["Qwen2MoeForCausalLM"], "use_sliding_window": True}, "use_sliding_window=True"),
+]
+OPTIONS["mixtral-8x7b"] = [
+    ({"num_local_experts": 0}, "num_local_experts in config.json must be an integer from 1 to 1024, got 0"),
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok in config.json must be an integer from 1 to 8, got 9"),
+]
 OPTIONS["mamba-2.8b"] = [
     ({"state_size": 0}, "state_size in config.json must be an integer from 1 to 256, got 0"),
     ({"conv_kernel": 17}, "conv_kernel in config.json must be an integer from 2 to 16, got 17"),
@@ -221,6 +234,27 @@ def test_options_that_are_not_implemented_are_refused_by_name(name: str, change:
     config = {**named_config(name), **change}
     with pytest.raises(StartupError, match=words):
         resolve_model_class(config)(config, torch.float32, torch.device("meta"))
+
+
+def test_phi_4_mini() -> None:
+    """By the keys of its config.json: three quarters of a head are rotated, and its window exceeds every sequence."""
+    factors = {"short_factor": [1.0] * 48, "long_factor": [1.0 + i for i in range(48)]}
+    config = {
+        "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "full_attn_mod": 1, "hidden_act": "silu",
+        "hidden_size": 3072, "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3", "num_attention_heads": 24,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75, "rms_norm_eps": 1e-5, "rope_scaling": {"type": "longrope", **factors},
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064,
+        "eos_token_id": 199999,
+    }  # fmt: skip
+    model = read_model_config(config)
+    [rope] = model.ropes
+    assert (rope.kind, rope.rotary_dim(128), rope.original_max_len, model.max_len) == ("longrope", 96, 4096, 131072)
+    assert {layer.window for layer in model.layers} == {None}
+    assert model.parameters == 3_836_021_760
+    with pytest.raises(StartupError, match=r"have 47 numbers\. They must have 48"):
+        read_model_config({**config, "rope_scaling": {"type": "longrope", **{k: [1.0] * 47 for k in factors}}})
 
 
 def test_end_tokens() -> None:
@@ -327,6 +361,19 @@ def test_ropes_of_two_types_in_older_configs_and_in_newer_ones() -> None:
     bare = {key: value for key, value in new.items() if key != "rope_parameters"}
     theirs = transformers.Gemma3TextConfig().rope_parameters
     assert {rope.theta for rope in read_model_config(bare).ropes} == {rope["rope_theta"] for rope in theirs.values()}
+
+
+def test_models_of_experts() -> None:
+    """Qwen3-30B-A3B: 30.5 billion weights, of which a token uses 3.3; Mixtral 8x7B: 46.7, and 12.9."""
+    for name, total, active, experts in (
+        ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704, 48 * 128 * 3 * 2048 * 768),
+        ("mixtral-8x7b", 46_702_792_704, 12_879_925_248, 32 * 8 * 3 * 4096 * 14336),
+    ):
+        spec = read_spec(named_config(name))
+        assert (spec.parameters, spec.expert_parameters) == (total, experts)
+        assert spec.parameters - experts + experts * spec.active_experts // spec.experts == active
+    with pytest.raises(StartupError, match=r"moe_intermediate_size 768\. Use 1, 2, 4, 8, 16 or 32"):
+        read_spec(named_config("qwen3-30b-a3b"), Shard(0, 5))
 
 
 def test_layers_of_jamba() -> None:

@@ -12,7 +12,19 @@ import pytest
 import torch
 import transformers
 from dense_context import DenseContext
-from test_against_transformers import CASES, GEMMA, LLAMA, LONGROPE, reference, rope, run
+from test_against_transformers import (
+    CASES,
+    GEMMA,
+    LLAMA,
+    LONGROPE,
+    MIXTRAL,
+    PHI4,
+    QWEN2_MOE,
+    QWEN_MOE,
+    reference,
+    rope,
+    run,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import StartupError
@@ -29,6 +41,10 @@ GEMMA2 = {**GEMMA, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.7, "
 GEMMA3 = {**GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 7, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}  # fmt: skip
+
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+EXPERTS = {"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 20}
 
 
 def divisors() -> list[float]:
@@ -51,11 +67,20 @@ FILES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "mistral": ("llama", "Mistral", {**LLAMA, "sliding_window": 5}, {"attention__sliding_window": 5}),
     "qwen2": ("qwen2", "Qwen2", LLAMA, {}),
     "qwen3": ("qwen3", "Qwen3", {**LLAMA, "head_dim": 16}, {}),
+    "mixtral": ("llama", "Mixtral", {**MIXTRAL, "rope_parameters": ROPE}, {"expert_count": 4, "expert_used_count": 2}),
+    "mixtral, window": ("llama", "Mixtral", {**MIXTRAL, "sliding_window": 5, "rope_parameters": ROPE},
+                        {"expert_count": 4, "expert_used_count": 2, "attention__sliding_window": 5}),
+    "qwen2moe": ("qwen2moe", "Qwen2_Moe", QWEN2_MOE, {**EXPERTS, "expert_shared_feed_forward_length": 28}),
+    "qwen3moe": ("qwen3moe", "Qwen3_Moe", {**QWEN_MOE, "head_dim": 16, "norm_topk_prob": True}, EXPERTS),
     "phi3": ("phi3", "Phi3", PHI, {"attention__sliding_window": 64}),
     "phi3, window": ("phi3", "Phi3", {**PHI, "sliding_window": 5}, {"attention__sliding_window": 5}),
     "phi3, longrope": ("phi3", "Phi3", PHI_LONG, {"rope_factors_short": LONGROPE["short_factor"],
                        "rope_factors_long": LONGROPE["long_factor"], "rope__scaling__original_context_length": 16,
                        "rope__scaling__attn_factor": float((1 + np.log(4) / np.log(16)) ** 0.5)}),
+    "phi3, as Phi-4-mini": ("phi3", "Phi3", {**PHI4, "pad_token_id": 0}, {
+        "rope_factors_short": PHI4["rope_scaling"]["short_factor"], "rope__dimension_count": 12,
+        "rope_factors_long": PHI4["rope_scaling"]["long_factor"], "rope__scaling__original_context_length": 16,
+        "rope__scaling__attn_factor": float((1 + np.log(4) / np.log(16)) ** 0.5), "attention__sliding_window": 128}),
     "gemma2": ("gemma2", "Gemma2", GEMMA2, {"attention__sliding_window": 5, "attn_logit_softcapping": 0.7,
                                             "final_logit_softcapping": 1.5}),
     "gemma3": ("gemma3", "Gemma3_text", GEMMA3, {"attention__sliding_window": 5, "rope__freq_base": 5000.0,
@@ -135,7 +160,9 @@ def test_tensors_that_do_not_fit(change: Any, message: str, tmp_path: Path, monk
         ({"attention__head_count": 3}, "can't|divide|multiple"),
         ({"attention__value_length": 4}, "attention.value_length=4"),
         ({"rope__dimension_count": 4}, "rope.dimension_count=4"),
-        ({"expert_count": 8}, "expert_count=8"),
+        ({"arch": "qwen2", "expert_count": 8}, "expert_count=8"),
+        ({"expert_count": 8}, "has no expert_used_count"),
+        ({"expert_count": 8, "expert_used_count": 9}, "num_experts_per_tok"),
         ({"rope__scaling__type": "weird", "rope__scaling__factor": 2.0}, "rope.scaling.type in .* is 'weird'"),
         ({"attention__layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon"),
         ({"feed_forward_length": [48, 48, 48]}, "feed_forward_length"),
@@ -143,8 +170,7 @@ def test_tensors_that_do_not_fit(change: Any, message: str, tmp_path: Path, monk
 )
 def test_settings_that_are_not_supported(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
     reference("Llama", LLAMA, tmp_path)
-    path = gguf_files.convert(tmp_path, "llama", tmp_path / "model.gguf", **metadata)
-    file = read_gguf(path)
+    file = read_gguf(gguf_files.convert(tmp_path, path=tmp_path / "model.gguf", **{"arch": "llama", **metadata}))
     if arch := file.metadata.pop("llama.general.architecture", None):
         file.metadata["general.architecture"] = arch
     with pytest.raises(StartupError, match=message):

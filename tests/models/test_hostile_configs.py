@@ -40,6 +40,9 @@ MORE = {
     "quantization_config": None, "eos_token_id": [1], "head_dim": 64, "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 64, "final_logit_softcapping": 30.0, "use_bidirectional_attention": False,
     "hidden_activation": "gelu", "no_rope_layers": [1, 0] * 40, "no_rope_layer_interval": 2,
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
+    "mlp_only_layers": [0], "moe_intermediate_size": 8, "norm_topk_prob": True, "qkv_bias": True,
+    "shared_expert_intermediate_size": 8,
 }  # fmt: skip
 
 

@@ -178,6 +178,13 @@ BUGS: dict[str, Bug] = {
         "tests/distributed/test_caches.py::test_a_folder_that_others_can_write_is_left_alone[link]",
         r"\{'TRITON_CACHE_DIR': .* == \{\}",
     ),
+    "pages that were released while they were sent are used": bug(
+        "deploy/page_transfer.py",
+        "is_whole = handover is not None and self._handovers.get(number) is handover",
+        "is_whole = handover is not None",
+        "tests/deploy/test_page_transfer.py::test_pages_that_were_released_meanwhile_are_not_used",
+        r"assert \[\[.*\] == \[\[",
+    ),
     "an agent without the token is admitted": bug(
         "distributed/secure_channel.py",
         'if not hmac.compare_digest(token.encode(errors="surrogatepass"), self.token.encode()):',

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_tokenizer import TEXTS
-from tokenizers import pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 
 from quire.errors import StartupError
 from quire.text.gguf_tokenizer import PRE_TOKENIZERS, template_of, tokenizer_of
@@ -103,6 +103,14 @@ def test_words(pre: str) -> None:
     tokenizer = read({"tokens": list(vocab), "merges": merges, "pre": pre})
     found = [tokenizer.token_bytes(id).decode() for id in tokenizer.encode(text)]
     assert found == CUT[pre]
+
+
+def test_words_of_gpt_4o() -> None:
+    """Endings belong to their words, and a word begins where the case changes."""
+    [pattern] = PRE_TOKENIZERS["gpt-4o"].patterns
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    found = [word for word, _ in split.pre_tokenize_str("I'll 1234²\n\n  don't I'LL aBc/\n")]
+    assert found == ["I'll", " ", "123", "4²", "\n\n", " ", " don't", " I'LL", " a", "Bc", "/\n"]
 
 
 def test_the_beginning_and_the_end(folders: dict[str, Path]) -> None:

@@ -5,6 +5,7 @@ exactly."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,12 @@ COMMON: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 144, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     "tie_word_embeddings": False,
 }  # fmt: skip
+QWEN_MOE = {**COMMON, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "max_position_embeddings": 128, "num_experts": 3, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 80}  # fmt: skip
 MIXED: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {**QWEN_MOE, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
+    "qwen3_moe": {**QWEN_MOE, "head_dim": 48},
     "jamba": {**COMMON, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 48,
               "num_key_value_heads": 2, "max_position_embeddings": 128, "num_experts": 3, "attn_layer_period": 3,
               "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 16, "use_mamba_kernels": False},
@@ -58,9 +64,16 @@ IN_FP8 = {
     "jamba": {
         *(f"layers.{i}.mamba.{name}.weight" for i in (0, 2, 3) for name in ("in_proj", "out")),
         *(f"layers.1.attention.{name}.weight" for name in ("qkv", "out")),
-        *(f"layers.{i}.experts.{name}" for i in (1, 3) for name in ("gate_up", "down")),
+        *(f"layers.{i}.experts.{name}.weight" for i in (1, 3) for name in ("gate_up", "down")),
         *(f"layers.{i}.mlp.{name}.weight" for i in (0, 2) for name in ("gate_up", "down")),
     },
+    "qwen2_moe": {
+        *(f"layers.{i}.attention.{name}.weight" for i in (0, 1) for name in ("qkv", "out")),
+        *(f"layers.{part}.{name}.weight" for part in ("0.mlp", "1.experts", "1.experts.shared")
+          for name in ("gate_up", "down")),
+    },
+    "qwen3_moe": {f"layers.{i}.{name}.weight" for i in (0, 1)
+                  for name in ("attention.qkv", "attention.out", "experts.gate_up", "experts.down")},
     "llama": {f"layers.{i}.{name}.weight" for i in (0, 1)
               for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")},
     **{family: {f"layers.{i}.mamba.{name}.weight" for i in (0, 1) for name in ("in_proj", "out")}
@@ -70,6 +83,7 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 FBGEMM = {"quant_method": "fbgemm_fp8"}
 Tensors = dict[str, Tensor]
 Q = "model.layers.1.self_attn.q_proj.weight"
+ROUTER = r"\.(router|gate|shared_expert_gate)"
 EXPERT = "model.layers.1.feed_forward.experts.2.up_proj.weight"
 
 
@@ -103,6 +117,10 @@ def blown_up(scale: Tensor, shape: torch.Size) -> Tensor:
 
 def proj(name: str) -> bool:
     return "_proj.weight" in name
+
+
+def is_router(name: str) -> bool:
+    return re.search(rf"{ROUTER}\.weight$", name) is not None
 
 
 def publish(folder: Path, said: dict[str, Any], kind: str, quantise: Callable[[str], bool] = proj) -> Tensors:
@@ -169,9 +187,9 @@ def test_published_checkpoints(said: dict[str, Any], kind: str, routers: bool, f
     save(tmp_path, family)
     if not routers:
         names = "ignore" if said["quant_method"] == "compressed-tensors" else "modules_to_not_convert"
-        said = {**said, names: [*said.get(names, []), "re:.*router"]}
+        said = {**said, names: [*said.get(names, []), f"re:.*{ROUTER}$"]}
     plain_config = json.loads((tmp_path / "config.json").read_text())
-    meant = publish(tmp_path, said, kind, lambda name: proj(name) or (routers and "router" in name))
+    meant = publish(tmp_path, said, kind, lambda name: proj(name) or (routers and is_router(name)))
     plain, kept = loaded(tmp_path), loaded(tmp_path, in_fp8=True)
     assert set(scales_of(kept)) == IN_FP8[family]
     assert not scales_of(plain)
@@ -182,7 +200,7 @@ def test_published_checkpoints(said: dict[str, Any], kind: str, routers: bool, f
     if family == "jamba":
         parts = [f"experts.{expert}.{x}_proj.weight" for expert in range(3) for x in ("gate", "up")]
         gate_up = torch.cat([meant[f"model.layers.1.feed_forward.{part}"] for part in parts])
-        assert torch.equal(plain.layers[1].experts.gate_up, gate_up)
+        assert torch.equal(plain.layers[1].experts.gate_up.weight, gate_up)
         assert torch.equal(plain.layers[2].mamba.x_proj.weight, meant["model.layers.2.mamba.x_proj.weight"])
     other = tmp_path / "meant"
     other.mkdir()
@@ -252,7 +270,7 @@ def test_rounding_while_loading(family: str, dtype: torch.dtype, tmp_path: Path)
         for expert in range(3):
             numbers, scale = fp8.quantize(stored[f"layers.3.feed_forward.experts.{expert}.down_proj.weight"])
             rows = slice(expert * 144, (expert + 1) * 144)
-            assert torch.equal(found["layers.3.experts.down"][rows], numbers.float() * scale[:, None])
+            assert torch.equal(found["layers.3.experts.down.weight"][rows], numbers.float() * scale[:, None])
 
 
 QK = "model.layers.0.self_attn.k_proj.weight"
@@ -263,7 +281,8 @@ QK = "model.layers.0.self_attn.k_proj.weight"
     [
         ("llama", ["re:.*layers\\.0\\.self_attn\\.k_proj", "model.layers.1.mlp.down_proj"],
          [QK, "model.layers.1.mlp.down_proj.weight"], {"layers.0.attention.qkv.weight", "layers.1.mlp.down.weight"}),
-        ("jamba", ["lm_head", EXPERT.removesuffix(".weight"), "re:.*router"], [EXPERT], {"layers.1.experts.gate_up"}),
+        ("jamba", ["lm_head", EXPERT.removesuffix(".weight"), "re:.*router"], [EXPERT],
+         {"layers.1.experts.gate_up.weight"}),
     ],
 )  # fmt: skip
 def test_what_is_kept_stays(family: str, ignore: list[str], plain: list[str], left: set[str], tmp_path: Path) -> None:
@@ -284,7 +303,7 @@ def test_what_is_kept_stays(family: str, ignore: list[str], plain: list[str], le
         qkv = torch.cat([published[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv"])
         assert torch.equal(kept.layers[0].attention.qkv.weight, qkv)
     else:
-        assert torch.equal(kept.layers[1].experts.gate_up[-176:], published[EXPERT])
+        assert torch.equal(kept.layers[1].experts.gate_up.weight[-176:], published[EXPERT])
 
 
 SCALE = f"{Q}_scale"

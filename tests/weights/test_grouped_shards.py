@@ -61,7 +61,7 @@ def test_experts(said: dict[str, Any], tmp_path: Path) -> None:
     [name] = [name for name in meant if "layers.1." in name and "experts.1.down_proj" in name]
     for shard, own in zip(shards, (slice(48), slice(48, 96))):
         experts = [module for module in shard.modules() if isinstance(module, SparseMLP)][1]
-        found = experts.down.view(-1, 64, 48)[1]
+        found = experts.down.weight.view(-1, 64, 48)[1]
         torch.testing.assert_close(found, meant[name].float()[:, own], rtol=1e-6, atol=1e-7)
 
 

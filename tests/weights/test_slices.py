@@ -56,6 +56,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {**named_config("gpt2"), **GPT2},
     "jamba": {**named_config("jamba-52b"), **KEYS, "num_hidden_layers": 4, "num_experts": 4, "attn_layer_period": 3,
               "attn_layer_offset": 1, "mamba_proj_bias": True},
+    "qwen2_moe": {**named_config("qwen3-30b-a3b"), **KEYS, "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4,
+                  "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+                  "mlp_only_layers": [1]},
     "mamba": {**named_config("mamba-2.8b"), "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 331},
 }  # fmt: skip
 

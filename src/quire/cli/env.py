@@ -21,7 +21,7 @@ CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", 
                 "bf16", "sve")  # fmt: skip
 VARIABLES = (
     "HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "QUIRE_CPU_KERNELS", "QUIRE_SHARE_GPU",
-    "TRITON_CACHE_DIR",
+    "QUIRE_STAGE_NCCL", "TRITON_CACHE_DIR",
 )  # fmt: skip
 
 

@@ -10,14 +10,14 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from quire.distributed.ray_driver import first_line
-from quire.errors import EngineDead, Overloaded, StartupError
+from quire.deploy.page_transfer import write_sources
+from quire.errors import EngineDead, Overloaded, StartupError, first_line
 from quire.ipc import frames
-from quire.ipc.handshake import read_heartbeat, read_ready
+from quire.ipc.handshake import read_first_frames, read_heartbeat
 from quire.ipc.heartbeat import Health
 from quire.ipc.messages import (
     AbortRequests,
@@ -27,7 +27,11 @@ from quire.ipc.messages import (
     EngineMessage,
     EngineMetrics,
     EngineReady,
+    HandOver,
     HandoverCounts,
+    ImportPages,
+    PageImport,
+    PageSource,
     QueueSizes,
     Reply,
     StepOutputs,
@@ -35,6 +39,7 @@ from quire.ipc.messages import (
 from quire.protocol.columns import WireError
 
 SILENCE_SECONDS = 5.0  # seconds without a frame after which a replica gets no requests; it sends one every second
+LOST_SECONDS = 20.0  # seconds without a frame after which its requests move or fail; Ray may need a minute
 CONNECT_SECONDS = 30.0  # seconds for the first frame
 RETRY_AFTER = 1  # seconds
 log = logging.getLogger("quire.deploy")
@@ -45,29 +50,31 @@ class ReplicaLost(Exception):
 
 
 class PendingCall:
-    """A call with the `numbers` of its requests that have not ended. `key` is that of its AddRequests."""
+    """A call with the `numbers` of its requests that have not ended. `key` is that of its AddRequests, `imports` are
+    the keys of its imports."""
 
-    def __init__(self, response: Any, message: AddRequests) -> None:
-        self.response, self.key = response, message.key
+    def __init__(self, response: Any, message: AddRequests, imports: Sequence[PageImport]) -> None:
+        self.response, self.key, self.imports = response, message.key, [one.key for one in imports]
         self.numbers = {request.number for request in message.requests}
         self.is_aborted = False
 
 
 class ServeReplicaClient:
     """A connection to the engine of the replica `name`, over `handle`, a DeploymentHandle of
-    quire.deploy.ray_serve.EngineReplica. Made by `connect`."""
+    quire.deploy.ray_serve.EngineReplica. `page_source` is where others fetch pages, of a prefill replica. Made by
+    `connect`."""
 
     is_in_process, engine, handover_counts = False, None, HandoverCounts()
     ready: EngineReady
     metrics: EngineMetrics
 
-    def __init__(self, handle: Any, name: str) -> None:
-        self.name, self._handle = name, handle
+    def __init__(self, handle: Any, name: str, page_source: PageSource | None = None) -> None:
+        self.name, self.handle, self.page_source = name, handle, page_source
         self._stream: Any = handle.options(method_name="connect", stream=True).remote(name)
         self._frames, self._heard = frames.FrameCodec(), time.monotonic()
         self._health = Health(True, False, self._heard, "")
         self.queue_sizes = QueueSizes()
-        self._early: list[frames.Frame] = []  # received together with the first
+        self._early_frames: list[frames.Frame] = []  # received together with the first
         self._clock_offset = math.inf  # seconds from the engine's monotonic clock to this one, and the shortest delay
         self._calls = dict[int, PendingCall]()  # by number of a request
         self._unanswered = set[int]()  # keys of AddRequests
@@ -77,17 +84,14 @@ class ServeReplicaClient:
         self._receive: Callable[[EngineMessage], None]
 
     @classmethod
-    async def connect(cls, handle: Any, name: str) -> ServeReplicaClient:
+    async def connect(cls, handle: Any, name: str, page_source: PageSource | None = None) -> ServeReplicaClient:
         """Return a connection that is ready. Raise ReplicaLost if the replica does not answer."""
-        self = cls(handle, name)
+        self = cls(handle, name, page_source)
         received: list[frames.Frame] = []
         try:
             while not received:
                 received += self._frames.decode(await asyncio.wait_for(anext(self._stream), CONNECT_SECONDS))
-            frame, *self._early = received
-            if frame.kind != frames.READY:
-                raise WireError("kind", f"{frame.kind} before READY")
-            self.ready = read_ready(frame.body)
+            self.ready, self._early_frames = read_first_frames(received)
         except Exception as error:
             self._stream.cancel()
             raise ReplicaLost(f"replica {name} can't be reached: {first_line(error)}") from error
@@ -97,9 +101,9 @@ class ServeReplicaClient:
     def start(self, receive: Callable[[EngineMessage], None]) -> None:
         """Pass the engine's messages to `receive`."""
         self._receive = receive
-        for frame in self._early:
+        for frame in self._early_frames:
             self._handle_frame(frame)
-        self._early.clear()
+        self._early_frames.clear()
 
     def attach_event_loop(self) -> None:
         """Read the stream, unless that is done already."""
@@ -108,13 +112,24 @@ class ServeReplicaClient:
 
     def send(self, message: ClientMessage) -> bool:
         """Send a message, from any thread. Return False if the engine takes no more."""
-        if self._ended or (self._draining and isinstance(message, AddRequests)):
+        if isinstance(message, AddRequests):
+            return self.add_requests(message, ())
+        if not self._ended:
+            self._run_on_loop(self._send, message)
+        return not self._ended
+
+    def add_requests(self, message: AddRequests, imports: Sequence[PageImport]) -> bool:
+        """Send requests with the pages that they need, from any thread. Return False if the engine takes no more."""
+        if self._ended or self._draining:
             return False
-        if asyncio._get_running_loop() is self._loop:
-            self._send(message)
-        else:
-            self._loop.call_soon_threadsafe(self._send, message)
+        self._run_on_loop(self._call, message, imports)
         return True
+
+    def _run_on_loop(self, function: Callable[..., None], *args: Any) -> None:
+        if asyncio._get_running_loop() is self._loop:
+            function(*args)
+        else:
+            self._loop.call_soon_threadsafe(function, *args)
 
     def forget(self, number: int) -> int:
         """Cancel the call of a request that has ended for its caller but not for the engine."""
@@ -183,14 +198,20 @@ class ServeReplicaClient:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _call(self, message: AddRequests, imports: Sequence[PageImport]) -> None:
+        """Begin a call for requests. It carries the imports, since another call could come after this one."""
+        codec, sources = frames.FrameCodec(), write_sources(imports) if imports else b""
+        messages: list[ClientMessage] = [*(ImportPages(one.key, one.handover.pages) for one in imports), message]
+        data = b"".join(codec.encode(*frames.write_client_message(one)) for one in messages)
+        response = self.handle.options(method_name="add").remote(self.name, data, sources)
+        call = PendingCall(response, message, imports)
+        self._calls.update(dict.fromkeys(call.numbers, call))
+        self._unanswered.add(call.key)
+        self._begin(self._wait(call))
+
     def _send(self, message: ClientMessage) -> None:
         frame = frames.FrameCodec().encode(*frames.write_client_message(message))
-        if isinstance(message, AddRequests):
-            call = PendingCall(self._handle.options(method_name="add").remote(self.name, frame), message)
-            self._calls.update(dict.fromkeys(call.numbers, call))
-            self._unanswered.add(call.key)
-            self._begin(self._wait(call))
-        elif isinstance(message, AbortRequests):
+        if isinstance(message, AbortRequests):
             self._abort(set(self._calls if message.numbers is None else message.numbers), frame)
         else:
             self._begin(self._post(frame))
@@ -210,7 +231,7 @@ class ServeReplicaClient:
     async def _post(self, frame: bytes) -> None:
         """Send a frame. If the replica is gone, the end of the stream reports it."""
         with suppress(Exception):
-            await self._handle.options(method_name="send").remote(self.name, frame)
+            await self.handle.options(method_name="send").remote(self.name, frame)
 
     async def _wait(self, call: PendingCall) -> None:
         """Wait for the end of a call. If the replica did not take its requests, they are refused."""
@@ -219,6 +240,8 @@ class ServeReplicaClient:
             taken = await call.response
         if taken or self._ended or call.key not in self._unanswered:
             return
+        for key in call.imports:  # one may have a reply already, or get one later, which is ignored
+            self._deliver(Reply(key, value=0))
         if call.is_aborted:
             self._deliver(Reply(call.key, EngineDead("the request was aborted")))
         else:
@@ -228,11 +251,16 @@ class ServeReplicaClient:
         """Handle what the replica sends, until it ends."""
         error: EngineDead
         try:
-            async for chunk in stream:
+            while True:
+                async with asyncio.timeout(LOST_SECONDS):
+                    chunk = await anext(stream)
                 self._heard = time.monotonic()
                 for frame in self._frames.decode(chunk):
                     self._handle_frame(frame)
+        except StopAsyncIteration:
             error = EngineDead("its replica has left")
+        except TimeoutError:
+            error = EngineDead(f"its replica has not been heard of for {LOST_SECONDS:g} s")
         except WireError as wrong:
             error = EngineDead(f"its replica sent what is no frame: {wrong}")
         except Exception as failure:
@@ -257,6 +285,8 @@ class ServeReplicaClient:
             for number, output in message.outputs:
                 if output.done:
                     self._pop_call(number)
+        elif isinstance(message, HandOver):
+            self._pop_call(message.number)
         elif isinstance(message, Reply):
             self._unanswered.discard(message.key)
             if message.error is not None:

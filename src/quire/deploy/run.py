@@ -21,6 +21,7 @@ from quire.deploy.serve_config import (
     APPLICATION,
     DeployOptions,
     application_args,
+    check_deployment,
     deployment_options,
     http_settings,
     replica_resources,
@@ -29,12 +30,11 @@ from quire.distributed.ray_address import resolve_ray_address
 from quire.distributed.ray_driver import (
     QUIET,
     describe_nodes,
-    first_line,
     import_ray,
     set_cluster_environment,
     start_cluster,
 )
-from quire.errors import StartupError
+from quire.errors import StartupError, first_line
 from quire.server.api_server import server_url
 from quire.server.options import KEY_VARIABLE, ServeOptions
 
@@ -49,6 +49,7 @@ INSTALL = "pip install 'quire[ray-serve]'"
 def run(config: EngineConfig, serving: ServeOptions, options: DeployOptions, print_line: Callable[[str], None]) -> int:
     """Run the application until SIGTERM or Ctrl-C. Return the exit status. Raise StartupError if it can't start."""
     start, stop = time.perf_counter(), threading.Event()
+    check_deployment(config, options)
     address = resolve_ray_address(config.ray_address)
     if not address:
         set_cluster_environment()
@@ -65,7 +66,7 @@ def run(config: EngineConfig, serving: ServeOptions, options: DeployOptions, pri
         http = http_settings(options)
         serve.start(**http)
         undo.callback(serve.delete, APPLICATION)
-        args = application_args(config, serving)
+        args = application_args(config, serving, options)
         app = import_module("quire.deploy.ray_serve").bind(args, deployment_options(config, serving, options))
         try:
             serve.run(app, name=APPLICATION, route_prefix="/")
@@ -131,7 +132,9 @@ def check_room(ray: Any, config: EngineConfig, options: DeployOptions) -> None:
     """Raise StartupError if Ray has no room for the fewest replicas within PLACEMENT_SECONDS."""
     needs = replica_resources(config)
     each = {name: amount for name, amount in (("CPU", needs["num_cpus"]), ("GPU", needs["num_gpus"])) if amount}
-    group = ray.util.placement_group([each] * options.min_replicas, strategy="PACK")
+    count = options.min_replicas + options.prefill_replicas
+    flags = "--min-replicas or --prefill-replicas" if options.prefill_replicas else "--min-replicas"
+    group = ray.util.placement_group([each] * count, strategy="PACK")
     end = time.monotonic() + PLACEMENT_SECONDS - 2 * POLL_SECONDS
     try:
         while not group.wait(POLL_SECONDS):
@@ -139,9 +142,9 @@ def check_room(ray: Any, config: EngineConfig, options: DeployOptions) -> None:
                 wanted = " and ".join(f"{amount:g} {name}s" for name, amount in each.items())
                 free = " and ".join(f"{ray.available_resources().get(name, 0):g} {name}s" for name in ("CPU", "GPU"))
                 raise StartupError(
-                    f"Ray has no room for {options.min_replicas} replicas of {wanted} each within "
+                    f"Ray has no room for {count} replicas of {wanted} each within "
                     f"{PLACEMENT_SECONDS:g} s: there are {describe_nodes(ray)}; free are {free}",
-                    "Add nodes, or use fewer replicas (--min-replicas), --threads or --tp",
+                    f"Add nodes, or use fewer replicas ({flags}), --threads or --tp",
                 )
     finally:
         with suppress(Exception):

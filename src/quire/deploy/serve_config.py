@@ -7,9 +7,9 @@ from typing import Any
 
 from quire.config import DEFAULT_BATCH_LIMITS, EngineConfig, advanced, check_settings, setting
 from quire.errors import StartupError
-from quire.server.options import ServeOptions
+from quire.server.options import ServeOptions, check_handover_settings
 
-APPLICATION, ENGINE, API = "quire", "engine", "api"  # names of the application and of its deployments
+APPLICATION, ENGINE, PREFILL, API = "quire", "engine", "prefill", "api"  # names of it and of its deployments
 IMPORT_PATH = "quire.deploy.ray_serve:build_app"
 POLICY = "quire.deploy.autoscaling:RoomPolicy"
 MAX_CALLS = 100_000  # of a replica at once: the engine limits its queue itself
@@ -32,6 +32,9 @@ class DeployOptions:
     http_port: int = setting(8000, "port on which Serve's proxy listens", bounds=(1, 65_535), metavar="PORT")
     min_replicas: int = setting(1, "fewest engines", bounds=(1, MAX_REPLICAS))
     max_replicas: int | None = setting(None, "most engines (default: --min-replicas)", bounds=(1, MAX_REPLICAS))
+    prefill_replicas: int = setting(
+        0, "engines, beside these, that only compute prompts for the others, which decode", bounds=(0, MAX_REPLICAS)
+    )
     target_waiting: float = setting(
         4.0, "requests that may wait for each engine; if more wait, engines are started", bounds=(0, 1_000_000)
     )
@@ -68,7 +71,7 @@ def deployment_options(config: EngineConfig, serving: ServeOptions, options: Dep
         "graceful_shutdown_wait_loop_s": 1.0,
     }
     seqs = config.max_num_seqs or DEFAULT_BATCH_LIMITS["cpu" if config.device == "cpu" else "cuda"][0]
-    return {
+    deployments = {
         API: {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}, **alike, **without_access_log()},
         ENGINE: {
             "autoscaling_config": {
@@ -87,6 +90,14 @@ def deployment_options(config: EngineConfig, serving: ServeOptions, options: Dep
             **without_access_log(),
         },
     }
+    if options.prefill_replicas:
+        deployments[PREFILL] = {
+            "num_replicas": options.prefill_replicas,
+            "ray_actor_options": replica_resources(config),
+            **alike,
+            **without_access_log(),
+        }
+    return deployments
 
 
 def without_access_log() -> dict[str, Any]:
@@ -95,10 +106,16 @@ def without_access_log() -> dict[str, Any]:
     return {"logging_config": {"enable_access_log": False}}
 
 
-def application_args(config: EngineConfig, serving: ServeOptions) -> dict[str, Any]:
-    """Return the arguments of `build_app`: the settings that are not the defaults."""
+def check_deployment(config: EngineConfig, options: DeployOptions) -> None:
+    """Raise StartupError if engines with these settings can't be deployed."""
     if config.executor == "ray":
         raise StartupError("--executor is ray, and Ray places the whole engine", "Leave --executor out")
+    check_handover_settings(config, options.prefill_replicas)
+
+
+def application_args(config: EngineConfig, serving: ServeOptions, options: DeployOptions) -> dict[str, Any]:
+    """Return the arguments of `build_app`: the settings that are not the defaults, and whether there are prefill
+    replicas."""
     engine, usual = config.flat(), EngineConfig().flat()
     served, usually = asdict(serving), asdict(ServeOptions())
     return {
@@ -106,8 +123,9 @@ def application_args(config: EngineConfig, serving: ServeOptions) -> dict[str, A
         "serving": {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in served.items()
-            if value != usually[name]
+            if name in SERVE_OPTIONS and value != usually[name]
         },
+        **({"has_prefill": True} if options.prefill_replicas else {}),
     }
 
 
@@ -122,12 +140,13 @@ def http_settings(options: DeployOptions) -> dict[str, Any]:
 
 def serve_config(config: EngineConfig, serving: ServeOptions, options: DeployOptions) -> dict[str, Any]:
     """Return the configuration, as `serve deploy` and KubeRay's serveConfigV2 take it."""
+    check_deployment(config, options)
     deployments = deployment_options(config, serving, options)
     application = {
         "name": APPLICATION,
         "route_prefix": "/",
         "import_path": IMPORT_PATH,
-        "args": application_args(config, serving),
+        "args": application_args(config, serving, options),
         "deployments": [{"name": name, **given} for name, given in deployments.items()],
     }
     return {**http_settings(options), "applications": [application]}

@@ -235,7 +235,9 @@ def engine_environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(("QUIRE_", "NCCL_", "TORCH_", "TRITON_", "OMP_", "MKL_")) and not name.endswith("_KEY")
+        if name.startswith(("QUIRE_", "NCCL_", "TORCH_", "TRITON_", "OMP_", "MKL_"))
+        and not name.endswith("_KEY")
+        and name != "NCCL_HOSTID"  # by it, NCCL distinguishes nodes
     }
 
 

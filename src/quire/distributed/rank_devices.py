@@ -104,13 +104,15 @@ def _on_node(memory_info: dict[str, Any]) -> str:
 
 
 class RankDevice:
-    """A rank's GPU, opened, and its exchange (None for a single rank)."""
+    """A rank's GPU, opened, its exchange (None for a single rank), and its links to stages on other nodes."""
 
     def __init__(self, hello: InitMessage) -> None:
         """Open the GPU and the exchange; all ranks must do so at the same time. Raise StartupError if ranks can't
         communicate."""
         import torch
 
+        from quire.distributed.nccl import set_nccl_environment
+        from quire.distributed.nccl_stage_links import open_stage_links
         from quire.distributed.shared_memory_exchange import SharedMemoryExchange
 
         fds = hello.meeting.fds(hello.part)
@@ -118,12 +120,15 @@ class RankDevice:
         self.device = torch.device("cuda", self.index)
         torch.cuda.set_device(self.device)
         torch.zeros(1, device=self.device)  # creates the CUDA context
+        set_nccl_environment(fds)
         self.notices: tuple[str, ...] = ()
         self.exchange: DeviceExchange | None = None
         if hello.part.tp_size > 1:
             host = SharedMemoryExchange(hello.part, fds, hello.seconds)
             self.exchange = self._open_exchange(hello, host)
             host.barrier()  # all ranks have allocated their exchange memory
+        self.links = open_stage_links(hello.part, fds, hello.seconds, self.device)
+        self.notices += self.links.notices
 
     def _open_exchange(self, hello: InitMessage, host: SharedMemoryExchange) -> DeviceExchange:
         import torch

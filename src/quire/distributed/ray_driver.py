@@ -25,7 +25,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from quire.errors import StartupError
+from quire.errors import StartupError, first_line
 from quire.ipc.channel import READ_SIZE
 from quire.ipc.child_process import describe_exit_code, exit_now, ignore_signals
 from quire.ipc.frames import Frame, FrameCodec, read_json, write_json
@@ -350,12 +350,6 @@ def silence_output() -> None:
     with open(os.devnull, "wb") as nowhere:
         for descriptor in (1, 2):
             os.dup2(nowhere.fileno(), descriptor)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text that is not empty."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return next(filter(None, lines), type(error).__name__)[:300].rstrip(".")
 
 
 def make_actor_class(ray: Any) -> Any:

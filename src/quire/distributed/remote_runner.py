@@ -100,7 +100,9 @@ class RemoteRunner:
         replies = [read_json(frame.body) for frame in frames]
         self.depth = max(min(int(one["depth"]) for one in replies), self.layout.pp)
         self.attention, self.device = str(replies[0]["attention"]), str(replies[0]["device"])
-        self.notices = tuple(map(str, replies[0]["notices"]))
+        # CPU ranks describe their kernels, the first rank for all; of GPUs, only some have links to other nodes.
+        described = replies[:1] if self.device == "cpu" else replies
+        self.notices = tuple(dict.fromkeys(str(notice) for one in described for notice in one["notices"]))
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise StartupError for the attributes of a ModelRunner that commands use, else AttributeError."""

@@ -1,5 +1,6 @@
-"""Frames between the engine's process and the agents of other nodes, over TLS 1.3. The engine makes a certificate for
-each start, and agents trust it alone; an agent shows a token of that start. Ray brings both to the agents."""
+"""Frames between processes of several hosts, over TLS 1.3: an engine's and the agents of other nodes, or two replicas.
+The one that listens makes a certificate for each start, which the others trust alone, and a token, which they show. Ray
+brings both to them."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from typing import Any
 from quire.errors import StartupError
 from quire.ipc.channel import READ_SIZE
 from quire.ipc.frames import Frame, FrameCodec, read_field, read_json, read_uint32
-from quire.protocol.columns import WireError
+from quire.protocol.columns import MAX_FRAME_BYTES, WireError
 
 LINK_SECONDS = 15  # without an acknowledgement from the other host, a connection is lost
 GREETING_SECONDS = 10.0  # for the handshake and the first frame of a connection
 MAX_GREETING_BYTES = 1 << 14  # of the first frame, before the token was checked
 MAX_GREETINGS = 16  # connections that may be in their handshake at the same time, besides the agents'
 MAX_RECEIVED_BYTES = 1 << 22  # of one `receive`, so that a reader also does other things while much arrives
-CERTIFICATE_DAYS = 2  # it is used within minutes; hosts' clocks may differ
+CERTIFICATE_DAYS = 2  # for agents, which connect within minutes; hosts' clocks may differ
 POLL_SECONDS = 0.05
 
 
@@ -90,6 +91,11 @@ class SecureChannel:
             except OSError as error:
                 raise ChannelLost(describe_os_error(error)) from error
 
+    def interrupt(self) -> None:
+        """End the connection, from another thread than the one that uses it, and closes it."""
+        with suppress(OSError):
+            socket.socket.shutdown(self.connection, socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the connection."""
         with suppress(OSError):
@@ -108,26 +114,31 @@ def set_link_timeout(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * LINK_SECONDS)
 
 
-def connect(address: str, port: int, certificate: str, kinds: range) -> SecureChannel:
-    """Connect to a ChannelListener that has this certificate (PEM). Raise OSError if that fails."""
+def connect(address: str, port: int, certificate: str, kinds: range, max_bytes: int = MAX_FRAME_BYTES) -> SecureChannel:
+    """Connect to a TokenListener that has this certificate (PEM), and sends frames of at most `max_bytes`. Raise
+    OSError if that fails."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # the certificate itself is known
     context.load_verify_locations(cadata=certificate)
-    return SecureChannel(context.wrap_socket(socket.create_connection((address, port), GREETING_SECONDS)), kinds)
+    connection = context.wrap_socket(socket.create_connection((address, port), GREETING_SECONDS))
+    return SecureChannel(connection, kinds, FrameCodec(kinds, max_bytes))
 
 
-class ChannelListener:
-    """Accepts the connections of `count` agents, each of which first sends a frame of kind `hello` with its number
-    below `count` and the token. Other connections are closed; the listener is closed after the last agent's."""
+class TokenListener:
+    """Accepts connections that first send a frame of kind `hello` with the token. Others are closed. `backlog`
+    connections that are expected may be in their handshake at the same time."""
 
-    def __init__(self, address: str, count: int, kinds: range, hello: int) -> None:
-        """Listen on a free port of `address`. Raise StartupError if that is impossible."""
+    def __init__(
+        self, address: str, kinds: range, hello: int, backlog: int, days: int = CERTIFICATE_DAYS,
+        max_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:  # fmt: skip
+        """Listen on a free port of `address`, with a certificate for some days, for frames of at most `max_bytes`.
+        Raise StartupError if that is impossible."""
         self.token = secrets.token_hex(32)
-        self.accepted: dict[int, tuple[SecureChannel, dict[str, Any]]] = {}  # by number, with the hello's body
-        self._count, self._kinds, self._hello, self._lock = count, kinds, hello, threading.Lock()
-        self._greetings, self._closed = threading.Semaphore(count + MAX_GREETINGS), False
-        self.certificate, key = make_certificate()
+        self._kinds, self._hello, self._max_bytes = kinds, hello, max_bytes
+        self._greetings, self._closed = threading.Semaphore(backlog + MAX_GREETINGS), False
+        self.certificate, key = make_certificate(days)
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version, self._context.num_tickets = ssl.TLSVersion.TLSv1_3, 0
         descriptor = os.memfd_create("quire-certificate", os.MFD_CLOEXEC)  # keeps the key off the disk
@@ -137,11 +148,16 @@ class ChannelListener:
             self._context.load_cert_chain(f"/proc/self/fd/{descriptor}")
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            self._socket = socket.create_server((address, 0), family=family, backlog=count + MAX_GREETINGS)
+            self._socket = socket.create_server((address, 0), family=family, backlog=backlog + MAX_GREETINGS)
         except OSError as error:
             raise StartupError(f"no port of {address} can be opened: {describe_os_error(error)}") from error
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept_loop, name="quire-listener", daemon=True).start()
+
+    def _on_hello(self, channel: SecureChannel, body: dict[str, Any]) -> bool:
+        """Take a connection that has sent the token, and `body` with it. Return False, or raise WireError, to have it
+        closed. Called on a thread of its own."""
+        raise NotImplementedError
 
     def _accept_loop(self) -> None:
         while True:
@@ -170,9 +186,9 @@ class ChannelListener:
             self._greetings.release()
 
     def _admit(self, tls: ssl.SSLSocket) -> bool:
-        """Read the first frame, and keep the connection if it is an agent's."""
+        """Read the first frame, and keep the connection if it has the token."""
         try:
-            size, end, codec = 0, time.monotonic() + GREETING_SECONDS, FrameCodec(self._kinds)
+            size, end, codec = 0, time.monotonic() + GREETING_SECONDS, FrameCodec(self._kinds, self._max_bytes)
             frames: list[Frame] = []
             while not frames:
                 tls.settimeout(max(end - time.monotonic(), 0.01))
@@ -182,49 +198,64 @@ class ChannelListener:
                     return False
                 frames += codec.decode(data)
             body = read_json(frames[0].body)
-            number, token = read_uint32(body, "number"), read_field(body, "token", str)
+            token = read_field(body, "token", str)
+            if len(frames) > 1 or frames[0].kind != self._hello:
+                return False
+            if not hmac.compare_digest(token.encode(errors="surrogatepass"), self.token.encode()):
+                return False
+            return self._on_hello(SecureChannel(tls, self._kinds, codec), body)
         except (OSError, WireError):
             return False
-        if len(frames) > 1 or frames[0].kind != self._hello or number >= self._count:
-            return False
-        if not hmac.compare_digest(token.encode(errors="surrogatepass"), self.token.encode()):
-            return False
-        with self._lock:
-            if self._closed or number in self.accepted:
-                return False
-            self.accepted[number] = SecureChannel(tls, self._kinds, codec), body
-            if len(self.accepted) == self._count:
-                self._close_socket()
-            return True
 
-    def _close_socket(self) -> None:
+    def close(self) -> None:
+        """Close the port."""
+        self._closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread's accept
         self._socket.close()
 
+
+class ChannelListener(TokenListener):
+    """Accepts the connections of `count` agents, whose hello has a number below `count`. It is closed after the last
+    agent's."""
+
+    def __init__(self, address: str, count: int, kinds: range, hello: int) -> None:
+        self.accepted: dict[int, tuple[SecureChannel, dict[str, Any]]] = {}  # by number, with the hello's body
+        self._count, self._lock = count, threading.Lock()
+        super().__init__(address, kinds, hello, count)
+
+    def _on_hello(self, channel: SecureChannel, body: dict[str, Any]) -> bool:
+        number = read_uint32(body, "number")
+        with self._lock:
+            if self._closed or number >= self._count or number in self.accepted:
+                return False
+            self.accepted[number] = channel, body
+            if len(self.accepted) == self._count:
+                super().close()
+            return True
+
     def close(self) -> None:
         """Close the port, and the connections that were not taken from `accepted`."""
         with self._lock:
-            self._closed = True
-            self._close_socket()
+            super().close()
             for channel, _ in self.accepted.values():
                 channel.close()
             self.accepted.clear()
 
 
-def make_certificate() -> tuple[str, bytes]:
-    """Return a new self-signed certificate, which agents know and thus needs no address, and its private key, both as
-    PEM. Raise StartupError if the library is missing."""
+def make_certificate(days: int = CERTIFICATE_DAYS) -> tuple[str, bytes]:
+    """Return a new self-signed certificate for some days, which others know and thus needs no address, and its private
+    key, both as PEM. Raise StartupError if the library is missing."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import NameOID
     except ImportError as error:
-        raise StartupError("--executor is ray, and cryptography isn't installed", "pip install 'quire[ray]'") from error
+        raise StartupError("Ray is used, and cryptography isn't installed", "pip install 'quire[ray]'") from error
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "quire")])
-    now, some_days = datetime.now(UTC), timedelta(days=CERTIFICATE_DAYS)
+    now, some_days = datetime.now(UTC), timedelta(days=days)
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)

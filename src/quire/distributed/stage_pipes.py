@@ -32,7 +32,7 @@ class StagePipes:
         """Open the sockets of the RankRendezvous."""
         self.shard, self._number = shard, fds.number
         self._previous, self._next = (
-            _open_socket(one, seconds * shard.pp_size + TIMEOUT_MARGIN) for one in (fds.previous_stage, fds.next_stage)
+            open_socket(one, stage_timeout(shard, seconds)) for one in (fds.previous_stage, fds.next_stage)
         )
         weakref.finalize(self, _close, self._previous, self._next)
         self._counters = memoryview(mmap.mmap(fds.memory, COUNTER_BYTES)).cast("Q")
@@ -73,20 +73,12 @@ class StagePipes:
         return bool(more)
 
     def _receive_into(self, end: socket.socket, room: memoryview) -> None:
-        while len(room):
-            count = self._blocking_call(end.recv_into, room)
-            if not count:
-                raise PeerLost("another stage has left")
-            room = room[count:]
+        with self._marked_as_waiting():
+            receive_into(end, room)
 
     def _blocking_call(self, work: Callable[[memoryview | bytes], int | None], data: memoryview | bytes) -> int:
         with self._marked_as_waiting():
-            try:
-                return work(data) or 0
-            except TimeoutError:
-                raise PeerLost("another stage has received or sent nothing in a step") from None
-            except OSError as error:  # over TCP, for example, EHOSTUNREACH
-                raise PeerLost("another stage has left") from error
+            return blocking_call(work, data)
 
     @contextmanager
     def _marked_as_waiting(self) -> Iterator[None]:
@@ -99,7 +91,13 @@ class StagePipes:
             self._counters[self._number * COUNTER_STRIDE + 1] = 0
 
 
-def _open_socket(descriptor: int, seconds: float) -> socket.socket | None:
+def stage_timeout(shard: Shard, seconds: float) -> float:
+    """Return the seconds to wait for a neighbouring stage, if a step may take `seconds` in each."""
+    return seconds * shard.pp_size + TIMEOUT_MARGIN
+
+
+def open_socket(descriptor: int, seconds: float) -> socket.socket | None:
+    """Open a socket of RankFds, with a timeout; None for -1."""
     if descriptor < 0:
         return None
     made = socket.socket(fileno=os.dup(descriptor))
@@ -108,6 +106,26 @@ def _open_socket(descriptor: int, seconds: float) -> socket.socket | None:
         for kind in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             made.setsockopt(socket.SOL_SOCKET, kind, SOCKET_BUFFER_BYTES)
     return made
+
+
+def receive_into(end: socket.socket, room: memoryview) -> None:
+    """Fill `room` from a neighbouring stage. Raise PeerLost if it has left or sends nothing in time."""
+    while len(room):
+        count = blocking_call(end.recv_into, room)
+        if not count:
+            raise PeerLost("another stage has left")
+        room = room[count:]
+
+
+def blocking_call(work: Callable[[memoryview | bytes], int | None], data: memoryview | bytes) -> int:
+    """Return work(data), a method of a socket. Raise PeerLost if the neighbouring stage has left or does not answer in
+    time."""
+    try:
+        return work(data) or 0
+    except TimeoutError:
+        raise PeerLost("another stage has received or sent nothing in a step") from None
+    except OSError as error:  # over TCP, for example, EHOSTUNREACH
+        raise PeerLost("another stage has left") from error
 
 
 def _close(*ends: socket.socket | None) -> None:

@@ -129,10 +129,10 @@ class Frame(NamedTuple):
 
 class FrameCodec:
     """The frames of one direction of a connection: numbers those that it encodes, and checks the numbers of those that
-    it decodes, whose kind must be in `kinds`."""
+    it decodes, whose kind must be in `kinds`, and whose body has at most `max_bytes`."""
 
-    def __init__(self, kinds: range = KINDS) -> None:
-        self.kinds = kinds
+    def __init__(self, kinds: range = KINDS, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.kinds, self._max_bytes = kinds, max_bytes
         self._written = self._read = 0
         self._buffer = bytearray()
 
@@ -173,8 +173,8 @@ class FrameCodec:
             raise WireError("kind", f"{kind} is not a kind of frame")
         if number != (self._read + 1) & 0xFFFFFFFF:
             raise WireError("number", f"{number}, expected {self._read + 1}")
-        if length > MAX_FRAME_BYTES:
-            raise WireError("length", f"{length} bytes, at most {MAX_FRAME_BYTES} are allowed")
+        if length > self._max_bytes:
+            raise WireError("length", f"{length} bytes, at most {self._max_bytes} are allowed")
         return kind, length
 
 

@@ -4,12 +4,23 @@ client asks for afterwards."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
 from quire.core.validation import EngineLimits
-from quire.ipc.frames import metrics_from_json, metrics_to_json, read_field, read_json, read_uint32, write_json
+from quire.ipc.frames import (
+    READY,
+    START_FAILED,
+    Frame,
+    error_from_json,
+    metrics_from_json,
+    metrics_to_json,
+    read_field,
+    read_json,
+    read_uint32,
+    write_json,
+)
 from quire.ipc.heartbeat import Health
 from quire.ipc.messages import EngineReady
 from quire.memory.page_keys import KeyChain, PromptKeys
@@ -80,7 +91,19 @@ def write_ready(ready: EngineReady) -> bytes:
     return write_json({
         "limits": ready.limits._asdict(), "lines": ready.lines, "notices": ready.notices, "cache": dict(ready.cache),
         "facts": metrics_to_json(ready.facts), "prompt_keys": _keys_to_json(ready.prompt_keys),
+        "page_bytes": ready.page_bytes,
     })  # fmt: skip
+
+
+def read_first_frames(received: Sequence[Frame]) -> tuple[EngineReady, list[Frame]]:
+    """Read the first frame of an engine's process, and return it and the frames after it. Raise the StartupError of a
+    START_FAILED frame, WireError for any other frame than READY."""
+    first, *early = received
+    if first.kind == START_FAILED:
+        raise error_from_json(read_json(first.body))
+    if first.kind != READY:
+        raise WireError("kind", f"{first.kind} before READY")
+    return read_ready(first.body), early
 
 
 def read_ready(body: memoryview) -> EngineReady:
@@ -91,8 +114,15 @@ def read_ready(body: memoryview) -> EngineReady:
     lines, notices = (tuple(map(str, read_field(data, name, list))) for name in ("lines", "notices"))
     cache: Mapping[str, Any] = read_field(data, "cache", dict)
     facts = metrics_from_json(read_field(data, "facts", dict))
-    held_by = read_field(limits, "held_by", str)
-    return EngineReady(EngineLimits(**numbers, held_by=held_by), lines, notices, cache, facts, _read_keys(data))
+    limits_of_engine = EngineLimits(**numbers, held_by=read_field(limits, "held_by", str))
+    return EngineReady(limits_of_engine, lines, notices, cache, facts, _read_keys(data), _read_page_bytes(data))
+
+
+def _read_page_bytes(data: Mapping[str, Any]) -> tuple[int, ...]:
+    sizes = read_field(data, "page_bytes", list)
+    if not all(type(size) is int and 0 < size < 2**50 for size in sizes):
+        raise WireError("page_bytes", "not a list of sizes")
+    return tuple(sizes)
 
 
 def _keys_to_json(keys: PromptKeys | None) -> dict[str, Any]:

@@ -209,6 +209,25 @@ class HandOver(NamedTuple):
     pages: Sequence[SharedPage]
 
 
+class PageSource(NamedTuple):
+    """Where engines of other hosts fetch what an engine hands over (quire.deploy.page_transfer): its address and port,
+    the certificate (PEM) that it shows, and the token that it asks for."""
+
+    address: str
+    port: int
+    certificate: str
+    token: str
+
+
+class PageImport(NamedTuple):
+    """What an engine is to copy before it gets requests. `key` is that of the reply. `source` is None if the pages are
+    in memory that it shares with the engine that handed them over."""
+
+    key: int
+    handover: HandOver
+    source: PageSource | None
+
+
 class EngineExited(NamedTuple):
     """The engine's loop ended, with the reason. No message follows."""
 
@@ -236,7 +255,8 @@ class HandoverCounts(NamedTuple):
 
 class EngineReady(NamedTuple):
     """What a client must know of a new engine. `lines` are its memory plan, `notices` are shown at start; `cache`
-    describes the KV memory by vLLM's names; `prompt_keys` makes the keys of prompts, if prefixes are cached."""
+    describes the KV memory by vLLM's names; `prompt_keys` makes the keys of prompts, if prefixes are cached;
+    `page_bytes` are the bytes of a page of each group."""
 
     limits: EngineLimits
     lines: tuple[str, ...]
@@ -244,6 +264,7 @@ class EngineReady(NamedTuple):
     cache: Mapping[str, object]
     facts: EngineMetrics
     prompt_keys: PromptKeys | None = None
+    page_bytes: tuple[int, ...] = ()
 
 
 def queue_sizes(engine: Engine) -> QueueSizes:
@@ -305,7 +326,8 @@ def engine_ready(engine: Engine, lines: list[str], notices: tuple[str, ...]) -> 
     memory = engine.scheduler.memory
     cache = kv_cache_info(memory.kv_config, engine.limits.max_len, memory.account())
     keys = memory.prefix_cache.prompt_keys() if memory.prefix_cache is not None else None
-    return EngineReady(engine.limits, tuple(lines), notices, cache, collect_metrics(engine), keys)
+    page_bytes = tuple(group.page_bytes for group in memory.kv_config.groups)
+    return EngineReady(engine.limits, tuple(lines), notices, cache, collect_metrics(engine), keys, page_bytes)
 
 
 def kv_cache_info(geometry: KVCacheConfig, max_len: int, account: Account) -> dict[str, object]:

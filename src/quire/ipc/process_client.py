@@ -9,26 +9,30 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from quire.errors import EngineDead, StartupError
 from quire.ipc import frames
 from quire.ipc.channel import READ_SIZE, Channel
 from quire.ipc.child_process import ChildProcess
-from quire.ipc.handshake import EngineInitMessage, read_heartbeat, read_ready, write_engine_init
+from quire.ipc.handshake import EngineInitMessage, read_first_frames, read_heartbeat, write_engine_init
 from quire.ipc.heartbeat import SILENCE_SECONDS, Health
 from quire.ipc.messages import (
+    AddRequests,
     ClientMessage,
     EngineExited,
     EngineMessage,
     EngineMetrics,
     EngineReady,
     HandoverCounts,
+    ImportPages,
+    PageImport,
     QueueSizes,
     StepOutputs,
 )
 from quire.protocol.columns import WireError
+from quire.protocol.shared_host import SharedHostMemory
 
 PING_INTERVAL = 0.5  # seconds between two requests for the heartbeat
 HANG_SECONDS = 30.0  # seconds of silence after which the engine is given up
@@ -38,7 +42,7 @@ log = logging.getLogger("quire.ipc")
 class ProcessEngineClient:
     """A connection to the engine of `child`. `ready` is set once `wait_ready` has returned."""
 
-    is_in_process, engine, handover_counts = False, None, HandoverCounts()
+    is_in_process, engine, handover_counts, page_source = False, None, HandoverCounts(), None
     ready: EngineReady
 
     def __init__(self, child: ChildProcess, client_index: int = 0) -> None:
@@ -74,12 +78,7 @@ class ProcessEngineClient:
                 if not data:
                     raise EOFError
                 received += self._frames.decode(data)
-            frame, *self._early_frames = received
-            if frame.kind == frames.START_FAILED:
-                raise frames.error_from_json(frames.read_json(frame.body))
-            if frame.kind != frames.READY:
-                raise WireError("kind", f"{frame.kind} before READY")
-            self.ready = read_ready(frame.body)
+            self.ready, self._early_frames = read_first_frames(received)
             self.metrics = self.ready.facts
         except (EOFError, OSError) as error:
             remedy = "What it wrote to the log says why; SIGKILL ends those that take too much memory, say"
@@ -109,9 +108,20 @@ class ProcessEngineClient:
         """Send a message, from any thread. Return False if the engine takes no more."""
         return self._channel.send(*frames.write_client_message(message))
 
+    def add_requests(self, message: AddRequests, imports: Sequence[PageImport]) -> bool:
+        """Send requests after the pages that they need."""
+        for one in imports:
+            self.send(ImportPages(one.key, one.handover.pages))
+        return self.send(message)
+
     def forget(self, number: int) -> int:
         """Return 0, the index of the engine, which knows which requests have ended."""
         return 0
+
+    @property
+    def shared_host(self) -> SharedHostMemory | None:
+        """The host memory that the engine shares with others."""
+        return self._init_message.shared_host
 
     @property
     def replicas(self) -> tuple[ProcessEngineClient]:

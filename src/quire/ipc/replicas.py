@@ -43,6 +43,8 @@ from quire.ipc.messages import (
     ImportPages,
     ListPrefixes,
     NewRequest,
+    PageImport,
+    PageSource,
     QueueSizes,
     RegisterPrefix,
     ReleaseHandOver,
@@ -70,11 +72,14 @@ log = logging.getLogger("quire.ipc")
 
 
 class ReplicaClient(EngineClient, Protocol):
-    """A connection to one engine."""
+    """A connection to one engine. `page_source` is where other hosts fetch the pages that it hands over."""
 
     queue_sizes: QueueSizes
     metrics: EngineMetrics
 
+    @property
+    def page_source(self) -> PageSource | None: ...
+    def add_requests(self, message: AddRequests, imports: Sequence[PageImport]) -> bool: ...
     def start_replacement(self) -> ReplicaClient: ...
 
 
@@ -120,7 +125,7 @@ class PromptComputation:
         self.is_stale = False
 
 
-class PageImport:
+class PendingImport:
     """Pages of a prefill replica that a decode replica copies. `handover` is released afterwards."""
 
     def __init__(self, prefill: int, decode: int, handover: HandOver) -> None:
@@ -164,14 +169,13 @@ class ReplicatedEngineClient:
         self._prompt_keys = keys = self.ready.prompt_keys if policy == "prefix" else None
         page_tokens = keys.page_tokens if keys is not None else 1.0
         self.router = Router(len(replicas), policy, COSTS, page_tokens)
-        self._prefill_replicas, self._min_prefill_tokens = frozenset(range(num_prefill)), float(min_prefill_tokens)
-        if num_prefill and self.ready.prompt_keys is None:
-            raise StartupError(f"--prefill-replicas is {num_prefill}, and no prompt of this model can be reused",
-                               "Leave --prefill-replicas out")  # fmt: skip
+        self._prefill_replicas, self._min_prefill_tokens = set(range(num_prefill)), float(min_prefill_tokens)
+        if num_prefill:
+            check_reusable(self.ready, f"--prefill-replicas is {num_prefill}")
         if self.ready.prompt_keys is not None:  # the last tokens of a prompt, up to a page, are always missing
             self._min_prefill_tokens = max(self._min_prefill_tokens, self.ready.prompt_keys.page_tokens)
         self._computations = dict[int, PromptComputation]()  # by key of the AddRequests to the prefill replica
-        self._imports = dict[int, PageImport]()  # by key of the ImportPages
+        self._imports = dict[int, PendingImport]()  # by key of the PageImport
         self.handover_counts = HandoverCounts()
         self._alive, self._can_restart = set(range(len(replicas))), set(range(len(replicas)) if restart else ())
         self._restarting, self._elastic = set[int](), elastic
@@ -242,9 +246,10 @@ class ReplicatedEngineClient:
 
     # Engines that come and go. Called on the event loop
 
-    def take_in(self, client: ReplicaClient) -> int:
-        """Let an engine serve that was started later, and return its index: that of an engine that has ended, if there
-        is one. Raise StartupError if it serves another model than the others."""
+    def take_in(self, client: ReplicaClient, is_prefill: bool = False) -> int:
+        """Let an engine serve that was started later, to compute prompts for the others or to decode, and return its
+        index: that of an engine that has ended, if there is one. Raise StartupError if it serves another model than the
+        others."""
         _join_ready([self.ready, client.ready])
         if client.ready.limits.max_len < self.ready.limits.max_len:
             cause = f"the longest sequence of a new replica is {client.ready.limits.max_len} tokens"
@@ -260,6 +265,9 @@ class ReplicatedEngineClient:
             else:
                 self._replaced = [sum_metrics([self.replicas[i].metrics, *self._replaced])]
                 self.replicas[i] = client
+            self._prefill_replicas.discard(i)
+            if is_prefill:
+                self._prefill_replicas.add(i)
             self._begin_serving(i)
         return i
 
@@ -327,8 +335,7 @@ class ReplicatedEngineClient:
             excluded |= stalled
         keys = pending.keys[0] if pending.keys else ()
         while (at := self.router.choose(keys, length, pending.refused | excluded)) is not None:
-            self._import_pages(at, pending)
-            if self.replicas[at].send(message):
+            if self.replicas[at].add_requests(message, self._begin_imports(at, pending)):
                 break
             pending.refused.add(at)  # it is ending
         if at is None:
@@ -416,13 +423,14 @@ class ReplicatedEngineClient:
                 self.forget(number)
         return passed
 
-    def _import_pages(self, replica: int, pending: PendingAdd) -> None:
-        """Have a replica copy what was handed over for the requests that it is sent next."""
+    def _begin_imports(self, replica: int, pending: PendingAdd) -> list[PageImport]:
+        """Return what a replica is to copy before the requests that it is sent next."""
         handovers, pending.handovers = pending.handovers, []
+        imports = list[PageImport]()
         for prefill, handover in handovers:
-            key = self._own_number()
-            self._imports[key] = PageImport(prefill, replica, handover)
-            self.replicas[replica].send(ImportPages(key, handover.pages))
+            imports.append(PageImport(self._own_number(), handover, self.replicas[prefill].page_source))
+            self._imports[imports[-1].key] = PendingImport(prefill, replica, handover)
+        return imports
 
     def _end_import(self, key: int, is_imported: bool) -> None:
         ended = self._imports.pop(key)
@@ -756,6 +764,12 @@ class ReplicatedEngineClient:
         if self._sleep is not None:  # once it has computed the prefixes
             client.send(self._sleep._replace(key=self._own_number(), mode="wait"))
         self._alive.add(replica)
+
+
+def check_reusable(ready: EngineReady, given: str) -> None:
+    """Raise StartupError if prompts that another engine has computed can't be reused. `given` is what asks for it."""
+    if ready.prompt_keys is None:
+        raise StartupError(f"{given}, and no prompt of this model can be reused", "Leave --prefill-replicas out")
 
 
 def _overloaded() -> Overloaded:

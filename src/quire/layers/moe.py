@@ -1,66 +1,73 @@
-"""A sparse mixture of gated MLPs (Mixtral, arXiv:2401.04088; Jamba): each token goes through `top_k` experts."""
+"""A sparse mixture of gated MLPs (Mixtral, arXiv:2401.04088; Jamba; Qwen): each token goes through `top_k` experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.layers.experts_config import ExpertsConfig
 from quire.layers.linear import Linear
-from quire.layers.mlp import get_activation
-from quire.layers.sharding import ParameterShards, as_shard_range, shard_columns
+from quire.layers.mlp import GatedMLP, get_activation
+from quire.layers.sharding import shard_columns
 from quire.protocol.parallel_layout import UNSHARDED, Shard
+
+
+class ExpertWeights(Linear):
+    """The weights of one product of all experts, stacked. SparseMLP multiplies those that a token chooses."""
+
+    def prepare(self, deterministic: bool = False) -> None:
+        """See Linear. The weight stays as it is."""
+        self.load_deferred()
 
 
 class SparseMLP(nn.Module):
     """x [T, hidden] -> the outputs of each token's `top_k` most probable experts, summed with their probabilities as
-    weights. If `renormalize` (Mixtral), the weights sum to one. Probabilities and sums are computed in fp32.
+    weights, and that of the shared expert, if any (see ExpertsConfig). Probabilities and sums are computed in fp32.
 
-    The experts' weights are stacked: `gate_up` [experts * 2 * intermediate, hidden], for each expert the gate's rows
-    and then up's, and `down` [experts * hidden, intermediate]. With tensor parallelism each rank has some columns of
-    every expert and the whole router: its output is one rank's term of a sum.
+    `gate_up` has for each expert the gate's rows and then up's, `down` for each expert `hidden` rows. With tensor
+    parallelism each rank has some columns of every expert and the whole router: its output is one rank's term of a sum.
     """
-
-    FP8: ClassVar[dict[str, str]] = {"gate_up": "gate_up_scale", "down": "down_scale"}
-    """As in `Linear`; the router has its own."""
 
     __call__: Callable[..., Tensor]
 
     def __init__(
-        self, hidden: int, intermediate: int, experts: int, top: int, act: str, normalised: bool,
-        dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED,
+        self, hidden: int, experts: ExpertsConfig, act: str, dtype: torch.dtype, device: torch.device,
+        shard: Shard = UNSHARDED,
     ) -> None:  # fmt: skip
         super().__init__()
-        assert 1 <= top <= experts, f"{top} of {experts} experts"
-        self.hidden, self.experts, self.top_k, self.renormalize = hidden, experts, top, normalised
+        self.experts, self.top_k, self.renormalize = experts.count, experts.per_token, experts.renormalize
+        assert 1 <= self.top_k <= self.experts, f"{self.top_k} of {self.experts} experts"
         self.act, self.act_name = get_activation(act), act
-        columns = shard_columns(shard, intermediate)
-        self.param_shards = {
-            "gate_up": ParameterShards((columns,) * 2 * experts, None),
-            "down": ParameterShards((as_shard_range(hidden),) * experts, columns),
-        }
-
-        def stacked(rows: int, columns: int) -> nn.Parameter:
-            weight = torch.empty(experts * rows, columns, dtype=dtype, device=device)
-            return nn.Parameter(weight, requires_grad=False)
-
-        self.router = Linear(hidden, experts, False, dtype, device)
-        self.gate_up, self.down = stacked(2 * columns.padded, hidden), stacked(hidden, columns.padded)
-        self.gate_up_scale: Tensor | None = None  # [groups, rows of all experts], of FP8 weights
-        self.down_scale: Tensor | None = None
+        columns = shard_columns(shard, experts.intermediate)
+        self.router = Linear(hidden, self.experts, False, dtype, device)
+        self.gate_up = ExpertWeights(hidden, (columns, columns) * self.experts, False, dtype, device)
+        self.down = ExpertWeights(columns, (hidden,) * self.experts, False, dtype, device, output_modified=True)
+        self.shared: GatedMLP | None = None
+        if experts.shared_intermediate:
+            self.shared = GatedMLP(hidden, experts.shared_intermediate, act, False, dtype, device, shard, True)
+            self.shared_gate = Linear(hidden, 1, False, dtype, device)
         self.route_kernel: Callable[..., tuple[Tensor, Tensor]] | None = None  # softmax and top-k in one launch
         self.experts_kernel: Callable[..., Tensor] | None = None
         self.deterministic = self.pdl = False
 
     def forward(self, x: Tensor) -> Tensor:
+        out = self.mix(x)
+        if self.shared is None:
+            return out
+        return out.addcmul_(self.shared_gate(x).sigmoid_(), self.shared(x))
+
+    def mix(self, x: Tensor) -> Tensor:
+        """Return the weighted sum of the outputs of each token's chosen experts."""
         weights, chosen = self.route(x)
-        gate_up, down = self.gate_up.view(self.experts, -1, self.hidden), self.down.view(self.experts, self.hidden, -1)
+        assert self.gate_up.weight is not None, "the weight is not packed"
+        assert self.down.weight is not None, "the weight is not packed"
+        gate_up, down = (part.view(self.experts, -1, part.shape[1]) for part in (self.gate_up.weight, self.down.weight))
         if self.experts_kernel is not None:
             return self.experts_kernel(
-                x, weights, chosen, gate_up, down, self.act_name, (self.gate_up_scale, self.down_scale),
+                x, weights, chosen, gate_up, down, self.act_name, (self.gate_up.scale, self.down.scale),
                 deterministic=self.deterministic, pdl=self.pdl,
             )  # fmt: skip
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -81,11 +88,12 @@ class SparseMLP(nn.Module):
     def prepare(self, deterministic: bool = False) -> None:
         """Choose kernels. Call once, after loading. On a GPU all experts' products are two launches. If
         `deterministic`, a row's bits don't depend on the number of rows."""
-        if self.gate_up.is_cuda:
+        weight = self.gate_up.weight
+        if weight is not None and weight.is_cuda:
             from quire.kernels.triton import activation
             from quire.kernels.triton import fused_moe as experts
             from quire.kernels.triton.launch import supports_pdl
 
             if self.act_name in activation.ACTIVATIONS:
                 self.route_kernel, self.experts_kernel = experts.topk_softmax, experts.fused_moe
-                self.deterministic, self.pdl = deterministic, supports_pdl(self.gate_up.device)
+                self.deterministic, self.pdl = deterministic, supports_pdl(weight.device)

@@ -17,6 +17,7 @@ from quire.layers.exchange import ShardedModule, gather_logits
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.module_list import module_list
+from quire.layers.moe import SparseMLP
 from quire.layers.norm import LayerNorm, ResidualSum, RMSNorm
 from quire.layers.pipeline import make_layers
 from quire.layers.prepare import MappedWeights, prepare_layers
@@ -66,8 +67,9 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """x += attention(norm(x)); returns x and the next residual, mlp(norm(x)). Each sum, with its post norm if there is
-    one, is left to the norm that follows, which reads all of x anyway."""
+    """x += attention(norm(x)); returns x and the next residual, mlp(norm(x)), or the attention's output if there is no
+    feed-forward block. Each sum, with its post norm if there is one, is left to the norm that follows, which reads all
+    of x anyway. Experts may stand in the place of the MLP. A subclass may have another mixer than attention."""
 
     def __init__(
         self, s: DecoderConfig, layer: int, rotary: RotaryEmbedding | None, dtype: torch.dtype, device: torch.device,
@@ -75,10 +77,19 @@ class DecoderLayer(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.attention_norm = make_norm(s, dtype, device, first=layer == 0)
-        self.attention = Attention(s, layer, rotary, dtype, device, shard)
-        self.mlp_norm = make_norm(s, dtype, device)
-        mlp = GatedMLP if s.gated else MLP
-        self.mlp = mlp(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device, shard)
+        kind = s.layers[layer]
+        if kind.mixer == "attention":
+            self.attention = Attention(s, layer, rotary, dtype, device, shard)
+        self.mlp: GatedMLP | MLP | None = None
+        self.experts: SparseMLP | None = None
+        if kind.feed_forward != "none":
+            self.mlp_norm = make_norm(s, dtype, device)
+        if kind.feed_forward == "mlp":
+            mlp = GatedMLP if s.gated else MLP
+            self.mlp = mlp(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device, shard)
+        elif kind.feed_forward == "experts":
+            assert s.experts is not None, "a model with experts declares them"
+            self.experts = SparseMLP(s.hidden, s.experts, s.activation, dtype, device, shard)
 
     def mix(self, x: Tensor, delta: Tensor | None, ctx: ForwardContext, last: bool = False) -> Tensor:
         """Run the layer up to the attention: return its output, before `out`."""
@@ -86,7 +97,12 @@ class DecoderLayer(nn.Module):
 
     def feed_forward(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run the rest of the layer: return x and the next residual."""
-        return x, self.mlp(self.mlp_norm(x, self.attention.out(mixed)))
+        return self.run_mlp(x, self.attention.out(mixed))
+
+    def run_mlp(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the feed-forward block, if there is one."""
+        mlp = self.mlp or self.experts
+        return x, delta if mlp is None else mlp(self.mlp_norm(x, delta))
 
 
 def make_norm(

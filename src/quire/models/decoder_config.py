@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 from quire.errors import StartupError
+from quire.layers.experts_config import ExpertsConfig
 from quire.layers.rope_config import RopeConfig
 from quire.models.vision.settings import VisionSettings
 from quire.models.weight_names import WeightNames
@@ -82,9 +83,8 @@ class DecoderConfig:
     logits by `final_softcap`; embeddings have `embed_dim` numbers and are multiplied by `embed_scale`.
 
     `max_len` includes the rope scaling. `positions` are the rows of a learned table of positions, whose first row is at
-    `position_offset`. `extra_tokens` have embeddings, but are never generated. Layers with experts have `experts`, of
-    which a token uses `experts_per_token`. `intermediate_key` is the name of `intermediate` in
-    config.json, for errors.
+    `position_offset`. `extra_tokens` have embeddings, but are never generated. `experts` are those of layers that have
+    them. `intermediate_key` is the name of `intermediate` in config.json, for errors.
 
     `weight_names` are without the prefix, one of `weight_prefixes`; tensors that match `ignored_weights` are not
     loaded. `grouped_qkv`: a tensor of queries, keys and values has these of one key head after another. Parameters that
@@ -119,8 +119,7 @@ class DecoderConfig:
     layers: tuple[LayerConfig, ...]
     selection: SnapKVSelection = field(default_factory=SnapKVSelection)
     mamba: MambaConfig | None = None
-    experts: int = 0
-    experts_per_token: int = 0
+    experts: ExpertsConfig | None = None
     max_len: int
     positions: int = 0
     position_offset: int = 0
@@ -141,7 +140,9 @@ class DecoderConfig:
 
     def for_shard(self, shard: Shard) -> Self:
         """Return one rank's part. Raise StartupError if the model can't be divided among that many ranks."""
-        ranks, mamba, columns = shard.tp_size, self.mamba, {self.intermediate_key: self.intermediate}
+        ranks, mamba, experts = shard.tp_size, self.mamba, self.experts
+        columns = {self.intermediate_key: self.intermediate} if self._has("mlp") else {}
+        columns |= {} if experts is None else experts.columns
         if mamba is not None:
             columns["mamba_expand times hidden_size"] = mamba.d_inner
         if self.heads:
@@ -168,6 +169,7 @@ class DecoderConfig:
             kv_heads=-(-self.kv_heads // ranks),
             intermediate=self.intermediate // ranks,
             mamba=None if mamba is None else replace(mamba, d_inner=mamba.d_inner // ranks),
+            experts=None if experts is None else experts.divide(ranks),
             shard=shard,
         )
 
@@ -197,15 +199,19 @@ class DecoderConfig:
             total += 2 * self.head_dim + 2 if layer.mixer == "cross" else 0  # norms of a head, and gates
         inner = (2 if self.gated else 1) * self.intermediate
         products, biases = h * (inner + self.intermediate), self.mlp_bias * (inner + h)
-        return (
-            total + {"none": 0, "mlp": products + biases, "experts": self.experts * (products + h)}[layer.feed_forward]
-        )
+        experts = 0 if self.experts is None else self.experts.parameters(h)
+        return total + {"none": 0, "mlp": products + biases, "experts": experts}[layer.feed_forward]
+
+    def _has(self, feed_forward: str) -> bool:
+        return any(layer.feed_forward == feed_forward for layer in self.layers)
 
     def spec(self) -> ModelSpec:
         """Return the ModelSpec. `parameters` are the text model's; those of a vision encoder are in `vision`."""
         sparse = sum(layer.feed_forward == "experts" for layer in self.layers)
         states = sum(layer.mixer == "mamba" for layer in self.layers)
-        inner, mamba = max(self.experts_per_token, 1) * self.intermediate, self.mamba
+        inner, mamba, experts = self.intermediate if self._has("mlp") else 0, self.mamba, self.experts
+        if experts is not None:
+            inner = max(inner, experts.per_token * experts.intermediate + experts.shared_intermediate)
         return ModelSpec(
             family=self.family,
             layers=tuple(map(self._layer_spec, self.layers)),
@@ -219,9 +225,9 @@ class DecoderConfig:
             num_rope_tables=len(self.ropes) + (self.positions > 0),
             selection=self.selection,
             vision=None if self.vision is None else self.vision.spec(self.parameters),
-            experts=self.experts,
-            active_experts=self.experts_per_token,
-            expert_parameters=sparse * self.experts * 3 * self.hidden * self.intermediate,
+            experts=0 if experts is None else experts.count,
+            active_experts=0 if experts is None else experts.per_token,
+            expert_parameters=0 if experts is None else sparse * experts.count * 3 * self.hidden * experts.intermediate,
             fp32_parameters=0 if mamba is None else states * mamba.fp32_parameters,
         )
 

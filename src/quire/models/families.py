@@ -100,7 +100,7 @@ def declare_gated(
         )
     layers = tuple(layers)
     budgets, selection = read_budgets(fields, len(layers), max_len)
-    if any(budgets) and any(layer != LayerConfig(rope=layer.rope) for layer in layers):
+    if any(budgets) and any(layer != LayerConfig(rope=layer.rope, feed_forward=layer.feed_forward) for layer in layers):
         raise StartupError(
             "config.json has pyramid_kv, and layers that share keys and values or don't attend to all tokens",
             "Give one of them",

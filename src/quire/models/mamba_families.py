@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from quire.errors import StartupError
+from quire.layers.experts_config import ExpertsConfig
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_LAYERS, DecoderConfig, LayerConfig, MambaConfig
+from quire.models.expert_families import MAX_EXPERTS, expert_names
 from quire.models.families import declare, read_heads
 from quire.models.layer_types import read_layer_count
-from quire.models.weight_names import MAMBA_NAMES, WeightNames, expert_names, prefixed
+from quire.models.weight_names import MAMBA_NAMES, WeightNames, prefixed
 
 MAX_D_STATE = 256
 """Limit of the size of a channel's state."""
@@ -18,28 +20,26 @@ MIN_D_CONV, MAX_D_CONV = 2, 16
 MAX_EXPAND = 16
 MAX_D_INNER = 2**20
 MAX_DT_RANK = 2**16
-MAX_EXPERTS = 1024
 MAMBA_MAX_LEN = 2**20
 """quire's limit of a sequence's length: the architecture has none."""
 ITEMSIZES = {"bfloat16": 2, "float16": 2}
 
 MAMBA_MODEL_NAMES: WeightNames = {
     "embed_tokens": "embeddings",
-    "layers.*.mixer_norm": "layers.*.norm",
+    "layers.*.attention_norm": "layers.*.norm",
     **prefixed("layers.*.mamba", "layers.*.mixer.", MAMBA_NAMES),
     "norm": "norm_f",
     "head": "lm_head",
 }
 JAMBA_NAMES: WeightNames = {
     "embed_tokens": "embed_tokens",
-    "layers.*.mixer_norm": "layers.*.input_layernorm",
+    "layers.*.attention_norm": "layers.*.input_layernorm",
     "layers.*.attention.qkv": tuple(f"layers.*.self_attn.{x}_proj" for x in "qkv"),
     "layers.*.attention.out": "layers.*.self_attn.o_proj",
     **prefixed("layers.*.mamba", "layers.*.mamba.", MAMBA_NAMES),
     "layers.*.mlp_norm": "layers.*.pre_ff_layernorm",
     "layers.*.mlp.gate_up": tuple(f"layers.*.feed_forward.{x}_proj" for x in ("gate", "up")),
     "layers.*.mlp.down": "layers.*.feed_forward.down_proj",
-    "layers.*.experts.router": "layers.*.feed_forward.router",
     "norm": "final_layernorm",
     "head": "lm_head",
 }
@@ -82,6 +82,7 @@ def read_jamba(fields: ConfigReader) -> DecoderConfig:
     if not head_dim:
         raise StartupError(f"num_attention_heads is {heads}, and hidden_size {hidden}", "Heads must be at most as many")
     count, eps = read_layer_count(fields), fields.get_float("rms_norm_eps", 1e-6)
+    intermediate = fields.get_int("intermediate_size")
     experts = fields.get_int("num_experts", 16, MAX_EXPERTS)
     attends, sparse = _periodic_layers(fields, "attn_layer", 8, 4), _periodic_layers(fields, "expert_layer", 2, 1)
     sparse = sparse if experts > 1 else range(0)
@@ -94,7 +95,7 @@ def read_jamba(fields: ConfigReader) -> DecoderConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=fields.get_int("intermediate_size"),
+        intermediate=intermediate,
         norm_eps=eps,
         layers=tuple(
             LayerConfig(
@@ -103,14 +104,14 @@ def read_jamba(fields: ConfigReader) -> DecoderConfig:
             for layer in range(count)
         ),
         mamba=_read_mixer(fields, hidden, keys, "learned", eps),
-        experts=experts if sparse else 0,
-        experts_per_token=per_token if sparse else 0,
+        experts=ExpertsConfig(
+            count=experts, per_token=per_token, intermediate=intermediate, intermediate_key="intermediate_size"
+        )
+        if sparse
+        else None,
         tied=fields.get_bool("tie_word_embeddings", False),
         max_len=fields.get_int("max_position_embeddings", 262_144),
-        weight_names={
-            **JAMBA_NAMES,
-            **prefixed("layers.*.experts", "layers.*.feed_forward.", expert_names("experts", experts)),
-        },
+        weight_names={**JAMBA_NAMES, **expert_names("feed_forward", experts, "router")},
     )
 
 

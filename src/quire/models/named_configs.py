@@ -106,6 +106,15 @@ _GEMMA3_4B = {
     "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "eos_token_id": [1, 106],
 }
+_QWEN3_MOE = {
+    **_QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+_MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
+    "rope_theta": 1000000.0, "sliding_window": None,
+}
 # Jamba-v0.1; its config.json has transformers' defaults.
 _JAMBA = {
     "architectures": ["JambaForCausalLM"], "model_type": "jamba", "hidden_size": 4096, "num_hidden_layers": 32,
@@ -215,6 +224,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "yi-6b-200k": _llama(4096, 32, 32, 4, 11008, 64000, 200000, **_YI_200K),
     "yi-34b": _llama(7168, 60, 56, 8, 20480, 64000, 4096, **_YI),
     "mistral-7b": _llama(4096, 32, 32, 8, 14336, 32000, 32768, **_MISTRAL),
+    "mixtral-8x7b": _llama(4096, 32, 32, 8, 14336, 32000, 32768, **_MIXTRAL),
     "ministral-8b": _llama(4096, 36, 32, 8, 12288, 131072, 131072, **_MINISTRAL),
     "ministral-1b": _llama(2048, 16, 32, 8, 8192, 131072, 131072, **_MINISTRAL_1B),
     "gemma-2-2b": _gemma2(2304, 26, 8, 9216, 256, 256),
@@ -227,6 +237,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "jamba-52b": _JAMBA,
     "mamba-2.8b": _mamba(2560, 64),
     "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
+    "qwen3-30b-a3b": _llama(2048, 48, 32, 4, 6144, 151936, 40960, **_QWEN3_MOE),
     **VISION_LANGUAGE_CONFIGS,
 }
 # fmt: on

@@ -19,6 +19,7 @@ class PostNormLayer(DecoderLayer):
 
     def feed_forward(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor | None]:
         """See DecoderLayer."""
+        assert self.mlp is not None, "no OPT has experts"
         x = self.attention_norm(x, self.attention.out(mixed))
         return self.mlp_norm(x, self.mlp(x)), None
 

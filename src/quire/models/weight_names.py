@@ -70,12 +70,3 @@ MAMBA_NAMES: WeightNames = {
     **{f"norms.{i}": f"{x}_layernorm" for i, x in enumerate(("dt", "b", "c"))},
 }  # fmt: skip
 """The names of a Mamba layer's mixer (quire.layers.mamba)."""
-
-
-def expert_names(theirs: str, experts: int) -> WeightNames:
-    """Return the names of a layer's experts (quire.layers.moe), which are separate tensors in a checkpoint."""
-    names = [f"{theirs}.{expert}" for expert in range(experts)]
-    return {
-        "gate_up": tuple(f"{name}.{x}_proj.weight" for name in names for x in ("gate", "up")),
-        "down": tuple(f"{name}.down_proj.weight" for name in names),
-    }

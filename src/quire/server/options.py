@@ -183,12 +183,17 @@ def check_options(options: ServeOptions) -> None:
 def check_prefill_replicas(config: EngineConfig, options: ServeOptions) -> None:
     """Raise StartupError if the settings do not allow prefill replicas."""
     count = options.prefill_replicas
+    if count and count >= options.replicas:
+        cause = f"--prefill-replicas is {count}, and --replicas is {options.replicas}"
+        raise StartupError(cause, f"At least one of them must decode: use --replicas {count + 1} or more")
+    check_handover_settings(config, count)
+
+
+def check_handover_settings(config: EngineConfig, count: int) -> None:
+    """Raise StartupError if `count` prefill replicas with these settings can't hand pages over."""
     if not count:
         return
     given = f"--prefill-replicas is {count}"
-    if count >= options.replicas:
-        cause = f"{given}, and --replicas is {options.replicas}"
-        raise StartupError(cause, f"At least one of them must decode: use --replicas {count + 1} or more")
     if config.memory != "paged":
         raise StartupError(f"{given}, and --memory is {config.memory}", "Use --memory paged")
     if not config.swap_gib:

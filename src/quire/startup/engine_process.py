@@ -42,19 +42,31 @@ def launch_engine_process(
     num_clients: int = 1,
     start_other_clients: Callable[[ChildProcess], None] | None = None,
     report_cache: bool = False,
+    shared_parts: int = 0,
 ) -> tuple[ProcessEngineClient, InputProcessor, Checkpoint]:
     """Start an engine's process and wait until its model is loaded. The tokenizer is read here meanwhile. With more
-    than one client, `start_other_clients` starts the frontends beside this one, over the child's other connections."""
-    child = ChildProcess(num_clients, program)
+    than one client, `start_other_clients` starts the frontends beside this one, over the child's other connections.
+    With `shared_parts` the engine's host memory is the first of these parts of memory that it shares with this
+    process."""
+    memory = create_shared_memory() if shared_parts else None
+    child = ChildProcess(num_clients, program, shared_memory=memory)
     engine_client = ProcessEngineClient(child)
+    shared = None if memory is None else shared_part(memory, 0, shared_parts, config)
 
     def begin(named: tuple[int, ...]) -> None:
         level = logging.getLogger().level
-        engine_client.send_init(EngineInitMessage(config, named, stall_after, progress, level, report_cache))
+        engine_client.send_init(
+            EngineInitMessage(config, named, stall_after, progress, level, report_cache, shared_host=shared)
+        )
         if start_other_clients is not None:
             start_other_clients(child)
 
-    return _read_model_and_wait([engine_client], config, begin, lambda: engine_client)
+    try:
+        return _read_model_and_wait([engine_client], config, begin, lambda: engine_client)
+    except BaseException:
+        if memory is not None:
+            memory.close()
+        raise
 
 
 def launch_replicas(
@@ -76,7 +88,7 @@ def launch_replicas(
     if gpus[0] is None and config.kv_tokens is None and config.kv_gib is None:
         config = replace(config, kv_gib=default_cpu_kv_bytes(device_memory("cpu")[1]) / count / GIB)
     replicas = list[ProcessEngineClient]()
-    memory = FileIO(os.memfd_create("quire-host-pages", os.MFD_CLOEXEC), "r+b") if num_prefill else None
+    memory = create_shared_memory() if num_prefill else None
     for i, names in enumerate(gpus):
         variables = {} if names is None else {"CUDA_VISIBLE_DEVICES": names}
         child = ChildProcess(1, program, f"replica {i}", variables=variables, shared_memory=memory)
@@ -86,7 +98,7 @@ def launch_replicas(
         level, report_cache = logging.getLogger().level, policy == "prefix"
         for i, replica in enumerate(replicas):
             shown = progress and i == 0
-            shared = None if memory is None else SharedHostMemory(memory.fileno(), i, count, int(config.swap_gib * GIB))
+            shared = None if memory is None else shared_part(memory, i, count, config)
             replica.send_init(EngineInitMessage(config, named, stall_after, shown, level, report_cache, i, shared))
 
     def connect() -> ReplicatedEngineClient:
@@ -98,6 +110,16 @@ def launch_replicas(
         if memory is not None:
             memory.close()
         raise
+
+
+def create_shared_memory() -> FileIO:
+    """Return an empty file in memory, for host pages that several processes map."""
+    return FileIO(os.memfd_create("quire-host-pages", os.MFD_CLOEXEC), "r+b")
+
+
+def shared_part(memory: FileIO, part: int, num_parts: int, config: EngineConfig) -> SharedHostMemory:
+    """Return a part of `memory`, for the host pages of an engine with these settings."""
+    return SharedHostMemory(memory.fileno(), part, num_parts, int(config.swap_gib * GIB))
 
 
 def replica_gpus(config: EngineConfig, count: int) -> list[str | None]:

@@ -58,10 +58,10 @@ def build_rank_runner(init_message: InitMessage, rank_device: RankDevice | None 
     pipes: StagePipes | None = None
     if part.pp_size > 1 and rank_device is None:
         pipes = StagePipes(part, fds, init_message.seconds)
-    elif part.pp_size > 1:
+    elif rank_device is not None and part.pp_size > 1:
         assert config.max_num_batched_tokens is not None, "a sized config"
         room = config.max_num_batched_tokens * source.spec.hidden * dtype.itemsize
-        pipes = DeviceStagePipes(part, fds, init_message.seconds, device, room)
+        pipes = DeviceStagePipes(part, fds, init_message.seconds, device, room, rank_device.links)
     runner = build_runner(
         config, source, dtype, device, init_message.eos_ids, init_message.max_len, init_message.progress,
         shard=part, exchange=exchange, pipes=pipes,

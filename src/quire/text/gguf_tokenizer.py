@@ -34,10 +34,10 @@ END_OF_TURN_TOKENS = frozenset({
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%(end)s|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%(end)s|"
+    r"%(number)s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -63,7 +63,8 @@ PRE_TOKENIZERS = {
     **dict.fromkeys(("smaug-bpe", "dbrx"), LLAMA3._replace(ignore_merges=False, add_bos=False)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
     "stablelm2": QWEN2._replace(nfc=False),
-    "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
+    "tekken": PreTokenizer((CASED % {"end": "", "number": r"\p{N}"},), ignore_merges=True, add_bos=True),
+    "gpt-4o": PreTokenizer((CASED % {"end": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "number": r"\p{N}{1,3}"},)),
 }
 """By the value of `tokenizer.ggml.pre`."""
 

@@ -30,7 +30,15 @@ LAYER_TENSORS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-}
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    **{f"mlp.shared_expert.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
+    **{f"mlp.experts.*.{name}_proj": f"ffn_{name}_exps" for name in ("gate", "up", "down")},
+    **{f"block_sparse_moe.experts.*.{ours}": f"ffn_{name}_exps" for ours, name in
+       (("w1", "gate"), ("w3", "up"), ("w2", "down"))},
+}  # fmt: skip
+"""Modules of a layer -> their tensors in a file; those of all experts are one tensor."""
 GEMMA_TENSORS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -41,6 +49,7 @@ GLOBAL_TENSORS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head"
 ROPE_FREQS, ROPE_FACTORS_SHORT = "rope_freqs.weight", "rope_factors_short.weight"
 ROPE_FACTORS_LONG = "rope_factors_long.weight"
 """Tensors with divisors of the rotation frequencies of a head's pairs."""
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 FLOAT_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 IGNORED_TENSORS = (ROPE_FREQS, ROPE_FACTORS_SHORT, ROPE_FACTORS_LONG)
 LARGEST_LAYER_COUNTS = {"gemma2": 46, "gemma3": 62}
@@ -51,7 +60,8 @@ SAMPLING_KEYS = {
 
 
 class Architecture(NamedTuple):
-    """An architecture of GGUF files, with transformers' names. `interleaved_rope`: the rows of queries and keys are in
+    """An architecture of GGUF files, with transformers' names. `expert_keys`: the keys of a config.json with experts
+    that the file has no keys for, or None if it has none. `interleaved_rope`: the rows of queries and keys are in
     the order of a rotary embedding whose pairs are adjacent. `norm_plus_one`: norms are stored with the 1 added that
     the model adds."""
 
@@ -60,12 +70,15 @@ class Architecture(NamedTuple):
     layer_tensors: dict[str, str] = LAYER_TENSORS
     interleaved_rope: bool = False
     norm_plus_one: bool = False
+    expert_keys: dict[str, Any] | None = None
 
 
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", "llama", interleaved_rope=True),
+    "llama": Architecture("LlamaForCausalLM", "llama", interleaved_rope=True, expert_keys={}),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", expert_keys={"norm_topk_prob": False}),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", expert_keys={"norm_topk_prob": True}),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", LAYER_TENSORS | PHI3_TENSORS),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", LAYER_TENSORS | GEMMA_TENSORS, norm_plus_one=True),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", LAYER_TENSORS | GEMMA_TENSORS, norm_plus_one=True),
@@ -78,12 +91,13 @@ class HFTensors(NamedTuple):
     file: GGUFFile
     architecture: Architecture
     head_dim: int
+    experts: int = 0
 
     def gguf_name(self, name: str) -> str | None:
         """Return the file's name of the tensor `name`; None if GGUF has no such tensor."""
         if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name):
             layer, module, kind = match.groups()
-            gguf_module = self.architecture.layer_tensors.get(module)
+            gguf_module = self.architecture.layer_tensors.get(EXPERT.sub(".experts.*.", module))
             return None if gguf_module is None else f"blk.{layer}.{gguf_module}.{kind}"
         module, _, kind = name.rpartition(".")
         return f"{GLOBAL_TENSORS[module]}.{kind}" if module in GLOBAL_TENSORS else None
@@ -101,6 +115,12 @@ class HFTensors(NamedTuple):
         stored = self.file.tensors.get(gguf_name or "")
         if stored is None:
             return None
+        if (match := EXPERT.search(name)) is not None:
+            if stored.rows % max(self.experts, 1):
+                cause = f"{gguf_name} in {self.file.path} has {stored.rows} rows for {self.experts} experts"
+                raise StartupError(cause, DOWNLOAD_AGAIN)
+            rows, expert = stored.rows // max(self.experts, 1), int(match[1])
+            stored = stored.slice_rows(expert * rows, (expert + 1) * rows)
         if not stored.is_finite():
             raise StartupError(f"{gguf_name} in {self.file.path} has a number that isn't finite", DOWNLOAD_AGAIN)
         if self.architecture.interleaved_rope and re.search(r"\.self_attn\.[qk]_proj\.", name):
@@ -120,7 +140,8 @@ def open_hf_tensors(file: GGUFFile) -> HFTensors:
     """Return the tensors of `file` by transformers' names. Raise StartupError for an unsupported architecture."""
     family, fields = _read_architecture(file)
     heads, hidden = fields.get_int("attention.head_count"), fields.get_int("embedding_length")
-    return HFTensors(file, family, fields.get_int("attention.key_length", hidden // heads))
+    head_dim = fields.get_int("attention.key_length", hidden // heads)
+    return HFTensors(file, family, head_dim, fields.get_int("expert_count", 0, minimum=0))
 
 
 def to_hf_config(file: GGUFFile) -> dict[str, Any]:
@@ -132,7 +153,10 @@ def to_hf_config(file: GGUFFile) -> dict[str, Any]:
     if arch.startswith("gemma"):
         config |= _gemma_config(arch, fields, config)
     elif arch == "phi3":
-        config["sliding_window"] = window or None
+        rotated = fields.get_int("rope.dimension_count", config["head_dim"], config["head_dim"])
+        config |= {"sliding_window": window or None, "partial_rotary_factor": rotated / config["head_dim"]}
+    elif family.expert_keys is not None and fields.get_int("expert_count", 0, minimum=0):
+        config |= _expert_config(arch, fields, config) | {"sliding_window": window or None, **family.expert_keys}
     elif window and arch == "llama":
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     if arch == "llama":
@@ -149,9 +173,11 @@ def _common_config(file: GGUFFile, architecture: Architecture, fields: ConfigRea
     """Return the keys that all architectures have."""
     heads, hidden = fields.get_int("attention.head_count"), fields.get_int("embedding_length")
     head_dim = fields.get_int("attention.key_length", hidden // heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        fields.require_value(name, head_dim)
-    fields.require_value("expert_count", 0)
+    fields.require_value("attention.value_length", head_dim)
+    if architecture.hf_architecture != "Phi3ForCausalLM":
+        fields.require_value("rope.dimension_count", head_dim)
+    if architecture.expert_keys is None:
+        fields.require_value("expert_count", 0)
     embedding, tokens = file.tensors.get("token_embd.weight"), file.metadata.get("tokenizer.ggml.tokens", ())
     if embedding is None:
         raise StartupError(f"{file.path} has no tensor token_embd.weight", "Give a GGUF file of a language model")
@@ -210,6 +236,21 @@ def _read_architecture(file: GGUFFile) -> tuple[Architecture, ConfigReader]:
 def _to_plain_value(value: Any) -> Any:
     """Return a value that can be compared and printed. Arrays are cut, since no setting is one."""
     return value[:16].tolist() if isinstance(value, np.ndarray) else value
+
+
+def _expert_config(arch: str, fields: ConfigReader, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a model with experts beyond Llama's."""
+    count, per_token = fields.get_int("expert_count"), fields.get_int("expert_used_count")
+    if arch == "llama":
+        names = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        return {**names, "num_local_experts": count, "num_experts_per_tok": per_token}
+    length = config["intermediate_size"]
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": fields.get_int("expert_feed_forward_length", length // per_token),
+        "shared_expert_intermediate_size": fields.get_int("expert_shared_feed_forward_length", length),
+    }
 
 
 def _gemma_config(arch: str, fields: ConfigReader, config: dict[str, Any]) -> dict[str, Any]:

@@ -92,6 +92,9 @@ def _load_tensor(
         tensor = tensor if columns is None else tensor.slice_columns(columns)
         if target.rows.is_meta and tensor.rows < target.padded_rows:
             tensor = tensor.pad_rows(target.padded_rows)
+    if target.row_order:
+        tensor = tensor.select_rows(np.array(target.row_order))
+        target = target._replace(row_order=())
     if tensor.format in GGUF_FORMATS and target.low_bit_format is not None:
         set_rows(target.rows, target.layer, target.part_index, partial(from_gguf, tensor))
         return

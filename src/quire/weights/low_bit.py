@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from quire.errors import StartupError
 from quire.kernels.cpu.low_bit_linear import LowBitFormat, LowBitWeight, supports
 from quire.layers.linear import Linear
+from quire.layers.moe import ExpertWeights
 from quire.models import resolve_model_class
 from quire.models.quantization import LowBitScheme
 from quire.protocol.parallel_layout import UNSHARDED, Shard
@@ -40,7 +41,7 @@ GGUF_FORMATS = {
 }  # fmt: skip
 """GGUF's block formats -> quire's formats with equal values; those of five bits take eight."""
 UNQUANTIZED_MODULES = re.compile(
-    r"(^|\.)(router|vision|tower|projector|vision_encoder|(mamba|mixer)\.(x_proj|dt_proj))(\.|$)"
+    r"(^|\.)(router|shared_gate|vision|tower|projector|vision_encoder|(mamba|mixer)\.(x_proj|dt_proj))(\.|$)"
 )
 """Modules that are not rounded to few bits; a file may have them so (see quire.weights.fp8)."""
 HEAD_MODULE = re.compile(r"(^|\.)head$")
@@ -111,6 +112,7 @@ def low_bit_layers(model: nn.Module) -> dict[str, Linear]:
     for path, module in model.named_modules():
         if (
             isinstance(module, Linear)
+            and not isinstance(module, ExpertWeights)
             and UNQUANTIZED_MODULES.search(path) is None
             and isinstance(module.weight, nn.Parameter)
         ):

@@ -24,6 +24,7 @@ from quire.kernels.triton.fused_moe import (
     topk_softmax,
 )
 from quire.kernels.triton.linear import E4M3
+from quire.layers.experts_config import ExpertsConfig
 from quire.layers.moe import SparseMLP
 
 KINDS = ("plain", "rows", "groups") if FP8 else ("plain",)
@@ -105,7 +106,7 @@ def test_equal_to_a_dense_loop(kind: str, count: int, top: int, dtype: torch.dty
 
 @TYPES
 @pytest.mark.parametrize("normalised", [False, True])
-@pytest.mark.parametrize(("count", "top"), [(16, 2), (5, 3), (8, 1), (3, 3)])
+@pytest.mark.parametrize(("count", "top"), [(16, 2), (5, 3), (8, 1), (3, 3), (128, 8), (512, 10)])
 def test_choice_equals_torch(count: int, top: int, normalised: bool, dtype: torch.dtype) -> None:
     logits = 9 * random(33, count + 4, dtype=dtype)[:, :count]
     want, at = logits.float().softmax(dim=1).topk(top, dim=1)
@@ -214,14 +215,31 @@ def test_the_layer_with_its_scales() -> None:
     """As with weights that hold the same values, which a CPU multiplies."""
     made = Experts(4, "groups", **SMALL)
     x, *_ = made.tokens(9, 2)
-    plain, kept = (SparseMLP(144, 32, 4, 2, "silu", True, torch.float32, DEVICE) for _ in range(2))
+    config = ExpertsConfig(count=4, per_token=2, intermediate=32, renormalize=True)
+    plain, kept = (SparseMLP(144, config, "silu", torch.float32, DEVICE) for _ in range(2))
     for layer in (plain, kept):
         assert layer.router.weight is not None
         layer.router.weight.copy_(x[:4])
     for name, scale, weight, full in zip(("gate_up", "down"), made.scales, made.weights, made.full):
-        getattr(plain, name).copy_(full.flatten(0, 1))
-        setattr(kept, name, torch.nn.Parameter(weight.flatten(0, 1), requires_grad=False))
-        setattr(kept, SparseMLP.FP8[name], scale)
+        getattr(plain, name).weight.copy_(full.flatten(0, 1))
+        part = getattr(kept, name)
+        part.weight, part.scale = torch.nn.Parameter(weight.flatten(0, 1), requires_grad=False), scale
     kept.experts_kernel = fused_moe
     want = plain(x)
     torch.testing.assert_close(kept(x), want, rtol=2e-5, atol=2e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize(("count", "top"), [(128, 8), (512, 10), (60, 4)])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_layers_of_many_experts(count: int, top: int, renormalize: bool) -> None:
+    """As many as Qwen's models have, and a shared one: the kernels and torch compute the same."""
+    config = ExpertsConfig(count=count, per_token=top, intermediate=16, renormalize=renormalize, shared_intermediate=24)
+    layer = SparseMLP(40, config, "silu", torch.float32, DEVICE)
+    for seed, parameter in enumerate(layer.parameters()):
+        parameter.copy_(random(*parameter.shape, seed=seed))
+    for tokens in (1, 3, 40):
+        x = 3 * random(tokens, 40, seed=9)
+        layer.route_kernel = layer.experts_kernel = None
+        want = layer(x)
+        layer.route_kernel, layer.experts_kernel = topk_softmax, fused_moe
+        torch.testing.assert_close(layer(x), want, rtol=2e-5, atol=2e-5 * float(want.abs().max()))

@@ -1,0 +1,120 @@
+"""The families of models with experts in place of feed-forward blocks, as quire.models.families has those without. No
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from quire.errors import StartupError, short_repr
+from quire.layers.experts_config import ExpertsConfig
+from quire.models.config_reader import ConfigReader
+from quire.models.decoder_config import DecoderConfig, LayerConfig
+from quire.models.families import LLAMA_NAMES, declare_gated, read_biases
+from quire.models.layer_types import Windows, read_layer_count, read_layer_types, read_qwen_windows
+from quire.models.rope_settings import read_rope
+from quire.models.weight_names import WeightNames
+
+MAX_EXPERTS = 1024
+QWEN_EXPERT = ("gate_proj", "up_proj", "down_proj")
+SHARED_NAMES: WeightNames = {
+    "layers.*.experts.shared.gate_up": tuple(f"layers.*.mlp.shared_expert.{x}_proj" for x in ("gate", "up")),
+    "layers.*.experts.shared.down": "layers.*.mlp.shared_expert.down_proj",
+    "layers.*.experts.shared_gate": "layers.*.mlp.shared_expert_gate",
+}
+
+
+def expert_names(
+    block: str, count: int, router: str = "gate", expert: tuple[str, str, str] = QWEN_EXPERT
+) -> WeightNames:
+    """Return the names of a layer's experts (quire.layers.moe), which are separate modules of `block` in a checkpoint.
+    `expert`: the names of an expert's gate, up and down."""
+    gate, up, down = expert
+    names = [f"layers.*.{block}.experts.{number}" for number in range(count)]
+    return {
+        "layers.*.experts.router": f"layers.*.{block}.{router}",
+        "layers.*.experts.gate_up": tuple(f"{name}.{one}" for name in names for one in (gate, up)),
+        "layers.*.experts.down": tuple(f"{name}.{down}" for name in names),
+    }
+
+
+def read_mixtral(fields: ConfigReader) -> DecoderConfig:
+    """Mixtral (Jiang et al., 2024): experts in every layer."""
+    count, window = fields.get_int("num_local_experts", 8, MAX_EXPERTS), fields.get_int("sliding_window", None)
+    experts = ExpertsConfig(
+        count=count,
+        per_token=fields.get_int("num_experts_per_tok", 2, count),
+        intermediate=fields.get_int("intermediate_size"),
+        intermediate_key="intermediate_size",
+        renormalize=True,
+    )
+    layers = read_layer_count(fields)
+    return _declare(
+        fields,
+        (window,) * layers,
+        experts,
+        range(layers),
+        1e6,
+        kv_heads=8,
+        norm_eps=fields.get_float("rms_norm_eps", 1e-5),
+        weight_names={**LLAMA_NAMES, **expert_names("block_sparse_moe", count, expert=("w1", "w3", "w2"))},
+    )
+
+
+def read_qwen2_moe(fields: ConfigReader) -> DecoderConfig:
+    """Qwen1.5-MoE and Qwen2-MoE (Yang et al., 2024): a shared expert beside those that a token chooses."""
+    if read_layer_types(fields) is None:  # transformers gives windows to other layers than Qwen2's
+        fields.require_value("use_sliding_window", False)
+    qkv_bias = fields.get_bool("qkv_bias", True)
+    shared = fields.get_int("shared_expert_intermediate_size", 5632)
+    return _declare_qwen(fields, read_qwen_windows(fields), (60, 4, 1408), shared, kv_heads=16, qkv_bias=qkv_bias)
+
+
+def read_qwen3_moe(fields: ConfigReader) -> DecoderConfig:
+    """Qwen3-MoE (Yang et al., 2025): queries and keys are normalised per head. If there is a window, every layer has
+    it."""
+    window = fields.get_int("sliding_window", 4096) if fields.get_bool("use_sliding_window", False) else None
+    windows = (window,) * read_layer_count(fields)
+    return _declare_qwen(fields, windows, (128, 8, 768), 0, kv_heads=4, qk_norm="head", **read_biases(fields))
+
+
+def _declare_qwen(
+    fields: ConfigReader, windows: Windows, defaults: tuple[int, int, int], shared: int, **declared: Any
+) -> DecoderConfig:
+    """Return a Qwen with experts, and `shared` columns of a shared expert. `defaults`: the number of experts, those of
+    a token, and their columns. Newer configs have `num_local_experts` in place of `num_experts`."""
+    count = fields.get_int("num_experts", fields.get_int("num_local_experts", defaults[0], MAX_EXPERTS), MAX_EXPERTS)
+    experts = ExpertsConfig(
+        count=count,
+        per_token=fields.get_int("num_experts_per_tok", min(defaults[1], count), count),
+        intermediate=fields.get_int("moe_intermediate_size", defaults[2]),
+        renormalize=fields.get_bool("norm_topk_prob", False),
+        shared_intermediate=shared,
+    )
+    names = {**LLAMA_NAMES, **expert_names("mlp", count), **SHARED_NAMES}
+    return _declare(fields, windows, experts, _read_sparse_layers(fields), 1e4, weight_names=names, **declared)
+
+
+def _read_sparse_layers(fields: ConfigReader) -> set[int]:
+    """Return the layers with experts: every `decoder_sparse_step`-th, without those of `mlp_only_layers`."""
+    layers, step = read_layer_count(fields), fields.get_int("decoder_sparse_step", 1)
+    dense = fields.config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < layers for layer in dense):
+        raise StartupError(
+            f"mlp_only_layers in {fields.source} is {short_repr(dense)}", f"It must list layers from 0 to {layers - 1}"
+        )
+    return set(range(step - 1, layers, step)).difference(dense)
+
+
+def _declare(
+    fields: ConfigReader, windows: Windows, experts: ExpertsConfig, sparse: Collection[int], theta: float,
+    **declared: Any,
+) -> DecoderConfig:  # fmt: skip
+    """Return a model whose `sparse` layers have experts; `theta` is a default."""
+    fields.require_value("kv_sharing", None)
+    rope, max_len = read_rope(fields, theta=theta)
+    layers = (
+        LayerConfig(window, rope=rope, feed_forward="experts" if layer in sparse else "mlp")
+        for layer, window in enumerate(windows)
+    )
+    return declare_gated(fields, layers, max_len, experts=experts if sparse else None, **declared)
