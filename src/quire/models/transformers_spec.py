@@ -64,6 +64,10 @@ class Inspection:
                 f"the attention of transformers' {self.name} has {', '.join(sorted(unknown))}, which quire's has not",
                 REMEDY,
             )
+        if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
+            heads = ", ".join(str(part.shape[1]) for part in (query, key, value))
+            raise StartupError(f"a layer of transformers' {self.name} has {heads} heads of queries, keys and values",
+                               "The first must be a multiple of the other two, which must be equal")  # fmt: skip
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         head_dim = max(query.shape[-1], value.shape[-1])
         self.layers.append(LayerSpec(key.shape[1], head_dim, window, query.shape[1], scale, softcap))

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from quire.errors import StartupError, short_repr
 from quire.files import DOWNLOAD_AGAIN
 from quire.models.transformers_model import TransformersModel
-from quire.models.transformers_spec import PAGED, make_config, resolve_class
+from quire.models.transformers_spec import PAGED, make_config, read_spec, resolve_class
 from quire.weights.checkpoint_files import FIT_REMEDY, tensor_files
 from quire.weights.loader import FLOAT_DTYPES, join_names
 
@@ -30,10 +30,11 @@ def load_transformers_model(
     """Return the model of a config.json with the weights in `folder`; without one, with random weights by `seed`. Raise
     StartupError for tensors that are missing, unknown, or of the wrong shape or kind, and for damaged files."""
     model_class, settings = resolve_class(config), make_config(config, PAGED)
+    num_layers = len(read_spec(config).layers)
     if folder is None:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
             torch.manual_seed(seed)
-            return TransformersModel(model_class._from_config(settings, dtype=dtype))
+            return _finish(model_class._from_config(settings, dtype=dtype), num_layers)
     tensors = _read_tensors(folder, progress)
     try:
         model, report = model_class.from_pretrained(
@@ -47,7 +48,13 @@ def load_transformers_model(
     for names, verb in ((report["missing_keys"], "lacks"), (unknown, "holds tensors that the model has no place for:")):
         if names:
             raise StartupError(f"{folder} {verb} {join_names(sorted(names))}", FIT_REMEDY)
-    return TransformersModel(model.to(device))
+    return _finish(model.to(device), num_layers)
+
+
+def _finish(model: Any, num_layers: int) -> TransformersModel:
+    made = TransformersModel(model, num_layers)
+    made.check_tokens_are_separate()
+    return made
 
 
 def _read_tensors(folder: Path, progress: bool) -> dict[str, Tensor]:
