@@ -33,15 +33,16 @@ class PagedStep:
         parts = (F.pad(part[0], (0, head_dim - part.shape[-1])).transpose(0, 1) for part in (query, key, value))
         out = self.ctx.attend(self.layer, torch.cat([*parts], dim=1))
         self.layer += 1
-        return out[None, :, :, :size]
+        return out[None, :, :, :size].contiguous()
 
 
 class _SelfAttention:
-    """Stands for a step whose tokens attend to themselves alone. The output depends on the query, so on its rotation."""
+    """Stands for a step whose tokens attend to themselves alone. The output depends on the query and its rotation."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: object, options: dict[str, Any]) -> Tensor:
         gate = query.mean(dim=-1, keepdim=True) / query.abs().amax(dim=-1, keepdim=True).clamp(min=1e-6)
-        return (value.repeat_interleave(query.shape[1] // value.shape[1], dim=1) * (1 + gate)).transpose(1, 2)
+        values = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        return (values * (1 + gate)).transpose(1, 2).contiguous()
 
 
 class TransformersModel(nn.Module):

@@ -92,7 +92,7 @@ class _WithoutNumbers(TorchDispatchMode):
     numbers of a token in any tensor that was computed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.widest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -245,7 +245,7 @@ class _HiddenStates(torch.nn.Module):
     """Returns its input in place of a model's hidden states."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **options: Any) -> _Output:
-        return _Output(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
+        return _Output(last_hidden_state=inputs_embeds)
 
 
 class _Output(MoeModelOutputWithPast):
@@ -272,9 +272,10 @@ def _read_max_len(name: str, sizes: Any) -> int:
     ropes = [ropes, *(rope for rope in ropes.values() if isinstance(rope, dict))]
     limits = [getattr(sizes, "max_position_embeddings", None)]
     limits += [rope.get("original_max_position_embeddings") for rope in ropes if rope.get("rope_type") == "longrope"]
-    if not all(type(limit) is int and limit > 0 for limit in limits):
+    lengths = [limit for limit in limits if type(limit) is int and limit > 0]
+    if len(lengths) < len(limits):
         raise StartupError(f"config.json gives {name} no length", "It needs max_position_embeddings")
-    return min(limits)
+    return min(lengths)
 
 
 def _reason(error: Exception) -> str:

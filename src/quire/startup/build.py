@@ -317,18 +317,17 @@ def _assemble(
             device, ITEMSIZE[dtype], checkpoint.spec, None if checkpoint.draft is None else checkpoint.draft.spec
         ),
     )
-    return engine, plan, (_model_notice(checkpoint.config), *_hardware_notices(config, runner, remote_runner, device),
+    return engine, plan, (*_model_notices(checkpoint.config), *_hardware_notices(config, runner, remote_runner, device),
                           *checkpoint.notices,
                           *_notices(config, plan, eos_ids, checkpoint.default_sampling))  # fmt: skip
 
 
-def _model_notice(config: dict[str, Any]) -> str:
-    """Return a notice that says whose code computes the model."""
-    name = config["architectures"][0]
-    if not uses_transformers(config):
-        return f"{name}: quire's own model"
-    release = version("transformers")
-    return f"{name}: the class of transformers {release} on quire's pages, slower than quire's own, without graphs"
+def _model_notices(config: dict[str, Any]) -> Iterator[str]:
+    """Yield a notice if transformers computes the model."""
+    if uses_transformers(config):
+        release = version("transformers")
+        yield (f"{config['architectures'][0]}: the class of transformers {release} on quire's pages, slower than "
+               "quire's own models, without graphs")  # fmt: skip
 
 
 def _plan_memory(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from quire.distributed.rank_messages import InitMessage
     from quire.layers.exchange import Exchange, StageNeighbours
     from quire.models import Model
+    from quire.models.transformers_model import TransformersModel
     from quire.weights.loader import LoadedFiles
 
 
@@ -152,7 +153,7 @@ def _load_model(
     config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: bool,
     shard: Shard,
     exchange: Exchange | None = None,
-) -> tuple[Model, LoadedFiles]:  # fmt: skip
+) -> tuple[Model | TransformersModel, LoadedFiles]:  # fmt: skip
     """Return the model with its weights, and the files that they come from. Ranks that each hold some columns of a row
     get the maximum over the whole row through `exchange`."""
     from quire.models.speculation_heads import Eagle3Head
@@ -168,8 +169,8 @@ def _load_model(
         folder = None if config.dummy_weights else checkpoint.path
         if folder is not None:
             check_weight_bytes(folder, checkpoint.spec.parameters)
-        model = load_transformers_model(checkpoint.config, folder, dtype, device, config.seed, progress)
-        return model, LoadedFiles((), 0)
+        made = load_transformers_model(checkpoint.config, folder, dtype, device, config.seed, progress)
+        return made, LoadedFiles((), 0)
     scheme = resolve_scheme(checkpoint.config, config.quantization)
     path = None if config.dummy_weights else checkpoint.path  # None: dummy weights
     if path is not None and checkpoint.gguf is None:

@@ -1,5 +1,5 @@
-"""Loads a model of transformers from safetensors files, by transformers' own conversion of names, or fills it with random
-weights. transformers opens no file and reads no address: it gets tensors."""
+"""Loads a model of transformers from safetensors files, by transformers' own conversion of names, or fills it with
+random weights. transformers opens no file and reads no address: it gets tensors."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ def _read_tensors(folder: Path, progress: bool) -> dict[str, Tensor]:
                     tensor: Tensor = file.get_tensor(name)
                     if tensor.dtype not in FLOAT_DTYPES and not CONSTANTS.fullmatch(name):
                         kind = str(tensor.dtype).removeprefix("torch.")
-                        raise StartupError(f"{short_repr(name)} in {path} has dtype {kind}",
-                                           "Weights that transformers computes with must be floating-point numbers")  # fmt: skip
+                        raise StartupError(
+                            f"{short_repr(name)} in {path} has dtype {kind}",
+                            "Weights that transformers computes with must be floating-point numbers",
+                        )
                     if name in tensors:
                         raise StartupError(f"{path} holds {short_repr(name)} a second time", DOWNLOAD_AGAIN)
                     tensors[name] = tensor
