@@ -191,9 +191,9 @@ def test_a_node_and_the_api_server_end() -> None:
     engines, and their requests of the former one are gone."""
 
     async def load(url: str, cluster: Nodes) -> list[tuple[int, list[str]]]:
-        async with httpx.AsyncClient(base_url=url, timeout=200) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=300) as http:
             begun = list[str]()
-            tasks = [asyncio.ensure_future(complete(http, f"{i} Once upon a time", 1000, begun)) for i in range(12)]
+            tasks = [asyncio.ensure_future(complete(http, f"{i} Once upon a time", 2500, begun)) for i in range(12)]
             await wait_until_async(lambda: len(begun) == 6, "each engine runs two", 60)
             await asyncio.to_thread(cluster.kill)
             return await asyncio.gather(*tasks)
@@ -212,7 +212,7 @@ def test_a_node_and_the_api_server_end() -> None:
         assert all(
             len(errors) == 1 and "the engine stopped: requests in progress are lost" in errors[0] for errors in failed
         ), failed
-        assert [count for count, errors in ends if not errors] == [1000] * 10
+        assert [count for count, errors in ends if not errors] == [2500] * 10
         [server] = [process for process in psutil.process_iter(["cmdline"])
                     if " ".join(process.info["cmdline"] or ()).startswith("ray::ServeReplica:quire:api")]  # fmt: skip
         server.kill()

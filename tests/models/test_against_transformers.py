@@ -43,7 +43,8 @@ MIXTRAL = {**LLAMA, "num_local_experts": 4}
 QWEN_MOE = {**LLAMA, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 QWEN2_MOE = {**QWEN_MOE, "shared_expert_intermediate_size": 28}
 PHI4 = {
-    **LLAMA, "hidden_size": 96, "num_attention_heads": 6, "pad_token_id": None, "tie_word_embeddings": True,
+    **LLAMA, "hidden_size": 192, "num_attention_heads": 12, "num_key_value_heads": 4, "pad_token_id": None,
+    "tie_word_embeddings": True,
     "partial_rotary_factor": 0.75, "original_max_position_embeddings": 16, "sliding_window": 128,
     "rope_scaling": {
         "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],

@@ -91,6 +91,7 @@ class Node(NamedTuple):
 def main() -> None:
     """Run the driver. The argument is the descriptor of the engine's connection."""
     os.setsid()  # signals of a terminal do not reach Ray's processes
+    os.dup2(2, 1)  # Ray prints what becomes of nodes, and the engine's standard output is for its own
     # A stopped driver continues when the engine's process ends, and sees the end of the connection.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     connection = socket.socket(fileno=int(sys.argv[1]))
