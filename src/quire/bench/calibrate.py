@@ -25,7 +25,7 @@ from quire.bench.workloads import Job, parse
 from quire.cli.flags import config_from
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.models import read_model_config
+from quire.models import read_model_config, uses_transformers
 from quire.models.head_config import HeadConfig
 from quire.sim.cost_model import MAX_DEPTH, Coefficients, CostModel, ModelShape, StepWork
 from quire.sim.simulation import Simulation, TraceRequest
@@ -54,6 +54,9 @@ class Errors(NamedTuple):
 
 def shape_of(source: Checkpoint, itemsize: int, saved: int = 0) -> ModelShape:
     """Return a model's shape for the cost model. `saved` is that of `ModelShape.from_spec`."""
+    if uses_transformers(source.config):
+        raise StartupError(f"{source.name} is computed by transformers, whose time isn't modelled",
+                           "Simulate or calibrate a model of quire's own")  # fmt: skip
     settings = read_model_config(source.config)
     if isinstance(settings, HeadConfig):
         return ModelShape.from_head(settings, itemsize)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from quire.models.architectures import ARCHITECTURES, architecture_of, read_model_config, read_spec
+from quire.models.architectures import (
+    ARCHITECTURES,
+    architecture_of,
+    read_model_config,
+    read_spec,
+    uses_transformers,
+)
 
 if TYPE_CHECKING:
     from quire.models.decoder import Decoder
@@ -13,7 +19,7 @@ if TYPE_CHECKING:
 
     Model: TypeAlias = Decoder | SpeculationHead
 
-__all__ = ["ARCHITECTURES", "read_model_config", "read_spec", "resolve_model_class"]
+__all__ = ["ARCHITECTURES", "read_model_config", "read_spec", "resolve_model_class", "uses_transformers"]
 
 
 def resolve_model_class(config: dict[str, Any]) -> type[Model]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from quire.errors import StartupError, short_repr
@@ -58,10 +59,20 @@ HEADS = {
 """Speculation heads, which are used beside a model."""
 
 
-def architecture_of(config: dict[str, Any]) -> Architecture:
-    """Return the architecture that `config` names. Raise StartupError if there is none or it is not supported."""
+def uses_transformers(config: dict[str, Any]) -> bool:
+    """Return True if the architecture of `config` is none of quire's own: transformers has to compute it."""
     names: object = config.get("architectures")
-    remedy = f"Supported architectures: {', '.join(ARCHITECTURES)}"
+    return isinstance(names, list) and bool(names) and isinstance(names[0], str) and not _is_own(config, names[0])
+
+
+def _is_own(config: dict[str, Any], name: str) -> bool:
+    return name in ARCHITECTURES or name in HEADS or config.get("speculators_model_type") == "eagle3"
+
+
+def architecture_of(config: dict[str, Any]) -> Architecture:
+    """Return the architecture of quire's own that `config` names. Raise StartupError if it names another, or none."""
+    names: object = config.get("architectures")
+    remedy = f"quire's own: {', '.join(ARCHITECTURES)}"
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise StartupError("config.json names no architecture", remedy)
     is_unnamed_head = names[0] == "LlamaForCausalLM" and config.get("draft_vocab_size") is not None
@@ -70,7 +81,7 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     if names[0] in HEADS:
         return HEADS[names[0]]
     if names[0] not in ARCHITECTURES:
-        raise StartupError(f"the architecture {short_repr(names[0])} is not supported", remedy)
+        raise StartupError(f"the architecture {short_repr(names[0])} is none of quire's own", remedy)
     return ARCHITECTURES[names[0]]
 
 
@@ -82,4 +93,18 @@ def read_model_config(config: dict[str, Any]) -> DecoderConfig:
 def read_spec(config: dict[str, Any], shard: Shard = UNSHARDED) -> ModelSpec:
     """Return the ModelSpec of a config.json, or that of one rank's shard, with the whole model's `vocab_size` and
     `hidden`. Raise StartupError if it is not supported, or can't be divided so."""
-    return read_model_config(config).for_shard(shard).spec()
+    if not uses_transformers(config):
+        return read_model_config(config).for_shard(shard).spec()
+    name = short_repr(config["architectures"][0])
+    if find_spec("transformers") is None:
+        raise StartupError(
+            f"the architecture {name} is none of quire's own, and transformers is not installed",
+            f"pip install 'quire[hf]' if it is one of transformers. quire's own: {', '.join(ARCHITECTURES)}",
+        )
+    from quire.models import transformers_spec
+
+    if shard.tp_size > 1 or shard.pp_size > 1:
+        flag = "--tp" if shard.tp_size > 1 else "--pp"
+        raise StartupError(f"{flag} is given, and {name} is computed by transformers, in one process",
+                           "Leave it out; --replicas serves several of it")  # fmt: skip
+    return transformers_spec.read_spec(config)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +31,7 @@ from quire.kernels.cpu.weight_arena import weight_arena
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
 from quire.memory.virtual.virtual_memory import virtual_capacity_tokens
+from quire.models import uses_transformers
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.parallel_layout import ParallelLayout, Shard
@@ -315,8 +317,17 @@ def _assemble(
             device, ITEMSIZE[dtype], checkpoint.spec, None if checkpoint.draft is None else checkpoint.draft.spec
         ),
     )
-    return engine, plan, (*_hardware_notices(config, runner, remote_runner, device), *checkpoint.notices,
+    return engine, plan, (*_model_notices(checkpoint.config), *_hardware_notices(config, runner, remote_runner, device),
+                          *checkpoint.notices,
                           *_notices(config, plan, eos_ids, checkpoint.default_sampling))  # fmt: skip
+
+
+def _model_notices(config: dict[str, Any]) -> Iterator[str]:
+    """Yield a notice if transformers computes the model."""
+    if uses_transformers(config):
+        release = version("transformers")
+        yield (f"{config['architectures'][0]}: the class of transformers {release} on quire's pages, slower than "
+               "quire's own models, without graphs")  # fmt: skip
 
 
 def _plan_memory(

@@ -9,11 +9,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quire.config import GENERATION_PARAMS, EngineConfig, Experiment
-from quire.errors import InputError, StartupError
+from quire.config import GENERATION_PARAMS, SPECULATION_HEADS, EngineConfig, Experiment
+from quire.errors import InputError, StartupError, short_repr
 from quire.files import DOWNLOAD_AGAIN, read_json_config
 from quire.memory.page_layout import as_uniform
-from quire.models import read_spec
+from quire.models import read_spec, uses_transformers
 from quire.models.head_config import eagle3_config, mtp_config
 from quire.models.named_configs import CONFIGS
 from quire.models.vision.settings import PREPROCESSOR_KEY
@@ -178,6 +178,8 @@ def _read_model(config: EngineConfig, weights: bool) -> Checkpoint:
         return _read_gguf_checkpoint(config, model, file)
     folder = bundled if named else _locate_model(model, weights and not config.dummy_weights, config.revision)
     settings, generation = read_config(folder), read_generation_config(folder)
+    if uses_transformers(settings):
+        _check_transformers_options(config, settings)
     settings[PREPROCESSOR_KEY] = read_preprocessor_config(folder)
     local = Path(model).expanduser()
     name = local.resolve().name if local.is_dir() else model
@@ -190,6 +192,23 @@ def _read_model(config: EngineConfig, weights: bool) -> Checkpoint:
         if larger.parameters > spec.parameters and has_untied_head(folder):
             settings, spec, notes = untied, larger, (*notes, UNTIED_NOTICE)
     return Checkpoint(name, folder, settings, generation, spec, defaults, None, notes)
+
+
+def _check_transformers_options(config: EngineConfig, settings: dict[str, Any]) -> None:
+    """Raise StartupError for what a model that transformers computes doesn't have."""
+    name = settings["architectures"][0]
+    if settings.get("quantization_config"):
+        raise StartupError(f"the checkpoint is quantized, and {short_repr(name)} is computed by transformers",
+                           "Use a checkpoint in bfloat16, float16 or float32")  # fmt: skip
+    for flag, given in (("--quantization", config.quantization is not None), ("--deterministic", config.deterministic)):
+        if given:
+            raise StartupError(f"{flag} is given, and {short_repr(name)} is computed by transformers", "Leave it out")
+    if config.speculation in SPECULATION_HEADS:
+        raise StartupError(
+            f"--speculative-method is {config.speculation}, and {short_repr(name)} is computed by transformers, which "
+            "leaves no hidden states for a head",
+            "Use ngram, or a draft model",
+        )
 
 
 def _locate_model(model: str, weights: bool, revision: str | None) -> Path:

@@ -14,6 +14,7 @@ from quire.errors import StartupError
 from quire.kernels.cpu import library_loader as kernels
 from quire.kernels.cpu.weight_arena import weight_arena
 from quire.kernels.limits import MAX_GQA_GROUP, MAX_HEAD_DIM
+from quire.models import uses_transformers
 from quire.models.quantization import FP8Scheme, LowBitScheme, resolve_scheme
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.parallel_layout import UNSHARDED, Shard
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from quire.distributed.rank_messages import InitMessage
     from quire.layers.exchange import Exchange, StageNeighbours
     from quire.models import Model
+    from quire.models.transformers_model import TransformersModel
     from quire.weights.loader import LoadedFiles
 
 
@@ -128,7 +130,9 @@ def build_runner(
             "max_step_tokens": config.max_num_batched_tokens,
         }  # fmt: skip
     attention = choose_attention(config, checkpoint.pool_spec, device, dtype)
-    recorded = ("triton", "native", *VENDOR_ATTENTIONS)
+    recorded: tuple[str, ...] = ("triton", "native", *VENDOR_ATTENTIONS)
+    if any(uses_transformers(source.config) for source in (checkpoint, draft) if source is not None):
+        recorded = ()  # transformers may ask for numbers, or take other kernels, at any step
     kind: Callable[..., Any] = ModelRunner
     if pipes is not None:
         from quire.worker.stage_runner import StageRunner
@@ -149,7 +153,7 @@ def _load_model(
     config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: bool,
     shard: Shard,
     exchange: Exchange | None = None,
-) -> tuple[Model, LoadedFiles]:  # fmt: skip
+) -> tuple[Model | TransformersModel, LoadedFiles]:  # fmt: skip
     """Return the model with its weights, and the files that they come from. Ranks that each hold some columns of a row
     get the maximum over the whole row through `exchange`."""
     from quire.models.speculation_heads import Eagle3Head
@@ -159,6 +163,14 @@ def _load_model(
     from quire.weights.gguf_loader import load_gguf
     from quire.weights.loader import LoadedFiles, load_draft_ids, load_weights
 
+    if uses_transformers(checkpoint.config):
+        from quire.weights.transformers_loader import load_transformers_model
+
+        folder = None if config.dummy_weights else checkpoint.path
+        if folder is not None:
+            check_weight_bytes(folder, checkpoint.spec.parameters)
+        made = load_transformers_model(checkpoint.config, folder, dtype, device, config.seed, progress)
+        return made, LoadedFiles((), 0)
     scheme = resolve_scheme(checkpoint.config, config.quantization)
     path = None if config.dummy_weights else checkpoint.path  # None: dummy weights
     if path is not None and checkpoint.gguf is None:

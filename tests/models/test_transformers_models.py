@@ -1,0 +1,369 @@
+"""Models that transformers computes, tiny and random in fp32: tokens equal transformers' own; what can't run is
+refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from test_beams import drive, same
+from test_embeddings import embed, tokens_of
+from test_equality import (
+    SIZES,
+    Compared,
+    Oracle,
+    answers_of,
+    assert_equal,
+    engine_of,
+    outputs_of,
+    random_model,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from quire.cli import main
+from quire.config import EngineConfig
+from quire.core.engine import Engine
+from quire.errors import StartupError
+from quire.models import ARCHITECTURES, architectures, read_spec
+from quire.models.transformers_model import TransformersModel
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.seeds import branch_seed
+from quire.startup.build import build, describe_memory_plan
+from quire.text.embedding import embedding_vector
+
+WINDOWS = {
+    "sliding_window": 9, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "head_dim": 8,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 2, "head_dim": 8,
+    "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 10,
+    "num_key_value_heads": 4, "head_dim": 4,
+}  # fmt: skip
+HEAD = {"head_dim": 8}
+MHA = {"num_key_value_heads": 4}
+GPT = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "rotary_dim": 4}
+SCALES = {"attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere2": WINDOWS,
+    "deepseek_v3": {**EXPERTS, **LATENT},
+    "granitemoe": {**EXPERTS, **SCALES},
+    "afmoe": {**EXPERTS, **WINDOWS, "num_dense_layers": 1, "global_attn_every_n_layers": 2},
+    "apertus": {},
+    "arcee": HEAD,
+    "axk1": {**EXPERTS, **LATENT},
+    "bitnet": {},
+    "codegen": {**GPT, "n_ctx": 128},
+    "cohere": {"logit_scale": 0.5},
+    "cohere2_moe": {**EXPERTS, **WINDOWS},
+    "deepseek_v2": {**EXPERTS, **LATENT},
+    "diffllama": {},
+    "dots1": {**EXPERTS, **WINDOWS},
+    "ernie4_5": HEAD,
+    "ernie4_5_moe": {**EXPERTS, "moe_num_experts": 6, "moe_k": 2, "moe_layer_start_index": 1},
+    "exaone4": WINDOWS,
+    "exaone_moe": {**EXPERTS, **WINDOWS},
+    "flex_olmo": EXPERTS,
+    "gemma": HEAD,
+    "glm": HEAD,
+    "glm4": HEAD,
+    "glm4_moe": EXPERTS,
+    "glm4_moe_lite": {**EXPERTS, **LATENT},
+    "gpt_neox": MHA,
+    "gptj": GPT,
+    "granite": SCALES,
+    "granitemoeshared": {**EXPERTS, "shared_intermediate_size": 20},
+    "helium": HEAD,
+    "hunyuan_v1_dense": HEAD,
+    "hunyuan_v1_moe": {**EXPERTS, "moe_topk": 2},
+    "hyperclovax": HEAD,
+    "jais2": HEAD,
+    "laguna": {**EXPERTS, **WINDOWS},
+    "mellum": {**EXPERTS, **WINDOWS},
+    "minicpm3": LATENT,
+    "minimax_m2": {**EXPERTS, "rotary_dim": 4},
+    "ministral3": HEAD,
+    "nanochat": {},
+    "nemotron": HEAD,
+    "olmo": {"clip_qkv": 0.5},
+    "olmo3": WINDOWS,
+    "olmoe": EXPERTS,
+    "persimmon": MHA,
+    "phi": {},
+    "phimoe": EXPERTS,
+    "seed_oss": HEAD,
+    "solar_open": EXPERTS,
+    "starcoder2": {"sliding_window": 9},
+    "vaultgemma": WINDOWS,
+    "youtu": LATENT,
+}
+THOROUGH = list(FAMILIES)[:3]  # windows beside full layers; latent attention; experts and scales
+CALIBRATION = "h200-llama3-8b"
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+class SmallOracle(Oracle):
+    """The same of a family that transformers computes."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        torch.set_num_threads(1)  # as engines do; several are slow beside other tests
+        self.compared, self.folder = Compared(), folder
+        settings = {**SIZES, "tie_word_embeddings": False, **FAMILIES[family]}
+        self.model = random_model(transformers.AutoConfig.for_model(family, **settings))
+        for name, numbers in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            if name.endswith("bias"):  # smaller than other weights, so that answers depend on prompts
+                numbers.data.normal_(0, 0.1)
+        self.model.save_pretrained(folder)
+        self.ask()
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SmallOracle]:
+    return cache(lambda family: SmallOracle(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_transformers(oracle: Any, family: str) -> None:
+    """Over chunks, and again over pages that the prefix cache has."""
+    model = oracle(family)
+    assert type(model.model).__name__ not in ARCHITECTURES
+    assert len({tuple(answer) for answer in model.answers}) > 1
+    engine = engine_of(model, page_size=4, kv_tokens=1024, max_num_batched_tokens=7)
+    assert isinstance(engine.runner.model, TransformersModel)  # type: ignore[attr-defined]
+    assert_equal(model, engine, model.prompts)
+    assert_equal(model, engine, model.prompts)
+    assert engine.scheduler.memory.account().sharing.hits > 0
+    assert model.compared.ties == 0
+
+
+@pytest.mark.parametrize("family", THOROUGH)
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_preemption_does_not_change_tokens(oracle: Any, family: str, preemption: str) -> None:
+    model = oracle(family)
+    engine = engine_of(
+        model, page_size=4, kv_tokens=72, preemption=preemption, swap_gib=0.01, max_num_batched_tokens=16
+    )
+    assert_equal(model, engine, model.prompts[:2] * 6)
+    assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("family", THOROUGH)
+def test_virtual_memory_does_not_change_tokens(oracle: Any, family: str) -> None:
+    model = oracle(family)
+    assert_equal(model, engine_of(model, memory="virtual", kv_tokens=2048, max_num_batched_tokens=7), model.prompts)
+
+
+@pytest.mark.parametrize("family", THOROUGH)
+def test_branches_equal_requests_of_their_own(oracle: Any, family: str) -> None:
+    model = oracle(family)
+    engine, prompt = engine_of(model, page_size=4, kv_tokens=1024), model.prompts[3]
+    params = SamplingParams(temperature=1, seed=5, n=2, max_tokens=12, ignore_eos=True)
+    outputs = outputs_of(engine, {"both": (prompt, params)})["both"]
+    for branch in range(2):
+        alone = replace(params, n=1, seed=branch_seed(5, branch))
+        expected = tokens_of(outputs_of(engine, {"one": (prompt, alone)})["one"])
+        assert tokens_of([output for output in outputs if output.branch == branch]) == expected
+
+
+@pytest.mark.parametrize("family", THOROUGH)
+def test_beams_equal_transformers(oracle: Any, family: str) -> None:
+    model = oracle(family)
+    params = SamplingParams(n=3, beam_width=3, max_tokens=10, ignore_eos=True, length_penalty=1.0)
+    requests = {str(i): (prompt, params) for i, prompt in enumerate(model.prompts[1:4])}
+    found = drive(engine_of(model, page_size=4, kv_tokens=1024), requests)
+    for id, (prompt, _) in requests.items():
+        ids = torch.tensor([prompt])
+        result = model.model.generate(
+            ids, attention_mask=torch.ones_like(ids), num_beams=3, do_sample=False, max_new_tokens=10, pad_token_id=0,
+            num_return_sequences=3, output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        expected = result.sequences[:, len(prompt) :].tolist(), result.sequences_scores.tolist()
+        assert same(found[id], expected, 1.0)
+
+
+@pytest.mark.parametrize("family", THOROUGH)
+def test_prompt_logprobs_embeddings_and_drafts(oracle: Any, family: str) -> None:
+    model = oracle(family)
+    engine, prompt = engine_of(model, max_num_batched_tokens=7), model.prompts[4]
+    outputs = outputs_of(engine, {"scored": (prompt, replace(GREEDY, prompt_logprobs=1))})["scored"]
+    wanted = model.logits(prompt)[:-1].log_softmax(-1)
+    tops = next(output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None)
+    scores = torch.tensor([top.logprob for top in tops])
+    assert torch.allclose(scores, wanted.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0], atol=1e-4)
+    [output] = outputs_of(engine, {"embedded": (prompt, embed("mean"))})["embedded"]
+    with torch.inference_mode():
+        hidden = model.model.base_model(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+    assert torch.allclose(torch.from_numpy(embedding_vector(output)).float(), hidden / hidden.norm(), atol=1e-4)
+    for speculation in ({"speculative_method": "ngram"}, {"speculative_model": str(model.folder)}):
+        drafting = engine_of(model, num_speculative_tokens=3, adaptive_speculation=False, kv_tokens=1024, **speculation)
+        assert_equal(model, drafting, model.prompts)
+
+
+# What is refused
+
+
+class Files:
+    """A checkpoint that may be changed."""
+
+    def __init__(self, source: Path, folder: Path) -> None:
+        self.folder = folder
+        self.config = json.loads((source / "config.json").read_text())
+        self.tensors = load_file(source / "model.safetensors")
+
+    def write(self) -> None:
+        (self.folder / "config.json").write_text(json.dumps(self.config))
+        save_file(self.tensors, self.folder / "model.safetensors", {"format": "pt"})
+
+    def start(self, **settings: Any) -> Engine:
+        self.write()
+        return engine_of(self, **settings)
+
+
+@pytest.fixture
+def files(oracle: Any, tmp_path: Path) -> Files:
+    return Files(oracle("cohere2").folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"architectures": ["Cohere3ForCausalLM"]}, "'Cohere3ForCausalLM' is none of quire's own, nor .*Is it Cohere"),
+        ({"architectures": ["MyForCausalLM"], "auto_map": {"AutoConfig": "evil.My"}}, "'MyForCausalLM'.*never"),
+        ({"architectures": []}, "names no architecture"),
+        ({"architectures": ["AutoModelForCausalLM"]}, "none of quire's own, nor a causal"),
+        ({"model_type": "granite"}, "model_type 'granite' .* none of Cohere2ForCausalLM"),
+        ({"model_type": None}, "model_type None"),
+        ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, "an attention that can't be replaced"),
+        ({"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}, "an attention that can't be replaced"),
+        ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "has s_aux, which quire's has not"),
+        ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "neither causal nor a causal window"),
+        (
+            {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "mamba_n_heads": 8,
+             "layer_types": ["mamba", "attention"] * 2},
+            "layers with states",
+        ),
+        ({"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}, "more than text"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers|transformers can't read"),
+        ({"layer_types": ["chunked_attention"] * 4}, "layer_types|doesn't run|can't read"),
+        ({"hidden_size": -32}, "doesn't run|can't read"),
+        ({"max_position_embeddings": None}, "no length|can't read"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "the checkpoint is quantized"),
+        ({"rope_parameters": {"rope_type": "other"}}, "doesn't run|can't read"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_configurations_that_are_refused(files: Files, changes: dict[str, Any], cause: str) -> None:
+    files.config |= changes
+    with pytest.raises(StartupError, match=cause):
+        files.start()
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({"tp": 2}, "--tp is given, and 'Cohere2ForCausalLM' is computed by transformers"),
+        ({"pp": 2}, "--pp is given, and 'Cohere2ForCausalLM' is computed by transformers"),
+        ({"quantization": "int8"}, "--quantization is given"),
+        ({"deterministic": True}, "--deterministic is given"),
+        ({"speculative_method": "mtp"}, "leaves no hidden states|MTP|mtp"),
+        ({"speculative_method": "eagle3", "speculative_model": "other"}, "leaves no hidden states"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_refused(files: Files, settings: dict[str, Any], cause: str) -> None:
+    with pytest.raises(StartupError, match=cause):
+        files.start(**settings)
+
+
+@pytest.mark.parametrize("what", ["missing", "unknown", "shape", "integers", "garbage"])
+def test_weights_that_are_refused(files: Files, what: str) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    if what == "missing":
+        del files.tensors[name]
+        cause = f"lacks .*{name}"
+    elif what == "unknown":
+        files.tensors["model.layers.0.mlp.other.weight"] = torch.zeros(3)
+        cause = "no place for: .*model.layers.0.mlp.other.weight"
+    elif what == "shape":
+        files.tensors[name] = torch.zeros(3, 5)
+        cause = "don't fit Cohere2ForCausalLM"
+    elif what == "integers":
+        files.tensors[name] = files.tensors[name].to(torch.int32)
+        cause = "has dtype int32"
+    else:
+        cause = "is damaged|safetensors"
+    files.write()
+    if what == "garbage":
+        (files.folder / "model.safetensors").write_bytes(b"\xff" * 100_000)
+    with pytest.raises(StartupError, match=cause):
+        engine_of(files)
+
+
+def test_transformers_is_not_installed(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architectures, "find_spec", lambda name: None)
+    with pytest.raises(StartupError, match="transformers is not installed"):
+        files.start()
+
+
+def test_tokens_that_meet_outside_of_attention(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shift over tokens, and positions that a model counts itself."""
+    kind = transformers.models.cohere2.modeling_cohere2.Cohere2MLP
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: forward(self, x + x.roll(1, dims=1)))
+    with pytest.raises(StartupError, match="depend on others without attention"):
+        files.start()
+    monkeypatch.undo()
+    rotary = transformers.models.cohere2.modeling_cohere2.Cohere2RotaryEmbedding
+    forward_rotary = rotary.forward
+    monkeypatch.setattr(
+        rotary, "forward", lambda self, x, position_ids: forward_rotary(self, x, position_ids.sort().values)
+    )
+    with pytest.raises(StartupError, match="depend on others without attention, or on their order"):
+        files.start()
+    monkeypatch.undo()
+    files.start()
+
+
+def test_no_code_of_a_checkpoint_runs(files: Files) -> None:
+    for name in ("modeling_evil.py", "configuration_evil.py"):
+        (files.folder / name).write_text(f"open({str(files.folder / 'ran')!r}, 'w')")
+    files.config["auto_map"] = {
+        "AutoConfig": "configuration_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model",
+    }  # fmt: skip
+    files.start()
+    assert not (files.folder / "ran").exists()
+
+
+def test_plan_dummy_weights_and_simulation(oracle: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = oracle("deepseek_v3")
+    spec = read_spec(json.loads((model.folder / "config.json").read_text()))
+    assert spec.parameters == sum(weight.numel() for weight in model.model.parameters())
+    assert [layer.head_dim for layer in spec.layers] == [16, 16]
+    config = EngineConfig.of(model=str(model.folder), device="cpu", skip_tokenizer_init=True, dtype="float32",
+                             kv_tokens=256)  # fmt: skip
+    assert any(line.startswith("KV cache") for line in describe_memory_plan(config))
+    built = build(replace(config, dummy_weights=True))
+    assert len(answers_of(built.engine, [[1, 2, 3]])[0]) == 20
+    assert any("the class of transformers" in notice for notice in built.notices)
+    assert main(["simulate", str(model.folder), "--calibration", CALIBRATION, "--workload", "fixed:8:4@2"]) != 0
+    assert "is computed by transformers" in capsys.readouterr().err
+
+
+def test_the_documentation_names_the_families() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    _, _, section = text.partition("## Models of transformers\n")
+    named = set(re.findall(r"`(\w+)`", section.partition("\n## ")[0]))
+    assert {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in FAMILIES} <= named
