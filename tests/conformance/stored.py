@@ -23,10 +23,11 @@ PAGE = 4096
 
 
 def leftovers() -> tuple[int, int]:
-    """Mappings of pages in this process, and open files. Garbage of earlier tests is collected first, since it may hold
-    files until then."""
+    """Mappings of pages in this process, and open files of pages. Garbage of earlier tests is collected first, since it
+    may hold some."""
     gc.collect()
-    return Path("/proc/self/maps").read_text().count("quire-pages"), len(os.listdir("/proc/self/fd"))
+    files = sum("quire-pages" in os.path.realpath(file) for file in Path("/proc/self/fd").iterdir())
+    return Path("/proc/self/maps").read_text().count("quire-pages"), files
 
 
 def store_of(geometry: KVCacheConfig, driver: MemfdDriver | None = None) -> VirtualStore:
