@@ -201,10 +201,10 @@ def mixtures() -> None:
         scales = [torch.zeros(max(depth // group, 1), 16 * rows) for _, rows, depth in shapes]
         kinds.append(([torch.empty(shape, dtype=linear.E4M3) for shape in shapes], tuple(scales)))
     for tokens in (1, 64, 512, 8192):
-        fused_moe.topk_softmax(zeros(tokens, 16), 2, False, pdl=PDL)
+        counts = None if tokens == 1 else torch.zeros(16, dtype=torch.int32)
+        routing = fused_moe.route(zeros(tokens, 16), 2, False, counts, pdl=PDL)
         for (gate_up, down), scales in kinds:
-            x, shares = zeros(tokens, 4096), torch.zeros(tokens, 2)
-            fused_moe.fused_moe(x, shares, ints(tokens, 2), gate_up, down, "silu", scales, pdl=PDL)
+            fused_moe.fused_moe(zeros(tokens, 4096), routing, gate_up, down, "silu", scales, pdl=PDL)
 
 
 def in_fp8() -> None:

@@ -128,9 +128,9 @@ def _calls(
 
 
 def experts() -> Iterator[Case]:
-    """Yield the cases of a mixture-of-experts layer with given experts: against reading the weights of the chosen
-    experts, and for prompts against the rate of a matrix product. In bf16, and in FP8 if the GPU supports it."""
-    from quire.kernels.triton.fused_moe import fused_moe
+    """Yield the cases of a mixture-of-experts layer, the choice of experts included: against reading the weights of the
+    chosen ones, and for prompts against the rate of a matrix product. In bf16, and in FP8 if the GPU supports it."""
+    from quire.kernels.triton.fused_moe import fused_moe, route
     from quire.weights.fp8 import E4M3, has_fp8_matmul
 
     none = (None, None)
@@ -141,11 +141,16 @@ def experts() -> Iterator[Case]:
     if has_fp8_matmul(torch.bfloat16, torch.device("cuda")):
         formats["experts, FP8"] = [((gate_up.to(E4M3), down.to(E4M3)), scales) for gate_up, down in several]
     for rows in (1, 8, 64, 256, 2048, 8192):
-        x = _random(rows, HIDDEN)
-        shares, chosen = torch.rand(rows, EXPERTS, device="cuda").topk(TOP, dim=1)
-        one, active = 3 * HIDDEN * FFN, len(chosen.unique())
+        x, logits = _random(rows, HIDDEN), _random(rows, EXPERTS)
+        counts = None if rows == 1 else torch.zeros(EXPERTS, dtype=torch.int32, device="cuda")
+        one, active = 3 * HIDDEN * FFN, len(route(logits, TOP, False).expert_ids.unique())
+
+        def mixture(pair: tuple[Tensor, Tensor], by: tuple[Tensor | None, Tensor | None]) -> None:
+            routing = route(logits, TOP, False, counts, pdl=True)  # noqa: B023
+            fused_moe(x, routing, *pair, "silu", by, pdl=True)  # noqa: B023
+
         for name, layers in formats.items():
-            calls: list[Call] = [partial(fused_moe, x, shares, chosen, *pair, "silu", by) for pair, by in layers]
+            calls: list[Call] = [partial(mixture, pair, by) for pair, by in layers]
             if rows <= 256:
                 moved = active * one * layers[0][0][0].element_size()
                 yield Case(name, f"{rows} rows, {active} of {EXPERTS}", calls, moved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -87,8 +88,9 @@ class SparseMLP(nn.Module):
         if experts.shared_intermediate:
             self.shared = GatedMLP(hidden, experts.shared_intermediate, act, False, dtype, device, shard, True)
             self.shared_gate = Linear(hidden, 1, False, dtype, device)
-        self.route_kernel: Callable[..., tuple[Tensor, Tensor]] | None = None  # softmax and top-k in one launch
+        self.route_kernel: Callable[..., Any] | None = None  # softmax and top-k in one launch
         self.experts_kernel: Callable[..., Tensor] | None = None
+        self.counts: Tensor | None = None  # for the kernels: zeros between steps
         self.packed: PackedExperts | None = None  # all of it, for a CPU
         self.deterministic = self.pdl = False
 
@@ -101,15 +103,12 @@ class SparseMLP(nn.Module):
 
     def mix(self, x: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's chosen experts."""
-        weights, chosen = self.route(x)
         assert self.gate_up.weight is not None, "the weight is not packed"
         assert self.down.weight is not None, "the weight is not packed"
         gate_up, down = (part.view(self.experts, -1, part.shape[1]) for part in (self.gate_up.weight, self.down.weight))
         if self.experts_kernel is not None:
-            return self.experts_kernel(
-                x, weights, chosen, gate_up, down, self.act_name, (self.gate_up.scale, self.down.scale),
-                deterministic=self.deterministic, pdl=self.pdl,
-            )  # fmt: skip
+            return self._mix_by_kernels(x, gate_up, down)
+        weights, chosen = self.route(x)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in torch.unique(chosen).tolist():
             rows, rank = torch.where(chosen == expert)
@@ -118,12 +117,30 @@ class SparseMLP(nn.Module):
             out.index_add_(0, rows, result.float() * weights[rows, rank, None])
         return out.to(x.dtype)
 
+    def _mix_by_kernels(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        assert self.route_kernel is not None, "set_kernels() sets both"
+        assert self.experts_kernel is not None, "set_kernels() sets both"
+        counts = self.counts if len(x) > 1 or self.deterministic else None
+        try:
+            routing = self.route_kernel(self.router(x), self.top_k, self.renormalize, counts, pdl=self.pdl)
+            return self.experts_kernel(
+                x, routing, gate_up, down, self.act_name, (self.gate_up.scale, self.down.scale),
+                deterministic=self.deterministic, pdl=self.pdl,
+            )  # fmt: skip
+        except Exception:  # there may be no memory for results
+            if counts is not None:
+                counts.zero_()
+            raise
+
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights (fp32) and the indices of each token's experts, [T, top_k] each, most probable first."""
-        if self.route_kernel is not None:
-            return self.route_kernel(self.router(x), self.top_k, self.renormalize, pdl=self.pdl)
         weights, chosen = F.softmax(self.router(x), dim=1, dtype=torch.float32).topk(self.top_k, dim=1)
         return weights / weights.sum(dim=1, keepdim=True) if self.renormalize else weights, chosen
+
+    def set_kernels(self, route: Callable[..., Any], experts: Callable[..., Tensor], device: torch.device) -> None:
+        """Compute by the kernels of quire.kernels.triton.fused_moe."""
+        self.route_kernel, self.experts_kernel = route, experts
+        self.counts = torch.zeros(self.experts, dtype=torch.int32, device=device)
 
     def prepare(self, deterministic: bool = False) -> None:
         """Choose kernels. Call once, after loading. All experts' products are two launches on a GPU, or two operations
@@ -142,5 +159,5 @@ class SparseMLP(nn.Module):
             from quire.kernels.triton.launch import supports_pdl
 
             if self.act_name in activation.ACTIVATIONS:
-                self.route_kernel, self.experts_kernel = experts.topk_softmax, experts.fused_moe
+                self.set_kernels(experts.route, experts.fused_moe, weight.device)
                 self.deterministic, self.pdl = deterministic, supports_pdl(weight.device)

@@ -1,10 +1,10 @@
 """Mixture of experts: the choice of a token's experts, and the products of all experts in one launch.
 
-A program computes some (token, expert) pairs of one expert by some rows of the expert's weight, `W x^T` as in the
-few-row kernel of `linear`. It finds its pairs itself; many pairs are sorted by expert before. The grid has a program
-for every tile that any choice of experts could need, and programs without pairs end at once, so that a graph serves any
-choice. No two programs add to the same number, so results are reproducible. A single token has its own kernel
-(`_one_token`).
+The choice also lists each expert's (token, expert) pairs. A program computes some pairs of one expert by some rows of
+the expert's weight, `W x^T` as in the few-row kernel of `linear`. The grid has a program for every tile that any choice
+of experts could need, and programs without pairs end at once, so that a graph serves any choice. No two programs add to
+the same number, and a pair's result does not depend on its place in the list, so results are reproducible. A single
+token has its own kernel (`_one_token`).
 
 Weights may be in FP8 (e4m3), as in `linear`: they are converted in registers, and sums are multiplied by scales.
 """
@@ -40,20 +40,32 @@ SMALL_TILE, MEDIUM_TILE, LARGE_TILE = (
     ExpertTile(32, 64, 128, 4, 4),
     ExpertTile(128, 64, 64, 4, 8),
 )
-MAX_UNSORTED_PAIRS = 256
-"""The most pairs that each program searches for its own; more are sorted first."""
 GROUP_TILES = 8
 """Tiles of pairs that are multiplied by a weight at the same time, so that it is read from memory once for them."""
+
+
+class Routing(NamedTuple):
+    """The experts of each token. A token's choice of an expert is a pair; they are numbered token by token.
+
+    `weights` [T, top] fp32, `expert_ids` [T, top] int64. `counts` [experts] int32: how many pairs each expert has;
+    `pairs` [experts, T] int32: their numbers, in any order. A single token needs no lists (None).
+    """
+
+    weights: Tensor
+    expert_ids: Tensor
+    counts: Tensor | None
+    pairs: Tensor | None
 
 
 @fast_launch
 @triton.jit
 def _route(
-    logits, weights, chosen, stride,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, NORMALISED: tl.constexpr, PDL: tl.constexpr,
+    logits, weights, chosen, counts, pairs, tokens, stride,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, PADDED_TOP: tl.constexpr, NORMALISED: tl.constexpr,
+    LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of one token a program. If a likelihood is NaN, all weights are NaN and the first experts are
-    chosen, because comparisons with NaN depend on the device."""
+    """Choose the experts of one token a program, and list its pairs. If a likelihood is NaN, all weights are NaN and
+    the first experts are chosen, because comparisons with NaN depend on the device."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -64,62 +76,73 @@ def _route(
     wrong = whole != whole
     x = tl.where(wrong, 1.0 / (1 + expert), x / whole)
     x = tl.where(expert < EXPERTS, x, -1.0)
-    best, total = (), 0.0
+    rank, total = tl.arange(0, PADDED_TOP), 0.0
+    best, ids = tl.zeros((PADDED_TOP,), tl.float32), tl.zeros((PADDED_TOP,), tl.int32)
     for j in tl.static_range(TOP):
         at = tl.minimum(tl.argmax(x, axis=0), EXPERTS - 1)
-        tl.store(chosen + row * TOP + j, at.to(tl.int64))
-        best += (tl.sum(tl.where(expert == at, x, 0.0), axis=0),)
-        total += best[j]
+        likelihood = tl.sum(tl.where(expert == at, x, 0.0), axis=0)
+        total += likelihood
+        best, ids = tl.where(rank == j, likelihood, best), tl.where(rank == j, at, ids)
         x = tl.where(expert == at, -1.0, x)
-    for j in tl.static_range(TOP):
-        weight = best[j] / total if NORMALISED else best[j]
-        tl.store(weights + row * TOP + j, tl.where(wrong, float("nan"), weight))
+    best = best / total if NORMALISED else best
+    real, pair = rank < TOP, row * TOP + rank
+    tl.store(chosen + pair, ids.to(tl.int64), mask=real)
+    tl.store(weights + pair, tl.where(wrong, float("nan"), best), mask=real)
+    if LISTED:
+        place = tl.atomic_add(counts + ids, 1, mask=real, sem="relaxed")
+        tl.store(pairs + ids.to(tl.int64) * tokens + place, pair.to(tl.int32), mask=real)
 
 
-def topk_softmax(logits: Tensor, top_k: int, renormalize: bool, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the `top_k` largest of the softmax of logits [T, experts], fp32, divided by their sum if `renormalize`,
-    and their experts, int64; [T, top_k] each, the largest first."""
+def route(
+    logits: Tensor, top_k: int, renormalize: bool, counts: Tensor | None = None, *, pdl: bool = False
+) -> Routing:  # fmt: skip
+    """Choose the `top_k` most probable experts of each row of logits [T, experts]. Their weights are probabilities,
+    divided by their sum if `renormalize`, the largest first.
+
+    `counts` [experts] int32, zeros, becomes that of the Routing; `fused_moe` sets it to zeros again. None: no lists,
+    for a single token.
+    """
     tokens, experts = logits.shape
     assert logits.stride(1) == 1, "rows are contiguous"
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
+    pairs = None if counts is None else torch.empty((experts, tokens), dtype=torch.int32, device=logits.device)
     if tokens:
         _route[(tokens,)](
-            logits, weights, chosen, logits.stride(0),
-            EXPERTS=experts, PADDED=power_of_2(experts), TOP=top_k, NORMALISED=renormalize, PDL=pdl, num_warps=1,
-            launch_pdl=pdl,
+            logits, weights, chosen, chosen if counts is None else counts, chosen if pairs is None else pairs, tokens,
+            logits.stride(0),
+            EXPERTS=experts, PADDED=power_of_2(experts), TOP=top_k, PADDED_TOP=power_of_2(top_k),
+            NORMALISED=renormalize, LISTED=counts is not None, PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
-    return weights, chosen
+    return Routing(weights, chosen, counts, pairs)
+
+
+def list_pairs(weights: Tensor, expert_ids: Tensor, experts: int) -> Routing:
+    """Return the Routing of experts that are chosen already, computed by torch."""
+    tokens, top = expert_ids.shape
+    sorted_ids, order = expert_ids.flatten().sort()
+    counts = torch.bincount(sorted_ids, minlength=experts)
+    place = torch.arange(tokens * top, device=order.device) - (counts.cumsum(0) - counts)[sorted_ids]
+    pairs = torch.empty((experts, tokens), dtype=torch.int32, device=order.device)
+    pairs[sorted_ids, place] = order.int()
+    return Routing(weights, expert_ids, counts.int(), pairs)
 
 
 @triton.jit
-def _find_pairs(chosen, bounds, pairs, tile, EXPERTS: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
-           BLOCK_M: tl.constexpr):  # fmt: skip
+def _find_pairs(
+    counts, pairs, tokens, tile, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
     """Return (expert, pairs, which of these are valid) of a tile; the expert is EXPERTS or more if there is no such
-    tile. PAIRS 0: `chosen` is the order of pairs sorted by expert, with the experts' `bounds`. Else `chosen` holds the
-    expert of each pair, at most PAIRS."""
+    tile."""
     experts = tl.arange(0, PADDED)
-    if PAIRS:
-        p = tl.arange(0, PAIRS)
-        of = tl.load(chosen + p, mask=p < pairs, other=-1).to(tl.int32)
-        counts = tl.sum((experts[:, None] == of[None, :]).to(tl.int32), axis=1)
-        begins = counts * 0
-    else:
-        begins = tl.load(bounds + experts, mask=experts < EXPERTS, other=pairs).to(tl.int32)
-        counts = tl.load(bounds + experts + 1, mask=experts < EXPERTS, other=pairs).to(tl.int32) - begins
-    tiles = tl.cdiv(counts, BLOCK_M)
+    listed = tl.load(counts + experts, mask=experts < EXPERTS, other=0)
+    tiles = tl.cdiv(listed, BLOCK_M)
     passed = tl.cumsum(tiles, axis=0)
     expert = tl.sum((passed <= tile).to(tl.int32), axis=0)
     mine = experts == expert
     at = (tile - tl.sum(tl.where(mine, passed - tiles, 0), axis=0)) * BLOCK_M + tl.arange(0, BLOCK_M)
-    real = at < tl.sum(tl.where(mine, counts, 0), axis=0)
-    if PAIRS:
-        own = of == expert
-        rank = tl.where(own, tl.cumsum(own.to(tl.int32), axis=0) - 1, -1)
-        pair = tl.sum(tl.where(rank[None, :] == at[:, None], p[None, :], 0), axis=1).to(tl.int64)
-    else:
-        begin = tl.sum(tl.where(mine, begins, 0), axis=0)
-        pair = tl.load(chosen + begin + at, mask=real, other=0)
+    real = at < tl.sum(tl.where(mine, listed, 0), axis=0)
+    pair = tl.load(pairs + expert.to(tl.int64) * tokens + at, mask=real, other=0).to(tl.int64)
     return expert, pair, real
 
 
@@ -136,12 +159,11 @@ def _add(acc, rows, v, inside, scale, GROUP: tl.constexpr):
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["pairs", "tiles"], do_not_specialize_on_alignment=["chosen", "bounds"])
+@triton.jit(do_not_specialize=["tokens", "tiles"])
 def _experts(
-    x, weight, scale, shares, out, chosen, bounds, pairs, tiles, x_stride, size, depth,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SIDE: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-    PDL: tl.constexpr,
+    x, weight, scale, shares, out, counts, pairs, tokens, tiles, x_stride, size, depth,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SIDE: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute for each pair: with a KIND, act(gate) * up of its token's x; without, the product of the pair's row of x,
     times its share. GROUP numbers of a row share a scale: 0 for a whole row, -1 if the weight is not in FP8."""
@@ -152,7 +174,7 @@ def _experts(
     first = index // (SIDE * across) * SIDE
     beside = tl.minimum(tiles - first, SIDE)
     tile, left = first + index % (SIDE * across) % beside, index % (SIDE * across) // beside * BLOCK_N
-    expert, pair, real = _find_pairs(chosen, bounds, pairs, tile, EXPERTS, PADDED, PAIRS, BLOCK_M)
+    expert, pair, real = _find_pairs(counts, pairs, tokens, tile, EXPERTS, PADDED, BLOCK_M)
     if expert < EXPERTS:
         n, k = left + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         source = pair
@@ -186,9 +208,11 @@ def _experts(
 @fast_launch
 @triton.jit
 def _sum(
-    parts, out, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
+    parts, out, counts,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store to out[row] the sum of the row's TOP parts, in their order."""
+    """Store to out[row] the sum of the row's TOP parts, in their order. The first program sets the counts to 0."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -197,6 +221,9 @@ def _sum(
     for j in tl.static_range(TOP):
         total += tl.load(parts + (row * TOP + j) * SIZE + columns, mask=columns < SIZE, other=0.0)
     tl.store(out + row * SIZE + columns, total.to(out.dtype.element_ty), mask=columns < SIZE)
+    if tl.program_id(0) == 0:
+        experts = tl.arange(0, PADDED)
+        tl.store(counts + experts, tl.zeros((PADDED,), tl.int32), mask=experts < EXPERTS)
 
 
 @triton.jit
@@ -257,32 +284,31 @@ def _one_token(
 
 
 def fused_moe(
-    x: Tensor, weights: Tensor, expert_ids: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+    x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, activation: str,
     scales: tuple[Tensor | None, Tensor | None] = (None, None), *, deterministic: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return [T, hidden]: for each row of x [T, hidden] the sum of its experts' outputs times their weights, in fp32,
-    rounded once. weights and expert_ids [T, top] (fp32, int64), gate_up [experts, 2 * inner, hidden], down [experts,
-    hidden, inner].
+    rounded once. gate_up [experts, 2 * inner, hidden], down [experts, hidden, inner]. `routing` has lists unless T is
+    1 and not `deterministic`; its counts are zeros afterwards.
 
     `scales`: of `gate_up` and `down` if they are in FP8, [G, experts * rows], as in `linear`. A graph may capture this.
     `deterministic`: a row's bits do not depend on the number of rows. pdl: programmatic dependent launch, on GPUs of
     capability 9 and more.
     """
-    (tokens, hidden), top, (experts, inner) = x.shape, expert_ids.shape[1], (len(gate_up), down.shape[2])
+    (tokens, hidden), top, (experts, inner) = x.shape, routing.expert_ids.shape[1], (len(gate_up), down.shape[2])
     assert gate_up.shape == (experts, 2 * inner, hidden), f"gate_up {tuple(gate_up.shape)} does not fit x and down"
     assert down.shape == (experts, hidden, inner), f"down {tuple(down.shape)} does not fit x and gate_up"
     assert x.stride(1) == 1, "rows are contiguous"
-    assert all(tensor.is_contiguous() for tensor in (gate_up, down, weights, expert_ids)), "weights are dense"
+    dense = (gate_up, down, routing.weights, routing.expert_ids)
+    assert all(tensor.is_contiguous() for tensor in dense), "weights are dense"
     pairs, out = tokens * top, torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     if not pairs:
         return out
     groups = _scale_group(gate_up, scales[0]), _scale_group(down, scales[1])
     if tokens == 1 and not deterministic:
-        return fused_moe_one_token(x, weights, expert_ids, gate_up, down, activation, scales, groups, pdl)
-    few, order, bounds = pairs <= MAX_UNSORTED_PAIRS, expert_ids, expert_ids
-    if not few:
-        sorted_, order = expert_ids.flatten().sort(stable=True)
-        bounds = torch.searchsorted(sorted_, torch.arange(experts + 1, device=x.device))
+        return fused_moe_one_token(x, routing, gate_up, down, activation, scales, groups, pdl)
+    assert routing.counts is not None, "several tokens need lists"
+    assert routing.pairs is not None, "several tokens need lists"
     tile = choose_tile(pairs, experts, deterministic, x, gate_up, down, group=max(*groups, 0))
     tiles = min(pairs, pairs // tile.pairs + experts)
     between, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden, dtype=torch.float32)
@@ -290,26 +316,28 @@ def fused_moe(
     for (source, weight, target, kind), scale, group in zip(products, scales, groups):
         size = weight.shape[1] if kind is None else weight.shape[1] // 2
         _experts[(tiles * cdiv(size, tile.columns),)](
-            source, weight, target if scale is None else scale, weights, target, order, bounds, pairs, tiles,
-            source.stride(0), size, weight.shape[2],
-            EXPERTS=experts, PADDED=power_of_2(experts), PAIRS=MAX_UNSORTED_PAIRS if few else 0, TOP=top,
-            BLOCK_M=tile.pairs, BLOCK_N=tile.columns, BLOCK_K=tile.depth, SIDE=GROUP_TILES, GROUP=group, KIND=kind,
-            PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
+            source, weight, target if scale is None else scale, routing.weights, target, routing.counts, routing.pairs,
+            tokens, tiles, source.stride(0), size, weight.shape[2],
+            EXPERTS=experts, PADDED=power_of_2(experts), TOP=top, BLOCK_M=tile.pairs, BLOCK_N=tile.columns,
+            BLOCK_K=tile.depth, SIDE=GROUP_TILES, GROUP=group, KIND=kind, PDL=pdl, num_warps=tile.warps,
+            num_stages=tile.stages, launch_pdl=pdl,
         )  # fmt: skip
     block = min(power_of_2(hidden), 1024)
     blocks = cdiv(hidden, block)
     _sum[(tokens * blocks,)](
-        parts, out, SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, PDL=pdl, num_warps=4, launch_pdl=pdl
-    )
+        parts, out, routing.counts,
+        EXPERTS=experts, PADDED=power_of_2(experts), SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
     return out
 
 
 def fused_moe_one_token(
-    x: Tensor, weights: Tensor, expert_ids: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+    x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, activation: str,
     scales: tuple[Tensor | None, Tensor | None], groups: tuple[int, int], pdl: bool,
 ) -> Tensor:  # fmt: skip
     """Return the same as `fused_moe` for a single token; `groups`: numbers of a row that share a scale."""
-    (experts, hidden, inner), top = down.shape, expert_ids.shape[1]
+    (experts, hidden, inner), top = down.shape, routing.expert_ids.shape[1]
     between, out = x.new_empty(top, inner), x.new_empty(1, hidden)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, out, None))
     for (source, weight, target, kind), scale, group in zip(products, scales, groups):
@@ -321,7 +349,8 @@ def fused_moe_one_token(
         options = {"num_warps": tile.warps, "launch_pdl": pdl}
         programs = cdiv(size, tile.columns) if kind is None else top * cdiv(size, tile.columns // 2)
         _one_token[(programs,)](
-            source, weight, target if scale is None else scale, weights, target, expert_ids, size, depth,
+            source, weight, target if scale is None else scale, routing.weights, target, routing.expert_ids, size,
+            depth,
             EXPERTS=experts, TOP=top, BLOCK_N=tile.columns, BLOCK_K=tile.depth, EVEN=depth % tile.depth == 0,
             STAGES=tile.stages, GROUP=group, KIND=kind, PDL=pdl, **options,
         )  # fmt: skip
