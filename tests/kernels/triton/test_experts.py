@@ -15,9 +15,8 @@ from torch import Tensor
 
 from quire.kernels.triton import fused_moe as experts
 from quire.kernels.triton.fused_moe import (
-    LARGE_TILE,
-    MEDIUM_TILE,
-    SMALL_TILE,
+    ONE_TILE,
+    TILES,
     choose_tile,
     fused_moe,
     list_pairs,
@@ -140,8 +139,6 @@ def test_what_is_not_a_number_shows() -> None:
 def test_many_tokens(kind: str, dtype: torch.dtype) -> None:
     """In the tiles of prompts."""
     count = 276
-    weight = torch.empty(0, dtype=dtype)
-    assert choose_tile(count, 2, False, weight, weight, weight)._replace(stages=0) == LARGE_TILE._replace(stages=0)
     made = Experts(2, kind, dtype, **({"inner": 70, "hidden": 72} if kind == "plain" else SMALL))
     for pdl in PDL:
         made.check(made.tokens(count, 1), pdl=pdl)
@@ -195,25 +192,27 @@ def test_rows_do_not_know_each_other(kind: str, dtype: torch.dtype) -> None:
 
 def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """By pairs, and with no more stages than there is room for."""
-    weight = torch.zeros(1, dtype=torch.bfloat16)
-    sizes = [choose_tile(pairs, 16, False, weight, weight).pairs for pairs in (2, 256, 257, 1024, 1025)]
-    assert sizes == [SMALL_TILE.pairs, SMALL_TILE.pairs, MEDIUM_TILE.pairs, MEDIUM_TILE.pairs, LARGE_TILE.pairs]
-    assert {choose_tile(pairs, 16, True, weight, weight) for pairs in (2, 5000)} == {MEDIUM_TILE}
+    weight = torch.zeros(16, 1, 1, dtype=torch.bfloat16)
+    for gated in (True, False):
+        sizes = [choose_tile(16 * pairs, weight, weight, gated) for pairs in (*list(TILES)[:-1], 999)]
+        assert sizes == [tiles[0 if gated else 1] for tiles in TILES.values()]
+    kept = {choose_tile(pairs, weight, weight, True, deterministic=True) for pairs in (2, 5000)}
+    assert kept == {ONE_TILE}
+    assert choose_tile(99, weight.float(), weight.float(), True)._replace(stages=ONE_TILE.stages) == ONE_TILE
     monkeypatch.setattr(experts, "shared_memory", lambda device: 101_376)
-    for pairs in (2, 257, 1025):
-        tile = choose_tile(pairs, 16, False, weight, weight)
+    for pairs, gated in product((2, 257, 1025, 9999), (True, False)):
+        tile = choose_tile(pairs, weight, weight, gated)
         assert 2 <= tile.stages <= 4
-        assert (2 * tile.columns + tile.pairs) * tile.depth * 2 * tile.stages <= 101_376
+        assert ((1 + gated) * tile.columns + tile.pairs) * tile.depth * 2 * tile.stages <= 101_376
 
 
 def test_tiles_of_groups_hold_whole_ones() -> None:
     """Every step of a sum has one scale a row; with weights of a byte there is room for more stages."""
-    x, half, byte = (torch.empty(0, dtype=dtype) for dtype in (torch.bfloat16, torch.bfloat16, E4M3))
-    for pairs, tile in ((2, SMALL_TILE), (257, MEDIUM_TILE), (1025, LARGE_TILE)):
-        found = choose_tile(pairs, 16, False, x, byte, byte, group=128)
+    half, byte = (torch.empty(16, 0, 0, dtype=dtype) for dtype in (torch.bfloat16, E4M3))
+    for pairs in (2, 257, 1025):
+        found = choose_tile(pairs, half, byte, True, 128)
         assert 128 % found.depth == 0
-        assert choose_tile(pairs, 16, False, x, byte, byte).depth == tile.depth
-        assert choose_tile(pairs, 16, False, x, byte, half) == choose_tile(pairs, 16, False, x, half, half)
+        assert choose_tile(pairs, half, byte, True).depth == choose_tile(pairs, half, half, True).depth
 
 
 @pytest.mark.skipif(not FP8, reason="this GPU has no FP8")
