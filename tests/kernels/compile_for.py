@@ -201,8 +201,7 @@ def mixtures() -> None:
         scales = [torch.zeros(max(depth // group, 1), 16 * rows) for _, rows, depth in shapes]
         kinds.append(([torch.empty(shape, dtype=linear.E4M3) for shape in shapes], tuple(scales)))
     for tokens in (1, 64, 512, 8192):
-        counts = None if tokens == 1 else torch.zeros(16, dtype=torch.int32)
-        routing = fused_moe.route(zeros(tokens, 16), 2, False, counts, pdl=PDL)
+        routing = fused_moe.route(zeros(tokens, 16), 2, False, tokens > 1, pdl=PDL)
         for (gate_up, down), scales in kinds:
             fused_moe.fused_moe(zeros(tokens, 4096), routing, gate_up, down, "silu", scales, pdl=PDL)
 

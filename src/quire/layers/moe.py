@@ -90,7 +90,6 @@ class SparseMLP(nn.Module):
             self.shared_gate = Linear(hidden, 1, False, dtype, device)
         self.route_kernel: Callable[..., Any] | None = None  # softmax and top-k in one launch
         self.experts_kernel: Callable[..., Tensor] | None = None
-        self.counts: Tensor | None = None  # for the kernels: zeros between steps
         self.packed: PackedExperts | None = None  # all of it, for a CPU
         self.deterministic = self.pdl = False
 
@@ -118,29 +117,19 @@ class SparseMLP(nn.Module):
         return out.to(x.dtype)
 
     def _mix_by_kernels(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        assert self.route_kernel is not None, "set_kernels() sets both"
-        assert self.experts_kernel is not None, "set_kernels() sets both"
-        counts = self.counts if len(x) > 1 or self.deterministic else None
-        try:
-            routing = self.route_kernel(self.router(x), self.top_k, self.renormalize, counts, pdl=self.pdl)
-            return self.experts_kernel(
-                x, routing, gate_up, down, self.act_name, (self.gate_up.scale, self.down.scale),
-                deterministic=self.deterministic, pdl=self.pdl,
-            )  # fmt: skip
-        except Exception:  # there may be no memory for results
-            if counts is not None:
-                counts.zero_()
-            raise
+        assert self.route_kernel is not None, "prepare() chooses both"
+        assert self.experts_kernel is not None, "prepare() chooses both"
+        listed = len(x) > 1 or self.deterministic
+        routing = self.route_kernel(self.router(x), self.top_k, self.renormalize, listed, pdl=self.pdl)
+        return self.experts_kernel(
+            x, routing, gate_up, down, self.act_name, (self.gate_up.scale, self.down.scale),
+            deterministic=self.deterministic, pdl=self.pdl,
+        )  # fmt: skip
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights (fp32) and the indices of each token's experts, [T, top_k] each, most probable first."""
         weights, chosen = F.softmax(self.router(x), dim=1, dtype=torch.float32).topk(self.top_k, dim=1)
         return weights / weights.sum(dim=1, keepdim=True) if self.renormalize else weights, chosen
-
-    def set_kernels(self, route: Callable[..., Any], experts: Callable[..., Tensor], device: torch.device) -> None:
-        """Compute by the kernels of quire.kernels.triton.fused_moe."""
-        self.route_kernel, self.experts_kernel = route, experts
-        self.counts = torch.zeros(self.experts, dtype=torch.int32, device=device)
 
     def prepare(self, deterministic: bool = False) -> None:
         """Choose kernels. Call once, after loading. All experts' products are two launches on a GPU, or two operations
@@ -159,5 +148,5 @@ class SparseMLP(nn.Module):
             from quire.kernels.triton.launch import supports_pdl
 
             if self.act_name in activation.ACTIVATIONS:
-                self.set_kernels(experts.route, experts.fused_moe, weight.device)
+                self.route_kernel, self.experts_kernel = experts.route, experts.fused_moe
                 self.deterministic, self.pdl = deterministic, supports_pdl(weight.device)

@@ -23,7 +23,7 @@ from quire.kernels.triton.activation import ACTIVATIONS, activate
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
 from quire.kernels.triton.linear import E4M3, _weight_rows
-from quire.kernels.triton.linear_tiles import SCALE_GROUP, few_rows_tile, grouped_tile
+from quire.kernels.triton.linear_tiles import SCALE_GROUP, LinearTile, few_rows_tile, grouped_tile
 
 
 class ExpertTile(NamedTuple):
@@ -45,6 +45,8 @@ TILES = {
     128: (ExpertTile(128, 128, 64, 4, 8), ExpertTile(64, 128, 64, 4, 8)),
     sys.maxsize: (ExpertTile(128, 128, 64, 4, 8), ExpertTile(256, 128, 64, 4, 8)),
 }
+NARROW_DEPTH = 4096
+"""Below it one token has a tile of its own, measured with the same experts, not that of a linear layer."""
 ONE_TILE = ExpertTile(32, 64, 128, 4, 4)
 """The tile for any number of pairs."""
 GROUP_TILES = 8
@@ -100,26 +102,21 @@ def _route(
         tl.store(pairs + ids.to(tl.int64) * tokens + place, pair.to(tl.int32), mask=real)
 
 
-def route(
-    logits: Tensor, top_k: int, renormalize: bool, counts: Tensor | None = None, *, pdl: bool = False
-) -> Routing:  # fmt: skip
+def route(logits: Tensor, top_k: int, renormalize: bool, listed: bool = True, *, pdl: bool = False) -> Routing:
     """Choose the `top_k` most probable experts of each row of logits [T, experts]. Their weights are probabilities,
-    divided by their sum if `renormalize`, the largest first.
-
-    `counts` [experts] int32, zeros, becomes that of the Routing; `fused_moe` sets it to zeros again. None: no lists,
-    for a single token.
-    """
+    divided by their sum if `renormalize`, the largest first. If not `listed`, there are no lists of pairs."""
     tokens, experts = logits.shape
     assert logits.stride(1) == 1, "rows are contiguous"
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
-    pairs = None if counts is None else torch.empty((experts, tokens), dtype=torch.int32, device=logits.device)
+    counts = torch.zeros(experts, dtype=torch.int32, device=logits.device) if listed else None
+    pairs = torch.empty((experts, tokens), dtype=torch.int32, device=logits.device) if listed else None
     if tokens:
         _route[(tokens,)](
             logits, weights, chosen, chosen if counts is None else counts, chosen if pairs is None else pairs, tokens,
             logits.stride(0),
             EXPERTS=experts, PADDED=power_of_2(experts), TOP=top_k, PADDED_TOP=power_of_2(top_k),
-            NORMALISED=renormalize, LISTED=counts is not None, PDL=pdl, num_warps=1, launch_pdl=pdl,
+            NORMALISED=renormalize, LISTED=listed, PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
     return Routing(weights, chosen, counts, pairs)
 
@@ -215,11 +212,9 @@ def _experts(
 @fast_launch
 @triton.jit
 def _sum(
-    parts, out, counts,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    parts, out, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Store to out[row] the sum of the row's TOP parts, in their order. The first program sets the counts to 0."""
+    """Store to out[row] the sum of the row's TOP parts, in their order."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -228,9 +223,6 @@ def _sum(
     for j in tl.static_range(TOP):
         total += tl.load(parts + (row * TOP + j) * SIZE + columns, mask=columns < SIZE, other=0.0)
     tl.store(out + row * SIZE + columns, total.to(out.dtype.element_ty), mask=columns < SIZE)
-    if tl.program_id(0) == 0:
-        experts = tl.arange(0, PADDED)
-        tl.store(counts + experts, tl.zeros((PADDED,), tl.int32), mask=experts < EXPERTS)
 
 
 @triton.jit
@@ -296,7 +288,7 @@ def fused_moe(
 ) -> Tensor:  # fmt: skip
     """Return [T, hidden]: for each row of x [T, hidden] the sum of its experts' outputs times their weights, in fp32,
     rounded once. gate_up [experts, 2 * inner, hidden], down [experts, hidden, inner]. `routing` has lists unless T is
-    1 and not `deterministic`; its counts are zeros afterwards.
+    1 and not `deterministic`.
 
     `scales`: of `gate_up` and `down` if they are in FP8, [G, experts * rows], as in `linear`. A graph may capture this.
     `deterministic`: a row's bits do not depend on the number of rows. pdl: programmatic dependent launch, on GPUs of
@@ -332,10 +324,8 @@ def fused_moe(
     block = min(power_of_2(hidden), 1024)
     blocks = cdiv(hidden, block)
     _sum[(tokens * blocks,)](
-        parts, out, routing.counts,
-        EXPERTS=experts, PADDED=power_of_2(experts), SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, PDL=pdl,
-        num_warps=4, launch_pdl=pdl,
-    )  # fmt: skip
+        parts, out, SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
     return out
 
 
@@ -351,6 +341,8 @@ def fused_moe_one_token(
         size, depth = target.shape[1], weight.shape[2]
         weight_rows = size if kind is None else top * 2 * size
         tile = few_rows_tile(1, weight_rows, depth, fp8=scale is not None)
+        if depth < NARROW_DEPTH:
+            tile = LinearTile(0, 8, 1024 if depth <= 2048 else 512, 3, 4)
         if group > 0:
             tile = grouped_tile(tile, depth)
         options = {"num_warps": tile.warps, "launch_pdl": pdl}
