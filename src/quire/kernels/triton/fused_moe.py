@@ -49,6 +49,9 @@ NARROW_DEPTH = 4096
 """Below it one token has a tile of its own, measured with the same experts, not that of a linear layer."""
 ONE_TILE = ExpertTile(32, 64, 128, 4, 4)
 """The tile for any number of pairs."""
+MAX_EXACT_PAIRS = 4096
+"""The most pairs whose outputs stay in fp32 until they are summed. Those of more, in prompts, are rounded to x's dtype,
+as they take much of a layer's time to write and read."""
 GROUP_TILES = 8
 """Tiles of pairs that are multiplied by a weight at the same time, so that it is read from memory once for them."""
 
@@ -221,7 +224,7 @@ def _sum(
     row, columns = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(TOP):
-        total += tl.load(parts + (row * TOP + j) * SIZE + columns, mask=columns < SIZE, other=0.0)
+        total += tl.load(parts + (row * TOP + j) * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + columns, total.to(out.dtype.element_ty), mask=columns < SIZE)
 
 
@@ -287,7 +290,7 @@ def fused_moe(
     scales: tuple[Tensor | None, Tensor | None] = (None, None), *, deterministic: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return [T, hidden]: for each row of x [T, hidden] the sum of its experts' outputs times their weights, in fp32,
-    rounded once. gate_up [experts, 2 * inner, hidden], down [experts, hidden, inner]. `routing` has lists unless T is
+    rounded once (see MAX_EXACT_PAIRS). gate_up [experts, 2 * inner, hidden], down [experts, hidden, inner]. `routing` has lists unless T is
     1 and not `deterministic`.
 
     `scales`: of `gate_up` and `down` if they are in FP8, [G, experts * rows], as in `linear`. A graph may capture this.
@@ -308,7 +311,9 @@ def fused_moe(
         return fused_moe_one_token(x, routing, gate_up, down, activation, scales, groups, pdl)
     assert routing.counts is not None, "several tokens need lists"
     assert routing.pairs is not None, "several tokens need lists"
-    between, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden, dtype=torch.float32)
+    exact = deterministic or pairs <= MAX_EXACT_PAIRS
+    between = x.new_empty(pairs, inner)
+    parts = x.new_empty(pairs, hidden, dtype=torch.float32 if exact else x.dtype)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
     for (source, weight, target, kind), scale, group in zip(products, scales, groups):
         size = weight.shape[1] if kind is None else weight.shape[1] // 2
