@@ -136,7 +136,7 @@ def list_pairs(weights: Tensor, expert_ids: Tensor, experts: int) -> Routing:
 
 
 @triton.jit
-def _find_pairs(
+def find_pairs(
     counts, pairs, tokens, tile, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
     """Return (expert, pairs, which of these are valid) of a tile; the expert is EXPERTS or more if there is no such
@@ -181,7 +181,7 @@ def _experts(
     first = index // (SIDE * across) * SIDE
     beside = tl.minimum(tiles - first, SIDE)
     tile, left = first + index % (SIDE * across) % beside, index % (SIDE * across) // beside * BLOCK_N
-    expert, pair, real = _find_pairs(counts, pairs, tokens, tile, EXPERTS, PADDED, BLOCK_M)
+    expert, pair, real = find_pairs(counts, pairs, tokens, tile, EXPERTS, PADDED, BLOCK_M)
     if expert < EXPERTS:
         n, k = left + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         source = pair
@@ -290,8 +290,8 @@ def fused_moe(
     scales: tuple[Tensor | None, Tensor | None] = (None, None), *, deterministic: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return [T, hidden]: for each row of x [T, hidden] the sum of its experts' outputs times their weights, in fp32,
-    rounded once (see MAX_EXACT_PAIRS). gate_up [experts, 2 * inner, hidden], down [experts, hidden, inner]. `routing` has lists unless T is
-    1 and not `deterministic`.
+    rounded once (see MAX_EXACT_PAIRS). gate_up [experts, 2 * inner, hidden], down [experts, hidden, inner]. `routing`
+    has lists unless T is 1 and not `deterministic`.
 
     `scales`: of `gate_up` and `down` if they are in FP8, [G, experts * rows], as in `linear`. A graph may capture this.
     `deterministic`: a row's bits do not depend on the number of rows. pdl: programmatic dependent launch, on GPUs of
@@ -303,9 +303,9 @@ def fused_moe(
     assert x.stride(1) == 1, "rows are contiguous"
     dense = (gate_up, down, routing.weights, routing.expert_ids)
     assert all(tensor.is_contiguous() for tensor in dense), "weights are dense"
-    pairs, out = tokens * top, torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    pairs = tokens * top
     if not pairs:
-        return out
+        return torch.empty_like(x)
     groups = _scale_group(gate_up, scales[0]), _scale_group(down, scales[1])
     if tokens == 1 and not deterministic:
         return fused_moe_one_token(x, routing, gate_up, down, activation, scales, groups, pdl)
@@ -326,11 +326,19 @@ def fused_moe(
             BLOCK_K=tile.depth, SIDE=GROUP_TILES, GROUP=group, KIND=kind, PDL=pdl, num_warps=tile.warps,
             num_stages=tile.stages, launch_pdl=pdl,
         )  # fmt: skip
+    return sum_experts(parts, top, x.dtype, pdl)
+
+
+def sum_experts(parts: Tensor, top: int, dtype: torch.dtype, pdl: bool) -> Tensor:
+    """Return [T, hidden]: the sums of the parts [T * top, hidden] of each token, in fp32, rounded once."""
+    pairs, hidden = parts.shape
+    out = torch.empty(pairs // top, hidden, dtype=dtype, device=parts.device)
     block = min(power_of_2(hidden), 1024)
     blocks = cdiv(hidden, block)
-    _sum[(tokens * blocks,)](
-        parts, out, SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, PDL=pdl, num_warps=4, launch_pdl=pdl
-    )
+    if pairs:
+        _sum[(pairs // top * blocks,)](
+            parts, out, SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, PDL=pdl, num_warps=4, launch_pdl=pdl
+        )
     return out
 
 

@@ -1,0 +1,283 @@
+"""Products with weights in few bits: linear layers, and mixtures of experts (see `fused_moe`).
+
+A program expands some rows of the weight in registers, step by step, and multiplies them as `W x^T` on the tensor cores
+with the rows of x as the narrow side. So the weight is read from memory in few bits. Many rows of x are multiplied by
+the library, with a weight that is expanded for the time of the product.
+
+A weight's number is code * scale + shift, in fp32, rounded to x's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.cpu.low_bit_linear import LowBitWeight
+from quire.kernels.triton.activation import ACTIVATIONS, activate
+from quire.kernels.triton.fast_launch import fast_launch
+from quire.kernels.triton.fused_moe import GROUP_TILES, ExpertTile, Routing, find_pairs, sum_experts
+from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
+
+UNIT_BYTES = 16
+"""Bytes of codes that a thread loads at once. In 4 bits they hold 32 numbers, each of the first 16 in the low bits of a
+byte, and each of the others in the high bits."""
+GROUPS = (128, 64, 32, 16)
+"""How many numbers may share a scale."""
+MAX_FUSED_ROWS = 128
+"""The most rows of a linear layer's input for which the weight is not expanded in memory."""
+TILES = {
+    16: ExpertTile(16, 32, 256, 4, 4),
+    32: ExpertTile(32, 64, 128, 4, 4),
+    64: ExpertTile(64, 64, 128, 3, 4),
+    1 << 62: ExpertTile(128, 64, 64, 3, 8),
+}
+"""Tiles by the most rows of a weight's input, or pairs of an expert on average."""
+ONE_TILE = TILES[32]
+"""The tile for any number of rows."""
+
+
+class LowBitMatrix(NamedTuple):
+    """A weight [rows, columns] in few bits on a GPU, or those of several experts, one after the other.
+
+    `codes` uint8 [rows, columns * bits / 8], in units of UNIT_BYTES. `scales` fp32 [rows, columns / group, 2]: a scale
+    and a shift for each `group` of numbers."""
+
+    codes: Tensor
+    scales: Tensor
+    bits: int
+    group: int
+
+    @property
+    def columns(self) -> int:
+        return self.codes.shape[1] * 8 // self.bits
+
+    @property
+    def unit(self) -> int:
+        """Numbers in UNIT_BYTES."""
+        return UNIT_BYTES * 8 // self.bits
+
+
+def supports(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return True if the kernels can multiply rows in `dtype` with weights of this number of columns."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and columns % 32 == 0
+
+
+def stored_bytes(weight: LowBitMatrix) -> int:
+    """Return the bytes of a weight."""
+    return weight.codes.nbytes + weight.scales.nbytes
+
+
+def pack(weight: LowBitWeight, device: torch.device) -> LowBitMatrix:
+    """Return the weight for the kernels, with equal values. Groups with equal scales are joined where all can be."""
+    numbers, bits = weight.numbers.to(device), 4 if weight.form.bits == 4 else 8
+    rows, columns = numbers.shape
+    scale, least = (None if part is None else part.to(device) for part in weight.scales())
+    assert scale is not None, "there are scales"
+    shift = -weight.form.zero * scale if least is None else least - weight.form.zero * scale
+    scales, group = torch.stack((scale, shift), 2), weight.form.group
+    for wider in sorted(wider for wider in GROUPS if wider > group and columns % wider == 0):
+        joined = scales.view(rows, -1, wider // group, 2)
+        if not torch.equal(joined, joined[:, :, :1].expand_as(joined)):
+            break
+        scales, group = joined[:, :, 0].contiguous(), wider
+    if bits == 4:
+        low, high = numbers.view(rows, -1, 2, UNIT_BYTES).unbind(2)
+        numbers = (low | high << 4).flatten(1)
+    return LowBitMatrix(numbers.contiguous(), scales, bits, group)
+
+
+@triton.jit
+def _values(codes, scales, known):
+    """Return the numbers [N, U, UNIT_BYTES] of codes, with the scales at [N, U]."""
+    scale, shift = tl.load(scales, mask=known, other=0.0), tl.load(scales + 1, mask=known, other=0.0)
+    return codes.to(tl.float32) * scale[:, :, None] + shift[:, :, None]
+
+
+@triton.jit
+def _add(acc, lines, scales, known, x, x_high, BITS: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """Return acc [N, M] + w x^T, for K bytes of codes of N rows at `lines`. In 4 bits x has the inputs of the low bits,
+    x_high those of the high bits."""
+    codes = tl.load(lines, mask=known[:, :, None], other=0)
+    if BITS == 4:
+        high = tl.reshape(_values(codes >> 4, scales, known).to(x.dtype), (N, K))
+        acc = tl.dot(high, x_high, acc, input_precision="ieee")
+        codes = codes & 15
+    low = tl.reshape(_values(codes, scales, known).to(x.dtype), (N, K))
+    return tl.dot(low, x, acc, input_precision="ieee")
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["tokens", "tiles"])
+def _product(
+    x, weight, scale, bias, shares, out, counts, pairs, tokens, tiles, x_stride, size, depth,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `fused_moe`'s kernel of experts; with EXPERTS 0 a linear layer, each of whose rows is a pair."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    across, index = tl.cdiv(size, BLOCK_N), tl.program_id(0)
+    first = index // (SIDE * across) * SIDE
+    beside = tl.minimum(tiles - first, SIDE)
+    tile, left = first + index % (SIDE * across) % beside, index % (SIDE * across) // beside * BLOCK_N
+    if EXPERTS == 0:
+        pair, expert = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), 0
+        real = pair < tokens
+    else:
+        expert, pair, real = find_pairs(counts, pairs, tokens, tile, EXPERTS, PADDED, BLOCK_M)
+    if expert < EXPERTS or EXPERTS == 0:
+        UNIT: tl.constexpr = 128 // BITS
+        U: tl.constexpr = BLOCK_K // UNIT
+        n, u, b = left + tl.arange(0, BLOCK_N), tl.arange(0, U), tl.arange(0, 16)
+        source = pair
+        if KIND is not None and EXPERTS > 0:
+            source = pair // TOP
+        k = tl.reshape((u * UNIT)[:, None] + b[None, :], (U * 16,))
+        inputs = x + source[None, :] * x_stride + k[:, None]
+        each = size if KIND is None else 2 * size
+        line = tl.minimum(n, size - 1).to(tl.int64)
+        if EXPERTS > 0:
+            line += expert.to(tl.int64) * each
+        rows = weight + (line * (depth // UNIT * 16))[:, None, None] + (u * 16)[None, :, None] + b[None, None, :]
+        line_scales = scale + (line * (depth // GROUP * 2))[:, None]
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        other = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for start in range(0, depth, BLOCK_K):
+            numbers = start + u * UNIT
+            known = (numbers < depth)[None, :] & (n < size)[:, None]
+            inside = (start + k < depth)[:, None] & real[None, :]
+            v = tl.load(inputs + start, mask=inside, other=0.0)
+            v_high = v
+            if BITS == 4:
+                v_high = tl.load(inputs + start + 16, mask=inside, other=0.0)
+            scales = line_scales + (numbers // GROUP * 2)[None, :]
+            here = rows + start // UNIT * 16
+            acc = _add(acc, here, scales, known, v, v_high, BITS, BLOCK_N, U * 16)
+            if KIND is not None:
+                down, away = size.to(tl.int64) * (depth // UNIT * 16), size.to(tl.int64) * (depth // GROUP * 2)
+                other = _add(other, here + down, scales + away, known, v, v_high, BITS, BLOCK_N, U * 16)
+        if BIAS:
+            acc += tl.load(bias + line).to(tl.float32)[:, None]
+            if KIND is not None:
+                other += tl.load(bias + line + size).to(tl.float32)[:, None]
+        if KIND is not None:
+            acc = activate(acc, KIND) * other
+        elif EXPERTS > 0:
+            acc *= tl.load(shares + pair, mask=real, other=0.0)[None, :]
+        place = out + pair[None, :] * size + n[:, None]
+        tl.store(place, acc.to(out.dtype.element_ty), mask=(n < size)[:, None] & real[None, :])
+
+
+@fast_launch
+@triton.jit
+def _expand(
+    weight, scale, out, rows, depth,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, U: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Store the numbers of BLOCK_N rows and U units."""
+    UNIT: tl.constexpr = 128 // BITS
+    n, u, b = (
+        tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N),
+        tl.program_id(1) * U + tl.arange(0, U),
+        tl.arange(0, 16),
+    )
+    known = (u * UNIT < depth)[None, :] & (n < rows)[:, None]
+    n = n.to(tl.int64)
+    lines = weight + (n * (depth // UNIT * 16))[:, None, None] + (u * 16)[None, :, None] + b[None, None, :]
+    codes = tl.load(lines, mask=known[:, :, None], other=0)
+    scales = scale + (n * (depth // GROUP * 2))[:, None] + (u * UNIT // GROUP * 2)[None, :]
+    place = out + (n * depth)[:, None, None] + (u * UNIT)[None, :, None] + b[None, None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()  # the memory of the result may be in use until now
+    if BITS == 4:
+        high = _values(codes >> 4, scales, known)
+        tl.store(place + 16, high.to(out.dtype.element_ty), mask=known[:, :, None])
+        codes = codes & 15
+    tl.store(place, _values(codes, scales, known).to(out.dtype.element_ty), mask=known[:, :, None])
+
+
+def expand(weight: LowBitMatrix, dtype: torch.dtype, *, pdl: bool = False) -> Tensor:
+    """Return the numbers of a weight, [rows, columns]."""
+    rows, columns = len(weight.codes), weight.columns
+    out = torch.empty(rows, columns, dtype=dtype, device=weight.codes.device)
+    _expand[(cdiv(rows, 16), cdiv(columns, 8 * weight.unit))](
+        weight.codes, weight.scales, out, rows, columns,
+        BITS=weight.bits, GROUP=weight.group, BLOCK_N=16, U=8, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def low_bit_linear(
+    x: Tensor, weight: LowBitMatrix, bias: Tensor | None = None, activation: str | None = None, *,
+    deterministic: bool = False, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return x weight^T + bias [M, rows] for x [M, columns], rounded once. With an `activation` the weight is gate and
+    up, stacked: return act(gate) * up [M, rows / 2]. `deterministic`: a row's bits do not depend on the number of rows.
+    """
+    rows, columns, size = len(x), weight.columns, len(weight.codes)
+    assert x.shape[1] == columns, f"x {tuple(x.shape)} does not fit a weight of {columns} columns"
+    assert x.stride(1) == 1, "rows are contiguous"
+    kind = None if activation is None else ACTIVATIONS[activation]
+    if rows > MAX_FUSED_ROWS and not deterministic and activation is None:
+        return F.linear(x, expand(weight, x.dtype, pdl=pdl), bias)
+    size = size if kind is None else size // 2
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    if rows:
+        _launch(x, weight, bias, out, out, None, rows, choose_tile(rows, x, kind is not None, deterministic), kind, pdl)
+    return out
+
+
+def low_bit_moe(
+    x: Tensor, routing: Routing, gate_up: LowBitMatrix, down: LowBitMatrix, activation: str, *,
+    deterministic: bool = False, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    """As `fused_moe`, with stacked weights of experts: gate_up [experts * 2 * inner, hidden], down [experts * hidden,
+    inner]. `routing` has lists."""
+    assert routing.counts is not None, "the products need lists"
+    (tokens, hidden), top, experts = x.shape, routing.expert_ids.shape[1], len(routing.counts)
+    assert x.stride(1) == 1, "rows are contiguous"
+    pairs, inner = tokens * top, down.columns
+    between, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden, dtype=torch.float32)
+    if pairs:
+        for source, weight, target, kind in (
+            (x, gate_up, between, ACTIVATIONS[activation]),
+            (between, down, parts, None),
+        ):
+            tile = choose_tile(cdiv(pairs, experts), x, kind is not None, deterministic)
+            _launch(source, weight, None, routing.weights, target, routing, tokens, tile, kind, pdl)
+    return sum_experts(parts, top, x.dtype, pdl)
+
+
+def _launch(
+    x: Tensor, weight: LowBitMatrix, bias: Tensor | None, shares: Tensor, out: Tensor, routing: Routing | None,
+    tokens: int, tile: ExpertTile, kind: str | None, pdl: bool,
+) -> None:  # fmt: skip
+    experts = 0 if routing is None else len(routing.counts)
+    top = 1 if routing is None else routing.expert_ids.shape[1]
+    size = out.shape[1]
+    tiles = min(len(out), len(out) // tile.pairs + experts) if experts else cdiv(tokens, tile.pairs)
+    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": pdl}
+    _product[(tiles * cdiv(size, tile.columns),)](
+        x, weight.codes, weight.scales, out if bias is None else bias, shares, out,
+        out if routing is None else routing.counts, out if routing is None else routing.pairs, tokens, tiles,
+        x.stride(0), size, weight.columns,
+        EXPERTS=experts, PADDED=power_of_2(max(experts, 1)), TOP=top, BLOCK_M=tile.pairs, BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth, SIDE=GROUP_TILES, BITS=weight.bits, GROUP=weight.group, KIND=kind, BIAS=bias is not None,
+        PDL=pdl, **options,
+    )  # fmt: skip
+
+
+def choose_tile(rows: int, x: Tensor, gated: bool, deterministic: bool) -> ExpertTile:
+    """Return the tile for so many rows of a weight's input, or pairs of an expert on average. It has as many stages as
+    fit in shared memory."""
+    tile = ONE_TILE if deterministic else TILES[next(most for most in TILES if rows <= most)]
+    stage = ((1 + gated) * tile.columns + tile.pairs * x.element_size()) * tile.depth
+    return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // (2 * stage))))

@@ -1,0 +1,117 @@
+"""Products with weights in few bits equal those with the numbers that the weights stand for, in fp64."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from grids import CUDA, DEVICE, PDL, TYPES
+from same_bits import check_same
+from torch import Tensor
+
+from quire.kernels.cpu.low_bit_linear import LowBitFormat, LowBitWeight
+from quire.kernels.triton import low_bit
+from quire.kernels.triton.fused_moe import route
+from quire.weights.low_bit import INT4_FORMAT, INT8_FORMAT, Q6_K_FORMAT, quantize
+
+Q4_K = LowBitFormat(4, 256, 0, True)
+Q4_0 = LowBitFormat(4, 0, 8, False)
+FORMATS = {"int8": INT8_FORMAT, "int4": INT4_FORMAT, "q4_k": Q4_K}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stored(rows: int, columns: int, group: int) -> LowBitWeight:
+    """As AWQ stores it: groups of columns share a scale and a zero."""
+    numbers = torch.randint(0, 16, (rows, columns), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    d = random(rows, columns // group, seed=2).abs().half()
+    e = (d * torch.randint(0, 16, d.shape, generator=torch.Generator().manual_seed(3))).half()
+    ones = torch.ones(rows, columns // 32, dtype=torch.int8)
+    return LowBitWeight(LowBitFormat(4, group, 0, True), numbers, d, e, ones, ones)
+
+
+def six_bits(rows: int, columns: int) -> LowBitWeight:
+    generator = torch.Generator().manual_seed(4)
+    numbers = torch.randint(0, 64, (rows, columns), generator=generator, dtype=torch.uint8)
+    a = torch.randint(-9, 9, (rows, columns // 16), generator=generator, dtype=torch.int8)
+    return LowBitWeight(Q6_K_FORMAT, numbers, 0.01 * random(rows, columns // 256).half(), None, a)
+
+
+def weights(rows: int, columns: int, name: str) -> LowBitWeight:
+    if name in FORMATS:
+        return quantize(random(rows, columns), FORMATS[name])
+    return six_bits(rows, columns) if name == "q6_k" else stored(rows, columns, int(name.removeprefix("awq")))
+
+
+NAMES = pytest.mark.parametrize(("name", "group"), [
+    ("int8", 32), ("int4", 32), ("q4_k", 32), ("q6_k", 16), ("awq64", 64), ("awq128", 128)
+])  # fmt: skip
+
+
+def close(got: Tensor, want: Tensor, depth: int, inputs: float) -> None:
+    """The weight is rounded to x's dtype, and so is the result."""
+    eps = torch.finfo(got.dtype).eps if got.dtype != torch.float32 else 1e-6
+    torch.testing.assert_close(got.double(), want, rtol=eps, atol=4 * eps * inputs * depth**0.5)
+
+
+@NAMES
+def test_packing_keeps_values(name: str, group: int) -> None:
+    weight = weights(24, 256, name)
+    packed = low_bit.pack(weight, DEVICE)
+    assert packed.group == group
+    assert low_bit.stored_bytes(packed) == 24 * 256 * packed.bits // 8 + 24 * 256 // group * 8
+    torch.testing.assert_close(low_bit.expand(packed, torch.float32).cpu(), weight.dequantize(), rtol=1e-6, atol=1e-6)
+
+
+@TYPES
+@NAMES
+def test_linear(name: str, group: int, dtype: torch.dtype) -> None:
+    """Of one row, some, and so many that the weight is expanded; with a bias, an activation, and strided rows."""
+    weight = weights(72, 256, name)
+    packed, full = low_bit.pack(weight, DEVICE), weight.dequantize().to(DEVICE).double()
+    bias = random(72, seed=5).to(DEVICE, dtype)
+    for rows, pdl in product((1, 5, 40, 140), PDL):
+        x = random(rows, 264, seed=6).to(DEVICE, dtype)[:, :256]
+        want = x.double() @ full.T + bias.double()
+        size = float(full.abs().max() * x.abs().max())
+        close(low_bit.low_bit_linear(x, packed, bias, pdl=pdl), want, 256, size)
+        gate, up = (x.double() @ full.T).chunk(2, dim=1)
+        got = low_bit.low_bit_linear(x, packed, None, "silu", pdl=pdl)
+        close(got, F.silu(gate) * up, 256, size * float(1 + gate.abs().max()))
+
+
+@TYPES
+def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
+    packed = low_bit.pack(weights(72, 256, "int4"), DEVICE)
+    x = random(140, 256).to(DEVICE, dtype)
+    every = low_bit.low_bit_linear(x, packed, deterministic=True)
+    for few in (slice(0, 1), slice(33, 35), slice(100, 140)):
+        check_same(low_bit.low_bit_linear(x[few], packed, deterministic=True), every[few])
+
+
+@TYPES
+@pytest.mark.parametrize("name", ["int4", "int8", "awq128"])
+@pytest.mark.parametrize(("experts", "top"), [(4, 2), (9, 3)])
+def test_experts(name: str, experts: int, top: int, dtype: torch.dtype) -> None:
+    hidden, inner = 256, 128
+    gate_up, down = weights(experts * 2 * inner, hidden, name), weights(experts * hidden, inner, name)
+    packed = [low_bit.pack(weight, DEVICE) for weight in (gate_up, down)]
+    full = [
+        weight.dequantize().to(DEVICE).double().view(experts, -1, depth)
+        for weight, depth in ((gate_up, hidden), (down, inner))
+    ]
+    for tokens, pdl in product((1, 3, 70), PDL):
+        x = random(tokens, hidden, seed=7).to(DEVICE, dtype)
+        routing = route(random(tokens, experts, seed=8).to(DEVICE, dtype), top, True, pdl=pdl)
+        want = torch.zeros(tokens, hidden, dtype=torch.float64, device=DEVICE)
+        for token, (shares, chosen) in enumerate(zip(routing.weights.tolist(), routing.expert_ids.tolist())):
+            for share, expert in zip(shares, chosen):
+                gate, up = (full[0][expert] @ x[token].double()).chunk(2)
+                want[token] += share * (full[1][expert] @ (F.silu(gate) * up))
+        got = low_bit.low_bit_moe(x, routing, *packed, "silu", pdl=pdl)
+        size = float(want.abs().max())
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=(2e-2 if CUDA else 1e-5) * size)
