@@ -8,7 +8,7 @@ in FP8.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -65,6 +65,7 @@ class Linear(ShardedModule):
         self.scale: Tensor | None = None  # of an FP8 weight: [groups, rows], see quire.kernels.triton.linear
         self.low_bit_parts: list[Callable[[], LowBitWeight] | None] | None = None
         """For a low-bit weight (quire.weights.low_bit), a meta tensor: the functions that make its parts."""
+        self.low_bit_device = torch.device("cpu")
         self.deferred_loads: list[Callable[[], object]] = []
         """Functions that copy parts of the weight from a mapped file: at `prepare`, so that only one layer's copy is in
         memory at a time."""
@@ -161,13 +162,19 @@ class Linear(ShardedModule):
     def pack_with_activation(
         self, name: str, gated: bool, deterministic: bool = False
     ) -> Callable[[Tensor], Tensor] | None:
-        """Return the product with its activation as one operation, if the CPU has quire's kernels for it, and drop the
-        plain weight; else return None. `gated`: the weight is gate and up, stacked."""
+        """Return the product with its activation as one operation, if there are kernels for it, and drop the plain
+        weight; else return None. `gated`: the weight is gate and up, stacked."""
         if self.weight is None or self.weight.device.type not in ("cpu", "meta"):
             return None
         from quire.kernels.cpu import linear
 
         packed: Callable[[Tensor], Tensor] | None = None
+        if self.low_bit_device.type == "cuda":
+            from quire.kernels.triton.activation import ACTIVATIONS
+
+            packed = self.pack_low_bit(deterministic, name, gated) if gated and name in ACTIVATIONS else None
+            self.weight = self.weight if packed is None else None
+            return packed
         if name in linear.ACTIVATIONS and self.low_bit_parts is not None:
             packed = self.pack_low_bit(deterministic, name, gated)
         elif name in linear.ACTIVATIONS and linear.supports(self.weight):
@@ -187,27 +194,40 @@ class Linear(ShardedModule):
     ) -> Callable[[Tensor], Tensor] | None:
         """Return the product with a low-bit weight, packed; None if an activation is to be fused and its parts have
         different formats. The parts are made here, so that no other layer's are in memory at the same time."""
-        from quire.kernels.cpu.low_bit_linear import PackedLowBitLinear, StackedLowBitLinear
-
         assert self.low_bit_parts is not None, "not a low-bit weight"
         assert self.weight is not None, "packed twice"
-        made: list[LowBitWeight] = []
+        formats: list[list[LowBitWeight]] = []
         for make in self.low_bit_parts:
             assert make is not None, "all parts are loaded"
             part = make()
-            if made and made[-1].form == part.form:
-                made[-1] = made[-1].concat_rows(part)
+            if formats and formats[-1][0].form == part.form:
+                formats[-1].append(part)
             else:
-                made.append(part)
-        dtype, rows = self.weight.dtype, [len(part.numbers) for part in made]
-        if activation is not None and len(made) > 1:
+                formats.append([part])
+        if activation is not None and len(formats) > 1:
             return None
+        if self.low_bit_device.type == "cuda":
+            return self._pack_for_gpu(formats, deterministic, activation)
+        from quire.kernels.cpu.low_bit_linear import LowBitWeight, PackedLowBitLinear, StackedLowBitLinear
+
+        made = [reduce(LowBitWeight.concat_rows, parts) for parts in formats]
+        dtype, rows = self.weight.dtype, [len(part.numbers) for part in made]
         if len(made) == 1:
             return PackedLowBitLinear(made[0], dtype, self.bias, activation, gated, deterministic)
         biases = [None] * len(made) if self.bias is None else torch.split(self.bias, rows)
         return StackedLowBitLinear(
             [PackedLowBitLinear(part, dtype, bias, deterministic=deterministic) for part, bias in zip(made, biases)]
         )
+
+    def _pack_for_gpu(
+        self, formats: list[list[LowBitWeight]], deterministic: bool, activation: str | None
+    ) -> Callable[[Tensor], Tensor]:
+        from quire.kernels.triton.launch import supports_pdl
+        from quire.kernels.triton.low_bit import LowBitLinear, pack
+
+        device = self.low_bit_device
+        weights = [pack(parts, device) for parts in formats]
+        return LowBitLinear(weights, self.bias, activation, deterministic, supports_pdl(device))
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,17 @@ from quire.layers.mlp import GatedMLP, get_activation
 from quire.layers.sharding import shard_columns
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 
+if TYPE_CHECKING:
+    from quire.kernels.triton.low_bit import LowBitMatrix
+
 
 class ExpertWeights(Linear):
     """The weights of one product of all experts, stacked. SparseMLP multiplies those that a token chooses."""
 
     def can_pack(self) -> bool:
         """Return True if the CPU has quire's kernels for this weight."""
-        return self.weight is not None and (self.low_bit_parts is not None or supports(self.weight))
+        on_gpu = self.low_bit_device.type == "cuda"
+        return self.weight is not None and not on_gpu and (self.low_bit_parts is not None or supports(self.weight))
 
     @torch.no_grad()
     def pack_each(
@@ -48,6 +52,16 @@ class ExpertWeights(Linear):
             packed += [PackedLinear(weight, *fused) for weight in self.weight.chunk(count)]
         self.weight = self.low_bit_parts = None
         return packed
+
+    @torch.no_grad()
+    def pack_for_gpu(self) -> LowBitMatrix:
+        """Return a low-bit weight for quire.kernels.triton.low_bit, and drop the plain one."""
+        from quire.kernels.triton.low_bit import pack
+
+        assert self.low_bit_parts is not None, "not a low-bit weight"
+        parts = [make() for make in self.low_bit_parts if make is not None]
+        self.weight = self.low_bit_parts = None
+        return pack(parts, self.low_bit_device)
 
     @torch.no_grad()
     def dequantize(self) -> None:
@@ -91,6 +105,7 @@ class SparseMLP(nn.Module):
         self.route_kernel: Callable[..., Any] | None = None  # softmax and top-k in one launch
         self.experts_kernel: Callable[..., Tensor] | None = None
         self.packed: PackedExperts | None = None  # all of it, for a CPU
+        self.low_bit: tuple[LowBitMatrix, LowBitMatrix] | None = None  # gate and up, and down, on a GPU
         self.deterministic = self.pdl = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,11 +117,13 @@ class SparseMLP(nn.Module):
 
     def mix(self, x: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's chosen experts."""
+        if self.low_bit is not None:
+            return self._mix_by_kernels(x, *self.low_bit)
         assert self.gate_up.weight is not None, "the weight is not packed"
         assert self.down.weight is not None, "the weight is not packed"
         gate_up, down = (part.view(self.experts, -1, part.shape[1]) for part in (self.gate_up.weight, self.down.weight))
         if self.experts_kernel is not None:
-            return self._mix_by_kernels(x, gate_up, down)
+            return self._mix_by_kernels(x, gate_up, down, (self.gate_up.scale, self.down.scale))
         weights, chosen = self.route(x)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in torch.unique(chosen).tolist():
@@ -116,15 +133,15 @@ class SparseMLP(nn.Module):
             out.index_add_(0, rows, result.float() * weights[rows, rank, None])
         return out.to(x.dtype)
 
-    def _mix_by_kernels(self, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def _mix_by_kernels(self, x: Tensor, *weights: Any) -> Tensor:
         assert self.route_kernel is not None, "prepare() chooses both"
         assert self.experts_kernel is not None, "prepare() chooses both"
-        listed = len(x) > 1 or self.deterministic
+        gate_up, down, *scales = weights
+        listed = len(x) > 1 or self.deterministic or self.low_bit is not None
         routing = self.route_kernel(self.router(x), self.top_k, self.renormalize, listed, pdl=self.pdl)
         return self.experts_kernel(
-            x, routing, gate_up, down, self.act_name, (self.gate_up.scale, self.down.scale),
-            deterministic=self.deterministic, pdl=self.pdl,
-        )  # fmt: skip
+            x, routing, gate_up, down, self.act_name, *scales, deterministic=self.deterministic, pdl=self.pdl
+        )
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights (fp32) and the indices of each token's experts, [T, top_k] each, most probable first."""
@@ -140,7 +157,11 @@ class SparseMLP(nn.Module):
             gate_up = self.gate_up.pack_each(self.experts, self.act_name, deterministic)
             self.packed = PackedExperts(gate_up, self.down.pack_each(self.experts, None, deterministic))
             return
-        for part in (self.gate_up, self.down):
+        products = self.gate_up, self.down
+        if all(part.low_bit_parts is not None and part.low_bit_device.type == "cuda" for part in products):
+            self._prepare_low_bit(deterministic)
+            return
+        for part in products:
             part.dequantize()
         if weight.is_cuda:
             from quire.kernels.triton import activation
@@ -150,3 +171,11 @@ class SparseMLP(nn.Module):
             if self.act_name in activation.ACTIVATIONS:
                 self.route_kernel, self.experts_kernel = experts.route, experts.fused_moe
                 self.deterministic, self.pdl = deterministic, supports_pdl(weight.device)
+
+    def _prepare_low_bit(self, deterministic: bool) -> None:
+        from quire.kernels.triton import fused_moe, low_bit
+        from quire.kernels.triton.launch import supports_pdl
+
+        self.route_kernel, self.experts_kernel = fused_moe.route, low_bit.low_bit_moe
+        self.low_bit = self.gate_up.pack_for_gpu(), self.down.pack_for_gpu()
+        self.deterministic, self.pdl = deterministic, supports_pdl(self.gate_up.low_bit_device)

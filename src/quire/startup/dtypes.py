@@ -106,9 +106,7 @@ def quantization_savings(
 
     kind, parts = getattr(torch, dtype), [Shard(0, config.tp, stage, config.pp) for stage in range(config.pp)]
     if isinstance(scheme, LowBitScheme):
-        if device != "cpu":
-            return 0
-        return min(few.saved_bytes(checkpoint.config, scheme, kind, checkpoint.gguf, part) for part in parts)
+        return min(few.saved_bytes(checkpoint.config, scheme, kind, checkpoint.gguf, part, device) for part in parts)
     here = dtype != "float32" if device_absent else fp8.has_fp8_matmul(kind, torch.device(device))
     return min(fp8.saved_bytes(checkpoint.config, scheme, ITEMSIZE[dtype], part) for part in parts) if here else 0
 

@@ -133,11 +133,20 @@ def create_model(
     for name, layer in low_bit_layers(model).items():
         weight = layer.weight
         assert weight is not None, "the model is not prepared yet"
-        if name in formats and supports(weight.shape[1], dtype, device):
-            layer.low_bit_parts = [None] * len(formats[name])
+        if name in formats and stays_low_bit(name, weight.shape[1], dtype, device):
+            layer.low_bit_parts, layer.low_bit_device = [None] * len(formats[name]), device
             low_bit_weights.add(weight)
     allocate_parameters(model, device, low_bit_weights)
     return model
+
+
+def stays_low_bit(name: str, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return True if kernels of the device multiply the weight `name`, with this number of columns, in few bits. A tied
+    head is the embedding, whose rows a GPU's kernels don't look up."""
+    if device.type != "cuda":
+        return supports(columns, dtype, device)
+    is_tied = "embed_tokens" in name.split(".")
+    return dtype in (torch.bfloat16, torch.float16) and columns % 32 == 0 and not is_tied
 
 
 def set_rows(rows: Tensor, layer: Linear | None, part_index: int, make_weight: MakeWeight) -> None:
@@ -247,15 +256,25 @@ def saved_bytes(
     dtype: torch.dtype,
     file: GGUFFile | None = None,
     shard: Shard = UNSHARDED,
+    device: str = "cpu",
 ) -> int:
-    """Return the bytes that a shard's low-bit weights save on a CPU, compared with `dtype`."""
+    """Return the bytes that a shard's low-bit weights save on a device, compared with `dtype`."""
     model = resolve_model_class(config)(config, dtype, torch.device("meta"), shard)
     layers, sources, saved = low_bit_layers(model), model.weight_sources(), 0
     for name, formats in choose_formats(model, scheme, file).items():
         weight = layers[name].weight
         assert weight is not None, "the model is not prepared yet"
         columns = weight.shape[1]
-        if supports(columns, dtype, torch.device("cpu")):
-            for part_format, rows in zip(formats, sources[name].rows):
-                saved += rows * (columns * dtype.itemsize - part_format.row_bytes(columns))
+        if stays_low_bit(name, columns, dtype, torch.device(device)):
+            for form, rows in zip(formats, sources[name].rows):
+                on_gpu = gpu_row_bytes(form, columns, bool(scheme.stored) and file is None)
+                row_bytes = form.row_bytes(columns) if device == "cpu" else on_gpu
+                saved += rows * (columns * dtype.itemsize - row_bytes)
     return saved
+
+
+def gpu_row_bytes(form: LowBitFormat, columns: int, stored: bool) -> int:
+    """Return the bytes of a weight's row on a GPU (see quire.kernels.triton.low_bit). `stored`: AWQ or GPTQ, whose
+    groups have one scale each."""
+    group = min(form.superblock, 128) if stored else form.group
+    return columns // (2 if form.bits == 4 else 1) + columns // group * 8

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels.cpu.low_bit_linear import LowBitFormat, LowBitWeight
 from quire.kernels.triton import low_bit
 from quire.kernels.triton.fused_moe import route
-from quire.weights.low_bit import INT4_FORMAT, INT8_FORMAT, Q6_K_FORMAT, quantize
+from quire.weights.low_bit import INT4_FORMAT, INT8_FORMAT, Q6_K_FORMAT, gpu_row_bytes, quantize
 
 Q4_K = LowBitFormat(4, 256, 0, True)
 Q4_0 = LowBitFormat(4, 0, 8, False)
@@ -61,9 +61,10 @@ def close(got: Tensor, want: Tensor, depth: int, inputs: float) -> None:
 @NAMES
 def test_packing_keeps_values(name: str, group: int) -> None:
     weight = weights(24, 256, name)
-    packed = low_bit.pack(weight, DEVICE)
+    packed = low_bit.pack([weight], DEVICE)
     assert packed.group == group
-    assert low_bit.stored_bytes(packed) == 24 * 256 * packed.bits // 8 + 24 * 256 // group * 8
+    stored = packed.codes.nbytes + packed.scales.nbytes
+    assert stored == 24 * gpu_row_bytes(weight.form, 256, name.startswith("awq"))
     torch.testing.assert_close(low_bit.expand(packed, torch.float32).cpu(), weight.dequantize(), rtol=1e-6, atol=1e-6)
 
 
@@ -72,7 +73,7 @@ def test_packing_keeps_values(name: str, group: int) -> None:
 def test_linear(name: str, group: int, dtype: torch.dtype) -> None:
     """Of one row, some, and so many that the weight is expanded; with a bias, an activation, and strided rows."""
     weight = weights(72, 256, name)
-    packed, full = low_bit.pack(weight, DEVICE), weight.dequantize().to(DEVICE).double()
+    packed, full = low_bit.pack([weight], DEVICE), weight.dequantize().to(DEVICE).double()
     bias = random(72, seed=5).to(DEVICE, dtype)
     for rows, pdl in product((1, 5, 40, 140), PDL):
         x = random(rows, 264, seed=6).to(DEVICE, dtype)[:, :256]
@@ -86,7 +87,7 @@ def test_linear(name: str, group: int, dtype: torch.dtype) -> None:
 
 @TYPES
 def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
-    packed = low_bit.pack(weights(72, 256, "int4"), DEVICE)
+    packed = low_bit.pack([weights(72, 256, "int4")], DEVICE)
     x = random(140, 256).to(DEVICE, dtype)
     every = low_bit.low_bit_linear(x, packed, deterministic=True)
     for few in (slice(0, 1), slice(33, 35), slice(100, 140)):
@@ -99,7 +100,7 @@ def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
 def test_experts(name: str, experts: int, top: int, dtype: torch.dtype) -> None:
     hidden, inner = 256, 128
     gate_up, down = weights(experts * 2 * inner, hidden, name), weights(experts * hidden, inner, name)
-    packed = [low_bit.pack(weight, DEVICE) for weight in (gate_up, down)]
+    packed = [low_bit.pack([weight], DEVICE) for weight in (gate_up, down)]
     full = [
         weight.dequantize().to(DEVICE).double().view(experts, -1, depth)
         for weight, depth in ((gate_up, hidden), (down, inner))

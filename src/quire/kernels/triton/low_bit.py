@@ -9,6 +9,7 @@ A weight's number is code * scale + shift, in fp32, rounded to x's dtype.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cpu.low_bit_linear import LowBitWeight
-from quire.kernels.triton.activation import ACTIVATIONS, activate
+from quire.kernels.triton.activation import ACTIVATIONS, act_and_mul, activate
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.fused_moe import GROUP_TILES, ExpertTile, Routing, find_pairs, sum_experts
 from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
@@ -26,8 +27,8 @@ from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
 UNIT_BYTES = 16
 """Bytes of codes that a thread loads at once. In 4 bits they hold 32 numbers, each of the first 16 in the low bits of a
 byte, and each of the others in the high bits."""
-GROUPS = (128, 64, 32, 16)
-"""How many numbers may share a scale."""
+WIDER_GROUPS = (64, 128)
+"""How many numbers may share a scale, beside a format's own."""
 MAX_FUSED_ROWS = 128
 """The most rows of a linear layer's input for which the weight is not expanded in memory."""
 TILES = {
@@ -62,33 +63,28 @@ class LowBitMatrix(NamedTuple):
         return UNIT_BYTES * 8 // self.bits
 
 
-def supports(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if the kernels can multiply rows in `dtype` with weights of this number of columns."""
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and columns % 32 == 0
-
-
-def stored_bytes(weight: LowBitMatrix) -> int:
-    """Return the bytes of a weight."""
-    return weight.codes.nbytes + weight.scales.nbytes
-
-
-def pack(weight: LowBitWeight, device: torch.device) -> LowBitMatrix:
-    """Return the weight for the kernels, with equal values. Groups with equal scales are joined where all can be."""
-    numbers, bits = weight.numbers.to(device), 4 if weight.form.bits == 4 else 8
-    rows, columns = numbers.shape
-    scale, least = (None if part is None else part.to(device) for part in weight.scales())
-    assert scale is not None, "there are scales"
-    shift = -weight.form.zero * scale if least is None else least - weight.form.zero * scale
-    scales, group = torch.stack((scale, shift), 2), weight.form.group
-    for wider in sorted(wider for wider in GROUPS if wider > group and columns % wider == 0):
-        joined = scales.view(rows, -1, wider // group, 2)
+def pack(weights: Sequence[LowBitWeight], device: torch.device) -> LowBitMatrix:
+    """Return the rows of weights of one format for the kernels, with equal values. Groups with equal scales are joined
+    where all can be."""
+    form, parts = weights[0].form, [_pack_part(weight, device) for weight in weights]
+    codes, scales = (torch.cat(part) for part in zip(*parts))
+    group, columns = form.group, weights[0].numbers.shape[1]
+    for wider in (wider for wider in WIDER_GROUPS if wider > form.group and columns % wider == 0):
+        joined = torch.unflatten(scales, 1, (-1, wider // group))
         if not torch.equal(joined, joined[:, :, :1].expand_as(joined)):
             break
         scales, group = joined[:, :, 0].contiguous(), wider
-    if bits == 4:
-        low, high = numbers.view(rows, -1, 2, UNIT_BYTES).unbind(2)
+    return LowBitMatrix(codes, scales, 4 if form.bits == 4 else 8, group)
+
+
+def _pack_part(weight: LowBitWeight, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of some rows."""
+    numbers, (scale, least) = weight.numbers.to(device), weight.scales()
+    shift = -weight.form.zero * scale if least is None else least - weight.form.zero * scale
+    if weight.form.bits == 4:
+        low, high = torch.unflatten(numbers, 1, (-1, 2, UNIT_BYTES)).unbind(2)
         numbers = (low | high << 4).flatten(1)
-    return LowBitMatrix(numbers.contiguous(), scales, bits, group)
+    return numbers.contiguous(), torch.stack((scale, shift), 2).to(device)
 
 
 @triton.jit
@@ -226,13 +222,36 @@ def low_bit_linear(
     assert x.shape[1] == columns, f"x {tuple(x.shape)} does not fit a weight of {columns} columns"
     assert x.stride(1) == 1, "rows are contiguous"
     kind = None if activation is None else ACTIVATIONS[activation]
-    if rows > MAX_FUSED_ROWS and not deterministic and activation is None:
-        return F.linear(x, expand(weight, x.dtype, pdl=pdl), bias)
+    if rows > MAX_FUSED_ROWS and not deterministic:
+        out = F.linear(x, expand(weight, x.dtype, pdl=pdl), bias)
+        return out if activation is None else act_and_mul(out, activation, pdl=pdl)
     size = size if kind is None else size // 2
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if rows:
         _launch(x, weight, bias, out, out, None, rows, choose_tile(rows, x, kind is not None, deterministic), kind, pdl)
     return out
+
+
+class LowBitLinear:
+    """A linear layer of weights whose rows are stacked, of one format each: `low_bit_linear` with each."""
+
+    def __init__(
+        self, weights: Sequence[LowBitMatrix], bias: Tensor | None, activation: str | None, deterministic: bool,
+        pdl: bool,
+    ) -> None:  # fmt: skip
+        self.weights, self.activation, self.deterministic, self.pdl = tuple(weights), activation, deterministic, pdl
+        rows = [len(weight.codes) for weight in weights]
+        self.biases = [None] * len(rows) if bias is None else bias.split(rows)
+        assert len(rows) == 1 or activation is None, "an activation needs all rows"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        parts = [
+            low_bit_linear(rows, weight, bias, self.activation, deterministic=self.deterministic, pdl=self.pdl)
+            for weight, bias in zip(self.weights, self.biases)
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return out.view(*x.shape[:-1], -1)
 
 
 def low_bit_moe(
@@ -260,7 +279,7 @@ def _launch(
     x: Tensor, weight: LowBitMatrix, bias: Tensor | None, shares: Tensor, out: Tensor, routing: Routing | None,
     tokens: int, tile: ExpertTile, kind: str | None, pdl: bool,
 ) -> None:  # fmt: skip
-    experts = 0 if routing is None else len(routing.counts)
+    experts = 0 if routing is None or routing.counts is None else len(routing.counts)
     top = 1 if routing is None else routing.expert_ids.shape[1]
     size = out.shape[1]
     tiles = min(len(out), len(out) // tile.pairs + experts) if experts else cdiv(tokens, tile.pairs)
