@@ -24,18 +24,17 @@ from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.fused_moe import GROUP_TILES, ExpertTile, Routing, find_pairs, sum_experts
 from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
 
-UNIT_BYTES = 16
-"""Bytes of codes that a thread loads at once. In 4 bits they hold 32 numbers, each of the first 16 in the low bits of a
-byte, and each of the others in the high bits."""
 WIDER_GROUPS = (64, 128)
 """How many numbers may share a scale, beside a format's own."""
-MAX_FUSED_ROWS = 128
+MAX_FUSED_ROWS = 64
 """The most rows of a linear layer's input for which the weight is not expanded in memory."""
+STEP = 128
+"""Numbers of a row that a step of a program multiplies, at least: one group or several."""
 TILES = {
-    16: ExpertTile(16, 32, 256, 4, 4),
-    32: ExpertTile(32, 64, 128, 4, 4),
-    64: ExpertTile(64, 64, 128, 3, 4),
-    1 << 62: ExpertTile(128, 64, 64, 3, 8),
+    16: ExpertTile(16, 32, STEP, 4, 2),
+    32: ExpertTile(32, 64, STEP, 4, 4),
+    64: ExpertTile(64, 64, STEP, 3, 4),
+    1 << 62: ExpertTile(128, 128, STEP, 3, 8),
 }
 """Tiles by the most rows of a weight's input, or pairs of an expert on average."""
 ONE_TILE = TILES[32]
@@ -45,8 +44,9 @@ ONE_TILE = TILES[32]
 class LowBitMatrix(NamedTuple):
     """A weight [rows, columns] in few bits on a GPU, or those of several experts, one after the other.
 
-    `codes` uint8 [rows, columns * bits / 8], in units of UNIT_BYTES. `scales` fp32 [rows, columns / group, 2]: a scale
-    and a shift for each `group` of numbers."""
+    `codes` uint8 [rows, columns * bits / 8]. In 4 bits the bytes of a group hold the codes of its first half in their
+    low bits, and those of its second half in their high bits. `scales` fp32 [rows, columns / group, 2]: a scale and a
+    shift for each `group` of numbers."""
 
     codes: Tensor
     scales: Tensor
@@ -57,54 +57,62 @@ class LowBitMatrix(NamedTuple):
     def columns(self) -> int:
         return self.codes.shape[1] * 8 // self.bits
 
-    @property
-    def unit(self) -> int:
-        """Numbers in UNIT_BYTES."""
-        return UNIT_BYTES * 8 // self.bits
-
 
 def pack(weights: Sequence[LowBitWeight], device: torch.device) -> LowBitMatrix:
     """Return the rows of weights of one format for the kernels, with equal values. Groups with equal scales are joined
     where all can be."""
-    form, parts = weights[0].form, [_pack_part(weight, device) for weight in weights]
-    codes, scales = (torch.cat(part) for part in zip(*parts))
-    group, columns = form.group, weights[0].numbers.shape[1]
+    form, columns = weights[0].form, weights[0].numbers.shape[1]
+    codes, scales = torch.cat([weight.numbers.to(device) for weight in weights]), torch.cat([*map(_scales, weights)])
+    bits, group, scales = 4 if form.bits == 4 else 8, form.group, scales.to(device)
     for wider in (wider for wider in WIDER_GROUPS if wider > form.group and columns % wider == 0):
         joined = torch.unflatten(scales, 1, (-1, wider // group))
         if not torch.equal(joined, joined[:, :, :1].expand_as(joined)):
             break
         scales, group = joined[:, :, 0].contiguous(), wider
-    return LowBitMatrix(codes, scales, 4 if form.bits == 4 else 8, group)
+    if bits == 4:
+        low, high = torch.unflatten(codes, 1, (-1, 2, group // 2)).unbind(2)
+        codes = (low | high << 4).flatten(1)
+    return LowBitMatrix(codes, scales, bits, group)
 
 
-def _pack_part(weight: LowBitWeight, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales of some rows."""
-    numbers, (scale, least) = weight.numbers.to(device), weight.scales()
+def _scales(weight: LowBitWeight) -> Tensor:
+    """Return the scales and shifts of a weight, [rows, groups, 2]."""
+    scale, least = weight.scales()
     shift = -weight.form.zero * scale if least is None else least - weight.form.zero * scale
-    if weight.form.bits == 4:
-        low, high = torch.unflatten(numbers, 1, (-1, 2, UNIT_BYTES)).unbind(2)
-        numbers = (low | high << 4).flatten(1)
-    return numbers.contiguous(), torch.stack((scale, shift), 2).to(device)
+    return torch.stack((scale, shift), 2)
 
 
 @triton.jit
-def _values(codes, scales, known):
-    """Return the numbers [N, U, UNIT_BYTES] of codes, with the scales at [N, U]."""
-    scale, shift = tl.load(scales, mask=known, other=0.0), tl.load(scales + 1, mask=known, other=0.0)
-    return codes.to(tl.float32) * scale[:, :, None] + shift[:, :, None]
+def _whole(codes, like):
+    """Return codes below 16, plus `_offset`, as numbers of the dtype of `like`, which holds them exactly."""
+    if like.dtype == tl.bfloat16:
+        numbers = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    elif like.dtype == tl.float16:
+        numbers = (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+    else:
+        numbers = codes.to(tl.float32)
+    return numbers
 
 
 @triton.jit
-def _add(acc, lines, scales, known, x, x_high, BITS: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """Return acc [N, M] + w x^T, for K bytes of codes of N rows at `lines`. In 4 bits x has the inputs of the low bits,
-    x_high those of the high bits."""
-    codes = tl.load(lines, mask=known[:, :, None], other=0)
+def _offset(like, BITS: tl.constexpr):
+    """Return what `_whole` adds to a code."""
+    offset: tl.constexpr = (
+        0.0 if BITS == 8 or like.dtype == tl.float32 else 128.0 if like.dtype == tl.bfloat16 else 1024.0
+    )
+    return offset
+
+
+@triton.jit
+def _add(acc, codes, scale, shift, x, x_high, sums, BITS: tl.constexpr):
+    """Return acc [N, M] + w x^T for one group of numbers of N rows, whose scales and shifts are [N]. `sums` [N, M] are
+    x's sums over the group. In 4 bits x has the inputs of the low bits, x_high those of the high bits."""
     if BITS == 4:
-        high = tl.reshape(_values(codes >> 4, scales, known).to(x.dtype), (N, K))
-        acc = tl.dot(high, x_high, acc, input_precision="ieee")
-        codes = codes & 15
-    low = tl.reshape(_values(codes, scales, known).to(x.dtype), (N, K))
-    return tl.dot(low, x, acc, input_precision="ieee")
+        part = tl.dot(_whole(codes & 15, x), x, input_precision="ieee")
+        part = tl.dot(_whole(codes >> 4, x), x_high, part, input_precision="ieee")
+    else:
+        part = tl.dot(codes.to(tl.float32).to(x.dtype), x, input_precision="ieee")
+    return acc + part * scale[:, None] + sums * (shift - _offset(x, BITS) * scale)[:, None]
 
 
 @fast_launch
@@ -112,10 +120,11 @@ def _add(acc, lines, scales, known, x, x_high, BITS: tl.constexpr, N: tl.constex
 def _product(
     x, weight, scale, bias, shares, out, counts, pairs, tokens, tiles, x_stride, size, depth,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr,
+    SIDE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr,
+    BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `fused_moe`'s kernel of experts; with EXPERTS 0 a linear layer, each of whose rows is a pair."""
+    """As `fused_moe`'s kernel of experts; with EXPERTS 0 a linear layer, each of whose rows is a pair. A step takes
+    GROUPS groups, which divide a row's."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -129,36 +138,36 @@ def _product(
     else:
         expert, pair, real = find_pairs(counts, pairs, tokens, tile, EXPERTS, PADDED, BLOCK_M)
     if expert < EXPERTS or EXPERTS == 0:
-        UNIT: tl.constexpr = 128 // BITS
-        U: tl.constexpr = BLOCK_K // UNIT
-        n, u, b = left + tl.arange(0, BLOCK_N), tl.arange(0, U), tl.arange(0, 16)
+        BYTES: tl.constexpr = GROUP * BITS // 8
+        n, b = left + tl.arange(0, BLOCK_N), tl.arange(0, BYTES)
         source = pair
         if KIND is not None and EXPERTS > 0:
             source = pair // TOP
-        k = tl.reshape((u * UNIT)[:, None] + b[None, :], (U * 16,))
-        inputs = x + source[None, :] * x_stride + k[:, None]
+        inputs = x + source[None, :] * x_stride + b[:, None]
         each = size if KIND is None else 2 * size
         line = tl.minimum(n, size - 1).to(tl.int64)
         if EXPERTS > 0:
             line += expert.to(tl.int64) * each
-        rows = weight + (line * (depth // UNIT * 16))[:, None, None] + (u * 16)[None, :, None] + b[None, None, :]
-        line_scales = scale + (line * (depth // GROUP * 2))[:, None]
+        row_bytes, row_scales = depth // GROUP * BYTES, depth // GROUP * 2
+        rows = weight + (line * row_bytes)[:, None] + b[None, :]
+        scales = scale + line * row_scales
+        away, scales_away = size.to(tl.int64) * row_bytes, size.to(tl.int64) * row_scales
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         other = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for start in range(0, depth, BLOCK_K):
-            numbers = start + u * UNIT
-            known = (numbers < depth)[None, :] & (n < size)[:, None]
-            inside = (start + k < depth)[:, None] & real[None, :]
-            v = tl.load(inputs + start, mask=inside, other=0.0)
-            v_high = v
-            if BITS == 4:
-                v_high = tl.load(inputs + start + 16, mask=inside, other=0.0)
-            scales = line_scales + (numbers // GROUP * 2)[None, :]
-            here = rows + start // UNIT * 16
-            acc = _add(acc, here, scales, known, v, v_high, BITS, BLOCK_N, U * 16)
-            if KIND is not None:
-                down, away = size.to(tl.int64) * (depth // UNIT * 16), size.to(tl.int64) * (depth // GROUP * 2)
-                other = _add(other, here + down, scales + away, known, v, v_high, BITS, BLOCK_N, U * 16)
+        ones = tl.full((BLOCK_N, BYTES), 1.0, x.dtype.element_ty)
+        for step in tl.range(0, depth // (GROUP * GROUPS), num_stages=STAGES):
+            for j in tl.static_range(GROUPS):
+                group = step * GROUPS + j
+                v = tl.load(inputs + group * GROUP, mask=real[None, :], other=0.0)
+                sums, v_high = tl.dot(ones, v, input_precision="ieee"), v
+                if BITS == 4:
+                    v_high = tl.load(inputs + group * GROUP + BYTES, mask=real[None, :], other=0.0)
+                    sums = tl.dot(ones, v_high, sums, input_precision="ieee")
+                here, at = rows + group * BYTES, scales + group * 2
+                acc = _add(acc, tl.load(here), tl.load(at), tl.load(at + 1), v, v_high, sums, BITS)
+                if KIND is not None:
+                    here, at = here + away, at + scales_away
+                    other = _add(other, tl.load(here), tl.load(at), tl.load(at + 1), v, v_high, sums, BITS)
         if BIAS:
             acc += tl.load(bias + line).to(tl.float32)[:, None]
             if KIND is not None:
@@ -174,39 +183,37 @@ def _product(
 @fast_launch
 @triton.jit
 def _expand(
-    weight, scale, out, rows, depth,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, U: tl.constexpr, PDL: tl.constexpr,
+    weight, scale, out, groups,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store the numbers of BLOCK_N rows and U units."""
-    UNIT: tl.constexpr = 128 // BITS
-    n, u, b = (
-        tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N),
-        tl.program_id(1) * U + tl.arange(0, U),
-        tl.arange(0, 16),
+    """Store the numbers of BLOCK groups."""
+    BYTES: tl.constexpr = GROUP * BITS // 8
+    g, b = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BYTES)
+    known = (g < groups)[:, None]
+    codes = tl.load(weight + (g * BYTES)[:, None] + b[None, :], mask=known, other=0)
+    by, shift = (
+        tl.load(scale + g * 2, mask=g < groups, other=0.0),
+        tl.load(scale + g * 2 + 1, mask=g < groups, other=0.0),
     )
-    known = (u * UNIT < depth)[None, :] & (n < rows)[:, None]
-    n = n.to(tl.int64)
-    lines = weight + (n * (depth // UNIT * 16))[:, None, None] + (u * 16)[None, :, None] + b[None, None, :]
-    codes = tl.load(lines, mask=known[:, :, None], other=0)
-    scales = scale + (n * (depth // GROUP * 2))[:, None] + (u * UNIT // GROUP * 2)[None, :]
-    place = out + (n * depth)[:, None, None] + (u * UNIT)[None, :, None] + b[None, None, :]
+    place = out + (g * GROUP)[:, None] + b[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # the memory of the result may be in use until now
     if BITS == 4:
-        high = _values(codes >> 4, scales, known)
-        tl.store(place + 16, high.to(out.dtype.element_ty), mask=known[:, :, None])
+        high = (codes >> 4).to(tl.float32) * by[:, None] + shift[:, None]
+        tl.store(place + BYTES, high.to(out.dtype.element_ty), mask=known)
         codes = codes & 15
-    tl.store(place, _values(codes, scales, known).to(out.dtype.element_ty), mask=known[:, :, None])
+    tl.store(place, (codes.to(tl.float32) * by[:, None] + shift[:, None]).to(out.dtype.element_ty), mask=known)
 
 
 def expand(weight: LowBitMatrix, dtype: torch.dtype, *, pdl: bool = False) -> Tensor:
     """Return the numbers of a weight, [rows, columns]."""
     rows, columns = len(weight.codes), weight.columns
     out = torch.empty(rows, columns, dtype=dtype, device=weight.codes.device)
-    _expand[(cdiv(rows, 16), cdiv(columns, 8 * weight.unit))](
-        weight.codes, weight.scales, out, rows, columns,
-        BITS=weight.bits, GROUP=weight.group, BLOCK_N=16, U=8, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    groups, block = rows * columns // weight.group, max(4096 // weight.group, 1)
+    _expand[(cdiv(groups, block),)](
+        weight.codes, weight.scales, out, groups,
+        BITS=weight.bits, GROUP=weight.group, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -281,16 +288,18 @@ def _launch(
 ) -> None:  # fmt: skip
     experts = 0 if routing is None or routing.counts is None else len(routing.counts)
     top = 1 if routing is None else routing.expert_ids.shape[1]
-    size = out.shape[1]
+    size, groups = out.shape[1], max(tile.depth // weight.group, 1)
+    while weight.columns % (groups * weight.group):
+        groups //= 2
     tiles = min(len(out), len(out) // tile.pairs + experts) if experts else cdiv(tokens, tile.pairs)
-    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": pdl}
+    options: dict[str, Any] = {"num_warps": tile.warps, "launch_pdl": pdl}
     _product[(tiles * cdiv(size, tile.columns),)](
         x, weight.codes, weight.scales, out if bias is None else bias, shares, out,
         out if routing is None else routing.counts, out if routing is None else routing.pairs, tokens, tiles,
         x.stride(0), size, weight.columns,
         EXPERTS=experts, PADDED=power_of_2(max(experts, 1)), TOP=top, BLOCK_M=tile.pairs, BLOCK_N=tile.columns,
-        BLOCK_K=tile.depth, SIDE=GROUP_TILES, BITS=weight.bits, GROUP=weight.group, KIND=kind, BIAS=bias is not None,
-        PDL=pdl, **options,
+        SIDE=GROUP_TILES, BITS=weight.bits, GROUP=weight.group, GROUPS=groups, KIND=kind, BIAS=bias is not None,
+        STAGES=tile.stages, PDL=pdl, **options,
     )  # fmt: skip
 
 
