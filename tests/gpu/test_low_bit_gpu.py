@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from test_deterministic import serve
-from test_fp8_gpu import CUDA, JAMBA, SHAPES, log_probs
+from test_fp8_gpu import CUDA, SHAPES, log_probs
 
 from quire.config import EngineConfig
 from quire.models.quantization import LowBitScheme, resolve_scheme
@@ -19,14 +20,20 @@ from quire.weights import low_bit
 from quire.weights.dummy import fill_dummy_weights
 
 pytestmark = pytest.mark.gpu
-QUANTIZATIONS = pytest.mark.parametrize("quantization", ["int4", "int8"])
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 8, "group_size": 64, "desc_act": False, "sym": True}
+STORED = pytest.mark.parametrize("stored", [AWQ, GPTQ], ids=["awq", "gptq"])
 
 
-@QUANTIZATIONS
+def folder(path: Path, name: str, stored: dict[str, Any]) -> dict[str, Any]:
+    (path / "config.json").write_text(json.dumps({**SHAPES[name], "quantization_config": stored}))
+    return {"model": str(path)}
+
+
+@STORED
 @pytest.mark.parametrize("name", SHAPES)
-def test_log_probabilities(name: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
-    settings = {"model": str(tmp_path), "quantization": quantization}
+def test_log_probabilities(name: str, stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = folder(tmp_path, name, stored)
     tokens_by_request, _ = log_probs(16, **settings)
     found = [log_probs(tokens, tokens_by_request, **settings)[1] for tokens in (1, 16, 4096)]
     monkeypatch.setattr(low_bit, "stays_low_bit", lambda *args: False)
@@ -38,28 +45,27 @@ def test_log_probabilities(name: str, quantization: str, tmp_path: Path, monkeyp
     assert max(errors) < 3 * near + 1e-3
 
 
-@QUANTIZATIONS
-def test_with_deterministic_a_batch_does_not_show(quantization: str, tmp_path: Path) -> None:
-    assert serve(quantization=quantization).tokens == serve(alone=True, quantization=quantization).tokens
-    (tmp_path / "config.json").write_text(json.dumps(JAMBA))
-    given = {"quantization": quantization, "model": str(tmp_path), "model_config": None}
+@STORED
+@pytest.mark.parametrize("name", SHAPES)
+def test_with_deterministic_a_batch_does_not_show(name: str, stored: Any, tmp_path: Path) -> None:
+    given = {**folder(tmp_path, name, stored), "model_config": None}
     assert serve(**given).tokens == serve(alone=True, **given).tokens
 
 
-@QUANTIZATIONS
-def test_graphs_say_what_eager_steps_say(quantization: str) -> None:
-    given = {"quantization": quantization, "max_num_batched_tokens": 300}
+@STORED
+def test_graphs_say_what_eager_steps_say(stored: Any, tmp_path: Path) -> None:
+    given = {**folder(tmp_path, "llama-125m", stored), "model_config": None, "max_num_batched_tokens": 300}
     assert serve(**given).tokens == serve(cuda_graphs=False, **given).tokens
 
 
-@QUANTIZATIONS
+@STORED
 @pytest.mark.parametrize("name", SHAPES)
-def test_memory_is_as_planned(name: str, quantization: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
-    settings = EngineConfig(model=str(tmp_path), quantization=quantization, dummy_weights=True)
+def test_memory_is_as_planned(name: str, stored: Any, tmp_path: Path) -> None:
+    settings = EngineConfig(dummy_weights=True, **folder(tmp_path, name, stored))
     source = read_checkpoint(settings)
-    planned = source.spec.weight_bytes(2) - quantization_savings(settings, source, "bfloat16", "cuda")
-    scheme = resolve_scheme(source.config, quantization)
+    savings = quantization_savings(settings, source, "bfloat16", "cuda")
+    planned, scheme = source.spec.weight_bytes(2) - savings, resolve_scheme(source.config, None)
+    assert savings
     assert isinstance(scheme, LowBitScheme)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

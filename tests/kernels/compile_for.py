@@ -44,6 +44,7 @@ from quire.kernels.triton import (
     fp8_linear,
     fused_moe,
     linear,
+    low_bit,
     mamba_conv,
     mamba_scan,
     norm,
@@ -206,6 +207,24 @@ def mixtures() -> None:
             fused_moe.fused_moe(zeros(tokens, 4096), routing, gate_up, down, "silu", scales, pdl=PDL)
 
 
+def in_few_bits() -> None:
+    """Products with weights in few bits, of linear layers and experts."""
+    for rows, (size, depth) in ((1, (4096, 14336)), (64, (28672, 4096)), (512, (28672, 4096))):
+        codes, scales = zeros(size, depth // 2, dtype=torch.uint8), torch.zeros(size, depth // 128, 2)
+        weight, kind = low_bit.LowBitMatrix(codes, scales, 4, 128), "silu" if size > depth else None
+        low_bit.low_bit_linear(zeros(rows, depth), weight, None, kind, deterministic=rows > 64, pdl=PDL)
+    low_bit.expand(low_bit.LowBitMatrix(codes, scales, 4, 128), DTYPE, pdl=PDL)
+    experts = [
+        (zeros(16 * rows, columns // 2, dtype=torch.uint8), columns) for rows, columns in ((2048, 4096), (4096, 1024))
+    ]
+    matrices = [
+        low_bit.LowBitMatrix(codes, torch.zeros(len(codes), columns // 128, 2), 4, 128) for codes, columns in experts
+    ]
+    for tokens in (1, 512):
+        routing = fused_moe.route(zeros(tokens, 16), 2, False, pdl=PDL)
+        low_bit.low_bit_moe(zeros(tokens, 4096), routing, *matrices, "silu", pdl=PDL)
+
+
 def in_fp8() -> None:
     """Products with weights in FP8, with scales by row and by group."""
     fp8_linear.quantize_rows(zeros(4, 14336), pdl=PDL)
@@ -302,13 +321,14 @@ if __name__ == "__main__":
         together()
         sys.exit()
     decode.multiprocessors = lambda device: COUNT  # type: ignore[assignment]
-    for module in (decode, linear, fused_moe):
+    for module in (decode, linear, low_bit, fused_moe):
         module.shared_memory = lambda device: SHARED  # type: ignore[attr-defined]
     launches = watch()
     attend()
     layers()
     states()
     mixtures()
+    in_few_bits()
     samples()
     sums()
     print(json.dumps(launches))

@@ -129,11 +129,7 @@ class PackedWeight:
         assert (
             self.column_range.start % self.scheme.group_size == self.column_range.stop % self.scheme.group_size == 0
         ), f"{self.column_range}: no groups"
-        numbers, zeros, scales = self.unpack()
-        form = LowBitFormat(self.scheme.bits, self.scheme.group_size, 0 if self.scheme.bits == 4 else 128, True)
-        b = (zeros.to(torch.int16) - form.zero).to(torch.int8)
-        b = b.repeat_interleave(self.scheme.group_size // form.group, 1)
-        return LowBitWeight(form, numbers, scales.half(), scales.half(), torch.ones_like(b), b)
+        return _low_bit_weight(self.scheme, *self.unpack())
 
     def dequantize(self) -> Tensor:
         """Return the weight in fp32 [rows, columns]."""
@@ -142,6 +138,24 @@ class PackedWeight:
         groups = self.tensors["g_idx"].long() if self.scheme.desc_act else columns // self.scheme.group_size
         groups = groups - self.group_range.start
         return (numbers.float() - zeros.float()[:, groups]) * scales.float()[:, groups]
+
+
+def _low_bit_weight(scheme: LowBitScheme, numbers: Tensor, zeros: Tensor, scales: Tensor) -> LowBitWeight:
+    form = LowBitFormat(scheme.bits, scheme.group_size, 0 if scheme.bits == 4 else 128, True)
+    b = (zeros.to(torch.int16) - form.zero).to(torch.int8)
+    b = b.repeat_interleave(scheme.group_size // form.group, 1)
+    return LowBitWeight(form, numbers, scales.half(), scales.half(), torch.ones_like(b), b)
+
+
+def quantize_groups(weight: Tensor, scheme: LowBitScheme) -> LowBitWeight:
+    """Round a weight [rows, columns] to the nearest numbers of the groups of `scheme`, as AWQ and GPTQ store them."""
+    groups, most = torch.unflatten(weight.float().cpu(), 1, (-1, scheme.group_size)), (1 << scheme.bits) - 1
+    least = groups.amin(2).clamp(max=0)
+    scales = ((groups.amax(2).clamp(min=0) - least) / most).half()
+    by = torch.where(scales > 0, scales, 1).float()
+    zeros = (-least / by).round().clamp(0, most)
+    numbers = (groups / by[:, :, None] + zeros[:, :, None]).round().clamp(0, most)
+    return _low_bit_weight(scheme, numbers.to(torch.uint8).flatten(1), zeros.to(torch.uint8), scales)
 
 
 def _word_range(run: range, per_word: int) -> range:

@@ -15,6 +15,7 @@ from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.sharding import ParameterShards
 from quire.models.quantization import FP8Scheme, LowBitScheme
 from quire.weights import low_bit
+from quire.weights.awq_gptq import quantize_groups
 from quire.weights.fp8 import E4M3, E4M3_MAX, find_fp8_tensors, get_scale
 from quire.weights.low_bit import choose_formats
 from quire.weights.tensor_slices import parameter_shards, zero_padding
@@ -65,7 +66,8 @@ def fill_dummy_weights(
                 initial = MAMBA_INIT[name](parameter.new_empty(channels.total, *parameter.shape[1:]))
                 parameter.copy_(initial[channels.local.start : channels.local.stop])
             elif f"{path}.{name}" in formats:
-                at = _fill_low_bit(model, f"{path}.{name}", formats[f"{path}.{name}"], noise, at)
+                assert isinstance(scheme, LowBitScheme), "formats are a scheme's"
+                at = _fill_low_bit(model, f"{path}.{name}", formats[f"{path}.{name}"], scheme, noise, at)
             else:
                 source = products if all(fp8.get(f"{path}.{name}", (False,))) else noise
                 if (scales := get_scale(model, f"{path}.{name}")) is not None:
@@ -89,7 +91,9 @@ def _num_noise_values(module: torch.nn.Module, name: str, parameter: Tensor) -> 
     return sum(rows.total for rows in shards.rows) * width
 
 
-def _fill_low_bit(model: Model, name: str, formats: tuple[LowBitFormat, ...], noise: Tensor, offset: int) -> int:
+def _fill_low_bit(
+    model: Model, name: str, formats: tuple[LowBitFormat, ...], scheme: LowBitScheme, noise: Tensor, offset: int
+) -> int:
     """Fill a low-bit weight, or one with the same values in the model's dtype, as `_fill_shard` does."""
     parameter, layer = model.get_parameter(name), low_bit.low_bit_layers(model)[name]
     shards = ParameterShards(layer.row_shards, layer.column_shard if layer.column_shard.is_sharded else None)
@@ -97,7 +101,10 @@ def _fill_low_bit(model: Model, name: str, formats: tuple[LowBitFormat, ...], no
     offset = _fill_shard(numbers, shards, noise, offset)
     sizes = list(layer.output_sizes) if len(formats) > 1 else [len(parameter)]
     for part, (rows, values) in enumerate(zip(torch.split(parameter.data, sizes), torch.split(numbers, sizes))):
-        low_bit.set_rows(rows, layer, part, partial(low_bit.quantize, values, formats[part]))
+        quantize = partial(low_bit.quantize, values, formats[part])
+        if scheme.stored in ("awq", "gptq"):
+            quantize = partial(quantize_groups, values, scheme)
+        low_bit.set_rows(rows, layer, part, quantize)
     return offset
 
 

@@ -46,6 +46,8 @@ UNQUANTIZED_MODULES = re.compile(
 """Modules that are not rounded to few bits; a file may have them so (see quire.weights.fp8)."""
 HEAD_MODULE = re.compile(r"(^|\.)head$")
 """The head is rounded to 8 bits even with int4, because no later layer corrects its errors."""
+MIN_GPU_GROUP = 64
+"""Narrower groups take longer to multiply on a GPU than 16-bit weights."""
 PIECE_NUMBERS = 1 << 18  # numbers quantized at once: they stay in a core's cache
 MakeWeight = Callable[[], LowBitWeight]
 WeightFormats = dict[str, tuple[LowBitFormat, ...]]
@@ -133,20 +135,20 @@ def create_model(
     for name, layer in low_bit_layers(model).items():
         weight = layer.weight
         assert weight is not None, "the model is not prepared yet"
-        if name in formats and stays_low_bit(name, weight.shape[1], dtype, device):
+        if name in formats and stays_low_bit(scheme, name, weight.shape[1], dtype, device):
             layer.low_bit_parts, layer.low_bit_device = [None] * len(formats[name]), device
             low_bit_weights.add(weight)
     allocate_parameters(model, device, low_bit_weights)
     return model
 
 
-def stays_low_bit(name: str, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if kernels of the device multiply the weight `name`, with this number of columns, in few bits. A tied
-    head is the embedding, whose rows a GPU's kernels don't look up."""
+def stays_low_bit(scheme: LowBitScheme, name: str, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return True if the weight `name` with this number of columns stays in few bits. On a GPU those of AWQ and GPTQ
+    do whose groups have MIN_GPU_GROUP numbers; a tied head doesn't, since it is the embedding too."""
     if device.type != "cuda":
         return supports(columns, dtype, device)
-    is_tied = "embed_tokens" in name.split(".")
-    return dtype in (torch.bfloat16, torch.float16) and columns % 32 == 0 and not is_tied
+    has_groups = scheme.stored in ("awq", "gptq") and scheme.group_size >= MIN_GPU_GROUP
+    return has_groups and dtype in (torch.bfloat16, torch.float16) and "embed_tokens" not in name.split(".")
 
 
 def set_rows(rows: Tensor, layer: Linear | None, part_index: int, make_weight: MakeWeight) -> None:
@@ -265,16 +267,13 @@ def saved_bytes(
         weight = layers[name].weight
         assert weight is not None, "the model is not prepared yet"
         columns = weight.shape[1]
-        if stays_low_bit(name, columns, dtype, torch.device(device)):
+        if stays_low_bit(scheme, name, columns, dtype, torch.device(device)):
             for form, rows in zip(formats, sources[name].rows):
-                on_gpu = gpu_row_bytes(form, columns, bool(scheme.stored) and file is None)
-                row_bytes = form.row_bytes(columns) if device == "cpu" else on_gpu
+                row_bytes = form.row_bytes(columns) if device == "cpu" else gpu_row_bytes(scheme, columns)
                 saved += rows * (columns * dtype.itemsize - row_bytes)
     return saved
 
 
-def gpu_row_bytes(form: LowBitFormat, columns: int, stored: bool) -> int:
-    """Return the bytes of a weight's row on a GPU (see quire.kernels.triton.low_bit). `stored`: AWQ or GPTQ, whose
-    groups have one scale each."""
-    group = min(form.superblock, 128) if stored else form.group
-    return columns // (2 if form.bits == 4 else 1) + columns // group * 8
+def gpu_row_bytes(scheme: LowBitScheme, columns: int) -> int:
+    """Return the bytes of a weight's row on a GPU (see quire.kernels.triton.low_bit)."""
+    return columns * scheme.bits // 8 + columns // scheme.group_size * 8

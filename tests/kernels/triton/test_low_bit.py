@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -12,8 +13,12 @@ from same_bits import check_same
 from torch import Tensor
 
 from quire.kernels.cpu.low_bit_linear import LowBitFormat, LowBitWeight
-from quire.kernels.triton import low_bit
+from quire.kernels.triton import launch, low_bit
 from quire.kernels.triton.fused_moe import route
+from quire.layers.experts_config import ExpertsConfig
+from quire.layers.linear import Linear
+from quire.layers.moe import SparseMLP
+from quire.models.quantization import LowBitScheme
 from quire.weights.low_bit import INT4_FORMAT, INT8_FORMAT, Q6_K_FORMAT, gpu_row_bytes, quantize
 
 Q4_K = LowBitFormat(4, 256, 0, True)
@@ -64,7 +69,7 @@ def test_packing_keeps_values(name: str, group: int) -> None:
     packed = low_bit.pack([weight], DEVICE)
     assert packed.group == group
     stored = packed.codes.nbytes + packed.scales.nbytes
-    assert stored == 24 * gpu_row_bytes(weight.form, 256, name.startswith("awq"))
+    assert stored == 24 * gpu_row_bytes(LowBitScheme(packed.bits, group_size=group), 256)
     torch.testing.assert_close(low_bit.expand(packed, torch.float32).cpu(), weight.dequantize(), rtol=1e-6, atol=1e-6)
 
 
@@ -116,3 +121,31 @@ def test_experts(name: str, experts: int, top: int, dtype: torch.dtype) -> None:
         got = low_bit.low_bit_moe(x, routing, *packed, "silu", pdl=pdl)
         size = float(want.abs().max())
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=(2e-2 if CUDA else 1e-5) * size)
+
+
+def test_layers_multiply_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear layer of parts in two formats, and experts, as layers with what the weights stand for."""
+    monkeypatch.setattr(launch, "supports_pdl", lambda device: False)
+    parts = [weights(24, 128, "awq128"), weights(16, 128, "int8"), weights(16, 128, "int8")]
+    layer = Linear(128, (24, 16, 16), True, torch.float32, DEVICE)
+    assert layer.bias is not None
+    layer.bias.copy_(random(56))
+    packed = layer._pack_for_gpu([parts[:1], parts[1:]], False, None)
+    x = random(2, 3, 128, seed=9).to(DEVICE)
+    full = torch.cat([part.dequantize() for part in parts]).to(DEVICE)
+    torch.testing.assert_close(packed(x), F.linear(x, full, layer.bias), rtol=1e-4, atol=1e-4)
+    config = ExpertsConfig(count=4, per_token=2, intermediate=128, shared_intermediate=24)
+    plain, kept = (SparseMLP(128, config, "silu", torch.float32, DEVICE) for _ in range(2))
+    for seed, (one, other) in enumerate(zip(plain.parameters(), kept.parameters())):
+        one.copy_(random(*one.shape, seed=seed))
+        other.copy_(one)
+    for name, rows in (("gate_up", 128), ("down", 128)):
+        made = [weights(rows * (2 if name == "gate_up" else 1), 128, "awq128") for _ in range(4)]
+        getattr(plain, name).weight.copy_(torch.cat([one.dequantize() for one in made]))
+        part = getattr(kept, name)
+        part.low_bit_device, part.low_bit_parts = DEVICE, [partial(lambda one: one, one) for one in made]
+    kept._prepare_low_bit(False)
+    for tokens in (1, 5):
+        x = random(tokens, 128, seed=10).to(DEVICE)
+        want = plain(x)
+        torch.testing.assert_close(kept(x), want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))

@@ -9,6 +9,7 @@ A weight's number is code * scale + shift, in fp32, rounded to x's dtype.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,15 +29,18 @@ WIDER_GROUPS = (64, 128)
 """How many numbers may share a scale, beside a format's own."""
 MAX_FUSED_ROWS = 64
 """The most rows of a linear layer's input for which the weight is not expanded in memory."""
-STEP = 128
-"""Numbers of a row that a step of a program multiplies, at least: one group or several."""
+MAX_SPLITS, SPLIT_PROGRAMS = 8, 512
+"""The columns of a linear layer's few rows are split among programs, at most so many, until there are as many programs
+as a GPU runs at once."""
 TILES = {
-    16: ExpertTile(16, 32, STEP, 4, 2),
-    32: ExpertTile(32, 64, STEP, 4, 4),
-    64: ExpertTile(64, 64, STEP, 3, 4),
-    1 << 62: ExpertTile(128, 128, STEP, 3, 8),
+    8: ExpertTile(8, 64, 256, 4, 4),
+    16: ExpertTile(16, 64, 256, 4, 4),
+    32: ExpertTile(32, 64, 256, 3, 4),
+    64: ExpertTile(64, 64, 128, 4, 4),
+    sys.maxsize: ExpertTile(64, 128, 128, 3, 8),
 }
-"""Tiles by the most rows of a weight's input, or pairs of an expert on average."""
+"""Tiles by the most rows of a weight's input, or pairs of an expert on average; as deep as one group or several.
+Measured on one H200 with groups of 128, without splits."""
 ONE_TILE = TILES[32]
 """The tile for any number of rows."""
 
@@ -121,10 +125,10 @@ def _product(
     x, weight, scale, bias, shares, out, counts, pairs, tokens, tiles, x_stride, size, depth,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SIDE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr,
-    BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `fused_moe`'s kernel of experts; with EXPERTS 0 a linear layer, each of whose rows is a pair. A step takes
-    GROUPS groups, which divide a row's."""
+    GROUPS groups, which divide a row's. With SPLITS a program takes some of the steps: out [rows, SPLITS, size]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -147,7 +151,7 @@ def _product(
         each = size if KIND is None else 2 * size
         line = tl.minimum(n, size - 1).to(tl.int64)
         if EXPERTS > 0:
-            line += expert.to(tl.int64) * each
+            line += expert * each
         row_bytes, row_scales = depth // GROUP * BYTES, depth // GROUP * 2
         rows = weight + (line * row_bytes)[:, None] + b[None, :]
         scales = scale + line * row_scales
@@ -155,7 +159,9 @@ def _product(
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         other = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         ones = tl.full((BLOCK_N, BYTES), 1.0, x.dtype.element_ty)
-        for step in tl.range(0, depth // (GROUP * GROUPS), num_stages=STAGES):
+        steps, split = depth // (GROUP * GROUPS), tl.program_id(1)
+        share = tl.cdiv(steps, SPLITS)
+        for step in tl.range(split * share, tl.minimum(steps, (split + 1) * share), num_stages=STAGES):
             for j in tl.static_range(GROUPS):
                 group = step * GROUPS + j
                 v = tl.load(inputs + group * GROUP, mask=real[None, :], other=0.0)
@@ -168,7 +174,7 @@ def _product(
                 if KIND is not None:
                     here, at = here + away, at + scales_away
                     other = _add(other, tl.load(here), tl.load(at), tl.load(at + 1), v, v_high, sums, BITS)
-        if BIAS:
+        if BIAS and split == 0:
             acc += tl.load(bias + line).to(tl.float32)[:, None]
             if KIND is not None:
                 other += tl.load(bias + line + size).to(tl.float32)[:, None]
@@ -176,7 +182,7 @@ def _product(
             acc = activate(acc, KIND) * other
         elif EXPERTS > 0:
             acc *= tl.load(shares + pair, mask=real, other=0.0)[None, :]
-        place = out + pair[None, :] * size + n[:, None]
+        place = out + (pair * SPLITS + split)[None, :] * size + n[:, None]
         tl.store(place, acc.to(out.dtype.element_ty), mask=(n < size)[:, None] & real[None, :])
 
 
@@ -232,11 +238,13 @@ def low_bit_linear(
     if rows > MAX_FUSED_ROWS and not deterministic:
         out = F.linear(x, expand(weight, x.dtype, pdl=pdl), bias)
         return out if activation is None else act_and_mul(out, activation, pdl=pdl)
-    size = size if kind is None else size // 2
-    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    size, tile = size if kind is None else size // 2, choose_tile(rows, x, weight, kind is not None, deterministic)
+    splits = min(MAX_SPLITS, power_of_2(cdiv(SPLIT_PROGRAMS, cdiv(size, tile.columns))))
+    splits = splits if kind is None and not deterministic else 1
+    out = torch.empty(rows * splits, size, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
     if rows:
-        _launch(x, weight, bias, out, out, None, rows, choose_tile(rows, x, kind is not None, deterministic), kind, pdl)
-    return out
+        _launch(x, weight, bias, out, out, None, rows, tile, kind, pdl, splits)
+    return out if splits == 1 else sum_experts(out, splits, x.dtype, pdl)
 
 
 class LowBitLinear:
@@ -277,14 +285,14 @@ def low_bit_moe(
             (x, gate_up, between, ACTIVATIONS[activation]),
             (between, down, parts, None),
         ):
-            tile = choose_tile(cdiv(pairs, experts), x, kind is not None, deterministic)
+            tile = choose_tile(cdiv(pairs, experts), x, weight, kind is not None, deterministic)
             _launch(source, weight, None, routing.weights, target, routing, tokens, tile, kind, pdl)
     return sum_experts(parts, top, x.dtype, pdl)
 
 
 def _launch(
     x: Tensor, weight: LowBitMatrix, bias: Tensor | None, shares: Tensor, out: Tensor, routing: Routing | None,
-    tokens: int, tile: ExpertTile, kind: str | None, pdl: bool,
+    tokens: int, tile: ExpertTile, kind: str | None, pdl: bool, splits: int = 1,
 ) -> None:  # fmt: skip
     experts = 0 if routing is None or routing.counts is None else len(routing.counts)
     top = 1 if routing is None else routing.expert_ids.shape[1]
@@ -293,19 +301,20 @@ def _launch(
         groups //= 2
     tiles = min(len(out), len(out) // tile.pairs + experts) if experts else cdiv(tokens, tile.pairs)
     options: dict[str, Any] = {"num_warps": tile.warps, "launch_pdl": pdl}
-    _product[(tiles * cdiv(size, tile.columns),)](
+    _product[(tiles * cdiv(size, tile.columns), splits)](
         x, weight.codes, weight.scales, out if bias is None else bias, shares, out,
         out if routing is None else routing.counts, out if routing is None else routing.pairs, tokens, tiles,
         x.stride(0), size, weight.columns,
         EXPERTS=experts, PADDED=power_of_2(max(experts, 1)), TOP=top, BLOCK_M=tile.pairs, BLOCK_N=tile.columns,
         SIDE=GROUP_TILES, BITS=weight.bits, GROUP=weight.group, GROUPS=groups, KIND=kind, BIAS=bias is not None,
-        STAGES=tile.stages, PDL=pdl, **options,
+        STAGES=tile.stages, SPLITS=splits, PDL=pdl, **options,
     )  # fmt: skip
 
 
-def choose_tile(rows: int, x: Tensor, gated: bool, deterministic: bool) -> ExpertTile:
+def choose_tile(rows: int, x: Tensor, weight: LowBitMatrix, gated: bool, deterministic: bool) -> ExpertTile:
     """Return the tile for so many rows of a weight's input, or pairs of an expert on average. It has as many stages as
     fit in shared memory."""
     tile = ONE_TILE if deterministic else TILES[next(most for most in TILES if rows <= most)]
-    stage = ((1 + gated) * tile.columns + tile.pairs * x.element_size()) * tile.depth
-    return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // (2 * stage))))
+    bits = (1 + gated) * tile.columns * weight.bits + tile.pairs * 8 * x.element_size()
+    stage = bits * tile.depth // 8
+    return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage)))
