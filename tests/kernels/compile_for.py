@@ -140,6 +140,10 @@ def attend() -> None:
             decode.decode(
                 zeros(256, heads, dim), cache, tables, rows, rows, splits=2, pdl=PDL, rows=rows, shared_rows=shared
             )
+        if every:
+            with_sinks = replace(cache, sinks=torch.zeros(heads))
+            decode.decode(zeros(8, heads, dim), with_sinks, tables, ints(8), ints(8), splits=4, pdl=PDL)
+            prefill.prefill(zeros(4, heads, dim), with_sinks, tables, zeros(3, 4, dtype=torch.int32))
         for small in (False, True):
             tiles = zeros(3, 4, dtype=torch.int32)
             for whole in (False, True):

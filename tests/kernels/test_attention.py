@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_steps import BATCHES, LAYER, Sizes, placed, stored, two_steps
+from attention_steps import BATCHES, LAYER, Sizes, placed, sinks_of, stored, two_steps
 from grids import DEVICE
 
 from quire.kernels import sdpa
+from quire.kernels.contiguous import ContiguousBackend
 from quire.kernels.cpu.backend import NativeBackend
 from quire.kernels.cpu.library_loader import library
 from quire.kernels.reference import ReferenceBackend
@@ -38,9 +39,18 @@ def check(
     if layout:
         keys, values = placed(layout, len(cache.keys), page, kv_heads, 8, cache.dtype)
         cache = replace(cache, keys=keys, values=values)
+    if bounds.get("has_sinks"):
+        cache = replace(cache, sinks=sinks_of(heads))
     attention.check_cache(cache)
     got, want = two_steps(attention, store, cache, sizes)
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bounds", [{}, {"window": 24}, {"softcap": 0.7}, {"has_sinks": True}], ids=str)
+@pytest.mark.parametrize("sizes", [(0, 300), (260, 40), (33, 1)], ids=str)
+def test_contiguous_tokens_equal_dense_attention(sizes: tuple[int, int], bounds: dict[str, Any]) -> None:
+    """One sequence of one page, whose number is that of its slot."""
+    check(ContiguousBackend, [sizes], page=512, **bounds)
 
 
 @pytest.mark.share(3)
@@ -55,6 +65,8 @@ def check(
         *({"page": page} for page in (1, 2, 4, 8, 32, 64, 128, 256)),
         *({"layout": layout, "window": w} for layout in ("tokens first", "gaps", "two buffers") for w in (None, 24)),
         *({"window": 24, "scale": scale, "softcap": cap} for scale, cap in ((0.05, None), (None, 0.7), (1.5, 2.0))),
+        *({"has_sinks": True, "heads": heads, "kv_heads": kv, **bounds}
+          for heads, kv in ((4, 4), (7, 1)) for bounds in ({}, {"window": 5}, {"chunk": 16}, {"softcap": 0.7})),
     ],
     ids=str,
 )  # fmt: skip
