@@ -21,8 +21,8 @@ def paged_attention(
     dim], table [logical pages] -> [heads, dim]. The query at `position` sees positions 0 .. position, the last `window`
     of them, or those of its `chunk`.
 
-    For each page j: A_j = exp(q K_j^T * scale), o = sum_j A_j V_j / sum_j A_j; the running maximum avoids overflow. With
-    `sinks` [heads] the divisor has one more term for each head, exp(sink).
+    For each page j: A_j = exp(q K_j^T * scale), o = sum_j A_j V_j / sum_j A_j; the running maximum avoids overflow.
+    With `sinks` [heads] the divisor has one more term for each head, exp(sink).
     """
     heads, dim = q.shape
     kv_heads, size = keys.shape[1], keys.shape[2]

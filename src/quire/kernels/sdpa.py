@@ -164,8 +164,8 @@ def _head_rows(pages: Tensor, cache: LayerCache) -> Tensor:
 
 def _attend_bmm(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, cache: LayerCache) -> Tensor:
     """Return softmax(query keys^T * scale) values by two batched products, with the layer's softcap and sinks, if any.
-    torch's fused kernel has neither, and is slow on CPUs for bf16 prompts and for one query: 1.8 to 9.7 ms a layer for 32
-    rows of 192 tokens, where this takes 0.4 with the gather."""
+    torch's fused kernel has neither, and is slow on CPUs for bf16 prompts and for one query: 1.8 to 9.7 ms a layer for
+    32 rows of 192 tokens, where this takes 0.4 with the gather."""
     count, kv, shared, width, dim = query.shape
     scores = torch.bmm((query * cache.scale).reshape(count * kv, shared * width, dim), keys.transpose(1, 2))
     if cache.softcap is not None:

@@ -364,10 +364,10 @@ def decode(
         "PDL": pdl, "launch_pdl": pdl,
     }  # fmt: skip
     _decode[(kv_heads, splits, batch)](
-        q, cache.keys, cache.values, tables, slots, lengths, indices, cache.sinks, out, *parts, q.stride(0), q.stride(1),
-        out.stride(0), tables.stride(0), cache.page_stride_units, *softmax_factors(cache.scale, cache.softcap),
-        QUERIES=queries, CAPPED=cache.softcap is not None, num_warps=warps, num_stages=stages,
-        **layout_constants(cache), **shared,
+        q, cache.keys, cache.values, tables, slots, lengths, indices, cache.sinks, out, *parts, q.stride(0),
+        q.stride(1), out.stride(0), tables.stride(0), cache.page_stride_units,
+        *softmax_factors(cache.scale, cache.softcap), QUERIES=queries, CAPPED=cache.softcap is not None,
+        num_warps=warps, num_stages=stages, **layout_constants(cache), **shared,
     )  # fmt: skip
     if splits > 1:
         _join[(group, kv_heads, batch)](

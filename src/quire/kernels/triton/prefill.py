@@ -186,8 +186,8 @@ def prefill(
     block_m, block_n, warps, stages, registers = _tile_config(dim, q.element_size(), small)
     assert group <= block_m, "more query heads a key head than a tile has rows"
     _prompt[(tiles.shape[0] * cache.kv_heads,)](
-        q, cache.keys, cache.values, tables, tiles, cache.sinks, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),
-        cache.page_stride_units, *softmax_factors(cache.scale, cache.softcap),
+        q, cache.keys, cache.values, tables, tiles, cache.sinks, out, q.stride(0), q.stride(1), out.stride(0),
+        tables.stride(0), cache.page_stride_units, *softmax_factors(cache.scale, cache.softcap),
         KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, DIM_PAD=max(16, power_of_2(dim)),
         WINDOW=None if bidirectional else cache.window, CHUNK=None if bidirectional else cache.chunk,
         CAPPED=cache.softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n, FOLLOW=not bidirectional,
