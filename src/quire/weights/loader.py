@@ -37,6 +37,7 @@ from quire.weights.fp8 import (
 from quire.weights.low_bit import UNQUANTIZED_MODULES as LOW_BIT_UNQUANTIZED
 from quire.weights.low_bit import choose_formats, low_bit_layers, set_rows
 from quire.weights.mapped_files import MIN_MAPPED_BYTES, MappedFile, copy_tensor
+from quire.weights.stacked_experts import StackedExperts, scale_files
 from quire.weights.tensor_slices import TensorSlice, tensor_slices, zero_padding
 
 if TYPE_CHECKING:
@@ -126,12 +127,14 @@ def load_weights(
     elsewhere = {name for source in every.weight_sources().values() for name in source.tensors} - set(targets)
     wanted = {name: target for name, target in targets.items() if name.removesuffix(".weight") not in grouped}
     files = tensor_files(folder)
-    mappings, read_bytes = list[MappedFile](), 0
+    mappings, read_bytes, experts = list[MappedFile](), 0, every.num_stacked_experts
+    scales_of_experts = scale_files(files) if experts else {}
     zero_padding(model)
     with tqdm(total=len(targets) + len(scales), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
         for path in files:
             try:
-                with safe_open(path, framework="pt", device=str(device)) as file:
+                with safe_open(path, framework="pt", device=str(device)) as opened:
+                    file = StackedExperts(opened, path, experts, scales_of_experts, str(device)) if experts else opened
                     mapped: MappedFile | None = None
                     for key in file.keys():  # noqa: SIM118 (not a dict)
                         name = _strip_prefix(key, every.weight_prefixes)
