@@ -17,7 +17,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quire.errors import StartupError
 from quire.models import read_spec
+from quire.models.quantization import LowBitScheme
+from quire.protocol.parallel_layout import Shard
 from quire.weights.checkpoint_files import read_config
+from quire.weights.loader import load_weights
+from quire.weights.low_bit import MXFP4_FORMAT, create_model, quantize
 from quire.weights.stacked_experts import dequantize_mxfp4
 
 OPTIONS = {**GPT_OSS, "hidden_size": 64, "intermediate_size": 96}
@@ -82,6 +86,53 @@ def test_logits_of_a_checkpoint_in_mxfp4(tmp_path: Path) -> None:
     got = run(built(tmp_path), DenseContext(read_spec(read_config(tmp_path))), tokens)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_experts_stay_in_four_bits(deterministic: bool, tmp_path: Path) -> None:
+    """On a CPU, with the numbers of the expanded weights, also those of two ranks."""
+    reference("Gpt_Oss", OPTIONS, tmp_path)
+    as_mxfp4(tmp_path)
+    config, scheme = read_config(tmp_path), LowBitScheme(4, "mxfp4")
+    expanded, context = built(tmp_path), DenseContext(read_spec(config))
+    model = create_model(config, torch.float32, torch.device("cpu"), scheme)
+    load_weights(model, tmp_path, scheme=scheme)
+    assert all(layer.experts.gate_up.weight.is_meta for layer in model.layers)
+    model.prepare(deterministic=deterministic)
+    packed = model.layers[1].experts.packed
+    assert packed.down.nbytes == 4 * 64 * 96 * 17 // 32 + 4 * 64 * 3
+    tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1))
+    want = run(expanded, DenseContext(read_spec(config)), tokens)
+    torch.testing.assert_close(run(model, context, tokens), want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_shards_have_their_own_blocks(ranks: int, tmp_path: Path) -> None:
+    """Three ranks have columns of whole blocks, and stay in few bits; two have not."""
+    reference("Gpt_Oss", {**OPTIONS, "num_attention_heads": 6, "num_key_value_heads": 6}, tmp_path)
+    as_mxfp4(tmp_path)
+    config, scheme, found = read_config(tmp_path), LowBitScheme(4, "mxfp4"), []
+    whole = built(tmp_path, prepare=False).layers[0].experts
+    for rank in range(ranks):
+        model = create_model(config, torch.float32, torch.device("cpu"), scheme, shard=Shard(rank, ranks))
+        load_weights(model, tmp_path, scheme=scheme)
+        experts = model.layers[0].experts
+        assert experts.down.weight.is_meta == (ranks != 2)
+        assert experts.gate_up.weight.is_meta
+        for part in (experts.gate_up, experts.down):
+            part.dequantize()
+        found.append(experts)
+    assert torch.equal(torch.cat([part.down.weight for part in found], 1), whole.down.weight)
+    gates = [part.gate_up.weight.view(4, 2, -1, 64) for part in found]
+    assert torch.equal(torch.cat(gates, 2), whole.gate_up.weight.view(4, 2, 96, 64))
+
+
+def test_random_weights_in_mxfp4() -> None:
+    """As `--dummy-weights` makes them: rounded to the nearest number."""
+    weight = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    rounded = quantize(weight, MXFP4_FORMAT).dequantize()
+    assert torch.equal(quantize(rounded, MXFP4_FORMAT).dequantize(), rounded)
+    assert ((rounded - weight).abs() <= weight.view(9, 2, 32).abs().amax(2).repeat_interleave(32, 1) / 4).all()
 
 
 def cut(tensors: dict[str, Tensor], name: str, *index: slice) -> None:

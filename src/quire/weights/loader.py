@@ -20,7 +20,7 @@ from tqdm import tqdm
 from quire.errors import StartupError, short_repr
 from quire.files import DOWNLOAD_AGAIN
 from quire.layers.prepare import MappedWeights
-from quire.models.quantization import BLOCK, FP8Scheme, LowBitScheme
+from quire.models.quantization import BLOCK, MXFP4, FP8Scheme, LowBitScheme
 from quire.weights import low_bit
 from quire.weights.awq_gptq import TENSOR_KINDS, PackedWeight
 from quire.weights.checkpoint_files import FIT_REMEDY, tensor_files
@@ -34,10 +34,10 @@ from quire.weights.fp8 import (
     quantize,
     scale_attributes,
 )
+from quire.weights.low_bit import MXFP4_FORMAT, choose_formats, from_mxfp4, low_bit_layers, set_rows
 from quire.weights.low_bit import UNQUANTIZED_MODULES as LOW_BIT_UNQUANTIZED
-from quire.weights.low_bit import choose_formats, low_bit_layers, set_rows
 from quire.weights.mapped_files import MIN_MAPPED_BYTES, MappedFile, copy_tensor
-from quire.weights.stacked_experts import StackedExperts, scale_files
+from quire.weights.stacked_experts import MXFP4_GROUP, StackedExperts, scale_files
 from quire.weights.tensor_slices import TensorSlice, tensor_slices, zero_padding
 
 if TYPE_CHECKING:
@@ -143,6 +143,17 @@ def load_weights(
                         if not known and (_weight_name(name) in elsewhere or _is_ignored(name, ignored)):
                             continue
                         _check_expected(name, key, path, known, filled)
+                        target = wanted.get(name)
+                        if (
+                            target is not None
+                            and target.low_bit_format == MXFP4_FORMAT
+                            and (pair := _read_mxfp4(file, target, key, path)) is not None
+                        ):
+                            read_bytes += sum(tensor.nbytes for tensor in pair)
+                            set_rows(target.rows, target.layer, target.part_index, partial(from_mxfp4, *pair, key))
+                            filled.add(name)
+                            bar.update()
+                            continue
                         if name in words:
                             tensor = grouped[words[name]].read(name.rpartition(".")[2], file, key, path)
                         else:
@@ -220,7 +231,7 @@ def _find_packed_weights(
 ) -> dict[str, PackedWeight]:
     """Return the modules, all within layers, whose weights an AWQ or GPTQ checkpoint has packed."""
     packed: dict[str, PackedWeight] = {}
-    if not isinstance(scheme, LowBitScheme) or not scheme.stored:
+    if not isinstance(scheme, LowBitScheme) or scheme.stored in ("", MXFP4):
         return packed
     for name, source in model.weight_sources().items():
         path, _, kind = name.rpartition(".")
@@ -286,6 +297,19 @@ def _read(file: Any, target: LoadTarget | None, key: str, path: Path) -> Tensor:
     return target.tensor_slice.read(file, key, target.transpose)
 
 
+def _read_mxfp4(file: Any, target: LoadTarget, key: str, path: Path) -> tuple[Tensor, Tensor] | None:
+    """Read an expert's weight in MXFP4, or a rank's slice of it, as blocks and scales. None if it is to be expanded."""
+    if not target.rows.is_meta or not isinstance(file, StackedExperts):
+        return None
+    part = target.tensor_slice
+    pair = file.get_blocks(key, None if part is None else part.row_ranges, None if part is None else part.columns)
+    if pair is None:
+        raise StartupError(f"{short_repr(key)} in {path} isn't in MXFP4, as quantization_config says", FIT_REMEDY)
+    rows, groups = pair[1].shape
+    _check_shape((rows, groups * MXFP4_GROUP), tuple(target.rows.shape), False, key, path)
+    return pair
+
+
 def _check_shape(
     shape: tuple[int, ...], expected_shape: tuple[int, ...], transpose: bool, key: str, path: Path
 ) -> None:
@@ -340,7 +364,7 @@ def load_tensor(
     _check_shape(tuple(tensor.shape), tuple(target.rows.shape), target.transpose, key, path)
     tensor = target.arrange(tensor)
     tensor = tensor.t() if target.transpose else tensor
-    if target.low_bit_format is not None:
+    if target.low_bit_format is not None and (target.rows.is_meta or target.low_bit_format != MXFP4_FORMAT):
         if target.rows.is_meta and len(tensor) < target.padded_rows:
             tensor = F.pad(tensor, (0, 0, 0, target.padded_rows - len(tensor)))
         set_rows(

@@ -96,6 +96,26 @@ class StackedExperts:
         """Return a tensor from which parts can be read."""
         return TensorView(self.get_tensor(key)) if key in self.parts else self.file.get_slice(key)
 
+    def get_blocks(
+        self, key: str, rows: tuple[range, ...] | None, columns: range | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the blocks [rows, groups, 16] and scales [rows, groups] of an expert's weight in MXFP4, those of the
+        given rows and columns (None: all), which are whole blocks. None if the tensor is not in MXFP4."""
+        part = self.parts.get(key)
+        if part is None or not part.key.endswith("_blocks"):
+            return None
+        own = slice(None) if part.half is None else slice(part.half, None, 2)
+        groups = slice(None)
+        if columns is not None:
+            groups = slice(columns.start // MXFP4_GROUP, columns.stop // MXFP4_GROUP)
+
+        def select(tensor: Tensor) -> Tensor:
+            found = tensor[own, groups]
+            return (found if rows is None else torch.cat([found[run.start : run.stop] for run in rows])).contiguous()
+
+        blocks: Tensor = self.file.get_slice(part.key)[part.expert]
+        return select(blocks), select(self._scales(part.key, part.expert, blocks))
+
     def _check(self, key: str, kind: str) -> None:
         shape = tuple(self.file.get_slice(key).get_shape())
         dims = {"": 3, "_bias": 2, "_blocks": 4}[kind]
@@ -112,13 +132,14 @@ class StackedExperts:
         if self.latest is None or self.latest[0] != (key, expert):
             tensor: Tensor = self.file.get_slice(key)[expert]
             if key.endswith("_blocks"):
-                tensor = self._dequantize(key, expert, tensor)
+                tensor = dequantize_mxfp4(tensor, self._scales(key, expert, tensor))
             elif tensor.dim() == 2:
                 tensor = tensor.t()
             self.latest = (key, expert), tensor
         return self.latest[1]
 
-    def _dequantize(self, key: str, expert: int, blocks: Tensor) -> Tensor:
+    def _scales(self, key: str, expert: int, blocks: Tensor) -> Tensor:
+        """Return the scales of an expert's blocks."""
         name = key.removesuffix("_blocks") + "_scales"
         if name not in self.files:
             raise StartupError(f"{self.path} has {short_repr(key)}, and no file has {short_repr(name)}", FIT_REMEDY)
@@ -131,10 +152,10 @@ class StackedExperts:
                     f"blocks {[self.count, *blocks.shape]}",
                     "MXFP4 has a scale in uint8 for each block of 32 numbers",
                 )
-            exponents = scales[expert]
+            exponents: Tensor = scales[expert]
         if (exponents == MXFP4_NAN).any():
             raise StartupError(f"{short_repr(name)} in {self.files[name]} has the scale 255", "That is no number")
-        return dequantize_mxfp4(blocks, exponents)
+        return exponents
 
 
 def scale_files(paths: list[Path]) -> dict[str, Path]:
