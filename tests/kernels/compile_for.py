@@ -209,6 +209,8 @@ def mixtures() -> None:
         for (gate_up, down), scales in kinds:
             x, shares = zeros(tokens, 4096), torch.zeros(tokens, 2)
             fused_moe.fused_moe(x, shares, ints(tokens, 2), gate_up, down, "silu", scales, pdl=PDL)
+        biases = zeros(2 * 1024 * 16), zeros(4096 * 16)
+        fused_moe.fused_moe(x, shares, ints(tokens, 2), *kinds[0][0], "clamped_swiglu", biases=biases, pdl=PDL)
 
 
 def in_fp8() -> None:

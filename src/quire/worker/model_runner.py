@@ -252,7 +252,8 @@ class ModelRunner:
         """Give the caches of layers with sinks these weights of the model."""
         sinks = attention_sinks(self.model) if isinstance(self.model, torch.nn.Module) else {}
         assert all(self.spec.layers[layer].has_sinks for layer in sinks), "the spec says which layers have sinks"
-        store.caches = {i: replace(cache, sinks=sinks.get(i)) for i, cache in store.caches.items()}
+        for layer, weights in sinks.items():
+            store.caches[layer] = replace(store.caches[layer], sinks=weights)
 
     def _make_sampled_tokens(self, slots: int) -> None:
         rows = 1 if self.draft_runner is None else 1 + self.max_drafts
